@@ -1,0 +1,1 @@
+"""Scripts that measure: run them from the repository's root with ``python -m benchmarks.NAME``."""

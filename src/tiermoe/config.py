@@ -1,0 +1,142 @@
+"""Settings of an engine and how sizes are written. Unknown keys and malformed values are refused. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiermoe.errors import ConfigError
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+_UNITS = {
+    "": 1, "b": 1,
+    "k": KIB, "kib": KIB, "kb": 10**3,
+    "m": MIB, "mib": MIB, "mb": 10**6,
+    "g": GIB, "gib": GIB, "gb": 10**9,
+    "t": 1 << 40, "tib": 1 << 40, "tb": 10**12,
+}  # fmt: skip
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
+
+BITS = (16, 8, 4, 2)
+DENSE_BITS = (16, 8, 4)
+
+
+def parse_size(text: str | int, what: str = "size") -> int:
+    """Bytes of '6GiB', '700M', '1.5 GB' or a plain number of bytes (K, M, G, T are powers of 1024, KB, MB, GB of
+    1000). ConfigError names `what` on anything else."""
+    match = _SIZE.match(str(text))
+    if match is None or match[2].lower() not in _UNITS:
+        raise ConfigError(f"{what} '{text}' is not a size; write it like 6GiB, 700MiB or 1.5GB")
+    size = int(float(match[1]) * _UNITS[match[2].lower()])
+    if size <= 0:
+        raise ConfigError(f"{what} must be more than zero, got '{text}'")
+    return size
+
+
+def format_size(nbytes: float) -> str:
+    """Bytes for people: '3.54 MiB', '700 MiB', '6 GiB'."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            break
+        value /= 1024
+    else:
+        unit = "TiB"
+    digits = 0 if unit == "B" or value >= 100 else 1 if value >= 10 else 2
+    text = f"{value:.{digits}f}"
+    return (text.rstrip("0").rstrip(".") if "." in text else text) + f" {unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """Expert cache asked for directly: `fraction` of all experts, or `nbytes`; exactly one is set."""
+
+    fraction: float | None = None
+    nbytes: int | None = None
+
+
+def parse_cache(text: str | int) -> CacheSize:
+    """'25%' of the experts' bytes in their slots, or a size such as '3MiB'."""
+    stripped = str(text).strip()
+    if stripped.endswith("%"):
+        try:
+            percent = float(stripped[:-1])
+        except ValueError:
+            raise ConfigError(f"cache '{text}' is not a share; write it like 25% or 3MiB") from None
+        if not 0 < percent <= 100:
+            raise ConfigError(f"cache '{text}' must be above 0% and at most 100%")
+        return CacheSize(fraction=percent / 100)
+    return CacheSize(nbytes=parse_size(stripped, "cache"))
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that `tiermoe.load` and the commands can be asked for.
+
+    memory: bound on the whole process in bytes; None takes it from what the machine has free.
+    bits: precision of the experts (16 is the checkpoint's own). dense_bits: of the other linear layers.
+    quantizer: 'hqq' or 'linear', for 4 and 2 bits. cache: size of the expert cache alone (experiments).
+    chunk: tokens of a prompt that run at once. context: tokens (prompt and answer) to reserve key/value memory for;
+    None takes the smaller of 4096 and the model's own. batch: sequences that run at once.
+    lanes: threads that read experts; None takes the best of a short probe. threads: compute threads; None leaves
+    torch's setting. device: 'cpu', 'cuda', or 'auto'. gpu_memory: bound on the GPU's allocations, None all but a
+    reserve. prefetch: predict and read ahead the next layer's experts. store: folder of the expert store; None is the
+    user's cache folder.
+    """
+
+    memory: int | None = None
+    bits: int = 4
+    dense_bits: int = 16
+    quantizer: str = "hqq"
+    cache: CacheSize | None = None
+    chunk: int = 512
+    context: int | None = None
+    batch: int = 1
+    lanes: int | None = None
+    threads: int | None = None
+    device: str = "auto"
+    gpu_memory: int | None = None
+    prefetch: bool = False
+    store: Path | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.bits in BITS, f"bits must be one of {BITS}, got {self.bits}")
+        _require(self.dense_bits in DENSE_BITS, f"dense_bits must be one of {DENSE_BITS}, got {self.dense_bits}")
+        _require(self.quantizer in ("hqq", "linear"), f"quantizer must be hqq or linear, got '{self.quantizer}'")
+        _require(self.chunk >= 1, f"chunk must be at least 1 token, got {self.chunk}")
+        _require(self.batch >= 1, f"batch must be at least 1, got {self.batch}")
+        _require(self.context is None or self.context >= 2, f"context must be at least 2 tokens, got {self.context}")
+        _require(self.lanes is None or 1 <= self.lanes <= 64, f"lanes must be 1 to 64, got {self.lanes}")
+        _require(self.threads is None or self.threads >= 1, f"threads must be at least 1, got {self.threads}")
+        _require(
+            self.device in ("auto", "cpu", "cuda") or self.device.startswith("cuda:"),
+            f"device must be auto, cpu or cuda, got '{self.device}'",
+        )
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def settings(**options: Any) -> Settings:
+    """Settings from loose values: sizes as text, unknown names refused with the nearest known one."""
+    known = {field.name for field in dataclasses.fields(Settings)}
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(sorted(known))}"
+            raise ConfigError(f"unknown option '{name}'{hint}")
+    for name in ("memory", "gpu_memory"):
+        if options.get(name) is not None:
+            options[name] = parse_size(options[name], name)
+    if options.get("cache") is not None and not isinstance(options["cache"], CacheSize):
+        options["cache"] = parse_cache(options["cache"])
+    if options.get("store") is not None:
+        options["store"] = Path(options["store"])
+    return Settings(**options)

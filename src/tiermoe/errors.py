@@ -1,0 +1,33 @@
+"""One exception tree. Every error a user can cause or meet names its cause, the numbers and what to do next."""
+
+
+class TiermoeError(Exception):
+    """Base of all errors that tiermoe raises on purpose; the commands print it in one line and exit with 2."""
+
+
+class ConfigError(TiermoeError):
+    """An option or setting that is unknown, malformed or contradicts another."""
+
+
+class ModelError(TiermoeError):
+    """A checkpoint that cannot be used: not MoE, unsupported family, missing or truncated files."""
+
+
+class BudgetError(TiermoeError):
+    """A memory budget that cannot be kept; the message holds the nearest setting that would work."""
+
+
+class PromptError(TiermoeError):
+    """A prompt that cannot be answered: empty, or longer than the context."""
+
+
+class StoreError(TiermoeError):
+    """An expert store that cannot be used: other format version, other checkpoint, other machine layout, torn."""
+
+
+class PackError(StoreError):
+    """Packing could not finish; what is already packed is kept and the next run resumes."""
+
+
+class LoadError(StoreError):
+    """Reading an expert failed: short read, I/O error or wrong checksum. Names layer, expert and file."""

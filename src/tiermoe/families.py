@@ -1,0 +1,72 @@
+"""What each model family calls its parts: the one table to extend for a new family. Standard library only.
+
+`experts` is the class that is replaced; its parameters, activation and gate come from transformers' own code, so a
+family needs no more than these names unless its experts lie outside transformers' experts interface (`adapter`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tiermoe.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One supported model family of transformers.
+
+    model_type: `model_type` of config.json.
+    experts: name of the experts class in the family's modelling module.
+    router: attribute of the router beside `experts` in the MoE block.
+    top_k: name of the config's entry for the number of experts a token uses; None where it is fixed at 1.
+    encoder_decoder: generates through an encoder and a decoder.
+    adapter: the experts are a ModuleDict of small modules called with one-hot masks (Switch), not stacked tensors
+        under transformers' experts interface.
+    expanded_kv: attention caches expanded keys and values per head (multi-head latent attention in transformers).
+    """
+
+    name: str
+    model_type: str
+    experts: str
+    router: str = "gate"
+    top_k: str | None = "num_experts_per_tok"
+    encoder_decoder: bool = False
+    adapter: bool = False
+    expanded_kv: bool = False
+
+
+_TABLE = (
+    Family("Mixtral", "mixtral", "MixtralExperts"),
+    Family("Phi-MoE", "phimoe", "PhimoeExperts", router="router"),
+    Family("Qwen2-MoE (Qwen1.5-MoE)", "qwen2_moe", "Qwen2MoeExperts"),
+    Family("Qwen3-MoE", "qwen3_moe", "Qwen3MoeExperts"),
+    Family("OLMoE", "olmoe", "OlmoeExperts"),
+    Family("DeepSeek-V2", "deepseek_v2", "DeepseekV2Experts", expanded_kv=True),
+    Family("DeepSeek-V3", "deepseek_v3", "DeepseekV3Experts", expanded_kv=True),
+    Family("GLM4-MoE", "glm4_moe", "Glm4MoeExperts"),
+    Family("gpt-oss", "gpt_oss", "GptOssExperts", router="router"),
+    Family("GraniteMoE", "granitemoe", "GraniteMoeExperts", router="router"),
+    Family("MiniMax-M2", "minimax_m2", "MiniMaxM2Experts"),
+    Family(
+        "Switch Transformers",
+        "switch_transformers",
+        "SwitchTransformersExperts",
+        router="router",
+        top_k=None,
+        encoder_decoder=True,
+        adapter=True,
+    ),
+)
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _TABLE}
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a config's `model_type`; ModelError names the supported ones when there is none."""
+    try:
+        return FAMILIES[model_type]
+    except KeyError:
+        supported = ", ".join(sorted(FAMILIES))
+        raise ModelError(
+            f"model family '{model_type}' is not supported; supported model types: {supported}"
+        ) from None

@@ -1,0 +1,46 @@
+"""One matrix of an expert times its tokens, on the fields that a slot holds."""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tiermoe.errors import ConfigError
+from tiermoe.kernels import cpu, cuda
+from tiermoe.kernels.reference import DecodedLinear
+from tiermoe.quant.encoding import Encoding
+from tiermoe.quant.encodings import encoding_named
+
+__all__ = ["KERNELS", "LinearKernel", "linear_for"]
+
+
+class LinearKernel(Protocol):
+    """`x` (M, in_) in the compute dtype and the slot fields of a matrix (out, in_) -> (M, out).
+
+    A bias is the caller's to add."""
+
+    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor: ...
+
+
+# (kind of encoding, with its layout where that decides; device type) -> kernel for (encoding, compute dtype)
+KERNELS: dict[tuple[str, str], Callable[[Encoding, torch.dtype], LinearKernel]] = {
+    ("plain", "cpu"): cpu.PlainLinear,
+    ("int8", "cpu"): cpu.Int8Linear,
+    ("int4", "cpu"): cpu.Int4Linear,
+    ("int2", "cpu"): cpu.Int8Linear,
+    ("int4/rowmajor", "cpu"): DecodedLinear,
+    ("plain", "cuda"): cuda.PlainLinear,
+    ("int8", "cuda"): cuda.Int8Linear,
+    ("int4/rowmajor", "cuda"): cuda.RowMajorInt4Linear,
+    ("int2", "cuda"): cuda.Int8Linear,
+}
+
+
+def linear_for(encoding_name: str, device_type: str, dtype: torch.dtype) -> LinearKernel:
+    """The kernel for slots of an encoding. Raises ConfigError where the device has none."""
+    kind, with_layout = encoding_name.partition("/")[0], encoding_name.rpartition("/g")[0]
+    factory = KERNELS.get((with_layout, device_type)) or KERNELS.get((kind, device_type))
+    if factory is None:
+        raise ConfigError(f"no kernel for {encoding_name!r} on {device_type!r}")
+    return factory(encoding_named(encoding_name), dtype)

@@ -1,0 +1,76 @@
+"""CPU kernels on packed weights.
+
+Few tokens: torch's operators on the packed weights, which read fewer bytes. Many tokens: decode, then one
+matrix product. Which of the two runs follows from the encoding, the dtype and the number of tokens alone, so
+that a result depends on neither timing nor what is cached.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tiermoe.kernels.reference import DecodedLinear
+from tiermoe.quant.encoding import Encoding
+from tiermoe.quant.int4 import Int4
+
+# The most tokens for which the operator on packed weights is used; measured for (2048, 2048) and (1024, 2048)
+# on AVX-512. Torch has vector code of these operators in bfloat16 only: in the other dtypes they run at
+# 0.2 to 1.2 GB/s, and decoding is several times faster even for one token.
+INT8_TOKENS = {torch.bfloat16: 12}
+INT4_TOKENS = {torch.bfloat16: 48}
+
+INT8_COLUMNS = 16  # with another multiple the operator reads past the end of the rows in 16-bit dtypes
+
+
+class PlainLinear:
+    """The checkpoint's own weights.
+
+    One token in bfloat16 on a machine with AMX takes `torch.mv`: F.linear has a bad case there (6.7 against
+    14 GB/s of weights for (4096, 14336)). Without AMX F.linear is twice as fast as mv."""
+
+    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
+        self._use_mv = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+
+    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        if self._use_mv and x.shape[0] == 1:
+            return torch.mv(slot["weight"], x[0])[None]
+        return F.linear(x, slot["weight"])
+
+
+class Int8Linear:
+    """Slots of Int8, and of Int2, which widens to it."""
+
+    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
+        self._tokens = INT8_TOKENS.get(dtype, 0)
+        self._product_dtype = _product_dtype(dtype)
+
+    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        if x.shape[0] <= self._tokens and in_ % INT8_COLUMNS == 0:
+            return torch._weight_int8pack_mm(x.contiguous(), slot["weight"], slot["scale"])
+        # any int8 is exact in bfloat16: scaling the product rounds and costs less than scaling the weights
+        dtype = self._product_dtype
+        product = F.linear(x.to(dtype), slot["weight"].to(dtype))
+        return product.mul_(slot["scale"].to(dtype)).to(x.dtype)
+
+
+class Int4Linear:
+    """Slots of Int4 in this machine's layout."""
+
+    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
+        assert isinstance(encoding, Int4)
+        self._group = encoding.group
+        self._tokens = INT4_TOKENS.get(dtype, 0)
+        self._decoded = DecodedLinear(encoding, _product_dtype(dtype))
+
+    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        if x.shape[0] <= self._tokens:
+            codes, scales_and_zeros = slot["codes"], slot["scales_and_zeros"]
+            return torch._weight_int4pack_mm_for_cpu(x.contiguous(), codes, self._group, scales_and_zeros)
+        return self._decoded(x, slot, out, in_)
+
+
+def _product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Products of decoded weights in float16 are taken in float32: faster on CPUs, and safe from overflow."""
+    return torch.float32 if dtype == torch.float16 else dtype

@@ -1,0 +1,35 @@
+"""The seam between decisions and transfers: the engine's real links and a simulator's virtual one both fill it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from tiermoe.types import Load
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A load that ended: its slot is filled, or `error` says why not."""
+
+    load: Load
+    error: Exception | None = None
+
+
+class Link(Protocol):
+    """Brings experts into slots. Urgent loads go before speculative ones that have not begun."""
+
+    def submit(self, load: Load) -> None:
+        """Queues a load; returns at once."""
+
+    def wait(self) -> Finished:
+        """The next finished load, waiting for it."""
+
+    def poll(self) -> Finished | None:
+        """A finished load, or None without waiting."""
+
+    def recall(self) -> list[Load]:
+        """Takes back the speculative loads that have not begun."""
+
+    def is_idle(self) -> bool:
+        """True when nothing is queued, under way or waiting to be taken."""

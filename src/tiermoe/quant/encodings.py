@@ -1,0 +1,89 @@
+"""The encodings by name, and which one a matrix gets."""
+
+import re
+
+import torch
+
+from tiermoe.errors import ConfigError, StoreError
+from tiermoe.quant import int2, int4_layout
+from tiermoe.quant.encoding import COMPUTE_DTYPES, Encoding, Field, relative_error
+from tiermoe.quant.int2 import Int2
+from tiermoe.quant.int4 import Int4
+from tiermoe.quant.int4_layout import cpu_layout
+from tiermoe.quant.int8 import Int8
+from tiermoe.quant.plain import Plain
+from tiermoe.quant.rowmajor import LAYOUT as ROW_MAJOR
+from tiermoe.quant.rowmajor import RowMajorInt4
+
+__all__ = [
+    "INT4_GROUPS",
+    "Encoding",
+    "Field",
+    "cpu_layout",
+    "encoding_for",
+    "encoding_named",
+    "relative_error",
+]
+
+FIXED: dict[str, Encoding] = {encoding.name: encoding for encoding in (Plain(), Int8(), Int2())}
+
+# Groups in order of choice. 64 is HQQ's published one; linear has a scale per row: the largest costs least.
+INT4_GROUPS: dict[str, tuple[int, ...]] = {"hqq": (64, 32), "linear": (256, 128, 64, 32)}
+
+
+def encoding_for(
+    bits: int, out: int, in_: int, dtype: torch.dtype, layout: str, quantizer: str = "hqq"
+) -> Encoding:
+    """The encoding of a matrix of `out` rows and `in_` columns at 16, 8, 4 or 2 bits.
+
+    `layout` is the order of int4 codes: `cpu_layout()`, or "rowmajor" for the kernels of a GPU.
+
+    A shape that the 4- or 2-bit format cannot take gets 8 bits, visible in the result's `bits` and `name`.
+    Raises ConfigError for other bits, another machine's layout, an unknown quantizer, or a dtype that no
+    kernel computes in."""
+    if dtype not in COMPUTE_DTYPES:
+        raise ConfigError(f"cannot compute in {dtype}: use bfloat16, float16 or float32")
+    if bits == 16:
+        return FIXED["plain"]
+    if bits == 8:
+        return FIXED["int8"]
+    if bits == 4:
+        return _int4_for(out, in_, layout, quantizer)
+    if bits == 2:
+        return FIXED["int2/g16"] if in_ % int2.GROUP == 0 else FIXED["int8"]
+    raise ConfigError(f"no {bits}-bit encoding: choose 16, 8, 4 or 2")
+
+
+def _int4_for(out: int, in_: int, layout: str, quantizer: str) -> Encoding:
+    if quantizer not in INT4_GROUPS:
+        raise ConfigError(f"unknown quantizer {quantizer!r}: choose one of {', '.join(INT4_GROUPS)}")
+    if layout not in (ROW_MAJOR, cpu_layout()):
+        raise ConfigError(f"cannot pack int4 for {layout!r}: this machine packs for {cpu_layout()!r}")
+    group = next((group for group in INT4_GROUPS[quantizer] if in_ % group == 0), None)
+    if group is None:
+        return FIXED["int8"]
+    if layout == ROW_MAJOR:
+        return RowMajorInt4(group)
+    return Int4(layout, group) if out % int4_layout.ROWS == 0 else FIXED["int8"]
+
+
+def encoding_named(name: str) -> Encoding:
+    """The encoding that a store names.
+
+    Raises StoreError for an unknown name and for another machine's int4 layout."""
+    if name in FIXED:
+        return FIXED[name]
+    found = re.fullmatch(r"int4/([a-z0-9-]+)/g(32|64|128|256)", name)
+    if not found:
+        raise StoreError(
+            f"unknown encoding {name!r}: the store was written by another version; pack it again"
+        )
+    layout, group = found[1], int(found[2])
+    if layout == ROW_MAJOR:
+        return RowMajorInt4(group)
+    if layout != cpu_layout():
+        raise StoreError(
+            f"the store is packed for the int4 layout {layout!r}, this machine's is {cpu_layout()!r}; "
+            "pack it again here"
+        )
+    return Int4(layout, group)

@@ -1,0 +1,89 @@
+"""Half-quadratic quantization.
+
+Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023. The scale of a group
+comes from its smallest and largest weight; its zero point is solved for by alternating between the error's
+shrinkage (the proximal step of an l_p norm, p < 1, which leaves outliers alone) and the zero point's mean.
+Constants as published: p = 0.7, beta = 10, growing by kappa = 1.01 a step, 20 steps at most.
+
+Where the published code keeps the last zero point of the whole matrix, the best one of each group is kept
+here, by its mean absolute error. The first candidate is plain rounding, so that no group is worse than that.
+"""
+
+import torch
+from torch import Tensor
+
+from tiermoe.quant.quantized import Quantized, require_finite
+
+NORM = 0.7
+BETA = 10.0
+KAPPA = 1.01
+STEPS = 20
+BLOCK_WEIGHTS = 1 << 17  # weights solved at a time: their float32 temporaries stay in the cache
+
+
+class HqqQuantizer:
+    """Half-quadratic quantization of each group of consecutive weights of a row."""
+
+    name = "hqq"
+
+    def __call__(self, weight: Tensor, bits: int, group: int) -> Quantized:
+        rows, columns = weight.shape
+        codes = torch.empty(rows, columns, dtype=torch.uint8)
+        scale = torch.empty(rows, columns // group)
+        offset = torch.empty_like(scale)
+        block = max(1, BLOCK_WEIGHTS // columns)
+        for first in range(0, rows, block):
+            part = slice(first, first + block)
+            # groups stand in the columns: what is one number per group is then contiguous
+            weights = weight[part].reshape(-1, group).t().float().contiguous()
+            part_codes, part_scale, part_offset = _solve(weights, (1 << bits) - 1)
+            codes[part].view(-1, group).copy_(part_codes.t())
+            scale[part].view(-1).copy_(part_scale)
+            offset[part].view(-1).copy_(part_offset)
+        require_finite(scale, offset)
+        return Quantized(codes, scale, offset)
+
+
+def _solve(weights: Tensor, largest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes (group, n), scale (n) and offset (n) of `weights` (group, n)."""
+    low, high = weights.aminmax(dim=0)
+    scale = (high - low) / largest
+    safe = torch.where(scale == 0, torch.ones_like(scale), scale)
+    scaled = weights / safe
+    zero = _solve_zero(scaled, -low / safe, safe, largest)
+    codes = scaled.add_(zero).round_().clamp_(0, largest)
+    # in a group of equal weights every code is the same one: the offset takes its place
+    offset = torch.where(scale == 0, low, -zero * scale)
+    return codes.to(torch.uint8), scale, offset
+
+
+def _solve_zero(scaled: Tensor, zero: Tensor, scale: Tensor, largest: int) -> Tensor:
+    """The zero point (n) of each group; `scaled` (group, n) and `zero` are in units of `scale` (n)."""
+    best, best_error = zero, torch.full_like(zero, torch.inf)
+    beta = BETA
+    error, codes = torch.empty_like(scaled), torch.empty_like(scaled)
+    for _ in range(STEPS):
+        torch.add(scaled, zero, out=error)
+        torch.round(error, out=codes)
+        error.sub_(codes.clamp_(0, largest))
+        mean = error.mean(dim=0)
+        size = torch.abs(error, out=codes).mean(dim=0)
+        better = size < best_error
+        if not bool(better.any()):
+            break
+        best, best_error = torch.where(better, zero, best), torch.where(better, size, best_error)
+        zero = zero - mean + _shrunk_mean(error, scale, beta)
+        beta *= KAPPA
+    return best
+
+
+def _shrunk_mean(error: Tensor, scale: Tensor, beta: float) -> Tensor | float:
+    """The mean over each group of sign(e) * relu(|e| - |e|**(p - 1) / beta) in units of `scale`;
+    e = error * scale."""
+    threshold = beta ** (-1 / (2 - NORM))  # up to this magnitude the shrunk error is 0
+    if float((error.abs().amax(dim=0) * scale).max()) <= threshold:
+        return 0.0
+    weights_error = error * scale
+    magnitude = weights_error.abs()
+    shrunk = torch.relu(magnitude - magnitude.pow(NORM - 1) / beta)
+    return (torch.sign(weights_error) * shrunk).mean(dim=0) / scale

@@ -1,0 +1,31 @@
+"""Channel-wise symmetric linear quantization, as EdgeMoE uses it (section 3.2 of the paper)."""
+
+import torch
+from torch import Tensor
+
+from tiermoe.quant.quantized import Quantized, nearest_codes, require_finite
+
+
+class LinearQuantizer:
+    """Rounds to multiples of one scale per output channel: its largest magnitude / largest code (1, 7, 127).
+
+    The scale is repeated over the groups. A code is the multiple plus 2**(bits - 1): code 0 is never used."""
+
+    name = "linear"
+
+    def __call__(self, weight: Tensor, bits: int, group: int) -> Quantized:
+        rows, columns = weight.shape
+        middle = 1 << (bits - 1)
+        scale = self.row_scale(weight, bits)
+        offset = -middle * scale
+        codes = nearest_codes(weight, scale, offset, 0, 2 * middle - 1, torch.uint8)
+        shape = (rows, columns // group)
+        return Quantized(codes, scale.expand(shape).contiguous(), offset.expand(shape).contiguous())
+
+    @staticmethod
+    def row_scale(weight: Tensor, bits: int) -> Tensor:
+        """One scale per row, float32 (N, 1)."""
+        low, high = weight.aminmax(dim=1, keepdim=True)
+        scale = torch.maximum(-low, high).float() / ((1 << (bits - 1)) - 1)
+        require_finite(scale)
+        return scale

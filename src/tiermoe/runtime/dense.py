@@ -1,0 +1,139 @@
+"""Packed dense layers: `--dense-bits 8|4` keeps attention and other linear layers packed in memory too.
+
+Each linear layer is packed like a one-matrix expert, into one file of the store. Routers, embeddings and an output
+layer tied to the embedding stay as they are: a changed router would choose other experts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import xxhash
+
+from tiermoe.kernels import LinearKernel, linear_for
+from tiermoe.quant.encodings import cpu_layout, encoding_for
+from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.runtime.blueprint import Blueprint
+from tiermoe.runtime.shells import is_shell
+from tiermoe.store.layout import ExpertFormat, format_from_names
+from tiermoe.store.pack import exclusive
+from tiermoe.store.store import Store
+from tiermoe.tiers.reader import ExtentReader, aligned_memory
+from tiermoe.types import Extent, ExpertKey, MoeLayer, Part, Segment
+
+_SMALLEST = 4096  # elements; smaller matrices save nothing worth a kernel call
+
+
+class PackedLinear(torch.nn.Module):
+    """A linear layer on packed weights (in_features → out_features). `weight` answers questions about shape and dtype
+    only; the values lie in the packed fields."""
+
+    def __init__(
+        self, kernel: LinearKernel, fields: dict[str, torch.Tensor], out: int, in_: int, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_, out
+        self.bias = bias
+        self.weight = torch.empty((out, in_), dtype=dtype, device="meta")
+        self._kernel = kernel
+        self._fields = fields
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features)
+        result = self._kernel(rows, self._fields, self.out_features, self.in_features)
+        if self.bias is not None:
+            result = result + self.bias
+        return result.view(*x.shape[:-1], self.out_features)
+
+
+def packable(blueprint: Blueprint) -> dict[str, str]:
+    """Linear layers that `--dense-bits` packs: module path → checkpoint key of its weight."""
+    model = blueprint.skeleton
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    inside = [name for name, module in model.named_modules() if is_shell(module) or name.endswith(blueprint.family.router)]
+    keys = set(blueprint.dense_keys)
+    found = {}
+    for name, module in model.named_modules():
+        if type(module) is not torch.nn.Linear or module.weight.numel() < _SMALLEST:
+            continue
+        key = blueprint.experts.direct_key(f"{name}.weight")
+        routed = any(name == prefix or name.startswith(f"{prefix}.") for prefix in inside)
+        if key in keys and f"{name}.weight" not in tied and not routed:
+            found[name] = key
+    return found
+
+
+def dense_format(blueprint: Blueprint, name: str, bits: int) -> ExpertFormat:
+    """How the linear layer at path `name` is packed."""
+    module = blueprint.skeleton.get_submodule(name)
+    layer = _as_layer(name, module.out_features, module.in_features)
+    encoding = encoding_for(bits, *layer.parts[0].out_in, blueprint.dtype, cpu_layout(), "hqq")
+    return ExpertFormat(layer, bits, blueprint.dtype, {"weight": encoding})
+
+
+def packed_bytes(blueprint: Blueprint, bits: int) -> tuple[int, int]:
+    """(bytes at 16 bits, bytes packed) of the layers that are packed at `bits`."""
+    plain = packed = 0
+    for name in packable(blueprint):
+        plain += blueprint.skeleton.get_submodule(name).weight.numel() * blueprint.dtype.itemsize
+        packed += dense_format(blueprint, name, bits).slot.nbytes
+    return plain, packed
+
+
+def pack_dense(store: Store, blueprint: Blueprint, bits: int, progress: Callable[[int, int], None] | None = None) -> None:
+    """Adds the packed dense layers at `bits` to the store (seconds; written whole or not at all)."""
+    path = store.root / f"dense-{bits}.bin"
+    table: dict[str, Any] = {}
+    names = packable(blueprint)
+    with exclusive(store.root):
+        temporary = path.with_suffix(".partial")
+        with open(temporary, "wb") as handle:
+            for count, (name, key) in enumerate(names.items()):
+                form = dense_format(blueprint, name, bits)
+                buffer = torch.empty(form.stored.nbytes, dtype=torch.uint8)
+                weight = blueprint.checkpoint.read(key).to(blueprint.dtype)
+                error = form.encode({"weight": weight}, QUANTIZERS["hqq"], buffer)
+                content = memoryview(buffer.numpy())
+                table[name] = {
+                    "encoding": form.encodings["weight"].name,
+                    "shape": [form.layer.parts[0].shape[0], form.layer.parts[0].shape[1]],
+                    "offset": handle.tell(),
+                    "checksum": xxhash.xxh3_64_hexdigest(content),
+                    "error": round(error, 6),
+                }
+                handle.write(content)
+                if progress is not None:
+                    progress(count + 1, len(names))
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+        store.dense[str(bits)] = {"file": path.name, "machine": cpu_layout(), "layers": table}
+        store.save()
+
+
+def attach_dense(model: Any, store: Store, bits: int, reader: ExtentReader) -> int:
+    """Replaces the packed linear layers of a loaded model; returns their bytes."""
+    entry = store.dense[str(bits)]
+    path = str(store.root / entry["file"])
+    total = 0
+    for index, (name, packed) in enumerate(entry["layers"].items()):
+        out, in_ = packed["shape"]
+        form = format_from_names(_as_layer(name, out, in_), bits, store.dtype, {"weight": packed["encoding"]})
+        memory = aligned_memory(form.stored.nbytes)
+        extent = Extent((Segment(path, packed["offset"], form.stored.nbytes, 0),), packed["checksum"])
+        reader.read(extent, memory, ExpertKey(index, 0, bits))
+        fields = form.slot.views(torch.frombuffer(memory, dtype=torch.uint8))["weight"]
+        parent, _, attribute = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        kernel = linear_for(packed["encoding"], "cpu", store.dtype)
+        bias = getattr(owner, attribute).bias
+        setattr(owner, attribute, PackedLinear(kernel, fields, out, in_, bias, store.dtype))
+        total += form.slot.nbytes
+    return total
+
+
+def _as_layer(name: str, out: int, in_: int) -> MoeLayer:
+    return MoeLayer(name, 1, 1, (Part("weight", (out, in_)),))

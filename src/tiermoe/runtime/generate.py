@@ -1,0 +1,200 @@
+"""One answer: prompt in, text out piece by piece, and what it cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import TextStreamer, set_seed
+
+from tiermoe.errors import ConfigError, PromptError
+from tiermoe.runtime.engine import PRESET
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen. temperature 0 is greedy; top_p and seed matter above it."""
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"max-tokens must be at least 1, got {self.max_tokens}")
+        if self.temperature < 0:
+            raise ConfigError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top-p must be above 0 and at most 1, got {self.top_p}")
+
+
+@dataclass(slots=True)
+class Report:
+    """One answer and its costs; the object that `--json` prints. Times in seconds, rates in tokens per second.
+
+    `hit_rate`: of the experts the router asked for, the share already there. `bound_tok_s`: what decoding could have
+    reached, tokens / max(compute time, bytes missed / measured bandwidth of the drive) (DESIGN, section 8).
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    completion_tokens: int
+    load_s: float
+    ttft_s: float
+    prefill_tok_s: float
+    decode_tok_s: float
+    hit_rate: float
+    expert_hits: int
+    expert_misses: int
+    bytes_read: int
+    wait_s: float
+    peak_memory_bytes: int
+    memory_budget_bytes: int
+    preset: str
+    bits: int
+    dense_bits: int
+    bound_tok_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def bound_fraction(self) -> float:
+        """The share of the bound that was reached."""
+        return self.decode_tok_s / self.bound_tok_s if self.bound_tok_s else 0.0
+
+
+def encode_prompt(tokenizer: Any, prompt: str, raw: bool = False) -> torch.Tensor:
+    """Token ids (1, n) of a prompt: as a user's message in the model's chat template where it has one, unless `raw`.
+    PromptError where the prompt is empty."""
+    if not prompt.strip():
+        raise PromptError("the prompt is empty; say something to answer")
+    if not raw and getattr(tokenizer, "chat_template", None):
+        return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
+    ids: torch.Tensor = tokenizer(prompt, return_tensors="pt").input_ids
+    if ids.shape[1] == 0:
+        raise PromptError("the prompt has no tokens; say something to answer")
+    return ids
+
+
+def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:
+    """Token ids (1, n) of a conversation in the model's chat template, ready for the assistant's turn."""
+    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids: torch.Tensor = encoded["input_ids"]
+    return ids
+
+
+def check_length(prompt_tokens: int, max_tokens: int, longest: int | None) -> int:
+    """How many tokens may be generated. PromptError where the prompt alone fills the model's context."""
+    if longest is None:
+        return max_tokens
+    if prompt_tokens >= longest:
+        raise PromptError(
+            f"the prompt has {prompt_tokens:,} tokens, the model's context holds {longest:,} with the answer; shorten it"
+        )
+    return min(max_tokens, longest - prompt_tokens)
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    input_ids: torch.Tensor,
+    sampling: Sampling,
+    on_text: Callable[[str], None] = lambda _: None,
+    load_s: float = 0.0,
+    cache: Any = None,
+) -> Report:
+    """Answers one prompt through transformers' `generate`.
+
+    input_ids: (1, n). on_text: called with each piece of text as it is ready. cache: a transformers cache that holds a
+    beginning of input_ids already (a conversation's earlier turns). Raises LoadError where an expert is damaged.
+    """
+    engine = model.tiermoe
+    max_tokens = check_length(input_ids.shape[1], sampling.max_tokens, engine.longest_context)
+    if sampling.seed is not None:
+        set_seed(sampling.seed)
+    streamer = _Streamer(tokenizer, on_text, engine)
+    before = engine.snapshot()
+    started = time.perf_counter()
+    options: dict[str, Any] = {"past_key_values": cache} if cache is not None else {}
+    if sampling.temperature > 0:
+        options |= {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+    else:
+        options |= {"do_sample": False}
+    model.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        max_new_tokens=max_tokens,
+        streamer=streamer,
+        **options,
+    )
+    ended = time.perf_counter()
+    after = engine.snapshot()
+    return _report(model, streamer, before, after, started, ended, input_ids.shape[1], load_s)
+
+
+class _Streamer(TextStreamer):  # type: ignore[misc]
+    """Passes text on, and notes the tokens and when the first one came."""
+
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None], engine: Any) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.token_ids: list[int] = []
+        self.pieces: list[str] = []
+        self.first_at: float | None = None
+        self.first_snapshot: Any = None
+        self._on_text = on_text
+        self._engine = engine
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self.next_tokens_are_prompt:
+            if self.first_at is None:
+                self.first_at = time.perf_counter()
+                self.first_snapshot = self._engine.snapshot()
+            self.token_ids.extend(value.reshape(-1).tolist())
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self.pieces.append(text)
+            self._on_text(text)
+
+
+def _report(
+    model: Any, streamer: _Streamer, before: Any, after: Any, started: float, ended: float, prompt: int, load_s: float
+) -> Report:
+    engine = model.tiermoe
+    first_at = streamer.first_at or ended
+    first = streamer.first_snapshot or after
+    decoded = max(len(streamer.token_ids) - 1, 0)
+    decode_s = ended - first_at
+    hits, misses = after.hits - before.hits, after.misses - before.misses
+    compute_s = decode_s - (after.wait_s - first.wait_s)
+    link_s = (after.bytes_read - first.bytes_read) / engine.bandwidth
+    bound_s = max(compute_s, link_s)
+    stats = engine.stats()
+    return Report(
+        text="".join(streamer.pieces),
+        token_ids=streamer.token_ids,
+        prompt_tokens=prompt,
+        completion_tokens=len(streamer.token_ids),
+        load_s=load_s,
+        ttft_s=first_at - started,
+        prefill_tok_s=prompt / (first_at - started),
+        decode_tok_s=decoded / decode_s if decoded else 0.0,
+        hit_rate=hits / (hits + misses) if hits + misses else 0.0,
+        expert_hits=hits,
+        expert_misses=misses,
+        bytes_read=after.bytes_read - before.bytes_read,
+        wait_s=after.wait_s - before.wait_s,
+        peak_memory_bytes=stats["peak_memory_bytes"],
+        memory_budget_bytes=engine.plan.budget,
+        preset=PRESET,
+        bits=engine.settings.bits,
+        dense_bits=engine.settings.dense_bits,
+        bound_tok_s=decoded / bound_s if decoded and bound_s > 0 else 0.0,
+    )

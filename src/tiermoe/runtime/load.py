@@ -1,0 +1,151 @@
+"""`tiermoe.load`: from a checkpoint to a transformers model whose experts are served from the store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from tiermoe.config import Settings
+from tiermoe.config import settings as make_settings
+from tiermoe.errors import ConfigError, ModelError
+from tiermoe.runtime import footprint
+from tiermoe.runtime.blueprint import Blueprint, inspect_model
+from tiermoe.runtime.dense import attach_dense
+from tiermoe.runtime.engine import Engine
+from tiermoe.runtime.experts import register
+from tiermoe.runtime.plan import MemoryPlan, plan_memory
+from tiermoe.runtime.prepare_store import Progress, ensure_packed, open_or_create, store_root
+from tiermoe.runtime.resolve import load_tokenizer, resolve_model
+from tiermoe.runtime.shells import IMPLEMENTATION, experts_left_out
+from tiermoe.store.checkpoint import Checkpoint
+from tiermoe.store.store import Store
+from tiermoe.tiers.reader import ExtentReader
+
+
+def load(model: str | os.PathLike[str], *, progress: Progress | None = None, **options: Any) -> tuple[Any, Any]:
+    """Loads a MoE model within a memory budget.
+
+    model: a directory or a hub id. options: the fields of `tiermoe.config.Settings`, sizes also as text
+    (`memory="6GiB"`, `bits=4`, `cache="25%"`, …). progress: called with (what, done, total) while experts are packed,
+    which happens once per checkpoint and precision.
+
+    Returns (model, tokenizer): a transformers model in evaluation mode, with `model.tiermoe` for statistics, and its
+    tokenizer. Raises a TiermoeError that says what to do where the model, the budget or an option is not usable.
+    """
+    settings = make_settings(**options)
+    directory = resolve_model(model)
+    tokenizer = load_tokenizer(directory)
+    blueprint = inspect_model(directory, os.fspath(model))
+    return load_blueprint(blueprint, settings, progress), tokenizer
+
+
+def load_blueprint(blueprint: Blueprint, settings: Settings, progress: Progress | None = None) -> Any:
+    """The model of an inspected checkpoint, planned, packed where needed, and attached."""
+    _check(settings)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    plan = plan_memory(blueprint, settings)
+    store = open_or_create(blueprint, store_root(blueprint, settings.store))
+    ensure_packed(store, blueprint, settings.bits, settings.quantizer, settings.dense_bits, progress)
+    model = load_dense(blueprint, store, settings.dense_bits)
+    model.eval().requires_grad_(False)
+    Engine(model, store, plan, settings, blueprint.max_context())
+    footprint.settle()
+    return model
+
+
+def load_dense(blueprint: Blueprint, store: Store, dense_bits: int) -> Any:
+    """A model with its dense weights and no experts. Weights that are packed are never read at 16 bits."""
+    register()
+    packed = set(store.dense[str(dense_bits)]["layers"]) if dense_bits < 16 else set()
+    keys = {blueprint.experts.direct_key(f"{name}.weight") for name in packed}
+    state = {key: LazyTensor(blueprint.checkpoint, key, placeholder=key in keys) for key in blueprint.dense_keys}
+    config = _config_for_loading(blueprint)
+    with experts_left_out(blueprint.family, config), _quiet_loading():
+        model, info = type(blueprint.skeleton).from_pretrained(
+            None,
+            config=config,
+            state_dict=state,
+            dtype=blueprint.dtype,
+            experts_implementation=IMPLEMENTATION,
+            output_loading_info=True,
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"the checkpoint in {blueprint.directory} lacks {len(missing)} weights, the first is {missing[0]}; "
+            f"download it again"
+        )
+    blueprint.checkpoint.close()
+    _load_generation_config(model, blueprint)
+    if packed:
+        attach_dense(model, store, dense_bits, ExtentReader())
+    return model
+
+
+class LazyTensor:
+    """A tensor of the checkpoint that transformers' loader reads when it takes it (`tensor[...]`). A placeholder takes
+    no memory and stands for a weight that is replaced by a packed one."""
+
+    def __init__(self, checkpoint: Checkpoint, key: str, placeholder: bool) -> None:
+        entry = checkpoint.tensors[key]
+        self.shape, self.dtype = torch.Size(entry.shape), entry.dtype
+        self._checkpoint, self._key, self._placeholder = checkpoint, key, placeholder
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if self._placeholder:
+            return torch.zeros(1, dtype=self.dtype).expand(self.shape)
+        return self._checkpoint.read(self._key)[index]
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        return str(self.dtype)
+
+
+def plan(model: str | os.PathLike[str], **options: Any) -> MemoryPlan:
+    """What would go where for `tiermoe.load(model, **options)`, without loading or packing anything."""
+    blueprint = inspect_model(resolve_model(model), os.fspath(model))
+    return plan_memory(blueprint, make_settings(**options))
+
+
+def _config_for_loading(blueprint: Blueprint) -> Any:
+    config = blueprint.config
+    if blueprint.quantized:
+        quantization = config.quantization_config
+        settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
+        config.quantization_config = {**settings, "dequantize": True}
+    return config
+
+
+@contextlib.contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """Without transformers' progress bar, which would be drawn wherever standard error goes."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _load_generation_config(model: Any, blueprint: Blueprint) -> None:
+    """transformers reads generation settings from a directory, which a state dict does not have."""
+    from transformers import GenerationConfig
+
+    if (blueprint.directory / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(blueprint.directory)
+    model.generation_config.prefill_chunk_size = None
+    model.name_or_path = model.config.name_or_path = str(blueprint.directory)
+
+
+def _check(settings: Settings) -> None:
+    if settings.device != "cpu" and settings.device != "auto":
+        raise ConfigError("the GPU tier is not attached yet")

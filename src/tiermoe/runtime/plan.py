@@ -1,0 +1,211 @@
+"""What would go where in the memory budget, computed before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiermoe.config import MIB, Settings, format_size
+from tiermoe.errors import BudgetError
+from tiermoe.runtime.blueprint import Blueprint
+from tiermoe.runtime.dense import packed_bytes
+from tiermoe.runtime.footprint import resident_bytes
+from tiermoe.runtime.system import available_memory
+from tiermoe.store.layout import PAGE, ExpertFormat, align, expert_format
+from tiermoe.quant.encodings import cpu_layout
+
+DEFAULT_CONTEXT = 4096
+_TOKENIZER_AND_GENERATE = 24 * MIB  # what the first generate() call adds to the process, measured
+_SHARE_OF_FREE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """A memory budget and its parts, all in bytes. `slots` of `slot_bytes` hold experts; `all_slots` is how many hold
+    them all, `token_slots` what one token uses in all layers together."""
+
+    budget: int
+    budget_source: str
+    interpreter: int
+    dense: int
+    kv_cache: int
+    activations: int
+    staging: int
+    slot_bytes: int
+    slots: int
+    all_slots: int
+    layer_slots: int
+    token_slots: int
+    context: int
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def fixed(self) -> int:
+        """Everything but the experts."""
+        return self.interpreter + self.dense + self.kv_cache + self.activations + self.staging
+
+    @property
+    def experts(self) -> int:
+        """Bytes of the expert cache."""
+        return self.slots * self.slot_bytes
+
+    @property
+    def total(self) -> int:
+        return self.fixed + self.experts
+
+    def rows(self) -> list[tuple[str, int, str]]:
+        """(what, bytes, note) for people, in the order of `total`."""
+        share = f"{self.slots} of {self.all_slots} experts ({self.slots / self.all_slots:.0%})"
+        return [
+            ("interpreter and libraries", self.interpreter, "measured in this process"),
+            ("dense weights", self.dense, "always resident"),
+            ("key/value cache", self.kv_cache, f"{self.context} tokens of context"),
+            ("activations", self.activations, "of one prefill chunk"),
+            ("staging", self.staging, "reading lanes"),
+            ("expert cache", self.experts, share),
+        ]
+
+
+def plan_memory(blueprint: Blueprint, settings: Settings) -> MemoryPlan:
+    """Divides the budget. BudgetError, with the numbers and the nearest setting that would do, where what must be
+    there and one layer's experts do not fit."""
+    budget, source = _budget(settings)
+    formats = [
+        expert_format(layer, settings.bits, blueprint.dtype, cpu_layout(), settings.quantizer) for layer in blueprint.layers
+    ]
+    slot_bytes = max(form.slot.nbytes for form in formats)
+    all_slots = sum(layer.experts for layer in blueprint.layers)
+    layer_slots = max(layer.top_k for layer in blueprint.layers)
+    token_slots = sum(layer.top_k for layer in blueprint.layers)
+    context = context_of(blueprint, settings)
+    fixed = {
+        "interpreter": resident_bytes() + _TOKENIZER_AND_GENERATE,
+        "dense": _dense_bytes(blueprint, settings.dense_bits),
+        "kv_cache": kv_bytes(blueprint.config, blueprint.family.expanded_kv, context, settings.batch, blueprint.dtype.itemsize),
+        "activations": _activation_bytes(blueprint, formats, settings, context),
+        "staging": _staging_bytes(formats, settings),
+    }
+    room = budget - sum(fixed.values())
+    wanted = _wanted_slots(settings, slot_bytes, all_slots)
+    slots = min(room // slot_bytes, wanted, all_slots)
+    if slots < layer_slots:
+        _refuse(settings, budget, fixed, slot_bytes, layer_slots, wanted, blueprint)
+    plan = MemoryPlan(
+        budget, source, slot_bytes=slot_bytes, slots=int(slots), all_slots=all_slots, layer_slots=layer_slots,
+        token_slots=token_slots, context=context, **fixed,
+    )  # fmt: skip
+    plan.warnings.extend(_warnings(plan, settings))
+    return plan
+
+
+def context_of(blueprint: Blueprint, settings: Settings) -> int:
+    """Tokens to reserve key/value memory for."""
+    longest = blueprint.max_context()
+    if settings.context is not None:
+        return settings.context
+    return min(DEFAULT_CONTEXT, longest) if longest else DEFAULT_CONTEXT
+
+
+def kv_bytes(config: Any, expanded: bool, context: int, batch: int, itemsize: int) -> int:
+    """Bytes of keys and values of `context` tokens in all layers, and of the copy of one layer's that transformers'
+    growing cache makes while it appends."""
+    heads = int(getattr(config, "num_attention_heads", 0) or config.num_heads)
+    if expanded:
+        per_token = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+    else:
+        kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+        head_dim = int(
+            getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads
+        )
+        per_token = 2 * kv_heads * head_dim
+    layers = int(getattr(config, "num_decoder_layers", None) or config.num_hidden_layers)
+    if getattr(config, "is_encoder_decoder", False):
+        layers *= 2  # the decoder's own and the cross attention to the prompt
+    return batch * context * per_token * itemsize * (layers + 2)
+
+
+def _budget(settings: Settings) -> tuple[int, str]:
+    if settings.memory is not None:
+        return settings.memory, "--memory"
+    free, source = available_memory()
+    return int(free * _SHARE_OF_FREE) + resident_bytes(), f"{_SHARE_OF_FREE:.0%} of the {format_size(free)} {source}"
+
+
+def _wanted_slots(settings: Settings, slot_bytes: int, all_slots: int) -> int:
+    if settings.cache is None:
+        return all_slots
+    if settings.cache.fraction is not None:
+        return max(1, int(settings.cache.fraction * all_slots))
+    assert settings.cache.nbytes is not None
+    return settings.cache.nbytes // slot_bytes
+
+
+def _dense_bytes(blueprint: Blueprint, dense_bits: int) -> int:
+    dense = blueprint.dense_bytes()
+    if dense_bits == 16:
+        return dense
+    plain, packed = packed_bytes(blueprint, dense_bits)
+    return dense - plain + packed
+
+
+def _staging_bytes(formats: list[ExpertFormat], settings: Settings) -> int:
+    """What reading lanes hold beside the slots: a bounce buffer for experts served from the checkpoint in place, whose
+    offsets are not aligned, or the stored bytes of a precision that is widened into the slot."""
+    lanes = settings.lanes or 4
+    stored = max(form.stored.nbytes for form in formats)
+    if settings.bits == 16 or any(form.widened for form in formats):
+        return lanes * (align(stored, PAGE) + PAGE)
+    return 0
+
+
+def _activation_bytes(blueprint: Blueprint, formats: list[ExpertFormat], settings: Settings, context: int) -> int:
+    config, item = blueprint.config, blueprint.dtype.itemsize
+    tokens = min(settings.chunk, context) * settings.batch
+    hidden = int(getattr(config, "hidden_size", 0) or config.d_model)
+    heads = int(getattr(config, "num_attention_heads", 0) or config.num_heads)
+    head_dim = int(getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or hidden // heads)
+    inner = max(max(part.out_in) for form in formats for part in form.layer.parts if part.is_matrix)
+    top_k = max(layer.top_k for layer in blueprint.layers)
+    residual = tokens * hidden * (8 * item + 2 * 4)
+    attention = tokens * heads * head_dim * 6 * item + tokens * context
+    experts = tokens * (hidden * (top_k + 3) + 3 * inner) * item
+    decoded = max(part.out_in[0] * part.out_in[1] for form in formats for part in form.layer.parts if part.is_matrix)
+    logits = settings.batch * int(config.vocab_size) * 16
+    return residual + attention + experts + decoded * (item + 4) + logits
+
+
+def _warnings(plan: MemoryPlan, settings: Settings) -> list[str]:
+    if plan.slots < plan.all_slots and plan.slots < plan.token_slots:
+        return [
+            f"the cache holds {plan.slots} experts, one token uses {plan.token_slots}: a least-recently-used cache of that "
+            f"size hits almost never; from {format_size(plan.fixed + plan.token_slots * plan.slot_bytes)} on it does"
+        ]
+    return []
+
+
+def _refuse(
+    settings: Settings, budget: int, fixed: dict[str, int], slot_bytes: int, layer_slots: int, wanted: int, blueprint: Blueprint
+) -> None:
+    needed = sum(fixed.values()) + layer_slots * slot_bytes
+    if wanted < layer_slots and needed <= budget:
+        raise BudgetError(
+            f"a cache of {wanted} experts cannot hold the {layer_slots} that one layer uses for a token; "
+            f"the smallest --cache is {format_size(layer_slots * slot_bytes)}"
+        )
+    parts = ", ".join(f"{name.replace('_', ' ')} {format_size(size)}" for name, size in fixed.items())
+    raise BudgetError(
+        f"{format_size(budget)} are too little: {parts} and one layer's {layer_slots} experts "
+        f"{format_size(layer_slots * slot_bytes)} need {format_size(needed)}. "
+        f"Use --memory {-(-needed // MIB)}MiB or more{_cheaper(blueprint, settings, needed, budget)}"
+    )
+
+
+def _cheaper(blueprint: Blueprint, settings: Settings, needed: int, budget: int) -> str:
+    for bits in (8, 4):
+        if bits < settings.dense_bits:
+            saved = _dense_bytes(blueprint, settings.dense_bits) - _dense_bytes(blueprint, bits)
+            if needed - saved <= budget:
+                return f", or --dense-bits {bits}, which saves {format_size(saved)}"
+    if settings.context is None or settings.context > 512:
+        return ", or a smaller --context, --chunk or --dense-bits"
+    return ""

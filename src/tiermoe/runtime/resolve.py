@@ -1,0 +1,88 @@
+"""From what the user typed to a directory: a local path, or a hub id (from the local hub cache when offline)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from tiermoe.errors import ModelError, StoreError
+from tiermoe.store.store import TABLE
+
+_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "tokenizer*"]
+
+
+def resolve_model(model: str | os.PathLike[str]) -> Path:
+    """The directory of a checkpoint. A hub id is looked up in the local hub cache first and downloaded only where it is
+    not complete there. ModelError says what was looked for."""
+    text = os.fspath(model)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists():
+        raise ModelError(f"{path} is a file; name the directory that holds config.json and the weights")
+    if text.startswith((".", "/", "~")) or text.count("/") != 1:
+        raise ModelError(f"{text} does not exist; name a model directory or a hub id like Qwen/Qwen3-30B-A3B")
+    return _from_hub(text)
+
+
+def _from_hub(repository: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=_PATTERNS, local_files_only=True))
+    except LocalEntryNotFoundError:
+        pass
+    except Exception as error:
+        raise ModelError(f"'{repository}' is neither a directory nor a valid hub id: {error}") from error
+    try:
+        return Path(snapshot_download(repository, allow_patterns=_PATTERNS))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"'{repository}' is no local directory, is not complete in the local hub cache, and cannot be downloaded: {cause}"
+        ) from error
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The model's tokenizer. ModelError where the directory has none."""
+    from transformers import AutoTokenizer
+
+    names = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "tokenizer_config.json")
+    if not any((directory / name).exists() for name in names):
+        raise ModelError(f"{directory} has no tokenizer (none of {', '.join(names)}); download it again with its tokenizer")
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except Exception as error:
+        raise ModelError(f"the tokenizer in {directory} cannot be loaded: {error}") from error
+
+
+def is_store(path: Path) -> bool:
+    """True for the directory of an expert store."""
+    return (path / TABLE).exists()
+
+
+def default_store_root(directory: Path, name: str, fingerprint: str) -> Path:
+    """Where a checkpoint's store lives: the user's cache folder (TIERMOE_CACHE, or XDG_CACHE_HOME/tiermoe, or
+    ~/.cache/tiermoe), in a folder named for the model and the checkpoint's fingerprint."""
+    base = os.environ.get("TIERMOE_CACHE")
+    root = Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tiermoe"
+    label = _label(directory, name)
+    return root / f"{label}-{fingerprint}"
+
+
+def _label(directory: Path, name: str) -> str:
+    text = name if "/" in name and not Path(name).exists() else directory.name
+    if directory.parent.name == "snapshots":  # a hub cache folder: models--org--name/snapshots/revision
+        text = directory.parent.parent.name.removeprefix("models--")
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in text).strip("-.") or "model"
+
+
+def check_fingerprint(root: Path, stored: str, actual: str) -> None:
+    """StoreError where a store was made from another checkpoint."""
+    if stored != actual:
+        raise StoreError(
+            f"the store in {root} was packed from another checkpoint (fingerprint {stored}, this model's is {actual}); "
+            f"choose another folder with --store/--out, or pack anew with 'tiermoe pack MODEL --out DIR --force'"
+        )

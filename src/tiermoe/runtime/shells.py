@@ -1,0 +1,114 @@
+"""Experts modules without experts: transformers' own classes, instantiated with no expert weights in them.
+
+A shell keeps everything of its class (activation, gate, flags, config) and drops the stacked expert parameters, whose
+shapes it remembers in `expert_shapes`. So a model can be built and loaded without ever holding its experts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers.activations import ACT2FN
+from transformers.monkey_patching import register_patch_mapping, unregister_patch_mapping
+
+from tiermoe.families import Family
+
+IMPLEMENTATION = "tiermoe"
+
+# transformers' patch table and its patched modules are global to the process
+_patching = threading.Lock()
+
+
+@contextlib.contextmanager
+def experts_left_out(family: Family, config: Any) -> Iterator[None]:
+    """While open, transformers builds `family`'s models with shells. Holds a process-wide lock; restores the modelling
+    module also where building fails (transformers' own patching does not)."""
+    module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
+    own = {name: cls for name, cls in vars(module).items() if isinstance(cls, type) and cls.__module__ == module.__name__}
+    patches: dict[str, type[torch.nn.Module]] = {f"^{family.experts}$": shell_of(own[family.experts], family)}
+    if family.adapter:
+        # weight initialisation of these blocks reaches into the experts that are not there
+        blocks = {name: cls for name, cls in own.items() if name.endswith("SparseMLP")}
+        patches |= {f"^{name}$": _initialised(cls) for name, cls in blocks.items()}
+    with _patching:
+        register_patch_mapping(patches)
+        try:
+            yield
+        finally:
+            unregister_patch_mapping(list(patches))
+            vars(module).update(own)
+
+
+def shell_of(cls: type[torch.nn.Module], family: Family) -> type[torch.nn.Module]:
+    """A subclass of an experts class that drops its expert parameters after construction."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        with torch.device("meta"):
+            cls.__init__(self, *args, **kwargs)
+        if family.adapter:
+            _drop_modules(self)
+        else:
+            _drop_parameters(self)
+        self._is_hf_initialized = True
+
+    members: dict[str, Any] = {"__init__": __init__}
+    if family.adapter:
+        members["forward"] = _adapter_forward
+    return type(cls.__name__, (cls,), members)
+
+
+def is_shell(module: torch.nn.Module) -> bool:
+    """True for an experts module built inside `experts_left_out`."""
+    return hasattr(module, "expert_shapes")
+
+
+def _drop_parameters(module: Any) -> None:
+    stacked = {name: p for name, p in module._parameters.items() if p is not None and p.shape[0] == module.num_experts}
+    module.expert_shapes = {name: tuple(parameter.shape[1:]) for name, parameter in stacked.items()}
+    for name, parameter in stacked.items():
+        del module._parameters[name]
+        # questions about shape and dtype are still answered
+        module.__dict__[name] = parameter.detach()
+
+
+def _drop_modules(module: Any) -> None:
+    first = module["expert_0"]
+    module.expert_shapes = {name: tuple(parameter.shape) for name, parameter in first.named_parameters()}
+    # held in a list: a registered submodule would count its own (meta) parameters
+    module.expert_template = [first]
+    module._modules.clear()
+    module.is_transposed = module.has_gate = False
+
+
+def _adapter_forward(self: Any, hidden: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Switch's call: mask (T, 1, E) one-hot, zero where the expert's capacity overflowed; weights (T, 1)."""
+    chosen = mask[:, 0]
+    index = torch.where(chosen.any(-1), chosen.argmax(-1), self.num_experts)
+    run: Callable[..., torch.Tensor] = self.run_experts
+    return run(hidden, index[:, None], weights)
+
+
+def activation_of(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """hidden features (T, ·) after the first matrix → features before the second: gate and up for gated experts, the
+    activation alone for others. Always the class's own."""
+    if hasattr(module, "expert_template"):
+        activation: Callable[[torch.Tensor], torch.Tensor] = module.expert_template[0].act
+        return activation
+    if module.has_gate:
+        gate: Callable[[torch.Tensor], torch.Tensor] = module._apply_gate
+        return gate
+    plain: Callable[[torch.Tensor], torch.Tensor] = getattr(module, "act_fn", None) or ACT2FN[module.config.hidden_act]
+    return plain
+
+
+def _initialised(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        cls.__init__(self, *args, **kwargs)
+        self._is_hf_initialized = True
+
+    return type(cls.__name__, (cls,), {"__init__": __init__})

@@ -1,0 +1,169 @@
+"""A Hugging Face safetensors checkpoint read with preads: never mapped, never loaded whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from tiermoe.errors import ModelError
+from tiermoe.types import Segment
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
+
+_MAX_HEADER = 100 << 20  # the safetensors format's own limit
+_SAMPLES = 32
+_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a shard: `offset` is from the start of the file."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class Checkpoint:
+    """The tensors of a checkpoint directory by name. Opening reads the headers and checks that no shard is missing
+    or shorter than its header says (ModelError names the shard and the sizes)."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.shards = _shards(directory)
+        self.tensors: dict[str, TensorEntry] = {}
+        self._headers: list[bytes] = []
+        self._descriptors: dict[Path, int] = {}
+        for shard in self.shards:
+            self._read_header(shard)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def read(self, name: str, row: int | None = None) -> torch.Tensor:
+        """A fresh tensor with the values of `name`, or of its `row` along dimension 0 (kept, of size 1)."""
+        entry = self.tensors[name]
+        shape, offset, nbytes = entry.shape, entry.offset, entry.nbytes
+        if row is not None:
+            nbytes //= shape[0]
+            offset, shape = offset + row * nbytes, (1, *shape[1:])
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        view = memoryview(buffer.numpy())
+        done = 0
+        while done < nbytes:
+            count = os.preadv(self._descriptor(entry.file), [view[done:]], offset + done)
+            if count == 0:
+                raise ModelError(f"{entry.file.name} ended {nbytes - done} bytes early while reading {name}")
+            done += count
+        return buffer.view(entry.dtype).view(shape)
+
+    def segment(self, name: str, row: int | None, at: int) -> Segment:
+        """Where the bytes of `name` (or one row of it) lie, to be placed at byte `at` of an extent."""
+        entry = self.tensors[name]
+        nbytes = entry.nbytes if row is None else entry.nbytes // entry.shape[0]
+        return Segment(str(entry.file), entry.offset + (row or 0) * nbytes, nbytes, at)
+
+    def fingerprint(self) -> str:
+        """16 hex digits over the config, the headers, the sizes and 32 samples of 4 KiB of each shard.
+
+        Full contents are not read (a checkpoint may be hundreds of GB): a re-trained or edited checkpoint differs in
+        the samples, an edit of a few single tensors may not; `tiermoe pack --force` packs anew then.
+        """
+        digest = xxhash.xxh3_64()
+        config = self.directory / "config.json"
+        if config.exists():
+            digest.update(config.read_bytes())
+        for shard, header in zip(self.shards, self._headers, strict=True):
+            size = os.path.getsize(shard)
+            digest.update(f"{shard.name}:{size}:".encode() + header)
+            for sample in range(_SAMPLES):
+                offset = (size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1)
+                digest.update(os.pread(self._descriptor(shard), _SAMPLE_BYTES, max(offset, 0)))
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Closes the shards; reading opens them again."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def _descriptor(self, file: Path) -> int:
+        if file not in self._descriptors:
+            try:
+                self._descriptors[file] = os.open(file, os.O_RDONLY)
+            except OSError as error:
+                raise ModelError(f"cannot open {file}: {error.strerror}") from error
+        return self._descriptors[file]
+
+    def _read_header(self, shard: Path) -> None:
+        header, start = read_header(shard)
+        self._headers.append(header)
+        size = os.path.getsize(shard)
+        try:
+            entries: dict[str, Any] = json.loads(header)
+            for name, entry in entries.items():
+                if name == "__metadata__":
+                    continue
+                begin, end = entry["data_offsets"]
+                if start + end > size:
+                    raise ModelError(
+                        f"{shard} is truncated: {name} ends at byte {start + end:,}, the file has {size:,}; "
+                        f"download it again"
+                    )
+                self.tensors[name] = TensorEntry(
+                    shard, DTYPES[entry["dtype"]], tuple(entry["shape"]), start + begin, end - begin
+                )
+        except (ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{shard} has a malformed safetensors header ({error}); download it again") from error
+
+
+def read_header(file: Path) -> tuple[bytes, int]:
+    """The JSON header of a safetensors file and the offset of its data. ModelError where the file is torn."""
+    try:
+        with open(file, "rb") as handle:
+            prefix = handle.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+            if not 0 <= length <= _MAX_HEADER:
+                raise ModelError(f"{file} is not a safetensors file or is truncated; download it again")
+            header = handle.read(length)
+    except OSError as error:
+        raise ModelError(f"cannot read {file}: {error.strerror}") from error
+    if len(header) < length:
+        raise ModelError(f"{file} is truncated inside its header; download it again")
+    return header, 8 + length
+
+
+def _shards(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ModelError(f"{index} is malformed ({error}); download it again") from error
+        missing = [name for name in names if not (directory / name).exists()]
+        if missing:
+            raise ModelError(
+                f"{len(missing)} of {len(names)} shards are missing in {directory}: {', '.join(missing[:3])}"
+                f"{' …' if len(missing) > 3 else ''}; download them again"
+            )
+        return [directory / name for name in names]
+    single = directory / "model.safetensors"
+    if single.exists():
+        return [single]
+    others = sorted(directory.glob("*.safetensors"))
+    if others:
+        return others
+    raise ModelError(f"{directory} holds no safetensors weights (model.safetensors or an index of shards)")

@@ -1,0 +1,150 @@
+"""How the parts of one expert lie in its extent on disk and in a slot in memory.
+
+An extent is one run of bytes: every field of every part (codes, scales, biases) at a 64-byte boundary, in the order
+of the layer's parts, padded to 4 KiB so that O_DIRECT reads it in one go. A slot holds the same bytes, except where a
+precision is widened while loading (2 bits).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from tiermoe.quant.encodings import Encoding, Field, encoding_for, encoding_named
+from tiermoe.quant.quantizers import Quantizer
+from tiermoe.types import MoeLayer, Part
+
+PAGE = 4096
+_FIELD_ALIGNMENT = 64
+
+PartViews = dict[str, torch.Tensor]
+
+
+def align(nbytes: int, boundary: int) -> int:
+    """`nbytes` rounded up to a multiple of `boundary`."""
+    return -(-nbytes // boundary) * boundary
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedField:
+    """One field of one part at byte `offset`."""
+
+    part: str
+    field: Field
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Fields at their offsets; `nbytes` is a multiple of 4 KiB."""
+
+    fields: tuple[PlacedField, ...]
+    nbytes: int
+
+    def views(self, buffer: torch.Tensor) -> dict[str, PartViews]:
+        """Typed views into a uint8 buffer of at least `nbytes`: part name → field name → tensor. No copy."""
+        result: dict[str, PartViews] = {}
+        for placed in self.fields:
+            raw = buffer[placed.offset : placed.offset + placed.field.nbytes]
+            view = raw.view(placed.field.dtype).view(placed.field.shape)
+            result.setdefault(placed.part, {})[placed.field.name] = view
+        return result
+
+
+@dataclass(frozen=True)
+class ExpertFormat:
+    """The encodings of one layer's experts in one precision. `encodings` maps matrices to their encoding; biases and
+    16-bit matrices are raw values of `dtype` in the checkpoint's orientation, in a field called 'weight'."""
+
+    layer: MoeLayer
+    bits: int
+    dtype: torch.dtype
+    encodings: Mapping[str, Encoding]
+
+    @cached_property
+    def stored(self) -> Layout:
+        return self._layout(slot=False)
+
+    @cached_property
+    def slot(self) -> Layout:
+        return self._layout(slot=True)
+
+    @cached_property
+    def widened(self) -> bool:
+        """True where a slot holds other bytes than the store."""
+        return self.stored != self.slot
+
+    def encode(self, tensors: Mapping[str, torch.Tensor], quantizer: Quantizer, buffer: torch.Tensor) -> float:
+        """Writes one expert into `buffer` (uint8, stored.nbytes) and returns its relative error: the RMS of the
+        difference over the RMS of the weights, over all quantised matrices (0.0 at 16 bits)."""
+        buffer.zero_()
+        views = self.stored.views(buffer)
+        squared_error = squared_weight = 0.0
+        for part in self.layer.parts:
+            weight = tensors[part.name]
+            encoding = self.encodings.get(part.name)
+            if encoding is None:
+                views[part.name]["weight"].copy_(weight)
+                continue
+            matrix = weight.t().contiguous() if part.transposed else weight
+            for name, value in encoding.encode(matrix, quantizer, self.dtype).items():
+                views[part.name][name].copy_(value)
+            decoded = self._decode_stored(encoding, part, views[part.name])
+            squared_error += float((decoded.float() - matrix.float()).square().sum())
+            squared_weight += float(matrix.float().square().sum())
+        return (squared_error / squared_weight) ** 0.5 if squared_weight else 0.0
+
+    def widen(self, stored: torch.Tensor, slot: torch.Tensor) -> None:
+        """Fills a slot (uint8) from the stored bytes of an expert where the two differ."""
+        source, target = self.stored.views(stored), self.slot.views(slot)
+        for part in self.layer.parts:
+            encoding = self.encodings.get(part.name)
+            if encoding is None or target[part.name].keys() == source[part.name].keys():
+                for name, value in source[part.name].items():
+                    target[part.name][name].copy_(value)
+            else:
+                encoding.widen(source[part.name], target[part.name])
+
+    def _decode_stored(self, encoding: Encoding, part: Part, stored: PartViews) -> torch.Tensor:
+        out, in_ = part.out_in
+        slot = stored
+        if self.widened:
+            fields = encoding.slot_fields(out, in_, self.dtype)
+            if {field.name for field in fields} != set(stored):
+                slot = {field.name: torch.empty(field.shape, dtype=field.dtype) for field in fields}
+                encoding.widen(stored, slot)
+        return encoding.decode(slot, out, in_, self.dtype)
+
+    def _layout(self, slot: bool) -> Layout:
+        fields: list[PlacedField] = []
+        offset = 0
+        for part in self.layer.parts:
+            for field in self._fields(part, slot):
+                fields.append(PlacedField(part.name, field, offset))
+                offset = align(offset + field.nbytes, _FIELD_ALIGNMENT)
+        return Layout(tuple(fields), align(offset, PAGE))
+
+    def _fields(self, part: Part, slot: bool) -> tuple[Field, ...]:
+        encoding = self.encodings.get(part.name)
+        if encoding is None:
+            return (Field("weight", self.dtype, part.shape),)
+        out, in_ = part.out_in
+        return (encoding.slot_fields if slot else encoding.stored_fields)(out, in_, self.dtype)
+
+
+def expert_format(layer: MoeLayer, bits: int, dtype: torch.dtype, machine: str, quantizer: str) -> ExpertFormat:
+    """The format in which this machine's kernels take `layer`'s experts at `bits`."""
+    encodings = {}
+    if bits < 16:
+        for part in layer.parts:
+            if part.is_matrix:
+                encodings[part.name] = encoding_for(bits, *part.out_in, dtype, machine, quantizer)
+    return ExpertFormat(layer, bits, dtype, encodings)
+
+
+def format_from_names(layer: MoeLayer, bits: int, dtype: torch.dtype, names: Mapping[str, str]) -> ExpertFormat:
+    """The format that a store records: part name → encoding name."""
+    return ExpertFormat(layer, bits, dtype, {part: encoding_named(name) for part, name in names.items()})

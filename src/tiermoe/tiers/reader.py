@@ -1,0 +1,108 @@
+"""Reads the extents of experts: O_DIRECT into page-aligned memory where it can, checked against their checksums."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+
+import xxhash
+
+from tiermoe.errors import LoadError
+from tiermoe.store.layout import PAGE, align
+from tiermoe.types import Extent, ExpertKey, Segment
+
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+def aligned_memory(nbytes: int) -> memoryview:
+    """Fresh page-aligned memory."""
+    return memoryview(mmap.mmap(-1, align(max(nbytes, 1), PAGE)))
+
+
+class ExtentReader:
+    """Reads extents, from any number of threads at once. `direct` asks for O_DIRECT, which bypasses the page cache so
+    that no second copy of the experts grows there; a file system without it is read through the page cache and the
+    pages dropped at once."""
+
+    def __init__(self, direct: bool = True) -> None:
+        self.direct = direct and _O_DIRECT != 0
+        self.bytes_read = 0
+        self._descriptors: dict[str, tuple[int, bool]] = {}
+        self._lock = threading.Lock()
+        self._bounce = threading.local()
+
+    def read(self, extent: Extent, target: memoryview, key: ExpertKey) -> None:
+        """Fills `target` (page-aligned, writable) with the extent's bytes. LoadError names the expert, the file and the
+        cause: an I/O error, a file that ends early, or a checksum that does not match."""
+        digest = xxhash.xxh3_64()
+        for segment in extent.segments:
+            try:
+                self._read_segment(segment, target)
+            except OSError as error:
+                raise LoadError(
+                    f"reading {key} failed at byte {segment.offset:,} of {segment.file}: {error.strerror or error}"
+                ) from error
+            digest.update(target[segment.at : segment.at + segment.nbytes])
+        with self._lock:
+            self.bytes_read += extent.nbytes
+        if digest.hexdigest() != extent.checksum:
+            file = extent.segments[0].file
+            raise LoadError(
+                f"{key} is damaged: its bytes in {file} do not match their checksum; "
+                f"'tiermoe show STORE --verify' lists all damage, 'tiermoe pack MODEL --force' packs anew"
+            )
+
+    def close(self) -> None:
+        with self._lock:
+            for descriptor, _ in self._descriptors.values():
+                os.close(descriptor)
+            self._descriptors.clear()
+
+    def _read_segment(self, segment: Segment, target: memoryview) -> None:
+        descriptor, direct = self._open(segment.file)
+        view = target[segment.at : segment.at + segment.nbytes]
+        if not direct:
+            _read_fully(descriptor, view, segment.offset, segment.nbytes)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, segment.offset, segment.nbytes, os.POSIX_FADV_DONTNEED)
+        elif segment.offset % PAGE == 0 and segment.at % PAGE == 0 and segment.nbytes % PAGE == 0:
+            _read_fully(descriptor, view, segment.offset, segment.nbytes)
+        else:
+            start = segment.offset // PAGE * PAGE
+            skip = segment.offset - start
+            bounce = self._bounce_buffer(skip + segment.nbytes)
+            _read_fully(descriptor, bounce, start, skip + segment.nbytes)
+            view[:] = bounce[skip : skip + segment.nbytes]
+
+    def _bounce_buffer(self, nbytes: int) -> memoryview:
+        buffer: memoryview | None = getattr(self._bounce, "buffer", None)
+        if buffer is None or len(buffer) < nbytes:
+            buffer = self._bounce.buffer = aligned_memory(nbytes)
+        return buffer[: align(nbytes, PAGE)]
+
+    def _open(self, file: str) -> tuple[int, bool]:
+        with self._lock:
+            if file not in self._descriptors:
+                self._descriptors[file] = _open(file, self.direct)
+            return self._descriptors[file]
+
+
+def _open(file: str, direct: bool) -> tuple[int, bool]:
+    if direct:
+        try:
+            return os.open(file, os.O_RDONLY | _O_DIRECT), True
+        except OSError as error:
+            if error.errno != 22:  # EINVAL: a file system without O_DIRECT
+                raise
+    return os.open(file, os.O_RDONLY), False
+
+
+def _read_fully(descriptor: int, view: memoryview, offset: int, wanted: int) -> None:
+    """Reads until at least `wanted` bytes are there (a direct read may ask for the rest of a page too)."""
+    done = 0
+    while done < wanted:
+        count = os.preadv(descriptor, [view[done:]], offset + done)
+        if count == 0:
+            raise OSError(f"the file ends {wanted - done:,} bytes early")
+        done += count

@@ -1,0 +1,102 @@
+"""Frozen value types that every part shares. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ExpertKey:
+    """What a cache holds: one expert of one MoE layer in one precision.
+
+    `layer` counts MoE layers from 0 in the order they run (dense layers are not counted), `bits` is 16, 8, 4 or 2.
+    """
+
+    layer: int
+    expert: int
+    bits: int
+
+    def __str__(self) -> str:
+        return f"layer {self.layer}, expert {self.expert} ({self.bits} bits)"
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """That the running layer needs `expert` for `tokens` tokens of the current chunk."""
+
+    expert: int
+    tokens: int
+    bits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One transfer of an expert into a slot. `urgent` loads are waited for; others are speculative."""
+
+    key: ExpertKey
+    slot: int
+    urgent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One parameter of an expert. `shape` is without the experts' dimension: (out, in), (in, out) if `transposed`,
+    or (out,) for a bias."""
+
+    name: str
+    shape: tuple[int, ...]
+    transposed: bool = False
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.shape) == 2
+
+    @property
+    def out_in(self) -> tuple[int, int]:
+        """(out, in) features of a matrix, whatever its orientation."""
+        rows, columns = self.shape
+        return (columns, rows) if self.transposed else (rows, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class MoeLayer:
+    """One MoE layer of a model: `name` is the experts module's path, `top_k` the experts a token uses."""
+
+    name: str
+    experts: int
+    top_k: int
+    parts: tuple[Part, ...]
+
+    @property
+    def expert_elements(self) -> int:
+        """Number of weights in one expert."""
+        total = 0
+        for part in self.parts:
+            count = 1
+            for size in part.shape:
+                count *= size
+            total += count
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """`nbytes` bytes at `offset` of `file` that belong at byte `at` of an expert's extent."""
+
+    file: str
+    offset: int
+    nbytes: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where the stored bytes of one expert lie, with the xxh3-64 checksum of them in the order of `segments`."""
+
+    segments: tuple[Segment, ...]
+    checksum: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that reading the expert costs."""
+        return sum(segment.nbytes for segment in self.segments)

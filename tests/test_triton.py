@@ -1,0 +1,76 @@
+"""Triton kernels: their cases in the interpreter, on a GPU where there is one, and what they compile to."""
+
+import builtins
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiermoe.errors import ConfigError
+from tiermoe.kernels import linear_for
+
+HERE = Path(__file__).parent
+DEVICES = ("interpreter", "gpu") if torch.cuda.is_available() else ("interpreter",)
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="Triton is not installed: it exists for Linux alone (pip install triton)",
+)
+
+
+def run_python(*arguments: str, tmp_path: Path, **variables: str) -> str:
+    """Runs in a process of its own: Triton reads its environment variables when it is imported."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    environment = {**kept, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", **variables}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=HERE.parent,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+@needs_triton
+@pytest.mark.parametrize("device", DEVICES)
+def test_cases(device: str, tmp_path: Path) -> None:
+    variables = {"TRITON_INTERPRET": "1"} if device == "interpreter" else {}
+    cases = str(HERE / "triton_cases.py")
+    output = run_python("-m", "pytest", "-p", "no:cacheprovider", cases, tmp_path=tmp_path, **variables)
+    assert re.search(r"\d+ passed", output)
+    assert "skipped" not in output
+
+
+@needs_triton
+def test_kernels_compile_for_gpus_without_atomics(tmp_path: Path) -> None:
+    output = run_python(str(HERE / "triton_compiled.py"), tmp_path=tmp_path)
+    assert output.count("compiled") == 16
+
+
+@pytest.mark.parametrize("encoding", ["int8", "int4/rowmajor/g64", "int2/g16"])
+def test_missing_triton_is_named(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_import = builtins.__import__
+
+    def without_triton(name, *rest):
+        if name.partition(".")[0] == "triton":
+            raise ModuleNotFoundError("No module named 'triton'", name="triton")
+        return real_import(name, *rest)
+
+    monkeypatch.delitem(sys.modules, "tiermoe.kernels.triton_linear", raising=False)
+    monkeypatch.delattr("tiermoe.kernels.triton_linear", raising=False)
+    monkeypatch.setattr(builtins, "__import__", without_triton)
+    with pytest.raises(ConfigError, match=re.escape("pip install tiermoe[cuda]")):
+        linear_for(encoding, "cuda", torch.bfloat16)
+
+
+def test_the_order_of_a_cpu_is_refused_on_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="no kernel for 'int4/cpu-avx512/g64' on 'cuda'"):
+        linear_for("int4/cpu-avx512/g64", "cuda", torch.bfloat16)

@@ -1,0 +1,20 @@
+"""The trained model as a Hugging Face checkpoint."""
+
+import copy
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
+
+
+def export(
+    model: Qwen3MoeForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    out: Path,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Write config.json, model.safetensors (a tensor per expert and matrix) and the tokenizer to ``out``."""
+    copied = copy.deepcopy(model).to(device="cpu", dtype=dtype)
+    copied.config.dtype = dtype
+    copied.save_pretrained(out)
+    tokenizer.save_pretrained(out)

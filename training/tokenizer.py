@@ -1,0 +1,42 @@
+"""A byte-level BPE tokenizer trained on the same text as the model: it can encode any string."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+END = "<|endoftext|>"
+SAMPLE_LENGTH, SAMPLE_EVERY = 100_000, 400_000
+
+
+def samples(documents: Iterable[str]) -> Iterator[str]:
+    """A quarter of every document, in characters: merges need a sample of the text, not all of it."""
+    for document in documents:
+        for begin in range(0, len(document), SAMPLE_EVERY):
+            yield document[begin : begin + SAMPLE_LENGTH]
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
+    """Learn ``vocab_size`` tokens, of which token 0 is `END` and 256 are the bytes.
+
+    ``max_length`` is the model's context in tokens, which the tokenizer's own configuration records.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(samples(documents), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END, eos_token=END, model_max_length=max_length
+    )
+
+
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer that `PreTrainedTokenizerFast.save_pretrained` wrote to ``directory``."""
+    return PreTrainedTokenizerFast.from_pretrained(directory)

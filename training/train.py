@@ -1,0 +1,177 @@
+"""Train a small Qwen3-MoE from a folder of text and save it in Hugging Face format.
+
+    python -m training.train TEXT --out MODEL [--held-out FILE] [settings]
+
+An interrupted run (Ctrl-C too) goes on where it stopped when the same command is given again.
+"""
+
+import argparse
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from benchmarks.perplexity import perplexity
+from benchmarks.reference import load_eager, logits_of
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import Qwen3MoeForCausalLM
+
+from training.checkpoint import OtherSettings, load_state, save_state
+from training.data import Tokens, batch, documents, encode
+from training.export import export
+from training.model import build_model, losses
+from training.settings import HELP, Settings
+from training.tokenizer import load_tokenizer, train_tokenizer
+
+HELD_OUT_SHARE = 0.01
+Report = Callable[[int, str], None]
+
+
+def make_optimizer(model: Qwen3MoeForCausalLM, settings: Settings) -> torch.optim.AdamW:
+    """AdamW; norms are not decayed."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    norms = [p for p in model.parameters() if p.dim() == 1]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": norms, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def learning_rate(settings: Settings, step: int) -> float:
+    """Linear warm-up, then linear decay to ``final_rate`` of the peak."""
+    warm = min(1.0, (step + 1) / settings.warmup_steps)
+    left = 1 - step / settings.steps
+    return settings.learning_rate * warm * (settings.final_rate + (1 - settings.final_rate) * left)
+
+
+def train(
+    model: Qwen3MoeForCausalLM,
+    tokens: Tokens,
+    settings: Settings,
+    state: Path,
+    report: Report = lambda step, line: None,
+    save_every: int = 500,
+    stop: Callable[[], bool] = lambda: False,
+) -> int:
+    """Train from the state in ``state``, if there is one, and return how many steps are done then.
+
+    The state is written every ``save_every`` steps, at the end, and when ``stop``, asked after each step,
+    says so: always between two steps, so that a resumed run computes what an uninterrupted one does.
+    """
+    device = next(model.parameters()).device
+    optimizer = make_optimizer(model, settings)
+    done = first = load_state(state, settings, model, optimizer)
+    began = time.perf_counter()
+    model.train()
+    for step in range(first, settings.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(settings, step)
+        inputs, targets = batch(tokens, step, settings.seed, settings.batch, settings.sequence)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            found = losses(model, inputs.to(device), targets.to(device), settings.capacity_factor)
+        torch.autograd.backward(found.language + settings.balance * found.balance)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        done = step + 1
+        speed = (done - first) * inputs.numel() / (time.perf_counter() - began)
+        details = f"balance {found.balance.item():.3f}  dropped {found.dropped.item():.1%}"
+        report(done, f"loss {found.language.item():.3f}  {details}  {speed:,.0f} tok/s")
+        leave = stop()
+        if leave or done % save_every == 0 or done == settings.steps:
+            save_state(state, settings, done, model, optimizer)
+        if leave:
+            break
+    return done
+
+
+def prepare(args: argparse.Namespace, settings: Settings) -> tuple[Tokens, Tokens]:
+    """Tokenizer, training tokens and held-out tokens, made once and then kept in ``args.work``."""
+    args.work.mkdir(parents=True, exist_ok=True)
+    if not (args.work / "tokenizer.json").exists():
+        train_tokenizer(documents(args.text), settings.vocab, settings.max_length).save_pretrained(args.work)
+    tokenizer = load_tokenizer(args.work)
+    tokens = encode(tokenizer, documents(args.text), args.work / "train.tokens")
+    if args.held_out:
+        return tokens, encode(tokenizer, documents(args.held_out), args.work / "held-out.tokens")
+    cut = len(tokens) - max(2, int(len(tokens) * HELD_OUT_SHARE))
+    return tokens[:cut], tokens[cut:]
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m training.train", description=__doc__)
+    top.formatter_class = argparse.RawDescriptionHelpFormatter
+    top.add_argument("text", type=Path, help="folder of .txt and .txt.xz files, or one such file")
+    top.add_argument("--out", type=Path, required=True, help="directory of the trained model")
+    top.add_argument("--held-out", type=Path, help="text for the perplexity (default: the last 1 %% of TEXT)")
+    top.add_argument("--work", type=Path, help="directory of tokens and training state (default: OUT.work)")
+    top.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    top.add_argument("--threads", type=int, default=torch.get_num_threads())
+    top.add_argument("--save-every", type=int, default=500, help="steps between saves of the training state")
+    top.add_argument("--log-every", type=int, default=20, help="steps between lines of progress")
+    for field in fields(Settings):
+        name = "--" + field.name.replace("_", "-")
+        top.add_argument(
+            name, type=type(field.default), default=field.default, help=f"{HELP[field.name]} (%(default)s)"
+        )
+    return top
+
+
+def stop_on_signal() -> Callable[[], bool]:
+    """Let the first Ctrl-C or SIGTERM end the training after the current step, and the second one at once."""
+    asked = threading.Event()
+
+    def ask(number: int, frame: object) -> None:
+        asked.set()
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, ask)
+    return asked.is_set
+
+
+def run(args: argparse.Namespace) -> None:
+    torch.set_num_threads(args.threads)
+    settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
+    console = Console(stderr=True)
+    tokens, held_out = prepare(args, settings)
+    model = build_model(settings).to(args.device)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    console.print(f"{size / 1e6:.2f} M parameters, {len(tokens) / 1e6:.2f} M tokens of text, {args.device}")
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=settings.steps)
+
+        def report(step: int, line: str) -> None:
+            progress.update(task, completed=step, description=line)
+            if step % args.log_every == 0:
+                console.print(f"step {step}/{settings.steps}  {line}", highlight=False)
+
+        state = args.work / "state.pt"
+        done = train(model, tokens, settings, state, report, args.save_every, stop_on_signal())
+    if done < settings.steps:
+        sys.exit(f"training: stopped after step {done}; the same command goes on from there")
+    export(model, load_tokenizer(args.work), args.out)
+    logits = logits_of(load_eager(args.out, torch.float32))
+    result = perplexity(logits, held_out.astype(np.int64), settings.sequence, settings.sequence // 2)
+    print(f"held-out perplexity {result.value:.2f} over {result.tokens} tokens; model in {args.out}")
+
+
+def main() -> None:
+    args = parser().parse_args()
+    args.work = args.work or args.out.with_name(args.out.name + ".work")
+    try:
+        run(args)
+    except (ValueError, OtherSettings) as error:
+        sys.exit(f"training: {error}")
+
+
+if __name__ == "__main__":
+    main()
