@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class ExpertKey:
+class ExpertKey(NamedTuple):
     """What a cache holds: one expert of one MoE layer in one precision.
 
     `layer` counts MoE layers from 0 in the order they run (dense layers are not counted), `bits` is 16, 8, 4 or 2.

@@ -1,0 +1,5 @@
+"""The `tiermoe` command."""
+
+from tiermoe.cli.main import main
+
+__all__ = ["main"]

@@ -148,8 +148,6 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 def _launch(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bits: int, group: int) -> Tensor:
     (m, k), n = x.shape, codes.shape[0]
     y = x.new_empty((m, n))
-    if m == 0:
-        return y
     x = x.contiguous()
     if x.data_ptr() % ALIGNMENT:
         x = x.clone()

@@ -1,12 +1,12 @@
 """Postpones the imports that transformers' modules write at their top and that inference never uses.
 
-``import transformers.models.X`` imports torch._dynamo (with sympy and, where installed, triton) for three decorators
-and a context manager, and torch's distributed tensors, FSDP and checkpointing for ``isinstance`` tests that are
-false in a process without them. `install` puts a finder before the others. For the modules in `POSTPONED`, and only
-where the importing module belongs to transformers, it hands out a module that runs at its first use, as
-``importlib.util.LazyLoader`` does, and stand-ins for the names asked for. Everyone else who touches such a module
-gets the real one, run in place: until then the process is one that has imported torch alone.
-No file, class or function of a library is changed.
+``import transformers.models.X`` imports torch._dynamo (with sympy and, where installed, triton) for three
+decorators and a context manager, and torch's distributed tensors, FSDP and checkpointing for ``isinstance``
+tests that are false in a process without them. `install` puts a finder before the others. For the modules in
+`POSTPONED`, and only where the importing module belongs to transformers, it hands out a module that runs at
+its first use, as ``importlib.util.LazyLoader`` does, and stand-ins for the names asked for. Everyone else
+who touches such a module gets the real one, run in place: until then the process is one that has imported
+torch alone. No file, class or function of a library is changed.
 """
 
 from __future__ import annotations
@@ -17,61 +17,11 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader
-from types import CodeType, FrameType, ModuleType
-from typing import Any
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, cast
 
-# module -> names that transformers 5.23 or torch 2.13 imports from it and uses as the stand-ins allow.
-# An empty set: a package on the way to one of the others, or one that is used through `_DECORATORS`.
-POSTPONED: dict[str, frozenset[str]] = {
-    "torch._dynamo": frozenset(),
-    "torch._dynamo._trace_wrapped_higher_order_op": frozenset({"TransformGetItemToIndex"}),
-    "torch.distributed.tensor": frozenset({"DTensor", "Partial", "Replicate", "Shard", "distribute_tensor"}),
-    "torch.distributed.tensor._utils": frozenset({"compute_local_shape_and_global_offset"}),
-    "torch.distributed.tensor.placement_types": frozenset({"Shard", "_StridedShard"}),
-    "torch.distributed._functional_collectives": frozenset({"wait_tensor", "all_to_all_single_autograd"}),
-    "torch.distributed._composable": frozenset(),
-    "torch.distributed._composable.fsdp": frozenset({"fully_shard"}),
-    "torch.distributed.fsdp": frozenset(
-        {"CPUOffloadPolicy", "FullyShardedDataParallel", "MixedPrecisionPolicy"}
-    ),
-    "torch.distributed.checkpoint": frozenset(),
-    "torch.distributed.checkpoint.hf_storage": frozenset(
-        {"HuggingFaceStorageReader", "HuggingFaceStorageWriter"}
-    ),
-    "torch.fx.experimental.symbolic_shapes": frozenset(
-        {"expect_true", "guard_or_false", "guard_or_true", "is_nested_int", "statically_known_true"}
-    ),
-    "sympy": frozenset({"Basic"}),
-}
-# What these say of a plain bool or int; only symbolic ones need the module. (type of argument, result or None: itself)
-_OF_PLAIN: dict[str, tuple[type, bool | None]] = {
-    "expect_true": (bool, None),
-    "guard_or_false": (bool, None),
-    "guard_or_true": (bool, None),
-    "is_nested_int": (int, False),
-    "statically_known_true": (bool, None),
-}
-# Where transformers asks: at module level, and in two functions that test an instance's class on every load and run.
-_TRANSFORMERS_CODE = frozenset({"<module>", "is_dtensor", "is_fsdp_managed_module"})
-# Where torch asks, in functions only: _compile for torch._dynamo.disable, when something that it wraps is first
-# called; the others when an operator runs on a meta tensor.
-_TORCH_ASKERS = {
-    "torch._dynamo": frozenset({"torch._compile"}),
-    "torch.fx.experimental.symbolic_shapes": frozenset({"torch", "torch._prims_common", "torch._refs"}),
-    "sympy": frozenset({"torch._prims_common"}),
-}
-# The styles of parallel layers hold placements that are made, never used, while transformers is imported.
-_STYLES = "transformers.distributed.parallel_utils"
-# Frames between a postponed module and the one that asks.
-_IMPORT_SYSTEM = frozenset({"importlib", "importlib._bootstrap", "importlib._bootstrap_external"})
-_BETWEEN = frozenset(
-    {
-        ("torch", "__getattr__"),
-        ("torch.compiler", "allow_in_graph"),
-        ("torch.compiler", "assume_constant_result"),
-        ("torch.compiler", "disable"),
-    }
-)
+from tiermoe.runtime.deferred_names import POSTPONED, STYLES, TRANSFORMERS_CODE, asking_frame, at_module_level
+
 # What the import system reads from a module, or sets on it; that is no use of the module.
 _IMPORT_ATTRIBUTES = frozenset(
     {"__spec__", "__path__", "__name__", "__loader__", "__package__", "__file__", "__cached__", "__class__"}
@@ -92,6 +42,7 @@ class _State:
 
 
 _states: dict[str, _State] = {}
+_PATIENCE_S = 60.0
 
 
 def run(name: str) -> ModuleType:
@@ -103,7 +54,10 @@ def run(name: str) -> ModuleType:
     parent = name.rpartition(".")[0]
     if parent in _states:
         run(parent)
-    with state.lock:
+    # Two threads that import a package and its submodule at once can wait for each other; that must not hang.
+    if not state.lock.acquire(timeout=_PATIENCE_S):
+        raise ImportError(f"{name} is being imported by a thread that waits for this one", name=name)
+    try:
         if state.running or name not in _states:  # its own imports ask for it, or another thread ran it
             return module
         state.running = True
@@ -113,12 +67,14 @@ def run(name: str) -> ModuleType:
             state.running = False
         module.__class__ = ModuleType
         del _states[name]
+    finally:
+        state.lock.release()
     _hand_over(module, state)
     return module
 
 
 def _hand_over(module: ModuleType, state: _State) -> None:
-    """Puts the real objects in the place of the stand-ins, and applies the decorators that were only noted."""
+    """Puts the real objects in the place of stand-ins and applies the decorators that were only noted."""
     for name, stand_in in state.stand_ins.items():
         real = getattr(module, name)
         for namespace in state.importers:
@@ -128,7 +84,7 @@ def _hand_over(module: ModuleType, state: _State) -> None:
         getattr(module, decorator)(function)
     if state.disabled is not None:  # as torch does with the wrapper of its own non-recursive disable
         module.decorators.skip_code(state.disabled)
-    styles = sys.modules.get(_STYLES)
+    styles = sys.modules.get(STYLES)
     if styles is not None and any(stand_in.called for stand_in in state.stand_ins.values()):
         for style in styles.ALL_PARALLEL_STYLES.values():
             vars(style).update({key: _placed(value) for key, value in vars(style).items()})
@@ -141,32 +97,6 @@ def _placed(value: Any) -> Any:
     return value._real() if type(value) is StandInCall else value
 
 
-def _asker(postponed: str, frame: FrameType | None) -> FrameType | None:
-    """The frame that asks for `postponed` or a name in it, or None where the real thing is to be had."""
-    while frame is not None:
-        module, code = str(frame.f_globals.get("__name__")), frame.f_code.co_name
-        if module.startswith("transformers."):
-            return frame
-        if module in _TORCH_ASKERS.get(postponed, ()) and (module, code) not in _BETWEEN:
-            return None if code == "<module>" else frame
-        if module not in _IMPORT_SYSTEM and (module, code) not in _BETWEEN:
-            return None
-        frame = frame.f_back
-    return None
-
-
-def _at_module_level(frame: FrameType | None) -> bool:
-    """True while a module of transformers runs its own code, of itself or through its own functions."""
-    space = frame.f_globals if frame is not None else {}
-    if not str(space.get("__name__")).startswith("transformers."):
-        return False
-    while frame is not None and frame.f_globals is space:
-        if frame.f_code.co_name == "<module>":
-            return True
-        frame = frame.f_back
-    return False
-
-
 class PostponedModule(ModuleType):
     """A module that runs at the first attribute asked for, except where a stand-in does."""
 
@@ -177,13 +107,13 @@ class PostponedModule(ModuleType):
         own_name: str = ModuleType.__getattribute__(self, "__name__")
         state = _states.get(own_name)
         if state is not None and not state.running:
-            asker = _asker(own_name, sys._getframe(1))
+            asker = asking_frame(own_name, sys._getframe(1))
             if asker is not None and own_name == "torch._dynamo" and name in _DECORATORS:
                 return functools.partial(_DECORATORS[name], state)
             if asker is not None and name in POSTPONED[own_name]:
                 if asker.f_code.co_name == "<module>":
                     state.importers.append(asker.f_globals)
-                if asker.f_code.co_name in _TRANSFORMERS_CODE or own_name in _TORCH_ASKERS:
+                if asker.f_code.co_name in TRANSFORMERS_CODE:
                     return state.stand_ins.setdefault(name, StandIn(own_name, name))
         run(own_name)
         return ModuleType.__getattribute__(self, name)
@@ -221,13 +151,9 @@ class StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state = _states.get(self._module)
-        if state is not None and not state.running:
-            kind, result = _OF_PLAIN.get(self._name, (None, None))
-            if not kwargs and len(args) == 1 and type(args[0]) is kind:
-                return args[0] if result is None else result
-            if _at_module_level(sys._getframe(1)):
-                self.called = True
-                return StandInCall(self, args, kwargs)
+        if state is not None and not state.running and at_module_level(sys._getframe(1)):
+            self.called = True
+            return StandInCall(self, args, kwargs)
         return self._real()(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -250,7 +176,7 @@ class StandIn:
 
 
 class StandInCall:
-    """An object that a module of transformers makes of a stand-in while it is imported; any use makes the real one."""
+    """What a module of transformers makes of a stand-in while being imported; any use makes the real one."""
 
     def __init__(self, stand_in: StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._make = functools.cache(lambda: stand_in._real()(*args, **kwargs))
@@ -280,13 +206,15 @@ def _disable(
     """torch._dynamo.disable for a function: without torch._dynamo nothing is compiled, so it simply runs."""
     if fn is None:
         return functools.partial(_disable, state, recursive=recursive, **options)
+    if not isinstance(fn, FunctionType):
+        return cast(Callable[..., Any], run("torch._dynamo").disable(fn, recursive, **options))
     function, disabled = fn, functools.cache(lambda: run("torch._dynamo").disable(fn, recursive, **options))
 
     @functools.wraps(function)
     def postponed(*args: Any, **kwargs: Any) -> Any:
         return (function if "torch._dynamo" in _states else disabled())(*args, **kwargs)
 
-    # What torch._dynamo looks for on a function to leave it alone (torch/_dynamo/eval_frame.py, DisableContext).
+    # By these torch._dynamo knows a function that it must leave alone (eval_frame.py, DisableContext).
     vars(postponed).update(
         _torchdynamo_disable=True,
         _torchdynamo_disable_msg=options.get("reason"),
@@ -294,7 +222,7 @@ def _disable(
         _torchdynamo_wrapper_id=id(postponed),
         _torchdynamo_disable_recursive=recursive,
     )
-    state.disabled = postponed.__code__
+    state.disabled = cast(FunctionType, postponed).__code__
     return postponed
 
 
@@ -336,11 +264,11 @@ class _Finder:
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if not name.startswith(("torch.", "sympy")):
+        if not name.startswith("torch."):
             return None
         package = name.rpartition(".")[0]
         free = package not in POSTPONED or package in _states  # a package that has run wants all its modules
-        if name in POSTPONED and free and _asker(name, sys._getframe(1)) is not None:
+        if name in POSTPONED and free and asking_frame(name, sys._getframe(1)) is not None:
             spec = importlib.machinery.PathFinder.find_spec(name, path)
             if spec is not None and spec.loader is not None:
                 spec.loader = _PostponingLoader(spec.loader)
@@ -349,13 +277,14 @@ class _Finder:
 
 
 def _run_packages(name: str) -> importlib.machinery.ModuleSpec | None:
-    """Before a submodule of a postponed package is found, the package runs; it may import the submodule itself."""
+    """Runs the postponed packages that `name` lies in, before it is found; they may import it themselves."""
     parts = name.split(".")
-    for package in (".".join(parts[:end]) for end in range(1, len(parts))):
-        if package in _states:
-            run(package)
+    packages = [".".join(parts[:end]) for end in range(1, len(parts))]
+    postponed = [package for package in packages if package in _states and not _states[package].running]
+    for package in postponed:
+        run(package)
     module = sys.modules.get(name)
-    if module is None:
+    if not postponed or module is None:
         return None
     # The import system goes by the spec of the module that it finds in sys.modules now.
     module.__spec__ = importlib.machinery.ModuleSpec(name, _AdoptingLoader(module))

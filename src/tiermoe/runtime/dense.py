@@ -18,11 +18,11 @@ from tiermoe.quant.encodings import cpu_layout, encoding_for
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.shells import is_shell
-from tiermoe.store.layout import ExpertFormat, format_from_names
+from tiermoe.store.layout import ExpertFormat
 from tiermoe.store.pack import exclusive
-from tiermoe.store.store import Store
+from tiermoe.store.store import Store, one_matrix
 from tiermoe.tiers.reader import ExtentReader, aligned_memory
-from tiermoe.types import Extent, ExpertKey, MoeLayer, Part, Segment
+from tiermoe.types import ExpertKey
 
 _SMALLEST = 4096  # elements; smaller matrices save nothing worth a kernel call
 
@@ -69,7 +69,7 @@ def packable(blueprint: Blueprint) -> dict[str, str]:
 def dense_format(blueprint: Blueprint, name: str, bits: int) -> ExpertFormat:
     """How the linear layer at path `name` is packed."""
     module = blueprint.skeleton.get_submodule(name)
-    layer = _as_layer(name, module.out_features, module.in_features)
+    layer = one_matrix(name, module.out_features, module.in_features)
     encoding = encoding_for(bits, *layer.parts[0].out_in, blueprint.dtype, cpu_layout(), "hqq")
     return ExpertFormat(layer, bits, blueprint.dtype, {"weight": encoding})
 
@@ -116,24 +116,17 @@ def pack_dense(store: Store, blueprint: Blueprint, bits: int, progress: Callable
 
 def attach_dense(model: Any, store: Store, bits: int, reader: ExtentReader) -> int:
     """Replaces the packed linear layers of a loaded model; returns their bytes."""
-    entry = store.dense[str(bits)]
-    path = str(store.root / entry["file"])
     total = 0
-    for index, (name, packed) in enumerate(entry["layers"].items()):
-        out, in_ = packed["shape"]
-        form = format_from_names(_as_layer(name, out, in_), bits, store.dtype, {"weight": packed["encoding"]})
+    for index, (name, packed) in enumerate(store.dense[str(bits)]["layers"].items()):
+        form = store.dense_format(str(bits), name)
         memory = aligned_memory(form.stored.nbytes)
-        extent = Extent((Segment(path, packed["offset"], form.stored.nbytes, 0),), packed["checksum"])
-        reader.read(extent, memory, ExpertKey(index, 0, bits))
+        reader.read(store.dense_extent(str(bits), name), memory, ExpertKey(index, 0, bits))
         fields = form.slot.views(torch.frombuffer(memory, dtype=torch.uint8))["weight"]
         parent, _, attribute = name.rpartition(".")
         owner = model.get_submodule(parent)
         kernel = linear_for(packed["encoding"], "cpu", store.dtype)
         bias = getattr(owner, attribute).bias
-        setattr(owner, attribute, PackedLinear(kernel, fields, out, in_, bias, store.dtype))
+        setattr(owner, attribute, PackedLinear(kernel, fields, *packed["shape"], bias, store.dtype))
         total += form.slot.nbytes
     return total
 
-
-def _as_layer(name: str, out: int, in_: int) -> MoeLayer:
-    return MoeLayer(name, 1, 1, (Part("weight", (out, in_)),))

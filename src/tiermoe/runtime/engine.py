@@ -20,10 +20,8 @@ from tiermoe.runtime.prefetch import NextGate
 from tiermoe.runtime.shells import activation_of, is_shell
 from tiermoe.store.layout import ExpertFormat, Layout
 from tiermoe.store.store import Store, precision_key
-from tiermoe.tiers.disk import DiskLink
+from tiermoe.tiers.assemble import assemble
 from tiermoe.tiers.probe import DriveProbe, probe_drive
-from tiermoe.tiers.reader import ExtentReader
-from tiermoe.tiers.slots import HostSlots
 from tiermoe.types import Extent, ExpertKey
 
 PRESET = "default"
@@ -52,12 +50,10 @@ class Engine:
         self._extents = [layer.extents for layer in store.precisions[self._key].layers]
         self._formats = [store.expert_format(self._key, index) for index in range(len(store.layers))]
         self.drive: DriveProbe = probe_drive([extent for layer in self._extents for extent in layer], settings.lanes)
-        self._slots = HostSlots(plan.slots, plan.slot_bytes)
         self._views: dict[tuple[int, int], Views] = {}
         self._layouts = _shared_layouts(self._formats)
-        self.link = DiskLink(
-            ExtentReader(self.drive.direct), self._slots, self._extent_of, self._format_of, self.drive.lanes
-        )
+        tiers = assemble(plan.slots, plan.slot_bytes, self.drive, self._extent_of, self._format_of)
+        self._slots, self.link = tiers.slots, tiers.link
         self.controller = Controller(ExpertCache(plan.slots, EVICTIONS["lru"]()), self.link)
         self._closed = False
         self._attach(model)
@@ -66,12 +62,12 @@ class Engine:
     def bandwidth(self) -> float:
         """Bytes per second of the link: the probe's at loading, or more where reading has been faster since."""
         busy = self.link.busy_s
-        return max(self.drive.bandwidth, self.link.reader.bytes_read / busy if busy > _LONG_ENOUGH else 0.0)
+        return max(self.drive.bandwidth, self.link.bytes_read / busy if busy > _LONG_ENOUGH else 0.0)
 
     def snapshot(self) -> Snapshot:
         """The counters now; two of them tell what happened between."""
         counts = self.controller.counts
-        return Snapshot(counts.hits, counts.misses, self.link.reader.bytes_read, self.link.wait_s)
+        return Snapshot(counts.hits, counts.misses, self.link.bytes_read, self.link.wait_s)
 
     def stats(self) -> dict[str, float | int | str]:
         """Counters since loading: hits and misses of experts, bytes read, seconds waited for the link, memory."""
@@ -85,7 +81,7 @@ class Engine:
             "expert_misses": counts.misses,
             "prefetched_hits": counts.prefetched,
             "hit_rate": counts.hits / asked if asked else 0.0,
-            "bytes_read": self.link.reader.bytes_read,
+            "bytes_read": self.link.bytes_read,
             "wait_s": self.link.wait_s,
             "cache_slots": self.plan.slots,
             "slot_bytes": self.plan.slot_bytes,

@@ -1,8 +1,8 @@
 """What the process itself holds besides the model: measured, kept small, and given back.
 
-`prepare` before torch and transformers are imported, `without_meta_init` around the construction of a model,
-`settle` after imports and after loading. The numbers behind each are in docs/performance.md. On systems other than
-Linux with glibc, `prepare` postpones imports and the rest does nothing.
+`prepare` before torch and transformers are imported, `without_meta_references` around the construction of a
+model, `settle` after imports and after loading. The numbers behind each are in docs/performance.md. On
+systems other than Linux with glibc, `prepare` postpones imports and the rest does nothing.
 """
 
 from __future__ import annotations
@@ -15,13 +15,20 @@ import re
 import resource
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 from tiermoe.runtime import deferred_imports
 
 _MADV_DONTNEED = 4
 # Loaded together with torch._C and never unloaded, as Python's extension modules are.
-_TORCH_LIBRARIES = ("libtorch_cpu.so", "libtorch_python.so", "libc10.so", "libtorch_cuda.so", "libc10_cuda.so")
+_TORCH_LIBRARIES = (
+    "libtorch_cpu.so",
+    "libtorch_python.so",
+    "libc10.so",
+    "libtorch_cuda.so",
+    "libc10_cuda.so",
+)
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ (\d+)\s+(\S.*)")
 
 
@@ -34,35 +41,43 @@ def prepare() -> None:
 
 
 @contextlib.contextmanager
-def without_meta_init() -> Iterator[None]:
-    """Skips random initialisation of tensors on the meta device, which hold no data.
+def without_meta_references() -> Iterator[None]:
+    """Around transformers' from_pretrained: keeps torch from importing sympy for the meta device (35 MiB).
 
-    torch runs ``normal_`` on a meta tensor through its Python references, which import sympy (60 MiB with its
-    company). Everything else, and every tensor that holds data, is initialised as ever. For the calling thread.
+    For a tensor on the meta device torch runs ``normal_``, ``uniform_`` and ``arange`` (and what follows
+    from it in a rotary embedding) through references in Python. Here the first two do nothing, as there is
+    no data to fill, and ``arange`` stays on the CPU: from_pretrained puts a tensor of the same shape and
+    dtype in the place of every parameter and buffer, wherever it lay, and then loads or initialises it.
+    Tensors with data are not touched. For the calling thread.
     """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    random = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
+    aten = torch.ops.aten
+    random = {aten.normal_.default, aten.uniform_.default}
+    ranges = {aten.arange.default, aten.arange.start, aten.arange.start_step}
 
-    class WithoutMetaInit(TorchDispatchMode):
+    class WithoutMetaReferences(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
+            kwargs = kwargs or {}
             if func in random and args[0].is_meta:
                 return args[0]
-            return func(*args, **(kwargs or {}))
+            if func in ranges and kwargs.get("device") == torch.device("meta"):
+                return func(*args, **{**kwargs, "device": "cpu"})
+            return func(*args, **kwargs)
 
-    with WithoutMetaInit():
+    with WithoutMetaReferences():  # type: ignore[no-untyped-call]
         yield
 
 
 def settle() -> int:
-    """Collects garbage, returns free heap to the system and drops pages of libraries that were only used to start.
+    """Collects garbage, gives free heap back and drops pages of libraries that were only used to start.
 
-    Call it after imports and after loading, before memory is handed to the expert cache. Returns the bytes given
-    back. The dropped pages are clean pages of mapped files: the system may take them at any moment itself, and the
-    ones that are still used come back from its page cache.
+    Call it after imports and after loading, before memory is handed to the expert cache. Returns the bytes
+    given back. The dropped pages are clean pages of mapped files: the system may take them at any moment
+    itself, and the ones that are still used come back from its page cache.
     """
     before = resident_bytes()
     gc.collect()
@@ -77,12 +92,13 @@ def settle() -> int:
 
 
 def _clean_library_pages() -> list[tuple[int, int]]:
-    """Address ranges of loaded libraries that are private, not writable and hold no page of the process's own.
+    """Address ranges of libraries that are private, not writable and hold no page of the process's own.
 
-    MADV_DONTNEED on a page that the process has changed would undo the change, so a range with a single anonymous
-    or swapped page is left out (relocated data that is made read-only afterwards has the same permissions as code).
-    Only libraries that are completely loaded and never unloaded are looked at: another thread's dlopen maps its
-    library read-only first and its data over that, and what it unmaps may be mapped anew.
+    MADV_DONTNEED on a page that the process has changed would undo the change, so a range with a single
+    anonymous or swapped page is left out (relocated data that is made read-only afterwards has the same
+    permissions as code). Only libraries that are completely loaded and never unloaded are looked at: another
+    thread's dlopen maps its library read-only first and its data over that, and what it unmaps may be mapped
+    anew.
     """
     libraries = _loaded_libraries()
     ranges: list[tuple[int, int]] = []
@@ -107,8 +123,9 @@ def _is_header(line: str) -> bool:
 
 def _loaded_libraries() -> set[str]:
     """Real paths of extension modules whose import has finished, and of torch's own libraries."""
-    modules = list(sys.modules.items())
-    files = [getattr(module, "__file__", None) for name, module in modules]
+    # From the dict itself: asking a lazy module for an attribute may load it.
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    files = [object.__getattribute__(module, "__dict__").get("__file__") for module in modules]
     paths = {os.path.realpath(file) for file in files if isinstance(file, str) and file.endswith(".so")}
     core = sys.modules.get("torch._C")
     if core is not None and isinstance(core.__file__, str):

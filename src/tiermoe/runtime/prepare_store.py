@@ -48,7 +48,7 @@ def ensure_packed(
     key = precision_key(bits, quantizer)
     precision = store.precisions.get(key)
     if precision is None:
-        report = (lambda done, total: progress("experts", done, total)) if progress else None
+        report = (lambda done, total: progress("packing experts (once)", done, total)) if progress else None
         pack_experts(store, blueprint.experts, bits, quantizer, progress=report)
     else:
         check_machine(store.root, precision.machine)
@@ -56,7 +56,7 @@ def ensure_packed(
     if dense_bits < 16:
         dense = store.dense.get(str(dense_bits))
         if dense is None:
-            report = (lambda done, total: progress("dense layers", done, total)) if progress else None
+            report = (lambda done, total: progress("packing dense layers (once)", done, total)) if progress else None
             pack_dense(store, blueprint, dense_bits, report)
         else:
             check_machine(store.root, dense["machine"])

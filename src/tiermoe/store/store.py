@@ -101,7 +101,7 @@ class Source:
 
 @dataclass(slots=True)
 class Store:
-    """An opened store. `dense` maps dense bits ('8', '4') to the table of packed linear layers (see packing.dense)."""
+    """An opened store. `dense` maps dense bits ('8', '4') to the table of packed linear layers."""
 
     root: Path
     source: Source
@@ -117,6 +117,19 @@ class Store:
         """The format of MoE layer `layer` in precision `key`."""
         precision = self.precisions[key]
         return format_from_names(self.layers[layer], precision.bits, self.dtype, precision.layers[layer].encodings)
+
+    def dense_format(self, bits: str, name: str) -> ExpertFormat:
+        """The format of a packed dense layer: one matrix called 'weight'."""
+        packed = self.dense[bits]["layers"][name]
+        layer = one_matrix(name, *packed["shape"])
+        return format_from_names(layer, int(bits), self.dtype, {"weight": packed["encoding"]})
+
+    def dense_extent(self, bits: str, name: str) -> Extent:
+        """Where a packed dense layer lies."""
+        entry = self.dense[bits]
+        packed = entry["layers"][name]
+        nbytes = self.dense_format(bits, name).stored.nbytes
+        return Extent((Segment(str(self.root / entry["file"]), packed["offset"], nbytes, 0),), packed["checksum"])
 
     def save(self) -> None:
         """Replaces store.json atomically: a reader sees the old table or the new one, never half of one."""
@@ -142,6 +155,11 @@ class Store:
             "dense": self.dense,
         }
         write_atomically(self.root / TABLE, json.dumps(document, separators=(",", ":")).encode())
+
+
+def one_matrix(name: str, out: int, in_: int) -> MoeLayer:
+    """A linear layer seen as an expert of one matrix."""
+    return MoeLayer(name, 1, 1, (Part("weight", (out, in_)),))
 
 
 def open_store(root: Path) -> Store:

@@ -41,7 +41,7 @@ class DiskLink:
         self.wait_s = 0.0
         self.busy_s = 0.0
         self._busy_since = 0.0
-        self.reader = reader
+        self._reader = reader
         self._slots = slots
         self._extent_of = extent_of
         self._format_of = format_of
@@ -58,6 +58,11 @@ class DiskLink:
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from the drive so far."""
+        return self._reader.bytes_read
 
     def submit(self, load: Load) -> None:
         with self._work:
@@ -96,7 +101,7 @@ class DiskLink:
             self._work.notify_all()
         for thread in self._threads:
             thread.join()
-        self.reader.close()
+        self._reader.close()
 
     def _lane(self) -> None:
         staging: memoryview | None = None
@@ -129,10 +134,10 @@ class DiskLink:
         extent, form = self._extent_of(load.key), self._format_of(load.key)
         slot = self._slots.buffer(load.slot)
         if not form.widened:
-            self.reader.read(extent, memoryview(slot.numpy()), load.key)
+            self._reader.read(extent, memoryview(slot.numpy()), load.key)
             return staging
         if staging is None or len(staging) < form.stored.nbytes:
             staging = aligned_memory(form.stored.nbytes)
-        self.reader.read(extent, staging, load.key)
+        self._reader.read(extent, staging, load.key)
         form.widen(torch.frombuffer(staging, dtype=torch.uint8), slot)
         return staging

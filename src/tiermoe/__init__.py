@@ -1,0 +1,68 @@
+"""tiermoe runs Mixture-of-Experts language models larger than the memory they run in, exactly.
+
+    import tiermoe
+    model, tokenizer = tiermoe.load("path-or-hub-id", memory="6GiB", bits=4)
+    model.generate(...)          # a transformers model
+    model.tiermoe.stats()        # hits, misses, bytes, seconds waited, peak memory
+
+The heavy libraries (torch, transformers) are imported at the first use of a name here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tiermoe.errors import (
+    BudgetError,
+    ConfigError,
+    LoadError,
+    ModelError,
+    PackError,
+    PromptError,
+    StoreError,
+    TiermoeError,
+)
+
+if TYPE_CHECKING:
+    from tiermoe.runtime.generate import Report, Sampling, generate
+    from tiermoe.runtime.load import load, plan
+    from tiermoe.runtime.plan import MemoryPlan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetError",
+    "ConfigError",
+    "LoadError",
+    "MemoryPlan",
+    "ModelError",
+    "PackError",
+    "PromptError",
+    "Report",
+    "Sampling",
+    "StoreError",
+    "TiermoeError",
+    "__version__",
+    "generate",
+    "load",
+    "plan",
+]
+
+_HOMES = {
+    "load": "tiermoe.runtime.load",
+    "plan": "tiermoe.runtime.load",
+    "generate": "tiermoe.runtime.generate",
+    "Sampling": "tiermoe.runtime.generate",
+    "Report": "tiermoe.runtime.generate",
+    "MemoryPlan": "tiermoe.runtime.plan",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tiermoe' has no attribute '{name}'")
+    from tiermoe.runtime import footprint
+
+    footprint.prepare()
+    return getattr(importlib.import_module(_HOMES[name]), name)

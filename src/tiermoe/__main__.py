@@ -1,0 +1,5 @@
+"""`python -m tiermoe`."""
+
+from tiermoe.cli import main
+
+main()

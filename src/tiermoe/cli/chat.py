@@ -1,0 +1,158 @@
+"""`tiermoe chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from tiermoe.cli import options as opt
+from tiermoe.cli.output import note, summary
+from tiermoe.cli.session import Session, open_session
+from tiermoe.config import format_size
+from tiermoe.errors import ModelError, TiermoeError
+
+HELP = """\
+/help            this text
+/stats           hits, misses, bytes, waiting time and memory since loading
+/set NAME VALUE  max_tokens, temperature, top_p or seed; /set alone shows them
+/clear           forget the conversation
+/bye             leave (so does Ctrl-D); Ctrl-C stops the reply"""
+
+
+def chat(
+    model: opt.Model,
+    memory: opt.Memory = None,
+    max_tokens: opt.MaxTokens = 512,
+    temperature: opt.Temperature = 0.7,
+    top_p: opt.TopP = 0.95,
+    seed: opt.Seed = None,
+    bits: opt.Bits = 4,
+    dense_bits: opt.DenseBits = 16,
+    quantizer: opt.Quantizer = "hqq",
+    cache: opt.Cache = None,
+    chunk: opt.Chunk = 512,
+    context: opt.Context = None,
+    prefetch: opt.Prefetch = False,
+    lanes: opt.Lanes = None,
+    threads: opt.Threads = None,
+    store: opt.StoreDir = None,
+) -> None:
+    """Talk to a model in its chat template. Type /help for the commands."""
+    engine_options = opt.given(
+        memory=memory, bits=bits, dense_bits=dense_bits, quantizer=quantizer, cache=cache, chunk=chunk, context=context,
+        prefetch=prefetch, lanes=lanes, threads=threads, store=store,
+    )  # fmt: skip
+    sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    _check(sampling)
+    session = open_session(model, engine_options, lambda tokenizer, blueprint: _refuse_encoder_decoder(blueprint))
+    if not getattr(session.tokenizer, "chat_template", None):
+        note("this model has no chat template: what you type is continued as plain text")
+    note("type /help for the commands, /bye to leave")
+    _Chat(session, sampling).loop()
+    session.model.tiermoe.close()
+
+
+class _Chat:
+    """A conversation: its messages, its sampling settings, and the keys and values computed so far."""
+
+    def __init__(self, session: Session, sampling: dict[str, Any]) -> None:
+        from tiermoe.runtime.conversation import Conversation
+
+        self._session = session
+        self._sampling = sampling
+        self._conversation = Conversation(session.model, session.tokenizer)
+
+    def loop(self) -> None:
+        for line in _lines():
+            if not line.strip():
+                continue
+            if line.startswith("/"):
+                if not self._command(line.split()):
+                    return
+                continue
+            self._answer(line)
+
+    def _answer(self, text: str) -> None:
+        try:
+            report = self._conversation.reply(text, _check(self._sampling), lambda piece: print(piece, end="", flush=True))
+            print(flush=True)
+            note(summary(report))
+        except KeyboardInterrupt:
+            print(flush=True)
+            note("[stopped]")
+        except TiermoeError as error:
+            print(flush=True)
+            note(f"tiermoe: {error}")
+
+    def _command(self, words: list[str]) -> bool:
+        """Runs a /command; False where the conversation is over."""
+        match words:
+            case ["/bye"]:
+                return False
+            case ["/help"]:
+                note(HELP)
+            case ["/stats"]:
+                note(_stats(self._session.model.tiermoe.stats()))
+            case ["/clear"]:
+                self._conversation.clear()
+                note("forgotten")
+            case ["/set"]:
+                note("\n".join(f"{name} = {value}" for name, value in self._sampling.items()))
+            case ["/set", name, value]:
+                self._set(name, value)
+            case _:
+                note(f"unknown command {' '.join(words)}; /help lists them")
+        return True
+
+    def _set(self, name: str, value: str) -> None:
+        if name not in self._sampling:
+            note(f"unknown setting {name}; there are {', '.join(self._sampling)}")
+            return
+        try:
+            number = int(value) if name in ("max_tokens", "seed") else float(value)
+            _check({**self._sampling, name: number})
+        except (ValueError, TiermoeError) as error:
+            note(f"{name} cannot be {value}: {error}")
+            return
+        self._sampling[name] = number
+        note(f"{name} = {number}")
+
+
+def _check(sampling: dict[str, Any]) -> Any:
+    from tiermoe.runtime import footprint
+
+    footprint.prepare()
+    from tiermoe.runtime.generate import Sampling
+
+    return Sampling(**sampling)
+
+
+def _refuse_encoder_decoder(blueprint: Any) -> None:
+    if blueprint.family.encoder_decoder:
+        raise ModelError(f"{blueprint.family.name} models do not chat; use 'tiermoe run'")
+
+
+def _lines() -> Iterator[str]:
+    """Lines of the user: with editing and history on a terminal, plain where input is piped."""
+    prompt = ""
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (makes input() editable)
+        prompt = "> "
+    while True:
+        try:
+            yield input(prompt)
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            note("")
+
+
+def _stats(stats: dict[str, Any]) -> str:
+    return (
+        f"hit rate {stats['hit_rate']:.1%} ({stats['expert_hits']} hits, {stats['expert_misses']} misses), "
+        f"{format_size(stats['bytes_read'])} read, waited {stats['wait_s']:.1f} s, "
+        f"peak memory {format_size(stats['peak_memory_bytes'])} of {format_size(stats['memory_budget_bytes'])}"
+    )

@@ -1,0 +1,57 @@
+"""`tiermoe plan`: what would go where, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tiermoe.cli import options as opt
+from tiermoe.cli.output import note, waiting
+from tiermoe.config import format_size
+
+
+def plan(
+    model: opt.Model,
+    memory: opt.Memory = None,
+    bits: opt.Bits = 4,
+    dense_bits: opt.DenseBits = 16,
+    quantizer: opt.Quantizer = "hqq",
+    cache: opt.Cache = None,
+    chunk: opt.Chunk = 512,
+    context: opt.Context = None,
+    lanes: opt.Lanes = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+) -> None:
+    """Show how a memory budget would be used, without loading or packing anything."""
+    with waiting("reading the checkpoint's headers"):
+        from tiermoe.runtime import footprint
+
+        footprint.prepare()
+        from tiermoe.runtime.load import plan as plan_model
+
+        result = plan_model(
+            model,
+            **opt.given(
+                memory=memory, bits=bits, dense_bits=dense_bits, quantizer=quantizer, cache=cache, chunk=chunk,
+                context=context, lanes=lanes,
+            ),
+        )  # fmt: skip
+    if as_json:
+        print(json.dumps(asdict(result) | {"total": result.total, "experts": result.experts}))
+        return
+    table = Table(title=f"{format_size(result.budget)} ({result.budget_source}), experts at {bits} bits", title_justify="left")
+    table.add_column("what")
+    table.add_column("bytes", justify="right")
+    table.add_column("note")
+    for what, nbytes, remark in result.rows():
+        table.add_row(what, format_size(nbytes), remark)
+    table.add_section()
+    table.add_row("in all", format_size(result.total), f"one token uses {result.token_slots} experts")
+    Console().print(table)
+    for warning in result.warnings:
+        note(f"note: {warning}")

@@ -1,0 +1,50 @@
+"""Loading a model for a command: prompt first, so that the plan knows the context, then the model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tiermoe.cli.output import note, progress_bar, waiting
+
+
+@dataclass(slots=True)
+class Session:
+    """A loaded model, its tokenizer, and what loading took in seconds."""
+
+    model: Any
+    tokenizer: Any
+    load_s: float
+
+
+def open_session(model: str, options: dict[str, Any], context_for: Callable[[Any, Any], int | None]) -> Session:
+    """Loads `model`. `context_for(tokenizer, blueprint)` gives the tokens to reserve memory for; it may refuse the
+    prompt before anything heavy happens. Warnings of the plan go to standard error."""
+    started = time.perf_counter()
+    with waiting("starting"):
+        from tiermoe.runtime import footprint
+
+        footprint.prepare()
+        from tiermoe.config import format_size, settings
+        from tiermoe.runtime.blueprint import inspect_model
+        from tiermoe.runtime.load import load_blueprint
+        from tiermoe.runtime.resolve import load_tokenizer, resolve_model
+
+        settings(**options)
+        directory = resolve_model(model)
+        tokenizer = load_tokenizer(directory)
+        blueprint = inspect_model(directory, model)
+        if options.get("context") is None:
+            context = context_for(tokenizer, blueprint)
+            if context is not None:
+                options = {**options, "context": context}
+    with progress_bar() as progress:
+        loaded = load_blueprint(blueprint, settings(**options), progress)
+    plan = loaded.tiermoe.plan
+    if options.get("memory") is None:
+        note(f"memory: {format_size(plan.budget)}, {plan.budget_source}; --memory sets another bound")
+    for warning in plan.warnings:
+        note(f"note: {warning}")
+    return Session(loaded, tokenizer, time.perf_counter() - started)

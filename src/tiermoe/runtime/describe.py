@@ -1,0 +1,131 @@
+"""Facts about a model or a store, for `tiermoe show`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from tiermoe.errors import LoadError
+from tiermoe.families import FAMILIES
+from tiermoe.runtime.blueprint import inspect_model
+from tiermoe.runtime.prepare_store import store_root
+from tiermoe.runtime.resolve import is_store, resolve_model
+from tiermoe.store.store import Store, open_store
+from tiermoe.tiers.reader import ExtentReader, aligned_memory
+from tiermoe.types import Extent, ExpertKey, MoeLayer
+
+
+def describe_model(model: str, chosen: Path | None = None) -> dict[str, Any]:
+    """Facts of a checkpoint and of its store, where it has one."""
+    blueprint = inspect_model(resolve_model(model), model)
+    root = store_root(blueprint, chosen)
+    store = open_store(root) if is_store(root) else None
+    expert_weights = sum(layer.experts * layer.expert_elements for layer in blueprint.layers)
+    dense_bytes = blueprint.dense_bytes()
+    return {
+        "name": model,
+        "family": blueprint.family.name,
+        "dtype": str(blueprint.dtype).removeprefix("torch."),
+        **_layer_facts(blueprint.layers),
+        "expert_weights": f"{expert_weights:,}",
+        "dense_weights_bytes": dense_bytes,
+        "experts_at_16_bits_bytes": expert_weights * blueprint.dtype.itemsize,
+        "context": blueprint.max_context() or "unbounded",
+        "checkpoint": str(blueprint.directory),
+        "fingerprint": blueprint.checkpoint.fingerprint(),
+        "store": str(root) if store else "",
+        "precisions": _precision_facts(store) if store else [],
+    }
+
+
+def describe_store(root: Path) -> dict[str, Any]:
+    """Facts of a store alone."""
+    store = open_store(root)
+    family = FAMILIES.get(store.source.model_type)
+    return {
+        "name": store.source.name,
+        "family": family.name if family else store.source.model_type,
+        "dtype": store.source.dtype,
+        **_layer_facts(store.layers),
+        "fingerprint": store.source.fingerprint,
+        "store": str(root),
+        "precisions": _precision_facts(store),
+    }
+
+
+def verify_store(root: Path, progress: Callable[[int, int], None]) -> tuple[int, list[str]]:
+    """Reads every extent of a store; returns how many, and a line for each that is damaged."""
+    extents = _all_extents(open_store(root))
+    reader = ExtentReader()
+    memory = aligned_memory(0)
+    damaged: list[str] = []
+    for done, (key, what, extent) in enumerate(extents, 1):
+        needed = max(segment.at + segment.nbytes for segment in extent.segments)
+        if len(memory) < needed:
+            memory = aligned_memory(needed)
+        try:
+            reader.read(extent, memory, key)
+        except LoadError as error:
+            damaged.append(what or str(error).partition(";")[0])
+        progress(done, len(extents))
+    reader.close()
+    return len(extents), damaged
+
+
+def _layer_facts(layers: list[MoeLayer]) -> dict[str, Any]:
+    return {
+        "moe_layers": len(layers),
+        "experts_a_layer": max(layer.experts for layer in layers),
+        "experts_a_token": max(layer.top_k for layer in layers),
+    }
+
+
+def _precision_facts(store: Store) -> list[dict[str, Any]]:
+    facts: list[dict[str, Any]] = []
+    for key, precision in store.precisions.items():
+        extents = [extent for layer in precision.layers for extent in layer.extents]
+        errors = [error for layer in precision.layers for error in layer.errors]
+        facts.append(
+            {
+                "precision": key,
+                "bytes": sum(extent.nbytes for extent in extents),
+                "expert_bytes": max(extent.nbytes for extent in extents),
+                "mean_error": mean(errors),
+                "max_error": max(errors),
+                "machine": precision.machine,
+                "in_place": precision.in_place,
+                "encodings": sorted({name for layer in precision.layers for name in layer.encodings.values()}),
+            }
+        )
+    for bits, dense in store.dense.items():
+        sizes = [store.dense_format(bits, name).stored.nbytes for name in dense["layers"]]
+        errors = [layer["error"] for layer in dense["layers"].values()]
+        facts.append(
+            {
+                "precision": f"dense layers at {bits}",
+                "bytes": sum(sizes),
+                "expert_bytes": max(sizes),
+                "mean_error": mean(errors),
+                "max_error": max(errors),
+                "machine": dense["machine"],
+                "in_place": False,
+                "encodings": sorted({layer["encoding"] for layer in dense["layers"].values()}),
+            }
+        )
+    return facts
+
+
+def _all_extents(store: Store) -> list[tuple[ExpertKey, str, Extent]]:
+    """Every extent with its key and, for a dense layer, the line to say where it is damaged."""
+    found: list[tuple[ExpertKey, str, Extent]] = []
+    for precision in store.precisions.values():
+        for index, layer in enumerate(precision.layers):
+            for expert, extent in enumerate(layer.extents):
+                found.append((ExpertKey(index, expert, precision.bits), "", extent))
+    for bits, dense in store.dense.items():
+        for name in dense["layers"]:
+            extent = store.dense_extent(bits, name)
+            found.append((ExpertKey(0, 0, int(bits)), f"dense layer {name} ({bits} bits) is damaged", extent))
+    return found

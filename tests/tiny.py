@@ -1,0 +1,92 @@
+"""Tiny random checkpoints of every family, written by transformers' own `save_pretrained`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+_COMMON = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_MLA = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 32, "n_shared_experts": 1,
+}  # fmt: skip
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
+    "phimoe": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
+    "qwen2_moe": {
+        "num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 5, "intermediate_size": 32},
+    "deepseek_v2": {**_MLA, "n_routed_experts": 8, "num_experts_per_tok": 3, "topk_method": "greedy"},
+    "deepseek_v3": {**_MLA, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1},
+    "glm4_moe": {
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+        "n_shared_experts": 1, "head_dim": 16,
+    },
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 64, "head_dim": 16},
+    "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32},
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "head_dim": 16},
+    "switch_transformers": {
+        "d_model": 64, "d_ff": 96, "d_kv": 16, "num_heads": 4, "num_layers": 4, "num_decoder_layers": 4,
+        "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "num_experts": 8, "expert_capacity": 4,
+        "decoder_start_token_id": 0,
+    },
+}  # fmt: skip
+
+
+def auto_class(model_type: str) -> Any:
+    return AutoModelForSeq2SeqLM if model_type == "switch_transformers" else AutoModelForCausalLM
+
+
+def write(directory: Path, model_type: str, dtype: torch.dtype, shard: str = "5GB", seed: int = 0, **changes: Any) -> Path:
+    """Writes a random checkpoint into `directory` and returns it. Weights are large enough that routing and logits are
+    not flat."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **{**_COMMON, **CONFIGS[model_type], **changes})
+    model = auto_class(model_type).from_config(config, dtype=dtype, experts_implementation="eager")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.15)
+            elif "bias" in name:
+                torch.nn.init.normal_(parameter, std=0.05)
+    model.save_pretrained(directory, max_shard_size=shard)
+    write_tokenizer(directory)
+    return directory
+
+
+def write_tokenizer(directory: Path, vocabulary: int = 128) -> None:
+    """A tokenizer of single bytes, enough to run the commands on a tiny model."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = [chr(code) for code in range(33, 127)]
+    words = ["<pad>", "<s>", "</s>", "<unk>", "Ġ", *letters]
+    words += [f"<extra{index}>" for index in range(vocabulary - len(words))]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), pre_tokenizers.Split("", "isolated")]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    fast.save_pretrained(directory)
+
+
+def oracle(directory: Path, model_type: str, dtype: torch.dtype) -> Any:
+    """The plain model: transformers' eager experts. Its weights are copied into memory of their own: where a
+    checkpoint is mapped they may lie at any address, and matrix products round differently at another alignment."""
+    model = auto_class(model_type).from_pretrained(directory, dtype=dtype, experts_implementation="eager")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model.eval()
