@@ -16,6 +16,11 @@ DTYPES: dict[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF
 INDEX = "model.safetensors.index.json"
 
 
+def expert_count(config: dict[str, Any]) -> int:
+    """Experts of a layer: transformers 5.23 writes Qwen3-MoE's ``num_experts`` as ``num_local_experts``."""
+    return int(config["num_experts"] if "num_experts" in config else config["num_local_experts"])
+
+
 class Checkpoint:
     """The tensors of a checkpoint directory by name; ``config`` is its config.json."""
 

@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.checkpoint import Checkpoint
+from benchmarks.checkpoint import Checkpoint, expert_count
 
 LAYER = {
     "input_layernorm": "attn_norm",
@@ -71,7 +71,7 @@ def tensors(checkpoint: Checkpoint) -> Iterator[Tensor]:
         for source, name in LAYER.items():
             yield single(f"blk.{layer}.{name}", f"{prefix}.{source}")
         for source, name in EXPERT.items():
-            experts = range(checkpoint.config["num_experts"])
+            experts = range(expert_count(checkpoint.config))
             parts = tuple(f"{prefix}.mlp.experts.{expert}.{source}.weight" for expert in experts)
             yield Tensor(f"blk.{layer}.{name}.weight", parts, (len(parts), *checkpoint.shape(parts[0])))
 
@@ -104,7 +104,7 @@ def add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any], file_type: ggu
     writer.add_value_length(config["head_dim"])
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_expert_count(config["num_experts"])
+    writer.add_expert_count(expert_count(config))
     writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 

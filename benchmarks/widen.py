@@ -6,13 +6,13 @@ Every unit of the residual stream is copied ``m`` times and every unit inside an
 function stays the same, layer by layer:
 
 * An RMS norm divides by the mean of squares, which copies leave as it is: copied inputs give copied outputs.
-* A matrix whose inputs are copied ``k`` times and which is divided by ``k`` gives each output of the original:
+* A matrix whose inputs are copied ``k`` times and which is divided by ``k`` gives the original's outputs:
   the sum runs over ``k`` equal terms. Its rows are copied wherever its outputs are to be copied.
-* The attention heads are copied ``m`` times as whole heads, queries and keys alike, so that every copy attends
-  as the original; grouped queries keep their group because whole groups are repeated. The output projection
-  reads ``m`` equal copies and is divided by ``m``.
-* The router and the output layer read copied inputs and are divided by ``m``: their logits are the original's,
-  so the same experts run with the same weights.
+* The attention heads are copied ``m`` times as whole heads, queries and keys alike, so that every copy
+  attends as the original; grouped queries keep their group because whole groups are repeated. The output
+  projection reads ``m`` equal copies and is divided by ``m``.
+* The router and the output layer read copied inputs and are divided by ``m``: their logits stay what they
+  were, so the same experts run with the same weights.
 
 ``m`` and ``mi`` are powers of two, so that the division only changes the exponent: weights keep their
 significant bits in bfloat16, and logits differ by the rounding of longer sums alone. Hit rates, traces and
@@ -30,7 +30,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-INDEX = "model.safetensors.index.json"
+from benchmarks.checkpoint import INDEX, expert_count
+
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -92,7 +93,7 @@ def widen_layer(
         wide[key] = share_columns(copy_rows(source(key), m), m)
     gate = f"{prefix}mlp.gate.weight"
     wide[gate] = share_columns(source(gate), m)
-    for expert in range(config["num_experts"]):
+    for expert in range(expert_count(config)):
         for name, rows, columns in (("gate_proj", mi, m), ("up_proj", mi, m), ("down_proj", m, mi)):
             key = f"{prefix}mlp.experts.{expert}.{name}.weight"
             wide[key] = share_columns(copy_rows(source(key), rows), columns)

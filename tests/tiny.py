@@ -36,7 +36,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32},
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "head_dim": 16},
     "switch_transformers": {
-        "d_model": 64, "d_ff": 96, "d_kv": 16, "num_heads": 4, "num_layers": 4, "num_decoder_layers": 4,
+        "d_model": 64, "d_ff": 96, "d_kv": 16, "num_heads": 4, "num_layers": 4, "num_hidden_layers": 4, "num_decoder_layers": 4,
         "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "num_experts": 8, "expert_capacity": 4,
         "decoder_start_token_id": 0,
     },

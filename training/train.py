@@ -6,12 +6,13 @@ An interrupted run (Ctrl-C too) goes on where it stopped when the same command i
 """
 
 import argparse
+import contextlib
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,21 @@ from training.settings import HELP, Settings
 from training.tokenizer import load_tokenizer, train_tokenizer
 
 HELD_OUT_SHARE = 0.01
-Report = Callable[[int, str], None]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one training step reports: how many are ``done``, the losses as floats, and tokens per second."""
+
+    done: int
+    loss: float
+    balance: float
+    dropped: float
+    speed: float
+
+    def __str__(self) -> str:
+        losses = f"loss {self.loss:.3f}  balance {self.balance:.3f}  dropped {self.dropped:.1%}"
+        return f"{losses}  {self.speed:,.0f} tok/s"
 
 
 def make_optimizer(model: Qwen3MoeForCausalLM, settings: Settings) -> torch.optim.AdamW:
@@ -56,7 +71,7 @@ def train(
     tokens: Tokens,
     settings: Settings,
     state: Path,
-    report: Report = lambda step, line: None,
+    report: Callable[[Step], None] = lambda step: None,
     save_every: int = 500,
     stop: Callable[[], bool] = lambda: False,
 ) -> int:
@@ -82,8 +97,7 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         done = step + 1
         speed = (done - first) * inputs.numel() / (time.perf_counter() - began)
-        details = f"balance {found.balance.item():.3f}  dropped {found.dropped.item():.1%}"
-        report(done, f"loss {found.language.item():.3f}  {details}  {speed:,.0f} tok/s")
+        report(Step(done, found.language.item(), found.balance.item(), found.dropped.item(), speed))
         leave = stop()
         if leave or done % save_every == 0 or done == settings.steps:
             save_state(state, settings, done, model, optimizer)
@@ -124,17 +138,21 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def stop_on_signal() -> Callable[[], bool]:
-    """Let the first Ctrl-C or SIGTERM end the training after the current step, and the second one at once."""
+@contextlib.contextmanager
+def stop_on_signal() -> Iterator[Callable[[], bool]]:
+    """Let Ctrl-C or SIGTERM end the training after the current step; a second one ends it at once."""
     asked = threading.Event()
 
     def ask(number: int, frame: object) -> None:
         asked.set()
         signal.signal(number, signal.SIG_DFL)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, ask)
-    return asked.is_set
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -149,13 +167,14 @@ def run(args: argparse.Namespace) -> None:
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=settings.steps)
 
-        def report(step: int, line: str) -> None:
-            progress.update(task, completed=step, description=line)
-            if step % args.log_every == 0:
-                console.print(f"step {step}/{settings.steps}  {line}", highlight=False)
+        def report(step: Step) -> None:
+            progress.update(task, completed=step.done, description=str(step))
+            if step.done % args.log_every == 0:
+                console.print(f"step {step.done}/{settings.steps}  {step}", highlight=False)
 
         state = args.work / "state.pt"
-        done = train(model, tokens, settings, state, report, args.save_every, stop_on_signal())
+        with stop_on_signal() as stop:
+            done = train(model, tokens, settings, state, report, args.save_every, stop)
     if done < settings.steps:
         sys.exit(f"training: stopped after step {done}; the same command goes on from there")
     export(model, load_tokenizer(args.work), args.out)
