@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.memory_limit import CannotLimit, drop_from_page_cache, parse_size, run_limited
+from benchmarks.memory_limit import CannotLimit, parse_size, run_limited
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -68,12 +68,14 @@ def logits(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         ids = save_ids(args, directory, args.tokens)
         out = Path(directory) / "logits.npy"
-        run_peer(args, "logits", args.gguf.resolve(), "--ids", ids, "--out", out, "--kv", args.kv)
+        run_peer(
+            args, "logits", args.gguf.resolve(), "--ids", ids, "--out", out, "--attention", args.attention
+        )
         theirs = np.load(out)
         ours = logits_of(load_eager(args.model, torch.float32))(np.load(ids))
     return {
         "gguf": args.gguf.name,
-        "kv": args.kv,
+        "attention": args.attention,
         "tokens": len(ours),
         "max_abs_difference": float(np.abs(ours - theirs).max()),
         "mean_abs_difference": float(np.abs(ours - theirs).mean()),
@@ -85,8 +87,10 @@ def logits(args: argparse.Namespace) -> dict[str, Any]:
 def perplexity(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         words = ["perplexity", args.gguf.resolve(), "--ids", save_ids(args, directory)]
-        result = run_peer(args, *words, "--context", args.context, "--stride", args.stride, "--kv", args.kv)
-    return {"gguf": args.gguf.name, "bytes": args.gguf.stat().st_size, "kv": args.kv, **result}
+        result = run_peer(
+            args, *words, "--context", args.context, "--stride", args.stride, "--attention", args.attention
+        )
+    return {"gguf": args.gguf.name, "bytes": args.gguf.stat().st_size, "attention": args.attention, **result}
 
 
 def decode(args: argparse.Namespace) -> dict[str, Any]:
@@ -94,12 +98,12 @@ def decode(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         ids = save_ids(args, directory, args.prompt + args.tokens)
         words = ["decode", args.gguf.resolve(), "--ids", ids, "--prompt", args.prompt]
-        words += ["--tokens", args.tokens, "--feed", args.feed, "--kv", args.kv]
+        words += ["--tokens", args.tokens, "--feed", args.feed, "--attention", args.attention]
         if args.memory is None:
             return {"gguf": args.gguf.name, **run_peer(args, *words, "--no-mmap")}
+        words += [] if args.repack else ["--no-repack"]
         command = peer_command(args, *words)
         limited, output = run_limited(command, args.memory, [args.gguf.resolve()], subprocess.PIPE)
-        drop_from_page_cache([args.gguf.resolve()])
     if limited.returncode:
         raise PeerFailed(
             f"in {args.memory} bytes the peer ended with {limited.returncode} "
@@ -122,7 +126,12 @@ def parser() -> argparse.ArgumentParser:
     text.add_argument(
         "--offset", type=int, default=0, help="tokens of the text to leave out at its beginning"
     )
-    text.add_argument("--kv", choices=["f16", "f32"], default="f16", help="type of llama.cpp's KV cache")
+    text.add_argument(
+        "--attention",
+        choices=["default", "exact"],
+        default="default",
+        help="llama.cpp's default (float16 KV cache, flash attention) or float32",
+    )
     commands = top.add_subparsers(required=True)
     add = commands.add_parser("convert", parents=[common])
     add.add_argument("--type", choices=["f32", "bf16", "q4_0", "q4_k_m"], required=True)
@@ -130,7 +139,7 @@ def parser() -> argparse.ArgumentParser:
     add.set_defaults(run=convert)
     add = commands.add_parser("logits", parents=[common, text])
     add.add_argument("--tokens", type=int, default=256)
-    add.set_defaults(run=logits)
+    add.set_defaults(run=logits, attention="exact")
     add = commands.add_parser("perplexity", parents=[common, text])
     add.add_argument("--context", type=int, default=256)
     add.add_argument("--stride", type=int, default=128)
@@ -147,6 +156,11 @@ def parser() -> argparse.ArgumentParser:
     )
     add.add_argument(
         "--memory", type=parse_size, help="run in a memory cgroup of this size, file mapped and cold"
+    )
+    add.add_argument(
+        "--repack",
+        action="store_true",
+        help="with --memory: let llama.cpp copy 4-bit weights for its kernels, into memory that is not paged",
     )
     add.set_defaults(run=decode)
     return top

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.gguf_file import FILE_TYPES, write_gguf
-from benchmarks.perplexity import perplexity
+from benchmarks.llama_engine import ATTENTION, Engine
+from benchmarks.perplexity import Logits, perplexity
 
-KV_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "f32": llama_cpp.GGML_TYPE_F32}
 QUANTISED = {"q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M}
 
 
@@ -40,33 +40,18 @@ def convert(args: argparse.Namespace) -> dict[str, Any]:
     return {"out": str(args.out), "bytes": args.out.stat().st_size}
 
 
-def load(args: argparse.Namespace, context: int, logits_all: bool) -> llama_cpp.Llama:
-    """The model with llama.cpp's defaults (KV cache in float16 unless --kv says otherwise)."""
-    kv = KV_TYPES[args.kv]
-    return llama_cpp.Llama(
-        str(args.gguf),
-        n_ctx=context,
-        n_batch=min(context, 512),
-        n_ubatch=min(context, 512),
-        n_threads=args.threads,
-        n_threads_batch=args.threads,
-        logits_all=logits_all,
-        use_mmap=not args.no_mmap,
-        type_k=kv,
-        type_v=kv,
-        verbose=False,
-    )
+def load(args: argparse.Namespace, context: int) -> Engine:
+    mmap, repack = not args.no_mmap, not args.no_repack
+    return Engine(args.gguf, context, args.threads, mmap=mmap, repack=repack, attention=args.attention)
 
 
-def window_logits(args: argparse.Namespace, context: int) -> Callable[..., npt.NDArray[np.float32]]:
+def window_logits(args: argparse.Namespace, context: int) -> Logits:
     """A ``logits_fn`` for `benchmarks.perplexity`: every window starts with an empty KV cache."""
-    llama = load(args, context, logits_all=True)
+    engine = load(args, context)
 
     def logits(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        llama.reset()
-        llama.eval(ids.tolist())
-        scores: npt.NDArray[np.float32] = llama.scores[: len(ids)].copy()
-        return scores
+        engine.clear()
+        return engine.logits(ids.tolist(), every=True)
 
     return logits
 
@@ -82,31 +67,26 @@ def score(args: argparse.Namespace) -> dict[str, Any]:
     return asdict(perplexity(logits_fn, np.load(args.ids), args.context, args.stride))
 
 
-def last_logits(llama: llama_cpp.Llama) -> npt.NDArray[np.float32]:
-    pointer = llama_cpp.llama_get_logits_ith(llama.ctx, -1)
-    return np.ctypeslib.as_array(pointer, shape=(llama.n_vocab(),))
-
-
 def decode(args: argparse.Namespace) -> dict[str, Any]:
     """Evaluate a prompt, then decode token by token; ``decode_s`` covers the decoded tokens alone."""
     ids = np.load(args.ids)
     prompt, follow = ids[: args.prompt].tolist(), ids[args.prompt :].tolist()
     began = time.perf_counter()
-    llama = load(args, args.prompt + args.tokens + 1, logits_all=False)
+    engine = load(args, args.prompt + args.tokens)
     loaded = time.perf_counter()
-    llama.eval(prompt)
-    token = int(last_logits(llama).argmax())
+    token = int(engine.logits(prompt, every=False).argmax())
     prefilled = time.perf_counter()
     decoded = []
     for step in range(args.tokens):
         token = token if args.feed == "greedy" else follow[step]
         decoded.append(token)
-        llama.eval([token])
-        token = int(last_logits(llama).argmax())
+        token = int(engine.logits([token], every=False).argmax())
     seconds = time.perf_counter() - prefilled
     return {
         "threads": args.threads,
         "feed": args.feed,
+        "mmap": not args.no_mmap,
+        "repack": not args.no_repack,
         "load_s": loaded - began,
         "prefill_s": prefilled - loaded,
         "decode_s": seconds,
@@ -136,7 +116,8 @@ def parse() -> argparse.Namespace:
         add.add_argument("gguf", type=Path)
         add.add_argument("--ids", type=Path, required=True)
         add.add_argument("--no-mmap", action="store_true")
-        add.add_argument("--kv", choices=KV_TYPES, default="f16")
+        add.add_argument("--no-repack", action="store_true")
+        add.add_argument("--attention", choices=ATTENTION, default="default")
         if name == "logits":
             add.add_argument("--out", type=Path, required=True)
         elif name == "perplexity":

@@ -77,6 +77,10 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.integrations import eager_paged
 stand_in = sharding_utils.DTensor
 assert type(stand_in) is deferred_imports.StandIn and not isinstance(torch.zeros(1), stand_in)
+import torch.distributed.tensor._dtensor_spec  # its package runs first, and imports it: not loaded twice
+assert torch.distributed.tensor._dtensor_spec.DTensorSpec is torch.distributed.tensor._api.DTensorSpec
+assert type(torch.distributed.tensor._dtensor_spec.__spec__.loader).__module__ == "_frozen_importlib_external"
+assert sharding_utils.DTensor is torch.distributed.tensor.DTensor
 compiled = []
 def work():
     function = torch.compile(lambda x: torch.sin(x) + 1, backend="eager", fullgraph=True)
@@ -85,8 +89,6 @@ threads = [threading.Thread(target=work) for _ in range(2)]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
 assert compiled == [[1.0, 1.0]] * 2, compiled
-import torch._dynamo.external_utils
-assert sys.modules["torch._dynamo.external_utils"].__spec__.name == "torch._dynamo.external_utils"
 from torch.distributed.tensor import DTensor, Replicate, Shard, _dtensor_spec
 import torch.distributed.checkpoint.hf_storage as storage
 import torch.distributed.fsdp
@@ -164,6 +166,23 @@ def test_postponed_modules_work_later(plain_and_trimmed: tuple[dict[str, Any], d
     assert trimmed["disabled"]
     assert trimmed["exported"]
     assert trimmed["compiled"]
+
+
+def test_tensors_with_data_are_filled_as_ever() -> None:
+    import torch
+
+    def fill() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        return [torch.empty(4).normal_(), torch.empty(4).uniform_(), torch.arange(0, 4, 2)]
+
+    expected = fill()
+    with footprint.without_meta_references():
+        for tensor, other in zip(fill(), expected, strict=True):
+            assert torch.equal(tensor, other)
+        with torch.device("meta"):
+            weight = torch.nn.Embedding(3, 4).weight
+    assert weight.is_meta
+    assert weight.shape == (3, 4)
 
 
 @linux

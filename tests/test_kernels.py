@@ -136,12 +136,17 @@ def test_strided_tokens(bits):
     assert_close_to_decoded(y, x, encoding, slot, 32, 64)
 
 
-def test_one_token_takes_mv_where_the_machine_has_amx(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+@pytest.mark.parametrize("amx", [True, False])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_one_token_takes_mv_where_the_machine_has_amx(amx, tokens, monkeypatch):
+    calls = []
+    mv = torch.mv
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch, "mv", lambda *operands: calls.append(operands) or mv(*operands))
     encoding, slot = slot_for(16, torch.randn(33, 64), torch.bfloat16)
-    x = torch.randn(1, 64).to(torch.bfloat16)
+    x = torch.randn(tokens, 64).to(torch.bfloat16)
     y = linear_for("plain", "cpu", torch.bfloat16)(x, slot, 33, 64)
-    assert torch.equal(y, torch.mv(slot["weight"], x[0])[None])
+    assert len(calls) == (amx and tokens == 1)
     assert_close_to_decoded(y, x, encoding, slot, 33, 64)
 
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermoe.errors import ConfigError, PackError, StoreError
-from tiermoe.quant import hqq, int4_layout
+from tiermoe.quant import hqq, int4, int4_layout
 from tiermoe.quant.encodings import cpu_layout, encoding_for, encoding_named, relative_error
+from tiermoe.quant.quantized import nearest
 from tiermoe.quant.quantizers import QUANTIZERS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -86,6 +87,12 @@ def test_linear_rounds_to_the_nearest(weight, bits):
     assert 1 <= int(found.codes.min()) <= int(found.codes.max()) <= 2**bits - 1
     error = (found.dequantized() - weight).abs()
     assert bool((error <= found.scale[:, :1] * (0.5 + 1e-4)).all())
+
+
+def test_a_scale_of_zero_gives_the_integer_nearest_to_zero():
+    weight, zero = torch.tensor([0.0, 0.5, -0.5]), torch.zeros(3)
+    assert nearest(weight, zero, zero, -8, 7).tolist() == [0, 0, 0]
+    assert nearest(weight, zero, zero, 1, 7).tolist() == [1, 1, 1]
 
 
 def published_hqq(weights, bits):
@@ -208,6 +215,14 @@ def test_int4_decodes_what_the_operator_computes(rows, quantizer, dtype):
     torch.testing.assert_close(
         decoded, columns_one_by_one.t(), rtol=2e-7 if dtype == torch.float32 else 0, atol=1e-9
     )
+
+
+def test_int4_decodes_in_blocks_of_columns(monkeypatch):
+    weight = random_weight(80, 320)
+    encoding = encoding_for(4, 80, 320, torch.bfloat16, cpu_layout())
+    stored, whole = encoded_and_decoded(weight, encoding, HQQ, torch.bfloat16)
+    monkeypatch.setattr(int4, "BLOCK_WEIGHTS", 2 * 64 * 80)  # two groups, and a block of one group at the end
+    assert torch.equal(encoding.decode(stored, 80, 320, torch.float32), whole)
 
 
 @settings(max_examples=25, deadline=None)

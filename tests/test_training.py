@@ -14,8 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeForCausalLM
-
 from training.checkpoint import OtherSettings
 from training.data import Tokens, batch, documents, encode, pieces
 from training.experts import batched_experts
@@ -24,6 +22,7 @@ from training.model import build_model, load_balance
 from training.settings import Settings
 from training.tokenizer import END, train_tokenizer
 from training.train import Step, main, stop_on_signal, train
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
 TINY = Settings(
     layers=2,
@@ -195,14 +194,14 @@ def test_tokens_are_the_documents_each_followed_by_the_end(
 
 
 @given(st.text(alphabet="ab\n", max_size=50))
-def test_pieces_lose_nothing(monkeypatch_piece: None, document: str) -> None:
+def test_pieces_lose_nothing(small_pieces: None, document: str) -> None:
     found = pieces(document)
     assert "".join(found) == document
     assert all(piece.endswith("\n") for piece in found[:-1])
 
 
 @pytest.fixture(scope="module")
-def monkeypatch_piece() -> Iterator[None]:
+def small_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("training.data.PIECE", 5)
         yield

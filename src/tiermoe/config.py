@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ _UNITS = {
     "g": GIB, "gib": GIB, "gb": 10**9,
     "t": 1 << 40, "tib": 1 << 40, "tb": 10**12,
 }  # fmt: skip
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
+_SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-zA-Z]*)\s*")
 
 BITS = (16, 8, 4, 2)
 DENSE_BITS = (16, 8, 4)
@@ -29,12 +31,12 @@ DENSE_BITS = (16, 8, 4)
 def parse_size(text: str | int, what: str = "size") -> int:
     """Bytes of '6GiB', '700M', '1.5 GB' or a plain number of bytes (K, M, G, T are powers of 1024, KB, MB, GB of
     1000). ConfigError names `what` on anything else."""
-    match = _SIZE.match(str(text))
+    match = _SIZE.fullmatch(str(text))
     if match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(f"{what} '{text}' is not a size; write it like 6GiB, 700MiB or 1.5GB")
-    size = int(float(match[1]) * _UNITS[match[2].lower()])
+        raise ConfigError(f"{what} {str(text)!r} is not a size; write it like 6GiB, 700MiB or 1.5GB")
+    size = int(Fraction(match[1]) * _UNITS[match[2].lower()])
     if size <= 0:
-        raise ConfigError(f"{what} must be more than zero, got '{text}'")
+        raise ConfigError(f"{what} must be at least one byte, got {str(text)!r}; write it like 6GiB, 700MiB or 1.5GB")
     return size
 
 
@@ -67,9 +69,9 @@ def parse_cache(text: str | int) -> CacheSize:
         try:
             percent = float(stripped[:-1])
         except ValueError:
-            raise ConfigError(f"cache '{text}' is not a share; write it like 25% or 3MiB") from None
+            raise ConfigError(f"cache {str(text)!r} is not a share; write it like 25% or 3MiB") from None
         if not 0 < percent <= 100:
-            raise ConfigError(f"cache '{text}' must be above 0% and at most 100%")
+            raise ConfigError(f"cache {str(text)!r} must be above 0% and at most 100%")
         return CacheSize(fraction=percent / 100)
     return CacheSize(nbytes=parse_size(stripped, "cache"))
 
@@ -105,6 +107,12 @@ class Settings:
     store: Path | None = None
 
     def __post_init__(self) -> None:
+        for name, (kind, written) in _KINDS.items():
+            value = getattr(self, name)
+            optional = type(self).__dataclass_fields__[name].default is None
+            # True is an int to Python, and none to the user
+            fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+            _require(fits or (optional and value is None), f"{name} must be {written}, got {value!r}")
         _require(self.bits in BITS, f"bits must be one of {BITS}, got {self.bits}")
         _require(self.dense_bits in DENSE_BITS, f"dense_bits must be one of {DENSE_BITS}, got {self.dense_bits}")
         _require(self.quantizer in ("hqq", "linear"), f"quantizer must be hqq or linear, got '{self.quantizer}'")
@@ -117,6 +125,19 @@ class Settings:
             self.device in ("auto", "cpu", "cuda") or self.device.startswith("cuda:"),
             f"device must be auto, cpu or cuda, got '{self.device}'",
         )
+
+
+_KINDS: dict[str, tuple[type, str]] = {
+    **dict.fromkeys(
+        ("memory", "bits", "dense_bits", "chunk", "context", "batch", "lanes", "threads", "gpu_memory"),
+        (int, "a whole number"),
+    ),
+    "quantizer": (str, "hqq or linear"),
+    "device": (str, "auto, cpu or cuda"),
+    "prefetch": (bool, "true or false"),
+    "store": (Path, "the path of a folder"),
+    "cache": (CacheSize, "a share like 25% or a size like 3MiB"),
+}
 
 
 def _require(condition: bool, message: str) -> None:
@@ -137,6 +158,6 @@ def settings(**options: Any) -> Settings:
             options[name] = parse_size(options[name], name)
     if options.get("cache") is not None and not isinstance(options["cache"], CacheSize):
         options["cache"] = parse_cache(options["cache"])
-    if options.get("store") is not None:
+    if isinstance(options.get("store"), str | os.PathLike):
         options["store"] = Path(options["store"])
     return Settings(**options)

@@ -24,6 +24,8 @@ HELP = """\
 def chat(
     model: opt.Model,
     memory: opt.Memory = None,
+    device: opt.Device = "auto",
+    gpu_memory: opt.GpuMemory = None,
     max_tokens: opt.MaxTokens = 512,
     temperature: opt.Temperature = 0.7,
     top_p: opt.TopP = 0.95,
@@ -42,7 +44,7 @@ def chat(
     """Talk to a model in its chat template. Type /help for the commands."""
     engine_options = opt.given(
         memory=memory, bits=bits, dense_bits=dense_bits, quantizer=quantizer, cache=cache, chunk=chunk, context=context,
-        prefetch=prefetch, lanes=lanes, threads=threads, store=store,
+        prefetch=prefetch, lanes=lanes, threads=threads, store=store, device=device, gpu_memory=gpu_memory,
     )  # fmt: skip
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     _check(sampling)

@@ -73,5 +73,6 @@ def _explain(error: Any) -> str:
 
 
 def _fail(message: str) -> NoReturn:
-    print(f"tiermoe: {message}", file=sys.stderr)
+    one_line = " ".join(message.split())  # libraries' messages have several
+    print(f"tiermoe: {one_line}", file=sys.stderr)
     sys.exit(2)

@@ -12,6 +12,14 @@ Memory = Annotated[
     str | None,
     typer.Option(help="Bound on the whole process, like 6GiB. Default: 80% of what the machine has free.", show_default=False),
 ]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")]
+GpuMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="Bound on what is put on a GPU, like 6GiB. Default: what it has free, less a reserve.",
+        show_default=False,
+    ),
+]
 Bits = Annotated[int, typer.Option(help="Precision of the experts: 16 (the checkpoint's own), 8, 4 or 2 bits.")]
 DenseBits = Annotated[int, typer.Option(help="Precision of the other linear layers: 16, 8 or 4 bits.")]
 Quantizer = Annotated[str, typer.Option(help="How 4 and 2 bits are made: hqq or linear.")]

@@ -18,6 +18,8 @@ from tiermoe.config import format_size
 def plan(
     model: opt.Model,
     memory: opt.Memory = None,
+    device: opt.Device = "auto",
+    gpu_memory: opt.GpuMemory = None,
     bits: opt.Bits = 4,
     dense_bits: opt.DenseBits = 16,
     quantizer: opt.Quantizer = "hqq",
@@ -38,7 +40,7 @@ def plan(
             model,
             **opt.given(
                 memory=memory, bits=bits, dense_bits=dense_bits, quantizer=quantizer, cache=cache, chunk=chunk,
-                context=context, lanes=lanes,
+                context=context, lanes=lanes, device=device, gpu_memory=gpu_memory,
             ),
         )  # fmt: skip
     if as_json:

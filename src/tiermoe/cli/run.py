@@ -17,6 +17,8 @@ def run(
     model: opt.Model,
     prompt: Annotated[str, typer.Argument(help="What to answer; '-' reads it from standard input.", show_default=False)],
     memory: opt.Memory = None,
+    device: opt.Device = "auto",
+    gpu_memory: opt.GpuMemory = None,
     max_tokens: opt.MaxTokens = 256,
     temperature: opt.Temperature = 0.0,
     top_p: opt.TopP = 1.0,
@@ -39,7 +41,7 @@ def run(
         prompt = sys.stdin.read()
     engine_options = opt.given(
         memory=memory, bits=bits, dense_bits=dense_bits, quantizer=quantizer, cache=cache, chunk=chunk, context=context,
-        prefetch=prefetch, lanes=lanes, threads=threads, store=store,
+        prefetch=prefetch, lanes=lanes, threads=threads, store=store, device=device, gpu_memory=gpu_memory,
     )  # fmt: skip
     encoded: dict[str, Any] = {}
 
@@ -47,14 +49,10 @@ def run(
         from tiermoe.runtime.generate import check_length, encode_prompt
 
         encoded["ids"] = ids = encode_prompt(tokenizer, prompt, raw)
-        return int(ids.shape[1]) + check_length(ids.shape[1], max_tokens, blueprint.max_context())
+        return int(ids.shape[1]) + check_length(ids.shape[1], max_tokens, blueprint.max_context(), context)
 
     sampling = _sampling(max_tokens, temperature, top_p, seed)
     session = open_session(model, engine_options, context_for)
-    if "ids" not in encoded:
-        from tiermoe.runtime.generate import encode_prompt
-
-        encoded["ids"] = encode_prompt(session.tokenizer, prompt, raw)
     from tiermoe.runtime.generate import generate
 
     show = (lambda _: None) if as_json else (lambda text: print(text, end="", flush=True))

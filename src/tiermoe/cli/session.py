@@ -20,8 +20,8 @@ class Session:
 
 
 def open_session(model: str, options: dict[str, Any], context_for: Callable[[Any, Any], int | None]) -> Session:
-    """Loads `model`. `context_for(tokenizer, blueprint)` gives the tokens to reserve memory for; it may refuse the
-    prompt before anything heavy happens. Warnings of the plan go to standard error."""
+    """Loads `model`. `context_for(tokenizer, blueprint)` gives the tokens to reserve memory for where no
+    context is asked for; it may refuse the prompt before anything heavy happens. Warnings of the plan go to standard error."""
     started = time.perf_counter()
     with waiting("starting"):
         from tiermoe.runtime import footprint
@@ -36,10 +36,9 @@ def open_session(model: str, options: dict[str, Any], context_for: Callable[[Any
         directory = resolve_model(model)
         tokenizer = load_tokenizer(directory)
         blueprint = inspect_model(directory, model)
-        if options.get("context") is None:
-            context = context_for(tokenizer, blueprint)
-            if context is not None:
-                options = {**options, "context": context}
+        context = context_for(tokenizer, blueprint)
+        if context is not None and options.get("context") is None:
+            options = {**options, "context": context}
     with progress_bar() as progress:
         loaded = load_blueprint(blueprint, settings(**options), progress)
     plan = loaded.tiermoe.plan

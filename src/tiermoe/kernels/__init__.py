@@ -10,9 +10,9 @@ from tiermoe.errors import ConfigError
 from tiermoe.kernels import cpu, cuda
 from tiermoe.kernels.reference import DecodedLinear
 from tiermoe.quant.encoding import Encoding
-from tiermoe.quant.encodings import encoding_named
+from tiermoe.quant.encodings import ROW_MAJOR, cpu_layout, encoding_named
 
-__all__ = ["KERNELS", "LinearKernel", "linear_for"]
+__all__ = ["KERNELS", "LinearKernel", "linear_for", "machine_layout"]
 
 
 class LinearKernel(Protocol):
@@ -35,6 +35,11 @@ KERNELS: dict[tuple[str, str], Callable[[Encoding, torch.dtype], LinearKernel]] 
     ("int4/rowmajor", "cuda"): cuda.RowMajorInt4Linear,
     ("int2", "cuda"): cuda.Int8Linear,
 }
+
+
+def machine_layout(device: str) -> str:
+    """The layout of int4 codes that the kernels of a device ('cpu', 'cuda', 'cuda:1') take."""
+    return cpu_layout() if device == "cpu" else ROW_MAJOR
 
 
 def linear_for(encoding_name: str, device_type: str, dtype: torch.dtype) -> LinearKernel:

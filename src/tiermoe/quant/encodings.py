@@ -17,6 +17,7 @@ from tiermoe.quant.rowmajor import RowMajorInt4
 
 __all__ = [
     "INT4_GROUPS",
+    "ROW_MAJOR",
     "Encoding",
     "Field",
     "cpu_layout",

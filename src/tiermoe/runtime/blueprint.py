@@ -15,6 +15,7 @@ from transformers.quantizers import AutoHfQuantizer
 from tiermoe.errors import ModelError
 from tiermoe.families import Family, family_of
 from tiermoe.runtime.conversion import CheckpointExperts
+from tiermoe.runtime.footprint import without_meta_references
 from tiermoe.runtime.shells import experts_left_out
 from tiermoe.store.checkpoint import Checkpoint
 from tiermoe.types import MoeLayer
@@ -116,7 +117,7 @@ def _looks_like_moe(raw: dict[str, Any]) -> bool:
 
 
 def _skeleton(family: Family, config: Any, dtype: torch.dtype) -> Any:
-    with experts_left_out(family, config), torch.device("meta"):
+    with experts_left_out(family, config), without_meta_references(), torch.device("meta"):
         return auto_class(family).from_config(config, dtype=dtype, experts_implementation="eager")
 
 

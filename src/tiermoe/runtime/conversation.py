@@ -39,7 +39,7 @@ class Conversation:
         messages = [*self._messages, {"role": "user", "content": text}]
         so_far = self._text + text
         ids = encode_chat(self._tokenizer, messages) if chat else encode_prompt(self._tokenizer, so_far, raw=True)
-        self._check_room(ids.shape[1], sampling)
+        self._check_room(ids.shape[1])
         cache = self._cache_for(ids[0].tolist())
         self._forget_cache()  # until the reply is whole
         report = generate(self._model, self._tokenizer, ids, sampling, on_text, cache=cache)
@@ -50,12 +50,13 @@ class Conversation:
         self._cache = cache
         return report
 
-    def _check_room(self, tokens: int, sampling: Sampling) -> None:
-        room = self._model.tiermoe.plan.context
-        if tokens + sampling.max_tokens > room:
+    def _check_room(self, tokens: int) -> None:
+        engine = self._model.tiermoe
+        room = min(engine.plan.context, engine.longest_context or engine.plan.context)
+        if tokens >= room:
             raise PromptError(
-                f"the conversation has {tokens:,} tokens and the answer may have {sampling.max_tokens:,}, memory is "
-                f"reserved for {room:,}; /clear it, lower max_tokens, or start with a larger --context"
+                f"the conversation has {tokens:,} tokens, there is room for {room:,} with the answer; /clear it, or start "
+                f"with a larger --context"
             )
 
     def _cache_for(self, ids: list[int]) -> Any:

@@ -6,21 +6,22 @@ layer tied to the embedding stay as they are: a changed router would choose othe
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import xxhash
 
+from tiermoe.errors import LoadError
 from tiermoe.kernels import LinearKernel, linear_for
-from tiermoe.quant.encodings import cpu_layout, encoding_for
+from tiermoe.quant.encodings import encoding_for
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.shells import is_shell
+from tiermoe.store.atomic import whole_or_nothing
 from tiermoe.store.layout import ExpertFormat
-from tiermoe.store.pack import exclusive
-from tiermoe.store.store import Store, one_matrix
+from tiermoe.store.lock import adding_to
+from tiermoe.store.store import Store, dense_file_name, dense_key, machine_of, one_matrix
 from tiermoe.tiers.reader import ExtentReader, aligned_memory
 from tiermoe.types import ExpertKey
 
@@ -66,37 +67,45 @@ def packable(blueprint: Blueprint) -> dict[str, str]:
     return found
 
 
-def dense_format(blueprint: Blueprint, name: str, bits: int) -> ExpertFormat:
-    """How the linear layer at path `name` is packed."""
+def dense_format(blueprint: Blueprint, name: str, bits: int, layout: str) -> ExpertFormat:
+    """How the linear layer at path `name` is packed for the kernels of `layout`."""
     module = blueprint.skeleton.get_submodule(name)
     layer = one_matrix(name, module.out_features, module.in_features)
-    encoding = encoding_for(bits, *layer.parts[0].out_in, blueprint.dtype, cpu_layout(), "hqq")
+    encoding = encoding_for(bits, *layer.parts[0].out_in, blueprint.dtype, layout, "hqq")
     return ExpertFormat(layer, bits, blueprint.dtype, {"weight": encoding})
 
 
-def packed_bytes(blueprint: Blueprint, bits: int) -> tuple[int, int]:
+def packed_bytes(blueprint: Blueprint, bits: int, layout: str) -> tuple[int, int]:
     """(bytes at 16 bits, bytes packed) of the layers that are packed at `bits`."""
     plain = packed = 0
     for name in packable(blueprint):
         plain += blueprint.skeleton.get_submodule(name).weight.numel() * blueprint.dtype.itemsize
-        packed += dense_format(blueprint, name, bits).slot.nbytes
+        packed += dense_format(blueprint, name, bits, layout).slot.nbytes
     return plain, packed
 
 
-def pack_dense(store: Store, blueprint: Blueprint, bits: int, progress: Callable[[int, int], None] | None = None) -> None:
+def pack_dense(
+    store: Store,
+    blueprint: Blueprint,
+    bits: int,
+    layout: str,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
     """Adds the packed dense layers at `bits` to the store (seconds; written whole or not at all)."""
-    path = store.root / f"dense-{bits}.bin"
+    key = dense_key(bits, layout)
+    path = store.root / dense_file_name(key)
     table: dict[str, Any] = {}
     names = packable(blueprint)
-    with exclusive(store.root):
-        temporary = path.with_suffix(".partial")
-        with open(temporary, "wb") as handle:
-            for count, (name, key) in enumerate(names.items()):
-                form = dense_format(blueprint, name, bits)
+    with adding_to(store):
+        if key in store.dense:
+            return
+        with whole_or_nothing(path) as handle:
+            for count, (name, source) in enumerate(names.items()):
+                form = dense_format(blueprint, name, bits, layout)
                 buffer = torch.empty(form.stored.nbytes, dtype=torch.uint8)
-                weight = blueprint.checkpoint.read(key).to(blueprint.dtype)
+                weight = blueprint.checkpoint.read(source).to(blueprint.dtype)
                 error = form.encode({"weight": weight}, QUANTIZERS["hqq"], buffer)
-                content = memoryview(buffer.numpy())
+                content = buffer.numpy().data
                 table[name] = {
                     "encoding": form.encodings["weight"].name,
                     "shape": [form.layer.parts[0].shape[0], form.layer.parts[0].shape[1]],
@@ -107,26 +116,30 @@ def pack_dense(store: Store, blueprint: Blueprint, bits: int, progress: Callable
                 handle.write(content)
                 if progress is not None:
                     progress(count + 1, len(names))
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(temporary, path)
-        store.dense[str(bits)] = {"file": path.name, "machine": cpu_layout(), "layers": table}
+        store.dense[key] = {"file": path.name, "machine": machine_of(bits, layout), "layers": table}
         store.save()
 
 
-def attach_dense(model: Any, store: Store, bits: int, reader: ExtentReader) -> int:
-    """Replaces the packed linear layers of a loaded model; returns their bytes."""
+def attach_dense(model: Any, store: Store, key: str, reader: ExtentReader, device: str) -> int:
+    """Replaces the packed linear layers of a loaded model by the ones that the store holds under `key`, on
+    `device`; returns their bytes."""
     total = 0
-    for index, (name, packed) in enumerate(store.dense[str(bits)]["layers"].items()):
-        form = store.dense_format(str(bits), name)
+    for index, (name, packed) in enumerate(store.dense[key]["layers"].items()):
+        form = store.dense_format(key, name)
         memory = aligned_memory(form.stored.nbytes)
-        reader.read(store.dense_extent(str(bits), name), memory, ExpertKey(index, 0, bits))
-        fields = form.slot.views(torch.frombuffer(memory, dtype=torch.uint8))["weight"]
+        try:
+            reader.read(store.dense_extent(key, name), memory, ExpertKey(index, 0, form.bits))
+        except LoadError as error:
+            raise LoadError(
+                f"dense layer {name} ({form.bits} bits) in {store.root} is damaged or cannot be read; "
+                f"'tiermoe pack MODEL --dense-bits {form.bits} --force' packs anew"
+            ) from error
+        fields = form.slot.views(torch.frombuffer(memory, dtype=torch.uint8).to(device))["weight"]
         parent, _, attribute = name.rpartition(".")
         owner = model.get_submodule(parent)
-        kernel = linear_for(packed["encoding"], "cpu", store.dtype)
-        bias = getattr(owner, attribute).bias
-        setattr(owner, attribute, PackedLinear(kernel, fields, *packed["shape"], bias, store.dtype))
+        kernel = linear_for(packed["encoding"], torch.device(device).type, store.dtype)
+        bias, (out, in_) = getattr(owner, attribute).bias, packed["shape"]
+        setattr(owner, attribute, PackedLinear(kernel, fields, out, in_, bias, store.dtype))
         total += form.slot.nbytes
     return total
 

@@ -127,5 +127,6 @@ def _all_extents(store: Store) -> list[tuple[ExpertKey, str, Extent]]:
     for bits, dense in store.dense.items():
         for name in dense["layers"]:
             extent = store.dense_extent(bits, name)
-            found.append((ExpertKey(0, 0, int(bits)), f"dense layer {name} ({bits} bits) is damaged", extent))
+            what = f"dense layer {name} ({bits} bits) is damaged"
+            found.append((ExpertKey(0, 0, int(bits.partition("-")[0])), what, extent))
     return found

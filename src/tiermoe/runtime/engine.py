@@ -10,19 +10,22 @@ import torch
 from tiermoe.config import Settings
 from tiermoe.controller import Controller
 from tiermoe.errors import ConfigError, TiermoeError
+from tiermoe.kernels import machine_layout
 from tiermoe.kernels.expert import ExpertKernel, Views
 from tiermoe.policy.cache import ExpertCache
 from tiermoe.policy.eviction import EVICTIONS
 from tiermoe.runtime.experts import LayerExperts
 from tiermoe.runtime.footprint import peak_resident_bytes
+from tiermoe.runtime.gpu_plan import GpuMemoryPlan
 from tiermoe.runtime.plan import MemoryPlan
 from tiermoe.runtime.prefetch import NextGate
 from tiermoe.runtime.shells import activation_of, is_shell
 from tiermoe.store.layout import ExpertFormat, Layout
 from tiermoe.store.store import Store, precision_key
 from tiermoe.tiers.assemble import assemble
+from tiermoe.tiers.cuda import resolve_device
 from tiermoe.tiers.probe import DriveProbe, probe_drive
-from tiermoe.types import Extent, ExpertKey
+from tiermoe.types import ExpertKey, Extent
 
 PRESET = "default"
 _LONG_ENOUGH = 0.25  # seconds of reading that say more than the probe
@@ -46,14 +49,24 @@ class Engine:
         self.settings = settings
         self.store = store
         self.longest_context = longest_context
-        self._key = precision_key(settings.bits, settings.quantizer)
+        self._device = resolve_device(settings.device)
+        self._key = precision_key(settings.bits, settings.quantizer, machine_layout(self._device))
         self._extents = [layer.extents for layer in store.precisions[self._key].layers]
         self._formats = [store.expert_format(self._key, index) for index in range(len(store.layers))]
         self.drive: DriveProbe = probe_drive([extent for layer in self._extents for extent in layer], settings.lanes)
         self._views: dict[tuple[int, int], Views] = {}
         self._layouts = _shared_layouts(self._formats)
-        tiers = assemble(plan.slots, plan.slot_bytes, self.drive, self._extent_of, self._format_of)
-        self._slots, self.link = tiers.slots, tiers.link
+        host_slots = plan.host_slots if isinstance(plan, GpuMemoryPlan) else 0
+        tiers = assemble(
+            plan.slots,
+            plan.slot_bytes,
+            self.drive,
+            self._extent_of,
+            self._format_of,
+            self._device,
+            host_slots,
+        )
+        self._slots, self.link, self._tier_stats = tiers.slots, tiers.link, tiers.stats
         self.controller = Controller(ExpertCache(plan.slots, EVICTIONS["lru"]()), self.link)
         self._closed = False
         self._attach(model)
@@ -91,6 +104,7 @@ class Engine:
             "direct_io": self.drive.direct,
             "peak_memory_bytes": peak_resident_bytes(),
             "memory_budget_bytes": self.plan.budget,
+            **self._tier_stats(),
         }
 
     def close(self) -> None:
@@ -108,7 +122,7 @@ class Engine:
         self._shells = [module for module in model.modules() if is_shell(module)]
         predictor = NextGate(self._shells, model, self.controller, self.settings.bits) if self.settings.prefetch else None
         for index, (shell, form) in enumerate(zip(self._shells, self._formats, strict=True)):
-            kernel = ExpertKernel(form, activation_of(shell), "cpu")
+            kernel = ExpertKernel(form, activation_of(shell), torch.device(self._device).type)
             after = predictor.after(index) if predictor is not None else None
             shell.run_experts = LayerExperts(
                 index, form.layer.experts, self.settings.bits, kernel, self.controller, self._views_of, after

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -26,7 +27,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ConfigError(f"max-tokens must be at least 1, got {self.max_tokens}")
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise ConfigError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top-p must be above 0 and at most 1, got {self.top_p}")
@@ -89,15 +90,19 @@ def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:
     return ids
 
 
-def check_length(prompt_tokens: int, max_tokens: int, longest: int | None) -> int:
-    """How many tokens may be generated. PromptError where the prompt alone fills the model's context."""
-    if longest is None:
-        return max_tokens
-    if prompt_tokens >= longest:
+def check_length(prompt_tokens: int, max_tokens: int, longest: int | None, reserved: int | None = None) -> int:
+    """How many tokens may be generated. PromptError where the prompt alone fills the model's context of `longest`
+    tokens (None: unbounded), or the `reserved` tokens that memory was set aside for."""
+    if longest is not None and prompt_tokens >= longest:
         raise PromptError(
             f"the prompt has {prompt_tokens:,} tokens, the model's context holds {longest:,} with the answer; shorten it"
         )
-    return min(max_tokens, longest - prompt_tokens)
+    if reserved is not None and prompt_tokens >= reserved:
+        raise PromptError(
+            f"the prompt has {prompt_tokens:,} tokens, memory is reserved for {reserved:,} with the answer; shorten it or "
+            f"reserve more with --context"
+        )
+    return min([max_tokens, *(bound - prompt_tokens for bound in (longest, reserved) if bound is not None)])
 
 
 def generate(
@@ -115,7 +120,7 @@ def generate(
     beginning of input_ids already (a conversation's earlier turns). Raises LoadError where an expert is damaged.
     """
     engine = model.tiermoe
-    max_tokens = check_length(input_ids.shape[1], sampling.max_tokens, engine.longest_context)
+    max_tokens = check_length(input_ids.shape[1], sampling.max_tokens, engine.longest_context, engine.plan.context)
     if sampling.seed is not None:
         set_seed(sampling.seed)
     streamer = _Streamer(tokenizer, on_text, engine)
@@ -126,9 +131,10 @@ def generate(
         options |= {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
     else:
         options |= {"do_sample": False}
+    ids = input_ids.to(model.device)
     model.generate(
-        input_ids,
-        attention_mask=torch.ones_like(input_ids),
+        ids,
+        attention_mask=torch.ones_like(ids),
         max_new_tokens=max_tokens,
         streamer=streamer,
         **options,
@@ -174,7 +180,7 @@ def _report(
     decode_s = ended - first_at
     hits, misses = after.hits - before.hits, after.misses - before.misses
     compute_s = decode_s - (after.wait_s - first.wait_s)
-    link_s = (after.bytes_read - first.bytes_read) / engine.bandwidth
+    link_s = (after.bytes_read - first.bytes_read) / engine.bandwidth if engine.bandwidth else 0.0
     bound_s = max(compute_s, link_s)
     stats = engine.stats()
     return Report(

@@ -12,7 +12,8 @@ from transformers.utils import logging
 
 from tiermoe.config import Settings
 from tiermoe.config import settings as make_settings
-from tiermoe.errors import ConfigError, ModelError
+from tiermoe.errors import ModelError
+from tiermoe.kernels import machine_layout
 from tiermoe.runtime import footprint
 from tiermoe.runtime.blueprint import Blueprint, inspect_model
 from tiermoe.runtime.dense import attach_dense
@@ -23,7 +24,8 @@ from tiermoe.runtime.prepare_store import Progress, ensure_packed, open_or_creat
 from tiermoe.runtime.resolve import load_tokenizer, resolve_model
 from tiermoe.runtime.shells import IMPLEMENTATION, experts_left_out
 from tiermoe.store.checkpoint import Checkpoint
-from tiermoe.store.store import Store
+from tiermoe.store.store import Store, dense_key
+from tiermoe.tiers.cuda import resolve_device
 from tiermoe.tiers.reader import ExtentReader
 
 
@@ -46,27 +48,32 @@ def load(model: str | os.PathLike[str], *, progress: Progress | None = None, **o
 
 def load_blueprint(blueprint: Blueprint, settings: Settings, progress: Progress | None = None) -> Any:
     """The model of an inspected checkpoint, planned, packed where needed, and attached."""
-    _check(settings)
+    device = resolve_device(settings.device)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    footprint.settle()
     plan = plan_memory(blueprint, settings)
     store = open_or_create(blueprint, store_root(blueprint, settings.store))
-    ensure_packed(store, blueprint, settings.bits, settings.quantizer, settings.dense_bits, progress)
-    model = load_dense(blueprint, store, settings.dense_bits)
+    ensure_packed(store, blueprint, settings.bits, settings.quantizer, settings.dense_bits, progress, device)
+    model = load_dense(blueprint, store, settings.dense_bits, device)
     model.eval().requires_grad_(False)
-    Engine(model, store, plan, settings, blueprint.max_context())
+    if not blueprint.family.encoder_decoder:
+        model.generation_config.prefill_chunk_size = settings.chunk
     footprint.settle()
+    Engine(model, store, plan, settings, blueprint.max_context())
     return model
 
 
-def load_dense(blueprint: Blueprint, store: Store, dense_bits: int) -> Any:
-    """A model with its dense weights and no experts. Weights that are packed are never read at 16 bits."""
+def load_dense(blueprint: Blueprint, store: Store, dense_bits: int, device: str = "cpu") -> Any:
+    """A model on `device` with its dense weights and no experts. Weights that are packed are never read at 16
+    bits."""
     register()
-    packed = set(store.dense[str(dense_bits)]["layers"]) if dense_bits < 16 else set()
-    keys = {blueprint.experts.direct_key(f"{name}.weight") for name in packed}
-    state = {key: LazyTensor(blueprint.checkpoint, key, placeholder=key in keys) for key in blueprint.dense_keys}
+    key = dense_key(dense_bits, machine_layout(device))
+    packed = set(store.dense[key]["layers"]) if dense_bits < 16 else set()
+    replaced = {blueprint.experts.direct_key(f"{name}.weight") for name in packed}
+    state = {name: LazyTensor(blueprint.checkpoint, name, name in replaced) for name in blueprint.dense_keys}
     config = _config_for_loading(blueprint)
-    with experts_left_out(blueprint.family, config), _quiet_loading():
+    with experts_left_out(blueprint.family, config), footprint.without_meta_references(), _quiet_loading():
         model, info = type(blueprint.skeleton).from_pretrained(
             None,
             config=config,
@@ -84,8 +91,8 @@ def load_dense(blueprint: Blueprint, store: Store, dense_bits: int) -> Any:
     blueprint.checkpoint.close()
     _load_generation_config(model, blueprint)
     if packed:
-        attach_dense(model, store, dense_bits, ExtentReader())
-    return model
+        attach_dense(model, store, key, ExtentReader(), device)
+    return model.to(device)
 
 
 class LazyTensor:
@@ -111,8 +118,10 @@ class LazyTensor:
 
 def plan(model: str | os.PathLike[str], **options: Any) -> MemoryPlan:
     """What would go where for `tiermoe.load(model, **options)`, without loading or packing anything."""
+    settings = make_settings(**options)
     blueprint = inspect_model(resolve_model(model), os.fspath(model))
-    return plan_memory(blueprint, make_settings(**options))
+    footprint.settle()
+    return plan_memory(blueprint, settings)
 
 
 def _config_for_loading(blueprint: Blueprint) -> Any:
@@ -142,10 +151,4 @@ def _load_generation_config(model: Any, blueprint: Blueprint) -> None:
 
     if (blueprint.directory / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(blueprint.directory)
-    model.generation_config.prefill_chunk_size = None
     model.name_or_path = model.config.name_or_path = str(blueprint.directory)
-
-
-def _check(settings: Settings) -> None:
-    if settings.device != "cpu" and settings.device != "auto":
-        raise ConfigError("the GPU tier is not attached yet")

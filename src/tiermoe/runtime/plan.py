@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tiermoe.config import MIB, Settings, format_size
-from tiermoe.errors import BudgetError
+from tiermoe.errors import BudgetError, ConfigError
+from tiermoe.kernels import machine_layout
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.dense import packed_bytes
 from tiermoe.runtime.footprint import resident_bytes
 from tiermoe.runtime.system import available_memory
 from tiermoe.store.layout import PAGE, ExpertFormat, align, expert_format
-from tiermoe.quant.encodings import cpu_layout
+from tiermoe.tiers.cuda import resolve_device
 
 DEFAULT_CONTEXT = 4096
-_TOKENIZER_AND_GENERATE = 24 * MIB  # what the first generate() call adds to the process, measured
+_FIRST_USE = 52 * MIB  # library code and heap that the first forward pass brings in, measured: 43 MiB and a reserve
 _SHARE_OF_FREE = 0.8
 
 
@@ -37,7 +38,7 @@ class MemoryPlan:
     layer_slots: int
     token_slots: int
     context: int
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list, init=False)
 
     @property
     def fixed(self) -> int:
@@ -69,9 +70,15 @@ class MemoryPlan:
 def plan_memory(blueprint: Blueprint, settings: Settings) -> MemoryPlan:
     """Divides the budget. BudgetError, with the numbers and the nearest setting that would do, where what must be
     there and one layer's experts do not fit."""
+    from tiermoe.runtime import gpu_plan  # which builds on this module
+
+    device = resolve_device(settings.device)
+    layout = machine_layout(device)
+    gpu = gpu_plan.gpu_budget(settings, device)  # first: it starts CUDA, which the interpreter's size includes
     budget, source = _budget(settings)
     formats = [
-        expert_format(layer, settings.bits, blueprint.dtype, cpu_layout(), settings.quantizer) for layer in blueprint.layers
+        expert_format(layer, settings.bits, blueprint.dtype, layout, settings.quantizer)
+        for layer in blueprint.layers
     ]
     slot_bytes = max(form.slot.nbytes for form in formats)
     all_slots = sum(layer.experts for layer in blueprint.layers)
@@ -79,29 +86,37 @@ def plan_memory(blueprint: Blueprint, settings: Settings) -> MemoryPlan:
     token_slots = sum(layer.top_k for layer in blueprint.layers)
     context = context_of(blueprint, settings)
     fixed = {
-        "interpreter": resident_bytes() + _TOKENIZER_AND_GENERATE,
-        "dense": _dense_bytes(blueprint, settings.dense_bits),
+        "interpreter": resident_bytes() + _FIRST_USE,
+        "dense": _dense_bytes(blueprint, settings.dense_bits, layout),
         "kv_cache": kv_bytes(blueprint.config, blueprint.family.expanded_kv, context, settings.batch, blueprint.dtype.itemsize),
         "activations": _activation_bytes(blueprint, formats, settings, context),
         "staging": _staging_bytes(formats, settings),
     }
     room = budget - sum(fixed.values())
     wanted = _wanted_slots(settings, slot_bytes, all_slots)
+    base = MemoryPlan(
+        budget, source, slot_bytes=slot_bytes, slots=0, all_slots=all_slots, layer_slots=layer_slots,
+        token_slots=token_slots, context=context, **fixed,
+    )  # fmt: skip
+    if gpu is not None:
+        return gpu_plan.divide(base, wanted, settings, device, gpu)
     slots = min(room // slot_bytes, wanted, all_slots)
     if slots < layer_slots:
         _refuse(settings, budget, fixed, slot_bytes, layer_slots, wanted, blueprint)
-    plan = MemoryPlan(
-        budget, source, slot_bytes=slot_bytes, slots=int(slots), all_slots=all_slots, layer_slots=layer_slots,
-        token_slots=token_slots, context=context, **fixed,
-    )  # fmt: skip
+    plan = replace(base, slots=int(slots))
     plan.warnings.extend(_warnings(plan, settings))
     return plan
 
 
 def context_of(blueprint: Blueprint, settings: Settings) -> int:
-    """Tokens to reserve key/value memory for."""
+    """Tokens to reserve key/value memory for. ConfigError where more are asked for than the model was made for."""
     longest = blueprint.max_context()
     if settings.context is not None:
+        if longest is not None and settings.context > longest:
+            raise ConfigError(
+                f"a context of {settings.context:,} tokens is more than the {longest:,} that the model was made for; "
+                f"lower --context"
+            )
         return settings.context
     return min(DEFAULT_CONTEXT, longest) if longest else DEFAULT_CONTEXT
 
@@ -140,11 +155,11 @@ def _wanted_slots(settings: Settings, slot_bytes: int, all_slots: int) -> int:
     return settings.cache.nbytes // slot_bytes
 
 
-def _dense_bytes(blueprint: Blueprint, dense_bits: int) -> int:
+def _dense_bytes(blueprint: Blueprint, dense_bits: int, layout: str) -> int:
     dense = blueprint.dense_bytes()
     if dense_bits == 16:
         return dense
-    plain, packed = packed_bytes(blueprint, dense_bits)
+    plain, packed = packed_bytes(blueprint, dense_bits, layout)
     return dense - plain + packed
 
 
@@ -203,7 +218,9 @@ def _refuse(
 def _cheaper(blueprint: Blueprint, settings: Settings, needed: int, budget: int) -> str:
     for bits in (8, 4):
         if bits < settings.dense_bits:
-            saved = _dense_bytes(blueprint, settings.dense_bits) - _dense_bytes(blueprint, bits)
+            layout = machine_layout("cpu")
+            now = _dense_bytes(blueprint, settings.dense_bits, layout)
+            saved = now - _dense_bytes(blueprint, bits, layout)
             if needed - saved <= budget:
                 return f", or --dense-bits {bits}, which saves {format_size(saved)}"
     if settings.context is None or settings.context > 512:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tiermoe.errors import ModelError, StoreError
+from tiermoe.store.checkpoint import Checkpoint
 from tiermoe.store.store import TABLE
 
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "tokenizer*"]
@@ -30,19 +31,37 @@ def _from_hub(repository: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    found: Path | None = None
     try:
-        return Path(snapshot_download(repository, allow_patterns=_PATTERNS, local_files_only=True))
+        found = Path(snapshot_download(repository, allow_patterns=_PATTERNS, local_files_only=True))
+        if _is_complete(found):
+            return found
     except LocalEntryNotFoundError:
         pass
     except Exception as error:
-        raise ModelError(f"'{repository}' is neither a directory nor a valid hub id: {error}") from error
+        raise ModelError(f"'{repository}' is neither a directory nor a valid hub id: {_first_line(error)}") from error
     try:
         return Path(snapshot_download(repository, allow_patterns=_PATTERNS))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if found is not None:
+            return found  # whoever reads it says which file is missing
         raise ModelError(
-            f"'{repository}' is no local directory, is not complete in the local hub cache, and cannot be downloaded: {cause}"
+            f"'{repository}' is no local directory, is not in the local hub cache, and cannot be downloaded "
+            f"({_first_line(error)}); check the name, go online, or name a model directory"
         ) from error
+
+
+def _is_complete(snapshot: Path) -> bool:
+    """True where the weights that a snapshot speaks of are there: the hub's cache holds interrupted downloads too."""
+    try:
+        return bool(Checkpoint(snapshot).tensors)
+    except ModelError:
+        return False
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -55,7 +74,9 @@ def load_tokenizer(directory: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(directory)
     except Exception as error:
-        raise ModelError(f"the tokenizer in {directory} cannot be loaded: {error}") from error
+        raise ModelError(
+            f"the tokenizer in {directory} cannot be loaded ({_first_line(error)}); download it again"
+        ) from error
 
 
 def is_store(path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from dataclasses import dataclass
@@ -61,12 +62,17 @@ class Checkpoint:
             nbytes //= shape[0]
             offset, shape = offset + row * nbytes, (1, *shape[1:])
         buffer = torch.empty(nbytes, dtype=torch.uint8)
-        view = memoryview(buffer.numpy())
+        view = buffer.numpy().data
         done = 0
         while done < nbytes:
-            count = os.preadv(self._descriptor(entry.file), [view[done:]], offset + done)
+            try:
+                count = os.preadv(self._descriptor(entry.file), [view[done:]], offset + done)
+            except OSError as error:
+                raise ModelError(f"reading {name} from {entry.file} failed: {error.strerror}; check the drive") from error
             if count == 0:
-                raise ModelError(f"{entry.file.name} ended {nbytes - done} bytes early while reading {name}")
+                raise ModelError(
+                    f"{entry.file} ended {nbytes - done:,} bytes early while reading {name}; download it again"
+                )
             done += count
         return buffer.view(entry.dtype).view(shape)
 
@@ -118,15 +124,16 @@ class Checkpoint:
                 if name == "__metadata__":
                     continue
                 begin, end = entry["data_offsets"]
+                dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+                if begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
+                    raise ValueError(f"{name} of shape {shape} cannot lie in bytes {begin} to {end}")
                 if start + end > size:
                     raise ModelError(
                         f"{shard} is truncated: {name} ends at byte {start + end:,}, the file has {size:,}; "
                         f"download it again"
                     )
-                self.tensors[name] = TensorEntry(
-                    shard, DTYPES[entry["dtype"]], tuple(entry["shape"]), start + begin, end - begin
-                )
-        except (ValueError, KeyError, TypeError) as error:
+                self.tensors[name] = TensorEntry(shard, dtype, shape, start + begin, end - begin)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{shard} has a malformed safetensors header ({error}); download it again") from error
 
 
@@ -151,19 +158,23 @@ def _shards(directory: Path) -> list[Path]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            shards = [directory / name for name in names]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{index} is malformed ({error}); download it again") from error
-        missing = [name for name in names if not (directory / name).exists()]
+        missing = [shard.name for shard in shards if not shard.exists()]
         if missing:
             raise ModelError(
                 f"{len(missing)} of {len(names)} shards are missing in {directory}: {', '.join(missing[:3])}"
                 f"{' …' if len(missing) > 3 else ''}; download them again"
             )
-        return [directory / name for name in names]
+        return shards
     single = directory / "model.safetensors"
     if single.exists():
         return [single]
     others = sorted(directory.glob("*.safetensors"))
     if others:
         return others
-    raise ModelError(f"{directory} holds no safetensors weights (model.safetensors or an index of shards)")
+    raise ModelError(
+        f"{directory} holds no safetensors weights (model.safetensors or an index of shards); download them, or write "
+        f"them with transformers' save_pretrained"
+    )

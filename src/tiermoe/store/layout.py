@@ -77,6 +77,7 @@ class ExpertFormat:
         """True where a slot holds other bytes than the store."""
         return self.stored != self.slot
 
+    @torch.no_grad()
     def encode(self, tensors: Mapping[str, torch.Tensor], quantizer: Quantizer, buffer: torch.Tensor) -> float:
         """Writes one expert into `buffer` (uint8, stored.nbytes) and returns its relative error: the RMS of the
         difference over the RMS of the weights, over all quantised matrices (0.0 at 16 bits)."""

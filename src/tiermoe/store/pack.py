@@ -6,13 +6,9 @@ the precision only when all are there. A lock keeps a second process out.
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
-import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -20,12 +16,15 @@ import torch
 import xxhash
 
 from tiermoe.config import format_size
-from tiermoe.errors import PackError
+from tiermoe.errors import ModelError, PackError
 from tiermoe.quant.encodings import cpu_layout
 from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.store.atomic import whole_or_nothing
+from tiermoe.store.journal import Journal
 from tiermoe.store.layout import ExpertFormat, expert_format
-from tiermoe.store.safetensors_file import file_name, partial_path, write_header
-from tiermoe.store.store import PackedLayer, Precision, Store, precision_key, write_atomically
+from tiermoe.store.lock import adding_to
+from tiermoe.store.safetensors_file import file_name, write_header
+from tiermoe.store.store import TABLE, PackedLayer, Precision, Store, dense_file_name, machine_of, precision_key
 from tiermoe.types import Extent, MoeLayer, Segment
 
 Progress = Callable[[int, int], None]
@@ -52,166 +51,149 @@ def pack_experts(
     machine: layout of the kernels, by default this CPU's. Raises PackError where the disk fills, the folder cannot be
     written or another process is packing into it.
     """
-    key = precision_key(bits, quantizer)
     machine = machine or cpu_layout()
+    key = precision_key(bits, quantizer, machine)
     formats = [expert_format(layer, bits, store.dtype, machine, quantizer) for layer in store.layers]
-    in_place = bits == 16 and all(source.in_place(i, 0) is not None for i in range(len(store.layers)))
-    with exclusive(store.root), _disk_errors(store.root):
-        if not in_place:
-            _check_space(store.root, key, formats)
-        layers = list(_pack_layers(store, source, key, formats, quantizer, in_place, progress))
-        precision = Precision(bits, quantizer if bits < 8 else "", machine if bits < 16 else "any", in_place, layers)
+    in_place = _in_place(source, store.layers) if bits == 16 else None
+    job = _Job(store.root, source, key, formats, quantizer, in_place)
+    with adding_to(store):
+        if key in store.precisions:
+            return store.precisions[key]
+        journal = Journal(store.root, key, store.source)
+        finished = journal.read(formats, in_place)
+        if in_place is None:
+            _make_room(store.root, key, formats, finished)
+        layers = list(_pack_layers(job, journal, finished, progress))
+        quantized_by = quantizer if bits < 8 else ""
+        precision = Precision(bits, quantized_by, machine_of(bits, machine), in_place is not None, layers)
         store.precisions[key] = precision
         store.save()
-        _journal_path(store.root, key).unlink(missing_ok=True)
+        journal.remove()
     return precision
 
 
+def forget(store: Store, precision: str, dense: str | None) -> None:
+    """Takes a precision, and the dense layers packed under `dense`, out of the store and removes their files."""
+    with adding_to(store):
+        known = store.precisions.pop(precision, None), store.dense.pop(dense or "", None)
+        if known != (None, None):
+            store.save()
+        Journal(store.root, precision, store.source).remove()
+        for file in store.root.glob(file_name(precision, "*")):
+            file.unlink()
+        if dense is not None:
+            (store.root / dense_file_name(dense)).unlink(missing_ok=True)
+
+
+def clear(root: Path) -> None:
+    """Removes all that packing writes into a folder. For who holds its lock."""
+    for pattern in (TABLE, Journal.NAMES, file_name("*", "*"), dense_file_name("*")):
+        for file in root.glob(pattern):
+            file.unlink()
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is packed: precision `key` of `source`'s experts. `in_place` is None where they are written to `root`."""
+
+    root: Path
+    source: ExpertSource
+    key: str
+    formats: list[ExpertFormat]
+    quantizer: str
+    in_place: list[list[Extent]] | None
+
+
 def _pack_layers(
-    store: Store,
-    source: ExpertSource,
-    key: str,
-    formats: list[ExpertFormat],
-    quantizer: str,
-    in_place: bool,
-    progress: Progress | None,
+    job: _Job, journal: Journal, finished: Mapping[int, PackedLayer], progress: Progress | None
 ) -> Iterator[PackedLayer]:
-    journal = _read_journal(store.root, key)
-    total = sum(layer.experts for layer in store.layers)
+    total = sum(form.layer.experts for form in job.formats)
     done = 0
-    for index, layer in enumerate(store.layers):
+    for index, form in enumerate(job.formats):
 
         def report(expert: int, before: int = done) -> None:
             if progress is not None:
                 progress(before + expert, total)
 
-        packed = journal.get(index)
+        packed = finished.get(index)
         if packed is None:
-            if in_place:
-                packed = _checksum_layer(source, index, layer.experts, report)
+            if job.in_place is not None:
+                packed = _checksum_layer(job.in_place[index], report)
             else:
-                packed = _write_layer(store.root, source, key, index, formats[index], quantizer, report)
-            journal[index] = packed
-            _write_journal(store.root, key, journal)
-        done += layer.experts
+                packed = _write_layer(job, index, report)
+            journal.add(index, packed)
+        done += form.layer.experts
         report(0, done)
         yield packed
 
 
-def _write_layer(
-    root: Path,
-    source: ExpertSource,
-    key: str,
-    index: int,
-    form: ExpertFormat,
-    quantizer: str,
-    report: Callable[[int], None],
-) -> PackedLayer:
-    path = root / file_name(key, index)
+def _write_layer(job: _Job, index: int, report: Callable[[int], None]) -> PackedLayer:
+    form, path = job.formats[index], job.root / file_name(job.key, index)
     buffer = torch.empty(form.stored.nbytes, dtype=torch.uint8)
     extents: list[Extent] = []
     errors: list[float] = []
-    with open(partial_path(path), "wb") as handle:
+    with whole_or_nothing(path) as handle:
         offset = write_header(handle, form.stored, index, form.layer.experts)
         for expert in range(form.layer.experts):
-            errors.append(form.encode(source.read(index, expert), QUANTIZERS[quantizer], buffer))
-            content = memoryview(buffer.numpy())
+            errors.append(form.encode(job.source.read(index, expert), QUANTIZERS[job.quantizer], buffer))
+            content = buffer.numpy().data
             handle.write(content)
             segment = Segment(str(path), offset, len(content), 0)
             extents.append(Extent((segment,), xxhash.xxh3_64_hexdigest(content)))
             offset += len(content)
             report(expert + 1)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(partial_path(path), path)
     names = {part: encoding.name for part, encoding in form.encodings.items()}
     return PackedLayer(names, extents, errors)
 
 
-def _checksum_layer(source: ExpertSource, index: int, experts: int, report: Callable[[int], None]) -> PackedLayer:
-    extents: list[Extent] = []
-    for expert in range(experts):
-        segments = source.in_place(index, expert)
-        assert segments is not None, "one expert of a layer lies in place and another does not"
+def _in_place(source: ExpertSource, layers: list[MoeLayer]) -> list[list[Extent]] | None:
+    """Extents (without checksums) of all experts where the checkpoint can serve every one of them, else None."""
+    found: list[list[Extent]] = []
+    for index, layer in enumerate(layers):
+        extents = []
+        for expert in range(layer.experts):
+            segments = source.in_place(index, expert)
+            if segments is None:
+                return None
+            extents.append(Extent(tuple(segments), ""))
+        found.append(extents)
+    return found
+
+
+def _checksum_layer(extents: list[Extent], report: Callable[[int], None]) -> PackedLayer:
+    checked: list[Extent] = []
+    for expert, extent in enumerate(extents):
         digest = xxhash.xxh3_64()
-        for segment in segments:
-            with open(segment.file, "rb", buffering=0) as handle:
-                digest.update(os.pread(handle.fileno(), segment.nbytes, segment.offset))
-        extents.append(Extent(tuple(segments), digest.hexdigest()))
+        for segment in extent.segments:
+            digest.update(_bytes_of(segment))
+        checked.append(Extent(extent.segments, digest.hexdigest()))
         report(expert + 1)
-    return PackedLayer({}, extents, [0.0] * experts)
+    return PackedLayer({}, checked, [0.0] * len(checked))
 
 
-@contextlib.contextmanager
-def exclusive(root: Path) -> Iterator[None]:
-    """Holds the store's lock; PackError names the process that has it."""
+def _bytes_of(segment: Segment) -> bytes:
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        with open(segment.file, "rb") as handle:
+            handle.seek(segment.offset)
+            content = handle.read(segment.nbytes)
     except OSError as error:
-        raise _cannot_write(root, error) from error
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
-            raise PackError(
-                f"process {holder} is packing into {root} right now; wait until it is done and run again, or name "
-                f"another folder with --out"
-            ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        yield
-    finally:
-        os.close(descriptor)
+        raise ModelError(f"cannot read {segment.file}: {error.strerror}") from error
+    if len(content) < segment.nbytes:
+        raise ModelError(
+            f"{segment.file} is truncated: it ends {segment.nbytes - len(content):,} bytes early; download it again"
+        )
+    return content
 
 
-@contextlib.contextmanager
-def _disk_errors(root: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            free = shutil.disk_usage(root).free
-            raise PackError(
-                f"the disk filled while packing into {root} ({format_size(free)} free; {error.strerror}); free some "
-                f"space and run again: finished layers are kept, or choose another folder with --out"
-            ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise _cannot_write(root, error) from error
-        raise
-
-
-def _cannot_write(root: Path, error: OSError) -> PackError:
-    return PackError(f"cannot write to {root}: {error.strerror}; choose another folder with --out (or --store)")
-
-
-def _check_space(root: Path, key: str, formats: list[ExpertFormat]) -> None:
-    needed = sum(
-        form.stored.nbytes * form.layer.experts
-        for index, form in enumerate(formats)
-        if not (root / file_name(key, index)).exists()
-    )
+def _make_room(root: Path, key: str, formats: list[ExpertFormat], finished: Mapping[int, PackedLayer]) -> None:
+    """Removes files that the table does not name and the journal does not vouch for, and checks that the rest fits."""
+    missing = [index for index in range(len(formats)) if index not in finished]
+    for index in missing:
+        (root / file_name(key, index)).unlink(missing_ok=True)
+    needed = sum(formats[index].stored.nbytes * formats[index].layer.experts for index in missing)
     free = shutil.disk_usage(root).free
     if needed > free:
         raise PackError(
             f"packing needs {format_size(needed)} in {root}, {format_size(free)} are free; free some space or choose "
             f"another folder with --out"
         )
-
-
-def _journal_path(root: Path, key: str) -> Path:
-    return root / f"packing-{key}.json"
-
-
-def _read_journal(root: Path, key: str) -> dict[int, PackedLayer]:
-    try:
-        entries = json.loads(_journal_path(root, key).read_text())
-        return {int(index): PackedLayer.from_json(entry, root) for index, entry in entries.items()}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-
-
-def _write_journal(root: Path, key: str, journal: dict[int, PackedLayer]) -> None:
-    entries = {index: layer.to_json(root) for index, layer in journal.items()}
-    write_atomically(_journal_path(root, key), json.dumps(entries).encode())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import struct
-from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -48,14 +47,9 @@ def write_header(handle: IO[bytes], layout: Layout, layer: int, experts: int) ->
     return handle.write(header_of(layout, layer, experts))
 
 
-def file_name(key: str, layer: int) -> str:
-    """The file of one layer's experts in precision `key`."""
-    return f"experts-{key}-layer{layer:03d}.safetensors"
-
-
-def partial_path(path: Path) -> Path:
-    """Where `path` is written until it is whole."""
-    return path.with_suffix(".partial")
+def file_name(key: str, layer: int | str) -> str:
+    """The file of one layer's experts in precision `key`; a pattern of such names where either is '*'."""
+    return f"experts-{key}-layer{layer:0>3}.safetensors" if layer != "*" else f"experts-{key}-layer*.safetensors"
 
 
 def _entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from tiermoe.errors import StoreError
+from tiermoe.quant.encodings import ROW_MAJOR
+from tiermoe.store.atomic import write_atomically
 from tiermoe.store.layout import ExpertFormat, format_from_names
 from tiermoe.types import Extent, MoeLayer, Part, Segment
 
@@ -22,12 +24,33 @@ FORMAT = "tiermoe-expert-store"
 VERSION = 1
 TABLE = "store.json"
 
+_DENSE_ENTRY = {"encoding", "shape", "offset", "checksum", "error"}
 _DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def precision_key(bits: int, quantizer: str) -> str:
-    """The name of a precision in a store: '16', '8' (both quantisers give the same), '4-hqq', '2-linear', …"""
-    return str(bits) if bits >= 8 else f"{bits}-{quantizer}"
+def precision_key(bits: int, quantizer: str, layout: str = "") -> str:
+    """The name of a precision in a store: '16', '8' (both quantisers give the same), '4-hqq', '2-linear', …;
+    '4-hqq-rowmajor' in a GPU's layout: both can lie in one store."""
+    return str(bits) if bits >= 8 else f"{bits}-{quantizer}{_suffix(bits, layout)}"
+
+
+def dense_key(bits: int, layout: str = "") -> str:
+    """The name of packed dense layers in a store: '8', '4', or '4-rowmajor' in a GPU's layout."""
+    return f"{bits}{_suffix(bits, layout)}"
+
+
+def dense_file_name(key: str) -> str:
+    """The file of the dense layers packed under `key`."""
+    return f"dense-{key}.bin"
+
+
+def machine_of(bits: int, layout: str) -> str:
+    """What a store records as `machine`: only 4-bit codes lie in another order for other kernels."""
+    return layout if bits == 4 else "any"
+
+
+def _suffix(bits: int, layout: str) -> str:
+    return f"-{ROW_MAJOR}" if machine_of(bits, layout) == ROW_MAJOR else ""
 
 
 @dataclass(slots=True)
@@ -66,7 +89,7 @@ class PackedLayer:
 
 @dataclass(slots=True)
 class Precision:
-    """One packed precision of all layers. `machine` is the layout its kernels need ('cpu-avx512', …, 'any')."""
+    """One packed precision of all layers. `machine` is its kernels' layout ('cpu-avx512', 'rowmajor', 'any')."""
 
     bits: int
     quantizer: str
@@ -101,7 +124,7 @@ class Source:
 
 @dataclass(slots=True)
 class Store:
-    """An opened store. `dense` maps dense bits ('8', '4') to the table of packed linear layers."""
+    """An opened store. `dense` maps a `dense_key` to the table of packed linear layers."""
 
     root: Path
     source: Source
@@ -113,22 +136,32 @@ class Store:
     def dtype(self) -> torch.dtype:
         return _DTYPE_NAMES[self.source.dtype]
 
+    def refresh(self) -> None:
+        """Takes over what another process has packed since this table was read. StoreError where the folder holds
+        another checkpoint's store by now."""
+        if not (self.root / TABLE).exists():
+            return
+        current = open_store(self.root)
+        if current.source.fingerprint != self.source.fingerprint:
+            raise StoreError(f"{self.root} was packed from another checkpoint meanwhile; run again")
+        self.precisions, self.dense = current.precisions, current.dense
+
     def expert_format(self, key: str, layer: int) -> ExpertFormat:
         """The format of MoE layer `layer` in precision `key`."""
         precision = self.precisions[key]
         return format_from_names(self.layers[layer], precision.bits, self.dtype, precision.layers[layer].encodings)
 
-    def dense_format(self, bits: str, name: str) -> ExpertFormat:
+    def dense_format(self, key: str, name: str) -> ExpertFormat:
         """The format of a packed dense layer: one matrix called 'weight'."""
-        packed = self.dense[bits]["layers"][name]
+        packed = self.dense[key]["layers"][name]
         layer = one_matrix(name, *packed["shape"])
-        return format_from_names(layer, int(bits), self.dtype, {"weight": packed["encoding"]})
+        return format_from_names(layer, int(key.partition("-")[0]), self.dtype, {"weight": packed["encoding"]})
 
-    def dense_extent(self, bits: str, name: str) -> Extent:
+    def dense_extent(self, key: str, name: str) -> Extent:
         """Where a packed dense layer lies."""
-        entry = self.dense[bits]
+        entry = self.dense[key]
         packed = entry["layers"][name]
-        nbytes = self.dense_format(bits, name).stored.nbytes
+        nbytes = self.dense_format(key, name).stored.nbytes
         return Extent((Segment(str(self.root / entry["file"]), packed["offset"], nbytes, 0),), packed["checksum"])
 
     def save(self) -> None:
@@ -163,7 +196,7 @@ def one_matrix(name: str, out: int, in_: int) -> MoeLayer:
 
 
 def open_store(root: Path) -> Store:
-    """Reads store.json. StoreError: not a store, another format version, or a data file missing or short."""
+    """Reads store.json. StoreError: not a store, another format version, or a damaged table."""
     table = root / TABLE
     try:
         document = json.loads(table.read_text())
@@ -172,7 +205,7 @@ def open_store(root: Path) -> Store:
     except (OSError, ValueError) as error:
         raise StoreError(f"{table} cannot be read ({error}); pack the model again with --force") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise StoreError(f"{table} is not a tiermoe expert store")
+        raise StoreError(f"{table} is not the table of a tiermoe expert store; name another folder")
     if document.get("version") != VERSION:
         raise StoreError(
             f"{root} has store format version {document.get('version')}, this tiermoe reads version {VERSION}; "
@@ -186,18 +219,39 @@ def open_store(root: Path) -> Store:
             {key: Precision.from_json(entry, root) for key, entry in document["precisions"].items()},
             document["dense"],
         )
-    except (KeyError, TypeError, ValueError) as error:
+        _check_table(store)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StoreError(f"{table} is damaged ({error!r}); pack the model again with --force") from error
     return store
 
 
+def _check_table(store: Store) -> None:
+    """ValueError where the table contradicts itself, KeyError where it names an unknown dtype."""
+    assert store.dtype
+    for key, precision in store.precisions.items():
+        if [len(layer.extents) for layer in precision.layers] != [layer.experts for layer in store.layers]:
+            raise ValueError(f"precision {key} does not hold every expert")
+    for key, dense in store.dense.items():
+        whole = {"file", "machine", "layers"} <= dense.keys()
+        if not whole or not all(entry.keys() >= _DENSE_ENTRY for entry in dense["layers"].values()):
+            raise ValueError(f"dense layers {key} are not whole")
+
+
 def check_files(precision: Precision) -> None:
     """StoreError where a file of `precision` is missing or shorter than its extents need."""
+    _check_extents(extent for layer in precision.layers for extent in layer.extents)
+
+
+def check_dense_file(store: Store, key: str) -> None:
+    """StoreError where the file of the dense layers packed under `key` is missing or too short."""
+    _check_extents(store.dense_extent(key, name) for name in store.dense[key]["layers"])
+
+
+def _check_extents(extents: Iterable[Extent]) -> None:
     needed: dict[str, int] = {}
-    for layer in precision.layers:
-        for extent in layer.extents:
-            for segment in extent.segments:
-                needed[segment.file] = max(needed.get(segment.file, 0), segment.offset + segment.nbytes)
+    for extent in extents:
+        for segment in extent.segments:
+            needed[segment.file] = max(needed.get(segment.file, 0), segment.offset + segment.nbytes)
     for file, nbytes in needed.items():
         try:
             size = os.path.getsize(file)
@@ -207,20 +261,6 @@ def check_files(precision: Precision) -> None:
             raise StoreError(
                 f"{file} is truncated: {size:,} bytes of at least {nbytes:,}; pack the model again with --force"
             )
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file beside `path`, syncs it and renames it over `path`."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as handle:
-            handle.write(content)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _layer(entry: dict[str, Any]) -> MoeLayer:

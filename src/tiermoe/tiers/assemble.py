@@ -1,40 +1,49 @@
-"""Puts the tiers of a device together: slots, and the link that fills them. Outside `tiers` nobody knows which."""
+"""Puts the tiers of a device together: slots, and the link that fills them. Nobody else knows which."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tiermoe.link import Link
 from tiermoe.store.layout import ExpertFormat
-from tiermoe.tiers.disk import DiskLink, Slots
+from tiermoe.tiers.cuda import CudaCopier, peak_memory
+from tiermoe.tiers.disk import DiskLink, SlotFiller, Slots
+from tiermoe.tiers.gpu import DeviceSlots, GpuLink
 from tiermoe.tiers.probe import DriveProbe
 from tiermoe.tiers.reader import ExtentReader
 from tiermoe.tiers.slots import HostSlots
-from tiermoe.types import Extent, ExpertKey
+from tiermoe.types import ExpertKey, Extent
 
 
 class MeteredLink(Link, Protocol):
-    """A link that counts what it did. `wait_s`: seconds the caller waited; `busy_s`: seconds in which it was reading;
-    `bytes_read`: bytes from the drive."""
+    """A link that counts what it did. `wait_s`: seconds the caller waited; `busy_s`: seconds in which it was
+    reading; `bytes_read`: bytes from the drive."""
 
     wait_s: float
-    busy_s: float
+
+    @property
+    def busy_s(self) -> float: ...
 
     @property
     def bytes_read(self) -> int: ...
 
     def close(self) -> None:
-        """Ends the link's threads; what is queued is dropped."""
+        """Ends the link's threads, drops what is queued and gives the slots back."""
+
+
+def _no_more() -> dict[str, int | str]:
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """The slots that kernels compute from, and the link that fills them."""
+    """The slots that kernels compute from, and the link that fills them. `stats`: a GPU's own counters."""
 
     slots: Slots
     link: MeteredLink
+    stats: Callable[[], dict[str, int | str]] = field(default=_no_more)
 
 
 def assemble(
@@ -43,7 +52,28 @@ def assemble(
     drive: DriveProbe,
     extent_of: Callable[[ExpertKey], Extent],
     format_of: Callable[[ExpertKey], ExpertFormat],
+    device: str = "cpu",
+    host_slots: int = 0,
 ) -> Tiers:
-    """Disk → main memory: `count` slots of `slot_bytes`, read as the drive's probe advises."""
-    slots = HostSlots(count, slot_bytes)
-    return Tiers(slots, DiskLink(ExtentReader(drive.direct), slots, extent_of, format_of, drive.lanes))
+    """Disk → `count` slots of `slot_bytes` in main memory, read as the drive's probe advises. For a GPU:
+    disk → `host_slots` pinned slots → `count` slots on the GPU. BudgetError where memory is refused."""
+    filler = SlotFiller(ExtentReader(drive.direct), extent_of, format_of)
+    if device == "cpu":
+        slots = HostSlots(count, slot_bytes)
+        return Tiers(slots, DiskLink(filler, slots, drive.lanes))
+    on_device = DeviceSlots(count, slot_bytes, device)
+    host = HostSlots(host_slots, slot_bytes, pin=True)
+    link = GpuLink(
+        filler, host, on_device, lambda key: format_of(key).slot.nbytes, CudaCopier(device), drive.lanes
+    )
+    return Tiers(on_device, link, lambda: _gpu_stats(device, link))
+
+
+def _gpu_stats(device: str, link: GpuLink) -> dict[str, int | str]:
+    return {
+        "device": device,
+        "peak_gpu_memory_bytes": peak_memory(device),
+        "bytes_copied": link.bytes_copied,
+        "host_hits": link.host_hits,
+        "host_misses": link.host_misses,
+    }

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -12,8 +12,9 @@ import torch
 
 from tiermoe.link import Finished
 from tiermoe.store.layout import ExpertFormat
+from tiermoe.tiers.lanes import Lanes
 from tiermoe.tiers.reader import ExtentReader, aligned_memory
-from tiermoe.types import Extent, ExpertKey, Load
+from tiermoe.types import ExpertKey, Extent, Load
 
 
 class Slots(Protocol):
@@ -22,122 +23,124 @@ class Slots(Protocol):
     def buffer(self, slot: int) -> torch.Tensor:
         """Slot `slot` as a uint8 tensor."""
 
+    def close(self) -> None:
+        """Gives the memory back once no view of a slot is left."""
 
-class DiskLink:
-    """Implements `tiermoe.link.Link` with threads that read extents into `slots`.
 
-    extent_of: where an expert lies. format_of: its encodings, for the precisions that are widened while loading.
-    `wait_s` adds up the time the caller spent in `wait`, `busy_s` the time in which at least one lane was reading.
+class SlotFiller:
+    """Reads experts from disk into slots in main memory, from any number of threads at once.
+
+    extent_of: where an expert lies. format_of: its encodings, for the precisions that are widened while
+    loading. `busy_s` adds up the time in which at least one thread was reading.
     """
 
     def __init__(
         self,
         reader: ExtentReader,
-        slots: Slots,
         extent_of: Callable[[ExpertKey], Extent],
         format_of: Callable[[ExpertKey], ExpertFormat],
-        lanes: int,
     ) -> None:
-        self.wait_s = 0.0
         self.busy_s = 0.0
-        self._busy_since = 0.0
         self._reader = reader
-        self._slots = slots
         self._extent_of = extent_of
         self._format_of = format_of
-        self._urgent: deque[Load] = deque()
-        self._speculative: deque[Load] = deque()
-        self._finished: deque[Finished] = deque()
-        self._running = 0
-        self._closed = False
-        lock = threading.Lock()
-        self._work = threading.Condition(lock)
-        self._done = threading.Condition(lock)
-        self._threads = [
-            threading.Thread(target=self._lane, name=f"tiermoe-lane-{index}", daemon=True) for index in range(lanes)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._staging = threading.local()
+        self._lock = threading.Lock()
+        self._readers = 0
+        self._busy_since = 0.0
 
     @property
     def bytes_read(self) -> int:
         """Bytes read from the drive so far."""
         return self._reader.bytes_read
 
+    def fill(self, key: ExpertKey, slot: torch.Tensor) -> None:
+        """Reads expert `key` into `slot` (uint8, page-aligned). LoadError where it cannot be read."""
+        with self._lock:
+            if self._readers == 0:
+                self._busy_since = time.perf_counter()
+            self._readers += 1
+        try:
+            self._read(key, slot)
+        finally:
+            with self._lock:
+                self._readers -= 1
+                if self._readers == 0:
+                    self.busy_s += time.perf_counter() - self._busy_since
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _read(self, key: ExpertKey, slot: torch.Tensor) -> None:
+        extent, form = self._extent_of(key), self._format_of(key)
+        if not form.widened:
+            self._reader.read(extent, slot.numpy().data, key)
+            return
+        staging: memoryview | None = getattr(self._staging, "memory", None)
+        if staging is None or len(staging) < form.stored.nbytes:
+            staging = self._staging.memory = aligned_memory(form.stored.nbytes)
+        self._reader.read(extent, staging, key)
+        form.widen(torch.frombuffer(staging, dtype=torch.uint8), slot)
+
+
+class DiskLink:
+    """Implements `tiermoe.link.Link` with lanes that read experts into `slots`."""
+
+    def __init__(self, filler: SlotFiller, slots: Slots, lanes: int) -> None:
+        self.wait_s = 0.0
+        self._filler = filler
+        self._slots = slots
+        self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
+        self._outstanding = 0  # submitted, and neither taken nor recalled
+        self._lanes = Lanes(lanes, self._work)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which at least one lane was reading."""
+        return self._filler.busy_s
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from the drive so far."""
+        return self._filler.bytes_read
+
     def submit(self, load: Load) -> None:
-        with self._work:
-            (self._urgent if load.urgent else self._speculative).append(load)
-            self._work.notify()
+        self._outstanding += 1
+        self._lanes.submit(load)
 
     def wait(self) -> Finished:
         started = time.perf_counter()
-        with self._done:
-            while not self._finished:
-                self._done.wait()
-            finished = self._finished.popleft()
+        finished = self._finished.get()
+        self._outstanding -= 1
         self.wait_s += time.perf_counter() - started
         return finished
 
     def poll(self) -> Finished | None:
-        with self._done:
-            return self._finished.popleft() if self._finished else None
+        try:
+            finished = self._finished.get_nowait()
+        except queue.Empty:
+            return None
+        self._outstanding -= 1
+        return finished
 
     def recall(self) -> list[Load]:
-        with self._work:
-            loads = list(self._speculative)
-            self._speculative.clear()
-            return loads
+        loads = self._lanes.recall()
+        self._outstanding -= len(loads)
+        return loads
 
     def is_idle(self) -> bool:
-        with self._work:
-            return not (self._urgent or self._speculative or self._running or self._finished)
+        return self._outstanding == 0
 
     def close(self) -> None:
-        """Ends the lanes; what is queued is dropped."""
-        with self._work:
-            self._closed = True
-            self._urgent.clear()
-            self._speculative.clear()
-            self._work.notify_all()
-        for thread in self._threads:
-            thread.join()
-        self._reader.close()
+        """Ends the lanes, drops what is queued and gives the slots back."""
+        self._lanes.close()
+        self._filler.close()
+        self._slots.close()
 
-    def _lane(self) -> None:
-        staging: memoryview | None = None
-        while (load := self._take()) is not None:
-            error: Exception | None = None
-            try:
-                staging = self._transfer(load, staging)
-            except Exception as failure:  # handed to whoever waits for the load
-                error = failure
-            with self._done:
-                self._running -= 1
-                if self._running == 0:
-                    self.busy_s += time.perf_counter() - self._busy_since
-                self._finished.append(Finished(load, error))
-                self._done.notify()
-
-    def _take(self) -> Load | None:
-        with self._work:
-            while not (self._closed or self._urgent or self._speculative):
-                self._work.wait()
-            if self._closed:
-                return None
-            if self._running == 0:
-                self._busy_since = time.perf_counter()
-            self._running += 1
-            return self._urgent.popleft() if self._urgent else self._speculative.popleft()
-
-    def _transfer(self, load: Load, staging: memoryview | None) -> memoryview | None:
-        """Reads one expert; returns the lane's staging memory, which only widened precisions use."""
-        extent, form = self._extent_of(load.key), self._format_of(load.key)
-        slot = self._slots.buffer(load.slot)
-        if not form.widened:
-            self._reader.read(extent, memoryview(slot.numpy()), load.key)
-            return staging
-        if staging is None or len(staging) < form.stored.nbytes:
-            staging = aligned_memory(form.stored.nbytes)
-        self._reader.read(extent, staging, load.key)
-        form.widen(torch.frombuffer(staging, dtype=torch.uint8), slot)
-        return staging
+    def _work(self, load: Load) -> None:
+        error: Exception | None = None
+        try:
+            self._filler.fill(load.key, self._slots.buffer(load.slot))
+        except Exception as failure:  # handed to whoever waits for the load
+            error = failure
+        self._finished.put(Finished(load, error))

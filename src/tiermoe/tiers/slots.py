@@ -9,11 +9,13 @@ import torch
 
 from tiermoe.errors import BudgetError
 from tiermoe.store.layout import PAGE, align
+from tiermoe.tiers.cuda import pin_memory, unpin_memory
 
 
 class HostSlots:
-    """`count` slots of `slot_bytes` (rounded up to 4 KiB) in anonymous memory, outside malloc: pages are taken from
-    the system when first written and O_DIRECT reads go straight into them. `pin` locks them for copies to a GPU."""
+    """`count` slots of `slot_bytes` (rounded up to 4 KiB) in anonymous memory, outside malloc: pages come
+    from the system when first written and O_DIRECT reads go straight into them. `pin` locks them, all pages
+    at once, for copies to a GPU. BudgetError where the system refuses."""
 
     def __init__(self, count: int, slot_bytes: int, pin: bool = False) -> None:
         self.count = count
@@ -21,22 +23,21 @@ class HostSlots:
         try:
             self._memory = mmap.mmap(-1, count * self.slot_bytes)
         except (OSError, ValueError, OverflowError) as error:
-            raise BudgetError(f"cannot reserve {count} slots of {self.slot_bytes:,} bytes: {error}") from error
+            message = f"cannot reserve {count} slots of {self.slot_bytes:,} bytes: {error}"
+            raise BudgetError(message) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._tensor = torch.from_numpy(np.frombuffer(self._memory, dtype=np.uint8))
+        self._pinned = pin
         if pin:
-            _register_with_cuda(self._tensor)
+            pin_memory(self._tensor)
 
     def buffer(self, slot: int) -> torch.Tensor:
         """Slot `slot` as uint8 (slot_bytes,)."""
         return self._tensor[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
-
-def _register_with_cuda(tensor: torch.Tensor) -> None:
-    status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
-    if int(status) != 0:
-        raise BudgetError(
-            f"the GPU driver refused to pin {tensor.numel():,} bytes of host memory (status {int(status)}); "
-            f"lower --memory or --cache"
-        )
+    def close(self) -> None:
+        """Gives the memory back once no view of a slot is left. No copy may be under way."""
+        if self._pinned:
+            unpin_memory(self._tensor)
+        del self._tensor, self._memory

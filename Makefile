@@ -1,0 +1,38 @@
+# make demo    a story from the shipped model, through an expert cache that cannot hold it
+# make test    every check and every test; what continuous integration runs
+# make lint    ruff, mypy and the import contract alone
+# make env     the virtual environment alone; brought up to date when pyproject.toml changes
+#
+# PYTHON=...   the interpreter (3.11 or newer) that makes the environment
+# TORCH=...    what pip installs as torch, like TORCH=torch==2.13.0; delete .venv first to change it
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help env demo lint test
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+MODEL := models/stories-7m
+export PYTHON TORCH
+
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+
+env: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@tools/environment .venv
+	@touch $@
+
+demo: $(STAMP)
+	@echo "The shipped model has 256 experts. This run keeps 64 in memory and reads the others from disk as it needs them."
+	$(BIN)/tiermoe plan $(MODEL) --cache 25% --context 256
+	$(BIN)/tiermoe run $(MODEL) "Once upon a time" --cache 25% --max-tokens 120 --temperature 0.8 --seed 1
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/pytest

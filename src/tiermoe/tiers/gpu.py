@@ -1,0 +1,316 @@
+"""The GPU tier: disk → pinned slots in main memory → slots on the GPU.
+
+Main memory is the second-level cache. Copies run beside the computation and are ordered against it by
+events: a copy starts after the kernels launched before its load was submitted (they may still read the slot),
+and the kernels launched after a load is handed out start after its copy. A lane waits for a copy where it
+needs the pinned slot that is copied from, and for speculative ones; nobody waits for the device as a whole.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from tiermoe.errors import BudgetError
+from tiermoe.link import Finished
+from tiermoe.policy.cache import ExpertCache
+from tiermoe.policy.eviction import LeastRecentlyUsed
+from tiermoe.store.layout import PAGE, align
+from tiermoe.tiers.lanes import Lanes
+from tiermoe.tiers.slots import HostSlots
+from tiermoe.types import ExpertKey, Load
+
+Mark = Any
+"""A point in the order of computation, as its `Copier` has it."""
+Ticket = Any
+"""A copy that has been asked for, as its `Copier` has it."""
+
+
+class Copier(Protocol):
+    """Copies from pinned memory to the device, beside the computation."""
+
+    def mark(self) -> Mark:
+        """The point after everything that the calling thread has launched so far."""
+
+    def copy(self, host: torch.Tensor, device: torch.Tensor, after: Mark) -> Ticket:
+        """Asks for a copy that starts once `after` is reached. Returns at once; any thread may call."""
+
+    def ready(self, ticket: Ticket) -> bool:
+        """True where the copy is done."""
+
+    def wait(self, ticket: Ticket) -> None:
+        """Blocks the calling thread until the copy is done."""
+
+    def wait_before_use(self, ticket: Ticket) -> None:
+        """Lets what the calling thread launches from now on start only after the copy; does not block."""
+
+
+class Filler(Protocol):
+    """Reads experts into slots in main memory (`tiers.disk.SlotFiller`)."""
+
+    @property
+    def busy_s(self) -> float: ...
+
+    @property
+    def bytes_read(self) -> int: ...
+
+    def fill(self, key: ExpertKey, slot: torch.Tensor) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class DeviceSlots:
+    """`count` slots of `slot_bytes` (rounded up to 4 KiB) in one uint8 tensor on `device`."""
+
+    def __init__(self, count: int, slot_bytes: int, device: str) -> None:
+        self.count = count
+        self.slot_bytes = align(slot_bytes, PAGE)
+        try:
+            self._tensor = torch.empty(count * self.slot_bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise BudgetError(
+                f"{device} has no room for {count} slots of {self.slot_bytes:,} bytes; lower --gpu-memory or "
+                f"--cache, or end other programs on it"
+            ) from error
+
+    def buffer(self, slot: int) -> torch.Tensor:
+        """Slot `slot` as uint8 (slot_bytes,)."""
+        return self._tensor[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+
+    def close(self) -> None:
+        """Gives the memory back to torch; views of slots keep it alive."""
+        del self._tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A copy under way; its expert is pinned in main memory until it is done."""
+
+    key: ExpertKey
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A load to be taken by `wait` or `poll`: its copy is asked for, or `error` says why not."""
+
+    load: Load
+    ticket: Ticket = None
+    error: Exception | None = None
+
+
+class GpuLink:
+    """Implements `tiermoe.link.Link` with lanes that read experts into `host` slots and copies from there to
+    `device` slots. bytes_of: bytes of an expert in its slot.
+
+    An expert that is still in main memory is not read again; main memory evicts the expert that was copied
+    longest ago, never one that is being read or copied (DESIGN, invariant 3). `wait_s` adds up the time that
+    the caller spent in `wait`, which does not wait for copies; `host_hits` and `host_misses` count what was
+    found in main memory, and what was not.
+    """
+
+    def __init__(
+        self,
+        filler: Filler,
+        host: HostSlots,
+        device: DeviceSlots,
+        bytes_of: Callable[[ExpertKey], int],
+        copier: Copier,
+        lanes: int,
+    ) -> None:
+        self.wait_s = 0.0
+        self.bytes_copied = 0
+        self.host_hits = 0
+        self.host_misses = 0
+        self._filler = filler
+        self._host = host
+        self._device = device
+        self._bytes_of = bytes_of
+        self._copier = copier
+        self._cache = ExpertCache(host.count, LeastRecentlyUsed())
+        self._marks: dict[int, Mark] = {}
+        self._copies: deque[_Copy] = deque()
+        self._arrivals: deque[_Arrival] = deque()
+        self._outstanding = 0  # submitted, and neither taken nor recalled
+        self._changed = threading.Condition()
+        self._lanes = Lanes(lanes, self._work)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which at least one lane was reading."""
+        return self._filler.busy_s
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from the drive so far."""
+        return self._filler.bytes_read
+
+    def submit(self, load: Load) -> None:
+        self._outstanding += 1
+        # whatever may still read the slot was launched before its load is submitted
+        mark = self._copier.mark()
+        if load.urgent and self._pin_if_here(load.key):
+            self._copy(load, mark)  # no reading to do: without a lane's detour
+            return
+        with self._changed:
+            self._marks[load.slot] = mark
+        self._lanes.submit(load)
+
+    def wait(self) -> Finished:
+        started = time.perf_counter()
+        with self._changed:
+            while not self._arrivals:
+                self._changed.wait()
+            arrival = min(self._arrivals, key=lambda a: (not self._is_over(a.ticket), not a.load.urgent))
+            self._arrivals.remove(arrival)
+        finished = self._hand_out(arrival)
+        self.wait_s += time.perf_counter() - started
+        return finished
+
+    def poll(self) -> Finished | None:
+        with self._changed:
+            # none whose copy is under way: all that is launched next would wait for it, needed or not
+            arrival = next((a for a in self._arrivals if self._is_over(a.ticket)), None)
+            if arrival is None:
+                return None
+            self._arrivals.remove(arrival)
+        return self._hand_out(arrival)
+
+    def recall(self) -> list[Load]:
+        loads = self._lanes.recall()
+        with self._changed:
+            for load in loads:
+                del self._marks[load.slot]
+        self._outstanding -= len(loads)
+        return loads
+
+    def is_idle(self) -> bool:
+        return self._outstanding == 0
+
+    def close(self) -> None:
+        """Ends the lanes, drops what is queued, waits for the copies under way and gives the slots back."""
+        self._lanes.close()
+        for copy in self._copies:
+            self._wait_out(copy.ticket)
+        self._filler.close()
+        self._host.close()
+        self._device.close()
+
+    def _hand_out(self, arrival: _Arrival) -> Finished:
+        self._outstanding -= 1
+        if arrival.error is not None:
+            return Finished(arrival.load, arrival.error)
+        try:
+            self._copier.wait_before_use(arrival.ticket)
+        except Exception as failure:  # handed to whoever waits for the load
+            return Finished(arrival.load, failure)
+        return Finished(arrival.load)
+
+    def _work(self, load: Load) -> None:
+        """A lane's part: brings the expert into main memory and asks for its copy."""
+        with self._changed:
+            mark = self._marks.pop(load.slot)
+        try:
+            if not self._pin_if_here(load.key):
+                self._read(load.key)
+        except Exception as failure:  # handed to whoever waits for the load
+            self._arrived(_Arrival(load, error=failure))
+            return
+        ticket = self._copy(load, mark)
+        if ticket is not None and not load.urgent:
+            self._wait_out(ticket)  # so that the speculative loads behind it can still be recalled
+
+    def _pin_if_here(self, key: ExpertKey) -> bool:
+        """Whether main memory holds `key`, which is then pinned until `_copy` is done."""
+        with self._changed:
+            if self._cache.slot(key) is None:
+                return False
+            self._cache.used(key)
+            self._cache.pin(key)
+            self.host_hits += 1
+            return True
+
+    def _read(self, key: ExpertKey) -> None:
+        """Reads `key` into main memory and pins it there."""
+        slot = self._reserve(key)
+        try:
+            self._filler.fill(key, self._host.buffer(slot))
+        except BaseException:
+            with self._changed:
+                self._cache.abandon(key)
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            self._cache.arrived(key)
+            self._cache.pin(key)
+
+    def _reserve(self, key: ExpertKey) -> int:
+        """A slot in main memory for `key`; where all are in use, waits for the oldest copy or for a lane."""
+        with self._changed:
+            self.host_misses += 1
+        while True:
+            with self._changed:
+                self._unpin_copied()
+                slot = self._cache.reserve(key)
+                if slot is not None:
+                    return slot
+                if not self._copies:
+                    self._changed.wait()
+                    continue
+                oldest = self._copies[0]
+            self._wait_out(oldest.ticket)
+
+    def _copy(self, load: Load, mark: Mark) -> Ticket | None:
+        """Asks for the copy of an expert that is pinned in main memory; None where that fails."""
+        nbytes = self._bytes_of(load.key)
+        with self._changed:
+            slot = self._cache.slot(load.key)
+        assert slot is not None
+        try:
+            source, target = self._host.buffer(slot)[:nbytes], self._device.buffer(load.slot)[:nbytes]
+            ticket = self._copier.copy(source, target, mark)
+        except Exception as failure:  # handed to whoever waits for the load
+            with self._changed:
+                self._cache.unpin(load.key)
+            self._arrived(_Arrival(load, error=failure))
+            return None
+        with self._changed:
+            self.bytes_copied += nbytes
+            self._unpin_copied()
+            self._copies.append(_Copy(load.key, ticket))
+        self._arrived(_Arrival(load, ticket))
+        return ticket
+
+    def _arrived(self, arrival: _Arrival) -> None:
+        with self._changed:
+            self._arrivals.append(arrival)
+            self._changed.notify_all()
+
+    def _unpin_copied(self) -> None:
+        under_way: deque[_Copy] = deque()
+        for copy in self._copies:
+            if self._is_over(copy.ticket):
+                self._cache.unpin(copy.key)
+            else:
+                under_way.append(copy)
+        self._copies = under_way
+
+    def _is_over(self, ticket: Ticket) -> bool:
+        """True where there is nothing to wait for: no copy, one that is done, or one that has failed."""
+        try:
+            return ticket is None or self._copier.ready(ticket)
+        except Exception:  # `_hand_out` meets it again, and hands it on
+            return True
+
+    def _wait_out(self, ticket: Ticket) -> None:
+        """Until the copy is done or has failed; who takes the load meets the error."""
+        try:
+            self._copier.wait(ticket)
+        except Exception:
+            return

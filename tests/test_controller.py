@@ -1,0 +1,258 @@
+"""The controller's decisions against a link that finishes loads in any order and may fail: no weights, no files."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiermoe.controller import Controller
+from tiermoe.errors import LoadError
+from tiermoe.link import Finished
+from tiermoe.policy.cache import ExpertCache
+from tiermoe.policy.eviction import LeastRecentlyUsed
+from tiermoe.types import Demand, ExpertKey, Load
+
+
+class FakeLink:
+    """Finishes one load a time step, in random order; keeps what each slot holds, like a disk would fill it."""
+
+    def __init__(self, seed: int = 0, failing: frozenset[ExpertKey] = frozenset()) -> None:
+        self.contents: dict[int, ExpertKey] = {}
+        self.submitted: list[Load] = []
+        self.failing = failing
+        self._random = random.Random(seed)
+        self._urgent: list[Load] = []
+        self._speculative: list[Load] = []
+        self._running: list[Load] = []
+        self._finished: deque[Finished] = deque()
+
+    def submit(self, load: Load) -> None:
+        self.submitted.append(load)
+        (self._urgent if load.urgent else self._speculative).append(load)
+
+    def step(self) -> None:
+        """One transfer ends, chosen at random among what lanes could be running."""
+        if self._urgent and self._random.random() < 0.7:
+            self._running.append(self._urgent.pop(0))
+        elif self._speculative and not self._urgent:
+            self._running.append(self._speculative.pop(0))
+        elif self._urgent:
+            self._running.append(self._urgent.pop(0))
+        if self._running:
+            load = self._running.pop(self._random.randrange(len(self._running)))
+            self.contents[load.slot] = load.key
+            error = LoadError(f"{load.key} is damaged") if load.key in self.failing else None
+            self._finished.append(Finished(load, error))
+
+    def wait(self) -> Finished:
+        for _ in range(1000):
+            if self._finished:
+                return self._finished.popleft()
+            self.step()
+        raise AssertionError("waited for a load that nobody asked for")
+
+    def poll(self) -> Finished | None:
+        if self._random.random() < 0.5:
+            self.step()
+        return self._finished.popleft() if self._finished else None
+
+    def recall(self) -> list[Load]:
+        loads, self._speculative = self._speculative, []
+        return loads
+
+    def is_idle(self) -> bool:
+        return not (self._urgent or self._speculative or self._running or self._finished)
+
+
+def make(slots: int, **link: object) -> tuple[Controller, FakeLink]:
+    fake = FakeLink(**link)  # type: ignore[arg-type]
+    return Controller(ExpertCache(slots, LeastRecentlyUsed()), fake), fake
+
+
+def demands(*experts: int) -> list[Demand]:
+    return [Demand(expert, 1, 4) for expert in experts]
+
+
+def test_misses_are_loaded_and_hits_are_not() -> None:
+    controller, link = make(4)
+    assert sorted(expert for expert, _ in controller.run_layer(0, demands(3, 1))) == [1, 3]
+    assert len(link.submitted) == 2
+    assert sorted(expert for expert, _ in controller.run_layer(0, demands(1, 3))) == [1, 3]
+    assert len(link.submitted) == 2
+    assert (controller.counts.hits, controller.counts.misses, controller.counts.loads) == (2, 2, 2)
+
+
+def test_what_is_here_comes_before_what_must_arrive() -> None:
+    controller, _ = make(4)
+    list(controller.run_layer(0, demands(5)))
+    assert [expert for expert, _ in controller.run_layer(0, demands(2, 5))][0] == 5
+
+
+def test_hits_are_computed_while_misses_are_under_way() -> None:
+    controller, link = make(4)
+    list(controller.run_layer(0, demands(5)))
+    run = controller.run_layer(0, demands(5, 6, 7))
+    assert next(run)[0] == 5
+    assert [load.key.expert for load in link.submitted[1:]] == [6, 7]
+    list(run)
+
+
+def test_most_used_experts_come_first() -> None:
+    controller, link = make(8)
+    wanted = [Demand(0, 1, 4), Demand(1, 9, 4), Demand(2, 4, 4)]
+    list(controller.run_layer(0, wanted))
+    assert [load.key.expert for load in link.submitted] == [1, 2, 0]
+
+
+def test_the_least_recently_used_expert_leaves() -> None:
+    controller, link = make(2)
+    list(controller.run_layer(0, demands(0)))
+    list(controller.run_layer(0, demands(1)))
+    list(controller.run_layer(0, demands(0)))
+    list(controller.run_layer(0, demands(2)))
+    before = len(link.submitted)
+    list(controller.run_layer(0, demands(0)))
+    assert len(link.submitted) == before
+    list(controller.run_layer(0, demands(1)))
+    assert len(link.submitted) == before + 1
+
+
+def test_a_layer_larger_than_the_cache_streams_through_it() -> None:
+    controller, link = make(2)
+    seen = [expert for expert, _ in controller.run_layer(0, demands(*range(9)))]
+    assert sorted(seen) == list(range(9))
+    assert max(load.slot for load in link.submitted) <= 1
+
+
+def test_a_damaged_expert_raises_and_the_next_request_works() -> None:
+    controller, link = make(3, failing=frozenset({ExpertKey(0, 1, 4)}))
+    with pytest.raises(LoadError, match="layer 0, expert 1"):
+        list(controller.run_layer(0, demands(0, 1, 2)))
+    link.failing = frozenset()
+    assert sorted(expert for expert, _ in controller.run_layer(0, demands(0, 1, 2))) == [0, 1, 2]
+
+
+def test_an_abandoned_pass_leaves_nothing_pinned() -> None:
+    controller, _ = make(2)
+    run = controller.run_layer(0, demands(0, 1))
+    next(run)
+    run.close()
+    assert sorted(expert for expert, _ in controller.run_layer(1, demands(2, 3))) == [2, 3]
+
+
+def test_a_prefetch_in_time_is_a_hit_of_its_own_kind() -> None:
+    controller, link = make(4)
+    controller.prefetch([ExpertKey(1, 7, 4)])
+    link.step()
+    list(controller.run_layer(1, demands(7)))
+    assert controller.counts.misses == 0
+    assert controller.counts.prefetched == 1
+    list(controller.run_layer(1, demands(7)))
+    assert controller.counts.prefetched == 1
+
+
+def test_a_late_prefetch_is_a_miss_but_not_a_second_load() -> None:
+    controller, link = make(4, seed=3)
+    link.poll = lambda: None  # type: ignore[method-assign]
+    controller.prefetch([ExpertKey(1, 7, 4)])
+    link._running.append(link._speculative.pop())  # it has begun
+    list(controller.run_layer(1, demands(7)))
+    assert controller.counts.misses == 1
+    assert len(link.submitted) == 1
+
+
+def test_prefetches_that_have_not_begun_make_room() -> None:
+    controller, link = make(2)
+    controller.prefetch([ExpertKey(1, 5, 4), ExpertKey(1, 6, 4)])
+    seen = [expert for expert, _ in controller.run_layer(0, demands(1, 2))]
+    assert sorted(seen) == [1, 2]
+
+
+def test_no_prefetch_while_the_link_is_busy() -> None:
+    controller, link = make(4)
+    link.submit(Load(ExpertKey(9, 9, 4), 3, urgent=True))
+    link.poll = lambda: None  # type: ignore[method-assign]
+    controller.prefetch([ExpertKey(1, 5, 4)])
+    assert len(link.submitted) == 1
+
+
+def test_a_failed_prefetch_is_asked_for_again() -> None:
+    key = ExpertKey(1, 7, 4)
+    controller, link = make(4, failing=frozenset({key}))
+    controller.prefetch([key])
+    link._running.append(link._speculative.pop())
+    link.poll = lambda: None  # type: ignore[method-assign]
+    original = link.wait
+
+    def heals() -> Finished:
+        finished = original()
+        link.failing = frozenset()
+        return finished
+
+    link.wait = heals  # type: ignore[method-assign]
+    assert [expert for expert, _ in controller.run_layer(1, demands(7))] == [7]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    slots=st.integers(3, 12),
+    prefetch=st.booleans(),
+    layers=st.lists(st.sets(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=12),
+)
+def test_every_demand_is_served_from_a_slot_that_holds_it(
+    seed: int, slots: int, prefetch: bool, layers: list[set[int]]
+) -> None:
+    """Invariant 3: while an expert is yielded its slot holds it, whatever arrives and is evicted meanwhile."""
+    controller, link = make(slots, seed=seed)
+    chance = random.Random(seed)
+    for number, experts in enumerate(layers):
+        layer = number % 3
+        served = []
+        for expert, slot in controller.run_layer(layer, demands(*experts)):
+            assert link.contents[slot] == ExpertKey(layer, expert, 4)
+            link.step()  # transfers go on while the expert is computed with
+            assert link.contents[slot] == ExpertKey(layer, expert, 4)
+            served.append(expert)
+        assert sorted(served) == sorted(experts)
+        if prefetch:
+            controller.prefetch(ExpertKey((layer + 1) % 3, chance.randrange(10), 4) for _ in range(4))
+        assert len(controller.cache) <= slots
+    controller.drain()
+    assert link.is_idle()
+
+
+def test_cache_never_evicts_what_is_pinned_or_in_flight() -> None:
+    cache = ExpertCache(2, LeastRecentlyUsed())
+    first, second, third = (ExpertKey(0, expert, 4) for expert in range(3))
+    cache.reserve(first)
+    cache.arrived(first)
+    cache.pin(first)
+    assert cache.reserve(second) is not None
+    assert cache.reserve(third) is None
+    cache.arrived(second)
+    assert cache.reserve(third) is not None
+    assert cache.slot(first) is not None
+    assert cache.slot(second) is None
+
+
+def test_pins_count() -> None:
+    cache = ExpertCache(1, LeastRecentlyUsed())
+    key = ExpertKey(0, 0, 4)
+    cache.reserve(key)
+    cache.arrived(key)
+    cache.pin(key)
+    cache.pin(key)
+    cache.unpin(key)
+    assert cache.reserve(ExpertKey(0, 1, 4)) is None
+    cache.unpin(key)
+    assert cache.reserve(ExpertKey(0, 1, 4)) == 0
+
+
+def test_a_cache_without_slots_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one slot"):
+        ExpertCache(0, LeastRecentlyUsed())

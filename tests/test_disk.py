@@ -1,0 +1,160 @@
+"""Reading lanes and the extent reader on real files."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+
+from tiermoe.errors import LoadError
+from tiermoe.store.layout import expert_format
+from tiermoe.tiers.disk import DiskLink, SlotFiller
+from tiermoe.tiers.probe import probe_drive
+from tiermoe.tiers.reader import ExtentReader, aligned_memory
+from tiermoe.tiers.slots import HostSlots
+from tiermoe.types import Extent, ExpertKey, Load, MoeLayer, Part, Segment
+
+EXPERTS = 16
+LAYER = MoeLayer("layer", EXPERTS, 2, (Part("weight", (64, 32)),))
+FORM = expert_format(LAYER, 16, torch.float32, "any", "")
+SIZE = FORM.stored.nbytes
+
+
+def write_experts(path: Path, shift: int = 0) -> list[Extent]:
+    """`EXPERTS` random experts behind `shift` bytes of something else."""
+    content = random.Random(5).randbytes(shift + EXPERTS * SIZE)
+    path.write_bytes(content)
+    extents = []
+    for expert in range(EXPERTS):
+        begin = shift + expert * SIZE
+        digest = xxhash.xxh3_64_hexdigest(content[begin : begin + SIZE])
+        extents.append(Extent((Segment(str(path), begin, SIZE, 0),), digest))
+    return extents
+
+
+def filler(extents: list[Extent]) -> SlotFiller:
+    return SlotFiller(ExtentReader(), lambda key: extents[key.expert], lambda _: FORM)
+
+
+def bytes_of(path: Path, extent: Extent) -> bytes:
+    content = path.read_bytes()
+    return b"".join(content[segment.offset : segment.offset + segment.nbytes] for segment in extent.segments)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("shift", [0, 24, 4096, 5000])
+def test_reads_any_alignment(tmp_path: Path, direct: bool, shift: int) -> None:
+    path = tmp_path / "experts"
+    extents = write_experts(path, shift)
+    reader, memory = ExtentReader(direct), aligned_memory(SIZE)
+    for extent in extents:
+        reader.read(extent, memory, ExpertKey(0, 0, 16))
+        assert bytes(memory[:SIZE]) == bytes_of(path, extent)
+    assert reader.bytes_read == EXPERTS * SIZE
+    reader.close()
+
+
+def test_segments_are_put_in_their_places(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    content = bytes(range(256)) * 64
+    path.write_bytes(content)
+    segments = (Segment(str(path), 1000, 300, 64), Segment(str(path), 10, 50, 0))
+    extent = Extent(segments, xxhash.xxh3_64_hexdigest(content[1000:1300] + content[10:60]))
+    memory = aligned_memory(4096)
+    ExtentReader().read(extent, memory, ExpertKey(0, 0, 16))
+    assert bytes(memory[64:364]) == content[1000:1300]
+    assert bytes(memory[:50]) == content[10:60]
+
+
+def test_a_flipped_byte_is_found_and_named(tmp_path: Path) -> None:
+    path = tmp_path / "experts"
+    extents = write_experts(path)
+    with open(path, "r+b") as handle:
+        handle.seek(3 * SIZE + 77)
+        byte = handle.read(1)
+        handle.seek(3 * SIZE + 77)
+        handle.write(bytes([byte[0] ^ 1]))
+    reader, memory = ExtentReader(), aligned_memory(SIZE)
+    reader.read(extents[2], memory, ExpertKey(5, 2, 4))
+    with pytest.raises(LoadError, match=r"layer 5, expert 3 \(4 bits\) is damaged.*experts"):
+        reader.read(extents[3], memory, ExpertKey(5, 3, 4))
+
+
+def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "experts"
+    extents = write_experts(path)
+    os.truncate(path, 4 * SIZE + 100)
+    with pytest.raises(LoadError, match="layer 1, expert 4.*ends"):
+        ExtentReader().read(extents[4], aligned_memory(SIZE), ExpertKey(1, 4, 4))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    extent = Extent((Segment(str(tmp_path / "gone"), 0, SIZE, 0),), "")
+    with pytest.raises(LoadError, match="No such file"):
+        ExtentReader().read(extent, aligned_memory(SIZE), ExpertKey(0, 0, 4))
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 8])
+def test_every_load_arrives_once_with_its_bytes(tmp_path: Path, lanes: int) -> None:
+    path = tmp_path / "experts"
+    extents = write_experts(path)
+    slots = HostSlots(EXPERTS, SIZE)
+    link = DiskLink(filler(extents), slots, lanes)
+    order = list(range(EXPERTS))
+    random.Random(1).shuffle(order)
+    for slot, expert in enumerate(order):
+        link.submit(Load(ExpertKey(0, expert, 16), slot, urgent=expert % 3 > 0))
+    finished = [link.wait() for _ in order]
+    assert sorted(entry.load.key.expert for entry in finished) == list(range(EXPERTS))
+    assert all(entry.error is None for entry in finished)
+    for slot, expert in enumerate(order):
+        assert slots.buffer(slot)[:SIZE].numpy().tobytes() == bytes_of(path, extents[expert])
+    assert link.is_idle()
+    assert link.bytes_read == EXPERTS * SIZE
+    link.close()
+
+
+def test_urgent_loads_go_first_and_speculation_can_be_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "experts"
+    extents = write_experts(path)
+    link = DiskLink(filler(extents), HostSlots(EXPERTS, SIZE), lanes=0)
+    for expert in range(4):
+        link.submit(Load(ExpertKey(0, expert, 16), expert, urgent=expert >= 2))
+    assert [link._lanes._take().key.expert for _ in range(2)] == [2, 3]  # type: ignore[union-attr]
+    assert [load.key.expert for load in link.recall()] == [0, 1]
+    assert link.recall() == []
+    link.close()
+
+
+def test_a_failed_load_is_reported_and_the_lane_lives_on(tmp_path: Path) -> None:
+    path = tmp_path / "experts"
+    extents = write_experts(path)
+    broken = Extent(extents[0].segments, "0" * 16)
+    link = DiskLink(filler([broken, *extents[1:]]), HostSlots(2, SIZE), 1)
+    link.submit(Load(ExpertKey(0, 0, 16), 0, urgent=True))
+    link.submit(Load(ExpertKey(0, 1, 16), 1, urgent=True))
+    assert isinstance(link.wait().error, LoadError)
+    assert link.wait().error is None
+    link.close()
+
+
+def test_probe_chooses_lanes_and_measures(tmp_path: Path) -> None:
+    extents = write_experts(tmp_path / "experts")
+    probe = probe_drive(extents)
+    assert probe.lanes in (1, 2, 4)
+    assert probe.bandwidth > 0
+    assert probe_drive(extents, lanes=3).lanes == 3
+
+
+def test_slots_are_aligned_and_apart() -> None:
+    slots = HostSlots(3, 5000)
+    assert slots.slot_bytes == 8192
+    for index in range(3):
+        buffer = slots.buffer(index)
+        assert buffer.data_ptr() % 4096 == 0
+        buffer.fill_(index + 1)
+    assert [int(slots.buffer(index).float().mean()) for index in range(3)] == [1, 2, 3]

@@ -1,0 +1,245 @@
+"""A whole model over the GPU tiers: a fake GPU on CPU tensors, and a real one where there is one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiermoe
+from fake_gpu import FakeGpu
+from test_parity import logits, oracle, put_decoded_experts, tokens
+from tiermoe.errors import BudgetError, ConfigError, StoreError
+from tiermoe.kernels import machine_layout
+from tiermoe.quant.encodings import cpu_layout
+from tiermoe.runtime import engine, load, plan, prepare_store
+from tiermoe.runtime.gpu_plan import LANES, RESERVE, GpuMemoryPlan
+from tiermoe.store.store import dense_key, machine_of, precision_key
+from tiermoe.tiers import cuda
+from tiermoe.tiers.assemble import Tiers
+from tiermoe.tiers.disk import SlotFiller
+from tiermoe.tiers.gpu import DeviceSlots, GpuLink
+from tiermoe.tiers.reader import ExtentReader
+from tiermoe.tiers.slots import HostSlots
+from tiny import write
+
+FAMILY = "qwen3_moe"
+GIB = 1 << 30
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("model"), FAMILY, torch.float32)
+
+
+@pytest.fixture
+def layout_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4-bit codes as a GPU's kernels take them; on the CPU the reference kernel computes with them."""
+    for module in (plan, prepare_store, load, engine):
+        monkeypatch.setattr(module, "machine_layout", lambda device: machine_layout("cuda"))
+
+
+@pytest.fixture
+def on_fake_gpu(
+    layout_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., tuple[Any, FakeGpu]]]:
+    """Loads a model whose experts pass through the fake GPU's tiers."""
+    made: list[tuple[Any, FakeGpu]] = []
+
+    def make(directory: Path, host_slots: int, **options: Any) -> tuple[Any, FakeGpu]:
+        gpu = FakeGpu(seed=host_slots, blocking=True)
+
+        def assemble(count, slot_bytes, drive, extent_of, format_of, device, _):
+            filler = SlotFiller(ExtentReader(drive.direct), extent_of, format_of)
+            slots, host = DeviceSlots(count, slot_bytes, "cpu"), HostSlots(host_slots, slot_bytes)
+            link = GpuLink(filler, host, slots, lambda key: format_of(key).slot.nbytes, gpu, drive.lanes)
+            return Tiers(slots, link)
+
+        monkeypatch.setattr(engine, "assemble", assemble)
+        loaded, _ = tiermoe.load(directory, memory="4GiB", lanes=2, device="cpu", **options)
+        made.append((loaded, gpu))
+        return made[-1]
+
+    yield make
+    for loaded, gpu in made:
+        loaded.tiermoe.controller.drain()
+        gpu.finish()
+        loaded.tiermoe.close()
+        assert gpu.violations == []
+
+
+def results(loaded: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of two prompts, and of every token that follows one of them."""
+    ids = tokens(1, 6, seed=4)
+    answer = loaded.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    return logits(loaded, FAMILY, tokens(2, 9)), torch.stack(answer.logits)
+
+
+@pytest.mark.parametrize("bits", [4, 2, 16])
+def test_bit_identical_for_every_cache(
+    bits: int, model: Path, layout_of_a_gpu: None, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]
+) -> None:
+    resident, _ = tiermoe.load(model, memory="4GiB", bits=bits, device="cpu")
+    expected = results(resident)
+    experts = resident.tiermoe.plan.all_slots
+    resident.tiermoe.close()
+    small, large = [("15%", 1, False), ("40%", 5, True)], [("100%", 2, False), ("30%", experts, True)]
+    for cache, host_slots, prefetch in small + large:
+        loaded, _ = on_fake_gpu(model, host_slots, bits=bits, cache=cache, prefetch=prefetch)
+        assert loaded.tiermoe.plan.slots <= experts * float(cache[:-1]) / 100
+        found = results(loaded)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
+def test_every_expert_is_read_once_where_main_memory_holds_all(
+    model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]
+) -> None:
+    loaded, gpu = on_fake_gpu(model, 24, cache="15%")
+    results(loaded)
+    link, stats = loaded.tiermoe.link, loaded.tiermoe.stats()
+    assert stats["expert_misses"] == len(gpu.asked) == link.host_hits + link.host_misses
+    assert link.host_misses <= loaded.tiermoe.plan.all_slots == 24 < link.host_hits
+    assert link.bytes_copied == len(gpu.asked) * loaded.tiermoe.plan.slot_bytes
+    assert link.bytes_read == link.host_misses * loaded.tiermoe.plan.slot_bytes
+
+
+def test_equals_the_decoded_weights(model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]) -> None:
+    loaded, _ = on_fake_gpu(model, 3, cache="40%", bits=4)
+    encodings = {e.name for form in loaded.tiermoe._formats for e in form.encodings.values()}
+    assert all(name.startswith("int4/rowmajor/") for name in encodings)
+    plain = oracle(model, FAMILY, torch.float32)
+    put_decoded_experts(loaded.tiermoe, plain)
+    mine, theirs = logits(loaded, FAMILY, tokens(1, 9)), logits(plain, FAMILY, tokens(1, 9))
+    assert (mine - theirs).abs().max() <= 2e-4 * theirs.abs().max()
+
+
+def test_cpu_and_gpu_lie_side_by_side(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the dense layers; 8 and 2 bits serve both."""
+    ids, found = tokens(1, 5), {}
+    for layout in (cpu_layout(), "rowmajor"):
+        for module in (plan, prepare_store, load, engine):
+            monkeypatch.setattr(module, "machine_layout", lambda device, layout=layout: layout)
+        for bits in (4, 8, 2):
+            loaded, _ = tiermoe.load(
+                model, memory="4GiB", bits=bits, dense_bits=4, device="cpu", store=tmp_path / "store"
+            )
+            found[layout, bits] = logits(loaded, FAMILY, ids)
+            loaded.tiermoe.close()
+    table = json.loads((tmp_path / "store" / "store.json").read_text())
+    assert set(table["precisions"]) == {"4-hqq", "4-hqq-rowmajor", "8", "2-hqq"}
+    assert set(table["dense"]) == {"4", "4-rowmajor"}
+    machines = {key: entry["machine"] for key, entry in table["precisions"].items()}
+    assert machines == {"4-hqq": cpu_layout(), "4-hqq-rowmajor": "rowmajor", "8": "any", "2-hqq": "any"}
+    for bits in (4, 8, 2):  # the same weights in another order
+        mine, theirs = found["rowmajor", bits], found[cpu_layout(), bits]
+        assert (mine - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+
+
+def test_names_in_the_store() -> None:
+    assert machine_layout("cpu") == cpu_layout()
+    assert machine_layout("cuda") == machine_layout("cuda:1") == "rowmajor"
+    assert precision_key(4, "hqq", "rowmajor") == "4-hqq-rowmajor"
+    assert precision_key(4, "hqq", cpu_layout()) == "4-hqq"
+    assert precision_key(2, "linear", "rowmajor") == "2-linear"
+    assert precision_key(8, "hqq", "rowmajor") == dense_key(8, "rowmajor") == "8"
+    assert machine_of(8, "rowmajor") == "any"
+
+
+def test_another_layout_is_refused() -> None:
+    with pytest.raises(StoreError, match="packed for cpu-avx2, this machine needs rowmajor"):
+        prepare_store.check_machine(Path("store"), "cpu-avx2", "rowmajor")
+
+
+@pytest.fixture
+def gpu_of_8_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (8 * GIB, 10 * GIB))
+    monkeypatch.setattr(plan, "resident_bytes", lambda: 300 << 20)
+
+
+def test_plan_of_a_gpu(model: Path, gpu_of_8_gib: None) -> None:
+    whole = tiermoe.plan(model, memory="4GiB")
+    assert isinstance(whole, GpuMemoryPlan)
+    assert (whole.device, whole.gpu_budget) == ("cuda", 8 * GIB - RESERVE)
+    assert whole.slots == whole.all_slots
+    assert whole.host_slots == LANES  # main memory has nothing to add, so no more than it takes to load
+    assert whole.total == whole.interpreter + whole.staging + LANES * whole.slot_bytes <= whole.budget
+    assert whole.gpu_total == whole.dense + whole.kv_cache + whole.activations + whole.experts
+    rows = {what: nbytes for what, nbytes, _ in whole.rows()}
+    assert rows["GPU: in all"] == whole.gpu_total == sum(rows[f"GPU: {part}"] for part in (
+        "dense weights", "key/value cache", "activations", "expert cache"))  # fmt: skip
+    assert sum(nbytes for what, nbytes in rows.items() if "GPU" not in what) == whole.total
+
+
+def test_plan_of_a_small_gpu(model: Path, gpu_of_8_gib: None) -> None:
+    whole = tiermoe.plan(model, memory="4GiB")
+    room = whole.gpu_fixed + 7 * whole.slot_bytes + 100
+    small = tiermoe.plan(model, memory="4GiB", gpu_memory=room)
+    assert isinstance(small, GpuMemoryPlan)
+    assert (small.slots, small.host_slots, small.gpu_budget_source) == (7, small.all_slots, "--gpu-memory")
+    assert len(small.warnings) == 1
+    assert "one token uses 9" in small.warnings[0]
+    assert tiermoe.plan(model, memory="4GiB", gpu_memory=room, cache="15%").slots == 3
+    with pytest.raises(BudgetError, match=r"on cuda are too little: .* Use --gpu-memory \d+MiB or more"):
+        tiermoe.plan(model, memory="4GiB", gpu_memory=whole.gpu_fixed + whole.slot_bytes)
+    with pytest.raises(BudgetError, match=r"of main memory are too little: .* Use --memory \d+MiB or more"):
+        tiermoe.plan(model, memory=whole.interpreter + whole.dense - 1)
+    with pytest.raises(BudgetError, match=r"4 pinned experts .* Use --memory \d+MiB or more"):
+        tiermoe.plan(model, memory=whole.total - 1)
+    wide = tiermoe.plan(model, memory="4GiB", bits=16)
+    assert isinstance(wide, GpuMemoryPlan)
+    room = wide.gpu_fixed + 20 * wide.slot_bytes
+    tight = tiermoe.plan(model, memory=wide.interpreter + wide.dense, gpu_memory=room, bits=16)
+    assert isinstance(tight, GpuMemoryPlan)
+    assert tight.slots == 20 > tight.host_slots == (wide.dense - wide.staging) // wide.slot_bytes
+    assert "what the GPU lacks comes from disk" in tight.warnings[0]
+    with pytest.raises(BudgetError, match="has 8 GiB free, 9 GiB are asked for"):
+        tiermoe.plan(model, memory="4GiB", gpu_memory="9GiB")
+    with pytest.raises(BudgetError, match="the smallest --cache is"):
+        tiermoe.plan(model, memory="4GiB", cache="5%")
+
+
+def test_devices(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cuda.resolve_device("auto") == cuda.resolve_device("cpu") == "cpu"
+    with pytest.raises(ConfigError, match=r"'cuda' was asked for, but .*; use --device cpu"):
+        tiermoe.load(model, memory="4GiB", device="cuda")
+    with pytest.raises(ConfigError, match="--gpu-memory was given, but the model runs on the CPU"):
+        tiermoe.plan(model, memory="4GiB", gpu_memory="1GiB")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert cuda.resolve_device("auto") == "cuda"
+    assert cuda.resolve_device("cuda:1") == "cuda:1"
+    with pytest.raises(ConfigError, match="there are cuda:0 to cuda:1"):
+        cuda.resolve_device("cuda:2")
+
+
+@needs_gpu
+@pytest.mark.parametrize("bits", [16, 8, 4, 2])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_a_real_gpu_says_what_the_cpu_says(family: str, bits: int, tmp_path: Path) -> None:
+    directory = write(tmp_path / "model", family, torch.float32)
+    ids = tokens(1, 12)
+    options = {"max_new_tokens": 16, "do_sample": False}
+    answers, scores = [], []
+    for device, cache in (("cpu", "100%"), ("cuda", "100%"), ("cuda", "40%")):
+        loaded, _ = tiermoe.load(directory, memory="8GiB", bits=bits, cache=cache, device=device)
+        mine = ids.to(loaded.device)
+        answers.append(loaded.generate(mine, attention_mask=torch.ones_like(mine), **options).cpu())
+        scores.append(logits(loaded, family, mine).cpu())
+        stats = loaded.tiermoe.stats()
+        assert device == "cpu" or 0 < stats["peak_gpu_memory_bytes"] <= loaded.tiermoe.plan.gpu_budget
+        loaded.tiermoe.close()
+    assert all(torch.equal(answer, answers[0]) for answer in answers)
+    assert torch.equal(scores[1], scores[2])  # on one device, the cache's size changes nothing
+    assert (scores[1] - scores[0]).abs().max() <= 1e-3 * scores[0].abs().max()

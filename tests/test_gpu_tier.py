@@ -1,0 +1,253 @@
+"""The GPU tier against a fake GPU and a fake disk; on a real GPU in test_gpu.py."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fake_gpu import BYTES, FakeDisk, FakeGpu, content
+from tiermoe.controller import Controller
+from tiermoe.errors import LoadError
+from tiermoe.policy.cache import ExpertCache
+from tiermoe.policy.eviction import LeastRecentlyUsed
+from tiermoe.tiers.gpu import DeviceSlots, GpuLink
+from tiermoe.tiers.slots import HostSlots
+from tiermoe.types import Demand, ExpertKey, Load
+
+LAYERS, EXPERTS = 4, 6
+
+
+class Rig:
+    """A link between fakes, and a controller over it."""
+
+    def __init__(self, device_slots: int, host_slots: int, lanes: int, seed: int = 0) -> None:
+        self.disk, self.gpu = FakeDisk(seed), FakeGpu(seed)
+        self.device = DeviceSlots(device_slots, BYTES, "cpu")
+        host = HostSlots(host_slots, BYTES)
+        self.link = GpuLink(self.disk, host, self.device, lambda key: BYTES, self.gpu, lanes)
+        self.controller = Controller(ExpertCache(device_slots, LeastRecentlyUsed()), self.link)
+
+    def layer(self, layer: int, experts: list[int]) -> None:
+        for expert, slot in self.controller.run_layer(layer, [Demand(expert, 1, 4) for expert in experts]):
+            self.gpu.use(self.device.buffer(slot), key(layer, expert))
+
+    def end(self) -> None:
+        """Everything has run, nothing was overwritten in use, and nothing keeps a slot."""
+        self.controller.drain()
+        self.gpu.finish()
+        assert self.gpu.violations == []
+        self.link.close()
+        assert not self.link._cache._in_flight
+        assert len(self.link._cache._pins) == len({c.key for c in self.link._copies})
+
+
+def key(layer: int, expert: int) -> ExpertKey:
+    return ExpertKey(layer, expert, 4)
+
+
+def load(expert: int, slot: int, urgent: bool = True) -> Load:
+    return Load(key(0, expert), slot, urgent)
+
+
+def within(seconds: float, work: Callable[[], Any]) -> Any:
+    """The result of `work`; fails where it hangs."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append((work(), None))
+        except BaseException as error:
+            results.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert results, "it hangs"
+    value, error = results[0]
+    if error is not None:
+        raise error
+    return value
+
+
+@pytest.fixture
+def rig() -> Iterator[Callable[..., Rig]]:
+    made: list[Rig] = []
+
+    def make(*args: int, **options: int) -> Rig:
+        made.append(Rig(*args, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.disk.gate.set()
+        one.gpu.release()
+        within(20, one.end)
+
+
+def walk(one: Rig, seed: int, steps: int = 24) -> int:
+    """Random layers with prefetches; returns the loads that they took."""
+    chooser = random.Random(seed)
+    for step in range(steps):
+        one.layer(step % LAYERS, chooser.sample(range(EXPERTS), chooser.randint(1, 3)))
+        ahead = chooser.sample(range(EXPERTS), chooser.randint(0, 2))
+        one.controller.prefetch(key((step + 1) % LAYERS, expert) for expert in ahead)
+    one.controller.drain()
+    return len(one.gpu.asked)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**20), st.integers(3, 8), st.integers(1, 8), st.integers(1, 3))
+def test_every_computation_sees_its_expert(seed: int, device_slots: int, host_slots: int, lanes: int) -> None:
+    one = Rig(device_slots, host_slots, lanes, seed)
+    loads = within(60, lambda: walk(one, seed))
+    within(20, one.end)
+    assert one.link.host_hits + one.link.host_misses == loads
+    assert one.link.bytes_copied == loads * BYTES
+    assert one.link.bytes_read == one.link.host_misses * BYTES
+
+
+def test_main_memory_is_a_second_cache(rig: Callable[..., Rig]) -> None:
+    one = rig(3, LAYERS * EXPERTS, 2)
+    for turn in range(3):
+        for layer in range(LAYERS):
+            within(10, lambda layer=layer: one.layer(layer, [0, 1, 2]))
+        assert one.link.host_misses == LAYERS * 3
+        assert one.link.host_hits == turn * LAYERS * 3
+    assert set(one.disk.reads.values()) == {1}
+
+
+def test_main_memory_drops_what_was_copied_longest_ago(rig: Callable[..., Rig]) -> None:
+    one = rig(4, 2, 1)
+    for slot, expert in enumerate([0, 1, 0, 2, 0]):  # expert 2 takes the place of 1, not of 0
+        one.link.submit(load(expert, slot % 4))
+        within(10, one.link.wait)
+    assert one.disk.order == [key(0, 0), key(0, 1), key(0, 2)]
+
+
+def test_a_host_slot_waits_for_its_copy(rig: Callable[..., Rig]) -> None:
+    one = rig(2, 1, 1)
+    one.gpu.hold()
+    one.link.submit(load(0, 0))
+    assert within(10, one.link.wait).load.key == key(0, 0)  # handed out, its copy still to run
+    one.link.submit(load(1, 1))
+    assert not one.gpu.asked[0].done
+    threading.Event().wait(0.05)
+    assert one.disk.order == [key(0, 0)]
+    one.gpu.release()
+    within(10, one.link.wait)
+    one.gpu.use(one.device.buffer(0), key(0, 0))
+    one.gpu.use(one.device.buffer(1), key(0, 1))
+
+
+def test_a_slot_is_not_overwritten_before_its_computation_has_run(rig: Callable[..., Rig]) -> None:
+    one = rig(1, 4, 1)
+    for expert in (0, 1, 2, 3, 0, 1):
+        one.link.submit(load(expert, 0))
+        within(10, one.link.wait)
+        one.gpu.hold()
+        for _ in range(3):
+            one.gpu.use(one.device.buffer(0), key(0, expert))
+        one.gpu.release()
+
+
+def test_poll_leaves_copies_under_way(rig: Callable[..., Rig]) -> None:
+    one = rig(2, 2, 1)
+    one.gpu.hold()
+    one.link.submit(load(0, 0))
+    while not one.gpu.asked:
+        threading.Event().wait(0.001)
+    assert one.link.poll() is None
+    assert not one.link.is_idle()
+    one.gpu.release()
+    one.gpu.wait(one.gpu.asked[0])
+    polled = within(10, lambda: poll_until(one.link))
+    assert polled.load.key == key(0, 0)
+    assert one.link.is_idle()
+
+
+def poll_until(link: GpuLink) -> Any:
+    while (finished := link.poll()) is None:
+        threading.Event().wait(0.001)
+    return finished
+
+
+def test_a_failed_read_comes_back_and_the_link_goes_on(rig: Callable[..., Rig]) -> None:
+    one = rig(3, 1, 2)
+    one.disk.failing = {key(0, 1)}
+    with pytest.raises(LoadError, match="layer 0, expert 1"):
+        within(10, lambda: one.layer(0, [0, 1, 2]))
+    one.disk.failing.clear()
+    within(10, lambda: one.layer(0, [0, 1, 2]))
+    one.disk.failing = {key(1, expert) for expert in range(EXPERTS)}
+    within(10, lambda: one.controller.prefetch([key(1, 3)]))
+    within(10, one.controller.drain)
+    one.disk.failing.clear()
+    within(10, lambda: one.layer(1, [3, 4]))
+
+
+def test_a_refused_copy_comes_back_and_the_link_goes_on(rig: Callable[..., Rig]) -> None:
+    one = rig(3, 1, 1)
+    one.gpu.refuse = True
+    with pytest.raises(RuntimeError, match="refuses to copy"):
+        within(10, lambda: one.layer(0, [0]))
+    with pytest.raises(RuntimeError, match="refuses to copy"):
+        within(10, lambda: one.layer(0, [0]))  # this time from main memory
+    one.gpu.refuse = False
+    within(10, lambda: one.layer(0, [0, 1, 2]))
+    assert one.disk.reads[key(0, 0)] == 1
+
+
+def test_recall_and_urgent_first(rig: Callable[..., Rig]) -> None:
+    one = rig(5, 5, 1)
+    one.disk.gate.clear()
+    one.link.submit(load(0, 0, urgent=False))
+    while not one.disk.order:
+        threading.Event().wait(0.001)
+    speculative = [load(expert, expert, urgent=False) for expert in (1, 2)]
+    for each in speculative:
+        one.link.submit(each)
+    one.link.submit(load(3, 3))
+    one.link.submit(speculative_again := load(4, 4, urgent=False))
+    assert one.link.recall() == [*speculative, speculative_again]
+    assert one.link.recall() == []
+    one.link.submit(speculative[0])
+    one.disk.gate.set()
+    assert {within(10, one.link.wait).load.slot for _ in range(3)} == {0, 1, 3}
+    assert one.disk.order == [key(0, 0), key(0, 3), key(0, 1)]
+    assert one.link.is_idle()
+
+
+def test_speculative_copies_run_one_by_one(rig: Callable[..., Rig]) -> None:
+    """So that those behind can be recalled, also where nothing has to be read."""
+    one = rig(3, 3, 1)
+    for expert in range(3):
+        one.link.submit(load(expert, expert))
+        within(10, one.link.wait)
+    one.gpu.hold()
+    for expert in range(3):
+        one.link.submit(load(expert, expert, urgent=False))
+    while len(one.gpu.asked) < 4:
+        threading.Event().wait(0.001)
+    threading.Event().wait(0.05)
+    assert len(one.gpu.asked) == 4
+    assert [each.slot for each in one.link.recall()] == [1, 2]
+    one.link.submit(load(1, 1))  # urgent: begins at once
+    assert len(one.gpu.asked) == 5
+    one.gpu.release()
+    assert {within(10, one.link.wait).load.slot for _ in range(2)} == {0, 1}
+
+
+def test_device_slots_share_one_tensor() -> None:
+    slots = DeviceSlots(3, 5000, "cpu")
+    assert slots.slot_bytes == 8192
+    buffers = [slots.buffer(slot) for slot in range(3)]
+    assert [buffer.data_ptr() - buffers[0].data_ptr() for buffer in buffers] == [0, 8192, 16384]
+    assert all(buffer.dtype == torch.uint8 and buffer.shape == (8192,) for buffer in buffers)
+    assert content(key(0, 0)).shape == (BYTES,)

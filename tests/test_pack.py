@@ -1,0 +1,429 @@
+"""Packing: resumable, exclusive, and never half a store taken for whole."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from sources import EXPERTS, RandomExperts, contents, empty_store
+from tiny import write
+
+from tiermoe.errors import ModelError, PackError, StoreError
+from tiermoe.runtime.blueprint import inspect_model
+from tiermoe.runtime.prepare_store import ensure_packed, open_or_create
+from tiermoe.store import atomic, journal, lock, pack
+from tiermoe.store.pack import forget, pack_experts
+from tiermoe.store.store import Store, open_store
+
+KEY = "4-hqq"
+
+
+def packed(root: Path, source: RandomExperts | None = None, bits: int = 4) -> Store:
+    store = empty_store(root) if not (root / "store.json").exists() else open_store(root)
+    pack_experts(store, source or RandomExperts(), bits, "hqq")
+    return store
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What an uninterrupted packing leaves."""
+    root = tmp_path_factory.mktemp("whole") / "store"
+    packed(root)
+    return contents(root)
+
+
+def dies_at(read: int) -> Callable[[int, int], None]:
+    """Ends the process, as SIGKILL does, before the `read`-th expert is read."""
+
+    def before(layer: int, expert: int) -> None:
+        if layer * EXPERTS + expert == read:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return before
+
+
+def in_a_process_of_its_own(work: Callable[[], Any]) -> int:
+    """Runs `work` in a fork; returns its wait status."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
+@pytest.mark.parametrize("read", [0, 1, 5, 8, 11])
+def test_killed_and_run_again(read: int, whole: dict[str, bytes], tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    empty_store(root)
+    status = in_a_process_of_its_own(lambda: packed(root, RandomExperts(before=dies_at(read))))
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert open_store(root).precisions == {}  # never half a store taken for whole
+    again = RandomExperts()
+    packed(root, again)
+    assert contents(root) == whole
+    assert again.reads == [(layer, expert) for layer in range(read // EXPERTS, 3) for expert in range(EXPERTS)]
+
+
+@pytest.mark.parametrize("step", range(1, 9))
+def test_killed_between_any_two_renames(step: int, whole: dict[str, bytes], tmp_path: Path) -> None:
+    """Three layers, three entries of the journal, the table: seven renames."""
+    root = tmp_path / "store"
+    empty_store(root)
+
+    def work() -> None:
+        done, replace = [0], os.replace
+
+        def counted(source: Any, target: Any) -> None:
+            done[0] += 1
+            if done[0] == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            replace(source, target)
+
+        atomic.os.replace = counted  # type: ignore[assignment]
+        packed(root)
+
+    status = in_a_process_of_its_own(work)
+    assert (os.WTERMSIG(status) == signal.SIGKILL) == (step <= 7)
+    assert (open_store(root).precisions == {}) == (step <= 7)
+    packed(root)
+    assert contents(root) == whole
+
+
+def test_an_exception_leaves_nothing_unfinished(whole: dict[str, bytes], tmp_path: Path) -> None:
+    def fails(layer: int, expert: int) -> None:
+        if (layer, expert) == (1, 2):
+            raise ModelError("the checkpoint is torn")
+
+    root = tmp_path / "store"
+    with pytest.raises(ModelError, match="torn"):
+        packed(root, RandomExperts(before=fails))
+    assert sorted(contents(root)) == [f"experts-{KEY}-layer000.safetensors", f"packing-{KEY}.json", "store.json"]
+    packed(root)
+    assert contents(root) == whole
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk(code: int, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "store"
+    header = pack.write_header
+
+    def full(handle: Any, layout: Any, layer: int, experts: int) -> int:
+        if layer == 2:
+            raise OSError(code, os.strerror(code))
+        return header(handle, layout, layer, experts)
+
+    monkeypatch.setattr(pack, "write_header", full)
+    with pytest.raises(PackError, match=r"the disk filled while packing into .* free; .*\); free some space and run again"):
+        packed(root)
+    assert not list(root.glob("*.partial"))
+    assert open_store(root).precisions == {}
+    monkeypatch.undo()
+    again = RandomExperts()
+    packed(root, again)
+    assert contents(root) == whole
+    assert {layer for layer, _ in again.reads} == {2}
+
+
+def test_a_file_size_limit_of_the_system(tmp_path: Path) -> None:
+    """The real thing: the kernel refuses to write on."""
+    root = tmp_path / "store"
+    empty_store(root)
+
+    def work() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        with pytest.raises(PackError, match="the disk filled"):
+            packed(root)
+
+    assert in_a_process_of_its_own(work) == 0
+    assert sorted(contents(root)) == ["store.json"]
+
+
+def test_too_little_space_is_said_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = RandomExperts()
+    usage = type("usage", (), {"free": 10_000})
+    monkeypatch.setattr(pack.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(PackError, match=r"packing needs [\d.]+ KiB in .*, 9\.77 KiB are free; free some space or"):
+        packed(tmp_path / "store", source)
+    assert source.reads == []
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    store = Store(tmp_path / "file" / "store", empty_store(tmp_path / "other").source, RandomExperts().layers)
+    with pytest.raises(PackError, match=r"cannot write to .*: Not a directory; choose another folder with --out"):
+        pack_experts(store, RandomExperts(), 4, "hqq")
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.EPERM])
+def test_a_folder_that_cannot_be_written(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = empty_store(tmp_path / "store")
+
+    def refused(*_: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(lock.os, "open", refused)
+    with pytest.raises(PackError, match=rf"cannot write to .*: {os.strerror(code)}; choose another folder with --out"):
+        pack_experts(store, RandomExperts(), 4, "hqq")
+
+
+def test_a_second_packer_is_refused_by_the_first_one_s_number(whole: dict[str, bytes], tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    refusals: list[str] = []
+
+    def meanwhile(layer: int, expert: int) -> None:
+        if (layer, expert) == (1, 1):
+            second = threading.Thread(target=try_again)
+            second.start()
+            second.join()
+
+    def try_again() -> None:
+        try:
+            packed(root)
+        except PackError as error:
+            refusals.append(str(error))
+
+    packed(root, RandomExperts(before=meanwhile))
+    assert len(refusals) == 1
+    assert refusals[0].startswith(f"process {os.getpid()} is packing into {root} right now; wait until it is done")
+    assert contents(root) == whole
+
+
+def test_a_dead_packer_s_lock_is_free(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    empty_store(root)
+    in_a_process_of_its_own(lambda: packed(root, RandomExperts(before=dies_at(3))))
+    assert (root / ".lock").read_text() != str(os.getpid())
+    packed(root)
+    assert (root / ".lock").read_text() == str(os.getpid())
+
+
+def test_what_another_process_packed_meanwhile_is_kept(tmp_path: Path) -> None:
+    """Two open the same table; one adds 8 bits and 4 bits, then the other 2 bits and again 4 bits."""
+    empty_store(tmp_path)
+    first, second, again = open_store(tmp_path), open_store(tmp_path), RandomExperts()
+    pack_experts(first, RandomExperts(), 8, "hqq")
+    pack_experts(first, RandomExperts(), 4, "hqq")
+    pack_experts(second, RandomExperts(), 2, "hqq")
+    pack_experts(second, again, 4, "hqq")
+    assert set(open_store(tmp_path).precisions) == {"8", "4-hqq", "2-hqq"}
+    assert again.reads == []
+
+
+def test_two_that_create_the_store_at_once(tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slower one finds the table that it did not see a moment ago, and keeps it."""
+    root, faster = tmp_path / "store", lock.exclusive
+    blueprint = tiny_model("qwen3_moe")
+
+    def overtaken(path: Path) -> Any:
+        monkeypatch.undo()
+        ensure_packed(open_or_create(blueprint, path), blueprint, 4, "hqq")
+        return faster(path)
+
+    monkeypatch.setattr("tiermoe.runtime.prepare_store.exclusive", overtaken)
+    assert set(open_or_create(blueprint, root).precisions) == {"4-hqq"}
+    assert set(open_store(root).precisions) == {"4-hqq"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entry: entry.update(fingerprint="another checkpoint's"),
+        lambda entry: entry.update(version=0),
+        lambda entry: entry.update(dtype="float16"),
+        lambda entry: entry["layers"]["0"]["encodings"].update(down_proj="int4/cpu-other/g64"),
+        lambda entry: entry["layers"]["0"]["experts"].pop(),
+        lambda entry: entry["layers"]["0"]["experts"][3]["segments"][0].__setitem__(1, 10**9),
+        lambda entry: entry["layers"]["0"]["experts"][0].update(segments=[["elsewhere", 4096, 4096, 0]]),
+        lambda entry: entry["layers"]["0"]["experts"][0].update(segments=[]),
+        lambda entry: entry["layers"]["0"]["experts"][0].pop("checksum"),
+        lambda entry: entry.pop("layers"),
+        lambda entry: entry.clear(),
+    ],
+)
+def test_a_journal_that_does_not_fit_is_not_believed(change: Any, whole: dict[str, bytes], tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    with pytest.raises(ModelError):
+        packed(root, RandomExperts(before=stop_after_a_layer))
+    path = root / f"packing-{KEY}.json"
+    entry = json.loads(path.read_text())
+    change(entry)
+    path.write_text(json.dumps(entry))
+    again = RandomExperts()
+    packed(root, again)
+    assert again.reads[0] == (0, 0)
+    assert contents(root) == whole
+
+
+def stop_after_a_layer(layer: int, expert: int) -> None:
+    if layer == 1:
+        raise ModelError("stop here")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00"])
+def test_a_damaged_journal_is_not_believed(text: str, whole: dict[str, bytes], tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    with pytest.raises(ModelError):
+        packed(root, RandomExperts(before=stop_after_a_layer))
+    (root / f"packing-{KEY}.json").write_text(text)
+    packed(root)
+    assert contents(root) == whole
+
+
+def test_a_finished_layer_whose_file_is_gone_is_packed_again(whole: dict[str, bytes], tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    with pytest.raises(ModelError):
+        packed(root, RandomExperts(before=stop_after_a_layer))
+    (root / f"experts-{KEY}-layer000.safetensors").unlink()
+    packed(root)
+    assert contents(root) == whole
+
+
+def test_leftovers_that_nothing_vouches_for_are_removed(whole: dict[str, bytes], tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    empty_store(root)
+    (root / f"experts-{KEY}-layer002.safetensors").write_bytes(b"from a lost journal")
+    (root / "experts-8-layer000.partial").write_bytes(b"from a killed process")
+    (root / "notes.partial").write_bytes(b"not ours")
+    packed(root)
+    assert contents(root) == {**whole, "notes.partial": b"not ours"}
+
+
+def test_progress_and_errors_are_reported(tmp_path: Path) -> None:
+    store, seen = empty_store(tmp_path), []
+    for bits, low, high in ((8, 0.001, 0.02), (4, 0.03, 0.15), (2, 0.2, 0.6)):
+        seen.clear()
+        precision = pack_experts(store, RandomExperts(), bits, "hqq", progress=lambda done, all_: seen.append((done, all_)))
+        assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+        assert seen[-1] == (12, 12)
+        errors = [error for layer in precision.layers for error in layer.errors]
+        assert all(low < error < high for error in errors)
+        reread = [error for layer in open_store(tmp_path).precisions[str(bits) if bits == 8 else f"{bits}-hqq"].layers
+                  for error in layer.errors]  # fmt: skip
+        assert reread == pytest.approx(errors, abs=1e-6)
+
+
+def test_forgetting_one_precision_leaves_the_others(whole: dict[str, bytes], tmp_path: Path) -> None:
+    store = packed(tmp_path, bits=8)
+    packed(tmp_path)
+    forget(store, "4-hqq", None)
+    assert set(open_store(tmp_path).precisions) == {"8"}
+    assert sorted(contents(tmp_path)) == [*(f"experts-8-layer00{index}.safetensors" for index in range(3)), "store.json"]
+    packed(tmp_path)
+    assert {name: text for name, text in contents(tmp_path).items() if KEY in name} == {
+        name: text for name, text in whole.items() if KEY in name
+    }
+
+
+# --- with checkpoints of real families ---
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """The blueprint of a tiny checkpoint: (family, dtype, compute dtype in its config) → Blueprint."""
+
+    def make(family: str, dtype: torch.dtype = torch.bfloat16, compute: str | None = None) -> Any:
+        directory = write(tmp_path_factory.mktemp(family) / "tiny", family, dtype)
+        if compute is not None:
+            config = json.loads((directory / "config.json").read_text())
+            (directory / "config.json").write_text(json.dumps({**config, "dtype": compute}))
+        return inspect_model(directory, family)
+
+    return make
+
+
+def bytes_of(extent: Any) -> bytes:
+    parts = []
+    for segment in extent.segments:
+        with open(segment.file, "rb") as handle:
+            handle.seek(segment.offset)
+            parts.append(handle.read(segment.nbytes))
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "switch_transformers"])
+def test_16_bits_are_served_from_the_checkpoint(family: str, tiny_model: Any, tmp_path: Path) -> None:
+    blueprint = tiny_model(family)
+    store = open_or_create(blueprint, tmp_path)
+    ensure_packed(store, blueprint, 16, "hqq")
+    precision = open_store(tmp_path).precisions["16"]
+    assert precision.in_place
+    assert sorted(contents(tmp_path)) == ["store.json"]  # no copy
+    for index, layer in enumerate(precision.layers):
+        for expert, extent in enumerate(layer.extents):
+            values = blueprint.experts.read(index, expert)
+            wanted = b"".join(
+                values[part.name].contiguous().view(torch.uint8).numpy().tobytes() for part in blueprint.layers[index].parts
+            )
+            assert bytes_of(extent) == wanted
+            assert xxhash.xxh3_64_hexdigest(wanted) == extent.checksum
+
+
+def test_16_bits_are_copied_where_the_checkpoint_holds_another_type(tiny_model: Any, tmp_path: Path) -> None:
+    blueprint = tiny_model("qwen3_moe", torch.float32, "bfloat16")
+    store = open_or_create(blueprint, tmp_path)
+    ensure_packed(store, blueprint, 16, "hqq")
+    precision = store.precisions["16"]
+    assert not precision.in_place
+    form = store.expert_format("16", 1)
+    views = form.stored.views(torch.frombuffer(bytearray(bytes_of(precision.layers[1].extents[5])), dtype=torch.uint8))
+    for name, value in blueprint.experts.read(1, 5).items():
+        assert value.dtype == torch.bfloat16
+        assert torch.equal(views[name]["weight"], value)
+
+
+def test_experts_in_place_follow_a_checkpoint_that_was_moved(tiny_model: Any, tmp_path: Path) -> None:
+    blueprint = tiny_model("qwen3_moe")
+    ensure_packed(open_or_create(blueprint, tmp_path), blueprint, 16, "hqq")
+    moved = blueprint.directory.rename(blueprint.directory.with_name("moved"))
+    elsewhere = inspect_model(moved, "moved")
+    store = open_or_create(elsewhere, tmp_path)
+    ensure_packed(store, elsewhere, 16, "hqq")
+    extents = [extent for layer in store.precisions["16"].layers for extent in layer.extents]
+    assert {Path(segment.file).parent for extent in extents for segment in extent.segments} == {moved}
+    assert all(xxhash.xxh3_64_hexdigest(bytes_of(extent)) == extent.checksum for extent in extents)
+
+
+def test_another_checkpoint_is_refused_and_its_journal_not_taken_over(tiny_model: Any, tmp_path: Path) -> None:
+    one, other = tiny_model("qwen3_moe"), tiny_model("mixtral")
+    ensure_packed(open_or_create(one, tmp_path), one, 4, "hqq")
+    with pytest.raises(StoreError, match="packed from another checkpoint"):
+        open_or_create(other, tmp_path)
+    assert set(open_store(tmp_path).precisions) == {"4-hqq"}
+    store = open_or_create(other, tmp_path, force=True)
+    assert sorted(contents(tmp_path)) == ["store.json"]
+    ensure_packed(store, other, 4, "hqq")
+    assert open_store(tmp_path).source.fingerprint == other.checkpoint.fingerprint()
+    assert open_or_create(other, tmp_path, force=True).precisions.keys() == {"4-hqq"}  # usable: kept
+
+
+def test_packed_dense_layers_are_checked_like_experts(tiny_model: Any, tmp_path: Path) -> None:
+    blueprint = tiny_model("qwen3_moe")
+    ensure_packed(open_or_create(blueprint, tmp_path), blueprint, 4, "hqq", dense_bits=8)
+    file = tmp_path / "dense-8.bin"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    with pytest.raises(StoreError, match=r"dense-8\.bin is truncated"):
+        ensure_packed(open_store(tmp_path), blueprint, 4, "hqq", dense_bits=8)
+    file.unlink()
+    with pytest.raises(StoreError, match=r"dense-8\.bin is missing"):
+        ensure_packed(open_store(tmp_path), blueprint, 4, "hqq", dense_bits=8)
+
+
+def test_the_stamp_of_a_journal_is_the_store_s(tmp_path: Path) -> None:
+    """A new format version makes old journals void without anybody thinking of it."""
+    source = empty_store(tmp_path).source
+    assert journal.Journal(tmp_path, KEY, source)._stamp["version"] == json.loads((tmp_path / "store.json").read_text())["version"]

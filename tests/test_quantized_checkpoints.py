@@ -1,0 +1,91 @@
+"""Checkpoints that come quantised: gpt-oss in MXFP4 and DeepSeek-V3 in FP8, dequantised one expert at a time.
+
+The oracle is transformers' own dequantising load of the same files.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import auto_class, write
+
+import tiermoe
+
+
+def to_mxfp4(directory: Path) -> None:
+    """Rewrites a gpt-oss checkpoint's experts as MXFP4: random codes, two a byte, and a scale a block of 32."""
+    tensors = load_file(directory / "model.safetensors")
+    generator = torch.Generator().manual_seed(4)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, in_, out = tensors.pop(name).shape
+        shape = (experts, out, in_ // 32, 16)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        tensors[f"{name}_scales"] = torch.randint(122, 126, shape[:3], dtype=torch.uint8, generator=generator)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    name_quantization(directory, {"quant_method": "mxfp4", "modules_to_not_convert": []})
+
+
+def to_fp8(directory: Path, block: int = 32) -> None:
+    """Rewrites a DeepSeek-V3 checkpoint's linear layers as FP8 with a scale a block."""
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("proj.weight") or "_proj_with_mqa.weight" in name]:
+        weight = tensors[name].float()
+        rows, columns = (-(-size // block) for size in weight.shape)
+        padded = torch.zeros(rows * block, columns * block)
+        padded[: weight.shape[0], : weight.shape[1]] = weight
+        scale = padded.view(rows, block, columns, block).abs().amax((1, 3)).clamp(min=1e-6) / 448
+        full = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)[: weight.shape[0], : weight.shape[1]]
+        tensors[name] = (weight / full).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scale
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    name_quantization(
+        directory,
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [block, block]},
+    )
+
+
+def name_quantization(directory: Path, settings: dict[str, Any]) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+
+
+def compare(directory: Path, model_type: str) -> None:
+    config = json.loads((directory / "config.json").read_text())["quantization_config"]
+    quantization = _dequantising(config)
+    plain = auto_class(model_type).from_pretrained(
+        directory, dtype=torch.bfloat16, experts_implementation="eager", quantization_config=quantization
+    )
+    for parameter in plain.parameters():
+        parameter.data = parameter.data.clone()
+    ours, _ = tiermoe.load(directory, memory="4GiB", bits=16, cache="30%")
+    ids = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        assert torch.equal(ours(ids).logits, plain.eval()(ids).logits)
+    assert ours.generate(ids, max_new_tokens=6, do_sample=False).shape[1] == 15
+    packed, _ = tiermoe.load(directory, memory="4GiB", bits=8)
+    difference = (packed(ids).logits - ours(ids).logits).float()
+    assert difference.abs().mean() < 0.1 * ours(ids).logits.float().abs().mean()
+    ours.tiermoe.close()
+    packed.tiermoe.close()
+
+
+def _dequantising(config: dict[str, Any]) -> Any:
+    from transformers import FineGrainedFP8Config, Mxfp4Config
+
+    settings = {name: value for name, value in config.items() if name not in ("quant_method", "fmt")}
+    cls = Mxfp4Config if config["quant_method"] == "mxfp4" else FineGrainedFP8Config
+    return cls(**settings, dequantize=True)
+
+
+def test_gpt_oss_mxfp4(tmp_path: Path) -> None:
+    to_mxfp4(write(tmp_path, "gpt_oss", torch.bfloat16))
+    compare(tmp_path, "gpt_oss")
+
+
+def test_deepseek_v3_fp8(tmp_path: Path) -> None:
+    to_fp8(write(tmp_path, "deepseek_v3", torch.bfloat16))
+    compare(tmp_path, "deepseek_v3")

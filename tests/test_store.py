@@ -1,0 +1,210 @@
+"""The store's table and files: what is written reads back, and what cannot be used is refused in words."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from sources import EXPERTS, RandomExperts, empty_store
+
+from tiermoe.errors import StoreError
+from tiermoe.quant.encodings import cpu_layout
+from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.runtime.prepare_store import check_machine
+from tiermoe.runtime.resolve import check_fingerprint, is_store
+from tiermoe.store.layout import expert_format
+from tiermoe.store.pack import pack_experts
+from tiermoe.store.store import Store, check_files, open_store
+from tiermoe.tiers.reader import ExtentReader, aligned_memory
+from tiermoe.types import ExpertKey
+
+SOURCE = RandomExperts()
+PRECISIONS = [(16, "hqq", "16"), (8, "hqq", "8"), (4, "hqq", "4-hqq"), (4, "linear", "4-linear"), (2, "hqq", "2-hqq")]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with every precision side by side."""
+    store = empty_store(tmp_path_factory.mktemp("packed"))
+    for bits, quantizer, _ in PRECISIONS:
+        pack_experts(store, SOURCE, bits, quantizer)
+    return store.root
+
+
+@pytest.fixture
+def copied(packed: Path, tmp_path: Path) -> Path:
+    """A copy to damage, elsewhere."""
+    return Path(shutil.copytree(packed, tmp_path / "store"))
+
+
+def edit(root: Path, change: Any) -> None:
+    table = json.loads((root / "store.json").read_text())
+    change(table)
+    (root / "store.json").write_text(json.dumps(table))
+
+
+def stored(store: Store, key: str, layer: int, expert: int) -> dict[str, dict[str, torch.Tensor]]:
+    form = store.expert_format(key, layer)
+    memory = aligned_memory(form.stored.nbytes)
+    reader = ExtentReader()
+    extent = store.precisions[key].layers[layer].extents[expert]
+    reader.read(extent, memory, ExpertKey(layer, expert, form.bits))
+    reader.close()
+    return form.stored.views(torch.frombuffer(memory, dtype=torch.uint8))
+
+
+def expected(bits: int, quantizer: str, layer: int, expert: int) -> dict[str, dict[str, torch.Tensor]]:
+    """The fields of an expert by the encodings themselves."""
+    form = expert_format(SOURCE.layers[layer], bits, torch.bfloat16, cpu_layout(), quantizer)
+    fields = {}
+    for name, weight in SOURCE.read(layer, expert).items():
+        encoding = form.encodings.get(name)
+        encoded = encoding.encode(weight, QUANTIZERS[quantizer], torch.bfloat16) if encoding else {"weight": weight}
+        fields[name] = dict(encoded)
+    return fields
+
+
+def same(one: dict[str, dict[str, torch.Tensor]], other: dict[str, dict[str, torch.Tensor]]) -> bool:
+    return {part: set(fields) for part, fields in one.items()} == {part: set(f) for part, f in other.items()} and all(
+        torch.equal(value, other[part][name]) for part, fields in one.items() for name, value in fields.items()
+    )
+
+
+def test_the_table_reads_back_as_it_was_written(packed: Path) -> None:
+    store = open_store(packed)
+    assert is_store(packed)
+    assert store.layers == SOURCE.layers
+    assert list(store.precisions) == [key for _, _, key in PRECISIONS]
+    written = json.loads((packed / "store.json").read_text())
+    store.save()
+    assert json.loads((packed / "store.json").read_text()) == written
+    for bits, quantizer, key in PRECISIONS:
+        precision = store.precisions[key]
+        assert (precision.bits, precision.quantizer) == (bits, quantizer if bits < 8 else "")
+        assert precision.machine == (cpu_layout() if bits == 4 else "any")
+        check_files(precision)
+
+
+@pytest.mark.parametrize(("bits", "quantizer", "key"), PRECISIONS, ids=[key for _, _, key in PRECISIONS])
+def test_every_expert_reads_back(bits: int, quantizer: str, key: str, packed: Path) -> None:
+    store = open_store(packed)
+    for layer in range(len(SOURCE.layers)):
+        for expert in range(EXPERTS):
+            assert same(stored(store, key, layer, expert), expected(bits, quantizer, layer, expert))
+            (segment,) = store.precisions[key].layers[layer].extents[expert].segments
+            assert segment.offset % 4096 == segment.nbytes % 4096 == segment.at == 0
+
+
+@pytest.mark.parametrize(("bits", "quantizer", "key"), PRECISIONS, ids=[key for _, _, key in PRECISIONS])
+def test_expert_files_are_safetensors(bits: int, quantizer: str, key: str, packed: Path) -> None:
+    for layer in range(len(SOURCE.layers)):
+        with safe_open(packed / f"experts-{key}-layer{layer:03}.safetensors", framework="pt") as file:
+            names = [name for name in file.keys() if ".padding." not in name]  # noqa: SIM118
+            found: dict[int, dict[str, dict[str, torch.Tensor]]] = {}
+            for name in names:
+                _, number, _, expert, part, field = name.split(".")
+                assert int(number) == layer
+                found.setdefault(int(expert), {}).setdefault(part, {})[field] = file.get_tensor(name)
+        assert sorted(found) == list(range(EXPERTS))
+        for expert, fields in found.items():
+            assert same(fields, expected(bits, quantizer, layer, expert))
+
+
+def test_a_store_can_be_moved(packed: Path, copied: Path) -> None:
+    here, there = open_store(packed), open_store(copied)
+    there_files = {
+        segment.file
+        for precision in there.precisions.values()
+        for layer in precision.layers
+        for extent in layer.extents
+        for segment in extent.segments
+    }
+    assert {Path(file).parent for file in there_files} == {copied}
+    assert same(stored(here, "4-hqq", 2, 3), stored(there, "4-hqq", 2, 3))
+    assert str(packed) not in (copied / "store.json").read_text()
+
+
+def test_dense_tables_read_back(copied: Path) -> None:
+    entry = {"encoding": "int8", "shape": [8, 64], "offset": 4096, "checksum": "00", "error": 0.01}
+    store = open_store(copied)
+    store.dense["8"] = {"file": "dense-8.bin", "machine": "any", "layers": {"lm_head": entry}}
+    store.save()
+    again = open_store(copied)
+    assert again.dense == store.dense
+    (segment,) = again.dense_extent("8", "lm_head").segments
+    assert (segment.file, segment.offset) == (str(copied / "dense-8.bin"), 4096)
+
+
+def test_no_store(tmp_path: Path) -> None:
+    assert not is_store(tmp_path)
+    with pytest.raises(StoreError, match=r"holds no store\.json: it is not an expert store"):
+        open_store(tmp_path)
+
+
+def test_another_format_version(copied: Path) -> None:
+    edit(copied, lambda table: table.update(version=99))
+    with pytest.raises(StoreError, match=r"format version 99, this tiermoe reads version 1; pack the model again"):
+        open_store(copied)
+
+
+def test_another_table(copied: Path) -> None:
+    edit(copied, lambda table: table.update(format="recipes"))
+    with pytest.raises(StoreError, match=r"is not the table of a tiermoe expert store; name another folder"):
+        open_store(copied)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"format":', "\x00\xff"])
+def test_a_damaged_table(text: str, copied: Path) -> None:
+    (copied / "store.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(StoreError, match=r"store\.json cannot be read .*pack the model again with --force"):
+        open_store(copied)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda table: table.pop("layers"),
+        lambda table: table["source"].pop("fingerprint"),
+        lambda table: table["source"].update(dtype="float64"),
+        lambda table: table.update(precisions=[]),
+        lambda table: table["precisions"]["4-hqq"]["layers"].pop(),
+        lambda table: table["precisions"]["4-hqq"]["layers"][1]["experts"].pop(),
+        lambda table: table["precisions"]["4-hqq"]["layers"][1]["experts"][0].pop("checksum"),
+        lambda table: table["precisions"]["4-hqq"]["layers"][1]["experts"][0].update(segments=[[1]]),
+        lambda table: table.update(dense={"8": {"file": "dense-8.bin"}}),
+        lambda table: table.update(dense={"8": {"file": "f", "machine": "any", "layers": {"a": {"offset": 0}}}}),
+    ],
+)
+def test_a_table_that_contradicts_itself(change: Any, copied: Path) -> None:
+    edit(copied, change)
+    with pytest.raises(StoreError, match=r"store\.json is damaged .*pack the model again with --force"):
+        open_store(copied)
+
+
+def test_a_missing_file_and_a_short_one(copied: Path) -> None:
+    store = open_store(copied)
+    short = copied / "experts-8-layer001.safetensors"
+    size = short.stat().st_size
+    with open(short, "r+b") as handle:
+        handle.truncate(size - 1)
+    with pytest.raises(StoreError, match=rf"layer001\.safetensors is truncated: {size - 1:,} bytes of at least {size:,}; pack"):
+        check_files(store.precisions["8"])
+    short.unlink()
+    with pytest.raises(StoreError, match=r"layer001\.safetensors is missing .*--force"):
+        check_files(store.precisions["8"])
+    check_files(store.precisions["4-hqq"])
+
+
+def test_another_checkpoint_and_another_machine(tmp_path: Path) -> None:
+    check_fingerprint(tmp_path, "aa", "aa")
+    with pytest.raises(StoreError, match="packed from another checkpoint .*aa, this model's is bb.*--out DIR --force"):
+        check_fingerprint(tmp_path, "aa", "bb")
+    check_machine(tmp_path, "any", "cpu-avx2")
+    check_machine(tmp_path, "cpu-avx2", "cpu-avx2")
+    with pytest.raises(StoreError, match="packed for cpu-avx512, this machine needs cpu-avx2; .*--out, or anew with --force"):
+        check_machine(tmp_path, "cpu-avx512", "cpu-avx2")
