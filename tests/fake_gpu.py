@@ -54,7 +54,7 @@ class FakeDisk:
         slot[half:BYTES] = whole[half:]
 
     def close(self) -> None:
-        self.closed = True
+        assert self.gate.is_set()
 
 
 @dataclass(eq=False)
@@ -73,7 +73,7 @@ class Copy:
 
 
 class FakeGpu:
-    """A `tiers.gpu.Copier` and the stream of computation beside it; a thread runs both in a random order, as
+    """A `tiers.copier.Copier` and the stream of computation beside it; a thread runs both in random order, as
     far as marks and tickets leave it free, and copies in two halves.
 
     blocking: `wait_before_use` waits, for computations that do not go through `use`. `violations` says what

@@ -36,7 +36,9 @@ def sharded(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text("{}")
     weight_map = {}
-    for number, names in enumerate((["a.weight", "c.half"], ["b.experts", "d.codes"], ["e.scale", "f.scalar", "g.empty"])):
+    for number, names in enumerate(
+        (["a.weight", "c.half"], ["b.experts", "d.codes"], ["e.scale", "f.scalar", "g.empty"])
+    ):
         file = f"model-{number + 1:05}-of-00003.safetensors"
         save_file({name: TENSORS[name] for name in names}, folder / file)
         weight_map |= dict.fromkeys(names, file)
@@ -72,7 +74,9 @@ def test_rows_and_where_they_lie(tmp_path: Path) -> None:
         assert (segment.nbytes, segment.at) == (5 * 7 * 2, 128)
         with open(segment.file, "rb") as handle:
             handle.seek(segment.offset)
-            assert handle.read(segment.nbytes) == TENSORS["b.experts"][row].view(torch.uint8).numpy().tobytes()
+            assert (
+                handle.read(segment.nbytes) == TENSORS["b.experts"][row].view(torch.uint8).numpy().tobytes()
+            )
     assert checkpoint.segment("b.experts", None, 0).nbytes == 3 * 5 * 7 * 2
 
 
@@ -105,7 +109,9 @@ def test_the_fingerprint_tells_names_and_types(tmp_path: Path) -> None:
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     folder = sharded(tmp_path)
     (folder / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"1 of 3 shards are missing .*model-00002-of-00003\.safetensors; download"):
+    with pytest.raises(
+        ModelError, match=r"1 of 3 shards are missing .*model-00002-of-00003\.safetensors; download"
+    ):
         Checkpoint(folder)
 
 
@@ -115,7 +121,9 @@ def test_a_truncated_shard_is_named_with_the_sizes(kept: int, tmp_path: Path) ->
     shard = folder / "model-00002-of-00003.safetensors"
     content = shard.read_bytes()
     shard.write_bytes(content[:kept])
-    with pytest.raises(ModelError, match=r"model-00002-of-00003\.safetensors .*truncated.*; download it again") as refused:
+    with pytest.raises(
+        ModelError, match=r"model-00002-of-00003\.safetensors .*truncated.*; download it again"
+    ) as refused:
         Checkpoint(folder)
     if kept == -1:
         assert f"the file has {len(content) - 1:,}" in str(refused.value)
@@ -146,7 +154,9 @@ def test_a_shard_that_ends_early_later_is_an_error(tmp_path: Path) -> None:
     ids=str,
 )
 def test_malformed_headers_are_refused(header: Any, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"model\.safetensors has a malformed safetensors header .*download it again"):
+    with pytest.raises(
+        ModelError, match=r"model\.safetensors has a malformed safetensors header .*download it again"
+    ):
         Checkpoint(raw(tmp_path, header))
 
 
@@ -158,11 +168,11 @@ def test_a_malformed_index_is_refused(index: str, tmp_path: Path) -> None:
 
 
 def test_no_weights(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="holds no safetensors weights .*save_pretrained"):
+    with pytest.raises(ModelError, match=r"holds no safetensors weights .*save_pretrained"):
         Checkpoint(tmp_path)
 
 
 def test_a_shard_that_is_a_folder(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").mkdir()
-    with pytest.raises(ModelError, match="cannot read .*: Is a directory"):
+    with pytest.raises(ModelError, match=r"cannot read .*: Is a directory"):
         Checkpoint(tmp_path)

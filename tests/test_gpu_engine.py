@@ -22,9 +22,9 @@ from tiermoe.store.store import dense_key, machine_of, precision_key
 from tiermoe.tiers import cuda
 from tiermoe.tiers.assemble import Tiers
 from tiermoe.tiers.disk import SlotFiller
-from tiermoe.tiers.gpu import DeviceSlots, GpuLink
+from tiermoe.tiers.gpu import GpuLink
 from tiermoe.tiers.reader import ExtentReader
-from tiermoe.tiers.slots import HostSlots
+from tiermoe.tiers.slots import DeviceSlots, HostSlots
 from tiny import write
 
 FAMILY = "qwen3_moe"
@@ -112,10 +112,13 @@ def test_every_expert_is_read_once_where_main_memory_holds_all(
     assert link.bytes_read == link.host_misses * loaded.tiermoe.plan.slot_bytes
 
 
-def test_equals_the_decoded_weights(model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]) -> None:
-    loaded, _ = on_fake_gpu(model, 3, cache="40%", bits=4)
+@pytest.mark.parametrize(("bits", "kind"), [(4, "int4/rowmajor/"), (2, "int2/")])
+def test_equals_the_decoded_weights(
+    bits: int, kind: str, model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]
+) -> None:
+    loaded, _ = on_fake_gpu(model, 3, cache="40%", bits=bits)
     encodings = {e.name for form in loaded.tiermoe._formats for e in form.encodings.values()}
-    assert all(name.startswith("int4/rowmajor/") for name in encodings)
+    assert all(name.startswith(kind) for name in encodings)
     plain = oracle(model, FAMILY, torch.float32)
     put_decoded_experts(loaded.tiermoe, plain)
     mine, theirs = logits(loaded, FAMILY, tokens(1, 9)), logits(plain, FAMILY, tokens(1, 9))

@@ -22,7 +22,8 @@ class Family:
     encoder_decoder: generates through an encoder and a decoder.
     adapter: the experts are a ModuleDict of small modules called with one-hot masks (Switch), not stacked tensors
         under transformers' experts interface.
-    expanded_kv: attention caches expanded keys and values per head (multi-head latent attention in transformers).
+    latent_kv: attention caches one compressed latent a token and expands it a layer at a time (multi-head latent
+        attention, DeepSeek-V2, section 2.1).
     """
 
     name: str
@@ -32,7 +33,7 @@ class Family:
     top_k: str | None = "num_experts_per_tok"
     encoder_decoder: bool = False
     adapter: bool = False
-    expanded_kv: bool = False
+    latent_kv: bool = False
 
 
 _TABLE = (
@@ -41,8 +42,8 @@ _TABLE = (
     Family("Qwen2-MoE (Qwen1.5-MoE)", "qwen2_moe", "Qwen2MoeExperts"),
     Family("Qwen3-MoE", "qwen3_moe", "Qwen3MoeExperts"),
     Family("OLMoE", "olmoe", "OlmoeExperts"),
-    Family("DeepSeek-V2", "deepseek_v2", "DeepseekV2Experts", expanded_kv=True),
-    Family("DeepSeek-V3", "deepseek_v3", "DeepseekV3Experts", expanded_kv=True),
+    Family("DeepSeek-V2", "deepseek_v2", "DeepseekV2Experts", latent_kv=True),
+    Family("DeepSeek-V3", "deepseek_v3", "DeepseekV3Experts", latent_kv=True),
     Family("GLM4-MoE", "glm4_moe", "Glm4MoeExperts"),
     Family("gpt-oss", "gpt_oss", "GptOssExperts", router="router"),
     Family("GraniteMoE", "granitemoe", "GraniteMoeExperts", router="router"),

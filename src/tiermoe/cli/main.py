@@ -44,6 +44,7 @@ for command in (run, chat, pack, plan, show):
 
 # typer carries its own copy of click; this is that copy's base of all errors in how a command was typed
 _TypedWrong: type[Exception] = typer.BadParameter.__mro__[2]
+_HELP_SHOWN: type[Exception] = sys.modules[typer.BadParameter.__module__].NoArgsIsHelpError
 
 
 def main() -> None:
@@ -61,14 +62,16 @@ def main() -> None:
     except MemoryError:
         _fail("out of memory while allocating; lower --memory or --cache, or end other programs")
     except _TypedWrong as error:
+        if isinstance(error, _HELP_SHOWN):
+            sys.exit(2)
         _fail(_explain(error))
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _explain(error: Any) -> str:
-    message = str(error.format_message()).strip().rstrip(".")
-    message = message[:1].lower() + message[1:]
     near = getattr(error, "possibilities", None)
+    message = str(error.message if near else error.format_message()).strip().rstrip(".")
+    message = message[:1].lower() + message[1:]
     return message + (f"; did you mean {' or '.join(near)}?" if near else "; see --help")
 
 

@@ -34,8 +34,8 @@ def open_session(model: str, options: dict[str, Any], context_for: Callable[[Any
 
         settings(**options)
         directory = resolve_model(model)
-        tokenizer = load_tokenizer(directory)
         blueprint = inspect_model(directory, model)
+        tokenizer = load_tokenizer(directory)
         context = context_for(tokenizer, blueprint)
         if context is not None and options.get("context") is None:
             options = {**options, "context": context}

@@ -104,7 +104,11 @@ def read_config(directory: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(directory)
     except Exception as error:
-        raise ModelError(f"transformers {transformers.__version__} cannot read {file}: {error}") from error
+        cause = str(error) or type(error).__name__
+        raise ModelError(
+            f"transformers {transformers.__version__} cannot read {file} ({cause}); download it again, or a model that "
+            f"this version knows"
+        ) from error
 
 
 def auto_class(family: Family) -> Any:

@@ -68,8 +68,12 @@ class Conversation:
             if old != new:
                 break
             shared += 1
-        if shared < self._cache.get_seq_length():
-            self._cache.crop(shared)
+        surplus = self._cache.get_seq_length() - shared
+        if surplus:
+            try:
+                self._cache.crop(-surplus)
+            except RuntimeError:  # a sliding window that has moved on cannot be wound back
+                return DynamicCache(config=self._model.config)
         return self._cache
 
     def _forget_cache(self) -> None:

@@ -21,6 +21,8 @@ from typing import Any
 from tiermoe.runtime import deferred_imports
 
 _MADV_DONTNEED = 4
+_M_MMAP_THRESHOLD = -3
+_MMAP_THRESHOLD = 128 << 10  # glibc's own initial value
 # Loaded together with torch._C and never unloaded, as Python's extension modules are.
 _TORCH_LIBRARIES = (
     "libtorch_cpu.so",
@@ -38,6 +40,16 @@ def prepare() -> None:
     Call it before transformers is imported; later it changes nothing that is imported already. Idempotent.
     """
     deferred_imports.install()
+    _fix_mmap_threshold()
+
+
+def _fix_mmap_threshold() -> None:
+    """Keeps glibc from raising the size from which an allocation has a mapping of its own. It would rise to that of
+    the largest activation freed, and then a prefill's activations come from a heap that fragments and keeps up to
+    60 MiB, a different number in every run: no plan could bound that (docs/performance.md)."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
 
 
 @contextlib.contextmanager

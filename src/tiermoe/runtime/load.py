@@ -41,8 +41,8 @@ def load(model: str | os.PathLike[str], *, progress: Progress | None = None, **o
     """
     settings = make_settings(**options)
     directory = resolve_model(model)
-    tokenizer = load_tokenizer(directory)
     blueprint = inspect_model(directory, os.fspath(model))
+    tokenizer = load_tokenizer(directory)
     return load_blueprint(blueprint, settings, progress), tokenizer
 
 

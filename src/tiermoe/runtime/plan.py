@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tiermoe.config import MIB, Settings, format_size
+from tiermoe.config import KIB, MIB, Settings, format_size
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.kernels import machine_layout
 from tiermoe.runtime.blueprint import Blueprint
@@ -18,6 +18,7 @@ from tiermoe.tiers.cuda import resolve_device
 DEFAULT_CONTEXT = 4096
 _FIRST_USE = 52 * MIB  # library code and heap that the first forward pass brings in, measured: 43 MiB and a reserve
 _SHARE_OF_FREE = 0.8
+_VARIES = 4 * MIB  # by how much the interpreter's size differs from run to run
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def plan_memory(blueprint: Blueprint, settings: Settings) -> MemoryPlan:
     fixed = {
         "interpreter": resident_bytes() + _FIRST_USE,
         "dense": _dense_bytes(blueprint, settings.dense_bits, layout),
-        "kv_cache": kv_bytes(blueprint.config, blueprint.family.expanded_kv, context, settings.batch, blueprint.dtype.itemsize),
+        "kv_cache": kv_bytes(blueprint.config, blueprint.family.latent_kv, context, settings.batch, blueprint.dtype.itemsize),
         "activations": _activation_bytes(blueprint, formats, settings, context),
         "staging": _staging_bytes(formats, settings),
     }
@@ -121,12 +122,14 @@ def context_of(blueprint: Blueprint, settings: Settings) -> int:
     return min(DEFAULT_CONTEXT, longest) if longest else DEFAULT_CONTEXT
 
 
-def kv_bytes(config: Any, expanded: bool, context: int, batch: int, itemsize: int) -> int:
+def kv_bytes(config: Any, latent: bool, context: int, batch: int, itemsize: int) -> int:
     """Bytes of keys and values of `context` tokens in all layers, and of the copy of one layer's that transformers'
-    growing cache makes while it appends."""
+    growing cache makes while it appends. `latent`: a compressed cache, of which one layer at a time is expanded."""
     heads = int(getattr(config, "num_attention_heads", 0) or config.num_heads)
-    if expanded:
-        per_token = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+    expanded = 0
+    if latent:
+        per_token = int(config.kv_lora_rank + config.qk_rope_head_dim)
+        expanded = int(heads * (2 * config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim))
     else:
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
         head_dim = int(
@@ -136,7 +139,7 @@ def kv_bytes(config: Any, expanded: bool, context: int, batch: int, itemsize: in
     layers = int(getattr(config, "num_decoder_layers", None) or config.num_hidden_layers)
     if getattr(config, "is_encoder_decoder", False):
         layers *= 2  # the decoder's own and the cross attention to the prompt
-    return batch * context * per_token * itemsize * (layers + 2)
+    return batch * context * itemsize * (per_token * (layers + 2) + expanded)
 
 
 def _budget(settings: Settings) -> tuple[int, str]:
@@ -205,13 +208,13 @@ def _refuse(
     if wanted < layer_slots and needed <= budget:
         raise BudgetError(
             f"a cache of {wanted} experts cannot hold the {layer_slots} that one layer uses for a token; "
-            f"the smallest --cache is {format_size(layer_slots * slot_bytes)}"
+            f"use --cache {layer_slots * slot_bytes // KIB}KiB or more"
         )
     parts = ", ".join(f"{name.replace('_', ' ')} {format_size(size)}" for name, size in fixed.items())
     raise BudgetError(
         f"{format_size(budget)} are too little: {parts} and one layer's {layer_slots} experts "
         f"{format_size(layer_slots * slot_bytes)} need {format_size(needed)}. "
-        f"Use --memory {-(-needed // MIB)}MiB or more{_cheaper(blueprint, settings, needed, budget)}"
+        f"Use --memory {-(-(needed + _VARIES) // MIB)}MiB or more{_cheaper(blueprint, settings, needed, budget)}"
     )
 
 

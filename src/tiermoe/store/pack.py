@@ -122,8 +122,9 @@ def _pack_layers(
             else:
                 packed = _write_layer(job, index, report)
             journal.add(index, packed)
+        else:
+            report(form.layer.experts)
         done += form.layer.experts
-        report(0, done)
         yield packed
 
 

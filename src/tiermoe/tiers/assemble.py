@@ -10,10 +10,10 @@ from tiermoe.link import Link
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.tiers.cuda import CudaCopier, peak_memory
 from tiermoe.tiers.disk import DiskLink, SlotFiller, Slots
-from tiermoe.tiers.gpu import DeviceSlots, GpuLink
+from tiermoe.tiers.gpu import GpuLink
 from tiermoe.tiers.probe import DriveProbe
 from tiermoe.tiers.reader import ExtentReader
-from tiermoe.tiers.slots import HostSlots
+from tiermoe.tiers.slots import DeviceSlots, HostSlots
 from tiermoe.types import ExpertKey, Extent
 
 

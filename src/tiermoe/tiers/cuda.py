@@ -10,7 +10,7 @@ from tiermoe.errors import BudgetError, ConfigError
 
 
 class CudaCopier:
-    """Copies on a stream of its own (`tiers.gpu.Copier`). A mark and a ticket are events."""
+    """Copies on a stream of its own (`tiers.copier.Copier`). A mark and a ticket are events."""
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)

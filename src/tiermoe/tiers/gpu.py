@@ -13,42 +13,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from tiermoe.errors import BudgetError
 from tiermoe.link import Finished
 from tiermoe.policy.cache import ExpertCache
 from tiermoe.policy.eviction import LeastRecentlyUsed
-from tiermoe.store.layout import PAGE, align
+from tiermoe.tiers.copier import Copier, Mark, Ticket
 from tiermoe.tiers.lanes import Lanes
-from tiermoe.tiers.slots import HostSlots
+from tiermoe.tiers.slots import DeviceSlots, HostSlots
 from tiermoe.types import ExpertKey, Load
-
-Mark = Any
-"""A point in the order of computation, as its `Copier` has it."""
-Ticket = Any
-"""A copy that has been asked for, as its `Copier` has it."""
-
-
-class Copier(Protocol):
-    """Copies from pinned memory to the device, beside the computation."""
-
-    def mark(self) -> Mark:
-        """The point after everything that the calling thread has launched so far."""
-
-    def copy(self, host: torch.Tensor, device: torch.Tensor, after: Mark) -> Ticket:
-        """Asks for a copy that starts once `after` is reached. Returns at once; any thread may call."""
-
-    def ready(self, ticket: Ticket) -> bool:
-        """True where the copy is done."""
-
-    def wait(self, ticket: Ticket) -> None:
-        """Blocks the calling thread until the copy is done."""
-
-    def wait_before_use(self, ticket: Ticket) -> None:
-        """Lets what the calling thread launches from now on start only after the copy; does not block."""
 
 
 class Filler(Protocol):
@@ -63,29 +38,6 @@ class Filler(Protocol):
     def fill(self, key: ExpertKey, slot: torch.Tensor) -> None: ...
 
     def close(self) -> None: ...
-
-
-class DeviceSlots:
-    """`count` slots of `slot_bytes` (rounded up to 4 KiB) in one uint8 tensor on `device`."""
-
-    def __init__(self, count: int, slot_bytes: int, device: str) -> None:
-        self.count = count
-        self.slot_bytes = align(slot_bytes, PAGE)
-        try:
-            self._tensor = torch.empty(count * self.slot_bytes, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError as error:
-            raise BudgetError(
-                f"{device} has no room for {count} slots of {self.slot_bytes:,} bytes; lower --gpu-memory or "
-                f"--cache, or end other programs on it"
-            ) from error
-
-    def buffer(self, slot: int) -> torch.Tensor:
-        """Slot `slot` as uint8 (slot_bytes,)."""
-        return self._tensor[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
-
-    def close(self) -> None:
-        """Gives the memory back to torch; views of slots keep it alive."""
-        del self._tensor
 
 
 @dataclass(frozen=True, slots=True)

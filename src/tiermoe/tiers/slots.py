@@ -1,4 +1,4 @@
-"""Preallocated, page-aligned slots for experts in main memory."""
+"""Preallocated, page-aligned slots for experts: in main memory and on a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HostSlots:
         self.count = count
         self.slot_bytes = align(slot_bytes, PAGE)
         try:
-            self._memory = mmap.mmap(-1, count * self.slot_bytes)
+            self._memory = mmap.mmap(-1, count * self.slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
             message = f"cannot reserve {count} slots of {self.slot_bytes:,} bytes: {error}"
             raise BudgetError(message) from error
@@ -41,3 +41,26 @@ class HostSlots:
         if self._pinned:
             unpin_memory(self._tensor)
         del self._tensor, self._memory
+
+
+class DeviceSlots:
+    """`count` slots of `slot_bytes` (rounded up to 4 KiB) in one uint8 tensor on `device`."""
+
+    def __init__(self, count: int, slot_bytes: int, device: str) -> None:
+        self.count = count
+        self.slot_bytes = align(slot_bytes, PAGE)
+        try:
+            self._tensor = torch.empty(count * self.slot_bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise BudgetError(
+                f"{device} has no room for {count} slots of {self.slot_bytes:,} bytes; lower --gpu-memory or "
+                f"--cache, or end other programs on it"
+            ) from error
+
+    def buffer(self, slot: int) -> torch.Tensor:
+        """Slot `slot` as uint8 (slot_bytes,)."""
+        return self._tensor[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+
+    def close(self) -> None:
+        """Gives the memory back to torch; views of slots keep it alive."""
+        del self._tensor

@@ -1,0 +1,357 @@
+"""The commands that work: what goes where, and what it says."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiermoe
+from commands import Command, command_runner
+from tiermoe.runtime import load
+from tiny import oracle, write
+
+FAST = ("--memory", "4GiB", "--lanes", "1")
+KEYS = {
+    "text": str,
+    "token_ids": list,
+    "prompt_tokens": int,
+    "completion_tokens": int,
+    "load_s": float,
+    "ttft_s": float,
+    "prefill_tok_s": float,
+    "decode_tok_s": float,
+    "hit_rate": float,
+    "expert_hits": int,
+    "expert_misses": int,
+    "bytes_read": int,
+    "wait_s": float,
+    "peak_memory_bytes": int,
+    "memory_budget_bytes": int,
+    "preset": str,
+    "bits": int,
+    "dense_bits": int,
+    "bound_tok_s": float,
+}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny fp32 checkpoint without a chat template."""
+    return write(tmp_path_factory.mktemp("cli") / "tiny", "qwen3_moe", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny: Path) -> Any:
+    """(model, tokenizer) at 16 bits."""
+    model, tokenizer = tiermoe.load(tiny, memory="4GiB", bits=16, cache="50%", lanes=1)
+    yield model, tokenizer
+    model.tiermoe.close()
+
+
+@pytest.fixture
+def tiermoe_(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return command_runner(monkeypatch, capsys)
+
+
+def greedy_text(directory: Path, tokenizer: Any, prompt: str, tokens: int) -> str:
+    """What plain transformers answers."""
+    model = oracle(directory, "qwen3_moe", torch.float32)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)[
+        0, ids.shape[1] :
+    ]
+    return str(tokenizer.decode(answer, skip_special_tokens=True))
+
+
+# --- run ---
+
+
+def test_run_prints_the_answer_and_nothing_else(tiermoe_: Command, tiny: Path, loaded: Any) -> None:
+    wanted = greedy_text(tiny, loaded[1], "once upon", 8)
+    outcome = tiermoe_("run", tiny, "once upon", *FAST, "--bits", "16", "--max-tokens", "8")
+    assert (outcome.code, outcome.out) == (0, wanted + "\n")
+    summary = outcome.err.splitlines()[-1]
+    assert re.fullmatch(
+        r"\[8 tokens, [\d.]+ tok/s, \d+% of the bound [\d.]+, first token after [\d.]+ s, "
+        r"hit rate \d+%, .* read, peak memory .* of 4 GiB\]",
+        summary,
+    )
+    assert (
+        tiermoe_("run", tiny, "-", *FAST, "--bits", "16", "--max-tokens", "8", stdin="once upon").out
+        == wanted + "\n"
+    )
+
+
+def test_the_first_run_packs_and_says_so(tiermoe_: Command, tiny: Path, tmp_path: Path) -> None:
+    words = ("run", tiny, "hi", *FAST, "--max-tokens", "2", "--store", tmp_path / "store")
+    first, second = tiermoe_(*words), tiermoe_(*words)
+    assert first.err.startswith("packing experts (once): 24 to do\npacking experts (once): done\n[2 tokens")
+    assert "packing" not in second.err
+    assert first.out == second.out
+
+
+def test_json_holds_what_the_run_did(tiermoe_: Command, tiny: Path, loaded: Any) -> None:
+    outcome = tiermoe_("run", tiny, "once upon", *FAST, "--max-tokens", "8", "--cache", "50%", "--json")
+    assert outcome.code == 0
+    report = json.loads(outcome.out)
+    assert {name: type(value) for name, value in report.items()} == KEYS
+    assert report["text"] == loaded[1].decode(report["token_ids"], skip_special_tokens=True)
+    assert (report["prompt_tokens"], report["completion_tokens"], len(report["token_ids"])) == (9, 8, 8)
+    hits, misses = report["expert_hits"], report["expert_misses"]
+    decoded = 7 * 3 * 3  # seven tokens, three layers, three experts: each is asked for once
+    assert (
+        decoded + 9 <= hits + misses <= decoded + 24
+    )  # and the prompt asks for each expert of a layer at most once
+    assert report["hit_rate"] == pytest.approx(hits / (hits + misses))
+    assert report["bytes_read"] >= misses * 4096
+    assert report["memory_budget_bytes"] == 4 << 30
+    assert report["peak_memory_bytes"] > 0
+    assert (report["bits"], report["dense_bits"], report["preset"]) == (4, 16, "default")
+    assert all(
+        report[name] > 0 for name in ("load_s", "ttft_s", "prefill_tok_s", "decode_tok_s", "bound_tok_s")
+    )
+
+
+def test_one_token_has_no_decoding_rate(tiermoe_: Command, tiny: Path) -> None:
+    report = json.loads(tiermoe_("run", tiny, "a", *FAST, "--max-tokens", "1", "--json").out)
+    assert (report["completion_tokens"], report["decode_tok_s"], report["bound_tok_s"]) == (1, 0.0, 0.0)
+
+
+def test_the_answer_ends_where_the_context_does(tiermoe_: Command, tiny: Path) -> None:
+    report = json.loads(tiermoe_("run", tiny, "x" * 250, *FAST, "--max-tokens", "50", "--json").out)
+    assert report["prompt_tokens"] + report["completion_tokens"] <= 256
+    report = json.loads(
+        tiermoe_("run", tiny, "xyz", *FAST, "--context", "7", "--max-tokens", "50", "--json").out
+    )
+    assert report["completion_tokens"] <= 4
+
+
+def test_memory_is_reserved_for_the_prompt_and_the_answer(
+    tiermoe_: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int | None] = []
+    plan = load.plan_memory
+
+    def planned(blueprint: Any, settings: Any) -> Any:
+        asked.append(settings.context)
+        return plan(blueprint, settings)
+
+    monkeypatch.setattr(load, "plan_memory", planned)
+    for words in (("--max-tokens", "5"), ("--max-tokens", "500"), ("--max-tokens", "5", "--context", "30")):
+        assert tiermoe_("run", tiny, "x" * 20, *FAST, *words).code == 0
+    assert asked == [25, 256, 30]
+
+
+def test_a_seed_repeats_an_answer(tiermoe_: Command, tiny: Path) -> None:
+    words = ("run", tiny, "hi", *FAST, "--max-tokens", "12", "--temperature", "1.5", "--json", "--seed")
+    one, again, other = (json.loads(tiermoe_(*words, seed).out)["token_ids"] for seed in (1, 1, 2))
+    assert one == again != other
+
+
+def test_a_long_prompt_runs_in_chunks(
+    tiermoe_: Command, tiny: Path, loaded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    forward = type(loaded[0]).forward
+
+    def counted(self: Any, input_ids: Any = None, **rest: Any) -> Any:
+        lengths.append(input_ids.shape[1])
+        return forward(self, input_ids=input_ids, **rest)
+
+    monkeypatch.setattr(type(loaded[0]), "forward", counted)
+    assert tiermoe_("run", tiny, "x" * 40, *FAST, "--chunk", "16", "--max-tokens", "3").code == 0
+    assert lengths == [16, 16, 8, 1, 1]
+
+
+def test_memory_left_out_is_said(tiermoe_: Command, tiny: Path) -> None:
+    outcome = tiermoe_("run", tiny, "hi", "--max-tokens", "1", "--lanes", "1")
+    assert re.search(
+        r"^memory: .*iB, 80% of the .*iB .*; --memory sets another bound$", outcome.err, re.MULTILINE
+    )
+
+
+def test_run_an_encoder_and_decoder(tiermoe_: Command, tmp_path: Path) -> None:
+    directory = write(tmp_path / "switch", "switch_transformers", torch.float32)
+    model = oracle(directory, "switch_transformers", torch.float32)
+    outcome = tiermoe_(
+        "run", directory, "translate this", *FAST, "--bits", "16", "--max-tokens", "6", "--json"
+    )
+    assert outcome.code == 0
+    _, tokenizer = tiermoe.load(directory, memory="4GiB", bits=16, lanes=1)
+    ids = tokenizer("translate this", return_tensors="pt").input_ids
+    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)[
+        0, 1:
+    ]
+    assert json.loads(outcome.out)["token_ids"] == wanted.tolist()
+    refused = tiermoe_("chat", directory, *FAST)
+    assert "Switch Transformers models do not chat; use 'tiermoe run'" in refused.cause
+
+
+def test_the_chat_template_is_used_unless_raw(tiermoe_: Command, tiny: Path, tmp_path: Path) -> None:
+    directory = with_template(tiny, tmp_path / "templated")
+    words = ("run", directory, "hi", *FAST, "--max-tokens", "2", "--json")
+    assert json.loads(tiermoe_(*words).out)["prompt_tokens"] == len("u:hi;a:")
+    assert json.loads(tiermoe_(*words, "--raw").out)["prompt_tokens"] == len("hi")
+
+
+def with_template(tiny: Path, directory: Path) -> Path:
+    directory.mkdir()
+    for file in tiny.iterdir():
+        (directory / file.name).symlink_to(file)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+# --- plan, show, pack ---
+
+
+def test_plan(tiermoe_: Command, tiny: Path) -> None:
+    outcome = tiermoe_("plan", tiny, "--memory", "2GiB", "--cache", "25%")
+    assert outcome.code == 0
+    rows = (
+        "interpreter and libraries",
+        "dense weights",
+        "key/value cache",
+        "activations",
+        "staging",
+        "expert cache",
+        "in all",
+    )
+    assert all(row in outcome.out for row in rows)
+    assert "note: the cache holds 6 experts, one token uses 9" in outcome.err
+    data = json.loads(tiermoe_("plan", tiny, "--memory", "2GiB", "--cache", "25%", "--json").out)
+    parts = ("interpreter", "dense", "kv_cache", "activations", "staging", "experts")
+    assert data["total"] == sum(data[part] for part in parts) <= data["budget"] == 2 << 30
+    assert (data["slots"], data["all_slots"], data["experts"]) == (6, 24, 6 * data["slot_bytes"])
+    assert len(data["warnings"]) == 1
+
+
+def test_plan_packs_nothing(
+    tiermoe_: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERMOE_CACHE", str(tmp_path))
+    assert tiermoe_("plan", tiny, "--memory", "2GiB").code == 0
+    assert tiermoe_("show", tiny).code == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pack_and_show(
+    tiermoe_: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "store"
+    outcome = tiermoe_("pack", tiny, "--bits", "4,16", "--dense-bits", "8", "--out", root)
+    assert (outcome.code, outcome.out) == (0, f"{root}\n")
+    assert re.search(
+        r"^4 bits: .* KiB, relative error of an expert at most [\d.]+%$", outcome.err, re.MULTILINE
+    )
+    assert re.search(
+        r"^16 bits: .* \(served from the checkpoint, no copy\), relative error .* 0\.0%$",
+        outcome.err,
+        re.MULTILINE,
+    )
+
+    monkeypatch.setenv("COLUMNS", "200")
+    table = tiermoe_("show", root)
+    assert table.code == 0
+    assert all(
+        word in table.out
+        for word in ("Qwen3-MoE", "4-hqq", "(in the checkpoint)", "int4/", "dense layers at 8")
+    )
+
+    facts = json.loads(tiermoe_("show", root, "--json").out)
+    assert (facts["moe_layers"], facts["experts_a_layer"], facts["experts_a_token"]) == (3, 8, 3)
+    by_key = {entry["precision"]: entry for entry in facts["precisions"]}
+    assert set(by_key) == {"4-hqq", "16", "dense layers at 8"}
+    assert by_key["16"]["in_place"]
+    assert by_key["16"]["bytes"] == 24 * 3 * 64 * 32 * 4
+    assert 0.02 < by_key["4-hqq"]["mean_error"] <= by_key["4-hqq"]["max_error"] < 0.2
+
+    model = json.loads(tiermoe_("show", tiny, "--store", root, "--json").out)
+    assert model["fingerprint"] == facts["fingerprint"]
+    assert model["precisions"] == facts["precisions"]
+    assert model["checkpoint"] == str(tiny)
+    assert json.loads(tiermoe_("show", tiny, "--store", tmp_path / "none", "--json").out)["store"] == ""
+
+    verified = tiermoe_("show", root, "--verify", "--json")
+    result = json.loads(verified.out)
+    assert result["damaged"] == []
+    assert result["checked"] > 48
+    assert f"all {result['checked']} checksums match" in verified.err
+
+
+def test_pack_again_does_nothing_and_force_packs_anew(tiermoe_: Command, tiny: Path, tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    words = ("pack", tiny, "--bits", "4,8", "--out", root)
+    first = tiermoe_(*words)
+    file, other = (next(root.glob(f"experts-{key}-layer000*")) for key in ("4-hqq", "8"))
+    content, packed_at = file.read_bytes(), file.stat().st_ino
+    assert tiermoe_(*words).code == 0
+    assert file.stat().st_ino == packed_at
+    kept = other.stat().st_ino
+    file.write_bytes(bytes(len(content)))
+    forced = tiermoe_("pack", tiny, "--bits", "4", "--out", root, "--force")
+    assert forced.out == first.out
+    assert "packing experts (once): 24 to do" in forced.err
+    assert file.read_bytes() == content
+    assert other.stat().st_ino == kept  # the precisions that were not asked for stay
+    assert tiermoe_("show", root, "--verify").code == 0
+
+
+# --- the command itself ---
+
+
+def test_version_and_help(tiermoe_: Command) -> None:
+    nothing_asked = tiermoe_()
+    assert (nothing_asked.code, nothing_asked.err) == (2, "")
+    assert "Usage" in nothing_asked.out
+    assert tiermoe_("--version").out == f"tiermoe {tiermoe.__version__}\n"
+    for words in (
+        ("--help",),
+        ("run", "--help"),
+        ("chat", "--help"),
+        ("pack", "--help"),
+        ("plan", "--help"),
+        ("show", "--help"),
+    ):
+        outcome = tiermoe_(*words)
+        assert outcome.code == 0
+        assert "Usage" in outcome.out
+
+
+def test_a_reader_that_leaves_early(tiermoe_: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tiermoe plan … | head -0`: quiet, no traceback."""
+
+    class Gone(io.StringIO):
+        def write(self, _: str) -> int:
+            raise BrokenPipeError
+
+        def fileno(self) -> int:
+            return 1
+
+    pointed: list[int] = []
+    monkeypatch.setattr(os, "dup2", lambda _, target: pointed.append(target))
+    monkeypatch.setattr(sys, "stdout", Gone())
+    outcome = tiermoe_("plan", tiny, "--memory", "4GiB", "--json")
+    assert (outcome.code, outcome.err, pointed) == (1, "", [1])  # what is left goes nowhere
+
+
+def test_an_interrupted_command(tiermoe_: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tiermoe.runtime.generate.generate", interrupted)
+    outcome = tiermoe_("run", tiny, "hi", *FAST)
+    assert outcome.code == 130
+    assert "Traceback" not in outcome.err

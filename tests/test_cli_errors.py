@@ -1,0 +1,244 @@
+"""Every input that cannot work: one line with the cause, the numbers and what to do next, and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import JambaConfig, LlamaConfig, LlamaForCausalLM
+
+import tiermoe
+from commands import Command, command_runner
+from tiny import write, write_tokenizer
+
+RUN = ("--memory", "4GiB", "--max-tokens", "4", "--lanes", "1")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in three shards or so, its store packed at 4 bits in `store` beside it."""
+    directory = write(tmp_path_factory.mktemp("errors") / "tiny", "qwen3_moe", torch.float32, shard="200KB")
+    model, _ = tiermoe.load(directory, memory="4GiB", lanes=1, store=directory.parent / "store")
+    model.tiermoe.close()
+    assert len(list(directory.glob("*.safetensors"))) > 1
+    return directory
+
+
+@pytest.fixture
+def model(tiny: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint to damage."""
+    return Path(shutil.copytree(tiny, tmp_path / "model"))
+
+
+@pytest.fixture
+def tiermoe_(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return command_runner(monkeypatch, capsys)
+
+
+def edit_json(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+# --- the model ---
+
+
+def test_a_model_without_experts(tiermoe_: Command, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes)).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    for words in (
+        ("run", tmp_path, "hi"),
+        ("plan", tmp_path),
+        ("pack", tmp_path),
+        ("show", tmp_path),
+        ("chat", tmp_path),
+    ):
+        cause = tiermoe_(*words).cause
+        assert re.search(
+            r"is a 'llama' model without experts: tiermoe runs Mixture-of-Experts .* llama\.cpp run a dense",
+            cause,
+        )
+
+
+def test_a_family_that_is_not_supported(tiermoe_: Command, tmp_path: Path) -> None:
+    JambaConfig().save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    cause = tiermoe_("run", tmp_path, "hi").cause
+    assert "model family 'jamba' is not supported; supported model types: deepseek_v2, deepseek_v3" in cause
+
+
+def test_a_config_that_is_missing_or_torn(tiermoe_: Command, model: Path) -> None:
+    config = model / "config.json"
+    text = config.read_text()
+    config.write_text(text[:50])
+    assert re.search(r"config\.json cannot be read .*; download it again", tiermoe_("run", model, "hi").cause)
+    config.write_text("{}")
+    assert "names no model_type" in tiermoe_("run", model, "hi").cause
+    config.write_text(json.dumps({**json.loads(text), "num_experts_per_tok": "two"}))
+    assert re.search(r"transformers [\d.]+ cannot read .*config\.json", tiermoe_("plan", model).cause)
+    config.unlink()
+    assert "has no config.json: it is not a Hugging Face model directory" in tiermoe_("plan", model).cause
+
+
+def test_a_tokenizer_that_is_missing_or_torn(tiermoe_: Command, model: Path) -> None:
+    (model / "tokenizer.json").write_text("{")
+    assert re.search(
+        r"the tokenizer in .* cannot be loaded \(.*\); download it again", tiermoe_("run", model, "hi").cause
+    )
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    cause = tiermoe_("run", model, "hi").cause
+    assert re.search(
+        r"has no tokenizer \(none of tokenizer\.json, .*\); download it again with its tokenizer", cause
+    )
+
+
+def test_shards_that_are_missing_or_truncated(tiermoe_: Command, model: Path) -> None:
+    shard = sorted(model.glob("*.safetensors"))[1]
+    with open(shard, "r+b") as handle:
+        handle.truncate(shard.stat().st_size - 100)
+    cause = tiermoe_("run", model, "hi").cause
+    assert re.search(
+        rf"{shard.name} is truncated: \S+ ends at byte [\d,]+, the file has [\d,]+; download it again", cause
+    )
+    shard.unlink()
+    assert re.search(
+        rf"1 of \d shards are missing in .*: {shard.name}; download them again", tiermoe_("plan", model).cause
+    )
+    for file in model.glob("*.safetensors*"):
+        file.unlink()
+    assert "holds no safetensors weights" in tiermoe_("pack", model).cause
+
+
+def test_a_checkpoint_that_lacks_an_expert(tiermoe_: Command, model: Path) -> None:
+    shard = sorted(model.glob("*.safetensors"))[-1]
+    shard.unlink()
+    edit_json(
+        model / "model.safetensors.index.json",
+        lambda index: [
+            index["weight_map"].pop(key) for key, file in [*index["weight_map"].items()] if file == shard.name
+        ],
+    )
+    assert re.search(
+        r"lacks .*weights.*, the first is \S+; download it again", tiermoe_("run", model, "hi").cause
+    )
+
+
+def test_a_config_of_another_checkpoint(tiermoe_: Command, model: Path) -> None:
+    edit_json(model / "config.json", lambda config: config.update(moe_intermediate_size=64))
+    cause = tiermoe_("pack", model, "--out", model.parent / "out").cause
+    assert "config.json and weights do not belong together" in cause
+
+
+def test_a_model_that_is_not_there(tiermoe_: Command, model: Path, tmp_path: Path) -> None:
+    assert "config.json is a file; name the directory" in tiermoe_("run", model / "config.json", "hi").cause
+    assert re.search(
+        r"nowhere does not exist; name a model directory or a hub id",
+        tiermoe_("run", tmp_path / "nowhere", "hi").cause,
+    )
+    assert "nomodel does not exist" in tiermoe_("plan", "nomodel").cause
+    offline = tiermoe_("run", "nobody/no-such-model", "hi").cause
+    assert re.search(
+        "'nobody/no-such-model' is no local directory, is not in the local hub cache, .*; check the name",
+        offline,
+    )
+    assert "neither a directory nor a valid hub id" in tiermoe_("show", "no body/b--ad..name").cause
+
+
+# --- the budget and the options ---
+
+
+def test_too_little_memory(tiermoe_: Command, tiny: Path) -> None:
+    for words in (("run", tiny, "hi"), ("plan", tiny), ("chat", tiny)):
+        cause = tiermoe_(*words, "--memory", "100MiB").cause
+        assert re.search(
+            r"100 MiB are too little: interpreter .*, dense .* need .* MiB\. Use --memory \d+MiB or more",
+            cause,
+        )
+    assert re.search(
+        r"cannot hold the 3 .*; use --cache \d+KiB", tiermoe_("plan", tiny, "--cache", "2%").cause
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (("--memory", "banana"), r"memory 'banana' is not a size; write it like 6GiB"),
+        (("--memory", "0"), r"memory must be at least one byte"),
+        (("--cache", "lots"), r"cache 'lots' is not a size|share; write it like"),
+        (("--cache", "120%"), r"cache '120%' must be above 0% and at most 100%"),
+        (("--memry", "6GiB"), r"no such option: --memry; did you mean --memory"),
+        (("--xyzzy",), r"no such option: --xyzzy; see --help"),
+        (("--bits", "3"), r"bits must be one of \(16, 8, 4, 2\), got 3"),
+        (("--bits", "four"), r"invalid value for '--bits': .*integer.*; see --help"),
+        (("--dense-bits", "2"), r"dense_bits must be one of \(16, 8, 4\), got 2"),
+        (("--quantizer", "gptq"), r"quantizer must be hqq or linear, got 'gptq'"),
+        (("--temperature", "-1"), r"temperature must be 0 \(greedy\) or more, got -1"),
+        (("--temperature", "nan"), r"temperature must be .*, got nan"),
+        (("--top-p", "2"), r"top-p must be above 0 and at most 1, got 2"),
+        (("--max-tokens", "0"), r"max-tokens must be at least 1, got 0"),
+        (("--chunk", "0"), r"chunk must be at least 1 token, got 0"),
+        (("--lanes", "0"), r"lanes must be 1 to 64, got 0"),
+        (("--threads", "0"), r"threads must be at least 1, got 0"),
+        (("--context", "1"), r"context must be at least 2 tokens, got 1"),
+        (("--context", "100000"), r"a context of 100,000 tokens is more than the 256 .*lower --context"),
+        (("--device", "tpu"), r"device must be auto, cpu or cuda, got 'tpu'"),
+        (("one", "too", "many"), r"unexpected extra argument.*; see --help"),
+    ],
+)
+def test_wrong_options(words: tuple[str, ...], cause: str, tiermoe_: Command, tiny: Path) -> None:
+    outcome = tiermoe_("run", tiny, "hi", *words)
+    assert re.search(cause, outcome.cause)
+    assert outcome.out == ""
+
+
+def test_wrong_commands(tiermoe_: Command, tiny: Path) -> None:
+    assert "no such command 'rnu'" in tiermoe_("rnu", tiny).cause
+    assert re.search("missing argument '(?i:model)'; see --help", tiermoe_("run").cause)
+    assert "bits 'a' are not numbers; write them like 4 or 4,2" in tiermoe_("pack", tiny, "--bits", "a").cause
+    assert "bits must be of 16, 8, 4, 2, got 3" in tiermoe_("pack", tiny, "--bits", "4,3").cause
+
+
+def test_wrong_keys_of_the_python_interface(tiny: Path) -> None:
+    with pytest.raises(tiermoe.ConfigError, match=r"unknown option 'memry'; did you mean 'memory'"):
+        tiermoe.load(tiny, memry="6GiB")
+    with pytest.raises(tiermoe.ConfigError, match=r"memory 'banana' is not a size"):
+        tiermoe.plan(tiny, memory="banana")
+
+
+# --- the prompt ---
+
+
+@pytest.mark.parametrize("prompt", ["", "  \n"])
+def test_an_empty_prompt(prompt: str, tiermoe_: Command, tiny: Path) -> None:
+    assert "the prompt is empty; say something" in tiermoe_("run", tiny, prompt, *RUN).cause
+    assert "the prompt is empty; say something" in tiermoe_("run", tiny, "-", *RUN, stdin=prompt).cause
+
+
+def test_a_prompt_longer_than_the_context(tiermoe_: Command, tiny: Path) -> None:
+    cause = tiermoe_("run", tiny, "x" * 300, *RUN).cause
+    assert "the prompt has 300 tokens, the model's context holds 256 with the answer; shorten it" in cause
+    cause = tiermoe_("run", tiny, "x" * 30, *RUN, "--context", "20").cause
+    assert (
+        "the prompt has 30 tokens, memory is reserved for 20 with the answer; shorten it or reserve more"
+        in cause
+    )
+
+
+def test_a_conversation_longer_than_the_context(tiermoe_: Command, tiny: Path) -> None:
+    words = ("chat", tiny, "--memory", "4GiB", "--max-tokens", "3", "--context", "40", "--lanes", "1")
+    outcome = tiermoe_(*words, "--store", tiny.parent / "store", stdin="x" * 50 + "\nab\n")
+    assert outcome.code == 0  # it goes on with the next line
+    assert (
+        "the conversation has 50 tokens, there is room for 40 with the answer; /clear it, or start"
+        in outcome.err
+    )
+    assert outcome.out.count("\n") == 2

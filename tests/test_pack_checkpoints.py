@@ -1,0 +1,134 @@
+"""Packing checkpoints of real families: in place or copied, followed when moved, never mixed up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+
+from sources import contents
+from tiermoe.errors import StoreError
+from tiermoe.runtime.blueprint import inspect_model
+from tiermoe.runtime.prepare_store import ensure_packed, open_or_create
+from tiermoe.store import lock
+from tiermoe.store.store import open_store
+from tiny import write
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """The blueprint of a tiny checkpoint: (family, dtype, compute dtype in its config) → Blueprint."""
+
+    def make(family: str, dtype: torch.dtype = torch.bfloat16, compute: str | None = None) -> Any:
+        directory = write(tmp_path_factory.mktemp(family) / "tiny", family, dtype)
+        if compute is not None:
+            config = json.loads((directory / "config.json").read_text())
+            (directory / "config.json").write_text(json.dumps({**config, "dtype": compute}))
+        return inspect_model(directory, family)
+
+    return make
+
+
+def bytes_of(extent: Any) -> bytes:
+    parts = []
+    for segment in extent.segments:
+        with open(segment.file, "rb") as handle:
+            handle.seek(segment.offset)
+            parts.append(handle.read(segment.nbytes))
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "switch_transformers"])
+def test_16_bits_are_served_from_the_checkpoint(family: str, tiny_model: Any, tmp_path: Path) -> None:
+    blueprint = tiny_model(family)
+    store = open_or_create(blueprint, tmp_path)
+    ensure_packed(store, blueprint, 16, "hqq")
+    precision = open_store(tmp_path).precisions["16"]
+    assert precision.in_place
+    assert sorted(contents(tmp_path)) == ["store.json"]  # no copy
+    for index, layer in enumerate(precision.layers):
+        for expert, extent in enumerate(layer.extents):
+            values = blueprint.experts.read(index, expert)
+            wanted = b"".join(
+                values[part.name].contiguous().view(torch.uint8).numpy().tobytes()
+                for part in blueprint.layers[index].parts
+            )
+            assert bytes_of(extent) == wanted
+            assert xxhash.xxh3_64_hexdigest(wanted) == extent.checksum
+
+
+def test_16_bits_are_copied_where_the_checkpoint_holds_another_type(tiny_model: Any, tmp_path: Path) -> None:
+    blueprint = tiny_model("qwen3_moe", torch.float32, "bfloat16")
+    store = open_or_create(blueprint, tmp_path)
+    ensure_packed(store, blueprint, 16, "hqq")
+    precision = store.precisions["16"]
+    assert not precision.in_place
+    form = store.expert_format("16", 1)
+    views = form.stored.views(
+        torch.frombuffer(bytearray(bytes_of(precision.layers[1].extents[5])), dtype=torch.uint8)
+    )
+    for name, value in blueprint.experts.read(1, 5).items():
+        assert value.dtype == torch.bfloat16
+        assert torch.equal(views[name]["weight"], value)
+
+
+def test_experts_in_place_follow_a_checkpoint_that_was_moved(tiny_model: Any, tmp_path: Path) -> None:
+    blueprint = tiny_model("qwen3_moe")
+    ensure_packed(open_or_create(blueprint, tmp_path), blueprint, 16, "hqq")
+    moved = blueprint.directory.rename(blueprint.directory.with_name("moved"))
+    elsewhere = inspect_model(moved, "moved")
+    store = open_or_create(elsewhere, tmp_path)
+    ensure_packed(store, elsewhere, 16, "hqq")
+    extents = [extent for layer in store.precisions["16"].layers for extent in layer.extents]
+    assert {Path(segment.file).parent for extent in extents for segment in extent.segments} == {moved}
+    assert all(xxhash.xxh3_64_hexdigest(bytes_of(extent)) == extent.checksum for extent in extents)
+
+
+def test_another_checkpoint_is_refused_and_its_journal_not_taken_over(
+    tiny_model: Any, tmp_path: Path
+) -> None:
+    one, other = tiny_model("qwen3_moe"), tiny_model("mixtral")
+    ensure_packed(open_or_create(one, tmp_path), one, 4, "hqq")
+    with pytest.raises(StoreError, match=r"packed from another checkpoint"):
+        open_or_create(other, tmp_path)
+    assert set(open_store(tmp_path).precisions) == {"4-hqq"}
+    store = open_or_create(other, tmp_path, force=True)
+    assert sorted(contents(tmp_path)) == ["store.json"]
+    ensure_packed(store, other, 4, "hqq")
+    assert open_store(tmp_path).source.fingerprint == other.checkpoint.fingerprint()
+    assert open_or_create(other, tmp_path, force=True).precisions.keys() == {"4-hqq"}  # usable: kept
+
+
+def test_packed_dense_layers_are_checked_like_experts(tiny_model: Any, tmp_path: Path) -> None:
+    blueprint = tiny_model("qwen3_moe")
+    ensure_packed(open_or_create(blueprint, tmp_path), blueprint, 4, "hqq", dense_bits=8)
+    file = tmp_path / "dense-8.bin"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    with pytest.raises(StoreError, match=r"dense-8\.bin is truncated"):
+        ensure_packed(open_store(tmp_path), blueprint, 4, "hqq", dense_bits=8)
+    file.unlink()
+    with pytest.raises(StoreError, match=r"dense-8\.bin is missing"):
+        ensure_packed(open_store(tmp_path), blueprint, 4, "hqq", dense_bits=8)
+
+
+def test_two_that_create_the_store_at_once(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slower one finds the table that it did not see a moment ago, and keeps it."""
+    root, faster = tmp_path / "store", lock.exclusive
+    blueprint = tiny_model("qwen3_moe")
+
+    def overtaken(path: Path) -> Any:
+        monkeypatch.undo()
+        ensure_packed(open_or_create(blueprint, path), blueprint, 4, "hqq")
+        return faster(path)
+
+    monkeypatch.setattr("tiermoe.runtime.prepare_store.exclusive", overtaken)
+    assert set(open_or_create(blueprint, root).precisions) == {"4-hqq"}
+    assert set(open_store(root).precisions) == {"4-hqq"}

@@ -1,0 +1,197 @@
+"""The memory plan: its parts add up, follow the settings, and agree with what transformers really holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from transformers import AutoConfig
+
+from tiermoe.config import MIB, settings
+from tiermoe.errors import BudgetError, ConfigError
+from tiermoe.families import FAMILIES
+from tiermoe.runtime import plan as plan_module
+from tiermoe.runtime.blueprint import Blueprint, inspect_model
+from tiermoe.runtime.dense import packable
+from tiermoe.runtime.plan import MemoryPlan, kv_bytes, plan_memory
+from tiny import _COMMON, CONFIGS, auto_class, write
+
+INTERPRETER = 300 * MIB
+FIXED = ("interpreter", "dense", "kv_cache", "activations", "staging")
+Planner = Callable[..., MemoryPlan]
+
+
+@pytest.fixture(scope="module")
+def blueprint(tmp_path_factory: pytest.TempPathFactory) -> Blueprint:
+    directory = write(tmp_path_factory.mktemp("plan") / "tiny", "qwen3_moe", torch.bfloat16)
+    return inspect_model(directory, "tiny")
+
+
+@pytest.fixture
+def planned(blueprint: Blueprint, monkeypatch: pytest.MonkeyPatch) -> Planner:
+    """Plans with an interpreter of a fixed size."""
+    monkeypatch.setattr(plan_module, "resident_bytes", lambda: INTERPRETER)
+    return lambda **options: plan_memory(
+        blueprint, settings(**{"memory": "1GiB", "device": "cpu", **options})
+    )
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4, 2])
+@pytest.mark.parametrize("dense_bits", [16, 8, 4])
+def test_the_parts_add_up(bits: int, dense_bits: int, planned: Planner) -> None:
+    plan = planned(bits=bits, dense_bits=dense_bits)
+    assert plan.total == sum(nbytes for _, nbytes, _ in plan.rows())
+    assert (
+        plan.total == sum(getattr(plan, name) for name in FIXED) + plan.slots * plan.slot_bytes <= plan.budget
+    )
+    assert (plan.all_slots, plan.layer_slots, plan.token_slots) == (24, 3, 9)
+    assert plan.slots == 24
+
+
+def test_dense_weights_are_those_of_the_model(blueprint: Blueprint, planned: Planner) -> None:
+    parameters = {id(p): p.numel() * p.element_size() for p in blueprint.skeleton.parameters()}
+    buffers = sum(b.numel() * b.element_size() for b in blueprint.skeleton.buffers())
+    assert planned().dense == sum(parameters.values()) + buffers
+    dense = {bits: planned(dense_bits=bits).dense for bits in (16, 8, 4)}
+    assert dense[16] > dense[8] > dense[4]
+    packed = sum(blueprint.skeleton.get_submodule(name).weight.numel() for name in packable(blueprint))
+    assert dense[16] - dense[8] <= packed  # two bytes a weight become one and a scale a row
+
+
+def test_settings_move_the_rows_they_are_about(planned: Planner) -> None:
+    base = planned(chunk=16, context=128)
+
+    def changed(**options: Any) -> set[str]:
+        other = planned(**{"chunk": 16, "context": 128, **options})
+        return {
+            name for name in (*FIXED, "slot_bytes", "slots") if getattr(other, name) != getattr(base, name)
+        }
+
+    assert changed(context=256) == {"kv_cache", "activations"}
+    assert changed(chunk=64) == {"activations"}
+    assert changed(dense_bits=8) == {"dense"}
+    assert changed(bits=8) == {"slot_bytes"}
+    assert changed(bits=2, lanes=1) == {"slot_bytes", "staging"}
+    assert changed(batch=2) == {"kv_cache", "activations"}
+    assert changed(cache="50%") == {"slots"}
+    assert changed(lanes=2) == set()
+    assert planned(bits=16, lanes=4).staging == 2 * planned(bits=16, lanes=2).staging > 0
+    assert planned(context=256).kv_cache == 2 * planned(context=128).kv_cache
+
+
+def test_the_context_left_out_and_asked_for(planned: Planner) -> None:
+    assert planned().context == 256  # the tiny model's own, below 4096
+    assert planned(context=17).context == 17
+    with pytest.raises(ConfigError, match=r"a context of 257 tokens is more than the 256 .*lower --context"):
+        planned(context=257)
+
+
+@hypothesis_settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.integers(301 * MIB, 330 * MIB),
+    st.integers(0, 1 * MIB),
+    st.sampled_from([16, 8, 4, 2]),
+    st.sampled_from([16, 8, 4]),
+)
+def test_more_memory_never_gives_fewer_slots(
+    planned: Planner, memory: int, more: int, bits: int, dense_bits: int
+) -> None:
+    def slots(budget: int) -> int:
+        try:
+            plan = planned(memory=budget, bits=bits, dense_bits=dense_bits, context=64, chunk=16)
+        except BudgetError:
+            return 0
+        assert plan.layer_slots <= plan.slots <= plan.all_slots
+        assert plan.total <= budget
+        return plan.slots
+
+    assert slots(memory) <= slots(memory + more)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4, 2])
+@pytest.mark.parametrize("dense_bits", [16, 4])
+def test_too_little_is_refused_with_what_is_enough(bits: int, dense_bits: int, planned: Planner) -> None:
+    with pytest.raises(
+        BudgetError, match=r"64 MiB are too little: interpreter \d+ MiB, dense .* need .*Use --memory"
+    ) as refused:
+        planned(memory="64MiB", bits=bits, dense_bits=dense_bits)
+    advice = re.search(r"--memory (\S+)", str(refused.value))
+    assert advice
+    plan = planned(memory=advice[1], bits=bits, dense_bits=dense_bits)
+    assert plan.slots >= plan.layer_slots
+    with pytest.raises(BudgetError):
+        planned(memory=plan.fixed + plan.layer_slots * plan.slot_bytes - 1, bits=bits, dense_bits=dense_bits)
+
+
+def test_dense_bits_are_advised_where_they_are_enough(planned: Planner) -> None:
+    plan = planned()
+    short = plan.fixed + plan.layer_slots * plan.slot_bytes - 1000
+    with pytest.raises(BudgetError, match=r"or --dense-bits 8, which saves"):
+        planned(memory=short)
+    assert planned(memory=short, dense_bits=8).slots >= 3
+
+
+@pytest.mark.parametrize("cache", ["1%", "5KiB", 4096])
+def test_a_cache_below_one_layer_s_experts_is_refused(cache: Any, planned: Planner) -> None:
+    with pytest.raises(
+        BudgetError, match=r"a cache of \d experts cannot hold the 3 that one layer uses .*; use --cache"
+    ) as no:
+        planned(cache=cache)
+    advice = re.search(r"--cache (\S+)", str(no.value))
+    assert advice
+    assert planned(cache=advice[1]).slots == 3
+
+
+def test_caches_by_share_and_by_size(planned: Planner) -> None:
+    assert planned(cache="50%").slots == 12
+    assert planned(cache="100%").slots == planned(cache="1GiB").slots == 24
+    slot = planned().slot_bytes
+    assert planned(cache=7 * slot + 1).slots == 7
+    assert planned(cache="50%", memory=planned().fixed + 5 * slot).slots == 5  # --memory stays the bound
+
+
+def test_a_cache_below_one_token_s_experts_is_warned_of(planned: Planner) -> None:
+    (warning,) = planned(cache="25%").warnings
+    assert "holds 6 experts, one token uses 9" in warning
+    assert planned(cache="40%").warnings == []
+
+
+def test_memory_left_out_comes_from_the_machine(planned: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_module, "available_memory", lambda: (2000 * MIB, "that the machine has free"))
+    plan = planned(memory=None)
+    assert plan.budget == 1600 * MIB + INTERPRETER
+    assert plan.budget_source == "80% of the 1.95 GiB that the machine has free"
+
+
+@pytest.mark.parametrize("model_type", sorted(CONFIGS))
+def test_key_value_bytes_are_those_of_a_real_cache(model_type: str) -> None:
+    switch = model_type == "switch_transformers"
+    values = {**_COMMON, **CONFIGS[model_type]}
+    if switch:
+        del values["num_key_value_heads"]  # it has none
+    config = AutoConfig.for_model(model_type, **values)
+    model = auto_class(model_type).from_config(config, dtype=torch.bfloat16).eval()
+    ids = torch.randint(3, 128, (2, 20))
+    with torch.no_grad():
+        cache = model(ids, **({"decoder_input_ids": ids} if switch else {})).past_key_values
+    layers = (
+        [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers] if switch else cache.layers
+    )
+    held = sum(t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values))
+    assert held > 0
+    latent = FAMILIES[model_type].latent_kv
+    planned = kv_bytes(config, latent, context=20, batch=2, itemsize=2)
+    expanded = (
+        2 * 20 * 2 * 4 * (16 + 16 + 16 + 8) if latent else 0
+    )  # kv_b_proj's output and the keys made of it
+    assert (
+        planned == held // len(layers) * (len(layers) + 2) + expanded
+    )  # and one layer's copies while it grows

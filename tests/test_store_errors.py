@@ -1,0 +1,238 @@
+"""Stores that cannot be used and packing that cannot go on, as the commands tell it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiermoe
+from commands import Command, command_runner
+from tiermoe.store import lock
+from tiermoe.store.store import open_store
+from tiermoe.tiers.probe import probe_drive
+from tiny import write
+
+RUN = ("--memory", "4GiB", "--max-tokens", "4", "--lanes", "1")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in three shards or so, its store packed at 4 bits in `store` beside it."""
+    directory = write(tmp_path_factory.mktemp("errors") / "tiny", "qwen3_moe", torch.float32, shard="200KB")
+    model, _ = tiermoe.load(directory, memory="4GiB", lanes=1, store=directory.parent / "store")
+    model.tiermoe.close()
+    assert len(list(directory.glob("*.safetensors"))) > 1
+    return directory
+
+
+@pytest.fixture
+def model(tiny: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint to damage."""
+    return Path(shutil.copytree(tiny, tmp_path / "model"))
+
+
+@pytest.fixture
+def store(tiny: Path, tmp_path: Path) -> Path:
+    """A copy of the store to damage."""
+    return Path(shutil.copytree(tiny.parent / "store", tmp_path / "store"))
+
+
+@pytest.fixture
+def tiermoe_(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return command_runner(monkeypatch, capsys)
+
+
+def edit_json(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def flip(file: Path, offset: int) -> None:
+    with open(file, "r+b") as handle:
+        handle.seek(offset)
+        byte = handle.read(1)[0]
+        handle.seek(offset)
+        handle.write(bytes([byte ^ 0x10]))
+
+
+def run_with(store: Path, tiny: Path) -> tuple[Any, ...]:
+    return ("run", tiny, "hi there", *RUN, "--store", store)
+
+
+def test_a_store_of_another_version(tiermoe_: Command, tiny: Path, store: Path) -> None:
+    edit_json(store / "store.json", lambda table: table.update(version=2))
+    cause = tiermoe_(*run_with(store, tiny)).cause
+    assert "has store format version 2, this tiermoe reads version 1; pack the model again" in cause
+    assert "format version 2" in tiermoe_("show", store).cause
+    assert tiermoe_("pack", tiny, "--out", store, "--force").code == 0  # what the message says helps
+    assert tiermoe_(*run_with(store, tiny)).code == 0
+
+
+def test_a_store_of_another_checkpoint(tiermoe_: Command, model: Path, store: Path) -> None:
+    edit_json(model / "config.json", lambda config: config.update(rms_norm_eps=1e-5))
+    cause = tiermoe_(*run_with(store, model)).cause
+    assert re.search(
+        r"packed from another checkpoint \(fingerprint \w{16}, this model's is \w{16}\); choose another",
+        cause,
+    )
+
+
+def test_a_store_of_another_cpu_layout(tiermoe_: Command, tiny: Path, store: Path) -> None:
+    edit_json(store / "store.json", lambda table: table["precisions"]["4-hqq"].update(machine="cpu-other"))
+    cause = tiermoe_(*run_with(store, tiny)).cause
+    assert re.search(
+        r"is packed for cpu-other, this machine needs \S+; pack it here into another folder with --out", cause
+    )
+    assert tiermoe_("show", store).code == 0
+    assert tiermoe_("pack", tiny, "--out", store, "--force").code == 0
+    assert tiermoe_(*run_with(store, tiny)).code == 0
+
+
+def test_a_store_that_is_damaged(tiermoe_: Command, tiny: Path, store: Path, tmp_path: Path) -> None:
+    file = next(store.glob("*layer001*"))
+    with open(file, "r+b") as handle:
+        handle.truncate(5000)
+    cause = tiermoe_(*run_with(store, tiny)).cause
+    assert re.search(
+        r"layer001\.safetensors is truncated: 5,000 bytes of at least [\d,]+; pack the model again", cause
+    )
+    file.unlink()
+    assert "is missing from the expert store" in tiermoe_(*run_with(store, tiny)).cause
+    (store / "store.json").write_text("{")
+    assert re.search(
+        r"store\.json cannot be read .*; pack the model again with --force",
+        tiermoe_(*run_with(store, tiny)).cause,
+    )
+    assert (
+        "there is no store to verify" in tiermoe_("show", tiny, "--verify", "--store", tmp_path / "no").cause
+    )
+
+
+def test_a_flipped_byte_is_found_when_read(tiermoe_: Command, tiny: Path, store: Path) -> None:
+    """In every expert of a layer, so that the answer meets one; the message names the layer and an expert."""
+    layer = open_store(store).precisions["4-hqq"].layers[1]
+    for extent in layer.extents:
+        flip(Path(extent.segments[0].file), extent.segments[0].offset + 77)
+    cause = tiermoe_(*run_with(store, tiny)).cause
+    assert re.search(
+        r"layer 1, expert \d \(4 bits\) is damaged: its bytes in \S+layer001\.safetensors do not .*--force'",
+        cause,
+    )
+    outcome = tiermoe_("show", store, "--verify")
+    assert re.search(r"8 of 24 extents are damaged; pack the model again", outcome.cause)
+    assert len(re.findall(r"^layer 1, expert \d .* is damaged", outcome.err, re.MULTILINE)) == 8
+
+
+def test_a_model_is_usable_after_a_damaged_expert(tiny: Path, store: Path) -> None:
+    extents = open_store(store).precisions["4-hqq"].layers[1].extents
+    places = [(Path(extent.segments[0].file), extent.segments[0].offset + 5) for extent in extents]
+    model, tokenizer = tiermoe.load(tiny, memory="4GiB", store=store, cache="40%", lanes=2)
+    ids = tokenizer("once upon", return_tensors="pt").input_ids
+    greedy = tiermoe.Sampling(max_tokens=6)
+    for place in places:
+        flip(*place)
+    with pytest.raises(tiermoe.LoadError, match=r"layer 1, expert \d \(4 bits\) is damaged"):
+        tiermoe.generate(model, tokenizer, ids, greedy)
+    for place in places:
+        flip(*place)
+    after = tiermoe.generate(model, tokenizer, ids, greedy).token_ids
+    model.tiermoe.close()
+    fresh, _ = tiermoe.load(tiny, memory="4GiB", store=store, lanes=2)
+    assert tiermoe.generate(fresh, tokenizer, ids, greedy).token_ids == after
+    fresh.tiermoe.close()
+
+
+def test_a_flipped_byte_in_a_packed_dense_layer(tiermoe_: Command, tiny: Path, store: Path) -> None:
+    words = (*run_with(store, tiny), "--dense-bits", "8")
+    assert tiermoe_(*words).code == 0
+    flip(store / "dense-8.bin", 10)
+    assert re.search(
+        r"dense layer \S+ \(8 bits\) in .* is damaged.*--dense-bits 8 --force' packs anew",
+        tiermoe_(*words).cause,
+    )
+    assert tiermoe_("pack", tiny, "--out", store, "--dense-bits", "8", "--force").code == 0
+    assert tiermoe_(*words).code == 0
+
+
+# --- packing ---
+
+
+def test_a_disk_that_fills(
+    tiermoe_: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tiermoe.store.pack.write_header", full)
+        cause = tiermoe_("pack", tiny, "--out", tmp_path / "out").cause
+        assert re.search(
+            r"the disk filled while packing into \S+ \([\d.]+ \S+ free; No space left .*\); free some space",
+            cause,
+        )
+    assert [file.name for file in (tmp_path / "out").iterdir() if file.suffix == ".partial"] == []
+    assert tiermoe_("pack", tiny, "--out", tmp_path / "out").out == f"{tmp_path / 'out'}\n"
+
+
+def test_a_cache_folder_that_cannot_be_written(
+    tiermoe_: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("TIERMOE_CACHE", str(tmp_path / "file" / "cache"))
+    for words in (("run", tiny, "hi", *RUN), ("pack", tiny)):
+        cause = tiermoe_(*words).cause
+        assert re.search(
+            r"cannot write to \S+/file/cache/tiny-\w{16}: Not a directory; choose another folder with --out",
+            cause,
+        )
+    assert "cannot write to" in tiermoe_("pack", tiny, "--out", tmp_path / "file").cause
+
+
+@pytest.fixture
+def busy(tmp_path: Path) -> Iterator[Path]:
+    """A folder that somebody is packing into."""
+    release, held = threading.Event(), threading.Event()
+
+    def pack() -> None:
+        with lock.exclusive(tmp_path / "busy"):
+            held.set()
+            release.wait()
+
+    thread = threading.Thread(target=pack)
+    thread.start()
+    held.wait()
+    yield tmp_path / "busy"
+    release.set()
+    thread.join()
+
+
+def test_two_that_pack_at_once(tiermoe_: Command, tiny: Path, busy: Path) -> None:
+    for words in (("pack", tiny, "--out", busy), ("run", tiny, "hi", *RUN, "--store", busy)):
+        cause = tiermoe_(*words).cause
+        assert re.search(
+            rf"process {os.getpid()} is packing into \S+/busy right now; wait until it is done and run again",
+            cause,
+        )
+
+
+def test_a_store_is_not_a_model(tiermoe_: Command, store: Path) -> None:
+    assert "has no" in tiermoe_("run", store, "hi").cause
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_look_at_the_drive_leaves_damage_to_who_needs_the_expert(store: Path) -> None:
+    extents = [extent for layer in open_store(store).precisions["4-hqq"].layers for extent in layer.extents]
+    for extent in extents:
+        flip(Path(extent.segments[0].file), extent.segments[0].offset)
+    assert probe_drive(extents, lanes=2).bandwidth > 0
