@@ -30,13 +30,20 @@ def device_bytes_read(folder: Path) -> int:
 
 def command(args: argparse.Namespace, budget: str) -> list[str]:
     words = [sys.executable, "-m", "tiermoe", "run", str(args.model), PROMPT, "--json", "--memory", budget]
-    words += ["--max-tokens", str(args.tokens), "--dense-bits", str(args.dense_bits), "--threads", str(args.threads)]
+    words += [
+        "--max-tokens",
+        str(args.tokens),
+        "--dense-bits",
+        str(args.dense_bits),
+        "--threads",
+        str(args.threads),
+    ]
     return [*words, "--temperature", "0.8", "--seed", "7"]
 
 
 def measure(args: argparse.Namespace, budget: str) -> dict[str, Any]:
     """One budget: a free run, then the same run in a cgroup."""
-    free = subprocess.run(command(args, budget), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+    free = subprocess.run(command(args, budget), capture_output=True, text=True, check=False)
     if free.returncode:
         return {"budget": budget, "refused": free.stderr.strip().splitlines()[-1]}
     outcome = last_object(free.stdout)

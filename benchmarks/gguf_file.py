@@ -51,9 +51,7 @@ def check_supported(config: dict[str, Any]) -> None:
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise ValueError("every layer must be a mixture of experts: dense layers are not written")
     if config.get("attention_bias") or not config.get("norm_topk_prob"):
-        raise ValueError(
-            "llama.cpp's qwen3moe has no attention bias and always normalises the gate's weights"
-        )
+        raise ValueError("llama.cpp's qwen3moe has no attention bias and always normalises the gate's weights")
 
 
 def tensors(checkpoint: Checkpoint) -> Iterator[Tensor]:

@@ -21,9 +21,7 @@ class Engine:
     ``attention`` "default" is llama.cpp's own choice (float16 KV cache, flash attention), "exact" is float32.
     """
 
-    def __init__(
-        self, path: Path, context: int, threads: int, *, mmap: bool, repack: bool, attention: str
-    ) -> None:
+    def __init__(self, path: Path, context: int, threads: int, *, mmap: bool, repack: bool, attention: str) -> None:
         llama_cpp.llama_backend_init()
         model_params = llama_cpp.llama_model_default_params()
         model_params.n_gpu_layers = 0

@@ -68,9 +68,7 @@ def logits(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         ids = save_ids(args, directory, args.tokens)
         out = Path(directory) / "logits.npy"
-        run_peer(
-            args, "logits", args.gguf.resolve(), "--ids", ids, "--out", out, "--attention", args.attention
-        )
+        run_peer(args, "logits", args.gguf.resolve(), "--ids", ids, "--out", out, "--attention", args.attention)
         theirs = np.load(out)
         ours = logits_of(load_eager(args.model, torch.float32))(np.load(ids))
     return {
@@ -106,8 +104,7 @@ def decode(args: argparse.Namespace) -> dict[str, Any]:
         limited, output = run_limited(command, args.memory, [args.gguf.resolve()], subprocess.PIPE)
     if limited.returncode:
         raise PeerFailed(
-            f"in {args.memory} bytes the peer ended with {limited.returncode} "
-            f"({limited.oom_kills} kills for memory)"
+            f"in {args.memory} bytes the peer ended with {limited.returncode} ({limited.oom_kills} kills for memory)"
         )
     memory = {"memory_bytes": limited.limit_bytes, "peak_memory_bytes": limited.peak_bytes}
     return {"gguf": args.gguf.name, **memory, **last_object(output)}
@@ -123,9 +120,7 @@ def parser() -> argparse.ArgumentParser:
     text = argparse.ArgumentParser(add_help=False)
     text.add_argument("gguf", type=Path)
     text.add_argument("--text", type=Path, default=ROOT / "data" / "heldout.txt")
-    text.add_argument(
-        "--offset", type=int, default=0, help="tokens of the text to leave out at its beginning"
-    )
+    text.add_argument("--offset", type=int, default=0, help="tokens of the text to leave out at its beginning")
     text.add_argument(
         "--attention",
         choices=["default", "exact"],
@@ -151,12 +146,9 @@ def parser() -> argparse.ArgumentParser:
         "--feed",
         choices=["text", "greedy"],
         default="text",
-        help="decode the text's own next tokens "
-        "(real routing, the same for every engine) or the model's greedy choice",
+        help="decode the text's own next tokens (real routing, the same for every engine) or the model's greedy choice",
     )
-    add.add_argument(
-        "--memory", type=parse_size, help="run in a memory cgroup of this size, file mapped and cold"
-    )
+    add.add_argument("--memory", type=parse_size, help="run in a memory cgroup of this size, file mapped and cold")
     add.add_argument(
         "--repack",
         action="store_true",

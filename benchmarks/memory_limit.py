@@ -169,9 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory_limit", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("limit", type=parse_size, help="such as 700M or 2G")
-    parser.add_argument(
-        "--drop", type=Path, action="append", default=[], help="file to drop from the page cache"
-    )
+    parser.add_argument("--drop", type=Path, action="append", default=[], help="file to drop from the page cache")
     parser.add_argument("command", nargs="+", help="the command, after --")
     args = parser.parse_args()
     try:

@@ -1,7 +1,7 @@
 """tiermoe on the same tokens as the peers: decoding speed and perplexity. Every command prints one JSON object.
 
-    python -m benchmarks.ours decode MODEL --ids IDS.npy --prompt 32 --tokens 64 [--memory 700MiB --dense-bits 4]
-    python -m benchmarks.ours perplexity MODEL --bits 4
+python -m benchmarks.ours decode MODEL --ids IDS.npy --prompt 32 --tokens 64 [--memory 700MiB --dense-bits 4]
+python -m benchmarks.ours perplexity MODEL --bits 4
 """
 
 import argparse
@@ -74,7 +74,13 @@ def perplexity(args: argparse.Namespace) -> dict[str, Any]:
 
     model, _ = tiermoe.load(args.model, **engine_options(args))
     result = score(logits_of(model), token_ids(args.model, args.text), args.context, args.stride)
-    return {"bits": args.bits, "quantizer": args.quantizer, "dense_bits": args.dense_bits, "perplexity": result.value, "tokens": result.tokens}
+    return {
+        "bits": args.bits,
+        "quantizer": args.quantizer,
+        "dense_bits": args.dense_bits,
+        "perplexity": result.value,
+        "tokens": result.tokens,
+    }
 
 
 def parser() -> argparse.ArgumentParser:

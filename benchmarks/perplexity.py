@@ -27,9 +27,7 @@ def windows(length: int, context: int, stride: int) -> Iterator[tuple[int, int, 
     scores at least ``context - stride`` tokens of context.
     """
     if not 0 < stride <= context or context < 2:
-        raise ValueError(
-            f"need 0 < stride <= context and context >= 2, not stride {stride}, context {context}"
-        )
+        raise ValueError(f"need 0 < stride <= context and context >= 2, not stride {stride}, context {context}")
     scored = 1
     for begin in range(0, length, stride):
         end = min(begin + context, length)

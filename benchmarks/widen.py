@@ -56,9 +56,7 @@ class Source:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         index = directory / INDEX
-        self._map: dict[str, str] | None = (
-            json.loads(index.read_text())["weight_map"] if index.exists() else None
-        )
+        self._map: dict[str, str] | None = json.loads(index.read_text())["weight_map"] if index.exists() else None
 
     def __call__(self, name: str) -> torch.Tensor:
         shard = self._map[name] if self._map else "model.safetensors"
@@ -78,9 +76,7 @@ def widen_dense(source: Source, config: dict[str, Any], m: int) -> dict[str, tor
     }
 
 
-def widen_layer(
-    source: Source, config: dict[str, Any], layer: int, m: int, mi: int
-) -> dict[str, torch.Tensor]:
+def widen_layer(source: Source, config: dict[str, Any], layer: int, m: int, mi: int) -> dict[str, torch.Tensor]:
     """All tensors of one layer."""
     prefix = f"model.layers.{layer}."
     wide = {}
@@ -116,9 +112,7 @@ def check(config: dict[str, Any], m: int, mi: int) -> None:
     """Refuse what would not keep its function."""
     for name, value in (("m", m), ("mi", mi)):
         if value < 1 or value & (value - 1):
-            raise ValueError(
-                f"--{name} {value} is not a power of two: dividing by it would round the weights"
-            )
+            raise ValueError(f"--{name} {value} is not a power of two: dividing by it would round the weights")
     if config.get("model_type") != "qwen3_moe":
         raise ValueError(f"only qwen3_moe checkpoints can be widened, not {config.get('model_type')!r}")
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:

@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from benchmarks.checkpoint import Checkpoint
-from benchmarks.memory_limit import CannotLimit, Hierarchy, find_hierarchy, parse_size, run_limited
-from benchmarks.perplexity import perplexity, windows
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from benchmarks.checkpoint import Checkpoint
+from benchmarks.memory_limit import CannotLimit, Hierarchy, find_hierarchy, parse_size, run_limited
+from benchmarks.perplexity import perplexity, windows
 from tiny import write
 
 V1 = "36 31 0:33 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
@@ -80,9 +80,7 @@ def test_no_memory_controller_is_said() -> None:
         find_hierarchy(OTHER, "3:cpuset:/\n")
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [("700M", 700 << 20), ("2 GiB", 2 << 30), ("4096", 4096), ("1k", 1024)]
-)
+@pytest.mark.parametrize(("text", "size"), [("700M", 700 << 20), ("2 GiB", 2 << 30), ("4096", 4096), ("1k", 1024)])
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
@@ -115,8 +113,6 @@ def test_checkpoint_reader_agrees_with_safetensors(tmp_path: Path, dtype: torch.
     for file in tmp_path.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118
-                np.testing.assert_array_equal(
-                    checkpoint.float32(name), opened.get_tensor(name).float().numpy()
-                )
+                np.testing.assert_array_equal(checkpoint.float32(name), opened.get_tensor(name).float().numpy())
                 seen += name in checkpoint
     assert seen > 50

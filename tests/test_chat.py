@@ -17,8 +17,7 @@ from tiny import write
 
 FAST = ("--memory", "4GiB", "--lanes", "1")
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
 
 
@@ -84,9 +83,7 @@ def test_chat_ends_with_its_input(tiermoe_: Command, tiny: Path) -> None:
     assert tiermoe_("chat", tiny, *FAST, stdin="").code == 0
 
 
-def test_interrupting_a_reply_stops_it_alone(
-    tiermoe_: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupting_a_reply_stops_it_alone(tiermoe_: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C after the second token of the first reply; the second turn answers as in a fresh chat."""
     put, calls = _Streamer.put, []
 
@@ -194,10 +191,7 @@ def test_an_interruption_in_the_middle_of_a_layer_leaves_nothing_behind(
         patched.setattr(model.model.layers[1].mlp.experts, "run_experts", interrupt)
         with pytest.raises(KeyboardInterrupt):
             one.reply("never mind", greedy, lambda _: None)
-    assert (
-        one.reply("def", greedy, lambda _: None).token_ids
-        == other.reply("def", greedy, lambda _: None).token_ids
-    )
+    assert one.reply("def", greedy, lambda _: None).token_ids == other.reply("def", greedy, lambda _: None).token_ids
 
 
 def interrupt(*_: Any) -> None:

@@ -74,9 +74,7 @@ def test_rows_and_where_they_lie(tmp_path: Path) -> None:
         assert (segment.nbytes, segment.at) == (5 * 7 * 2, 128)
         with open(segment.file, "rb") as handle:
             handle.seek(segment.offset)
-            assert (
-                handle.read(segment.nbytes) == TENSORS["b.experts"][row].view(torch.uint8).numpy().tobytes()
-            )
+            assert handle.read(segment.nbytes) == TENSORS["b.experts"][row].view(torch.uint8).numpy().tobytes()
     assert checkpoint.segment("b.experts", None, 0).nbytes == 3 * 5 * 7 * 2
 
 
@@ -109,9 +107,7 @@ def test_the_fingerprint_tells_names_and_types(tmp_path: Path) -> None:
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     folder = sharded(tmp_path)
     (folder / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(
-        ModelError, match=r"1 of 3 shards are missing .*model-00002-of-00003\.safetensors; download"
-    ):
+    with pytest.raises(ModelError, match=r"1 of 3 shards are missing .*model-00002-of-00003\.safetensors; download"):
         Checkpoint(folder)
 
 
@@ -154,9 +150,7 @@ def test_a_shard_that_ends_early_later_is_an_error(tmp_path: Path) -> None:
     ids=str,
 )
 def test_malformed_headers_are_refused(header: Any, tmp_path: Path) -> None:
-    with pytest.raises(
-        ModelError, match=r"model\.safetensors has a malformed safetensors header .*download it again"
-    ):
+    with pytest.raises(ModelError, match=r"model\.safetensors has a malformed safetensors header .*download it again"):
         Checkpoint(raw(tmp_path, header))
 
 

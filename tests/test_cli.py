@@ -41,8 +41,7 @@ KEYS = {
     "bound_tok_s": float,
 }
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
 
 
@@ -89,8 +88,7 @@ def test_run_prints_the_answer_and_nothing_else(tiermoe_: Command, tiny: Path, l
         summary,
     )
     assert (
-        tiermoe_("run", tiny, "-", *FAST, "--bits", "16", "--max-tokens", "8", stdin="once upon").out
-        == wanted + "\n"
+        tiermoe_("run", tiny, "-", *FAST, "--bits", "16", "--max-tokens", "8", stdin="once upon").out == wanted + "\n"
     )
 
 
@@ -111,17 +109,13 @@ def test_json_holds_what_the_run_did(tiermoe_: Command, tiny: Path, loaded: Any)
     assert (report["prompt_tokens"], report["completion_tokens"], len(report["token_ids"])) == (9, 8, 8)
     hits, misses = report["expert_hits"], report["expert_misses"]
     decoded = 7 * 3 * 3  # seven tokens, three layers, three experts: each is asked for once
-    assert (
-        decoded + 9 <= hits + misses <= decoded + 24
-    )  # and the prompt asks for each expert of a layer at most once
+    assert decoded + 9 <= hits + misses <= decoded + 24  # and the prompt asks for each expert of a layer at most once
     assert report["hit_rate"] == pytest.approx(hits / (hits + misses))
     assert report["bytes_read"] >= misses * 4096
     assert report["memory_budget_bytes"] == 4 << 30
     assert report["peak_memory_bytes"] > 0
     assert (report["bits"], report["dense_bits"], report["preset"]) == (4, 16, "default")
-    assert all(
-        report[name] > 0 for name in ("load_s", "ttft_s", "prefill_tok_s", "decode_tok_s", "bound_tok_s")
-    )
+    assert all(report[name] > 0 for name in ("load_s", "ttft_s", "prefill_tok_s", "decode_tok_s", "bound_tok_s"))
 
 
 def test_one_token_has_no_decoding_rate(tiermoe_: Command, tiny: Path) -> None:
@@ -132,9 +126,7 @@ def test_one_token_has_no_decoding_rate(tiermoe_: Command, tiny: Path) -> None:
 def test_the_answer_ends_where_the_context_does(tiermoe_: Command, tiny: Path) -> None:
     report = json.loads(tiermoe_("run", tiny, "x" * 250, *FAST, "--max-tokens", "50", "--json").out)
     assert report["prompt_tokens"] + report["completion_tokens"] <= 256
-    report = json.loads(
-        tiermoe_("run", tiny, "xyz", *FAST, "--context", "7", "--max-tokens", "50", "--json").out
-    )
+    report = json.loads(tiermoe_("run", tiny, "xyz", *FAST, "--context", "7", "--max-tokens", "50", "--json").out)
     assert report["completion_tokens"] <= 4
 
 
@@ -177,23 +169,17 @@ def test_a_long_prompt_runs_in_chunks(
 
 def test_memory_left_out_is_said(tiermoe_: Command, tiny: Path) -> None:
     outcome = tiermoe_("run", tiny, "hi", "--max-tokens", "1", "--lanes", "1")
-    assert re.search(
-        r"^memory: .*iB, 80% of the .*iB .*; --memory sets another bound$", outcome.err, re.MULTILINE
-    )
+    assert re.search(r"^memory: .*iB, 80% of the .*iB .*; --memory sets another bound$", outcome.err, re.MULTILINE)
 
 
 def test_run_an_encoder_and_decoder(tiermoe_: Command, tmp_path: Path) -> None:
     directory = write(tmp_path / "switch", "switch_transformers", torch.float32)
     model = oracle(directory, "switch_transformers", torch.float32)
-    outcome = tiermoe_(
-        "run", directory, "translate this", *FAST, "--bits", "16", "--max-tokens", "6", "--json"
-    )
+    outcome = tiermoe_("run", directory, "translate this", *FAST, "--bits", "16", "--max-tokens", "6", "--json")
     assert outcome.code == 0
     _, tokenizer = tiermoe.load(directory, memory="4GiB", bits=16, lanes=1)
     ids = tokenizer("translate this", return_tensors="pt").input_ids
-    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)[
-        0, 1:
-    ]
+    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)[0, 1:]
     assert json.loads(outcome.out)["token_ids"] == wanted.tolist()
     refused = tiermoe_("chat", directory, *FAST)
     assert "Switch Transformers models do not chat; use 'tiermoe run'" in refused.cause
@@ -238,24 +224,18 @@ def test_plan(tiermoe_: Command, tiny: Path) -> None:
     assert len(data["warnings"]) == 1
 
 
-def test_plan_packs_nothing(
-    tiermoe_: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_packs_nothing(tiermoe_: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERMOE_CACHE", str(tmp_path))
     assert tiermoe_("plan", tiny, "--memory", "2GiB").code == 0
     assert tiermoe_("show", tiny).code == 0
     assert list(tmp_path.iterdir()) == []
 
 
-def test_pack_and_show(
-    tiermoe_: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pack_and_show(tiermoe_: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "store"
     outcome = tiermoe_("pack", tiny, "--bits", "4,16", "--dense-bits", "8", "--out", root)
     assert (outcome.code, outcome.out) == (0, f"{root}\n")
-    assert re.search(
-        r"^4 bits: .* KiB, relative error of an expert at most [\d.]+%$", outcome.err, re.MULTILINE
-    )
+    assert re.search(r"^4 bits: .* KiB, relative error of an expert at most [\d.]+%$", outcome.err, re.MULTILINE)
     assert re.search(
         r"^16 bits: .* \(served from the checkpoint, no copy\), relative error .* 0\.0%$",
         outcome.err,
@@ -266,8 +246,7 @@ def test_pack_and_show(
     table = tiermoe_("show", root)
     assert table.code == 0
     assert all(
-        word in table.out
-        for word in ("Qwen3-MoE", "4-hqq", "(in the checkpoint)", "int4/", "dense layers at 8")
+        word in table.out for word in ("Qwen3-MoE", "4-hqq", "(in the checkpoint)", "int4/", "dense layers at 8")
     )
 
     facts = json.loads(tiermoe_("show", root, "--json").out)

@@ -96,9 +96,7 @@ def test_a_tokenizer_that_is_missing_or_torn(tiermoe_: Command, model: Path) -> 
     for file in model.glob("tokenizer*"):
         file.unlink()
     cause = tiermoe_("run", model, "hi").cause
-    assert re.search(
-        r"has no tokenizer \(none of tokenizer\.json, .*\); download it again with its tokenizer", cause
-    )
+    assert re.search(r"has no tokenizer \(none of tokenizer\.json, .*\); download it again with its tokenizer", cause)
 
 
 def test_shards_that_are_missing_or_truncated(tiermoe_: Command, model: Path) -> None:
@@ -127,9 +125,7 @@ def test_a_checkpoint_that_lacks_an_expert(tiermoe_: Command, model: Path) -> No
             index["weight_map"].pop(key) for key, file in [*index["weight_map"].items()] if file == shard.name
         ],
     )
-    assert re.search(
-        r"lacks .*weights.*, the first is \S+; download it again", tiermoe_("run", model, "hi").cause
-    )
+    assert re.search(r"lacks .*weights.*, the first is \S+; download it again", tiermoe_("run", model, "hi").cause)
 
 
 def test_a_config_of_another_checkpoint(tiermoe_: Command, model: Path) -> None:
@@ -163,9 +159,7 @@ def test_too_little_memory(tiermoe_: Command, tiny: Path) -> None:
             r"100 MiB are too little: interpreter .*, dense .* need .* MiB\. Use --memory \d+MiB or more",
             cause,
         )
-    assert re.search(
-        r"cannot hold the 3 .*; use --cache \d+KiB", tiermoe_("plan", tiny, "--cache", "2%").cause
-    )
+    assert re.search(r"cannot hold the 3 .*; use --cache \d+KiB", tiermoe_("plan", tiny, "--cache", "2%").cause)
 
 
 @pytest.mark.parametrize(
@@ -227,18 +221,12 @@ def test_a_prompt_longer_than_the_context(tiermoe_: Command, tiny: Path) -> None
     cause = tiermoe_("run", tiny, "x" * 300, *RUN).cause
     assert "the prompt has 300 tokens, the model's context holds 256 with the answer; shorten it" in cause
     cause = tiermoe_("run", tiny, "x" * 30, *RUN, "--context", "20").cause
-    assert (
-        "the prompt has 30 tokens, memory is reserved for 20 with the answer; shorten it or reserve more"
-        in cause
-    )
+    assert "the prompt has 30 tokens, memory is reserved for 20 with the answer; shorten it or reserve more" in cause
 
 
 def test_a_conversation_longer_than_the_context(tiermoe_: Command, tiny: Path) -> None:
     words = ("chat", tiny, "--memory", "4GiB", "--max-tokens", "3", "--context", "40", "--lanes", "1")
     outcome = tiermoe_(*words, "--store", tiny.parent / "store", stdin="x" * 50 + "\nab\n")
     assert outcome.code == 0  # it goes on with the next line
-    assert (
-        "the conversation has 50 tokens, there is room for 40 with the answer; /clear it, or start"
-        in outcome.err
-    )
+    assert "the conversation has 50 tokens, there is room for 40 with the answer; /clear it, or start" in outcome.err
     assert outcome.out.count("\n") == 2

@@ -32,9 +32,7 @@ def test_sizes(text: str | int, size: int) -> None:
     assert parse_size(text) == size
 
 
-@given(
-    st.integers(1, 10**15), st.integers(0, 999), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " "])
-)
+@given(st.integers(1, 10**15), st.integers(0, 999), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " "]))
 def test_sizes_are_exact(whole: int, thousandths: int, unit: str, space: str) -> None:
     assert parse_size(f"{whole}.{thousandths:03d}{space}{unit}") == int(
         (whole + Fraction(thousandths, 1000)) * UNITS[unit]
@@ -112,9 +110,7 @@ def test_what_is_no_cache_is_refused(text: str) -> None:
 
 def test_settings_from_text(tmp_path: Path) -> None:
     made = settings(memory="6GiB", cache="25%", gpu_memory="1GiB", store=str(tmp_path), bits=2)
-    assert made == Settings(
-        memory=6 << 30, cache=CacheSize(fraction=0.25), gpu_memory=1 << 30, store=tmp_path, bits=2
-    )
+    assert made == Settings(memory=6 << 30, cache=CacheSize(fraction=0.25), gpu_memory=1 << 30, store=tmp_path, bits=2)
     assert settings() == Settings()
     assert settings(memory=None, cache=None, store=None) == Settings()
 

@@ -89,7 +89,7 @@ def test_misses_are_loaded_and_hits_are_not() -> None:
 def test_what_is_here_comes_before_what_must_arrive() -> None:
     controller, _ = make(4)
     list(controller.run_layer(0, demands(5)))
-    assert [expert for expert, _ in controller.run_layer(0, demands(2, 5))][0] == 5
+    assert next(controller.run_layer(0, demands(2, 5)))[0] == 5
 
 
 def test_hits_are_computed_while_misses_are_under_way() -> None:
@@ -166,10 +166,18 @@ def test_a_late_prefetch_is_a_miss_but_not_a_second_load() -> None:
 
 
 def test_prefetches_that_have_not_begun_make_room() -> None:
-    controller, link = make(2)
+    controller, _ = make(2)
     controller.prefetch([ExpertKey(1, 5, 4), ExpertKey(1, 6, 4)])
     seen = [expert for expert, _ in controller.run_layer(0, demands(1, 2))]
     assert sorted(seen) == [1, 2]
+
+
+def test_wrong_prefetches_in_every_slot_are_waited_for() -> None:
+    controller, link = make(3)
+    link.poll = lambda: None  # type: ignore[method-assign]
+    controller.prefetch([ExpertKey(1, expert, 4) for expert in (5, 6, 7)])
+    link._running, link._speculative = link._speculative, []  # all have begun
+    assert sorted(expert for expert, _ in controller.run_layer(0, demands(1, 2, 3))) == [1, 2, 3]
 
 
 def test_no_prefetch_while_the_link_is_busy() -> None:

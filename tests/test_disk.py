@@ -16,7 +16,7 @@ from tiermoe.tiers.disk import DiskLink, SlotFiller
 from tiermoe.tiers.probe import probe_drive
 from tiermoe.tiers.reader import ExtentReader, aligned_memory
 from tiermoe.tiers.slots import HostSlots
-from tiermoe.types import Extent, ExpertKey, Load, MoeLayer, Part, Segment
+from tiermoe.types import ExpertKey, Extent, Load, MoeLayer, Part, Segment
 
 EXPERTS = 16
 LAYER = MoeLayer("layer", EXPERTS, 2, (Part("weight", (64, 32)),))
@@ -88,7 +88,7 @@ def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
     path = tmp_path / "experts"
     extents = write_experts(path)
     os.truncate(path, 4 * SIZE + 100)
-    with pytest.raises(LoadError, match="layer 1, expert 4.*ends"):
+    with pytest.raises(LoadError, match=r"layer 1, expert 4.*ends"):
         ExtentReader().read(extents[4], aligned_memory(SIZE), ExpertKey(1, 4, 4))
 
 

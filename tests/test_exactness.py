@@ -15,11 +15,9 @@ PROMPT = "The king looked at the little boat and said that it was time to go. "
 
 def outputs(directory: Path, text: str = PROMPT, **options: Any) -> tuple[torch.Tensor, list[int]]:
     """(logits of the prompt and of 24 greedy tokens, those tokens)."""
-    model, tokenizer = tiermoe.load(directory, memory="4GiB", **options)
+    model, tokenizer = tiermoe.load(directory, memory="4GiB", device="cpu", **options)
     ids = tokenizer(text, return_tensors="pt").input_ids
-    result = model.generate(
-        ids, max_new_tokens=24, do_sample=False, output_logits=True, return_dict_in_generate=True
-    )
+    result = model.generate(ids, max_new_tokens=24, do_sample=False, output_logits=True, return_dict_in_generate=True)
     prompt_logits = model(ids).logits[0]
     stats = model.tiermoe.stats()
     model.tiermoe.close()
@@ -46,7 +44,7 @@ def test_cache_size_prefetch_and_lanes_change_no_bit(shipped: Path, bits: int) -
 def test_batches_and_sampling_do_not_depend_on_the_cache(shipped: Path) -> None:
     results = []
     for cache in ("2%", "30%", "100%"):
-        model, tokenizer = tiermoe.load(shipped, memory="4GiB", bits=4, cache=cache)
+        model, tokenizer = tiermoe.load(shipped, memory="4GiB", device="cpu", bits=4, cache=cache)
         tokenizer.pad_token = tokenizer.eos_token
         batch = tokenizer([PROMPT, "A cat", "Three men in a"], return_tensors="pt", padding=True, padding_side="left")
         torch.manual_seed(3)
@@ -66,7 +64,7 @@ def test_the_chunk_is_a_setting_and_not_derived_from_the_budget(shipped: Path) -
 
 def test_each_expert_is_read_once_a_chunk(shipped: Path) -> None:
     """EdgeMoE's re-batching: a prompt of many tokens costs each expert at most one read, whatever the cache."""
-    model, tokenizer = tiermoe.load(shipped, memory="4GiB", bits=4, cache="1.6%")
+    model, tokenizer = tiermoe.load(shipped, memory="4GiB", device="cpu", bits=4, cache="1.6%")
     ids = tokenizer(PROMPT * 8, return_tensors="pt").input_ids
     before = model.tiermoe.stats()
     model(ids)

@@ -148,9 +148,7 @@ def test_loading_and_generating_need_nothing_postponed(
     plain, trimmed = plain_and_trimmed
     assert plain["sympy"]
     assert not trimmed["sympy"]
-    assert {"torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"} <= set(
-        trimmed["postponed"]
-    )
+    assert {"torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"} <= set(trimmed["postponed"])
 
 
 @linux

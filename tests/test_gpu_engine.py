@@ -46,9 +46,7 @@ def layout_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def on_fake_gpu(
-    layout_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., tuple[Any, FakeGpu]]]:
+def on_fake_gpu(layout_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Any, FakeGpu]]]:
     """Loads a model whose experts pass through the fake GPU's tiers."""
     made: list[tuple[Any, FakeGpu]] = []
 

@@ -100,9 +100,7 @@ def test_any_shape_has_a_kernel(out, in_, tokens, bits, dtype):
     generator = torch.Generator().manual_seed(out)
     encoding, slot = slot_for(bits, torch.randn(out, in_, generator=generator), dtype)
     x = torch.randn(tokens, in_, generator=generator).to(dtype)
-    assert_close_to_decoded(
-        linear_for(encoding.name, "cpu", dtype)(x, slot, out, in_), x, encoding, slot, out, in_
-    )
+    assert_close_to_decoded(linear_for(encoding.name, "cpu", dtype)(x, slot, out, in_), x, encoding, slot, out, in_)
 
 
 @pytest.mark.parametrize("in_", [8, 33, 100])

@@ -70,9 +70,7 @@ def test_killed_and_run_again(read: int, whole: dict[str, bytes], tmp_path: Path
     again = RandomExperts()
     packed(root, again)
     assert contents(root) == whole
-    assert again.reads == [
-        (layer, expert) for layer in range(read // EXPERTS, 3) for expert in range(EXPERTS)
-    ]
+    assert again.reads == [(layer, expert) for layer in range(read // EXPERTS, 3) for expert in range(EXPERTS)]
 
 
 @pytest.mark.parametrize("step", range(1, 9))
@@ -118,9 +116,7 @@ def test_an_exception_leaves_nothing_unfinished(whole: dict[str, bytes], tmp_pat
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_full_disk(
-    code: int, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk(code: int, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "store"
     header = pack.write_header
 
@@ -158,15 +154,11 @@ def test_a_file_size_limit_of_the_system(tmp_path: Path) -> None:
     assert sorted(contents(root)) == ["store.json"]
 
 
-def test_too_little_space_is_said_before_anything_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_space_is_said_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = RandomExperts()
     usage = type("usage", (), {"free": 10_000})
     monkeypatch.setattr(pack.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(
-        PackError, match=r"packing needs [\d.]+ KiB in .*, 9\.77 KiB are free; free some space or"
-    ):
+    with pytest.raises(PackError, match=r"packing needs [\d.]+ KiB in .*, 9\.77 KiB are free; free some space or"):
         packed(tmp_path / "store", source)
     assert source.reads == []
 
@@ -174,9 +166,7 @@ def test_too_little_space_is_said_before_anything_is_read(
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     store = Store(tmp_path / "file" / "store", empty_store(tmp_path / "other").source, RandomExperts().layers)
-    with pytest.raises(
-        PackError, match=r"cannot write to .*: Not a directory; choose another folder with --out"
-    ):
+    with pytest.raises(PackError, match=r"cannot write to .*: Not a directory; choose another folder with --out"):
         pack_experts(store, RandomExperts(), 4, "hqq")
 
 
@@ -188,15 +178,11 @@ def test_a_folder_that_cannot_be_written(code: int, tmp_path: Path, monkeypatch:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(lock.os, "open", refused)
-    with pytest.raises(
-        PackError, match=rf"cannot write to .*: {os.strerror(code)}; choose another folder with --out"
-    ):
+    with pytest.raises(PackError, match=rf"cannot write to .*: {os.strerror(code)}; choose another folder with --out"):
         pack_experts(store, RandomExperts(), 4, "hqq")
 
 
-def test_a_second_packer_is_refused_by_the_first_one_s_number(
-    whole: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_a_second_packer_is_refused_by_the_first_one_s_number(whole: dict[str, bytes], tmp_path: Path) -> None:
     root = tmp_path / "store"
     refusals: list[str] = []
 
@@ -214,9 +200,7 @@ def test_a_second_packer_is_refused_by_the_first_one_s_number(
 
     packed(root, RandomExperts(before=meanwhile))
     assert len(refusals) == 1
-    assert refusals[0].startswith(
-        f"process {os.getpid()} is packing into {root} right now; wait until it is done"
-    )
+    assert refusals[0].startswith(f"process {os.getpid()} is packing into {root} right now; wait until it is done")
     assert contents(root) == whole
 
 
@@ -257,9 +241,7 @@ def test_what_another_process_packed_meanwhile_is_kept(tmp_path: Path) -> None:
         lambda entry: entry.clear(),
     ],
 )
-def test_a_journal_that_does_not_fit_is_not_believed(
-    change: Any, whole: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_a_journal_that_does_not_fit_is_not_believed(change: Any, whole: dict[str, bytes], tmp_path: Path) -> None:
     root = tmp_path / "store"
     with pytest.raises(ModelError):
         packed(root, RandomExperts(before=stop_after_a_layer))

@@ -69,9 +69,7 @@ def test_16_bits_are_copied_where_the_checkpoint_holds_another_type(tiny_model: 
     precision = store.precisions["16"]
     assert not precision.in_place
     form = store.expert_format("16", 1)
-    views = form.stored.views(
-        torch.frombuffer(bytearray(bytes_of(precision.layers[1].extents[5])), dtype=torch.uint8)
-    )
+    views = form.stored.views(torch.frombuffer(bytearray(bytes_of(precision.layers[1].extents[5])), dtype=torch.uint8))
     for name, value in blueprint.experts.read(1, 5).items():
         assert value.dtype == torch.bfloat16
         assert torch.equal(views[name]["weight"], value)
@@ -89,9 +87,7 @@ def test_experts_in_place_follow_a_checkpoint_that_was_moved(tiny_model: Any, tm
     assert all(xxhash.xxh3_64_hexdigest(bytes_of(extent)) == extent.checksum for extent in extents)
 
 
-def test_another_checkpoint_is_refused_and_its_journal_not_taken_over(
-    tiny_model: Any, tmp_path: Path
-) -> None:
+def test_another_checkpoint_is_refused_and_its_journal_not_taken_over(tiny_model: Any, tmp_path: Path) -> None:
     one, other = tiny_model("qwen3_moe"), tiny_model("mixtral")
     ensure_packed(open_or_create(one, tmp_path), one, 4, "hqq")
     with pytest.raises(StoreError, match=r"packed from another checkpoint"):
@@ -117,9 +113,7 @@ def test_packed_dense_layers_are_checked_like_experts(tiny_model: Any, tmp_path:
         ensure_packed(open_store(tmp_path), blueprint, 4, "hqq", dense_bits=8)
 
 
-def test_two_that_create_the_store_at_once(
-    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_that_create_the_store_at_once(tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slower one finds the table that it did not see a moment ago, and keeps it."""
     root, faster = tmp_path / "store", lock.exclusive
     blueprint = tiny_model("qwen3_moe")

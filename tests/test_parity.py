@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CONFIGS, oracle, write
 
 import tiermoe
+from tiny import CONFIGS, oracle, write
 
 FAMILIES = sorted(CONFIGS)
 DECODERS = [family for family in FAMILIES if family != "switch_transformers"]
@@ -22,7 +22,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     family, dtype = request.param
     shard = "60KB" if dtype == torch.float32 else "5GB"
     directory = write(tmp_path_factory.mktemp(family), family, dtype, shard)
-    ours, _ = tiermoe.load(directory, memory="4GiB", bits=16, cache="40%", lanes=2)
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="40%", lanes=2)
     yield family, dtype, ours, oracle(directory, family, dtype)
     ours.tiermoe.close()
 
@@ -62,7 +62,7 @@ def test_one_token(pair: Any) -> None:
 
 
 def test_greedy_tokens(pair: Any) -> None:
-    family, _, ours, plain = pair
+    _, _, ours, plain = pair
     ids = tokens(2, 7, seed=3)
     options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     assert torch.equal(ours.generate(ids, **options), plain.generate(ids, **options))
@@ -71,7 +71,7 @@ def test_greedy_tokens(pair: Any) -> None:
 @pytest.mark.parametrize("k", [2, 3, 4, 5])
 def test_experts_per_token(k: int, tmp_path: Path) -> None:
     directory = write(tmp_path, "qwen3_moe", torch.float32, num_experts_per_tok=k, seed=k)
-    ours, _ = tiermoe.load(directory, memory="4GiB", bits=16)
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16)
     ids = tokens(1, 16)
     assert torch.equal(logits(ours, "qwen3_moe", ids), logits(oracle(directory, "qwen3_moe", torch.float32), "", ids))
     ours.tiermoe.close()
@@ -80,7 +80,7 @@ def test_experts_per_token(k: int, tmp_path: Path) -> None:
 def test_experts_with_no_one_and_many_tokens(tmp_path: Path) -> None:
     """Twelve times the same token and one other: some experts get none, some one, some many."""
     directory = write(tmp_path, "mixtral", torch.float32)
-    ours, _ = tiermoe.load(directory, memory="4GiB", bits=16, cache="15%")
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="15%")
     ids = torch.full((1, 13), 17)
     ids[0, 6] = 99
     assert torch.equal(logits(ours, "mixtral", ids), logits(oracle(directory, "mixtral", torch.float32), "", ids))
@@ -89,7 +89,7 @@ def test_experts_with_no_one_and_many_tokens(tmp_path: Path) -> None:
 
 def test_float16_checkpoint(tmp_path: Path) -> None:
     directory = write(tmp_path, "olmoe", torch.float16)
-    ours, _ = tiermoe.load(directory, memory="4GiB", bits=16)
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16)
     ids = tokens(1, 8)
     assert torch.equal(logits(ours, "olmoe", ids), logits(oracle(directory, "olmoe", torch.float16), "", ids))
     ours.tiermoe.close()
@@ -100,7 +100,7 @@ def test_float16_checkpoint(tmp_path: Path) -> None:
 def test_packed_precisions_equal_the_decoded_weights(family: str, bits: int, tmp_path: Path) -> None:
     """The oracle holds the same packed weights, decoded, as ordinary expert weights in fp32."""
     directory = write(tmp_path, family, torch.float32)
-    ours, _ = tiermoe.load(directory, memory="4GiB", bits=bits)
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=bits)
     plain = oracle(directory, family, torch.float32)
     put_decoded_experts(ours.tiermoe, plain)
     ids = tokens(1, 9)
@@ -118,7 +118,10 @@ def put_decoded_experts(engine: Any, plain: Any) -> None:
     for index, layer in enumerate(engine.store.layers):
         form = engine._formats[index]
         for expert in range(layer.experts):
-            stored, slot = aligned_memory(form.stored.nbytes), torch.zeros(form.slot.nbytes, dtype=torch.uint8)
+            stored, slot = (
+                aligned_memory(form.stored.nbytes),
+                torch.zeros(form.slot.nbytes, dtype=torch.uint8),
+            )
             reader.read(engine._extents[index][expert], stored, ExpertKey(index, expert, 0))
             form.widen(torch.frombuffer(stored, dtype=torch.uint8), slot)
             views = form.slot.views(slot)

@@ -37,9 +37,7 @@ def blueprint(tmp_path_factory: pytest.TempPathFactory) -> Blueprint:
 def planned(blueprint: Blueprint, monkeypatch: pytest.MonkeyPatch) -> Planner:
     """Plans with an interpreter of a fixed size."""
     monkeypatch.setattr(plan_module, "resident_bytes", lambda: INTERPRETER)
-    return lambda **options: plan_memory(
-        blueprint, settings(**{"memory": "1GiB", "device": "cpu", **options})
-    )
+    return lambda **options: plan_memory(blueprint, settings(**{"memory": "1GiB", "device": "cpu", **options}))
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
@@ -47,9 +45,7 @@ def planned(blueprint: Blueprint, monkeypatch: pytest.MonkeyPatch) -> Planner:
 def test_the_parts_add_up(bits: int, dense_bits: int, planned: Planner) -> None:
     plan = planned(bits=bits, dense_bits=dense_bits)
     assert plan.total == sum(nbytes for _, nbytes, _ in plan.rows())
-    assert (
-        plan.total == sum(getattr(plan, name) for name in FIXED) + plan.slots * plan.slot_bytes <= plan.budget
-    )
+    assert plan.total == sum(getattr(plan, name) for name in FIXED) + plan.slots * plan.slot_bytes <= plan.budget
     assert (plan.all_slots, plan.layer_slots, plan.token_slots) == (24, 3, 9)
     assert plan.slots == 24
 
@@ -69,9 +65,7 @@ def test_settings_move_the_rows_they_are_about(planned: Planner) -> None:
 
     def changed(**options: Any) -> set[str]:
         other = planned(**{"chunk": 16, "context": 128, **options})
-        return {
-            name for name in (*FIXED, "slot_bytes", "slots") if getattr(other, name) != getattr(base, name)
-        }
+        return {name for name in (*FIXED, "slot_bytes", "slots") if getattr(other, name) != getattr(base, name)}
 
     assert changed(context=256) == {"kv_cache", "activations"}
     assert changed(chunk=64) == {"activations"}
@@ -92,9 +86,7 @@ def test_the_context_left_out_and_asked_for(planned: Planner) -> None:
         planned(context=257)
 
 
-@hypothesis_settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.integers(301 * MIB, 330 * MIB),
     st.integers(0, 1 * MIB),
@@ -182,16 +174,10 @@ def test_key_value_bytes_are_those_of_a_real_cache(model_type: str) -> None:
     ids = torch.randint(3, 128, (2, 20))
     with torch.no_grad():
         cache = model(ids, **({"decoder_input_ids": ids} if switch else {})).past_key_values
-    layers = (
-        [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers] if switch else cache.layers
-    )
+    layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers] if switch else cache.layers
     held = sum(t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values))
     assert held > 0
     latent = FAMILIES[model_type].latent_kv
     planned = kv_bytes(config, latent, context=20, batch=2, itemsize=2)
-    expanded = (
-        2 * 20 * 2 * 4 * (16 + 16 + 16 + 8) if latent else 0
-    )  # kv_b_proj's output and the keys made of it
-    assert (
-        planned == held // len(layers) * (len(layers) + 2) + expanded
-    )  # and one layer's copies while it grows
+    expanded = 2 * 20 * 2 * 4 * (16 + 16 + 16 + 8) if latent else 0  # kv_b_proj's output and the keys made of it
+    assert planned == held // len(layers) * (len(layers) + 2) + expanded  # and one layer's copies while it grows

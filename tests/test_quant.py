@@ -135,9 +135,7 @@ def test_hqq_is_never_worse_than_plain_rounding_in_any_group(weight, precision):
     bits, group = precision
     found = HQQ(weight, bits, group)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            hqq, "STEPS", 1
-        )  # the first candidate alone: plain rounding between minimum and maximum
+        patch.setattr(hqq, "STEPS", 1)  # the first candidate alone: plain rounding between minimum and maximum
         plain = HQQ(weight, bits, group)
     assert int(found.codes.max()) < 2**bits
     assert bool(
@@ -152,10 +150,7 @@ def test_hqq_is_never_worse_than_plain_rounding_in_any_group(weight, precision):
 
 def test_hqq_lowers_the_error_of_gaussian_weights():
     weight = random_weight(256, 512)
-    errors = {
-        bits: relative_error(weight, HQQ(weight, bits, 64 if bits == 4 else 16).dequantized())
-        for bits in (2, 4)
-    }
+    errors = {bits: relative_error(weight, HQQ(weight, bits, 64 if bits == 4 else 16).dequantized()) for bits in (2, 4)}
     assert errors[4] < 0.088  # plain rounding: 0.0896
     assert errors[2] < 0.310  # plain rounding: 0.327
 
@@ -212,9 +207,7 @@ def test_int4_decodes_what_the_operator_computes(rows, quantizer, dtype):
     columns_one_by_one = torch.ops.aten._weight_int4pack_mm_for_cpu(
         torch.eye(columns, dtype=dtype), stored["codes"], encoding.group, stored["scales_and_zeros"]
     )
-    torch.testing.assert_close(
-        decoded, columns_one_by_one.t(), rtol=2e-7 if dtype == torch.float32 else 0, atol=1e-9
-    )
+    torch.testing.assert_close(decoded, columns_one_by_one.t(), rtol=2e-7 if dtype == torch.float32 else 0, atol=1e-9)
 
 
 def test_int4_decodes_in_blocks_of_columns(monkeypatch):
@@ -232,9 +225,7 @@ def test_int4_codes_are_the_nearest_under_the_stored_parameters(weight, dtype):
     rows, columns = weight.shape
     encoding = encoding_for(4, rows, columns, dtype, cpu_layout())
     stored, decoded = encoded_and_decoded(weight, encoding, HQQ, dtype)
-    scale, zero = (
-        part.t().float().repeat_interleave(64, 1) for part in stored["scales_and_zeros"].unbind(-1)
-    )
+    scale, zero = (part.t().float().repeat_interleave(64, 1) for part in stored["scales_and_zeros"].unbind(-1))
     distances = [((q - 8) * scale + zero - weight.float()).abs() for q in range(16)]
     nearest = torch.stack(distances).amin(0)
     assert bool(((decoded - weight.float()).abs() <= nearest * (1 + 1e-3) + 1e-5 * scale + 1e-9).all())
@@ -279,9 +270,7 @@ def test_int2_widens_in_blocks_of_rows():
     whole = slot_of(encoding, stored, 1100, 1024, torch.bfloat16)["weight"]
     for part in (slice(0, 7), slice(1000, 1100)):
         rows = {name: value[part] for name, value in stored.items()}
-        assert torch.equal(
-            whole[part], slot_of(encoding, rows, len(whole[part]), 1024, torch.bfloat16)["weight"]
-        )
+        assert torch.equal(whole[part], slot_of(encoding, rows, len(whole[part]), 1024, torch.bfloat16)["weight"])
 
 
 @settings(max_examples=25, deadline=None)
@@ -402,9 +391,7 @@ def test_int4_unpacks_what_was_packed(rows16, columns, seed):
     codes = torch.randint(0, 16, (16 * rows16, columns), generator=generator).to(torch.uint8)
     packed = int4_layout.pack(codes)
     # packing in pieces of rows gives what the operator gives for the whole matrix
-    assert torch.equal(
-        packed.flatten(), torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1).flatten()
-    )
+    assert torch.equal(packed.flatten(), torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1).flatten())
     unpacked = [int4_layout.unpack_transposed(packed, *span) for span in ((0, 32), (32, columns))]
     assert torch.equal(torch.cat(unpacked).t(), codes)
 
@@ -425,7 +412,5 @@ def test_int4_unpacks_in_the_order_of_narrower_machines(capability):
         pytest.skip("torch's CPU capability cannot be lowered here")
     environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
     program = OTHER_MACHINE.format(capability)
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

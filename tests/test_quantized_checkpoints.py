@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import auto_class, write
 
 import tiermoe
+from tiny import auto_class, write
 
 
 def to_mxfp4(directory: Path) -> None:
@@ -44,7 +44,12 @@ def to_fp8(directory: Path, block: int = 32) -> None:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     name_quantization(
         directory,
-        {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [block, block]},
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "weight_block_size": [block, block],
+        },
     )
 
 
@@ -61,12 +66,12 @@ def compare(directory: Path, model_type: str) -> None:
     )
     for parameter in plain.parameters():
         parameter.data = parameter.data.clone()
-    ours, _ = tiermoe.load(directory, memory="4GiB", bits=16, cache="30%")
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="30%")
     ids = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         assert torch.equal(ours(ids).logits, plain.eval()(ids).logits)
     assert ours.generate(ids, max_new_tokens=6, do_sample=False).shape[1] == 15
-    packed, _ = tiermoe.load(directory, memory="4GiB", bits=8)
+    packed, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=8)
     difference = (packed(ids).logits - ours(ids).logits).float()
     assert difference.abs().mean() < 0.1 * ours(ids).logits.float().abs().mean()
     ours.tiermoe.close()

@@ -70,20 +70,14 @@ def expected(bits: int, quantizer: str, layer: int, expert: int) -> dict[str, di
     fields = {}
     for name, weight in SOURCE.read(layer, expert).items():
         encoding = form.encodings.get(name)
-        encoded = (
-            encoding.encode(weight, QUANTIZERS[quantizer], torch.bfloat16) if encoding else {"weight": weight}
-        )
+        encoded = encoding.encode(weight, QUANTIZERS[quantizer], torch.bfloat16) if encoding else {"weight": weight}
         fields[name] = dict(encoded)
     return fields
 
 
 def same(one: dict[str, dict[str, torch.Tensor]], other: dict[str, dict[str, torch.Tensor]]) -> bool:
-    return {part: set(fields) for part, fields in one.items()} == {
-        part: set(f) for part, f in other.items()
-    } and all(
-        torch.equal(value, other[part][name])
-        for part, fields in one.items()
-        for name, value in fields.items()
+    return {part: set(fields) for part, fields in one.items()} == {part: set(f) for part, f in other.items()} and all(
+        torch.equal(value, other[part][name]) for part, fields in one.items() for name, value in fields.items()
     )
 
 
@@ -160,9 +154,7 @@ def test_no_store(tmp_path: Path) -> None:
 
 def test_another_format_version(copied: Path) -> None:
     edit(copied, lambda table: table.update(version=99))
-    with pytest.raises(
-        StoreError, match=r"format version 99, this tiermoe reads version 1; pack the model again"
-    ):
+    with pytest.raises(StoreError, match=r"format version 99, this tiermoe reads version 1; pack the model again"):
         open_store(copied)
 
 
@@ -191,9 +183,7 @@ def test_a_damaged_table(text: str, copied: Path) -> None:
         lambda table: table["precisions"]["4-hqq"]["layers"][1]["experts"][0].pop("checksum"),
         lambda table: table["precisions"]["4-hqq"]["layers"][1]["experts"][0].update(segments=[[1]]),
         lambda table: table.update(dense={"8": {"file": "dense-8.bin"}}),
-        lambda table: table.update(
-            dense={"8": {"file": "f", "machine": "any", "layers": {"a": {"offset": 0}}}}
-        ),
+        lambda table: table.update(dense={"8": {"file": "f", "machine": "any", "layers": {"a": {"offset": 0}}}}),
     ],
 )
 def test_a_table_that_contradicts_itself(change: Any, copied: Path) -> None:
@@ -221,9 +211,7 @@ def test_a_missing_file_and_a_short_one(copied: Path) -> None:
 
 def test_another_checkpoint_and_another_machine(tmp_path: Path) -> None:
     check_fingerprint(tmp_path, "aa", "aa")
-    with pytest.raises(
-        StoreError, match=r"packed from another checkpoint .*aa, this model's is bb.*--out DIR --force"
-    ):
+    with pytest.raises(StoreError, match=r"packed from another checkpoint .*aa, this model's is bb.*--out DIR --force"):
         check_fingerprint(tmp_path, "aa", "bb")
     check_machine(tmp_path, "any", "cpu-avx2")
     check_machine(tmp_path, "cpu-avx2", "cpu-avx2")

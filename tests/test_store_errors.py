@@ -104,9 +104,7 @@ def test_a_store_that_is_damaged(tiermoe_: Command, tiny: Path, store: Path, tmp
     with open(file, "r+b") as handle:
         handle.truncate(5000)
     cause = tiermoe_(*run_with(store, tiny)).cause
-    assert re.search(
-        r"layer001\.safetensors is truncated: 5,000 bytes of at least [\d,]+; pack the model again", cause
-    )
+    assert re.search(r"layer001\.safetensors is truncated: 5,000 bytes of at least [\d,]+; pack the model again", cause)
     file.unlink()
     assert "is missing from the expert store" in tiermoe_(*run_with(store, tiny)).cause
     (store / "store.json").write_text("{")
@@ -114,9 +112,7 @@ def test_a_store_that_is_damaged(tiermoe_: Command, tiny: Path, store: Path, tmp
         r"store\.json cannot be read .*; pack the model again with --force",
         tiermoe_(*run_with(store, tiny)).cause,
     )
-    assert (
-        "there is no store to verify" in tiermoe_("show", tiny, "--verify", "--store", tmp_path / "no").cause
-    )
+    assert "there is no store to verify" in tiermoe_("show", tiny, "--verify", "--store", tmp_path / "no").cause
 
 
 def test_a_flipped_byte_is_found_when_read(tiermoe_: Command, tiny: Path, store: Path) -> None:
@@ -168,9 +164,7 @@ def test_a_flipped_byte_in_a_packed_dense_layer(tiermoe_: Command, tiny: Path, s
 # --- packing ---
 
 
-def test_a_disk_that_fills(
-    tiermoe_: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills(tiermoe_: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

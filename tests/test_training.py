@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeForCausalLM
+
 from training.checkpoint import OtherSettings
 from training.data import Tokens, batch, documents, encode, pieces
 from training.experts import batched_experts
@@ -22,7 +24,6 @@ from training.model import build_model, load_balance
 from training.settings import Settings
 from training.tokenizer import END, train_tokenizer
 from training.train import Step, main, stop_on_signal, train
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
 TINY = Settings(
     layers=2,
@@ -62,9 +63,7 @@ def tokenizer(text: Path) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="module")
-def tokens(
-    text: Path, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
-) -> Tokens:
+def tokens(text: Path, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Tokens:
     return encode(tokenizer, documents(text), tmp_path_factory.mktemp("tokens") / "train.tokens")
 
 
@@ -73,15 +72,11 @@ def weights(model: Qwen3MoeForCausalLM) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def trained(
-    tokens: Tokens, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Qwen3MoeForCausalLM, list[Step]]:
+def trained(tokens: Tokens, tmp_path_factory: pytest.TempPathFactory) -> tuple[Qwen3MoeForCausalLM, list[Step]]:
     """A model trained without interruption, and its steps."""
     steps: list[Step] = []
     model = build_model(TINY)
-    assert (
-        train(model, tokens, TINY, tmp_path_factory.mktemp("state") / "state.pt", steps.append) == TINY.steps
-    )
+    assert train(model, tokens, TINY, tmp_path_factory.mktemp("state") / "state.pt", steps.append) == TINY.steps
     return model, steps
 
 
@@ -207,9 +202,7 @@ def small_pieces() -> Iterator[None]:
         yield
 
 
-def test_an_interrupted_encoding_is_not_taken_for_whole(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_an_interrupted_encoding_is_not_taken_for_whole(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     def broken() -> Iterator[str]:
         yield "a ship"
         raise OSError("gone")
@@ -237,9 +230,7 @@ def test_a_signal_asks_to_stop_and_handlers_come_back() -> None:
 
 
 def arguments(text: Path, out: Path, steps: int) -> list[str]:
-    shape = (
-        "--layers 1 --hidden 32 --heads 2 --kv-heads 1 --head-dim 16 --experts 4 --top-k 2 --expert-hidden 16"
-    )
+    shape = "--layers 1 --hidden 32 --heads 2 --kv-heads 1 --head-dim 16 --experts 4 --top-k 2 --expert-hidden 16"
     size = f"--vocab 320 --sequence 32 --batch 4 --tokens {steps * 128} --threads 1 --device cpu"
     return ["train", str(text), "--out", str(out), *shape.split(), *size.split()]
 

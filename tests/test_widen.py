@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from benchmarks.reference import load_eager
 from benchmarks.widen import widen
-
 from tiny import write
 
 

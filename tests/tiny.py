@@ -36,7 +36,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32},
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "head_dim": 16},
     "switch_transformers": {
-        "d_model": 64, "d_ff": 96, "d_kv": 16, "num_heads": 4, "num_layers": 4, "num_hidden_layers": 4, "num_decoder_layers": 4,
+        "d_model": 64, "d_ff": 96, "d_kv": 16, "num_heads": 4, "num_layers": 4, "num_hidden_layers": 4,
+        "num_decoder_layers": 4,
         "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "num_experts": 8, "expert_capacity": 4,
         "decoder_start_token_id": 0,
     },
@@ -47,7 +48,9 @@ def auto_class(model_type: str) -> Any:
     return AutoModelForSeq2SeqLM if model_type == "switch_transformers" else AutoModelForCausalLM
 
 
-def write(directory: Path, model_type: str, dtype: torch.dtype, shard: str = "5GB", seed: int = 0, **changes: Any) -> Path:
+def write(
+    directory: Path, model_type: str, dtype: torch.dtype, shard: str = "5GB", seed: int = 0, **changes: Any
+) -> Path:
     """Writes a random checkpoint into `directory` and returns it. Weights are large enough that routing and logits are
     not flat."""
     torch.manual_seed(seed)
@@ -74,7 +77,10 @@ def write_tokenizer(directory: Path, vocabulary: int = 128) -> None:
     words += [f"<extra{index}>" for index in range(vocabulary - len(words))]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), pre_tokenizers.Split("", "isolated")]
+        [
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            pre_tokenizers.Split("", "isolated"),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(

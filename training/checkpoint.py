@@ -14,9 +14,7 @@ class OtherSettings(Exception):
     """The state on disk belongs to a run with other settings."""
 
 
-def save_state(
-    path: Path, settings: Settings, step: int, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
+def save_state(path: Path, settings: Settings, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write step, weights and optimizer state; the file is replaced only when the new one is complete."""
     partial = path.with_suffix(".partial")
     state = {"settings": asdict(settings), "step": step, "model": model.state_dict()}
@@ -33,13 +31,9 @@ def load_state(path: Path, settings: Settings, model: nn.Module, optimizer: torc
         return 0
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     wanted, found = asdict(settings), state["settings"]
-    different = [
-        f"{name} {found.get(name)} (now {wanted[name]})" for name in wanted if found.get(name) != wanted[name]
-    ]
+    different = [f"{name} {found.get(name)} (now {wanted[name]})" for name in wanted if found.get(name) != wanted[name]]
     if different:
-        raise OtherSettings(
-            f"{path} is of a run with {', '.join(different)}: use its settings or another --work"
-        )
+        raise OtherSettings(f"{path} is of a run with {', '.join(different)}: use its settings or another --work")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     return int(state["step"])

@@ -61,9 +61,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str], path: Path)
     return np.memmap(path, np.uint16, "r")
 
 
-def batch(
-    tokens: Tokens, step: int, seed: int, size: int, sequence: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(tokens: Tokens, step: int, seed: int, size: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and next-token targets, each (size, sequence) int64, from random places of ``tokens``.
 
     The places depend on ``seed`` and ``step`` alone, so that a resumed run sees what it would have seen.
@@ -71,7 +69,5 @@ def batch(
     if len(tokens) <= sequence:
         raise ValueError(f"{len(tokens)} tokens of text are too few for sequences of {sequence}")
     begins = np.random.default_rng((seed, step)).integers(0, len(tokens) - sequence, size)
-    rows = torch.from_numpy(
-        np.stack([tokens[begin : begin + sequence + 1] for begin in begins]).astype(np.int64)
-    )
+    rows = torch.from_numpy(np.stack([tokens[begin : begin + sequence + 1] for begin in begins]).astype(np.int64))
     return rows[:, :-1], rows[:, 1:]

@@ -22,9 +22,7 @@ def capacity(tokens: int, top_k: int, experts: int, factor: float) -> int:
     return math.ceil(tokens * top_k / experts * factor)
 
 
-def batched_experts(
-    module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
+def batched_experts(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """What transformers asks of an experts function: hidden (T, H), index and weights (T, K) to (T, H)."""
     (tokens, width), top_k, experts = hidden.shape, index.shape[1], module.num_experts
     flat = index.reshape(-1)

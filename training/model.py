@@ -49,9 +49,7 @@ def build_model(settings: Settings) -> Qwen3MoeForCausalLM:
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             residual = name.endswith(("down_proj", "o_proj.weight"))
-            nn.init.normal_(
-                parameter, std=INIT_STD / math.sqrt(2 * settings.layers) if residual else INIT_STD
-            )
+            nn.init.normal_(parameter, std=INIT_STD / math.sqrt(2 * settings.layers) if residual else INIT_STD)
     use_batched_experts(model, settings.capacity_factor)
     return model
 

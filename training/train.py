@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from benchmarks.perplexity import perplexity
-from benchmarks.reference import load_eager, logits_of
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import Qwen3MoeForCausalLM
 
+from benchmarks.perplexity import perplexity
+from benchmarks.reference import load_eager, logits_of
 from training.checkpoint import OtherSettings, load_state, save_state
 from training.data import Tokens, batch, documents, encode
 from training.export import export

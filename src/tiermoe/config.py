@@ -43,12 +43,10 @@ def parse_size(text: str | int, what: str = "size") -> int:
 def format_size(nbytes: float) -> str:
     """Bytes for people: '3.54 MiB', '700 MiB', '6 GiB'."""
     value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            break
-        value /= 1024
-    else:
-        unit = "TiB"
+    units = iter(("B", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while abs(value) >= 1024 and unit != "TiB":
+        value, unit = value / 1024, next(units)
     digits = 0 if unit == "B" or value >= 100 else 1 if value >= 10 else 2
     text = f"{value:.{digits}f}"
     return (text.rstrip("0").rstrip(".") if "." in text else text) + f" {unit}"
@@ -118,7 +116,10 @@ class Settings:
         _require(self.quantizer in ("hqq", "linear"), f"quantizer must be hqq or linear, got '{self.quantizer}'")
         _require(self.chunk >= 1, f"chunk must be at least 1 token, got {self.chunk}")
         _require(self.batch >= 1, f"batch must be at least 1, got {self.batch}")
-        _require(self.context is None or self.context >= 2, f"context must be at least 2 tokens, got {self.context}")
+        _require(
+            self.context is None or self.context >= 2,
+            f"context must be at least 2 tokens, got {self.context}",
+        )
         _require(self.lanes is None or 1 <= self.lanes <= 64, f"lanes must be 1 to 64, got {self.lanes}")
         _require(self.threads is None or self.threads >= 1, f"threads must be at least 1, got {self.threads}")
         _require(

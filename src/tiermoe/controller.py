@@ -69,17 +69,16 @@ class Controller:
             self._settle(self.link.wait())
         self._collect()
 
-    def _recall(self) -> list[Load]:
+    def _recall(self) -> None:
         """Takes idle speculation back from the link; its slots are free again."""
-        loads = self.link.recall()
-        for load in loads:
-            self._abandon(load.key)
-        return loads
+        if not self.link.is_idle():
+            for load in self.link.recall():
+                self._abandon(load.key)
 
     def _collect(self) -> None:
         """Notes what has finished meanwhile. A load that failed here belongs to nobody any more (a prefetch, or a
         request that has ended with another error): its slot is freed, and who needs the expert asks again."""
-        while (finished := self.link.poll()) is not None:
+        while not self.link.is_idle() and (finished := self.link.poll()) is not None:
             self._settle(finished)
 
     def _settle(self, finished: Finished) -> None:
@@ -115,14 +114,15 @@ class _LayerRun:
             self._release(key)
             self._submit()
         while self._awaited or self._missing:
-            if not self._awaited:
+            # with nothing awaited, wrong prefetches still under way may hold the slots: their end frees one
+            if not self._awaited and controller.link.is_idle():
                 raise RuntimeError(
                     f"no slot can be freed for layer {self._missing[0].layer}: {cache.slots} slots are all in use"
                 )
-            key = self._next_arrival()
-            if key is not None:
-                yield self._use(key)
-                self._release(key)
+            arrived = self._next_arrival()
+            if arrived is not None:
+                yield self._use(arrived)
+                self._release(arrived)
             self._submit()
 
     def _next_arrival(self) -> ExpertKey | None:

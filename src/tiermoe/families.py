@@ -68,6 +68,4 @@ def family_of(model_type: str) -> Family:
         return FAMILIES[model_type]
     except KeyError:
         supported = ", ".join(sorted(FAMILIES))
-        raise ModelError(
-            f"model family '{model_type}' is not supported; supported model types: {supported}"
-        ) from None
+        raise ModelError(f"model family '{model_type}' is not supported; supported model types: {supported}") from None

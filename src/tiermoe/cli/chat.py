@@ -78,7 +78,9 @@ class _Chat:
 
     def _answer(self, text: str) -> None:
         try:
-            report = self._conversation.reply(text, _check(self._sampling), lambda piece: print(piece, end="", flush=True))
+            report = self._conversation.reply(
+                text, _check(self._sampling), lambda piece: print(piece, end="", flush=True)
+            )
             print(flush=True)
             note(summary(report))
         except KeyboardInterrupt:

@@ -10,7 +10,10 @@ import typer
 Model = Annotated[str, typer.Argument(help="A model directory or a Hugging Face hub id.", show_default=False)]
 Memory = Annotated[
     str | None,
-    typer.Option(help="Bound on the whole process, like 6GiB. Default: 80% of what the machine has free.", show_default=False),
+    typer.Option(
+        help="Bound on the whole process, like 6GiB. Default: 80% of what the machine has free.",
+        show_default=False,
+    ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")]
 GpuMemory = Annotated[
@@ -26,16 +29,18 @@ Quantizer = Annotated[str, typer.Option(help="How 4 and 2 bits are made: hqq or 
 Cache = Annotated[
     str | None,
     typer.Option(
-        help="Size of the expert cache alone, for experiments: 25% of the experts, or 3MiB. Default: what --memory leaves.",
+        help="Size of the expert cache alone, like 25% of the experts or 3MiB. Default: what --memory leaves.",
         show_default=False,
     ),
 ]
 Chunk = Annotated[int, typer.Option(help="Tokens of a prompt that run at once.")]
 Context = Annotated[
-    int | None, typer.Option(help="Tokens, prompt and answer, to reserve key/value memory for.", show_default=False)
+    int | None,
+    typer.Option(help="Tokens, prompt and answer, to reserve key/value memory for.", show_default=False),
 ]
 Lanes = Annotated[
-    int | None, typer.Option(help="Threads that read experts. Default: the best of a short probe.", show_default=False)
+    int | None,
+    typer.Option(help="Threads that read experts. Default: the best of a short probe.", show_default=False),
 ]
 Threads = Annotated[int | None, typer.Option(help="Compute threads. Default: one per core.", show_default=False)]
 Prefetch = Annotated[bool, typer.Option("--prefetch", help="Read the next layer's likely experts ahead.")]

@@ -38,7 +38,9 @@ def progress_bar() -> Iterator[ProgressCall]:
     """A callback that shows progress: a bar on a terminal, else one line at the beginning and one at the end."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
+    with Progress(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
+    ) as bar:
         tasks: dict[str, object] = {}
 
         def report(what: str, done: int, total: int) -> None:

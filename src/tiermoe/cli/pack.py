@@ -46,7 +46,11 @@ def pack(
         store = open_or_create(blueprint, store_root(blueprint, out), force)
         if force:
             for precision in precisions:
-                forget(store, precision_key(precision, quantizer), dense_key(dense_bits) if dense_bits < 16 else None)
+                forget(
+                    store,
+                    precision_key(precision, quantizer),
+                    dense_key(dense_bits) if dense_bits < 16 else None,
+                )
     with progress_bar() as progress:
         for precision in precisions:
             ensure_packed(store, blueprint, precision, quantizer, dense_bits, progress, kernels)

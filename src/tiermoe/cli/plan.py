@@ -46,7 +46,10 @@ def plan(
     if as_json:
         print(json.dumps(asdict(result) | {"total": result.total, "experts": result.experts}))
         return
-    table = Table(title=f"{format_size(result.budget)} ({result.budget_source}), experts at {bits} bits", title_justify="left")
+    table = Table(
+        title=f"{format_size(result.budget)} ({result.budget_source}), experts at {bits} bits",
+        title_justify="left",
+    )
     table.add_column("what")
     table.add_column("bytes", justify="right")
     table.add_column("note")

@@ -15,7 +15,9 @@ from tiermoe.cli.session import open_session
 
 def run(
     model: opt.Model,
-    prompt: Annotated[str, typer.Argument(help="What to answer; '-' reads it from standard input.", show_default=False)],
+    prompt: Annotated[
+        str, typer.Argument(help="What to answer; '-' reads it from standard input.", show_default=False)
+    ],
     memory: opt.Memory = None,
     device: opt.Device = "auto",
     gpu_memory: opt.GpuMemory = None,

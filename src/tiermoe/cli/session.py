@@ -21,7 +21,8 @@ class Session:
 
 def open_session(model: str, options: dict[str, Any], context_for: Callable[[Any, Any], int | None]) -> Session:
     """Loads `model`. `context_for(tokenizer, blueprint)` gives the tokens to reserve memory for where no
-    context is asked for; it may refuse the prompt before anything heavy happens. Warnings of the plan go to standard error."""
+    context is asked for; it may refuse the prompt before anything heavy happens.
+    The plan's warnings go to standard error."""
     started = time.perf_counter()
     with waiting("starting"):
         from tiermoe.runtime import footprint

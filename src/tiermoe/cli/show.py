@@ -17,7 +17,9 @@ from tiermoe.errors import StoreError
 
 
 def show(
-    model: Annotated[str, typer.Argument(help="A model directory, a hub id, or the folder of a store.", show_default=False)],
+    model: Annotated[
+        str, typer.Argument(help="A model directory, a hub id, or the folder of a store.", show_default=False)
+    ],
     store: opt.StoreDir = None,
     verify: Annotated[bool, typer.Option("--verify", help="Read every packed expert and check its checksum.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
@@ -70,7 +72,9 @@ def _verify(facts: dict[str, Any], as_json: bool) -> None:
     if not facts["store"]:
         raise StoreError("there is no store to verify; 'tiermoe pack MODEL' makes one")
     with progress_bar() as progress:
-        checked, damaged = verify_store(Path(facts["store"]), lambda done, total: progress("checking experts", done, total))
+        checked, damaged = verify_store(
+            Path(facts["store"]), lambda done, total: progress("checking experts", done, total)
+        )
     if as_json:
         print(json.dumps({**facts, "checked": checked, "damaged": damaged}))
     for problem in damaged:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from tiermoe.policy.eviction import Eviction
 from tiermoe.types import ExpertKey
 
@@ -23,7 +21,7 @@ class ExpertCache:
         self._free = list(range(slots - 1, -1, -1))
         self._resident: dict[ExpertKey, int] = {}
         self._in_flight: dict[ExpertKey, int] = {}
-        self._pins: Counter[ExpertKey] = Counter()
+        self._pins: dict[ExpertKey, int] = {}
 
     def __len__(self) -> int:
         return len(self._resident)
@@ -37,13 +35,12 @@ class ExpertCache:
 
     def pin(self, key: ExpertKey) -> None:
         """Keeps a resident or arriving key until `unpin`; pins count."""
-        self._pins[key] += 1
+        self._pins[key] = self._pins.get(key, 0) + 1
 
     def unpin(self, key: ExpertKey) -> None:
-        if self._pins[key] <= 1:
-            del self._pins[key]
-        else:
-            self._pins[key] -= 1
+        pins = self._pins.pop(key)
+        if pins > 1:
+            self._pins[key] = pins - 1
 
     def reserve(self, key: ExpertKey) -> int | None:
         """A slot for an absent key, which is in flight from now on; a victim is evicted where no slot is free.

@@ -32,9 +32,7 @@ FIXED: dict[str, Encoding] = {encoding.name: encoding for encoding in (Plain(), 
 INT4_GROUPS: dict[str, tuple[int, ...]] = {"hqq": (64, 32), "linear": (256, 128, 64, 32)}
 
 
-def encoding_for(
-    bits: int, out: int, in_: int, dtype: torch.dtype, layout: str, quantizer: str = "hqq"
-) -> Encoding:
+def encoding_for(bits: int, out: int, in_: int, dtype: torch.dtype, layout: str, quantizer: str = "hqq") -> Encoding:
     """The encoding of a matrix of `out` rows and `in_` columns at 16, 8, 4 or 2 bits.
 
     `layout` is the order of int4 codes: `cpu_layout()`, or "rowmajor" for the kernels of a GPU.
@@ -76,9 +74,7 @@ def encoding_named(name: str) -> Encoding:
         return FIXED[name]
     found = re.fullmatch(r"int4/([a-z0-9-]+)/g(32|64|128|256)", name)
     if not found:
-        raise StoreError(
-            f"unknown encoding {name!r}: the store was written by another version; pack it again"
-        )
+        raise StoreError(f"unknown encoding {name!r}: the store was written by another version; pack it again")
     layout, group = found[1], int(found[2])
     if layout == ROW_MAJOR:
         return RowMajorInt4(group)

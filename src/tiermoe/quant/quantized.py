@@ -43,9 +43,7 @@ def nearest(weight: Tensor, scale: Tensor, offset: Tensor, low: int, high: int) 
     return codes.round_().clamp_(low, high)
 
 
-def nearest_codes(
-    weight: Tensor, scale: Tensor, offset: Tensor, low: int, high: int, dtype: torch.dtype
-) -> Tensor:
+def nearest_codes(weight: Tensor, scale: Tensor, offset: Tensor, low: int, high: int, dtype: torch.dtype) -> Tensor:
     """`nearest` for a matrix (N, K) with `scale` and `offset` (N, G), all of any float dtype.
 
     The result is (N, K) in `dtype`. Blocks of rows, so that no float32 copy of the matrix is made."""

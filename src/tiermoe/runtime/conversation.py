@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from transformers import DynamicCache
 
 from tiermoe.errors import PromptError
@@ -55,7 +54,8 @@ class Conversation:
         room = min(engine.plan.context, engine.longest_context or engine.plan.context)
         if tokens >= room:
             raise PromptError(
-                f"the conversation has {tokens:,} tokens, there is room for {room:,} with the answer; /clear it, or start "
+                f"the conversation has {tokens:,} tokens, there is room for {room:,} with the answer; "
+                f"/clear it, or start "
                 f"with a larger --context"
             )
 

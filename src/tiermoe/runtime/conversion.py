@@ -58,9 +58,7 @@ class CheckpointExperts:
         self._resolve()
 
     def read(self, layer: int, expert: int) -> Mapping[str, torch.Tensor]:
-        return {
-            part.name: self._read_part(layer, expert, part).to(self.dtype) for part in self.layers[layer].parts
-        }
+        return {part.name: self._read_part(layer, expert, part).to(self.dtype) for part in self.layers[layer].parts}
 
     def direct_key(self, parameter: str) -> str | None:
         """The checkpoint key that becomes a dense parameter unchanged, None where several are converted into it."""
@@ -78,7 +76,12 @@ class CheckpointExperts:
         return segments
 
     def _resolve(self) -> None:
-        targets = {self._target(i, e, part) for i, layer in enumerate(self.layers) for e in self._rows(i) for part in layer.parts}
+        targets = {
+            self._target(i, e, part)
+            for i, layer in enumerate(self.layers)
+            for e in self._rows(i)
+            for part in layer.parts
+        }
         known = dict.fromkeys([*self._model.state_dict(), *targets], 1)
         # the converters' order: the position of a key among its pattern's keys is its expert
         for key in sorted(self.checkpoint.tensors, key=dot_natural_key):
@@ -110,7 +113,7 @@ class CheckpointExperts:
         if None in sources:
             key = sources[None][0]
             return self.checkpoint.read(key, expert)[0] if self._stacked[layer] else self.checkpoint.read(key)
-        template = self._by_pattern[next(iter(sources))]  # type: ignore[index]
+        template = self._by_pattern[next(iter(sources))]
         converter = template.copy(
             list(template._original_source_patterns),
             list(template._original_target_patterns),
@@ -120,7 +123,9 @@ class CheckpointExperts:
             merged = len(keys) == 1  # one tensor with all experts along its first dimension
             tensor = self.checkpoint.read(keys[0], expert) if merged else self.checkpoint.read(keys[expert])
             converter.add_tensor(target, keys[0 if merged else expert], pattern, tensor)
-        converted = converter.convert(target, model=self._model, config=self._model.config, hf_quantizer=self._quantizer)
+        converted = converter.convert(
+            target, model=self._model, config=self._model.config, hf_quantizer=self._quantizer
+        )
         value = next(iter(converted.values()))
         value = value[0] if isinstance(value, list) else value
         result: torch.Tensor = value[0]
@@ -138,7 +143,7 @@ class CheckpointExperts:
             if self.checkpoint.tensors[key].dtype != self.dtype:
                 return None
             return [self.checkpoint.segment(key, expert if self._stacked[layer] else None, at)]
-        converter = self._by_pattern[next(iter(sources))]  # type: ignore[index]
+        converter = self._by_pattern[next(iter(sources))]
         if not _only_stacks_rows(converter, len(sources)):
             return None
         segments = []

@@ -15,13 +15,9 @@ POSTPONED: dict[str, frozenset[str]] = {
     "torch.distributed._functional_collectives": frozenset({"wait_tensor", "all_to_all_single_autograd"}),
     "torch.distributed._composable": frozenset(),
     "torch.distributed._composable.fsdp": frozenset({"fully_shard"}),
-    "torch.distributed.fsdp": frozenset(
-        {"CPUOffloadPolicy", "FullyShardedDataParallel", "MixedPrecisionPolicy"}
-    ),
+    "torch.distributed.fsdp": frozenset({"CPUOffloadPolicy", "FullyShardedDataParallel", "MixedPrecisionPolicy"}),
     "torch.distributed.checkpoint": frozenset(),
-    "torch.distributed.checkpoint.hf_storage": frozenset(
-        {"HuggingFaceStorageReader", "HuggingFaceStorageWriter"}
-    ),
+    "torch.distributed.checkpoint.hf_storage": frozenset({"HuggingFaceStorageReader", "HuggingFaceStorageWriter"}),
 }
 # Where transformers asks: at module level, and in two functions that test an instance's class
 # whenever a model loads or runs.

@@ -33,7 +33,13 @@ class PackedLinear(torch.nn.Module):
     only; the values lie in the packed fields."""
 
     def __init__(
-        self, kernel: LinearKernel, fields: dict[str, torch.Tensor], out: int, in_: int, bias: torch.Tensor | None, dtype: torch.dtype
+        self,
+        kernel: LinearKernel,
+        fields: dict[str, torch.Tensor],
+        out: int,
+        in_: int,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_, out
@@ -54,7 +60,9 @@ def packable(blueprint: Blueprint) -> dict[str, str]:
     """Linear layers that `--dense-bits` packs: module path → checkpoint key of its weight."""
     model = blueprint.skeleton
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    inside = [name for name, module in model.named_modules() if is_shell(module) or name.endswith(blueprint.family.router)]
+    inside = [
+        name for name, module in model.named_modules() if is_shell(module) or name.endswith(blueprint.family.router)
+    ]
     keys = set(blueprint.dense_keys)
     found = {}
     for name, module in model.named_modules():
@@ -142,4 +150,3 @@ def attach_dense(model: Any, store: Store, key: str, reader: ExtentReader, devic
         setattr(owner, attribute, PackedLinear(kernel, fields, out, in_, bias, store.dtype))
         total += form.slot.nbytes
     return total
-

@@ -14,7 +14,7 @@ from tiermoe.runtime.prepare_store import store_root
 from tiermoe.runtime.resolve import is_store, resolve_model
 from tiermoe.store.store import Store, open_store
 from tiermoe.tiers.reader import ExtentReader, aligned_memory
-from tiermoe.types import Extent, ExpertKey, MoeLayer
+from tiermoe.types import ExpertKey, Extent, MoeLayer
 
 
 def describe_model(model: str, chosen: Path | None = None) -> dict[str, Any]:

@@ -44,7 +44,9 @@ class Snapshot:
 class Engine:
     """Serves a model's experts. Made by `tiermoe.load`, attached as `model.tiermoe`."""
 
-    def __init__(self, model: Any, store: Store, plan: MemoryPlan, settings: Settings, longest_context: int | None) -> None:
+    def __init__(
+        self, model: Any, store: Store, plan: MemoryPlan, settings: Settings, longest_context: int | None
+    ) -> None:
         self.plan = plan
         self.settings = settings
         self.store = store
@@ -120,7 +122,9 @@ class Engine:
 
     def _attach(self, model: Any) -> None:
         self._shells = [module for module in model.modules() if is_shell(module)]
-        predictor = NextGate(self._shells, model, self.controller, self.settings.bits) if self.settings.prefetch else None
+        predictor = (
+            NextGate(self._shells, model, self.controller, self.settings.bits) if self.settings.prefetch else None
+        )
         for index, (shell, form) in enumerate(zip(self._shells, self._formats, strict=True)):
             kernel = ExpertKernel(form, activation_of(shell), torch.device(self._device).type)
             after = predictor.after(index) if predictor is not None else None
@@ -156,4 +160,6 @@ def _closed(*_: torch.Tensor) -> torch.Tensor:
 
 
 def _no_saving(*_: Any, **__: Any) -> None:
-    raise ConfigError("this model holds no experts, so it cannot be saved; its checkpoint and its expert store lie on disk")
+    raise ConfigError(
+        "this model holds no experts, so it cannot be saved; its checkpoint and its expert store lie on disk"
+    )

@@ -47,9 +47,8 @@ def _fix_mmap_threshold() -> None:
     """Keeps glibc from raising the size from which an allocation has a mapping of its own. It would rise to that of
     the largest activation freed, and then a prefill's activations come from a heap that fragments and keeps up to
     60 MiB, a different number in every run: no plan could bound that (docs/performance.md)."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
+    if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
 
 
 @contextlib.contextmanager

@@ -95,11 +95,12 @@ def check_length(prompt_tokens: int, max_tokens: int, longest: int | None, reser
     tokens (None: unbounded), or the `reserved` tokens that memory was set aside for."""
     if longest is not None and prompt_tokens >= longest:
         raise PromptError(
-            f"the prompt has {prompt_tokens:,} tokens, the model's context holds {longest:,} with the answer; shorten it"
+            f"the prompt has {prompt_tokens:,} tokens, the model's context holds {longest:,} with the answer; "
+            f"shorten it"
         )
     if reserved is not None and prompt_tokens >= reserved:
         raise PromptError(
-            f"the prompt has {prompt_tokens:,} tokens, memory is reserved for {reserved:,} with the answer; shorten it or "
+            f"the prompt has {prompt_tokens:,} tokens, memory is reserved for {reserved:,} with the answer; cut it or "
             f"reserve more with --context"
         )
     return min([max_tokens, *(bound - prompt_tokens for bound in (longest, reserved) if bound is not None)])
@@ -128,7 +129,12 @@ def generate(
     started = time.perf_counter()
     options: dict[str, Any] = {"past_key_values": cache} if cache is not None else {}
     if sampling.temperature > 0:
-        options |= {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+        options |= {
+            "do_sample": True,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": 0,
+        }
     else:
         options |= {"do_sample": False}
     ids = input_ids.to(model.device)
@@ -171,7 +177,14 @@ class _Streamer(TextStreamer):  # type: ignore[misc]
 
 
 def _report(
-    model: Any, streamer: _Streamer, before: Any, after: Any, started: float, ended: float, prompt: int, load_s: float
+    model: Any,
+    streamer: _Streamer,
+    before: Any,
+    after: Any,
+    started: float,
+    ended: float,
+    prompt: int,
+    load_s: float,
 ) -> Report:
     engine = model.tiermoe
     first_at = streamer.first_at or ended

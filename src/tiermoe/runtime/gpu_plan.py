@@ -83,9 +83,7 @@ def gpu_budget(settings: Settings, device: str) -> tuple[int, str] | None:
     return settings.gpu_memory, "--gpu-memory"
 
 
-def divide(
-    base: MemoryPlan, wanted: int, settings: Settings, device: str, gpu: tuple[int, str]
-) -> GpuMemoryPlan:
+def divide(base: MemoryPlan, wanted: int, settings: Settings, device: str, gpu: tuple[int, str]) -> GpuMemoryPlan:
     """The plan for a GPU. base: the sizes of the parts, without slots. wanted: slots asked for by --cache.
     gpu: its budget. BudgetError, with the numbers, where one of the two budgets is too small."""
     room = gpu[0] - base.dense - base.kv_cache - base.activations

@@ -16,7 +16,9 @@ from tiermoe.store.layout import PAGE, ExpertFormat, align, expert_format
 from tiermoe.tiers.cuda import resolve_device
 
 DEFAULT_CONTEXT = 4096
-_FIRST_USE = 52 * MIB  # library code and heap that the first forward pass brings in, measured: 43 MiB and a reserve
+_FIRST_USE = 46 * MIB  # library code and heap that the first forward pass brings in: 43 MiB measured
+_ALLOCATOR = 1.15  # what the allocator holds beyond the tensors that live, measured
+_PACKED_OPERATOR_TOKENS = 12  # from more tokens on, kernels may decode a matrix first (kernels/cpu.py)
 _SHARE_OF_FREE = 0.8
 _VARIES = 4 * MIB  # by how much the interpreter's size differs from run to run
 
@@ -78,8 +80,7 @@ def plan_memory(blueprint: Blueprint, settings: Settings) -> MemoryPlan:
     gpu = gpu_plan.gpu_budget(settings, device)  # first: it starts CUDA, which the interpreter's size includes
     budget, source = _budget(settings)
     formats = [
-        expert_format(layer, settings.bits, blueprint.dtype, layout, settings.quantizer)
-        for layer in blueprint.layers
+        expert_format(layer, settings.bits, blueprint.dtype, layout, settings.quantizer) for layer in blueprint.layers
     ]
     slot_bytes = max(form.slot.nbytes for form in formats)
     all_slots = sum(layer.experts for layer in blueprint.layers)
@@ -89,7 +90,9 @@ def plan_memory(blueprint: Blueprint, settings: Settings) -> MemoryPlan:
     fixed = {
         "interpreter": resident_bytes() + _FIRST_USE,
         "dense": _dense_bytes(blueprint, settings.dense_bits, layout),
-        "kv_cache": kv_bytes(blueprint.config, blueprint.family.latent_kv, context, settings.batch, blueprint.dtype.itemsize),
+        "kv_cache": kv_bytes(
+            blueprint.config, blueprint.family.latent_kv, context, settings.batch, blueprint.dtype.itemsize
+        ),
         "activations": _activation_bytes(blueprint, formats, settings, context),
         "staging": _staging_bytes(formats, settings),
     }
@@ -125,16 +128,12 @@ def context_of(blueprint: Blueprint, settings: Settings) -> int:
 def kv_bytes(config: Any, latent: bool, context: int, batch: int, itemsize: int) -> int:
     """Bytes of keys and values of `context` tokens in all layers, and of the copy of one layer's that transformers'
     growing cache makes while it appends. `latent`: a compressed cache, of which one layer at a time is expanded."""
-    heads = int(getattr(config, "num_attention_heads", 0) or config.num_heads)
+    heads, kv_heads, head_dim = attention_shape(config)
     expanded = 0
     if latent:
         per_token = int(config.kv_lora_rank + config.qk_rope_head_dim)
         expanded = int(heads * (2 * config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim))
     else:
-        kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-        head_dim = int(
-            getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads
-        )
         per_token = 2 * kv_heads * head_dim
     layers = int(getattr(config, "num_decoder_layers", None) or config.num_hidden_layers)
     if getattr(config, "is_encoder_decoder", False):
@@ -177,32 +176,58 @@ def _staging_bytes(formats: list[ExpertFormat], settings: Settings) -> int:
 
 
 def _activation_bytes(blueprint: Blueprint, formats: list[ExpertFormat], settings: Settings, context: int) -> int:
+    """The most that one chunk needs beside weights and cache: a layer's tensors that live at the same time,
+    with float32 copies in norms, one decoded matrix where many tokens meet packed weights, and the logits.
+    Checked against measured peaks (docs/performance.md)."""
     config, item = blueprint.config, blueprint.dtype.itemsize
     tokens = min(settings.chunk, context) * settings.batch
     hidden = int(getattr(config, "hidden_size", 0) or config.d_model)
-    heads = int(getattr(config, "num_attention_heads", 0) or config.num_heads)
-    head_dim = int(getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or hidden // heads)
-    inner = max(max(part.out_in) for form in formats for part in form.layer.parts if part.is_matrix)
+    heads, kv_heads, head_dim = attention_shape(config)
+    matrices = [part.out_in for form in formats for part in form.layer.parts if part.is_matrix]
     top_k = max(layer.top_k for layer in blueprint.layers)
-    residual = tokens * hidden * (8 * item + 2 * 4)
-    attention = tokens * heads * head_dim * 6 * item + tokens * context
-    experts = tokens * (hidden * (top_k + 3) + 3 * inner) * item
-    decoded = max(part.out_in[0] * part.out_in[1] for form in formats for part in form.layer.parts if part.is_matrix)
+    residual = hidden * (6 * item + 3 * 4)
+    attention = heads * head_dim * (8 * item + 3 * 4)
+    experts = (hidden * (top_k + 3) + 3 * max(map(max, matrices))) * item
+    scores = tokens * context * 5
+    repeated = 2 * settings.batch * context * heads * head_dim * item if kv_heads < heads else 0
+    packed = settings.bits < 16 or settings.dense_bits < 16
+    decoded = max(out * in_ for out, in_ in matrices) * item + 4 * MIB
     logits = settings.batch * int(config.vocab_size) * 16
-    return residual + attention + experts + decoded * (item + 4) + logits
+    return (
+        int(tokens * (residual + attention + experts) * _ALLOCATOR)
+        + scores
+        + repeated
+        + (decoded if packed and tokens > _PACKED_OPERATOR_TOKENS else 0)
+        + logits
+    )
+
+
+def attention_shape(config: Any) -> tuple[int, int, int]:
+    """(heads, key/value heads, size of a head) of a config, whatever its family calls them."""
+    heads = int(getattr(config, "num_attention_heads", 0) or config.num_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    hidden = int(getattr(config, "hidden_size", 0) or config.d_model)
+    head_dim = int(getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or hidden // heads)
+    return heads, kv_heads, head_dim
 
 
 def _warnings(plan: MemoryPlan, settings: Settings) -> list[str]:
     if plan.slots < plan.all_slots and plan.slots < plan.token_slots:
         return [
-            f"the cache holds {plan.slots} experts, one token uses {plan.token_slots}: a least-recently-used cache of that "
-            f"size hits almost never; from {format_size(plan.fixed + plan.token_slots * plan.slot_bytes)} on it does"
+            f"the cache holds {plan.slots} experts, one token uses {plan.token_slots}: an LRU cache of that size "
+            f"hits almost never; from {format_size(plan.fixed + plan.token_slots * plan.slot_bytes)} on it does"
         ]
     return []
 
 
 def _refuse(
-    settings: Settings, budget: int, fixed: dict[str, int], slot_bytes: int, layer_slots: int, wanted: int, blueprint: Blueprint
+    settings: Settings,
+    budget: int,
+    fixed: dict[str, int],
+    slot_bytes: int,
+    layer_slots: int,
+    wanted: int,
+    blueprint: Blueprint,
 ) -> None:
     needed = sum(fixed.values()) + layer_slots * slot_bytes
     if wanted < layer_slots and needed <= budget:

@@ -64,7 +64,7 @@ def _open(blueprint: Blueprint, root: Path) -> Store:
     check_fingerprint(root, store.source.fingerprint, blueprint.checkpoint.fingerprint())
     if store.layers != blueprint.layers or store.dtype != blueprint.dtype:
         raise StoreError(
-            f"the store in {root} does not describe the layers of {blueprint.name} as this version of transformers does; "
+            f"the store in {root} does not describe the layers of {blueprint.name} as this transformers does; "
             f"pack the model again (tiermoe pack MODEL --force)"
         )
     return store

@@ -70,7 +70,9 @@ def load_tokenizer(directory: Path) -> Any:
 
     names = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "tokenizer_config.json")
     if not any((directory / name).exists() for name in names):
-        raise ModelError(f"{directory} has no tokenizer (none of {', '.join(names)}); download it again with its tokenizer")
+        raise ModelError(
+            f"{directory} has no tokenizer (none of {', '.join(names)}); download it again with its tokenizer"
+        )
     try:
         return AutoTokenizer.from_pretrained(directory)
     except Exception as error:

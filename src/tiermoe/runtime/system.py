@@ -35,7 +35,10 @@ def _cgroup_left() -> int | None:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "memory":
-            folder, names = Path(f"/sys/fs/cgroup/memory{path}"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            folder, names = (
+                Path(f"/sys/fs/cgroup/memory{path}"),
+                ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            )
         elif controllers == "":
             folder, names = Path(f"/sys/fs/cgroup{path}"), ("memory.max", "memory.current")
         else:

@@ -68,7 +68,9 @@ class Checkpoint:
             try:
                 count = os.preadv(self._descriptor(entry.file), [view[done:]], offset + done)
             except OSError as error:
-                raise ModelError(f"reading {name} from {entry.file} failed: {error.strerror}; check the drive") from error
+                raise ModelError(
+                    f"reading {name} from {entry.file} failed: {error.strerror}; check the drive"
+                ) from error
             if count == 0:
                 raise ModelError(
                     f"{entry.file} ended {nbytes - done:,} bytes early while reading {name}; download it again"

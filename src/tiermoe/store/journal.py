@@ -1,4 +1,4 @@
-"""What an interrupted packing has finished. Believed only where it fits what is to be packed and the files are there."""
+"""What an interrupted packing has finished. Believed only where it fits what is packed and the files are there."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class Journal:
             document = json.loads(self.path.read_text())
             if {name: document[name] for name in self._stamp} != self._stamp:
                 return {}
-            layers = {int(index): PackedLayer.from_json(entry, self._root) for index, entry in document["layers"].items()}
+            layers = {
+                int(index): PackedLayer.from_json(entry, self._root) for index, entry in document["layers"].items()
+            }
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}
         self._layers = {

@@ -24,7 +24,15 @@ from tiermoe.store.journal import Journal
 from tiermoe.store.layout import ExpertFormat, expert_format
 from tiermoe.store.lock import adding_to
 from tiermoe.store.safetensors_file import file_name, write_header
-from tiermoe.store.store import TABLE, PackedLayer, Precision, Store, dense_file_name, machine_of, precision_key
+from tiermoe.store.store import (
+    TABLE,
+    PackedLayer,
+    Precision,
+    Store,
+    dense_file_name,
+    machine_of,
+    precision_key,
+)
 from tiermoe.types import Extent, MoeLayer, Segment
 
 Progress = Callable[[int, int], None]
@@ -40,11 +48,16 @@ class ExpertSource(Protocol):
         """Part name → values, each of the part's shape, in the model's compute dtype."""
 
     def in_place(self, layer: int, expert: int) -> list[Segment] | None:
-        """Where the checkpoint holds the expert's bytes just as a slot wants them at 16 bits; None where it does not."""
+        """Where the checkpoint holds the expert's bytes just as a slot wants them at 16 bits, else None."""
 
 
 def pack_experts(
-    store: Store, source: ExpertSource, bits: int, quantizer: str, machine: str | None = None, progress: Progress | None = None
+    store: Store,
+    source: ExpertSource,
+    bits: int,
+    quantizer: str,
+    machine: str | None = None,
+    progress: Progress | None = None,
 ) -> Precision:
     """Adds a precision to `store` and returns it. Picks up where an interrupted run stopped.
 

@@ -201,7 +201,9 @@ def open_store(root: Path) -> Store:
     try:
         document = json.loads(table.read_text())
     except FileNotFoundError:
-        raise StoreError(f"{root} holds no {TABLE}: it is not an expert store (or its packing never finished)") from None
+        raise StoreError(
+            f"{root} holds no {TABLE}: it is not an expert store (or its packing never finished)"
+        ) from None
     except (OSError, ValueError) as error:
         raise StoreError(f"{table} cannot be read ({error}); pack the model again with --force") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:

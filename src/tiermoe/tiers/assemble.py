@@ -63,9 +63,7 @@ def assemble(
         return Tiers(slots, DiskLink(filler, slots, drive.lanes))
     on_device = DeviceSlots(count, slot_bytes, device)
     host = HostSlots(host_slots, slot_bytes, pin=True)
-    link = GpuLink(
-        filler, host, on_device, lambda key: format_of(key).slot.nbytes, CudaCopier(device), drive.lanes
-    )
+    link = GpuLink(filler, host, on_device, lambda key: format_of(key).slot.nbytes, CudaCopier(device), drive.lanes)
     return Tiers(on_device, link, lambda: _gpu_stats(device, link))
 
 

@@ -72,8 +72,7 @@ def pin_memory(tensor: torch.Tensor) -> None:
     status = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
     if status != 0:
         raise BudgetError(
-            f"the GPU driver refused to pin {tensor.numel():,} bytes of host memory (status {status}); "
-            f"lower --memory"
+            f"the GPU driver refused to pin {tensor.numel():,} bytes of host memory (status {status}); lower --memory"
         )
 
 

@@ -20,8 +20,7 @@ class Lanes:
         self._closed = False
         self._changed = threading.Condition()
         self._threads = [
-            threading.Thread(target=self._run, name=f"tiermoe-lane-{index}", daemon=True)
-            for index in range(count)
+            threading.Thread(target=self._run, name=f"tiermoe-lane-{index}", daemon=True) for index in range(count)
         ]
         for thread in self._threads:
             thread.start()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tiermoe.errors import LoadError
 from tiermoe.tiers.reader import ExtentReader, aligned_memory
-from tiermoe.types import Extent, ExpertKey
+from tiermoe.types import ExpertKey, Extent
 
 _SECONDS = 0.08  # a setting; the whole probe takes about five times as long
 _WORTH = 1.1  # more lanes, or buffered reads, have to be a tenth faster

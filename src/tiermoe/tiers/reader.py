@@ -10,14 +10,17 @@ import xxhash
 
 from tiermoe.errors import LoadError
 from tiermoe.store.layout import PAGE, align
-from tiermoe.types import Extent, ExpertKey, Segment
+from tiermoe.types import ExpertKey, Extent, Segment
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def aligned_memory(nbytes: int) -> memoryview:
-    """Fresh page-aligned memory."""
-    return memoryview(mmap.mmap(-1, align(max(nbytes, 1), PAGE)))
+    """Fresh page-aligned memory, in huge pages where it is large enough for one."""
+    memory = mmap.mmap(-1, align(max(nbytes, 1), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
 
 
 class ExtentReader:
