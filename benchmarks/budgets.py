@@ -3,12 +3,11 @@
     python -m benchmarks.budgets MODEL [--budgets 450MiB,700MiB,1200MiB,2000MiB --dense-bits 4 --tokens 48]
 
 Prints for each budget: peak resident set against the budget, how the run in the cgroup ended (swap off), whether its
-text is the same, bytes read as we count them and as the block device does, and what an expert costs.
+text is the same, the bytes read, and what a miss costs.
 """
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,13 +18,6 @@ from benchmarks.memory_limit import parse_size, run_limited
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "Once upon a time there was a king who lived in a great house by the sea, and he had"
-
-
-def device_bytes_read(folder: Path) -> int:
-    """Bytes that the block device of `folder` has read since the machine started (/sys/dev/block/…/stat, field 3)."""
-    number = os.stat(folder).st_dev
-    text = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}/stat").read_text()
-    return int(text.split()[2]) * 512
 
 
 def command(args: argparse.Namespace, budget: str) -> list[str]:
@@ -47,9 +39,7 @@ def measure(args: argparse.Namespace, budget: str) -> dict[str, Any]:
     if free.returncode:
         return {"budget": budget, "refused": free.stderr.strip().splitlines()[-1]}
     outcome = last_object(free.stdout)
-    before = device_bytes_read(args.device_of)
     limited, output = run_limited(command(args, budget), parse_size(budget), [], subprocess.PIPE)
-    device = device_bytes_read(args.device_of) - before
     inside = last_object(output) if limited.returncode == 0 else {}
     return {
         "budget": budget,
@@ -62,7 +52,6 @@ def measure(args: argparse.Namespace, budget: str) -> dict[str, Any]:
         "decode_tok_s": round(inside.get("decode_tok_s", 0.0), 2),
         "hit_rate": round(inside.get("hit_rate", 0.0), 3),
         "bytes_read": inside.get("bytes_read"),
-        "device_bytes_read": device,
         "bytes_per_miss": inside["bytes_read"] / inside["expert_misses"] if inside else None,
     }
 
@@ -75,7 +64,6 @@ def main() -> None:
     top.add_argument("--dense-bits", type=int, default=4)
     top.add_argument("--tokens", type=int, default=48)
     top.add_argument("--threads", type=int, default=2)
-    top.add_argument("--device-of", type=Path, default=Path.home(), help="a folder on the drive that holds the store")
     args = top.parse_args()
     for budget in args.budgets.split(","):
         print(json.dumps(measure(args, budget)), flush=True)

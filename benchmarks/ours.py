@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import tiermoe
+from benchmarks.block_device import device_bytes_read
 from benchmarks.perplexity import perplexity as score
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,12 +41,12 @@ def decode(args: argparse.Namespace) -> dict[str, Any]:
         if args.warm:  # a resident cache: every expert has been read before the clock starts
             model(ids, logits_to_keep=1)
         model(ids[:, : args.prompt], past_key_values=cache, logits_to_keep=1)
-        before = engine.snapshot()
+        before, device_before = engine.snapshot(), device_bytes_read(engine.store.root)
         for position in range(args.prompt, args.prompt + args.tokens):
             begin = time.perf_counter()
             model(ids[:, position : position + 1], past_key_values=cache)
             times.append(time.perf_counter() - begin)
-    after = engine.snapshot()
+    after, device_after = engine.snapshot(), device_bytes_read(engine.store.root)
     seconds = sum(times)
     hits, misses = after.hits - before.hits, after.misses - before.misses
     compute_s = seconds - (after.wait_s - before.wait_s)
@@ -59,6 +60,7 @@ def decode(args: argparse.Namespace) -> dict[str, Any]:
         "bound_tok_s": args.tokens / bound_s,
         "hit_rate": hits / (hits + misses),
         "bytes_per_token": (after.bytes_read - before.bytes_read) / args.tokens,
+        "device_bytes_per_token": (device_after - device_before) / args.tokens,
         "slots": stats["cache_slots"],
         "experts": stats["all_experts"],
         "link_bandwidth": engine.bandwidth,

@@ -55,8 +55,7 @@ class Conversation:
         if tokens >= room:
             raise PromptError(
                 f"the conversation has {tokens:,} tokens, there is room for {room:,} with the answer; "
-                f"/clear it, or start "
-                f"with a larger --context"
+                f"/clear it, or start with a larger --context"
             )
 
     def _cache_for(self, ids: list[int]) -> Any:

@@ -1,0 +1,122 @@
+"""`tiermoe.load` gives a transformers model: what people do with one works, and equals the plain model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import oracle
+
+import tiermoe
+
+
+@pytest.fixture(scope="module")
+def ours(shipped: Path) -> Iterator[Any]:
+    model, tokenizer = tiermoe.load(shipped, memory="4GiB", device="cpu", bits=16, cache="25%")
+    yield model, tokenizer
+    model.tiermoe.close()
+
+
+@pytest.fixture(scope="module")
+def plain(shipped: Path) -> Any:
+    return oracle(shipped, "qwen3_moe", torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"do_sample": True, "temperature": 0.8, "num_return_sequences": 2},
+        {"prompt_lookup_num_tokens": 3},
+        {"cache_implementation": "static", "disable_compile": True},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_ways_to_generate_equal_the_plain_model(ours: Any, plain: Any, options: dict[str, Any]) -> None:
+    model, tokenizer = ours
+    inputs = tokenizer("The old man took his hat and", return_tensors="pt")
+    results = []
+    for each in (model, plain):
+        torch.manual_seed(5)
+        results.append(each.generate(**inputs, max_new_tokens=16, **{"do_sample": False, **options}))
+    assert torch.equal(results[0], results[1])
+
+
+def test_pipeline(ours: Any) -> None:
+    from transformers import pipeline
+
+    model, tokenizer = ours
+    generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    answer = generator("Once upon a time", max_new_tokens=8, do_sample=False)[0]["generated_text"]
+    assert answer.startswith("Once upon a time")
+    assert len(answer) > len("Once upon a time")
+
+
+def test_iterator_streamer(ours: Any) -> None:
+    from transformers import TextIteratorStreamer
+
+    model, tokenizer = ours
+    inputs = tokenizer("Once upon a time", return_tensors="pt")
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    options = {**inputs, "max_new_tokens": 10, "do_sample": False}
+    thread = threading.Thread(target=model.generate, kwargs={**options, "streamer": streamer})
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    whole = model.generate(**options)[0, inputs.input_ids.shape[1] :]
+    assert text == tokenizer.decode(whole)
+
+
+def test_loss_of_a_text_equals_the_plain_model(ours: Any, plain: Any) -> None:
+    model, tokenizer = ours
+    ids = tokenizer("There was once a king who had three sons.", return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert model(ids, labels=ids).loss == plain(ids, labels=ids).loss
+
+
+def test_stats_add_up(shipped: Path) -> None:
+    model, tokenizer = tiermoe.load(shipped, memory="4GiB", device="cpu", bits=4, cache="10%")
+    model.generate(**tokenizer("A", return_tensors="pt"), max_new_tokens=6, do_sample=False)
+    stats = model.tiermoe.stats()
+    assert stats["expert_hits"] + stats["expert_misses"] == 6 * 8 * 4
+    assert stats["bytes_read"] == stats["expert_misses"] * stats["slot_bytes"]
+    assert stats["hit_rate"] == stats["expert_hits"] / (6 * 8 * 4)
+    assert 0 < stats["peak_memory_bytes"] <= 4 << 30
+    model.tiermoe.close()
+
+
+def test_a_closed_engine_says_so_and_a_model_without_experts_is_not_saved(shipped: Path, tmp_path: Path) -> None:
+    model, tokenizer = tiermoe.load(shipped, memory="4GiB", device="cpu", bits=4)
+    with pytest.raises(tiermoe.ConfigError, match="cannot be saved"):
+        model.save_pretrained(tmp_path)
+    model.tiermoe.close()
+    model.tiermoe.close()
+    with pytest.raises(tiermoe.TiermoeError, match="was closed"):
+        model(**tokenizer("A b c", return_tensors="pt"))
+
+
+@pytest.mark.parametrize("dense_bits", [8, 4])
+def test_packed_dense_layers_stay_close(shipped: Path, plain: Any, dense_bits: int) -> None:
+    model, tokenizer = tiermoe.load(shipped, memory="4GiB", device="cpu", bits=16, dense_bits=dense_bits)
+    ids = tokenizer("The king went down to the river and said to his daughter", return_tensors="pt").input_ids
+    with torch.no_grad():
+        mine, theirs = model(ids).logits.float(), plain(ids).logits.float()
+    divergence = torch.nn.functional.kl_div(mine.log_softmax(-1), theirs.softmax(-1), reduction="none").sum(-1).mean()
+    assert 0 < divergence < (0.01 if dense_bits == 8 else 0.1)
+    model.tiermoe.close()
+
+
+def test_two_models_side_by_side(shipped: Path) -> None:
+    first, tokenizer = tiermoe.load(shipped, memory="4GiB", device="cpu", bits=4, cache="5%")
+    second, _ = tiermoe.load(shipped, memory="4GiB", device="cpu", bits=4)
+    inputs = tokenizer("Two boys", return_tensors="pt")
+    a, b = (model.generate(**inputs, max_new_tokens=8, do_sample=False) for model in (first, second))
+    assert torch.equal(a, b)
+    first.tiermoe.close()
+    assert torch.equal(second.generate(**inputs, max_new_tokens=8, do_sample=False), b)
+    second.tiermoe.close()
