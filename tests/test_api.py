@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import oracle
 
 import tiermoe
+from tiny import oracle
 
 
 @pytest.fixture(scope="module")

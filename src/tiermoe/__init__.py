@@ -27,7 +27,7 @@ from tiermoe.errors import (
 if TYPE_CHECKING:
     from tiermoe.runtime.generate import Report, Sampling, generate
     from tiermoe.runtime.load import load, plan
-    from tiermoe.runtime.plan import MemoryPlan
+    from tiermoe.runtime.memory_plan import MemoryPlan
 
 __version__ = "0.1.0"
 
@@ -55,7 +55,7 @@ _HOMES = {
     "generate": "tiermoe.runtime.generate",
     "Sampling": "tiermoe.runtime.generate",
     "Report": "tiermoe.runtime.generate",
-    "MemoryPlan": "tiermoe.runtime.plan",
+    "MemoryPlan": "tiermoe.runtime.memory_plan",
 }
 
 
@@ -64,5 +64,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'tiermoe' has no attribute '{name}'")
     from tiermoe.runtime import footprint
 
-    footprint.prepare()
+    footprint.import_libraries()
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -127,7 +127,7 @@ class _Chat:
 def _check(sampling: dict[str, Any]) -> Any:
     from tiermoe.runtime import footprint
 
-    footprint.prepare()
+    footprint.import_libraries()
     from tiermoe.runtime.generate import Sampling
 
     return Sampling(**sampling)

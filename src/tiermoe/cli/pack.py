@@ -30,7 +30,7 @@ def pack(
     with waiting("reading the checkpoint's headers"):
         from tiermoe.runtime import footprint
 
-        footprint.prepare()
+        footprint.import_libraries()
         from tiermoe.config import settings
         from tiermoe.kernels import machine_layout
         from tiermoe.runtime.blueprint import inspect_model

@@ -33,7 +33,7 @@ def plan(
     with waiting("reading the checkpoint's headers"):
         from tiermoe.runtime import footprint
 
-        footprint.prepare()
+        footprint.import_libraries()
         from tiermoe.runtime.load import plan as plan_model
 
         result = plan_model(

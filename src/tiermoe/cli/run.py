@@ -70,7 +70,7 @@ def run(
 def _sampling(max_tokens: int, temperature: float, top_p: float, seed: int | None) -> Any:
     from tiermoe.runtime import footprint
 
-    footprint.prepare()
+    footprint.import_libraries()
     from tiermoe.runtime.generate import Sampling
 
     return Sampling(max_tokens, temperature, top_p, seed)

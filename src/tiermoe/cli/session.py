@@ -27,7 +27,7 @@ def open_session(model: str, options: dict[str, Any], context_for: Callable[[Any
     with waiting("starting"):
         from tiermoe.runtime import footprint
 
-        footprint.prepare()
+        footprint.import_libraries()
         from tiermoe.config import format_size, settings
         from tiermoe.runtime.blueprint import inspect_model
         from tiermoe.runtime.load import load_blueprint

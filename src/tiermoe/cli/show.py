@@ -28,7 +28,7 @@ def show(
     with waiting("reading"):
         from tiermoe.runtime import footprint
 
-        footprint.prepare()
+        footprint.import_libraries()
         from tiermoe.runtime.describe import describe_model, describe_store
         from tiermoe.runtime.resolve import is_store
 

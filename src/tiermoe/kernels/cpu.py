@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiermoe.kernels.reference import DecodedLinear
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.int4 import Int4
+from tiermoe.quant.scratch import scratch
 
 # The most tokens for which the operator on packed weights is used; measured for (2048, 2048) and (1024, 2048)
 # on AVX-512. Torch has vector code of these operators in bfloat16 only: in the other dtypes they run at
@@ -51,7 +51,8 @@ class Int8Linear:
             return torch._weight_int8pack_mm(x.contiguous(), slot["weight"], slot["scale"])
         # any int8 is exact in bfloat16: scaling the product rounds and costs less than scaling the weights
         dtype = self._product_dtype
-        product = F.linear(x.to(dtype), slot["weight"].to(dtype))
+        weight = scratch.take("weight", (out, in_), dtype).copy_(slot["weight"])
+        product = F.linear(x.to(dtype), weight)
         return product.mul_(slot["scale"].to(dtype)).to(x.dtype)
 
 
@@ -62,13 +63,16 @@ class Int4Linear:
         assert isinstance(encoding, Int4)
         self._group = encoding.group
         self._tokens = INT4_TOKENS.get(dtype, 0)
-        self._decoded = DecodedLinear(encoding, _product_dtype(dtype))
+        self._encoding = encoding
+        self._product_dtype = _product_dtype(dtype)
 
     def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
         if x.shape[0] <= self._tokens:
             codes, scales_and_zeros = slot["codes"], slot["scales_and_zeros"]
             return torch._weight_int4pack_mm_for_cpu(x.contiguous(), codes, self._group, scales_and_zeros)
-        return self._decoded(x, slot, out, in_)
+        dtype = self._product_dtype
+        weight = self._encoding.decode(slot, out, in_, dtype, into=scratch.take("weight", (out * in_,), dtype))
+        return F.linear(x.to(dtype), weight).to(x.dtype)
 
 
 def _product_dtype(dtype: torch.dtype) -> torch.dtype:

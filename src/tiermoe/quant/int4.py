@@ -10,6 +10,7 @@ from torch import Tensor
 from tiermoe.quant import int4_layout
 from tiermoe.quant.encoding import Field, SameInSlot
 from tiermoe.quant.quantized import Quantizer, nearest_codes
+from tiermoe.quant.scratch import scratch
 
 BLOCK_WEIGHTS = 1 << 20  # weights decoded at a time: bounds the temporaries to 6 bytes each
 
@@ -43,8 +44,12 @@ class Int4(SameInSlot):
         pairs = torch.stack((scale.t(), zero.t()), dim=-1).contiguous()
         return {"codes": int4_layout.pack(codes), "scales_and_zeros": pairs}
 
-    def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
-        weight = torch.empty(in_ // self.group, self.group, out, dtype=dtype)
+    def decode(
+        self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype, into: Tensor | None = None
+    ) -> Tensor:
+        """As Encoding.decode; `into`: a buffer of out * in_ values of `dtype` that the result then lies in."""
+        into = torch.empty(out * in_, dtype=dtype) if into is None else into
+        weight = into.view(in_ // self.group, self.group, out)
         # contiguous: with pairs as operands addcmul is seven times slower
         scale, zero = slot["scales_and_zeros"].to(dtype).movedim(-1, 0).contiguous().unsqueeze(2)
         step = max(1, BLOCK_WEIGHTS // (self.group * out))
@@ -54,5 +59,6 @@ class Int4(SameInSlot):
             codes = int4_layout.unpack_transposed(slot["codes"], *columns).view(torch.int8).sub_(8)
             groups = slice(first, first + step)
             # addcmul computes in float32 inside, whatever its operands' dtype: one rounding
-            torch.addcmul(zero[groups], codes.view_as(part).to(dtype), scale[groups], out=part)
+            values = scratch.take("values", tuple(part.shape), dtype).copy_(codes.view_as(part))
+            torch.addcmul(zero[groups], values, scale[groups], out=part)
         return weight.view(in_, out).t()

@@ -11,6 +11,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from tiermoe.quant.scratch import scratch
+
 ROWS = 16  # the operator takes multiples of it
 PIECE_ROWS = 256  # a multiple of any block's rows
 
@@ -39,14 +41,18 @@ def pack(codes: Tensor) -> Tensor:
 
 
 def unpack_transposed(packed: Tensor, first: int, last: int) -> Tensor:
-    """The codes of the columns first..last - 1 of packed ones (N, K / 2): uint8 (last - first, N)."""
+    """The codes of the columns first..last - 1 of packed ones (N, K / 2): uint8 (last - first, N), in a scratch buffer
+    that the next call uses again."""
     rows, columns = packed.shape[0], packed.shape[1] * 2
-    codes = torch.empty(last - first, rows, dtype=torch.uint8)
+    codes = scratch.take("codes", (last - first, rows), torch.uint8)
     for section in sections(rows):
         end = section.first + section.blocks * section.rows
         half = section.rows // 2
-        pairs = packed[section.first : end].view(section.blocks, columns, half)[:, first:last].contiguous()
-        low, high = pairs & 15, pairs >> 4
+        source = packed[section.first : end].view(section.blocks, columns, half)[:, first:last]
+        pairs, low, high = (scratch.take(name, tuple(source.shape), torch.uint8) for name in ("pairs", "low", "high"))
+        pairs.copy_(source)
+        torch.bitwise_and(pairs, 15, out=low)
+        torch.bitwise_right_shift(pairs, 4, out=high)
         target = codes[:, section.first : end]
         if section.split:  # runs of `half` rows, a multiple of 8: moved as words
             words = target.view(torch.int64).view(last - first, section.blocks, 2, half // 8)

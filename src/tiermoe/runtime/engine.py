@@ -17,7 +17,7 @@ from tiermoe.policy.eviction import EVICTIONS
 from tiermoe.runtime.experts import LayerExperts
 from tiermoe.runtime.footprint import peak_resident_bytes
 from tiermoe.runtime.gpu_plan import GpuMemoryPlan
-from tiermoe.runtime.plan import MemoryPlan
+from tiermoe.runtime.memory_plan import MemoryPlan
 from tiermoe.runtime.prefetch import NextGate
 from tiermoe.runtime.shells import activation_of, is_shell
 from tiermoe.store.layout import ExpertFormat, Layout

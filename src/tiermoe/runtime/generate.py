@@ -101,8 +101,7 @@ def check_length(prompt_tokens: int, max_tokens: int, longest: int | None, reser
     if reserved is not None and prompt_tokens >= reserved:
         raise PromptError(
             f"the prompt has {prompt_tokens:,} tokens, memory is reserved for {reserved:,} with the answer; "
-            f"shorten it or "
-            f"reserve more with --context"
+            f"shorten it or reserve more with --context"
         )
     return min([max_tokens, *(bound - prompt_tokens for bound in (longest, reserved) if bound is not None)])
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tiermoe.config import MIB, Settings, format_size
 from tiermoe.errors import BudgetError, ConfigError
-from tiermoe.runtime.plan import MemoryPlan
+from tiermoe.runtime.memory_plan import MemoryPlan
 from tiermoe.tiers.cuda import free_memory
 
 RESERVE = 512 * MIB  # of the GPU's free memory: matrix libraries, kernels' code, the allocator's fragments

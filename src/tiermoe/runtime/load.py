@@ -19,7 +19,8 @@ from tiermoe.runtime.blueprint import Blueprint, inspect_model
 from tiermoe.runtime.dense import attach_dense
 from tiermoe.runtime.engine import Engine
 from tiermoe.runtime.experts import register
-from tiermoe.runtime.plan import MemoryPlan, plan_memory
+from tiermoe.runtime.memory_plan import MemoryPlan
+from tiermoe.runtime.plan import plan_memory
 from tiermoe.runtime.prepare_store import Progress, ensure_packed, open_or_create, store_root
 from tiermoe.runtime.resolve import load_tokenizer, resolve_model
 from tiermoe.runtime.shells import IMPLEMENTATION, experts_left_out

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from tiermoe.config import KIB, MIB, Settings, format_size
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.kernels import machine_layout
+from tiermoe.runtime import gpu_plan
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.dense import packed_bytes
-from tiermoe.runtime.footprint import resident_bytes
+from tiermoe.runtime.footprint import peak_resident_bytes, resident_bytes
+from tiermoe.runtime.memory_plan import MemoryPlan
 from tiermoe.runtime.system import available_memory
 from tiermoe.store.layout import PAGE, ExpertFormat, align, expert_format
 from tiermoe.tiers.cuda import resolve_device
@@ -23,58 +25,9 @@ _SHARE_OF_FREE = 0.8
 _VARIES = 4 * MIB  # by how much the interpreter's size differs from run to run
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """A memory budget and its parts, all in bytes. `slots` of `slot_bytes` hold experts; `all_slots` is how many hold
-    them all, `token_slots` what one token uses in all layers together."""
-
-    budget: int
-    budget_source: str
-    interpreter: int
-    dense: int
-    kv_cache: int
-    activations: int
-    staging: int
-    slot_bytes: int
-    slots: int
-    all_slots: int
-    layer_slots: int
-    token_slots: int
-    context: int
-    warnings: list[str] = field(default_factory=list, init=False)
-
-    @property
-    def fixed(self) -> int:
-        """Everything but the experts."""
-        return self.interpreter + self.dense + self.kv_cache + self.activations + self.staging
-
-    @property
-    def experts(self) -> int:
-        """Bytes of the expert cache."""
-        return self.slots * self.slot_bytes
-
-    @property
-    def total(self) -> int:
-        return self.fixed + self.experts
-
-    def rows(self) -> list[tuple[str, int, str]]:
-        """(what, bytes, note) for people, in the order of `total`."""
-        share = f"{self.slots} of {self.all_slots} experts ({self.slots / self.all_slots:.0%})"
-        return [
-            ("interpreter and libraries", self.interpreter, "measured in this process"),
-            ("dense weights", self.dense, "always resident"),
-            ("key/value cache", self.kv_cache, f"{self.context} tokens of context"),
-            ("activations", self.activations, "of one prefill chunk"),
-            ("staging", self.staging, "reading lanes"),
-            ("expert cache", self.experts, share),
-        ]
-
-
 def plan_memory(blueprint: Blueprint, settings: Settings) -> MemoryPlan:
     """Divides the budget. BudgetError, with the numbers and the nearest setting that would do, where what must be
     there and one layer's experts do not fit."""
-    from tiermoe.runtime import gpu_plan  # which builds on this module
-
     device = resolve_device(settings.device)
     layout = machine_layout(device)
     gpu = gpu_plan.gpu_budget(settings, device)  # first: it starts CUDA, which the interpreter's size includes
@@ -105,7 +58,7 @@ def plan_memory(blueprint: Blueprint, settings: Settings) -> MemoryPlan:
     if gpu is not None:
         return gpu_plan.divide(base, wanted, settings, device, gpu)
     slots = min(room // slot_bytes, wanted, all_slots)
-    if slots < layer_slots:
+    if slots < layer_slots or budget < peak_resident_bytes():
         _refuse(settings, budget, fixed, slot_bytes, layer_slots, wanted, blueprint)
     plan = replace(base, slots=int(slots))
     plan.warnings.extend(_warnings(plan, settings))
@@ -229,7 +182,8 @@ def _refuse(
     wanted: int,
     blueprint: Blueprint,
 ) -> None:
-    needed = sum(fixed.values()) + layer_slots * slot_bytes
+    reached = peak_resident_bytes()
+    needed = max(sum(fixed.values()) + layer_slots * slot_bytes, reached)
     if wanted < layer_slots and needed <= budget:
         raise BudgetError(
             f"a cache of {wanted} experts cannot hold the {layer_slots} that one layer uses for a token; "
@@ -238,7 +192,8 @@ def _refuse(
     parts = ", ".join(f"{name.replace('_', ' ')} {format_size(size)}" for name, size in fixed.items())
     raise BudgetError(
         f"{format_size(budget)} are too little: {parts} and one layer's {layer_slots} experts "
-        f"{format_size(layer_slots * slot_bytes)} need {format_size(needed)}. "
+        f"{format_size(layer_slots * slot_bytes)} need {format_size(needed)} "
+        f"(the process has held {format_size(reached)} while it started). "
         f"Use --memory {-(-(needed + _VARIES) // MIB)}MiB or more{_cheaper(blueprint, settings, needed, budget)}"
     )
 

@@ -1,0 +1,52 @@
+"""The parts of a memory budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """A memory budget and its parts, all in bytes. `slots` of `slot_bytes` hold experts; `all_slots` is how many hold
+    them all, `token_slots` what one token uses in all layers together."""
+
+    budget: int
+    budget_source: str
+    interpreter: int
+    dense: int
+    kv_cache: int
+    activations: int
+    staging: int
+    slot_bytes: int
+    slots: int
+    all_slots: int
+    layer_slots: int
+    token_slots: int
+    context: int
+    warnings: list[str] = field(default_factory=list, init=False)
+
+    @property
+    def fixed(self) -> int:
+        """Everything but the experts."""
+        return self.interpreter + self.dense + self.kv_cache + self.activations + self.staging
+
+    @property
+    def experts(self) -> int:
+        """Bytes of the expert cache."""
+        return self.slots * self.slot_bytes
+
+    @property
+    def total(self) -> int:
+        return self.fixed + self.experts
+
+    def rows(self) -> list[tuple[str, int, str]]:
+        """(what, bytes, note) for people, in the order of `total`."""
+        share = f"{self.slots} of {self.all_slots} experts ({self.slots / self.all_slots:.0%})"
+        return [
+            ("interpreter and libraries", self.interpreter, "measured in this process"),
+            ("dense weights", self.dense, "always resident"),
+            ("key/value cache", self.kv_cache, f"{self.context} tokens of context"),
+            ("activations", self.activations, "of one prefill chunk"),
+            ("staging", self.staging, "reading lanes"),
+            ("expert cache", self.experts, share),
+        ]
