@@ -68,6 +68,26 @@ def test_greedy_tokens(pair: Any) -> None:
     assert torch.equal(ours.generate(ids, **options), plain.generate(ids, **options))
 
 
+@pytest.mark.parametrize("family", DECODERS)
+def test_prefetching_names_the_routers_own_choice_and_changes_nothing(family: str, tmp_path: Path) -> None:
+    """The next layer's router is called as the model calls it; with every prediction right or wrong, same tokens."""
+    directory = write(tmp_path, family, torch.float32)
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="60%", prefetch=True)
+    ids = tokens(1, 5, seed=4)
+    options = {"max_new_tokens": 10, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    expected = oracle(directory, family, torch.float32).generate(ids, **options)
+    assert torch.equal(ours.generate(ids, **options), expected)
+    assert ours.tiermoe.controller.counts.speculative_loads > 0
+    ours.tiermoe.close()
+
+
+@pytest.mark.parametrize("option", [{"prefetch": True}, {"chunk": 16}])
+def test_what_does_not_apply_to_an_encoder_is_refused(option: dict[str, Any], tmp_path: Path) -> None:
+    directory = write(tmp_path, "switch_transformers", torch.float32)
+    with pytest.raises(tiermoe.ConfigError, match="does not apply to Switch"):
+        tiermoe.load(directory, memory="4GiB", device="cpu", **option)
+
+
 @pytest.mark.parametrize("k", [2, 3, 4, 5])
 def test_experts_per_token(k: int, tmp_path: Path) -> None:
     directory = write(tmp_path, "qwen3_moe", torch.float32, num_experts_per_tok=k, seed=k)

@@ -116,18 +116,20 @@ class Engine:
         self._closed = True
         for shell in self._shells:
             shell.run_experts = _closed
+        if self._predictor is not None:
+            self._predictor.close()
         self.link.close()
         self._views.clear()
         del self._slots
 
     def _attach(self, model: Any) -> None:
         self._shells = [module for module in model.modules() if is_shell(module)]
-        predictor = (
+        self._predictor = (
             NextGate(self._shells, model, self.controller, self.settings.bits) if self.settings.prefetch else None
         )
         for index, (shell, form) in enumerate(zip(self._shells, self._formats, strict=True)):
             kernel = ExpertKernel(form, activation_of(shell), torch.device(self._device).type)
-            after = predictor.after(index) if predictor is not None else None
+            after = self._predictor.after(index) if self._predictor is not None else None
             shell.run_experts = LayerExperts(
                 index, form.layer.experts, self.settings.bits, kernel, self.controller, self._views_of, after
             )

@@ -28,6 +28,7 @@ _VARIES = 4 * MIB  # by how much the interpreter's size differs from run to run
 def plan_memory(blueprint: Blueprint, settings: Settings) -> MemoryPlan:
     """Divides the budget. BudgetError, with the numbers and the nearest setting that would do, where what must be
     there and one layer's experts do not fit."""
+    _check_options(blueprint, settings)
     device = resolve_device(settings.device)
     layout = machine_layout(device)
     gpu = gpu_plan.gpu_budget(settings, device)  # first: it starts CUDA, which the interpreter's size includes
@@ -63,6 +64,16 @@ def plan_memory(blueprint: Blueprint, settings: Settings) -> MemoryPlan:
     plan = replace(base, slots=int(slots))
     plan.warnings.extend(_warnings(plan, settings))
     return plan
+
+
+def _check_options(blueprint: Blueprint, settings: Settings) -> None:
+    """ConfigError for an option that would do nothing for this family."""
+    if not blueprint.family.encoder_decoder:
+        return
+    if settings.chunk != Settings().chunk:
+        raise ConfigError(f"chunk does not apply to {blueprint.family.name}: an encoder reads its prompt at once")
+    if settings.prefetch:
+        raise ConfigError(f"prefetch does not apply to {blueprint.family.name}: its router names no experts by index")
 
 
 def context_of(blueprint: Blueprint, settings: Settings) -> int:
@@ -133,7 +144,8 @@ def _activation_bytes(blueprint: Blueprint, formats: list[ExpertFormat], setting
     with float32 copies in norms, one decoded matrix where many tokens meet packed weights, and the logits.
     Checked against measured peaks (docs/performance.md)."""
     config, item = blueprint.config, blueprint.dtype.itemsize
-    tokens = min(settings.chunk, context) * settings.batch
+    at_once = context if blueprint.family.encoder_decoder else min(settings.chunk, context)
+    tokens = at_once * settings.batch
     hidden = int(getattr(config, "hidden_size", 0) or config.d_model)
     heads, kv_heads, head_dim = attention_shape(config)
     matrices = [part.out_in for form in formats for part in form.layer.parts if part.is_matrix]
