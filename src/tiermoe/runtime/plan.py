@@ -11,7 +11,7 @@ from tiermoe.kernels import machine_layout
 from tiermoe.runtime import gpu_plan
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.dense import packed_bytes
-from tiermoe.runtime.footprint import peak_resident_bytes, resident_bytes
+from tiermoe.runtime.footprint import resident_bytes
 from tiermoe.runtime.memory_plan import MemoryPlan
 from tiermoe.runtime.system import available_memory
 from tiermoe.store.layout import PAGE, ExpertFormat, align, expert_format
@@ -59,7 +59,7 @@ def plan_memory(blueprint: Blueprint, settings: Settings) -> MemoryPlan:
     if gpu is not None:
         return gpu_plan.divide(base, wanted, settings, device, gpu)
     slots = min(room // slot_bytes, wanted, all_slots)
-    if slots < layer_slots or budget < peak_resident_bytes():
+    if slots < layer_slots:
         _refuse(settings, budget, fixed, slot_bytes, layer_slots, wanted, blueprint)
     plan = replace(base, slots=int(slots))
     plan.warnings.extend(_warnings(plan, settings))
@@ -194,8 +194,7 @@ def _refuse(
     wanted: int,
     blueprint: Blueprint,
 ) -> None:
-    reached = peak_resident_bytes()
-    needed = max(sum(fixed.values()) + layer_slots * slot_bytes, reached)
+    needed = sum(fixed.values()) + layer_slots * slot_bytes
     if wanted < layer_slots and needed <= budget:
         raise BudgetError(
             f"a cache of {wanted} experts cannot hold the {layer_slots} that one layer uses for a token; "
@@ -204,8 +203,7 @@ def _refuse(
     parts = ", ".join(f"{name.replace('_', ' ')} {format_size(size)}" for name, size in fixed.items())
     raise BudgetError(
         f"{format_size(budget)} are too little: {parts} and one layer's {layer_slots} experts "
-        f"{format_size(layer_slots * slot_bytes)} need {format_size(needed)} "
-        f"(the process has held {format_size(reached)} while it started). "
+        f"{format_size(layer_slots * slot_bytes)} need {format_size(needed)}. "
         f"Use --memory {-(-(needed + _VARIES) // MIB)}MiB or more{_cheaper(blueprint, settings, needed, budget)}"
     )
 
