@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from measures import relative_error
 from tiermoe.errors import ConfigError, PackError, StoreError
 from tiermoe.quant import hqq, int4, int4_layout
-from tiermoe.quant.encodings import cpu_layout, encoding_for, encoding_named, relative_error
+from tiermoe.quant.encodings import cpu_layout, encoding_for, encoding_named
 from tiermoe.quant.quantized import nearest
 from tiermoe.quant.quantizers import QUANTIZERS
 

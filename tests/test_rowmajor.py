@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from measures import relative_error
 from tiermoe.errors import ConfigError
 from tiermoe.kernels import linear_for
-from tiermoe.quant.encodings import Int4, cpu_layout, encoding_for, encoding_named, relative_error
+from tiermoe.quant.encodings import Int4, cpu_layout, encoding_for, encoding_named
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.quant.rowmajor import RowMajorInt4
 

@@ -61,7 +61,7 @@ def summary(report: Report) -> str:
     if report.decode_tok_s:
         parts.append(f"{report.decode_tok_s:.1f} tok/s")
     if report.bound_tok_s:
-        parts.append(f"{report.decode_tok_s / report.bound_tok_s:.0%} of the bound {report.bound_tok_s:.1f}")
+        parts.append(f"{report.bound_fraction:.0%} of the bound {report.bound_tok_s:.1f}")
     parts += [
         f"first token after {report.ttft_s:.2f} s",
         f"hit rate {report.hit_rate:.0%}",

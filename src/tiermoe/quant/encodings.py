@@ -6,7 +6,7 @@ import torch
 
 from tiermoe.errors import ConfigError, StoreError
 from tiermoe.quant import int2, int4_layout
-from tiermoe.quant.encoding import COMPUTE_DTYPES, Encoding, Field, relative_error
+from tiermoe.quant.encoding import COMPUTE_DTYPES, Encoding, Field
 from tiermoe.quant.int2 import Int2
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.int4_layout import cpu_layout
@@ -23,7 +23,6 @@ __all__ = [
     "cpu_layout",
     "encoding_for",
     "encoding_named",
-    "relative_error",
 ]
 
 FIXED: dict[str, Encoding] = {encoding.name: encoding for encoding in (Plain(), Int8(), Int2())}

@@ -95,6 +95,7 @@ class Engine:
             "expert_hits": counts.hits,
             "expert_misses": counts.misses,
             "prefetched_hits": counts.prefetched,
+            "speculative_loads": counts.speculative_loads,
             "hit_rate": counts.hits / asked if asked else 0.0,
             "bytes_read": self.link.bytes_read,
             "wait_s": self.link.wait_s,
