@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from commands import Command, command_runner
+
 torch.set_num_threads(1)
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -28,3 +30,9 @@ def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def shipped() -> Path:
     """The model that the project ships."""
     return SHIPPED
+
+
+@pytest.fixture
+def tiermoe_(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command line in this process: arguments → how it ended."""
+    return command_runner(monkeypatch, capsys)

@@ -10,15 +10,12 @@ import pytest
 import torch
 
 import tiermoe
-from commands import Command, command_runner
+from commands import Command
 from tiermoe.runtime.conversation import Conversation
 from tiermoe.runtime.generate import _Streamer
-from tiny import write
+from tiny import TEMPLATE, write
 
 FAST = ("--memory", "4GiB", "--lanes", "1")
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +30,6 @@ def loaded(tiny: Path) -> Any:
     model, tokenizer = tiermoe.load(tiny, memory="4GiB", bits=16, cache="50%", lanes=1)
     yield model, tokenizer
     model.tiermoe.close()
-
-
-@pytest.fixture
-def tiermoe_(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    return command_runner(monkeypatch, capsys)
 
 
 def test_chat_with_piped_input(tiermoe_: Command, tiny: Path) -> None:

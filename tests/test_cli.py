@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import tiermoe
-from commands import Command, command_runner
+from commands import Command
 from tiermoe.runtime import load
-from tiny import oracle, write
+from tiny import TEMPLATE, oracle, write
 
 FAST = ("--memory", "4GiB", "--lanes", "1")
 KEYS = {
@@ -40,9 +40,6 @@ KEYS = {
     "dense_bits": int,
     "bound_tok_s": float,
 }
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +54,6 @@ def loaded(tiny: Path) -> Any:
     model, tokenizer = tiermoe.load(tiny, memory="4GiB", bits=16, cache="50%", lanes=1)
     yield model, tokenizer
     model.tiermoe.close()
-
-
-@pytest.fixture
-def tiermoe_(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    return command_runner(monkeypatch, capsys)
 
 
 def greedy_text(directory: Path, tokenizer: Any, prompt: str, tokens: int) -> str:

@@ -14,7 +14,7 @@ import torch
 from transformers import JambaConfig, LlamaConfig, LlamaForCausalLM
 
 import tiermoe
-from commands import Command, command_runner
+from commands import Command
 from tiny import write, write_tokenizer
 
 RUN = ("--memory", "4GiB", "--max-tokens", "4", "--lanes", "1")
@@ -34,11 +34,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(tiny: Path, tmp_path: Path) -> Path:
     """A copy of the checkpoint to damage."""
     return Path(shutil.copytree(tiny, tmp_path / "model"))
-
-
-@pytest.fixture
-def tiermoe_(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    return command_runner(monkeypatch, capsys)
 
 
 def edit_json(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import tiermoe
-from commands import Command, command_runner
+from commands import Command
 from tiermoe.store import lock
 from tiermoe.store.store import open_store
 from tiermoe.tiers.probe import probe_drive
@@ -45,11 +45,6 @@ def model(tiny: Path, tmp_path: Path) -> Path:
 def store(tiny: Path, tmp_path: Path) -> Path:
     """A copy of the store to damage."""
     return Path(shutil.copytree(tiny.parent / "store", tmp_path / "store"))
-
-
-@pytest.fixture
-def tiermoe_(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    return command_runner(monkeypatch, capsys)
 
 
 def edit_json(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:

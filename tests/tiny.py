@@ -17,6 +17,11 @@ _MLA = {
     "num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 32, "n_shared_experts": 1,
 }  # fmt: skip
 
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+"""A chat template that shows roles by their first letter."""
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
     "phimoe": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},

@@ -9,7 +9,7 @@ from typing import Any
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.output import note, summary
-from tiermoe.cli.session import Session, open_session
+from tiermoe.cli.session import Session, make_sampling, open_session
 from tiermoe.config import format_size
 from tiermoe.errors import ModelError, TiermoeError
 
@@ -47,7 +47,7 @@ def chat(
         prefetch=prefetch, lanes=lanes, threads=threads, store=store, device=device, gpu_memory=gpu_memory,
     )  # fmt: skip
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    _check(sampling)
+    make_sampling(**sampling)
     session = open_session(model, engine_options, lambda tokenizer, blueprint: _refuse_encoder_decoder(blueprint))
     if not getattr(session.tokenizer, "chat_template", None):
         note("this model has no chat template: what you type is continued as plain text")
@@ -79,7 +79,7 @@ class _Chat:
     def _answer(self, text: str) -> None:
         try:
             report = self._conversation.reply(
-                text, _check(self._sampling), lambda piece: print(piece, end="", flush=True)
+                text, make_sampling(**self._sampling), lambda piece: print(piece, end="", flush=True)
             )
             print(flush=True)
             note(summary(report))
@@ -116,21 +116,12 @@ class _Chat:
             return
         try:
             number = int(value) if name in ("max_tokens", "seed") else float(value)
-            _check({**self._sampling, name: number})
+            make_sampling(**{**self._sampling, name: number})
         except (ValueError, TiermoeError) as error:
             note(f"{name} cannot be {value}: {error}")
             return
         self._sampling[name] = number
         note(f"{name} = {number}")
-
-
-def _check(sampling: dict[str, Any]) -> Any:
-    from tiermoe.runtime import footprint
-
-    footprint.import_libraries()
-    from tiermoe.runtime.generate import Sampling
-
-    return Sampling(**sampling)
 
 
 def _refuse_encoder_decoder(blueprint: Any) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.output import note, summary
-from tiermoe.cli.session import open_session
+from tiermoe.cli.session import make_sampling, open_session
 
 
 def run(
@@ -53,7 +53,7 @@ def run(
         encoded["ids"] = ids = encode_prompt(tokenizer, prompt, raw)
         return int(ids.shape[1]) + check_length(ids.shape[1], max_tokens, blueprint.max_context(), context)
 
-    sampling = _sampling(max_tokens, temperature, top_p, seed)
+    sampling = make_sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     session = open_session(model, engine_options, context_for)
     from tiermoe.runtime.generate import generate
 
@@ -65,12 +65,3 @@ def run(
         print(flush=True)
         note(summary(report))
     session.model.tiermoe.close()
-
-
-def _sampling(max_tokens: int, temperature: float, top_p: float, seed: int | None) -> Any:
-    from tiermoe.runtime import footprint
-
-    footprint.import_libraries()
-    from tiermoe.runtime.generate import Sampling
-
-    return Sampling(max_tokens, temperature, top_p, seed)

@@ -48,3 +48,13 @@ def open_session(model: str, options: dict[str, Any], context_for: Callable[[Any
     for warning in plan.warnings:
         note(f"note: {warning}")
     return Session(loaded, tokenizer, time.perf_counter() - started)
+
+
+def make_sampling(**values: Any) -> Any:
+    """`Sampling` of these values, checked. ConfigError where one is out of range."""
+    from tiermoe.runtime import footprint
+
+    footprint.import_libraries()
+    from tiermoe.runtime.generate import Sampling
+
+    return Sampling(**values)

@@ -48,6 +48,7 @@ class Checkpoint:
         self.tensors: dict[str, TensorEntry] = {}
         self._headers: list[bytes] = []
         self._descriptors: dict[Path, int] = {}
+        self._fingerprint: str | None = None
         for shard in self.shards:
             self._read_header(shard)
 
@@ -89,7 +90,13 @@ class Checkpoint:
 
         Full contents are not read (a checkpoint may be hundreds of GB): a re-trained or edited checkpoint differs in
         the samples, an edit of a few single tensors may not; `tiermoe pack --force` packs anew then.
+        Taken once, at the first call.
         """
+        if self._fingerprint is None:
+            self._fingerprint = self._take_fingerprint()
+        return self._fingerprint
+
+    def _take_fingerprint(self) -> str:
         digest = xxhash.xxh3_64()
         config = self.directory / "config.json"
         if config.exists():
