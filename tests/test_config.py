@@ -148,7 +148,7 @@ def test_unknown_names_are_refused_with_a_near_one(name: str, hint: str) -> None
         ("threads", 0),
         ("device", "tpu"),
         ("device", None),
-        ("prefetch", "yes"),
+        ("preset", 3),
         ("store", 5),
         ("memory", -1),
         ("memory", [1]),

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from caches import lru, pools
 from tiermoe.controller import Controller
 from tiermoe.errors import LoadError
 from tiermoe.link import Finished
 from tiermoe.policy.cache import ExpertCache
-from tiermoe.policy.eviction import LeastRecentlyUsed
 from tiermoe.types import Demand, ExpertKey, Load
 
 
@@ -70,7 +70,7 @@ class FakeLink:
 
 def make(slots: int, **link: object) -> tuple[Controller, FakeLink]:
     fake = FakeLink(**link)  # type: ignore[arg-type]
-    return Controller(ExpertCache(slots, LeastRecentlyUsed()), fake), fake
+    return Controller(pools(slots), fake), fake
 
 
 def demands(*experts: int) -> list[Demand]:
@@ -79,9 +79,9 @@ def demands(*experts: int) -> list[Demand]:
 
 def test_misses_are_loaded_and_hits_are_not() -> None:
     controller, link = make(4)
-    assert sorted(expert for expert, _ in controller.run_layer(0, demands(3, 1))) == [1, 3]
+    assert sorted(expert for expert, *_ in controller.run_layer(0, demands(3, 1))) == [1, 3]
     assert len(link.submitted) == 2
-    assert sorted(expert for expert, _ in controller.run_layer(0, demands(1, 3))) == [1, 3]
+    assert sorted(expert for expert, *_ in controller.run_layer(0, demands(1, 3))) == [1, 3]
     assert len(link.submitted) == 2
     assert (controller.counts.hits, controller.counts.misses, controller.counts.loads) == (2, 2, 2)
 
@@ -123,7 +123,7 @@ def test_the_least_recently_used_expert_leaves() -> None:
 
 def test_a_layer_larger_than_the_cache_streams_through_it() -> None:
     controller, link = make(2)
-    seen = [expert for expert, _ in controller.run_layer(0, demands(*range(9)))]
+    seen = [expert for expert, *_ in controller.run_layer(0, demands(*range(9)))]
     assert sorted(seen) == list(range(9))
     assert max(load.slot for load in link.submitted) <= 1
 
@@ -133,7 +133,7 @@ def test_a_damaged_expert_raises_and_the_next_request_works() -> None:
     with pytest.raises(LoadError, match="layer 0, expert 1"):
         list(controller.run_layer(0, demands(0, 1, 2)))
     link.failing = frozenset()
-    assert sorted(expert for expert, _ in controller.run_layer(0, demands(0, 1, 2))) == [0, 1, 2]
+    assert sorted(expert for expert, *_ in controller.run_layer(0, demands(0, 1, 2))) == [0, 1, 2]
 
 
 def test_an_abandoned_pass_leaves_nothing_pinned() -> None:
@@ -141,7 +141,7 @@ def test_an_abandoned_pass_leaves_nothing_pinned() -> None:
     run = controller.run_layer(0, demands(0, 1))
     next(run)
     run.close()
-    assert sorted(expert for expert, _ in controller.run_layer(1, demands(2, 3))) == [2, 3]
+    assert sorted(expert for expert, *_ in controller.run_layer(1, demands(2, 3))) == [2, 3]
 
 
 def test_a_prefetch_in_time_is_a_hit_of_its_own_kind() -> None:
@@ -168,7 +168,7 @@ def test_a_late_prefetch_is_a_miss_but_not_a_second_load() -> None:
 def test_prefetches_that_have_not_begun_make_room() -> None:
     controller, _ = make(2)
     controller.prefetch([ExpertKey(1, 5, 4), ExpertKey(1, 6, 4)])
-    seen = [expert for expert, _ in controller.run_layer(0, demands(1, 2))]
+    seen = [expert for expert, *_ in controller.run_layer(0, demands(1, 2))]
     assert sorted(seen) == [1, 2]
 
 
@@ -177,7 +177,7 @@ def test_wrong_prefetches_in_every_slot_are_waited_for() -> None:
     link.poll = lambda: None  # type: ignore[method-assign]
     controller.prefetch([ExpertKey(1, expert, 4) for expert in (5, 6, 7)])
     link._running, link._speculative = link._speculative, []  # all have begun
-    assert sorted(expert for expert, _ in controller.run_layer(0, demands(1, 2, 3))) == [1, 2, 3]
+    assert sorted(expert for expert, *_ in controller.run_layer(0, demands(1, 2, 3))) == [1, 2, 3]
 
 
 def test_no_prefetch_while_the_link_is_busy() -> None:
@@ -202,7 +202,7 @@ def test_a_failed_prefetch_is_asked_for_again() -> None:
         return finished
 
     link.wait = heals  # type: ignore[method-assign]
-    assert [expert for expert, _ in controller.run_layer(1, demands(7))] == [7]
+    assert [expert for expert, *_ in controller.run_layer(1, demands(7))] == [7]
 
 
 @settings(max_examples=150, deadline=None)
@@ -221,7 +221,7 @@ def test_every_demand_is_served_from_a_slot_that_holds_it(
     for number, experts in enumerate(layers):
         layer = number % 3
         served = []
-        for expert, slot in controller.run_layer(layer, demands(*experts)):
+        for expert, slot, _ in controller.run_layer(layer, demands(*experts)):
             assert link.contents[slot] == ExpertKey(layer, expert, 4)
             link.step()  # transfers go on while the expert is computed with
             assert link.contents[slot] == ExpertKey(layer, expert, 4)
@@ -235,7 +235,7 @@ def test_every_demand_is_served_from_a_slot_that_holds_it(
 
 
 def test_cache_never_evicts_what_is_pinned_or_in_flight() -> None:
-    cache = ExpertCache(2, LeastRecentlyUsed())
+    cache = ExpertCache(2, lru(2))
     first, second, third = (ExpertKey(0, expert, 4) for expert in range(3))
     cache.reserve(first)
     cache.arrived(first)
@@ -249,7 +249,7 @@ def test_cache_never_evicts_what_is_pinned_or_in_flight() -> None:
 
 
 def test_pins_count() -> None:
-    cache = ExpertCache(1, LeastRecentlyUsed())
+    cache = ExpertCache(1, lru(1))
     key = ExpertKey(0, 0, 4)
     cache.reserve(key)
     cache.arrived(key)
@@ -263,4 +263,4 @@ def test_pins_count() -> None:
 
 def test_a_cache_without_slots_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one slot"):
-        ExpertCache(0, LeastRecentlyUsed())
+        ExpertCache(0, lru(0))

@@ -31,8 +31,8 @@ def test_cache_size_prefetch_and_lanes_change_no_bit(shipped: Path, bits: int) -
     variants: list[dict[str, Any]] = [
         {"cache": "1.6%", "lanes": 2},  # one layer's four experts
         {"cache": "10%", "lanes": 8},
-        {"cache": "10%", "lanes": 3, "prefetch": True},
-        {"cache": "45%", "lanes": 1, "prefetch": True},
+        {"cache": "10%", "lanes": 3, "preset": "mixtral-offload"},
+        {"cache": "45%", "lanes": 1, "preset": "mixtral-offload"},
         {"cache": "45%", "lanes": 1},
     ]
     for options in variants if bits == 4 else variants[:3]:

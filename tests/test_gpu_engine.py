@@ -53,13 +53,14 @@ def on_fake_gpu(layout_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Itera
     def make(directory: Path, host_slots: int, **options: Any) -> tuple[Any, FakeGpu]:
         gpu = FakeGpu(seed=host_slots, blocking=True)
 
-        def assemble(count, slot_bytes, drive, extent_of, format_of, device, _):
+        def assemble(sizes, drive, extent_of, format_of, device, _):
             filler = SlotFiller(ExtentReader(drive.direct), extent_of, format_of)
+            count, slot_bytes = sum(number for number, _ in sizes), max(nbytes for _, nbytes in sizes)
             slots, host = DeviceSlots(count, slot_bytes, "cpu"), HostSlots(host_slots, slot_bytes)
             link = GpuLink(filler, host, slots, lambda key: format_of(key).slot.nbytes, gpu, drive.lanes)
             return Tiers(slots, link)
 
-        monkeypatch.setattr(engine, "assemble", assemble)
+        monkeypatch.setattr(engine, "assemble_tiers", assemble)
         loaded, _ = tiermoe.load(directory, memory="4GiB", lanes=2, device="cpu", **options)
         made.append((loaded, gpu))
         return made[-1]
@@ -90,9 +91,9 @@ def test_bit_identical_for_every_cache(
     expected = results(resident)
     experts = resident.tiermoe.plan.all_slots
     resident.tiermoe.close()
-    small, large = [("15%", 1, False), ("40%", 5, True)], [("100%", 2, False), ("30%", experts, True)]
-    for cache, host_slots, prefetch in small + large:
-        loaded, _ = on_fake_gpu(model, host_slots, bits=bits, cache=cache, prefetch=prefetch)
+    small, large = [("15%", 1, "lru"), ("40%", 5, "mixtral-offload")], [("100%", 2, "lru"), ("30%", experts, "mixtral-offload")]
+    for cache, host_slots, preset in small + large:
+        loaded, _ = on_fake_gpu(model, host_slots, bits=bits, cache=cache, preset=preset)
         assert loaded.tiermoe.plan.slots <= experts * float(cache[:-1]) / 100
         found = results(loaded)
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
@@ -115,7 +116,7 @@ def test_equals_the_decoded_weights(
     bits: int, kind: str, model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]
 ) -> None:
     loaded, _ = on_fake_gpu(model, 3, cache="40%", bits=bits)
-    encodings = {e.name for form in loaded.tiermoe._formats for e in form.encodings.values()}
+    encodings = {e.name for form in loaded.tiermoe._packed[bits].formats for e in form.encodings.values()}
     assert all(name.startswith(kind) for name in encodings)
     plain = oracle(model, FAMILY, torch.float32)
     put_decoded_experts(loaded.tiermoe, plain)

@@ -12,11 +12,10 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from caches import pools
 from fake_gpu import BYTES, FakeDisk, FakeGpu, content
 from tiermoe.controller import Controller
 from tiermoe.errors import LoadError
-from tiermoe.policy.cache import ExpertCache
-from tiermoe.policy.eviction import LeastRecentlyUsed
 from tiermoe.tiers.gpu import GpuLink
 from tiermoe.tiers.slots import DeviceSlots, HostSlots
 from tiermoe.types import Demand, ExpertKey, Load
@@ -32,10 +31,10 @@ class Rig:
         self.device = DeviceSlots(device_slots, BYTES, "cpu")
         host = HostSlots(host_slots, BYTES)
         self.link = GpuLink(self.disk, host, self.device, lambda key: BYTES, self.gpu, lanes)
-        self.controller = Controller(ExpertCache(device_slots, LeastRecentlyUsed()), self.link)
+        self.controller = Controller(pools(device_slots), self.link)
 
     def layer(self, layer: int, experts: list[int]) -> None:
-        for expert, slot in self.controller.run_layer(layer, [Demand(expert, 1, 4) for expert in experts]):
+        for expert, slot, _ in self.controller.run_layer(layer, [Demand(expert, 1, 4) for expert in experts]):
             self.gpu.use(self.device.buffer(slot), key(layer, expert))
 
     def end(self) -> None:

@@ -72,7 +72,7 @@ def test_greedy_tokens(pair: Any) -> None:
 def test_prefetching_names_the_routers_own_choice_and_changes_nothing(family: str, tmp_path: Path) -> None:
     """The next layer's router is called as the model calls it; with every prediction right or wrong, same tokens."""
     directory = write(tmp_path, family, torch.float32)
-    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="60%", prefetch=True)
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="60%", preset="mixtral-offload")
     ids = tokens(1, 5, seed=4)
     options = {"max_new_tokens": 10, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     expected = oracle(directory, family, torch.float32).generate(ids, **options)
@@ -81,7 +81,7 @@ def test_prefetching_names_the_routers_own_choice_and_changes_nothing(family: st
     ours.tiermoe.close()
 
 
-@pytest.mark.parametrize("option", [{"prefetch": True}, {"chunk": 16}])
+@pytest.mark.parametrize("option", [{"preset": "mixtral-offload"}, {"chunk": 16}])
 def test_what_does_not_apply_to_an_encoder_is_refused(option: dict[str, Any], tmp_path: Path) -> None:
     directory = write(tmp_path, "switch_transformers", torch.float32)
     with pytest.raises(tiermoe.ConfigError, match="does not apply to Switch"):
@@ -135,14 +135,15 @@ def put_decoded_experts(engine: Any, plain: Any) -> None:
     from tiermoe.types import ExpertKey
 
     reader = ExtentReader()
+    packed = engine._packed[engine.settings.bits]
     for index, layer in enumerate(engine.store.layers):
-        form = engine._formats[index]
+        form = packed.formats[index]
         for expert in range(layer.experts):
             stored, slot = (
                 aligned_memory(form.stored.nbytes),
                 torch.zeros(form.slot.nbytes, dtype=torch.uint8),
             )
-            reader.read(engine._extents[index][expert], stored, ExpertKey(index, expert, 0))
+            reader.read(packed.extents[index][expert], stored, ExpertKey(index, expert, 0))
             form.widen(torch.frombuffer(stored, dtype=torch.uint8), slot)
             views = form.slot.views(slot)
             for part in layer.parts:

@@ -20,6 +20,7 @@ from tiermoe.runtime import plan as plan_module
 from tiermoe.runtime.blueprint import Blueprint, inspect_model
 from tiermoe.runtime.dense import packable
 from tiermoe.runtime.memory_plan import MemoryPlan
+from tiermoe.runtime.load import resolve_for
 from tiermoe.runtime.plan import kv_bytes, plan_memory
 from tiny import _COMMON, CONFIGS, auto_class, write
 
@@ -38,7 +39,9 @@ def blueprint(tmp_path_factory: pytest.TempPathFactory) -> Blueprint:
 def planned(blueprint: Blueprint, monkeypatch: pytest.MonkeyPatch) -> Planner:
     """Plans with an interpreter of a fixed size."""
     monkeypatch.setattr(plan_module, "resident_bytes", lambda: INTERPRETER)
-    return lambda **options: plan_memory(blueprint, settings(**{"memory": "1GiB", "device": "cpu", **options}))
+    return lambda **options: plan_memory(
+        blueprint, resolve_for(blueprint, settings(**{"memory": "1GiB", "device": "cpu", **options}))
+    )
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])

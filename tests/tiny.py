@@ -33,6 +33,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 5, "intermediate_size": 32},
     "deepseek_v2": {**_MLA, "n_routed_experts": 8, "num_experts_per_tok": 3, "topk_method": "greedy"},
     "deepseek_v3": {**_MLA, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1},
+    "deepseek_v4": {
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "head_dim": 16,
+        "num_key_value_heads": 1, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2, "index_n_heads": 2,
+        "index_head_dim": 16, "index_topk": 4, "hc_mult": 2, "hc_sinkhorn_iters": 3, "partial_rotary_factor": 0.5,
+        "sliding_window": 32, "mlp_layer_types": ["hash_moe", "hash_moe", "moe"],
+        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    },
     "glm4_moe": {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
         "n_shared_experts": 1, "head_dim": 16,
@@ -67,6 +75,9 @@ def write(
                 torch.nn.init.normal_(parameter, std=0.15)
             elif "bias" in name:
                 torch.nn.init.normal_(parameter, std=0.05)
+        for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):
+                buffer.copy_(torch.rand(len(buffer), config.num_local_experts).argsort(1)[:, : buffer.shape[1]])
     model.save_pretrained(directory, max_shard_size=shard)
     write_tokenizer(directory)
     return directory

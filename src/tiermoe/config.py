@@ -6,7 +6,8 @@ import dataclasses
 import difflib
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,8 @@ class Settings:
     None takes the smaller of 4096 and the model's own. batch: sequences that run at once.
     lanes: threads that read experts; None takes the best of a short probe. threads: compute threads; None leaves
     torch's setting. device: 'cpu', 'cuda', or 'auto'. gpu_memory: bound on the GPU's allocations, None all but a
-    reserve. prefetch: predict and read ahead the next layer's experts. store: folder of the expert store; None is the
-    user's cache folder.
+    reserve. store: folder of the expert store; None is the user's cache folder. preset: a named composition
+    (`tiermoe.presets`). set: its parts and settings to replace, as {'prefetch': 'none'}.
     """
 
     memory: int | None = None
@@ -101,15 +102,16 @@ class Settings:
     threads: int | None = None
     device: str = "auto"
     gpu_memory: int | None = None
-    prefetch: bool = False
     store: Path | None = None
+    preset: str = "default"
+    set: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, (kind, written) in _KINDS.items():
             value = getattr(self, name)
             optional = type(self).__dataclass_fields__[name].default is None
             # True is an int to Python, and none to the user
-            fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+            fits = isinstance(value, kind) and not isinstance(value, bool)
             _require(fits or (optional and value is None), f"{name} must be {written}, got {value!r}")
         _require(self.bits in BITS, f"bits must be one of {BITS}, got {self.bits}")
         _require(self.dense_bits in DENSE_BITS, f"dense_bits must be one of {DENSE_BITS}, got {self.dense_bits}")
@@ -128,15 +130,16 @@ class Settings:
         )
 
 
-_KINDS: dict[str, tuple[type, str]] = {
+_KINDS: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(
         ("memory", "bits", "dense_bits", "chunk", "context", "batch", "lanes", "threads", "gpu_memory"),
         (int, "a whole number"),
     ),
     "quantizer": (str, "hqq or linear"),
     "device": (str, "auto, cpu or cuda"),
-    "prefetch": (bool, "true or false"),
     "store": (Path, "the path of a folder"),
+    "preset": (str, "the name of a preset"),
+    "set": (Mapping, "parts and settings by name"),
     "cache": (CacheSize, "a share like 25% or a size like 3MiB"),
 }
 

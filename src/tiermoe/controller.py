@@ -5,62 +5,92 @@ The engine gives the controller a real link, a simulator a virtual one: both run
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tiermoe.link import Finished, Link
-from tiermoe.policy.cache import ExpertCache
-from tiermoe.types import Demand, ExpertKey, Load
+from tiermoe.policy.pools import Pools
+from tiermoe.types import Demand, ExpertKey, Load, Ready
 
 
 @dataclass(slots=True)
 class Counts:
-    """What happened so far. `hits` were there when the router asked, `prefetched` of them by a prefetch;
-    `misses` were not (also where a prefetch was still on its way)."""
+    """What happened so far, of experts that tokens were routed to. `hits` were there, in a precision that satisfies the
+    demand, when the router asked, `prefetched` of them by a prefetch; `misses` were not (also where a prefetch was
+    still on its way); `skipped` were neither there nor worth a load. `low_loads`: loads below the highest precision."""
 
     hits: int = 0
     prefetched: int = 0
     misses: int = 0
+    skipped: int = 0
     loads: int = 0
+    low_loads: int = 0
     speculative_loads: int = 0
+
+    def copy(self) -> Counts:
+        return dataclasses.replace(self)
+
+    def minus(self, earlier: Counts) -> Counts:
+        """What has happened since `earlier`."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return Counts(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
+
+    def add(self, other: Counts) -> None:
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
 class Controller:
-    """Runs layers over one cache and one link."""
+    """Runs layers over one cache and one link. `high_bits`: the precision below which a load counts as low."""
 
-    def __init__(self, cache: ExpertCache, link: Link) -> None:
+    def __init__(self, cache: Pools, link: Link, high_bits: int = 16) -> None:
         self.cache = cache
         self.link = link
         self.counts = Counts()
+        self._high_bits = high_bits
         self._unused_prefetches: set[ExpertKey] = set()
 
-    def run_layer(self, layer: int, demands: Sequence[Demand]) -> Iterator[tuple[int, int]]:
-        """Yields (expert, slot) for every demand, in the order in which they can be computed: what is here first,
-        each group by falling number of tokens (EdgeMoE's re-batching: each expert comes once a chunk). An expert stays
-        in its slot until the next one is asked for. Raises LoadError where an expert cannot be read; the controller
-        stays usable."""
-        run = _LayerRun(self, layer, demands)
+    def run_layer(
+        self,
+        layer: int,
+        demands: Sequence[Demand],
+        speculate: Callable[[], None] | None = None,
+        together: bool = False,
+    ) -> Iterator[Ready]:
+        """Yields every demand that is not skipped, in the order in which they can be computed: what is here first, each
+        group by falling number of tokens (EdgeMoE's re-batching: each expert comes once a chunk; Fate's popularity
+        order). An expert stays in its slot until the next one is asked for.
+
+        speculate: called once, as soon as this layer needs nothing more from the link (that is when a prefetch can
+        begin). together: computing starts when all loads are there, as far as the slots allow (HOBBIT).
+        Raises LoadError where an expert cannot be read; the controller stays usable."""
+        run = _LayerRun(self, layer, demands, speculate)
         try:
-            yield from run.steps()
+            yield from run.steps(together)
         finally:
             run.release()
 
-    def prefetch(self, keys: Iterable[ExpertKey]) -> None:
+    def prefetch(self, keys: Iterable[ExpertKey], protect: bool = False) -> None:
         """Begins speculative loads of absent `keys` in their order, only while the link has nothing else to do, and
-        only into slots that can be had without disturbing what is pinned or in flight."""
+        only into slots that can be had without disturbing what is pinned, in flight or protected. `protect` keeps them,
+        and those that are here already, from eviction until their layer has run (HOBBIT: masking)."""
         self._collect()
-        if not self.link.is_idle():
-            return
+        idle = self.link.is_idle()
         for key in keys:
-            if self.cache.slot(key) is not None or self.cache.in_flight(key):
-                continue
-            slot = self.cache.reserve(key)
-            if slot is None:
-                return
-            self.counts.speculative_loads += 1
-            self._unused_prefetches.add(key)
-            self.link.submit(Load(key, slot, urgent=False))
+            here = self.cache.find(*key) or self.cache.arriving(*key)
+            if here is None and idle:
+                slot = self.cache.reserve(key, urgent=False)
+                if slot is None:
+                    return
+                self.counts.speculative_loads += 1
+                self._count_low(key)
+                self._unused_prefetches.add(key)
+                self.link.submit(Load(key, slot, urgent=False))
+                here = key
+            if protect and here is not None:
+                self.cache.protect(here)
 
     def drain(self) -> None:
         """Waits until nothing is under way."""
@@ -91,42 +121,52 @@ class Controller:
         self.cache.abandon(key)
         self._unused_prefetches.discard(key)
 
+    def _count_low(self, key: ExpertKey) -> None:
+        if key.bits < self._high_bits:
+            self.counts.low_loads += 1
+
 
 class _LayerRun:
     """The state of one pass over one layer's demands."""
 
-    def __init__(self, controller: Controller, layer: int, demands: Sequence[Demand]) -> None:
+    def __init__(
+        self, controller: Controller, layer: int, demands: Sequence[Demand], speculate: Callable[[], None] | None
+    ) -> None:
         self._controller = controller
         self._cache = controller.cache
-        ordered = sorted(demands, key=lambda demand: -demand.tokens)
-        self._keys = [ExpertKey(layer, demand.expert, demand.bits) for demand in ordered]
+        self._layer = layer
+        self._ordered = sorted(demands, key=lambda demand: -demand.tokens)
+        self._speculate = speculate
+        self._demands: dict[ExpertKey, Demand] = {}  # by the copy that serves it
+        self._here: deque[ExpertKey] = deque()
         self._pinned: set[ExpertKey] = set()
         self._missing: deque[ExpertKey] = deque()
         self._awaited: set[ExpertKey] = set()
 
-    def steps(self) -> Iterator[tuple[int, int]]:
-        controller, cache = self._controller, self._cache
+    def steps(self, together: bool) -> Iterator[Ready]:
         self._take_stock()
-        here = [key for key in self._keys if cache.slot(key) is not None]
         self._submit()
-        for key in here:
-            yield self._use(key)
-            self._release(key)
-            self._submit()
-        while self._awaited or self._missing:
-            # with nothing awaited, wrong prefetches still under way may hold the slots: their end frees one
-            if not self._awaited and controller.link.is_idle():
+        while together and self._awaited:
+            self._receive()
+        while self._here or self._awaited or self._missing:
+            self._begin_speculation()
+            if self._here:
+                key = self._here.popleft()
+                yield self._use(key)
+                self._release(key)
+            elif not self._awaited and self._controller.link.is_idle():
+                # with nothing awaited, wrong prefetches still under way may hold the slots: their end frees one
                 raise RuntimeError(
-                    f"no slot can be freed for layer {self._missing[0].layer}: {cache.slots} slots are all in use"
+                    f"no slot can be freed for layer {self._layer}: {self._cache.slots} slots are all in use"
                 )
-            arrived = self._next_arrival()
-            if arrived is not None:
-                yield self._use(arrived)
-                self._release(arrived)
+            else:
+                self._receive()
             self._submit()
+        self._begin_speculation()
+        self._cache.release_layer(self._layer)
 
-    def _next_arrival(self) -> ExpertKey | None:
-        """Waits for a load; returns its key if this layer awaits it. A prefetch that failed is asked for again."""
+    def _receive(self) -> None:
+        """Waits for a load. What this layer awaits can be used then; a prefetch that failed is asked for again."""
         finished = self._controller.link.wait()
         key = finished.load.key
         awaited = key in self._awaited
@@ -134,13 +174,14 @@ class _LayerRun:
         if finished.error is not None and awaited:
             self._release(key)
         self._controller._settle(finished)
+        if not awaited:
+            return
         if finished.error is None:
-            return key if awaited else None
-        if awaited and finished.load.urgent:
+            self._here.append(key)
+        elif finished.load.urgent:
             raise finished.error
-        if awaited:
+        else:
             self._missing.append(key)
-        return None
 
     def release(self) -> None:
         """Unpins what an interrupted pass left pinned; what is in flight arrives later and stays in the cache."""
@@ -153,20 +194,36 @@ class _LayerRun:
         controller, cache = self._controller, self._cache
         controller._collect()
         controller._recall()
-        for key in self._keys:
-            if cache.slot(key) is not None:
+        for demand in self._ordered:
+            key = cache.find(self._layer, demand.expert, demand.bits)
+            if key is not None:
                 self._pin(key)
-                controller.counts.hits += 1
-                if key in controller._unused_prefetches:
-                    controller.counts.prefetched += 1
+                self._here.append(key)
             else:
-                controller.counts.misses += 1
-                if cache.in_flight(key):
+                key = cache.arriving(self._layer, demand.expert, demand.bits)
+                if key is not None:
                     self._pin(key)
                     self._awaited.add(key)
-                else:
+                elif demand.bits:
+                    key = ExpertKey(self._layer, demand.expert, demand.bits)
                     self._missing.append(key)
-            controller._unused_prefetches.discard(key)
+            self._count(demand, key)
+            if key is not None:
+                self._demands[key] = demand
+                controller._unused_prefetches.discard(key)
+
+    def _count(self, demand: Demand, key: ExpertKey | None) -> None:
+        counts = self._controller.counts
+        if not demand.tokens:
+            return
+        if key is None:
+            counts.skipped += 1
+        elif self._cache.slot(key) is None:
+            counts.misses += 1
+        else:
+            counts.hits += 1
+            if key in self._controller._unused_prefetches:
+                counts.prefetched += 1
 
     def _submit(self) -> None:
         """Sends as many missing experts to the link as slots can be had for."""
@@ -179,13 +236,19 @@ class _LayerRun:
             self._pin(key)
             self._awaited.add(key)
             self._controller.counts.loads += 1
+            self._controller._count_low(key)
             self._controller.link.submit(Load(key, slot, urgent=True))
 
-    def _use(self, key: ExpertKey) -> tuple[int, int]:
+    def _begin_speculation(self) -> None:
+        if self._speculate is not None and not self._missing and not self._awaited and self._controller.link.is_idle():
+            speculate, self._speculate = self._speculate, None
+            speculate()
+
+    def _use(self, key: ExpertKey) -> Ready:
         slot = self._cache.slot(key)
         assert slot is not None
-        self._cache.used(key)
-        return key.expert, slot
+        self._cache.used(key, self._demands[key])
+        return Ready(key.expert, slot, key.bits)
 
     def _pin(self, key: ExpertKey) -> None:
         self._cache.pin(key)

@@ -31,3 +31,11 @@ class PackError(StoreError):
 
 class LoadError(StoreError):
     """Reading an expert failed: short read, I/O error or wrong checksum. Names layer, expert and file."""
+
+
+class ProfileError(TiermoeError):
+    """A calibration profile that is missing, damaged, or made for another checkpoint; says the command that makes it."""
+
+
+class TraceError(TiermoeError):
+    """A routing trace that cannot be used: another schema version, cut short, or without what a preset needs."""

@@ -7,6 +7,7 @@ family needs no more than these names unless its experts lie outside transformer
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from tiermoe.errors import ModelError
 
@@ -24,6 +25,8 @@ class Family:
         under transformers' experts interface.
     latent_kv: attention caches one compressed latent a token and expands it a layer at a time (multi-head latent
         attention, DeepSeek-V2, section 2.1).
+    hash_table: attribute of a router whose experts follow from the token alone: its table (vocabulary, K) of experts.
+    normalised: the chosen experts' weights are scaled to a fixed sum; None where the config's `norm_topk_prob` says so.
     """
 
     name: str
@@ -34,20 +37,29 @@ class Family:
     encoder_decoder: bool = False
     adapter: bool = False
     latent_kv: bool = False
+    hash_table: str | None = None
+    normalised: bool | None = None
+
+    def renormalises(self, config: Any) -> bool:
+        """Whether a model of this family scales the chosen experts' weights to a fixed sum."""
+        if self.normalised is None:
+            return bool(getattr(config, "norm_topk_prob", False))
+        return self.normalised
 
 
 _TABLE = (
-    Family("Mixtral", "mixtral", "MixtralExperts"),
-    Family("Phi-MoE", "phimoe", "PhimoeExperts", router="router"),
+    Family("Mixtral", "mixtral", "MixtralExperts", normalised=True),
+    Family("Phi-MoE", "phimoe", "PhimoeExperts", router="router", normalised=False),
     Family("Qwen2-MoE (Qwen1.5-MoE)", "qwen2_moe", "Qwen2MoeExperts"),
     Family("Qwen3-MoE", "qwen3_moe", "Qwen3MoeExperts"),
     Family("OLMoE", "olmoe", "OlmoeExperts"),
-    Family("DeepSeek-V2", "deepseek_v2", "DeepseekV2Experts", latent_kv=True),
+    Family("DeepSeek-V2", "deepseek_v2", "DeepseekV2Experts", latent_kv=True, normalised=False),
     Family("DeepSeek-V3", "deepseek_v3", "DeepseekV3Experts", latent_kv=True),
+    Family("DeepSeek-V4", "deepseek_v4", "DeepseekV4Experts", hash_table="tid2eid", normalised=True),
     Family("GLM4-MoE", "glm4_moe", "Glm4MoeExperts"),
-    Family("gpt-oss", "gpt_oss", "GptOssExperts", router="router"),
-    Family("GraniteMoE", "granitemoe", "GraniteMoeExperts", router="router"),
-    Family("MiniMax-M2", "minimax_m2", "MiniMaxM2Experts"),
+    Family("gpt-oss", "gpt_oss", "GptOssExperts", router="router", normalised=True),
+    Family("GraniteMoE", "granitemoe", "GraniteMoeExperts", router="router", normalised=True),
+    Family("MiniMax-M2", "minimax_m2", "MiniMaxM2Experts", normalised=True),
     Family(
         "Switch Transformers",
         "switch_transformers",
@@ -56,6 +68,7 @@ _TABLE = (
         top_k=None,
         encoder_decoder=True,
         adapter=True,
+        normalised=False,
     ),
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,10 +24,44 @@ class ExpertKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """That the running layer needs `expert` for `tokens` tokens of the current chunk."""
+    """That the running layer needs `expert` for `tokens` tokens of the current chunk, in `bits` or more.
+
+    A miss loads it at `bits`; 0 asks for it only where it is already here: a miss is skipped."""
 
     expert: int
     tokens: int
+    bits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A router's choice for one layer: `experts[t]` and `weights[t]` are the K experts of token t and their gate
+    weights, in the router's order (empty where a token has none). `phase` is 'prefill' or 'decode'."""
+
+    layer: int
+    phase: str
+    experts: Sequence[Sequence[int]]
+    weights: Sequence[Sequence[float]]
+
+    def tokens_per_expert(self) -> dict[int, int]:
+        """Expert → number of tokens that chose it, in ascending expert order."""
+        counts = Counter(expert for chosen in self.experts for expert in chosen)
+        return dict(sorted(counts.items()))
+
+
+class Wanted(NamedTuple):
+    """An expert that a prediction names: of which layer, how likely (any scale, larger is likelier)."""
+
+    layer: int
+    expert: int
+    score: float
+
+
+class Ready(NamedTuple):
+    """An expert that can be computed now: it lies in `slot` in the precision `bits`."""
+
+    expert: int
+    slot: int
     bits: int
 
 

@@ -12,6 +12,7 @@ from tiermoe import __version__
 from tiermoe.cli.chat import chat
 from tiermoe.cli.pack import pack
 from tiermoe.cli.plan import plan
+from tiermoe.cli.presets import presets
 from tiermoe.cli.run import run
 from tiermoe.cli.show import show
 from tiermoe.errors import TiermoeError
@@ -38,7 +39,7 @@ def _root(
     """Run Mixture-of-Experts language models larger than the memory they run in, exactly."""
 
 
-for command in (run, chat, pack, plan, show):
+for command in (run, chat, pack, plan, show, presets):
     app.command()(command)
 
 

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from tiermoe.errors import ConfigError
+
 Model = Annotated[str, typer.Argument(help="A model directory or a Hugging Face hub id.", show_default=False)]
 Memory = Annotated[
     str | None,
@@ -43,7 +45,11 @@ Lanes = Annotated[
     typer.Option(help="Threads that read experts. Default: the best of a short probe.", show_default=False),
 ]
 Threads = Annotated[int | None, typer.Option(help="Compute threads. Default: one per core.", show_default=False)]
-Prefetch = Annotated[bool, typer.Option("--prefetch", help="Read the next layer's likely experts ahead.")]
+Preset = Annotated[str, typer.Option(help="A named composition; `tiermoe presets` lists them.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Replace a part or setting of the preset, like prefetch=none.", show_default=False),
+]
 StoreDir = Annotated[
     Path | None,
     typer.Option("--store", help="Folder of the expert store. Default: the user's cache folder.", show_default=False),
@@ -52,6 +58,17 @@ MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
 Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token; higher samples more freely.")]
 TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this probability.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", show_default=False)]
+
+
+def changes(set_: list[str] | None) -> dict[str, str] | None:
+    """What the `--set` options replace; None where there is none. ConfigError for one that is not NAME=VALUE."""
+    if not set_:
+        return None
+    pairs = [text.partition("=") for text in set_]
+    for name, equals, value in pairs:
+        if not (name and equals and value):
+            raise ConfigError(f"--set {name}{equals}{value} is not NAME=VALUE; write it like --set prefetch=none")
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -31,7 +31,8 @@ def run(
     cache: opt.Cache = None,
     chunk: opt.Chunk = 512,
     context: opt.Context = None,
-    prefetch: opt.Prefetch = False,
+    preset: opt.Preset = "default",
+    set_: opt.Set = None,
     lanes: opt.Lanes = None,
     threads: opt.Threads = None,
     store: opt.StoreDir = None,
@@ -43,7 +44,7 @@ def run(
         prompt = sys.stdin.read()
     engine_options = opt.given(
         memory=memory, bits=bits, dense_bits=dense_bits, quantizer=quantizer, cache=cache, chunk=chunk, context=context,
-        prefetch=prefetch, lanes=lanes, threads=threads, store=store, device=device, gpu_memory=gpu_memory,
+        preset=preset, set=opt.changes(set_), lanes=lanes, threads=threads, store=store, device=device, gpu_memory=gpu_memory,
     )  # fmt: skip
     encoded: dict[str, Any] = {}
 

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tiermoe.config import Settings
+from tiermoe.compose import ModelShape, PrecisionSlots, assemble
 from tiermoe.controller import Controller
 from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.kernels import machine_layout
 from tiermoe.kernels.expert import ExpertKernel, Views
-from tiermoe.policy.cache import ExpertCache
-from tiermoe.policy.eviction import EVICTIONS
+from tiermoe.runtime.blueprint import Blueprint
+from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.experts import LayerExperts
+from tiermoe.runtime.fallback import ConfidentDecoding
 from tiermoe.runtime.footprint import peak_resident_bytes
+from tiermoe.runtime.forecasts import Forecaster, PassForecasts, router_beside
 from tiermoe.runtime.gpu_plan import GpuMemoryPlan
+from tiermoe.runtime.hash_routing import token_tables
 from tiermoe.runtime.memory_plan import MemoryPlan
-from tiermoe.runtime.prefetch import NextGate
+from tiermoe.runtime.passes import CurrentPass, Observer
 from tiermoe.runtime.shells import activation_of, is_shell
-from tiermoe.store.layout import ExpertFormat, Layout
+from tiermoe.scheduler import Scheduler
+from tiermoe.store.layout import Layout
 from tiermoe.store.store import Store, precision_key
-from tiermoe.tiers.assemble import assemble
+from tiermoe.tiers.assemble import assemble as assemble_tiers
 from tiermoe.tiers.cuda import resolve_device
 from tiermoe.tiers.probe import DriveProbe, probe_drive
-from tiermoe.types import ExpertKey, Extent
 
-PRESET = "default"
 _LONG_ENOUGH = 0.25  # seconds of reading that say more than the probe
 
 
@@ -44,34 +47,44 @@ class Snapshot:
 class Engine:
     """Serves a model's experts. Made by `tiermoe.load`, attached as `model.tiermoe`."""
 
-    def __init__(
-        self, model: Any, store: Store, plan: MemoryPlan, settings: Settings, longest_context: int | None
-    ) -> None:
+    def __init__(self, model: Any, store: Store, plan: MemoryPlan, resolved: Resolved, blueprint: Blueprint) -> None:
         self.plan = plan
-        self.settings = settings
+        self.settings = resolved.settings
+        self.composition = resolved.composition
+        self._tables = resolved.tables
+        self.precisions = resolved.precisions
         self.store = store
-        self.longest_context = longest_context
-        self._device = resolve_device(settings.device)
-        self._key = precision_key(settings.bits, settings.quantizer, machine_layout(self._device))
-        self._extents = [layer.extents for layer in store.precisions[self._key].layers]
-        self._formats = [store.expert_format(self._key, index) for index in range(len(store.layers))]
-        self.drive: DriveProbe = probe_drive([extent for layer in self._extents for extent in layer], settings.lanes)
+        self.longest_context = blueprint.max_context()
+        self._family = blueprint.family
+        self._device = resolve_device(self.settings.device)
+        self._packed = {bits: PackedExperts(store, self._key_of(bits)) for bits in self.precisions}
+        self._layouts = _numbered_layouts(self._packed)
+        extents = [extent for packed in self._packed.values() for layer in packed.extents for extent in layer]
+        self.drive: DriveProbe = probe_drive(extents, self.settings.lanes)
         self._views: dict[tuple[int, int], Views] = {}
-        self._layouts = _shared_layouts(self._formats)
         host_slots = plan.host_slots if isinstance(plan, GpuMemoryPlan) else 0
-        tiers = assemble(
-            plan.slots,
-            plan.slot_bytes,
+        tiers = assemble_tiers(
+            [(pool.slots, pool.slot_bytes) for pool in plan.pools],
             self.drive,
-            self._extent_of,
-            self._format_of,
+            lambda key: self._packed[key.bits].extents[key.layer][key.expert],
+            lambda key: self._packed[key.bits].formats[key.layer],
             self._device,
             host_slots,
         )
         self._slots, self.link, self._tier_stats = tiers.slots, tiers.link, tiers.stats
-        self.controller = Controller(ExpertCache(plan.slots, EVICTIONS["lru"]()), self.link)
+        self._hash_tables = token_tables(model, self._family)
+        self.scheduler = self._schedule()
         self._closed = False
         self._attach(model)
+
+    @property
+    def controller(self) -> Controller:
+        return self.scheduler.controller
+
+    @property
+    def lossy(self) -> list[str]:
+        """The parts of the composition that can change tokens; empty: exact."""
+        return self.composition.lossy
 
     @property
     def bandwidth(self) -> float:
@@ -86,16 +99,22 @@ class Engine:
 
     def stats(self) -> dict[str, float | int | str]:
         """Counters since loading: hits and misses of experts, bytes read, seconds waited for the link, memory."""
-        counts = self.controller.counts
+        counts, discarded = self.controller.counts, self.scheduler.discarded
         asked = counts.hits + counts.misses
         return {
-            "preset": PRESET,
+            "preset": self.composition.name,
+            "lossy": ", ".join(self.lossy),
             "bits": self.settings.bits,
             "dense_bits": self.settings.dense_bits,
             "expert_hits": counts.hits,
             "expert_misses": counts.misses,
             "prefetched_hits": counts.prefetched,
+            "expert_skips": counts.skipped,
+            "low_loads": counts.low_loads,
             "speculative_loads": counts.speculative_loads,
+            "discarded_hits": discarded.hits,
+            "discarded_misses": discarded.misses,
+            "fallback_ratio": self._confident.fallback_ratio if self._confident else 0.0,
             "hit_rate": counts.hits / asked if asked else 0.0,
             "bytes_read": self.link.bytes_read,
             "wait_s": self.link.wait_s,
@@ -117,45 +136,97 @@ class Engine:
         self._closed = True
         for shell in self._shells:
             shell.run_experts = _closed
-        if self._predictor is not None:
-            self._predictor.close()
+        for hook in self._hooks:
+            hook.remove()
+        self.forecaster.close()
+        if self._confident is not None:
+            self._confident.close()
         self.link.close()
         self._views.clear()
         del self._slots
 
+    def new_sequence(self) -> None:
+        """Forgets what is recorded per sequence, as a forward pass without a past does by itself."""
+        self.scheduler.new_sequence()
+
+    def observe(self, observer: Observer | None) -> None:
+        """Calls `observer` with each layer's routing and input from now on; None ends it."""
+        self.current.observer = observer
+
+    def _key_of(self, bits: int) -> str:
+        return precision_key(bits, self.settings.quantizer, machine_layout(self._device))
+
+    def _schedule(self) -> Scheduler:
+        layers = self.store.layers
+        shape = ModelShape(
+            experts=tuple(layer.experts for layer in layers),
+            top_k=tuple(layer.top_k for layer in layers),
+            encoder_layers=sum(layer.name.startswith("encoder.") for layer in layers),
+            hash_tables=self._hash_tables,
+        )
+        slots = [PrecisionSlots(pool.bits, pool.slots) for pool in self.plan.pools]
+        return assemble(self.composition, shape, slots, self.link, self.settings.bits, self._tables)
+
     def _attach(self, model: Any) -> None:
         self._shells = [module for module in model.modules() if is_shell(module)]
-        self._predictor = (
-            NextGate(self._shells, model, self.controller, self.settings.bits) if self.settings.prefetch else None
+        routers = [
+            None if self._family.adapter or layer in self._hash_tables else router_beside(shell, model)
+            for layer, shell in enumerate(self._shells)
+        ]
+        whole = self.composition.prefetch == "percentile" or self.composition.precision == "popularity"
+        self.forecaster = Forecaster(routers, whole)
+        encoder_layers = sum(layer.name.startswith("encoder.") for layer in self.store.layers)
+        self.current = CurrentPass(
+            self.scheduler, PassForecasts(self.forecaster), encoder_layers, self.settings.chunk
         )
-        for index, (shell, form) in enumerate(zip(self._shells, self._formats, strict=True)):
-            kernel = ExpertKernel(form, activation_of(shell), torch.device(self._device).type)
-            after = self._predictor.after(index) if self._predictor is not None else None
-            shell.run_experts = LayerExperts(
-                index, form.layer.experts, self.settings.bits, kernel, self.controller, self._views_of, after
-            )
+        self.current.needs_weights = self.composition.precision == "gate-score"
+        self.current.may_skip = self.composition.precision == "gate-score" or self.composition.on_mispredict == "proceed"
+        renormalise = self._family.renormalises(model.config)
+        kind = torch.device(self._device).type
+        for index, shell in enumerate(self._shells):
+            activation = activation_of(shell)
+            kernels = {b: ExpertKernel(packed.formats[index], activation, kind) for b, packed in self._packed.items()}
+            experts = self.store.layers[index].experts
+            shell.run_experts = LayerExperts(index, experts, kernels, self.current, self._views_of, renormalise)
+        self._hooks = self.current.follow(model)
+        self._confident = self._decode_little_first(model)
         model.tiermoe = self
         model.save_pretrained = _no_saving
 
-    def _extent_of(self, key: ExpertKey) -> Extent:
-        return self._extents[key.layer][key.expert]
+    def _decode_little_first(self, model: Any) -> ConfidentDecoding | None:
+        if self.composition.routing not in ("half", "confident"):
+            return None
+        if max(layer.top_k for layer in self.store.layers) < 2:
+            raise ConfigError(
+                f"routing={self.composition.routing} runs half of a token's experts, this model uses one; "
+                f"use another preset or --set routing=all"
+            )
+        gamma = self.composition.gamma if self.composition.routing == "confident" else None
+        return ConfidentDecoding(model, self.current, gamma)
 
-    def _format_of(self, key: ExpertKey) -> ExpertFormat:
-        return self._formats[key.layer]
-
-    def _views_of(self, layer: int, slot: int) -> Views:
-        layout = self._layouts[layer]
+    def _views_of(self, layer: int, bits: int, slot: int) -> Views:
+        layout = self._layouts[bits][layer]
         views = self._views.get((layout, slot))
         if views is None:
-            views = self._formats[layer].slot.views(self._slots.buffer(slot))
+            views = self._packed[bits].formats[layer].slot.views(self._slots.buffer(slot))
             self._views[layout, slot] = views
         return views
 
 
-def _shared_layouts(formats: list[ExpertFormat]) -> list[int]:
-    """A number per layer, the same for layers whose slots are laid out alike, so that they share views."""
+class PackedExperts:
+    """One precision of a store: `extents[layer][expert]` and `formats[layer]`."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self.extents = [layer.extents for layer in store.precisions[key].layers]
+        self.formats = [store.expert_format(key, index) for index in range(len(store.layers))]
+
+
+def _numbered_layouts(packed: Mapping[int, PackedExperts]) -> dict[int, list[int]]:
+    """Precision → a number per layer, the same where slots are laid out alike, so that these share views."""
     known: dict[Layout, int] = {}
-    return [known.setdefault(form.slot, len(known)) for form in formats]
+    return {
+        bits: [known.setdefault(form.slot, len(known)) for form in experts.formats] for bits, experts in packed.items()
+    }
 
 
 def _closed(*_: torch.Tensor) -> torch.Tensor:

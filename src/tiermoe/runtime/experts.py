@@ -6,70 +6,69 @@ order in which the experts became available.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from tiermoe.controller import Controller
 from tiermoe.kernels.expert import ExpertKernel, Views
+from tiermoe.runtime.passes import CurrentPass
 from tiermoe.runtime.shells import IMPLEMENTATION
-from tiermoe.types import Demand
-
-AfterLayer = Callable[[torch.Tensor], None]
+from tiermoe.types import Routed
 
 
 class LayerExperts:
     """The experts of MoE layer `index`: called in place of the experts module.
 
-    views_of: (layer, slot) → typed views of what the slot holds. after: called with the layer's input when a single
-    token has passed (where a prefetch can begin).
+    kernels: one per precision. views_of: (layer, bits, slot) → typed views of what the slot holds. renormalise: whether
+    the model scales the chosen experts' weights to a fixed sum, so that those of fewer experts are scaled too.
     """
 
     def __init__(
         self,
         index: int,
         experts: int,
-        bits: int,
-        kernel: ExpertKernel,
-        controller: Controller,
-        views_of: Callable[[int, int], Views],
-        after: AfterLayer | None = None,
+        kernels: Mapping[int, ExpertKernel],
+        current: CurrentPass,
+        views_of: Callable[[int, int, int], Views],
+        renormalise: bool = False,
     ) -> None:
         self._index = index
         self._experts = experts
-        self._bits = bits
-        self._kernel = kernel
-        self._controller = controller
+        self._kernels = kernels
+        self._current = current
         self._views_of = views_of
-        self._after = after
+        self._renormalise = renormalise
 
     @torch.no_grad()
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """hidden (T, H), index (T, K) of the chosen experts (a value of `experts` or more: none), weights (T, K)
         → (T, H)."""
+        index, weights = self._current.route(self._index, index, weights, self._experts, self._renormalise)
         if hidden.shape[0] == 1:
             return self._one_token(hidden, index, weights)
         return self._many_tokens(hidden, index, weights)
 
     def _one_token(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         position = {expert: k for k, expert in enumerate(index[0].tolist()) if expert < self._experts}
-        demands = [Demand(expert, 1, self._bits) for expert in position]
-        outputs: dict[int, torch.Tensor] = {}
-        for expert, slot in self._controller.run_layer(self._index, demands):
+        gates = weights[0].tolist() if self._current.needs_weights else []
+        chosen = [list(position)]
+        routed = Routed(self._index, self._current.phase, chosen, [[gates[k] for k in position.values()] if gates else []])
+        results: dict[int, torch.Tensor] = {}
+        for expert, slot, bits in self._current.run_layer(routed, hidden):
+            if expert in position:
+                results[expert] = self._kernels[bits](hidden, self._views_of(self._index, bits, slot))
+        if self._current.proceed and self._renormalise and 0 < len(results) < len(position):
+            kept = weights[0, [position[expert] for expert in results]]
+            weights = weights * (weights.sum() / kept.sum())
+        total: torch.Tensor | None = None
+        for expert in sorted(results):
             k = position[expert]
             # a slice, not a scalar: a scalar tensor would not promote the product to float32 where weights are
-            weighted = self._kernel(hidden, self._views_of(self._index, slot)) * weights[0, k : k + 1]
-            outputs[expert] = weighted.to(hidden.dtype)
-        if self._after is not None:
-            self._after(hidden)
-        if not outputs:
-            return torch.zeros_like(hidden)
-        first, *rest = (outputs[expert] for expert in sorted(outputs))
-        for output in rest:
-            first = first + output
-        return first
+            output = (results[expert] * weights[0, k : k + 1]).to(hidden.dtype)
+            total = output if total is None else total + output
+        return torch.zeros_like(hidden) if total is None else total
 
     def _many_tokens(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens, k = index.shape
@@ -82,20 +81,30 @@ class LayerExperts:
         # the place of each choice among its token's experts in ascending order: where its output is kept for the sum
         place = index.argsort(dim=1).argsort(dim=1).t().reshape(-1)
         flat_weights = weights.t().reshape(-1)
-        complete = ends[-1] == tokens * k
+        complete = ends[-1] == tokens * k and not self._current.may_skip
         kept = (torch.empty if complete else torch.zeros)(
             (k, tokens, hidden.shape[1]), dtype=hidden.dtype, device=hidden.device
         )
-        demands = [Demand(expert, count, self._bits) for expert, count in enumerate(counts) if count]
-        for expert, slot in self._controller.run_layer(self._index, demands):
+        for expert, slot, bits in self._current.run_layer(self._routed(index, weights), hidden):
+            if not counts[expert]:
+                continue
             rows = by_expert[ends[expert] - counts[expert] : ends[expert]]
             token = rows % tokens
-            output = self._kernel(hidden[token], self._views_of(self._index, slot))
+            output = self._kernels[bits](hidden[token], self._views_of(self._index, bits, slot))
             kept[place[rows], token] = (output * flat_weights[rows, None]).to(hidden.dtype)
         total = kept[0]
         for output in kept[1:]:
             total += output
         return total
+
+    def _routed(self, index: torch.Tensor, weights: torch.Tensor) -> Routed:
+        chosen = index.tolist()
+        gates = weights.tolist() if self._current.needs_weights else [[]] * len(chosen)
+        if int(index.max()) >= self._experts:
+            there = [[k for k, expert in enumerate(row) if expert < self._experts] for row in chosen]
+            gates = [[row[k] for k in keep] if row else [] for row, keep in zip(gates, there, strict=True)]
+            chosen = [[row[k] for k in keep] for row, keep in zip(chosen, there, strict=True)]
+        return Routed(self._index, self._current.phase, chosen, gates)
 
 
 def register() -> None:

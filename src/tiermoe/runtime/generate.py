@@ -12,7 +12,6 @@ import torch
 from transformers import TextStreamer, set_seed
 
 from tiermoe.errors import ConfigError, PromptError
-from tiermoe.runtime.engine import PRESET
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +211,7 @@ def _report(
         wait_s=after.wait_s - before.wait_s,
         peak_memory_bytes=stats["peak_memory_bytes"],
         memory_budget_bytes=engine.plan.budget,
-        preset=PRESET,
+        preset=engine.composition.name,
         bits=engine.settings.bits,
         dense_bits=engine.settings.dense_bits,
         bound_tok_s=decoded / bound_s if decoded and bound_s > 0 else 0.0,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from tiermoe.config import MIB, Settings, format_size
 from tiermoe.errors import BudgetError, ConfigError
+from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.memory_plan import MemoryPlan
+from tiermoe.runtime.slot_pools import pools_in
 from tiermoe.tiers.cuda import free_memory
 
 RESERVE = 512 * MIB  # of the GPU's free memory: matrix libraries, kernels' code, the allocator's fragments
@@ -83,17 +86,23 @@ def gpu_budget(settings: Settings, device: str) -> tuple[int, str] | None:
     return settings.gpu_memory, "--gpu-memory"
 
 
-def divide(base: MemoryPlan, wanted: int, settings: Settings, device: str, gpu: tuple[int, str]) -> GpuMemoryPlan:
-    """The plan for a GPU. base: the sizes of the parts, without slots. wanted: slots asked for by --cache.
-    gpu: its budget. BudgetError, with the numbers, where one of the two budgets is too small."""
+def divide(
+    base: MemoryPlan, wanted: int, resolved: Resolved, sizes: Mapping[int, int], device: str, gpu: tuple[int, str]
+) -> GpuMemoryPlan:
+    """The plan for a GPU. base: the sizes of the parts, without slots. wanted: slots asked for by --cache. sizes:
+    precision → bytes of a slot; on a GPU all slots are as large as the largest. gpu: its budget. BudgetError, with the
+    numbers, where one of the two budgets is too small."""
+    base = replace(base, slot_bytes=max(sizes.values()))
     room = gpu[0] - base.dense - base.kv_cache - base.activations
     slots = min(room // base.slot_bytes, wanted, base.all_slots)
-    least = settings.lanes or LANES
+    alike = dict.fromkeys(sizes, base.slot_bytes)
+    pools = pools_in(slots * base.slot_bytes, resolved, alike, base.all_slots)
+    least = resolved.settings.lanes or LANES
     room = base.budget - base.interpreter - base.staging
     host_slots = least if slots == base.all_slots else min(room // base.slot_bytes, base.all_slots)
     parts = {name: getattr(base, name) for name in MemoryPlan.__dataclass_fields__ if name != "warnings"}
     plan = GpuMemoryPlan(
-        **parts | {"slots": slots},
+        **parts | {"slots": slots, "pools": pools},
         device=device,
         gpu_budget=gpu[0],
         gpu_budget_source=gpu[1],

@@ -16,6 +16,7 @@ from tiermoe.errors import ModelError
 from tiermoe.kernels import machine_layout
 from tiermoe.runtime import footprint
 from tiermoe.runtime.blueprint import Blueprint, inspect_model
+from tiermoe.runtime.composition import Resolved, resolve
 from tiermoe.runtime.dense import attach_dense
 from tiermoe.runtime.engine import Engine
 from tiermoe.runtime.experts import register
@@ -49,20 +50,33 @@ def load(model: str | os.PathLike[str], *, progress: Progress | None = None, **o
 
 def load_blueprint(blueprint: Blueprint, settings: Settings, progress: Progress | None = None) -> Any:
     """The model of an inspected checkpoint, planned, packed where needed, and attached."""
+    return load_resolved(blueprint, resolve_for(blueprint, settings), progress)
+
+
+def load_resolved(blueprint: Blueprint, resolved: Resolved, progress: Progress | None = None) -> Any:
+    """`load_blueprint` with a composition that is ready."""
+    settings = resolved.settings
     device = resolve_device(settings.device)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     footprint.settle()
-    plan = plan_memory(blueprint, settings)
+    plan = plan_memory(blueprint, resolved)
     store = open_or_create(blueprint, store_root(blueprint, settings.store))
-    ensure_packed(store, blueprint, settings.bits, settings.quantizer, settings.dense_bits, progress, device)
+    for bits in resolved.precisions:
+        ensure_packed(store, blueprint, bits, settings.quantizer, settings.dense_bits, progress, device)
     model = load_dense(blueprint, store, settings.dense_bits, device)
     model.eval().requires_grad_(False)
     if not blueprint.family.encoder_decoder:
         model.generation_config.prefill_chunk_size = settings.chunk
     footprint.settle()
-    Engine(model, store, plan, settings, blueprint.max_context())
+    Engine(model, store, plan, resolved, blueprint)
     return model
+
+
+def resolve_for(blueprint: Blueprint, settings: Settings) -> Resolved:
+    """The settings' preset, made ready for a checkpoint."""
+    root = store_root(blueprint, settings.store)
+    return resolve(settings, root, blueprint.checkpoint.fingerprint(), blueprint.name)
 
 
 def load_dense(blueprint: Blueprint, store: Store, dense_bits: int, device: str = "cpu") -> Any:
@@ -122,7 +136,7 @@ def plan(model: str | os.PathLike[str], **options: Any) -> MemoryPlan:
     settings = make_settings(**options)
     blueprint = inspect_model(resolve_model(model), os.fspath(model))
     footprint.settle()
-    return plan_memory(blueprint, settings)
+    return plan_memory(blueprint, resolve_for(blueprint, settings))
 
 
 def _config_for_loading(blueprint: Blueprint) -> Any:

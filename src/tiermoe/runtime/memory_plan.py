@@ -6,9 +6,19 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
+class SlotPool:
+    """`slots` of `slot_bytes` for experts in one of `bits`."""
+
+    bits: tuple[int, ...]
+    slots: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """A memory budget and its parts, all in bytes. `slots` of `slot_bytes` hold experts; `all_slots` is how many hold
-    them all, `token_slots` what one token uses in all layers together."""
+    """A memory budget and its parts, all in bytes. The expert cache: `slots` in all, in `pools` that share them where
+    precisions have slots of their own; `slot_bytes` is a slot's size at the highest precision. `all_slots` is how many
+    experts there are, `token_slots` what one token uses in all layers together."""
 
     budget: int
     budget_source: str
@@ -23,6 +33,7 @@ class MemoryPlan:
     layer_slots: int
     token_slots: int
     context: int
+    pools: tuple[SlotPool, ...] = ()
     warnings: list[str] = field(default_factory=list, init=False)
 
     @property
@@ -33,7 +44,7 @@ class MemoryPlan:
     @property
     def experts(self) -> int:
         """Bytes of the expert cache."""
-        return self.slots * self.slot_bytes
+        return sum(pool.slots * pool.slot_bytes for pool in self.pools)
 
     @property
     def total(self) -> int:

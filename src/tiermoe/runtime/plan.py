@@ -8,11 +8,14 @@ from typing import Any
 from tiermoe.config import KIB, MIB, Settings, format_size
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.kernels import machine_layout
+from tiermoe.presets import ROUTER_PREDICTIONS
 from tiermoe.runtime import gpu_plan
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.dense import packed_bytes
 from tiermoe.runtime.footprint import resident_bytes
+from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.memory_plan import MemoryPlan
+from tiermoe.runtime.slot_pools import pools_in, require_all, wanted_bytes
 from tiermoe.runtime.system import available_memory
 from tiermoe.store.layout import PAGE, ExpertFormat, align, expert_format
 from tiermoe.tiers.cuda import resolve_device
@@ -25,23 +28,27 @@ _SHARE_OF_FREE = 0.8
 _VARIES = 4 * MIB  # by how much the interpreter's size differs from run to run
 
 
-def plan_memory(blueprint: Blueprint, settings: Settings) -> MemoryPlan:
+def plan_memory(blueprint: Blueprint, resolved: Resolved) -> MemoryPlan:
     """Divides the budget. BudgetError, with the numbers and the nearest setting that would do, where what must be
     there and one layer's experts do not fit."""
-    _check_options(blueprint, settings)
+    settings, composition = resolved.settings, resolved.composition
+    _check_options(blueprint, resolved)
     device = resolve_device(settings.device)
     layout = machine_layout(device)
     gpu = gpu_plan.gpu_budget(settings, device)  # first: it starts CUDA, which the interpreter's size includes
     budget, source = _budget(settings)
-    formats = [
-        expert_format(layer, settings.bits, blueprint.dtype, layout, settings.quantizer) for layer in blueprint.layers
-    ]
-    slot_bytes = max(form.slot.nbytes for form in formats)
+    by_bits = {
+        bits: [expert_format(layer, bits, blueprint.dtype, layout, settings.quantizer) for layer in blueprint.layers]
+        for bits in resolved.precisions
+    }
+    formats = [form for forms in by_bits.values() for form in forms]
+    sizes = {bits: max(form.slot.nbytes for form in forms) for bits, forms in by_bits.items()}
+    slot_bytes = sizes[resolved.precisions[0]]
     all_slots = sum(layer.experts for layer in blueprint.layers)
     layer_slots = max(layer.top_k for layer in blueprint.layers)
     token_slots = sum(layer.top_k for layer in blueprint.layers)
     context = context_of(blueprint, settings)
-    fixed = {
+    fixed: dict[str, Any] = {
         "interpreter": resident_bytes() + _FIRST_USE,
         "dense": _dense_bytes(blueprint, settings.dense_bits, layout),
         "kv_cache": kv_bytes(
@@ -51,29 +58,35 @@ def plan_memory(blueprint: Blueprint, settings: Settings) -> MemoryPlan:
         "staging": _staging_bytes(formats, settings),
     }
     room = budget - sum(fixed.values())
-    wanted = _wanted_slots(settings, slot_bytes, all_slots)
+    wanted = wanted_bytes(settings, composition.cache, slot_bytes, all_slots, layer_slots)
     base = MemoryPlan(
         budget, source, slot_bytes=slot_bytes, slots=0, all_slots=all_slots, layer_slots=layer_slots,
         token_slots=token_slots, context=context, **fixed,
     )  # fmt: skip
     if gpu is not None:
-        return gpu_plan.divide(base, wanted, settings, device, gpu)
-    slots = min(room // slot_bytes, wanted, all_slots)
-    if slots < layer_slots:
-        _refuse(settings, budget, fixed, slot_bytes, layer_slots, wanted, blueprint)
-    plan = replace(base, slots=int(slots))
+        return gpu_plan.divide(base, wanted // slot_bytes, resolved, sizes, device, gpu)
+    if min(room, wanted) < layer_slots * slot_bytes:
+        _refuse(settings, budget, fixed, slot_bytes, layer_slots, wanted // slot_bytes, blueprint)
+    pools = pools_in(min(room, wanted), resolved, sizes, all_slots)
+    if composition.cache == "all":
+        require_all(pools, all_slots, wanted - room)
+    plan = replace(base, slots=sum(pool.slots for pool in pools), pools=pools)
     plan.warnings.extend(_warnings(plan, settings))
     return plan
 
 
-def _check_options(blueprint: Blueprint, settings: Settings) -> None:
+def _check_options(blueprint: Blueprint, resolved: Resolved) -> None:
     """ConfigError for an option that would do nothing for this family."""
+    prefetch = resolved.composition.prefetch
+    if blueprint.family.adapter and prefetch in ROUTER_PREDICTIONS:
+        raise ConfigError(
+            f"prefetch={prefetch} does not apply to {blueprint.family.name}: its router names no experts by index; "
+            f"use --set prefetch=path or none"
+        )
     if not blueprint.family.encoder_decoder:
         return
-    if settings.chunk != Settings().chunk:
+    if resolved.settings.chunk != Settings().chunk:
         raise ConfigError(f"chunk does not apply to {blueprint.family.name}: an encoder reads its prompt at once")
-    if settings.prefetch:
-        raise ConfigError(f"prefetch does not apply to {blueprint.family.name}: its router names no experts by index")
 
 
 def context_of(blueprint: Blueprint, settings: Settings) -> int:
@@ -112,15 +125,6 @@ def _budget(settings: Settings) -> tuple[int, str]:
     return int(free * _SHARE_OF_FREE) + resident_bytes(), f"{_SHARE_OF_FREE:.0%} of the {format_size(free)} {source}"
 
 
-def _wanted_slots(settings: Settings, slot_bytes: int, all_slots: int) -> int:
-    if settings.cache is None:
-        return all_slots
-    if settings.cache.fraction is not None:
-        return max(1, int(settings.cache.fraction * all_slots))
-    assert settings.cache.nbytes is not None
-    return settings.cache.nbytes // slot_bytes
-
-
 def _dense_bytes(blueprint: Blueprint, dense_bits: int, layout: str) -> int:
     dense = blueprint.dense_bytes()
     if dense_bits == 16:
@@ -134,7 +138,7 @@ def _staging_bytes(formats: list[ExpertFormat], settings: Settings) -> int:
     offsets are not aligned, or the stored bytes of a precision that is widened into the slot."""
     lanes = settings.lanes or 4
     stored = max(form.stored.nbytes for form in formats)
-    if settings.bits == 16 or any(form.widened for form in formats):
+    if any(form.bits == 16 for form in formats) or any(form.widened for form in formats):
         return lanes * (align(stored, PAGE) + PAGE)
     return 0
 
@@ -155,7 +159,7 @@ def _activation_bytes(blueprint: Blueprint, formats: list[ExpertFormat], setting
     experts = (hidden * (top_k + 3) + 3 * max(map(max, matrices))) * item
     scores = tokens * context * 5
     repeated = 2 * settings.batch * context * heads * head_dim * item if kv_heads < heads else 0
-    packed = settings.bits < 16 or settings.dense_bits < 16
+    packed = any(form.bits < 16 for form in formats) or settings.dense_bits < 16
     decoded = max(out * in_ for out, in_ in matrices) * item + 4 * MIB
     logits = settings.batch * int(config.vocab_size) * 16
     return (

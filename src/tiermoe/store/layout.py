@@ -57,12 +57,14 @@ class Layout:
 @dataclass(frozen=True)
 class ExpertFormat:
     """The encodings of one layer's experts in one precision. `encodings` maps matrices to their encoding; biases and
-    16-bit matrices are raw values of `dtype` in the checkpoint's orientation, in a field called 'weight'."""
+    16-bit matrices are raw values of `dtype` in the checkpoint's orientation, in a field called 'weight'.
+    `part_alignment`: every part starts at a multiple of so many bytes (4 KiB: a part can be read alone)."""
 
     layer: MoeLayer
     bits: int
     dtype: torch.dtype
     encodings: Mapping[str, Encoding]
+    part_alignment: int = _FIELD_ALIGNMENT
 
     @cached_property
     def stored(self) -> Layout:
@@ -123,6 +125,7 @@ class ExpertFormat:
         fields: list[PlacedField] = []
         offset = 0
         for part in self.layer.parts:
+            offset = align(offset, self.part_alignment)
             for field in self._fields(part, slot):
                 fields.append(PlacedField(part.name, field, offset))
                 offset = align(offset + field.nbytes, _FIELD_ALIGNMENT)

@@ -23,6 +23,7 @@ from tiermoe.store.atomic import whole_or_nothing
 from tiermoe.store.journal import Journal
 from tiermoe.store.layout import ExpertFormat, expert_format
 from tiermoe.store.lock import adding_to
+from tiermoe.store.neurons import NeuronSource, neuron_format
 from tiermoe.store.safetensors_file import file_name, write_header
 from tiermoe.store.store import (
     TABLE,
@@ -58,15 +59,19 @@ def pack_experts(
     quantizer: str,
     machine: str | None = None,
     progress: Progress | None = None,
+    unit: str = "expert",
 ) -> Precision:
     """Adds a precision to `store` and returns it. Picks up where an interrupted run stopped.
 
-    machine: layout of the kernels, by default this CPU's. Raises PackError where the disk fills, the folder cannot be
-    written or another process is packing into it.
+    machine: layout of the kernels, by default this CPU's. unit: 'expert', or 'neuron' for a precision whose neurons can
+    be read alone (`store.neurons`; ModelError and ConfigError as `neuron_format`). Raises PackError where the disk
+    fills, the folder cannot be written or another process is packing into it.
     """
     machine = machine or cpu_layout()
-    key = precision_key(bits, quantizer, machine)
-    formats = [expert_format(layer, bits, store.dtype, machine, quantizer) for layer in store.layers]
+    key = precision_key(bits, quantizer, machine, unit)
+    make_format = neuron_format if unit == "neuron" else expert_format
+    formats = [make_format(layer, bits, store.dtype, machine, quantizer) for layer in store.layers]
+    source = NeuronSource(source) if unit == "neuron" else source
     in_place = _in_place(source, store.layers) if bits == 16 else None
     job = _Job(store.root, source, key, formats, quantizer, in_place)
     with adding_to(store):

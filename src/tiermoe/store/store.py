@@ -18,6 +18,7 @@ from tiermoe.errors import StoreError
 from tiermoe.quant.encodings import ROW_MAJOR
 from tiermoe.store.atomic import write_atomically
 from tiermoe.store.layout import ExpertFormat, format_from_names
+from tiermoe.store.neurons import is_neuron_key, neuron_format_from_names, neuron_key
 from tiermoe.types import Extent, MoeLayer, Part, Segment
 
 FORMAT = "tiermoe-expert-store"
@@ -28,10 +29,11 @@ _DENSE_ENTRY = {"encoding", "shape", "offset", "checksum", "error"}
 _DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def precision_key(bits: int, quantizer: str, layout: str = "") -> str:
+def precision_key(bits: int, quantizer: str, layout: str = "", unit: str = "expert") -> str:
     """The name of a precision in a store: '16', '8' (both quantisers give the same), '4-hqq', '2-linear', …;
-    '4-hqq-rowmajor' in a GPU's layout: both can lie in one store."""
-    return str(bits) if bits >= 8 else f"{bits}-{quantizer}{_suffix(bits, layout)}"
+    '4-hqq-rowmajor' in a GPU's layout, '4-hqq-neuron' in the neuron unit: all can lie in one store."""
+    key = str(bits) if bits >= 8 else f"{bits}-{quantizer}{_suffix(bits, layout)}"
+    return neuron_key(key) if unit == "neuron" else key
 
 
 def dense_key(bits: int, layout: str = "") -> str:
@@ -149,7 +151,8 @@ class Store:
     def expert_format(self, key: str, layer: int) -> ExpertFormat:
         """The format of MoE layer `layer` in precision `key`."""
         precision = self.precisions[key]
-        return format_from_names(self.layers[layer], precision.bits, self.dtype, precision.layers[layer].encodings)
+        from_names = neuron_format_from_names if is_neuron_key(key) else format_from_names
+        return from_names(self.layers[layer], precision.bits, self.dtype, precision.layers[layer].encodings)
 
     def dense_format(self, key: str, name: str) -> ExpertFormat:
         """The format of a packed dense layer: one matrix called 'weight'."""

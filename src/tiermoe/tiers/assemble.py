@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from tiermoe.tiers.disk import DiskLink, SlotFiller, Slots
 from tiermoe.tiers.gpu import GpuLink
 from tiermoe.tiers.probe import DriveProbe
 from tiermoe.tiers.reader import ExtentReader
-from tiermoe.tiers.slots import DeviceSlots, HostSlots
+from tiermoe.tiers.slots import DeviceSlots, HostSlots, SlotRuns
 from tiermoe.types import ExpertKey, Extent
 
 
@@ -47,20 +47,21 @@ class Tiers:
 
 
 def assemble(
-    count: int,
-    slot_bytes: int,
+    sizes: Sequence[tuple[int, int]],
     drive: DriveProbe,
     extent_of: Callable[[ExpertKey], Extent],
     format_of: Callable[[ExpertKey], ExpertFormat],
     device: str = "cpu",
     host_slots: int = 0,
 ) -> Tiers:
-    """Disk → `count` slots of `slot_bytes` in main memory, read as the drive's probe advises. For a GPU:
-    disk → `host_slots` pinned slots → `count` slots on the GPU. BudgetError where memory is refused."""
+    """Disk → slots in main memory, read as the drive's probe advises. sizes: (count, bytes) of each run of equal slots,
+    numbered one run after the other. For a GPU: disk → `host_slots` pinned slots → slots on the GPU, all of the largest
+    size. BudgetError where memory is refused."""
     filler = SlotFiller(ExtentReader(drive.direct), extent_of, format_of)
     if device == "cpu":
-        slots = HostSlots(count, slot_bytes)
+        slots = SlotRuns([HostSlots(count, nbytes) for count, nbytes in sizes if count])
         return Tiers(slots, DiskLink(filler, slots, drive.lanes))
+    count, slot_bytes = sum(number for number, _ in sizes), max(nbytes for _, nbytes in sizes)
     on_device = DeviceSlots(count, slot_bytes, device)
     host = HostSlots(host_slots, slot_bytes, pin=True)
     link = GpuLink(filler, host, on_device, lambda key: format_of(key).slot.nbytes, CudaCopier(device), drive.lanes)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from tiermoe.link import Finished
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.tiers.lanes import Lanes
-from tiermoe.tiers.reader import ExtentReader, aligned_memory
+from tiermoe.tiers.reader import aligned_memory
 from tiermoe.types import ExpertKey, Extent, Load
 
 
@@ -27,6 +28,17 @@ class Slots(Protocol):
         """Gives the memory back once no view of a slot is left."""
 
 
+class Reader(Protocol):
+    """Reads the extents of experts (`tiers.reader.ExtentReader`, `tiers.held.HeldReader`)."""
+
+    bytes_read: int
+
+    def read(self, extent: Extent, target: memoryview, key: ExpertKey) -> None:
+        """Fills `target` (page-aligned, writable) with the extent's bytes, verified. LoadError where it cannot."""
+
+    def close(self) -> None: ...
+
+
 class SlotFiller:
     """Reads experts from disk into slots in main memory, from any number of threads at once.
 
@@ -36,7 +48,7 @@ class SlotFiller:
 
     def __init__(
         self,
-        reader: ExtentReader,
+        reader: Reader,
         extent_of: Callable[[ExpertKey], Extent],
         format_of: Callable[[ExpertKey], ExpertFormat],
     ) -> None:
@@ -56,31 +68,41 @@ class SlotFiller:
 
     def fill(self, key: ExpertKey, slot: torch.Tensor) -> None:
         """Reads expert `key` into `slot` (uint8, page-aligned). LoadError where it cannot be read."""
+        with self._reading():
+            self._read(key, slot)
+
+    def close(self) -> None:
+        self._reader.close()
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
         with self._lock:
             if self._readers == 0:
                 self._busy_since = time.perf_counter()
             self._readers += 1
         try:
-            self._read(key, slot)
+            yield
         finally:
             with self._lock:
                 self._readers -= 1
                 if self._readers == 0:
                     self.busy_s += time.perf_counter() - self._busy_since
 
-    def close(self) -> None:
-        self._reader.close()
-
     def _read(self, key: ExpertKey, slot: torch.Tensor) -> None:
         extent, form = self._extent_of(key), self._format_of(key)
         if not form.widened:
             self._reader.read(extent, slot.numpy().data, key)
             return
-        staging: memoryview | None = getattr(self._staging, "memory", None)
-        if staging is None or len(staging) < form.stored.nbytes:
-            staging = self._staging.memory = aligned_memory(form.stored.nbytes)
+        staging = self._staged(form.stored.nbytes)
         self._reader.read(extent, staging, key)
         form.widen(torch.frombuffer(staging, dtype=torch.uint8), slot)
+
+    def _staged(self, nbytes: int) -> memoryview:
+        """Page-aligned memory of the calling thread, its contents valid until asked for again."""
+        staging: memoryview | None = getattr(self._staging, "memory", None)
+        if staging is None or len(staging) < nbytes:
+            staging = self._staging.memory = aligned_memory(nbytes)
+        return staging
 
 
 class DiskLink:

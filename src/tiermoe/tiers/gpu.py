@@ -19,11 +19,12 @@ import torch
 
 from tiermoe.link import Finished
 from tiermoe.policy.cache import ExpertCache
-from tiermoe.policy.eviction import LeastRecentlyUsed
+from tiermoe.policy.clock import Clock
+from tiermoe.policy.eviction import EVICTIONS, EvictionContext
 from tiermoe.tiers.copier import Copier, Mark, Ticket
 from tiermoe.tiers.lanes import Lanes
 from tiermoe.tiers.slots import DeviceSlots, HostSlots
-from tiermoe.types import ExpertKey, Load
+from tiermoe.types import Demand, ExpertKey, Load
 
 
 class Filler(Protocol):
@@ -85,7 +86,8 @@ class GpuLink:
         self._device = device
         self._bytes_of = bytes_of
         self._copier = copier
-        self._cache = ExpertCache(host.count, LeastRecentlyUsed())
+        context = EvictionContext(Clock(), host.count, layers=1)
+        self._cache = ExpertCache(host.count, EVICTIONS["lru"](context))
         self._marks: dict[int, Mark] = {}
         self._copies: deque[_Copy] = deque()
         self._arrivals: deque[_Arrival] = deque()
@@ -183,7 +185,7 @@ class GpuLink:
         with self._changed:
             if self._cache.slot(key) is None:
                 return False
-            self._cache.used(key)
+            self._cache.used(key, Demand(key.expert, 1, key.bits))
             self._cache.pin(key)
             self.host_hits += 1
             return True

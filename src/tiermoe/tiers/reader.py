@@ -26,7 +26,10 @@ def aligned_memory(nbytes: int) -> memoryview:
 class ExtentReader:
     """Reads extents, from any number of threads at once. `direct` asks for O_DIRECT, which bypasses the page cache so
     that no second copy of the experts grows there; a file system without it is read through the page cache and the
-    pages dropped at once."""
+    pages dropped at once. Parts of extents are read in whole pages of `page` bytes, and are not `checked`."""
+
+    page = PAGE
+    checked = False
 
     def __init__(self, direct: bool = True) -> None:
         self.direct = direct and _O_DIRECT != 0
@@ -40,21 +43,26 @@ class ExtentReader:
         cause: an I/O error, a file that ends early, or a checksum that does not match."""
         digest = xxhash.xxh3_64()
         for segment in extent.segments:
-            try:
-                self._read_segment(segment, target)
-            except OSError as error:
-                raise LoadError(
-                    f"reading {key} failed at byte {segment.offset:,} of {segment.file}: {error.strerror or error}"
-                ) from error
+            self.read_part(segment, target, key)
             digest.update(target[segment.at : segment.at + segment.nbytes])
-        with self._lock:
-            self.bytes_read += extent.nbytes
         if digest.hexdigest() != extent.checksum:
             file = extent.segments[0].file
             raise LoadError(
                 f"{key} is damaged: its bytes in {file} do not match their checksum; "
                 f"'tiermoe show STORE --verify' lists all damage, 'tiermoe pack MODEL --force' packs anew"
             )
+
+    def read_part(self, part: Segment, target: memoryview, key: ExpertKey) -> None:
+        """Fills its place in `target` with one part of an expert, whose bytes are the caller's to check. LoadError
+        names the expert, the file and the cause: an I/O error, or a file that ends early."""
+        try:
+            self._read_segment(part, target)
+        except OSError as error:
+            raise LoadError(
+                f"reading {key} failed at byte {part.offset:,} of {part.file}: {error.strerror or error}"
+            ) from error
+        with self._lock:
+            self.bytes_read += part.nbytes
 
     def close(self) -> None:
         with self._lock:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import mmap
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -41,6 +44,25 @@ class HostSlots:
         if self._pinned:
             unpin_memory(self._tensor)
         del self._tensor, self._memory
+
+
+class SlotRuns:
+    """Runs of equal slots one after the other, numbered through."""
+
+    def __init__(self, runs: Sequence[HostSlots]) -> None:
+        self._runs = list(runs)
+        self._firsts = [0, *accumulate(run.count for run in runs)]
+
+    def buffer(self, slot: int) -> torch.Tensor:
+        """Slot `slot` as uint8, of its run's size."""
+        run = bisect_right(self._firsts, slot) - 1
+        return self._runs[run].buffer(slot - self._firsts[run])
+
+    def close(self) -> None:
+        """Gives the memory back once no view of a slot is left."""
+        for run in self._runs:
+            run.close()
+        self._runs.clear()
 
 
 class DeviceSlots:

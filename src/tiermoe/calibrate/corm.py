@@ -1,0 +1,42 @@
+"""CORM's mixed quantisation by usage, and theta."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tiermoe.calibrate.routings import frequencies
+from tiermoe.trace import Trace
+
+BITS = 4
+"""Of the others (section 5)."""
+
+LOW_SHARE = 0.3
+"""Of a layer's experts. The paper gives the rule (rarely used experts in lower precision, section 4.1), no share."""
+
+INACTIVE_SHARE = 0.55
+"""Of the neurons: theta = 0.25 makes so many inactive in Mixtral (section 2, figure 2)."""
+
+
+def bits_by_usage(trace: Trace, bits: int, low_bits: int, low_share: float = LOW_SHARE) -> list[list[int]]:
+    """Bits per expert, a row per layer: `low_bits` for the `low_share` that served the fewest tokens, rounded down, of
+    equals the higher index first; `bits` for the others."""
+    table = []
+    for row in frequencies(trace):
+        ascending = sorted(range(len(row)), key=lambda expert: (row[expert], -expert))
+        # 1e-9: 0.29 of 100 experts are 29 of them, whatever their product is rounded to
+        low = set(ascending[: math.floor(low_share * len(row) + 1e-9)])
+        table.append([low_bits if expert in low else bits for expert in range(len(row))])
+    return table
+
+
+def low_usage(trace: Trace, table: Sequence[Sequence[int]]) -> float:
+    """The share of the tokens' choices that fall on experts below the highest bits of their layer."""
+    usage = frequencies(trace)
+    low = sum(
+        count
+        for row, counts in zip(table, usage, strict=True)
+        for bits, count in zip(row, counts, strict=True)
+        if bits < max(row)
+    )
+    return low / max(sum(map(sum, usage)), 1)

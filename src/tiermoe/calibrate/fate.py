@@ -1,0 +1,66 @@
+"""Fate's boundary, from how often the next gate is right in each layer, and its window, from measured times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+from tiermoe.calibrate.routings import decode_passes
+from tiermoe.errors import TraceError
+from tiermoe.policy.recall import recall
+from tiermoe.simulate.costs import expert_bytes
+from tiermoe.trace import Trace
+
+
+def accuracies(trace: Trace) -> list[float]:
+    """Of each layer, the share of a decoded token's experts that are among the K that its router named on the layer
+    before's input; 0 for the first layer, which nothing predicts. TraceError without forecasts."""
+    if 1 not in trace.header.forecast_distances:
+        raise TraceError(
+            f"the trace of {trace.header.model} holds no forecasts of the next layer; make it again with tiermoe trace"
+        )
+    shares: list[list[float]] = [[] for _ in trace.header.experts]
+    for passed in decode_passes(trace):
+        for layer in range(1, len(passed.layers)):
+            ranked = passed.layers[layer - 1].forecasts.get(1, [])
+            for chosen in passed.layers[layer].experts:
+                if ranked and chosen:
+                    named = {expert for expert, _ in ranked[: trace.header.top_k[layer]]}
+                    shares[layer].append(recall(named, chosen))
+    return [fmean(layer) if layer else 0.0 for layer in shares]
+
+
+def boundary(accuracy: Sequence[float]) -> int:
+    """The layers before it are shallow: those before the first that is predicted at least as well as the mean of all
+    that are predicted, at least the first layer, which never is. The paper takes the boundary from the same figures
+    (section 4.4, figure 7), but its rule is not given and its value was lost; this one is ours."""
+    if len(accuracy) < 2:
+        return len(accuracy)
+    mean = fmean(accuracy[1:])
+    return next(layer for layer in range(1, len(accuracy)) if accuracy[layer] >= mean - 1e-12)
+
+
+def window(trace: Trace, bits: int, bandwidth: float) -> int:
+    """N_prefetch = floor(T_window / T_io) with T_window = T_moe + T_gate + T_attn, a layer's share of a decode pass
+    (Fate, section 4.3); at least 1, where the paper's formula would end all prefetching. bandwidth: of the link, bytes
+    per second. TraceError without times."""
+    header = trace.header
+    if header.times is None:
+        raise TraceError(f"the trace of {header.model} holds no computing times; make it again with tiermoe trace")
+    layers = range(len(header.experts))
+    expert = header.times.expert[min(header.times.expert, key=lambda known: (abs(known - bits), known))]
+    t_window = header.times.dense / len(layers) + fmean(header.top_k) * expert
+    t_io = fmean(expert_bytes(header, layer, bits) for layer in layers) / bandwidth
+    return max(1, math.floor(t_window / t_io))
+
+
+def largest_share(losses: Sequence[tuple[float, float]], tolerated: float = 0.01) -> float:
+    """Of (share, loss) pairs by rising share, the last before the first that loses `tolerated` or more; 0 where the
+    first one does."""
+    found = 0.0
+    for share, loss in losses:
+        if loss >= tolerated:
+            break
+        found = share
+    return found

@@ -1,0 +1,152 @@
+"""HOBBIT's thresholds, from the distribution of unimportance scores, and its cache's weights, from a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from tiermoe.calibrate.routings import decode_passes
+from tiermoe.compose import ModelShape, assemble, cache_bytes, divide
+from tiermoe.config import CacheSize
+from tiermoe.policy.precision import thresholds, unimportance
+from tiermoe.presets import Composition
+from tiermoe.simulate.costs import expert_bytes
+from tiermoe.simulate.link import InstantLink
+from tiermoe.simulate.steps import Recorded, Step, steps_of
+from tiermoe.trace import Trace
+
+HIGH_SHARE, SKIP_SHARE = 0.67, 0.03
+"""Of the scores, as the paper's thresholds split those of Mixtral (section 3.2: 67 % high, 30 % low, 3 % skipped)."""
+
+MOST_DEMANDS = 40_000  # of a replay: the search makes some forty of them
+
+Weights = tuple[float, float, float, float]
+
+
+def scores(trace: Trace) -> list[float]:
+    """The unimportance of every expert of every decoded token."""
+    return [
+        score
+        for passed in decode_passes(trace)
+        for layer in passed.layers
+        for gates in layer.weights
+        for score in unimportance(gates)
+    ]
+
+
+def thresholds_of(trace: Trace, high_share: float = HIGH_SHARE, skip_share: float = SKIP_SHARE) -> tuple[float, float]:
+    """(t1, t2) that split the trace's scores. With one expert per token all are 0 and high."""
+    return thresholds(scores(trace), high_share, skip_share)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Shares of the scores that two thresholds make."""
+
+    high: float
+    low: float
+    skipped: float
+
+    @staticmethod
+    def of(trace: Trace, t1: float, t2: float) -> Split:
+        found = scores(trace)
+        high = sum(score <= t1 for score in found) / len(found)
+        skipped = sum(score > t2 for score in found) / len(found)
+        return Split(high, 1 - high - skipped, skipped)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundWeights:
+    """The weights of least penalty, with LRU's and LFU's on the same passes. `demands`: experts that were asked for."""
+
+    weights: Weights
+    penalty: float
+    lru_penalty: float
+    lfu_penalty: float
+    demands: int
+
+
+def find_weights(
+    trace: Trace,
+    composition: Composition,
+    bits: int,
+    cache: float = 0.45,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> FoundWeights:
+    """The best of the weights that are multiples of a quarter, by the miss penalty of a replay without prefetch and in
+    no time (HOBBIT, section 3.4). Of equal ones the first, which has most recency. composition: with its thresholds.
+    bits: of a high load. cache: share of all experts' bytes. A trace of more than `MOST_DEMANDS` is cut off there."""
+    steps = list(_first(steps_of(trace, composition), MOST_DEMANDS))
+    penalty_of = _Penalty(trace, steps, composition, bits, cache)
+    candidates = list(simplex(4))
+    best: tuple[float, Weights] | None = None
+    for done, quarters in enumerate(candidates, 1):
+        weights: Weights = (quarters[0] / 4, quarters[1] / 4, quarters[2] / 4, quarters[3] / 4)
+        penalty = penalty_of("weighted", weights)
+        if best is None or penalty < best[0]:
+            best = penalty, weights
+        progress(done, len(candidates))
+    assert best is not None
+    demands = sum(_demands(step) for step in steps)
+    return FoundWeights(best[1], best[0], penalty_of("lru"), penalty_of("lfu"), demands)
+
+
+def miss_penalty(
+    trace: Trace, composition: Composition, bits: int, cache: float, name: str, weights: Weights | None = None
+) -> float:
+    """The miss penalty of eviction policy `name`: 1 for a high-precision load, bits_low / bits_high for a low one."""
+    return _Penalty(trace, steps_of(trace, composition), composition, bits, cache)(name, weights)
+
+
+def simplex(parts: int) -> Iterator[tuple[int, int, int, int]]:
+    """All four whole numbers of sum `parts`, the first falling."""
+    for a in range(parts, -1, -1):
+        for b in range(parts - a, -1, -1):
+            for c in range(parts - a - b, -1, -1):
+                yield a, b, c, parts - a - b - c
+
+
+class _Penalty:
+    """Replays one composition with other eviction policies."""
+
+    def __init__(self, trace: Trace, steps: list[Step], composition: Composition, bits: int, cache: float) -> None:
+        header = trace.header
+        self._steps = steps
+        self._composition = replace(composition, prefetch="none")
+        self._bits = bits
+        self._shape = ModelShape(header.experts, header.top_k, header.encoder_layers)
+        layers = range(len(header.experts))
+        wanted = sorted({bits, composition.low_bits})
+        sizes = {value: max(expert_bytes(header, layer, value) for layer in layers) for value in wanted}
+        nbytes = cache_bytes(composition, CacheSize(fraction=cache), self._shape, sizes)
+        self._slots = divide(nbytes, composition, sizes, (), sum(header.experts))
+
+    def __call__(self, name: str, weights: Weights | None = None) -> float:
+        # a load costs as many units as it has bits: 1 and bits_low / bits_high, times bits_high
+        link = InstantLink(lambda key: key.bits)
+        composition = replace(self._composition, cache=name, weights=weights)
+        scheduler = assemble(composition, self._shape, self._slots, link, self._bits)
+        sequence: int | None = None
+        for step in self._steps:
+            if step.sequence != sequence:
+                sequence = step.sequence
+                scheduler.new_sequence()
+            forecasts = Recorded(step)
+            scheduler.begin_pass(step.size, forecasts)
+            for layer, traced in enumerate(step.layers):
+                if traced.experts:
+                    for _ in scheduler.run_layer(step.routed(layer), forecasts):
+                        pass
+        return link.bytes_read / self._bits
+
+
+def _first(steps: list[Step], demands: int) -> Iterator[Step]:
+    for step in steps:
+        if demands <= 0:
+            return
+        demands -= _demands(step)
+        yield step
+
+
+def _demands(step: Step) -> int:
+    return sum(len({expert for row in layer.experts for expert in row}) for layer in step.layers)

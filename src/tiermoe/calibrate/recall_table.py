@@ -1,0 +1,101 @@
+"""How right each predictor is, per layer and distance, on another text than it was calibrated on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from tiermoe.calibrate.routings import decode_passes, frequencies, routings
+from tiermoe.policy.prediction import PREDICTIONS, PredictionContext, count_paths
+from tiermoe.policy.recall import baseline_uniform, recall
+from tiermoe.simulate.steps import Recorded, Step
+from tiermoe.trace import Header, Pass, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class RecallRow:
+    """One predictor at one layer: the mean share of a decoded token's experts that were among the `named` that it
+    named `distance` layers before, beside what naming K at random (`uniform`, K/E) and always naming the K most
+    frequent of the calibration (`frequent`) reach. `tokens`: that the mean is over."""
+
+    predictor: str
+    layer: int
+    distance: int
+    recall: float
+    named: float
+    uniform: float
+    frequent: float
+    tokens: int
+
+
+def recall_table(calibration: Trace, held_out: Trace) -> list[RecallRow]:
+    """Every predictor that the traces hold what it needs for: next-gate, percentile (Fate's 75th), path 1 and 2 (their
+    K likeliest), recalled (MoBiLE's little pass at the same position, which knows every layer beforehand: distance 1),
+    frequent. Only decoded tokens count."""
+    header = held_out.header
+    context = PredictionContext(
+        len(header.experts),
+        header.experts,
+        header.top_k,
+        frequencies={(layer, e): n for layer, row in enumerate(frequencies(calibration)) for e, n in enumerate(row)},
+        encoder_layers=header.encoder_layers,
+    )
+    passes = decode_passes(held_out)
+    found = {
+        name: _recalls(*predictor, passes, header) for name, predictor in _predictors(calibration, held_out, context)
+    }
+    frequent = {layer: fmean(values) for (layer, distance), (values, _) in found["frequent"].items() if distance == 1}
+    return [
+        RecallRow(
+            name, layer, distance, fmean(recalls), fmean(named),
+            baseline_uniform(header.top_k[layer], header.experts[layer]), frequent[layer], len(recalls),
+        )
+        for name, cells in found.items()
+        for (layer, distance), (recalls, named) in sorted(cells.items())
+    ]  # fmt: skip
+
+
+Predictor = tuple[str, PredictionContext]
+Cells = dict[tuple[int, int], tuple[list[float], list[int]]]
+"""(layer, distance) → the recall of each token, how many experts were named."""
+
+
+def _predictors(calibration: Trace, held_out: Trace, context: PredictionContext) -> Iterator[tuple[str, Predictor]]:
+    header = held_out.header
+    yield "frequent", ("frequent", context)
+    for order in (1, 2):
+        paths = count_paths(routings(calibration), order)
+        if paths:
+            yield f"path {order}", ("path", replace(context, path=order, paths=paths))
+    if "forecasts" in header.holds:
+        yield "next-gate", ("next-gate", replace(context, ahead=max(header.forecast_distances)))
+        yield "percentile", ("percentile", context)
+    if "little" in header.holds:
+        yield "recalled", ("recalled", context)
+
+
+def _recalls(name: str, context: PredictionContext, passes: Sequence[Pass], header: Header) -> Cells:
+    prediction = PREDICTIONS[name](context)
+    most = header.top_k if name == "path" else header.experts  # a path ranks all that it has seen
+    cells: Cells = defaultdict(lambda: ([], []))
+    for passed in passes:
+        recalled = passed.little.layers if passed.little and name == "recalled" else None
+        step = Step(passed.phase, passed.sequence, passed.size, passed.tokens, passed.layers, recalled)
+        forecasts = Recorded(step)
+        for layer, traced in enumerate(passed.layers):
+            if not traced.experts:
+                continue
+            forecasts.layer = layer
+            prediction.observe(step.routed(layer))
+            named: dict[int, list[int]] = defaultdict(list)
+            for wanted in prediction.candidates(layer, forecasts, lambda target, expert: False):
+                named[wanted.layer].append(wanted.expert)
+            for target, experts in named.items():
+                chosen = passed.layers[target].experts[0]
+                if chosen:
+                    recalls, counts = cells[target, target - layer]
+                    recalls.append(recall(experts[: most[target]], chosen))
+                    counts.append(min(len(experts), most[target]))
+    return cells

@@ -1,0 +1,37 @@
+"""A trace, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tiermoe.trace import Pass, Trace
+
+
+def routings(trace: Trace) -> Iterator[list[list[int]]]:
+    """Each token's experts of every MoE layer. An encoder's layers are empty: what it reads is re-batched by expert, so
+    its tokens have no path of their own; a decoder's tokens have none there."""
+    for passed in trace.passes:
+        yield from _tokens_of(passed, trace.header.encoder_layers)
+
+
+def _tokens_of(passed: Pass, encoder_layers: int) -> Iterator[list[list[int]]]:
+    decoder = passed.layers[encoder_layers:]
+    for token in range(max((len(layer.experts) for layer in decoder), default=0)):
+        chosen = [layer.experts[token] if token < len(layer.experts) else [] for layer in decoder]
+        yield [[] for _ in range(encoder_layers)] + chosen
+
+
+def frequencies(trace: Trace) -> list[list[int]]:
+    """Number of tokens that each expert served, a row per MoE layer."""
+    counts = [[0] * experts for experts in trace.header.experts]
+    for passed in trace.passes:
+        for row, layer in zip(counts, passed.layers, strict=True):
+            for chosen in layer.experts:
+                for expert in chosen:
+                    row[expert] += 1
+    return counts
+
+
+def decode_passes(trace: Trace) -> list[Pass]:
+    """The passes over one generated token."""
+    return [passed for passed in trace.passes if passed.phase == "decode"]

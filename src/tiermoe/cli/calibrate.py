@@ -1,0 +1,104 @@
+"""`tiermoe calibrate`: the profiles of the presets that need one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tiermoe.cli import options as opt
+from tiermoe.cli.evaluate import read_text
+from tiermoe.cli.output import note, progress_bar, waiting
+from tiermoe.cli.trace import Prompt, Sequence, TextFile, Tokens
+from tiermoe.errors import ConfigError
+from tiermoe.presets import PRESETS
+
+if TYPE_CHECKING:
+    from tiermoe.runtime.calibration import Found
+
+NAMES = ("hobbit", "edgemoe", "fate", "corm")
+
+
+def calibrate(
+    model: opt.Model,
+    text: TextFile,
+    for_: Annotated[str, typer.Option("--for", help="Presets to calibrate.")] = ",".join(NAMES),
+    tokens: Tokens = 2048,
+    prompt: Prompt = 32,
+    sequence: Sequence = 256,
+    tolerated_loss: Annotated[str, typer.Option(help="Loss in perplexity that edgemoe's bitwidths may cost.")] = "5%",
+    processes: Annotated[
+        int | None,
+        typer.Option(help="Processes that measure the importance of edgemoe's experts.", show_default=False, min=1),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Make anew what is calibrated already.")] = False,
+    memory: opt.Memory = None,
+    device: opt.Device = "auto",
+    gpu_memory: opt.GpuMemory = None,
+    bits: opt.Bits = 4,
+    dense_bits: opt.DenseBits = 16,
+    quantizer: opt.Quantizer = "hqq",
+    lanes: opt.Lanes = None,
+    threads: opt.Threads = None,
+    store: opt.StoreDir = None,
+) -> None:
+    """Measure what presets need to know of a model, once, and keep it beside its store. Interrupted, it picks up where
+    it stopped when run again."""
+    names = parse_names(for_)
+    loss = parse_percent(tolerated_loss)
+    content = read_text(text)
+    options = opt.given(
+        memory=memory, bits=bits, dense_bits=dense_bits, quantizer=quantizer, lanes=lanes, threads=threads,
+        store=store, device=device, gpu_memory=gpu_memory,
+    )  # fmt: skip
+    with waiting("starting"):
+        from tiermoe.runtime import footprint
+
+        footprint.import_libraries()
+        from tiermoe.runtime.calibration import Found, prepare
+        from tiermoe.runtime.record import Cut
+
+        calibration = prepare(model, text.name, content, Cut(tokens, prompt, sequence), options, loss, processes)
+    with progress_bar() as progress:
+        results = calibration.run(names, progress, force)
+    found = [result for result in results if isinstance(result, Found)]
+    failed = [result for result in results if not isinstance(result, Found)]
+    if found:
+        Console().print(_table(found))
+        note(f"[kept in {calibration.store / 'profiles'}]")
+    if len(failed) == 1:
+        raise failed[0].error
+    if failed:
+        raise type(failed[0].error)("; ".join(f"{result.name}: {result.error}" for result in failed))
+
+
+def parse_names(text: str) -> list[str]:
+    """The presets of '--for'. ConfigError for one that needs no calibration, or is none."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in NAMES:
+            why = "needs no calibration of its own" if name in PRESETS else "is no preset"
+            raise ConfigError(f"'{name}' {why}; --for takes {', '.join(NAMES)}")
+    return list(dict.fromkeys(names))
+
+
+def parse_percent(text: str) -> float:
+    """A share written as 5% or 0.05."""
+    try:
+        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        raise ConfigError(f"tolerated-loss {text!r} is not a share; write it like 5%") from None
+
+
+def _table(found: list[Found]) -> Table:
+    table = Table(title="calibrated", title_justify="left")
+    for column in ("preset", "setting", "found"):
+        table.add_column(column)
+    for result in found:
+        for number, (name, value) in enumerate(result.facts.items()):
+            label = f"{result.name} (made before)" if result.kept else result.name
+            table.add_row("" if number else label, name, value)
+        table.add_section()
+    return table

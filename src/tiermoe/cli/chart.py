@@ -1,0 +1,205 @@
+"""One picture of a comparison: decode speed over what it costs in quality, a self-contained SVG."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_WIDTH, _HEIGHT = 900, 560
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 30, 70, 500  # the plot's edges; _RIGHT from the picture's
+_EDGE = _WIDTH - _RIGHT
+_LINE = 15  # a label's height
+_LETTER = 7.0  # a letter's width, 12 px sans-serif
+_LOG_FROM = 30  # times that the largest x is the smallest, from which on the axis is logarithmic
+_EXACT, _LOSSY, _INK, _FAINT = "#1f6fb4", "#d1570b", "#222", "#ddd"
+
+_AXES = (("kl", "KL divergence to the 16-bit weights, nats per token"), ("perplexity", "perplexity"))
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A preset: cost `x`, speed `y` with the least and most of its rounds."""
+
+    label: str
+    x: float
+    y: float
+    low: float
+    high: float
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Values from `low` to `high` along pixels from `begin` to `end`."""
+
+    low: float
+    high: float
+    begin: float
+    end: float
+    logarithmic: bool = False
+
+    def at(self, value: float) -> float:
+        """The pixel of a value."""
+        low, high = self._scaled(self.low), self._scaled(self.high)
+        return self.begin + (self._scaled(value) - low) / (high - low) * (self.end - self.begin)
+
+    def ticks(self) -> list[float]:
+        """Round values along the axis: 1, 2 or 5 times a power of ten."""
+        if self.logarithmic:
+            powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            values = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+            return [value for value in values if self.low <= value <= self.high]
+        rough = (self.high - self.low) / 6
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= rough)
+        first = math.ceil(self.low / step - 1e-9)
+        return [index * step for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+    def _scaled(self, value: float) -> float:
+        return math.log10(value) if self.logarithmic else value
+
+
+def draw(results: Sequence[dict[str, Any]]) -> str:
+    """The picture of `tiermoe compare`'s results, as SVG text: decode tokens per second over KL divergence (perplexity
+    where there was no reference), a labelled point for each preset that was measured."""
+    measured = [result for result in results if "error" not in result]
+    key, title = next((key, title) for key, title in _AXES if all(key in result for result in measured))
+    points = [_point(result, key) for result in measured]
+    across, up = _axes(points, from_zero=key == "kl")
+    leaders, labels = _labels(points, across, up)
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
+            f'viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12" fill="{_INK}">',
+            f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
+            *_frame(across, up, title),
+            _text(_EDGE, 50, _conditions(measured[0]), 'text-anchor="end" font-size="11"'),
+            *leaders,
+            *(_mark(point, across, up) for point in points),
+            *labels,
+            "</svg>\n",
+        ]
+    )
+
+
+def _conditions(result: dict[str, Any]) -> str:
+    return (
+        f"experts at {result['bits']} bits, {result['cache_fraction']:.0%} of them cached; {result['tokens']} tokens, "
+        f"rounds: {result['rounds']}"
+    )
+
+
+def _point(result: dict[str, Any], key: str) -> Point:
+    low, high = result["decode_tok_s_range"]
+    return Point(result["preset"], result[key], result["decode_tok_s"], low, high, exact=not result["lossy"])
+
+
+def _axes(points: Sequence[Point], from_zero: bool) -> tuple[Axis, Axis]:
+    values = [point.x for point in points]
+    least, most = min(values), max(values)
+    logarithmic = least > 0 and most > _LOG_FROM * least
+    if logarithmic:
+        across = Axis(least / 1.5, most * 1.5, _LEFT, _EDGE, logarithmic=True)
+    else:
+        spread = (most - least) or abs(most) or 1.0
+        across = Axis(0.0 if from_zero and least >= 0 else least - 0.1 * spread, most + 0.1 * spread, _LEFT, _EDGE)
+    return across, Axis(0.0, max(point.high for point in points) * 1.08 or 1.0, _BOTTOM, _TOP)
+
+
+def _frame(across: Axis, up: Axis, title: str) -> list[str]:
+    middle = (_TOP + _BOTTOM) / 2
+    parts = [_text(_LEFT, 26, "Decode speed and what it costs", 'font-size="16" font-weight="bold"')]
+    for value in up.ticks():
+        y = up.at(value)
+        parts += [_line(_LEFT, y, _EDGE, y, _FAINT), _text(_LEFT - 8, y + 4, f"{value:g}", 'text-anchor="end"')]
+    for value in across.ticks():
+        x = across.at(value)
+        parts += [_line(x, _BOTTOM, x, _BOTTOM + 5, _INK), _text(x, _BOTTOM + 20, f"{value:g}", _CENTRED)]
+    parts += [
+        _line(_LEFT, _BOTTOM, _EDGE, _BOTTOM, _INK),
+        _line(_LEFT, _TOP, _LEFT, _BOTTOM, _INK),
+        _text((_LEFT + _EDGE) / 2, _BOTTOM + 46, title, _CENTRED),
+        _text(20, middle, "decode, tokens per second", f'{_CENTRED} transform="rotate(-90 20 {middle:.1f})"'),
+        _circle(_LEFT + 6, 46), _text(_LEFT + 18, 50, "exact"),
+        _diamond(_LEFT + 86, 46), _text(_LEFT + 98, 50, "lossy: may change what the model says"),
+    ]  # fmt: skip
+    return parts
+
+
+def _mark(point: Point, across: Axis, up: Axis) -> str:
+    x, y = across.at(point.x), up.at(point.y)
+    spread = _line(x, up.at(point.low), x, up.at(point.high), _EXACT if point.exact else _LOSSY)
+    return spread + (_circle(x, y) if point.exact else _diamond(x, y))
+
+
+def _labels(points: Sequence[Point], across: Axis, up: Axis) -> tuple[list[str], list[str]]:
+    """A label for each point beside it, further up or down with a line to it where others are in the way: the lines,
+    and the labels."""
+    places = [(across.at(point.x), up.at(point.y)) for point in points]
+    taken = [_Box(x - 6, y - 6, x + 6, y + 6) for x, y in places]
+    leaders, labels = [], []
+    for point, (x, y) in sorted(zip(points, places, strict=True), key=lambda pair: pair[1][1]):
+        box, away = _free_place(x, y, _LETTER * len(point.label), taken)
+        taken.append(box)
+        if away:
+            end = box.left if box.left > x else box.right
+            leaders.append(_line(x, y, end, box.middle, "#999"))
+        labels.append(_text(box.left, box.bottom - 4, point.label))
+    return leaders, labels
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    @property
+    def middle(self) -> float:
+        return (self.top + self.bottom) / 2
+
+    def meets(self, other: _Box) -> bool:
+        return (
+            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
+        )
+
+
+def _free_place(x: float, y: float, width: float, taken: Sequence[_Box]) -> tuple[_Box, bool]:
+    """Where a label of this width goes, and whether it stands away from its point at (x, y)."""
+    beside = _label_box(x, y, width, 10, 0)
+    for lines in range(2 * (_BOTTOM - _TOP) // _LINE):
+        for gap in (10, -10) if lines == 0 else (24, -24):
+            for shift in (0,) if lines == 0 else (-lines * _LINE / 2, lines * _LINE / 2):
+                box = _label_box(x, y, width, gap, shift)
+                inside = box.left > _LEFT and box.right < _WIDTH and box.top > _TOP - _LINE and box.bottom <= _BOTTOM
+                if inside and not any(box.meets(other) for other in taken):
+                    return box, lines > 0
+    return beside, False
+
+
+def _label_box(x: float, y: float, width: float, gap: float, shift: float) -> _Box:
+    left = x + gap if gap > 0 else x + gap - width
+    return _Box(left, y + shift - _LINE / 2, left + width, y + shift + _LINE / 2)
+
+
+_CENTRED = 'text-anchor="middle"'
+
+
+def _text(x: float, y: float, text: str, style: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{html.escape(text)}</text>'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"/>'
+
+
+def _circle(x: float, y: float) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{_EXACT}"/>'
+
+
+def _diamond(x: float, y: float) -> str:
+    return f'<path d="M{x:.1f} {y - 6:.1f} l6 6 l-6 6 l-6 -6 z" fill="{_LOSSY}"/>'

@@ -1,0 +1,154 @@
+"""`tiermoe eval`: how good a preset's text is beside the 16-bit weights, and how fast it came."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tiermoe.cli import options as opt
+from tiermoe.cli.output import note, progress_bar, waiting
+from tiermoe.config import format_size
+from tiermoe.errors import ConfigError
+
+TextFile = Annotated[Path, typer.Option("--text", help="A text file to score, UTF-8.", show_default=False)]
+Tokens = Annotated[int, typer.Option(help="Tokens to score, in whole windows spread over the text.")]
+Window = Annotated[int, typer.Option(help="Tokens of a window that are scored, each decoded on its own.")]
+Prompt = Annotated[int, typer.Option(help="Tokens before them in a window, read at once.")]
+
+
+def evaluate(
+    model: opt.Model,
+    text: TextFile,
+    preset: opt.Preset = "default",
+    set_: opt.Set = None,
+    memory: opt.Memory = None,
+    device: opt.Device = "auto",
+    gpu_memory: opt.GpuMemory = None,
+    tokens: Tokens = 2048,
+    window: Window = 256,
+    prompt: Prompt = 32,
+    reference: Annotated[
+        str, typer.Option(help="Compare with the checkpoint's own weights: 16bit, none, or a saved file.")
+    ] = "16bit",
+    save_reference: Annotated[
+        Path | None,
+        typer.Option(help="Score the checkpoint's own weights alone, into a file.", show_default=False),
+    ] = None,
+    bits: opt.Bits = 4,
+    dense_bits: opt.DenseBits = 16,
+    quantizer: opt.Quantizer = "hqq",
+    cache: opt.Cache = None,
+    chunk: opt.Chunk = 512,
+    lanes: opt.Lanes = None,
+    threads: opt.Threads = None,
+    store: opt.StoreDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of one JSON object.")] = False,
+) -> None:
+    """Score a text: perplexity, KL divergence and same top-1 against the 16-bit weights, with standard errors."""
+    engine_options = opt.given(
+        memory=memory, bits=bits, dense_bits=dense_bits, quantizer=quantizer, cache=cache, chunk=chunk, preset=preset,
+        set=opt.changes(set_), lanes=lanes, threads=threads, store=store, device=device, gpu_memory=gpu_memory,
+    )  # fmt: skip
+    content = read_text(text)
+    with waiting("starting"):
+        from tiermoe.runtime import footprint
+
+        footprint.import_libraries()
+        from tiermoe.runtime.evaluation import prepare
+        from tiermoe.runtime.windows import Shape
+
+        evaluation = prepare(model, content, Shape(prompt, window, tokens), engine_options)
+    with progress_bar() as progress:
+        if save_reference is not None:
+            result = evaluation.save_reference(save_reference, progress)
+        else:
+            result = evaluation.run(reference, progress)
+    if as_json:
+        print(json.dumps([result]))
+        return
+    Console().print(_table(result))
+    note(conditions(result))
+
+
+def read_text(path: Path) -> str:
+    """The text of a file. ConfigError where it cannot be read, or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the text {path} cannot be read: {error.strerror}; name a text file with --text") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start:,}); convert it first") from error
+
+
+def conditions(result: dict[str, Any]) -> str:
+    """What a result holds for, in a line."""
+    parts = [
+        f"{result['tokens']} tokens in {result['windows']} windows of {result['prompt']} + {result['window']}, "
+        f"each token decoded on its own"
+    ]
+    if "preset" in result:
+        parts += [
+            f"experts at {result['bits']} bits, other layers at {result['dense_bits']}",
+            f"{result['cache_fraction']:.0%} of the experts cached",
+            f"compute threads: {result['threads']}",
+            f"peak memory {format_size(result['peak_memory_bytes'])} of {format_size(result['memory_budget_bytes'])}",
+        ]
+    return "[" + "; ".join(parts) + "; ± is the standard error over windows]"
+
+
+def _table(result: dict[str, Any]) -> Table:
+    table = Table(title=_title(result), title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for label, text in [*_scores(result), *_speed(result)]:
+        table.add_row(label, text)
+    return table
+
+
+def _title(result: dict[str, Any]) -> str:
+    if "preset" not in result:
+        return "the checkpoint's own weights"
+    changed = "".join(f" {name}={value}" for name, value in result["set"].items())
+    return f"{result['preset']}{changed} ({', '.join(result['lossy']) or 'exact'})"
+
+
+def _scores(result: dict[str, Any]) -> list[tuple[str, str]]:
+    labels = {
+        "perplexity": ("perplexity", ".4g"),
+        "perplexity_16bit": ("perplexity at 16 bits", ".4g"),
+        "perplexity_loss": ("loss", ".2%"),
+        "kl": ("KL to 16 bits, nats", ".3g"),
+        "same_top1": ("same top-1", ".1%"),
+    }
+    return [
+        (label, with_error(result[name], result[f"{name}_se"], form))
+        for name, (label, form) in labels.items()
+        if name in result
+    ]
+
+
+def with_error(value: float, error: float | None, form: str) -> str:
+    """'9.87 ± 0.31', or the value alone where there is no error."""
+    return f"{value:{form}}" + ("" if error is None else f" ± {error:{'.2%' if form.endswith('%') else '.2g'}}")
+
+
+def _speed(result: dict[str, Any]) -> list[tuple[str, str]]:
+    if "preset" not in result:
+        return []
+    bound = result["bound_tok_s"]
+    share = f" ({result['decode_tok_s'] / bound:.0%} of the bound {bound:.1f})" if bound else ""
+    rows = [
+        ("decode", f"{result['decode_tok_s']:.1f} tok/s{share}"),
+        ("prefill", f"{result['prefill_tok_s']:.1f} tok/s"),
+        ("hit rate", f"{result['hit_rate']:.1%} (decode {result['decode_hit_rate']:.1%})"),
+        ("read a token", format_size(result["bytes_per_token"])),
+        ("waited", f"{result['wait_s']:.2f} s"),
+    ]
+    if result["fallback_ratio"]:
+        rows.append(("fallback", f"{result['fallback_ratio']:.1%}"))
+    return rows

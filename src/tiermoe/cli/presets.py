@@ -1,0 +1,62 @@
+"""`tiermoe presets`: what each named composition is made of."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tiermoe.presets import CHOICES, PRESETS, Composition, preset_named
+
+
+def presets(
+    name: Annotated[str | None, typer.Argument(help="A preset to show whole.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List the presets, or show one: its parts, settings and defaults, and whether it is exact."""
+    chosen = [preset_named(name)] if name else list(PRESETS.values())
+    if as_json:
+        print(json.dumps([_described(preset) for preset in chosen]))
+    elif name:
+        _show(chosen[0])
+    else:
+        _list(chosen)
+
+
+def _described(preset: Composition) -> dict[str, Any]:
+    return {
+        "preset": preset.name, "summary": preset.summary, "source": preset.source, "lossy": preset.lossy,
+        "needs_calibration": preset.profile if preset.needs_profile else "", **preset.settings(),
+    }  # fmt: skip
+
+
+def _list(chosen: list[Composition]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in ("preset", "what it does", "tokens", "calibration"):
+        table.add_column(column, no_wrap=column == "preset")
+    for preset in chosen:
+        table.add_row(preset.name, preset.summary, _tokens(preset), preset.profile if preset.needs_profile else "-")
+    Console().print(table)
+
+
+def _show(preset: Composition) -> None:
+    print(f"{preset.name}: {preset.summary}")
+    if preset.source:
+        print(f"source: {preset.source}")
+    print(f"tokens: {', '.join(preset.lossy) + ' can change them' if preset.lossy else 'exact'}")
+    if preset.needs_profile:
+        print(f"calibration: tiermoe calibrate MODEL --text FILE --for {preset.profile}")
+    table = Table(box=None, pad_edge=False)
+    for column in ("part or setting (--set NAME=VALUE)", "value", "can be"):
+        table.add_column(column)
+    for part, value in preset.settings().items():
+        shown = "from the calibration" if part in preset.missing() else "-" if value is None else str(value).lower()
+        table.add_row(part, shown, ", ".join(CHOICES.get(part, ())))
+    Console().print(table)
+
+
+def _tokens(preset: Composition) -> str:
+    return "lossy" if preset.lossy else "exact"

@@ -1,0 +1,268 @@
+"""`tiermoe simulate`: presets, or eviction policies alone, over a recorded trace."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tiermoe.cli import options as opt
+from tiermoe.cli.output import note, waiting
+from tiermoe.config import BITS, CacheSize, format_size, parse_cache
+from tiermoe.errors import ConfigError, TiermoeError
+from tiermoe.policy.eviction import EVICTIONS
+from tiermoe.presets import PRESETS, Composition, compose
+from tiermoe.profiles import Profile, read_profile
+from tiermoe.simulate import (
+    MACHINES,
+    BeladyHits,
+    EvictionRow,
+    Machine,
+    ReplaySettings,
+    Result,
+    all_evictions,
+    compare_evictions,
+    parse_link,
+    replay,
+    spread,
+)
+from tiermoe.trace import Times, Trace
+from tiermoe.trace_file import read_trace
+
+TraceFile = Annotated[Path, typer.Argument(help="A file of tiermoe trace, or a route_trace CSV.", show_default=False)]
+Caches = Annotated[str, typer.Option(help="Cache sizes, like 20% or 10%,20%,3GiB.")]
+Presets = Annotated[
+    str | None, typer.Option(help="Presets to replay, like fate,lru, or all. One can also be given by --preset.")
+]
+OnePreset = Annotated[
+    str | None, typer.Option(help="A named composition; `tiermoe presets` lists them.", show_default="default")
+]
+Evictions = Annotated[
+    str | None, typer.Option(help="Eviction policies alone, like lru,arc, or all: one pool, no prefetch, no time.")
+]
+Link = Annotated[str | None, typer.Option(help="A bandwidth like 16GB/s, or pcie1, pcie3, pcie4, nvme, sata, sdcard.")]
+Lanes = Annotated[int, typer.Option(help="Transfers that share the link at once.", min=1, max=64)]
+Compute = Annotated[
+    str | None, typer.Option(help="Computing time of a decoded token, like 20ms. Default: as the trace measured.")
+]
+PrefillCompute = Annotated[
+    str | None, typer.Option(help="Computing time of a prompt token, like 5ms. Default: --compute.")
+]
+ExpertBits = Annotated[
+    int | None, typer.Option(help="Precision of the experts. Default: the one that the traced model ran in.")
+]
+Profiles = Annotated[
+    Path | None, typer.Option(help="Folder of calibration profiles (NAME.json) for the presets that need one.")
+]
+SeedOption = Annotated[int, typer.Option(help="Of random choices.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print a list of JSON objects instead of the table.")]
+
+_TIME = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(us|ms|s)\s*")
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_EVICTION_SETTINGS = ("weights", "records")
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A preset that this trace or these options cannot serve."""
+
+    preset: str
+    reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"preset": self.preset, "refused": self.reason}
+
+
+def simulate(
+    trace: TraceFile,
+    preset: OnePreset = None,
+    presets: Presets = None,
+    evictions: Evictions = None,
+    cache: Caches = "20%",
+    link: Link = None,
+    lanes: Lanes = 1,
+    set_: opt.Set = None,
+    compute: Compute = None,
+    prefill_compute: PrefillCompute = None,
+    bits: ExpertBits = None,
+    profiles: Profiles = None,
+    seed: SeedOption = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Replay a routing trace without weights: what a preset would reach on a given link, or what policies would hit."""
+    if sum(given is not None for given in (preset, presets, evictions)) > 1:
+        raise ConfigError("--preset, --presets and --evictions exclude each other; give one of them")
+    caches = [parse_cache(text) for text in cache.split(",")]
+    changes = opt.changes(set_) or {}
+    if evictions is not None:
+        timed = {"link": link, "compute": compute, "prefill-compute": prefill_compute, "bits": bits}
+        _refuse_without_effect(timed | {"profiles": profiles, "lanes": None if lanes == 1 else lanes}, changes)
+        with waiting("replaying"):
+            rows = _evictions(read_trace(trace), evictions, caches, changes, seed)
+        _print_json(rows) if as_json else _print_evictions(rows)
+        return
+    if link is None:
+        raise ConfigError(f"how fast is the link? give --link 16GB/s, or a name: {', '.join(MACHINES)}")
+    if bits is not None and bits not in BITS:
+        raise ConfigError(f"bits must be one of {', '.join(map(str, BITS))}, got {bits}")
+    names = _names(presets, list(PRESETS), "preset") if presets else [preset or "default"]
+    with waiting("replaying"):
+        recorded = read_trace(trace)
+        machine, times = parse_link(link), _times(recorded, compute, prefill_compute)
+        replays = _Replays(recorded, machine, lanes, times, bits, profiles, seed, changes)
+        results = [replays.result(name, size, keep_going=len(names) > 1) for size in caches for name in names]
+    if as_json:
+        _print_json(results)
+    else:
+        _print_results(results, machine, "as given" if times else "as the trace measured")
+
+
+class _Replays:
+    """Presets over one trace on one machine."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        machine: Machine,
+        lanes: int,
+        times: Times | None,
+        bits: int | None,
+        profiles: Path | None,
+        seed: int,
+        changes: dict[str, str],
+    ) -> None:
+        self._trace = trace
+        self._machine = machine
+        self._lanes = lanes
+        self._times = times
+        self._bits = bits
+        self._profiles = profiles
+        self._seed = seed
+        self._changes = changes
+        self._belady = BeladyHits(trace)
+
+    def result(self, name: str, cache: CacheSize, keep_going: bool) -> Result | Refused:
+        """The replay of preset `name`; where it cannot be, the reason if others follow, else the error."""
+        composition = compose(name, self._changes)
+        try:
+            profile = self._profile(composition)
+            settings = ReplaySettings(
+                cache, self._machine.bandwidth, self._machine.latency, self._lanes, self._bits, self._times, profile,
+                seed=self._seed,
+            )  # fmt: skip
+            return replay(self._trace, composition, settings, self._belady)
+        except TiermoeError as error:
+            if not keep_going:
+                raise
+            return Refused(name, str(error))
+
+    def _profile(self, composition: Composition) -> Profile | None:
+        if self._profiles is None or not composition.needs_profile:
+            return None
+        header = self._trace.header
+        command = f"tiermoe calibrate {header.model} --text FILE --for {composition.profile}"
+        return read_profile(self._profiles / f"{composition.profile}.json", header.fingerprint or None, command)
+
+
+def _evictions(
+    trace: Trace, evictions: str, caches: list[CacheSize], changes: dict[str, str], seed: int
+) -> list[EvictionRow]:
+    # any preset can check the values
+    settings = compose("lru", changes)
+    names = _names(evictions, list(EVICTIONS), "eviction policy")
+    names = all_evictions() if evictions == "all" else names
+    return compare_evictions(trace, names, caches, settings.weights, settings.records == "sequence", seed)
+
+
+def _refuse_without_effect(options: dict[str, Any], changes: dict[str, str]) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise ConfigError(f"--{name} has no effect on --evictions, which knows no time; leave it out")
+    for name in changes:
+        if name not in _EVICTION_SETTINGS:
+            raise ConfigError(f"--set {name} has no effect on --evictions; it takes {' and '.join(_EVICTION_SETTINGS)}")
+
+
+def _names(text: str, known: list[str], what: str) -> list[str]:
+    if text == "all":
+        return known
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"unknown {what} '{name}'; known: {', '.join(known)}, or all")
+    return names
+
+
+def _times(trace: Trace, compute: str | None, prefill: str | None) -> Times | None:
+    if compute is None:
+        if prefill is not None:
+            raise ConfigError("--prefill-compute needs --compute beside it; give both")
+        return None
+    return spread(trace.header, _seconds(compute), _seconds(prefill or compute))
+
+
+def _seconds(text: str) -> float:
+    match = _TIME.fullmatch(text)
+    if match is None or not float(match[1]):
+        raise ConfigError(f"{text!r} is not a time; write it like 20ms, 800us or 0.5s")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _print_json(rows: list[Any]) -> None:
+    print(json.dumps([row.as_dict() for row in rows]))
+
+
+def _print_evictions(rows: list[EvictionRow]) -> None:
+    note("hit rate by cache size, one pool for all layers, no prefetch, decode after the prompt where there is one")
+    fractions = list(dict.fromkeys(row.cache_fraction for row in rows))
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("eviction")
+    for fraction in fractions:
+        table.add_column(f"{fraction:.1%}", justify="right")
+    for name in dict.fromkeys(row.eviction for row in rows):
+        table.add_row(name, *(f"{row.hit_rate:.3f}" for row in rows if row.eviction == name))
+    if "belady" not in {row.eviction for row in rows}:
+        best = {row.cache_fraction: row.belady_hit_rate for row in rows}
+        table.add_row("belady", *(f"{best[fraction]:.3f}" for fraction in fractions))
+    Console().print(table)
+
+
+def _print_results(results: list[Result | Refused], machine: Machine, times: str) -> None:
+    note(f"link: {machine.name}, {machine.bandwidth / 1e9:g} GB/s ({machine.source}); computing times: {times}")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # as wide as 80 columns allow
+    table.add_column("preset", no_wrap=True)
+    for title in ("cache", "hits", "Belady", "tok/s", "bound", "of it", "prefill", "a token", "waited"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for result in results:
+        if isinstance(result, Result):
+            table.add_row(*_cells(result))
+    if table.row_count:
+        Console().print(table)
+    for refused in dict.fromkeys(result for result in results if isinstance(result, Refused)):
+        note(f"left out {refused.preset}: {refused.reason}")
+
+
+def _cells(result: Result) -> list[str]:
+    return [
+        result.preset,
+        f"{result.cache_fraction:.1%}",
+        f"{result.hit_rate:.1%}",
+        f"{result.belady_hit_rate:.1%}",
+        _number(result.decode_tok_s),
+        _number(result.bound_tok_s),
+        "" if result.bound_fraction is None else f"{result.bound_fraction:.0%}",
+        _number(result.prefill_tok_s),
+        "" if result.bytes_per_token is None else format_size(result.bytes_per_token),
+        f"{result.wait_s:.1f} s",
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

@@ -1,0 +1,76 @@
+"""`tiermoe trace`: what a model's routers choose on a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tiermoe.cli import options as opt
+from tiermoe.cli.evaluate import read_text
+from tiermoe.cli.output import note, progress_bar
+from tiermoe.cli.session import open_session
+from tiermoe.config import format_size
+from tiermoe.errors import ConfigError
+
+Tokens = Annotated[int, typer.Option(help="Tokens to record, in whole sequences spread over the text.")]
+Prompt = Annotated[int, typer.Option(help="Tokens of a sequence that are read at once, as a prompt.")]
+Sequence = Annotated[int, typer.Option(help="Tokens of a sequence; those after its prompt are decoded one by one.")]
+TextFile = Annotated[Path, typer.Option("--text", help="A text file to feed, UTF-8.", show_default=False)]
+
+
+def trace(
+    model: opt.Model,
+    text: TextFile,
+    out: Annotated[Path, typer.Option(help="File to write the trace to.", show_default=False)],
+    tokens: Tokens = 2048,
+    prompt: Prompt = 32,
+    sequence: Sequence = 256,
+    little: Annotated[
+        bool, typer.Option("--little/--no-little", help="Record MoBiLE's pass over half of the experts too.")
+    ] = True,
+    memory: opt.Memory = None,
+    device: opt.Device = "auto",
+    gpu_memory: opt.GpuMemory = None,
+    bits: opt.Bits = 4,
+    dense_bits: opt.DenseBits = 16,
+    quantizer: opt.Quantizer = "hqq",
+    lanes: opt.Lanes = None,
+    threads: opt.Threads = None,
+    store: opt.StoreDir = None,
+) -> None:
+    """Record routing, gate weights, forecasts of later layers, and computing times, for `tiermoe simulate`."""
+    content = read_text(text)
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"the folder of {out} does not exist; make it, or choose another --out")
+    options = opt.given(
+        memory=memory, bits=bits, dense_bits=dense_bits, quantizer=quantizer, lanes=lanes, threads=threads,
+        store=store, device=device, gpu_memory=gpu_memory, preset="lru",
+    )  # fmt: skip
+    cut_text: dict[str, Any] = {}
+
+    def context_for(tokenizer: Any, blueprint: Any) -> int:
+        from tiermoe.runtime.record import Cut, cut, needed_chunk
+
+        cut_text["shape"] = shape = Cut(tokens, prompt, sequence)
+        cut_text["ids"] = cut(tokenizer, content, shape, blueprint.max_context())
+        if not blueprint.family.encoder_decoder:
+            options["chunk"] = needed_chunk(shape)
+        return sequence + 1
+
+    session = open_session(model, options, context_for)
+    from tiermoe.runtime.write_trace import made_from, write_trace
+
+    settings = session.model.tiermoe.settings
+    try:
+        with progress_bar() as progress:
+            write_trace(
+                out, session.model, cut_text["ids"], cut_text["shape"],
+                made_from(text.name, content, cut_text["shape"], settings), progress, little=little,
+            )  # fmt: skip
+    finally:
+        session.model.tiermoe.close()
+    recorded = cut_text["ids"].numel()
+    note(f"[{recorded:,} tokens in {len(cut_text['ids'])} sequences, {format_size(out.stat().st_size)}]")
+    print(out)

@@ -1,0 +1,254 @@
+"""A composition made ready to run: its parts assembled into a scheduler over any link. The engine and the simulator
+both come here. Pure: no files, no tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tiermoe.config import CacheSize
+from tiermoe.controller import Controller
+from tiermoe.errors import ProfileError
+from tiermoe.link import Link
+from tiermoe.policy.allotment import ALLOTMENTS, Pool, Share
+from tiermoe.policy.clock import Clock
+from tiermoe.policy.eviction import EVICTIONS, Eviction, EvictionContext
+from tiermoe.policy.eviction.protocol import NextUse
+from tiermoe.policy.pools import Pools
+from tiermoe.policy.precision import PRECISIONS, PrecisionContext
+from tiermoe.policy.prediction import PREDICTIONS, Paths, PredictionContext, paths_from_json
+from tiermoe.policy.prediction.context import Future, HashTable
+from tiermoe.presets import Composition
+from tiermoe.profiles import Profile
+from tiermoe.scheduler import Scheduler
+
+_ALIKE = 1.2  # slots of two precisions are one pool where the larger is at most so much larger
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Experts and experts per token of each MoE layer, in the order they run; the first `encoder_layers` are an
+    encoder's. `hash_tables`: of the layers that are routed by the token alone."""
+
+    experts: Sequence[int]
+    top_k: Sequence[int]
+    encoder_layers: int = 0
+    hash_tables: Mapping[int, HashTable] = field(default_factory=dict)
+
+
+class PrecisionSlots(NamedTuple):
+    """Slots for copies in any of `bits`."""
+
+    bits: tuple[int, ...]
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """What a profile measured, by (layer, expert): bits, and the share or number of tokens; and activation paths."""
+
+    bits: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    frequencies: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    paths: Paths = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """What only a replay knows: when a key is asked for next, and what a layer of this pass will choose."""
+
+    next_use: NextUse
+    future: Future
+
+
+def filled(composition: Composition, profile: Profile | None) -> Composition:
+    """The composition with its open settings from a profile; what is set already stays."""
+    if profile is None:
+        return composition
+    found = {name: profile.settings[name] for name in composition.missing() if profile.settings.get(name) is not None}
+    if "weights" in found:
+        found["weights"] = tuple(found["weights"])
+    return dataclasses.replace(composition, **found)
+
+
+def require_settings(composition: Composition, model: str) -> None:
+    """ProfileError where a calibration must fill settings and has not; names the command that makes it for `model`."""
+    missing = composition.missing()
+    if missing:
+        made_for = composition.profile or "hobbit,edgemoe,fate,corm"
+        raise ProfileError(
+            f"preset {composition.name} has no {' and no '.join(missing)}; make them with tiermoe calibrate {model} "
+            f"--text FILE --for {made_for}, or give them with --set {missing[0]}=…"
+        )
+
+
+def tables(profile: Profile | None) -> Tables:
+    """The tables of a profile's data: 'table' and 'frequencies' hold a row of experts per layer (or layer → row),
+    'paths' is `paths_to_json`'s."""
+    data = profile.data if profile else {}
+    return Tables(
+        _by_expert(data.get("table")), _by_expert(data.get("frequencies")), paths_from_json(data.get("paths", {}))
+    )
+
+
+def precisions(composition: Composition, bits: int, table: Mapping[tuple[int, int], int]) -> tuple[int, ...]:
+    """The bits that experts are loaded in, highest first; `bits`: the engine's, where the composition has no other."""
+    bits = composition.bits or bits
+    if composition.precision == "fixed":
+        return (bits,)
+    if composition.precision == "table":
+        return tuple(sorted(set(table.values()) or {bits}, reverse=True))
+    return tuple(sorted({bits, composition.low_bits}, reverse=True))
+
+
+def cache_bytes(composition: Composition, cache: CacheSize, shape: ModelShape, sizes: Mapping[int, int]) -> int:
+    """Bytes of expert cache that are asked for; a share counts slots of the highest precision. sizes: precision →
+    bytes of a slot."""
+    unit, experts = sizes[max(sizes)], sum(shape.experts)
+    if composition.cache == "none":
+        return max(shape.top_k) * unit
+    if composition.cache == "all":
+        return experts * unit
+    if cache.fraction is not None:
+        return max(1, int(cache.fraction * experts)) * unit
+    assert cache.nbytes is not None
+    return cache.nbytes
+
+
+def divide(
+    nbytes: int, composition: Composition, sizes: Mapping[int, int], table: Iterable[int], all_slots: int
+) -> list[PrecisionSlots]:
+    """Slots of each precision in `nbytes` bytes of cache, at most `all_slots` of each. sizes: precision → bytes of a
+    slot. table: the bits of every expert, where there is such a table.
+
+    Precisions share slots of the largest, with two exceptions: where the composition keeps a share for low copies
+    (HOBBIT, section 4: two caches), and where a table says how often each precision occurs and their sizes differ: then
+    each has slots of its own, in the table's proportion. Each has one slot at least."""
+    high, *lower = sorted(sizes, reverse=True)
+    used = list(table) if composition.precision == "table" else []
+    if lower and composition.low_share:
+        low_size = max(sizes[bits] for bits in lower)
+        shares = [((high,), 1 - composition.low_share, sizes[high]), (tuple(lower), composition.low_share, low_size)]
+    elif not used or max(sizes.values()) <= _ALIKE * min(sizes.values()):
+        shares = [((high, *lower), 1.0, max(sizes.values()))]
+    else:
+        weights = {bits: used.count(bits) * size for bits, size in sizes.items()}
+        total = sum(weights.values())
+        shares = [((bits,), weights[bits] / total, sizes[bits]) for bits in (high, *lower)]
+    counts = [max(1, min(int(nbytes * part // size), all_slots)) for _, part, size in shares]
+    while max(counts) > 1 and sum(count * size for count, (_, _, size) in zip(counts, shares, strict=True)) > nbytes:
+        counts[counts.index(max(counts))] -= 1  # a precision that would have had none takes it from the largest
+    return [PrecisionSlots(bits, count) for count, (bits, _, _) in zip(counts, shares, strict=True)]
+
+
+def assemble(
+    composition: Composition,
+    shape: ModelShape,
+    slots: Sequence[PrecisionSlots],
+    link: Link,
+    bits: int,
+    found: Tables | None = None,
+    foresight: Foresight | None = None,
+    seed: int = 0,
+) -> Scheduler:
+    """A scheduler that runs `composition` over `link`. bits: the precision of 'fixed' and of high loads. slots: as
+    `divide` gives them. Raises ProfileError where settings are open, ConfigError for slots that the allotment cannot
+    share out and for parts that need tables, foresight or hash tables that are not given."""
+    require_settings(composition, "MODEL")
+    found = found or Tables()
+    clock = Clock()
+    loaded = sorted({precision for share in slots for precision in share.bits}, reverse=True)
+    pools = Pools(
+        [pool for share in slots for pool in _allotted(composition, shape, share, len(slots) == 1)],
+        lambda pool: _eviction(composition, shape, pool, clock, loaded[0], found, foresight, seed),
+        loaded,
+    )
+    return Scheduler(
+        Controller(pools, link, loaded[0]),
+        clock,
+        PRECISIONS[composition.precision](_precision_context(composition, shape, bits, found)),
+        PREDICTIONS[composition.prefetch](_prediction_context(composition, shape, found, foresight)),
+        list(shape.experts),
+        fixed_bits=bits,
+        mask=composition.mask,
+        together=composition.start == "together",
+        whole_layer=composition.routing == "layer",
+        proceed=composition.on_mispredict == "proceed",
+    )
+
+
+def _allotted(composition: Composition, shape: ModelShape, share: PrecisionSlots, only: bool) -> list[Pool]:
+    """The pools of one precision. A layer's pool has room for its K where the slots go so far, and for one at least:
+    a layer then computes its experts one after the other. Where the cache is divided by precision, one whose slots do
+    not go round the layers is one pool."""
+    kept = composition.cache in ("none", "all")
+    scarce = not only and share.slots < len(shape.experts)
+    allotment = "pool" if kept or scarce else composition.allotment
+    pools = 1 if allotment == "pool" else len(shape.experts)
+    minimum = max(1, min(max(shape.top_k), share.slots // pools))
+    bits = None if only else frozenset(share.bits)
+    return ALLOTMENTS[allotment](Share(share.slots, shape.experts, composition.boundary or 0, minimum, bits))
+
+
+def _eviction(
+    composition: Composition,
+    shape: ModelShape,
+    pool: Pool,
+    clock: Clock,
+    high_bits: int,
+    found: Tables,
+    foresight: Foresight | None,
+    seed: int,
+) -> Eviction:
+    context = EvictionContext(
+        clock,
+        pool.slots,
+        len(shape.experts),
+        encoder_layers=shape.encoder_layers,
+        high_bits=high_bits,
+        per_sequence=composition.records == "sequence",
+        next_use=foresight.next_use if foresight else None,
+        seed=seed,
+        frequencies=found.frequencies,
+    )
+    if composition.weights is not None:
+        context = dataclasses.replace(context, weights=composition.weights)
+    # where nothing or everything stays, no choice is left: any policy will do
+    return EVICTIONS["lru" if composition.cache in ("none", "all") else composition.cache](context)
+
+
+def _precision_context(composition: Composition, shape: ModelShape, bits: int, found: Tables) -> PrecisionContext:
+    return PrecisionContext(
+        bits,
+        shape.top_k,
+        low_bits=composition.low_bits,
+        t1=composition.t1,
+        t2=composition.t2,
+        low_popularity=composition.low_popularity,
+        table=found.bits,
+    )
+
+
+def _prediction_context(
+    composition: Composition, shape: ModelShape, found: Tables, foresight: Foresight | None
+) -> PredictionContext:
+    return PredictionContext(
+        len(shape.experts),
+        shape.experts,
+        shape.top_k,
+        ahead=composition.ahead,
+        percentile=composition.percentile,
+        window=composition.window,
+        path=composition.path,
+        paths=found.paths,
+        frequencies=found.frequencies,
+        hash_tables=shape.hash_tables,
+        future=foresight.future if foresight else None,
+        encoder_layers=shape.encoder_layers,
+    )
+
+
+def _by_expert(rows: Any) -> dict[tuple[int, int], Any]:
+    layers = rows.items() if isinstance(rows, Mapping) else enumerate(rows or ())
+    return {(int(layer), expert): value for layer, row in layers for expert, value in enumerate(row)}

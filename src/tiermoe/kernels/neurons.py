@@ -1,0 +1,106 @@
+"""One expert of the neuron unit on packed weights: activations first, then the active neurons alone (CORM, section 3).
+
+An expert is W2 (act(W1 x) * W3 x). Neuron j is active where |act(W1 x)_j| > theta; the others count as zero. So
+theta = 0 gives the dense result of the packed weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tiermoe.kernels import linear_for
+from tiermoe.kernels.expert import Activation, Views
+from tiermoe.quant.records import Records
+from tiermoe.quant.scratch import scratch
+from tiermoe.quant.sealed import Sealed
+from tiermoe.store.layout import ExpertFormat
+from tiermoe.store.neurons import GATE, NEURONS
+
+BLOCK_WEIGHTS = 1 << 20  # weights of a half unpacked at a time: bounds the temporaries
+
+
+class NeuronKernel:
+    """Computes experts of one format of the neuron unit on the CPU. activation: of W1 x, elementwise.
+
+    What runs follows from the number of tokens and from which neurons are used alone, never from what is cached."""
+
+    def __init__(self, form: ExpertFormat, activation: Activation, theta: float) -> None:
+        gate, records = form.encodings[GATE], form.encodings[NEURONS]
+        assert isinstance(gate, Sealed)
+        assert isinstance(records, Records)
+        self.neurons, self._width = form.layer.parts[0].out_in
+        self._gate = linear_for(gate.inner.name, "cpu", form.dtype)
+        self._activation = activation
+        self._records = records
+        self._dtype = form.dtype
+        # products of decoded weights in float16 are taken in float32: faster on CPUs, and safe from overflow
+        self._product_dtype = torch.float32 if form.dtype == torch.float16 else form.dtype
+        self._theta = theta
+        self._block = max(1, BLOCK_WEIGHTS // self._width)
+
+    def activations(self, x: Tensor, views: Views) -> Tensor:
+        """act(W1 x): x (T, H) in the compute dtype → (T, I)."""
+        return self._activation(self._gate(x, views[GATE], self.neurons, self._width))
+
+    def active(self, activations: Tensor) -> Tensor:
+        """Where |a| > theta; an undefined activation is active, so that it is not hidden."""
+        return ~(activations.float().abs() <= self._theta)
+
+    def combine(self, x: Tensor, activations: Tensor, used: Tensor, views: Views) -> Tensor:
+        """The sum over neurons `used` (int64 (n,), ascending) of a_j (w3_j . x) w2_j: x (1, H) and activations (1, I)
+        → (1, H). Only the used records are read."""
+        records = views[NEURONS]["records"]
+        whole = len(used) == self.neurons
+        strips = self._records.strips
+        x_groups = x[0].to(self._product_dtype).view(strips, -1, self._records.group)
+        x_sums = x[0].float().view(-1, self._records.group).sum(1)
+        gates = activations[0, used].float()
+        total = torch.zeros(x.shape[1])
+        for first in range(0, len(used), self._block):
+            part = slice(first, first + self._block)
+            rows = records[part] if whole else self._gathered(records, used[part])
+            products = gates[part] * self._up(rows, x_groups, x_sums)
+            total += self._down(rows, products)
+        return total.to(x.dtype)[None]
+
+    def __call__(self, x: Tensor, views: Views) -> Tensor:
+        """Many tokens, every neuron there: x (T, H) → (T, H), inactive neurons as zeros."""
+        activations = self.activations(x, views)
+        activations = activations.masked_fill(~self.active(activations), 0).to(self._product_dtype)
+        x_product = x.to(self._product_dtype)
+        total = torch.zeros(x.shape, dtype=torch.float32)
+        for first in range(0, self.neurons, self._block):
+            part = slice(first, first + self._block)
+            records = views[NEURONS]["records"][part]
+            up, down = (self._records.decode_half(records, half, self._width, self._dtype) for half in (0, 1))
+            products = torch.nn.functional.linear(x_product, up.to(self._product_dtype)) * activations[:, part]
+            total += products @ down.to(self._product_dtype)
+        return total.to(x.dtype)
+
+    def _gathered(self, records: Tensor, used: Tensor) -> Tensor:
+        rows = scratch.take("records", (len(used), records.shape[1]), torch.uint8)
+        return torch.index_select(records, 0, used, out=rows)
+
+    def _up(self, records: Tensor, x_groups: Tensor, x_sums: Tensor) -> Tensor:
+        """W3 x of the records, float32 (n,). Codes are multiplied as they are, group by group: scaling a group's
+        product costs less than scaling its weights."""
+        scale, zero = self._records.parameters(records, 0, self._width, self._dtype)
+        products = [
+            torch.bmm(codes, x[..., None])[..., 0] for codes, x in zip(self._codes(records, 0), x_groups, strict=True)
+        ]
+        return (torch.cat(products).float() * scale.t()).sum(0) + zero @ x_sums
+
+    def _down(self, records: Tensor, products: Tensor) -> Tensor:
+        """The sum of the records' columns of W2, times `products` (n,): float32 (H,)."""
+        scale, zero = self._records.parameters(records, 1, self._width, self._dtype)
+        scaled = (products[:, None] * scale).t().to(self._product_dtype)
+        weights = scaled.view(self._records.strips, -1, 1, len(records))
+        sums = [torch.bmm(w, codes)[:, 0] for codes, w in zip(self._codes(records, 1), weights, strict=True)]
+        return (torch.cat(sums).float() + (products @ zero)[:, None]).view(-1)
+
+    def _codes(self, records: Tensor, half: int) -> list[Tensor]:
+        """Each strip's codes as (groups, n, group)."""
+        codes = self._records.codes(records, half, self._width)
+        values = scratch.take("code values", tuple(codes.shape), self._product_dtype).copy_(codes)
+        return list(values.view(self._records.strips, len(records), -1, self._records.group).transpose(1, 2))

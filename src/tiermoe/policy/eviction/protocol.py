@@ -1,0 +1,52 @@
+"""The seam that every eviction policy fills, and what it is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tiermoe.policy.clock import Clock
+from tiermoe.types import Demand, ExpertKey
+
+NextUse = Callable[[ExpertKey], float]
+"""When a key is asked for next, counted from now in any unit; infinity where never (replay only)."""
+
+
+class Eviction(Protocol):
+    """Who leaves one pool of slots. A policy sees uses, arrivals and removals, and names victims; it holds no
+    weights."""
+
+    def admitted(self, key: ExpertKey) -> None:
+        """`key` has taken a slot (its load has begun)."""
+
+    def used(self, key: ExpertKey, demand: Demand) -> None:
+        """`key` is computed with by the running layer, for `demand`."""
+
+    def removed(self, key: ExpertKey) -> None:
+        """`key` has lost its slot."""
+
+    def victim(self, incoming: ExpertKey, evictable: Callable[[ExpertKey], bool]) -> ExpertKey | None:
+        """The first key to give up for `incoming` among those that `evictable` admits; None where there is none."""
+
+    def new_sequence(self) -> None:
+        """Another request begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionContext:
+    """What a policy may be made from. `slots`: of its pool. `layers`: MoE layers of the model, the first
+    `encoder_layers` of them in an encoder. `high_bits`: the precision whose uses count as high. `per_sequence`:
+    records are forgotten at each new sequence. `weights`: of recency, frequency, high-precision frequency and distance
+    (sum 1). `next_use`: the future, known in a replay alone. `seed`: for random choices."""
+
+    clock: Clock
+    slots: int
+    layers: int
+    encoder_layers: int = 0
+    high_bits: int = 4
+    per_sequence: bool = False
+    weights: tuple[float, float, float, float] = (0.25, 0.25, 0.25, 0.25)
+    next_use: NextUse | None = None
+    seed: int = 0
+    frequencies: Mapping[tuple[int, int], float] = field(default_factory=dict)

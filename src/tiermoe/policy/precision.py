@@ -1,0 +1,193 @@
+"""In which precision each expert is wanted, or skipped. `PRECISIONS` is the one table of names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+from tiermoe.errors import ConfigError
+from tiermoe.types import Demand, Routed
+
+
+class Precision(Protocol):
+    """Bits of what a router chose, and of what a prediction names. `reads_forecasts`: `predicted` looks at `ranked`,
+    which costs evaluating a router."""
+
+    reads_forecasts: ClassVar[bool]
+
+    def demands(self, routed: Routed) -> list[Demand]:
+        """One demand per chosen expert, ascending; `bits` is what a miss loads, 0 where a miss is skipped."""
+
+    def predicted(self, layer: int, ranked: Sequence[tuple[int, float]], expert: int) -> int:
+        """The bits in which a predicted expert is fetched, 0: not at all. `ranked`: the experts of `layer` with their
+        predicted weights (summed over the tokens of a pass), likeliest first; empty where nothing is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionContext:
+    """What a precision may be made from. `bits` and `low_bits`: of a high- and a low-precision load. `top_k`: per
+    layer. `t1`, `t2`: thresholds of the unimportance. `low_popularity`: share (0 to 1) of a prefill's active experts.
+    `table`: (layer, expert) → bits; experts that it lacks have `bits`."""
+
+    bits: int
+    top_k: Sequence[int]
+    low_bits: int = 2
+    t1: float | None = None
+    t2: float | None = None
+    low_popularity: float | None = None
+    table: Mapping[tuple[int, int], int] = field(default_factory=dict)
+
+
+def unimportance(weights: Sequence[float]) -> list[float]:
+    """HOBBIT's score of each of a token's K experts, in the order given: the share of the gate weights that rank before
+    it, s_i = sum_{j<i} |g_j| with the weights normalised to sum 1. From 0 (the first) to 1; ties rank as given."""
+    total = math.fsum(abs(weight) for weight in weights)
+    scores = [0.0] * len(weights)
+    before = 0.0
+    for index in sorted(range(len(weights)), key=lambda index: -abs(weights[index])):
+        scores[index] = min(before / total, 1.0) if total else 0.0
+        before += abs(weights[index])
+    return scores
+
+
+def thresholds(scores: Sequence[float], high_share: float, skip_share: float) -> tuple[float, float]:
+    """(t1, t2) for which at least `high_share` of the unimportance scores, and as few as possible, are <= t1, and
+    1 - `skip_share` of them <= t2. A share that leaves no score above gives 1, so that none that is yet to come is
+    above either. ConfigError without scores or for shares that are more than the whole."""
+    if not scores:
+        raise ConfigError("no gate weights to take thresholds from; give a longer calibration text")
+    if high_share < 0 or skip_share < 0 or high_share + skip_share > 1 + 1e-9:
+        raise ConfigError(
+            f"high_share ({high_share:g}) and skip_share ({skip_share:g}) must be shares of one whole; make one smaller"
+        )
+    ordered = sorted(scores)
+    return _quantile(ordered, high_share), _quantile(ordered, max(high_share, 1 - skip_share))
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    if share >= 1:
+        return 1.0
+    # 1e-9: 0.55 of 100 scores are 55 of them, whatever their product is rounded to
+    return ordered[max(math.ceil(share * len(ordered) - 1e-9), 1) - 1]
+
+
+class Fixed:
+    """Every expert in the same bits."""
+
+    reads_forecasts: ClassVar[bool] = False
+
+    def __init__(self, context: PrecisionContext) -> None:
+        self._bits = context.bits
+
+    def demands(self, routed: Routed) -> list[Demand]:
+        return [Demand(expert, tokens, self._bits) for expert, tokens in routed.tokens_per_expert().items()]
+
+    def predicted(self, layer: int, ranked: Sequence[tuple[int, float]], expert: int) -> int:
+        return self._bits
+
+
+class GateScore:
+    """A miss is loaded high where its unimportance is at most T1, low up to T2, and skipped above (HOBBIT, token-level
+    dynamic loading). Where the tokens of a pass disagree, the highest demand wins. Raises ConfigError without
+    thresholds."""
+
+    reads_forecasts: ClassVar[bool] = True
+
+    def __init__(self, context: PrecisionContext) -> None:
+        if context.t1 is None or context.t2 is None:
+            raise ConfigError(
+                "precision=gate-score needs the thresholds t1 and t2; make them with tiermoe calibrate MODEL "
+                "--text FILE --for hobbit, or set both"
+            )
+        self._bits, self._low_bits, self._top_k = context.bits, context.low_bits, context.top_k
+        self._t1, self._t2 = context.t1, context.t2
+        self._tokens = 1
+
+    def demands(self, routed: Routed) -> list[Demand]:
+        self._tokens = len(routed.experts)
+        bits: dict[int, int] = {}
+        for experts, weights in zip(routed.experts, routed.weights, strict=True):
+            for expert, score in zip(experts, unimportance(weights), strict=True):
+                bits[expert] = max(bits.get(expert, 0), self._bits_of(score))
+        return [Demand(expert, tokens, bits[expert]) for expert, tokens in routed.tokens_per_expert().items()]
+
+    def predicted(self, layer: int, ranked: Sequence[tuple[int, float]], expert: int) -> int:
+        """By the score among the predicted K; what ranks behind them has all the weight before it. High where several
+        tokens run (one that ranks it first is enough) or where the weights are not known."""
+        if self._tokens > 1 or not ranked:
+            return self._bits
+        chosen = ranked[: self._top_k[layer]]
+        scores = unimportance([weight for _, weight in chosen])
+        return self._bits_of(next((s for (e, _), s in zip(chosen, scores, strict=True) if e == expert), 1.0))
+
+    def _bits_of(self, score: float) -> int:
+        if score <= self._t1:
+            return self._bits
+        return self._low_bits if score <= self._t2 else 0
+
+
+class Popularity:
+    """In prefill the `low_popularity` share of the active experts that serve the fewest tokens is low, rounded down,
+    of equals the higher index first; all are high in decode (Fate, section 4.5). Of a prediction it is the end of the
+    ranking. Raises ConfigError without the share."""
+
+    reads_forecasts: ClassVar[bool] = True
+
+    def __init__(self, context: PrecisionContext) -> None:
+        if context.low_popularity is None:
+            raise ConfigError(
+                "precision=popularity needs low_popularity; make it with tiermoe calibrate MODEL --text FILE "
+                "--for fate, or set it"
+            )
+        self._bits, self._low_bits = context.bits, context.low_bits
+        self._share = context.low_popularity
+        self._phase = "prefill"
+
+    def demands(self, routed: Routed) -> list[Demand]:
+        self._phase = routed.phase
+        counts = routed.tokens_per_expert()
+        ascending = sorted(counts, key=lambda expert: (counts[expert], -expert))
+        low = set(ascending[: self._low_count(len(counts))])
+        return [Demand(e, tokens, self._low_bits if e in low else self._bits) for e, tokens in counts.items()]
+
+    def predicted(self, layer: int, ranked: Sequence[tuple[int, float]], expert: int) -> int:
+        unpopular = ranked[len(ranked) - self._low_count(len(ranked)) :]
+        return self._low_bits if any(expert == low for low, _ in unpopular) else self._bits
+
+    def _low_count(self, active: int) -> int:
+        # 1e-9: 0.29 of 100 experts are 29 of them, whatever their product is rounded to
+        return math.floor(self._share * active + 1e-9) if self._phase == "prefill" else 0
+
+
+class Table:
+    """Bits per expert, found offline (EdgeMoE, section 3.2: by importance; CORM: by usage). Raises ConfigError without
+    a table."""
+
+    reads_forecasts: ClassVar[bool] = False
+
+    def __init__(self, context: PrecisionContext) -> None:
+        if not context.table:
+            raise ConfigError(
+                "precision=table needs a table of bits per expert and there is none; make it with tiermoe calibrate "
+                "MODEL --text FILE --for edgemoe,corm"
+            )
+        self._table, self._bits = context.table, context.bits
+
+    def demands(self, routed: Routed) -> list[Demand]:
+        return [Demand(e, tokens, self._bits_of(routed.layer, e)) for e, tokens in routed.tokens_per_expert().items()]
+
+    def predicted(self, layer: int, ranked: Sequence[tuple[int, float]], expert: int) -> int:
+        return self._bits_of(layer, expert)
+
+    def _bits_of(self, layer: int, expert: int) -> int:
+        return self._table.get((layer, expert), self._bits)
+
+
+PRECISIONS: dict[str, Callable[[PrecisionContext], Precision]] = {
+    "fixed": Fixed,
+    "gate-score": GateScore,
+    "popularity": Popularity,
+    "table": Table,
+}

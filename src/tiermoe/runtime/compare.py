@@ -1,0 +1,123 @@
+"""Presets side by side: each measured in a process of its own, round after round, and summed up over the rounds.
+
+A process of its own gives every preset the same empty start and the same budget, and a preset that cannot run takes no
+other with it. Every other round goes backwards, so that a machine that slows down or speeds up favours no preset.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiermoe.errors import ConfigError, TiermoeError
+from tiermoe.presets import PRESETS, preset_named
+
+Measure = Callable[[str], dict[str, Any]]
+"""Preset → the object that `tiermoe eval --json` prints. Raises a TiermoeError with the reason where it cannot."""
+
+BASELINES = ("load-on-demand", "lru")
+"""Presets that the others' speeds are divided by."""
+
+_RANGED = ("decode_tok_s", "prefill_tok_s")
+
+
+@dataclass(slots=True)
+class Measured:
+    """One preset: its result in each round, or why it has none."""
+
+    preset: str
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    error: str | None = None
+
+
+def presets_asked(text: str) -> list[str]:
+    """'all', or names with commas, each once. ConfigError for an unknown one."""
+    if text.strip() == "all":
+        return list(PRESETS)
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise ConfigError("no preset is named; use --presets all, or names like hobbit,lru")
+    return list(dict.fromkeys(preset_named(name).name for name in names))
+
+
+def measure_all(
+    presets: Sequence[str], rounds: int, measure: Measure, progress: Callable[[int, int], None]
+) -> list[Measured]:
+    """Measures each preset once a round; one that fails is not run again. progress: called with (done, in all)."""
+    rows = [Measured(preset) for preset in presets]
+    done, total = 0, rounds * len(rows)
+    for round_ in range(rounds):
+        for row in rows if round_ % 2 == 0 else reversed(rows):
+            if row.error is None:
+                _measure(row, measure)
+            done += 1
+            progress(done, total)
+    return rows
+
+
+def _measure(row: Measured, measure: Measure) -> None:
+    try:
+        row.rounds.append(measure(row.preset))
+    except TiermoeError as error:
+        row.error = str(error)
+
+
+def summarise(rows: Sequence[Measured]) -> list[dict[str, Any]]:
+    """One object per preset, fastest decode first, those that failed (`preset`, `error`) last.
+
+    Numbers are medians over the rounds; `NAME_range` is [least, most] of a speed; `decode_vs_lru` and the like are
+    medians of the ratios within a round, so that what slows a whole round down does not count.
+    """
+    whole = [row for row in rows if row.error is None]
+    by_name = {row.preset: row for row in whole}
+    results = [_median(row) | _ratios(row, by_name) for row in whole]
+    results.sort(key=lambda result: -result["decode_tok_s"])
+    return results + [{"preset": row.preset, "error": row.error} for row in rows if row.error is not None]
+
+
+def _median(row: Measured) -> dict[str, Any]:
+    first = row.rounds[0]
+    result = {name: _middle([each[name] for each in row.rounds]) for name in first}
+    for name in _RANGED:
+        values = [each[name] for each in row.rounds]
+        result[f"{name}_range"] = [min(values), max(values)]
+    return result | {"rounds": len(row.rounds)}
+
+
+def _middle(values: list[Any]) -> Any:
+    """The median of numbers that differ; what is the same in every round, or is no number, as it is."""
+    if all(value == values[0] for value in values) or not isinstance(values[0], int | float):
+        return values[0]
+    return statistics.median(values)
+
+
+def _ratios(row: Measured, by_name: dict[str, Measured]) -> dict[str, float]:
+    ratios = {}
+    for baseline in BASELINES:
+        if baseline not in by_name:
+            continue
+        for name in _RANGED:
+            pairs = zip(row.rounds, by_name[baseline].rounds, strict=True)
+            values = [ours[name] / theirs[name] for ours, theirs in pairs if theirs[name]]
+            if values:
+                ratios[f"{name.removesuffix('_tok_s')}_vs_{baseline.replace('-', '_')}"] = statistics.median(values)
+    return ratios
+
+
+def eval_in_process(words: Sequence[str]) -> dict[str, Any]:
+    """Runs `tiermoe eval WORDS --json` in a process of its own. TiermoeError with the reason where it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tiermoe", "eval", *words, "--json"], capture_output=True, text=True, check=False
+    )
+    if done.returncode == 0:
+        result: dict[str, Any] = json.loads(done.stdout)[0]
+        return result
+    if done.returncode < 0:
+        raise TiermoeError(f"its process was ended by signal {-done.returncode}; 9 is often the system out of memory")
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    raise TiermoeError(said[-1].removeprefix("tiermoe: ") if said else f"its process ended with {done.returncode}")

@@ -1,0 +1,105 @@
+"""How good a preset's text is, and how fast it came: each window's prompt is read at once, as `generate()` would, and
+its other tokens are fed one at a time, whatever the model would have said.
+
+Many presets act while a model decodes, and on what happens to be cached (skipping, a lower precision on a miss, falling
+back), so a forward pass over a whole window would not show what they cost. Every preset is fed the same tokens, so
+speeds compare too. The distributions are kept as they come and scored after each window, outside the measured time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from tiermoe.runtime import scoring
+from tiermoe.runtime.phases import Phase, hit_rate
+from tiermoe.runtime.prepare_store import Progress
+from tiermoe.runtime.reference import Reference
+from tiermoe.runtime.scoring import TokenScores
+from tiermoe.runtime.windows import Windows
+
+
+def reserved_bytes(length: int, vocabulary: int, itemsize: int) -> int:
+    """What scoring a window of `length` tokens holds beside the model: its logits, and rows being scored."""
+    return length * vocabulary * itemsize + scoring.working_bytes(vocabulary)
+
+
+@torch.inference_mode()
+def write_reference(model: Any, windows: Windows, reference: Reference, progress: Progress) -> list[TokenScores]:
+    """Appends the log-probabilities of each scored token to `reference`, which has its header, a window in one forward
+    pass: an exact model's logits do not depend on its cache. Returns the windows' scores."""
+    scores = []
+    for done, window in enumerate(windows, 1):
+        logits = model(
+            input_ids=window.to(model.device), use_cache=False, logits_to_keep=windows.shape.window + 1
+        ).logits[0, :-1]
+        for rows in scoring.row_blocks(len(logits)):
+            reference.append(scoring.log_probabilities(logits[rows]))
+        scores.append(scoring.score_tokens(logits.cpu(), windows.targets(window)))
+        progress("scoring the 16-bit weights", done, len(windows.scored))
+    return scores
+
+
+def evaluate(model: Any, windows: Windows, reference: Reference | None, progress: Progress) -> dict[str, Any]:
+    """Scores and speed of a loaded model on a text's windows, by the names that `--json` prints."""
+    logits = torch.empty(windows.shape.window, model.config.vocab_size, dtype=model.dtype)
+    decode_window(model, windows.warming[None], windows.shape.prompt, logits, Phase(), Phase())
+    prefill, decode = Phase(), Phase()
+    scores = []
+    for index, window in enumerate(windows):
+        decode_window(model, window, windows.shape.prompt, logits, prefill, decode)
+        rows = reference.window(index) if reference is not None else None
+        scores.append(scoring.score_tokens(logits, windows.targets(window), rows))
+        progress("scoring", index + 1, len(windows.scored))
+    return {**_speed(model, prefill, decode), **scoring.summarise(scores)}
+
+
+@torch.inference_mode()
+def decode_window(
+    model: Any, window: torch.Tensor, prompt: int, logits: torch.Tensor, prefill: Phase, decode: Phase
+) -> None:
+    """Feeds a window (1, n) to a model: `prompt` tokens in the engine's chunks, then one at a time but for the last.
+    Writes the logits of each token after the prompt to `logits` (n - prompt, vocabulary), and adds to the phases."""
+    engine = model.tiermoe
+    cache = DynamicCache(config=model.config)
+    ids = window.to(model.device)
+    with prefill.measured(engine, prompt):
+        for begin in range(0, prompt, engine.settings.chunk):
+            _feed(model, ids[:, begin : min(begin + engine.settings.chunk, prompt)], cache, logits[0])
+    with decode.measured(engine, len(logits) - 1):
+        for row in range(1, len(logits)):
+            at = prompt + row - 1
+            _feed(model, ids[:, at : at + 1], cache, logits[row])
+
+
+def _feed(model: Any, ids: torch.Tensor, cache: DynamicCache, logits: torch.Tensor) -> None:
+    logits.copy_(model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1])
+
+
+def _speed(model: Any, prefill: Phase, decode: Phase) -> dict[str, Any]:
+    engine = model.tiermoe
+    plan, stats = engine.plan, engine.stats()
+    return {
+        "preset": engine.composition.name,
+        "lossy": engine.lossy,
+        "set": dict(engine.settings.set),
+        "bits": engine.settings.bits,
+        "dense_bits": engine.settings.dense_bits,
+        "cache_fraction": plan.experts / (plan.all_slots * plan.slot_bytes),
+        "hit_rate": hit_rate(prefill.hits + decode.hits, prefill.misses + decode.misses),
+        "prefill_hit_rate": prefill.hit_rate,
+        "decode_hit_rate": decode.hit_rate,
+        "prefill_tok_s": prefill.tok_s,
+        "decode_tok_s": decode.tok_s,
+        "bound_tok_s": decode.bound_tok_s(engine.bandwidth),
+        "bytes_read": prefill.bytes_read + decode.bytes_read,
+        "bytes_per_token": decode.bytes_per_token,
+        "wait_s": prefill.wait_s + decode.wait_s,
+        "decode_wait_s": decode.wait_s,
+        "fallback_ratio": stats["fallback_ratio"],
+        "threads": torch.get_num_threads(),
+        "peak_memory_bytes": stats["peak_memory_bytes"],
+        "memory_budget_bytes": plan.budget,
+    }

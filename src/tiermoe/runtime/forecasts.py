@@ -1,0 +1,119 @@
+"""What a running layer's hidden state says about later layers: their routers, called on it.
+
+HOBBIT (section 4.2), Fate (section 4.2) and CORM (section 3.2) report that the inputs of neighbouring layers' routers are
+alike. The router itself is called, so that its own selection is predicted (biases and groups included).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tiermoe.policy.prediction.protocol import Ranked
+
+Remembered = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Forecaster:
+    """Calls a model's routers on other layers' inputs.
+
+    routers: one per MoE layer; a None names no experts by index (Switch) or is a hash of the token (whose prediction is
+    another), and nothing is forecast for it. whole: rank all experts of a layer, not only the chosen ones (percentiles,
+    popularity, traces).
+
+    A router is called with what its block gives it beside the input (MiniMax-M2's correction bias), as seen in the
+    model's own last call; before the first one nothing is forecast.
+    """
+
+    def __init__(self, routers: Sequence[Any], whole: bool) -> None:
+        self._routers = list(routers)
+        self.whole = whole
+        self._beside_input: dict[int, Remembered] = {}
+        self._hooks = [
+            router.register_forward_pre_hook(self._remember(layer), with_kwargs=True)
+            for layer, router in enumerate(self._routers)
+            if router is not None
+        ]
+
+    def ranked(self, target: int, hidden: torch.Tensor) -> Ranked:
+        """The router of layer `target` on `hidden` (T, H): experts with weights, likeliest first; weights are summed
+        over the tokens. The chosen ones come first for a single token."""
+        if target >= len(self._routers) or target not in self._beside_input:
+            return ()
+        arguments, named = self._beside_input[target]
+        logits, weights, index = self._routers[target](hidden, *arguments, **named)
+        if not self.whole:
+            return _chosen(weights, index, logits.shape[-1])
+        probabilities = logits.float().softmax(-1)
+        if hidden.shape[0] > 1:
+            return _descending(probabilities.sum(0))
+        chosen = index[0].tolist()
+        listed = probabilities[0].tolist()
+        rest = sorted(set(range(len(listed))) - set(chosen), key=lambda expert: -listed[expert])
+        first = sorted(chosen, key=lambda expert: -listed[expert])
+        return [(expert, listed[expert]) for expert in [*first, *rest]]
+
+    def close(self) -> None:
+        """Takes its hooks off the model's routers."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _remember(self, layer: int) -> Callable[..., None]:
+        def remember(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self._beside_input[layer] = (arguments[1:], named)
+
+        return remember
+
+
+class PassForecasts:
+    """`policy.prediction.Forecasts` of one pass: `hidden` (T, H) is the running layer's input, None before the first
+    layer. `little`: layer → what its router said in the discarded little pass."""
+
+    def __init__(self, forecaster: Forecaster | None) -> None:
+        self.tokens: list[int] = []
+        self.little: dict[int, Ranked] = {}
+        self._forecaster = forecaster
+        self._hidden: torch.Tensor | None = None
+        self._known: dict[int, Ranked] = {}
+
+    def at(self, hidden: torch.Tensor | None) -> None:
+        """Another layer runs, on `hidden`."""
+        self._hidden = hidden
+        self._known.clear()
+
+    def ranked(self, target: int) -> Ranked:
+        if self._hidden is None or self._forecaster is None:
+            return ()
+        if target not in self._known:
+            self._known[target] = self._forecaster.ranked(target, self._hidden)
+        return self._known[target]
+
+    def token_ids(self) -> Sequence[int]:
+        return self.tokens
+
+    def recalled(self, target: int) -> Ranked:
+        return self.little.get(target, ())
+
+
+def router_beside(shell: Any, model: Any) -> Any:
+    """The router in the block of an experts module. LookupError where there is none."""
+    for module in model.modules():
+        if getattr(module, "experts", None) is shell:
+            return getattr(module, "gate", None) or module.router
+    raise LookupError("the experts module has no router beside it")
+
+
+def _chosen(weights: torch.Tensor, index: torch.Tensor, experts: int) -> Ranked:
+    if index.shape[0] > 1:
+        summed = torch.zeros(experts).index_add_(0, index.reshape(-1), weights.float().reshape(-1))
+        return [entry for entry in _descending(summed) if entry[1] > 0]
+    pairs = zip(index[0].tolist(), weights[0].tolist(), strict=True)
+    return sorted(pairs, key=lambda pair: -pair[1])
+
+
+def _descending(values: torch.Tensor) -> Ranked:
+    order = values.argsort(descending=True, stable=True).tolist()
+    listed = values.tolist()
+    return [(expert, listed[expert]) for expert in order]

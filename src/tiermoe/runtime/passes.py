@@ -1,0 +1,142 @@
+"""The forward pass that runs: its phase, which experts its tokens may use, and who is told what the routers chose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from tiermoe.policy.routing import half
+from tiermoe.runtime.forecasts import PassForecasts
+from tiermoe.scheduler import Scheduler
+from tiermoe.types import Ready, Routed
+
+Observer = Callable[[Routed, torch.Tensor], None]
+"""Called with each layer's routing and its input (T, H)."""
+
+
+class CurrentPass:
+    """Follows a model's forward passes through hooks, and hands its layers to the scheduler.
+
+    encoder_layers: MoE layers of an encoder, which run first (0: a decoder alone). chunk: tokens of a prompt that run
+    at once, by which the last token of a prompt is told from a generated one. `needs_weights`, `may_skip`, `proceed`:
+    what the composition asks of the layers. `unsure`: in a fallback pass, the rows of the batch that run with all K;
+    None runs every row with all K, an empty list none (the little pass).
+    """
+
+    def __init__(self, scheduler: Scheduler, forecasts: PassForecasts, encoder_layers: int, chunk: int) -> None:
+        self.scheduler = scheduler
+        self.forecasts = forecasts
+        self.phase = "prefill"
+        self.needs_weights = False
+        self.may_skip = False
+        self.proceed = scheduler.proceed
+        self.unsure: list[int] | None = None
+        self.observer: Observer | None = None
+        self._encoder_layers = encoder_layers
+        self._chunk = chunk
+        self._previous_tokens = 0
+        self._encoded = False
+
+    def follow(self, model: Any) -> list[Any]:
+        """Hooks that begin a pass whenever `model` runs; returns their handles. `generate()` runs an encoder by itself, so
+        the encoder and the decoder of a model that has both begin passes of their own."""
+        if not model.config.is_encoder_decoder:
+            return [model.register_forward_pre_hook(self.before_forward, with_kwargs=True)]
+        return [
+            model.get_encoder().register_forward_pre_hook(self.before_encoder, with_kwargs=True),
+            model.get_decoder().register_forward_pre_hook(self.before_decoder, with_kwargs=True),
+        ]
+
+    def begin(self, tokens: torch.Tensor | None, rows: int, length: int, past: int) -> None:
+        """A pass over `rows` sequences of `length` tokens after `past` ones begins."""
+        if past == 0:
+            self.scheduler.new_sequence()
+        goes_on = past > 0 and self._previous_tokens == self._chunk
+        self.phase = "decode" if length == 1 and past > 0 and not goes_on else "prefill"
+        self._previous_tokens = length if past == 0 or goes_on else 0
+        self._begin(tokens, rows * length, 0)
+
+    def before_forward(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """A forward pre-hook (with keyword arguments) of a decoder alone."""
+        ids, rows, length = _given(arguments, named)
+        self.begin(ids, rows, length, _past(named))
+
+    def before_encoder(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """A forward pre-hook of an encoder: another request begins, and its prompt is read at once."""
+        ids, rows, length = _given(arguments, named)
+        self.scheduler.new_sequence()
+        self._encoded = True
+        self.phase = "prefill"
+        self._begin(ids, rows * length, 0)
+
+    def before_decoder(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """A forward pre-hook of the decoder behind an encoder, whose first token is a generated one too."""
+        ids, rows, length = _given(arguments, named)
+        if _past(named) == 0 and not self._encoded:
+            self.scheduler.new_sequence()  # what was encoded before is decoded again
+        self._encoded = False
+        self.phase = "decode" if length == 1 else "prefill"
+        self._begin(ids, rows * length, self._encoder_layers)
+
+    def route(
+        self, layer: int, index: torch.Tensor, weights: torch.Tensor, none: int, renormalise: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts that run: all K of a token, or K/2 where the pass is a little one for it. none: an index that
+        names no expert."""
+        if self.unsure is None or self.phase != "decode":
+            return index, weights
+        if not self.unsure:
+            self._note_little(layer, index, weights)
+        return keep_half(index, weights, self.unsure, none, renormalise)
+
+    def run_layer(self, routed: Routed, hidden: torch.Tensor) -> Iterator[Ready]:
+        """`Scheduler.run_layer` for a layer whose input is `hidden` (T, H)."""
+        self.forecasts.at(hidden)
+        if self.observer is not None:
+            self.observer(routed, hidden)
+        return self.scheduler.run_layer(routed, self.forecasts)
+
+    def _begin(self, ids: torch.Tensor | None, tokens: int, first: int) -> None:
+        """A pass over `tokens` tokens begins, whose first MoE layer is `first`."""
+        self.forecasts.tokens = ids.reshape(-1).tolist() if ids is not None else []
+        self.forecasts.at(None)
+        self.scheduler.begin_pass(tokens, self.forecasts, first)
+
+    def _note_little(self, layer: int, index: torch.Tensor, weights: torch.Tensor) -> None:
+        """What the router said in the little pass, of all K: summed over the rows of a batch."""
+        totals: dict[int, float] = {}
+        for chosen, gates in zip(index.tolist(), weights.tolist(), strict=True):
+            for expert, gate in zip(chosen, gates, strict=True):
+                totals[expert] = totals.get(expert, 0.0) + gate
+        self.forecasts.little[layer] = sorted(totals.items(), key=lambda pair: -pair[1])
+
+
+def _given(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[torch.Tensor | None, int, int]:
+    """(token ids where there are any, rows, tokens of each) of a forward call."""
+    ids = arguments[0] if arguments else named.get("input_ids")
+    given = ids if ids is not None else named["inputs_embeds"]
+    return ids, given.shape[0], given.shape[1]
+
+
+def _past(named: dict[str, Any]) -> int:
+    """Tokens that the key/value cache of a forward call holds already."""
+    cache = named.get("past_key_values")
+    return int(cache.get_seq_length()) if cache is not None else 0
+
+
+def keep_half(
+    index: torch.Tensor, weights: torch.Tensor, whole_rows: list[int], none: int, renormalise: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """index, weights (T, K) with the smaller half of each row's experts replaced by `none`, except in `whole_rows`. What is left is scaled to the row's sum where the model normalises over the chosen ones."""
+    k = index.shape[1]
+    order = weights.argsort(dim=1, descending=True, stable=True)
+    dropped = torch.zeros_like(index, dtype=torch.bool).scatter_(1, order[:, half(k) :], True)
+    dropped[whole_rows] = False
+    kept = weights.masked_fill(dropped, 0)
+    if renormalise:
+        scale = weights.sum(1, keepdim=True) / kept.sum(1, keepdim=True)
+        scale[whole_rows] = 1
+        kept = kept * scale
+    return index.masked_fill(dropped, none), kept

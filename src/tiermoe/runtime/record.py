@@ -1,0 +1,222 @@
+"""Records what a model's routers choose on a text: `tiermoe trace`, and the calibrations.
+
+The text is cut into sequences. Of each the first tokens are a prompt, read in one pass; the others are fed one at a
+time, whatever the model would have said. Recording changes nothing: the little pass before a token and the forecasts
+leave the model's own passes as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tiermoe.config import Settings
+from tiermoe.errors import ConfigError
+from tiermoe.families import family_of
+from tiermoe.policy.prediction.protocol import Ranked
+from tiermoe.runtime.fallback import _Saved
+from tiermoe.trace import LayerTrace, Little, Pass
+from tiermoe.types import Routed
+
+DISTANCES = (1, 2, 3)
+_DIGITS = 5  # significant ones of a recorded weight: a trace holds hundreds for each token
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a text is recorded: `tokens` tokens in whole sequences of `sequence`, the first `prompt` of each at once."""
+
+    tokens: int = 2048
+    prompt: int = 32
+    sequence: int = 256
+
+    def __post_init__(self) -> None:
+        if self.prompt < 1 or self.sequence <= self.prompt:
+            raise ConfigError(
+                f"a sequence ({self.sequence:,} tokens) must be longer than its prompt ({self.prompt:,}), and that at "
+                f"least 1 token; raise --sequence or lower --prompt"
+            )
+        if self.tokens < self.sequence:
+            raise ConfigError(
+                f"tokens ({self.tokens:,}) is less than one sequence ({self.sequence:,}); raise --tokens or lower "
+                f"--sequence"
+            )
+
+    @property
+    def sequences(self) -> int:
+        """How many there are."""
+        return self.tokens // self.sequence
+
+    @property
+    def passes(self) -> int:
+        """How many forward passes they take; the last token of a sequence is fed too."""
+        return self.sequences * (1 + self.sequence - self.prompt)
+
+
+def cut(tokenizer: Any, text: str, shape: Cut, longest: int | None = None) -> torch.Tensor:
+    """Token ids (sequences, sequence) of sequences that do not overlap, spread evenly over the text, each after the
+    tokenizer's beginning-of-sequence token where it sets one. longest: the model's context (None: unbounded).
+    ConfigError, with the numbers, where the text is too short or a sequence too long."""
+    if longest is not None and shape.sequence > longest:
+        raise ConfigError(
+            f"a sequence of {shape.sequence:,} tokens is longer than the model's context of {longest:,}; lower "
+            f"--sequence"
+        )
+    ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    first = list(tokenizer("").input_ids[:1])
+    start = first if first and first[0] == tokenizer.bos_token_id else []
+    length, count = shape.sequence - len(start), shape.sequences
+    if len(ids) < count * length:
+        fitting = len(ids) // length * shape.sequence
+        instead = f"or use --tokens {fitting}" if fitting else "or lower --sequence and --tokens"
+        raise ConfigError(
+            f"the text has {len(ids):,} tokens; recording {count * shape.sequence:,} in sequences of "
+            f"{shape.sequence:,} takes {count * length:,}: give a longer text, {instead}"
+        )
+    begins = [index * (len(ids) - length) // max(count - 1, 1) for index in range(count)]
+    return torch.tensor([[*start, *ids[begin : begin + length]] for begin in begins])
+
+
+class Recorder:
+    """Follows the layers of a loaded model that has run before (`Forecaster`). distances: layers ahead whose routers
+    are asked too. little: run the K/2 pass (MoBiLE) before each token. `holds` and `distances` are what comes of it (an
+    adapter family's routers name no experts; with one expert per token there is no half). Close it, or use it as a
+    context.
+
+    Raises ConfigError for a model whose composition is lossy or decodes with fewer experts: its choices would not be
+    the model's."""
+
+    def __init__(self, model: Any, distances: Sequence[int] = DISTANCES, little: bool = True) -> None:
+        self._model = model
+        self._engine = engine = model.tiermoe
+        if engine.lossy:
+            raise ConfigError(
+                f"preset {engine.composition.name} is lossy ({', '.join(engine.lossy)}); record with an exact preset"
+            )
+        layers = engine.store.layers
+        self._experts = [layer.experts for layer in layers]
+        self._top_k = [layer.top_k for layer in layers]
+        adapter = family_of(model.config.model_type).adapter
+        self.little = little and not model.config.is_encoder_decoder and max(self._top_k) > 1
+        self.distances = () if adapter else tuple(d for d in distances if d < len(layers))
+        self._layers: list[LayerTrace] = []
+        self._before = engine.current.needs_weights, engine.forecaster.whole
+        engine.current.needs_weights = engine.forecaster.whole = True
+        engine.observe(self._observe)
+
+    @property
+    def holds(self) -> frozenset[str]:
+        """Of `tiermoe.trace.HOLDS`."""
+        forecasts = ["forecasts"] if self.distances else []
+        return frozenset(["weights", "tokens", *forecasts, *(["little"] if self.little else [])])
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leaves the model as it was."""
+        self._engine.observe(None)
+        self._engine.current.needs_weights, self._engine.forecaster.whole = self._before
+
+    @torch.inference_mode()
+    def passes(self, ids: torch.Tensor, prompt: int, sequence: int = 0) -> Iterator[Pass]:
+        """The passes over one sequence (n,): its first `prompt` tokens, then each of the others. An encoder–decoder
+        model reads the prompt through its encoder, and its decoder is fed the others after its start token."""
+        feed = _Feed(self._model, ids[None].to(self._model.device), prompt)
+        self._begin()
+        feed.prompt()
+        yield Pass("prefill", sequence, ids[:prompt].tolist(), self._layers)
+        for position in range(prompt, len(ids)):
+            little = self._little(feed, position) if self.little else None
+            self._begin()
+            feed.token(position)
+            yield Pass("decode", sequence, [int(ids[position])], self._layers, little)
+
+    def _begin(self) -> None:
+        self._layers = [LayerTrace([], []) for _ in self._experts]
+
+    def _little(self, feed: _Feed, position: int) -> Little:
+        """The K/2 pass at a position, undone afterwards."""
+        current = self._engine.current
+        self._begin()
+        saved = _Saved(feed.cache)
+        current.unsure = []
+        try:
+            logits = feed.token(position)
+        finally:
+            current.unsure = None
+            saved.restore()
+            current.scheduler.discard_pass()
+        for layer, ranked in current.forecasts.little.items():
+            traced = self._layers[layer]
+            traced.experts = [[expert for expert, _ in ranked]]
+            traced.weights = [[_rounded(weight) for _, weight in ranked]]
+        current.forecasts.little.clear()
+        return Little(_rounded(float(logits.float().softmax(-1).amax())), self._layers)
+
+    def _observe(self, routed: Routed, hidden: torch.Tensor) -> None:
+        traced = self._layers[routed.layer]
+        traced.experts = [list(chosen) for chosen in routed.experts]
+        traced.weights = [[_rounded(weight) for weight in gates] for gates in routed.weights]
+        for distance in self.distances:
+            target = routed.layer + distance
+            if target < len(self._experts):
+                ranked = self._engine.forecaster.ranked(target, hidden)
+                kept = self._kept(target) if len(hidden) == 1 else self._experts[target]
+                traced.forecasts[distance] = _shortened(ranked[:kept])
+
+    def _kept(self, target: int) -> int:
+        """Of one token's ranking: twice its K, and what lies above the 75th percentile. Several tokens' choices may
+        be anywhere in it."""
+        return max(2 * int(self._top_k[target]), -(-int(self._experts[target]) // 4) + 1)
+
+
+class _Feed:
+    """Feeds one sequence (1, n) to a model through its growing key/value cache."""
+
+    def __init__(self, model: Any, ids: torch.Tensor, prompt: int) -> None:
+        self._model = model
+        self._ids = ids
+        self._prompt = prompt
+        self._encoded: Any = None
+        self.cache: Any = None
+
+    def prompt(self) -> None:
+        ids = self._ids[:, : self._prompt]
+        if self._model.config.is_encoder_decoder:
+            start = torch.full_like(ids[:, :1], self._model.config.decoder_start_token_id)
+            self._encoded = self._model.get_encoder()(input_ids=ids)  # apart, as generate() does
+            output = self._model(encoder_outputs=self._encoded, decoder_input_ids=start, use_cache=True)
+        else:
+            output = self._model(input_ids=ids, use_cache=True, logits_to_keep=1)
+        self.cache = output.past_key_values
+
+    def token(self, position: int) -> torch.Tensor:
+        """The logits after the token at `position`."""
+        ids = self._ids[:, position : position + 1]
+        named = {"past_key_values": self.cache, "use_cache": True}
+        if self._encoded is not None:
+            output = self._model(encoder_outputs=self._encoded, decoder_input_ids=ids, **named)
+        else:
+            output = self._model(input_ids=ids, logits_to_keep=1, **named)
+        logits: torch.Tensor = output.logits[0, -1]
+        return logits
+
+
+def needed_chunk(shape: Cut) -> int:
+    """A chunk that takes a prompt at once. One more than the prompt: a prompt of exactly a chunk may go on."""
+    return max(Settings().chunk, shape.prompt + 1)
+
+
+def _shortened(ranked: Ranked) -> list[tuple[int, float]]:
+    return [(expert, _rounded(weight)) for expert, weight in ranked]
+
+
+def _rounded(weight: float) -> float:
+    return float(f"{weight:.{_DIGITS}g}")

@@ -1,0 +1,45 @@
+"""The header of a trace: what the model is, what an expert weighs in each precision that its store holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiermoe.config import BITS
+from tiermoe.kernels import machine_layout
+from tiermoe.store.store import Store, precision_key
+from tiermoe.trace import Header, Times
+
+
+def header_of(
+    model: Any,
+    times: Times | None,
+    holds: frozenset[str],
+    distances: tuple[int, ...],
+    made_from: dict[str, str | int | float],
+) -> Header:
+    """The header of a loaded model's trace."""
+    engine = model.tiermoe
+    store, plan = engine.store, engine.plan
+    return Header(
+        model=store.source.name,
+        fingerprint=store.source.fingerprint,
+        experts=[layer.experts for layer in store.layers],
+        top_k=[layer.top_k for layer in store.layers],
+        expert_bytes=expert_bytes(store, engine.settings.quantizer, machine_layout(str(model.device))),
+        times=times,
+        holds=holds,
+        forecast_distances=distances,
+        dense_bytes=plan.dense,
+        encoder_layers=sum(layer.name.startswith("encoder.") for layer in store.layers),
+        made_from=made_from,
+    )
+
+
+def expert_bytes(store: Store, quantizer: str, layout: str) -> dict[int, list[int]]:
+    """Bits → bytes that reading one expert of each layer costs, of the precisions that the store holds."""
+    found = {}
+    for bits in BITS:
+        packed = store.precisions.get(precision_key(bits, quantizer, layout))
+        if packed is not None:
+            found[bits] = [max(extent.nbytes for extent in layer.extents) for layer in packed.layers]
+    return found

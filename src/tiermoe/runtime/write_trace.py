@@ -1,0 +1,59 @@
+"""A loaded model and a text's sequences → a trace file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from tiermoe import __version__
+from tiermoe.config import Settings
+from tiermoe.runtime.measure_times import measure_times
+from tiermoe.runtime.prepare_store import Progress
+from tiermoe.runtime.record import DISTANCES, Cut, Recorder
+from tiermoe.runtime.trace_header import header_of
+from tiermoe.trace_file import TraceWriter
+
+MadeFrom = dict[str, str | int | float]
+
+
+def write_trace(
+    path: Path,
+    model: Any,
+    ids: torch.Tensor,
+    shape: Cut,
+    made_from: MadeFrom,
+    progress: Progress,
+    distances: Sequence[int] = DISTANCES,
+    little: bool = True,
+) -> None:
+    """Records the sequences `ids` (sequences, length) and writes them to `path`, which appears whole or not at all.
+    Times are measured first, on the first sequence. TraceError where `path` cannot be written."""
+    times = measure_times(model, ids[0], shape.prompt)
+    with Recorder(model, distances, little) as recorder:
+        header = header_of(model, times, recorder.holds, recorder.distances, made_from)
+        with TraceWriter(path, header) as writer:
+            done = 0
+            for number, sequence in enumerate(ids):
+                for passed in recorder.passes(sequence, shape.prompt, number):
+                    writer.add(passed)
+                    done += 1
+                    progress("recording", done, shape.passes)
+
+
+def made_from(text_name: str, text: str, shape: Cut, settings: Settings) -> MadeFrom:
+    """What a trace or a profile is made from, beside the checkpoint: the same of the same, so without a date."""
+    return {
+        "text": text_name,
+        "text_xxh3": xxhash.xxh3_64_hexdigest(text.encode()),
+        "tokens": shape.sequences * shape.sequence,
+        "prompt": shape.prompt,
+        "sequence": shape.sequence,
+        "bits": settings.bits,
+        "dense_bits": settings.dense_bits,
+        "quantizer": settings.quantizer,
+        "version": __version__,
+    }

@@ -1,0 +1,113 @@
+"""A composition at work: what the router chose becomes demands, demands become experts in slots, and what comes next is
+read ahead. The engine and the simulator run this very code, over a real and a virtual link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tiermoe.controller import Controller, Counts
+from tiermoe.policy.clock import Clock
+from tiermoe.policy.precision import Precision
+from tiermoe.policy.prediction.protocol import Forecasts, Prediction
+from tiermoe.types import Demand, ExpertKey, Ready, Routed
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """One model's layers under one composition.
+
+    together: a layer computes when all its loads are there. whole_layer: every expert of a layer is fetched, routed or
+    not; `experts` is how many each layer has. proceed: a layer runs with the experts that were predicted, where any
+    were (CORM's misprediction).
+    """
+
+    controller: Controller
+    clock: Clock
+    precision: Precision
+    prediction: Prediction
+    experts: list[int]
+    fixed_bits: int
+    mask: bool = True
+    together: bool = False
+    whole_layer: bool = False
+    proceed: bool = False
+    discarded: Counts = field(default_factory=Counts)
+    _before_pass: Counts = field(default_factory=Counts)
+    _pass_tokens: int = 0
+
+    def new_sequence(self) -> None:
+        """Another request begins: records that are kept per sequence are forgotten."""
+        self.clock.new_sequence()
+        self.prediction.new_sequence()
+        self.controller.cache.new_sequence()
+
+    def begin_pass(self, tokens: int, forecasts: Forecasts, first: int = 0) -> None:
+        """A forward pass over `tokens` tokens begins (all rows of a batch counted). first: its first MoE layer, not 0
+        in a decoder behind an encoder."""
+        self._before_pass = self.controller.counts.copy()
+        self._pass_tokens = tokens
+        self.clock.advance(tokens)
+        self._prefetch(first - 1, forecasts)
+
+    def discard_pass(self) -> None:
+        """The last pass does not count: its hits and misses are kept apart, and its token is run again (MoBiLE)."""
+        counts = self.controller.counts
+        passed = counts.minus(self._before_pass)
+        self.discarded.add(passed)
+        self.controller.counts = self._before_pass.copy()
+        self.clock.token -= self._pass_tokens
+
+    def run_layer(self, routed: Routed, forecasts: Forecasts) -> Iterator[Ready]:
+        """Yields the experts of a layer as they can be computed (`Controller.run_layer`)."""
+        self.clock.layer = routed.layer
+        self.prediction.observe(routed)
+        demands = self._demands(routed)
+
+        def speculate() -> None:
+            self._prefetch(routed.layer, forecasts)
+
+        yield from self.controller.run_layer(routed.layer, demands, speculate, self.together)
+
+    def _demands(self, routed: Routed) -> list[Demand]:
+        demands = self.precision.demands(routed)
+        if self.proceed and routed.phase == "decode":
+            demands = self._as_predicted(routed.layer, demands)
+        if self.whole_layer:
+            asked = {demand.expert for demand in demands}
+            rest = (expert for expert in range(self.experts[routed.layer]) if expert not in asked)
+            demands += [Demand(expert, 0, self.fixed_bits) for expert in rest]
+        return demands
+
+    def _as_predicted(self, layer: int, demands: list[Demand]) -> list[Demand]:
+        """Where at least one demanded expert is here or on its way, the others are skipped."""
+        cache = self.controller.cache
+
+        def there(demand: Demand) -> bool:
+            place = (layer, demand.expert, demand.bits)
+            return cache.find(*place) is not None or cache.arriving(*place) is not None
+
+        if not any(there(demand) for demand in demands):
+            return demands
+        return [demand if there(demand) else Demand(demand.expert, demand.tokens, 0) for demand in demands]
+
+    def _prefetch(self, layer: int, forecasts: Forecasts) -> None:
+        cache, precision = self.controller.cache, self.precision
+
+        def bits_of(target: int, expert: int) -> int:
+            ranked = forecasts.ranked(target) if precision.reads_forecasts else ()
+            return precision.predicted(target, ranked, expert)
+
+        def here(target: int, expert: int) -> bool:
+            bits = bits_of(target, expert)
+            there = cache.find(target, expert, bits) or cache.arriving(target, expert, bits)
+            return there is not None or not bits  # what would be skipped need not come
+
+        def keys() -> Iterator[ExpertKey]:
+            for wanted in self.prediction.candidates(layer, forecasts, here):
+                bits = bits_of(wanted.layer, wanted.expert)
+                if bits:
+                    yield ExpertKey(wanted.layer, wanted.expert, bits)
+
+        self.controller.prefetch(keys(), self.mask)

@@ -1,0 +1,113 @@
+"""Eviction policies alone: one global pool, no prefetch, no time."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tiermoe.compose import Foresight, ModelShape, PrecisionSlots, assemble
+from tiermoe.config import CacheSize
+from tiermoe.controller import Counts
+from tiermoe.policy.eviction import EVICTIONS
+from tiermoe.presets import Composition
+from tiermoe.simulate.costs import expert_bytes, run_bits
+from tiermoe.simulate.link import InstantLink
+from tiermoe.simulate.result import PhaseHits, headline, hit_rate
+from tiermoe.simulate.steps import Future, Recorded, steps_of
+from tiermoe.trace import Trace
+
+_EVEN = (0.25, 0.25, 0.25, 0.25)
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionRow:
+    """One policy at one cache size; fields as in `Result`."""
+
+    eviction: str
+    cache_fraction: float
+    slots: int
+    hit_rate: float
+    prefill_hit_rate: float | None
+    belady_hit_rate: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        return asdict(self)
+
+
+def compare_evictions(
+    trace: Trace,
+    names: list[str],
+    caches: list[CacheSize],
+    weights: tuple[float, float, float, float] | None = None,
+    per_sequence: bool = False,
+    seed: int = 0,
+) -> list[EvictionRow]:
+    """Every policy of `names` at every cache size, beside Belady's. weights: of 'weighted', equal ones where None."""
+    header = trace.header
+    bits = run_bits(header)
+    unit = max(expert_bytes(header, layer, bits) for layer in range(len(header.experts)))
+    experts = sum(header.experts)
+    rows = []
+    for cache in caches:
+        asked = int(cache.fraction * experts) if cache.fraction is not None else (cache.nbytes or 0) // unit
+        slots = min(max(asked, 1), experts)
+        belady = _phase_counts(hits_of(trace, "belady", slots, bits))
+        for name in names:
+            counts = belady
+            if name != "belady":
+                counts = _phase_counts(hits_of(trace, name, slots, bits, weights, per_sequence, seed))
+            rate, best = headline(counts), headline(belady)
+            rows.append(EvictionRow(name, slots / experts, slots, rate, hit_rate(counts["prefill"]), best))
+    return rows
+
+
+def hits_of(
+    trace: Trace,
+    name: str,
+    slots: int,
+    bits: int,
+    weights: tuple[float, float, float, float] | None = None,
+    per_sequence: bool = False,
+    seed: int = 0,
+) -> dict[str, PhaseHits]:
+    """What one pool of `slots` equal units under policy `name` hits and misses, by phase. With 'belady' the most that
+    any policy can hit there."""
+    header = trace.header
+    composition = Composition(
+        name, "", cache=name, weights=weights or _EVEN, records="sequence" if per_sequence else "model"
+    )
+    steps = steps_of(trace, composition)
+    future = Future(steps, len(header.experts))
+    link = InstantLink(lambda key: expert_bytes(header, key.layer, key.bits))
+    shape = ModelShape(header.experts, header.top_k, header.encoder_layers)
+    foresight = Foresight(future.next_use, future.choices)
+    scheduler = assemble(composition, shape, [PrecisionSlots((bits,), slots)], link, bits, None, foresight, seed)
+    phases = {"prefill": PhaseHits(Counts(), 0), "decode": PhaseHits(Counts(), 0)}
+    sequence: int | None = None
+    for number, step in enumerate(steps):
+        if step.sequence != sequence:
+            sequence = step.sequence
+            scheduler.new_sequence()
+        before, read = scheduler.controller.counts.copy(), link.bytes_read
+        forecasts = Recorded(step)
+        future.begin(number)
+        scheduler.begin_pass(step.size, forecasts)
+        for layer, traced in enumerate(step.layers):
+            if traced.experts:
+                future.at(layer)
+                for _ in scheduler.run_layer(step.routed(layer), forecasts):
+                    pass
+        phase = phases[step.phase]
+        phase.counts.add(scheduler.controller.counts.minus(before))
+        phases[step.phase] = PhaseHits(phase.counts, phase.nbytes + link.bytes_read - read)
+    return phases
+
+
+def all_evictions() -> list[str]:
+    """Every policy's name, Belady's last."""
+    return [*(name for name in EVICTIONS if name != "belady"), "belady"]
+
+
+def _phase_counts(phases: dict[str, PhaseHits]) -> dict[str, Counts]:
+    return {name: phase.counts for name, phase in phases.items()}

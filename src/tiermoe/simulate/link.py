@@ -1,0 +1,180 @@
+"""A link whose time is computed: transfers share its bandwidth, and only who asks moves the clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tiermoe.link import Finished
+from tiermoe.types import ExpertKey, Load
+
+
+@dataclass(slots=True)
+class VirtualClock:
+    """`now`: seconds since the replay began; `compute_s` of them were computing."""
+
+    now: float = 0.0
+    compute_s: float = 0.0
+
+    def compute(self, seconds: float) -> None:
+        """The processor is busy for so long, while the link goes on."""
+        self.now += seconds
+        self.compute_s += seconds
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    load: Load | None  # None: bytes that `fetch` waits for itself
+    nbytes: int
+    latency: float
+    left: float
+
+
+class VirtualLink:
+    """Implements `tiermoe.link.Link` as the real lanes do: each of `lanes` serves one load at a time, urgent before
+    speculative; one that has begun is not interrupted. A transfer takes `latency` seconds, then its bytes at an equal
+    share of `bandwidth` (bytes per second) with the others under way.
+
+    bytes_of: what a load moves, asked when it begins. `wait_s`: time in which the clock stood at `wait` or `fetch`;
+    `busy_s`: in which a lane was at work.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        bandwidth: float,
+        bytes_of: Callable[[ExpertKey], int],
+        latency: float = 0.0,
+        lanes: int = 1,
+    ) -> None:
+        self.wait_s = 0.0
+        self.busy_s = 0.0
+        self.bytes_read = 0
+        self._clock = clock
+        self._bandwidth = bandwidth
+        self._bytes_of = bytes_of
+        self._latency = latency
+        self._lanes = lanes
+        self._at = 0.0  # the link is simulated up to here
+        self._fetches: deque[_Transfer] = deque()
+        self._urgent: deque[Load] = deque()
+        self._speculative: deque[Load] = deque()
+        self._active: list[_Transfer] = []
+        self._finished: deque[Finished] = deque()
+        self._outstanding = 0
+
+    def submit(self, load: Load) -> None:
+        self._run_to(self._clock.now)
+        self._outstanding += 1
+        (self._urgent if load.urgent else self._speculative).append(load)
+        self._begin()
+
+    def wait(self) -> Finished:
+        self._run_to(self._clock.now)
+        self._run_while(lambda: not self._finished)
+        self._outstanding -= 1
+        return self._finished.popleft()
+
+    def poll(self) -> Finished | None:
+        self._run_to(self._clock.now)
+        if not self._finished:
+            return None
+        self._outstanding -= 1
+        return self._finished.popleft()
+
+    def recall(self) -> list[Load]:
+        self._run_to(self._clock.now)
+        loads = list(self._speculative)
+        self._speculative.clear()
+        self._outstanding -= len(loads)
+        return loads
+
+    def is_idle(self) -> bool:
+        return self._outstanding == 0
+
+    def fetch(self, nbytes: int) -> None:
+        """Waits for `nbytes` more of an expert that is here in part, ahead of every queued load."""
+        self._run_to(self._clock.now)
+        transfer = _Transfer(None, nbytes, self._latency, nbytes)
+        self._fetches.append(transfer)
+        self._begin()
+        self._run_while(lambda: transfer in self._fetches or transfer in self._active)
+
+    def _begin(self) -> None:
+        while len(self._active) < self._lanes:
+            if self._fetches:
+                self._active.append(self._fetches.popleft())
+            elif self._urgent or self._speculative:
+                load = self._urgent.popleft() if self._urgent else self._speculative.popleft()
+                nbytes = self._bytes_of(load.key)
+                self._active.append(_Transfer(load, nbytes, self._latency, nbytes))
+            else:
+                return
+
+    def _run_while(self, unfinished: Callable[[], bool]) -> None:
+        """Moves the clock from one event to the next; the processor waits."""
+        began = self._clock.now
+        while unfinished():
+            if not self._active:
+                raise RuntimeError("waited for a load that nobody asked for")
+            self._advance(self._next_event())
+        self._clock.now = max(began, self._at)
+        self.wait_s += self._clock.now - began
+
+    def _run_to(self, time: float) -> None:
+        while self._active and self._at < time:
+            self._advance(min(self._next_event(), time - self._at))
+        self._at = max(self._at, time)
+
+    def _next_event(self) -> float:
+        """Seconds until a transfer's first byte comes or its last."""
+        rate = self._rate()
+        return min(active.latency or active.left / rate for active in self._active)
+
+    def _rate(self) -> float:
+        return self._bandwidth / max(1, sum(not active.latency for active in self._active))
+
+    def _advance(self, seconds: float) -> None:
+        rate = self._rate()
+        self._at += seconds
+        self.busy_s += seconds
+        for active in self._active:
+            if active.latency:
+                active.latency = active.latency - seconds if active.latency > seconds else 0.0
+            else:
+                # what ends now ends exactly: a rounded rest would be another event
+                active.left = active.left - rate * seconds if active.left / rate > seconds else 0.0
+        done = [active for active in self._active if not active.latency and not active.left]
+        if done:
+            self._active = [active for active in self._active if active.latency or active.left]
+            for transfer in done:
+                self.bytes_read += transfer.nbytes
+                if transfer.load is not None:
+                    self._finished.append(Finished(transfer.load))
+            self._begin()
+
+
+class InstantLink:
+    """Implements `tiermoe.link.Link` without time: what is submitted is there. For hit rates alone."""
+
+    def __init__(self, bytes_of: Callable[[ExpertKey], int]) -> None:
+        self.bytes_read = 0
+        self._bytes_of = bytes_of
+        self._finished: deque[Finished] = deque()
+
+    def submit(self, load: Load) -> None:
+        self.bytes_read += self._bytes_of(load.key)
+        self._finished.append(Finished(load))
+
+    def wait(self) -> Finished:
+        return self._finished.popleft()
+
+    def poll(self) -> Finished | None:
+        return self._finished.popleft() if self._finished else None
+
+    def recall(self) -> list[Load]:
+        return []
+
+    def is_idle(self) -> bool:
+        return not self._finished

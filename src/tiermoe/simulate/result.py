@@ -1,0 +1,155 @@
+"""What a replay reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tiermoe.compose import PrecisionSlots
+from tiermoe.controller import Counts
+from tiermoe.presets import Composition
+
+
+@dataclass(slots=True)
+class PhaseCosts:
+    """What the passes of a phase took: `seconds` in all, `compute_s` and `wait_s` of them computing and waiting for the
+    link, `bytes_read`, `tokens` that were kept, `counts` of the passes that were kept and `discarded` of the others."""
+
+    seconds: float = 0.0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    bytes_read: int = 0
+    tokens: int = 0
+    counts: Counts = field(default_factory=Counts)
+    discarded: Counts = field(default_factory=Counts)
+
+    def since(self, earlier: PhaseCosts) -> PhaseCosts:
+        """What has been added since `earlier`."""
+        return PhaseCosts(
+            self.seconds - earlier.seconds,
+            self.compute_s - earlier.compute_s,
+            self.wait_s - earlier.wait_s,
+            self.bytes_read - earlier.bytes_read,
+            counts=self.counts.minus(earlier.counts),
+        )
+
+    def add(self, used: PhaseCosts, tokens: int, discarded: bool) -> None:
+        """Another pass of this phase, over `tokens` tokens that are kept."""
+        self.seconds += used.seconds
+        self.compute_s += used.compute_s
+        self.wait_s += used.wait_s
+        self.bytes_read += used.bytes_read
+        self.tokens += tokens
+        (self.discarded if discarded else self.counts).add(used.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseHits:
+    """Of one phase of a replay without time: counts and bytes missed."""
+
+    counts: Counts
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One composition's replay. Rates in tokens per second, times in seconds; None where a phase has no passes.
+
+    `hit_rate`: of the experts that the router asked for in decode and that were not skipped, the share already there
+    (of the prompt's in `prefill_hit_rate`; of these where nothing is decoded). `belady_hit_rate`: the best in one pool
+    of equal units of the same bytes without prefetch. `bound_tok_s`: decode tokens / max(compute time, bytes read /
+    bandwidth); `belady_bound_tok_s`: with the bytes that Belady's choice would miss (DESIGN, section 8).
+    `bytes_per_token`: read while decoding, per token kept. `slots`: 'bits' of copies → slots. Counts are over the whole
+    trace; those of discarded passes (MoBiLE) are apart.
+    """
+
+    preset: str
+    eviction: str
+    cache_fraction: float
+    slots: dict[str, int]
+    hit_rate: float
+    prefill_hit_rate: float | None
+    belady_hit_rate: float
+    decode_tok_s: float | None
+    prefill_tok_s: float | None
+    bound_tok_s: float | None
+    belady_bound_tok_s: float | None
+    bytes_read: int
+    bytes_per_token: float | None
+    wait_s: float
+    hits: int
+    prefetched_hits: int
+    misses: int
+    skipped: int
+    loads: int
+    low_loads: int
+    speculative_loads: int
+    discarded_hits: int
+    discarded_misses: int
+
+    @property
+    def bound_fraction(self) -> float | None:
+        """The share of `bound_tok_s` that was reached."""
+        return self.decode_tok_s / self.bound_tok_s if self.decode_tok_s and self.bound_tok_s else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        return asdict(self) | {"bound_fraction": self.bound_fraction}
+
+    @staticmethod
+    def of(
+        composition: Composition,
+        cache_fraction: float,
+        slots: Sequence[PrecisionSlots],
+        phases: Mapping[str, PhaseCosts],
+        belady: Mapping[str, PhaseHits],
+        bandwidth: float,
+    ) -> Result:
+        """The sum of what the phases cost, beside Belady's hits on the same trace."""
+        prefill, decode = phases["prefill"], phases["decode"]
+        counts, discarded = Counts(), Counts()
+        for phase in phases.values():
+            counts.add(phase.counts)
+            discarded.add(phase.discarded)
+        return Result(
+            preset=composition.name,
+            eviction=composition.cache,
+            cache_fraction=cache_fraction,
+            slots={",".join(map(str, share.bits)): share.slots for share in slots},
+            hit_rate=headline({name: phase.counts for name, phase in phases.items()}),
+            prefill_hit_rate=hit_rate(prefill.counts),
+            belady_hit_rate=headline({name: phase.counts for name, phase in belady.items()}),
+            decode_tok_s=_rate(decode.tokens, decode.seconds),
+            prefill_tok_s=_rate(prefill.tokens, prefill.seconds),
+            bound_tok_s=_rate(decode.tokens, max(decode.compute_s, decode.bytes_read / bandwidth)),
+            belady_bound_tok_s=_rate(decode.tokens, max(decode.compute_s, belady["decode"].nbytes / bandwidth)),
+            bytes_read=prefill.bytes_read + decode.bytes_read,
+            bytes_per_token=decode.bytes_read / decode.tokens if decode.tokens else None,
+            wait_s=prefill.wait_s + decode.wait_s,
+            hits=counts.hits,
+            prefetched_hits=counts.prefetched,
+            misses=counts.misses,
+            skipped=counts.skipped,
+            loads=counts.loads,
+            low_loads=counts.low_loads,
+            speculative_loads=counts.speculative_loads,
+            discarded_hits=discarded.hits,
+            discarded_misses=discarded.misses,
+        )
+
+
+def hit_rate(counts: Counts) -> float | None:
+    """Hits of all that was asked for and not skipped; None where nothing was."""
+    asked = counts.hits + counts.misses
+    return counts.hits / asked if asked else None
+
+
+def headline(counts: Mapping[str, Counts]) -> float:
+    """The hit rate of decoding, of the prompt where nothing is decoded."""
+    rates = (hit_rate(counts[phase]) for phase in ("decode", "prefill"))
+    return next((rate for rate in rates if rate is not None), 0.0)
+
+
+def _rate(tokens: int, seconds: float) -> float | None:
+    return tokens / seconds if tokens and seconds else None

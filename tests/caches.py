@@ -1,0 +1,21 @@
+"""Caches for tests: one pool of LRU slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tiermoe.policy.allotment import Pool
+from tiermoe.policy.clock import Clock
+from tiermoe.policy.eviction import EVICTIONS, Eviction, EvictionContext
+from tiermoe.policy.pools import Pools
+
+LAYERS = 16
+
+
+def lru(slots: int) -> Eviction:
+    return EVICTIONS["lru"](EvictionContext(Clock(), slots, LAYERS))
+
+
+def pools(slots: int, precisions: Sequence[int] = (4,)) -> Pools:
+    """One pool for all layers and precisions."""
+    return Pools([Pool(slots, None, range(LAYERS))], lambda pool: lru(pool.slots), precisions)

@@ -1,0 +1,38 @@
+"""What the tests of eviction policies share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tiermoe.policy.clock import Clock
+from tiermoe.policy.eviction import Eviction, EvictionContext
+from tiermoe.types import Demand, ExpertKey
+
+LAYERS = 4
+
+
+def key(layer: int, expert: int, bits: int = 4) -> ExpertKey:
+    return ExpertKey(layer, expert, bits)
+
+
+def context(clock: Clock | None = None, **given: Any) -> EvictionContext:
+    values: dict[str, Any] = {"slots": 4, "layers": LAYERS, "next_use": lambda _: math.inf}
+    return EvictionContext(clock or Clock(), **(values | given))
+
+
+def use(policy: Eviction, who: ExpertKey, tokens: int = 1, bits: int = 4) -> None:
+    policy.used(who, Demand(who.expert, tokens, bits))
+
+
+def any_key(_: ExpertKey) -> bool:
+    return True
+
+
+def order_of_leaving(policy: Eviction) -> list[ExpertKey]:
+    """Empties the policy: everything it knows, in the order in which it gives it up now."""
+    leaving = []
+    while (victim := policy.victim(key(0, 99), any_key)) is not None:
+        policy.removed(victim)
+        leaving.append(victim)
+    return leaving

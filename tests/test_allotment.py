@@ -1,0 +1,88 @@
+"""How slots are divided among MoE layers: worked examples and what holds for any division."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiermoe.errors import ConfigError
+from tiermoe.policy.allotment import ALLOTMENTS, Pool, Share, even, one_pool, shallow_first
+from tiermoe.presets import CHOICES
+
+
+def sizes(pools: list[Pool]) -> list[int]:
+    return [pool.slots for pool in pools]
+
+
+def test_one_pool_serves_all_layers() -> None:
+    assert one_pool(10, 24) == [Pool(10, None, range(24))]
+
+
+def test_even_gives_what_does_not_divide_to_the_first_layers() -> None:
+    assert even(11, 4) == [Pool(n, None, range(i, i + 1)) for i, n in enumerate((3, 3, 3, 2))]
+
+
+def test_shallow_layers_are_whole_and_the_others_share_the_rest() -> None:
+    # Fate: (N - bE) / (L - b) = (300 - 4 * 60) / (24 - 4) = 3
+    assert sizes(shallow_first(300, [60] * 24, boundary=4)) == [60] * 4 + [3] * 20
+    # (70 - 2 * 16) / (6 - 2) = 9.5
+    assert sizes(shallow_first(70, [16] * 6, boundary=2)) == [16, 16, 10, 10, 9, 9]
+
+
+def test_shallow_layers_are_filled_in_order_where_memory_is_short() -> None:
+    # one slot each for six layers, 20 left: 15 make layer 0 whole, 5 go to layer 1
+    assert sizes(shallow_first(26, [16] * 6, boundary=3)) == [16, 6, 1, 1, 1, 1]
+    assert sizes(shallow_first(26, [16] * 6, boundary=3, minimum=2)) == [16, 2, 2, 2, 2, 2]
+
+
+def test_layers_of_different_sizes_are_whole_at_their_own_size() -> None:
+    assert sizes(shallow_first(30, [4, 8, 8, 8], boundary=2)) == [4, 8, 9, 9]
+
+
+def test_boundaries_at_the_ends() -> None:
+    assert sizes(shallow_first(11, [8] * 4, boundary=0)) == sizes(even(11, 4))
+    assert sizes(shallow_first(16, [4] * 4, boundary=4)) == [4, 4, 4, 4]
+    assert sizes(shallow_first(18, [4] * 4, boundary=4)) == [5, 5, 4, 4]
+
+
+@pytest.mark.parametrize("name", ["even", "shallow"])
+def test_too_few_slots_name_how_many_are_needed(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"at least 8 slots \(2 each\), there are 7.*allotment=pool"):
+        ALLOTMENTS[name](Share(7, [8] * 4, boundary=1, minimum=2))
+
+
+def test_one_pool_too_small() -> None:
+    with pytest.raises(ConfigError, match=r"at least 2 slots \(2 each\), there are 1; give more memory$"):
+        ALLOTMENTS["pool"](Share(1, [8] * 4, minimum=2))
+
+
+def test_a_boundary_beyond_the_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="from 0 to 4, the model's MoE layers, got 5"):
+        shallow_first(100, [8] * 4, boundary=5)
+
+
+def test_every_allotment_of_a_composition_is_here() -> None:
+    assert set(ALLOTMENTS) == set(CHOICES["allotment"])
+
+
+@given(st.data())
+def test_every_slot_is_given_once_and_every_layer_is_served(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(ALLOTMENTS)))
+    experts = data.draw(st.lists(st.integers(2, 40), min_size=1, max_size=30))
+    minimum = data.draw(st.integers(1, 2))
+    boundary = data.draw(st.integers(0, len(experts)))
+    slots = data.draw(st.integers(minimum * len(experts), 1500))
+    bits = data.draw(st.sampled_from([None, frozenset({2}), frozenset({4, 16})]))
+    pools = ALLOTMENTS[name](Share(slots, experts, boundary, minimum, bits))
+    assert sum(sizes(pools)) == slots
+    assert min(sizes(pools)) >= minimum
+    assert [layer for pool in pools for layer in pool.layers] == list(range(len(experts)))
+    assert {pool.bits for pool in pools} == {bits}
+    if name == "shallow" and 0 < boundary < len(experts):
+        shallow, deep = sizes(pools)[:boundary], sizes(pools)[boundary:]
+        assert max(deep) - min(deep) <= 1
+        assert all(size <= count for size, count in zip(shallow, experts, strict=False))
+        whole = [size == count for size, count in zip(shallow, experts, strict=False)]
+        assert max(deep) == minimum or all(whole)
+        assert sum(minimum < size < count for size, count in zip(shallow, experts, strict=False)) <= 1

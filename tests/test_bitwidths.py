@@ -1,0 +1,237 @@
+"""Bitwidths of real checkpoints beside plain models whose expert weights are rounded here, by the paper's formula."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tiermoe
+from channel_wise import round_experts
+from tiermoe.config import settings as make_settings
+from tiermoe.errors import ConfigError
+from tiermoe.profiles import Profile, profile_path, to_json
+from tiermoe.runtime.bitwidths import find_bitwidths
+from tiermoe.runtime.blueprint import inspect_model
+from tiermoe.runtime.measured import Measured
+from tiermoe.runtime.measuring import Measuring, places_of
+from tiermoe.runtime.tasks import Perplexity, Rouge2
+from tiny import oracle, write
+
+FAMILY, LAYERS, EXPERTS = "olmoe", 2, 4
+
+
+def quiet(what: str, done: int, total: int) -> None:
+    assert 0 <= done <= total
+
+
+class Case:
+    """A tiny checkpoint, and sequences that its own 16-bit model says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store, self.journal = folder / "store", folder / "journal"
+        changes = {"num_hidden_layers": LAYERS, "num_experts": EXPERTS, "num_experts_per_tok": 2}
+        self.directory = write(folder / "model", FAMILY, torch.float32, **changes)
+        torch.manual_seed(0)
+        self.ids = self.plain().generate(torch.tensor([[1]] * 4), max_new_tokens=31, do_sample=True, eos_token_id=[])
+
+    def plain(self) -> Any:
+        return oracle(self.directory, FAMILY, torch.float32)
+
+    def blueprint(self) -> Any:
+        return inspect_model(self.directory, "tiny")
+
+    def find(self, tolerated: float, journal: Path | None = None, progress: Any = quiet, processes: int = 1) -> Any:
+        options = {"memory": "4GiB", "device": "cpu", "quantizer": "linear", "threads": 1, "lanes": 2}
+        settings = make_settings(store=self.store, **options)
+        return find_bitwidths(self.blueprint(), settings, self.ids, tolerated, progress, processes, journal)
+
+    def nll(self, table: Mapping[tuple[int, int], int]) -> float:
+        """By a plain model with rounded weights and torch's own cross-entropy."""
+        plain, blueprint = self.plain(), self.blueprint()
+        round_experts(plain, blueprint.layers, table)
+        with torch.no_grad():
+            logits = plain(input_ids=self.ids).logits[:, :-1]
+        return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), self.ids[:, 1:].flatten()))
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(tmp_path_factory.mktemp("bitwidths"))
+
+
+@pytest.fixture(scope="module")
+def tolerated(case: Case) -> float:
+    """Half way between what 4 and 2 bits for all experts cost."""
+    places = places_of(case.blueprint())
+    base, *lower = (case.nll(dict.fromkeys(places, bits)) for bits in (16, 4, 2))
+    four, two = (math.expm1(nll - base) for nll in lower)
+    assert 0 < four < two
+    return (four + two) / 2
+
+
+@pytest.fixture(scope="module")
+def found(case: Case, tolerated: float) -> Any:
+    return case.find(tolerated, case.journal)
+
+
+def test_importance_is_what_each_expert_costs_alone_at_two_bits(case: Case, found: Any) -> None:
+    places = places_of(case.blueprint())
+    four = case.nll(dict.fromkeys(places, 4))
+    for layer, expert in places:
+        alone = case.nll({**dict.fromkeys(places, 4), (layer, expert): 2})
+        assert found["importance"][layer][expert] == pytest.approx(math.expm1(alone - four), abs=2e-4)
+    assert len({round(value, 5) for row in found["importance"] for value in row}) > 4, "not all the same"
+
+
+def test_the_table_costs_what_is_said_and_no_more_than_is_tolerated(case: Case, found: Any, tolerated: float) -> None:
+    places = places_of(case.blueprint())
+    base = case.nll(dict.fromkeys(places, 16))
+    table = {place: found["table"][place[0]][place[1]] for place in places}
+    assert (found["lower"], found["upper"]) == (2, 4)
+    assert found["loss"] == pytest.approx(math.expm1(case.nll(table) - base), abs=5e-4)
+    assert found["loss"] <= tolerated
+    least = sorted(places, key=lambda place: found["importance"][place[0]][place[1]])[: found["k"]]
+    assert {place for place in places if table[place] == 2} == set(least)
+    for bits, loss in found["losses"]["uniform"].items():
+        expected = math.expm1(case.nll(dict.fromkeys(places, bits)) - base)
+        assert loss == pytest.approx(expected, abs=5e-4)
+    assert json.loads(json.dumps(found))["metric"] == "perplexity"
+
+
+@pytest.fixture
+def measurements(monkeypatch: pytest.MonkeyPatch) -> list[dict[Any, int]]:
+    """The tables that are measured in this process from now on."""
+    tables: list[dict[Any, int]] = []
+    value = Measuring.value
+
+    def noting(self: Measuring, table: Mapping[Any, int]) -> float:
+        tables.append(dict(table))
+        return value(self, table)
+
+    monkeypatch.setattr(Measuring, "value", noting)
+    return tables
+
+
+def test_a_killed_run_goes_on_where_it_stopped(
+    case: Case, found: Any, tolerated: float, tmp_path: Path, measurements: list[dict[Any, int]]
+) -> None:
+    """Stopped after three experts, the last line torn: each table is measured once in all, but for the torn one."""
+    journal = tmp_path / "journal"
+
+    def stopping(what: str, done: int, total: int) -> None:
+        if what == "measuring each expert alone" and done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        case.find(tolerated, journal, stopping)
+    assert len(measurements) == 4 + 3
+    journal.write_bytes(journal.read_bytes()[:-9])
+    torn = measurements.pop()
+    again = case.find(tolerated, journal)
+    assert measurements.count(torn) == 1
+    assert len(measurements) == len({tuple(sorted(table.items())) for table in measurements})
+    assert {**again, "seconds_per_expert": None} == {**found, "seconds_per_expert": None}
+    measurements.clear()
+    assert case.find(tolerated, journal)["seconds_per_expert"] is None
+    assert measurements == []
+
+
+def test_several_processes_find_the_same(case: Case, found: Any, tolerated: float, tmp_path: Path) -> None:
+    """Two experts are left to measure."""
+    journal = tmp_path / "journal"
+    lines = case.journal.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if not json.loads(line)["name"].startswith("alone 1")]
+    assert len(lines) - len(kept) == EXPERTS
+    journal.write_text("".join(kept))
+    again = case.find(tolerated, journal, processes=2)
+    assert again["table"] == found["table"]
+    assert again["importance"] == found["importance"]
+    assert again["seconds_per_expert"] > 0
+
+
+def test_what_was_measured_of_something_else_is_kept_and_not_believed(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    Measured(path, "one text").add("all 4", 1.5)
+    other = Measured(path, "another text")
+    assert other.get("all 4") is None
+    other.add("all 4", 2.5)
+    assert Measured(path, "one text").get("all 4") == 1.5
+    assert Measured(path, "another text").get("all 4") == 2.5
+
+
+def test_the_shipped_model_with_a_bitwidth_for_each_expert(shipped: Path, tmp_path: Path) -> None:
+    """By the edgemoe preset with a cache of less than half the experts, all four precisions mixed."""
+    blueprint = inspect_model(shipped, "stories")
+    generator = torch.Generator().manual_seed(3)
+    places = places_of(blueprint)
+    drawn = torch.randint(0, 4, (len(places),), generator=generator).tolist()
+    table = {place: (2, 4, 8, 16)[index] for place, index in zip(places, drawn, strict=True)}
+    rows = [[table[layer, expert] for expert in range(moe.experts)] for layer, moe in enumerate(blueprint.layers)]
+    path = profile_path(tmp_path, "edgemoe")
+    path.parent.mkdir()
+    data = {"table": rows, "paths": {"1": {"0": {"0": 1}}}}
+    path.write_bytes(to_json(Profile("edgemoe", blueprint.checkpoint.fingerprint(), {}, {}, data)))
+    options = {"memory": "4GiB", "device": "cpu", "cache": "40%", "store": tmp_path, "threads": 1, "lanes": 2}
+    ours, _ = tiermoe.load(shipped, preset="edgemoe", **options)
+    plain = oracle(shipped, blueprint.config.model_type, blueprint.dtype)
+    round_experts(plain, blueprint.layers, table)
+    ids = torch.randint(3, blueprint.config.vocab_size, (1, 40), generator=generator)
+    with torch.no_grad():
+        mine, theirs = ours(input_ids=ids).logits.float(), plain(input_ids=ids).logits.float()
+    assert set(ours.tiermoe.precisions) == {2, 4, 8, 16}
+    assert (mine - theirs).abs().max() <= 0.03 * theirs.abs().max()
+    ours.tiermoe.close()
+
+
+def test_perplexity_of_an_encoder_decoder_model_is_that_of_its_answers(tmp_path: Path) -> None:
+    plain = oracle(write(tmp_path, "switch_transformers", torch.float32), "switch_transformers", torch.float32)
+    ids = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        losses = [plain(input_ids=row[None, :6], labels=row[None, 6:]).loss for row in ids]
+    assert Perplexity(ids).value(plain) == pytest.approx(float(sum(losses)) / 2, rel=1e-5)
+
+
+def test_rouge2_worked_example() -> None:
+    """'the cat ran' has two bigrams, 'the cat sat' too, one is the same: precision, recall and F are 1/2. The other
+    summary is the reference itself."""
+    pytest.importorskip("rouge_score")
+    said = {"a document": "the cat ran", "another": "on the mat"}
+    task = Rouge2([("a document", "the cat sat"), ("another", "on the mat")], Parrot(said))
+    assert task.value(Parrot(said)) == pytest.approx(0.75)
+    assert task.loss(0.6, 0.75) == pytest.approx(0.2)
+    with pytest.raises(ConfigError, match="ROUGE-2 of 0"):
+        task.loss(0.0, 0.0)
+
+
+class Parrot:
+    """A tokenizer whose only token is the whole text, and a model that answers each with what it was taught."""
+
+    def __init__(self, said: dict[str, str]) -> None:
+        self._said = said
+        self._texts = list(said)
+        self.device = "cpu"
+        self.config = SimpleNamespace(is_encoder_decoder=True)
+
+    def __call__(self, text: str, **_: Any) -> Any:
+        return SimpleNamespace(input_ids=torch.tensor([[self._texts.index(text)]]))
+
+    def generate(self, ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        return ids
+
+    def decode(self, ids: torch.Tensor, **_: Any) -> str:
+        return self._said[self._texts[int(ids[0])]]
+
+
+def test_without_rouge_score_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("rouge_score", "rouge_score.rouge_scorer"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=r"pip install 'tiermoe\[rouge\]'"):
+        Rouge2([("a document", "a summary")], Parrot({}))

@@ -1,0 +1,173 @@
+"""From a trace to settings, against figures computed by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tiermoe.calibrate import corm, fate, hobbit
+from tiermoe.calibrate.recall_table import recall_table
+from tiermoe.calibrate.routings import frequencies, routings
+from tiermoe.errors import TraceError
+from tiermoe.policy.prediction import count_paths
+from tiermoe.presets import PRESETS, Composition
+from tiermoe.trace import LayerTrace, Little, Pass, Times, Trace
+from traces import decoded, layer, prompt, trace
+
+
+def test_thresholds_split_the_scores_of_decoded_tokens() -> None:
+    """Ten tokens of two experts: ten scores of 0, and the first weights .50, .55, … .95 in another order."""
+    firsts = [0.95, 0.5, 0.9, 0.55, 0.85, 0.6, 0.8, 0.65, 0.75, 0.7]
+    passes = [decoded(layer([[0, 1]], [[first, 1 - first]])) for first in firsts]
+    passes.append(prompt(1, layer([[0, 1]], [[0.01, 0.99]])))  # of a prompt: does not count
+    found = trace(passes, [2], [2])
+    t1, t2 = hobbit.thresholds_of(found, high_share=0.75, skip_share=0.1)
+    assert t1 == pytest.approx(0.7)  # 15 of 20: the ten zeros and .50 to .70
+    assert t2 == pytest.approx(0.85)  # 18 of 20
+    split = hobbit.Split.of(found, t1, t2)
+    assert (split.high, split.low, split.skipped) == pytest.approx((0.75, 0.15, 0.1))
+
+
+def _two_pools() -> tuple[Trace, Composition]:
+    """Eight experts of 100 and 50 bytes; half of 800 bytes, half for each pool: 2 high and 4 low slots."""
+    choices = [[0, 1], [0, 1], [1, 0], [2, 3], [4, 0]]
+    passes = [decoded(layer([chosen], [[0.6, 0.4]])) for chosen in choices]
+    composition = replace(PRESETS["hobbit"], t1=0.5, t2=0.9, low_share=0.5)
+    return trace(passes, [8], [2]), composition
+
+
+def test_miss_penalty_counts_a_low_miss_by_its_bits() -> None:
+    found, composition = _two_pools()
+    # 0 high and 1 low miss; both hit; 1 misses high, and 0's high copy serves a low demand first; 2 high takes its
+    # place (1 was used last), 3 low; 4 high, and 0 low, which no copy serves any more
+    penalty = hobbit.miss_penalty(found, composition, 4, 0.5, "lru")
+    assert penalty == 1.5 + 0 + 1 + 1.5 + 1.5
+
+
+def test_weights_are_the_best_of_the_grid() -> None:
+    found, composition = _two_pools()
+    best = hobbit.find_weights(found, composition, 4, 0.5)
+    grid = [tuple(part / 4 for part in parts) for parts in hobbit.simplex(4)]
+    assert len(set(grid)) == 35
+    assert all(sum(weights) == 1 for weights in grid)
+    penalties = [hobbit.miss_penalty(found, composition, 4, 0.5, "weighted", weights) for weights in grid]
+    assert best.penalty == min(penalties)
+    assert best.weights == grid[penalties.index(min(penalties))]
+    assert best.lru_penalty == hobbit.miss_penalty(found, composition, 4, 0.5, "lru")
+    assert best.demands == 10
+
+
+def test_a_long_trace_is_cut_off_for_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hobbit, "MOST_DEMANDS", 3)
+    found, composition = _two_pools()
+    assert hobbit.find_weights(found, composition, 4, 0.5).demands == 4
+
+
+def _predicted(right: list[list[bool]]) -> Trace:
+    """Decoded tokens over len(right) + 1 layers of four experts, K = 1: right[l][t], whether layer l + 1 of token t
+    is named by the layer before."""
+    passes = []
+    for token in range(len(right[0])):
+        layers = [layer([[0]], forecasts={1: [(0 if row[token] else 1, 0.9), (0 if not row[token] else 1, 0.1)]})
+                  for row in right]  # fmt: skip
+        passes.append(decoded(*layers, layer([[0]])))
+    return trace(passes, [4] * (len(right) + 1), [1] * (len(right) + 1), distances=(1,))
+
+
+def test_accuracies_per_layer_and_the_boundary() -> None:
+    found = _predicted([[True, False, False, False], [True, True, False, False], [True] * 4, [True] * 4])
+    accuracy = fate.accuracies(found)
+    assert accuracy == [0.0, 0.25, 0.5, 1.0, 1.0]
+    assert fate.boundary(accuracy) == 3  # the mean of the predicted ones is .6875
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "expected"),
+    [([0.0, 0.9, 0.8, 0.7], 1), ([0.0, 0.5, 0.5], 1), ([0.0, 0.1, 0.2, 0.9], 3), ([0.0], 1)],
+)
+def test_boundary_has_the_first_layer_at_least(accuracy: list[float], expected: int) -> None:
+    assert fate.boundary(accuracy) == expected
+
+
+def test_accuracy_needs_forecasts() -> None:
+    with pytest.raises(TraceError, match="no forecasts"):
+        fate.accuracies(trace([decoded(layer([[0]]))], [4], [1]))
+
+
+@pytest.mark.parametrize(("bandwidth", "expected"), [(1e8, 2), (2e8, 5), (1e6, 1)])
+def test_window_is_a_layers_time_by_an_experts(bandwidth: float, expected: int) -> None:
+    """.04 s over four layers and two experts of 5 ms: 20 ms a layer; 0.8 MB take 8, 4 and 800 ms."""
+    times = Times(0.04, {4: 0.005}, 0.0, {4: 0.0})
+    found = trace([], [8] * 4, [2] * 4, times, nbytes={4: 800_000})
+    assert fate.window(found, 4, bandwidth) == expected
+
+
+def test_window_needs_times() -> None:
+    with pytest.raises(TraceError, match="no computing times"):
+        fate.window(trace([], [8], [2]), 4, 1e8)
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([(0.1, 0.001), (0.2, 0.009), (0.3, 0.01)], 0.2),
+        ([(0.1, 0.02), (0.2, 0.0)], 0.0),
+        ([(0.1, -0.01), (0.2, 0.002)], 0.2),
+    ],
+)
+def test_the_largest_share_before_the_loss(losses: list[tuple[float, float]], expected: float) -> None:
+    assert fate.largest_share(losses) == expected
+
+
+def test_bits_by_usage() -> None:
+    passes = [decoded(layer([[0, 1]])), decoded(layer([[0, 1]])), decoded(layer([[0, 2]])), decoded(layer([[3, 4]]))]
+    found = trace(passes, [7], [2])
+    assert frequencies(found) == [[3, 2, 1, 1, 1, 0, 0]]
+    # 30 % of seven are two: 5 and 6; half are three: of 2, 3 and 4, which serve one token each, the higher index
+    assert corm.bits_by_usage(found, 4, 2) == [[4, 4, 4, 4, 4, 2, 2]]
+    table = corm.bits_by_usage(found, 4, 2, low_share=0.5)
+    assert table == [[4, 4, 4, 4, 2, 2, 2]]
+    assert corm.low_usage(found, table) == pytest.approx(1 / 8)
+
+
+def test_routings_are_token_by_token_and_leave_an_encoder_out() -> None:
+    passes = [
+        prompt(2, layer([[1], [2]]), layer([[3]])),
+        decoded(LayerTrace([], []), layer([[0]])),
+    ]
+    found = trace(passes, [4, 4], [1, 1], encoder_layers=1)
+    assert list(routings(found)) == [[[], [3]], [[], [0]]]
+    decoder = trace([prompt(2, layer([[1], [2]]), layer([[3], [0]]))], [4, 4], [1, 1])
+    assert list(routings(decoder)) == [[[1], [3]], [[2], [0]]]
+    assert count_paths(routings(decoder), 2) == {1: {((1,),): {3: 1}, ((2,),): {0: 1}}}
+
+
+def _routed(first: int, second: int, forecast: int, little: int) -> Pass:
+    passed = decoded(layer([[first]], forecasts={1: [(forecast, 1.0)]}), layer([[second]]))
+    passed.little = Little(0.5, [layer([[first]]), layer([[little]])])
+    return passed
+
+
+def test_recall_of_every_predictor() -> None:
+    """Calibrated on 0 → 1 (twice), 0 → 2 and 3 → 3; held out: 0 → 1, 0 → 2, 3 → 3, 1 → 1 (never seen)."""
+    calibration = trace(
+        [decoded(layer([[a]]), layer([[b]])) for a, b in [(0, 1), (0, 1), (0, 2), (3, 3)]], [4] * 2, [1] * 2
+    )
+    held_out = trace(
+        [_routed(0, 1, 1, 1), _routed(0, 2, 1, 2), _routed(3, 3, 0, 3), _routed(1, 1, 1, 0)],
+        [4] * 2, [1] * 2, distances=(1,), holds=frozenset({"weights", "little"}),
+    )  # fmt: skip
+    rows = {row.predictor: row for row in recall_table(calibration, held_out)}
+    recalls = {name: row.recall for name, row in rows.items()}
+    assert recalls == {
+        "frequent": 0.5,  # always 1
+        "path 1": 0.75,  # 1, 1 (wrong), 3, and 1 by frequency
+        "path 2": 0.75,
+        "next-gate": 0.5,
+        "percentile": 0.5,
+        "recalled": 0.75,
+    }
+    assert {(row.layer, row.distance, row.uniform, row.frequent, row.tokens) for row in rows.values()} == {
+        (1, 1, 0.25, 0.5, 4)
+    }

@@ -1,0 +1,166 @@
+"""Compositions assembled: the slots of each precision, what is refused, and the parts that come together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiermoe.compose import (
+    Foresight,
+    ModelShape,
+    PrecisionSlots,
+    Tables,
+    assemble,
+    cache_bytes,
+    divide,
+    filled,
+    precisions,
+    tables,
+)
+from tiermoe.config import CacheSize
+from tiermoe.errors import ConfigError, ProfileError
+from tiermoe.presets import PRESETS, Composition, compose
+from tiermoe.profiles import Profile
+from tiermoe.scheduler import Scheduler
+from tiermoe.simulate.link import InstantLink
+from tiermoe.types import ExpertKey
+
+SHAPE = ModelShape([8] * 4, [2] * 4)
+HOBBIT = compose("hobbit", {"t1": 0.6, "t2": 0.9, "weights": (0.25, 0.25, 0.25, 0.25)})
+PROFILE = Profile(
+    "any",
+    "abc",
+    {},
+    {
+        "t1": 0.5, "t2": 0.8, "weights": [0.1, 0.2, 0.3, 0.4], "low_popularity": 0.3, "window": 3, "boundary": 1,
+        "theta": 0.1,
+    },
+    {"table": [[4, 2] * 4] * 4, "frequencies": [[1] * 8] * 4, "paths": {"1": {"0,1": {"2": 3}}}},
+)  # fmt: skip
+
+
+def link() -> InstantLink:
+    return InstantLink(lambda key: 1)
+
+
+def assembled(composition: Composition, slots: list[PrecisionSlots]) -> Scheduler:
+    foresight = Foresight(lambda key: 0.0, lambda layer: [])
+    return assemble(composition, SHAPE, slots, link(), 4, tables(PROFILE), foresight)
+
+
+def test_a_share_is_kept_for_low_copies() -> None:
+    # 80 % of 1000 bytes in slots of 100, 20 % in slots of 50
+    assert divide(1000, HOBBIT, {4: 100, 2: 50}, (), 100) == [PrecisionSlots((4,), 8), PrecisionSlots((2,), 4)]
+
+
+def test_precisions_share_slots_where_nothing_divides_them() -> None:
+    assert divide(1000, compose("fate"), {4: 100, 2: 50}, (), 100) == [PrecisionSlots((4, 2), 10)]
+    table = compose("edgemoe")
+    assert divide(1000, table, {4: 100, 2: 84}, [4, 2], 100) == [PrecisionSlots((4, 2), 10)]
+    assert divide(1000, table, {4: 100}, (), 7) == [PrecisionSlots((4,), 7)]
+
+
+def test_a_table_shares_the_bytes_as_it_uses_them() -> None:
+    # three experts at 100 bytes, two at 50: 3/4 and 1/4 of 2000 bytes
+    assert divide(2000, compose("edgemoe"), {4: 100, 2: 50}, [4, 4, 4, 2, 2], 100) == [
+        PrecisionSlots((4,), 15),
+        PrecisionSlots((2,), 10),
+    ]
+
+
+@given(
+    st.integers(0, 10_000),
+    st.dictionaries(st.sampled_from([2, 4, 8]), st.integers(1, 300), min_size=1),
+    st.sampled_from(["hobbit", "edgemoe", "lru"]),
+)
+def test_slots_never_exceed_the_bytes(nbytes: int, sizes: dict[int, int], preset: str) -> None:
+    shares = divide(nbytes, PRESETS[preset], sizes, list(sizes), 1000)
+    taken = sum(share.slots * max(sizes[bits] for bits in share.bits) for share in shares)
+    # one slot of each there is in any case
+    assert taken <= max(nbytes, sum(sizes.values()))
+    assert all(share.slots >= 1 for share in shares)
+    assert sorted(bits for share in shares for bits in share.bits) == sorted(sizes)
+
+
+def test_the_bytes_of_a_cache() -> None:
+    lru = compose("lru")
+    assert cache_bytes(lru, CacheSize(fraction=0.3), SHAPE, {4: 10, 2: 5}) == 90  # 9.6 of 32 experts
+    assert cache_bytes(lru, CacheSize(nbytes=123), SHAPE, {4: 10}) == 123
+    assert cache_bytes(compose("load-on-demand"), CacheSize(fraction=0.5), SHAPE, {4: 10}) == 20
+    assert cache_bytes(compose("io-free"), CacheSize(fraction=0.5), SHAPE, {4: 10}) == 320
+
+
+def test_the_precisions_that_are_loaded() -> None:
+    assert precisions(compose("lru"), 8, {}) == (8,)
+    assert precisions(compose("io-qexp"), 8, {}) == (4,)
+    assert precisions(HOBBIT, 8, {}) == (8, 2)
+    assert precisions(compose("edgemoe"), 8, {(0, 0): 2, (0, 1): 4}) == (4, 2)
+
+
+def test_a_profile_fills_what_is_open_and_nothing_else() -> None:
+    composition = filled(compose("hobbit", {"t1": 0.6}), PROFILE)
+    assert (composition.t1, composition.t2, composition.weights) == (0.6, 0.8, (0.1, 0.2, 0.3, 0.4))
+    assert composition.boundary is None
+
+
+def test_the_tables_of_a_profile() -> None:
+    found = tables(PROFILE)
+    assert found.bits[3, 1] == 2
+    assert found.frequencies[2, 7] == 1
+    assert found.paths == {1: {((0, 1),): {2: 3}}}
+    by_layer = dataclasses.replace(PROFILE, data={"table": {"1": [4, 8]}})
+    assert tables(by_layer).bits == {(1, 0): 4, (1, 1): 8}
+    assert tables(None) == Tables()
+
+
+def test_an_open_setting_names_the_command_that_fills_it() -> None:
+    with pytest.raises(ProfileError, match=r"hobbit has no t1 and no t2 and no weights.*--for hobbit"):
+        assemble(compose("hobbit"), SHAPE, [PrecisionSlots((4, 2), 8)], link(), 4)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_assembles(name: str) -> None:
+    composition = filled(compose(name), PROFILE)
+    loaded = precisions(composition, 4, tables(PROFILE).bits)
+    slots = divide(1600, composition, {bits: bits * 20 for bits in loaded}, tables(PROFILE).bits.values(), 32)
+    scheduler = assembled(composition, slots)
+    assert scheduler.controller.cache.slots == sum(share.slots for share in slots)
+    assert scheduler.together is (name == "hobbit")
+    assert scheduler.whole_layer is (name == "sti")
+    assert scheduler.proceed is (name == "corm")
+
+
+def test_precisions_evict_in_pools_of_their_own() -> None:
+    cache = assembled(HOBBIT, [PrecisionSlots((4,), 2), PrecisionSlots((2,), 1)]).controller.cache
+    assert [cache.reserve(ExpertKey(0, expert, 4)) for expert in range(3)] == [0, 1, None]  # all in flight
+    assert [cache.reserve(ExpertKey(0, expert, 2)) for expert in range(2)] == [2, None]
+
+
+def test_one_share_serves_every_precision() -> None:
+    cache = assembled(compose("edgemoe"), [PrecisionSlots((4, 2), 2)]).controller.cache
+    assert [cache.reserve(key) for key in (ExpertKey(0, 0, 4), ExpertKey(3, 0, 2), ExpertKey(1, 0, 4))] == [0, 1, None]
+
+
+def test_no_cache_is_one_pool_whatever_the_allotment() -> None:
+    none = compose("load-on-demand", {"allotment": "even"})
+    assert assembled(none, [PrecisionSlots((4,), 2)]).controller.cache.slots == 2
+    with pytest.raises(ConfigError, match="needs at least 4 slots"):
+        assembled(compose("mixtral-offload"), [PrecisionSlots((4,), 2)])
+
+
+def test_a_layer_of_few_slots_still_has_one() -> None:
+    # 6 slots over 4 layers: not 2 for each, but 2, 2, 1, 1
+    cache = assembled(compose("mixtral-offload"), [PrecisionSlots((4,), 6)]).controller.cache
+    got = [[cache.reserve(ExpertKey(layer, expert, 4)) is not None for expert in range(2)] for layer in range(4)]
+    assert got == [[True, True], [True, True], [True, False], [True, False]]
+
+
+def test_a_precision_whose_slots_do_not_go_round_is_one_pool() -> None:
+    corm = filled(compose("corm"), PROFILE)
+    cache = assembled(corm, [PrecisionSlots((4,), 8), PrecisionSlots((2,), 3)]).controller.cache
+    low = [cache.reserve(ExpertKey(0, expert, 2)) for expert in range(4)]
+    high = [cache.reserve(ExpertKey(0, expert, 4)) for expert in range(3)]
+    assert (low, high) == ([8, 9, 10, None], [0, 1, None])

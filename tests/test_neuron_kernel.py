@@ -1,0 +1,134 @@
+"""Kernels of the neuron unit against dense SwiGLU of the decoded weights in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from measures import relative_error
+from tiermoe.kernels.neurons import NeuronKernel
+from tiermoe.quant.encodings import cpu_layout
+from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.store.layout import ExpertFormat, PartViews
+from tiermoe.store.neurons import neuron_format
+from tiermoe.types import MoeLayer, Part
+
+# relative error allowed: a few roundings of the dtype
+ALLOWED = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
+SHAPES = [(128, 48), (64, 96), (256, 512)]
+
+
+def packed(
+    hidden: int, neurons: int, bits: int, dtype: torch.dtype, quantizer: str = "hqq"
+) -> tuple[ExpertFormat, dict[str, PartViews]]:
+    """A random expert, and the views of its slot."""
+    layer = MoeLayer("l", 1, 1, (Part("gate_up_proj", (2 * neurons, hidden)), Part("down_proj", (hidden, neurons))))
+    form = neuron_format(layer, bits, dtype, cpu_layout(), quantizer)
+    generator = torch.Generator().manual_seed(hidden + neurons)
+    tensors = {
+        part.name: (torch.randn(part.shape, generator=generator) / hidden**0.5).to(dtype) for part in form.layer.parts
+    }
+    stored, slot = (torch.zeros(layout.nbytes, dtype=torch.uint8) for layout in (form.stored, form.slot))
+    form.encode(tensors, QUANTIZERS[quantizer], stored)
+    form.widen(stored, slot)
+    return form, form.slot.views(slot)
+
+
+def dense(form: ExpertFormat, views: dict[str, PartViews]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """W1, W3 (I, H) and W2 (H, I) as the slot holds them, float32."""
+    neurons, hidden = form.layer.parts[0].shape
+    gate = form.encodings["gate"].decode(views["gate"], neurons, hidden, form.dtype).float()
+    both = form.encodings["neurons"].decode(views["neurons"], neurons, 2 * hidden, form.dtype).float()
+    return gate, both[:, :hidden], both[:, hidden:].t()
+
+
+def masked(x: torch.Tensor, a: torch.Tensor, theta: float, weights: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """W2 (a * W3 x) with a = 0 where |a| <= theta."""
+    _, up, down = weights
+    a = a.float()
+    return (torch.where(a.abs() > theta, a, 0) * (x.float() @ up.t())) @ down.t()
+
+
+def inputs(tokens: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(7)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize(("hidden", "neurons"), SHAPES)
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_theta_zero_is_dense_swiglu(tokens: int, hidden: int, neurons: int, bits: int, dtype: torch.dtype) -> None:
+    form, views = packed(hidden, neurons, bits, dtype)
+    kernel = NeuronKernel(form, F.silu, theta=0.0)
+    x = inputs(tokens, hidden, dtype)
+    gate, up, down = dense(form, views)
+    expected = (F.silu(x.float() @ gate.t()) * (x.float() @ up.t())) @ down.t()
+    assert relative_error(expected, kernel(x, views)) < ALLOWED[dtype]
+    for token in x[:, None]:
+        a = kernel.activations(token, views)
+        found = kernel.combine(token, a, kernel.active(a)[0].nonzero()[:, 0], views)
+        assert found.dtype == dtype
+        one = (F.silu(token.float() @ gate.t()) * (token.float() @ up.t())) @ down.t()
+        assert relative_error(one, found) < ALLOWED[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("theta", [0.05, 0.25, 0.6, 1e9])
+def test_inactive_neurons_count_as_zero(theta: float, bits: int, dtype: torch.dtype) -> None:
+    form, views = packed(256, 512, bits, dtype)
+    kernel = NeuronKernel(form, F.silu, theta)
+    x = inputs(3, 256, dtype)
+    weights = dense(form, views)
+    a = kernel.activations(x, views)
+    assert relative_error(F.silu(x.float() @ weights[0].t()), a) < ALLOWED[dtype]
+    assert relative_error(masked(x, a, theta, weights), kernel(x, views)) < ALLOWED[dtype]
+    for token, activations in zip(x[:, None], a[:, None], strict=True):
+        used = kernel.active(activations)[0].nonzero()[:, 0]
+        assert used.tolist() == [j for j, value in enumerate(activations[0].tolist()) if abs(value) > theta]
+        found = kernel.combine(token, activations, used, views)
+        assert relative_error(masked(token, activations, theta, weights), found) < ALLOWED[dtype]
+
+
+def test_neurons_that_are_not_used_are_never_read() -> None:
+    form, views = packed(256, 512, 4, torch.bfloat16)
+    kernel = NeuronKernel(form, F.silu, 0.25)
+    x = inputs(1, 256, torch.bfloat16)
+    a = kernel.activations(x, views)
+    used = kernel.active(a)[0].nonzero()[:, 0]
+    before = kernel.combine(x, a, used, views)
+    absent = torch.ones(512, dtype=torch.bool)
+    absent[used] = False
+    views["neurons"]["records"][absent] = 0xFF  # undefined scales
+    assert torch.equal(kernel.combine(x, a, used, views), before)
+
+
+def test_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    form, views = packed(128, 48, 4, torch.float32)
+    x = inputs(2, 128, torch.float32)
+    whole = NeuronKernel(form, F.silu, 0.01)
+    monkeypatch.setattr("tiermoe.kernels.neurons.BLOCK_WEIGHTS", 128 * 7)
+    blocks = NeuronKernel(form, F.silu, 0.01)
+    assert relative_error(whole(x, views), blocks(x, views)) < 1e-6
+    a = whole.activations(x[:1], views)
+    used = whole.active(a)[0].nonzero()[:, 0]
+    assert relative_error(whole.combine(x[:1], a, used, views), blocks.combine(x[:1], a, used, views)) < 1e-6
+
+
+def test_an_undefined_activation_is_not_hidden() -> None:
+    form, views = packed(128, 48, 4, torch.float32)
+    kernel = NeuronKernel(form, F.silu, 0.25)
+    assert kernel.active(torch.tensor([[float("nan"), 0.25, 0.26, -0.3]])).tolist() == [[True, False, True, True]]
+    x = inputs(1, 128, torch.float32)
+    x[0, 0] = torch.nan
+    assert bool(kernel(x, views).isnan().all())
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_linear_codes_serve_too(bits: int) -> None:
+    form, views = packed(128, 48, bits, torch.float32, "linear")
+    kernel = NeuronKernel(form, F.gelu, 0.0)
+    x = inputs(2, 128, torch.float32)
+    gate, up, down = dense(form, views)
+    assert relative_error((F.gelu(x @ gate.t()) * (x @ up.t())) @ down.t(), kernel(x, views)) < 1e-5

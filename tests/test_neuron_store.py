@@ -1,0 +1,193 @@
+"""The neuron unit's packed format: every neuron alone, whole by its checksum, and refused where a model has no gate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import tiny
+from measures import relative_error
+from neuron_sources import EXPERTS, HIDDEN, NEURONS, GatedExperts, gated_store
+from sources import contents
+from tiermoe.errors import ConfigError, ModelError, PackError
+from tiermoe.quant.encodings import cpu_layout
+from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.quant.records import Records, Records2, Records4, checksum, records_for
+from tiermoe.runtime.blueprint import inspect_model
+from tiermoe.store.neurons import NeuronSource, neuron_format, neuron_layer
+from tiermoe.store.pack import forget, pack_experts
+from tiermoe.store.store import Store, check_files, open_store, precision_key
+from tiermoe.tiers.reader import ExtentReader, aligned_memory
+from tiermoe.types import ExpertKey, MoeLayer, Part
+
+
+def stored(store: Store, key: str, layer: int, expert: int) -> dict[str, dict[str, torch.Tensor]]:
+    form = store.expert_format(key, layer)
+    memory = aligned_memory(form.stored.nbytes)
+    reader = ExtentReader()
+    reader.read(store.precisions[key].layers[layer].extents[expert], memory, ExpertKey(layer, expert, form.bits))
+    reader.close()
+    return form.stored.views(torch.frombuffer(memory, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("bits", "worst"), [(4, 0.12), (2, 0.42)])
+def test_every_neuron_decodes_near_its_weights(bits: int, worst: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    source = GatedExperts(dtype)
+    store = gated_store(tmp_path / "store", source, str(dtype).removeprefix("torch."))
+    precision = pack_experts(store, source, bits, "hqq", unit="neuron")
+    key = precision_key(bits, "hqq", cpu_layout(), "neuron")
+    assert key == f"{bits}-hqq-neuron"
+    store = open_store(store.root)
+    check_files(store.precisions[key])
+    for layer in range(2):
+        for expert in range(EXPERTS):
+            tensors = source.read(layer, expert)
+            form, views = store.expert_format(key, layer), stored(store, key, layer, expert)
+            gate, up = tensors["gate_up_proj"].chunk(2)
+            records = views["neurons"]["records"]
+            assert form.encodings["gate"].holds(views["gate"])
+            encoding = form.encodings["neurons"]
+            assert isinstance(encoding, Records)
+            assert relative_error(up, encoding.decode_half(records, 0, HIDDEN, dtype)) < worst
+            assert relative_error(tensors["down_proj"].t(), encoding.decode_half(records, 1, HIDDEN, dtype)) < worst
+            slot = views["gate"]
+            if form.widened:
+                buffer = torch.empty(form.slot.nbytes, dtype=torch.uint8)
+                form.widen(_buffer(store, key, layer, expert), buffer)
+                slot = form.slot.views(buffer)["gate"]
+                assert torch.equal(form.slot.views(buffer)["neurons"]["records"], records)
+            assert relative_error(gate, form.encodings["gate"].decode(slot, NEURONS, HIDDEN, dtype)) < worst
+            assert precision.layers[layer].errors[expert] < worst
+
+
+def _buffer(store: Store, key: str, layer: int, expert: int) -> torch.Tensor:
+    (segment,) = store.precisions[key].layers[layer].extents[expert].segments
+    with open(segment.file, "rb") as handle:
+        handle.seek(segment.offset)
+        return torch.frombuffer(bytearray(handle.read(segment.nbytes)), dtype=torch.uint8)
+
+
+def test_the_parts_lie_at_pages_and_the_records_side_by_side() -> None:
+    form = neuron_format(MoeLayer("l", 8, 2, _parts(2048, 1024)), 4, torch.bfloat16, cpu_layout(), "hqq")
+    offsets = {placed.field.name: placed.offset for placed in form.stored.fields}
+    assert offsets["codes"] == 0
+    assert offsets["records"] % 4096 == form.stored.nbytes % 4096 == 0
+    (records,) = (placed.field for placed in form.stored.fields if placed.field.name == "records")
+    # codes 2 x 1024, scales and zeros 2 x 2 x 32 x 2 bytes, checksum 8, zeros to a multiple of 16
+    assert records.shape == (1024, 2320)
+    assert Records2(16).record_bytes(2048, torch.bfloat16) * 8 / (2 * 2048) <= 3.05
+
+
+def _parts(hidden: int, neurons: int) -> tuple[Part, ...]:
+    return Part("gate_up_proj", (2 * neurons, hidden)), Part("down_proj", (hidden, neurons))
+
+
+@pytest.mark.parametrize("encoding", [Records4(64), Records4(32), Records2(16)])
+def test_a_record_is_the_neurons_own(encoding: Records) -> None:
+    """Another neuron's weights change no byte of it, its own half changes that half alone."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(6, 2 * HIDDEN, generator=generator)
+    records = encoding.encode(weight, QUANTIZERS["hqq"], torch.float32)["records"]
+    changed = weight.clone()
+    changed[3, HIDDEN:] *= 3  # neuron 3's column of W2
+    other = encoding.encode(changed, QUANTIZERS["hqq"], torch.float32)["records"]
+    assert [bool((records[j] != other[j]).any()) for j in range(6)] == [j == 3 for j in range(6)]
+    for half, differs in ((0, False), (1, True)):
+        one, two = (encoding.decode_half(r, half, HIDDEN, torch.float32) for r in (records, other))
+        assert bool((one[3] != two[3]).any()) is differs
+    # a row decoded alone is the row of the whole, and its checksum knows its place
+    alone = encoding.decode_half(records[4:5], 1, HIDDEN, torch.float32)
+    assert torch.equal(alone, encoding.decode(({"records": records}), 6, 2 * HIDDEN, torch.float32)[4:5, HIDDEN:])
+    end = encoding.check_at(HIDDEN, torch.float32)
+    bytes_of = records.numpy()
+    assert checksum(bytes_of[4, :end].data, 4) == bytes(bytes_of[4, end : end + 8])
+    assert checksum(bytes_of[4, :end].data, 5) != bytes(bytes_of[4, end : end + 8])
+
+
+@pytest.mark.parametrize("encoding", [Records4(64), Records2(16)])
+def test_weights_on_the_grid_are_kept(encoding: Records) -> None:
+    """Codes, strips and parameters come back in their places: weights that are the grid's own decode exactly."""
+    generator = torch.Generator().manual_seed(1)
+    levels = 1 << encoding.bits
+    codes = torch.randint(0, levels, (5, 2, HIDDEN), generator=generator)
+    codes[..., :: encoding.group] = 0
+    codes[..., 1 :: encoding.group] = levels - 1  # so that every group spans the whole grid
+    step = torch.randint(1, 4, (5, 2, HIDDEN // encoding.group), generator=generator)
+    step[..., 0] = 255 if encoding.bits == 2 else 3  # makes the unit of the 8-bit parameters 1
+    lowest = torch.randint(-9, 9, (5, 2, HIDDEN // encoding.group), generator=generator)
+    grouped = codes.view(5, 2, -1, encoding.group) * step[..., None] + lowest[..., None]
+    weight = grouped.view(5, 2 * HIDDEN).float()
+    fields = encoding.encode(weight, QUANTIZERS["hqq"], torch.float32)
+    assert torch.equal(encoding.decode(fields, 5, 2 * HIDDEN, torch.float32), weight)
+
+
+def test_the_file_is_safetensors_and_packing_resumes(tmp_path: Path) -> None:
+    whole = gated_store(tmp_path / "whole", GatedExperts())
+    pack_experts(whole, GatedExperts(), 4, "hqq", unit="neuron")
+    with safe_open(whole.root / "experts-4-hqq-neuron-layer001.safetensors", framework="pt") as file:
+        assert file.get_tensor("layers.1.experts.2.neurons.records").shape[0] == NEURONS
+
+    class Broken(GatedExperts):
+        def read(self, layer: int, expert: int) -> Mapping[str, torch.Tensor]:
+            if (layer, expert) == (1, 1):
+                raise PackError("the disk is full")
+            return super().read(layer, expert)
+
+    store = gated_store(tmp_path / "store", GatedExperts())
+    with pytest.raises(PackError):
+        pack_experts(store, Broken(), 4, "hqq", unit="neuron")
+    rest = GatedExperts()
+    pack_experts(open_store(store.root), rest, 4, "hqq", unit="neuron")
+    assert rest.reads == [(1, expert) for expert in range(EXPERTS)]
+    assert contents(store.root) == contents(whole.root)
+
+
+def test_units_lie_side_by_side_and_are_forgotten_alone(tmp_path: Path) -> None:
+    source = GatedExperts()
+    store = gated_store(tmp_path / "store", source)
+    pack_experts(store, source, 4, "hqq")
+    before = contents(store.root)
+    pack_experts(store, source, 4, "hqq", unit="neuron")
+    assert set(open_store(store.root).precisions) == {"4-hqq", "4-hqq-neuron"}
+    forget(store, "4-hqq-neuron", None)
+    assert contents(store.root) == before
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("gpt_oss", "its experts have biases"), ("switch_transformers", "its experts have no gate")],
+)
+def test_families_without_the_layout_are_refused(family: str, reason: str, tmp_path: Path) -> None:
+    blueprint = inspect_model(tiny.write(tmp_path, family, torch.bfloat16), family)
+    with pytest.raises(ModelError, match=rf"the neuron unit cannot take .*: {reason}.*use the unit 'expert'"):
+        NeuronSource(blueprint.experts)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v2", "granitemoe"])
+def test_gated_families_are_taken(family: str, tmp_path: Path) -> None:
+    blueprint = inspect_model(tiny.write(tmp_path, family, torch.bfloat16), family)
+    source, layer = NeuronSource(blueprint.experts), len(blueprint.layers) - 1
+    tensors = blueprint.experts.read(layer, 5)
+    parts = source.read(layer, 5)
+    neurons = tensors["down_proj"].shape[1]
+    assert torch.equal(parts["gate"], tensors["gate_up_proj"][:neurons])
+    assert torch.equal(
+        parts["neurons"][7], torch.cat((tensors["gate_up_proj"][neurons + 7], tensors["down_proj"][:, 7]))
+    )
+
+
+def test_other_bits_and_sizes_are_refused() -> None:
+    for bits in (16, 8):
+        with pytest.raises(ConfigError, match=rf"packed at 4 or 2 bits, not at {bits}"):
+            records_for(bits, 128)
+    with pytest.raises(ConfigError, match="a hidden size of 96 cannot be packed at 4 bits: it is not a multiple of 64"):
+        records_for(4, 96)
+    assert [records_for(4, width).group for width in (64, 128, 192)] == [32, 64, 32]
+    transposed = (Part("gate_up_proj", (64, 128), True), Part("down_proj", (64, 64), True))
+    with pytest.raises(ModelError, match=r"stored as \(out, in\)"):
+        neuron_layer(MoeLayer("l", 4, 2, transposed))

@@ -1,0 +1,176 @@
+"""A composition's decisions, layer by layer, against a link that finishes one load a step: no weights, no files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tiermoe.compose import ModelShape, PrecisionSlots, Tables, assemble
+from tiermoe.errors import ConfigError, ProfileError
+from tiermoe.presets import PRESETS, compose
+from tiermoe.scheduler import Scheduler
+from tiermoe.types import ExpertKey, Ready, Routed
+from test_controller import FakeLink
+
+SHAPE = ModelShape(experts=[4, 4, 4], top_k=[2, 2, 2])
+
+
+class Said:
+    """Forecasts that a test writes down: layer → [(expert, weight)]."""
+
+    def __init__(self, ranked: dict[int, list[tuple[int, float]]] | None = None, **recalled: Any) -> None:
+        self._ranked = ranked or {}
+        self._recalled: dict[int, list[tuple[int, float]]] = recalled.get("recalled", {})
+
+    def ranked(self, target: int) -> Sequence[tuple[int, float]]:
+        return self._ranked.get(target, ())
+
+    def recalled(self, target: int) -> Sequence[tuple[int, float]]:
+        return self._recalled.get(target, ())
+
+    def token_ids(self) -> Sequence[int]:
+        return ()
+
+
+def make(name: str, slots: int = 6, bits: tuple[int, ...] = (4,), **changes: Any) -> tuple[Scheduler, FakeLink]:
+    link = FakeLink()
+    composition = compose(name, changes)
+    runs = [PrecisionSlots(bits, slots)]
+    if composition.low_share:
+        runs = [PrecisionSlots((bits[0],), slots), PrecisionSlots(bits[1:], 3)]
+    return assemble(composition, SHAPE, runs, link, bits[0]), link
+
+
+def run(scheduler: Scheduler, layer: int, experts: list[int], weights: list[float], said: Said | None = None) -> list[Ready]:
+    routed = Routed(layer, "decode", [experts], [weights])
+    return sorted(scheduler.run_layer(routed, said or Said()))
+
+
+def keys(link: FakeLink, urgent: bool) -> list[ExpertKey]:
+    return [load.key for load in link.submitted if load.urgent is urgent]
+
+
+HOBBIT = {"t1": 0.6, "t2": 0.9, "weights": "0.25,0.25,0.25,0.25", "prefetch": "none"}
+
+
+def test_hobbit_loads_high_low_or_nothing_on_a_miss() -> None:
+    scheduler, link = make("hobbit", bits=(4, 2), **HOBBIT)
+    scheduler.begin_pass(1, Said())
+    ready = run(scheduler, 0, [3, 1, 2], [0.65, 0.3, 0.05])  # s = 0, .65, .95
+    assert [(one.expert, one.bits) for one in ready] == [(1, 2), (3, 4)]
+    assert (scheduler.controller.counts.misses, scheduler.controller.counts.skipped) == (2, 1)
+    assert scheduler.controller.counts.low_loads == 1
+
+
+def test_hobbit_uses_a_cached_copy_of_what_a_miss_would_skip() -> None:
+    scheduler, link = make("hobbit", bits=(4, 2), **HOBBIT)
+    scheduler.begin_pass(1, Said())
+    run(scheduler, 0, [2], [1.0])
+    scheduler.begin_pass(1, Said())
+    ready = run(scheduler, 0, [3, 1, 2], [0.65, 0.3, 0.05])
+    assert (2, 4) in [(one.expert, one.bits) for one in ready]
+    assert scheduler.controller.counts.skipped == 0
+    assert scheduler.controller.counts.hits == 1
+
+
+def test_hobbit_goes_on_to_the_first_layer_with_a_missing_expert() -> None:
+    scheduler, link = make("hobbit", bits=(4, 2), **{**HOBBIT, "prefetch": "stacked-gates", "ahead": 2})
+    scheduler.begin_pass(1, Said())
+    run(scheduler, 1, [0, 1], [0.9, 0.1])
+    scheduler.controller.drain()
+    said = Said({1: [(0, 0.9), (1, 0.1)], 2: [(3, 0.8), (2, 0.2)]})
+    scheduler.begin_pass(1, Said())
+    run(scheduler, 0, [0, 1], [0.9, 0.1], said)
+    assert keys(link, urgent=False) == [ExpertKey(2, 3, 4), ExpertKey(2, 2, 2)]  # .8 lies before the second: low
+
+
+def test_a_prefetch_begins_before_what_is_here_is_computed() -> None:
+    scheduler, link = make("mixtral-offload", slots=9)
+    scheduler.begin_pass(1, Said())
+    run(scheduler, 0, [0, 1], [0.5, 0.5])
+    scheduler.begin_pass(1, Said())
+    steps = scheduler.run_layer(Routed(0, "decode", [[0, 1]], [[0.5, 0.5]]), Said({1: [(2, 0.7), (3, 0.3)]}))
+    next(steps)
+    assert keys(link, urgent=False) == [ExpertKey(1, 2, 4), ExpertKey(1, 3, 4)]
+    list(steps)
+
+
+def test_a_discarded_pass_is_counted_apart_and_its_token_once() -> None:
+    scheduler, _ = make("mobile")
+    scheduler.begin_pass(1, Said())
+    run(scheduler, 0, [0], [1.0])
+    scheduler.discard_pass()
+    assert (scheduler.controller.counts.misses, scheduler.discarded.misses) == (0, 1)
+    assert scheduler.clock.token == 0
+    scheduler.begin_pass(1, Said())
+    run(scheduler, 0, [0, 1], [0.5, 0.5])
+    assert (scheduler.controller.counts.hits, scheduler.controller.counts.misses) == (1, 1)
+    assert scheduler.clock.token == 1
+
+
+def test_the_big_pass_is_prefetched_from_before_its_first_layer() -> None:
+    scheduler, link = make("mobile")
+    scheduler.begin_pass(1, Said(recalled={0: [(3, 0.6), (2, 0.4)], 1: [(1, 1.0)]}))
+    assert keys(link, urgent=False)[:2] == [ExpertKey(0, 3, 4), ExpertKey(0, 2, 4)]
+
+
+def test_sti_fetches_the_whole_layer_and_asks_for_the_routed_alone() -> None:
+    scheduler, link = make("sti", prefetch="none")
+    scheduler.begin_pass(1, Said())
+    run(scheduler, 0, [2, 1], [0.5, 0.5])
+    assert {key.expert for key in keys(link, urgent=True)} == {0, 1, 2, 3}
+    assert scheduler.controller.counts.misses == 2
+
+
+def test_corm_proceeds_with_what_was_predicted() -> None:
+    scheduler, link = make("lru", on_mispredict="proceed")
+    scheduler.begin_pass(1, Said())
+    assert len(run(scheduler, 0, [0, 1], [0.5, 0.5])) == 2  # nothing is there: all are loaded
+    assert [one.expert for one in run(scheduler, 0, [1, 2], [0.5, 0.5])] == [1]
+    assert scheduler.controller.counts.skipped == 1
+
+
+def test_load_on_demand_never_hits() -> None:
+    scheduler, _ = make("load-on-demand", slots=2)
+    for _ in range(3):
+        scheduler.begin_pass(1, Said())
+        for layer in range(3):
+            run(scheduler, layer, [0, 1], [0.5, 0.5])
+    assert scheduler.controller.counts.hits == 0
+
+
+def test_together_waits_for_all_loads() -> None:
+    scheduler, link = make("lru", start="together")
+    scheduler.begin_pass(1, Said())
+    run(scheduler, 0, [0], [1.0])
+    steps = scheduler.run_layer(Routed(0, "decode", [[0, 1, 2]], [[]]), Said())
+    next(steps)
+    assert {ExpertKey(0, 1, 4), ExpertKey(0, 2, 4)} <= set(link.contents.values())
+    list(steps)
+
+
+def test_a_new_sequence_forgets_what_is_recorded_per_sequence() -> None:
+    scheduler, _ = make("lru", slots=2, cache="lfu", records="sequence")
+    for _ in range(3):
+        scheduler.begin_pass(1, Said())
+        run(scheduler, 0, [0], [1.0])
+    run(scheduler, 0, [1], [1.0])
+    scheduler.new_sequence()
+    run(scheduler, 0, [1], [1.0])
+    run(scheduler, 0, [2], [1.0])
+    cache = scheduler.controller.cache
+    assert cache.find(0, 1, 4) is not None
+    assert cache.find(0, 0, 4) is None
+
+
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.missing()])
+def test_open_settings_are_refused_with_the_command_that_fills_them(name: str) -> None:
+    with pytest.raises(ProfileError, match=f"tiermoe calibrate .* --for {PRESETS[name].profile}"):
+        assemble(PRESETS[name], SHAPE, [PrecisionSlots((4,), 12)], FakeLink(), 4)
+
+
+def test_tables_are_asked_for_by_name() -> None:
+    with pytest.raises(ConfigError, match="calibrate"):
+        assemble(compose("lru", {"precision": "table"}), SHAPE, [PrecisionSlots((4, 2), 6)], FakeLink(), 4, Tables())

@@ -1,0 +1,506 @@
+"""Replays: time by hand, hits against references, what a trace lacks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from small_traces import decode, layer, trace_of
+from tiermoe.cli.simulate import simulate
+from tiermoe.config import CacheSize
+from tiermoe.errors import ConfigError, ProfileError, TiermoeError, TraceError
+from tiermoe.presets import PRESETS, compose
+from tiermoe.profiles import Profile, to_json
+from tiermoe.simulate import (
+    MACHINES,
+    ReplaySettings,
+    Result,
+    all_evictions,
+    compare_evictions,
+    parse_link,
+    replay,
+    spread,
+)
+from tiermoe.simulate.costs import run_bits
+from tiermoe.simulate.evictions import hits_of
+from tiermoe.simulate.link import VirtualClock, VirtualLink
+from tiermoe.trace import LayerTrace, Little, Pass, Times, Trace
+from tiermoe.trace_file import TraceWriter, read_trace
+from tiermoe.types import ExpertKey, Load
+
+TIMES = Times(dense=0.5, expert={4: 0.4}, prefill_token=0.1, prefill_expert={4: 0.05})
+
+
+def run(trace: Trace, preset: str = "lru", slots: int = 4, **options: Any) -> Result:
+    """100 bytes a second: one expert of `trace_of` takes one second."""
+    changes = options.pop("changes", {})
+    nbytes = slots * trace.header.expert_bytes[4][0]
+    given = {"bandwidth": 100.0, "times": TIMES} | options
+    return replay(trace, compose(preset, changes), ReplaySettings(CacheSize(nbytes=nbytes), **given))
+
+
+# the link
+
+
+def load(expert: int, urgent: bool = True) -> Load:
+    return Load(ExpertKey(0, expert, 4), expert, urgent)
+
+
+def link(lanes: int = 1, latency: float = 0.0) -> tuple[VirtualClock, VirtualLink]:
+    clock = VirtualClock()
+    return clock, VirtualLink(clock, 100.0, lambda key: 100, latency, lanes)
+
+
+def test_transfers_share_the_bandwidth() -> None:
+    clock, link_ = link(lanes=2)
+    link_.submit(load(0))
+    clock.compute(0.5)  # half of the first has come, alone
+    link_.submit(load(1))
+    assert link_.wait().load == load(0)
+    assert clock.now == pytest.approx(1.5)  # its other 50 bytes at 50 a second
+    assert link_.wait().load == load(1)
+    assert clock.now == pytest.approx(2.0)  # 50 bytes came until 1.5, 50 more alone
+    assert (link_.wait_s, link_.busy_s, link_.bytes_read) == (pytest.approx(1.5), pytest.approx(2.0), 200)
+    assert link_.is_idle()
+
+
+def test_latency_is_paid_by_each_transfer_and_shares_nothing() -> None:
+    clock, link_ = link(lanes=2, latency=0.1)
+    for expert in range(3):
+        link_.submit(load(expert))
+    assert [link_.wait().load.slot for _ in range(2)] == [0, 1]
+    assert clock.now == pytest.approx(2.1)
+    link_.wait()
+    assert clock.now == pytest.approx(3.2)
+
+
+def test_urgent_before_speculative_and_what_has_begun_is_not_interrupted() -> None:
+    _, link_ = link()
+    for load_ in (load(0, urgent=False), load(1, urgent=False), load(2)):
+        link_.submit(load_)
+    assert [link_.wait().load.slot for _ in range(3)] == [0, 2, 1]
+
+
+def test_recall_takes_what_has_not_begun() -> None:
+    _, link_ = link()
+    for load_ in (load(0, urgent=False), load(1, urgent=False), load(2)):
+        link_.submit(load_)
+    assert link_.recall() == [load(1, urgent=False)]
+    assert [link_.wait().load.slot for _ in range(2)] == [0, 2]
+    assert link_.is_idle()
+
+
+def test_polling_moves_no_clock() -> None:
+    clock, link_ = link()
+    link_.submit(load(0))
+    assert link_.poll() is None
+    assert not link_.is_idle()
+    clock.compute(1.0)
+    finished = link_.poll()
+    assert finished is not None
+    assert finished.load == load(0)
+    assert (clock.now, link_.wait_s, link_.is_idle()) == (1.0, 0.0, True)
+
+
+# time, by hand
+
+
+def test_a_miss_is_overlapped_with_computing() -> None:
+    result = run(trace_of([decode(layer([0, 1])), decode(layer([1, 2]))]))
+    # dense .5 | 0 comes until 1.5 | 0 runs until 1.9 while 1 comes until 2.5 | 1 runs until 2.9
+    # dense until 3.4 | 1 is here and runs until 3.8 while 2 comes until 4.4 | 2 runs until 4.8
+    assert result.decode_tok_s == pytest.approx(2 / 4.8)
+    assert result.wait_s == pytest.approx(1.0 + 0.6 + 0.6)
+    assert (result.hits, result.misses, result.bytes_read) == (1, 3, 300)
+    assert (result.hit_rate, result.bytes_per_token) == (0.25, 150)
+    assert result.bound_tok_s == pytest.approx(2 / 3.0)  # 300 bytes are more than 2.6 s of computing
+    assert result.bound_fraction == pytest.approx(3.0 / 4.8)
+
+
+def test_together_computes_when_all_is_there() -> None:
+    result = run(trace_of([decode(layer([0, 1]))]), changes={"start": "together"})
+    assert result.decode_tok_s == pytest.approx(1 / (0.5 + 2.0 + 0.8))
+
+
+def test_a_prefetch_comes_while_the_layer_runs() -> None:
+    trace = trace_of([decode(layer([0]), layer([1]))], top_k=1)
+    # dense .25 | 0 until 1.25 | runs until 1.65, dense until 1.9 | 1, begun at 1.9 or at 1.25, runs .4
+    assert run(trace).decode_tok_s == pytest.approx(1 / (1.9 + 1.0 + 0.4))
+    ahead = run(trace, changes={"prefetch": "oracle"})
+    assert ahead.decode_tok_s == pytest.approx(1 / (2.25 + 0.4))
+    assert (ahead.hits, ahead.misses, ahead.speculative_loads) == (0, 2, 1)  # it was still on its way
+    fast = run(trace, changes={"prefetch": "oracle"}, bandwidth=1000.0)
+    assert (fast.hits, fast.prefetched_hits, fast.misses) == (1, 1, 1)
+
+
+def test_a_prompt_is_charged_by_token() -> None:
+    prompt = Pass("prefill", 0, [1, 2, 3], [layer([0, 1], [0, 2], [0, 3])])
+    result = run(trace_of([prompt]), bandwidth=1e9)
+    # dense 3 x .1, expert 0 on three tokens .4 + 2 x .05, the others .4
+    assert result.prefill_tok_s == pytest.approx(3 / (0.3 + 0.5 + 3 * 0.4))
+    assert (result.decode_tok_s, result.bytes_per_token, result.hit_rate) == (None, None, 0.0)
+
+
+def test_the_bits_of_a_replay_are_those_that_ran() -> None:
+    passes = [decode(layer([0, 1]))]
+    sizes = {16: [400], 4: [100]}
+    assert run_bits(dataclasses.replace(trace_of(passes).header, expert_bytes=sizes)) == 16
+    assert run_bits(dataclasses.replace(trace_of(passes, times=TIMES).header, expert_bytes=sizes)) == 4
+
+
+def test_times_are_spread_by_bytes() -> None:
+    header = trace_of([decode(layer([0, 1]), layer([0, 1]))], dense_bytes=600).header
+    # 600 bytes dense, 2 layers x 2 experts x 100 bytes
+    assert spread(header, 1.0, 0.1) == Times(0.6, {4: 0.1}, pytest.approx(0.06), {4: pytest.approx(0.01)})
+
+
+def test_forecasts_are_prefetched() -> None:
+    first = layer([0], forecasts={1: [(2, 0.9), (1, 0.1)]})
+    trace = trace_of([decode(first, layer([2]))], top_k=1)
+    result = run(trace, changes={"prefetch": "next-gate"}, bandwidth=1000.0)
+    assert (result.hits, result.prefetched_hits, result.bytes_read) == (1, 1, 200)
+
+
+# parts
+
+
+def test_the_little_pass_is_kept_or_counted_apart() -> None:
+    def token(confidence: float) -> Pass:
+        return decode(layer([0, 1]), layer([2, 3]), little=Little(confidence, [layer([0, 1]), layer([2, 3])]))
+
+    sure = run(trace_of([token(0.9), token(0.9)]), "mobile", slots=8)
+    assert (sure.hits, sure.misses, sure.discarded_hits, sure.discarded_misses) == (2, 2, 0, 0)
+    unsure = run(trace_of([token(0.7)]), "mobile", slots=8, bandwidth=1e4, changes={"ahead": 1})
+    # 0 and 2 come with the little pass; of 1 and 3, which its routers named too, 1 is on its way when layer 0 asks
+    assert (unsure.discarded_hits, unsure.discarded_misses) == (0, 2)
+    assert (unsure.hits, unsure.misses, unsure.prefetched_hits) == (4, 0, 2)
+    assert unsure.decode_tok_s == pytest.approx(1 / (2 * 0.5 + 2 * 0.4 + 4 * 0.4 + 2 * 0.01), rel=1e-3)
+
+
+def test_low_precision_moves_fewer_bytes_and_skips_the_rest() -> None:
+    changes = {"t1": 0.4, "t2": 0.8, "weights": "0.25,0.25,0.25,0.25", "prefetch": "none"}
+    # weights .5, .33, .17: unimportance 0 (high), .5 (low), .83 (skipped)
+    result = run(trace_of([decode(layer([0, 1, 2]))], top_k=3), "hobbit", slots=10, changes=changes)
+    assert (result.misses, result.skipped, result.low_loads, result.bytes_read) == (2, 1, 1, 150)
+
+
+def test_only_active_neurons_move_and_their_union_stays() -> None:
+    # W1 has 40 bytes, each of 6 neurons 10; above .75 the whole expert comes
+    def token(active: int) -> Pass:
+        return decode(layer([0], neurons={0: active}))
+
+    trace = trace_of(
+        [token(0b000011), token(0b000110), token(0b000111)], top_k=1, head_bytes=40, neuron_bytes=10, neurons=6
+    )
+    changes = {"unit": "neuron", "theta": 0.1}
+    assert run(trace, changes=changes).bytes_read == 60 + 10
+    whole = trace_of([token(0b011111)], top_k=1, head_bytes=40, neuron_bytes=10, neurons=6)
+    assert run(whole, changes=changes).bytes_read == 100
+
+
+def test_a_whole_layer_is_fetched_routed_or_not() -> None:
+    result = run(trace_of([decode(layer([0, 1]))]), "sti", changes={"prefetch": "none"})
+    assert (result.bytes_read, result.misses) == (400, 2)
+    assert result.decode_tok_s == pytest.approx(1 / (0.5 + 4))  # 0 and 1, which come first, run while 2 and 3 come
+
+
+# hits, against references
+
+
+@st.composite
+def routings(draw: st.DrawFn, experts: int = 5, most: int = 12) -> Trace:
+    chosen = st.permutations(range(experts)).map(lambda order: list(order[:2]))
+    count = draw(st.integers(1, most))
+    passes = [decode(layer(draw(chosen)), layer(draw(chosen)), sequence=draw(st.integers(0, 1))) for _ in range(count)]
+    return trace_of(passes, experts=experts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(routings(), st.integers(2, 8))
+def test_no_policy_hits_more_than_belady(trace: Trace, slots: int) -> None:
+    best = hits_of(trace, "belady", slots, 4)["decode"].counts
+    for name in all_evictions():
+        for per_sequence in (False, True):
+            counts = hits_of(trace, name, slots, 4, per_sequence=per_sequence)["decode"].counts
+            assert counts.hits <= best.hits, name
+            assert counts.hits + counts.misses == 4 * len(trace.passes)
+
+
+def most_hits(requests: list[frozenset[tuple[int, int]]], slots: int) -> int:
+    """By trying every choice of victims."""
+
+    @cache
+    def following(number: int, held: frozenset[tuple[int, int]]) -> int:
+        if number == len(requests):
+            return 0
+        request = requests[number]
+        kept = held | request
+        return len(held & request) + max(following(number + 1, left) for left in reduced(kept, request, slots))
+
+    def reduced(kept: frozenset[Any], request: frozenset[Any], size: int) -> set[frozenset[Any]]:
+        if len(kept) <= size:
+            return {kept}
+        return {left for victim in kept - request for left in reduced(kept - {victim}, request, size)}
+
+    return following(0, frozenset())
+
+
+@settings(max_examples=30, deadline=None)
+@given(routings(experts=4, most=5), st.integers(3, 5))
+def test_belady_is_the_optimum(trace: Trace, slots: int) -> None:
+    requests = [
+        frozenset((number, expert) for expert in traced.experts[0])
+        for passed in trace.passes
+        for number, traced in enumerate(passed.layers)
+    ]
+    assert hits_of(trace, "belady", slots, 4)["decode"].counts.hits == most_hits(requests, slots)
+
+
+@settings(max_examples=60, deadline=None)
+@given(routings(experts=6), st.integers(4, 9))
+def test_lru_hits_as_a_plain_lru(trace: Trace, slots: int) -> None:
+    order: OrderedDict[tuple[int, int], None] = OrderedDict()
+    hits = 0
+    for passed in trace.passes:
+        for number, traced in enumerate(passed.layers):
+            request = [(number, expert) for expert in sorted(traced.experts[0])]
+            here = [key for key in request if key in order]
+            hits += len(here)
+            for key in (*here, *(key for key in request if key not in here)):
+                order[key] = None
+                order.move_to_end(key)
+            while len(order) > slots:
+                order.popitem(last=False)
+    assert hits_of(trace, "lru", slots, 4)["decode"].counts.hits == hits
+    timed = run(trace, slots=slots)
+    assert timed.hits == hits
+    assert timed.belady_hit_rate >= timed.hit_rate
+
+
+def test_the_headline_counts_what_is_decoded_after_the_prompt() -> None:
+    prompt = Pass("prefill", 0, [1, 2], [layer([0, 1], [1, 2])])
+    trace = trace_of([prompt, decode(layer([0, 3]))])
+    (row,) = compare_evictions(trace, ["lru"], [CacheSize(fraction=1.0)])
+    assert (row.slots, row.hit_rate, row.prefill_hit_rate, row.belady_hit_rate) == (4, 0.5, 0.0, 0.5)
+
+
+# what is refused
+
+
+BARE = trace_of([decode(layer([0, 1]), layer([0, 1]))], holds=frozenset(), times=TIMES)
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "lacking"),
+    [
+        ("hobbit", {}, "forecasts .*stacked-gates.* and no gate weights"),
+        ("mobile", {}, "little passes"),
+        ("fate", {}, "forecasts"),
+        ("corm", {}, "forecasts .* and no active neurons"),
+        ("mixtral-offload", {}, "forecasts"),
+        ("lru", {"routing": "half"}, "gate weights"),
+        ("lru", {"prefetch": "recalled"}, "little passes"),
+        ("lru", {"prefetch": "hash"}, "hash tables"),
+    ],
+)
+def test_what_a_trace_lacks_is_named(preset: str, changes: dict[str, str], lacking: str) -> None:
+    with pytest.raises(TraceError, match=f"preset {preset} .*{lacking}"):
+        run(BARE, preset, changes=changes)
+
+
+def test_forecasts_must_reach_as_far_as_the_preset_looks() -> None:
+    trace = trace_of([decode(layer([0, 1]), layer([0, 1]))], times=TIMES, forecast_distances=[1, 2])
+    with pytest.raises(TraceError, match=r"hobbit.*forecasts 3 layers ahead"):
+        run(trace, "hobbit")
+
+
+def test_missing_times_settings_and_theta_are_named() -> None:
+    with pytest.raises(TraceError, match="--compute"):
+        run(trace_of([decode(layer([0, 1]))]), times=None)
+    with pytest.raises(ProfileError, match=r"fate has no low_popularity.*--for fate"):
+        run(trace_of([decode(layer([0, 1]))]), "fate")
+    with pytest.raises(ConfigError, match="misses=load"):
+        run(BARE, changes={"misses": "cpu"})
+    neurons = trace_of([decode(layer([0, 1]))], head_bytes=1, neuron_bytes=1, neurons=3, made_from={"theta": 0.2})
+    with pytest.raises(TraceError, match=r"theta 0.2.*0.3"):
+        run(neurons, changes={"unit": "neuron", "theta": 0.3})
+    assert run(neurons, changes={"unit": "neuron"}).misses == 2
+
+
+def test_links_by_name_and_by_bandwidth() -> None:
+    assert parse_link("16GB/s").bandwidth == 16e9
+    assert parse_link("PCIe3") is MACHINES["pcie3"]
+    for text in ("16GB", "fast", "0GB/s", "/s"):
+        with pytest.raises(ConfigError, match="link"):
+            parse_link(text)
+
+
+# every preset runs, and the trace that a file brings is the one that was replayed
+
+
+def full_trace(tokens: int = 6) -> Trace:
+    def routed(seed: int, layer_: int) -> LayerTrace:
+        chosen = [(seed + layer_) % 4, (seed * 3 + layer_ + 1) % 4]
+        chosen = chosen if chosen[0] != chosen[1] else [chosen[0], (chosen[0] + 1) % 4]
+        ahead = {d: [((seed + layer_ + d + i) % 4, 0.4 - i / 10) for i in range(4)] for d in (1, 2, 3)}
+        return layer(chosen, forecasts=ahead, neurons=dict.fromkeys(chosen, 5))
+
+    passes = [Pass("prefill", 0, [1, 2], [layer([0, 1], [1, 2], neurons={0: 1, 1: 2, 2: 3}) for _ in range(4)])]
+    for seed in range(tokens):
+        layers = [routed(seed, number) for number in range(4)]
+        passes.append(decode(*layers, little=Little(seed / tokens, layers)))
+    return trace_of(
+        passes, times=TIMES, forecast_distances=[1, 2, 3], head_bytes=40, neuron_bytes=15, neurons=4,
+    )  # fmt: skip
+
+
+SETTINGS = {
+    "t1": 0.4, "t2": 0.8, "weights": "0.25,0.25,0.25,0.25", "low_popularity": 0.3, "window": 2, "boundary": 1,
+    "theta": 0.1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name not in ("edgemoe", "eap", "corm")])
+def test_every_preset_replays(preset: str) -> None:
+    result = run(full_trace(), preset, slots=10, changes=SETTINGS)
+    assert result.decode_tok_s is not None
+    assert result.bound_tok_s is not None
+    assert 0 < result.decode_tok_s <= result.bound_tok_s * 1.5  # what a prompt's prefetch brings is not decode's
+    asked = result.hits + result.misses + result.skipped
+    assert asked >= 6 * 4
+
+
+@pytest.mark.parametrize("prefetch", ["none", "next-gate", "stacked-gates", "percentile", "oracle"])
+@pytest.mark.parametrize("cache_", ["lru", "arc", "weighted", "distance"])
+def test_prefetch_changes_no_demand(prefetch: str, cache_: str) -> None:
+    changes = SETTINGS | {"prefetch": prefetch, "cache": cache_, "ahead": 2}
+    result = run(full_trace(), slots=6, changes=changes)
+    assert result.hits + result.misses == 3 * 4 + 6 * 4 * 2
+    assert result.skipped == 0
+
+
+# the command
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    trace = full_trace()
+    with TraceWriter(tmp_path / "t", trace.header) as writer:
+        for passed in trace.passes:
+            writer.add(passed)
+    return tmp_path / "t"
+
+
+@pytest.fixture
+def profiles(tmp_path: Path) -> Path:
+    """A folder with a profile for each preset that needs one."""
+    data = {
+        "table": [[4, 2, 4, 4]] * 4, "frequencies": [[1, 2, 3, 4]] * 4,
+        "paths": {str(layer_): {"0,1": {"2": 3}} for layer_ in range(1, 4)},
+    }  # fmt: skip
+    settings_ = SETTINGS | {"weights": [0.25, 0.25, 0.25, 0.25]}
+    for name in ("hobbit", "edgemoe", "fate", "corm"):
+        (tmp_path / f"{name}.json").write_bytes(to_json(Profile(name, "abc", {}, settings_, data)))
+    return tmp_path
+
+
+@pytest.fixture
+def rows(capsys: pytest.CaptureFixture[str]) -> Callable[..., list[dict[str, Any]]]:
+    """Runs the command with --json."""
+
+    def rows_of(*words: Any, **options: Any) -> list[dict[str, Any]]:
+        simulate(*words, **options, as_json=True)
+        answer: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+        return answer
+
+    return rows_of
+
+
+def test_all_presets_in_one_table(file: Path, profiles: Path, rows: Callable[..., list[dict[str, Any]]]) -> None:
+    found = rows(file, presets="all", cache="50%,60%", link="1KB/s", profiles=profiles)
+    assert [row["preset"] for row in found] == [*PRESETS, *PRESETS]
+    assert [row for row in found if "refused" in row] == []
+    for row in found:
+        assert row["decode_tok_s"] > 0
+        assert 0 <= row["hit_rate"] <= 1
+        assert row["bytes_per_token"] >= 0
+
+
+def test_what_cannot_be_replayed_is_listed_with_the_reason(
+    tmp_path: Path, rows: Callable[..., list[dict[str, Any]]]
+) -> None:
+    with TraceWriter(tmp_path / "bare", BARE.header) as writer:
+        writer.add(BARE.passes[0])
+    found = {row["preset"]: row for row in rows(tmp_path / "bare", presets="all", cache="100%", link="pcie4")}
+    assert list(found) == list(PRESETS)
+    assert "forecasts" in found["hobbit"]["refused"]
+    assert "calibrate" in found["edgemoe"]["refused"]
+    assert "little passes" in found["mobile"]["refused"]
+    assert found["lru"]["misses"] == 4
+
+
+def test_compute_times_can_be_given(file: Path, rows: Callable[..., list[dict[str, Any]]]) -> None:
+    (row,) = rows(file, preset="io-free", cache="100%", link="1TB/s", compute="2s", prefill_compute="0.5s")
+    # nothing is known of the dense part's bytes: all the time is its own
+    assert row["decode_tok_s"] == pytest.approx(0.5)
+    assert row["prefill_tok_s"] == pytest.approx(2.0)
+
+
+def test_evictions_side_by_side(file: Path, rows: Callable[..., list[dict[str, Any]]]) -> None:
+    found = rows(file, evictions="all", cache="40%,60%")
+    assert [(row["eviction"], row["slots"]) for row in found] == [
+        (name, slots) for slots in (6, 9) for name in all_evictions()
+    ]
+    assert all(row["hit_rate"] <= row["belady_hit_rate"] for row in found)
+
+
+def test_the_tables_name_what_was_replayed(file: Path, profiles: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    simulate(file, presets="lru,hobbit", link="sdcard")
+    shown = capsys.readouterr()
+    assert "lru" in shown.out
+    assert "left out hobbit: preset hobbit has no t1" in shown.err
+    simulate(file, evictions="lru", cache="40%")
+    shown = capsys.readouterr()
+    assert "37.5%" in shown.out
+    assert "belady" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"preset": "lru"}, "how fast is the link"),
+        ({"preset": "lru", "evictions": "all"}, "exclude each other"),
+        ({"preset": "lrv", "link": "nvme"}, "did you mean lru"),
+        ({"presets": "lru,lrv", "link": "nvme"}, "unknown preset 'lrv'"),
+        ({"evictions": "lru,best"}, "unknown eviction policy 'best'"),
+        ({"evictions": "lru", "link": "nvme"}, "--link has no effect"),
+        ({"evictions": "lru", "set_": ["prefetch=none"]}, "--set prefetch has no effect"),
+        ({"preset": "lru", "link": "nvme", "compute": "20"}, "'20' is not a time"),
+        ({"preset": "lru", "link": "nvme", "prefill_compute": "20ms"}, "needs --compute"),
+        ({"preset": "lru", "link": "nvme", "cache": "10%,x"}, "not a size"),
+        ({"preset": "hobbit", "link": "nvme"}, "calibrate tiny"),
+        ({"preset": "lru", "link": "nvme", "bits": 3}, "bits must be"),
+    ],
+)
+def test_what_was_typed_wrong_is_told(file: Path, options: dict[str, Any], cause: str) -> None:
+    with pytest.raises(TiermoeError, match=cause):
+        simulate(file, **options)
+
+
+PHONE = Path(__file__).parents[2] / "shared" / "traces" / "qwen3-30b-a3b.csv"
+
+
+@pytest.mark.skipif(not PHONE.exists(), reason="the trace of a real model is not here")
+def test_a_real_trace_hits_as_others_found() -> None:
+    (row,) = compare_evictions(read_trace(PHONE), ["lru"], [CacheSize(fraction=0.3)])
+    assert row.hit_rate == pytest.approx(0.88, abs=0.01)
+    assert row.belady_hit_rate == pytest.approx(0.955, abs=0.01)

@@ -1,0 +1,95 @@
+"""The five systems and their baselines on the real engine, on a tiny checkpoint of every family they were made for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiermoe
+from tiermoe.presets import PRESETS
+from tiny import write
+
+FAMILIES = ["mixtral", "phimoe", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2"]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "hobbit": {"t1": 0.4, "t2": 0.8, "weights": "0.4,0.3,0.2,0.1"},
+    "fate": {"window": 2, "boundary": 1, "low_popularity": 0.3},
+    "mobile": {"gamma": 0.1},
+    "mixtral-offload": {}, "load-on-demand": {}, "io-free": {}, "io-qexp": {}, "sti": {}, "lru": {}, "default": {},
+}  # fmt: skip
+"""Presets that need no table of a calibration, with settings for tiny random models."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp(request.param), request.param, torch.bfloat16)
+
+
+@pytest.fixture
+def answer() -> Iterator[Any]:
+    """(checkpoint, preset, options) → (tokens, logits of every step, statistics)."""
+
+    def run(directory: Path, preset: str, changes: dict[str, Any] | None = None, **options: Any) -> Any:
+        options = {"memory": "4GiB", "device": "cpu", "bits": 4, "cache": "55%", **options}
+        model, _ = tiermoe.load(directory, preset=preset, set={**SETTINGS.get(preset, {}), **(changes or {})}, **options)
+        ids = torch.randint(3, 128, (2, 7), generator=torch.Generator().manual_seed(2))
+        done = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, eos_token_id=None,
+            output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        stats = model.tiermoe.stats()
+        model.tiermoe.close()
+        return done.sequences, torch.stack(done.logits), stats
+
+    yield run
+
+
+@pytest.mark.parametrize("preset", sorted(SETTINGS))
+def test_runs(preset: str, checkpoint: Path, answer: Any) -> None:
+    sequences, logits, stats = answer(checkpoint, preset)
+    assert sequences.shape == (2, 15)
+    assert torch.isfinite(logits).all()
+    assert stats["preset"] == preset
+    assert stats["lossy"] == ", ".join(PRESETS[preset].lossy)
+    assert (stats["hit_rate"] == 0) == (preset in ("load-on-demand", "io-qexp"))
+
+
+@pytest.mark.parametrize("preset", ["hobbit", "fate", "mobile"])
+def test_with_every_lossy_part_off_it_gives_the_exact_presets_bits(preset: str, checkpoint: Path, answer: Any) -> None:
+    off = {"routing": "all", "precision": "fixed", "low_share": 0}
+    expected = answer(checkpoint, "default")
+    found = answer(checkpoint, preset, off)
+    assert found[2]["lossy"] == ""
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("preset", ["mixtral-offload", "load-on-demand", "io-free", "lru"])
+def test_exact_baselines_give_the_exact_presets_bits(preset: str, checkpoint: Path, answer: Any) -> None:
+    expected, found = answer(checkpoint, "default"), answer(checkpoint, preset)
+    assert torch.equal(found[1], expected[1])
+
+
+PARTS = [
+    {"prefetch": part} for part in ("none", "next-gate", "stacked-gates", "percentile", "recalled", "layer")
+] + [{"cache": part} for part in ("random", "fifo", "lfu", "lhu", "fld", "weighted", "distance", "arc")] + [
+    {"allotment": "even"}, {"allotment": "shallow", "boundary": 1}, {"start": "together"}, {"records": "sequence"},
+    {"mask": "false", "prefetch": "next-gate"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", PARTS, ids=lambda changes: "-".join(f"{k}={v}" for k, v in changes.items()))
+def test_each_exact_part_alone_changes_no_bit(changes: dict[str, str], tmp_path: Path, answer: Any) -> None:
+    directory = write(tmp_path, "qwen3_moe", torch.bfloat16)
+    changes = {"window": 2, "weights": "0.25,0.25,0.25,0.25", **changes}
+    expected, found = answer(directory, "lru"), answer(directory, "lru", changes)
+    assert torch.equal(found[1], expected[1])
+
+
+def test_what_everything_in_memory_needs_is_refused_with_the_numbers(tmp_path: Path, answer: Any) -> None:
+    directory = write(tmp_path, "qwen3_moe", torch.bfloat16)
+    with pytest.raises(tiermoe.BudgetError, match="keeps all 24 experts in memory"):
+        answer(directory, "io-free", memory="450MiB", context=256, chunk=16)

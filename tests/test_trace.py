@@ -1,0 +1,198 @@
+"""Trace files: what is written is read, what is damaged is refused, and the CSV of another project is understood."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from small_traces import decode, layer, trace_of
+from tiermoe.errors import TraceError
+from tiermoe.trace import Header, LayerTrace, Little, Pass, Times, Trace
+from tiermoe.trace_file import TraceWriter, read_trace
+
+WEIGHT = st.floats(0, 1, allow_nan=False)
+TIMES = st.builds(Times, WEIGHT, st.just({4: 0.5}), WEIGHT, st.just({4: 0.25}))
+
+
+@st.composite
+def layer_traces(draw: st.DrawFn) -> LayerTrace:
+    experts = draw(st.lists(st.lists(st.integers(0, 7), max_size=3), max_size=3))
+    weights = [[draw(WEIGHT) for _ in chosen] for chosen in experts]
+    ranked = st.lists(st.tuples(st.integers(0, 7), WEIGHT), max_size=3)
+    forecasts = draw(st.dictionaries(st.integers(1, 3), ranked, max_size=2))
+    neurons = draw(st.dictionaries(st.integers(0, 7), st.integers(0, 2**70), max_size=2))
+    return LayerTrace(experts, weights, forecasts, neurons)
+
+
+def passes(layers: int) -> st.SearchStrategy[Pass]:
+    each = st.lists(layer_traces(), min_size=layers, max_size=layers)
+    little = st.none() | st.builds(Little, WEIGHT, each)
+    tokens = st.lists(st.integers(0, 100_000), max_size=3)
+    return st.builds(Pass, st.sampled_from(["prefill", "decode"]), st.integers(0, 5), tokens, each, little)
+
+
+def write(path: Path, trace: Trace) -> Path:
+    with TraceWriter(path, trace.header) as writer:
+        for passed in trace.passes:
+            writer.add(passed)
+    return path
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(passes(2), max_size=3), st.none() | st.builds(Times, WEIGHT, st.just({4: 0.5}), WEIGHT, st.just({4: 0.25}))
+)
+def test_what_is_written_is_read(tmp_path: Path, recorded: list[Pass], times: Times | None) -> None:
+    header = Header(
+        "m", "f", [8, 8], [2, 2], {4: [10, 12]}, times, frozenset({"weights", "neurons"}), [1, 3],
+        head_bytes=1, neuron_bytes=2, neurons=71, dense_bytes=3, encoder_layers=1, made_from={"text": "a", "tokens": 3},
+    )  # fmt: skip
+    assert read_trace(write(tmp_path / "t", Trace(header, recorded))) == Trace(header, recorded)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write(tmp_path / "t.gz", trace_of([decode(layer([0, 1])), decode(layer([2, 3]))]))
+
+
+def lines_of(path: Path) -> list[str]:
+    return gzip.decompress(path.read_bytes()).decode().splitlines(keepends=True)
+
+
+def rewrite(path: Path, lines: list[str]) -> Path:
+    path.write_bytes(gzip.compress("".join(lines).encode()))
+    return path
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.99])
+def test_a_file_cut_short_is_refused(path: Path, share: float) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(TraceError, match="cut short"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_a_missing_footer_is_noticed(path: Path, keep: int) -> None:
+    with pytest.raises(TraceError, match="cut short"):
+        read_trace(rewrite(path, lines_of(path)[:keep]))
+
+
+def test_a_missing_pass_is_noticed(path: Path) -> None:
+    lines = lines_of(path)
+    with pytest.raises(TraceError, match="cut short"):
+        read_trace(rewrite(path, [lines[0], lines[2], lines[3]]))
+
+
+def test_another_version_is_refused_with_both_numbers(path: Path) -> None:
+    header, *rest = lines_of(path)
+    changed = json.dumps(json.loads(header) | {"version": 9})
+    with pytest.raises(TraceError, match="version 9 of the trace format, this tiermoe reads 1"):
+        read_trace(rewrite(path, [changed + "\n", *rest]))
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [("phase", "later"), ("layers", []), ("layers", [{"experts": [[9, 1]], "weights": [[0.5, 0.5]]}]),
+     ("layers", [{"experts": [[0, 1]], "weights": [[0.5]]}]), ("layers", [{"weights": [[0.5]]}])],
+)  # fmt: skip
+def test_a_damaged_pass_names_its_line(path: Path, part: str, value: object) -> None:
+    lines = lines_of(path)
+    lines[2] = json.dumps(json.loads(lines[2]) | {part: value}) + "\n"
+    with pytest.raises(TraceError, match="line 3 is damaged"):
+        read_trace(rewrite(path, lines))
+
+
+def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    with pytest.raises(TraceError, match="there is no trace"):
+        read_trace(other)
+    other.write_text("hello")
+    with pytest.raises(TraceError, match="is not a trace"):
+        read_trace(other)
+    with pytest.raises(TraceError, match="is not a trace"):
+        read_trace(rewrite(other, ['{"a": 1}\n']))
+
+
+def test_an_interrupted_writer_leaves_nothing(tmp_path: Path) -> None:
+    trace = trace_of([decode(layer([0, 1]))])
+
+    def interrupted() -> None:
+        with TraceWriter(tmp_path / "t", trace.header) as writer:
+            writer.add(trace.passes[0])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_writer_keeps_the_old_file_until_it_is_done(path: Path) -> None:
+    before, trace = path.read_bytes(), trace_of([decode(layer([1, 3]))])
+    with TraceWriter(path, trace.header) as writer:
+        writer.add(trace.passes[0])
+        assert path.read_bytes() == before
+    assert read_trace(path) == trace
+
+
+def test_a_pass_of_another_model_is_not_written(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="2 layers in a trace of 1"),
+        TraceWriter(tmp_path / "t", trace_of([decode(layer([0, 1]))]).header) as writer,
+    ):
+        writer.add(decode(layer([0, 1]), layer([0, 1])))
+
+
+CSV = """# route_trace v1
+# model=Small-Q4_K_M.gguf arch=x n_layer=2 n_expert=8 n_expert_used=2
+# layer=0 expert_bytes=10 dense_bytes=30
+# layer=1 expert_bytes=12 dense_bytes=40
+turn,phase,step,layer,slot,expert,weight,residency,expert_bytes
+0,0,0,0,0,5,0.75,0,10
+0,0,0,0,1,2,0.25,0,10
+0,0,1,0,0,2,0.5,0,10
+0,0,1,0,1,7,0.5,0,10
+0,0,1,1,0,1,0.9,0,12
+0,0,1,1,1,0,0.1,0,12
+0,1,2,0,0,5,1.0,1,0
+0,1,2,0,1,6,0.0,0,10
+0,1,2,1,0,3,0.6,0,12
+0,1,2,1,1,4,0.4,0,12
+"""
+
+
+def test_the_csv_is_a_trace(tmp_path: Path) -> None:
+    file = tmp_path / "anything"
+    file.write_text(CSV)
+    trace = read_trace(file)
+    assert (trace.header.experts, trace.header.top_k, trace.header.expert_bytes) == ([8, 8], [2, 2], {4: [10, 12]})
+    assert (trace.header.dense_bytes, trace.header.holds, trace.header.times) == (70, {"weights"}, None)
+    prompt, token = trace.passes
+    assert (prompt.phase, prompt.size) == ("prefill", 2)
+    assert prompt.layers == [
+        LayerTrace([[5, 2], [2, 7]], [[0.75, 0.25], [0.5, 0.5]]), LayerTrace([[1, 0]], [[0.9, 0.1]])
+    ]  # fmt: skip
+    assert (token.phase, token.size) == ("decode", 1)
+    assert token.layers == [LayerTrace([[5, 6]], [[1.0, 0.0]]), LayerTrace([[3, 4]], [[0.6, 0.4]])]
+
+
+def test_a_damaged_csv_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    lines = CSV.splitlines()
+    for text, cause in (
+        (CSV.replace("v1", "v2"), "reads route_trace v1"),
+        ("\n".join(lines[:-1]), "step 2, layer 1 has 1 rows, 2 a token"),
+        ("\n".join(lines[:-2]), "step 2, layer 1 has 0 rows"),
+        (CSV[:-12], "damaged or cut short"),
+        ("\n".join(lines[:3] + lines[4:]), "cut short"),
+        (CSV.replace(",5,0.75", ",8,0.75"), "damaged"),
+        ("\n".join(lines[:2]), "cut short"),
+    ):
+        file.write_text(text)
+        with pytest.raises(TraceError, match=cause):
+            read_trace(file)
