@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import sys
@@ -39,24 +40,20 @@ class Case:
         self.store, self.journal = folder / "store", folder / "journal"
         changes = {"num_hidden_layers": LAYERS, "num_experts": EXPERTS, "num_experts_per_tok": 2}
         self.directory = write(folder / "model", FAMILY, torch.float32, **changes)
+        self.blueprint = inspect_model(self.directory, "tiny")
+        self._plain = oracle(self.directory, FAMILY, torch.float32)
         torch.manual_seed(0)
-        self.ids = self.plain().generate(torch.tensor([[1]] * 4), max_new_tokens=31, do_sample=True, eos_token_id=[])
-
-    def plain(self) -> Any:
-        return oracle(self.directory, FAMILY, torch.float32)
-
-    def blueprint(self) -> Any:
-        return inspect_model(self.directory, "tiny")
+        self.ids = self._plain.generate(torch.tensor([[1]] * 4), max_new_tokens=31, do_sample=True, eos_token_id=[])
 
     def find(self, tolerated: float, journal: Path | None = None, progress: Any = quiet, processes: int = 1) -> Any:
         options = {"memory": "4GiB", "device": "cpu", "quantizer": "linear", "threads": 1, "lanes": 2}
         settings = make_settings(store=self.store, **options)
-        return find_bitwidths(self.blueprint(), settings, self.ids, tolerated, progress, processes, journal)
+        return find_bitwidths(self.blueprint, settings, self.ids, tolerated, progress, processes, journal)
 
     def nll(self, table: Mapping[tuple[int, int], int]) -> float:
         """By a plain model with rounded weights and torch's own cross-entropy."""
-        plain, blueprint = self.plain(), self.blueprint()
-        round_experts(plain, blueprint.layers, table)
+        plain = copy.deepcopy(self._plain)
+        round_experts(plain, self.blueprint.layers, table)
         with torch.no_grad():
             logits = plain(input_ids=self.ids).logits[:, :-1]
         return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), self.ids[:, 1:].flatten()))
@@ -70,7 +67,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 @pytest.fixture(scope="module")
 def tolerated(case: Case) -> float:
     """Half way between what 4 and 2 bits for all experts cost."""
-    places = places_of(case.blueprint())
+    places = places_of(case.blueprint)
     base, *lower = (case.nll(dict.fromkeys(places, bits)) for bits in (16, 4, 2))
     four, two = (math.expm1(nll - base) for nll in lower)
     assert 0 < four < two
@@ -83,7 +80,7 @@ def found(case: Case, tolerated: float) -> Any:
 
 
 def test_importance_is_what_each_expert_costs_alone_at_two_bits(case: Case, found: Any) -> None:
-    places = places_of(case.blueprint())
+    places = places_of(case.blueprint)
     four = case.nll(dict.fromkeys(places, 4))
     for layer, expert in places:
         alone = case.nll({**dict.fromkeys(places, 4), (layer, expert): 2})
@@ -92,7 +89,7 @@ def test_importance_is_what_each_expert_costs_alone_at_two_bits(case: Case, foun
 
 
 def test_the_table_costs_what_is_said_and_no_more_than_is_tolerated(case: Case, found: Any, tolerated: float) -> None:
-    places = places_of(case.blueprint())
+    places = places_of(case.blueprint)
     base = case.nll(dict.fromkeys(places, 16))
     table = {place: found["table"][place[0]][place[1]] for place in places}
     assert (found["lower"], found["upper"]) == (2, 4)
@@ -104,6 +101,10 @@ def test_the_table_costs_what_is_said_and_no_more_than_is_tolerated(case: Case, 
         expected = math.expm1(case.nll(dict.fromkeys(places, bits)) - base)
         assert loss == pytest.approx(expected, abs=5e-4)
     assert json.loads(json.dumps(found))["metric"] == "perplexity"
+
+
+def lines_of(journal: Path) -> list[str]:
+    return journal.read_text().splitlines(keepends=True)
 
 
 @pytest.fixture
@@ -123,8 +124,9 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[dict[Any, int]]:
 def test_a_killed_run_goes_on_where_it_stopped(
     case: Case, found: Any, tolerated: float, tmp_path: Path, measurements: list[dict[Any, int]]
 ) -> None:
-    """Stopped after three experts, the last line torn: each table is measured once in all, but for the torn one."""
+    """Stopped after three experts, the last line torn: each is measured once in all, but for the torn one."""
     journal = tmp_path / "journal"
+    journal.write_text("".join(line for line in lines_of(case.journal) if "alone" not in line))
 
     def stopping(what: str, done: int, total: int) -> None:
         if what == "measuring each expert alone" and done == 3:
@@ -132,12 +134,12 @@ def test_a_killed_run_goes_on_where_it_stopped(
 
     with pytest.raises(KeyboardInterrupt):
         case.find(tolerated, journal, stopping)
-    assert len(measurements) == 4 + 3
+    assert len(measurements) == 3
     journal.write_bytes(journal.read_bytes()[:-9])
     torn = measurements.pop()
     again = case.find(tolerated, journal)
     assert measurements.count(torn) == 1
-    assert len(measurements) == len({tuple(sorted(table.items())) for table in measurements})
+    assert len(measurements) == LAYERS * EXPERTS
     assert {**again, "seconds_per_expert": None} == {**found, "seconds_per_expert": None}
     measurements.clear()
     assert case.find(tolerated, journal)["seconds_per_expert"] is None
@@ -145,11 +147,10 @@ def test_a_killed_run_goes_on_where_it_stopped(
 
 
 def test_several_processes_find_the_same(case: Case, found: Any, tolerated: float, tmp_path: Path) -> None:
-    """Two experts are left to measure."""
+    """The second layer's experts are left to measure."""
     journal = tmp_path / "journal"
-    lines = case.journal.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if not json.loads(line)["name"].startswith("alone 1")]
-    assert len(lines) - len(kept) == EXPERTS
+    kept = [line for line in lines_of(case.journal) if "alone 1" not in line]
+    assert len(lines_of(case.journal)) - len(kept) == EXPERTS
     journal.write_text("".join(kept))
     again = case.find(tolerated, journal, processes=2)
     assert again["table"] == found["table"]
@@ -181,13 +182,15 @@ def test_the_shipped_model_with_a_bitwidth_for_each_expert(shipped: Path, tmp_pa
     path.write_bytes(to_json(Profile("edgemoe", blueprint.checkpoint.fingerprint(), {}, {}, data)))
     options = {"memory": "4GiB", "device": "cpu", "cache": "40%", "store": tmp_path, "threads": 1, "lanes": 2}
     ours, _ = tiermoe.load(shipped, preset="edgemoe", **options)
-    plain = oracle(shipped, blueprint.config.model_type, blueprint.dtype)
+    plain, whole = (oracle(shipped, blueprint.config.model_type, blueprint.dtype) for _ in range(2))
     round_experts(plain, blueprint.layers, table)
     ids = torch.randint(3, blueprint.config.vocab_size, (1, 40), generator=generator)
     with torch.no_grad():
-        mine, theirs = ours(input_ids=ids).logits.float(), plain(input_ids=ids).logits.float()
+        mine, theirs, unrounded = (model(input_ids=ids).logits.float() for model in (ours, plain, whole))
     assert set(ours.tiermoe.precisions) == {2, 4, 8, 16}
-    assert (mine - theirs).abs().max() <= 0.03 * theirs.abs().max()
+    # bfloat16 rounds the scales and all that is computed, and a close choice of experts may turn out otherwise: the
+    # difference is small beside what the bitwidths change
+    assert (mine - theirs).abs().mean() <= 0.1 * (theirs - unrounded).abs().mean()
     ours.tiermoe.close()
 
 

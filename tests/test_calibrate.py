@@ -84,7 +84,7 @@ def test_accuracies_per_layer_and_the_boundary() -> None:
 
 @pytest.mark.parametrize(
     ("accuracy", "expected"),
-    [([0.0, 0.9, 0.8, 0.7], 1), ([0.0, 0.5, 0.5], 1), ([0.0, 0.1, 0.2, 0.9], 3), ([0.0], 1)],
+    [([0.0, 0.9, 0.8, 0.7], 1), ([0.0, 0.5, 0.5], 1), ([0.0, 0.1, 0.2, 0.9], 3), ([0.0, 0.6, 0.7], 2), ([0.0], 1)],
 )
 def test_boundary_has_the_first_layer_at_least(accuracy: list[float], expected: int) -> None:
     assert fate.boundary(accuracy) == expected

@@ -167,9 +167,7 @@ def test_the_sixteen_bit_weights_are_scored_once(
             return {}
         more = dict.fromkeys(("hit_rate", "wait_s", "bytes_per_token", "perplexity_loss", "same_top1"), 0.0)
         more |= {"perplexity_loss_se": None, "kl_se": None, "windows": 1, "prompt": 8, "window": 8, "dense_bits": 16}
-        return result(
-            words[words.index("--preset") + 1], 5.0, **more, threads=1, peak_memory_bytes=1, memory_budget_bytes=1
-        )
+        return result(words[words.index("--preset") + 1], 5.0, **more, threads=1)
 
     monkeypatch.setattr("tiermoe.cli.compare.eval_in_process", measured)
     text = tmp_path / "text.txt"

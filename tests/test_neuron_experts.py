@@ -14,11 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tiny
+from measures import relative_error
 from neuron_sources import EXPERTS, HIDDEN, NEURONS, GatedExperts, gated_store
 from tiermoe.errors import LoadError, ModelError
 from tiermoe.kernels.neurons import NeuronKernel
 from tiermoe.policy.neurons import whole
 from tiermoe.runtime.blueprint import inspect_model
+from tiermoe.runtime.experts import LayerExperts
 from tiermoe.runtime.neuron_experts import (
     NeuronCounts,
     NeuronExpert,
@@ -121,7 +123,7 @@ def records(unit: Unit, key: ExpertKey, slot: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("bits", [4, 2])
 @pytest.mark.parametrize("reader", list(READERS))
-@pytest.mark.parametrize("theta", [0.25, 1.2])
+@pytest.mark.parametrize("theta", [0.25, 2.0])
 def test_a_load_brings_the_gate_and_the_active_neurons(theta: float, reader: str, bits: int, store: Store) -> None:
     unit, key, x = Unit(store, theta, reader=READERS[reader]), ExpertKey(1, 2, bits), hidden(3)
     unit.filler.expect(0, hidden(1, tokens=5))
@@ -269,30 +271,38 @@ class _Pass:
             yield expert, 2, 4
 
 
-def test_a_layer_runs_on_the_neuron_unit(store: Store) -> None:
-    from tiermoe.runtime.experts import LayerExperts
+def layer_on(unit: Unit) -> NeuronLayerExperts:
+    def views_of(layer: int, bits: int, slot: int):
+        return neuron_views(unit.form(ExpertKey(layer, 0, bits)), unit.slots.buffer(slot))
 
-    unit = Unit(store, theta=0.0)
-    layer = LayerExperts(
-        1,
-        EXPERTS,
-        {4: unit.experts[4, 1]},
-        _Pass(unit),
-        lambda at, bits, slot: neuron_views(unit.form(ExpertKey(at, 0, bits)), unit.slots.buffer(slot)),
+    experts = LayerExperts(1, EXPERTS, {4: unit.experts[4, 1]}, _Pass(unit), views_of)
+    return NeuronLayerExperts(1, experts, unit.filler)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_layer_runs_on_the_neuron_unit(tokens: int, store: Store) -> None:
+    x = hidden(tokens, tokens)
+    index = torch.tensor([[token % 3, (token + 1) % 3] for token in range(tokens)])
+    weights = torch.full((tokens, 2), 0.5, dtype=torch.bfloat16)
+    expected = torch.zeros(tokens, HIDDEN)
+    for expert in range(EXPERTS):
+        tensors = GatedExperts().read(1, expert)
+        gate, up = tensors["gate_up_proj"].float().chunk(2)
+        dense = (F.silu(x.float() @ gate.t()) * (x.float() @ up.t())) @ tensors["down_proj"].float().t()
+        expected += 0.5 * dense * (index == expert).any(1, keepdim=True)
+    found = layer_on(Unit(store, theta=0.0))(x, index, weights)
+    assert relative_error(expected, found) < 0.25  # of 4 bits on random weights
+
+
+def test_a_layer_loads_what_its_own_token_needs(store: Store) -> None:
+    unit = Unit(store, theta=1.0, reader=held)
+    layer, index, weights = layer_on(unit), torch.tensor([[0, 2]]), torch.ones(1, 2, dtype=torch.bfloat16)
+    layer(hidden(3), index, weights)
+    assert 0 < unit.counts.active == unit.counts.there < 2 * NEURONS
+    assert unit.present(ExpertKey(1, 0, 4)).bit_count() + unit.present(ExpertKey(1, 2, 4)).bit_count() == (
+        unit.counts.active
     )
-    run = NeuronLayerExperts(1, layer, unit.filler)
-    for tokens in (1, 4):
-        x = hidden(tokens, tokens)
-        index = torch.tensor([[token % 3, (token + 1) % 3] for token in range(tokens)])
-        weights = torch.full((tokens, 2), 0.5, dtype=torch.bfloat16)
-        expected = torch.zeros(tokens, HIDDEN)
-        for expert in range(EXPERTS):
-            tensors = GatedExperts().read(1, expert)
-            gate, up = tensors["gate_up_proj"].float().chunk(2)
-            dense = (F.silu(x.float() @ gate.t()) * (x.float() @ up.t())) @ tensors["down_proj"].float().t()
-            expected += 0.5 * dense * (index == expert).any(1, keepdim=True)
-        error = (run(x, index, weights).float() - expected).norm() / expected.norm()
-        assert error < 0.25  # of 4 bits on random weights
+    assert unit.filler.wait_s == 0
 
 
 def damage(store: Store, key: ExpertKey, at: int, root: Path) -> Store:
@@ -310,14 +320,14 @@ def damage(store: Store, key: ExpertKey, at: int, root: Path) -> Store:
 @pytest.mark.parametrize("direct", [True, False])
 def test_damage_is_found_where_it_is_read(direct: bool, store: Store, tmp_path: Path) -> None:
     key, x = ExpertKey(1, 2, 4), hidden(3)
-    sound = Unit(store)
+    sound = Unit(store, theta=2.0)
     sound.filler.expect(1, hidden(3, 2))
     place, form = record_place(sound.form(key)), sound.form(key)
     active = to_indices(to_bits(sound.active(key, x, form.slot.views(sound.load(key, 0)))))
     bad = int(active[2])
     for at, what in ((place.stored_at + bad * place.record_bytes + 5, f"neuron {bad}"), (7, "W1")):
         broken = damage(store, key, at, tmp_path / what)
-        unit = Unit(broken, reader=lambda _: ExtentReader(direct))
+        unit = Unit(broken, theta=2.0, reader=lambda _: ExtentReader(direct))
         unit.filler.expect(1, x)
         with pytest.raises(LoadError, match=rf"{what} of layer 1, expert 2 \(4 bits\) is damaged: .*layer001.*--force"):
             unit.load(key, 0)
@@ -326,6 +336,10 @@ def test_damage_is_found_where_it_is_read(direct: bool, store: Store, tmp_path: 
             unit.load(key, 0)
         unit.filler.expect(1, x)
         unit.load(ExpertKey(1, 1, 4), 0)  # the filler goes on
+        through = Unit(broken, gap=1 << 20, reader=lambda _: ExtentReader(direct))
+        through.filler.expect(1, x)
+        with pytest.raises(LoadError, match=r"layer 1, expert 2 \(4 bits\) is damaged"):
+            through.load(key, 0)
 
 
 def test_a_file_that_ends_early(store: Store, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from tiermoe.cli.trace import trace as trace_command
 from tiermoe.compose import filled
 from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError, ModelError
+from tiermoe.policy.precision import Fixed, PrecisionContext
 from tiermoe.policy.routing import half
 from tiermoe.presets import PRESETS
 from tiermoe.profiles import profile_path, read_profile
@@ -27,7 +29,8 @@ from tiermoe.runtime import calibrators
 from tiermoe.runtime.activations import find_theta
 from tiermoe.runtime.blueprint import inspect_model
 from tiermoe.runtime.calibration import Calibration, Failed, Found, prepare
-from tiermoe.runtime.record import Cut, Recorder, cut
+from tiermoe.runtime.record import Recorder
+from tiermoe.runtime.sequences import Cut, cut
 from tiermoe.runtime.trace_header import header_of
 from tiermoe.simulate import ReplaySettings, replay
 from tiermoe.trace import Header, Pass, Times, Trace
@@ -234,6 +237,33 @@ def test_theta_is_the_quantile_of_the_gates_activations(mixtral: Path) -> None:
     shares = [float((values > theta.theta).double().mean()) for values in layers]
     assert theta.active_share == pytest.approx(shares, abs=2e-3)
     assert theta.tokens == len(IDS)
+
+
+@torch.inference_mode()
+def test_losses_of_popularity_are_of_perplexity(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the first share that loses too much, against another precision and torch's own cross entropy."""
+    changes = {"precision": "popularity", "low_popularity": 0.3, "cache": "none"}
+    model, _ = tiermoe.load(mixtral, preset="lru", set=changes)
+    ids = torch.stack([IDS, IDS.flip(0)])
+
+    def nll() -> float:
+        logits = torch.stack([model(input_ids=row[None], use_cache=False).logits[0, :-1] for row in ids])
+        return float(torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), ids[:, 1:].flatten()))
+
+    before = model.tiermoe.scheduler.precision
+    low = nll()
+    model.tiermoe.scheduler.precision = Fixed(PrecisionContext(4, [2] * 3))
+    expected = math.exp(low - nll()) - 1
+    model.tiermoe.scheduler.precision = before
+    monkeypatch.setattr(calibrators, "TOLERATED", math.inf)
+    losses = calibrators.popularity_losses(model, ids, 2, _quiet)
+    assert [share for share, _ in losses] == list(calibrators.SHARES)
+    assert dict(losses)[0.3] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert expected != 0
+    assert model.tiermoe.scheduler.precision is before
+    monkeypatch.setattr(calibrators, "TOLERATED", -math.inf)
+    assert len(calibrators.popularity_losses(model, ids, 2, _quiet)) == 1
+    model.tiermoe.close()
 
 
 SHAPE = Cut(64, 8, 32)

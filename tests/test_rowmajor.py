@@ -1,4 +1,4 @@
-"""The row-major int4 encoding: what it means, and that it works without a GPU."""
+"""The row-major encodings of 4 and 2 bits: what they mean, and that they work without a GPU."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from measures import relative_error
 from tiermoe.errors import ConfigError
 from tiermoe.kernels import linear_for
 from tiermoe.quant.encodings import Int4, cpu_layout, encoding_for, encoding_named
+from tiermoe.quant.int2 import Int2, RowMajorInt2
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.quant.rowmajor import RowMajorInt4
 
@@ -67,28 +68,77 @@ def test_fields_are_what_encode_returns(dtype):
     assert all(tensor.is_contiguous() for tensor in fields.values())
 
 
+def widened(encoding, stored, out, in_, dtype):
+    slot = {f.name: torch.zeros(f.shape, dtype=f.dtype) for f in encoding.slot_fields(out, in_, dtype)}
+    encoding.widen(stored, slot)
+    return slot
+
+
+@settings(max_examples=25, deadline=None)
+@given(weight=matrices, dtype=st.sampled_from(DTYPES), quantizer=st.sampled_from(sorted(QUANTIZERS)))
+def test_2_bits_decode_to_the_weights_of_the_cpu_encoding(weight, dtype, quantizer):
+    out, in_ = weight.shape
+    decoded = []
+    for layout, expected in (("rowmajor", RowMajorInt2), (cpu_layout(), Int2)):
+        encoding = encoding_for(2, out, in_, dtype, layout, quantizer)
+        assert isinstance(encoding, expected)
+        slot = widened(encoding, encoding.encode(weight, QUANTIZERS[quantizer], dtype), out, in_, dtype)
+        decoded.append(encoding.decode(slot, out, in_, dtype))
+    assert torch.equal(*decoded)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 9), st.sampled_from([32, 64, 128, 256]), st.integers(1, 3), st.integers(0, 1000))
+def test_2_bits_widen_every_code_exactly(rows, group, groups, seed):
+    columns, generator = group * groups, torch.Generator().manual_seed(seed)
+    encoding = RowMajorInt2(group)
+    stored = {
+        f.name: torch.randint(0, 128, f.shape, generator=generator).to(f.dtype)
+        for f in encoding.stored_fields(rows, columns, torch.float32)
+    }
+    slot = widened(encoding, stored, rows, columns, torch.float32)
+    codes, ladders, levels = stored["codes"].tolist(), stored["ladders"].tolist(), torch.zeros(rows, columns)
+    for n in range(rows):
+        for column in range(columns):
+            first, (eighth, stripe) = column // group, divmod(column % group, group // 8)
+            byte, high = divmod(first * group // 8 + stripe, 2)
+            code = codes[eighth % 4][n][byte] >> 4 * high + 2 * (eighth // 4) & 3
+            ladder = ladders[n][byte] >> 4 * high & 15
+            step, place = (ladder & 3) + 2, ladder >> 2
+            levels[n, column] = step * code + (5 - step) * place
+    packed = slot["codes"]
+    assert torch.equal(torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1), levels.byte())
+    assert torch.equal(slot["scale"], stored["scale"])
+    assert torch.equal(slot["zero"], stored["zero"])
+
+
 @pytest.mark.parametrize("group", [32, 64, 128, 256])
-def test_is_found_by_name_on_every_machine(group):
-    encoding = encoding_named(f"int4/rowmajor/g{group}")
-    assert encoding == RowMajorInt4(group)
-    assert encoding.name == f"int4/rowmajor/g{group}"
+@pytest.mark.parametrize("encoding", [RowMajorInt4, RowMajorInt2])
+def test_is_found_by_name_on_every_machine(encoding, group):
+    name = f"int{encoding.bits}/rowmajor/g{group}"
+    assert encoding_named(name) == encoding(group)
+    assert encoding(group).name == name
 
 
 def test_takes_any_number_of_rows_but_whole_groups():
-    assert encoding_for(4, 7, 96, torch.bfloat16, "rowmajor").name == "int4/rowmajor/g32"
-    assert encoding_for(4, 7, 100, torch.bfloat16, "rowmajor").name == "int8"
+    for bits in (4, 2):
+        assert encoding_for(bits, 7, 96, torch.bfloat16, "rowmajor").name == f"int{bits}/rowmajor/g32"
+        assert encoding_for(bits, 7, 100, torch.bfloat16, "rowmajor").name == "int8"
 
 
+@pytest.mark.parametrize(("bits", "error"), [(4, 0.1), (2, 0.26)])
 @pytest.mark.parametrize("m", [1, 40])
-def test_works_on_a_cpu_through_decoding(m):
+def test_works_on_a_cpu_through_decoding(m, bits, error):
     weight, x = torch.randn(24, 128), torch.randn(m, 128)
-    encoding = encoding_for(4, 24, 128, torch.float32, "rowmajor")
-    slot = encoding.encode(weight, QUANTIZERS["hqq"], torch.float32)
+    encoding = encoding_for(bits, 24, 128, torch.float32, "rowmajor")
+    stored = encoding.encode(weight, QUANTIZERS["hqq"], torch.float32)
+    slot = stored if bits == 4 else widened(encoding, stored, 24, 128, torch.float32)
     y = linear_for(encoding.name, "cpu", torch.float32)(x, slot, 24, 128)
     assert torch.equal(y, x @ encoding.decode(slot, 24, 128, torch.float32).T)
-    assert relative_error(weight, encoding.decode(slot, 24, 128, torch.float32)) < 0.1
+    assert relative_error(weight, encoding.decode(slot, 24, 128, torch.float32)) < error
 
 
 def test_a_device_without_kernel_is_refused():
-    with pytest.raises(ConfigError, match="no kernel for 'int4/rowmajor/g64' on 'mps'"):
-        linear_for("int4/rowmajor/g64", "mps", torch.float32)
+    for name in ("int4/rowmajor/g64", "int2/rowmajor/g64"):
+        with pytest.raises(ConfigError, match=f"no kernel for '{name}' on 'mps'"):
+            linear_for(name, "mps", torch.float32)

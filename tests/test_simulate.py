@@ -30,7 +30,7 @@ from tiermoe.simulate import (
     replay,
     spread,
 )
-from tiermoe.simulate.costs import run_bits
+from tiermoe.simulate.costs import expert_bytes, run_bits
 from tiermoe.simulate.evictions import hits_of
 from tiermoe.simulate.link import VirtualClock, VirtualLink
 from tiermoe.trace import LayerTrace, Little, Pass, Times, Trace
@@ -170,6 +170,32 @@ def test_forecasts_are_prefetched() -> None:
     assert (result.hits, result.prefetched_hits, result.bytes_read) == (1, 1, 200)
 
 
+def test_a_forecast_is_of_the_layer_so_far_ahead() -> None:
+    layers = [layer([0]), layer([0], forecasts={1: [(2, 0.9)], 2: [(3, 0.9)]}), layer([2]), layer([3])]
+    trace = trace_of([decode(*layers)], top_k=1, forecast_distances=[1, 2])
+    result = run(trace, changes={"prefetch": "next-gate", "ahead": 2}, bandwidth=1e4)
+    assert (result.prefetched_hits, result.misses) == (2, 2)
+
+
+def test_a_pass_without_experts_is_passed_over() -> None:
+    assert run(trace_of([decode(layer([0, 1])), decode(layer())])).decode_tok_s == pytest.approx(1 / 2.9)
+
+
+def test_a_size_that_is_not_known_is_taken_in_proportion() -> None:
+    header = dataclasses.replace(trace_of([decode(layer([0, 1]))]).header, expert_bytes={8: [100], 4: [60]})
+    assert [expert_bytes(header, 0, bits) for bits in (16, 8, 4, 2)] == [200, 100, 60, 30]
+
+
+def test_an_encoder_and_its_decoder_make_passes_of_their_own() -> None:
+    begins = [Pass("prefill", 0, [1, 2, 3], [layer([0, 1], [0, 1], [0, 1]), layer([2, 3])])]
+    goes_on = [decode(layer(), layer([2, 3]))]
+    result = run(trace_of(begins + goes_on, encoder_layers=1), bandwidth=1e9)
+    # dense 3 x .1, two experts for three tokens; then two decoded tokens: .5 + 2 x .4 each
+    assert result.prefill_tok_s == pytest.approx(3 / (0.3 + 2 * (0.4 + 2 * 0.05)))
+    assert result.decode_tok_s == pytest.approx(1 / (0.5 + 0.8))
+    assert (result.hits, result.misses) == (2, 4)
+
+
 # parts
 
 
@@ -284,6 +310,20 @@ def test_lru_hits_as_a_plain_lru(trace: Trace, slots: int) -> None:
     timed = run(trace, slots=slots)
     assert timed.hits == hits
     assert timed.belady_hit_rate >= timed.hit_rate
+    assert run(trace, slots=slots, changes={"cache": "belady"}).hit_rate == timed.belady_hit_rate
+
+
+def test_records_are_kept_or_forgotten_and_weighed() -> None:
+    first = [decode(layer([0])) for _ in range(3)]
+    second = [decode(layer([expert]), sequence=1) for expert in (1, 2, 1, 2)]
+    trace = trace_of(first + second, top_k=1)
+
+    def hits(name: str, **options: Any) -> int:
+        return hits_of(trace, name, 2, 4, **options)["decode"].counts.hits
+
+    # 0 was used three times: it stays, and 1 and 2 drive each other out, unless a new sequence forgets that
+    assert (hits("lfu"), hits("lfu", per_sequence=True)) == (2, 4)
+    assert (hits("weighted", weights=(0, 1, 0, 0)), hits("weighted", weights=(1, 0, 0, 0))) == (2, 4)
 
 
 def test_the_headline_counts_what_is_decoded_after_the_prompt() -> None:

@@ -55,7 +55,7 @@ def test_kernels_compile_for_gpus_without_atomics(tmp_path: Path) -> None:
     assert output.count("compiled") == 16
 
 
-@pytest.mark.parametrize("encoding", ["int8", "int4/rowmajor/g64", "int2/g16"])
+@pytest.mark.parametrize("encoding", ["int8", "int4/rowmajor/g64", "int2/rowmajor/g64"])
 def test_missing_triton_is_named(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real_import = builtins.__import__
 
@@ -72,5 +72,6 @@ def test_missing_triton_is_named(encoding: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_order_of_a_cpu_is_refused_on_a_gpu() -> None:
-    with pytest.raises(ConfigError, match="no kernel for 'int4/cpu-avx512/g64' on 'cuda'"):
-        linear_for("int4/cpu-avx512/g64", "cuda", torch.bfloat16)
+    for name in ("int4/cpu-avx512/g64", "int2/cpu-avx512/g64"):
+        with pytest.raises(ConfigError, match=f"no kernel for '{name}' on 'cuda'"):
+            linear_for(name, "cuda", torch.bfloat16)

@@ -159,10 +159,16 @@ def assemble(
     found = found or Tables()
     clock = Clock()
     loaded = sorted({precision for share in slots for precision in share.bits}, reverse=True)
+    shared: dict[range, Eviction] = {}
+
+    def eviction(pool: Pool) -> Eviction:
+        made = shared.get(pool.layers) or _eviction(composition, shape, pool, clock, loaded[0], found, foresight, seed)
+        if composition.cache == "weighted":
+            shared[pool.layers] = made  # an expert's uses count for its high and its low copy (HOBBIT, section 4.4)
+        return made
+
     pools = Pools(
-        [pool for share in slots for pool in _allotted(composition, shape, share, len(slots) == 1)],
-        lambda pool: _eviction(composition, shape, pool, clock, loaded[0], found, foresight, seed),
-        loaded,
+        [pool for share in slots for pool in _allotted(composition, shape, share, len(slots) == 1)], eviction, loaded
     )
     return Scheduler(
         Controller(pools, link, loaded[0]),

@@ -34,7 +34,7 @@ class LoadError(StoreError):
 
 
 class ProfileError(TiermoeError):
-    """A calibration profile that is missing, damaged, or made for another checkpoint; says the command that makes it."""
+    """A calibration profile that is missing, damaged, or another checkpoint's; says the command that makes it."""
 
 
 class TraceError(TiermoeError):

@@ -174,7 +174,7 @@ PRESETS: dict[str, Composition] = {
         ),
         Composition(
             "fate",
-            "next gate above a percentile, shallow layers first, ARC per layer, 2 bits for the least popular in prefill",
+            "next gate above a percentile, shallow layers first, ARC per layer, 2 bits for unpopular ones in prefill",
             "Fate (2025)",
             precision="popularity", prefetch="percentile", cache="arc", allotment="shallow", profile="fate",
         ),

@@ -58,7 +58,7 @@ def calibrate(
 
         footprint.import_libraries()
         from tiermoe.runtime.calibration import Found, prepare
-        from tiermoe.runtime.record import Cut
+        from tiermoe.runtime.sequences import Cut
 
         calibration = prepare(model, text.name, content, Cut(tokens, prompt, sequence), options, loss, processes)
     with progress_bar() as progress:

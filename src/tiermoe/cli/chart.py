@@ -76,7 +76,7 @@ def draw(results: Sequence[dict[str, Any]]) -> str:
             f'viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12" fill="{_INK}">',
             f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
             *_frame(across, up, title),
-            _text(_EDGE, 50, _conditions(measured[0]), 'text-anchor="end" font-size="11"'),
+            _text(_EDGE, 50, _conditions(measured), 'text-anchor="end" font-size="11"'),
             *leaders,
             *(_mark(point, across, up) for point in points),
             *labels,
@@ -85,11 +85,9 @@ def draw(results: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _conditions(result: dict[str, Any]) -> str:
-    return (
-        f"experts at {result['bits']} bits, {result['cache_fraction']:.0%} of them cached; {result['tokens']} tokens, "
-        f"rounds: {result['rounds']}"
-    )
+def _conditions(results: Sequence[dict[str, Any]]) -> str:
+    cached = max(result["cache_fraction"] for result in results)
+    return f"at most {cached:.0%} of the experts cached; {results[0]['tokens']} tokens; rounds: {results[0]['rounds']}"
 
 
 def _point(result: dict[str, Any], key: str) -> Point:

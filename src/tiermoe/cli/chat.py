@@ -45,7 +45,8 @@ def chat(
     """Talk to a model in its chat template. Type /help for the commands."""
     engine_options = opt.given(
         memory=memory, bits=bits, dense_bits=dense_bits, quantizer=quantizer, cache=cache, chunk=chunk, context=context,
-        preset=preset, set=opt.changes(set_), lanes=lanes, threads=threads, store=store, device=device, gpu_memory=gpu_memory,
+        preset=preset, set=opt.changes(set_), lanes=lanes, threads=threads, store=store, device=device,
+        gpu_memory=gpu_memory,
     )  # fmt: skip
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     make_sampling(**sampling)

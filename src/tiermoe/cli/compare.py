@@ -14,13 +14,13 @@ from rich.table import Table
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.chart import draw
-from tiermoe.cli.evaluate import Prompt, TextFile, Tokens, Window, conditions, read_text
+from tiermoe.cli.evaluate import Prompt, TextFile, Tokens, Window, read_text, scored
 from tiermoe.cli.output import note, progress_bar, waiting
 from tiermoe.config import format_size, settings
 from tiermoe.errors import ConfigError
 from tiermoe.runtime.compare import BASELINES, eval_in_process, measure_all, presets_asked, summarise
 
-_WIDE = 190  # columns of a table that goes to a file or a pipe
+_WIDE = 200  # columns of a table that goes to a file or a pipe
 
 
 def compare(
@@ -116,9 +116,11 @@ def _print(results: list[dict[str, Any]]) -> None:
     console.print(_table(measured))
     if any(result["lossy"] for result in measured):
         note("* lossy: may change what the model says")
-    if measured[0]["rounds"] > 1:
-        note(f"medians of {measured[0]['rounds']} rounds, and decode's least and most")
-    note(conditions(measured[0]))
+    rounds, threads = measured[0]["rounds"], measured[0]["threads"]
+    note(
+        f"[{scored(measured[0])}; compute threads: {threads}; rounds: {rounds}, of which medians and decode's range; "
+        f"± is the standard error over windows]"
+    )
     for result in results:
         if "error" in result:
             note(f"{result['preset']} was not measured: {result['error']}")
@@ -137,6 +139,8 @@ def _table(results: list[dict[str, Any]]) -> Table:
 def _columns(first: dict[str, Any], results: list[dict[str, Any]]) -> list[tuple[str, Any]]:
     columns: list[tuple[str, Any]] = [
         ("preset", lambda row: row["preset"] + (" *" if row["lossy"] else "")),
+        ("bits", lambda row: str(row["bits"])),
+        ("cached", lambda row: f"{row['cache_fraction']:.0%}"),
         ("decode tok/s", lambda row: f"{row['decode_tok_s']:.1f}"),
         ("range", lambda row: "–".join(f"{value:.1f}" for value in row["decode_tok_s_range"])),
         *_ratio_columns(first, "decode"),

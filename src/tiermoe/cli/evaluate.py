@@ -87,10 +87,7 @@ def read_text(path: Path) -> str:
 
 def conditions(result: dict[str, Any]) -> str:
     """What a result holds for, in a line."""
-    parts = [
-        f"{result['tokens']} tokens in {result['windows']} windows of {result['prompt']} + {result['window']}, "
-        f"each token decoded on its own"
-    ]
+    parts = [scored(result)]
     if "preset" in result:
         parts += [
             f"experts at {result['bits']} bits, other layers at {result['dense_bits']}",
@@ -99,6 +96,14 @@ def conditions(result: dict[str, Any]) -> str:
             f"peak memory {format_size(result['peak_memory_bytes'])} of {format_size(result['memory_budget_bytes'])}",
         ]
     return "[" + "; ".join(parts) + "; ± is the standard error over windows]"
+
+
+def scored(result: dict[str, Any]) -> str:
+    """What was scored, and how."""
+    return (
+        f"{result['tokens']} tokens in {result['windows']} windows of {result['prompt']} + {result['window']}, "
+        f"each token decoded on its own"
+    )
 
 
 def _table(result: dict[str, Any]) -> Table:

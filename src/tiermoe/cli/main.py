@@ -9,12 +9,17 @@ from typing import Any, NoReturn
 import typer
 
 from tiermoe import __version__
+from tiermoe.cli.calibrate import calibrate
 from tiermoe.cli.chat import chat
+from tiermoe.cli.compare import compare
+from tiermoe.cli.evaluate import evaluate
 from tiermoe.cli.pack import pack
 from tiermoe.cli.plan import plan
 from tiermoe.cli.presets import presets
 from tiermoe.cli.run import run
 from tiermoe.cli.show import show
+from tiermoe.cli.simulate import simulate
+from tiermoe.cli.trace import trace
 from tiermoe.errors import TiermoeError
 
 app = typer.Typer(
@@ -39,8 +44,9 @@ def _root(
     """Run Mixture-of-Experts language models larger than the memory they run in, exactly."""
 
 
-for command in (run, chat, pack, plan, show, presets):
+for command in (run, chat, pack, plan, show, presets, calibrate, compare, trace, simulate):
     app.command()(command)
+app.command("eval")(evaluate)
 
 
 # typer carries its own copy of click; this is that copy's base of all errors in how a command was typed

@@ -44,7 +44,8 @@ def run(
         prompt = sys.stdin.read()
     engine_options = opt.given(
         memory=memory, bits=bits, dense_bits=dense_bits, quantizer=quantizer, cache=cache, chunk=chunk, context=context,
-        preset=preset, set=opt.changes(set_), lanes=lanes, threads=threads, store=store, device=device, gpu_memory=gpu_memory,
+        preset=preset, set=opt.changes(set_), lanes=lanes, threads=threads, store=store, device=device,
+        gpu_memory=gpu_memory,
     )  # fmt: skip
     encoded: dict[str, Any] = {}
 

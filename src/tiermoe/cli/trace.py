@@ -51,7 +51,7 @@ def trace(
     cut_text: dict[str, Any] = {}
 
     def context_for(tokenizer: Any, blueprint: Any) -> int:
-        from tiermoe.runtime.record import Cut, cut, needed_chunk
+        from tiermoe.runtime.sequences import Cut, cut, needed_chunk
 
         cut_text["shape"] = shape = Cut(tokens, prompt, sequence)
         cut_text["ids"] = cut(tokenizer, content, shape, blueprint.max_context())

@@ -28,17 +28,18 @@ KERNELS: dict[tuple[str, str], Callable[[Encoding, torch.dtype], LinearKernel]] 
     ("plain", "cpu"): cpu.PlainLinear,
     ("int8", "cpu"): cpu.Int8Linear,
     ("int4", "cpu"): cpu.Int4Linear,
-    ("int2", "cpu"): cpu.Int8Linear,
+    ("int2", "cpu"): cpu.Int4Linear,
     ("int4/rowmajor", "cpu"): DecodedLinear,
+    ("int2/rowmajor", "cpu"): DecodedLinear,
     ("plain", "cuda"): cuda.PlainLinear,
     ("int8", "cuda"): cuda.Int8Linear,
     ("int4/rowmajor", "cuda"): cuda.RowMajorInt4Linear,
-    ("int2", "cuda"): cuda.Int8Linear,
+    ("int2/rowmajor", "cuda"): cuda.RowMajorInt4Linear,
 }
 
 
 def machine_layout(device: str) -> str:
-    """The layout of int4 codes that the kernels of a device ('cpu', 'cuda', 'cuda:1') take."""
+    """The layout of 4- and 2-bit codes that the kernels of a device ('cpu', 'cuda', 'cuda:1') take."""
     return cpu_layout() if device == "cpu" else ROW_MAJOR
 
 

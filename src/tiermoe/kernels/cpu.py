@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tiermoe.quant.encoding import Encoding
+from tiermoe.quant.int2 import Int2
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.scratch import scratch
 
@@ -40,7 +41,7 @@ class PlainLinear:
 
 
 class Int8Linear:
-    """Slots of Int8, and of Int2, which widens to it."""
+    """Slots of Int8."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
         self._tokens = INT8_TOKENS.get(dtype, 0)
@@ -57,13 +58,14 @@ class Int8Linear:
 
 
 class Int4Linear:
-    """Slots of Int4 in this machine's layout."""
+    """Slots of Int4 in this machine's layout, and of Int2, which widens to it."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
-        assert isinstance(encoding, Int4)
-        self._group = encoding.group
+        in_slot = encoding.in_slot if isinstance(encoding, Int2) else encoding
+        assert isinstance(in_slot, Int4)
+        self._group = in_slot.group
         self._tokens = INT4_TOKENS.get(dtype, 0)
-        self._encoding = encoding
+        self._encoding = in_slot
         self._product_dtype = _product_dtype(dtype)
 
     def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:

@@ -22,7 +22,7 @@ class PlainLinear:
 
 
 class Int8Linear:
-    """Slots of Int8, and of Int2, which widens to it. Raises ConfigError where Triton is not installed."""
+    """Slots of Int8. Raises ConfigError where Triton is not installed."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
         self._linear = _triton_linear().int8_linear
@@ -33,7 +33,8 @@ class Int8Linear:
 
 
 class RowMajorInt4Linear:
-    """Slots of RowMajorInt4. Raises ConfigError where Triton is not installed."""
+    """Slots of RowMajorInt4, and of RowMajorInt2, which widens to it. Raises ConfigError where Triton is not
+    installed."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
         self._linear = _triton_linear().int4_linear

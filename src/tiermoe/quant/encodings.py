@@ -1,13 +1,14 @@
 """The encodings by name, and which one a matrix gets."""
 
 import re
+from collections.abc import Callable
 
 import torch
 
 from tiermoe.errors import ConfigError, StoreError
-from tiermoe.quant import int2, int4_layout
+from tiermoe.quant import int4_layout
 from tiermoe.quant.encoding import COMPUTE_DTYPES, Encoding, Field
-from tiermoe.quant.int2 import Int2
+from tiermoe.quant.int2 import Int2, RowMajorInt2
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.int4_layout import cpu_layout
 from tiermoe.quant.int8 import Int8
@@ -25,16 +26,23 @@ __all__ = [
     "encoding_named",
 ]
 
-FIXED: dict[str, Encoding] = {encoding.name: encoding for encoding in (Plain(), Int8(), Int2())}
+FIXED: dict[str, Encoding] = {encoding.name: encoding for encoding in (Plain(), Int8())}
 
-# Groups in order of choice. 64 is HQQ's published one; linear has a scale per row: the largest costs least.
+# bits -> the encoding of a CPU's layout and group, that of a GPU's group; at 2 bits the slot is that of 4 bits
+PACKED: dict[int, tuple[Callable[[str, int], Encoding], Callable[[int], Encoding]]] = {
+    4: (Int4, RowMajorInt4),
+    2: (Int2, RowMajorInt2),
+}
+
+# Groups of 4 and 2 bits in order of choice. 64 is HQQ's published one; linear has a scale per row: the largest costs
+# least.
 INT4_GROUPS: dict[str, tuple[int, ...]] = {"hqq": (64, 32), "linear": (256, 128, 64, 32)}
 
 
 def encoding_for(bits: int, out: int, in_: int, dtype: torch.dtype, layout: str, quantizer: str = "hqq") -> Encoding:
     """The encoding of a matrix of `out` rows and `in_` columns at 16, 8, 4 or 2 bits.
 
-    `layout` is the order of int4 codes: `cpu_layout()`, or "rowmajor" for the kernels of a GPU.
+    `layout` is the order of 4- and 2-bit codes: `cpu_layout()`, or "rowmajor" for the kernels of a GPU.
 
     A shape that the 4- or 2-bit format cannot take gets 8 bits, visible in the result's `bits` and `name`.
     Raises ConfigError for other bits, another machine's layout, an unknown quantizer, or a dtype that no
@@ -45,41 +53,40 @@ def encoding_for(bits: int, out: int, in_: int, dtype: torch.dtype, layout: str,
         return FIXED["plain"]
     if bits == 8:
         return FIXED["int8"]
-    if bits == 4:
-        return _int4_for(out, in_, layout, quantizer)
-    if bits == 2:
-        return FIXED["int2/g16"] if in_ % int2.GROUP == 0 else FIXED["int8"]
+    if bits in PACKED:
+        return _packed_for(bits, out, in_, layout, quantizer)
     raise ConfigError(f"no {bits}-bit encoding: choose 16, 8, 4 or 2")
 
 
-def _int4_for(out: int, in_: int, layout: str, quantizer: str) -> Encoding:
+def _packed_for(bits: int, out: int, in_: int, layout: str, quantizer: str) -> Encoding:
     if quantizer not in INT4_GROUPS:
         raise ConfigError(f"unknown quantizer {quantizer!r}: choose one of {', '.join(INT4_GROUPS)}")
     if layout not in (ROW_MAJOR, cpu_layout()):
-        raise ConfigError(f"cannot pack int4 for {layout!r}: this machine packs for {cpu_layout()!r}")
+        raise ConfigError(f"cannot pack int{bits} for {layout!r}: this machine packs for {cpu_layout()!r}")
     group = next((group for group in INT4_GROUPS[quantizer] if in_ % group == 0), None)
-    if group is None:
+    if group is None or (layout != ROW_MAJOR and out % int4_layout.ROWS):
         return FIXED["int8"]
-    if layout == ROW_MAJOR:
-        return RowMajorInt4(group)
-    return Int4(layout, group) if out % int4_layout.ROWS == 0 else FIXED["int8"]
+    return _packed(bits, layout, group)
+
+
+def _packed(bits: int, layout: str, group: int) -> Encoding:
+    for_cpu, row_major = PACKED[bits]
+    return row_major(group) if layout == ROW_MAJOR else for_cpu(layout, group)
 
 
 def encoding_named(name: str) -> Encoding:
     """The encoding that a store names.
 
-    Raises StoreError for an unknown name and for another machine's int4 layout."""
+    Raises StoreError for an unknown name and for another machine's layout of 4 or 2 bits."""
     if name in FIXED:
         return FIXED[name]
-    found = re.fullmatch(r"int4/([a-z0-9-]+)/g(32|64|128|256)", name)
+    found = re.fullmatch(r"int([42])/([a-z0-9-]+)/g(32|64|128|256)", name)
     if not found:
         raise StoreError(f"unknown encoding {name!r}: the store was written by another version; pack it again")
-    layout, group = found[1], int(found[2])
-    if layout == ROW_MAJOR:
-        return RowMajorInt4(group)
-    if layout != cpu_layout():
+    bits, layout, group = int(found[1]), found[2], int(found[3])
+    if layout not in (ROW_MAJOR, cpu_layout()):
         raise StoreError(
-            f"the store is packed for the int4 layout {layout!r}, this machine's is {cpu_layout()!r}; "
+            f"the store is packed for the int{bits} layout {layout!r}, this machine's is {cpu_layout()!r}; "
             "pack it again here"
         )
-    return Int4(layout, group)
+    return _packed(bits, layout, group)

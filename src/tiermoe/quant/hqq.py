@@ -12,12 +12,14 @@ here, by its mean absolute error. The first candidate is plain rounding, so that
 import torch
 from torch import Tensor
 
-from tiermoe.quant.quantized import Quantized, require_finite
+from tiermoe.quant.quantized import Grid, Ladder, Quantized, require_finite
 
 NORM = 0.7
 BETA = 10.0
 KAPPA = 1.01
 STEPS = 20
+# a step of 5 spans all levels: its places are one
+LADDERS = (*(Ladder(step, place) for step in (2, 3, 4) for place in range(4)), Ladder(5, 0))
 BLOCK_WEIGHTS = 1 << 17  # weights solved at a time: their float32 temporaries stay in the cache
 
 
@@ -42,6 +44,11 @@ class HqqQuantizer:
             offset[part].view(-1).copy_(part_offset)
         require_finite(scale, offset)
         return Quantized(codes, scale, offset)
+
+    def grid(self, weight: Tensor, group: int) -> Grid:
+        """The levels of 4 bits, and every ladder."""
+        found = self(weight, 4, group)
+        return Grid(found.scale, found.offset + 8 * found.scale, LADDERS)
 
 
 def _solve(weights: Tensor, largest: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,9 +1,7 @@
-"""2 bits with quantized scales, widened to the 8-bit format while loading.
+"""2 bits whose slot is the 4-bit format: widened to 4-bit codes while loading.
 
-HQQ at 2 bits with groups of 16 and 8-bit scales (the configuration of CORM): with 16-bit scales and offsets
-a group of 16 would cost 2 bits a weight for its parameters alone. Here step and offset of a group are 8-bit
-multiples of one scale per row: 3 bits a weight in all, and a widened weight is an integer of 8 bits, which
-the 8-bit operator takes without any further rounding.
+So a cache that holds 4-bit and 2-bit copies needs no larger slot for either, and one kernel computes both. 3 bits a
+weight are stored at group 64: 2 of code, half a bit of ladder (see `ladders`), half a bit of scale and zero.
 """
 
 from collections.abc import Mapping
@@ -13,97 +11,141 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from tiermoe.quant import int4_layout, ladders
 from tiermoe.quant.encoding import Field
-from tiermoe.quant.int8 import Int8
-from tiermoe.quant.quantized import Quantizer, nearest_codes
+from tiermoe.quant.int4 import Int4
+from tiermoe.quant.quantized import Quantizer
+from tiermoe.quant.rowmajor import LAYOUT as ROW_MAJOR
+from tiermoe.quant.rowmajor import RowMajorInt4, pack_nibbles
+from tiermoe.quant.scratch import scratch
 
-GROUP = 16
-LARGEST = 3
-BLOCK_WORDS = 1 << 16  # int32 words widened at a time: the temporary stays in the second cache
+BLOCK_WEIGHTS = 1 << 20  # weights widened at a time: bounds the temporaries to about a byte each
 
 
 @dataclass(frozen=True)
 class Int2:
-    """Stored: `codes` uint8 (N, K / 4), `step` uint8 and `offset` int8 (N, K / 16), `scale` (N);
-    w = scale * (step * code + offset). Slot: the fields of Int8, with `weight` = step * code + offset.
+    """Stored: `codes` uint8 (N, K / 4), `ladders` uint8 (N, K / 16), and Int4's `scales_and_zeros` (K / group, N, 2).
+    Slot: the fields of Int4 with the same layout and group.
 
-    Group g of a row of K = 16 G weights holds the columns 4 g .. 4 g + 3 of each quarter of the row. Its 16
-    codes are one 32-bit word: bits 2 i and 2 i + 1 of byte j belong to column 4 g + j of quarter i. So a
-    quarter of the row is one shift and one mask of the row's words, and the words, steps and offsets of its
-    groups stand in the same order."""
+    `codes` are the nibbles of `ladders.pair` and `ladders` the packed ladders, each in the machine's order for a matrix
+    of K / 2 and K / 8 columns: their nibbles then stand as those of the slot do."""
 
-    name: str = "int2/g16"
+    layout: str
+    group: int
     bits: ClassVar[int] = 2
-    _slot: ClassVar[Int8] = Int8()
+
+    @property
+    def name(self) -> str:
+        return f"int2/{self.layout}/g{self.group}"
+
+    @property
+    def in_slot(self) -> Int4:
+        """The encoding of what a slot holds."""
+        return Int4(self.layout, self.group)
 
     def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
-        groups = in_ // GROUP
         return (
             Field("codes", torch.uint8, (out, in_ // 4)),
-            Field("step", torch.uint8, (out, groups)),
-            Field("offset", torch.int8, (out, groups)),
-            Field("scale", dtype, (out,)),
+            Field("ladders", torch.uint8, (out, in_ // 16)),
+            Field("scales_and_zeros", dtype, (in_ // self.group, out, 2)),
         )
 
     def slot_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
-        return self._slot.stored_fields(out, in_, dtype)
+        return self.in_slot.stored_fields(out, in_, dtype)
 
     def encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> dict[str, Tensor]:
-        rows, columns = weight.shape
-        groups = columns // GROUP
-        ordered = weight.reshape(rows, 4, groups, 4).transpose(1, 2).reshape(rows, columns)
-        found = quantizer(ordered, self.bits, GROUP)
-        scale = _row_scale(found.scale, found.offset).to(dtype)
-        unit = torch.where(scale == 0, torch.inf, scale.float())
-        step = (found.scale / unit).round_().clamp_(1, 255 // LARGEST)
-        offset = torch.minimum((found.offset / unit).round_().clamp_(min=-128), 127 - LARGEST * step)
-        row = scale.float()
-        codes = nearest_codes(ordered, step * row, offset * row, 0, LARGEST, torch.uint8)
+        scale, zero, pairs, chosen = _quantize(weight, quantizer, dtype, self.group)
         return {
-            "codes": _pack(codes.view(rows, groups, GROUP)),
-            "step": step.to(torch.uint8),
-            "offset": offset.to(torch.int8),
-            "scale": scale.view(-1),
+            "codes": int4_layout.pack(pairs.flatten(1)),
+            "ladders": int4_layout.pack(chosen),
+            "scales_and_zeros": torch.stack((scale.t(), zero.t()), dim=-1).contiguous(),
         }
 
     def widen(self, stored: Mapping[str, Tensor], slot: Mapping[str, Tensor]) -> None:
-        slot["scale"].copy_(stored["scale"])
-        words = stored["codes"].view(torch.int32)
-        rows, groups = words.shape
-        quarters = slot["weight"].view(torch.int32).view(rows, 4, groups)
-        block = max(1, BLOCK_WORDS // groups)
-        for first in range(0, rows, block):
-            part = slice(first, first + block)
-            _widen(words[part], stored["step"][part], stored["offset"][part], quarters[part])
+        slot["scales_and_zeros"].copy_(stored["scales_and_zeros"])
+        rows, groups = len(stored["codes"]), len(stored["scales_and_zeros"])
+        for section in int4_layout.sections(rows):
+            part = slice(section.first, section.first + section.blocks * section.rows)
+            count = section.blocks * groups
+            codes = stored["codes"][part].view(count, 4, -1)
+            chosen = stored["ladders"][part].view(count, 1, -1)
+            target = slot["codes"][part].view(count, 8, -1)
+            block = max(1, BLOCK_WEIGHTS // (self.group * section.rows))
+            for first in range(0, count, block):
+                some = slice(first, first + block)
+                ladders.widen(codes[some], chosen[some], target[some])
 
     def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
-        return self._slot.decode(slot, out, in_, dtype)
+        return self.in_slot.decode(slot, out, in_, dtype)
 
 
-def _row_scale(scale: Tensor, offset: Tensor) -> Tensor:
-    """The smallest scale (N, 1) with every level offset + scale * 0..3 of a row within -128..127 of it."""
-    largest = (offset + LARGEST * scale).amax(dim=1, keepdim=True)
-    smallest = offset.amin(dim=1, keepdim=True)
-    return torch.maximum(smallest / -128, largest / 127).clamp_(min=0)
+@dataclass(frozen=True)
+class RowMajorInt2:
+    """Stored: `codes` uint8 (4, N, K / 16), `ladders` uint8 (N, K / 16), `scale` and `zero` (N, K / group) as
+    RowMajorInt4's. Slot: the fields of RowMajorInt4 with the same group; the very weights of Int2.
+
+    Byte j of `codes[i, n]` holds nibbles 2 j (low) and 2 j + 1 of the row's (g, i, q), g before q (see
+    `ladders.pair`); byte j of a row of `ladders` those of (g, q): the four eighths of a row stand apart, so that each
+    is one run beside the ladders."""
+
+    group: int
+    bits: ClassVar[int] = 2
+
+    @property
+    def name(self) -> str:
+        return f"int2/{ROW_MAJOR}/g{self.group}"
+
+    @property
+    def in_slot(self) -> RowMajorInt4:
+        """The encoding of what a slot holds."""
+        return RowMajorInt4(self.group)
+
+    def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
+        groups = in_ // self.group
+        return (
+            Field("codes", torch.uint8, (4, out, in_ // 16)),
+            Field("ladders", torch.uint8, (out, in_ // 16)),
+            Field("scale", dtype, (out, groups)),
+            Field("zero", dtype, (out, groups)),
+        )
+
+    def slot_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
+        return self.in_slot.stored_fields(out, in_, dtype)
+
+    def encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> dict[str, Tensor]:
+        scale, zero, pairs, chosen = _quantize(weight, quantizer, dtype, self.group)
+        codes = pack_nibbles(pairs.movedim(2, 0).flatten(2))
+        return {"codes": codes, "ladders": pack_nibbles(chosen), "scale": scale, "zero": zero}
+
+    def widen(self, stored: Mapping[str, Tensor], slot: Mapping[str, Tensor]) -> None:
+        for name in ("scale", "zero"):
+            slot[name].copy_(stored[name])
+        rows, groups = stored["scale"].shape
+        word = _word(self.group)
+        block = max(1, BLOCK_WEIGHTS // (self.group * groups))
+        for first in range(0, rows, block):
+            part = slice(first, first + block)
+            codes, chosen = stored["codes"][:, part].flatten(1), stored["ladders"][part].view(1, 1, -1)
+            eighths = scratch.take("eighths", (1, 8, chosen.shape[2]), torch.uint8)
+            ladders.widen(codes[None], chosen, eighths)
+            words = eighths.view(word).view(8, -1, groups, self.group // 16 // word.itemsize)
+            slot["codes"][part].view(word).view(-1, groups, 8, words.shape[3]).copy_(words.movedim(0, 2))
+
+    def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
+        return self.in_slot.decode(slot, out, in_, dtype)
 
 
-def _pack(codes: Tensor) -> Tensor:
-    """Codes uint8 (N, G, 16) as bytes (N, 4 G)."""
-    rows, groups, _ = codes.shape
-    quarters = codes.view(rows, groups, 4, 4).unbind(2)
-    packed = torch.zeros_like(quarters[0])
-    for index, quarter in enumerate(quarters):
-        packed |= quarter << (2 * index)
-    return packed.view(rows, 4 * groups)
+def _quantize(
+    weight: Tensor, quantizer: Quantizer, dtype: torch.dtype, group: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scales and zeros (N, G) in `dtype`, pairs (N, G, 4, group / 8) and packed ladders (N, K / 8)."""
+    grid = quantizer.grid(weight, group)
+    scale, zero = grid.scale.to(dtype), grid.zero.to(dtype)
+    # for the scales and zeros as stored, so that their rounding to `dtype` costs next to nothing
+    codes, chosen = ladders.choose(weight, scale, zero, grid.ladders)
+    return scale, zero, ladders.pair(codes, scale.shape[1]), chosen
 
 
-def _widen(words: Tensor, step: Tensor, offset: Tensor, quarters: Tensor) -> None:
-    """Four weights a word, all bytes at once: step * code + offset + 128 lies within 0..255, so that nothing
-    is carried from byte to byte; flipping the top bit of each byte then takes the 128 away."""
-    step = step.int()
-    offset = offset.int().add_(128).mul_(0x01010101)
-    codes = torch.empty_like(words)
-    for index in range(4):
-        torch.bitwise_right_shift(words, 2 * index, out=codes)
-        torch.addcmul(offset, codes.bitwise_and_(0x03030303), step, out=quarters[:, index])
-    quarters.bitwise_xor_(-0x7F7F7F80)  # 0x80808080 as a signed word
+def _word(group: int) -> torch.dtype:
+    """The widest word of which an eighth of a group, group / 16 bytes, holds a whole number."""
+    return {32: torch.int16, 64: torch.int32}.get(group, torch.int64)

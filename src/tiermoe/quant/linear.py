@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tiermoe.quant.quantized import Quantized, nearest_codes, require_finite
+from tiermoe.quant.quantized import Grid, Ladder, Quantized, nearest_codes, require_finite
 
 
 class LinearQuantizer:
@@ -21,6 +21,12 @@ class LinearQuantizer:
         codes = nearest_codes(weight, scale, offset, 0, 2 * middle - 1, torch.uint8)
         shape = (rows, columns // group)
         return Quantized(codes, scale.expand(shape).contiguous(), offset.expand(shape).contiguous())
+
+    def grid(self, weight: Tensor, group: int) -> Grid:
+        """One ladder everywhere, whose levels are -1, 0, 1 and 2 times the scale of 2 bits; the last is never the
+        nearest one."""
+        scale = (self.row_scale(weight, 2) / 2).expand(-1, weight.shape[1] // group).contiguous()
+        return Grid(scale, torch.zeros_like(scale), (Ladder(step=2, place=2),))
 
     @staticmethod
     def row_scale(weight: Tensor, bits: int) -> Tensor:

@@ -1,7 +1,7 @@
 """What a quantizer returns, and the interface it keeps."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,12 +26,42 @@ class Quantized:
         return torch.addcmul(self.offset[..., None], codes, self.scale[..., None]).view(rows, -1)
 
 
+class Ladder(NamedTuple):
+    """Four of the 16 levels of 4 bits: step * c + (5 - step) * place, c = 0..3. `step` 2..5, `place` 0..3: place 0
+    begins at level 0, place 3 ends at level 15."""
+
+    step: int
+    place: int
+
+    @property
+    def offset(self) -> int:
+        return (5 - self.step) * self.place
+
+    @property
+    def packed(self) -> int:
+        """Four bits: step - 2 in the lower two, place in the upper ones."""
+        return self.step - 2 | self.place << 2
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What 2 bits choose from, in groups of K / G weights of a row: levels (n - 8) * scale + zero, n = 0..15."""
+
+    scale: Tensor  # float32 (N, G), never negative; 0 in a group of equal weights
+    zero: Tensor  # float32 (N, G)
+    ladders: tuple[Ladder, ...]  # those that may be used
+
+
 class Quantizer(Protocol):
     """Finds codes, scales and offsets for a weight (N, K) of any float dtype; K is a multiple of `group`."""
 
     name: str
 
     def __call__(self, weight: Tensor, bits: int, group: int) -> Quantized: ...
+
+    def grid(self, weight: Tensor, group: int) -> Grid:
+        """The levels and ladders of 2 bits within the 4-bit format."""
+        ...
 
 
 def nearest(weight: Tensor, scale: Tensor, offset: Tensor, low: int, high: int) -> Tensor:

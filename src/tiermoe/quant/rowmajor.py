@@ -43,7 +43,7 @@ class RowMajorInt4(SameInSlot):
         zero = (found.offset + 8 * found.scale).to(dtype)
         # codes for the scales and zeros as stored, so that their rounding to `dtype` costs next to nothing
         codes = nearest_codes(weight, scale, zero, -8, 7, torch.int8).add_(8).view(torch.uint8)
-        return {"codes": codes[:, ::2] | codes[:, 1::2] << 4, "scale": scale, "zero": zero}
+        return {"codes": pack_nibbles(codes), "scale": scale, "zero": zero}
 
     def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
         packed = slot["codes"]
@@ -52,3 +52,8 @@ class RowMajorInt4(SameInSlot):
         grouped = codes.view(out, -1, self.group)
         # one rounding: addcmul computes in float32 inside, whatever its operands' dtype
         return torch.addcmul(zero, grouped, scale, out=grouped).view(out, in_)
+
+
+def pack_nibbles(nibbles: Tensor) -> Tensor:
+    """Values 0..15, uint8 (..., K), two to a byte: (..., K / 2), the even one in the low nibble."""
+    return nibbles[..., ::2] | nibbles[..., 1::2] << 4

@@ -23,8 +23,8 @@ from tiermoe.runtime.blueprint import Blueprint, inspect_model
 from tiermoe.runtime.evaluate import reserved_bytes
 from tiermoe.runtime.load import load_blueprint
 from tiermoe.runtime.prepare_store import Progress, store_root
-from tiermoe.runtime.record import Cut, cut
 from tiermoe.runtime.resolve import load_tokenizer, resolve_model
+from tiermoe.runtime.sequences import Cut, cut
 from tiermoe.runtime.write_trace import MadeFrom, made_from, write_trace
 from tiermoe.store.atomic import write_atomically
 from tiermoe.store.lock import exclusive

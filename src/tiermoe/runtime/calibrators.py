@@ -90,7 +90,10 @@ def calibrate_fate(calibration: Calibration, progress: Progress) -> Made:
         return losses, model.tiermoe.bandwidth
 
     losses, bandwidth = calibration.on_model(
-        {"precision": "popularity", "low_popularity": 0.0, "low_bits": low_bits}, on_model, progress, logits=True
+        {"precision": "popularity", "low_popularity": 0.0, "low_bits": low_bits, "cache": "none"},
+        on_model,
+        progress,
+        logits=True,
     )
     trace = calibration.trace(progress)  # after the model is gone: it takes memory too
     accuracy = fate.accuracies(trace)
@@ -156,7 +159,8 @@ CALIBRATORS: dict[str, Callable[[Calibration, Progress], Made]] = {
 @torch.inference_mode()
 def popularity_losses(model: Any, ids: torch.Tensor, low_bits: int, progress: Progress) -> list[tuple[float, float]]:
     """(share, loss in perplexity) of each of `SHARES` in order, up to the first that loses `TOLERATED`: each sequence
-    of `ids` (n, length) in one prefill pass, against all experts at high precision. The model must hold both."""
+    of `ids` (n, length) in one prefill pass, against all experts at high precision. The model must have both, and room
+    for one layer's K experts alone: a cached high copy would serve where a low one is asked for, and hide the loss."""
     engine = model.tiermoe
     top_k = [layer.top_k for layer in engine.store.layers]
     before = engine.scheduler.precision

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from tiermoe.compose import ModelShape, PrecisionSlots, assemble
+from tiermoe.compose import PrecisionSlots, assemble
 from tiermoe.controller import Controller
 from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.kernels import machine_layout
@@ -24,6 +24,7 @@ from tiermoe.runtime.hash_routing import token_tables
 from tiermoe.runtime.memory_plan import MemoryPlan
 from tiermoe.runtime.passes import CurrentPass, Observer
 from tiermoe.runtime.shells import activation_of, is_shell
+from tiermoe.runtime.slot_pools import shape_of
 from tiermoe.scheduler import Scheduler
 from tiermoe.store.layout import Layout
 from tiermoe.store.store import Store, precision_key
@@ -157,13 +158,7 @@ class Engine:
         return precision_key(bits, self.settings.quantizer, machine_layout(self._device))
 
     def _schedule(self) -> Scheduler:
-        layers = self.store.layers
-        shape = ModelShape(
-            experts=tuple(layer.experts for layer in layers),
-            top_k=tuple(layer.top_k for layer in layers),
-            encoder_layers=sum(layer.name.startswith("encoder.") for layer in layers),
-            hash_tables=self._hash_tables,
-        )
+        shape = replace(shape_of(self.store.layers), hash_tables=self._hash_tables)
         slots = [PrecisionSlots(pool.bits, pool.slots) for pool in self.plan.pools]
         return assemble(self.composition, shape, slots, self.link, self.settings.bits, self._tables)
 
@@ -175,12 +170,11 @@ class Engine:
         ]
         whole = self.composition.prefetch == "percentile" or self.composition.precision == "popularity"
         self.forecaster = Forecaster(routers, whole)
-        encoder_layers = sum(layer.name.startswith("encoder.") for layer in self.store.layers)
-        self.current = CurrentPass(
-            self.scheduler, PassForecasts(self.forecaster), encoder_layers, self.settings.chunk
-        )
-        self.current.needs_weights = self.composition.precision == "gate-score"
-        self.current.may_skip = self.composition.precision == "gate-score" or self.composition.on_mispredict == "proceed"
+        encoder_layers = shape_of(self.store.layers).encoder_layers
+        self.current = CurrentPass(self.scheduler, PassForecasts(self.forecaster), encoder_layers, self.settings.chunk)
+        by_score = self.composition.precision == "gate-score"
+        self.current.needs_weights = by_score
+        self.current.may_skip = by_score or self.composition.on_mispredict == "proceed"
         renormalise = self._family.renormalises(model.config)
         kind = torch.device(self._device).type
         for index, shell in enumerate(self._shells):

@@ -53,15 +53,15 @@ class LayerExperts:
     def _one_token(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         position = {expert: k for k, expert in enumerate(index[0].tolist()) if expert < self._experts}
         gates = weights[0].tolist() if self._current.needs_weights else []
-        chosen = [list(position)]
-        routed = Routed(self._index, self._current.phase, chosen, [[gates[k] for k in position.values()] if gates else []])
+        kept = [gates[k] for k in position.values()] if gates else []
+        routed = Routed(self._index, self._current.phase, [list(position)], [kept])
         results: dict[int, torch.Tensor] = {}
         for expert, slot, bits in self._current.run_layer(routed, hidden):
             if expert in position:
                 results[expert] = self._kernels[bits](hidden, self._views_of(self._index, bits, slot))
         if self._current.proceed and self._renormalise and 0 < len(results) < len(position):
-            kept = weights[0, [position[expert] for expert in results]]
-            weights = weights * (weights.sum() / kept.sum())
+            loaded = weights[0, [position[expert] for expert in results]]
+            weights = weights * (weights.sum() / loaded.sum())
         total: torch.Tensor | None = None
         for expert in sorted(results):
             k = position[expert]

@@ -91,7 +91,9 @@ class _Saved:
                 f"routing=confident decodes a token twice and needs a key/value cache that can be put back, not "
                 f"{type(cache).__name__}; use --set routing=all"
             )
-        self._states = [(layer, {name: _kept(name, value) for name, value in vars(layer).items()}) for layer in cache.layers]
+        self._states = [
+            (layer, {name: _kept(name, value) for name, value in vars(layer).items()}) for layer in cache.layers
+        ]
 
     def restore(self) -> None:
         for layer, state in self._states:
@@ -101,4 +103,5 @@ class _Saved:
 
 def _kept(name: str, value: Any) -> Any:
     """Counters that are tensors change in place; keys and values do not (or only where they are written again)."""
-    return value.clone() if isinstance(value, torch.Tensor) and value.numel() == 1 and name not in ("keys", "values") else value
+    counter = isinstance(value, torch.Tensor) and name not in ("keys", "values")
+    return value.clone() if counter else value

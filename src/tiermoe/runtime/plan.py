@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tiermoe.config import KIB, MIB, Settings, format_size
+from tiermoe.compose import cache_bytes
+from tiermoe.config import KIB, MIB, CacheSize, Settings, format_size
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.kernels import machine_layout
 from tiermoe.presets import ROUTER_PREDICTIONS
 from tiermoe.runtime import gpu_plan
 from tiermoe.runtime.blueprint import Blueprint
+from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.dense import packed_bytes
 from tiermoe.runtime.footprint import resident_bytes
-from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.memory_plan import MemoryPlan
-from tiermoe.runtime.slot_pools import pools_in, require_all, wanted_bytes
+from tiermoe.runtime.slot_pools import pools_in, require_all, shape_of
 from tiermoe.runtime.system import available_memory
 from tiermoe.store.layout import PAGE, ExpertFormat, align, expert_format
 from tiermoe.tiers.cuda import resolve_device
@@ -58,7 +59,7 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved) -> MemoryPlan:
         "staging": _staging_bytes(formats, settings),
     }
     room = budget - sum(fixed.values())
-    wanted = wanted_bytes(settings, composition.cache, slot_bytes, all_slots, layer_slots)
+    wanted = cache_bytes(composition, settings.cache or CacheSize(fraction=1.0), shape_of(blueprint.layers), sizes)
     base = MemoryPlan(
         budget, source, slot_bytes=slot_bytes, slots=0, all_slots=all_slots, layer_slots=layer_slots,
         token_slots=token_slots, context=context, **fixed,

@@ -88,7 +88,7 @@ def _nll(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """KL(reference || other) in nats, (n,), of log-probabilities (n, vocabulary). What the reference gives no
     probability adds nothing, also where the other gives it none."""
-    terms = other.exp() * (reference - other)
+    terms = reference.exp() * (reference - other)
     return torch.where(reference.isneginf(), 0.0, terms).sum(-1)
 
 

@@ -13,7 +13,8 @@ from tiermoe import __version__
 from tiermoe.config import Settings
 from tiermoe.runtime.measure_times import measure_times
 from tiermoe.runtime.prepare_store import Progress
-from tiermoe.runtime.record import DISTANCES, Cut, Recorder
+from tiermoe.runtime.record import DISTANCES, Recorder
+from tiermoe.runtime.sequences import Cut
 from tiermoe.runtime.trace_header import header_of
 from tiermoe.trace_file import TraceWriter
 

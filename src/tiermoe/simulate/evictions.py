@@ -92,12 +92,11 @@ def hits_of(
         before, read = scheduler.controller.counts.copy(), link.bytes_read
         forecasts = Recorded(step)
         future.begin(number)
-        scheduler.begin_pass(step.size, forecasts)
-        for layer, traced in enumerate(step.layers):
-            if traced.experts:
-                future.at(layer)
-                for _ in scheduler.run_layer(step.routed(layer), forecasts):
-                    pass
+        scheduler.begin_pass(step.size, forecasts, step.running[0])
+        for layer in step.running:
+            future.at(layer)
+            for _ in scheduler.run_layer(step.routed(layer), forecasts):
+                pass
         phase = phases[step.phase]
         phase.counts.add(scheduler.controller.counts.minus(before))
         phases[step.phase] = PhaseHits(phase.counts, phase.nbytes + link.bytes_read - read)

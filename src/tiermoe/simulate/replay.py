@@ -139,8 +139,8 @@ class _Run:
             self._neurons.begin([layer.neurons for layer in step.layers])
         self._future.begin(number)
         forecasts = Recorded(step)
-        self._scheduler.begin_pass(step.size, forecasts)
-        running = [layer for layer, traced in enumerate(step.layers) if traced.experts]
+        running = step.running
+        self._scheduler.begin_pass(step.size, forecasts, running[0])
         for layer in running:
             self._clock.compute(self._costs.dense_s(step.phase, step.size) / len(running))
             self._future.at(layer)

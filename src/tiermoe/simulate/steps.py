@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tiermoe.policy.prediction.protocol import Ranked
 from tiermoe.policy.routing import is_confident, little
@@ -26,6 +26,11 @@ class Step:
     recalled: list[LayerTrace] | None = None
     discarded: bool = False
 
+    @property
+    def running(self) -> list[int]:
+        """The MoE layers that run, in order."""
+        return [layer for layer, traced in enumerate(self.layers) if traced.experts]
+
     def routed(self, layer: int) -> Routed:
         """The router's choice for `layer`."""
         return Routed(layer, self.phase, self.layers[layer].experts, self.layers[layer].weights)
@@ -44,14 +49,29 @@ def steps_of(trace: Trace, composition: Composition) -> list[Step]:
             if not sure:
                 steps.append(_step(passed, passed.layers, recalled=passed.little.layers))
         else:
-            steps.append(_step(passed, passed.layers))
-    return steps
+            steps += _parted(_step(passed, passed.layers), trace.header.encoder_layers)
+    return [step for step in steps if step.running]
 
 
 def _step(
     passed: Pass, layers: list[LayerTrace], recalled: list[LayerTrace] | None = None, discarded: bool = False
 ) -> Step:
     return Step(passed.phase, passed.sequence, passed.size, passed.tokens, layers, recalled, discarded)
+
+
+def _parted(step: Step, encoder_layers: int) -> list[Step]:
+    """An encoder and the decoder behind it make passes of their own; the decoder's first token is a decoded one."""
+    if not any(layer < encoder_layers for layer in step.running):
+        return [step]
+    nothing = LayerTrace([], [])
+    decoder = step.layers[encoder_layers:]
+    encoded = replace(step, layers=step.layers[:encoder_layers] + [nothing] * len(decoder))
+    size = max((len(layer.experts) for layer in decoder), default=0)
+    if not size:
+        return [encoded]
+    phase = "decode" if size == 1 else "prefill"
+    layers = [nothing] * encoder_layers + decoder
+    return [encoded, replace(step, phase=phase, size=size, tokens=[], layers=layers)]
 
 
 def _halved(layers: Sequence[LayerTrace]) -> list[LayerTrace]:

@@ -47,8 +47,8 @@ def dense_file_name(key: str) -> str:
 
 
 def machine_of(bits: int, layout: str) -> str:
-    """What a store records as `machine`: only 4-bit codes lie in another order for other kernels."""
-    return layout if bits == 4 else "any"
+    """What a store records as `machine`: only 4- and 2-bit codes lie in another order for other kernels."""
+    return layout if bits in (4, 2) else "any"
 
 
 def _suffix(bits: int, layout: str) -> str:

@@ -41,16 +41,9 @@ class ExtentReader:
     def read(self, extent: Extent, target: memoryview, key: ExpertKey) -> None:
         """Fills `target` (page-aligned, writable) with the extent's bytes. LoadError names the expert, the file and the
         cause: an I/O error, a file that ends early, or a checksum that does not match."""
-        digest = xxhash.xxh3_64()
         for segment in extent.segments:
             self.read_part(segment, target, key)
-            digest.update(target[segment.at : segment.at + segment.nbytes])
-        if digest.hexdigest() != extent.checksum:
-            file = extent.segments[0].file
-            raise LoadError(
-                f"{key} is damaged: its bytes in {file} do not match their checksum; "
-                f"'tiermoe show STORE --verify' lists all damage, 'tiermoe pack MODEL --force' packs anew"
-            )
+        verify(extent, target, key)
 
     def read_part(self, part: Segment, target: memoryview, key: ExpertKey) -> None:
         """Fills its place in `target` with one part of an expert, whose bytes are the caller's to check. LoadError
@@ -97,6 +90,23 @@ class ExtentReader:
             if file not in self._descriptors:
                 self._descriptors[file] = _open(file, self.direct)
             return self._descriptors[file]
+
+
+def verify(extent: Extent, content: memoryview, key: ExpertKey) -> None:
+    """LoadError where the bytes in `content`, at their places in the extent, do not match its checksum."""
+    digest = xxhash.xxh3_64()
+    for segment in extent.segments:
+        digest.update(content[segment.at : segment.at + segment.nbytes])
+    if digest.hexdigest() != extent.checksum:
+        raise damaged(str(key), extent.segments[0].file)
+
+
+def damaged(what: str, file: str) -> LoadError:
+    """The error for `what` in `file` whose checksum does not match."""
+    return LoadError(
+        f"{what} is damaged: its bytes in {file} do not match their checksum; "
+        f"'tiermoe show STORE --verify' lists all damage, 'tiermoe pack MODEL --force' packs anew"
+    )
 
 
 def _open(file: str, direct: bool) -> tuple[int, bool]:
