@@ -21,9 +21,7 @@ from tiermoe.runtime.gpu_plan import LANES, RESERVE, GpuMemoryPlan
 from tiermoe.store.store import dense_key, machine_of, precision_key
 from tiermoe.tiers import cuda
 from tiermoe.tiers.assemble import Tiers
-from tiermoe.tiers.disk import SlotFiller
 from tiermoe.tiers.gpu import GpuLink
-from tiermoe.tiers.reader import ExtentReader
 from tiermoe.tiers.slots import DeviceSlots, HostSlots
 from tiny import write
 
@@ -53,11 +51,10 @@ def on_fake_gpu(layout_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Itera
     def make(directory: Path, host_slots: int, **options: Any) -> tuple[Any, FakeGpu]:
         gpu = FakeGpu(seed=host_slots, blocking=True)
 
-        def assemble(sizes, drive, extent_of, format_of, device, _):
-            filler = SlotFiller(ExtentReader(drive.direct), extent_of, format_of)
+        def assemble(sizes, filler, lanes, bytes_of, device, _):
             count, slot_bytes = sum(number for number, _ in sizes), max(nbytes for _, nbytes in sizes)
             slots, host = DeviceSlots(count, slot_bytes, "cpu"), HostSlots(host_slots, slot_bytes)
-            link = GpuLink(filler, host, slots, lambda key: format_of(key).slot.nbytes, gpu, drive.lanes)
+            link = GpuLink(filler, host, slots, bytes_of, gpu, lanes)
             return Tiers(slots, link)
 
         monkeypatch.setattr(engine, "assemble_tiers", assemble)

@@ -19,8 +19,8 @@ from tiermoe.families import FAMILIES
 from tiermoe.runtime import plan as plan_module
 from tiermoe.runtime.blueprint import Blueprint, inspect_model
 from tiermoe.runtime.dense import packable
-from tiermoe.runtime.memory_plan import MemoryPlan
 from tiermoe.runtime.load import resolve_for
+from tiermoe.runtime.memory_plan import MemoryPlan
 from tiermoe.runtime.plan import kv_bytes, plan_memory
 from tiny import _COMMON, CONFIGS, auto_class, write
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from test_controller import FakeLink
 from tiermoe.compose import ModelShape, PrecisionSlots, Tables, assemble
 from tiermoe.errors import ConfigError, ProfileError
 from tiermoe.presets import PRESETS, compose
 from tiermoe.scheduler import Scheduler
 from tiermoe.types import ExpertKey, Ready, Routed
-from test_controller import FakeLink
 
 SHAPE = ModelShape(experts=[4, 4, 4], top_k=[2, 2, 2])
 
@@ -43,7 +43,9 @@ def make(name: str, slots: int = 6, bits: tuple[int, ...] = (4,), **changes: Any
     return assemble(composition, SHAPE, runs, link, bits[0]), link
 
 
-def run(scheduler: Scheduler, layer: int, experts: list[int], weights: list[float], said: Said | None = None) -> list[Ready]:
+def run(
+    scheduler: Scheduler, layer: int, experts: list[int], weights: list[float], said: Said | None = None
+) -> list[Ready]:
     routed = Routed(layer, "decode", [experts], [weights])
     return sorted(scheduler.run_layer(routed, said or Said()))
 
@@ -56,7 +58,7 @@ HOBBIT = {"t1": 0.6, "t2": 0.9, "weights": "0.25,0.25,0.25,0.25", "prefetch": "n
 
 
 def test_hobbit_loads_high_low_or_nothing_on_a_miss() -> None:
-    scheduler, link = make("hobbit", bits=(4, 2), **HOBBIT)
+    scheduler, _ = make("hobbit", bits=(4, 2), **HOBBIT)
     scheduler.begin_pass(1, Said())
     ready = run(scheduler, 0, [3, 1, 2], [0.65, 0.3, 0.05])  # s = 0, .65, .95
     assert [(one.expert, one.bits) for one in ready] == [(1, 2), (3, 4)]
@@ -65,7 +67,7 @@ def test_hobbit_loads_high_low_or_nothing_on_a_miss() -> None:
 
 
 def test_hobbit_uses_a_cached_copy_of_what_a_miss_would_skip() -> None:
-    scheduler, link = make("hobbit", bits=(4, 2), **HOBBIT)
+    scheduler, _ = make("hobbit", bits=(4, 2), **HOBBIT)
     scheduler.begin_pass(1, Said())
     run(scheduler, 0, [2], [1.0])
     scheduler.begin_pass(1, Said())
@@ -125,7 +127,7 @@ def test_sti_fetches_the_whole_layer_and_asks_for_the_routed_alone() -> None:
 
 
 def test_corm_proceeds_with_what_was_predicted() -> None:
-    scheduler, link = make("lru", on_mispredict="proceed")
+    scheduler, _ = make("lru", on_mispredict="proceed")
     scheduler.begin_pass(1, Said())
     assert len(run(scheduler, 0, [0, 1], [0.5, 0.5])) == 2  # nothing is there: all are loaded
     assert [one.expert for one in run(scheduler, 0, [1, 2], [0.5, 0.5])] == [1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,14 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture
-def answer() -> Iterator[Any]:
+def answer() -> Any:
     """(checkpoint, preset, options) → (tokens, logits of every step, statistics)."""
 
     def run(directory: Path, preset: str, changes: dict[str, Any] | None = None, **options: Any) -> Any:
         options = {"memory": "4GiB", "device": "cpu", "bits": 4, "cache": "55%", **options}
-        model, _ = tiermoe.load(directory, preset=preset, set={**SETTINGS.get(preset, {}), **(changes or {})}, **options)
+        model, _ = tiermoe.load(
+            directory, preset=preset, set={**SETTINGS.get(preset, {}), **(changes or {})}, **options
+        )
         ids = torch.randint(3, 128, (2, 7), generator=torch.Generator().manual_seed(2))
         done = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, eos_token_id=None,
@@ -44,7 +45,7 @@ def answer() -> Iterator[Any]:
         model.tiermoe.close()
         return done.sequences, torch.stack(done.logits), stats
 
-    yield run
+    return run
 
 
 @pytest.mark.parametrize("preset", sorted(SETTINGS))

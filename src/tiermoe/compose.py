@@ -170,11 +170,13 @@ def assemble(
     pools = Pools(
         [pool for share in slots for pool in _allotted(composition, shape, share, len(slots) == 1)], eviction, loaded
     )
+    held = sum(share.slots for share in slots) >= sum(shape.experts) and len(loaded) == 1
+    prefetch = "none" if held else composition.prefetch  # nothing leaves: a prediction would save next to nothing
     return Scheduler(
         Controller(pools, link, loaded[0]),
         clock,
         PRECISIONS[composition.precision](_precision_context(composition, shape, bits, found)),
-        PREDICTIONS[composition.prefetch](_prediction_context(composition, shape, found, foresight)),
+        PREDICTIONS[prefetch](_prediction_context(composition, shape, found, foresight)),
         list(shape.experts),
         fixed_bits=bits,
         mask=composition.mask,

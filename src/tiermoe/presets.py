@@ -24,6 +24,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "allotment": ("pool", "even", "shallow"),
     "records": ("model", "sequence"),
     "unit": ("expert", "neuron"),
+    "store": ("disk", "memory"),
     "start": ("arrival", "together"),
     "on_mispredict": ("reload", "proceed"),
     "misses": ("load", "cpu"),
@@ -54,6 +55,7 @@ class Composition:
     `low_share`: of the cache's bytes, for a pool of low-precision copies.
     unit: 'expert', or 'neuron' where |act(W1 x)| > `theta` decides which rows are loaded, all above the share
     `upper_limit` (CORM).
+    store: experts are read from 'disk', or copied from a store that is held in main memory whole ('memory').
     start: compute what is here while the rest arrives, or only when all is there ('together', HOBBIT).
     on_mispredict: 'proceed' runs a layer with the experts that were predicted (CORM).
     misses: 'cpu' computes a missing expert on the CPU where a GPU is the device (HOBBIT's cooperative mode).
@@ -72,6 +74,7 @@ class Composition:
     allotment: str = "pool"
     records: str = "model"
     unit: str = "expert"
+    store: str = "disk"
     start: str = "arrival"
     on_mispredict: str = "reload"
     misses: str = "load"
@@ -152,7 +155,12 @@ class Composition:
 PRESETS: dict[str, Composition] = {
     preset.name: preset
     for preset in (
-        Composition("default", "exact: the best exact composition measured on the reference models"),
+        Composition(
+            "default",
+            "exact: distance-by-frequency eviction, and the next two layers' routers",
+            "the best exact composition measured, docs/systems.md",
+            prefetch="stacked-gates", cache="distance", ahead=2,
+        ),
         Composition(
             "hobbit",
             "low precision or none for unimportant misses, stacked gates, a weighted cache in two pools",

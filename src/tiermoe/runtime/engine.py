@@ -12,10 +12,9 @@ from tiermoe.compose import PrecisionSlots, assemble
 from tiermoe.controller import Controller
 from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.kernels import machine_layout
-from tiermoe.kernels.expert import ExpertKernel, Views
+from tiermoe.kernels.expert import Views
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.composition import Resolved
-from tiermoe.runtime.experts import LayerExperts
 from tiermoe.runtime.fallback import ConfidentDecoding
 from tiermoe.runtime.footprint import peak_resident_bytes
 from tiermoe.runtime.forecasts import Forecaster, PassForecasts, router_beside
@@ -23,14 +22,18 @@ from tiermoe.runtime.gpu_plan import GpuMemoryPlan
 from tiermoe.runtime.hash_routing import token_tables
 from tiermoe.runtime.memory_plan import MemoryPlan
 from tiermoe.runtime.passes import CurrentPass, Observer
-from tiermoe.runtime.shells import activation_of, is_shell
+from tiermoe.runtime.shells import is_shell
 from tiermoe.runtime.slot_pools import shape_of
+from tiermoe.runtime.units import unit_of
 from tiermoe.scheduler import Scheduler
-from tiermoe.store.layout import Layout
+from tiermoe.store.layout import ExpertFormat, Layout
 from tiermoe.store.store import Store, precision_key
 from tiermoe.tiers.assemble import assemble as assemble_tiers
 from tiermoe.tiers.cuda import resolve_device
+from tiermoe.tiers.held import HeldReader
 from tiermoe.tiers.probe import DriveProbe, probe_drive
+from tiermoe.tiers.reader import ExtentReader
+from tiermoe.types import ExpertKey, Extent
 
 _LONG_ENOUGH = 0.25  # seconds of reading that say more than the probe
 
@@ -64,11 +67,12 @@ class Engine:
         self.drive: DriveProbe = probe_drive(extents, self.settings.lanes)
         self._views: dict[tuple[int, int], Views] = {}
         host_slots = plan.host_slots if isinstance(plan, GpuMemoryPlan) else 0
+        self._unit = unit_of(self.composition, torch.device(self._device).type)
         tiers = assemble_tiers(
             [(pool.slots, pool.slot_bytes) for pool in plan.pools],
-            self.drive,
-            lambda key: self._packed[key.bits].extents[key.layer][key.expert],
-            lambda key: self._packed[key.bits].formats[key.layer],
+            self._unit.filler(self._reader(), self._extent_of, self._format_of),
+            self.drive.lanes,
+            lambda key: self._format_of(key).slot.nbytes,
             self._device,
             host_slots,
         )
@@ -96,7 +100,12 @@ class Engine:
     def snapshot(self) -> Snapshot:
         """The counters now; two of them tell what happened between."""
         counts = self.controller.counts
-        return Snapshot(counts.hits, counts.misses, self.link.bytes_read, self.link.wait_s)
+        return Snapshot(counts.hits, counts.misses, self.link.bytes_read, self.wait_s)
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds in which the computing thread waited for experts, or parts of them."""
+        return self.link.wait_s + self._unit.wait_s
 
     def stats(self) -> dict[str, float | int | str]:
         """Counters since loading: hits and misses of experts, bytes read, seconds waited for the link, memory."""
@@ -118,7 +127,7 @@ class Engine:
             "fallback_ratio": self._confident.fallback_ratio if self._confident else 0.0,
             "hit_rate": counts.hits / asked if asked else 0.0,
             "bytes_read": self.link.bytes_read,
-            "wait_s": self.link.wait_s,
+            "wait_s": self.wait_s,
             "cache_slots": self.plan.slots,
             "slot_bytes": self.plan.slot_bytes,
             "all_experts": self.plan.all_slots,
@@ -128,6 +137,7 @@ class Engine:
             "peak_memory_bytes": peak_resident_bytes(),
             "memory_budget_bytes": self.plan.budget,
             **self._tier_stats(),
+            **self._unit.stats(),
         }
 
     def close(self) -> None:
@@ -154,8 +164,26 @@ class Engine:
         """Calls `observer` with each layer's routing and input from now on; None ends it."""
         self.current.observer = observer
 
+    def _extent_of(self, key: ExpertKey) -> Extent:
+        return self._packed[key.bits].extents[key.layer][key.expert]
+
+    def _format_of(self, key: ExpertKey) -> ExpertFormat:
+        return self._packed[key.bits].formats[key.layer]
+
+    def _reader(self) -> ExtentReader | HeldReader:
+        reader = ExtentReader(self.drive.direct)
+        if self.composition.store == "disk":
+            return reader
+        places = (
+            ExpertKey(layer, expert, bits)
+            for bits, packed in self._packed.items()
+            for layer, extents in enumerate(packed.extents)
+            for expert in range(len(extents))
+        )
+        return HeldReader(reader, ((key, self._extent_of(key)) for key in places))
+
     def _key_of(self, bits: int) -> str:
-        return precision_key(bits, self.settings.quantizer, machine_layout(self._device))
+        return precision_key(bits, self.settings.quantizer, machine_layout(self._device), self.composition.unit)
 
     def _schedule(self) -> Scheduler:
         shape = replace(shape_of(self.store.layers), hash_tables=self._hash_tables)
@@ -176,12 +204,9 @@ class Engine:
         self.current.needs_weights = by_score
         self.current.may_skip = by_score or self.composition.on_mispredict == "proceed"
         renormalise = self._family.renormalises(model.config)
-        kind = torch.device(self._device).type
         for index, shell in enumerate(self._shells):
-            activation = activation_of(shell)
-            kernels = {b: ExpertKernel(packed.formats[index], activation, kind) for b, packed in self._packed.items()}
-            experts = self.store.layers[index].experts
-            shell.run_experts = LayerExperts(index, experts, kernels, self.current, self._views_of, renormalise)
+            formats = {bits: packed.formats[index] for bits, packed in self._packed.items()}
+            shell.run_experts = self._unit.experts(index, shell, formats, self.current, self._views_of, renormalise)
         self._hooks = self.current.follow(model)
         self._confident = self._decode_little_first(model)
         model.tiermoe = self
@@ -202,7 +227,7 @@ class Engine:
         layout = self._layouts[bits][layer]
         views = self._views.get((layout, slot))
         if views is None:
-            views = self._packed[bits].formats[layer].slot.views(self._slots.buffer(slot))
+            views = self._unit.views(self._packed[bits].formats[layer], self._slots.buffer(slot))
             self._views[layout, slot] = views
         return views
 

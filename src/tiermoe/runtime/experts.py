@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from tiermoe.kernels.expert import ExpertKernel, Views
+from tiermoe.kernels.expert import Views
 from tiermoe.runtime.passes import CurrentPass
 from tiermoe.runtime.shells import IMPLEMENTATION
 from tiermoe.types import Routed
+
+Kernel = Callable[[torch.Tensor, Views], torch.Tensor]
+"""One expert: x (M, H) in the compute dtype, views of its slot → (M, H)."""
 
 
 class LayerExperts:
@@ -29,7 +32,7 @@ class LayerExperts:
         self,
         index: int,
         experts: int,
-        kernels: Mapping[int, ExpertKernel],
+        kernels: Mapping[int, Kernel],
         current: CurrentPass,
         views_of: Callable[[int, int, int], Views],
         renormalise: bool = False,

@@ -49,7 +49,7 @@ class ConfidentDecoding:
     def _decode(self, *arguments: Any, **named: Any) -> Any:
         if self._current.phase != "decode":
             return self._forward(*arguments, **named)
-        saved = _Saved(named.get("past_key_values"))
+        saved = SavedCache(named.get("past_key_values"))
         little = self._run([], arguments, named)
         rows = little.logits.shape[0]
         self.passes += rows
@@ -81,7 +81,7 @@ class ConfidentDecoding:
         return [row for row, probability in enumerate(likeliest) if not is_confident(probability, self._gamma)]
 
 
-class _Saved:
+class SavedCache:
     """The state of a key/value cache before a pass. Growing caches make new tensors, static ones write in place at a
     position that is written again: the references and counters are enough."""
 

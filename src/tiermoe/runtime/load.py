@@ -62,8 +62,9 @@ def load_resolved(blueprint: Blueprint, resolved: Resolved, progress: Progress |
     footprint.settle()
     plan = plan_memory(blueprint, resolved)
     store = open_or_create(blueprint, store_root(blueprint, settings.store))
+    unit = resolved.composition.unit
     for bits in resolved.precisions:
-        ensure_packed(store, blueprint, bits, settings.quantizer, settings.dense_bits, progress, device)
+        ensure_packed(store, blueprint, bits, settings.quantizer, settings.dense_bits, progress, device, unit)
     model = load_dense(blueprint, store, settings.dense_bits, device)
     model.eval().requires_grad_(False)
     if not blueprint.family.encoder_decoder:

@@ -129,8 +129,8 @@ def _past(named: dict[str, Any]) -> int:
 def keep_half(
     index: torch.Tensor, weights: torch.Tensor, whole_rows: list[int], none: int, renormalise: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """index, weights (T, K) with the smaller half of each row's experts replaced by `none`, except in `whole_rows`. What
-    is left is scaled to the row's sum where the model normalises over the chosen ones."""
+    """index, weights (T, K) with the smaller half of each row's experts replaced by `none`, except in `whole_rows`.
+    What is left is scaled to the row's sum where the model normalises over the chosen ones."""
     k = index.shape[1]
     order = weights.argsort(dim=1, descending=True, stable=True)
     dropped = torch.zeros_like(index, dtype=torch.bool).scatter_(1, order[:, half(k) :], True)

@@ -18,7 +18,8 @@ from tiermoe.runtime.footprint import resident_bytes
 from tiermoe.runtime.memory_plan import MemoryPlan
 from tiermoe.runtime.slot_pools import pools_in, require_all, shape_of
 from tiermoe.runtime.system import available_memory
-from tiermoe.store.layout import PAGE, ExpertFormat, align, expert_format
+from tiermoe.runtime.units import unit_format
+from tiermoe.store.layout import PAGE, ExpertFormat, align
 from tiermoe.tiers.cuda import resolve_device
 
 DEFAULT_CONTEXT = 4096
@@ -39,7 +40,10 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved) -> MemoryPlan:
     gpu = gpu_plan.gpu_budget(settings, device)  # first: it starts CUDA, which the interpreter's size includes
     budget, source = _budget(settings)
     by_bits = {
-        bits: [expert_format(layer, bits, blueprint.dtype, layout, settings.quantizer) for layer in blueprint.layers]
+        bits: [
+            unit_format(composition.unit, layer, bits, blueprint.dtype, layout, settings.quantizer)
+            for layer in blueprint.layers
+        ]
         for bits in resolved.precisions
     }
     formats = [form for forms in by_bits.values() for form in forms]
@@ -49,6 +53,9 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved) -> MemoryPlan:
     layer_slots = max(layer.top_k for layer in blueprint.layers)
     token_slots = sum(layer.top_k for layer in blueprint.layers)
     context = context_of(blueprint, settings)
+    held = 0
+    if composition.store == "memory":
+        held = sum(form.stored.nbytes * form.layer.experts for form in formats)
     fixed: dict[str, Any] = {
         "interpreter": resident_bytes() + _FIRST_USE,
         "dense": _dense_bytes(blueprint, settings.dense_bits, layout),
@@ -56,7 +63,7 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved) -> MemoryPlan:
             blueprint.config, blueprint.family.latent_kv, context, settings.batch, blueprint.dtype.itemsize
         ),
         "activations": _activation_bytes(blueprint, formats, settings, context),
-        "staging": _staging_bytes(formats, settings),
+        "staging": _staging_bytes(formats, settings) + held,
     }
     room = budget - sum(fixed.values())
     wanted = cache_bytes(composition, settings.cache or CacheSize(fraction=1.0), shape_of(blueprint.layers), sizes)

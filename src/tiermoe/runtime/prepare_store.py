@@ -78,15 +78,16 @@ def ensure_packed(
     dense_bits: int = 16,
     progress: Progress | None = None,
     device: str = "cpu",
+    unit: str = "expert",
 ) -> None:
     """Packs the asked precision, and the dense layers, where the store lacks them, for the kernels of `device`.
     StoreError where it holds them for another machine's kernels."""
     layout = machine_layout(device)
-    key = precision_key(bits, quantizer, layout)
+    key = precision_key(bits, quantizer, layout, unit)
     precision = store.precisions.get(key)
     if precision is None:
         report = (lambda done, total: progress("packing experts (once)", done, total)) if progress else None
-        pack_experts(store, blueprint.experts, bits, quantizer, layout, report)
+        pack_experts(store, blueprint.experts, bits, quantizer, layout, report, unit)
     else:
         check_machine(store.root, precision.machine, layout)
         if precision.in_place:

@@ -15,7 +15,7 @@ import torch
 from tiermoe.errors import ConfigError
 from tiermoe.families import family_of
 from tiermoe.policy.prediction.protocol import Ranked
-from tiermoe.runtime.fallback import _Saved
+from tiermoe.runtime.fallback import SavedCache
 from tiermoe.trace import LayerTrace, Little, Pass
 from tiermoe.types import Routed
 
@@ -88,7 +88,7 @@ class Recorder:
         """The K/2 pass at a position, undone afterwards."""
         current = self._engine.current
         self._begin()
-        saved = _Saved(feed.cache)
+        saved = SavedCache(feed.cache)
         current.unsure = []
         try:
             logits = feed.token(position)

@@ -72,7 +72,7 @@ def cut(tokenizer: Any, text: str, shape: Shape) -> Windows:
     without it. ConfigError where the text is too short.
     """
     ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    start = _beginning(tokenizer)
+    start = beginning(tokenizer)
     if len(start) >= shape.prompt:
         raise ConfigError(f"prompt must be more than {len(start)} token, which the tokenizer itself begins a text with")
     length = shape.length - len(start)
@@ -84,7 +84,7 @@ def cut(tokenizer: Any, text: str, shape: Shape) -> Windows:
     return Windows(shape, rows[0], rows[1:])
 
 
-def _beginning(tokenizer: Any) -> list[int]:
+def beginning(tokenizer: Any) -> list[int]:
     first = list(tokenizer("").input_ids[:1])
     return first if first and first[0] == tokenizer.bos_token_id else []
 

@@ -7,14 +7,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tiermoe.link import Link
-from tiermoe.store.layout import ExpertFormat
 from tiermoe.tiers.cuda import CudaCopier, peak_memory
 from tiermoe.tiers.disk import DiskLink, SlotFiller, Slots
 from tiermoe.tiers.gpu import GpuLink
-from tiermoe.tiers.probe import DriveProbe
-from tiermoe.tiers.reader import ExtentReader
 from tiermoe.tiers.slots import DeviceSlots, HostSlots, SlotRuns
-from tiermoe.types import ExpertKey, Extent
+from tiermoe.types import ExpertKey
 
 
 class MeteredLink(Link, Protocol):
@@ -48,23 +45,22 @@ class Tiers:
 
 def assemble(
     sizes: Sequence[tuple[int, int]],
-    drive: DriveProbe,
-    extent_of: Callable[[ExpertKey], Extent],
-    format_of: Callable[[ExpertKey], ExpertFormat],
+    filler: SlotFiller,
+    lanes: int,
+    bytes_of: Callable[[ExpertKey], int],
     device: str = "cpu",
     host_slots: int = 0,
 ) -> Tiers:
-    """Disk → slots in main memory, read as the drive's probe advises. sizes: (count, bytes) of each run of equal slots,
-    numbered one run after the other. For a GPU: disk → `host_slots` pinned slots → slots on the GPU, all of the largest
-    size. BudgetError where memory is refused."""
-    filler = SlotFiller(ExtentReader(drive.direct), extent_of, format_of)
+    """Disk → slots in main memory, filled by `lanes` threads. sizes: (count, bytes) of each run of equal slots,
+    numbered one run after the other. bytes_of: bytes of an expert in its slot. For a GPU: disk → `host_slots` pinned
+    slots → slots on the GPU, all of the largest size. BudgetError where memory is refused."""
     if device == "cpu":
         slots = SlotRuns([HostSlots(count, nbytes) for count, nbytes in sizes if count])
-        return Tiers(slots, DiskLink(filler, slots, drive.lanes))
+        return Tiers(slots, DiskLink(filler, slots, lanes))
     count, slot_bytes = sum(number for number, _ in sizes), max(nbytes for _, nbytes in sizes)
     on_device = DeviceSlots(count, slot_bytes, device)
     host = HostSlots(host_slots, slot_bytes, pin=True)
-    link = GpuLink(filler, host, on_device, lambda key: format_of(key).slot.nbytes, CudaCopier(device), drive.lanes)
+    link = GpuLink(filler, host, on_device, bytes_of, CudaCopier(device), lanes)
     return Tiers(on_device, link, lambda: _gpu_stats(device, link))
 
 

@@ -1,0 +1,137 @@
+"""In what an expert is moved and computed: whole, or by its active neurons. What the engine asks of either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tiermoe.errors import ConfigError
+from tiermoe.kernels.expert import ExpertKernel, Views
+from tiermoe.kernels.neurons import NeuronKernel
+from tiermoe.presets import Composition
+from tiermoe.runtime.experts import LayerExperts
+from tiermoe.runtime.neuron_experts import (
+    NeuronCounts,
+    NeuronExpert,
+    NeuronLayerExperts,
+    gate_activation_of,
+    neuron_views,
+)
+from tiermoe.runtime.passes import CurrentPass
+from tiermoe.runtime.shells import activation_of
+from tiermoe.store.layout import ExpertFormat, expert_format
+from tiermoe.store.neurons import neuron_format
+from tiermoe.tiers.disk import SlotFiller
+from tiermoe.tiers.neurons import DISK_GAP_BYTES, NeuronFiller, PartReader
+from tiermoe.types import ExpertKey, Extent, MoeLayer
+
+ExtentOf = Callable[[ExpertKey], Extent]
+FormatOf = Callable[[ExpertKey], ExpertFormat]
+RunExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""hidden (T, H), index (T, K), weights (T, K) → (T, H)."""
+
+
+def unit_format(
+    unit: str, layer: MoeLayer, bits: int, dtype: torch.dtype, machine: str, quantizer: str
+) -> ExpertFormat:
+    """The format of a layer's experts in a unit. ModelError or ConfigError where the neuron unit cannot take them."""
+    make = neuron_format if unit == "neuron" else expert_format
+    return make(layer, bits, dtype, machine, quantizer)
+
+
+class WholeExperts:
+    """Experts are loaded and computed whole."""
+
+    wait_s = 0.0
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+
+    def filler(self, reader: PartReader, extent_of: ExtentOf, format_of: FormatOf) -> SlotFiller:
+        return SlotFiller(reader, extent_of, format_of)
+
+    def views(self, form: ExpertFormat, slot: torch.Tensor) -> Views:
+        """What a kernel reads of a slot (uint8)."""
+        return form.slot.views(slot)
+
+    def experts(
+        self,
+        index: int,
+        shell: Any,
+        formats: Mapping[int, ExpertFormat],
+        current: CurrentPass,
+        views_of: Callable[[int, int, int], Views],
+        renormalise: bool,
+    ) -> RunExperts:
+        """What runs in place of `shell`, the experts module of MoE layer `index`; `formats` by precision."""
+        activation = activation_of(shell)
+        kernels = {bits: ExpertKernel(form, activation, self._device) for bits, form in formats.items()}
+        return LayerExperts(index, shell.num_experts, kernels, current, views_of, renormalise)
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+
+class ActiveNeurons:
+    """Experts are loaded W1 first, then by the neurons that it makes active (CORM). ConfigError on a GPU: its kernels
+    and copies know whole experts."""
+
+    def __init__(self, device: str, composition: Composition) -> None:
+        if device != "cpu":
+            raise ConfigError("unit=neuron runs on the CPU alone; use --device cpu or --set unit=expert")
+        assert composition.theta is not None
+        self._theta = composition.theta
+        self._upper_limit = composition.upper_limit
+        self._proceed = composition.on_mispredict == "proceed"
+        self._gap_bytes = 0 if composition.store == "memory" else DISK_GAP_BYTES
+        self._kernels: dict[tuple[int, int], NeuronKernel] = {}
+        self._counts = NeuronCounts()
+        self._filler: NeuronFiller
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds in which the computing thread read missing neurons of cached experts."""
+        return self._filler.wait_s
+
+    def filler(self, reader: PartReader, extent_of: ExtentOf, format_of: FormatOf) -> SlotFiller:
+        self._filler = NeuronFiller(reader, extent_of, format_of, self._active, self._upper_limit, self._gap_bytes)
+        return self._filler
+
+    def views(self, form: ExpertFormat, slot: torch.Tensor) -> Views:
+        return neuron_views(form, slot)
+
+    def experts(
+        self,
+        index: int,
+        shell: Any,
+        formats: Mapping[int, ExpertFormat],
+        current: CurrentPass,
+        views_of: Callable[[int, int, int], Views],
+        renormalise: bool,
+    ) -> RunExperts:
+        activation = gate_activation_of(shell)
+        kernels = {}
+        for bits, form in formats.items():
+            self._kernels[bits, index] = kernel = NeuronKernel(form, activation, self._theta)
+            kernels[bits] = NeuronExpert(kernel, self._filler, self._proceed, self._counts)
+        layer = LayerExperts(index, shell.num_experts, kernels, current, views_of, renormalise)
+        return NeuronLayerExperts(index, layer, self._filler)
+
+    def stats(self) -> dict[str, float]:
+        counts = self._counts
+        return {
+            "neurons_active": counts.active / counts.neurons if counts.neurons else 0.0,
+            "neurons_there": counts.there / counts.active if counts.active else 0.0,
+            "neurons_left_out": counts.left_out / counts.active if counts.active else 0.0,
+        }
+
+    def _active(self, key: ExpertKey, hidden: torch.Tensor, views: Any) -> torch.Tensor:
+        kernel = self._kernels[key.bits, key.layer]
+        return kernel.active(kernel.activations(hidden, views))[0]
+
+
+def unit_of(composition: Composition, device: str) -> WholeExperts | ActiveNeurons:
+    """The unit of a composition on a device type ('cpu', 'cuda')."""
+    return ActiveNeurons(device, composition) if composition.unit == "neuron" else WholeExperts(device)
