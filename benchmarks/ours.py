@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("memory", "bits", "dense_bits", "quantizer", "cache", "threads", "lanes", "context", "prefetch")
+    names = ("memory", "bits", "dense_bits", "quantizer", "cache", "threads", "lanes", "context", "preset")
     return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
 
@@ -103,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
     add.add_argument("--tokens", type=int, default=64)
     add.add_argument("--context", type=int, default=256)
     add.add_argument("--lanes", type=int)
-    add.add_argument("--prefetch", action="store_true")
+    add.add_argument("--preset", default="default")
     add.add_argument("--warm", action="store_true", help="read all experts that the text needs beforehand")
     add.set_defaults(run=decode)
     add = commands.add_parser("perplexity", parents=[common])

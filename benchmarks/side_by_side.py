@@ -27,7 +27,7 @@ def ours(args: argparse.Namespace, ids: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.ours", "decode", str(args.model), "--ids", str(ids)]
     command += ["--prompt", str(args.prompt), "--tokens", str(args.tokens), "--threads", str(args.threads)]
     command += ["--dense-bits", str(args.dense_bits), "--bits", "4"]
-    command += ["--prefetch"] if args.prefetch else []
+    command += ["--preset", args.preset]
     if args.memory is None:
         done = subprocess.run([*command, "--warm"], stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
         return last_object(done.stdout)
@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--rounds", type=int, default=3)
     top.add_argument("--memory", type=parse_size)
     top.add_argument("--dense-bits", type=int, default=4)
-    top.add_argument("--prefetch", action="store_true")
+    top.add_argument("--preset", default="default")
     top.set_defaults(feed="text", attention="default", repack=False)
     return top
 

@@ -6,13 +6,14 @@ import random
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiermoe.calibrate.bitwidth_search import bounds, lowered, search
 from tiermoe.errors import ConfigError
 
 PLACES = [(layer, expert) for layer in range(3) for expert in range(4)]
+unhurried = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 COSTS = {2: 1.0, 4: 0.1, 8: 0.01, 16: 0.0}
 
 
@@ -74,6 +75,7 @@ def test_equally_important_experts_go_in_their_order() -> None:
     assert [place for place in PLACES if found.table[place] == 2] == PLACES[: found.k]
 
 
+@unhurried
 @given(
     st.lists(st.floats(0.001, 1), min_size=1, max_size=40),
     st.floats(0.001, 20),
@@ -93,6 +95,7 @@ def test_monotone_losses_give_the_largest_k_there_is(weights: list[float], toler
     assert len(loss.measured) <= 4 + len(order).bit_length()
 
 
+@unhurried
 @given(st.integers(0, 10_000))
 def test_noise_never_gives_a_table_that_was_not_measured_within(seed: int) -> None:
     chance = random.Random(seed)

@@ -75,7 +75,7 @@ def test_settings_move_the_rows_they_are_about(planned: Planner) -> None:
     assert changed(chunk=64) == {"activations"}
     assert changed(dense_bits=8) == {"dense"}
     assert changed(bits=8) == {"slot_bytes"}
-    assert changed(bits=2, lanes=1) == {"slot_bytes", "staging"}
+    assert changed(bits=2, lanes=1) == {"staging"}  # the slot is that of 4 bits
     assert changed(batch=2) == {"kv_cache", "activations"}
     assert changed(cache="50%") == {"slots"}
     assert changed(lanes=2) == set()

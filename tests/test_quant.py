@@ -482,15 +482,26 @@ def test_int4_unpacks_what_was_packed(rows16, columns, seed):
 OTHER_MACHINE = """
 import torch
 from tiermoe.quant import int4_layout
+from tiermoe.quant.encodings import encoding_named
+from tiermoe.quant.quantizers import QUANTIZERS
 assert int4_layout.cpu_layout() == "cpu-{0}", int4_layout.cpu_layout()
 for rows in (16, 48, 64, 112, 272):
     codes = torch.arange(rows * 64).mul(7919).div(13, rounding_mode="floor").remainder(16).view(rows, 64)
     assert torch.equal(int4_layout.unpack_transposed(int4_layout.pack(codes), 0, 64).t(), codes), rows
+    weights = []
+    for layout in ("cpu-{0}", "rowmajor"):
+        encoding = encoding_named(f"int2/{{layout}}/g32")
+        stored = encoding.encode(codes * 0.01, QUANTIZERS["hqq"], torch.bfloat16)
+        fields = encoding.slot_fields(rows, 64, torch.bfloat16)
+        slot = {{field.name: torch.zeros(field.shape, dtype=field.dtype) for field in fields}}
+        encoding.widen(stored, slot)
+        weights.append(encoding.decode(slot, rows, 64, torch.bfloat16))
+    assert torch.equal(*weights), rows
 """
 
 
 @pytest.mark.parametrize("capability", ["avx2", "default"])
-def test_int4_unpacks_in_the_order_of_narrower_machines(capability):
+def test_codes_lie_in_the_order_of_narrower_machines(capability):
     if torch.backends.cpu.get_cpu_capability() not in ("AVX512", "AVX2"):
         pytest.skip("torch's CPU capability cannot be lowered here")
     environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}

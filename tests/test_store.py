@@ -92,7 +92,7 @@ def test_the_table_reads_back_as_it_was_written(packed: Path) -> None:
     for bits, quantizer, key in PRECISIONS:
         precision = store.precisions[key]
         assert (precision.bits, precision.quantizer) == (bits, quantizer if bits < 8 else "")
-        assert precision.machine == (cpu_layout() if bits == 4 else "any")
+        assert precision.machine == (cpu_layout() if bits in (4, 2) else "any")
         check_files(precision)
 
 

@@ -20,7 +20,7 @@ from tiermoe.trace import LayerTrace, Little, Pass
 from tiermoe.types import Routed
 
 DISTANCES = (1, 2, 3)
-_DIGITS = 5  # significant ones of a recorded weight: a trace holds hundreds for each token
+_DIGITS = 5  # significant ones of a forecast's weight: a trace holds hundreds for each token
 
 
 class Recorder:
@@ -99,14 +99,15 @@ class Recorder:
         for layer, ranked in current.forecasts.little.items():
             traced = self._layers[layer]
             traced.experts = [[expert for expert, _ in ranked]]
-            traced.weights = [[_rounded(weight) for _, weight in ranked]]
+            traced.weights = [[weight for _, weight in ranked]]
         current.forecasts.little.clear()
-        return Little(_rounded(float(logits.float().softmax(-1).amax())), self._layers)
+        return Little(float(logits.float().softmax(-1).amax()), self._layers)
 
     def _observe(self, routed: Routed, hidden: torch.Tensor) -> None:
         traced = self._layers[routed.layer]
         traced.experts = [list(chosen) for chosen in routed.experts]
-        traced.weights = [[_rounded(weight) for weight in gates] for gates in routed.weights]
+        # as they are: a score that is a threshold, as calibrated ones are, must fall on the same side in a replay
+        traced.weights = [list(gates) for gates in routed.weights]
         for distance in self.distances:
             target = routed.layer + distance
             if target < len(self._experts):

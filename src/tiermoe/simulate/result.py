@@ -61,7 +61,7 @@ class Result:
     of equal units of the same bytes without prefetch. `bound_tok_s`: decode tokens / max(compute time, bytes read /
     bandwidth); `belady_bound_tok_s`: with the bytes that Belady's choice would miss (DESIGN, section 8).
     `bytes_per_token`: read while decoding, per token kept. `slots`: 'bits' of copies → slots. Counts are over the whole
-    trace; those of discarded passes (MoBiLE) are apart.
+    trace, those of its prompts in `prefill_hits` and `prefill_misses`; those of discarded passes (MoBiLE) are apart.
     """
 
     preset: str
@@ -78,9 +78,12 @@ class Result:
     bytes_read: int
     bytes_per_token: float | None
     wait_s: float
+    decode_wait_s: float
     hits: int
     prefetched_hits: int
     misses: int
+    prefill_hits: int
+    prefill_misses: int
     skipped: int
     loads: int
     low_loads: int
@@ -127,9 +130,12 @@ class Result:
             bytes_read=prefill.bytes_read + decode.bytes_read,
             bytes_per_token=decode.bytes_read / decode.tokens if decode.tokens else None,
             wait_s=prefill.wait_s + decode.wait_s,
+            decode_wait_s=decode.wait_s,
             hits=counts.hits,
             prefetched_hits=counts.prefetched,
             misses=counts.misses,
+            prefill_hits=prefill.counts.hits,
+            prefill_misses=prefill.counts.misses,
             skipped=counts.skipped,
             loads=counts.loads,
             low_loads=counts.low_loads,

@@ -10,8 +10,8 @@ from tiermoe.types import ExpertKey, Extent, Segment
 
 
 class HeldReader:
-    """Serves `experts` (extents of one segment) as `ExtentReader` does, from any number of threads at once.
-    `bytes_read`: bytes copied since. LoadError where an expert cannot be read."""
+    """Serves `experts` as `ExtentReader` does, from any number of threads at once. Parts are served of experts that lie
+    in one piece. `bytes_read`: bytes copied since. LoadError where an expert cannot be read."""
 
     page = 1
     checked = True
@@ -21,23 +21,26 @@ class HeldReader:
         self._lock = threading.Lock()
         self._held: dict[ExpertKey, tuple[int, memoryview]] = {}
         for key, extent in experts:
-            (segment,) = extent.segments
-            memory = aligned_memory(segment.nbytes)
+            memory = aligned_memory(max(segment.at + segment.nbytes for segment in extent.segments))
             reader.read(extent, memory, key)
-            self._held[key] = segment.offset, memory
+            self._held[key] = extent.segments[0].offset, memory
 
     def read(self, extent: Extent, target: memoryview, key: ExpertKey) -> None:
         """Fills `target` with the extent's bytes."""
-        for segment in extent.segments:
-            self.read_part(segment, target, key)
+        _, memory = self._held[key]
+        target[: len(memory)] = memory
+        self._count(extent.nbytes)
 
     def read_part(self, part: Segment, target: memoryview, key: ExpertKey) -> None:
         """Fills its place in `target` with one part of an expert."""
         first, memory = self._held[key]
         at = part.offset - first
         target[part.at : part.at + part.nbytes] = memory[at : at + part.nbytes]
-        with self._lock:
-            self.bytes_read += part.nbytes
+        self._count(part.nbytes)
 
     def close(self) -> None:
         self._held.clear()
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self.bytes_read += nbytes

@@ -1,0 +1,158 @@
+"""What each part of each system is worth: the whole preset against the preset without the part, in one run.
+
+    python -m benchmarks.parts MODEL --text FILE --cache 45% [--presets hobbit,fate] [--rounds 3] [-- EVAL OPTIONS]
+
+Every variant runs `tiermoe eval` in a process of its own, round after round, every other round backwards. Printed are
+medians, and the ratio whole / without with its least and most over the rounds: above 1 the part makes decoding faster.
+"""
+
+import argparse
+import json
+import platform
+import sys
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from tiermoe.runtime.compare import Measured, eval_in_process, measure_all
+
+WITHOUT: dict[str, dict[str, list[str]]] = {
+    "default": {"prefetch": ["prefetch=none"], "eviction": ["cache=lru"]},
+    "hobbit": {
+        "mixed precision": ["precision=fixed", "low_share=0"],
+        "prefetch": ["prefetch=none"],
+        "looking past the next layer": ["ahead=1"],
+        "weighted cache (LRU instead)": ["cache=lru"],
+        "records per sequence": ["records=model"],
+        "masking": ["mask=false"],
+        "waiting for all loads": ["start=arrival"],
+    },
+    "edgemoe": {
+        "bitwidths": ["precision=fixed", "prefetch=path", "bits=4"],
+        "activation paths": ["prefetch=none"],
+        "eviction score (LRU instead)": ["cache=lru"],
+    },
+    "mobile": {
+        "K/2 first": ["routing=all", "prefetch=none"],
+        "prefetch from the little pass": ["prefetch=none"],
+        "more than one layer ahead": ["ahead=1"],
+    },
+    "fate": {
+        "2 bits for unpopular experts": ["precision=fixed"],
+        "prefetch": ["prefetch=none"],
+        "percentile (top K instead)": ["prefetch=next-gate"],
+        "ARC (LRU instead)": ["cache=lru"],
+        "shallow first (even instead)": ["allotment=even"],
+    },
+    "corm": {
+        "neurons": ["unit=expert", "prefetch=next-gate"],
+        "prefetch": ["prefetch=none"],
+        "proceeding on a misprediction": ["on_mispredict=reload"],
+        "mixed precision by usage": ["precision=fixed"],
+        "cache per layer (one pool instead)": ["allotment=pool"],
+    },
+}  # fmt: skip
+"""Preset → part → what `--set` takes it out."""
+
+WHOLE = "all parts"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One preset with what `--set` changes in it."""
+
+    preset: str
+    part: str
+    changes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.preset}: {self.part}"
+
+
+def variants(presets: list[str], extra: dict[str, list[str]]) -> list[Variant]:
+    """The whole preset first, then without each part. extra: settings of a preset that all its variants share."""
+    found = []
+    for preset in presets:
+        shared = extra.get(preset, [])
+        found.append(Variant(preset, WHOLE, tuple(shared)))
+        found += [Variant(preset, part, (*shared, *changes)) for part, changes in WITHOUT[preset].items()]
+    return found
+
+
+def measured(chosen: list[Variant], rounds: int, words: list[str]) -> list[Measured]:
+    by_name = {variant.name: variant for variant in chosen}
+
+    def measure(name: str) -> dict[str, Any]:
+        variant = by_name[name]
+        changes = [word for change in variant.changes for word in ("--set", change)]
+        return eval_in_process([*words, "--preset", variant.preset, *changes])
+
+    def progress(done: int, total: int) -> None:
+        print(f"{done}/{total}", file=sys.stderr, flush=True)
+
+    return measure_all(list(by_name), rounds, measure, progress)
+
+
+def rows(chosen: list[Variant], results: list[Measured]) -> list[dict[str, Any]]:
+    """One object per variant; `ratio` is [median, least, most] of whole / without in decode tokens per second."""
+    by_name = {result.preset: result for result in results}
+    table = []
+    for variant in chosen:
+        result, whole = by_name[variant.name], by_name[f"{variant.preset}: {WHOLE}"]
+        row: dict[str, Any] = {"preset": variant.preset, "without": variant.part, "set": list(variant.changes)}
+        if result.error is not None:
+            table.append(row | {"error": result.error})
+            continue
+        for key in ("decode_tok_s", "prefill_tok_s", "decode_hit_rate", "bytes_per_token", "perplexity", "kl"):
+            values = [one[key] for one in result.rounds if key in one]
+            row |= {key: median(values)} if values else {}
+        for key, name in (("decode_tok_s", "ratio"), ("prefill_tok_s", "prefill_ratio")):
+            pairs = zip(whole.rounds, result.rounds, strict=False)
+            ratios = sorted(mine[key] / theirs[key] for mine, theirs in pairs)
+            row[name] = [median(ratios), ratios[0], ratios[-1]] if ratios else None
+        table.append(row)
+    return table
+
+
+def markdown(table: list[dict[str, Any]]) -> str:
+    """The rows as a table for docs/systems.md."""
+    lines = [
+        "| preset | without | decode tok/s | whole / without (least to most) | prefill: whole / without | hits | MB a token |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in table:
+        if "error" in row:
+            lines.append(f"| {row['preset']} | {row['without']} | {row['error']} | | | | |")
+            continue
+        cells = [row["preset"], "-" if row["without"] == WHOLE else row["without"], f"{row['decode_tok_s']:.1f}"]
+        cells.append("{:.2f} ({:.2f} to {:.2f})".format(*row["ratio"]) if row["ratio"] else "")
+        cells.append("{:.2f} ({:.2f} to {:.2f})".format(*row["prefill_ratio"]) if row["prefill_ratio"] else "")
+        cells += [f"{row['decode_hit_rate']:.1%}", f"{row['bytes_per_token'] / 1e6:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--cache", default="45%")
+    parser.add_argument("--presets", default=",".join(WITHOUT))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--with", dest="shared", action="append", default=[], help="PRESET:NAME=VALUE for all variants")
+    parser.add_argument("options", nargs="*", help="for tiermoe eval, after --")
+    args = parser.parse_args()
+    extra: dict[str, list[str]] = {}
+    for text in args.shared:
+        preset, _, change = text.partition(":")
+        extra.setdefault(preset, []).append(change)
+    chosen = variants(args.presets.split(","), extra)
+    words = [args.model, "--text", args.text, "--cache", args.cache, *args.options]
+    table = rows(chosen, measured(chosen, args.rounds, words))
+    print(json.dumps({"machine": platform.platform(), "command": sys.argv, "rows": table}))
+    print(markdown(table), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
