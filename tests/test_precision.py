@@ -152,6 +152,14 @@ def test_popularity_lowers_the_least_popular_in_prefill() -> None:
     assert none.predicted(1, ranked, 3) == 4
 
 
+def test_what_was_not_predicted_is_low_on_small_machines() -> None:
+    """A low demand: a high copy that a prediction brought serves it, a miss is loaded low."""
+    precision = make("popularity", low_popularity=0.0, low_mispredicted=True)
+    assert [demand.bits for demand in precision.demands(Routed(0, "decode", [[1, 2]], [[]]))] == [2, 2]
+    assert precision.predicted(1, [(5, 0.9), (6, 0.1)], 5) == 4
+    assert [demand.bits for demand in precision.demands(Routed(0, "prefill", [[1, 2]], [[]]))] == [4, 4]
+
+
 def test_popularity_is_high_in_decode() -> None:
     precision = make("popularity", low_popularity=1.0)
     assert {d.bits for d in precision.demands(Routed(0, "prefill", [[0, 1]], [[0.5, 0.5]]))} == {2}

@@ -1,46 +1,51 @@
-"""A run of the engine and its replay hit and miss the same, phase by phase. With one lane: with several, loads arrive in
-an order of their own, which decides what a recency rule evicts."""
+"""A run of the engine and its replay hit and miss the same, phase by phase. With one lane: with several, loads arrive
+in an order of their own, which decides what a recency rule evicts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import tiermoe
 from tiermoe.compose import PrecisionSlots
-from tiermoe.config import CacheSize
+from tiermoe.config import CacheSize, settings
+from tiermoe.controller import Counts
 from tiermoe.presets import compose
-from tiermoe.runtime.evaluate import decode_window
+from tiermoe.runtime.blueprint import Blueprint, inspect_model
+from tiermoe.runtime.load import load_blueprint
 from tiermoe.runtime.phases import Phase
 from tiermoe.runtime.record import Recorder
+from tiermoe.runtime.resolve import load_tokenizer
 from tiermoe.runtime.trace_header import header_of
-from tiermoe.simulate import ReplaySettings, Result, replay
+from tiermoe.simulate import BeladyHits, ReplaySettings, Result, replay
+from tiermoe.simulate.result import PhaseHits
 from tiermoe.trace import LayerTrace, Little, Pass, Times, Trace
 from tiermoe.types import Routed
 
-PROMPT, LENGTH = 12, 44
+PROMPT, LENGTH = 8, 28
+CACHE = CacheSize(fraction=0.3)
 TIMES = Times(1e-3, {4: 1e-4}, 1e-3, {4: 1e-5})
-NOTHING = {"prefetch": "none"}
 
 
 @pytest.fixture(scope="module")
 def sequences(shipped: Path) -> torch.Tensor:
-    """Two of a held-out text, so that records of a sequence and of the model differ."""
-    from tiermoe.runtime.resolve import load_tokenizer
-
+    """Two of a held-out text: a sequence's records and the model's differ."""
     text = (shipped.parents[1] / "data" / "heldout.txt").read_text()[:2000]
     ids = load_tokenizer(shipped)(text, add_special_tokens=False).input_ids
     return torch.tensor(ids[: 2 * LENGTH]).view(2, LENGTH)
 
 
 @pytest.fixture(scope="module")
-def recorded(shipped: Path, sequences: torch.Tensor) -> Trace:
-    """The text, as `tiermoe trace` records it."""
-    model, _ = tiermoe.load(shipped, preset="lru", lanes=1, memory="4GiB")
+def blueprint(shipped: Path) -> Blueprint:
+    return inspect_model(shipped, "stories-7m")
+
+
+@pytest.fixture(scope="module")
+def recorded(blueprint: Blueprint, sequences: torch.Tensor) -> Trace:
+    """The text as `tiermoe trace` records it."""
+    model = load_blueprint(blueprint, settings(preset="lru", lanes=1, memory="4GiB"))
     with Recorder(model) as recorder:
         passes = [passed for number, ids in enumerate(sequences) for passed in recorder.passes(ids, PROMPT, number)]
         header = header_of(model, TIMES, recorder.holds, recorder.distances, {})
@@ -49,27 +54,132 @@ def recorded(shipped: Path, sequences: torch.Tensor) -> Trace:
 
 
 class Run:
-    """A text fed to a model: what its phases hit, and the routing as it was, also where the composition is lossy."""
+    """A text fed to a model: its phases, and its own routing as a trace. That of a lossy composition is no other's."""
 
-    def __init__(self, directory: Path, sequences: torch.Tensor, preset: str, changes: dict[str, Any], cache: str):
-        model, _ = tiermoe.load(directory, preset=preset, set=changes, cache=cache, lanes=1, memory="4GiB")
-        engine = model.tiermoe
-        self.prefill, self.decode = Phase(), Phase()
-        self.passes: list[Pass] = []
-        self._current = engine.current
-        self._current.needs_weights = True
+    def __init__(self, blueprint: Blueprint, sequences: torch.Tensor, preset: str, changes: dict[str, Any]) -> None:
+        self.composition = compose(preset, changes)
+        options = settings(preset=preset, set=changes, cache=CACHE, lanes=1, memory="4GiB")
+        model = load_blueprint(blueprint, options)
+        self._engine = engine = model.tiermoe
         engine.observe(self._note)
+        engine.current.needs_weights = True
+        self.phases = {"prefill": Phase(), "decode": Phase()}
+        self._passes: list[Pass] = []
         for number, ids in enumerate(sequences):
-            self._sequence = number
-            for begin, end in _cuts():
-                phase = self.prefill if begin == 0 else self.decode
-                if begin == 0:
-                    cache_ = None
-                self._begin("prefill" if begin == 0 else "decode", ids[begin:end].tolist())
-                with phase.measured(engine, end - begin), torch.inference_mode():
-                    cache_ = model(input_ids=ids[None, begin:end], past_key_values=cache_, use_cache=True)
-                    cache_ = cache_.past_key_values
-        self.header = header_of(model, TIMES, frozenset({"weights", "little"}), (), {})
+            past = None
+            for begin, end in [(0, PROMPT), *((at, at + 1) for at in range(PROMPT, LENGTH))]:
+                past = self._feed(model, number, ids[begin:end], past)
+        header = header_of(model, TIMES, frozenset({"weights", "little"}), (), {})
+        self.trace = Trace(header, self._passes)
         self.slots = tuple(PrecisionSlots(pool.bits, pool.slots) for pool in engine.plan.pools)
         self.stats = engine.stats()
         engine.close()
+
+    @torch.inference_mode()
+    def _feed(self, model: Any, sequence: int, ids: torch.Tensor, past: Any) -> Any:
+        phase = "decode" if past else "prefill"
+        self._little = self._nothing()
+        passed = Pass(phase, sequence, ids.tolist(), self._nothing())
+        self._passes.append(passed)
+        with self.phases[phase].measured(self._engine, len(ids)):
+            past = model(input_ids=ids[None], past_key_values=past, use_cache=True).past_key_values
+        if self._little[0].experts:
+            fell_back = bool(passed.layers[0].experts)
+            passed.little = Little(0.0 if fell_back else 1.0, self._little)
+        return past
+
+    def _note(self, routed: Routed, hidden: torch.Tensor) -> None:
+        current = self._engine.current
+        if current.unsure == [] and current.phase == "decode":
+            ranked = current.forecasts.little[routed.layer]
+            self._little[routed.layer] = LayerTrace([[e for e, _ in ranked]], [[weight for _, weight in ranked]])
+        else:
+            layers = self._passes[-1].layers
+            layers[routed.layer] = LayerTrace([list(row) for row in routed.experts], [list(r) for r in routed.weights])
+
+    def _nothing(self) -> list[LayerTrace]:
+        return [LayerTrace([], []) for _ in self._engine.store.layers]
+
+    def replayed(self, trace: Trace) -> Result:
+        """The replay of a trace in this run's slots, whatever its time."""
+        return replay(trace, self.composition, ReplaySettings(CACHE, 1e8, slots=self.slots), NoBelady(trace))
+
+
+class NoBelady(BeladyHits):
+    """Takes no time."""
+
+    def of(self, slots: int, bits: int) -> dict[str, PhaseHits]:
+        return {phase: PhaseHits(Counts(), 0) for phase in ("prefill", "decode")}
+
+
+def assert_agree(run: Run, result: Result) -> None:
+    prefill, decode = run.phases["prefill"], run.phases["decode"]
+    assert (result.prefill_hits, result.prefill_misses) == (prefill.hits, prefill.misses)
+    assert (result.hits - result.prefill_hits, result.misses - result.prefill_misses) == (decode.hits, decode.misses)
+    assert decode.misses
+    assert result.bytes_read == prefill.bytes_read + decode.bytes_read
+    for name in ("low_loads", "discarded_hits", "discarded_misses"):
+        assert getattr(result, name) == run.stats[name]
+    assert result.skipped == run.stats["expert_skips"]
+
+
+EXACT = {
+    "lru": {},
+    "lfu by sequence": {"cache": "lfu", "records": "sequence"},
+    "distance": {"cache": "distance"},
+    "arc by layer": {"cache": "arc", "allotment": "even"},
+    "weighted": {"cache": "weighted", "weights": "0.4,0.3,0.2,0.1"},
+    "together": {"start": "together"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", EXACT.values(), ids=EXACT)
+def test_an_exact_run_hits_as_the_recorded_trace(
+    changes: dict[str, Any], blueprint: Blueprint, sequences: torch.Tensor, recorded: Trace
+) -> None:
+    run = Run(blueprint, sequences, "lru", changes)
+    assert run.phases["decode"].hits
+    result = run.replayed(recorded)
+    assert_agree(run, result)
+    divided = replay(recorded, run.composition, ReplaySettings(CACHE, 1e8), NoBelady(recorded))
+    assert divided == result  # the engine's slots are those that a replay finds by itself
+
+
+@pytest.mark.parametrize("preset", ["load-on-demand", "io-qexp"])
+def test_baselines_without_a_cache_agree(
+    preset: str, blueprint: Blueprint, sequences: torch.Tensor, recorded: Trace
+) -> None:
+    run = Run(blueprint, sequences, preset, {})
+    assert_agree(run, run.replayed(recorded if preset == "load-on-demand" else run.trace))
+
+
+def test_high_and_low_pools_agree(blueprint: Blueprint, sequences: torch.Tensor) -> None:
+    """HOBBIT without prefetch: loads of either precision, and misses that are skipped."""
+    changes = {"prefetch": "none", "t1": 0.4, "t2": 0.7, "weights": "0.4,0.3,0.2,0.1", "low_share": 0.3}
+    run = Run(blueprint, sequences, "hobbit", changes)
+    assert [pool.bits for pool in run.slots] == [(4,), (2,)]
+    assert run.stats["low_loads"]
+    assert run.stats["expert_skips"]
+    assert_agree(run, run.replayed(run.trace))
+
+
+def test_fallbacks_agree(blueprint: Blueprint, sequences: torch.Tensor, recorded: Trace) -> None:
+    """MoBiLE without prefetch. With no little pass kept, each token follows what it follows with all K, as recorded."""
+    run = Run(blueprint, sequences, "mobile", {"prefetch": "none", "gamma": 1.0})
+    assert run.stats["fallback_ratio"] == 1
+    assert_agree(run, run.replayed(run.trace))
+    assert_agree(run, run.replayed(recorded))
+
+
+def test_little_passes_that_are_kept_agree(blueprint: Blueprint, sequences: torch.Tensor, recorded: Trace) -> None:
+    """The replay of the routing as it was. The recorded trace is that up to the first token whose little pass is kept:
+    those after it see another past."""
+    run = Run(blueprint, sequences, "mobile", {"prefetch": "none", "gamma": 0.5})
+    assert 0 < run.stats["fallback_ratio"] < 1
+    assert_agree(run, run.replayed(run.trace))
+    decoded = [(mine.little, other.little) for mine, other in zip(run.trace.passes, recorded.passes, strict=True)]
+    little = [(mine, other) for mine, other in decoded if mine and other]
+    kept = next(number for number, (mine, _) in enumerate(little) if mine.confidence == 1)
+    for mine, other in little[: kept + 1]:
+        assert [layer.experts for layer in mine.layers] == [layer.experts for layer in other.layers]
+        assert (mine.confidence == 1) == (other.confidence > 0.5)

@@ -9,7 +9,11 @@ import pytest
 import torch
 
 import tiermoe
+from tiermoe.policy.prediction import count_paths, paths_to_json
 from tiermoe.presets import PRESETS
+from tiermoe.profiles import Profile, profile_path, to_json
+from tiermoe.runtime.blueprint import inspect_model
+from tiermoe.runtime.prepare_store import store_root
 from tiny import write
 
 FAMILIES = ["mixtral", "phimoe", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2"]
@@ -46,6 +50,41 @@ def answer() -> Any:
         return done.sequences, torch.stack(done.logits), stats
 
     return run
+
+
+@pytest.fixture
+def calibrated(checkpoint: Path) -> Path:
+    """The checkpoint with profiles beside its store, as `tiermoe calibrate` would write them: two and four bits by
+    turns, and paths of made-up routing."""
+    blueprint = inspect_model(checkpoint, str(checkpoint))
+    layers = blueprint.layers
+    routings = [[[(token + layer) % 8, (token * 3 + layer) % 8] for layer in range(len(layers))] for token in range(16)]
+    data = {
+        "table": [[2 if expert % 2 else 4 for expert in range(layer.experts)] for layer in layers],
+        "frequencies": [[1.0] * layer.experts for layer in layers],
+        "paths": paths_to_json(count_paths(routings, 2)),
+    }
+    for name in ("edgemoe", "fate", "corm"):
+        settings = {"theta": 0.02, "boundary": 1, "window": 2, "low_popularity": 0.3}
+        path = profile_path(store_root(blueprint, None), name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(to_json(Profile(name, blueprint.checkpoint.fingerprint(), {}, settings, data)))
+    return checkpoint
+
+
+@pytest.mark.parametrize("preset", ["edgemoe", "corm", "eap", "fate"])
+def test_runs_from_a_profile_and_without_its_lossy_parts_exactly(preset: str, calibrated: Path, answer: Any) -> None:
+    sequences, logits, stats = answer(calibrated, preset, {} if preset == "fate" else None)
+    assert torch.isfinite(logits).all()
+    assert stats["lossy"] == ", ".join(PRESETS[preset].lossy)
+    if preset == "corm":
+        assert 0 < stats["neurons_active"] < 1
+    off = {"precision": "fixed", "unit": "expert", "on_mispredict": "reload"}
+    quantizer = PRESETS[preset].quantizer or "hqq"
+    expected = answer(calibrated, "lru", {"quantizer": quantizer})
+    found = answer(calibrated, preset, off)
+    assert found[2]["lossy"] == ""
+    assert torch.equal(found[1], expected[1])
 
 
 @pytest.mark.parametrize("preset", sorted(SETTINGS))

@@ -164,14 +164,16 @@ def assemble(
     def eviction(pool: Pool) -> Eviction:
         made = shared.get(pool.layers) or _eviction(composition, shape, pool, clock, loaded[0], found, foresight, seed)
         if composition.cache == "weighted":
-            shared[pool.layers] = made  # an expert's uses count for its high and its low copy (HOBBIT, section 4.4)
+            shared[pool.layers] = made  # an expert's uses count for its high and its low copy (HOBBIT, section 3.4)
         return made
 
     pools = Pools(
         [pool for share in slots for pool in _allotted(composition, shape, share, len(slots) == 1)], eviction, loaded
     )
     held = sum(share.slots for share in slots) >= sum(shape.experts) and len(loaded) == 1
-    prefetch = "none" if held else composition.prefetch  # nothing leaves: a prediction would save next to nothing
+    on_cpu = composition.misses == "cpu"
+    # where nothing leaves, a prediction would save next to nothing, unless misses bring nothing here
+    prefetch = "none" if held and not on_cpu else composition.prefetch
     return Scheduler(
         Controller(pools, link, loaded[0]),
         clock,
@@ -183,6 +185,7 @@ def assemble(
         together=composition.start == "together",
         whole_layer=composition.routing == "layer",
         proceed=composition.on_mispredict == "proceed",
+        elsewhere=on_cpu,
     )
 
 
@@ -234,6 +237,7 @@ def _precision_context(composition: Composition, shape: ModelShape, bits: int, f
         t1=composition.t1,
         t2=composition.t2,
         low_popularity=composition.low_popularity,
+        low_mispredicted=composition.mispredicted == "low",
         table=found.bits,
     )
 

@@ -14,16 +14,21 @@ from tiermoe.link import Finished, Link
 from tiermoe.policy.pools import Pools
 from tiermoe.types import Demand, ExpertKey, Load, Ready
 
+ELSEWHERE = -1
+"""The slot of an expert that is yielded without one: whoever computes it does so from another copy."""
+
 
 @dataclass(slots=True)
 class Counts:
     """What happened so far, of experts that tokens were routed to. `hits` were there, in a precision that satisfies the
     demand, when the router asked, `prefetched` of them by a prefetch; `misses` were not (also where a prefetch was
-    still on its way); `skipped` were neither there nor worth a load. `low_loads`: loads below the highest precision."""
+    still on its way), `elsewhere` of them yielded to be computed elsewhere; `skipped` were neither there nor worth a
+    load. `low_loads`: loads below the highest precision."""
 
     hits: int = 0
     prefetched: int = 0
     misses: int = 0
+    elsewhere: int = 0
     skipped: int = 0
     loads: int = 0
     low_loads: int = 0
@@ -58,15 +63,19 @@ class Controller:
         demands: Sequence[Demand],
         speculate: Callable[[], None] | None = None,
         together: bool = False,
+        elsewhere: bool = False,
     ) -> Iterator[Ready]:
         """Yields every demand that is not skipped, in the order in which they can be computed: what is here first, each
         group by falling number of tokens (EdgeMoE's re-batching: each expert comes once a chunk; Fate's popularity
         order). An expert stays in its slot until the next one is asked for.
 
         speculate: called once, as soon as this layer needs nothing more from the link (that is when a prefetch can
-        begin). together: computing starts when all loads are there, as far as the slots allow (HOBBIT).
+        begin). together: computing starts when all loads are there, as far as the slots allow (HOBBIT). elsewhere: what
+        tokens need and is neither here nor on its way is not loaded; it is yielded with the slot ELSEWHERE in the
+        precision demanded, before all else, so that its computing begins before this device is given work (HOBBIT,
+        section 4, CPU-GPU cooperative computing).
         Raises LoadError where an expert cannot be read; the controller stays usable."""
-        run = _LayerRun(self, layer, demands, speculate)
+        run = _LayerRun(self, layer, demands, speculate, elsewhere)
         try:
             yield from run.steps(together)
         finally:
@@ -130,13 +139,20 @@ class _LayerRun:
     """The state of one pass over one layer's demands."""
 
     def __init__(
-        self, controller: Controller, layer: int, demands: Sequence[Demand], speculate: Callable[[], None] | None
+        self,
+        controller: Controller,
+        layer: int,
+        demands: Sequence[Demand],
+        speculate: Callable[[], None] | None,
+        elsewhere: bool,
     ) -> None:
         self._controller = controller
         self._cache = controller.cache
         self._layer = layer
         self._ordered = sorted(demands, key=lambda demand: -demand.tokens)
         self._speculate = speculate
+        self._loads_misses = not elsewhere
+        self._elsewhere: list[ExpertKey] = []
         self._demands: dict[ExpertKey, Demand] = {}  # by the copy that serves it
         self._here: deque[ExpertKey] = deque()
         self._pinned: set[ExpertKey] = set()
@@ -146,6 +162,8 @@ class _LayerRun:
     def steps(self, together: bool) -> Iterator[Ready]:
         self._take_stock()
         self._submit()
+        for key in self._elsewhere:
+            yield Ready(key.expert, ELSEWHERE, key.bits)
         while together and self._awaited:
             self._receive()
         while self._here or self._awaited or self._missing:
@@ -206,11 +224,13 @@ class _LayerRun:
                     self._awaited.add(key)
                 elif demand.bits:
                     key = ExpertKey(self._layer, demand.expert, demand.bits)
-                    self._missing.append(key)
+                    load = self._loads_misses or not demand.tokens
+                    (self._missing if load else self._elsewhere).append(key)
             self._count(demand, key)
             if key is not None:
                 self._demands[key] = demand
                 controller._unused_prefetches.discard(key)
+        controller.counts.elsewhere += len(self._elsewhere)
 
     def _count(self, demand: Demand, key: ExpertKey | None) -> None:
         counts = self._controller.counts

@@ -27,6 +27,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "store": ("disk", "memory"),
     "start": ("arrival", "together"),
     "on_mispredict": ("reload", "proceed"),
+    "mispredicted": ("high", "low"),
     "misses": ("load", "cpu"),
     "quantizer": ("hqq", "linear"),
 }  # fmt: skip
@@ -58,7 +59,10 @@ class Composition:
     store: experts are read from 'disk', or copied from a store that is held in main memory whole ('memory').
     start: compute what is here while the rest arrives, or only when all is there ('together', HOBBIT).
     on_mispredict: 'proceed' runs a layer with the experts that were predicted (CORM).
-    misses: 'cpu' computes a missing expert on the CPU where a GPU is the device (HOBBIT's cooperative mode).
+    mispredicted: with precision=popularity, 'low' loads what was not predicted low in decode (Fate, small machines).
+    misses: 'cpu' computes an expert that is missing in decode on the CPU, from its copy in main memory, while the GPU
+    computes what it has (HOBBIT, section 4); prefill and prefetches load. Needs a GPU. It changes rounding alone, but
+    where an expert is computed then depends on what is cached, so it counts as lossy.
     mask: predicted experts are kept from eviction until their layer has run.
     bits, dense_bits, quantizer: overrides of the engine's own settings, None leaves them.
     """
@@ -77,6 +81,7 @@ class Composition:
     store: str = "disk"
     start: str = "arrival"
     on_mispredict: str = "reload"
+    mispredicted: str = "high"
     misses: str = "load"
     mask: bool = True
 
@@ -111,6 +116,8 @@ class Composition:
             parts.append("unit=neuron")
         if self.on_mispredict == "proceed":
             parts.append("on_mispredict=proceed")
+        if self.misses == "cpu":
+            parts.append("misses=cpu")
         return parts
 
     def exact(self) -> Composition:
@@ -119,7 +126,7 @@ class Composition:
         prefetch = {"recalled": "next-gate", "neurons": "next-gate"}.get(self.prefetch, self.prefetch)
         return replace(
             self, routing=routing, precision="fixed", prefetch=prefetch, low_share=0.0, unit="expert",
-            on_mispredict="reload",
+            on_mispredict="reload", misses="load",
         )  # fmt: skip
 
     @property
@@ -157,9 +164,9 @@ PRESETS: dict[str, Composition] = {
     for preset in (
         Composition(
             "default",
-            "exact: distance-by-frequency eviction, and the next two layers' routers",
+            "exact: recency, frequency and distance decide who leaves, the next two layers' routers who comes",
             "the best exact composition measured, docs/systems.md",
-            prefetch="stacked-gates", cache="distance", ahead=2,
+            prefetch="stacked-gates", cache="weighted", ahead=2, weights=(0.25, 0.25, 0.25, 0.25),
         ),
         Composition(
             "hobbit",

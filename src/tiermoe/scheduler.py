@@ -20,7 +20,8 @@ class Scheduler:
 
     together: a layer computes when all its loads are there. whole_layer: every expert of a layer is fetched, routed or
     not; `experts` is how many each layer has. proceed: a layer runs with the experts that were predicted, where any
-    were (CORM's misprediction).
+    were (CORM's misprediction). elsewhere: in decode, misses are not loaded but computed elsewhere (HOBBIT's cooperative
+    mode, whose prefill stays on the device).
     """
 
     controller: Controller
@@ -33,6 +34,7 @@ class Scheduler:
     together: bool = False
     whole_layer: bool = False
     proceed: bool = False
+    elsewhere: bool = False
     discarded: Counts = field(default_factory=Counts)
     _before_pass: Counts = field(default_factory=Counts)
     _pass_tokens: int = 0
@@ -68,7 +70,8 @@ class Scheduler:
         def speculate() -> None:
             self._prefetch(routed.layer, forecasts)
 
-        yield from self.controller.run_layer(routed.layer, demands, speculate, self.together)
+        elsewhere = self.elsewhere and routed.phase == "decode"
+        yield from self.controller.run_layer(routed.layer, demands, speculate, self.together, elsewhere)
 
     def _demands(self, routed: Routed) -> list[Demand]:
         demands = self.precision.demands(routed)

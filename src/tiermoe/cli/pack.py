@@ -48,8 +48,8 @@ def pack(
             for precision in precisions:
                 forget(
                     store,
-                    precision_key(precision, quantizer),
-                    dense_key(dense_bits) if dense_bits < 16 else None,
+                    precision_key(precision, quantizer, machine_layout(kernels)),
+                    dense_key(dense_bits, machine_layout(kernels)) if dense_bits < 16 else None,
                 )
     with progress_bar() as progress:
         for precision in precisions:

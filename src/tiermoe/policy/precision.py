@@ -28,7 +28,8 @@ class Precision(Protocol):
 @dataclass(frozen=True, slots=True)
 class PrecisionContext:
     """What a precision may be made from. `bits` and `low_bits`: of a high- and a low-precision load. `top_k`: per
-    layer. `t1`, `t2`: thresholds of the unimportance. `low_popularity`: share (0 to 1) of a prefill's active experts.
+    layer. `t1`, `t2`: thresholds of the unimportance. `low_popularity`: share (0 to 1) of a prefill's active experts;
+    `low_mispredicted`: a miss in decode is low.
     `table`: (layer, expert) → bits; experts that it lacks have `bits`."""
 
     bits: int
@@ -37,6 +38,7 @@ class PrecisionContext:
     t1: float | None = None
     t2: float | None = None
     low_popularity: float | None = None
+    low_mispredicted: bool = False
     table: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
 
@@ -131,7 +133,8 @@ class GateScore:
 class Popularity:
     """In prefill the `low_popularity` share of the active experts that serve the fewest tokens is low, rounded down,
     of equals the higher index first; all are high in decode (Fate, section 4.5). Of a prediction it is the end of the
-    ranking. Raises ConfigError without the share."""
+    ranking. `low_mispredicted`: in decode what no prediction has brought is loaded low (Fate, for small machines).
+    Raises ConfigError without the share."""
 
     reads_forecasts: ClassVar[bool] = True
 
@@ -144,10 +147,13 @@ class Popularity:
         self._bits, self._low_bits = context.bits, context.low_bits
         self._share = context.low_popularity
         self._phase = "prefill"
+        self._decode_bits = context.low_bits if context.low_mispredicted else context.bits
 
     def demands(self, routed: Routed) -> list[Demand]:
         self._phase = routed.phase
         counts = routed.tokens_per_expert()
+        if routed.phase == "decode":
+            return [Demand(e, tokens, self._decode_bits) for e, tokens in counts.items()]
         ascending = sorted(counts, key=lambda expert: (counts[expert], -expert))
         low = set(ascending[: self._low_count(len(counts))])
         return [Demand(e, tokens, self._low_bits if e in low else self._bits) for e, tokens in counts.items()]

@@ -77,6 +77,7 @@ class Engine:
             host_slots,
         )
         self._slots, self.link, self._tier_stats = tiers.slots, tiers.link, tiers.stats
+        self._unit.over(tiers.link)
         self._hash_tables = token_tables(model, self._family)
         self.scheduler = self._schedule()
         self._closed = False
@@ -120,6 +121,7 @@ class Engine:
             "expert_misses": counts.misses,
             "prefetched_hits": counts.prefetched,
             "expert_skips": counts.skipped,
+            "experts_on_cpu": counts.elsewhere,
             "low_loads": counts.low_loads,
             "speculative_loads": counts.speculative_loads,
             "discarded_hits": discarded.hits,
@@ -152,6 +154,7 @@ class Engine:
         self.forecaster.close()
         if self._confident is not None:
             self._confident.close()
+        self._unit.close()
         self.link.close()
         self._views.clear()
         del self._slots

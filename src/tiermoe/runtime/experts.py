@@ -7,12 +7,15 @@ order in which the experts became available.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from tiermoe.controller import ELSEWHERE
 from tiermoe.kernels.expert import Views
+from tiermoe.runtime.cooperative import OnCpu
 from tiermoe.runtime.passes import CurrentPass
 from tiermoe.runtime.shells import IMPLEMENTATION
 from tiermoe.types import Routed
@@ -25,7 +28,8 @@ class LayerExperts:
     """The experts of MoE layer `index`: called in place of the experts module.
 
     kernels: one per precision. views_of: (layer, bits, slot) → typed views of what the slot holds. renormalise: whether
-    the model scales the chosen experts' weights to a fixed sum, so that those of fewer experts are scaled too.
+    the model scales the chosen experts' weights to a fixed sum, so that those of fewer experts are scaled too. on_cpu:
+    computes the experts that come without a slot (`controller.ELSEWHERE`), beside this device.
     """
 
     def __init__(
@@ -36,6 +40,7 @@ class LayerExperts:
         current: CurrentPass,
         views_of: Callable[[int, int, int], Views],
         renormalise: bool = False,
+        on_cpu: OnCpu | None = None,
     ) -> None:
         self._index = index
         self._experts = experts
@@ -43,6 +48,7 @@ class LayerExperts:
         self._current = current
         self._views_of = views_of
         self._renormalise = renormalise
+        self._on_cpu = on_cpu
 
     @torch.no_grad()
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -59,9 +65,16 @@ class LayerExperts:
         kept = [gates[k] for k in position.values()] if gates else []
         routed = Routed(self._index, self._current.phase, [list(position)], [kept])
         results: dict[int, torch.Tensor] = {}
+        away: dict[int, Future[torch.Tensor]] = {}
         for expert, slot, bits in self._current.run_layer(routed, hidden):
-            if expert in position:
+            if slot == ELSEWHERE:
+                assert self._on_cpu is not None
+                host = host if away else hidden.cpu()
+                away[expert] = self._on_cpu(expert, bits, host)
+            elif expert in position:
                 results[expert] = self._kernels[bits](hidden, self._views_of(self._index, bits, slot))
+        for expert, future in away.items():
+            results[expert] = future.result().to(hidden.device)
         if self._current.proceed and self._renormalise and 0 < len(results) < len(position):
             loaded = weights[0, [position[expert] for expert in results]]
             weights = weights * (weights.sum() / loaded.sum())
@@ -88,13 +101,23 @@ class LayerExperts:
         kept = (torch.empty if complete else torch.zeros)(
             (k, tokens, hidden.shape[1]), dtype=hidden.dtype, device=hidden.device
         )
+
+        def keep(output: torch.Tensor, rows: torch.Tensor) -> None:
+            kept[place[rows], rows % tokens] = (output * flat_weights[rows, None]).to(hidden.dtype)
+
+        away: list[tuple[Future[torch.Tensor], torch.Tensor]] = []
         for expert, slot, bits in self._current.run_layer(self._routed(index, weights), hidden):
             if not counts[expert]:
                 continue
             rows = by_expert[ends[expert] - counts[expert] : ends[expert]]
-            token = rows % tokens
-            output = self._kernels[bits](hidden[token], self._views_of(self._index, bits, slot))
-            kept[place[rows], token] = (output * flat_weights[rows, None]).to(hidden.dtype)
+            x = hidden[rows % tokens]
+            if slot == ELSEWHERE:
+                assert self._on_cpu is not None
+                away.append((self._on_cpu(expert, bits, x.cpu()), rows))
+            else:
+                keep(self._kernels[bits](x, self._views_of(self._index, bits, slot)), rows)
+        for future, rows in away:
+            keep(future.result().to(hidden.device), rows)
         total = kept[0]
         for output in kept[1:]:
             total += output

@@ -1,6 +1,6 @@
 """What a running layer's hidden state says about later layers: their routers, called on it.
 
-HOBBIT (section 4.2), Fate (section 4.2) and CORM (section 3.2) report that the inputs of neighbouring layers'
+HOBBIT (section 3.3), Fate (section 4.2) and CORM (section 4.2) report that the inputs of neighbouring layers'
 routers are alike. The router itself is called, so that its own selection is predicted (biases and groups included).
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,7 +76,10 @@ def load_resolved(blueprint: Blueprint, resolved: Resolved, progress: Progress |
 
 
 def resolve_for(blueprint: Blueprint, settings: Settings) -> Resolved:
-    """The settings' preset, made ready for a checkpoint."""
+    """The settings' preset, made ready for a checkpoint. The default one asks no routers where they name no experts by
+    index (Switch)."""
+    if settings.preset == Settings().preset and blueprint.family.adapter:
+        settings = replace(settings, set={"prefetch": "none", **settings.set})
     root = store_root(blueprint, settings.store)
     return resolve(settings, root, blueprint.checkpoint.fingerprint(), blueprint.name)
 

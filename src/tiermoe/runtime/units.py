@@ -11,6 +11,7 @@ from tiermoe.errors import ConfigError
 from tiermoe.kernels.expert import ExpertKernel, Views
 from tiermoe.kernels.neurons import NeuronKernel
 from tiermoe.presets import Composition
+from tiermoe.runtime.cooperative import CpuHelper
 from tiermoe.runtime.experts import LayerExperts
 from tiermoe.runtime.neuron_experts import (
     NeuronCounts,
@@ -23,7 +24,9 @@ from tiermoe.runtime.passes import CurrentPass
 from tiermoe.runtime.shells import activation_of
 from tiermoe.store.layout import ExpertFormat, expert_format
 from tiermoe.store.neurons import neuron_format
+from tiermoe.tiers.assemble import MeteredLink
 from tiermoe.tiers.disk import SlotFiller
+from tiermoe.tiers.gpu import GpuLink
 from tiermoe.tiers.neurons import DISK_GAP_BYTES, NeuronFiller, PartReader
 from tiermoe.types import ExpertKey, Extent, MoeLayer
 
@@ -42,12 +45,15 @@ def unit_format(
 
 
 class WholeExperts:
-    """Experts are loaded and computed whole."""
+    """Experts are loaded and computed whole; those that a GPU lacks are computed on the CPU where `on_cpu` asks for it
+    (misses=cpu)."""
 
     wait_s = 0.0
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, on_cpu: bool) -> None:
         self._device = device
+        self._on_cpu = on_cpu
+        self._helper: CpuHelper | None = None
 
     def filler(self, reader: PartReader, extent_of: ExtentOf, format_of: FormatOf) -> SlotFiller:
         return SlotFiller(reader, extent_of, format_of)
@@ -55,6 +61,12 @@ class WholeExperts:
     def views(self, form: ExpertFormat, slot: torch.Tensor) -> Views:
         """What a kernel reads of a slot (uint8)."""
         return form.slot.views(slot)
+
+    def over(self, link: MeteredLink) -> None:
+        """Tells which link fills the slots."""
+        if self._on_cpu:
+            assert isinstance(link, GpuLink)
+            self._helper = CpuHelper(link)
 
     def experts(
         self,
@@ -68,10 +80,16 @@ class WholeExperts:
         """What runs in place of `shell`, the experts module of MoE layer `index`; `formats` by precision."""
         activation = activation_of(shell)
         kernels = {bits: ExpertKernel(form, activation, self._device) for bits, form in formats.items()}
-        return LayerExperts(index, shell.num_experts, kernels, current, views_of, renormalise)
+        on_cpu = self._helper.layer(index, formats, activation) if self._helper else None
+        return LayerExperts(index, shell.num_experts, kernels, current, views_of, renormalise, on_cpu)
 
     def stats(self) -> dict[str, float]:
         return {}
+
+    def close(self) -> None:
+        """Ends what runs beside the device; before the link is closed."""
+        if self._helper is not None:
+            self._helper.close()
 
 
 class ActiveNeurons:
@@ -102,6 +120,9 @@ class ActiveNeurons:
     def views(self, form: ExpertFormat, slot: torch.Tensor) -> Views:
         return neuron_views(form, slot)
 
+    def over(self, link: MeteredLink) -> None:
+        """Neurons are topped up through the filler, whatever the link."""
+
     def experts(
         self,
         index: int,
@@ -127,11 +148,19 @@ class ActiveNeurons:
             "neurons_left_out": counts.left_out / counts.active if counts.active else 0.0,
         }
 
+    def close(self) -> None:
+        """Nothing runs beside the device."""
+
     def _active(self, key: ExpertKey, hidden: torch.Tensor, views: Any) -> torch.Tensor:
         kernel = self._kernels[key.bits, key.layer]
         return kernel.active(kernel.activations(hidden, views))[0]
 
 
 def unit_of(composition: Composition, device: str) -> WholeExperts | ActiveNeurons:
-    """The unit of a composition on a device type ('cpu', 'cuda')."""
-    return ActiveNeurons(device, composition) if composition.unit == "neuron" else WholeExperts(device)
+    """The unit of a composition on a device type ('cpu', 'cuda'). ConfigError where the device cannot run it."""
+    on_cpu = composition.misses == "cpu"
+    if on_cpu and device == "cpu":
+        raise ConfigError(
+            "misses=cpu computes on the CPU what a GPU lacks, and the model runs on the CPU alone; use --set misses=load"
+        )
+    return ActiveNeurons(device, composition) if composition.unit == "neuron" else WholeExperts(device, on_cpu)

@@ -63,9 +63,9 @@ class GpuLink:
     `device` slots. bytes_of: bytes of an expert in its slot.
 
     An expert that is still in main memory is not read again; main memory evicts the expert that was copied
-    longest ago, never one that is being read or copied (DESIGN, invariant 3). `wait_s` adds up the time that
-    the caller spent in `wait`, which does not wait for copies; `host_hits` and `host_misses` count what was
-    found in main memory, and what was not.
+    longest ago, never one that is being read, copied or borrowed (DESIGN, invariant 3). `wait_s` adds up the time
+    that the caller spent in `wait`, which does not wait for copies; `host_hits` and `host_misses` count what was
+    found in main memory, to be copied or borrowed, and what was not.
     """
 
     def __init__(
@@ -147,8 +147,25 @@ class GpuLink:
     def is_idle(self) -> bool:
         return self._outstanding == 0
 
+    def borrow(self, key: ExpertKey) -> torch.Tensor:
+        """Expert `key` as it lies in main memory: its slot there, uint8 (slot_bytes,), kept until `give_back`. It is
+        read first where it is not there, which waits for a slot. Any thread may call. LoadError where it cannot be
+        read."""
+        self._bring(key)
+        with self._changed:
+            slot = self._cache.slot(key)
+        assert slot is not None
+        return self._host.buffer(slot)
+
+    def give_back(self, key: ExpertKey) -> None:
+        """Ends one `borrow` of `key`: its slot in main memory may be taken again."""
+        with self._changed:
+            self._cache.unpin(key)
+            self._changed.notify_all()
+
     def close(self) -> None:
-        """Ends the lanes, drops what is queued, waits for the copies under way and gives the slots back."""
+        """Ends the lanes, drops what is queued, waits for the copies under way and gives the slots back. Nothing may
+        be borrowed."""
         self._lanes.close()
         for copy in self._copies:
             self._wait_out(copy.ticket)
@@ -171,8 +188,7 @@ class GpuLink:
         with self._changed:
             mark = self._marks.pop(load.slot)
         try:
-            if not self._pin_if_here(load.key):
-                self._read(load.key)
+            self._bring(load.key)
         except Exception as failure:  # handed to whoever waits for the load
             self._arrived(_Arrival(load, error=failure))
             return
@@ -190,9 +206,16 @@ class GpuLink:
             self.host_hits += 1
             return True
 
-    def _read(self, key: ExpertKey) -> None:
-        """Reads `key` into main memory and pins it there."""
-        slot = self._reserve(key)
+    def _bring(self, key: ExpertKey) -> None:
+        """Pins `key` in main memory, where it is read if it is not there yet."""
+        while not self._pin_if_here(key):
+            slot = self._reserve(key)
+            if slot is not None:
+                self._read(key, slot)
+                return
+
+    def _read(self, key: ExpertKey, slot: int) -> None:
+        """Reads `key` into the slot that is reserved for it in main memory, and pins it there."""
         try:
             self._filler.fill(key, self._host.buffer(slot))
         except BaseException:
@@ -203,16 +226,22 @@ class GpuLink:
         with self._changed:
             self._cache.arrived(key)
             self._cache.pin(key)
+            self._changed.notify_all()
 
-    def _reserve(self, key: ExpertKey) -> int:
-        """A slot in main memory for `key`; where all are in use, waits for the oldest copy or for a lane."""
-        with self._changed:
-            self.host_misses += 1
+    def _reserve(self, key: ExpertKey) -> int | None:
+        """A slot in main memory for `key`; where all are in use, waits for the oldest copy, for a lane or for what is
+        borrowed. None where another thread reads `key` meanwhile, once it is done."""
         while True:
             with self._changed:
+                if self._cache.in_flight(key):
+                    self._changed.wait_for(lambda: not self._cache.in_flight(key))
+                    return None
+                if self._cache.slot(key) is not None:
+                    return None
                 self._unpin_copied()
                 slot = self._cache.reserve(key)
                 if slot is not None:
+                    self.host_misses += 1
                     return slot
                 if not self._copies:
                     self._changed.wait()
