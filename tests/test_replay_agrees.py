@@ -113,11 +113,11 @@ class NoBelady(BeladyHits):
 
 
 def assert_agree(run: Run, result: Result) -> None:
-    prefill, decode = run.phases["prefill"], run.phases["decode"]
-    assert (result.prefill_hits, result.prefill_misses) == (prefill.hits, prefill.misses)
-    assert (result.hits - result.prefill_hits, result.misses - result.prefill_misses) == (decode.hits, decode.misses)
-    assert decode.misses
-    assert result.bytes_read == prefill.bytes_read + decode.bytes_read
+    for name, phase in run.phases.items():
+        found = result.phases[name]
+        assert (found.counts.hits, found.counts.misses) == (phase.hits, phase.misses)
+        assert found.bytes_read == phase.bytes_read
+        assert phase.misses
     for name in ("low_loads", "discarded_hits", "discarded_misses"):
         assert getattr(result, name) == run.stats[name]
     assert result.skipped == run.stats["expert_skips"]

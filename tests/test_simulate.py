@@ -205,7 +205,7 @@ def test_the_little_pass_is_kept_or_counted_apart() -> None:
 
     sure = run(trace_of([token(0.9), token(0.9)]), "mobile", slots=8)
     assert (sure.hits, sure.misses, sure.discarded_hits, sure.discarded_misses) == (2, 2, 0, 0)
-    unsure = run(trace_of([token(0.7)]), "mobile", slots=8, bandwidth=1e4, changes={"ahead": 1})
+    unsure = run(trace_of([token(0.7)], experts=6), "mobile", slots=8, bandwidth=1e4, changes={"ahead": 1})
     # 0 and 2 come with the little pass; of 1 and 3, which its routers named too, 1 is on its way when layer 0 asks
     assert (unsure.discarded_hits, unsure.discarded_misses) == (0, 2)
     assert (unsure.hits, unsure.misses, unsure.prefetched_hits) == (4, 0, 2)

@@ -27,6 +27,7 @@ class Family:
         attention, DeepSeek-V2, section 2.1).
     hash_table: attribute of a router whose experts follow from the token alone: its table (vocabulary, K) of experts.
     normalised: the chosen experts' weights are scaled to a fixed sum; None where the config's `norm_topk_prob` says so.
+    plain_router: one matrix, whose product's softmax is ranked: the routers of several layers can be one product.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Family:
     latent_kv: bool = False
     hash_table: str | None = None
     normalised: bool | None = None
+    plain_router: bool = False
 
     def renormalises(self, config: Any) -> bool:
         """Whether a model of this family scales the chosen experts' weights to a fixed sum."""
@@ -48,11 +50,11 @@ class Family:
 
 
 _TABLE = (
-    Family("Mixtral", "mixtral", "MixtralExperts", normalised=True),
+    Family("Mixtral", "mixtral", "MixtralExperts", normalised=True, plain_router=True),
     Family("Phi-MoE", "phimoe", "PhimoeExperts", router="router", normalised=False),
-    Family("Qwen2-MoE (Qwen1.5-MoE)", "qwen2_moe", "Qwen2MoeExperts"),
-    Family("Qwen3-MoE", "qwen3_moe", "Qwen3MoeExperts"),
-    Family("OLMoE", "olmoe", "OlmoeExperts"),
+    Family("Qwen2-MoE (Qwen1.5-MoE)", "qwen2_moe", "Qwen2MoeExperts", plain_router=True),
+    Family("Qwen3-MoE", "qwen3_moe", "Qwen3MoeExperts", plain_router=True),
+    Family("OLMoE", "olmoe", "OlmoeExperts", plain_router=True),
     Family("DeepSeek-V2", "deepseek_v2", "DeepseekV2Experts", latent_kv=True, normalised=False),
     Family("DeepSeek-V3", "deepseek_v3", "DeepseekV3Experts", latent_kv=True),
     Family("DeepSeek-V4", "deepseek_v4", "DeepseekV4Experts", hash_table="tid2eid", normalised=True),

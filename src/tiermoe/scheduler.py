@@ -20,8 +20,8 @@ class Scheduler:
 
     together: a layer computes when all its loads are there. whole_layer: every expert of a layer is fetched, routed or
     not; `experts` is how many each layer has. proceed: a layer runs with the experts that were predicted, where any
-    were (CORM's misprediction). elsewhere: in decode, misses are not loaded but computed elsewhere (HOBBIT's cooperative
-    mode, whose prefill stays on the device).
+    were (CORM's misprediction). elsewhere: in decode, misses are computed elsewhere and not loaded (HOBBIT, section 4,
+    cooperative computing).
     """
 
     controller: Controller

@@ -200,7 +200,7 @@ class Engine:
             for layer, shell in enumerate(self._shells)
         ]
         whole = self.composition.prefetch == "percentile" or self.composition.precision == "popularity"
-        self.forecaster = Forecaster(routers, whole)
+        self.forecaster = Forecaster(routers, whole, self._stacked_layers())
         encoder_layers = shape_of(self.store.layers).encoder_layers
         self.current = CurrentPass(self.scheduler, PassForecasts(self.forecaster), encoder_layers, self.settings.chunk)
         by_score = self.composition.precision == "gate-score"
@@ -214,6 +214,12 @@ class Engine:
         self._confident = self._decode_little_first(model)
         model.tiermoe = self
         model.save_pretrained = _no_saving
+
+    def _stacked_layers(self) -> int:
+        """Layers whose routers are evaluated in one product."""
+        alike = len({layer.experts for layer in self.store.layers}) == 1
+        stacked = self.composition.prefetch == "stacked-gates" and self._family.plain_router and alike
+        return self.composition.ahead if stacked else 1
 
     def _decode_little_first(self, model: Any) -> ConfidentDecoding | None:
         if self.composition.routing not in ("half", "confident"):

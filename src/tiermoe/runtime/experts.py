@@ -69,7 +69,8 @@ class LayerExperts:
         for expert, slot, bits in self._current.run_layer(routed, hidden):
             if slot == ELSEWHERE:
                 assert self._on_cpu is not None
-                host = host if away else hidden.cpu()
+                if not away:
+                    host = hidden.cpu()
                 away[expert] = self._on_cpu(expert, bits, host)
             elif expert in position:
                 results[expert] = self._kernels[bits](hidden, self._views_of(self._index, bits, slot))

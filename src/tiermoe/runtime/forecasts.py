@@ -24,12 +24,15 @@ class Forecaster:
     popularity, traces).
 
     A router is called with what its block gives it beside the input (MiniMax-M2's correction bias), as seen in the
-    model's own last call; before the first one nothing is forecast.
+    model's own last call; before the first one nothing is forecast. stacked: so many layers ahead are one product
+    (HOBBIT, section 3.3), for routers that are a matrix and nothing else; 1 calls each router.
     """
 
-    def __init__(self, routers: Sequence[Any], whole: bool) -> None:
+    def __init__(self, routers: Sequence[Any], whole: bool, stacked: int = 1) -> None:
         self._routers = list(routers)
         self.whole = whole
+        self._stack = _stacked(self._routers) if stacked > 1 else None
+        self._ahead = stacked
         self._beside_input: dict[int, Remembered] = {}
         self._hooks = [
             router.register_forward_pre_hook(self._remember(layer), with_kwargs=True)
@@ -54,6 +57,18 @@ class Forecaster:
         rest = sorted(set(range(len(listed))) - set(chosen), key=lambda expert: -listed[expert])
         first = sorted(chosen, key=lambda expert: -listed[expert])
         return [(expert, listed[expert]) for expert in [*first, *rest]]
+
+    def ranked_ahead(self, target: int, hidden: torch.Tensor) -> dict[int, Ranked]:
+        """`ranked` of `target`, and of the layers behind it that come with it in one product."""
+        if self._stack is None or self.whole or hidden.shape[0] > 1 or target >= len(self._routers):
+            return {target: self.ranked(target, hidden)}
+        layers = range(target, min(target + self._ahead, len(self._routers)))
+        logits = torch.nn.functional.linear(hidden, self._stack[layers.start : layers.stop].flatten(0, 1))
+        probabilities = logits.view(len(layers), -1).float().softmax(-1)
+        k = max(self._routers[layer].top_k for layer in layers)
+        weights, experts = probabilities.topk(k, dim=-1)
+        rows = zip(layers, experts.tolist(), weights.tolist(), strict=True)
+        return {layer: list(zip(chosen, gates, strict=True)) for layer, chosen, gates in rows}
 
     def close(self) -> None:
         """Takes its hooks off the model's routers."""
@@ -87,7 +102,7 @@ class PassForecasts:
         if self._hidden is None or self._forecaster is None:
             return ()
         if target not in self._known:
-            self._known[target] = self._forecaster.ranked(target, self._hidden)
+            self._known |= self._forecaster.ranked_ahead(target, self._hidden)
         return self._known[target]
 
     def token_ids(self) -> Sequence[int]:
@@ -95,6 +110,15 @@ class PassForecasts:
 
     def recalled(self, target: int) -> Ranked:
         return self.little.get(target, ())
+
+
+def _stacked(routers: list[Any]) -> torch.Tensor:
+    """The routers' matrices in one tensor (layers, E, H), of which each router's own becomes a view: it takes no memory
+    of its own. They must be of one shape."""
+    stack = torch.stack([router.weight.data for router in routers])
+    for router, weight in zip(routers, stack, strict=True):
+        router.weight.data = weight
+    return stack
 
 
 def router_beside(shell: Any, model: Any) -> Any:

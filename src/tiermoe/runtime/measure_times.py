@@ -1,96 +1,124 @@
 """What computing costs here, for replays: seconds of an expert and of everything else, in decode and in a prompt.
 
-Time spent waiting for the link is taken off, so the experts need not all fit the cache. An expert's seconds include
-what the engine spends on it (its share of the layer's decisions), as a replay charges them.
+Time spent waiting for the link is taken off, so the experts need not all fit the cache. What a layer does until its
+loads are under way and its first expert is computed counts as everything else: no load is overlapped with it. From then
+on the layer's time is its experts', with what loading costs the computing thread: the threads that read and check
+experts slow it down. Times are therefore longer where more experts miss, and replay a cache like the one that they were
+measured with best.
 """
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 
-from tiermoe.runtime.record import Recorder
+from tiermoe.runtime.record import Feed
+from tiermoe.runtime.shells import is_shell
 from tiermoe.trace import Times
+from tiermoe.types import Ready, Routed
 
-_ROUNDS = 5
-_PROMPT_TOKENS = 32  # of one expert, for what each token after the first adds
+_PROMPTS = 3  # the first is left out: it may be the first that the model does
 
 
 @torch.inference_mode()
 def measure_times(model: Any, ids: torch.Tensor, prompt: int, decoded: int = 32) -> Times:
     """Times of a loaded model on one sequence (n,): its prompt three times, then up to `decoded` tokens after it."""
-    engine = model.tiermoe
-    bits = engine.settings.bits
     prefills, decodes = [], []
-    with Recorder(model, distances=(), little=False) as recorder:
-        for _ in range(3):
-            prefill = _Timed(engine)
-            for passed in recorder.passes(ids[:prompt], prompt):
-                prefills.append((prefill.lap(), passed))
-        decode = _Timed(engine)
-        for passed in recorder.passes(ids[: prompt + decoded], prompt):
-            seconds = decode.lap()
-            if passed.phase == "decode":
-                decodes.append((seconds, passed))
-    one = _expert_seconds(model, 1)
-    further = max(_expert_seconds(model, _PROMPT_TOKENS) - one, 0.0) / (_PROMPT_TOKENS - 1)
-    dense, prefill_token = [], []
-    for seconds, passed in decodes:
-        used = sum(len(row) for layer in passed.layers for row in layer.experts)
-        dense.append(max(seconds - used * one, 0.0))
-    for seconds, passed in prefills[1:]:
-        used = sum(len(row) for layer in passed.layers for row in layer.experts)
-        active = sum(len({expert for row in layer.experts for expert in row}) for layer in passed.layers)
-        prefill_token.append(max(seconds - active * one - (used - active) * further, 0.0) / prompt)
-    return Times(median(dense), {bits: one}, median(prefill_token), {bits: further})
+    with _Stopwatch(model) as watch:
+        for _ in range(_PROMPTS):
+            feed = Feed(model, ids, prompt)
+            watch.lap()
+            feed.prompt()
+            prefills.append(watch.lap())
+        for position in range(prompt, min(prompt + decoded, len(ids))):
+            feed.token(position)
+            decodes.append(watch.lap())
+    one = median(lap.experts_s / lap.used for lap in decodes)
+    dense = median(lap.seconds - lap.experts_s for lap in decodes)
+    further = median(lap.further(one) for lap in prefills[1:])
+    prefill_token = median(lap.beside(one, further) / prompt for lap in prefills[1:])
+    bits = model.tiermoe.settings.bits
+    return Times(dense, {bits: one}, prefill_token, {bits: further})
 
 
-def _expert_seconds(model: Any, tokens: int) -> float:
-    """Seconds of one expert on `tokens` tokens: of calls of the layers' experts, each with as many tokens as that for
-    each of K experts, which differ from call to call as far as the cache goes."""
-    engine = model.tiermoe
-    layers = engine.store.layers
-    hidden = torch.randn(tokens, _hidden_size(layers[0]), dtype=model.dtype, device=model.device)
-    calls: list[Callable[[], Any]] = []
-    uses = 0
-    shells = [module for module in model.modules() if hasattr(module, "run_experts")]
-    each = max(layers[0].top_k, engine.plan.slots // len(layers))
-    for layer, shell in list(zip(layers, shells, strict=True))[: max(1, engine.plan.slots // each)]:
-        resident = min(each, layer.experts) // layer.top_k * layer.top_k
-        for first in range(0, resident, layer.top_k):
-            index = torch.arange(first, first + layer.top_k, device=model.device).expand(tokens, -1).contiguous()
-            weights = torch.full(index.shape, 1 / layer.top_k, dtype=model.dtype, device=model.device)
-            calls.append(functools.partial(shell.run_experts, hidden, index, weights))
-            uses += layer.top_k
-    rounds = []
-    for _ in range(_ROUNDS):
-        timed = _Timed(engine)
-        for call in calls:
-            call()
-        rounds.append(timed.lap() / uses)
-    return median(rounds[1:])
+@dataclass(frozen=True, slots=True)
+class _Lap:
+    """A pass: its seconds, those of its experts, the (token, expert) pairs that ran, and the (layer, expert) ones."""
+
+    seconds: float
+    experts_s: float
+    used: int
+    active: int
+
+    def further(self, one: float) -> float:
+        """Seconds of each token after an expert's first, where that takes `one`."""
+        return max(self.experts_s - self.active * one, 0.0) / max(self.used - self.active, 1)
+
+    def beside(self, one: float, further: float) -> float:
+        """The seconds that experts of such times leave."""
+        return max(self.seconds - self.active * one - (self.used - self.active) * further, 0.0)
 
 
-class _Timed:
-    """Seconds less those spent waiting for the link, lap by lap."""
+class _Stopwatch:
+    """Times a model's passes and, within them, its experts, less what they waited for the link. A context."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._at = self._now()
+    def __init__(self, model: Any) -> None:
+        self._engine = model.tiermoe
+        self._shells = [module for module in model.modules() if is_shell(module)]
+        self._run = [shell.run_experts for shell in self._shells]
+        self._run_layer = self._engine.current.run_layer
+        self._device = model.device
+        self._calls: list[tuple[float, torch.Tensor, int]] = []
+        self._began = self._first = self._now()
 
-    def lap(self) -> float:
-        now = self._now()
-        seconds, self._at = now - self._at, now
-        return seconds
+    def __enter__(self) -> _Stopwatch:
+        self._engine.current.run_layer = self._noting_the_first
+        for shell, run in zip(self._shells, self._run, strict=True):
+            shell.run_experts = self._timed(run, shell.num_experts)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for shell, run in zip(self._shells, self._run, strict=True):
+            shell.run_experts = run
+        del self._engine.current.run_layer
+
+    def lap(self) -> _Lap:
+        """What has passed since the last one."""
+        seconds = self._now() - self._began
+        chosen = [index[index < experts] for _, index, experts in self._calls]
+        lap = _Lap(
+            seconds,
+            sum(taken for taken, _, _ in self._calls),
+            sum(index.numel() for index in chosen),
+            sum(len(set(index.tolist())) for index in chosen),
+        )
+        self._calls.clear()
+        self._began = self._now()
+        return lap
+
+    def _timed(self, run: Any, experts: int) -> Any:
+        def run_experts(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = run(hidden, index, weights)
+            self._calls.append((self._now() - self._first, index, experts))
+            return result
+
+        return run_experts
+
+    def _noting_the_first(self, routed: Routed, hidden: torch.Tensor) -> Iterator[Ready]:
+        """The layer's experts. The time when the first can be computed is noted."""
+        experts = self._run_layer(routed, hidden)
+        first = next(experts, None)
+        self._first = self._now()
+        if first is not None:
+            yield first
+            yield from experts
 
     def _now(self) -> float:
-        return time.perf_counter() - float(self._engine.link.wait_s)
-
-
-def _hidden_size(layer: Any) -> int:
-    return int(next(part for part in layer.parts if part.is_matrix).out_in[1])
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # so that each part's work is done within it
+        return time.perf_counter() - float(self._engine.wait_s)

@@ -71,7 +71,7 @@ class Recorder:
     def passes(self, ids: torch.Tensor, prompt: int, sequence: int = 0) -> Iterator[Pass]:
         """The passes over one sequence (n,): its first `prompt` tokens, then each of the others. An encoder–decoder
         model reads the prompt through its encoder, and its decoder is fed the others after its start token."""
-        feed = _Feed(self._model, ids[None].to(self._model.device), prompt)
+        feed = Feed(self._model, ids, prompt)
         self._begin()
         feed.prompt()
         yield Pass("prefill", sequence, ids[:prompt].tolist(), self._layers)
@@ -84,7 +84,7 @@ class Recorder:
     def _begin(self) -> None:
         self._layers = [LayerTrace([], []) for _ in self._experts]
 
-    def _little(self, feed: _Feed, position: int) -> Little:
+    def _little(self, feed: Feed, position: int) -> Little:
         """The K/2 pass at a position, undone afterwards."""
         current = self._engine.current
         self._begin()
@@ -121,17 +121,18 @@ class Recorder:
         return max(2 * int(self._top_k[target]), -(-int(self._experts[target]) // 4) + 1)
 
 
-class _Feed:
-    """Feeds one sequence (1, n) to a model through its growing key/value cache."""
+class Feed:
+    """Feeds one sequence (n,) to a model through its growing key/value cache."""
 
     def __init__(self, model: Any, ids: torch.Tensor, prompt: int) -> None:
         self._model = model
-        self._ids = ids
+        self._ids = ids[None].to(model.device)
         self._prompt = prompt
         self._encoded: Any = None
         self.cache: Any = None
 
     def prompt(self) -> None:
+        """Its first tokens, in one pass; an encoder–decoder model then decodes its start token."""
         ids = self._ids[:, : self._prompt]
         if self._model.config.is_encoder_decoder:
             start = torch.full_like(ids[:, :1], self._model.config.decoder_start_token_id)

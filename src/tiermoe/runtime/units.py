@@ -161,6 +161,6 @@ def unit_of(composition: Composition, device: str) -> WholeExperts | ActiveNeuro
     on_cpu = composition.misses == "cpu"
     if on_cpu and device == "cpu":
         raise ConfigError(
-            "misses=cpu computes on the CPU what a GPU lacks, and the model runs on the CPU alone; use --set misses=load"
+            "misses=cpu computes on the CPU what a GPU lacks, and no GPU is in use; use --set misses=load"
         )
     return ActiveNeurons(device, composition) if composition.unit == "neuron" else WholeExperts(device, on_cpu)

@@ -61,7 +61,7 @@ class Result:
     of equal units of the same bytes without prefetch. `bound_tok_s`: decode tokens / max(compute time, bytes read /
     bandwidth); `belady_bound_tok_s`: with the bytes that Belady's choice would miss (DESIGN, section 8).
     `bytes_per_token`: read while decoding, per token kept. `slots`: 'bits' of copies → slots. Counts are over the whole
-    trace, those of its prompts in `prefill_hits` and `prefill_misses`; those of discarded passes (MoBiLE) are apart.
+    trace; those of discarded passes (MoBiLE) are apart. `phases`: what each phase cost.
     """
 
     preset: str
@@ -78,18 +78,16 @@ class Result:
     bytes_read: int
     bytes_per_token: float | None
     wait_s: float
-    decode_wait_s: float
     hits: int
     prefetched_hits: int
     misses: int
-    prefill_hits: int
-    prefill_misses: int
     skipped: int
     loads: int
     low_loads: int
     speculative_loads: int
     discarded_hits: int
     discarded_misses: int
+    phases: Mapping[str, PhaseCosts] = field(repr=False)
 
     @property
     def bound_fraction(self) -> float | None:
@@ -97,8 +95,10 @@ class Result:
         return self.decode_tok_s / self.bound_tok_s if self.decode_tok_s and self.bound_tok_s else None
 
     def as_dict(self) -> dict[str, Any]:
-        """What `--json` prints."""
-        return asdict(self) | {"bound_fraction": self.bound_fraction}
+        """What `--json` prints: all but `phases`."""
+        values = asdict(self) | {"bound_fraction": self.bound_fraction}
+        del values["phases"]
+        return values
 
     @staticmethod
     def of(
@@ -130,18 +130,16 @@ class Result:
             bytes_read=prefill.bytes_read + decode.bytes_read,
             bytes_per_token=decode.bytes_read / decode.tokens if decode.tokens else None,
             wait_s=prefill.wait_s + decode.wait_s,
-            decode_wait_s=decode.wait_s,
             hits=counts.hits,
             prefetched_hits=counts.prefetched,
             misses=counts.misses,
-            prefill_hits=prefill.counts.hits,
-            prefill_misses=prefill.counts.misses,
             skipped=counts.skipped,
             loads=counts.loads,
             low_loads=counts.low_loads,
             speculative_loads=counts.speculative_loads,
             discarded_hits=discarded.hits,
             discarded_misses=discarded.misses,
+            phases=phases,
         )
 
 

@@ -1,0 +1,181 @@
+"""Missing experts on the CPU beside a GPU (HOBBIT, section 4): what comes out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import test_gpu_engine
+import tiermoe
+from fake_gpu import FakeGpu
+from test_gpu_engine import needs_gpu, tokens
+from test_gpu_tier import within
+from tiermoe import kernels
+from tiermoe.controller import ELSEWHERE
+from tiermoe.errors import ConfigError, LoadError
+from tiermoe.kernels.reference import DecodedLinear
+from tiermoe.presets import compose
+from tiermoe.runtime import engine
+from tiermoe.runtime.experts import LayerExperts
+from tiermoe.runtime.units import unit_of
+from tiermoe.types import ExpertKey, Ready, Routed
+
+model, layout_of_a_gpu, on_fake_gpu = (
+    test_gpu_engine.model,
+    test_gpu_engine.layout_of_a_gpu,
+    test_gpu_engine.on_fake_gpu,
+)
+
+
+@pytest.mark.parametrize("changes", [{}, {"unit": "neuron", "theta": "0.1"}])
+def test_the_cpu_alone_refuses(changes: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"misses=cpu .* use --set misses=load"):
+        unit_of(compose("lru", {"misses": "cpu", **changes}), "cpu")
+
+
+def test_loading_on_the_cpu_refuses(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"misses=cpu .* use --set misses=load"):
+        tiermoe.load(model, memory="4GiB", device="cpu", preset="lru", set={"misses": "cpu"})
+
+
+class Layer:
+    """An experts module of three experts whose outputs are 1e8, -1e8 and 1: 1 only where they are added in ascending
+    order. Expert `away` comes first and is ready only once the device has been given both others."""
+
+    def __init__(self, away: int) -> None:
+        self.outputs = [1e8, -1e8, 1.0]
+        self.away: Future[torch.Tensor] = Future()
+        self.asked: list[tuple[int, int]] = []
+        self._away, self._left = away, 2
+        current = SimpleNamespace(
+            route=lambda layer, index, weights, *_: (index, weights),
+            run_layer=self._run, phase="decode", needs_weights=False, may_skip=False, proceed=False,
+        )  # fmt: skip
+        views = lambda layer, bits, slot: slot  # noqa: E731
+        self.experts = LayerExperts(0, 3, {4: self._kernel}, current, views, on_cpu=self._on_cpu)  # type: ignore[arg-type]
+
+    def _run(self, routed: Routed, hidden: torch.Tensor) -> Iterator[Ready]:
+        yield Ready(self._away, ELSEWHERE, 2)
+        yield from (Ready(expert, expert, 4) for expert in reversed(range(3)) if expert != self._away)
+
+    def _kernel(self, x: torch.Tensor, slot: Any) -> torch.Tensor:
+        self._left -= 1
+        if not self._left:
+            self.away.set_result(torch.full((self.asked[0][1], 1), self.outputs[self._away]))
+        return torch.full_like(x, self.outputs[slot])
+
+    def _on_cpu(self, expert: int, bits: int, x: torch.Tensor) -> Future[torch.Tensor]:
+        assert (expert, bits) == (self._away, 2)
+        self.asked.append((expert, len(x)))
+        return self.away
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("away", [0, 1, 2])
+def test_results_are_joined_after_the_devices_work_and_added_in_order(away: int, rows: int) -> None:
+    layer = Layer(away)
+    index = torch.tensor([[2, 0, 1]]).expand(rows, 3)
+    total = within(10, lambda: layer.experts(torch.zeros(rows, 1), index, torch.ones(rows, 3)))
+    assert total.tolist() == [[1.0]] * rows
+    assert layer.asked == [(away, rows)]
+
+
+@pytest.fixture
+def cooperating(
+    on_fake_gpu: Callable[..., tuple[Any, FakeGpu]], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Any, FakeGpu]]:
+    """Loads a model over the fake GPU with misses=cpu; what stands for the GPU's kernels computes on the CPU."""
+    for kind in ("int4/rowmajor", "int8"):
+        monkeypatch.setitem(kernels.KERNELS, (kind, "cuda"), DecodedLinear)
+    monkeypatch.setattr(engine, "unit_of", lambda composition, device: unit_of(composition, "cuda"))
+
+    def make(directory: Path, host_slots: int, **options: Any) -> tuple[Any, FakeGpu]:
+        return on_fake_gpu(directory, host_slots, set={"misses": "cpu"}, **options)
+
+    return make
+
+
+def generated(loaded: Any, rows: int) -> torch.Tensor:
+    """Logits of every token that follows a prompt of 6, (tokens, rows, vocabulary)."""
+    ids = tokens(rows, 6, seed=4)
+    answer = loaded.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    return torch.stack(answer.logits)
+
+
+@pytest.mark.parametrize(
+    ("bits", "preset", "host_slots"),
+    [(16, "lru", 1), (16, "mixtral-offload", 5), (8, "lru", 3), (4, "mixtral-offload", 1), (4, "lru", 24)],
+)
+def test_a_model_says_what_it_says_without(
+    bits: int, preset: str, host_slots: int, model: Path, cooperating: Callable[..., tuple[Any, FakeGpu]]
+) -> None:
+    resident, _ = tiermoe.load(model, memory="4GiB", bits=bits, device="cpu")
+    expected = [generated(resident, rows) for rows in (1, 2)]
+    resident.tiermoe.close()
+    loaded, gpu = cooperating(model, host_slots, bits=bits, preset=preset, cache="15%")
+    for rows, theirs in zip((1, 2), expected, strict=True):
+        mine = within(60, lambda rows=rows: generated(loaded, rows))
+        assert (mine - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+    stats, link = loaded.tiermoe.stats(), loaded.tiermoe.link
+    counts = loaded.tiermoe.controller.counts
+    assert stats["lossy"] == "misses=cpu"
+    assert 0 < stats["experts_on_cpu"] == counts.elsewhere
+    assert counts.loads <= len(gpu.asked) <= counts.loads + counts.speculative_loads  # some were recalled
+    loaded.tiermoe.controller.drain()
+    assert set(link._cache._pins) == {copy.key for copy in link._copies}  # nothing stays lent
+
+
+def test_decode_loads_nothing(model: Path, cooperating: Callable[..., tuple[Any, FakeGpu]]) -> None:
+    loaded, gpu = cooperating(model, 24, preset="lru", cache="15%")
+    phases: list[tuple[str, int]] = []
+    loaded.tiermoe.observe(lambda routed, _: phases.append((routed.phase, len(gpu.asked))))
+    within(60, lambda: generated(loaded, 1))
+    assert len({asked for phase, asked in phases if phase == "decode"}) == 1
+    assert loaded.tiermoe.stats()["experts_on_cpu"] > 0
+
+
+def test_an_expert_that_cannot_be_read_is_named_and_the_model_goes_on(
+    model: Path, cooperating: Callable[..., tuple[Any, FakeGpu]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, _ = cooperating(model, 1, bits=16, preset="lru", cache="15%")
+    expected = within(60, lambda: generated(loaded, 1))
+    filler = loaded.tiermoe.link._filler
+    fill = filler.fill
+
+    def fails_beside(asked: ExpertKey, slot: torch.Tensor) -> None:
+        if threading.current_thread().name.startswith("tiermoe-cpu"):
+            raise LoadError(f"reading {asked} failed: the test was told so")
+        fill(asked, slot)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(filler, "fill", fails_beside)
+        with pytest.raises(LoadError, match=r"reading layer .* failed"):
+            within(60, lambda: generated(loaded, 1))
+    assert torch.equal(within(60, lambda: generated(loaded, 1)), expected)
+
+
+@needs_gpu
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_a_real_gpu_cooperates(bits: int, model: Path) -> None:
+    scores = []
+    for changes in ({}, {"misses": "cpu"}):
+        loaded, _ = tiermoe.load(model, memory="8GiB", bits=bits, cache="40%", device="cuda", preset="lru", set=changes)
+        ids = tokens(1, 6, seed=4).to(loaded.device)
+        answer = loaded.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False,
+            output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        scores.append(torch.stack(answer.logits).cpu())
+        assert (loaded.tiermoe.stats()["experts_on_cpu"] > 0) == bool(changes)
+        loaded.tiermoe.close()
+    assert (scores[1] - scores[0]).abs().max() <= 1e-3 * scores[0].abs().max()

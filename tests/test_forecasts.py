@@ -1,0 +1,77 @@
+"""What is forecast of later layers against their own routers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiermoe
+from tiermoe.runtime.forecasts import PassForecasts, router_beside
+from tiermoe.runtime.shells import is_shell
+from tiny import write
+
+ROUTED = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "phimoe"]
+
+
+def load(tmp_path: Path, family: str, **options: Any) -> tuple[Any, list[Any]]:
+    """(model after a first pass, its routers in the order of the MoE layers)."""
+    directory = write(tmp_path, family, torch.float32, num_hidden_layers=4)
+    model, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="50%", **options)
+    model(torch.tensor([[5, 6, 7]]))
+    return model, [router_beside(module, model) for module in model.modules() if is_shell(module)]
+
+
+def choice(router: Any, hidden: torch.Tensor) -> list[int]:
+    """The experts that a layer's router chooses itself, likeliest first."""
+    _, weights, index = router(hidden)
+    return index[0, weights[0].argsort(descending=True, stable=True)].tolist()
+
+
+@pytest.mark.parametrize("family", ROUTED)
+def test_the_next_two_routers_say_what_they_would_choose(family: str, tmp_path: Path) -> None:
+    model, routers = load(tmp_path, family, preset="default")
+    forecasts = PassForecasts(model.tiermoe.forecaster)
+    for seed in range(5):
+        hidden = torch.randn(1, 64, generator=torch.Generator().manual_seed(seed))
+        for layer in range(len(routers) - 2):
+            forecasts.at(hidden)
+            for target in (layer + 1, layer + 2):
+                ranked = forecasts.ranked(target)
+                k = routers[target].top_k
+                assert [expert for expert, _ in ranked[:k]] == choice(routers[target], hidden)
+    model.tiermoe.close()
+
+
+def test_one_product_serves_two_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = load(tmp_path, "qwen3_moe", preset="default")
+    calls = []
+    forecaster = model.tiermoe.forecaster
+    original = forecaster.ranked_ahead
+    monkeypatch.setattr(forecaster, "ranked_ahead", lambda *given: calls.append(given) or original(*given))
+    forecasts = PassForecasts(forecaster)
+    forecasts.at(torch.randn(1, 64))
+    assert forecasts.ranked(1)
+    assert forecasts.ranked(2)
+    assert len(calls) == 1
+    assert forecasts.ranked(9) == ()
+    model.tiermoe.close()
+
+
+def test_stacking_takes_no_memory_of_its_own(tmp_path: Path) -> None:
+    model, routers = load(tmp_path, "qwen3_moe", preset="default")
+    storages = {router.weight.untyped_storage().data_ptr() for router in routers}
+    assert len(storages) == 1
+    model.tiermoe.close()
+
+
+def test_all_experts_are_ranked_where_a_percentile_asks(tmp_path: Path) -> None:
+    model, routers = load(tmp_path, "qwen3_moe", preset="lru", set={"prefetch": "percentile", "window": 2})
+    hidden = torch.randn(1, 64)
+    ranked = model.tiermoe.forecaster.ranked(1, hidden)
+    probabilities = routers[1](hidden)[0].softmax(-1)[0]
+    assert [expert for expert, _ in ranked] == probabilities.argsort(descending=True).tolist()
+    assert sum(weight for _, weight in ranked) == pytest.approx(1)
+    model.tiermoe.close()
