@@ -106,7 +106,7 @@ def generated(loaded: Any, rows: int) -> torch.Tensor:
     """Logits of every token that follows a prompt of 6, (tokens, rows, vocabulary)."""
     ids = tokens(rows, 6, seed=4)
     answer = loaded.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False,
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False,
         output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
     return torch.stack(answer.logits)
@@ -114,7 +114,7 @@ def generated(loaded: Any, rows: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("bits", "preset", "host_slots"),
-    [(16, "lru", 1), (16, "mixtral-offload", 5), (8, "lru", 3), (4, "mixtral-offload", 1), (4, "lru", 24)],
+    [(16, "lru", 1), (8, "mixtral-offload", 5), (4, "lru", 24)],
 )
 def test_a_model_says_what_it_says_without(
     bits: int, preset: str, host_slots: int, model: Path, cooperating: Callable[..., tuple[Any, FakeGpu]]
@@ -133,6 +133,8 @@ def test_a_model_says_what_it_says_without(
     assert counts.loads <= len(gpu.asked) <= counts.loads + counts.speculative_loads  # some were recalled
     loaded.tiermoe.controller.drain()
     assert set(link._cache._pins) == {copy.key for copy in link._copies}  # nothing stays lent
+    loaded.tiermoe.close()
+    assert not any(thread.name.startswith("tiermoe-cpu") for thread in threading.enumerate())
 
 
 def test_decode_loads_nothing(model: Path, cooperating: Callable[..., tuple[Any, FakeGpu]]) -> None:
@@ -172,7 +174,7 @@ def test_a_real_gpu_cooperates(bits: int, model: Path) -> None:
         loaded, _ = tiermoe.load(model, memory="8GiB", bits=bits, cache="40%", device="cuda", preset="lru", set=changes)
         ids = tokens(1, 6, seed=4).to(loaded.device)
         answer = loaded.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False,
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False,
             output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
         scores.append(torch.stack(answer.logits).cpu())

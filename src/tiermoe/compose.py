@@ -69,6 +69,10 @@ def filled(composition: Composition, profile: Profile | None) -> Composition:
     found = {name: profile.settings[name] for name in composition.missing() if profile.settings.get(name) is not None}
     if "weights" in found:
         found["weights"] = tuple(found["weights"])
+    if composition.precision == "table" and "quantizer" in profile.settings:
+        found["quantizer"] = profile.settings[
+            "quantizer"
+        ]  # the bits of a table hold for the quantiser they were found for
     return dataclasses.replace(composition, **found)
 
 

@@ -29,6 +29,9 @@ def calibrate(
     prompt: Prompt = 32,
     sequence: Sequence = 256,
     tolerated_loss: Annotated[str, typer.Option(help="Loss in perplexity that edgemoe's bitwidths may cost.")] = "5%",
+    bitwidth_quantizer: Annotated[
+        str, typer.Option(help="How edgemoe's bitwidths are made: linear (the paper's) or hqq.")
+    ] = "linear",
     processes: Annotated[
         int | None,
         typer.Option(help="Processes that measure the importance of edgemoe's experts.", show_default=False, min=1),
@@ -60,7 +63,9 @@ def calibrate(
         from tiermoe.runtime.calibration import Found, prepare
         from tiermoe.runtime.sequences import Cut
 
-        calibration = prepare(model, text.name, content, Cut(tokens, prompt, sequence), options, loss, processes)
+        calibration = prepare(
+            model, text.name, content, Cut(tokens, prompt, sequence), options, loss, processes, bitwidth_quantizer
+        )
     with progress_bar() as progress:
         results = calibration.run(names, progress, force)
     found = [result for result in results if isinstance(result, Found)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,14 @@ from tiermoe.errors import ConfigError
 Tokens = Annotated[int, typer.Option(help="Tokens to record, in whole sequences spread over the text.")]
 Prompt = Annotated[int, typer.Option(help="Tokens of a sequence that are read at once, as a prompt.")]
 Sequence = Annotated[int, typer.Option(help="Tokens of a sequence; those after its prompt are decoded one by one.")]
+Neurons = Annotated[
+    float | None,
+    typer.Option(
+        help="Record the neurons with |act(W1 x)| above this threshold too, for corm.",
+        metavar="THETA",
+        show_default=False,
+    ),
+]
 TextFile = Annotated[Path, typer.Option("--text", help="A text file to feed, UTF-8.", show_default=False)]
 
 
@@ -30,6 +39,7 @@ def trace(
     little: Annotated[
         bool, typer.Option("--little/--no-little", help="Record MoBiLE's pass over half of the experts too.")
     ] = True,
+    neurons: Neurons = None,
     memory: opt.Memory = None,
     device: opt.Device = "auto",
     gpu_memory: opt.GpuMemory = None,
@@ -44,6 +54,8 @@ def trace(
     content = read_text(text)
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"the folder of {out} does not exist; make it, or choose another --out")
+    if neurons is not None and not 0 <= neurons < math.inf:
+        raise ConfigError(f"--neurons must be a threshold from 0 on, like 0.05, got {neurons:g}")
     options = opt.given(
         memory=memory, bits=bits, dense_bits=dense_bits, quantizer=quantizer, lanes=lanes, threads=threads,
         store=store, device=device, gpu_memory=gpu_memory, preset="lru",
@@ -52,7 +64,11 @@ def trace(
 
     def context_for(tokenizer: Any, blueprint: Any) -> int:
         from tiermoe.runtime.sequences import Cut, cut, needed_chunk
+        from tiermoe.store.neurons import neuron_layer
 
+        if neurons is not None:
+            for layer in blueprint.layers:
+                neuron_layer(layer)
         cut_text["shape"] = shape = Cut(tokens, prompt, sequence)
         cut_text["ids"] = cut(tokenizer, content, shape, blueprint.max_context())
         if not blueprint.family.encoder_decoder:
@@ -67,7 +83,7 @@ def trace(
         with progress_bar() as progress:
             write_trace(
                 out, session.model, cut_text["ids"], cut_text["shape"],
-                made_from(text.name, content, cut_text["shape"], settings), progress, little=little,
+                made_from(text.name, content, cut_text["shape"], settings), progress, little=little, theta=neurons,
             )  # fmt: skip
     finally:
         session.model.tiermoe.close()

@@ -58,7 +58,7 @@ class Failed:
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """What calibrating starts from; made by `prepare`. ids: (sequences, length). tolerated_loss: of perplexity, for
-    EdgeMoE's bitwidths. processes: that measure the importance of experts side by side, None: one."""
+    EdgeMoE's bitwidths, which `bitwidth_quantizer` makes ('linear' is the paper's). processes: that measure the importance of experts side by side, None: one."""
 
     directory: Path
     model: str
@@ -72,6 +72,7 @@ class Calibration:
     family: Family
     tolerated_loss: float = 0.05
     processes: int | None = None
+    bitwidth_quantizer: str = "linear"
 
     def run(self, names: Sequence[str], progress: Progress, force: bool = False) -> list[Found | Failed]:
         """The profiles `names`, in order. force: make all anew, the recording too. What cannot be made of one profile
@@ -156,7 +157,10 @@ class Calibration:
         return Found(name, profile, facts)
 
     def _profile_made_from(self, name: str) -> dict[str, Any]:
-        return {**self.made_from, **({"tolerated_loss": self.tolerated_loss} if name == "edgemoe" else {})}
+        return {**self.made_from, **(self._of_bitwidths() if name == "edgemoe" else {})}
+
+    def _of_bitwidths(self) -> dict[str, float | str]:
+        return {"tolerated_loss": self.tolerated_loss, "quantizer": self.bitwidth_quantizer}
 
 
 def prepare(
@@ -167,6 +171,7 @@ def prepare(
     options: dict[str, Any],
     tolerated_loss: float = 0.05,
     processes: int | None = None,
+    bitwidth_quantizer: str = "linear",
 ) -> Calibration:
     """A calibration whose model and text were checked. options: of `tiermoe.load`. Raises a TiermoeError that says
     what to do where one of them cannot be used."""
@@ -178,11 +183,12 @@ def prepare(
     if not 0 < tolerated_loss < 1:
         raise ConfigError(f"tolerated-loss must be above 0% and below 100%, got {tolerated_loss:.3g}; write it like 5%")
     settings = make_settings(**options)
+    make_settings(quantizer=bitwidth_quantizer)
     directory = resolve_model(model)
     blueprint = inspect_model(directory, model)
     ids = cut(load_tokenizer(directory), text, shape, blueprint.max_context())
     return Calibration(
         directory, model, text, ids, shape, options, made_from(text_name, text, shape, settings),
         blueprint.checkpoint.fingerprint(), store_root(blueprint, settings.store), blueprint.family,
-        tolerated_loss, processes,
+        tolerated_loss, processes, bitwidth_quantizer,
     )  # fmt: skip

@@ -58,10 +58,11 @@ def calibrate_edgemoe(calibration: Calibration, progress: Progress) -> Made:
     from tiermoe.runtime.bitwidths import find_bitwidths
 
     paths, used = _paths(calibration, 2, progress)
-    resume = calibration.store / "profiles" / "edgemoe-importance.json"
+    quantizer = calibration.bitwidth_quantizer
+    resume = calibration.store / "profiles" / f"edgemoe-importance-{quantizer}.json"
     bitwidths = find_bitwidths(
         calibration.blueprint(),
-        replace(calibration.settings, quantizer=PRESETS["edgemoe"].quantizer or "linear"),
+        replace(calibration.settings, quantizer=quantizer),
         calibration.ids,
         calibration.tolerated_loss,
         progress,
@@ -77,7 +78,7 @@ def calibrate_edgemoe(calibration: Calibration, progress: Progress) -> Made:
         "bitwidths": counts,
         "loss": f"{bitwidths['loss']:.2%} of {calibration.tolerated_loss:.2%} tolerated",
     }
-    return {}, data, facts
+    return {"quantizer": quantizer}, data, facts
 
 
 def calibrate_fate(calibration: Calibration, progress: Progress) -> Made:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tiermoe.compose import Tables, filled, precisions, require_settings, tables
 from tiermoe.config import Settings
+from tiermoe.errors import ProfileError
 from tiermoe.presets import Composition, compose
 from tiermoe.profiles import profile_path, read_profile
 
@@ -29,7 +30,13 @@ def resolve(settings: Settings, store: Path, fingerprint: str, model: str) -> Re
     if composition.needs_profile:
         command = f"tiermoe calibrate {model} --text FILE --for {composition.profile}"
         profile = read_profile(profile_path(store, composition.profile), fingerprint, command)
+        asked = composition.quantizer if "quantizer" in settings.set else None
         composition = filled(composition, profile)
+        if asked is not None and asked != composition.quantizer:
+            raise ProfileError(
+                f"the bitwidths of {settings.preset} were found for {composition.quantizer}, not for {asked}; calibrate "
+                f"with --bitwidth-quantizer {asked}, or leave quantizer out"
+            )
     require_settings(composition, model)
     settings = replace(
         settings,

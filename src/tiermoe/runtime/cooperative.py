@@ -37,7 +37,6 @@ class CpuHelper:
         expert cannot be read."""
         kernels = {bits: ExpertKernel(form, activation, "cpu") for bits, form in formats.items()}
 
-        @torch.no_grad()  # holds for the thread that calls
         def compute(expert: int, bits: int, x: torch.Tensor) -> torch.Tensor:
             key = ExpertKey(index, expert, bits)
             slot = self._lender.borrow(key)

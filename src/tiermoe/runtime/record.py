@@ -16,6 +16,7 @@ from tiermoe.errors import ConfigError
 from tiermoe.families import family_of
 from tiermoe.policy.prediction.protocol import Ranked
 from tiermoe.runtime.fallback import SavedCache
+from tiermoe.runtime.record_neurons import NeuronWatch
 from tiermoe.trace import LayerTrace, Little, Pass
 from tiermoe.types import Routed
 
@@ -25,14 +26,17 @@ _DIGITS = 5  # significant ones of a forecast's weight: a trace holds hundreds f
 
 class Recorder:
     """Follows the layers of a loaded model that has run before (`Forecaster`). distances: layers ahead whose routers
-    are asked too. little: run the K/2 pass (MoBiLE) before each token. `holds` and `distances` are what comes of it (an
+    are asked too. little: run the K/2 pass (MoBiLE) before each token. theta: note the neurons above it of each token
+    after a prompt (CORM; ModelError where the experts are not gated). `holds` and `distances` are what comes of it (an
     adapter family's routers name no experts; with one expert per token there is no half). Close it, or use it as a
     context.
 
     Raises ConfigError for a model whose composition is lossy or decodes with fewer experts: its choices would not be
     the model's."""
 
-    def __init__(self, model: Any, distances: Sequence[int] = DISTANCES, little: bool = True) -> None:
+    def __init__(
+        self, model: Any, distances: Sequence[int] = DISTANCES, little: bool = True, theta: float | None = None
+    ) -> None:
         self._model = model
         self._engine = engine = model.tiermoe
         if engine.lossy:
@@ -46,6 +50,7 @@ class Recorder:
         self.little = little and not model.config.is_encoder_decoder and max(self._top_k) > 1
         self.distances = () if adapter else tuple(d for d in distances if d < len(layers))
         self._layers: list[LayerTrace] = []
+        self._neurons = None if theta is None else NeuronWatch(model, theta)
         self._before = engine.current.needs_weights, engine.forecaster.whole
         engine.current.needs_weights = engine.forecaster.whole = True
         engine.observe(self._observe)
@@ -53,8 +58,8 @@ class Recorder:
     @property
     def holds(self) -> frozenset[str]:
         """Of `tiermoe.trace.HOLDS`."""
-        forecasts = ["forecasts"] if self.distances else []
-        return frozenset(["weights", "tokens", *forecasts, *(["little"] if self.little else [])])
+        parts = {"forecasts": self.distances, "little": self.little, "neurons": self._neurons}
+        return frozenset(["weights", "tokens", *(name for name, there in parts.items() if there)])
 
     def __enter__(self) -> Recorder:
         return self
@@ -64,6 +69,8 @@ class Recorder:
 
     def close(self) -> None:
         """Leaves the model as it was."""
+        if self._neurons is not None:
+            self._neurons.close()
         self._engine.observe(None)
         self._engine.current.needs_weights, self._engine.forecaster.whole = self._before
 
@@ -79,10 +86,18 @@ class Recorder:
             little = self._little(feed, position) if self.little else None
             self._begin()
             feed.token(position)
+            self._note_neurons()
             yield Pass("decode", sequence, [int(ids[position])], self._layers, little)
 
     def _begin(self) -> None:
         self._layers = [LayerTrace([], []) for _ in self._experts]
+        if self._neurons is not None:
+            self._neurons.begin()
+
+    def _note_neurons(self) -> None:
+        if self._neurons is not None:
+            for layer, active in zip(self._layers, self._neurons.active, strict=True):
+                layer.neurons = active
 
     def _little(self, feed: Feed, position: int) -> Little:
         """The K/2 pass at a position, undone afterwards."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiermoe.config import BITS
+import torch
+
+from tiermoe.config import BITS, Settings
 from tiermoe.kernels import machine_layout
+from tiermoe.store.neurons import neuron_format, record_place
 from tiermoe.store.store import Store, precision_key
 from tiermoe.trace import Header, Times
 
@@ -17,7 +20,8 @@ def header_of(
     distances: tuple[int, ...],
     made_from: dict[str, str | int | float],
 ) -> Header:
-    """The header of a loaded model's trace."""
+    """The header of a loaded model's trace. Where it holds neurons, ModelError or ConfigError for experts that the
+    neuron unit cannot take."""
     engine = model.tiermoe
     store, plan = engine.store, engine.plan
     return Header(
@@ -32,7 +36,17 @@ def header_of(
         dense_bytes=plan.dense,
         encoder_layers=sum(layer.name.startswith("encoder.") for layer in store.layers),
         made_from=made_from,
+        **(neuron_sizes(store, engine.settings, model.dtype) if "neurons" in holds else {}),
     )
+
+
+def neuron_sizes(store: Store, settings: Settings, dtype: torch.dtype) -> dict[str, int]:
+    """`head_bytes`, `neuron_bytes` and `neurons` of a header: of the first MoE layer (all are of one shape), as the
+    neuron unit stores it in the settings' bits, in 4 where there is no such unit of them."""
+    bits = settings.bits if settings.bits in (4, 2) else 4
+    form = neuron_format(store.layers[0], bits, dtype, machine_layout("cpu"), settings.quantizer)
+    place = record_place(form)
+    return {"head_bytes": place.stored_at, "neuron_bytes": place.record_bytes, "neurons": place.neurons}
 
 
 def expert_bytes(store: Store, quantizer: str, layout: str) -> dict[int, list[int]]:

@@ -30,11 +30,15 @@ def write_trace(
     progress: Progress,
     distances: Sequence[int] = DISTANCES,
     little: bool = True,
+    theta: float | None = None,
 ) -> None:
     """Records the sequences `ids` (sequences, length) and writes them to `path`, which appears whole or not at all.
-    Times are measured first, on the first sequence. TraceError where `path` cannot be written."""
+    Times are measured first, on the first sequence. distances, little, theta: as for `Recorder`. TraceError where
+    `path` cannot be written."""
     times = measure_times(model, ids[0], shape.prompt)
-    with Recorder(model, distances, little) as recorder:
+    if theta is not None:
+        made_from = {**made_from, "theta": theta}
+    with Recorder(model, distances, little, theta) as recorder:
         header = header_of(model, times, recorder.holds, recorder.distances, made_from)
         with TraceWriter(path, header) as writer:
             done = 0

@@ -1,0 +1,61 @@
+"""Which neurons of the experts that run are active: |act(W1 x)| > theta (CORM, section 3), by the weights that run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tiermoe.kernels.expert import Activation
+from tiermoe.runtime.neuron_experts import gate_activation_of
+from tiermoe.runtime.shells import is_shell
+from tiermoe.tiers.neuron_sets import to_bits
+from tiermoe.types import Ready, Routed
+
+
+class NeuronWatch:
+    """Looks between the two matrices of a loaded model's experts while each token runs alone. ModelError where they are
+    not W2 (act(W1 x) * W3 x). Close it."""
+
+    def __init__(self, model: Any, theta: float) -> None:
+        self._theta = theta
+        self._current = model.tiermoe.current
+        self._run_layer = self._current.run_layer
+        shells = [module for module in model.modules() if is_shell(module)]
+        self.active: list[dict[int, int]] = [{} for _ in shells]
+        """Per layer, of the last pass: expert → its active neurons as a bit set (neuron j is bit j)."""
+        gates = [gate_activation_of(shell) for shell in shells]
+        self._layer, self._expert = 0, 0
+        self._watched: list[tuple[Any, Activation]] = []
+        self._current.run_layer = self._following
+        for shell, gate in zip(shells, gates, strict=True):
+            for kernel in shell.run_experts._kernels.values():
+                self._watched.append((kernel, kernel._activation))
+                kernel._activation = self._looking(gate, kernel._activation)
+
+    def begin(self) -> None:
+        """Another pass begins."""
+        self.active = [{} for _ in self.active]
+
+    def close(self) -> None:
+        """Leaves the model as it was."""
+        del self._current.run_layer
+        for kernel, activation in self._watched:
+            kernel._activation = activation
+
+    def _following(self, routed: Routed, hidden: torch.Tensor) -> Iterator[Ready]:
+        self._layer = routed.layer
+        for ready in self._run_layer(routed, hidden):
+            self._expert = ready.expert
+            yield ready
+
+    def _looking(self, gate: Activation, activation: Activation) -> Activation:
+        def looked_at(features: torch.Tensor) -> torch.Tensor:
+            if len(features) == 1:
+                magnitudes = gate(features.chunk(2, dim=-1)[0])[0].float().abs()
+                # an undefined one is active, as in kernels.neurons
+                self.active[self._layer][self._expert] = to_bits(~(magnitudes <= self._theta).cpu())
+            return activation(features)
+
+        return looked_at
