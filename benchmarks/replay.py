@@ -4,54 +4,83 @@
         [--dense-bits 4] [--threads N] [--lanes 1] [--tokens 1024]
 
 The text's sequences are fed as `tiermoe trace` feeds them. The first warms the cache and the process: it is run and
-replayed, and counts in neither. Then the same model records the text and its computing times are measured; the link's
-bandwidth is what its lanes reached in the run. With several lanes the order of arrivals, and so what is evicted,
-differs a little from the replay's. Prints one JSON object, and a table on standard error.
+replayed, and counts in neither. Then the same model records the text, and the trace is replayed with what was measured
+in the run: its link's bandwidth, and the mean seconds of an expert and of all else, and afterwards: what it takes to
+hand a load over between threads. So what is compared is what a replay makes of waiting and overlap. With several lanes
+loads arrive in an order of their own, and what is evicted differs a little. Prints one JSON object, and a table on
+standard error.
 """
 
 import argparse
 import json
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import tiermoe
 from tiermoe.cli.options import changes
 from tiermoe.compose import PrecisionSlots
 from tiermoe.config import CacheSize
-from tiermoe.runtime.measure_times import measure_times
+from tiermoe.runtime.measure_times import Lap, Stopwatch, times_of
 from tiermoe.runtime.phases import Phase
-from tiermoe.runtime.record import Recorder
+from tiermoe.runtime.record import Feed, Recorder
 from tiermoe.runtime.sequences import Cut, cut, needed_chunk
 from tiermoe.runtime.trace_header import header_of
 from tiermoe.simulate import ReplaySettings, Result, replay
 from tiermoe.trace import Trace
+from tiermoe.types import ExpertKey, Load
+
+_HAND_OVERS = 32
 
 
 class MeasuredRun:
-    """Sequences fed to a model, those after the first measured: their phases, and the link while they ran."""
+    """Sequences fed to a model, those after the first measured: their phases, and the link and the computing times
+    while they ran."""
 
     def __init__(self, model: Any, ids: Any, prompt: int) -> None:
-        self._engine = model.tiermoe
-        self.phases = {"prefill": Phase(), "decode": Phase()}
-        self._feed(model, ids[0], prompt, {"prefill": Phase(), "decode": Phase()})
-        link = self._engine.link
-        nbytes, busy_s = link.bytes_read, link.busy_s
-        for sequence in ids[1:]:
-            self._feed(model, sequence, prompt, self.phases)
-        self.bandwidth = (link.bytes_read - nbytes) / (link.busy_s - busy_s)
+        self._model, self._prompt = model, prompt
+        self._engine = engine = model.tiermoe
+        self._laps: dict[str, list[Lap]]
+        self._feed(ids[:1])
+        nbytes, busy_s = engine.link.bytes_read, engine.link.busy_s
+        self.phases = self._feed(ids[1:])
+        self.bandwidth = (engine.link.bytes_read - nbytes) / (engine.link.busy_s - busy_s)
+        self.times = times_of(self._laps["prefill"], self._laps["decode"], prompt, engine.settings.bits, fmean)
 
-    def _feed(self, model: Any, ids: Any, prompt: int, phases: dict[str, Phase]) -> None:
+    def _feed(self, sequences: Any) -> dict[str, Phase]:
         import torch
 
-        with torch.inference_mode():
-            with phases["prefill"].measured(self._engine, prompt):
-                output = model(input_ids=ids[None, :prompt], use_cache=True, logits_to_keep=1)
-            cache = output.past_key_values
-            with phases["decode"].measured(self._engine, len(ids) - prompt):
-                for at in range(prompt, len(ids)):
-                    model(input_ids=ids[None, at : at + 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        phases = {"prefill": Phase(), "decode": Phase()}
+        self._laps = {"prefill": [], "decode": []}
+        with torch.inference_mode(), Stopwatch(self._model) as watch:
+            for ids in sequences:
+                feed = Feed(self._model, ids, self._prompt)
+                watch.lap()
+                with phases["prefill"].measured(self._engine, self._prompt):
+                    feed.prompt()
+                self._laps["prefill"].append(watch.lap())
+                for at in range(self._prompt, len(ids)):
+                    with phases["decode"].measured(self._engine, 1):
+                        feed.token(at)
+                    self._laps["decode"].append(watch.lap())
+        return phases
+
+
+def hand_over(engine: Any) -> float:
+    """Seconds that a load takes from one thread to another and back, beside reading: of loads one at a time. Reads over
+    a slot: the model must not run afterwards."""
+    engine.controller.drain()
+    rest = []
+    for number in range(_HAND_OVERS):
+        layer, expert = number % len(engine.store.layers), number // len(engine.store.layers)
+        began, busy_s = time.perf_counter(), engine.link.busy_s
+        engine.link.submit(Load(ExpertKey(layer, expert, engine.settings.bits), 0, True))
+        engine.link.wait()
+        rest.append(time.perf_counter() - began - (engine.link.busy_s - busy_s))
+    return median(rest)
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
@@ -67,10 +96,10 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     with Recorder(model, distances=(), little=False) as recorder:
         passes = [passed for number, row in enumerate(ids) for passed in recorder.passes(row, args.prompt, number)]
         holds = recorder.holds
-    times = measure_times(model, ids[1], args.prompt, args.sequence - args.prompt)
-    header = header_of(model, times, holds, (), {})
+    header = header_of(model, run.times, holds, (), {})
     slots = tuple(PrecisionSlots(pool.bits, pool.slots) for pool in engine.plan.pools)
-    settings = ReplaySettings(CacheSize(fraction=1.0), run.bandwidth, lanes=engine.drive.lanes, slots=slots)
+    wake = hand_over(engine)
+    settings = ReplaySettings(CacheSize(fraction=1.0), run.bandwidth, lanes=engine.drive.lanes, slots=slots, wake=wake)
     warming = Trace(header, [passed for passed in passes if passed.sequence == 0])
     replays = [replay(trace, engine.composition, settings) for trace in (Trace(header, passes), warming)]
     found = {
@@ -81,7 +110,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "slots": {",".join(map(str, pool.bits)): pool.slots for pool in slots},
         "lanes": engine.drive.lanes,
         "bandwidth": run.bandwidth,
-        "times": asdict(times),
+        "wake": wake,
+        "times": asdict(run.times),
         "run": {name: _of_run(phase) for name, phase in run.phases.items()},
         "replay": _of_replays(*replays),
     }
@@ -120,7 +150,7 @@ def _row(tokens: float, hits: float, misses: float, seconds: float, wait_s: floa
 
 def show(found: dict[str, Any]) -> None:
     columns = ("hits", "misses", "tok_s", "token_ms", "compute_ms", "wait_ms")
-    link = f"{found['lanes']} lanes, {found['bandwidth'] / 1e6:,.0f} MB/s"
+    link = f"{found['lanes']} lanes, {found['bandwidth'] / 1e6:,.0f} MB/s, {found['wake'] * 1e6:.0f} us to hand over"
     times = ", ".join(f"{name} {value}" for name, value in found["times"].items())
     print(f"{link}; seconds: {times}", file=sys.stderr)
     print(f"{'':<16}" + "".join(f"{name:>12}" for name in columns), file=sys.stderr)

@@ -23,6 +23,7 @@ from tiermoe.errors import ConfigError, LoadError
 from tiermoe.kernels.reference import DecodedLinear
 from tiermoe.presets import compose
 from tiermoe.runtime import engine
+from tiermoe.runtime.cooperative import CpuHelper
 from tiermoe.runtime.experts import LayerExperts
 from tiermoe.runtime.units import unit_of
 from tiermoe.types import ExpertKey, Ready, Routed
@@ -85,6 +86,30 @@ def test_results_are_joined_after_the_devices_work_and_added_in_order(away: int,
     total = within(10, lambda: layer.experts(torch.zeros(rows, 1), index, torch.ones(rows, 3)))
     assert total.tolist() == [[1.0]] * rows
     assert layer.asked == [(away, rows)]
+
+
+class Lender:
+    """Lends empty slots."""
+
+    def __init__(self) -> None:
+        self.lent: list[ExpertKey] = []
+
+    def borrow(self, key: ExpertKey) -> torch.Tensor:
+        self.lent.append(key)
+        return torch.zeros(0, dtype=torch.uint8)
+
+    def give_back(self, key: ExpertKey) -> None:
+        self.lent.remove(key)
+
+
+def test_what_is_borrowed_is_given_back_also_where_computing_fails() -> None:
+    lender = Lender()
+    helper = CpuHelper(lender)
+    output = helper.layer(2, {}, torch.relu)(5, 4, torch.zeros(1, 1))
+    with pytest.raises(KeyError):  # no precision has a kernel
+        output.result(10)
+    helper.close()
+    assert lender.lent == []
 
 
 @pytest.fixture

@@ -123,6 +123,10 @@ def assert_agree(run: Run, result: Result) -> None:
     assert result.skipped == run.stats["expert_skips"]
 
 
+def _routing(trace: Trace) -> list[list[tuple[list[list[int]], list[list[float]]]]]:
+    return [[(layer.experts, layer.weights) for layer in passed.layers] for passed in trace.passes]
+
+
 EXACT = {
     "lru": {},
     "lfu by sequence": {"cache": "lfu", "records": "sequence"},
@@ -139,6 +143,7 @@ def test_an_exact_run_hits_as_the_recorded_trace(
 ) -> None:
     run = Run(blueprint, sequences, "lru", changes)
     assert run.phases["decode"].hits
+    assert _routing(run.trace) == _routing(recorded)
     result = run.replayed(recorded)
     assert_agree(run, result)
     divided = replay(recorded, run.composition, ReplaySettings(CACHE, 1e8), NoBelady(recorded))

@@ -83,6 +83,18 @@ def test_latency_is_paid_by_each_transfer_and_shares_nothing() -> None:
     assert clock.now == pytest.approx(3.2)
 
 
+def test_who_waits_goes_on_a_little_after_the_end() -> None:
+    clock = VirtualClock()
+    link_ = VirtualLink(clock, 100.0, lambda key: 100, wake=0.25)
+    link_.submit(load(0))
+    link_.submit(load(1))
+    link_.wait()
+    assert clock.now == pytest.approx(1.25)
+    clock.compute(1.0)
+    link_.wait()  # it has come meanwhile
+    assert (clock.now, link_.wait_s) == (pytest.approx(2.25), pytest.approx(1.25))
+
+
 def test_urgent_before_speculative_and_what_has_begun_is_not_interrupted() -> None:
     _, link_ = link()
     for load_ in (load(0, urgent=False), load(1, urgent=False), load(2)):
@@ -483,7 +495,9 @@ def test_what_cannot_be_replayed_is_listed_with_the_reason(
     found = {row["preset"]: row for row in rows(tmp_path / "bare", presets="all", cache="100%", link="pcie4")}
     assert list(found) == list(PRESETS)
     assert "forecasts" in found["hobbit"]["refused"]
-    assert "calibrate" in found["edgemoe"]["refused"]
+    assert found["edgemoe"]["refused"].startswith("preset edgemoe has no table of bits per expert")
+    assert "--for edgemoe and give the folder" in found["edgemoe"]["refused"]
+    assert "no boundary and no activation paths" in found["eap"]["refused"]
     assert "little passes" in found["mobile"]["refused"]
     assert found["lru"]["misses"] == 4
 

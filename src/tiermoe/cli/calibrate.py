@@ -63,9 +63,8 @@ def calibrate(
         from tiermoe.runtime.calibration import Found, prepare
         from tiermoe.runtime.sequences import Cut
 
-        calibration = prepare(
-            model, text.name, content, Cut(tokens, prompt, sequence), options, loss, processes, bitwidth_quantizer
-        )
+        shape = Cut(tokens, prompt, sequence)
+        calibration = prepare(model, text.name, content, shape, options, loss, processes, bitwidth_quantizer)
     with progress_bar() as progress:
         results = calibration.run(names, progress, force)
     found = [result for result in results if isinstance(result, Found)]

@@ -58,7 +58,8 @@ class Failed:
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """What calibrating starts from; made by `prepare`. ids: (sequences, length). tolerated_loss: of perplexity, for
-    EdgeMoE's bitwidths, which `bitwidth_quantizer` makes ('linear' is the paper's). processes: that measure the importance of experts side by side, None: one."""
+    EdgeMoE's bitwidths, which `bitwidth_quantizer` makes ('linear' is the paper's). processes: that measure the
+    importance of experts side by side, None: one."""
 
     directory: Path
     model: str

@@ -34,8 +34,8 @@ def resolve(settings: Settings, store: Path, fingerprint: str, model: str) -> Re
         composition = filled(composition, profile)
         if asked is not None and asked != composition.quantizer:
             raise ProfileError(
-                f"the bitwidths of {settings.preset} were found for {composition.quantizer}, not for {asked}; calibrate "
-                f"with --bitwidth-quantizer {asked}, or leave quantizer out"
+                f"the bitwidths of {settings.preset} were found for {composition.quantizer}, not for {asked}; "
+                f"calibrate with --bitwidth-quantizer {asked}, or leave quantizer out"
             )
     require_settings(composition, model)
     settings = replace(

@@ -10,7 +10,7 @@ measured with best.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -29,7 +29,7 @@ _PROMPTS = 3  # the first is left out: it may be the first that the model does
 def measure_times(model: Any, ids: torch.Tensor, prompt: int, decoded: int = 32) -> Times:
     """Times of a loaded model on one sequence (n,): its prompt three times, then up to `decoded` tokens after it."""
     prefills, decodes = [], []
-    with _Stopwatch(model) as watch:
+    with Stopwatch(model) as watch:
         for _ in range(_PROMPTS):
             feed = Feed(model, ids, prompt)
             watch.lap()
@@ -38,16 +38,26 @@ def measure_times(model: Any, ids: torch.Tensor, prompt: int, decoded: int = 32)
         for position in range(prompt, min(prompt + decoded, len(ids))):
             feed.token(position)
             decodes.append(watch.lap())
-    one = median(lap.experts_s / lap.used for lap in decodes)
-    dense = median(lap.seconds - lap.experts_s for lap in decodes)
-    further = median(lap.further(one) for lap in prefills[1:])
-    prefill_token = median(lap.beside(one, further) / prompt for lap in prefills[1:])
-    bits = model.tiermoe.settings.bits
+    return times_of(prefills[1:], decodes, prompt, model.tiermoe.settings.bits)
+
+
+def times_of(
+    prefills: Sequence[Lap],
+    decodes: Sequence[Lap],
+    prompt: int,
+    bits: int,
+    average: Callable[[Iterable[float]], float] = median,
+) -> Times:
+    """Times of passes over prompts of `prompt` tokens and over single ones, with experts in `bits`."""
+    one = average(lap.experts_s / lap.used for lap in decodes)
+    dense = average(lap.seconds - lap.experts_s for lap in decodes)
+    further = average(lap.further(one) for lap in prefills)
+    prefill_token = average(lap.beside(one, further) / prompt for lap in prefills)
     return Times(dense, {bits: one}, prefill_token, {bits: further})
 
 
 @dataclass(frozen=True, slots=True)
-class _Lap:
+class Lap:
     """A pass: its seconds, those of its experts, the (token, expert) pairs that ran, and the (layer, expert) ones."""
 
     seconds: float
@@ -64,7 +74,7 @@ class _Lap:
         return max(self.seconds - self.active * one - (self.used - self.active) * further, 0.0)
 
 
-class _Stopwatch:
+class Stopwatch:
     """Times a model's passes and, within them, its experts, less what they waited for the link. A context."""
 
     def __init__(self, model: Any) -> None:
@@ -76,7 +86,7 @@ class _Stopwatch:
         self._calls: list[tuple[float, torch.Tensor, int]] = []
         self._began = self._first = self._now()
 
-    def __enter__(self) -> _Stopwatch:
+    def __enter__(self) -> Stopwatch:
         self._engine.current.run_layer = self._noting_the_first
         for shell, run in zip(self._shells, self._run, strict=True):
             shell.run_experts = self._timed(run, shell.num_experts)
@@ -87,11 +97,11 @@ class _Stopwatch:
             shell.run_experts = run
         del self._engine.current.run_layer
 
-    def lap(self) -> _Lap:
+    def lap(self) -> Lap:
         """What has passed since the last one."""
         seconds = self._now() - self._began
         chosen = [index[index < experts] for _, index, experts in self._calls]
-        lap = _Lap(
+        lap = Lap(
             seconds,
             sum(taken for taken, _, _ in self._calls),
             sum(index.numel() for index in chosen),

@@ -36,7 +36,8 @@ class VirtualLink:
     speculative; one that has begun is not interrupted. A transfer takes `latency` seconds, then its bytes at an equal
     share of `bandwidth` (bytes per second) with the others under way.
 
-    bytes_of: what a load moves, asked when it begins. `wait_s`: time in which the clock stood at `wait` or `fetch`;
+    bytes_of: what a load moves, asked when it begins. wake: seconds from a transfer's end until the processor goes on
+    that stood waiting for it. `wait_s`: time in which the clock stood at `wait` or `fetch`;
     `busy_s`: in which a lane was at work.
     """
 
@@ -47,6 +48,7 @@ class VirtualLink:
         bytes_of: Callable[[ExpertKey], int],
         latency: float = 0.0,
         lanes: int = 1,
+        wake: float = 0.0,
     ) -> None:
         self.wait_s = 0.0
         self.busy_s = 0.0
@@ -56,6 +58,7 @@ class VirtualLink:
         self._bytes_of = bytes_of
         self._latency = latency
         self._lanes = lanes
+        self._wake = wake
         self._at = 0.0  # the link is simulated up to here
         self._fetches: deque[_Transfer] = deque()
         self._urgent: deque[Load] = deque()
@@ -115,11 +118,13 @@ class VirtualLink:
     def _run_while(self, unfinished: Callable[[], bool]) -> None:
         """Moves the clock from one event to the next; the processor waits."""
         began = self._clock.now
+        if not unfinished():
+            return
         while unfinished():
             if not self._active:
                 raise RuntimeError("waited for a load that nobody asked for")
             self._advance(self._next_event())
-        self._clock.now = max(began, self._at)
+        self._clock.now = max(began, self._at) + self._wake
         self.wait_s += self._clock.now - began
 
     def _run_to(self, time: float) -> None:

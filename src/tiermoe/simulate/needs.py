@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tiermoe.errors import ConfigError, TraceError
+from tiermoe.compose import tables
+from tiermoe.errors import ConfigError, ProfileError, TraceError
 from tiermoe.presets import Composition
+from tiermoe.profiles import Profile
 from tiermoe.trace import Header
 
 _GATES = ("next-gate", "stacked-gates", "percentile", "neurons")
@@ -23,6 +25,25 @@ def require(composition: Composition, header: Header) -> None:
         raise TraceError(
             f"preset {composition.name} cannot be replayed: the trace of {header.model} holds no "
             f"{' and no '.join(lacking)}; make one that does with tiermoe trace, or switch the part off with --set"
+        )
+
+
+def require_calibration(composition: Composition, profile: Profile | None, model: str) -> None:
+    """ProfileError that names the preset and what a calibration has not given it. `composition` is filled from it."""
+    found = tables(profile)
+    open_ = composition.missing()
+    needs = {
+        "table of bits per expert (precision=table)": composition.precision == "table" and not found.bits,
+        "activation paths (prefetch=path)": composition.prefetch == "path" and not found.paths,
+        "frequencies of experts (prefetch=frequent)": composition.prefetch == "frequent" and not found.frequencies,
+    }
+    lacking = [*open_, *(name for name, needed in needs.items() if needed)]
+    if lacking:
+        made_for = composition.profile or "hobbit,edgemoe,fate,corm"
+        given = f", or the values with --set {open_[0]}=…" if open_ else ""
+        raise ProfileError(
+            f"preset {composition.name} has no {' and no '.join(lacking)}; make them with tiermoe calibrate {model} "
+            f"--text FILE --for {made_for} and give the folder of the profiles with --profiles{given}"
         )
 
 

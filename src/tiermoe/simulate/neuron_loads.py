@@ -12,8 +12,8 @@ class NeuronLoads:
     """What a load moves, and what is fetched when a cached expert lacks active neurons.
 
     The neurons recorded for a layer stand for the predicted ones. Of an expert that was predicted and not chosen none
-    are recorded: it counts as bringing the trace's mean share of them. Above the share `upper_limit`, and in a pass over
-    several tokens, a whole expert comes."""
+    are recorded: it counts as bringing the trace's mean share of them. Above the share `upper_limit`, and in a pass
+    over several tokens, a whole expert comes."""
 
     def __init__(self, trace: Trace, costs: Costs, upper_limit: float) -> None:
         header = trace.header

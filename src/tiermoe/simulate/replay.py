@@ -14,7 +14,6 @@ from tiermoe.compose import (
     divide,
     filled,
     precisions,
-    require_settings,
     tables,
 )
 from tiermoe.config import CacheSize
@@ -24,7 +23,7 @@ from tiermoe.profiles import Profile
 from tiermoe.simulate.costs import Costs, expert_bytes, run_bits
 from tiermoe.simulate.evictions import hits_of
 from tiermoe.simulate.link import VirtualClock, VirtualLink
-from tiermoe.simulate.needs import require
+from tiermoe.simulate.needs import require, require_calibration
 from tiermoe.simulate.neuron_loads import NeuronLoads
 from tiermoe.simulate.result import PhaseCosts, PhaseHits, Result
 from tiermoe.simulate.steps import Future, Recorded, Step, steps_of
@@ -35,8 +34,9 @@ from tiermoe.types import ExpertKey
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
     """The machine and what is given beside the trace. `bandwidth` in bytes per second, `latency` in seconds, `lanes`
-    transfers at once. `bits`: of the experts, None those that the traced model ran in. `times`: None takes the
-    trace's own. `slots`: None divides `cache` as the engine does."""
+    transfers at once, `wake` seconds until whoever waits for one goes on after its end. `bits`: of the experts, None
+    those that the traced model ran in. `times`: None takes the trace's own. `slots`: None divides `cache` as the engine
+    does."""
 
     cache: CacheSize
     bandwidth: float
@@ -47,6 +47,7 @@ class ReplaySettings:
     profile: Profile | None = None
     slots: tuple[PrecisionSlots, ...] | None = None
     seed: int = 0
+    wake: float = 0.0
 
 
 def replay(
@@ -58,7 +59,7 @@ def replay(
     header = trace.header
     require(composition, header)
     composition = _with_theta(filled(composition, settings.profile), header)
-    require_settings(composition, header.model)
+    require_calibration(composition, settings.profile, header.model)
     times = settings.times or header.times
     if times is None:
         raise TraceError(f"the trace of {header.model} holds no computing times; give them with --compute 20ms")
@@ -122,7 +123,9 @@ class _Run:
         self._clock = VirtualClock()
         self._neurons = NeuronLoads(trace, costs, composition.upper_limit) if composition.unit == "neuron" else None
         nbytes_of = self._neurons.load if self._neurons else costs.nbytes
-        self._link = VirtualLink(self._clock, settings.bandwidth, nbytes_of, settings.latency, settings.lanes)
+        self._link = VirtualLink(
+            self._clock, settings.bandwidth, nbytes_of, settings.latency, settings.lanes, settings.wake
+        )
         self._scheduler = assemble(
             composition, shape_of(header), self.slots, self._link, self.bits, found,
             Foresight(self._future.next_use, self._future.choices), settings.seed,

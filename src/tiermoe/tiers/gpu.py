@@ -226,6 +226,7 @@ class GpuLink:
         with self._changed:
             self._cache.arrived(key)
             self._cache.pin(key)
+            self._changed.notify_all()
 
     def _reserve(self, key: ExpertKey) -> int | None:
         """A slot in main memory for `key`; where all are in use, waits for the oldest copy, for a lane or for what is

@@ -1,0 +1,151 @@
+"""Active neurons in traces: against act(W1 x) of the checkpoint's own weights, and replayed by corm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiermoe
+import tiny
+from commands import Command
+from small_traces import decode, layer, trace_of
+from tiermoe.errors import ModelError
+from tiermoe.profiles import Profile, to_json
+from tiermoe.runtime.record import Recorder
+from tiermoe.runtime.shells import is_shell
+from tiermoe.simulate.costs import Costs
+from tiermoe.simulate.neuron_loads import NeuronLoads
+from tiermoe.store.neurons import record_place
+from tiermoe.store.store import open_store
+from tiermoe.trace import Times
+from tiermoe.trace_file import read_trace
+from tiermoe.types import ExpertKey
+
+IDS = torch.tensor([5, 40, 77, 12, 9, 100, 33, 8, 61, 25, 90, 14])
+PROMPT = 5
+THETA = 0.3
+NEURONS = 64
+TEXT = "It was a bright cold day in April, and the clocks were striking thirteen; Winston Smith slipped quickly. " * 4
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write(tmp_path_factory.mktemp("mixtral"), "mixtral", torch.float32)
+
+
+@torch.inference_mode()
+def test_recorded_neurons_are_those_of_the_plain_models_gates(mixtral: Path) -> None:
+    model, _ = tiermoe.load(mixtral, bits=16, preset="lru", cache="30%", lanes=1)
+    kernels = [kernel for m in model.modules() if is_shell(m) for kernel in m.run_experts._kernels.values()]
+    before = [kernel._activation for kernel in kernels]
+    with Recorder(model, theta=THETA) as recorder:
+        assert "neurons" in recorder.holds
+        prefill, *decoded = recorder.passes(IDS, PROMPT)
+    assert [kernel._activation for kernel in kernels] == before
+    assert "run_layer" not in vars(model.tiermoe.current)
+    model.tiermoe.close()
+    assert not any(traced.neurons for traced in prefill.layers)
+    assert all(not traced.neurons for passed in decoded if passed.little for traced in passed.little.layers)
+
+    plain = tiny.oracle(mixtral, "mixtral", torch.float32)
+    modules = [module for module in plain.modules() if hasattr(module, "gate_up_proj")]
+    inputs: list[torch.Tensor] = []
+    for module in modules:
+        module.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+    cache = plain(input_ids=IDS[None, :PROMPT], use_cache=True).past_key_values
+    found = wrong = 0
+    for position, passed in zip(range(PROMPT, len(IDS)), decoded, strict=True):
+        inputs.clear()
+        cache = plain(input_ids=IDS[None, position : position + 1], past_key_values=cache).past_key_values
+        for traced, module, x in zip(passed.layers, modules, inputs, strict=True):
+            assert set(traced.neurons) == set(traced.experts[0])
+            for expert, active in traced.neurons.items():
+                w1 = module.gate_up_proj[expert][:NEURONS]
+                for neuron, value in enumerate(torch.nn.functional.silu(w1 @ x[0]).abs().tolist()):
+                    found += active >> neuron & 1
+                    # on the other side of the threshold only where rounding can put it
+                    wrong += (value > THETA) != bool(active >> neuron & 1) and abs(value - THETA) > 1e-4
+                assert active >> NEURONS == 0
+    assert wrong == 0
+    every = len(decoded) * len(modules) * 2 * NEURONS
+    assert 0.1 * every < found < 0.9 * every
+
+
+def test_a_model_without_gates_has_no_neurons(tmp_path: Path) -> None:
+    model, _ = tiermoe.load(tiny.write(tmp_path, "switch_transformers", torch.float32), preset="lru", bits=16)
+    with pytest.raises(ModelError, match="neuron unit cannot take"):
+        Recorder(model, theta=THETA)
+    assert "run_layer" not in vars(model.tiermoe.current)
+    model.tiermoe.close()
+
+
+@pytest.fixture(scope="module")
+def traced(mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trace with neurons."""
+    from tiermoe.cli.trace import trace
+
+    folder = tmp_path_factory.mktemp("traced")
+    (folder / "text.txt").write_text(TEXT)
+    trace(
+        str(mixtral), folder / "text.txt", folder / "t", tokens=64, prompt=8, sequence=32, neurons=THETA,
+        store=folder / "store",
+    )  # fmt: skip
+    return folder / "t"
+
+
+def test_the_header_has_the_neuron_units_bytes(traced: Path, mixtral: Path) -> None:
+    header = read_trace(traced).header
+    assert "neurons" in header.holds
+    assert header.made_from["theta"] == THETA
+    model, _ = tiermoe.load(
+        mixtral, preset="lru", set={"unit": "neuron", "theta": 0.1}, store=traced.parent / "store", cache="30%"
+    )
+    model.tiermoe.close()
+    form = open_store(traced.parent / "store").expert_format("4-hqq-neuron", 0)
+    place = record_place(form)
+    assert (header.head_bytes, header.neuron_bytes, header.neurons) == (place.stored_at, place.record_bytes, NEURONS)
+
+
+def test_corm_replays_it(traced: Path, tmp_path: Path, tiermoe_: Command) -> None:
+    def simulated(*more: str) -> Any:
+        done = tiermoe_("simulate", traced, "--preset", "corm", "--link", "1MB/s", "--cache", "60%", "--json", *more)
+        return json.loads(done.out)[0] if done.code == 0 else done.err
+
+    fixed = ("--set", "precision=fixed")
+    alone = (*fixed, "--set", f"theta={THETA}", "--set", "prefetch=none")  # what a prefetch brings depends on bytes
+    whole, found = simulated(*alone, "--set", "unit=expert"), simulated(*alone)
+    assert (found["hits"], found["loads"]) == (whole["hits"], whole["loads"])
+    assert 0 < found["bytes_per_token"] < whole["bytes_per_token"]
+    assert simulated(*fixed, "--set", f"theta={THETA}")["speculative_loads"] > 0
+    assert "theta 0.3" in simulated(*fixed, "--set", "theta=0.2")
+    assert "calibrate" in simulated("--set", f"theta={THETA}")
+    fingerprint = read_trace(traced).header.fingerprint
+    table = [[4, 2] * 4] * 3
+    profile = Profile("corm", fingerprint, {}, {"theta": THETA}, {"table": table})
+    (tmp_path / "corm.json").write_bytes(to_json(profile))
+    assert simulated("--profiles", str(tmp_path))["misses"] > 0
+
+
+def test_a_bad_threshold_is_refused(mixtral: Path, tmp_path: Path, tiermoe_: Command) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    done = tiermoe_("trace", mixtral, "--text", tmp_path / "text.txt", "--out", tmp_path / "t", "--neurons", "-1")
+    assert "threshold from 0 on" in done.err
+
+
+def test_bytes_of_whole_experts_in_a_prompt_and_of_active_neurons_after_it() -> None:
+    trace = trace_of([decode(layer([0, 1], neurons={0: 0b1, 1: 0b111}))], head_bytes=40, neuron_bytes=15, neurons=4)
+    loads = NeuronLoads(trace, Costs(trace.header, Times(0, {4: 0}, 0, {4: 0})), 0.9)
+    active = [passed.neurons for passed in trace.passes[0].layers]
+    keys = [ExpertKey(0, expert, 4) for expert in range(3)]
+    loads.begin(active, 1)
+    # of 100 bytes 40 are W1 and 15 each neuron; expert 2 was not chosen: the mean is two neurons
+    assert [loads.load(key) for key in keys] == [55, 85, 70]
+    loads.begin([{0: 0b1001}], 1)
+    assert loads.complete(keys[0]) == 15
+    loads.begin(active, 3)
+    assert loads.complete(keys[1]) == 15  # what is missing of all four
+    assert loads.load(keys[0]) == 100
