@@ -170,7 +170,8 @@ def test_high_and_low_pools_agree(blueprint: Blueprint, sequences: torch.Tensor)
 
 def test_fallbacks_agree(blueprint: Blueprint, sequences: torch.Tensor, recorded: Trace) -> None:
     """MoBiLE without prefetch. With no little pass kept, each token follows what it follows with all K, as recorded."""
-    run = Run(blueprint, sequences, "mobile", {"prefetch": "none", "gamma": 1.0})
+    by_tokens = {"cache": "weighted", "weights": "0.4,0.3,0.2,0.1"}  # a discarded pass counts no token
+    run = Run(blueprint, sequences, "mobile", {"prefetch": "none", "gamma": 1.0, **by_tokens})
     assert run.stats["fallback_ratio"] == 1
     assert_agree(run, run.replayed(run.trace))
     assert_agree(run, run.replayed(recorded))

@@ -31,7 +31,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return write(tmp_path_factory.mktemp(request.param), request.param, torch.bfloat16)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def answer() -> Any:
     """(checkpoint, preset, options) → (tokens, logits of every step, statistics)."""
 
@@ -50,6 +50,12 @@ def answer() -> Any:
         return done.sequences, torch.stack(done.logits), stats
 
     return run
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path, answer: Any) -> Any:
+    """The exact preset's answer."""
+    return answer(checkpoint, "default")
 
 
 @pytest.fixture
@@ -98,9 +104,10 @@ def test_runs(preset: str, checkpoint: Path, answer: Any) -> None:
 
 
 @pytest.mark.parametrize("preset", ["hobbit", "fate", "mobile"])
-def test_with_every_lossy_part_off_it_gives_the_exact_presets_bits(preset: str, checkpoint: Path, answer: Any) -> None:
+def test_with_every_lossy_part_off_it_gives_the_exact_presets_bits(
+    preset: str, expected: Any, checkpoint: Path, answer: Any
+) -> None:
     off = {"routing": "all", "precision": "fixed", "low_share": 0}
-    expected = answer(checkpoint, "default")
     found = answer(checkpoint, preset, off)
     assert found[2]["lossy"] == ""
     assert torch.equal(found[0], expected[0])
@@ -108,9 +115,15 @@ def test_with_every_lossy_part_off_it_gives_the_exact_presets_bits(preset: str, 
 
 
 @pytest.mark.parametrize("preset", ["mixtral-offload", "load-on-demand", "io-free", "lru"])
-def test_exact_baselines_give_the_exact_presets_bits(preset: str, checkpoint: Path, answer: Any) -> None:
-    expected, found = answer(checkpoint, "default"), answer(checkpoint, preset)
-    assert torch.equal(found[1], expected[1])
+def test_exact_baselines_give_the_exact_presets_bits(preset: str, expected: Any, checkpoint: Path, answer: Any) -> None:
+    assert torch.equal(answer(checkpoint, preset)[1], expected[1])
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, answer: Any) -> Any:
+    """(a checkpoint, its answer with a plain LRU cache)."""
+    directory = write(tmp_path_factory.mktemp("plain"), "qwen3_moe", torch.bfloat16)
+    return directory, answer(directory, "lru")
 
 
 PARTS = [
@@ -122,11 +135,10 @@ PARTS = [
 
 
 @pytest.mark.parametrize("changes", PARTS, ids=lambda changes: "-".join(f"{k}={v}" for k, v in changes.items()))
-def test_each_exact_part_alone_changes_no_bit(changes: dict[str, str], tmp_path: Path, answer: Any) -> None:
-    directory = write(tmp_path, "qwen3_moe", torch.bfloat16)
+def test_each_exact_part_alone_changes_no_bit(changes: dict[str, str], plain: Any, answer: Any) -> None:
+    directory, expected = plain
     changes = {"window": 2, "weights": "0.25,0.25,0.25,0.25", **changes}
-    expected, found = answer(directory, "lru"), answer(directory, "lru", changes)
-    assert torch.equal(found[1], expected[1])
+    assert torch.equal(answer(directory, "lru", changes)[1], expected[1])
 
 
 def test_what_everything_in_memory_needs_is_refused_with_the_numbers(tmp_path: Path, answer: Any) -> None:

@@ -46,7 +46,7 @@ def neuron_sizes(store: Store, settings: Settings, dtype: torch.dtype) -> dict[s
     bits = settings.bits if settings.bits in (4, 2) else 4
     form = neuron_format(store.layers[0], bits, dtype, machine_layout("cpu"), settings.quantizer)
     place = record_place(form)
-    return {"head_bytes": place.slot_at+64, "neuron_bytes": place.record_bytes, "neurons": place.neurons}
+    return {"head_bytes": place.stored_at, "neuron_bytes": place.record_bytes, "neurons": place.neurons}
 
 
 def expert_bytes(store: Store, quantizer: str, layout: str) -> dict[int, list[int]]:
