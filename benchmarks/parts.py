@@ -21,10 +21,7 @@ WITHOUT: dict[str, dict[str, list[str]]] = {
     "hobbit": {
         "mixed precision": ["precision=fixed", "low_share=0"],
         "prefetch": ["prefetch=none"],
-        "looking past the next layer": ["ahead=1"],
         "weighted cache (LRU instead)": ["cache=lru"],
-        "records per sequence": ["records=model"],
-        "masking": ["mask=false"],
         "waiting for all loads": ["start=arrival"],
     },
     "edgemoe": {
@@ -35,21 +32,17 @@ WITHOUT: dict[str, dict[str, list[str]]] = {
     "mobile": {
         "K/2 first": ["routing=all", "prefetch=none"],
         "prefetch from the little pass": ["prefetch=none"],
-        "more than one layer ahead": ["ahead=1"],
     },
     "fate": {
         "2 bits for unpopular experts": ["precision=fixed"],
         "prefetch": ["prefetch=none"],
-        "percentile (top K instead)": ["prefetch=next-gate"],
         "ARC (LRU instead)": ["cache=lru"],
         "shallow first (even instead)": ["allotment=even"],
     },
     "corm": {
         "neurons": ["unit=expert", "prefetch=next-gate"],
         "prefetch": ["prefetch=none"],
-        "proceeding on a misprediction": ["on_mispredict=reload"],
         "mixed precision by usage": ["precision=fixed"],
-        "cache per layer (one pool instead)": ["allotment=pool"],
     },
 }  # fmt: skip
 """Preset → part → what `--set` takes it out."""
@@ -118,7 +111,7 @@ def rows(chosen: list[Variant], results: list[Measured]) -> list[dict[str, Any]]
 def markdown(table: list[dict[str, Any]]) -> str:
     """The rows as a table for docs/systems.md."""
     lines = [
-        "| preset | without | decode tok/s | whole / without (least to most) | prefill: whole / without | hits | MB a token |",
+        "| preset | without | decode tok/s | decode: whole / without | prefill: whole / without | hits | MB a token |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in table:
