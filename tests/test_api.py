@@ -84,7 +84,9 @@ def test_stats_add_up(shipped: Path) -> None:
     model.generate(**tokenizer("A", return_tensors="pt"), max_new_tokens=6, do_sample=False)
     stats = model.tiermoe.stats()
     assert stats["expert_hits"] + stats["expert_misses"] == 6 * 8 * 4
-    assert stats["bytes_read"] == stats["expert_misses"] * stats["slot_bytes"]
+    loads = stats["expert_misses"] + stats["speculative_loads"]
+    assert stats["expert_misses"] * stats["slot_bytes"] <= stats["bytes_read"] <= loads * stats["slot_bytes"]
+    assert stats["bytes_read"] % stats["slot_bytes"] == 0
     assert stats["hit_rate"] == stats["expert_hits"] / (6 * 8 * 4)
     assert 0 < stats["peak_memory_bytes"] <= 4 << 30
     model.tiermoe.close()

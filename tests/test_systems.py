@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,10 @@ def test_runs(preset: str, checkpoint: Path, answer: Any) -> None:
     assert torch.isfinite(logits).all()
     assert stats["preset"] == preset
     assert stats["lossy"] == ", ".join(PRESETS[preset].lossy)
-    assert (stats["hit_rate"] == 0) == (preset in ("load-on-demand", "io-qexp"))
+    if preset in ("load-on-demand", "io-qexp"):
+        assert stats["hit_rate"] == 0
+    elif preset != "lru":  # which may find nothing where a step goes round more experts than there are slots
+        assert stats["hit_rate"] > 0
 
 
 @pytest.mark.parametrize("preset", ["hobbit", "fate", "mobile"])
@@ -141,7 +145,10 @@ def test_each_exact_part_alone_changes_no_bit(changes: dict[str, str], plain: An
     assert torch.equal(answer(directory, "lru", changes)[1], expected[1])
 
 
-def test_what_everything_in_memory_needs_is_refused_with_the_numbers(tmp_path: Path, answer: Any) -> None:
-    directory = write(tmp_path, "qwen3_moe", torch.bfloat16)
-    with pytest.raises(tiermoe.BudgetError, match="keeps all 24 experts in memory"):
-        answer(directory, "io-free", memory="450MiB", context=256, chunk=16)
+def test_what_everything_in_memory_needs_is_refused_with_the_numbers(shipped: Path, answer: Any) -> None:
+    with pytest.raises(tiermoe.BudgetError) as too_little:
+        answer(shipped, "lru", memory="100MiB", bits=16)
+    enough = re.search(r"Use --memory (\d+)MiB", str(too_little.value))
+    assert enough is not None
+    with pytest.raises(tiermoe.BudgetError, match="keeps all 256 experts in memory"):
+        answer(shipped, "io-free", memory=f"{enough[1]}MiB", bits=16)

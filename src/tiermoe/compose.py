@@ -176,13 +176,15 @@ def assemble(
     )
     held = sum(share.slots for share in slots) >= sum(shape.experts) and len(loaded) == 1
     on_cpu = composition.misses == "cpu"
-    # where nothing leaves, a prediction would save next to nothing, unless misses bring nothing here
-    prefetch = "none" if held and not on_cpu else composition.prefetch
+    prediction = _prediction_context(composition, shape, found, foresight)
+    predictor = PREDICTIONS[composition.prefetch](prediction)
+    if held and not on_cpu:  # where nothing leaves, a prediction would save next to nothing; misses=cpu brings nothing
+        predictor = PREDICTIONS["none"](prediction)
     return Scheduler(
         Controller(pools, link, loaded[0]),
         clock,
         PRECISIONS[composition.precision](_precision_context(composition, shape, bits, found)),
-        PREDICTIONS[prefetch](_prediction_context(composition, shape, found, foresight)),
+        predictor,
         list(shape.experts),
         fixed_bits=bits,
         mask=composition.mask,
