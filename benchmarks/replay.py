@@ -24,11 +24,11 @@ import tiermoe
 from tiermoe.cli.options import changes
 from tiermoe.compose import PrecisionSlots
 from tiermoe.config import CacheSize
-from tiermoe.runtime.measure_times import Lap, Stopwatch, times_of
 from tiermoe.runtime.phases import Phase
-from tiermoe.runtime.record import Feed, Recorder
-from tiermoe.runtime.sequences import Cut, cut, needed_chunk
-from tiermoe.runtime.trace_header import header_of
+from tiermoe.runtime.recording.measure_times import Lap, Stopwatch, times_of
+from tiermoe.runtime.recording.recorder import Feed, Recorder
+from tiermoe.runtime.recording.sequences import Cut, cut, needed_chunk
+from tiermoe.runtime.recording.trace_header import header_of
 from tiermoe.simulate import ReplaySettings, Result, replay
 from tiermoe.trace import Trace
 from tiermoe.types import ExpertKey, Load

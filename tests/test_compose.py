@@ -21,7 +21,7 @@ from tiermoe.compose import (
     tables,
 )
 from tiermoe.config import CacheSize
-from tiermoe.errors import ConfigError, ProfileError
+from tiermoe.errors import ProfileError
 from tiermoe.presets import PRESETS, Composition, compose
 from tiermoe.profiles import Profile
 from tiermoe.scheduler import Scheduler
@@ -147,15 +147,15 @@ def test_one_share_serves_every_precision() -> None:
 def test_no_cache_is_one_pool_whatever_the_allotment() -> None:
     none = compose("load-on-demand", {"allotment": "even"})
     assert assembled(none, [PrecisionSlots((4,), 2)]).controller.cache.slots == 2
-    with pytest.raises(ConfigError, match="needs at least 4 slots"):
-        assembled(compose("mixtral-offload"), [PrecisionSlots((4,), 2)])
 
 
-def test_a_layer_of_few_slots_still_has_one() -> None:
-    # 6 slots over 4 layers: not 2 for each, but 2, 2, 1, 1
-    cache = assembled(compose("mixtral-offload"), [PrecisionSlots((4,), 6)]).controller.cache
-    got = [[cache.reserve(ExpertKey(layer, expert, 4)) is not None for expert in range(2)] for layer in range(4)]
-    assert got == [[True, True], [True, True], [True, False], [True, False]]
+@pytest.mark.parametrize("preset", ["default", "mixtral-offload"])
+def test_slots_that_do_not_give_every_layer_its_k_are_one_pool(preset: str) -> None:
+    def of_layer_0(slots: int) -> int:
+        cache = assembled(compose(preset), [PrecisionSlots((4,), slots)]).controller.cache
+        return sum(cache.reserve(ExpertKey(0, expert, 4)) is not None for expert in range(8))
+
+    assert [of_layer_0(slots) for slots in (2, 7, 8, 9)] == [2, 7, 2, 3]
 
 
 def test_a_precision_whose_slots_do_not_go_round_is_one_pool() -> None:

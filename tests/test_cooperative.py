@@ -22,10 +22,10 @@ from tiermoe.controller import ELSEWHERE
 from tiermoe.errors import ConfigError, LoadError
 from tiermoe.kernels.reference import DecodedLinear
 from tiermoe.presets import compose
-from tiermoe.runtime import engine
+from tiermoe.runtime import engine, plan
 from tiermoe.runtime.cooperative import CpuHelper
 from tiermoe.runtime.experts import LayerExperts
-from tiermoe.runtime.units import unit_of
+from tiermoe.runtime.units import require_device, unit_of
 from tiermoe.types import ExpertKey, Ready, Routed
 
 model, layout_of_a_gpu, on_fake_gpu = (
@@ -38,7 +38,7 @@ model, layout_of_a_gpu, on_fake_gpu = (
 @pytest.mark.parametrize("changes", [{}, {"unit": "neuron", "theta": "0.1"}])
 def test_the_cpu_alone_refuses(changes: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"misses=cpu .* use --set misses=load"):
-        unit_of(compose("lru", {"misses": "cpu", **changes}), "cpu")
+        require_device(compose("lru", {"misses": "cpu", **changes}), "cpu")
 
 
 def test_loading_on_the_cpu_refuses(model: Path) -> None:
@@ -119,6 +119,7 @@ def cooperating(
     """Loads a model over the fake GPU with misses=cpu; what stands for the GPU's kernels computes on the CPU."""
     for kind in ("int4/rowmajor", "int8"):
         monkeypatch.setitem(kernels.KERNELS, (kind, "cuda"), DecodedLinear)
+    monkeypatch.setattr(plan, "require_device", lambda composition, device: require_device(composition, "cuda"))
     monkeypatch.setattr(engine, "unit_of", lambda composition, device: unit_of(composition, "cuda"))
 
     def make(directory: Path, host_slots: int, **options: Any) -> tuple[Any, FakeGpu]:

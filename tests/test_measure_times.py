@@ -9,7 +9,7 @@ import torch
 
 import tiermoe
 import tiny
-from tiermoe.runtime.measure_times import Lap, Stopwatch, measure_times, times_of
+from tiermoe.runtime.recording.measure_times import Lap, Stopwatch, measure_times, times_of
 from tiermoe.runtime.shells import is_shell
 from tiermoe.trace import Times
 

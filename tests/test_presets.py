@@ -41,9 +41,11 @@ def test_exact_takes_every_lossy_part_out() -> None:
 
 
 def test_parts_and_settings_are_replaced_from_text() -> None:
-    changed = compose("hobbit", {"prefetch": "none", "t1": "0.5", "mask": "false", "weights": "1,0,0,0", "ahead": "2"})
+    changed = compose(
+        "hobbit", {"prefetch": "next-gate", "t1": "0.5", "mask": "false", "weights": "1,0,0,0", "ahead": "2"}
+    )
     assert (changed.prefetch, changed.t1, changed.mask, changed.weights, changed.ahead) == (
-        "none", 0.5, False, (1.0, 0.0, 0.0, 0.0), 2,
+        "next-gate", 0.5, False, (1.0, 0.0, 0.0, 0.0), 2,
     )  # fmt: skip
 
 
@@ -61,6 +63,9 @@ def test_parts_and_settings_are_replaced_from_text() -> None:
         ("hobbit", {"t1": "0.9", "t2": "0.5"}, r"t1 \(0.9\) must not be above t2"),
         ("hobbit", {"low_bits": "3"}, "low_bits must be one of 2, 4, 8"),
         ("lru", {"mask": "maybe"}, "mask must be true or false"),
+        ("lru", {"gamma": "0.5"}, "gamma does nothing with routing=all; it is read by routing=confident"),
+        ("edgemoe", {"ahead": "2"}, "ahead does nothing with prefetch=path; it is read by prefetch=next-gate or"),
+        ("hobbit", {"precision": "fixed", "t1": "0.5"}, "t1 does nothing with precision=fixed"),
     ],
 )
 def test_what_is_wrong_is_named(name: str, changes: dict[str, str], message: str) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,14 +22,15 @@ from tiermoe.policy.precision import Fixed, PrecisionContext
 from tiermoe.policy.routing import half
 from tiermoe.presets import PRESETS
 from tiermoe.profiles import profile_path, read_profile
-from tiermoe.runtime import calibration as calibration_module
-from tiermoe.runtime import calibrators
-from tiermoe.runtime.activations import find_theta
 from tiermoe.runtime.blueprint import inspect_model
-from tiermoe.runtime.calibration import Calibration, Failed, Found, prepare
-from tiermoe.runtime.record import Recorder
-from tiermoe.runtime.sequences import Cut, cut
-from tiermoe.runtime.trace_header import header_of
+from tiermoe.runtime.calibration import calibration as calibration_module
+from tiermoe.runtime.calibration import calibrators
+from tiermoe.runtime.calibration.activations import find_theta
+from tiermoe.runtime.calibration.calibration import Calibration, prepare
+from tiermoe.runtime.calibration.make_profiles import Failed, Found, make_profiles
+from tiermoe.runtime.recording.recorder import Recorder
+from tiermoe.runtime.recording.sequences import Cut, cut
+from tiermoe.runtime.recording.trace_header import header_of
 from tiermoe.simulate import ReplaySettings, replay
 from tiermoe.trace import Header, Pass, Times, Trace
 from tiermoe.trace_file import TraceWriter, read_trace
@@ -288,7 +287,7 @@ def calibrated(mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = tmp_path_factory.mktemp("calibrated")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(calibration_module, "LEAST_TOKENS", 32)
-        results = _prepare(mixtral, store).run(["hobbit", "fate", "corm"], _quiet)
+        results = make_profiles(_prepare(mixtral, store), ["hobbit", "fate", "corm"], _quiet)
     assert all(isinstance(result, Found) and not result.kept for result in results), results
     return store
 
@@ -349,31 +348,33 @@ def test_an_interrupted_calibration_resumes(mixtral: Path, tmp_path: Path, monke
 
     monkeypatch.setitem(calibrators.CALIBRATORS, "fate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        calibration.run(["hobbit", "fate"], _quiet)
+        make_profiles(calibration, ["hobbit", "fate"], _quiet)
     monkeypatch.setitem(calibrators.CALIBRATORS, "fate", recordings.calibrate)
-    assert _kept(calibration.run(["hobbit", "fate"], _quiet)) == [True, False]
+    assert _kept(make_profiles(calibration, ["hobbit", "fate"], _quiet)) == [True, False]
     assert recordings.count == 1
-    assert _kept(calibration.run(["hobbit", "fate"], _quiet)) == [True, True]
-    assert _kept(_prepare(mixtral, tmp_path, Cut(32, 8, 32)).run(["hobbit"], _quiet)) == [False]  # other tokens
+    assert _kept(make_profiles(calibration, ["hobbit", "fate"], _quiet)) == [True, True]
+    assert _kept(make_profiles(_prepare(mixtral, tmp_path, Cut(32, 8, 32)), ["hobbit"], _quiet)) == [
+        False
+    ]  # other tokens
     assert recordings.count == 2
-    assert _kept(_prepare(mixtral, tmp_path, Cut(32, 8, 32)).run(["hobbit"], _quiet, force=True)) == [False]
+    assert _kept(make_profiles(_prepare(mixtral, tmp_path, Cut(32, 8, 32)), ["hobbit"], _quiet, force=True)) == [False]
     assert recordings.count == 3
 
 
 def test_a_damaged_recording_is_made_anew(mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recordings = Recordings(monkeypatch)
     calibration = _prepare(mixtral, tmp_path)
-    calibration.run(["hobbit"], _quiet)
+    make_profiles(calibration, ["hobbit"], _quiet)
     recording = tmp_path / "profiles" / "calibration.trace"
     recording.write_bytes(recording.read_bytes()[:-20])
-    calibration.run(["fate"], _quiet)
+    make_profiles(calibration, ["fate"], _quiet)
     assert recordings.count == 2
 
 
 def test_a_model_without_gates_keeps_the_other_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tiny.write(tmp_path / "model", "gpt_oss", torch.float32)
     Recordings(monkeypatch)
-    failed, found = _prepare(directory, tmp_path / "store").run(["corm", "hobbit"], _quiet)
+    failed, found = make_profiles(_prepare(directory, tmp_path / "store"), ["corm", "hobbit"], _quiet)
     assert isinstance(failed, Failed)
     assert "its experts have biases" in str(failed.error)
     assert isinstance(found, Found)
@@ -392,9 +393,7 @@ def _fake_bitwidths(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         table[0][0] = 2
         return {"table": table, "importance": [], "lower": 2, "upper": 4, "loss": 0.01}
 
-    module = ModuleType("tiermoe.runtime.bitwidths")
-    module.find_bitwidths = find_bitwidths  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "tiermoe.runtime.bitwidths", module)
+    monkeypatch.setattr(calibrators, "find_bitwidths", find_bitwidths)
     return asked
 
 
@@ -403,7 +402,7 @@ def test_an_encoder_decoder_model_is_calibrated_for_edgemoe_alone(
 ) -> None:
     asked = _fake_bitwidths(monkeypatch)
     calibration = _prepare(switch, tmp_path)
-    edgemoe, fate = calibration.run(["edgemoe", "fate"], _quiet)
+    edgemoe, fate = make_profiles(calibration, ["edgemoe", "fate"], _quiet)
     assert isinstance(edgemoe, Found)
     assert isinstance(fate, Failed)
     assert isinstance(fate.error, ModelError)

@@ -15,7 +15,7 @@ from commands import Command
 from small_traces import decode, layer, trace_of
 from tiermoe.errors import ModelError
 from tiermoe.profiles import Profile, to_json
-from tiermoe.runtime.record import Recorder
+from tiermoe.runtime.recording.recorder import Recorder
 from tiermoe.runtime.shells import is_shell
 from tiermoe.simulate.costs import Costs
 from tiermoe.simulate.neuron_loads import NeuronLoads

@@ -16,9 +16,9 @@ from tiermoe.presets import compose
 from tiermoe.runtime.blueprint import Blueprint, inspect_model
 from tiermoe.runtime.load import load_blueprint
 from tiermoe.runtime.phases import Phase
-from tiermoe.runtime.record import Recorder
+from tiermoe.runtime.recording.recorder import Recorder
+from tiermoe.runtime.recording.trace_header import header_of
 from tiermoe.runtime.resolve import load_tokenizer
-from tiermoe.runtime.trace_header import header_of
 from tiermoe.simulate import BeladyHits, ReplaySettings, Result, replay
 from tiermoe.simulate.result import PhaseHits
 from tiermoe.trace import LayerTrace, Little, Pass, Times, Trace

@@ -421,9 +421,14 @@ SETTINGS = {
 }  # fmt: skip
 
 
+def completed(preset: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """`changes` with the settings that the preset then lacks."""
+    return changes | {name: SETTINGS[name] for name in compose(preset, changes).missing()}
+
+
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name not in ("edgemoe", "eap", "corm")])
 def test_every_preset_replays(preset: str) -> None:
-    result = run(full_trace(), preset, slots=10, changes=SETTINGS)
+    result = run(full_trace(), preset, slots=10, changes=completed(preset, {}))
     assert result.decode_tok_s is not None
     assert result.bound_tok_s is not None
     assert 0 < result.decode_tok_s <= result.bound_tok_s * 1.5  # what a prompt's prefetch brings is not decode's
@@ -434,8 +439,8 @@ def test_every_preset_replays(preset: str) -> None:
 @pytest.mark.parametrize("prefetch", ["none", "next-gate", "stacked-gates", "percentile", "oracle"])
 @pytest.mark.parametrize("cache_", ["lru", "arc", "weighted", "distance"])
 def test_prefetch_changes_no_demand(prefetch: str, cache_: str) -> None:
-    changes = SETTINGS | {"prefetch": prefetch, "cache": cache_, "ahead": 2}
-    result = run(full_trace(), slots=6, changes=changes)
+    changes = {"prefetch": prefetch, "cache": cache_} | ({} if prefetch == "none" else {"ahead": 2})
+    result = run(full_trace(), slots=6, changes=completed("lru", changes))
     assert result.hits + result.misses == 3 * 4 + 6 * 4 * 2
     assert result.skipped == 0
 

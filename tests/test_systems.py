@@ -25,6 +25,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mixtral-offload": {}, "load-on-demand": {}, "io-free": {}, "io-qexp": {}, "sti": {}, "lru": {}, "default": {},
 }  # fmt: skip
 """Presets that need no table of a calibration, with settings for tiny random models."""
+EXACT: dict[str, dict[str, Any]] = {
+    "hobbit": {"precision": "fixed", "low_share": 0, "weights": "0.4,0.3,0.2,0.1"},
+    "fate": {"precision": "fixed", "window": 2, "boundary": 1},
+    "mobile": {"routing": "all"},
+}
+"""Lossy ones with every lossy part off."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -38,9 +44,8 @@ def answer() -> Any:
 
     def run(directory: Path, preset: str, changes: dict[str, Any] | None = None, **options: Any) -> Any:
         options = {"memory": "4GiB", "device": "cpu", "bits": 4, "cache": "55%", **options}
-        model, _ = tiermoe.load(
-            directory, preset=preset, set={**SETTINGS.get(preset, {}), **(changes or {})}, **options
-        )
+        changes = SETTINGS.get(preset, {}) if changes is None else changes
+        model, _ = tiermoe.load(directory, preset=preset, set=changes, **options)
         ids = torch.randint(3, 128, (2, 7), generator=torch.Generator().manual_seed(2))
         done = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, eos_token_id=None,
@@ -107,12 +112,11 @@ def test_runs(preset: str, checkpoint: Path, answer: Any) -> None:
         assert stats["hit_rate"] > 0
 
 
-@pytest.mark.parametrize("preset", ["hobbit", "fate", "mobile"])
+@pytest.mark.parametrize("preset", EXACT)
 def test_with_every_lossy_part_off_it_gives_the_exact_presets_bits(
     preset: str, expected: Any, checkpoint: Path, answer: Any
 ) -> None:
-    off = {"routing": "all", "precision": "fixed", "low_share": 0}
-    found = answer(checkpoint, preset, off)
+    found = answer(checkpoint, preset, EXACT[preset])
     assert found[2]["lossy"] == ""
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
@@ -131,8 +135,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory, answer: Any) -> Any:
 
 
 PARTS = [
-    {"prefetch": part} for part in ("none", "next-gate", "stacked-gates", "percentile", "recalled", "layer")
-] + [{"cache": part} for part in ("random", "fifo", "lfu", "lhu", "fld", "weighted", "distance", "arc")] + [
+    {"prefetch": part} for part in ("none", "next-gate", "stacked-gates", "recalled", "layer")
+] + [{"cache": part} for part in ("random", "fifo", "lfu", "lhu", "fld", "distance", "arc")] + [
+    {"prefetch": "percentile", "window": 2}, {"cache": "weighted", "weights": "0.25,0.25,0.25,0.25"},
     {"allotment": "even"}, {"allotment": "shallow", "boundary": 1}, {"start": "together"}, {"records": "sequence"},
     {"mask": "false", "prefetch": "next-gate"},
 ]  # fmt: skip
@@ -141,7 +146,6 @@ PARTS = [
 @pytest.mark.parametrize("changes", PARTS, ids=lambda changes: "-".join(f"{k}={v}" for k, v in changes.items()))
 def test_each_exact_part_alone_changes_no_bit(changes: dict[str, str], plain: Any, answer: Any) -> None:
     directory, expected = plain
-    changes = {"window": 2, "weights": "0.25,0.25,0.25,0.25", **changes}
     assert torch.equal(answer(directory, "lru", changes)[1], expected[1])
 
 

@@ -196,11 +196,10 @@ def assemble(
 
 
 def _allotted(composition: Composition, shape: ModelShape, share: PrecisionSlots, only: bool) -> list[Pool]:
-    """The pools of one precision. A layer's pool has room for its K where the slots go so far, and for one at least:
-    a layer then computes its experts one after the other. Where the cache is divided by precision, one whose slots do
-    not go round the layers is one pool."""
+    """The pools of one precision. Slots that do not give every layer room for its K are one pool, in which the running
+    layer has them all. Where the cache is divided by precision, so are those that do not go round the layers."""
     kept = composition.cache in ("none", "all")
-    scarce = not only and share.slots < len(shape.experts)
+    scarce = share.slots < len(shape.experts) * (max(shape.top_k) if only else 1)
     allotment = "pool" if kept or scarce else composition.allotment
     pools = 1 if allotment == "pool" else len(shape.experts)
     minimum = max(1, min(max(shape.top_k), share.slots // pools))

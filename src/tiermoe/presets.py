@@ -52,7 +52,8 @@ class Composition:
     `window` at most in decode (Fate). `path`: previous layers that make a path (EdgeMoE 2, EAP 1).
     cache: eviction policy; 'none' room for one layer's K, 'all' every expert stays. `weights`: of recency, frequency,
     high-precision frequency and distance. `records`: forgotten at each sequence or kept for the model.
-    allotment: 'pool' one for all layers, 'even' the same for each, 'shallow' all of the layers below `boundary` first.
+    allotment: 'pool' one for all layers, 'even' the same for each, 'shallow' all of the layers below `boundary` first;
+    'pool' too where slots do not give every layer its K.
     `low_share`: of the cache's bytes, for a pool of low-precision copies.
     unit: 'expert', or 'neuron' where |act(W1 x)| > `theta` decides which rows are loaded, all above the share
     `upper_limit` (CORM).
@@ -143,7 +144,7 @@ class Composition:
             "window": self.prefetch == "percentile",
             "weights": self.cache == "weighted",
             "boundary": self.allotment == "shallow",
-            "theta": self.unit == "neuron" or self.prefetch == "neurons",
+            "theta": self.unit == "neuron",
         }
         return [name for name, needed in needs.items() if needed and getattr(self, name) is None]
 
@@ -164,9 +165,9 @@ PRESETS: dict[str, Composition] = {
     for preset in (
         Composition(
             "default",
-            "exact: recency, frequency and distance decide who leaves, the next two layers' routers who comes",
+            "exact: in each layer recency and frequency decide who leaves, the next two layers' routers who comes",
             "the best exact composition measured, docs/systems.md",
-            prefetch="stacked-gates", cache="weighted", ahead=2, weights=(0.25, 0.25, 0.25, 0.25),
+            prefetch="stacked-gates", cache="weighted", allotment="even", ahead=2, weights=(0.25, 0.25, 0.25, 0.25),
         ),
         Composition(
             "hobbit",
@@ -235,7 +236,7 @@ def preset_named(name: str) -> Composition:
 
 def compose(name: str, changes: Mapping[str, Any] | None = None) -> Composition:
     """A preset with parts and settings replaced: {'prefetch': 'none', 'gamma': '0.5'}, values also as text.
-    ConfigError for an unknown preset, part or value."""
+    ConfigError for an unknown preset, part or value, and for a setting that no part of the result reads."""
     preset = preset_named(name)
     known = preset.settings()
     values: dict[str, Any] = {}
@@ -245,6 +246,8 @@ def compose(name: str, changes: Mapping[str, Any] | None = None) -> Composition:
         values[part] = _parsed(part, value)
     changed = replace(preset, **values)
     _check(changed)
+    for name in values:
+        _require_reader(name, changed)
     return changed
 
 
@@ -258,6 +261,23 @@ _RANGES: dict[str, tuple[float, float]] = {
     "window": (0, 1 << 16), "path": (1, 2), "boundary": (0, 1 << 16), "low_share": (0, 0.9), "theta": (0, 1e9),
     "upper_limit": (0, 1),
 }  # fmt: skip
+_READ_BY: dict[str, tuple[str, tuple[str, ...]]] = {
+    "gamma": ("routing", ("confident",)),
+    "low_bits": ("precision", ("gate-score", "popularity")),
+    "t1": ("precision", ("gate-score",)),
+    "t2": ("precision", ("gate-score",)),
+    "low_popularity": ("precision", ("popularity",)),
+    "mispredicted": ("precision", ("popularity",)),
+    "ahead": ("prefetch", tuple(name for name in CHOICES["prefetch"] if name not in ("none", "path"))),
+    "percentile": ("prefetch", ("percentile",)),
+    "window": ("prefetch", ("percentile",)),
+    "path": ("prefetch", ("path",)),
+    "weights": ("cache", ("weighted",)),
+    "boundary": ("allotment", ("shallow",)),
+    "theta": ("unit", ("neuron",)),
+    "upper_limit": ("unit", ("neuron",)),
+}
+"""Setting → the part that reads it, and with which values."""
 _ONE_OF: dict[str, tuple[int, ...]] = {"low_bits": (2, 4, 8), "bits": (16, 8, 4, 2), "dense_bits": (16, 8, 4)}
 
 
@@ -297,6 +317,13 @@ def _check(composition: Composition) -> None:
             raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value}")
     if composition.t1 is not None and composition.t2 is not None and composition.t1 > composition.t2:
         raise ConfigError(f"t1 ({composition.t1:g}) must not be above t2 ({composition.t2:g})")
+
+
+def _require_reader(name: str, composition: Composition) -> None:
+    part, values = _READ_BY.get(name, (name, ()))
+    chosen = getattr(composition, part)
+    if values and chosen not in values:
+        raise ConfigError(f"{name} does nothing with {part}={chosen}; it is read by {part}={' or '.join(values)}")
 
 
 def _near(name: str, known: Any) -> str:

@@ -16,7 +16,7 @@ from tiermoe.errors import ConfigError
 from tiermoe.presets import PRESETS
 
 if TYPE_CHECKING:
-    from tiermoe.runtime.calibration import Found
+    from tiermoe.runtime.calibration.make_profiles import Found
 
 NAMES = ("hobbit", "edgemoe", "fate", "corm")
 
@@ -60,13 +60,14 @@ def calibrate(
         from tiermoe.runtime import footprint
 
         footprint.import_libraries()
-        from tiermoe.runtime.calibration import Found, prepare
-        from tiermoe.runtime.sequences import Cut
+        from tiermoe.runtime.calibration.calibration import prepare
+        from tiermoe.runtime.calibration.make_profiles import Found, make_profiles
+        from tiermoe.runtime.recording.sequences import Cut
 
         shape = Cut(tokens, prompt, sequence)
         calibration = prepare(model, text.name, content, shape, options, loss, processes, bitwidth_quantizer)
     with progress_bar() as progress:
-        results = calibration.run(names, progress, force)
+        results = make_profiles(calibration, names, progress, force)
     found = [result for result in results if isinstance(result, Found)]
     failed = [result for result in results if not isinstance(result, Found)]
     if found:

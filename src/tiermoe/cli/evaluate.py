@@ -59,8 +59,8 @@ def evaluate(
         from tiermoe.runtime import footprint
 
         footprint.import_libraries()
-        from tiermoe.runtime.evaluation import prepare
-        from tiermoe.runtime.windows import Shape
+        from tiermoe.runtime.evaluation.evaluation import prepare
+        from tiermoe.runtime.evaluation.windows import Shape
 
         evaluation = prepare(model, content, Shape(prompt, window, tokens), engine_options)
     with progress_bar() as progress:

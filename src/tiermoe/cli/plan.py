@@ -26,7 +26,10 @@ def plan(
     cache: opt.Cache = None,
     chunk: opt.Chunk = 512,
     context: opt.Context = None,
+    preset: opt.Preset = "default",
+    set_: opt.Set = None,
     lanes: opt.Lanes = None,
+    store: opt.StoreDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> None:
     """Show how a memory budget would be used, without loading or packing anything."""
@@ -40,14 +43,15 @@ def plan(
             model,
             **opt.given(
                 memory=memory, bits=bits, dense_bits=dense_bits, quantizer=quantizer, cache=cache, chunk=chunk,
-                context=context, lanes=lanes, device=device, gpu_memory=gpu_memory,
+                context=context, preset=preset, set=opt.changes(set_), lanes=lanes, store=store, device=device,
+                gpu_memory=gpu_memory,
             ),
         )  # fmt: skip
     if as_json:
         print(json.dumps(asdict(result) | {"total": result.total, "experts": result.experts}))
         return
     table = Table(
-        title=f"{format_size(result.budget)} ({result.budget_source}), experts at {bits} bits",
+        title=f"{format_size(result.budget)} ({result.budget_source}), experts at {result.bits} bits",
         title_justify="left",
     )
     table.add_column("what")

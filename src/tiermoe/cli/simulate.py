@@ -150,8 +150,8 @@ class _Replays:
 
     def result(self, name: str, cache: CacheSize, keep_going: bool) -> Result | Refused:
         """The replay of preset `name`; where it cannot be, the reason if others follow, else the error."""
-        composition = compose(name, self._changes)
         try:
+            composition = compose(name, self._changes)
             profile = self._profile(composition)
             settings = ReplaySettings(
                 cache, self._machine.bandwidth, self._machine.latency, self._lanes, self._bits, self._times, profile,
@@ -174,8 +174,7 @@ class _Replays:
 def _evictions(
     trace: Trace, evictions: str, caches: list[CacheSize], changes: dict[str, str], seed: int
 ) -> list[EvictionRow]:
-    # any preset can check the values
-    settings = compose("lru", changes)
+    settings = compose("default", changes)  # whose parts read every setting that is let through
     names = _names(evictions, list(EVICTIONS), "eviction policy")
     names = all_evictions() if evictions == "all" else names
     return compare_evictions(trace, names, caches, settings.weights, settings.records == "sequence", seed)

@@ -12,6 +12,7 @@ import torch
 from transformers import TextStreamer, set_seed
 
 from tiermoe.errors import ConfigError, PromptError
+from tiermoe.runtime.phases import Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +189,9 @@ def _report(
     engine = model.tiermoe
     first_at = streamer.first_at or ended
     first = streamer.first_snapshot or after
-    decoded = max(len(streamer.token_ids) - 1, 0)
-    decode_s = ended - first_at
-    hits, misses = after.hits - before.hits, after.misses - before.misses
-    compute_s = decode_s - (after.wait_s - first.wait_s)
-    link_s = (after.bytes_read - first.bytes_read) / engine.bandwidth if engine.bandwidth else 0.0
-    bound_s = max(compute_s, link_s)
+    whole, decode = Phase(), Phase()
+    whole.add(prompt + len(streamer.token_ids), ended - started, before, after)
+    decode.add(max(len(streamer.token_ids) - 1, 0), ended - first_at, first, after)
     stats = engine.stats()
     return Report(
         text="".join(streamer.pieces),
@@ -203,16 +201,16 @@ def _report(
         load_s=load_s,
         ttft_s=first_at - started,
         prefill_tok_s=prompt / (first_at - started),
-        decode_tok_s=decoded / decode_s if decoded else 0.0,
-        hit_rate=hits / (hits + misses) if hits + misses else 0.0,
-        expert_hits=hits,
-        expert_misses=misses,
-        bytes_read=after.bytes_read - before.bytes_read,
-        wait_s=after.wait_s - before.wait_s,
+        decode_tok_s=decode.tok_s,
+        hit_rate=whole.hit_rate,
+        expert_hits=whole.hits,
+        expert_misses=whole.misses,
+        bytes_read=whole.bytes_read,
+        wait_s=whole.wait_s,
         peak_memory_bytes=stats["peak_memory_bytes"],
         memory_budget_bytes=engine.plan.budget,
         preset=engine.composition.name,
         bits=engine.settings.bits,
         dense_bits=engine.settings.dense_bits,
-        bound_tok_s=decoded / bound_s if decoded and bound_s > 0 else 0.0,
+        bound_tok_s=decode.bound_tok_s(engine.bandwidth),
     )

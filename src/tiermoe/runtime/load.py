@@ -77,9 +77,9 @@ def load_resolved(blueprint: Blueprint, resolved: Resolved, progress: Progress |
 
 def resolve_for(blueprint: Blueprint, settings: Settings) -> Resolved:
     """The settings' preset, made ready for a checkpoint. The default one asks no routers where they name no experts by
-    index (Switch)."""
+    index (Switch), and shares its slots where an encoder's layers run only once."""
     if settings.preset == Settings().preset and blueprint.family.adapter:
-        settings = replace(settings, set={"prefetch": "none", **settings.set})
+        settings = replace(settings, set={"prefetch": "none", "allotment": "pool", **settings.set})
     root = store_root(blueprint, settings.store)
     return resolve(settings, root, blueprint.checkpoint.fingerprint(), blueprint.name)
 

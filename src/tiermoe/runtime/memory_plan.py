@@ -47,12 +47,21 @@ class MemoryPlan:
         return sum(pool.slots * pool.slot_bytes for pool in self.pools)
 
     @property
+    def bits(self) -> str:
+        """The precisions of the experts, for people."""
+        return " or ".join(
+            str(bits) for bits in sorted({bits for pool in self.pools for bits in pool.bits}, reverse=True)
+        )
+
+    @property
     def total(self) -> int:
         return self.fixed + self.experts
 
     def rows(self) -> list[tuple[str, int, str]]:
         """(what, bytes, note) for people, in the order of `total`."""
         share = f"{self.slots} of {self.all_slots} experts ({self.slots / self.all_slots:.0%})"
+        if len(self.pools) > 1:
+            share = ", ".join(f"{pool.slots} at {' or '.join(map(str, pool.bits))} bits" for pool in self.pools)
         return [
             ("interpreter and libraries", self.interpreter, "measured in this process"),
             ("dense weights", self.dense, "always resident"),

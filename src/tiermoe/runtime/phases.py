@@ -25,9 +25,12 @@ class Phase:
         """Adds what `engine` does inside, in which `tokens` tokens pass."""
         before, started = engine.snapshot(), time.perf_counter()
         yield
-        self.seconds += time.perf_counter() - started
-        after = engine.snapshot()
+        self.add(tokens, time.perf_counter() - started, before, engine.snapshot())
+
+    def add(self, tokens: int, seconds: float, before: Any, after: Any) -> None:
+        """Adds a stretch between two of an engine's snapshots."""
         self.tokens += tokens
+        self.seconds += seconds
         self.hits += after.hits - before.hits
         self.misses += after.misses - before.misses
         self.bytes_read += after.bytes_read - before.bytes_read

@@ -18,7 +18,7 @@ from tiermoe.runtime.footprint import resident_bytes
 from tiermoe.runtime.memory_plan import MemoryPlan
 from tiermoe.runtime.slot_pools import pools_in, require_all, shape_of
 from tiermoe.runtime.system import available_memory
-from tiermoe.runtime.units import unit_format
+from tiermoe.runtime.units import require_device, unit_format
 from tiermoe.store.layout import PAGE, ExpertFormat, align
 from tiermoe.tiers.cuda import resolve_device
 
@@ -34,8 +34,9 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved) -> MemoryPlan:
     """Divides the budget. BudgetError, with the numbers and the nearest setting that would do, where what must be
     there and one layer's experts do not fit."""
     settings, composition = resolved.settings, resolved.composition
-    _check_options(blueprint, resolved)
     device = resolve_device(settings.device)
+    require_device(composition, device.partition(":")[0])
+    _check_options(blueprint, resolved)
     layout = machine_layout(device)
     gpu = gpu_plan.gpu_budget(settings, device)  # first: it starts CUDA, which the interpreter's size includes
     budget, source = _budget(settings)

@@ -93,12 +93,9 @@ class WholeExperts:
 
 
 class ActiveNeurons:
-    """Experts are loaded W1 first, then by the neurons that it makes active (CORM). ConfigError on a GPU: its kernels
-    and copies know whole experts."""
+    """Experts are loaded W1 first, then by the neurons that it makes active (CORM), on the CPU."""
 
-    def __init__(self, device: str, composition: Composition) -> None:
-        if device != "cpu":
-            raise ConfigError("unit=neuron runs on the CPU alone; use --device cpu or --set unit=expert")
+    def __init__(self, composition: Composition) -> None:
         assert composition.theta is not None
         self._theta = composition.theta
         self._upper_limit = composition.upper_limit
@@ -156,11 +153,21 @@ class ActiveNeurons:
         return kernel.active(kernel.activations(hidden, views))[0]
 
 
-def unit_of(composition: Composition, device: str) -> WholeExperts | ActiveNeurons:
-    """The unit of a composition on a device type ('cpu', 'cuda'). ConfigError where the device cannot run it."""
-    on_cpu = composition.misses == "cpu"
-    if on_cpu and device == "cpu":
+def require_device(composition: Composition, device: str) -> None:
+    """ConfigError where a device type ('cpu', 'cuda') cannot run a composition: misses=cpu is help for a GPU, whose
+    kernels and copies know whole experts alone."""
+    if composition.misses == "cpu" and device == "cpu":
         raise ConfigError(
             "misses=cpu computes on the CPU what a GPU lacks, and no GPU is in use; use --set misses=load"
         )
-    return ActiveNeurons(device, composition) if composition.unit == "neuron" else WholeExperts(device, on_cpu)
+    if composition.unit == "neuron" and device != "cpu":
+        raise ConfigError("unit=neuron runs on the CPU alone; use --device cpu or --set unit=expert")
+
+
+def unit_of(composition: Composition, device: str) -> WholeExperts | ActiveNeurons:
+    """The unit of a composition on a device type that can run it (`require_device`)."""
+    return (
+        ActiveNeurons(composition)
+        if composition.unit == "neuron"
+        else WholeExperts(device, composition.misses == "cpu")
+    )

@@ -15,11 +15,11 @@ import torch
 from tiermoe.calibrate.bitwidth_search import Place
 from tiermoe.config import Settings
 from tiermoe.errors import ConfigError
-from tiermoe.runtime.measured import Measured
-from tiermoe.runtime.measuring import Measuring, Source
+from tiermoe.runtime.calibration.measured import Measured
+from tiermoe.runtime.calibration.measuring import Measuring, Source
+from tiermoe.runtime.calibration.tasks import Task
 from tiermoe.runtime.prepare_store import Progress
 from tiermoe.runtime.system import available_memory
-from tiermoe.runtime.tasks import Task
 
 ALONE, OTHERS = 2, 4
 """One expert has ALONE bits while the others have OTHERS."""

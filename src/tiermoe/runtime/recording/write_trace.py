@@ -11,11 +11,11 @@ import xxhash
 
 from tiermoe import __version__
 from tiermoe.config import Settings
-from tiermoe.runtime.measure_times import measure_times
 from tiermoe.runtime.prepare_store import Progress
-from tiermoe.runtime.record import DISTANCES, Recorder
-from tiermoe.runtime.sequences import Cut
-from tiermoe.runtime.trace_header import header_of
+from tiermoe.runtime.recording.measure_times import measure_times
+from tiermoe.runtime.recording.recorder import DISTANCES, Recorder
+from tiermoe.runtime.recording.sequences import Cut
+from tiermoe.runtime.recording.trace_header import header_of
 from tiermoe.trace_file import TraceWriter
 
 MadeFrom = dict[str, str | int | float]

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from tiermoe.runtime import scoring
+from tiermoe.runtime.evaluation import scoring
+from tiermoe.runtime.evaluation.reference import Reference
+from tiermoe.runtime.evaluation.scoring import TokenScores
+from tiermoe.runtime.evaluation.windows import Windows
 from tiermoe.runtime.phases import Phase, hit_rate
 from tiermoe.runtime.prepare_store import Progress
-from tiermoe.runtime.reference import Reference
-from tiermoe.runtime.scoring import TokenScores
-from tiermoe.runtime.windows import Windows
 
 
 def reserved_bytes(length: int, vocabulary: int, itemsize: int) -> int:

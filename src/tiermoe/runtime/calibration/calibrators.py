@@ -15,11 +15,12 @@ from tiermoe.errors import ModelError
 from tiermoe.policy.precision import Popularity, PrecisionContext
 from tiermoe.policy.prediction import count_paths, paths_to_json
 from tiermoe.presets import PRESETS
-from tiermoe.runtime.activations import find_theta
 from tiermoe.runtime.blueprint import Blueprint
-from tiermoe.runtime.calibration import Calibration
+from tiermoe.runtime.calibration.activations import find_theta
+from tiermoe.runtime.calibration.bitwidths import find_bitwidths
+from tiermoe.runtime.calibration.calibration import Calibration
+from tiermoe.runtime.evaluation.scoring import log_probabilities, row_blocks
 from tiermoe.runtime.prepare_store import Progress
-from tiermoe.runtime.scoring import log_probabilities, row_blocks
 from tiermoe.store.neurons import neuron_layer
 
 Made = tuple[dict[str, Any], dict[str, Any], dict[str, str]]
@@ -55,8 +56,6 @@ def calibrate_hobbit(calibration: Calibration, progress: Progress) -> Made:
 
 def calibrate_edgemoe(calibration: Calibration, progress: Progress) -> Made:
     """Activation paths over two layers, frequencies, and a bitwidth per expert."""
-    from tiermoe.runtime.bitwidths import find_bitwidths
-
     paths, used = _paths(calibration, 2, progress)
     quantizer = calibration.bitwidth_quantizer
     resume = calibration.store / "profiles" / f"edgemoe-importance-{quantizer}.json"

@@ -20,7 +20,7 @@ import torch
 
 from tiermoe.config import format_size
 from tiermoe.errors import ConfigError
-from tiermoe.runtime.windows import Windows
+from tiermoe.runtime.evaluation.windows import Windows
 
 _FORMAT = "tiermoe log-probabilities 1"
 _HEADER = 4096

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from tiermoe.errors import ConfigError
-from tiermoe.runtime.scoring import log_probabilities, row_blocks
+from tiermoe.runtime.evaluation.scoring import log_probabilities, row_blocks
 
 
 class Task(Protocol):

@@ -1,13 +1,9 @@
-"""`tiermoe calibrate`: a text and a checkpoint → the profiles of the presets that need one, beside its store.
-
-The text is recorded once. The recording and each profile are kept as soon as they are whole, with what they were made
-from, so an interrupted calibration goes on where it was.
-"""
+"""What profiles are made from: a checkpoint, and the recording of a text, which is made once and kept."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +12,16 @@ import torch
 
 from tiermoe.config import Settings
 from tiermoe.config import settings as make_settings
-from tiermoe.errors import ConfigError, ProfileError, TiermoeError, TraceError
+from tiermoe.errors import ConfigError, TraceError
 from tiermoe.families import Family
-from tiermoe.profiles import FOLDER, Profile, profile_path, read_profile, to_json
+from tiermoe.profiles import FOLDER
 from tiermoe.runtime.blueprint import Blueprint, inspect_model
-from tiermoe.runtime.evaluate import reserved_bytes
+from tiermoe.runtime.evaluation.evaluate import reserved_bytes
 from tiermoe.runtime.load import load_blueprint
 from tiermoe.runtime.prepare_store import Progress, store_root
+from tiermoe.runtime.recording.sequences import Cut, cut
+from tiermoe.runtime.recording.write_trace import MadeFrom, made_from, write_trace
 from tiermoe.runtime.resolve import load_tokenizer, resolve_model
-from tiermoe.runtime.sequences import Cut, cut
-from tiermoe.runtime.write_trace import MadeFrom, made_from, write_trace
-from tiermoe.store.atomic import write_atomically
-from tiermoe.store.lock import exclusive
 from tiermoe.trace import Trace
 from tiermoe.trace_file import read_trace
 
@@ -35,24 +29,6 @@ LEAST_TOKENS = 1024
 """Fewer say too little of how a model routes."""
 
 TRACE = "calibration.trace"
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A calibrated profile: `facts` are what was found, for people. kept: it was there already, made from the same."""
-
-    name: str
-    profile: Profile
-    facts: dict[str, str]
-    kept: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A profile that could not be made."""
-
-    name: str
-    error: TiermoeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +50,6 @@ class Calibration:
     tolerated_loss: float = 0.05
     processes: int | None = None
     bitwidth_quantizer: str = "linear"
-
-    def run(self, names: Sequence[str], progress: Progress, force: bool = False) -> list[Found | Failed]:
-        """The profiles `names`, in order. force: make all anew, the recording too. What cannot be made of one profile
-        does not keep the others from being made."""
-        from tiermoe.runtime.calibrators import CALIBRATORS
-
-        results: list[Found | Failed] = []
-        with exclusive(self.store / FOLDER):
-            if force:
-                (self.store / FOLDER / TRACE).unlink(missing_ok=True)
-            for name in names:
-                calibrator = CALIBRATORS[name]
-                kept = None if force else self._kept(name)
-                try:
-                    results.append(kept or self._make(name, calibrator, progress))
-                except TiermoeError as error:
-                    results.append(Failed(name, error))
-        return results
 
     def trace(self, progress: Progress) -> Trace:
         """The recording of the text: the one that is kept, where it was made from the same."""
@@ -141,27 +99,6 @@ class Calibration:
     @property
     def settings(self) -> Settings:
         return make_settings(**self.options)
-
-    def _kept(self, name: str) -> Found | None:
-        try:
-            profile = read_profile(profile_path(self.store, name), self.fingerprint, "")
-        except ProfileError:
-            return None
-        if profile.made_from != self._profile_made_from(name):
-            return None
-        return Found(name, profile, profile.data.get("found", {}), kept=True)
-
-    def _make(self, name: str, calibrator: Any, progress: Progress) -> Found:
-        settings, data, facts = calibrator(self, progress)
-        profile = Profile(name, self.fingerprint, self._profile_made_from(name), settings, {**data, "found": facts})
-        write_atomically(profile_path(self.store, name), to_json(profile))
-        return Found(name, profile, facts)
-
-    def _profile_made_from(self, name: str) -> dict[str, Any]:
-        return {**self.made_from, **(self._of_bitwidths() if name == "edgemoe" else {})}
-
-    def _of_bitwidths(self) -> dict[str, float | str]:
-        return {"tolerated_loss": self.tolerated_loss, "quantizer": self.bitwidth_quantizer}
 
 
 def prepare(

@@ -16,7 +16,7 @@ from tiermoe.errors import ConfigError
 from tiermoe.families import family_of
 from tiermoe.policy.prediction.protocol import Ranked
 from tiermoe.runtime.fallback import SavedCache
-from tiermoe.runtime.record_neurons import NeuronWatch
+from tiermoe.runtime.recording.neuron_watch import NeuronWatch
 from tiermoe.trace import LayerTrace, Little, Pass
 from tiermoe.types import Routed
 

@@ -12,14 +12,14 @@ from tiermoe.config import format_size, parse_size
 from tiermoe.config import settings as make_settings
 from tiermoe.errors import BudgetError, ModelError
 from tiermoe.runtime.blueprint import Blueprint, inspect_model
-from tiermoe.runtime.evaluate import evaluate, reserved_bytes, write_reference
+from tiermoe.runtime.evaluation.evaluate import evaluate, reserved_bytes, write_reference
+from tiermoe.runtime.evaluation.reference import Reference, opened_file, saved_file, temporary_file
+from tiermoe.runtime.evaluation.scoring import summarise
+from tiermoe.runtime.evaluation.windows import Shape, Windows, cut
 from tiermoe.runtime.load import load_blueprint, resolve_for
 from tiermoe.runtime.plan import plan_memory
 from tiermoe.runtime.prepare_store import Progress, store_root
-from tiermoe.runtime.reference import Reference, opened_file, saved_file, temporary_file
 from tiermoe.runtime.resolve import load_tokenizer, resolve_model
-from tiermoe.runtime.scoring import summarise
-from tiermoe.runtime.windows import Shape, Windows, cut
 
 _SHARED = ("memory", "device", "gpu_memory", "lanes", "threads", "store")
 """Options of the preset's engine that the reference's has too; its precision, chunk and cache are its own."""

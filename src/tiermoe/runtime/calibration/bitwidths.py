@@ -15,11 +15,11 @@ import torch
 from tiermoe.calibrate.bitwidth_search import PRECISIONS, Loss, Place, search
 from tiermoe.config import Settings
 from tiermoe.runtime.blueprint import Blueprint
-from tiermoe.runtime.importance import OTHERS, measure_alone
-from tiermoe.runtime.measured import Measured
-from tiermoe.runtime.measuring import Measuring, Source, pack_all, places_of
+from tiermoe.runtime.calibration.importance import OTHERS, measure_alone
+from tiermoe.runtime.calibration.measured import Measured
+from tiermoe.runtime.calibration.measuring import Measuring, Source, pack_all, places_of
+from tiermoe.runtime.calibration.tasks import Perplexity, Task
 from tiermoe.runtime.prepare_store import Progress
-from tiermoe.runtime.tasks import Perplexity, Task
 
 
 def find_bitwidths(

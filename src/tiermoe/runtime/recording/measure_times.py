@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tiermoe.runtime.record import Feed
+from tiermoe.runtime.recording.recorder import Feed
 from tiermoe.runtime.shells import is_shell
 from tiermoe.trace import Times
 from tiermoe.types import Ready, Routed
