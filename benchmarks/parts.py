@@ -17,7 +17,11 @@ from typing import Any
 from tiermoe.runtime.evaluation.compare import Measured, eval_in_process, measure_all
 
 WITHOUT: dict[str, dict[str, list[str]]] = {
-    "default": {"prefetch": ["prefetch=none"], "eviction": ["cache=lru"]},
+    "default": {
+        "prefetch": ["prefetch=none"],
+        "eviction (LRU instead)": ["cache=lru"],
+        "evenly (one pool instead)": ["allotment=pool"],
+    },
     "hobbit": {
         "mixed precision": ["precision=fixed", "low_share=0"],
         "prefetch": ["prefetch=none"],

@@ -180,6 +180,16 @@ def test_wrong_prefetches_in_every_slot_are_waited_for() -> None:
     assert sorted(expert for expert, *_ in controller.run_layer(0, demands(1, 2, 3))) == [1, 2, 3]
 
 
+def test_no_prediction_makes_another_leave() -> None:
+    controller, link = make(3)
+    list(controller.run_layer(1, demands(5, 6, 7)))
+    loads = len(link.submitted)
+    controller.prefetch([ExpertKey(1, expert, 4) for expert in (1, 6, 2, 7)], protect=True)  # 5 alone may leave
+    assert [load.key.expert for load in link.submitted[loads:]] == [1]
+    assert controller.cache.slot(ExpertKey(1, 6, 4)) is not None
+    assert controller.cache.slot(ExpertKey(1, 7, 4)) is not None
+
+
 def test_no_prefetch_while_the_link_is_busy() -> None:
     controller, link = make(4)
     link.submit(Load(ExpertKey(9, 9, 4), 3, urgent=True))

@@ -83,23 +83,29 @@ class Controller:
 
     def prefetch(self, keys: Iterable[ExpertKey], protect: bool = False) -> None:
         """Begins speculative loads of absent `keys` in their order, only while the link has nothing else to do, and
-        only into slots that can be had without disturbing what is pinned, in flight or protected. `protect` keeps them,
-        and those that are here already, from eviction until their layer has run (HOBBIT: masking)."""
+        only into slots that can be had without disturbing what is pinned, in flight or protected. `protect` keeps them
+        from eviction until their layer has run (HOBBIT: masking): first those that are here already, so that no
+        prediction makes another leave."""
         self._collect()
-        idle = self.link.is_idle()
-        for key in keys:
-            here = self.cache.find(*key) or self.cache.arriving(*key)
-            if here is None and idle:
-                slot = self.cache.reserve(key, urgent=False)
-                if slot is None:
-                    return
-                self.counts.speculative_loads += 1
-                self._count_low(key)
-                self._unused_prefetches.add(key)
-                self.link.submit(Load(key, slot, urgent=False))
-                here = key
-            if protect and here is not None:
-                self.cache.protect(here)
+        named = {key: self.cache.find(*key) or self.cache.arriving(*key) for key in keys}
+        if protect:
+            for here in named.values():
+                if here is not None:
+                    self.cache.protect(here)
+        if not self.link.is_idle():
+            return
+        for key, here in named.items():
+            if here is not None:
+                continue
+            slot = self.cache.reserve(key, urgent=False)
+            if slot is None:
+                return
+            self.counts.speculative_loads += 1
+            self._count_low(key)
+            self._unused_prefetches.add(key)
+            self.link.submit(Load(key, slot, urgent=False))
+            if protect:
+                self.cache.protect(key)
 
     def drain(self) -> None:
         """Waits until nothing is under way."""
