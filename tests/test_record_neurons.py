@@ -116,8 +116,8 @@ def test_corm_replays_it(traced: Path, tmp_path: Path, tiermoe_: Command) -> Non
         return json.loads(done.out)[0] if done.code == 0 else done.err
 
     fixed = ("--set", "precision=fixed")
-    alone = (*fixed, "--set", f"theta={THETA}", "--set", "prefetch=none")  # what a prefetch brings depends on bytes
-    whole, found = simulated(*alone, "--set", "unit=expert"), simulated(*alone)
+    alone = (*fixed, "--set", "prefetch=none")  # what a prefetch brings depends on bytes
+    whole, found = simulated(*alone, "--set", "unit=expert"), simulated(*alone, "--set", f"theta={THETA}")
     assert (found["hits"], found["loads"]) == (whole["hits"], whole["loads"])
     assert 0 < found["bytes_per_token"] < whole["bytes_per_token"]
     assert simulated(*fixed, "--set", f"theta={THETA}")["speculative_loads"] > 0
