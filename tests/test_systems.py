@@ -108,8 +108,8 @@ def test_runs(preset: str, checkpoint: Path, answer: Any) -> None:
     assert stats["lossy"] == ", ".join(PRESETS[preset].lossy)
     if preset in ("load-on-demand", "io-qexp"):
         assert stats["hit_rate"] == 0
-    elif preset != "lru":  # which may find nothing where a step goes round more experts than there are slots
-        assert stats["hit_rate"] > 0
+    if preset == "io-free":  # others may find nothing where a step goes round more experts than there are slots
+        assert stats["hit_rate"] > 0.5
 
 
 @pytest.mark.parametrize("preset", EXACT)
