@@ -3,10 +3,10 @@
     python -m benchmarks.llamacpp convert MODEL --type q4_k_m --out FILE.gguf
     python -m benchmarks.llamacpp logits MODEL FILE.gguf        # the difference to transformers' logits
     python -m benchmarks.llamacpp perplexity MODEL FILE.gguf
-    python -m benchmarks.llamacpp decode MODEL FILE.gguf [--memory 700M]
 
 MODEL is a Qwen3-MoE checkpoint directory (it also gives the tokenizer). llama.cpp runs in the interpreter
 that --peer-python names, which needs llama-cpp-python, gguf and numpy; every command prints one JSON object.
+`tiermoe bench` measures its speed.
 """
 
 import argparse
@@ -19,8 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.memory_limit import CannotLimit, parse_size, run_limited
-
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -29,7 +27,7 @@ class PeerFailed(Exception):
 
 
 def peer_command(args: argparse.Namespace, *words: object) -> list[str]:
-    start = ["env", f"PYTHONPATH={ROOT}", args.peer_python, "-m", "benchmarks.peer"]
+    start = ["env", f"PYTHONPATH={ROOT}:{ROOT / 'src'}", args.peer_python, "-m", "benchmarks.peer"]
     return [*start, *map(str, words), "--threads", str(args.threads)]
 
 
@@ -91,25 +89,6 @@ def perplexity(args: argparse.Namespace) -> dict[str, Any]:
     return {"gguf": args.gguf.name, "bytes": args.gguf.stat().st_size, "attention": args.attention, **result}
 
 
-def decode(args: argparse.Namespace) -> dict[str, Any]:
-    """Decoding speed, everything resident, or in a memory cgroup with a cold page cache."""
-    with tempfile.TemporaryDirectory() as directory:
-        ids = save_ids(args, directory, args.prompt + args.tokens)
-        words = ["decode", args.gguf.resolve(), "--ids", ids, "--prompt", args.prompt]
-        words += ["--tokens", args.tokens, "--feed", args.feed, "--attention", args.attention]
-        if args.memory is None:
-            return {"gguf": args.gguf.name, **run_peer(args, *words, "--no-mmap")}
-        words += [] if args.repack else ["--no-repack"]
-        command = peer_command(args, *words)
-        limited, output = run_limited(command, args.memory, [args.gguf.resolve()], subprocess.PIPE)
-    if limited.returncode:
-        raise PeerFailed(
-            f"in {args.memory} bytes the peer ended with {limited.returncode} ({limited.oom_kills} kills for memory)"
-        )
-    memory = {"memory_bytes": limited.limit_bytes, "peak_memory_bytes": limited.peak_bytes}
-    return {"gguf": args.gguf.name, **memory, **last_object(output)}
-
-
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m benchmarks.llamacpp", description=__doc__)
     top.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -139,22 +118,6 @@ def parser() -> argparse.ArgumentParser:
     add.add_argument("--context", type=int, default=256)
     add.add_argument("--stride", type=int, default=128)
     add.set_defaults(run=perplexity)
-    add = commands.add_parser("decode", parents=[common, text])
-    add.add_argument("--prompt", type=int, default=32, help="tokens evaluated before the clock starts")
-    add.add_argument("--tokens", type=int, default=64, help="tokens decoded one at a time")
-    add.add_argument(
-        "--feed",
-        choices=["text", "greedy"],
-        default="text",
-        help="decode the text's own next tokens (real routing, the same for every engine) or the model's greedy choice",
-    )
-    add.add_argument("--memory", type=parse_size, help="run in a memory cgroup of this size, file mapped and cold")
-    add.add_argument(
-        "--repack",
-        action="store_true",
-        help="with --memory: let llama.cpp copy 4-bit weights for its kernels, into memory that is not paged",
-    )
-    add.set_defaults(run=decode)
     return top
 
 
@@ -162,7 +125,7 @@ def main() -> None:
     args = parser().parse_args()
     try:
         print(json.dumps(args.run(args)))
-    except (CannotLimit, PeerFailed) as error:
+    except PeerFailed as error:
         sys.exit(f"llamacpp: {error}")
 
 

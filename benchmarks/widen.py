@@ -30,7 +30,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from benchmarks.checkpoint import INDEX, expert_count
+from tiermoe.bench.llama.checkpoint import INDEX, expert_count
 
 TOKENIZER_FILES = (
     "tokenizer.json",

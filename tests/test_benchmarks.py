@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from benchmarks.checkpoint import Checkpoint
 from benchmarks.memory_limit import CannotLimit, Hierarchy, find_hierarchy, parse_size, run_limited
 from benchmarks.perplexity import perplexity, windows
+from tiermoe.bench.llama.checkpoint import Checkpoint
 from tiny import write
 
 V1 = "36 31 0:33 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"

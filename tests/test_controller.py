@@ -231,7 +231,7 @@ def test_every_demand_is_served_from_a_slot_that_holds_it(
     for number, experts in enumerate(layers):
         layer = number % 3
         served = []
-        for expert, slot, _ in controller.run_layer(layer, demands(*experts)):
+        for expert, slot, *_ in controller.run_layer(layer, demands(*experts)):
             assert link.contents[slot] == ExpertKey(layer, expert, 4)
             link.step()  # transfers go on while the expert is computed with
             assert link.contents[slot] == ExpertKey(layer, expert, 4)

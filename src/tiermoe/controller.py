@@ -64,20 +64,23 @@ class Controller:
         speculate: Callable[[], None] | None = None,
         together: bool = False,
         elsewhere: bool = False,
+        grouped: bool = False,
     ) -> Iterator[Ready]:
         """Yields every demand that is not skipped, in the order in which they can be computed: what is here first, each
         group by falling number of tokens (EdgeMoE's re-batching: each expert comes once a chunk; Fate's popularity
-        order). An expert stays in its slot until the next one is asked for.
+        order). An expert stays in its slot until the next one is asked for; where `Ready.more` is true, until the one
+        after its group is asked for.
 
         speculate: called once, as soon as this layer needs nothing more from the link (that is when a prefetch can
         begin). together: computing starts when all loads are there, as far as the slots allow (HOBBIT). elsewhere: what
         tokens need and is neither here nor on its way is not loaded; it is yielded with the slot ELSEWHERE in the
         precision demanded, before all else, so that its computing begins before this device is given work (HOBBIT,
-        section 4, CPU-GPU cooperative computing).
+        section 4, CPU-GPU cooperative computing). grouped: all that is here is one group (a token's experts are computed
+        in one call); else each expert is one, so that its slot is free for the next load as soon as it is computed.
         Raises LoadError where an expert cannot be read; the controller stays usable."""
         run = _LayerRun(self, layer, demands, speculate, elsewhere)
         try:
-            yield from run.steps(together)
+            yield from run.steps(together, grouped)
         finally:
             run.release()
 
@@ -165,7 +168,7 @@ class _LayerRun:
         self._missing: deque[ExpertKey] = deque()
         self._awaited: set[ExpertKey] = set()
 
-    def steps(self, together: bool) -> Iterator[Ready]:
+    def steps(self, together: bool, grouped: bool) -> Iterator[Ready]:
         self._take_stock()
         self._submit()
         for key in self._elsewhere:
@@ -175,9 +178,11 @@ class _LayerRun:
         while self._here or self._awaited or self._missing:
             self._begin_speculation()
             if self._here:
-                key = self._here.popleft()
-                yield self._use(key)
-                self._release(key)
+                group = [self._here.popleft() for _ in range(len(self._here) if grouped else 1)]
+                for key in group:
+                    yield self._use(key, more=key is not group[-1])
+                for key in group:
+                    self._release(key)
             elif not self._awaited and self._controller.link.is_idle():
                 # with nothing awaited, wrong prefetches still under way may hold the slots: their end frees one
                 raise RuntimeError(
@@ -270,11 +275,11 @@ class _LayerRun:
             speculate, self._speculate = self._speculate, None
             speculate()
 
-    def _use(self, key: ExpertKey) -> Ready:
+    def _use(self, key: ExpertKey, more: bool) -> Ready:
         slot = self._cache.slot(key)
         assert slot is not None
         self._cache.used(key, self._demands[key])
-        return Ready(key.expert, slot, key.bits)
+        return Ready(key.expert, slot, key.bits, more)
 
     def _pin(self, key: ExpertKey) -> None:
         self._cache.pin(key)

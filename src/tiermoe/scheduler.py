@@ -71,7 +71,8 @@ class Scheduler:
             self._prefetch(routed.layer, forecasts)
 
         elsewhere = self.elsewhere and routed.phase == "decode"
-        yield from self.controller.run_layer(routed.layer, demands, speculate, self.together, elsewhere)
+        one_token = len(routed.experts) == 1
+        yield from self.controller.run_layer(routed.layer, demands, speculate, self.together, elsewhere, one_token)
 
     def _demands(self, routed: Routed) -> list[Demand]:
         demands = self.precision.demands(routed)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import html
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from tiermoe.svg import CENTRED, FAINT, INK, Axis, circle, diamond, line, picture, text
 
 _WIDTH, _HEIGHT = 900, 560
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 30, 70, 500  # the plot's edges; _RIGHT from the picture's
@@ -14,7 +14,7 @@ _EDGE = _WIDTH - _RIGHT
 _LINE = 15  # a label's height
 _LETTER = 7.0  # a letter's width, 12 px sans-serif
 _LOG_FROM = 30  # times that the largest x is the smallest, from which on the axis is logarithmic
-_EXACT, _LOSSY, _INK, _FAINT = "#1f6fb4", "#d1570b", "#222", "#ddd"
+_EXACT, _LOSSY = "#1f6fb4", "#d1570b"
 
 _AXES = (("kl", "KL divergence to the 16-bit weights, nats per token"), ("perplexity", "perplexity"))
 
@@ -31,37 +31,6 @@ class Point:
     exact: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """Values from `low` to `high` along pixels from `begin` to `end`."""
-
-    low: float
-    high: float
-    begin: float
-    end: float
-    logarithmic: bool = False
-
-    def at(self, value: float) -> float:
-        """The pixel of a value."""
-        low, high = self._scaled(self.low), self._scaled(self.high)
-        return self.begin + (self._scaled(value) - low) / (high - low) * (self.end - self.begin)
-
-    def ticks(self) -> list[float]:
-        """Round values along the axis: 1, 2 or 5 times a power of ten."""
-        if self.logarithmic:
-            powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-            values = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
-            return [value for value in values if self.low <= value <= self.high]
-        rough = (self.high - self.low) / 6
-        power = 10.0 ** math.floor(math.log10(rough))
-        step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= rough)
-        first = math.ceil(self.low / step - 1e-9)
-        return [index * step for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
-
-    def _scaled(self, value: float) -> float:
-        return math.log10(value) if self.logarithmic else value
-
-
 def draw(results: Sequence[dict[str, Any]]) -> str:
     """The picture of `tiermoe compare`'s results, as SVG text: decode tokens per second over KL divergence (perplexity
     where there was no reference), a labelled point for each preset that was measured."""
@@ -70,19 +39,14 @@ def draw(results: Sequence[dict[str, Any]]) -> str:
     points = [_point(result, key) for result in measured]
     across, up = _axes(points, from_zero=key == "kl")
     leaders, labels = _labels(points, across, up)
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
-            f'viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12" fill="{_INK}">',
-            f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-            *_frame(across, up, title),
-            _text(_EDGE, 50, _conditions(measured), 'text-anchor="end" font-size="11"'),
-            *leaders,
-            *(_mark(point, across, up) for point in points),
-            *labels,
-            "</svg>\n",
-        ]
-    )
+    parts = [
+        *_frame(across, up, title),
+        text(_EDGE, 50, _conditions(measured), 'text-anchor="end" font-size="11"'),
+        *leaders,
+        *(_mark(point, across, up) for point in points),
+        *labels,
+    ]
+    return picture(_WIDTH, _HEIGHT, parts)
 
 
 def _conditions(results: Sequence[dict[str, Any]]) -> str:
@@ -109,28 +73,28 @@ def _axes(points: Sequence[Point], from_zero: bool) -> tuple[Axis, Axis]:
 
 def _frame(across: Axis, up: Axis, title: str) -> list[str]:
     middle = (_TOP + _BOTTOM) / 2
-    parts = [_text(_LEFT, 26, "Decode speed and what it costs", 'font-size="16" font-weight="bold"')]
+    parts = [text(_LEFT, 26, "Decode speed and what it costs", 'font-size="16" font-weight="bold"')]
     for value in up.ticks():
         y = up.at(value)
-        parts += [_line(_LEFT, y, _EDGE, y, _FAINT), _text(_LEFT - 8, y + 4, f"{value:g}", 'text-anchor="end"')]
+        parts += [line(_LEFT, y, _EDGE, y, FAINT), text(_LEFT - 8, y + 4, f"{value:g}", 'text-anchor="end"')]
     for value in across.ticks():
         x = across.at(value)
-        parts += [_line(x, _BOTTOM, x, _BOTTOM + 5, _INK), _text(x, _BOTTOM + 20, f"{value:g}", _CENTRED)]
+        parts += [line(x, _BOTTOM, x, _BOTTOM + 5, INK), text(x, _BOTTOM + 20, f"{value:g}", CENTRED)]
     parts += [
-        _line(_LEFT, _BOTTOM, _EDGE, _BOTTOM, _INK),
-        _line(_LEFT, _TOP, _LEFT, _BOTTOM, _INK),
-        _text((_LEFT + _EDGE) / 2, _BOTTOM + 46, title, _CENTRED),
-        _text(20, middle, "decode, tokens per second", f'{_CENTRED} transform="rotate(-90 20 {middle:.1f})"'),
-        _circle(_LEFT + 6, 46), _text(_LEFT + 18, 50, "exact"),
-        _diamond(_LEFT + 86, 46), _text(_LEFT + 98, 50, "lossy: may change what the model says"),
+        line(_LEFT, _BOTTOM, _EDGE, _BOTTOM, INK),
+        line(_LEFT, _TOP, _LEFT, _BOTTOM, INK),
+        text((_LEFT + _EDGE) / 2, _BOTTOM + 46, title, CENTRED),
+        text(20, middle, "decode, tokens per second", f'{CENTRED} transform="rotate(-90 20 {middle:.1f})"'),
+        circle(_LEFT + 6, 46, _EXACT), text(_LEFT + 18, 50, "exact"),
+        diamond(_LEFT + 86, 46, _LOSSY), text(_LEFT + 98, 50, "lossy: may change what the model says"),
     ]  # fmt: skip
     return parts
 
 
 def _mark(point: Point, across: Axis, up: Axis) -> str:
     x, y = across.at(point.x), up.at(point.y)
-    spread = _line(x, up.at(point.low), x, up.at(point.high), _EXACT if point.exact else _LOSSY)
-    return spread + (_circle(x, y) if point.exact else _diamond(x, y))
+    spread = line(x, up.at(point.low), x, up.at(point.high), _EXACT if point.exact else _LOSSY)
+    return spread + (circle(x, y, _EXACT) if point.exact else diamond(x, y, _LOSSY))
 
 
 def _labels(points: Sequence[Point], across: Axis, up: Axis) -> tuple[list[str], list[str]]:
@@ -144,8 +108,8 @@ def _labels(points: Sequence[Point], across: Axis, up: Axis) -> tuple[list[str],
         taken.append(box)
         if away:
             end = box.left if box.left > x else box.right
-            leaders.append(_line(x, y, end, box.middle, "#999"))
-        labels.append(_text(box.left, box.bottom - 4, point.label))
+            leaders.append(line(x, y, end, box.middle, "#999"))
+        labels.append(text(box.left, box.bottom - 4, point.label))
     return leaders, labels
 
 
@@ -182,22 +146,3 @@ def _free_place(x: float, y: float, width: float, taken: Sequence[_Box]) -> tupl
 def _label_box(x: float, y: float, width: float, gap: float, shift: float) -> _Box:
     left = x + gap if gap > 0 else x + gap - width
     return _Box(left, y + shift - _LINE / 2, left + width, y + shift + _LINE / 2)
-
-
-_CENTRED = 'text-anchor="middle"'
-
-
-def _text(x: float, y: float, text: str, style: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{html.escape(text)}</text>'
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"/>'
-
-
-def _circle(x: float, y: float) -> str:
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{_EXACT}"/>'
-
-
-def _diamond(x: float, y: float) -> str:
-    return f'<path d="M{x:.1f} {y - 6:.1f} l6 6 l-6 6 l-6 -6 z" fill="{_LOSSY}"/>'

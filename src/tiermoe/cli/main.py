@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import typer
 
 from tiermoe import __version__
+from tiermoe.cli.bench import bench
 from tiermoe.cli.calibrate import calibrate
 from tiermoe.cli.chat import chat
 from tiermoe.cli.compare import compare
@@ -44,7 +45,7 @@ def _root(
     """Run Mixture-of-Experts language models larger than the memory they run in, exactly."""
 
 
-for command in (run, chat, pack, plan, show, presets, calibrate, compare, trace, simulate):
+for command in (run, chat, pack, plan, show, presets, calibrate, compare, bench, trace, simulate):
     app.command()(command)
 app.command("eval")(evaluate)
 

@@ -1,16 +1,20 @@
 """CPU kernels on packed weights.
 
-Few tokens: torch's operators on the packed weights, which read fewer bytes. Many tokens: decode, then one
-matrix product. Which of the two runs follows from the encoding, the dtype and the number of tokens alone, so
-that a result depends on neither timing nor what is cached.
+4 bits in bfloat16: our own kernels where this machine can run them (`kernels/native`). Else few tokens: torch's
+operators on the packed weights, which read fewer bytes; many tokens: decode, then one matrix product. Which of them runs
+follows from the machine, the encoding, the dtype and the number of tokens alone, so that a result depends on neither
+timing nor what is cached.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tiermoe.kernels import native
+from tiermoe.kernels.native.linear import linear
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.int2 import Int2
 from tiermoe.quant.int4 import Int4
@@ -22,6 +26,7 @@ from tiermoe.quant.scratch import scratch
 INT8_TOKENS = {torch.bfloat16: 12}
 INT4_TOKENS = {torch.bfloat16: 48}
 
+NATIVE_TOKENS_BESIDE_AMX = 48
 INT8_COLUMNS = 16  # with another multiple the operator reads past the end of the rows in 16-bit dtypes
 
 
@@ -66,15 +71,25 @@ class Int4Linear:
         self._group = in_slot.group
         self._tokens = INT4_TOKENS.get(dtype, 0)
         self._encoding = in_slot
+        self._dtype = dtype
         self._product_dtype = _product_dtype(dtype)
+        self._native_tokens = native_tokens()
 
     def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        if x.shape[0] <= self._native_tokens and native.takes(self._dtype, out, in_, self._group):
+            return linear(x, slot, out, in_, self._group)
         if x.shape[0] <= self._tokens:
             codes, scales_and_zeros = slot["codes"], slot["scales_and_zeros"]
             return torch._weight_int4pack_mm_for_cpu(x.contiguous(), codes, self._group, scales_and_zeros)
         dtype = self._product_dtype
         weight = self._encoding.decode(slot, out, in_, dtype, into=scratch.take("weight", (out * in_,), dtype))
         return F.linear(x.to(dtype), weight).to(x.dtype)
+
+
+def native_tokens() -> float:
+    """The most tokens for which the native kernels are used: with AMX, decoding and one product of torch's is faster
+    for many."""
+    return NATIVE_TOKENS_BESIDE_AMX if torch.cpu._is_amx_tile_supported() else math.inf
 
 
 def _product_dtype(dtype: torch.dtype) -> torch.dtype:

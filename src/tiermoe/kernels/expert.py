@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
 from tiermoe.kernels import linear_for
+from tiermoe.kernels.cpu import native_tokens
+from tiermoe.kernels.native.experts import GatedExperts, gated_experts
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.types import Part
 
@@ -14,9 +17,67 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 Views = Mapping[str, Mapping[str, torch.Tensor]]
 
 
-class ExpertKernel:
+class SlotViews(dict[str, Mapping[str, torch.Tensor]]):
+    """Views of a slot that lives as long as they do. `packed`: what a native kernel was told of it, once it was."""
+
+    packed: bytes | None = None
+
+
+class ExpertKernel(Protocol):
     """Computes experts of one format. The same kernel runs for an expert and precision wherever it lies, chosen by the
     number of tokens alone, so that results do not depend on the cache."""
+
+    def __call__(self, x: torch.Tensor, views: Views) -> torch.Tensor:
+        """x (M, hidden) in the compute dtype → (M, hidden). `views` are the fields of the expert's slot."""
+        ...
+
+    def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
+        """One token x (1, hidden) through each of several experts → (experts, hidden): the values that calling them one
+        by one gives."""
+        ...
+
+
+def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
+    """(M, 2 I) → (M, I): transformers' usual gate with SiLU, the same operations without the calls around them, which
+    cost more than the operations for a single token."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def expert_kernel(form: ExpertFormat, activation: Activation, device: str) -> ExpertKernel:
+    """The kernel of experts of format `form` on a device type: the native one where it takes them."""
+    first, second = (part for part in form.layer.parts if part.is_matrix)
+    separate = SeparateSteps(form, activation, device)
+    plain = len(form.layer.parts) == 2 and activation is silu_gate and device == "cpu"
+    native = gated_experts(first, second, form.encodings, form.dtype) if plain else None
+    return separate if native is None else InOneCall(native, separate)
+
+
+class InOneCall:
+    """Native gated experts; from the number of tokens on where another kernel is faster, that one."""
+
+    def __init__(self, native: GatedExperts, separate: ExpertKernel) -> None:
+        self._native, self._separate = native, separate
+        self._tokens = native_tokens()
+
+    def __call__(self, x: torch.Tensor, views: Views) -> torch.Tensor:
+        if x.shape[0] > self._tokens:
+            return self._separate(x, views)
+        return self._native(x, (self._packed(views),))[0]
+
+    def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
+        return self._native(x, [self._packed(each) for each in views])[:, 0]
+
+    def _packed(self, views: Views) -> bytes:
+        if not isinstance(views, SlotViews):
+            return self._native.pack(views)
+        if views.packed is None:
+            views.packed = self._native.pack(views)
+        return views.packed
+
+
+class SeparateSteps:
+    """First matrix, activation, second matrix, each in a call of its own."""
 
     def __init__(self, form: ExpertFormat, activation: Activation, device: str) -> None:
         first, second = (part for part in form.layer.parts if part.is_matrix)
@@ -25,8 +86,10 @@ class ExpertKernel:
         self._activation = activation
 
     def __call__(self, x: torch.Tensor, views: Views) -> torch.Tensor:
-        """x (M, hidden) in the compute dtype → (M, hidden). `views` are the fields of the expert's slot."""
         return self._second(self._activation(self._first(x, views)), views)
+
+    def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
+        return torch.cat([self(x, each) for each in views])
 
 
 def _matrix(form: ExpertFormat, part: Part, device: str) -> Callable[[torch.Tensor, Views], torch.Tensor]:

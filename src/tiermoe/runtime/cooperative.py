@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from tiermoe.kernels.expert import Activation, ExpertKernel
+from tiermoe.kernels.expert import Activation, expert_kernel
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.types import ExpertKey
 
@@ -35,7 +35,7 @@ class CpuHelper:
     def layer(self, index: int, formats: Mapping[int, ExpertFormat], activation: Activation) -> OnCpu:
         """What computes experts of MoE layer `index`; `formats` by precision. The Future raises LoadError where the
         expert cannot be read."""
-        kernels = {bits: ExpertKernel(form, activation, "cpu") for bits, form in formats.items()}
+        kernels = {bits: expert_kernel(form, activation, "cpu") for bits, form in formats.items()}
 
         def compute(expert: int, bits: int, x: torch.Tensor) -> torch.Tensor:
             key = ExpertKey(index, expert, bits)

@@ -14,6 +14,7 @@ import xxhash
 
 from tiermoe.errors import LoadError
 from tiermoe.kernels import LinearKernel, linear_for
+from tiermoe.kernels.native.attention import PackedMatrix
 from tiermoe.quant.encodings import encoding_for
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.runtime.blueprint import Blueprint
@@ -35,22 +36,20 @@ class PackedLinear(torch.nn.Module):
     def __init__(
         self,
         kernel: LinearKernel,
-        fields: dict[str, torch.Tensor],
-        out: int,
-        in_: int,
+        packed: PackedMatrix,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features = in_, out
+        self.in_features, self.out_features = packed.in_, packed.out
         self.bias = bias
-        self.weight = torch.empty((out, in_), dtype=dtype, device="meta")
+        self.weight = torch.empty((packed.out, packed.in_), dtype=dtype, device="meta")
+        self.packed = packed
         self._kernel = kernel
-        self._fields = fields
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
-        result = self._kernel(rows, self._fields, self.out_features, self.in_features)
+        result = self._kernel(rows, self.packed.fields, self.out_features, self.in_features)
         if self.bias is not None:
             result = result + self.bias
         return result.view(*x.shape[:-1], self.out_features)
@@ -147,6 +146,7 @@ def attach_dense(model: Any, store: Store, key: str, reader: ExtentReader, devic
         owner = model.get_submodule(parent)
         kernel = linear_for(packed["encoding"], torch.device(device).type, store.dtype)
         bias, (out, in_) = getattr(owner, attribute).bias, packed["shape"]
-        setattr(owner, attribute, PackedLinear(kernel, fields, out, in_, bias, store.dtype))
+        matrix = PackedMatrix(form.encodings["weight"], fields, out, in_)
+        setattr(owner, attribute, PackedLinear(kernel, matrix, bias, store.dtype))
         total += form.slot.nbytes
     return total

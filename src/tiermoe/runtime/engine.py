@@ -13,6 +13,7 @@ from tiermoe.controller import Controller
 from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.kernels import machine_layout
 from tiermoe.kernels.expert import Views
+from tiermoe.runtime import one_token
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.fallback import ConfidentDecoding
@@ -81,6 +82,7 @@ class Engine:
         self._hash_tables = token_tables(model, self._family)
         self.scheduler = self._schedule()
         self._closed = False
+        self._one_token_layers = one_token.take_over(model)
         self._attach(model)
 
     @property
@@ -151,6 +153,8 @@ class Engine:
             shell.run_experts = _closed
         for hook in self._hooks:
             hook.remove()
+        for layer in self._one_token_layers:
+            layer.detach()
         self.forecaster.close()
         if self._confident is not None:
             self._confident.close()

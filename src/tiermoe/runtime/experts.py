@@ -14,14 +14,11 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tiermoe.controller import ELSEWHERE
-from tiermoe.kernels.expert import Views
+from tiermoe.kernels.expert import ExpertKernel, Views
 from tiermoe.runtime.cooperative import OnCpu
 from tiermoe.runtime.passes import CurrentPass
 from tiermoe.runtime.shells import IMPLEMENTATION
-from tiermoe.types import Routed
-
-Kernel = Callable[[torch.Tensor, Views], torch.Tensor]
-"""One expert: x (M, H) in the compute dtype, views of its slot → (M, H)."""
+from tiermoe.types import Ready, Routed
 
 
 class LayerExperts:
@@ -36,7 +33,7 @@ class LayerExperts:
         self,
         index: int,
         experts: int,
-        kernels: Mapping[int, Kernel],
+        kernels: Mapping[int, ExpertKernel],
         current: CurrentPass,
         views_of: Callable[[int, int, int], Views],
         renormalise: bool = False,
@@ -66,14 +63,19 @@ class LayerExperts:
         routed = Routed(self._index, self._current.phase, [list(position)], [kept])
         results: dict[int, torch.Tensor] = {}
         away: dict[int, Future[torch.Tensor]] = {}
-        for expert, slot, bits in self._current.run_layer(routed, hidden):
-            if slot == ELSEWHERE:
+        group: list[Ready] = []
+        for ready in self._current.run_layer(routed, hidden):
+            if ready.slot == ELSEWHERE:
                 assert self._on_cpu is not None
                 if not away:
                     host = hidden.cpu()
-                away[expert] = self._on_cpu(expert, bits, host)
-            elif expert in position:
-                results[expert] = self._kernels[bits](hidden, self._views_of(self._index, bits, slot))
+                away[ready.expert] = self._on_cpu(ready.expert, ready.bits, host)
+                continue
+            if ready.expert in position:
+                group.append(ready)
+            if not ready.more:
+                self._compute(group, hidden, results)
+                group.clear()
         for expert, future in away.items():
             results[expert] = future.result().to(hidden.device)
         if self._current.proceed and self._renormalise and 0 < len(results) < len(position):
@@ -86,6 +88,14 @@ class LayerExperts:
             output = (results[expert] * weights[0, k : k + 1]).to(hidden.dtype)
             total = output if total is None else total + output
         return torch.zeros_like(hidden) if total is None else total
+
+    def _compute(self, group: list[Ready], hidden: torch.Tensor, results: dict[int, torch.Tensor]) -> None:
+        """The outputs (1, H) of experts that are all here, those of one precision in one call."""
+        for bits in {ready.bits for ready in group}:
+            alike = [ready for ready in group if ready.bits == bits]
+            views = [self._views_of(self._index, bits, ready.slot) for ready in alike]
+            outputs = self._kernels[bits].together(hidden, views).split(1)
+            results.update(zip((ready.expert for ready in alike), outputs, strict=True))
 
     def _many_tokens(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens, k = index.shape
@@ -107,7 +117,7 @@ class LayerExperts:
             kept[place[rows], rows % tokens] = (output * flat_weights[rows, None]).to(hidden.dtype)
 
         away: list[tuple[Future[torch.Tensor], torch.Tensor]] = []
-        for expert, slot, bits in self._current.run_layer(self._routed(index, weights), hidden):
+        for expert, slot, bits, _ in self._current.run_layer(self._routed(index, weights), hidden):
             if not counts[expert]:
                 continue
             rows = by_expert[ends[expert] - counts[expert] : ends[expert]]

@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from transformers.activations import ACT2FN
+from transformers.activations import ACT2FN, SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 from transformers.monkey_patching import register_patch_mapping, unregister_patch_mapping
 
 from tiermoe.families import Family
+from tiermoe.kernels.expert import silu_gate
 
 IMPLEMENTATION = "tiermoe"
+_SILU = (torch.nn.SiLU, SiLUActivation)
 
 # transformers' patch table and its patched modules are global to the process
 _patching = threading.Lock()
@@ -103,19 +105,12 @@ def activation_of(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         activation: Callable[[torch.Tensor], torch.Tensor] = module.expert_template[0].act
         return activation
     if module.has_gate:
-        if type(module)._apply_gate is _default_apply_gate and type(module.act_fn) is torch.nn.SiLU:
-            return _silu_gate
+        if type(module)._apply_gate is _default_apply_gate and type(module.act_fn) in _SILU:
+            return silu_gate
         gate: Callable[[torch.Tensor], torch.Tensor] = module._apply_gate
         return gate
     plain: Callable[[torch.Tensor], torch.Tensor] = getattr(module, "act_fn", None) or ACT2FN[module.config.hidden_act]
     return plain
-
-
-def _silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """transformers' usual gate with SiLU: the same operations without the calls around them, which cost more than
-    the operations for a single token."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
 
 
 def _initialised(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:

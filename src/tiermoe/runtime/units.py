@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tiermoe.errors import ConfigError
-from tiermoe.kernels.expert import ExpertKernel, Views
+from tiermoe.kernels.expert import SlotViews, Views, expert_kernel
 from tiermoe.kernels.neurons import NeuronKernel
 from tiermoe.presets import Composition
 from tiermoe.runtime.cooperative import CpuHelper
@@ -60,7 +60,7 @@ class WholeExperts:
 
     def views(self, form: ExpertFormat, slot: torch.Tensor) -> Views:
         """What a kernel reads of a slot (uint8)."""
-        return form.slot.views(slot)
+        return SlotViews(form.slot.views(slot))
 
     def over(self, link: MeteredLink) -> None:
         """Tells which link fills the slots."""
@@ -79,7 +79,7 @@ class WholeExperts:
     ) -> RunExperts:
         """What runs in place of `shell`, the experts module of MoE layer `index`; `formats` by precision."""
         activation = activation_of(shell)
-        kernels = {bits: ExpertKernel(form, activation, self._device) for bits, form in formats.items()}
+        kernels = {bits: expert_kernel(form, activation, self._device) for bits, form in formats.items()}
         on_cpu = self._helper.layer(index, formats, activation) if self._helper else None
         return LayerExperts(index, shell.num_experts, kernels, current, views_of, renormalise, on_cpu)
 

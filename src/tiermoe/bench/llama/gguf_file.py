@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.checkpoint import Checkpoint, expert_count
+from tiermoe.bench.llama.checkpoint import Checkpoint, expert_count
 
 LAYER = {
     "input_layernorm": "attn_norm",

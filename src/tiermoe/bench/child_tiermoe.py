@@ -1,0 +1,189 @@
+"""One case under tiermoe, in a process of its own.
+
+    python -m tiermoe.bench.child_tiermoe '{"model": …, "options": …, "ids": …, "prompt": …, "warm": …, "routing": …}'
+
+Prints one JSON object. After the pass that is measured come, where `routing` names a file, one in which the routers'
+choices go there, and one in which kernels are timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiermoe.bench.block_device import device_bytes_read
+from tiermoe.bench.started import since_start
+
+_SPLIT = 32  # decoded tokens at most in which kernels are timed
+
+
+@dataclass(slots=True)
+class _Measured:
+    """The phases of the pass that is measured, and the peak at its end."""
+
+    prefill: Any
+    decode: Any
+    first_token_s: float
+    peak_memory_bytes: int
+    device_bytes: int | None
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """job: `model`, `options` of `tiermoe.load`, `ids` (a .npy of (batch, prompt + output) token ids), `prompt`, `warm`
+    (tokens of each row that run once before the clock starts), `routing` (a file to write, or None)."""
+    import tiermoe
+
+    model, _ = tiermoe.load(job["model"], **job["options"])
+    load_s = since_start()
+    import numpy as np
+    import torch
+
+    ids = torch.from_numpy(np.load(job["ids"]))
+    engine, (rows, length) = model.tiermoe, ids.shape
+    with torch.inference_mode():
+        measured = _timed(model, ids, job["prompt"], job["warm"])
+        bandwidth = engine.bandwidth
+        if job["routing"]:
+            _record(model, ids, job["prompt"], Path(job["routing"]))
+        kernel_s = _kernels(model, ids, job["prompt"])
+    phase = measured.decode if length > job["prompt"] else measured.prefill
+    stats = engine.stats()
+    return {
+        "prefill_tok_s": measured.prefill.tok_s,
+        "decode_tok_s": measured.decode.tok_s or None,
+        "first_token_s": measured.first_token_s,
+        "load_s": load_s,
+        "peak_memory_bytes": measured.peak_memory_bytes,
+        "token_s": phase.seconds / phase.tokens,
+        "kernel_s": kernel_s,
+        "wait_s": phase.wait_s / phase.tokens,
+        "hit_rate": phase.hit_rate,
+        "bytes_per_token": phase.bytes_per_token,
+        "device_bytes_per_token": _each(measured.device_bytes, measured.decode.tokens),
+        "compute_bound_tok_s": phase.bound_tok_s(bandwidth),
+        "link_bandwidth": bandwidth,
+        "slots": engine.plan.slots,
+        "slot_bytes": engine.plan.slot_bytes,
+        "all_experts": engine.plan.all_slots,
+        "dense_bytes": _dense_bytes(model),
+        "planned_bytes": engine.plan.total,
+        "lossy": engine.lossy,
+        "lanes": stats["lanes"],
+        "direct_io": stats["direct_io"],
+        "batch": rows,
+    }
+
+
+@dataclass(slots=True)
+class _Device:
+    """What a drive has read within a stretch, for all processes; None where nobody counts."""
+
+    nbytes: int | None = None
+
+
+@contextlib.contextmanager
+def _device(folder: Path) -> Iterator[_Device]:
+    found, before = _Device(), device_bytes_read(folder)
+    yield found
+    after = device_bytes_read(folder)
+    found.nbytes = None if before is None or after is None else after - before
+
+
+def _feeding(model: Any, ids: Any, prompt: int) -> Any:
+    from tiermoe.bench.feeding import Feeding
+
+    return Feeding(model, ids, prompt, model.tiermoe.settings.chunk)
+
+
+def _timed(model: Any, ids: Any, prompt: int, warm: int) -> _Measured:
+    from tiermoe.runtime.footprint import peak_resident_bytes
+    from tiermoe.runtime.phases import Phase
+
+    engine, (rows, length) = model.tiermoe, ids.shape
+    first_token_s = 0.0
+    if warm:
+        feeding = _feeding(model, ids, prompt)
+        feeding.prompt()
+        first_token_s = since_start()
+        feeding.decode(warm)
+    feeding, prefill, decode = _feeding(model, ids, prompt), Phase(), Phase()
+    with prefill.measured(engine, rows * prompt):
+        feeding.prompt()
+    first_token_s = first_token_s or since_start()
+    with _device(engine.store.root) as decoding, decode.measured(engine, rows * (length - prompt)):
+        feeding.decode(length)
+    return _Measured(prefill, decode, first_token_s, peak_resident_bytes(), decoding.nbytes)
+
+
+def _record(model: Any, ids: Any, prompt: int, path: Path) -> None:
+    """One line of JSON for each layer of each pass, written as it runs: memory is what is being measured. The first
+    line says what the model is; there is none of them where no one cache of equal experts serves it exactly."""
+    engine = model.tiermoe
+    if engine.lossy or len(engine.precisions) > 1 or engine.composition.unit != "expert":
+        return
+    from tiermoe.kernels import machine_layout
+    from tiermoe.runtime.recording.trace_header import expert_bytes
+
+    layers = engine.store.layers
+    sizes = expert_bytes(engine.store, engine.settings.quantizer, machine_layout("cpu"))
+    header = {
+        "experts": [layer.experts for layer in layers],
+        "top_k": [layer.top_k for layer in layers],
+        "bits": engine.precisions[0],
+        "expert_bytes": sizes[engine.precisions[0]],
+    }
+    with path.open("w") as file:
+        file.write(json.dumps(header) + "\n")
+        engine.observe(
+            lambda routed, _: file.write(json.dumps([routed.layer, routed.phase, list(routed.experts)]) + "\n")
+        )
+        feeding = _feeding(model, ids, prompt)
+        feeding.prompt()
+        feeding.decode(ids.shape[1])
+        engine.observe(None)
+
+
+def _kernels(model: Any, ids: Any, prompt: int) -> float:
+    """Seconds of kernels for each token of the phase that is measured."""
+    from tiermoe.bench.kernel_clock import KernelClock
+
+    rows, length = ids.shape
+    until = min(length, prompt + _SPLIT)
+    feeding = _feeding(model, ids, prompt)
+    with KernelClock(model) as clock:
+        feeding.prompt()
+        before = clock.seconds
+        if length == prompt:
+            return float(before / (rows * prompt))
+        feeding.decode(until)
+    return float((clock.seconds - before) / (rows * (until - prompt)))
+
+
+def _each(nbytes: int | None, tokens: int) -> float | None:
+    return nbytes / tokens if nbytes is not None and tokens else None
+
+
+def _dense_bytes(model: Any) -> int:
+    """Bytes of all that is no expert and is read whole for each pass: of an embedding of its own only rows are."""
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    tied = embedding.data_ptr() == output.data_ptr()
+    looked_up = 0 if tied else embedding.nbytes
+    return int(model.tiermoe.plan.dense) - looked_up
+
+
+def main() -> None:
+    from tiermoe.errors import TiermoeError
+
+    try:
+        print(json.dumps(measure(json.loads(sys.argv[1]))))
+    except TiermoeError as error:
+        sys.exit(" ".join(str(error).split()))
+
+
+if __name__ == "__main__":
+    main()

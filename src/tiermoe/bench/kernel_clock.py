@@ -1,0 +1,106 @@
+"""How long kernels run within a stretch: those of experts, and those of all other weights.
+
+The second are linear layers, and a decoder layer's attention where one call computes all of it. What is left of a
+token's time, less waiting for the link, is the framework's own: Python, transformers' modelling code, norms, other
+attention, routing, and this program's decisions. Timing every call costs a little, so it is done in a pass of its own
+and never in the one that is measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tiermoe.runtime.dense import PackedLinear
+from tiermoe.runtime.shells import is_shell
+
+_HELD = ("_kernels", "_kernel")
+"""Where what runs in place of an experts module keeps its kernels: by precision, or the one there is."""
+
+
+class KernelClock:
+    """Sums the seconds of a model's kernels while it is entered: `experts_s` and `dense_s` so far."""
+
+    def __init__(self, model: Any) -> None:
+        self.experts_s = 0.0
+        self.dense_s = 0.0
+        self._model = model
+        self._undo: list[Callable[[], None]] = []
+
+    @property
+    def seconds(self) -> float:
+        """Of all kernels."""
+        return self.experts_s + self.dense_s
+
+    def __enter__(self) -> KernelClock:
+        for module in self._model.modules():
+            if is_shell(module):
+                self._watch_experts(module.run_experts)
+            elif isinstance(module, torch.nn.Linear | PackedLinear):
+                self._watch_linear(module)
+            replaced = module.__dict__.get("forward")
+            if hasattr(replaced, "_kernel"):
+                self._watch_whole(replaced)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+    def timed(self, name: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """The call's result; its seconds are added to `name`."""
+        began = time.perf_counter()
+        try:
+            return call(*arguments, **named)
+        finally:
+            setattr(self, name, getattr(self, name) + time.perf_counter() - began)
+
+    def _watch_experts(self, experts: Any) -> None:
+        name = next(name for name in _HELD if hasattr(experts, name))
+        held = getattr(experts, name)
+        by_precision = isinstance(held, Mapping)
+        proxies = {bits: self._proxy(one) for bits, one in held.items()} if by_precision else self._proxy(held)
+        self._replace(experts, name, held, proxies)
+
+    def _watch_whole(self, layer: Any) -> None:
+        """A decoder layer whose forward is replaced by one with a kernel of its own."""
+        self._replace(layer, "_kernel", layer._kernel, _Timed(layer._kernel, self, "dense_s"))
+
+    def _watch_linear(self, module: Any) -> None:
+        began = 0.0
+
+        def before(*_: Any) -> None:
+            nonlocal began
+            began = time.perf_counter()
+
+        def after(*_: Any) -> None:
+            self.dense_s += time.perf_counter() - began
+
+        self._undo += [module.register_forward_pre_hook(before).remove, module.register_forward_hook(after).remove]
+
+    def _proxy(self, kernel: Any) -> _Timed:
+        return _Timed(kernel, self, "experts_s")
+
+    def _replace(self, owner: Any, name: str, held: Any, proxy: Any) -> None:
+        setattr(owner, name, proxy)
+        self._undo.append(lambda: setattr(owner, name, held))
+
+
+class _Timed:
+    """A kernel whose calls are timed, whatever they are named."""
+
+    def __init__(self, kernel: Any, clock: KernelClock, name: str) -> None:
+        self._kernel, self._clock, self._name = kernel, clock, name
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._clock.timed(self._name, self._kernel, *arguments, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._kernel, name)
+        if not callable(found):
+            return found
+        return lambda *arguments, **named: self._clock.timed(self._name, found, *arguments, **named)

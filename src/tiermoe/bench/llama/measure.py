@@ -1,0 +1,46 @@
+"""One case under llama.cpp: the text's own tokens, fed as every engine is fed them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+from tiermoe.bench.llama.llama_engine import LlamaEngine
+from tiermoe.bench.started import peak_resident_bytes, since_start
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """job: `gguf`, `ids` (a .npy of (batch, prompt + output) token ids), `prompt`, `threads`, `warm` (tokens of each
+    row that run once before the clock starts), `mmap`, `repack`. RuntimeError where llama.cpp fails."""
+    ids = np.load(job["ids"])
+    prompt, (rows, length) = job["prompt"], ids.shape
+    engine = LlamaEngine(
+        Path(job["gguf"]), length, job["threads"], mmap=job["mmap"], repack=job["repack"], sequences=rows
+    )
+    load_s = since_start()
+    first_token_s = 0.0
+    if job["warm"]:
+        engine.append(ids[:, :prompt].tolist())
+        first_token_s = since_start()
+        for at in range(prompt, job["warm"]):
+            engine.append(ids[:, at : at + 1].tolist())
+        engine.clear()
+    began = time.perf_counter()
+    engine.append(ids[:, :prompt].tolist())
+    prefilled = time.perf_counter()
+    first_token_s = first_token_s or since_start()
+    for at in range(prompt, length):
+        engine.append(ids[:, at : at + 1].tolist())
+    decode_s = time.perf_counter() - prefilled
+    return {
+        "prefill_tok_s": rows * prompt / (prefilled - began),
+        "decode_tok_s": rows * (length - prompt) / decode_s if length > prompt else None,
+        "first_token_s": first_token_s,
+        "load_s": load_s,
+        "peak_memory_bytes": peak_resident_bytes(),
+        "version": f"llama-cpp-python {llama_cpp.__version__}",
+    }

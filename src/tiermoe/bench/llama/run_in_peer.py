@@ -1,0 +1,64 @@
+"""Run by path in the interpreter that holds llama-cpp-python: makes a GGUF, or runs one case. Prints one JSON object.
+
+    PYTHON run_in_peer.py '{"task": "check" | "convert" | "run", …}'
+
+That interpreter has no tiermoe. The folder of the package is made importable under its name, and nothing that lies
+beside it: this environment's numpy may be of another Python.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+
+def _importable() -> None:
+    here = Path(__file__).resolve()
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != here.parent]
+    package = types.ModuleType("tiermoe")
+    package.__path__ = [str(here.parents[2])]
+    sys.modules["tiermoe"] = package
+
+
+def check(_: dict[str, Any]) -> dict[str, Any]:
+    """Which versions are there. ModuleNotFoundError for what is not."""
+    import llama_cpp
+    import numpy
+
+    system = llama_cpp.llama_print_system_info().decode().strip()
+    return {"llama_cpp_python": llama_cpp.__version__, "numpy": numpy.__version__, "system_info": system}
+
+
+def convert(job: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint to a GGUF of `type`."""
+    from tiermoe.bench.llama.convert import convert_to
+
+    convert_to(Path(job["model"]), Path(job["out"]), job["type"], job["threads"])
+    return {"bytes": Path(job["out"]).stat().st_size}
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """One case."""
+    from tiermoe.bench.llama.measure import measure
+
+    return measure(job)
+
+
+_TASKS = {"check": check, "convert": convert, "run": run}
+
+
+def main() -> None:
+    if "tiermoe" not in sys.modules:
+        _importable()
+    job = json.loads(sys.argv[1])
+    try:
+        print(json.dumps(_TASKS[job["task"]](job)))
+    except (RuntimeError, ValueError, OSError, ImportError) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

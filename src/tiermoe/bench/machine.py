@@ -1,0 +1,71 @@
+"""What the measurements were taken on, in words and numbers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from tiermoe import __version__
+from tiermoe.bench.bandwidth import last_cache_bytes
+from tiermoe.bench.limit import CannotLimit, memory_group
+
+_PACKAGES = ("torch", "transformers", "accelerate", "numpy")
+_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
+_LEAST = 1 << 30  # bytes of the cgroup that is tried
+
+
+def describe() -> dict[str, Any]:
+    """CPU, cores that this process may use, memory, versions, and whether memory can be bounded (`no_limit`: why
+    not)."""
+    info = _pairs(Path("/proc/cpuinfo"))
+    flags = set(info.get("flags", "").split())
+    return {
+        "cpu": info.get("model name") or platform.processor() or platform.machine(),
+        "instructions": [flag for flag in _FLAGS if flag in flags],
+        "cores": cores(),
+        "last_cache_bytes": last_cache_bytes(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "swap_bytes": int(_pairs(Path("/proc/meminfo")).get("SwapTotal", "0").split()[0]) * 1024,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "tiermoe": __version__,
+        **{package: version for package in _PACKAGES if (version := _version(package))},
+        "no_limit": _no_limit(),
+    }
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _pairs(file: Path) -> dict[str, str]:
+    """The first value of each 'name: value' line; none where there is no such file."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return {}
+    found: dict[str, str] = {}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        if colon:
+            found.setdefault(name.strip(), value.strip())
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _no_limit() -> str | None:
+    try:
+        with memory_group(_LEAST):
+            return None
+    except CannotLimit as error:
+        return str(error)

@@ -1,0 +1,76 @@
+"""The model under measurement: its text in tokens, its store packed, its options checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tiermoe.bench.cases import Condition
+from tiermoe.bench.stretches import rows, token_ids
+from tiermoe.config import settings as make_settings
+from tiermoe.errors import ModelError
+from tiermoe.kernels import machine_layout
+from tiermoe.runtime.blueprint import inspect_model
+from tiermoe.runtime.load import resolve_for
+from tiermoe.runtime.prepare_store import ensure_packed, open_or_create, store_root
+from tiermoe.runtime.resolve import load_tokenizer, resolve_model
+from tiermoe.store.store import precision_key
+
+
+class Subject:
+    """A checkpoint that every engine runs. model: a directory or a hub id; text: what is fed. Raises ModelError for one
+    that cannot be used so."""
+
+    def __init__(self, model: str, text: str) -> None:
+        self.directory = resolve_model(model)
+        self._blueprint = inspect_model(self.directory, model)
+        if self._blueprint.family.encoder_decoder:
+            raise ModelError(
+                f"{self._blueprint.family.name} models read a prompt through an encoder, which the peers' runs do not; "
+                f"bench measures decoder-only models"
+            )
+        self.ids = token_ids(load_tokenizer(self.directory), text)
+        self.context = self._blueprint.max_context()
+        self.name = self._blueprint.name
+        self.fingerprint = self._blueprint.checkpoint.fingerprint()
+        self.store_root = store_root(self._blueprint, None)
+
+    def ids_file(self, folder: Path) -> Callable[[Condition], Path]:
+        """Condition → a .npy file in `folder` of the token ids that it feeds, made where it is not there."""
+
+        def file(condition: Condition) -> Path:
+            path = folder / f"ids-{condition.batch}-{condition.prompt}-{condition.output}.npy"
+            if not path.exists():
+                np.save(path, np.asarray(rows(self.ids, condition), dtype=np.int64))
+            return path
+
+        return file
+
+    def check(self, preset: str, options: dict[str, Any]) -> None:
+        """Refuses a preset that cannot run on this model, and options that are malformed, as `tiermoe.load` would."""
+        resolve_for(self._blueprint, make_settings(preset=preset, **options))
+
+    def ensure(self, preset: str, options: dict[str, Any]) -> Callable[[Any], tuple[Path, ...]]:
+        """What packs the precisions of a preset, given a progress callback, and returns the files that a run reads."""
+
+        def pack(progress: Any) -> tuple[Path, ...]:
+            settings = make_settings(preset=preset, **options)
+            resolved = resolve_for(self._blueprint, settings)
+            store = open_or_create(self._blueprint, store_root(self._blueprint, settings.store))
+            unit = resolved.composition.unit
+            for bits in resolved.precisions:
+                ensure_packed(
+                    store, self._blueprint, bits, settings.quantizer, settings.dense_bits, progress, "cpu", unit
+                )
+            keys = [
+                precision_key(bits, settings.quantizer, machine_layout("cpu"), unit) for bits in resolved.precisions
+            ]
+            extents = (extent for key in keys for layer in store.precisions[key].layers for extent in layer.extents)
+            experts = {Path(segment.file) for extent in extents for segment in extent.segments}
+            dense = {store.root / entry["file"] for entry in store.dense.values()}
+            return tuple(sorted(experts | dense | set(self.directory.glob("*.safetensors"))))
+
+        return pack

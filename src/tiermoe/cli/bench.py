@@ -1,0 +1,153 @@
+"""`tiermoe bench`: this program and its peers side by side, in one run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tiermoe.bench.cases import budgets_asked, conditions, groups_asked, numbers_asked, peers_asked, starts_asked
+from tiermoe.bench.columns import notes
+from tiermoe.bench.machine import cores
+from tiermoe.bench.stretches import text_file
+from tiermoe.cli import options as opt
+from tiermoe.cli.bench_table import print_tables
+from tiermoe.cli.evaluate import read_text
+from tiermoe.cli.output import note, progress_bar, waiting
+from tiermoe.config import settings
+from tiermoe.errors import ConfigError
+from tiermoe.runtime.evaluation.compare import presets_asked
+
+if TYPE_CHECKING:
+    from tiermoe.bench.measure import Step
+    from tiermoe.bench.session import Session
+
+Rounds = Annotated[int, typer.Option(help="Times that each case is run, its engines alternating.")]
+Timeout = Annotated[float, typer.Option(help="Seconds that one run may take.")]
+
+
+def bench(
+    model: opt.Model,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Bounds on the whole process, like 700MiB,450MiB,none. Default: none.", show_default=False),
+    ] = None,
+    groups: Annotated[str, typer.Option(help="Tokens of prompt and output, like 16x32,128x128, or none.")] = "16x32",
+    prefill: Annotated[
+        str | None, typer.Option(help="Prompts alone, like 512,2048, in a batch of one.", show_default=False)
+    ] = None,
+    batch: Annotated[str, typer.Option(help="Sequences decoded together, like 1,4,16.")] = "1",
+    start: Annotated[str, typer.Option(help="warm, cold, or both: with empty caches, or after a first pass.")] = "warm",
+    presets: Annotated[str, typer.Option(help="Ours: names with commas, all, or none.")] = "default",
+    peers: Annotated[str, typer.Option(help="all, none, or of llama.cpp,transformers,accelerate.")] = "all",
+    rounds: Rounds = 3,
+    text: Annotated[
+        Path | None, typer.Option(help="A UTF-8 text that all are fed. Default: the held-out one.", show_default=False)
+    ] = None,
+    gguf: Annotated[
+        Path | None,
+        typer.Option(help="The model for llama.cpp. Default: made once, kept beside the stores.", show_default=False),
+    ] = None,
+    peer_python: Annotated[
+        str, typer.Option(help="Interpreter that has llama-cpp-python and gguf.", show_default="this one")
+    ] = sys.executable,
+    bits: opt.Bits = 4,
+    dense_bits: opt.DenseBits = 4,
+    set_: opt.Set = None,
+    threads: opt.Threads = None,
+    store: opt.StoreDir = None,
+    timeout: Timeout = 600.0,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Append each run to this .jsonl as it ends, and go on from it.", show_default=False),
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write a picture and tables into this .html file.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+) -> None:
+    """Measure presets and the programs people run instead: same model, text, threads and memory, in one run."""
+    options = opt.given(bits=bits, dense_bits=dense_bits, set=opt.changes(set_), store=store)
+    settings(**options, threads=threads)
+    asked: dict[str, Any] = {
+        "model": model,
+        "conditions": conditions(
+            budgets_asked(memory), groups_asked(groups), numbers_asked(prefill, "prefill"),
+            numbers_asked(batch, "batch"), starts_asked(start),
+        ),
+        "presets": [] if presets.strip() == "none" else presets_asked(presets),
+        "peers": peers_asked(peers),
+        "options": options,
+        "rounds": rounds,
+        "threads": threads or cores(),
+        "timeout": timeout,
+        "text": read_text(text_file(text)),
+        "gguf": gguf,
+        "peer_python": peer_python,
+        "out": out,
+    }  # fmt: skip
+    _check(asked)
+    with waiting("starting"):
+        from tiermoe.runtime import footprint
+
+        footprint.import_libraries()
+        from tiermoe.bench.report import html_report
+        from tiermoe.bench.session import Asked, Session, writable
+    with writable(report, "--report"):
+        session = Session(Asked(**asked))
+        interrupted = _run(session)
+        document = session.document()
+        if as_json:
+            print(json.dumps(document, indent=1))
+        else:
+            _print(document)
+        if report is not None:
+            report.write_text(html_report(document), encoding="utf-8")
+    if interrupted:
+        note("interrupted: these are the cases that had ended")
+        raise typer.Exit(130)
+    if all(case["error"] for case in document["cases"]):
+        raise typer.Exit(1)
+
+
+def _check(asked: dict[str, Any]) -> None:
+    if asked["rounds"] < 1:
+        raise ConfigError(f"rounds must be at least 1, got {asked['rounds']}")
+    if asked["timeout"] <= 0:
+        raise ConfigError(f"timeout must be above 0 seconds, got {asked['timeout']:g}")
+    if not asked["conditions"]:
+        raise ConfigError("no prompts: --groups none needs --prefill with lengths, like --prefill 512")
+    if not asked["presets"] and not asked["peers"]:
+        raise ConfigError("no engine: --presets none and --peers none leave nothing to measure; name one of them")
+    if asked["gguf"] is not None and not asked["gguf"].is_file():
+        raise ConfigError(f"the GGUF {asked['gguf']} is no file; leave --gguf out and one is made")
+
+
+def _run(session: Session) -> bool:
+    """Measures, with a line for each run that ends; whether it was interrupted after the first one."""
+    try:
+        with progress_bar() as progress:
+            for step in session.run(progress, note):
+                note(_line(step))
+    except KeyboardInterrupt:
+        if not any(row.rounds or row.error for row in session.rows):
+            raise
+        return True
+    return False
+
+
+def _line(step: Step) -> str:
+    said = step.result.get("error")
+    if said is None:
+        names = {"decode_tok_s": "tok/s", "prefill_tok_s": "tok/s of prompt"}
+        said = ", ".join(f"{step.result[key]:.2f} {unit}" for key, unit in names.items() if step.result.get(key))
+    return f"[{step.done}/{step.total}] {step.case.name}, {step.case.condition.label}: {said}"
+
+
+def _print(document: dict[str, Any]) -> None:
+    print_tables(document)
+    for line in notes(document):
+        note(line)

@@ -1,0 +1,42 @@
+"""Addresses and sizes in, nothing out; see module.c."""
+
+def supported() -> bool: ...
+def join_team(path: str, /) -> bool: ...
+def matrix(codes: int, scales: int, rows: int, columns: int, group: int, /) -> bytes: ...
+def product(matrix: bytes, x: int, tokens: int, sums: int, out: int, threads: int, /) -> None: ...
+def experts(experts: bytes, x: int, tokens: int, inner: int, sums: int, out: int, threads: int, /) -> None: ...
+def combine(rows: int, weights: int, count: int, columns: int, out: int, /) -> None: ...
+def attention(
+    query: bytes,
+    key: bytes,
+    value: bytes,
+    output: bytes,
+    norm_before: int,
+    norm_after: int,
+    norm_query: int,
+    norm_key: int,
+    norm_width: int,
+    heads: int,
+    kv_heads: int,
+    head_columns: int,
+    epsilon: float,
+    scale: float,
+    /,
+) -> bytes: ...
+def workspace(attention: bytes, positions: int, threads: int, /) -> int: ...
+def attend(
+    attention: bytes,
+    workspace: int,
+    x: int,
+    cos: int,
+    sin: int,
+    keys: int,
+    values: int,
+    room: int,
+    positions: int,
+    out: int,
+    normed: int,
+    threads: int,
+    /,
+) -> None: ...
+def sums(matrix_or_experts: bytes, tokens: int, threads: int, /) -> int: ...

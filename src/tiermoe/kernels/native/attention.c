@@ -1,0 +1,195 @@
+#include "attention.h"
+
+#include <float.h>
+#include <string.h>
+
+#include "norm.h"
+#include "product.h"
+#include "team.h"
+#include "vector.h"
+
+enum { LANES = 16, LARGEST_HEAD = 256, SMALLEST_GROUP = 32 };
+
+typedef struct {
+    const Attention *layer;
+    const Step *step;
+    float *sums, *scores; /* of each thread */
+    bf16 *normed;         /* of each thread */
+    bf16 *query, *key, *value, *attended;
+    size_t sums_each, scores_each;
+    Tasks projections, groups, outputs;
+} Job;
+
+/* The parts of the workspace, each on a line of its own. */
+static size_t lay_out(Job *job, size_t length, unsigned threads, char *begin) {
+    const Attention *layer = job->layer;
+    const size_t hidden = layer->query.columns, queries = layer->query.rows, keys = layer->key.rows;
+    char *end = begin;
+    job->sums_each = (hidden > queries ? hidden : queries) / SMALLEST_GROUP;
+    job->scores_each = (length + LANES) / LANES * LANES;
+#define PART(field, count)          \
+    job->field = (void *)end;       \
+    end += ((count) * sizeof *job->field + 63) / 64 * 64;
+    PART(sums, threads * job->sums_each)
+    PART(scores, threads * job->scores_each)
+    PART(normed, threads * hidden)
+    PART(query, queries)
+    PART(key, keys)
+    PART(value, keys)
+    PART(attended, queries)
+#undef PART
+    return (size_t)(end - begin);
+}
+
+size_t attention_workspace(const Attention *layer, size_t length, unsigned threads) {
+    Job job = {.layer = layer};
+    return lay_out(&job, length, threads, NULL);
+}
+
+static void project(const Job *job, const bf16 *normed, const float *sums, size_t block) {
+    const Attention *layer = job->layer;
+    const struct {
+        const Int4 *matrix;
+        bf16 *out;
+    } projections[] = {{&layer->query, job->query}, {&layer->key, job->key}, {&layer->value, job->value}};
+    for (int i = 0; i < 3; i++) {
+        const size_t blocks = projections[i].matrix->rows / BLOCK;
+        if (block < blocks) {
+            int4_block(projections[i].matrix, block, normed, sums, 1, projections[i].out + block * BLOCK, 0);
+            return;
+        }
+        block -= blocks;
+    }
+}
+
+/* head = head * cos + (-second half, first half) * sin */
+TARGET static void rotate(bf16 *head, const Step *step, size_t columns) {
+    const size_t half = columns / 2;
+    for (size_t i = 0; i < half; i += LANES) {
+        const __m512 first = load_bf16(head + i), second = load_bf16(head + half + i);
+        const __m512 minus = _mm512_sub_ps(_mm512_setzero_ps(), second);
+        const __m512 a = as_bf16(_mm512_mul_ps(first, load_bf16(step->cos + i)));
+        const __m512 b = as_bf16(_mm512_mul_ps(minus, load_bf16(step->sin + i)));
+        const __m512 c = as_bf16(_mm512_mul_ps(second, load_bf16(step->cos + half + i)));
+        const __m512 d = as_bf16(_mm512_mul_ps(first, load_bf16(step->sin + half + i)));
+        store_bf16(head + i, _mm512_add_ps(a, b));
+        store_bf16(head + half + i, _mm512_add_ps(c, d));
+    }
+}
+
+/* Queries or keys as projected, the weight of their norm (NULL: none) and, where it spans all heads, its scale. */
+typedef struct {
+    const bf16 *values, *weight;
+    float scale;
+    int whole;
+} Projected;
+
+static Projected projected(const Attention *layer, const bf16 *values, size_t count, const bf16 *weight) {
+    const int whole = weight && layer->norm_width != layer->head_columns;
+    return (Projected){values, weight, whole ? norm_scale(values, count, layer->epsilon) : 0, whole};
+}
+
+/* out = head `head` after its norm, in its position. */
+static void place(const Attention *layer, const Step *step, const Projected *from, size_t head, bf16 *out) {
+    const size_t columns = layer->head_columns;
+    const bf16 *values = from->values + head * columns;
+    if (from->weight) {
+        const float scale = from->whole ? from->scale : norm_scale(values, columns, layer->epsilon);
+        norm_apply(values, from->weight + (from->whole ? head * columns : 0), scale, columns, out);
+    } else {
+        memcpy(out, values, columns * sizeof(bf16));
+    }
+    rotate(out, step, columns);
+}
+
+TARGET static float dot(const bf16 *a, const bf16 *b, size_t columns) {
+    __m512 sum = _mm512_setzero_ps();
+    for (size_t i = 0; i < columns; i += 32)
+        sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(a + i), (__m512bh)_mm512_loadu_si512(b + i));
+    return _mm512_reduce_add_ps(sum);
+}
+
+/* Scores become e^(score - largest), in float32; returns their sum. */
+TARGET static float soften(float *scores, size_t count) {
+    const size_t lanes = (count + LANES - 1) / LANES * LANES;
+    __m512 largest = _mm512_set1_ps(-FLT_MAX), sum = _mm512_setzero_ps();
+    for (size_t i = count; i < lanes; i++) scores[i] = -FLT_MAX;
+    for (size_t i = 0; i < lanes; i += LANES) largest = _mm512_max_ps(largest, _mm512_loadu_ps(scores + i));
+    largest = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
+    for (size_t i = 0; i < lanes; i += LANES) {
+        const __mmask16 there = count - i < LANES ? (__mmask16)((1u << (count - i)) - 1) : 0xFFFF;
+        const __m512 weights = _mm512_maskz_mov_ps(there, exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + i), largest)));
+        _mm512_storeu_ps(scores + i, weights);
+        sum = _mm512_add_ps(sum, weights);
+    }
+    return _mm512_reduce_add_ps(sum);
+}
+
+/* One head of queries over the keys and values of its group. */
+TARGET static void attend(const Job *job, const bf16 *query, size_t kv_head, float *scores, bf16 *out) {
+    const Step *step = job->step;
+    const size_t columns = job->layer->head_columns, count = step->length + 1, at = kv_head * step->room * columns;
+    for (size_t i = 0; i < count; i++) scores[i] = job->layer->scale * dot(query, step->keys + at + i * columns, columns);
+    const __m512 scale = _mm512_set1_ps(1 / soften(scores, count));
+    __m512 sums[LARGEST_HEAD / LANES];
+    for (size_t r = 0; r < columns / LANES; r++) sums[r] = _mm512_setzero_ps();
+    for (size_t i = 0; i < count; i++)
+        for (size_t r = 0; r < columns / LANES; r++)
+            sums[r] = _mm512_fmadd_ps(_mm512_set1_ps(scores[i]), load_bf16(step->values + at + i * columns + r * LANES), sums[r]);
+    for (size_t r = 0; r < columns / LANES; r++) store_bf16(out + r * LANES, _mm512_mul_ps(sums[r], scale));
+}
+
+/* Key and value enter the cache; the heads of queries that share them attend. */
+static void attend_group(const Job *job, const Projected *queries, const Projected *keys, size_t kv_head, float *scores) {
+    const Attention *layer = job->layer;
+    const Step *step = job->step;
+    const size_t columns = layer->head_columns, group = layer->heads / layer->kv_heads;
+    const size_t at = (kv_head * step->room + step->length) * columns;
+    place(layer, step, keys, kv_head, step->keys + at);
+    memcpy(step->values + at, job->value + kv_head * columns, columns * sizeof(bf16));
+    for (size_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
+        bf16 query[LARGEST_HEAD];
+        place(layer, step, queries, head, query);
+        attend(job, query, kv_head, scores, job->attended + head * columns);
+    }
+}
+
+TARGET static void add_output(const Job *job, const float *sums, size_t block) {
+    bf16 rows[BLOCK];
+    int4_block(&job->layer->output, block, job->attended, sums, 1, rows, 0);
+    for (size_t i = 0; i < BLOCK; i += LANES) {
+        const size_t at = block * BLOCK + i;
+        store_bf16(job->step->out + at, _mm512_add_ps(load_bf16(job->step->x + at), load_bf16(rows + i)));
+    }
+}
+
+/* What is small every thread computes for itself: that costs less than waiting for another. */
+static void work(void *data) {
+    Job *job = data;
+    const Attention *layer = job->layer;
+    const Step *step = job->step;
+    const size_t hidden = layer->query.columns, rank = team_rank();
+    const size_t blocks = (layer->query.rows + 2 * layer->key.rows) / BLOCK;
+    float *sums = job->sums + rank * job->sums_each, *scores = job->scores + rank * job->scores_each;
+    bf16 *normed = job->normed + rank * hidden;
+    norm_apply(step->x, layer->norm_before, norm_scale(step->x, hidden, layer->epsilon), hidden, normed);
+    int4_group_sums(normed, 1, &layer->query, sums);
+    for (size_t task; (task = atomic_fetch_add(&job->projections, 1)) < blocks;) project(job, normed, sums, task);
+    team_wait();
+    const Projected queries = projected(layer, job->query, layer->query.rows, layer->norm_query);
+    const Projected keys = projected(layer, job->key, layer->key.rows, layer->norm_key);
+    for (size_t head; (head = atomic_fetch_add(&job->groups, 1)) < layer->kv_heads;)
+        attend_group(job, &queries, &keys, head, scores);
+    team_wait();
+    int4_group_sums(job->attended, 1, &layer->output, sums);
+    for (size_t task; (task = atomic_fetch_add(&job->outputs, 1)) < hidden / BLOCK;) add_output(job, sums, task);
+    team_wait();
+    if (rank == 0)
+        norm_apply(step->out, layer->norm_after, norm_scale(step->out, hidden, layer->epsilon), hidden, step->normed);
+}
+
+void attention_run(const Attention *layer, const Step *step, void *workspace, unsigned threads) {
+    Job job = {.layer = layer, .step = step};
+    lay_out(&job, step->length, threads, workspace);
+    team_run(work, &job, threads);
+}

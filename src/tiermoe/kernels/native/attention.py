@@ -1,0 +1,109 @@
+"""The attention half of a decoder layer for one token in one call: norm, projections, rotary embedding, attention over
+the key/value cache, output projection, residual, norm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiermoe.kernels.native import _native, takes
+from tiermoe.kernels.native.linear import matrix_of
+from tiermoe.quant.encoding import Encoding
+from tiermoe.quant.int4 import Int4
+from tiermoe.quant.scratch import scratch
+
+HEAD_COLUMNS = 32  # a head has a multiple of them
+LARGEST_HEAD = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A matrix (out, in_) in one of the encodings, whose slot fields are `fields`."""
+
+    encoding: Encoding
+    fields: Mapping[str, Tensor]
+    out: int
+    in_: int
+
+    def pack(self) -> bytes | None:
+        """What the kernels are told of it; None where they do not take it."""
+        if not isinstance(self.encoding, Int4) or not takes(torch.bfloat16, self.out, self.in_, self.encoding.group):
+            return None
+        return matrix_of(self.fields, self.out, self.in_, self.encoding.group)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """Norm weights are bfloat16 (H) before and after the attention, (head) or (heads * head) of queries and keys, None
+    where there is no such norm. All norms are root mean square norms with one epsilon."""
+
+    query: PackedMatrix
+    key: PackedMatrix
+    value: PackedMatrix
+    output: PackedMatrix
+    norm_before: Tensor
+    norm_after: Tensor
+    norm_query: Tensor | None
+    norm_key: Tensor | None
+    epsilon: float
+    scale: float
+    head_columns: int
+
+
+class OneTokenAttention:
+    """One layer's. Keeps the weights alive."""
+
+    def __init__(self, weights: AttentionWeights, packed: bytes) -> None:
+        self.weights = weights
+        self._packed = packed
+
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: int
+    ) -> tuple[Tensor, Tensor]:
+        """x (1, 1, H), cos and sin (1, 1, head), all bfloat16 and contiguous; keys and values (1, kv heads, room, head):
+        position `length` is written, positions 0 .. length are attended to.
+
+        → (x + the attention's output, the norm of that), each (1, 1, H)."""
+        threads = torch.get_num_threads()
+        out, normed = torch.empty_like(x), torch.empty_like(x)
+        workspace = scratch.take("attention", (_native.workspace(self._packed, length, threads),), torch.uint8)
+        _native.attend(
+            self._packed, workspace.data_ptr(), x.data_ptr(), cos.data_ptr(), sin.data_ptr(), keys.data_ptr(),
+            values.data_ptr(), keys.shape[2], length, out.data_ptr(), normed.data_ptr(), threads,
+        )  # fmt: skip
+        return out, normed
+
+
+def one_token_attention(weights: AttentionWeights) -> OneTokenAttention | None:
+    """The kernel of a layer; None where its shapes, encodings or this machine do not suit it."""
+    head = weights.head_columns
+    matrices = [matrix.pack() for matrix in (weights.query, weights.key, weights.value, weights.output)]
+    if None in matrices or head % HEAD_COLUMNS or head > LARGEST_HEAD or not _norms_suit(weights):
+        return None
+    hidden, heads, kv_heads = weights.query.in_, weights.query.out // head, weights.key.out // head
+    same = weights.value.out == weights.key.out and weights.output.in_ == weights.query.out
+    if not same or weights.output.out != hidden or heads % kv_heads:
+        return None
+    norms = [weights.norm_before, weights.norm_after, weights.norm_query, weights.norm_key]
+    packed = _native.attention(
+        *[matrix for matrix in matrices if matrix is not None],
+        *[0 if norm is None else norm.data_ptr() for norm in norms],
+        0 if weights.norm_query is None else weights.norm_query.numel(),
+        heads, kv_heads, head, weights.epsilon, weights.scale,
+    )  # fmt: skip
+    return OneTokenAttention(weights, packed)
+
+
+def _norms_suit(weights: AttentionWeights) -> bool:
+    query, key = weights.norm_query, weights.norm_key
+    norms = [norm for norm in (weights.norm_before, weights.norm_after, query, key) if norm is not None]
+    if any(norm.dtype != torch.bfloat16 or not norm.is_contiguous() or norm.numel() % 16 for norm in norms):
+        return False
+    if query is None or key is None:
+        return query is None and key is None
+    if query.numel() == key.numel() == weights.head_columns:
+        return True
+    return query.numel() == weights.query.out == key.numel() == weights.key.out

@@ -1,0 +1,24 @@
+/* Gated experts on packed weights: second(silu(gate) * up), where gate and up are the halves of first(x). */
+#ifndef TIERMOE_EXPERT_H
+#define TIERMOE_EXPERT_H
+
+#include "int4.h"
+
+typedef struct {
+    Int4 first;  /* (2 I, H): the gate's rows, then up's; I a multiple of 64 */
+    Int4 second; /* (H, I) */
+} Expert;
+
+/* out (count, tokens, H) = every expert of the same tokens x (tokens, H), all experts of one shape. Each value is rounded
+ * to bfloat16 where the separate operations round it. inner: room for count * tokens * I values; sums: for
+ * experts_sums(...) floats. */
+void experts_run(const Expert *experts, size_t count, const bf16 *x, size_t tokens, bf16 *inner, float *sums, bf16 *out,
+                 unsigned threads);
+
+/* Floats that experts_run needs as `sums`. */
+size_t experts_sums(const Expert *experts, size_t count, size_t tokens, size_t threads);
+
+/* out (H) = sum of weights[i] * rows[i], rows (count, H), in their order, rounded after each step. */
+void experts_combine(const bf16 *rows, const float *weights, size_t count, size_t columns, bf16 *out);
+
+#endif

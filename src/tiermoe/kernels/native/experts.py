@@ -1,0 +1,69 @@
+"""Experts with SiLU gates in one call: first matrix, gate, second matrix, of one expert or of all that a token has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tiermoe.kernels.native import _native, takes
+from tiermoe.kernels.native.linear import matrix_of
+from tiermoe.quant.encoding import Encoding
+from tiermoe.quant.int2 import Int2
+from tiermoe.quant.int4 import Int4
+from tiermoe.quant.scratch import scratch
+from tiermoe.types import Part
+
+
+class GatedExperts:
+    """Experts second(silu(gate) * up) in bfloat16, where gate and up are the halves of first(x).
+
+    first (2 I, H), second (H, I): matrices with `groups` weights to a scale each."""
+
+    def __init__(self, first: Part, second: Part, groups: tuple[int, int]) -> None:
+        self._first, self._second, self._groups = first, second, groups
+        self._hidden, self._inner = second.out_in
+
+    def pack(self, views: Mapping[str, Mapping[str, Tensor]]) -> bytes:
+        """What the kernel is told of the expert in a slot; valid as long as the slot lives."""
+        parts = zip((self._first, self._second), self._groups, strict=True)
+        return b"".join(matrix_of(views[part.name], *part.out_in, group) for part, group in parts)
+
+    def __call__(self, x: Tensor, experts: Sequence[bytes]) -> Tensor:
+        """x (M, H) through each of the packed `experts` → (experts, M, H)."""
+        x = x.contiguous()
+        tokens, count, threads = x.shape[0], len(experts), torch.get_num_threads()
+        packed = b"".join(experts)
+        out = torch.empty((count, tokens, self._hidden), dtype=torch.bfloat16)
+        inner = scratch.take("inner", (count * tokens, self._inner), torch.bfloat16)
+        sums = scratch.take("sums", (_native.sums(packed, tokens, threads),), torch.float32)
+        _native.experts(packed, x.data_ptr(), tokens, inner.data_ptr(), sums.data_ptr(), out.data_ptr(), threads)
+        return out
+
+
+def gated_experts(
+    first: Part, second: Part, encodings: Mapping[str, Encoding], dtype: torch.dtype
+) -> GatedExperts | None:
+    """The kernel of experts whose two matrices have these encodings; None where it cannot take them."""
+    groups = []
+    for part in (first, second):
+        encoding = encodings.get(part.name)
+        in_slot = encoding.in_slot if isinstance(encoding, Int2) else encoding
+        if part.transposed or not isinstance(in_slot, Int4) or not takes(dtype, *part.out_in, in_slot.group):
+            return None
+        groups.append(in_slot.group)
+    inner = second.out_in[1]
+    if inner % 64 or first.out_in != (2 * inner, second.out_in[0]):
+        return None
+    return GatedExperts(first, second, (groups[0], groups[1]))
+
+
+def combine(rows: Tensor, weights: Tensor) -> Tensor:
+    """sum of weights[i] * rows[i], in their order, rounded to bfloat16 after each product and each sum.
+
+    rows (n, H) in bfloat16, weights (n) in float32, both contiguous → (1, H)."""
+    count, columns = rows.shape
+    out = torch.empty((1, columns), dtype=torch.bfloat16)
+    _native.combine(rows.data_ptr(), weights.data_ptr(), count, columns, out.data_ptr())
+    return out

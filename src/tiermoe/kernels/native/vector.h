@@ -1,0 +1,35 @@
+/* Sixteen numbers at a time. */
+#ifndef TIERMOE_VECTOR_H
+#define TIERMOE_VECTOR_H
+
+#include <immintrin.h>
+
+#include "int4.h"
+#include "target.h"
+
+TARGET static inline __m512 load_bf16(const bf16 *from) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from)), 16));
+}
+
+TARGET static inline void store_bf16(bf16 *to, __m512 values) {
+    _mm256_storeu_si256((void *)to, (__m256i)_mm512_cvtneps_pbh(values));
+}
+
+/* Rounded to bfloat16: what a tensor of that dtype would hold between two operations. */
+TARGET static inline __m512 as_bf16(__m512 values) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(values)), 16));
+}
+
+/* e^x within 2 units in the last place: 2^n * e^r with |r| <= ln 2 / 2, a Taylor polynomial of degree 7. */
+TARGET static inline __m512 exponential(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-104), _mm512_min_ps(_mm512_set1_ps(104), x)); /* beyond: 0 and infinity */
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 sum = _mm512_set1_ps(1.0f / 5040);
+    static const float REST[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
+    for (int i = 0; i < 7; i++) sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(REST[i]));
+    return _mm512_scalef_ps(sum, n);
+}
+
+#endif
