@@ -27,7 +27,7 @@ from tiermoe.bench.measure import Journal, Measured, measure, plan
 from tiermoe.bench.peers import Accelerate, not_installed
 from tiermoe.bench.summary import summarise
 from tiermoe.config import CacheSize
-from tiermoe.errors import ConfigError
+from tiermoe.errors import ConfigError, TraceError
 from tiermoe.simulate import compare_evictions
 from tiermoe.trace import Pass, Trace
 
@@ -93,7 +93,7 @@ def test_a_journal_is_gone_on_from(tmp_path: Path) -> None:
     (row,) = measured([again], 3, Journal(file, key))
     assert [row.rounds[number]["decode_tok_s"] for number in range(3)] == [6.0, 8.0, 5.0]
     assert len(again.asked) == 1
-    assert len(file.read_text().splitlines()) == 4
+    assert [json.loads(line)["round"] for line in file.read_text().splitlines()[1:]] == [0, 1, 2]
     with pytest.raises(ConfigError, match="another threads"):
         Journal(file, {"threads": 1})
     other = tmp_path / "other"
@@ -132,7 +132,7 @@ def test_how_a_process_ends_is_said(text: str, reason: str) -> None:
 def test_a_killed_process_is_a_result() -> None:
     if (reason := describe()["no_limit"]) is not None:
         pytest.skip(reason)
-    with pytest.raises(CaseFailed, match="^killed: needs more than 60 MiB$") as failed:
+    with pytest.raises(CaseFailed, match=r"^killed: needs more than 60 MiB$") as failed:
         run_child(program("bytearray(200 << 20)"), Bounds(60 << 20, 60))
     assert failed.value.killed
     kept = run_child(program("print('{}')"), Bounds(60 << 20, 60))
@@ -192,6 +192,32 @@ def test_narrow_models_get_blocks_that_divide_them(shipped: Path, tmp_path: Path
     assert quantisation(tmp_path) == "q4_k_m"
 
 
+def test_a_gguf_is_made_once_and_whole(shipped: Path, common: Common, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    lines = [
+        f"#!{sys.executable}", "import json, sys", "job = json.loads(sys.argv[2])",
+        "open(job['out'], 'a').write(job['type'])", "print('{}')",
+    ]  # fmt: skip
+    python.write_text("\n".join(lines))
+    python.chmod(0o755)
+    peer, said = LlamaCpp(common, None, tmp_path / "kept", str(python)), []
+    for _ in range(2):
+        peer.prepare(lambda *words: said.append(words))
+    assert peer.gguf.read_text() == "q4_0"
+    assert [done for _, done, _ in said] == [0, 1]
+    assert str(peer.gguf) in said[0][0]
+    failing = LlamaCpp(common, None, tmp_path / "other", "false")
+    with pytest.raises(ConfigError, match="give one with --gguf"):
+        failing.prepare(lambda *_: None)
+    assert os.listdir(tmp_path / "other") == []
+
+
+def test_the_peers_script_needs_no_tiermoe() -> None:
+    script = Path(child.__file__).parent / "llama" / "run_in_peer.py"
+    with pytest.raises(CaseFailed, match=r"^No module named 'llama_cpp'$"):
+        run_child([sys.executable, "-I", "-S", str(script), '{"task": "run"}'], Bounds(None, 60))
+
+
 @pytest.fixture(scope="module")
 def recorded(shipped: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     """Routing of two rows of 6 + 4 tokens, the model and their ids."""
@@ -203,8 +229,8 @@ def recorded(shipped: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return path, model, ids
 
 
-def test_routing_is_read_as_it_ran(recorded: tuple[Path, Any, Any], shipped: Path) -> None:
-    routing = read_routing(recorded[0])
+def test_routing_is_read_as_it_ran(recorded: tuple[Path, Any, Any], shipped: Path, tmp_path: Path) -> None:
+    routing = read_routing(recorded[0], 4)
     assert routing is not None
     config = json.loads((shipped / "config.json").read_text())
     assert [len(passed.layers) for passed in routing.prompt] == [config["num_hidden_layers"]]
@@ -212,12 +238,30 @@ def test_routing_is_read_as_it_ran(recorded: tuple[Path, Any, Any], shipped: Pat
     assert {len(row) for passed in routing.decode for layer in passed.layers for row in layer.experts} == {
         config["num_experts_per_tok"]
     }
-    assert read_routing(recorded[0].parent / "none") is None
+    assert read_routing(recorded[0].parent / "none", 4) is None
+    with pytest.raises(TraceError, match="4 of 5 tokens"):
+        read_routing(recorded[0], 5)
+    lines = recorded[0].read_text().splitlines()
+    part = tmp_path / "part"
+    part.write_text("\n".join(line for line in lines if not line.startswith("[3,")))
+    with pytest.raises(TraceError, match="some layers"):
+        read_routing(part, 4)
+
+
+def test_routing_of_one_layer_is_a_pass_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "routing"
+    header = {"experts": [4], "top_k": [2], "bits": 4, "expert_bytes": [10]}
+    events = [[0, "prefill", [[0, 1], [1, 2]]], [0, "decode", [[2, 3]]], [0, "decode", [[0, 3]]]]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [header, *events]))
+    routing = read_routing(path, 2)
+    assert routing is not None
+    best = ideal(routing, 3, warm_prompt=False, warm_output=False)
+    assert best == Ideal(hit_rate=0.75, missed_bytes=5.0, experts=2.0)  # only 3 was not there, for 1 goes and 0 stays
 
 
 @pytest.mark.parametrize("slots", [20, 64, 128])
 def test_the_bound_has_the_simulators_belady(recorded: tuple[Path, Any, Any], slots: int) -> None:
-    routing = read_routing(recorded[0])
+    routing = read_routing(recorded[0], 4)
     assert routing is not None
     best = ideal(routing, slots, warm_prompt=False, warm_output=False)
     passes = [Pass(one.phase, 0, [], one.layers) for one in [*routing.prompt, *routing.decode]]
@@ -285,17 +329,23 @@ def test_feeding_in_chunks_gives_the_whole_text(recorded: tuple[Path, Any, Any])
     assert lengths == [(0, 4), (4, 2), (6, 1), (7, 1), (8, 1)]
 
 
-def test_one_run_of_ours(shipped: Path, tmp_path: Path) -> None:
-    np.save(tmp_path / "ids.npy", np.arange(40, 60).reshape(2, 10))
+@pytest.mark.parametrize("length", [10, 6])
+def test_one_run_of_ours(shipped: Path, tmp_path: Path, length: int) -> None:
+    np.save(tmp_path / "ids.npy", np.arange(40, 60).reshape(2, 10)[:, :length])
     options = {"preset": "lru", "bits": 4, "dense_bits": 8, "cache": "25%", "device": "cpu", "threads": 1, "batch": 2}
     job = {"model": str(shipped), "options": options, "ids": str(tmp_path / "ids.npy"), "prompt": 6, "warm": 6,
            "routing": str(tmp_path / "routing")}  # fmt: skip
     found = child_tiermoe.measure(job)
     assert (found["slots"], found["batch"], found["lossy"]) == (64, 2, [])
-    assert found["decode_tok_s"] > 0
-    assert 0 < found["hit_rate"] < 1
+    assert found["prefill_tok_s"] > 0
+    assert (found["decode_tok_s"] is None) == (length == 6)
+    assert 0 <= found["hit_rate"] < 1
+    assert found["kernel_s"] > 0
     assert found["token_s"] >= found["wait_s"] >= 0
-    assert read_routing(tmp_path / "routing") is not None
+    routing = read_routing(tmp_path / "routing", length - 6)
+    assert routing is not None
+    assert len(routing.decode) == length - 6
+    assert (ideal(routing, 64, True, False) is None) == (length == 6)
 
 
 def test_a_report_is_checked_before_the_work(tmp_path: Path) -> None:

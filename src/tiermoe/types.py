@@ -58,8 +58,8 @@ class Wanted(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """An expert that can be computed now: it lies in `slot` in the precision `bits`. `more`: the next one can be computed
-    now too, and both may be computed together."""
+    """An expert that can be computed now: it lies in `slot` in the precision `bits`. `more`: the next one can be
+    computed now too, and both may be computed together."""
 
     expert: int
     slot: int

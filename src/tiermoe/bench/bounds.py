@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tiermoe.errors import TraceError
 from tiermoe.simulate.evictions import hits_of
 from tiermoe.simulate.result import hit_rate
 from tiermoe.trace import Header, LayerTrace, Pass, Trace
@@ -39,8 +40,9 @@ class Ideal:
     experts: float
 
 
-def read_routing(path: Path) -> Routing | None:
-    """What `child_tiermoe` wrote; None where it wrote nothing, as there is no one answer for the preset."""
+def read_routing(path: Path, decoded: int) -> Routing | None:
+    """What `child_tiermoe` wrote of a run of `decoded` tokens; None where it wrote nothing, as there is no one answer
+    for the preset. TraceError where layers or tokens are missing: a bound of those that are there would be too high."""
     if not path.exists():
         return None
     with path.open() as file:
@@ -50,7 +52,11 @@ def read_routing(path: Path) -> Routing | None:
     header = Header(
         "", "", first["experts"], first["top_k"], {bits: first["expert_bytes"]}, times=None, holds=frozenset()
     )
+    if any(not layer.experts for passed in passes for layer in passed.layers):
+        raise TraceError("the routing of some layers was not seen, so the run has no bound: the engine did not tell it")
     kinds = {phase: [passed for passed in passes if passed.phase == phase] for phase in ("prefill", "decode")}
+    if len(kinds["decode"]) != decoded:
+        raise TraceError(f"the routing of {len(kinds['decode'])} of {decoded} tokens was seen, so the run has no bound")
     return Routing(header, bits, kinds["prefill"], kinds["decode"])
 
 

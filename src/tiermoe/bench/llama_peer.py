@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tiermoe.bench.cases import LLAMA, Condition
-from tiermoe.bench.child import Bounds, CaseFailed, last_object, run_child
+from tiermoe.bench.child import Bounds, CaseFailed, run_child
 from tiermoe.bench.engines import Common, files_to_drop, warm_tokens
 from tiermoe.errors import ConfigError
 
@@ -95,11 +95,3 @@ def quantisation(directory: Path) -> str:
     config = json.loads((directory / "config.json").read_text())
     widths = [config.get(name, _K_BLOCK) for name in ("hidden_size", "moe_intermediate_size")]
     return "q4_0" if any(width % _K_BLOCK for width in widths) else "q4_k_m"
-
-
-def versions(python: str) -> dict[str, Any]:
-    """What the interpreter's llama.cpp says of itself."""
-    done = subprocess.run(
-        [python, str(_SCRIPT), json.dumps({"task": "check"})], capture_output=True, text=True, check=False
-    )
-    return last_object(done.stdout) if done.returncode == 0 else {}

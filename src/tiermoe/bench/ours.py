@@ -76,7 +76,7 @@ class Tiermoe:
     def _ideal(self, condition: Condition, result: dict[str, Any], path: Path) -> Ideal | None:
         key = condition, result["slots"]
         if key not in self._ideals:
-            routing = read_routing(path)
+            routing = read_routing(path, condition.output)
             warm = warm_tokens(condition)
             found = routing and ideal(routing, result["slots"], warm > 0, warm > condition.prompt)
             self._ideals[key] = found or None

@@ -49,10 +49,6 @@ class Subject:
 
         return file
 
-    def check(self, preset: str, options: dict[str, Any]) -> None:
-        """Refuses a preset that cannot run on this model, and options that are malformed, as `tiermoe.load` would."""
-        resolve_for(self._blueprint, make_settings(preset=preset, **options))
-
     def ensure(self, preset: str, options: dict[str, Any]) -> Callable[[Any], tuple[Path, ...]]:
         """What packs the precisions of a preset, given a progress callback, and returns the files that a run reads."""
 

@@ -9,7 +9,7 @@ import torch
 
 from tiermoe.kernels import linear_for
 from tiermoe.kernels.cpu import native_tokens
-from tiermoe.kernels.native.experts import GatedExperts, gated_experts
+from tiermoe.kernels.native.experts import GatedExperts, combine, combines, gated_experts
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.types import Part
 
@@ -35,6 +35,22 @@ class ExpertKernel(Protocol):
         """One token x (1, hidden) through each of several experts → (experts, hidden): the values that calling them one
         by one gives."""
         ...
+
+
+def weighted_sum(outputs: Sequence[torch.Tensor], weights: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+    """sum of outputs[i] * weights[places[i]], in their order, rounded to the outputs' dtype after each product and each
+    sum. outputs (H), at least one; weights (K) in that dtype or float32 → (1, H)."""
+    first = outputs[0]
+    if combines(first):
+        gates = weights.tolist()
+        return combine(outputs, [gates[place] for place in places])
+    total: torch.Tensor | None = None
+    for output, place in zip(outputs, places, strict=True):
+        # a slice, not a scalar: a scalar tensor would not promote the product to float32 where weights are
+        part = (output * weights[place : place + 1]).to(first.dtype)
+        total = part if total is None else total + part
+    assert total is not None
+    return total[None]
 
 
 def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:

@@ -37,12 +37,11 @@ class PackedLinear(torch.nn.Module):
         self,
         kernel: LinearKernel,
         packed: PackedMatrix,
-        bias: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = packed.in_, packed.out
-        self.bias = bias
+        self.bias = packed.bias
         self.weight = torch.empty((packed.out, packed.in_), dtype=dtype, device="meta")
         self.packed = packed
         self._kernel = kernel
@@ -146,7 +145,7 @@ def attach_dense(model: Any, store: Store, key: str, reader: ExtentReader, devic
         owner = model.get_submodule(parent)
         kernel = linear_for(packed["encoding"], torch.device(device).type, store.dtype)
         bias, (out, in_) = getattr(owner, attribute).bias, packed["shape"]
-        matrix = PackedMatrix(form.encodings["weight"], fields, out, in_)
-        setattr(owner, attribute, PackedLinear(kernel, matrix, bias, store.dtype))
+        matrix = PackedMatrix(form.encodings["weight"], fields, out, in_, bias)
+        setattr(owner, attribute, PackedLinear(kernel, matrix, store.dtype))
         total += form.slot.nbytes
     return total

@@ -13,7 +13,6 @@ from tiermoe.controller import Controller
 from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.kernels import machine_layout
 from tiermoe.kernels.expert import Views
-from tiermoe.runtime import one_token
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.fallback import ConfidentDecoding
@@ -22,6 +21,7 @@ from tiermoe.runtime.forecasts import Forecaster, PassForecasts, router_beside
 from tiermoe.runtime.gpu_plan import GpuMemoryPlan
 from tiermoe.runtime.hash_routing import token_tables
 from tiermoe.runtime.memory_plan import MemoryPlan
+from tiermoe.runtime.one_token import take_over
 from tiermoe.runtime.passes import CurrentPass, Observer
 from tiermoe.runtime.shells import is_shell
 from tiermoe.runtime.slot_pools import shape_of
@@ -82,7 +82,7 @@ class Engine:
         self._hash_tables = token_tables(model, self._family)
         self.scheduler = self._schedule()
         self._closed = False
-        self._one_token_layers = one_token.take_over(model)
+        self.one_token = take_over(model)
         self._attach(model)
 
     @property
@@ -153,7 +153,7 @@ class Engine:
             shell.run_experts = _closed
         for hook in self._hooks:
             hook.remove()
-        for layer in self._one_token_layers:
+        for layer in self.one_token:
             layer.detach()
         self.forecaster.close()
         if self._confident is not None:

@@ -14,7 +14,7 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tiermoe.controller import ELSEWHERE
-from tiermoe.kernels.expert import ExpertKernel, Views
+from tiermoe.kernels.expert import ExpertKernel, Views, weighted_sum
 from tiermoe.runtime.cooperative import OnCpu
 from tiermoe.runtime.passes import CurrentPass
 from tiermoe.runtime.shells import IMPLEMENTATION
@@ -77,24 +77,21 @@ class LayerExperts:
                 self._compute(group, hidden, results)
                 group.clear()
         for expert, future in away.items():
-            results[expert] = future.result().to(hidden.device)
+            results[expert] = future.result()[0].to(hidden.device)
         if self._current.proceed and self._renormalise and 0 < len(results) < len(position):
             loaded = weights[0, [position[expert] for expert in results]]
             weights = weights * (weights.sum() / loaded.sum())
-        total: torch.Tensor | None = None
-        for expert in sorted(results):
-            k = position[expert]
-            # a slice, not a scalar: a scalar tensor would not promote the product to float32 where weights are
-            output = (results[expert] * weights[0, k : k + 1]).to(hidden.dtype)
-            total = output if total is None else total + output
-        return torch.zeros_like(hidden) if total is None else total
+        if not results:
+            return torch.zeros_like(hidden)
+        order = sorted(results)
+        return weighted_sum([results[expert] for expert in order], weights[0], [position[expert] for expert in order])
 
     def _compute(self, group: list[Ready], hidden: torch.Tensor, results: dict[int, torch.Tensor]) -> None:
-        """The outputs (1, H) of experts that are all here, those of one precision in one call."""
+        """The outputs (H) of experts that are all here, those of one precision in one call."""
         for bits in {ready.bits for ready in group}:
             alike = [ready for ready in group if ready.bits == bits]
             views = [self._views_of(self._index, bits, ready.slot) for ready in alike]
-            outputs = self._kernels[bits].together(hidden, views).split(1)
+            outputs = self._kernels[bits].together(hidden, views).unbind()
             results.update(zip((ready.expert for ready in alike), outputs, strict=True))
 
     def _many_tokens(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

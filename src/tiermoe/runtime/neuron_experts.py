@@ -3,7 +3,7 @@ there (CORM, sections 4.2 and 4.3)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,10 @@ class NeuronExpert:
         else:
             self._bring(key, slot, active)
         return self._kernel.combine(x, activations, to_indices(active), views)
+
+    def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
+        """One token x (1, H) through each of several experts → (experts, H)."""
+        return torch.cat([self(x, each) for each in views])
 
     def _bring(self, key: ExpertKey, slot: torch.Tensor, active: int) -> None:
         missing = self._filler.neurons.missing(key, active)

@@ -11,28 +11,44 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.utils import output_capturing
+from transformers.utils.output_capturing import _active_collector
 
 from tiermoe.kernels.native.attention import AttentionWeights, OneTokenAttention, PackedMatrix, one_token_attention
 from tiermoe.runtime.dense import PackedLinear
+from tiermoe.runtime.one_token_router import OneTokenRouter, one_token_router
+from tiermoe.runtime.shells import is_shell
 
 ROOM = 64  # positions by which a key/value cache grows: appending a token copies none but every 64th time
+_UNKNOWN = ("clip_qkv", "sliding_window", "attn_logit_softcapping")  # of attentions that the kernel does not compute
 _PAST = 5  # positions before the token on which both forwards must agree
 _AGREE = 0.02  # relative error of their outputs; bfloat16 rounds to 0.004
 
 
-def take_over(model: Any) -> list[OneTokenLayer]:
-    """Replaces the forward of the decoder layers that the kernel can compute; returns what gives it back."""
-    taken = []
-    for layer in model.modules():
-        if isinstance(getattr(layer, "self_attn", None), torch.nn.Module) and hasattr(layer, "mlp"):
-            weights = _weights_of(layer)
-            kernel = one_token_attention(weights) if weights else None
-            if kernel is not None:
-                fast = OneTokenLayer(layer, kernel)
-                if fast.agrees():
-                    fast.attach()
-                    taken.append(fast)
-    return taken
+def take_over(model: Any) -> list[OneTokenLayer | OneTokenRouter]:
+    """Replaces the forward of the decoder layers and routers that the kernels can compute; returns what gives it back.
+
+    None where the dense layers are not packed: then one token is computed as transformers does."""
+    if not any(isinstance(module, PackedLinear) for module in model.modules()):
+        return []
+    found = [fast for module in model.modules() if (fast := _layer_of(module) or _router_in(module)) is not None]
+    for fast in found:
+        fast.attach()
+    return found
+
+
+def _layer_of(layer: Any) -> OneTokenLayer | None:
+    if not isinstance(getattr(layer, "self_attn", None), torch.nn.Module) or not hasattr(layer, "mlp"):
+        return None
+    weights = _weights_of(layer)
+    kernel = one_token_attention(weights) if weights else None
+    fast = OneTokenLayer(layer, kernel) if kernel else None
+    return fast if fast and fast.agrees() else None
+
+
+def _router_in(block: Any) -> OneTokenRouter | None:
+    router = getattr(block, "gate", None) or getattr(block, "router", None)
+    return one_token_router(router) if router is not None and is_shell(getattr(block, "experts", block)) else None
 
 
 class OneTokenLayer:
@@ -46,6 +62,7 @@ class OneTokenLayer:
         self._index = self._attention.layer_idx
         self._watched = [self._attention, layer.input_layernorm, layer.post_attention_layernorm]
         self._parts = list(self._attention._modules.values())
+        self._position = (1, 1, kernel.weights.head_columns)
 
     def attach(self) -> None:
         self._layer.forward = self
@@ -58,6 +75,7 @@ class OneTokenLayer:
         cache = named.get("past_key_values")
         if arguments or not self._is_plain(hidden_states, named, cache):
             return self._forward(hidden_states, *arguments, **named)
+        assert cache is not None
         return self._one_token(hidden_states, named["position_embeddings"], cache.layers[self._index])
 
     def agrees(self) -> bool:
@@ -90,7 +108,8 @@ class OneTokenLayer:
 
     def _one_token(self, hidden: torch.Tensor, position: Any, cache: DynamicLayer) -> torch.Tensor:
         room, length = _room_in(cache), cache.keys.shape[2]
-        residual, normed = self._kernel(hidden, *position, room.keys, room.values, length)
+        cos, sin = position
+        residual, normed = self._kernel(hidden, cos, sin, room.keys, room.values, length)
         room.show(cache, length + 1)
         result: torch.Tensor = residual + self._layer.mlp(normed)
         return result
@@ -100,18 +119,22 @@ class OneTokenLayer:
         if hidden.numel() != hidden.shape[-1] or named.get("attention_mask") is not None or torch.is_grad_enabled():
             return False
         position = named.get("position_embeddings")
-        if not isinstance(position, tuple):
-            return False
+        if not isinstance(position, tuple) or position[0].shape != self._position or not position[0].is_contiguous():
+            return False  # some families rotate a part of a head
         if not isinstance(cache, DynamicCache) or cache.offloading or len(cache.layers) <= self._index:
             return False
         layer = cache.layers[self._index]
         if type(layer) is not DynamicLayer or not layer.is_initialized or layer.keys.shape[0] != 1:
             return False
-        if any(module._forward_hooks or module._forward_pre_hooks for module in self._watched):
+        if _attentions_asked() or any(_hooked(module) for module in self._watched):
+            return False
+        if not hidden.is_contiguous() or not position[1].is_contiguous():
             return False
         tensors = (hidden, layer.keys, layer.values, *position)
-        plain = all(tensor.dtype == torch.bfloat16 for tensor in tensors) and hidden.is_contiguous()
-        return plain and list(self._attention._modules.values()) == self._parts
+        return (
+            all(tensor.dtype == torch.bfloat16 for tensor in tensors)
+            and list(self._attention._modules.values()) == self._parts
+        )
 
     def _cache_of(self, past: list[torch.Tensor]) -> DynamicCache:
         cache = DynamicCache()
@@ -161,19 +184,45 @@ class _Double(torch.nn.Module):
 def _weights_of(layer: Any) -> AttentionWeights | None:
     """A decoder layer's weights, where it has the kernel's parts and no others."""
     attention = layer.self_attn
-    norms = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
+    if attention._parameters or any(_asked(attention, name) for name in _UNKNOWN):
+        return None
+    norms: list[Any] = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
     norms += [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     matrices = [_matrix_of(getattr(attention, name, None)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     epsilons = {getattr(norm, "variance_epsilon", None) for norm in norms if norm is not None}
     known = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
-    if None in matrices or None in norms[:2] or len(epsilons) != 1 or None in epsilons or set(attention._modules) - known:
+    query, key, value, output = matrices
+    epsilon = epsilons.pop() if len(epsilons) == 1 else None
+    if query is None or key is None or value is None or output is None or set(attention._modules) - known:
         return None
-    before, after, query, key = (None if norm is None else norm.weight for norm in norms)
+    if epsilon is None or norms[0] is None or norms[1] is None:
+        return None
+    before, after, query_norm, key_norm = (None if norm is None else norm.weight for norm in norms)
+    head = int(attention.head_dim)
     return AttentionWeights(
-        *[matrix for matrix in matrices if matrix is not None], before, after, query, key,
-        float(epsilons.pop()), float(attention.scaling), int(attention.head_dim),
-    )  # fmt: skip
+        query, key, value, output, before, after, query_norm, key_norm, float(epsilon), float(attention.scaling), head
+    )
+
+
+def _attentions_asked() -> bool:
+    """Whether this call collects attention weights (output_attentions)."""
+    collected = _active_collector.get()
+    return collected is not None and "attentions" in collected
+
+
+def _hooked(module: torch.nn.Module) -> bool:
+    """Whether a module has hooks, other than those that transformers leaves once outputs have been collected."""
+    if not module._forward_hooks and not module._forward_pre_hooks:
+        return False
+    left = all(hook.__module__ == output_capturing.__name__ for hook in module._forward_hooks.values())
+    return bool(module._forward_pre_hooks) or not left
+
+
+def _asked(attention: Any, name: str) -> bool:
+    """Whether a family's setting is in use that a random token need not show."""
+    config = getattr(attention, "config", None)
+    return bool(getattr(attention, name, None) or getattr(config, name, None))
 
 
 def _matrix_of(module: Any) -> PackedMatrix | None:
-    return module.packed if isinstance(module, PackedLinear) and module.bias is None else None
+    return module.packed if isinstance(module, PackedLinear) else None

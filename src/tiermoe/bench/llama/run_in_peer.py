@@ -1,6 +1,6 @@
 """Run by path in the interpreter that holds llama-cpp-python: makes a GGUF, or runs one case. Prints one JSON object.
 
-    PYTHON run_in_peer.py '{"task": "check" | "convert" | "run", …}'
+    PYTHON run_in_peer.py '{"task": "convert" | "run", …}'
 
 That interpreter has no tiermoe. The folder of the package is made importable under its name, and nothing that lies
 beside it: this environment's numpy may be of another Python.
@@ -23,15 +23,6 @@ def _importable() -> None:
     sys.modules["tiermoe"] = package
 
 
-def check(_: dict[str, Any]) -> dict[str, Any]:
-    """Which versions are there. ModuleNotFoundError for what is not."""
-    import llama_cpp
-    import numpy
-
-    system = llama_cpp.llama_print_system_info().decode().strip()
-    return {"llama_cpp_python": llama_cpp.__version__, "numpy": numpy.__version__, "system_info": system}
-
-
 def convert(job: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint to a GGUF of `type`."""
     from tiermoe.bench.llama.convert import convert_to
@@ -47,7 +38,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     return measure(job)
 
 
-_TASKS = {"check": check, "convert": convert, "run": run}
+_TASKS = {"convert": convert, "run": run}
 
 
 def main() -> None:

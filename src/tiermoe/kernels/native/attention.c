@@ -46,16 +46,26 @@ size_t attention_workspace(const Attention *layer, size_t length, unsigned threa
     return lay_out(&job, length, threads, NULL);
 }
 
+/* A block of rows, rounded, plus a block of others. */
+TARGET static void add_rows(bf16 *rows, const bf16 *others) {
+    for (size_t i = 0; i < BLOCK; i += LANES) store_bf16(rows + i, _mm512_add_ps(load_bf16(rows + i), load_bf16(others + i)));
+}
+
 static void project(const Job *job, const bf16 *normed, const float *sums, size_t block) {
     const Attention *layer = job->layer;
     const struct {
         const Int4 *matrix;
+        const bf16 *bias;
         bf16 *out;
-    } projections[] = {{&layer->query, job->query}, {&layer->key, job->key}, {&layer->value, job->value}};
+    } projections[] = {{&layer->query, layer->query_bias, job->query},
+                       {&layer->key, layer->key_bias, job->key},
+                       {&layer->value, layer->value_bias, job->value}};
     for (int i = 0; i < 3; i++) {
         const size_t blocks = projections[i].matrix->rows / BLOCK;
         if (block < blocks) {
-            int4_block(projections[i].matrix, block, normed, sums, 1, projections[i].out + block * BLOCK, 0);
+            bf16 *out = projections[i].out + block * BLOCK;
+            int4_block(projections[i].matrix, block, normed, sums, 1, out, 0);
+            if (projections[i].bias) add_rows(out, projections[i].bias + block * BLOCK);
             return;
         }
         block -= blocks;
@@ -154,13 +164,12 @@ static void attend_group(const Job *job, const Projected *queries, const Project
     }
 }
 
-TARGET static void add_output(const Job *job, const float *sums, size_t block) {
-    bf16 rows[BLOCK];
+static void add_output(const Job *job, const float *sums, size_t block) {
+    const size_t at = block * BLOCK;
+    bf16 *rows = job->step->out + at;
     int4_block(&job->layer->output, block, job->attended, sums, 1, rows, 0);
-    for (size_t i = 0; i < BLOCK; i += LANES) {
-        const size_t at = block * BLOCK + i;
-        store_bf16(job->step->out + at, _mm512_add_ps(load_bf16(job->step->x + at), load_bf16(rows + i)));
-    }
+    if (job->layer->output_bias) add_rows(rows, job->layer->output_bias + at);
+    add_rows(rows, job->step->x + at);
 }
 
 /* What is small every thread computes for itself: that costs less than waiting for another. */

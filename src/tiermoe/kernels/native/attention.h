@@ -7,6 +7,7 @@
 
 typedef struct {
     Int4 query, key, value, output;
+    const bf16 *query_bias, *key_bias, *value_bias, *output_bias; /* NULL: none */
     const bf16 *norm_before, *norm_after;
     const bf16 *norm_query, *norm_key; /* NULL: none */
     size_t norm_width;                 /* of a norm of queries and keys: a head, or all of them */

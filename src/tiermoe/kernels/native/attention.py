@@ -21,16 +21,19 @@ LARGEST_HEAD = 256
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """A matrix (out, in_) in one of the encodings, whose slot fields are `fields`."""
+    """A matrix (out, in_) in one of the encodings, whose slot fields are `fields`, and its bias (out), if any."""
 
     encoding: Encoding
     fields: Mapping[str, Tensor]
     out: int
     in_: int
+    bias: Tensor | None = None
 
     def pack(self) -> bytes | None:
         """What the kernels are told of it; None where they do not take it."""
         if not isinstance(self.encoding, Int4) or not takes(torch.bfloat16, self.out, self.in_, self.encoding.group):
+            return None
+        if self.bias is not None and (self.bias.dtype != torch.bfloat16 or not self.bias.is_contiguous()):
             return None
         return matrix_of(self.fields, self.out, self.in_, self.encoding.group)
 
@@ -63,15 +66,15 @@ class OneTokenAttention:
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: int
     ) -> tuple[Tensor, Tensor]:
-        """x (1, 1, H), cos and sin (1, 1, head), all bfloat16 and contiguous; keys and values (1, kv heads, room, head):
-        position `length` is written, positions 0 .. length are attended to.
+        """x (1, 1, H), cos and sin (1, 1, head), all bfloat16 and contiguous; keys and values (1, kv heads, room,
+        head): position `length` is written, positions 0 .. length are attended to.
 
         → (x + the attention's output, the norm of that), each (1, 1, H)."""
         threads = torch.get_num_threads()
         out, normed = torch.empty_like(x), torch.empty_like(x)
-        workspace = scratch.take("attention", (_native.workspace(self._packed, length, threads),), torch.uint8)
+        workspace = scratch.address("attention", _native.workspace(self._packed, length, threads))
         _native.attend(
-            self._packed, workspace.data_ptr(), x.data_ptr(), cos.data_ptr(), sin.data_ptr(), keys.data_ptr(),
+            self._packed, workspace, x.data_ptr(), cos.data_ptr(), sin.data_ptr(), keys.data_ptr(),
             values.data_ptr(), keys.shape[2], length, out.data_ptr(), normed.data_ptr(), threads,
         )  # fmt: skip
         return out, normed
@@ -80,21 +83,34 @@ class OneTokenAttention:
 def one_token_attention(weights: AttentionWeights) -> OneTokenAttention | None:
     """The kernel of a layer; None where its shapes, encodings or this machine do not suit it."""
     head = weights.head_columns
-    matrices = [matrix.pack() for matrix in (weights.query, weights.key, weights.value, weights.output)]
-    if None in matrices or head % HEAD_COLUMNS or head > LARGEST_HEAD or not _norms_suit(weights):
+    query, key, value, output = (
+        matrix.pack() for matrix in (weights.query, weights.key, weights.value, weights.output)
+    )
+    if query is None or key is None or value is None or output is None:
         return None
-    hidden, heads, kv_heads = weights.query.in_, weights.query.out // head, weights.key.out // head
-    same = weights.value.out == weights.key.out and weights.output.in_ == weights.query.out
-    if not same or weights.output.out != hidden or heads % kv_heads:
+    if head % HEAD_COLUMNS or head > LARGEST_HEAD or not _norms_suit(weights) or not _shapes_suit(weights):
         return None
-    norms = [weights.norm_before, weights.norm_after, weights.norm_query, weights.norm_key]
     packed = _native.attention(
-        *[matrix for matrix in matrices if matrix is not None],
-        *[0 if norm is None else norm.data_ptr() for norm in norms],
+        query, key, value, output,
+        (
+            _address(weights.query.bias), _address(weights.key.bias),
+            _address(weights.value.bias), _address(weights.output.bias),
+        ),
+        _address(weights.norm_before), _address(weights.norm_after),
+        _address(weights.norm_query), _address(weights.norm_key),
         0 if weights.norm_query is None else weights.norm_query.numel(),
-        heads, kv_heads, head, weights.epsilon, weights.scale,
+        weights.query.out // head, weights.key.out // head, head, weights.epsilon, weights.scale,
     )  # fmt: skip
     return OneTokenAttention(weights, packed)
+
+
+def _shapes_suit(weights: AttentionWeights) -> bool:
+    same = weights.value.out == weights.key.out and weights.output.in_ == weights.query.out
+    return same and weights.output.out == weights.query.in_ and weights.query.out % weights.key.out == 0
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _norms_suit(weights: AttentionWeights) -> bool:
@@ -106,4 +122,4 @@ def _norms_suit(weights: AttentionWeights) -> bool:
         return query is None and key is None
     if query.numel() == key.numel() == weights.head_columns:
         return True
-    return query.numel() == weights.query.out == key.numel() == weights.key.out
+    return query.numel() == weights.query.out and key.numel() == weights.key.out

@@ -72,12 +72,12 @@ void experts_run(const Expert *experts, size_t count, const bf16 *x, size_t toke
     team_run(work, &job, threads);
 }
 
-TARGET void experts_combine(const bf16 *rows, const float *weights, size_t count, size_t columns, bf16 *out) {
+TARGET void experts_combine(const bf16 *const *rows, const float *weights, size_t count, size_t columns, bf16 *out) {
     for (size_t i = 0; i < columns; i += 16) {
-        __m512 total = as_bf16(_mm512_mul_ps(load_bf16(rows + i), _mm512_set1_ps(weights[0])));
+        __m512 total = as_bf16(_mm512_mul_ps(load_bf16(rows[0] + i), _mm512_set1_ps(weights[0])));
         for (size_t e = 1; e < count; e++) {
-            const __m512 value = _mm512_mul_ps(load_bf16(rows + e * columns + i), _mm512_set1_ps(weights[e]));
-            total = as_bf16(_mm512_add_ps(total, as_bf16(value)));
+            const __m512 value = as_bf16(_mm512_mul_ps(load_bf16(rows[e] + i), _mm512_set1_ps(weights[e])));
+            total = as_bf16(_mm512_add_ps(total, value));
         }
         store_bf16(out + i, total);
     }

@@ -18,7 +18,7 @@ void experts_run(const Expert *experts, size_t count, const bf16 *x, size_t toke
 /* Floats that experts_run needs as `sums`. */
 size_t experts_sums(const Expert *experts, size_t count, size_t tokens, size_t threads);
 
-/* out (H) = sum of weights[i] * rows[i], rows (count, H), in their order, rounded after each step. */
-void experts_combine(const bf16 *rows, const float *weights, size_t count, size_t columns, bf16 *out);
+/* out (H) = sum of weights[i] * rows[i] (H), in their order, rounded after each step. */
+void experts_combine(const bf16 *const *rows, const float *weights, size_t count, size_t columns, bf16 *out);
 
 #endif

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tiermoe.kernels.native import _native, takes
+from tiermoe.kernels.native import _native, available, takes
 from tiermoe.kernels.native.linear import matrix_of
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.int2 import Int2
@@ -36,9 +36,9 @@ class GatedExperts:
         tokens, count, threads = x.shape[0], len(experts), torch.get_num_threads()
         packed = b"".join(experts)
         out = torch.empty((count, tokens, self._hidden), dtype=torch.bfloat16)
-        inner = scratch.take("inner", (count * tokens, self._inner), torch.bfloat16)
-        sums = scratch.take("sums", (_native.sums(packed, tokens, threads),), torch.float32)
-        _native.experts(packed, x.data_ptr(), tokens, inner.data_ptr(), sums.data_ptr(), out.data_ptr(), threads)
+        inner = scratch.address("inner", 2 * count * tokens * self._inner)
+        sums = scratch.address("sums", _native.sums(packed, tokens, threads))
+        _native.experts(packed, x.data_ptr(), tokens, inner, sums, out.data_ptr(), threads)
         return out
 
 
@@ -59,11 +59,15 @@ def gated_experts(
     return GatedExperts(first, second, (groups[0], groups[1]))
 
 
-def combine(rows: Tensor, weights: Tensor) -> Tensor:
-    """sum of weights[i] * rows[i], in their order, rounded to bfloat16 after each product and each sum.
+def combines(output: Tensor) -> bool:
+    """Whether `combine` takes outputs like this one (H)."""
+    return output.dtype == torch.bfloat16 and output.device.type == "cpu" and output.numel() % 16 == 0 and available()
 
-    rows (n, H) in bfloat16, weights (n) in float32, both contiguous → (1, H)."""
-    count, columns = rows.shape
+
+def combine(outputs: Sequence[Tensor], weights: list[float]) -> Tensor:
+    """sum of weights[i] * outputs[i], in their order, rounded to bfloat16 after each product and each sum: the values
+    that torch's separate operations give. outputs (H), contiguous, at least one → (1, H)."""
+    columns = outputs[0].numel()
     out = torch.empty((1, columns), dtype=torch.bfloat16)
-    _native.combine(rows.data_ptr(), weights.data_ptr(), count, columns, out.data_ptr())
+    _native.combine([output.data_ptr() for output in outputs], weights, columns, out.data_ptr())
     return out

@@ -6,7 +6,10 @@
 #include "attention.h"
 #include "expert.h"
 #include "product.h"
+#include "route.h"
 #include "team.h"
+
+enum { MOST_EXPERTS = 256 }; /* of a token */
 
 typedef unsigned long long Address;
 
@@ -82,24 +85,58 @@ static PyObject *experts(PyObject *self, PyObject *args) {
 }
 
 static PyObject *combine(PyObject *self, PyObject *args) {
-    Address rows, weights, out;
-    Py_ssize_t count, columns;
+    PyObject *rows, *weights;
+    Py_ssize_t columns;
+    Address out;
+    const bf16 *addresses[MOST_EXPERTS];
+    float factors[MOST_EXPERTS];
     (void)self;
-    if (!PyArg_ParseTuple(args, "KKnnK", &rows, &weights, &count, &columns, &out)) return NULL;
-    experts_combine(at(rows), at(weights), (size_t)count, (size_t)columns, at(out));
+    if (!PyArg_ParseTuple(args, "O!O!nK", &PyList_Type, &rows, &PyList_Type, &weights, &columns, &out)) return NULL;
+    const Py_ssize_t count = PyList_GET_SIZE(rows);
+    if (count < 1 || count > MOST_EXPERTS || PyList_GET_SIZE(weights) != count)
+        return PyErr_Format(PyExc_ValueError, "%zd rows and %zd weights: 1 to %d of each, as many of one as of the other",
+                            count, PyList_GET_SIZE(weights), MOST_EXPERTS);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        addresses[i] = at(PyLong_AsUnsignedLongLong(PyList_GET_ITEM(rows, i)));
+        factors[i] = (float)PyFloat_AsDouble(PyList_GET_ITEM(weights, i));
+    }
+    if (PyErr_Occurred()) return NULL;
+    experts_combine(addresses, factors, (size_t)count, (size_t)columns, at(out));
+    Py_RETURN_NONE;
+}
+
+static PyObject *logits(PyObject *self, PyObject *args) {
+    Address weight, x, out;
+    Py_ssize_t experts, columns;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KKnnK", &weight, &x, &experts, &columns, &out)) return NULL;
+    route_logits(at(weight), at(x), (size_t)experts, (size_t)columns, at(out));
+    Py_RETURN_NONE;
+}
+
+static PyObject *choose(PyObject *self, PyObject *args) {
+    Address logits, chosen, weights;
+    Py_ssize_t experts, k;
+    int normalise;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KnnpKK", &logits, &experts, &k, &normalise, &chosen, &weights)) return NULL;
+    route_choose(at(logits), (size_t)experts, (size_t)k, normalise, at(chosen), at(weights));
     Py_RETURN_NONE;
 }
 
 static PyObject *attention(PyObject *self, PyObject *args) {
     const char *matrices[4];
     Py_ssize_t lengths[4], norm_width, heads, kv_heads, head_columns;
-    Address before, after, query, key;
+    Address before, after, query, key, biases[4];
     Attention layer;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y#y#y#y#KKKKnnnnff", &matrices[0], &lengths[0], &matrices[1], &lengths[1], &matrices[2],
-                          &lengths[2], &matrices[3], &lengths[3], &before, &after, &query, &key, &norm_width, &heads,
-                          &kv_heads, &head_columns, &layer.epsilon, &layer.scale))
+    if (!PyArg_ParseTuple(args, "y#y#y#y#(KKKK)KKKKnnnnff", &matrices[0], &lengths[0], &matrices[1], &lengths[1],
+                          &matrices[2], &lengths[2], &matrices[3], &lengths[3], &biases[0], &biases[1], &biases[2],
+                          &biases[3], &before, &after, &query, &key, &norm_width, &heads, &kv_heads, &head_columns,
+                          &layer.epsilon, &layer.scale))
         return NULL;
+    layer.query_bias = at(biases[0]), layer.key_bias = at(biases[1]);
+    layer.value_bias = at(biases[2]), layer.output_bias = at(biases[3]);
     Int4 *parts[] = {&layer.query, &layer.key, &layer.value, &layer.output};
     for (int i = 0; i < 4; i++)
         if (!take(matrices[i], lengths[i], parts[i], sizeof(Int4))) return NULL;
@@ -146,11 +183,11 @@ static PyObject *sums(PyObject *self, PyObject *args) {
     unsigned threads;
     (void)self;
     if (!PyArg_ParseTuple(args, "y#nI", &bytes, &length, &tokens, &threads)) return NULL;
-    if (length == sizeof(Int4)) return PyLong_FromSize_t(sums_room((const Int4 *)bytes, (size_t)tokens, threads));
+    if (length == sizeof(Int4)) return PyLong_FromSize_t(sizeof(float) * sums_room((const Int4 *)bytes, (size_t)tokens, threads));
     if (length == 0 || length % (Py_ssize_t)sizeof(Expert))
         return PyErr_Format(PyExc_ValueError, "%zd bytes are neither a matrix nor experts", length);
     return PyLong_FromSize_t(
-        experts_sums((const Expert *)bytes, (size_t)length / sizeof(Expert), (size_t)tokens, threads));
+        sizeof(float) * experts_sums((const Expert *)bytes, (size_t)length / sizeof(Expert), (size_t)tokens, threads));
 }
 
 static PyMethodDef methods[] = {
@@ -159,14 +196,16 @@ static PyMethodDef methods[] = {
     {"matrix", matrix, METH_VARARGS, "matrix(codes, scales, rows, columns, group) -> bytes of an Int4"},
     {"product", product, METH_VARARGS, "product(matrix, x, tokens, sums, out, threads)"},
     {"experts", experts, METH_VARARGS, "experts(experts, x, tokens, inner, sums, out, threads)"},
-    {"combine", combine, METH_VARARGS, "combine(rows, weights, count, columns, out)"},
+    {"combine", combine, METH_VARARGS, "combine(rows, weights, columns, out)"},
+    {"logits", logits, METH_VARARGS, "logits(weight, x, experts, columns, out)"},
+    {"choose", choose, METH_VARARGS, "choose(logits, experts, k, normalise, chosen, weights)"},
     {"attention", attention, METH_VARARGS,
-     "attention(query, key, value, output, norm_before, norm_after, norm_query, norm_key, norm_width, heads, kv_heads,"
+     "attention(query, key, value, output, biases, norm_before, norm_after, norm_query, norm_key, norm_width, heads, kv_heads,"
      " head_columns, epsilon, scale) -> bytes of an Attention"},
     {"workspace", workspace, METH_VARARGS, "workspace(attention, positions, threads) -> bytes that attend needs"},
     {"attend", attend, METH_VARARGS,
      "attend(attention, workspace, x, cos, sin, keys, values, room, positions, out, normed, threads)"},
-    {"sums", sums, METH_VARARGS, "sums(matrix or experts, tokens, threads) -> floats that the call needs as sums"},
+    {"sums", sums, METH_VARARGS, "sums(matrix or experts, tokens, threads) -> bytes that the call needs for sums"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -3,6 +3,7 @@
 #define TIERMOE_VECTOR_H
 
 #include <immintrin.h>
+#include <string.h>
 
 #include "int4.h"
 #include "target.h"
@@ -13,6 +14,17 @@ TARGET static inline __m512 load_bf16(const bf16 *from) {
 
 TARGET static inline void store_bf16(bf16 *to, __m512 values) {
     _mm256_storeu_si256((void *)to, (__m256i)_mm512_cvtneps_pbh(values));
+}
+
+static inline float from_bf16(bf16 value) {
+    const uint32_t bits = (uint32_t)value << 16;
+    float result;
+    memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+TARGET static inline bf16 round_bf16(float value) {
+    return (bf16)_mm_extract_epi16((__m128i)_mm_cvtneps_pbh(_mm_set_ss(value)), 0);
 }
 
 /* Rounded to bfloat16: what a tensor of that dtype would hold between two operations. */

@@ -1,0 +1,33 @@
+"""A router that is a matrix: softmax over all experts, the K largest, for one token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tiermoe.kernels.native import _native, available
+
+COLUMNS = 32  # a hidden size is a multiple of it
+
+
+def takes(weight: Tensor) -> bool:
+    """Whether the kernels take a router's matrix (E, H)."""
+    plain = weight.dtype == torch.bfloat16 and weight.is_contiguous() and weight.device.type == "cpu"
+    return plain and weight.ndim == 2 and weight.shape[1] % COLUMNS == 0 and available()
+
+
+def logits_of(weight: Tensor, x: Tensor) -> Tensor:
+    """weight (E, H) and one token x (1, H) in bfloat16, both contiguous → (1, E)."""
+    experts, columns = weight.shape
+    logits = torch.empty((1, experts), dtype=torch.bfloat16)
+    _native.logits(weight.data_ptr(), x.data_ptr(), experts, columns, logits.data_ptr())
+    return logits
+
+
+def choose(logits: Tensor, k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    """Of logits (1, E) in bfloat16: weights float32 (1, k) and experts int64 (1, k), the largest first, of equal ones
+    the first first. normalise: weights sum to 1."""
+    weights = torch.empty((1, k), dtype=torch.float32)
+    experts = torch.empty((1, k), dtype=torch.int64)
+    _native.choose(logits.data_ptr(), logits.shape[1], k, normalise, experts.data_ptr(), weights.data_ptr())
+    return weights, experts

@@ -1,0 +1,72 @@
+"""Decoding one token: a router in two native calls instead of seven of torch's, which cost more than the arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tiermoe.kernels.native.router import choose, logits_of, takes
+
+_TOKENS = 64  # random ones on which both forwards are compared
+_SAME = (
+    0.8  # the least share of them with the same experts in the same order: logits in bfloat16 are often all but equal
+)
+_CLOSE = 0.02  # relative difference of their weights
+
+
+class OneTokenRouter:
+    """A router's forward: softmax of a matrix product and the K largest for one token, transformers' own for more.
+
+    normalise: weights sum to 1. dtype: of the weights."""
+
+    def __init__(self, router: Any, normalise: bool, dtype: torch.dtype) -> None:
+        self._router = router
+        self._forward = router.forward
+        self._normalise = normalise
+        self._dtype = dtype
+
+    def attach(self) -> None:
+        self._router.forward = self
+
+    def detach(self) -> None:
+        """transformers' own forward, as before."""
+        del self._router.forward
+
+    def __call__(self, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        weight = self._router.weight
+        plain = hidden_states.numel() == weight.shape[1] and hidden_states.dtype == weight.dtype == torch.bfloat16
+        if arguments or named or not plain or torch.is_grad_enabled():
+            return self._forward(hidden_states, *arguments, **named)
+        return self.one(hidden_states)
+
+    def one(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """hidden: H values → logits (1, E), weights (1, K) and experts (1, K)."""
+        logits = logits_of(self._router.weight, hidden.contiguous())
+        weights, experts = choose(logits, self._router.top_k, self._normalise)
+        return logits, weights.to(self._dtype), experts
+
+    def agrees(self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> bool:
+        """Whether it chooses what transformers chose for tokens (T, H), but for what rounding decides."""
+        mine = [self.one(token) for token in hidden]
+        same = [token for token, (_, _, chosen) in enumerate(mine) if torch.equal(chosen[0], experts[token])]
+        close = [torch.allclose(mine[token][1][0].float(), weights[token].float(), rtol=_CLOSE) for token in same]
+        return len(same) >= _SAME * len(hidden) and all(close)
+
+
+def one_token_router(router: Any) -> OneTokenRouter | None:
+    """A router's fast forward; None where it chooses in another way."""
+    weight = getattr(router, "weight", None)
+    if not isinstance(weight, torch.Tensor) or not isinstance(getattr(router, "top_k", None), int) or not takes(weight):
+        return None
+    hidden = torch.randn(_TOKENS, weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    try:
+        with torch.no_grad():
+            _, weights, experts = router.forward(hidden)
+    except (TypeError, ValueError):  # it takes or gives something else
+        return None
+    for normalise in (False, True):
+        fast = OneTokenRouter(router, normalise, weights.dtype)
+        if fast.agrees(hidden, weights, experts):
+            return fast
+    return None
