@@ -22,8 +22,9 @@ from tiermoe.kernels.native.router import choose, logits_of
 from tiermoe.quant.encodings import cpu_layout
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.runtime.one_token import ROOM, OneTokenLayer, take_over
-from tiermoe.runtime.one_token_router import OneTokenRouter
+from tiermoe.runtime.one_token import ROOM, take_over
+from tiermoe.runtime.one_token.layer import OneTokenLayer
+from tiermoe.runtime.one_token.router import OneTokenRouter
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.types import MoeLayer, Part
 

@@ -166,7 +166,9 @@ def assemble(
     shared: dict[range, Eviction] = {}
 
     def eviction(pool: Pool) -> Eviction:
-        made = shared.get(pool.layers) or _eviction(composition, shape, pool, clock, loaded[0], found, foresight, seed)
+        made = shared.get(pool.layers) or _eviction(
+            composition, shape, pool, clock, loaded[0], found, foresight, seed, len(loaded) == 1
+        )
         if composition.cache == "weighted":
             shared[pool.layers] = made  # an expert's uses count for its high and its low copy (HOBBIT, section 3.4)
         return made
@@ -216,6 +218,7 @@ def _eviction(
     found: Tables,
     foresight: Foresight | None,
     seed: int,
+    single: bool,
 ) -> Eviction:
     context = EvictionContext(
         clock,
@@ -230,8 +233,9 @@ def _eviction(
     )
     if composition.weights is not None:
         context = dataclasses.replace(context, weights=composition.weights)
-    # where nothing or everything stays, no choice is left: any policy will do
-    return EVICTIONS["lru" if composition.cache in ("none", "all") else composition.cache](context)
+    # where nothing or everything stays, no choice is left: the policy that costs least will do
+    stays = single and pool.slots >= sum(shape.experts[layer] for layer in pool.layers)
+    return EVICTIONS["fifo" if stays or composition.cache in ("none", "all") else composition.cache](context)
 
 
 def _precision_context(composition: Composition, shape: ModelShape, bits: int, found: Tables) -> PrecisionContext:

@@ -75,8 +75,8 @@ class Controller:
         begin). together: computing starts when all loads are there, as far as the slots allow (HOBBIT). elsewhere: what
         tokens need and is neither here nor on its way is not loaded; it is yielded with the slot ELSEWHERE in the
         precision demanded, before all else, so that its computing begins before this device is given work (HOBBIT,
-        section 4, CPU-GPU cooperative computing). grouped: all that is here is one group (a token's experts are computed in
-        one call); else each expert is one, so that its slot is free for the next load as soon as it is computed.
+        section 4, CPU-GPU cooperative computing). grouped: all that is here is one group (a token's experts are
+        computed in one call); else each expert is one, so that its slot is free for a load as soon as it is computed.
         Raises LoadError where an expert cannot be read; the controller stays usable."""
         run = _LayerRun(self, layer, demands, speculate, elsewhere)
         try:

@@ -45,6 +45,8 @@ class Routed:
 
     def tokens_per_expert(self) -> dict[int, int]:
         """Expert → number of tokens that chose it, in ascending expert order."""
+        if len(self.experts) == 1:
+            return dict.fromkeys(sorted(self.experts[0]), 1)
         counts = Counter(expert for chosen in self.experts for expert in chosen)
         return dict(sorted(counts.items()))
 

@@ -2,8 +2,8 @@
 
 4 bits in bfloat16: our own kernels where this machine can run them (`kernels/native`). Else few tokens: torch's
 operators on the packed weights, which read fewer bytes; many tokens: decode, then one matrix product. Which of them
-runs follows from the machine, the encoding, the dtype and the number of tokens alone, so that a result depends on neither
-timing nor what is cached.
+runs follows from the machine, the encoding, the dtype and the number of tokens alone, so that a result depends on
+neither timing nor what is cached.
 """
 
 import math

@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "expert.h"
+#include "norm.h"
 #include "product.h"
 #include "route.h"
 #include "team.h"
@@ -124,6 +125,16 @@ static PyObject *choose(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *norm(PyObject *self, PyObject *args) {
+    Address x, weight, out;
+    float epsilon;
+    Py_ssize_t width;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KKfnK", &x, &weight, &epsilon, &width, &out)) return NULL;
+    norm_apply(at(x), at(weight), norm_scale(at(x), (size_t)width, epsilon), (size_t)width, at(out));
+    Py_RETURN_NONE;
+}
+
 static PyObject *attention(PyObject *self, PyObject *args) {
     const char *matrices[4];
     Py_ssize_t lengths[4], norm_width, heads, kv_heads, head_columns;
@@ -199,6 +210,7 @@ static PyMethodDef methods[] = {
     {"combine", combine, METH_VARARGS, "combine(rows, weights, columns, out)"},
     {"logits", logits, METH_VARARGS, "logits(weight, x, experts, columns, out)"},
     {"choose", choose, METH_VARARGS, "choose(logits, experts, k, normalise, chosen, weights)"},
+    {"norm", norm, METH_VARARGS, "norm(x, weight, epsilon, width, out)"},
     {"attention", attention, METH_VARARGS,
      "attention(query, key, value, output, biases, norm_before, norm_after, norm_query, norm_key, norm_width, heads, kv_heads,"
      " head_columns, epsilon, scale) -> bytes of an Attention"},

@@ -25,6 +25,7 @@ class OneTokenRouter:
         self._forward = router.forward
         self._normalise = normalise
         self._dtype = dtype
+        self.columns = int(router.weight.shape[1])
 
     def attach(self) -> None:
         self._router.forward = self
@@ -44,7 +45,7 @@ class OneTokenRouter:
         """hidden: H values → logits (1, E), weights (1, K) and experts (1, K)."""
         logits = logits_of(self._router.weight, hidden.contiguous())
         weights, experts = choose(logits, self._router.top_k, self._normalise)
-        return logits, weights.to(self._dtype), experts
+        return logits, weights if self._dtype == torch.float32 else weights.to(self._dtype), experts
 
     def agrees(self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> bool:
         """Whether it chooses what transformers chose for tokens (T, H), but for what rounding decides."""

@@ -1,0 +1,23 @@
+"""A root mean square norm of one token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tiermoe.kernels.native import _native, available
+
+COLUMNS = 16  # a width is a multiple of it
+
+
+def takes(weight: Tensor) -> bool:
+    """Whether the kernels take a norm's weight (H)."""
+    plain = weight.dtype == torch.bfloat16 and weight.is_contiguous() and weight.device.type == "cpu"
+    return plain and weight.ndim == 1 and weight.numel() % COLUMNS == 0 and available()
+
+
+def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + epsilon), for H contiguous values in bfloat16 of any shape."""
+    out = torch.empty_like(x)
+    _native.norm(x.data_ptr(), weight.data_ptr(), epsilon, x.numel(), out.data_ptr())
+    return out

@@ -1,0 +1,52 @@
+"""Decoding one token: a root mean square norm in one native call instead of eight of torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tiermoe.kernels.native.norm import norm, takes
+
+_AGREE = 0.01  # relative error of both forwards; bfloat16 rounds to 0.004
+
+
+class OneTokenNorm:
+    """A norm's forward: the kernel for one token, transformers' own for more."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._forward = module.forward
+        self._epsilon = float(module.variance_epsilon)
+
+    def attach(self) -> None:
+        self._module.forward = self
+
+    def detach(self) -> None:
+        """transformers' own forward, as before."""
+        del self._module.forward
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        weight = self._module.weight
+        plain = hidden_states.numel() == weight.numel() and hidden_states.dtype == torch.bfloat16
+        if not plain or not hidden_states.is_contiguous() or torch.is_grad_enabled():
+            result: torch.Tensor = self._forward(hidden_states)
+            return result
+        return norm(hidden_states, weight, self._epsilon)
+
+    def agrees(self) -> bool:
+        """Whether both forwards give the same for a random token, up to rounding."""
+        width = self._module.weight.numel()
+        token = torch.randn(1, 1, width, generator=torch.Generator().manual_seed(0)).bfloat16() * 3
+        with torch.no_grad():
+            want, got = self._forward(token), norm(token, self._module.weight, self._epsilon)
+        return bool((want.float() - got.float()).norm() <= _AGREE * want.float().norm())
+
+
+def one_token_norm(module: Any) -> OneTokenNorm | None:
+    """A norm's fast forward; None for what is no such norm."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or not hasattr(module, "variance_epsilon") or not takes(weight):
+        return None
+    fast = OneTokenNorm(module)
+    return fast if fast.agrees() else None
