@@ -1,5 +1,6 @@
 """One matrix of an expert times its tokens, on the fields that a slot holds."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -7,12 +8,14 @@ import torch
 from torch import Tensor
 
 from tiermoe.errors import ConfigError
-from tiermoe.kernels import cpu, cuda
+from tiermoe.kernels import cpu, cuda, native
 from tiermoe.kernels.reference import DecodedLinear
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.encodings import ROW_MAJOR, cpu_layout, encoding_named
+from tiermoe.quant.int2 import Int2
+from tiermoe.quant.int4 import Int4
 
-__all__ = ["KERNELS", "LinearKernel", "linear_for", "machine_layout"]
+__all__ = ["KERNELS", "LinearKernel", "decodes", "linear_for", "machine_layout"]
 
 
 class LinearKernel(Protocol):
@@ -41,6 +44,16 @@ KERNELS: dict[tuple[str, str], Callable[[Encoding, torch.dtype], LinearKernel]] 
 def machine_layout(device: str) -> str:
     """The layout of 4- and 2-bit codes that the kernels of a device ('cpu', 'cuda', 'cuda:1') take."""
     return cpu_layout() if device == "cpu" else ROW_MAJOR
+
+
+def decodes(encoding: Encoding | None, out: int, in_: int, dtype: torch.dtype) -> bool:
+    """Whether the CPU's kernel makes a decoded copy of a matrix (out, in_) for many tokens."""
+    if encoding is None or encoding.bits == 16:
+        return False
+    in_slot = encoding.in_slot if isinstance(encoding, Int2) else encoding
+    if not isinstance(in_slot, Int4) or math.isfinite(cpu.native_tokens()):
+        return True
+    return not native.takes(dtype, out, in_, in_slot.group)
 
 
 def linear_for(encoding_name: str, device_type: str, dtype: torch.dtype) -> LinearKernel:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tiermoe.kernels.native import router as native_router
 from tiermoe.policy.prediction.protocol import Ranked
 
 Remembered = tuple[tuple[Any, ...], dict[str, Any]]
@@ -63,10 +64,8 @@ class Forecaster:
         if self._stack is None or self.whole or hidden.shape[0] > 1 or target >= len(self._routers):
             return {target: self.ranked(target, hidden)}
         layers = range(target, min(target + self._ahead, len(self._routers)))
-        logits = torch.nn.functional.linear(hidden, self._stack[layers.start : layers.stop].flatten(0, 1))
-        probabilities = logits.view(len(layers), -1).float().softmax(-1)
         k = max(self._routers[layer].top_k for layer in layers)
-        weights, experts = probabilities.topk(k, dim=-1)
+        weights, experts = _largest(self._stack[layers.start : layers.stop], hidden, k)
         rows = zip(layers, experts.tolist(), weights.tolist(), strict=True)
         return {layer: list(zip(chosen, gates, strict=True)) for layer, chosen, gates in rows}
 
@@ -110,6 +109,19 @@ class PassForecasts:
 
     def recalled(self, target: int) -> Ranked:
         return self.little.get(target, ())
+
+
+def _largest(stack: torch.Tensor, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest probabilities of each router in stack (layers, E, H) for hidden (1, H), and their experts: (layers,
+    k), the largest first."""
+    matrix = stack.flatten(0, 1)
+    if native_router.takes(matrix) and hidden.dtype == torch.bfloat16:
+        logits = native_router.logits_of(matrix, hidden.contiguous()).view(len(stack), 1, -1)
+        chosen = [native_router.choose(each, k, normalise=False) for each in logits]
+        return torch.cat([weights for weights, _ in chosen]), torch.cat([experts for _, experts in chosen])
+    logits = torch.nn.functional.linear(hidden, matrix)
+    weights, experts = logits.view(len(stack), -1).float().softmax(-1).topk(k, dim=-1)
+    return weights, experts
 
 
 def _stacked(routers: list[Any]) -> torch.Tensor:

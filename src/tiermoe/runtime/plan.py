@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from tiermoe.compose import cache_bytes
 from tiermoe.config import KIB, MIB, CacheSize, Settings, format_size
 from tiermoe.errors import BudgetError, ConfigError
-from tiermoe.kernels import machine_layout
+from tiermoe.kernels import decodes, machine_layout, native
 from tiermoe.presets import ROUTER_PREDICTIONS
 from tiermoe.runtime import gpu_plan
 from tiermoe.runtime.blueprint import Blueprint
@@ -16,6 +19,7 @@ from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.dense import packed_bytes
 from tiermoe.runtime.footprint import resident_bytes
 from tiermoe.runtime.memory_plan import MemoryPlan
+from tiermoe.runtime.one_token import ROOM
 from tiermoe.runtime.slot_pools import pools_in, require_all, shape_of
 from tiermoe.runtime.system import available_memory
 from tiermoe.runtime.units import require_device, unit_format
@@ -57,11 +61,13 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved) -> MemoryPlan:
     held = 0
     if composition.store == "memory":
         held = sum(form.stored.nbytes * form.layer.experts for form in formats)
+    # positions that a cache may hold before they are used (runtime/one_token)
+    grows_by = ROOM if settings.dense_bits < 16 and native.available() else 0
     fixed: dict[str, Any] = {
         "interpreter": resident_bytes() + _FIRST_USE,
         "dense": _dense_bytes(blueprint, settings.dense_bits, layout),
         "kv_cache": kv_bytes(
-            blueprint.config, blueprint.family.latent_kv, context, settings.batch, blueprint.dtype.itemsize
+            blueprint.config, blueprint.family.latent_kv, context + grows_by, settings.batch, blueprint.dtype.itemsize
         ),
         "activations": _activation_bytes(blueprint, formats, settings, context),
         "staging": _staging_bytes(formats, settings) + held,
@@ -168,16 +174,27 @@ def _activation_bytes(blueprint: Blueprint, formats: list[ExpertFormat], setting
     experts = (hidden * (top_k + 3) + 3 * max(map(max, matrices))) * item
     scores = tokens * context * 5
     repeated = 2 * settings.batch * context * heads * head_dim * item if kv_heads < heads else 0
-    packed = any(form.bits < 16 for form in formats) or settings.dense_bits < 16
-    decoded = max(out * in_ for out, in_ in matrices) * item + 4 * MIB
     logits = settings.batch * int(config.vocab_size) * 16
     return (
         int(tokens * (residual + attention + experts) * _ALLOCATOR)
         + scores
         + repeated
-        + (decoded if packed and tokens > _PACKED_OPERATOR_TOKENS else 0)
+        + (_decoded_bytes(formats, settings, blueprint.dtype) if tokens > _PACKED_OPERATOR_TOKENS else 0)
         + logits
     )
+
+
+def _decoded_bytes(formats: list[ExpertFormat], settings: Settings, dtype: torch.dtype) -> int:
+    """The largest matrix that a kernel decodes for many tokens, with its temporaries; 0 where none does. Dense layers
+    are about as large as experts' matrices."""
+    parts = [(form, part) for form in formats for part in form.layer.parts if part.is_matrix]
+    dense = settings.dense_bits == 8 or (settings.dense_bits == 4 and not native.available())
+    decoded = [
+        math.prod(part.out_in)
+        for form, part in parts
+        if dense or decodes(form.encodings.get(part.name), *part.out_in, dtype)
+    ]
+    return max(decoded) * dtype.itemsize + 4 * MIB if decoded else 0
 
 
 def attention_shape(config: Any) -> tuple[int, int, int]:

@@ -26,11 +26,10 @@ def weights_of(layer: Any) -> AttentionWeights | None:
         return None
     if epsilon is None or norms[0] is None or norms[1] is None:
         return None
-    weights: list[Any] = [None if norm is None else norm.weight for norm in norms]
-    head = int(attention.head_dim)
-    return AttentionWeights(
-        query, key, value, output, *weights, epsilon=float(epsilon), scale=float(attention.scaling), head_columns=head
-    )
+    before, after = norms[0].weight, norms[1].weight
+    query_norm, key_norm = (getattr(norm, "weight", None) for norm in norms[2:])
+    scale, head = float(attention.scaling), int(attention.head_dim)
+    return AttentionWeights(query, key, value, output, before, after, query_norm, key_norm, float(epsilon), scale, head)
 
 
 def _asked(attention: Any, name: str) -> bool:

@@ -1,0 +1,1 @@
+"""Microbenchmarks of the CPU kernels (`python -m benchmarks.kernels`)."""
