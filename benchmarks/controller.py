@@ -2,9 +2,10 @@
 
     python -m benchmarks.controller [--layers 24 --experts 64 --top-k 6 --share 0.5] [--policies lru,arc]
 
-Measured is all that is decided for a layer (`tiermoe.scheduler`, as the engine calls it): demands, what is here, whom to
-evict, bookkeeping. `resident`: a slot for every expert; `misses`: slots for a share of them, so that experts are loaded
-and leave. Experts are drawn at random, the same for every policy. Prints one JSON object, and a table on standard error.
+Measured is all that is decided for a layer (`tiermoe.scheduler`, as the engine calls it): demands, what is here, whom
+to evict, bookkeeping. `resident`: a slot for every expert; `misses`: slots for a share of them, so that experts are
+loaded and leave. Experts are drawn at random, the same for every policy; nothing is prefetched. Prints one JSON object,
+and a table on standard error.
 """
 
 import json
@@ -13,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.rounds import about, at_least_one, parser_of, print_table, rates, shown, timed
-from tiermoe.controller import Counts
 from tiermoe.compose import ModelShape, PrecisionSlots, assemble
+from tiermoe.controller import Counts
 from tiermoe.policy.eviction import EVICTIONS
 from tiermoe.presets import Composition
 from tiermoe.scheduler import Scheduler

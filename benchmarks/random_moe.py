@@ -26,7 +26,8 @@ _MULTIPLE = 64  # what our own kernels take
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model. `inner`: units of an expert; `top_k`: experts of a token in each layer; `context`: positions."""
+    """Sizes of a model. `inner`: units of an expert; `top_k`: experts of a token in each layer; `context`:
+    positions."""
 
     experts: int = 32
     layers: int = 4

@@ -2,7 +2,7 @@
 
     python -m benchmarks.slot_reads MODEL [--lanes 1,2,4,8] [--megabytes 256]
 
-Experts are read in random order by the engine's own link: lanes, O_DIRECT or the page cache, the checksum of each expert.
+Experts are read in random order by the engine's own link: lanes, O_DIRECT or the page cache, each expert's checksum.
 `sequential` is one thread that reads the files in blocks of 4 MiB and looks at nothing, like dd. `latency`: one expert
 asked for and waited for, nothing else under way. The files are dropped from the page cache before every run. Ways
 alternate; ratios are taken within a round. Prints one JSON object, and a table on standard error.

@@ -60,9 +60,8 @@ class Running:
         with tempfile.TemporaryDirectory(prefix=".growth-", dir=base) as folder:
             scratch = Path(folder)
             ready = [(run, self._prepared(run, scratch, say)) for run in runs]
-            total, done = self.asked.rounds * len(ready), 0
-            for number, (run, call) in alternating(ready, self.asked.rounds):
-                done += 1
+            total = self.asked.rounds * len(ready)
+            for done, (number, (run, call)) in enumerate(alternating(ready, self.asked.rounds), 1):
                 row = self.measured[run]
                 if row.error is None:
                     self._once(row, number, call)
@@ -97,6 +96,8 @@ class Running:
         folder = scratch / subject.directory.name
         folder.mkdir(exist_ok=True)
         options = {**self.asked.options, "cache": cache_share(run.slots, run.model.every)}
+        if run.model.shape is not None:
+            options["store"] = str(self.asked.work / "stores" / run.model.shape.name)
         files = subject.ensure(run.preset, options)(_progress(say))
         common = Common(subject.directory, self.asked.threads, self.asked.timeout, folder)
         engine = Tiermoe(run.preset, options, common, lambda _: files, self.memory_bandwidth)
@@ -139,8 +140,8 @@ def cache_share(slots: int, every: int) -> str:
 
 
 def limited_by(summary: dict[str, Any], bandwidth: float) -> str | None:
-    """Which of its two times is the bound of a decoded token: reading weights from 'memory', or Belady's misses from the
-    'drive'."""
+    """Which of its two times is the bound of a decoded token: reading weights from 'memory', or Belady's misses from
+    the 'drive'."""
     if not summary["bound_tok_s"]:
         return None
     memory_s = summary["weight_bytes_per_pass"] / bandwidth

@@ -2,9 +2,10 @@
 
     python -m benchmarks.kernels [--tokens 1,2,4,6,16,64,512] [--only product,experts,attention,router]
 
-Weights are taken in turn from more memory than the last cache holds (--megabytes), so a kernel that is limited by memory
-shows at most its bandwidth (`memory_bandwidth`, measured in the same run). Ways alternate, every other round backwards;
-ratios are taken within a round: above 1 the first way is faster. Prints one JSON object, and a table on standard error.
+Weights are taken in turn from more memory than the last cache holds (--megabytes), so a kernel that is limited by
+memory shows at most its bandwidth (`memory_bandwidth`, measured in the same run). Ways alternate, every other round
+backwards; ratios are taken within a round: above 1 the first way is faster. Prints one JSON object, and a table on
+standard error.
 """
 
 import json
@@ -73,7 +74,9 @@ def main() -> None:
     parser.add_argument("--only", type=parts_asked, default=list(PARTS), help="default all: " + ",".join(PARTS))
     parser.add_argument("--tokens", type=numbers, default=[1, 2, 4, 6, 16, 64, 512], help="M of the products")
     parser.add_argument("--threads", type=at_least_one, default=cores(), help="default one a core")
-    parser.add_argument("--megabytes", type=at_least_one, default=enough_bytes() >> 20, help="MiB of weights; default 4 last caches")
+    parser.add_argument(
+        "--megabytes", type=at_least_one, default=enough_bytes() >> 20, help="MiB of weights; default 4 last caches"
+    )
     parser.add_argument("--gflop", type=float, default=2.0, help="what a timed call computes, about (default 2)")
     sizes = {"out": 2048, "hidden": 2048, "inner": 1024, "experts": 128, "top-k": 8, "heads": 32, "kv-heads": 4,
              "head-dim": 64, "past": 128}  # fmt: skip

@@ -33,13 +33,13 @@ def speed_over_budget(cases: Sequence[Case], key: str, title: str) -> str:
         return ""
     series = list(dict.fromkeys(_name(case) for case in cases))
     budgets = sorted({case_of(case).condition for case in cases}, key=_by_memory)
-    up = _axis([value for case in measured for value in _values(case, key)])
+    up = axis_of([value for case in measured for value in _values(case, key)], _BOTTOM, _TOP)
     marks = ["bound (Belady's misses)"] if any(_bound(case, key) for case in measured) else []
     marks += ["no figures"] if len(measured) < len(cases) else []
     parts = [*_frame(up, title, budgets), *_key(series, marks)]
     for index, name in enumerate(series):
         mine = {case_of(case).condition: case for case in cases if _name(case) == name}
-        parts += _series(mine, key, budgets, _offset(index, len(series), len(budgets)), up, _colour(index))
+        parts += _series(mine, key, budgets, _offset(index, len(series), len(budgets)), up, colour_of(index))
     rows = -(-(len(series) + len(marks)) // _columns())
     return picture(_WIDTH, _HEIGHT + rows * _KEY_LINE, parts)
 
@@ -82,14 +82,16 @@ def _values(case: Case, key: str) -> list[float]:
     return [case[key]["low"], case[key]["high"], *([bound] if bound else [])]
 
 
-def _axis(values: Sequence[float]) -> Axis:
+def axis_of(values: Sequence[float], begin: float, end: float) -> Axis:
+    """An axis for positive values between two pixels: from 0, or logarithmic where they are far apart."""
     least, most = min(values), max(values)
     if most > _LOG_FROM * least:
-        return Axis(least / 1.5, most * 1.5, _BOTTOM, _TOP, logarithmic=True)
-    return Axis(0.0, most * 1.12, _BOTTOM, _TOP)
+        return Axis(least / 1.5, most * 1.5, begin, end, logarithmic=True)
+    return Axis(0.0, most * 1.12, begin, end)
 
 
-def _colour(index: int) -> str:
+def colour_of(index: int) -> str:
+    """The colour of a series."""
     return _COLOURS[index % len(_COLOURS)]
 
 
@@ -166,7 +168,7 @@ def _key(series: Sequence[str], marks: Sequence[str]) -> list[str]:
         x = _LEFT + index % _columns() * _KEY_WIDTH
         y = _BOTTOM + 72 + index // _columns() * _KEY_LINE
         if index < len(series):
-            mark = circle(x + 6, y - 4, _colour(index))
+            mark = circle(x + 6, y - 4, colour_of(index))
         elif name == "no figures":
             mark = _cross(x + 6, y - 4, INK)
         else:

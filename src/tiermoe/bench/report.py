@@ -40,9 +40,8 @@ def html_report(document: dict[str, Any]) -> str:
     """The report of what `tiermoe bench --json` prints."""
     title = f"tiermoe and its peers: {document['model'].get('name', '')}"
     parts = [
-        f"<h1>{_text(title)}</h1>",
         f"<p>{_text(document['date'])}. <code>{_text(document['command'])}</code></p>",
-        _machine(document["machine"]),
+        machine_words(document["machine"]),
         f"<p>{_text(_EXPLAINED)}</p>",
         *_pictures(document["cases"]),
         "<h2>Speed</h2>",
@@ -52,9 +51,14 @@ def html_report(document: dict[str, Any]) -> str:
         parts += ["<h2>Where the time of a token goes</h2>", time_per_token(ours), f"<p>{_text(_BOUND)}</p>"]
         parts.append(_table(ours, spent()))
     parts += _left_out(document)
+    return page(title, parts)
+
+
+def page(title: str, parts: Sequence[str]) -> str:
+    """A whole document under a heading. parts: HTML."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
-        f"<title>{_text(title)}</title><style>{_STYLE}</style></head>\n<body>\n"
+        f"<title>{_text(title)}</title><style>{_STYLE}</style></head>\n<body>\n<h1>{_text(title)}</h1>\n"
         + "\n".join(parts)
         + "\n</body></html>\n"
     )
@@ -64,7 +68,8 @@ def _text(words: str) -> str:
     return html.escape(" ".join(words.split()))
 
 
-def _machine(machine: dict[str, Any]) -> str:
+def machine_words(machine: dict[str, Any]) -> str:
+    """A paragraph on what was measured on."""
     if not machine:
         return ""
     versions = [f"{name} {machine[name]}" for name in ("python", "torch", "transformers", "accelerate", "tiermoe")

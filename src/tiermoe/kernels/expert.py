@@ -79,10 +79,10 @@ class InOneCall:
     def __call__(self, x: torch.Tensor, views: Views) -> torch.Tensor:
         if x.shape[0] > self._tokens:
             return self._separate(x, views)
-        return self._native(x, (self._packed(views),))[0]
+        return self._native(x, (self._packed(views),), among_others=True)[0]
 
     def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
-        return self._native(x, [self._packed(each) for each in views])[:, 0]
+        return self._native(x, [self._packed(each) for each in views], among_others=False)[:, 0]
 
     def _packed(self, views: Views) -> bytes:
         if not isinstance(views, SlotViews):

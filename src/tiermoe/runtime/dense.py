@@ -20,7 +20,7 @@ from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.shells import is_shell
 from tiermoe.store.atomic import whole_or_nothing
-from tiermoe.store.layout import ExpertFormat
+from tiermoe.store.layout import PAGE, ExpertFormat, align
 from tiermoe.store.lock import adding_to
 from tiermoe.store.store import Store, dense_file_name, dense_key, machine_of, one_matrix
 from tiermoe.tiers.reader import ExtentReader, aligned_memory
@@ -130,9 +130,13 @@ def attach_dense(model: Any, store: Store, key: str, reader: ExtentReader, devic
     """Replaces the packed linear layers of a loaded model by the ones that the store holds under `key`, on
     `device`; returns their bytes."""
     total = 0
-    for index, (name, packed) in enumerate(store.dense[key]["layers"].items()):
+    layers = store.dense[key]["layers"]
+    room = {name: align(store.dense_format(key, name).stored.nbytes, PAGE) for name in layers}
+    whole, begin = aligned_memory(sum(room.values())), 0  # one piece, so that huge pages hold all but its ends
+    for index, (name, packed) in enumerate(layers.items()):
         form = store.dense_format(key, name)
-        memory = aligned_memory(form.stored.nbytes)
+        memory = whole[begin : begin + room[name]]
+        begin += room[name]
         try:
             reader.read(store.dense_extent(key, name), memory, ExpertKey(index, 0, form.bits))
         except LoadError as error:
@@ -140,7 +144,8 @@ def attach_dense(model: Any, store: Store, key: str, reader: ExtentReader, devic
                 f"dense layer {name} ({form.bits} bits) in {store.root} is damaged or cannot be read; "
                 f"'tiermoe pack MODEL --dense-bits {form.bits} --force' packs anew"
             ) from error
-        fields = form.slot.views(torch.frombuffer(memory, dtype=torch.uint8).to(device))["weight"]
+        stored = torch.frombuffer(memory, dtype=torch.uint8)[: form.stored.nbytes]
+        fields = form.slot.views(stored.to(device))["weight"]
         parent, _, attribute = name.rpartition(".")
         owner = model.get_submodule(parent)
         kernel = linear_for(packed["encoding"], torch.device(device).type, store.dtype)

@@ -62,7 +62,7 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved) -> MemoryPlan:
     if composition.store == "memory":
         held = sum(form.stored.nbytes * form.layer.experts for form in formats)
     # positions that a cache may hold before they are used (runtime/one_token)
-    grows_by = ROOM if settings.dense_bits < 16 and native.available() else 0
+    grows_by = ROOM if native.available() else 0
     fixed: dict[str, Any] = {
         "interpreter": resident_bytes() + _FIRST_USE,
         "dense": _dense_bytes(blueprint, settings.dense_bits, layout),

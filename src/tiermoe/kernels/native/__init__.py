@@ -27,12 +27,13 @@ GROUPS = (32, 64, 128, 256)  # weights of a row that share a scale
 
 @lru_cache(maxsize=1)
 def available() -> bool:
-    """Whether this build has the kernels, this machine can run them, and torch's threads can be shared."""
+    """Whether this build has the kernels and this machine can run them."""
     if os.environ.get(SWITCH) == "0" or _native is None or not _native.supported():
         return False
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":  # another order of 4-bit codes
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":  # 4-bit codes lie in another order
         return False
-    return any(_native.join_team(path) for path in _openmp_libraries())
+    any(_native.join_team(path) for path in _openmp_libraries())
+    return True
 
 
 def takes(dtype: torch.dtype, out: int, in_: int, group: int) -> bool:

@@ -17,11 +17,10 @@ typedef struct {
     bf16 *normed;         /* of each thread */
     bf16 *query, *key, *value, *attended;
     size_t sums_each, scores_each;
-    Tasks projections, groups, outputs;
 } Job;
 
 /* The parts of the workspace, each on a line of its own. */
-static size_t lay_out(Job *job, size_t length, unsigned threads, char *begin) {
+static size_t lay_out(Job *job, size_t length, size_t threads, char *begin) {
     const Attention *layer = job->layer;
     const size_t hidden = layer->query.columns, queries = layer->query.rows, keys = layer->key.rows;
     char *end = begin;
@@ -41,7 +40,7 @@ static size_t lay_out(Job *job, size_t length, unsigned threads, char *begin) {
     return (size_t)(end - begin);
 }
 
-size_t attention_workspace(const Attention *layer, size_t length, unsigned threads) {
+size_t attention_workspace(const Attention *layer, size_t length, size_t threads) {
     Job job = {.layer = layer};
     return lay_out(&job, length, threads, NULL);
 }
@@ -51,8 +50,21 @@ TARGET static void add_rows(bf16 *rows, const bf16 *others) {
     for (size_t i = 0; i < BLOCK; i += LANES) store_bf16(rows + i, _mm512_add_ps(load_bf16(rows + i), load_bf16(others + i)));
 }
 
-static void project(const Job *job, const bf16 *normed, const float *sums, size_t block) {
+/* What is small every thread computes for itself: that costs less than waiting for another. */
+static void begin_projections(void *data, size_t thread) {
+    const Job *job = data;
     const Attention *layer = job->layer;
+    const size_t hidden = layer->query.columns;
+    bf16 *normed = job->normed + thread * hidden;
+    norm_apply(job->step->x, layer->norm_before, norm_scale(job->step->x, hidden, layer->epsilon), hidden, normed);
+    int4_group_sums(normed, 1, &layer->query, job->sums + thread * job->sums_each);
+}
+
+static void project(void *data, size_t thread, size_t block) {
+    const Job *job = data;
+    const Attention *layer = job->layer;
+    const bf16 *normed = job->normed + thread * layer->query.columns;
+    const float *sums = job->sums + thread * job->sums_each;
     const struct {
         const Int4 *matrix;
         const bf16 *bias;
@@ -112,11 +124,31 @@ static void place(const Attention *layer, const Step *step, const Projected *fro
     rotate(out, step, columns);
 }
 
-TARGET static float dot(const bf16 *a, const bf16 *b, size_t columns) {
+TARGET static inline __m512 products(const bf16 *a, const bf16 *b, size_t columns) {
     __m512 sum = _mm512_setzero_ps();
     for (size_t i = 0; i < columns; i += 32)
         sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(a + i), (__m512bh)_mm512_loadu_si512(b + i));
-    return _mm512_reduce_add_ps(sum);
+    return sum;
+}
+
+/* The sums of the lanes of four registers. */
+TARGET static inline __m128 four_sums(__m512 a, __m512 b, __m512 c, __m512 d) {
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    const __m512 low = _mm512_shuffle_ps(ab, cd, 0x44), high = _mm512_shuffle_ps(ab, cd, 0xEE);
+    const __m512 sums = _mm512_add_ps(low, high); /* a b c d in each quarter */
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(sums), _mm512_extractf32x8_ps(sums, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
+/* scores[i] = scale * query times key i, four at a time; room for count rounded up to four. */
+TARGET static void score(const bf16 *query, const bf16 *keys, size_t columns, size_t count, float scale, float *scores) {
+    for (size_t i = 0; i < count; i += 4) {
+        __m512 sums[4];
+        for (size_t j = 0; j < 4; j++) /* beyond the last one: that one again */
+            sums[j] = products(query, keys + (i + j < count ? i + j : count - 1) * columns, columns);
+        _mm_storeu_ps(scores + i, _mm_mul_ps(four_sums(sums[0], sums[1], sums[2], sums[3]), _mm_set1_ps(scale)));
+    }
 }
 
 /* Scores become e^(score - largest), in float32; returns their sum. */
@@ -139,7 +171,7 @@ TARGET static float soften(float *scores, size_t count) {
 TARGET static void attend(const Job *job, const bf16 *query, size_t kv_head, float *scores, bf16 *out) {
     const Step *step = job->step;
     const size_t columns = job->layer->head_columns, count = step->length + 1, at = kv_head * step->room * columns;
-    for (size_t i = 0; i < count; i++) scores[i] = job->layer->scale * dot(query, step->keys + at + i * columns, columns);
+    score(query, step->keys + at, columns, count, job->layer->scale, scores);
     const __m512 scale = _mm512_set1_ps(1 / soften(scores, count));
     __m512 sums[LARGEST_HEAD / LANES];
     for (size_t r = 0; r < columns / LANES; r++) sums[r] = _mm512_setzero_ps();
@@ -150,55 +182,53 @@ TARGET static void attend(const Job *job, const bf16 *query, size_t kv_head, flo
 }
 
 /* Key and value enter the cache; the heads of queries that share them attend. */
-static void attend_group(const Job *job, const Projected *queries, const Projected *keys, size_t kv_head, float *scores) {
+static void attend_group(void *data, size_t thread, size_t kv_head) {
+    const Job *job = data;
     const Attention *layer = job->layer;
     const Step *step = job->step;
     const size_t columns = layer->head_columns, group = layer->heads / layer->kv_heads;
     const size_t at = (kv_head * step->room + step->length) * columns;
-    place(layer, step, keys, kv_head, step->keys + at);
+    const Projected queries = projected(layer, job->query, layer->query.rows, layer->norm_query);
+    const Projected keys = projected(layer, job->key, layer->key.rows, layer->norm_key);
+    place(layer, step, &keys, kv_head, step->keys + at);
     memcpy(step->values + at, job->value + kv_head * columns, columns * sizeof(bf16));
     for (size_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
         bf16 query[LARGEST_HEAD];
-        place(layer, step, queries, head, query);
-        attend(job, query, kv_head, scores, job->attended + head * columns);
+        place(layer, step, &queries, head, query);
+        attend(job, query, kv_head, job->scores + thread * job->scores_each, job->attended + head * columns);
     }
 }
 
-static void add_output(const Job *job, const float *sums, size_t block) {
-    const size_t at = block * BLOCK;
-    bf16 *rows = job->step->out + at;
-    int4_block(&job->layer->output, block, job->attended, sums, 1, rows, 0);
-    if (job->layer->output_bias) add_rows(rows, job->layer->output_bias + at);
-    add_rows(rows, job->step->x + at);
+static void begin_outputs(void *data, size_t thread) {
+    const Job *job = data;
+    int4_group_sums(job->attended, 1, &job->layer->output, job->sums + thread * job->sums_each);
 }
 
-/* What is small every thread computes for itself: that costs less than waiting for another. */
-static void work(void *data) {
-    Job *job = data;
+static void add_output(void *data, size_t thread, size_t block) {
+    const Job *job = data;
+    bf16 *rows = job->step->out + block * BLOCK;
+    int4_block(&job->layer->output, block, job->attended, job->sums + thread * job->sums_each, 1, rows, 0);
+    if (job->layer->output_bias) add_rows(rows, job->layer->output_bias + block * BLOCK);
+    add_rows(rows, job->step->x + block * BLOCK);
+}
+
+static void norm_output(void *data, size_t thread, size_t task) {
+    const Job *job = data;
     const Attention *layer = job->layer;
-    const Step *step = job->step;
-    const size_t hidden = layer->query.columns, rank = team_rank();
-    const size_t blocks = (layer->query.rows + 2 * layer->key.rows) / BLOCK;
-    float *sums = job->sums + rank * job->sums_each, *scores = job->scores + rank * job->scores_each;
-    bf16 *normed = job->normed + rank * hidden;
-    norm_apply(step->x, layer->norm_before, norm_scale(step->x, hidden, layer->epsilon), hidden, normed);
-    int4_group_sums(normed, 1, &layer->query, sums);
-    for (size_t task; (task = atomic_fetch_add(&job->projections, 1)) < blocks;) project(job, normed, sums, task);
-    team_wait();
-    const Projected queries = projected(layer, job->query, layer->query.rows, layer->norm_query);
-    const Projected keys = projected(layer, job->key, layer->key.rows, layer->norm_key);
-    for (size_t head; (head = atomic_fetch_add(&job->groups, 1)) < layer->kv_heads;)
-        attend_group(job, &queries, &keys, head, scores);
-    team_wait();
-    int4_group_sums(job->attended, 1, &layer->output, sums);
-    for (size_t task; (task = atomic_fetch_add(&job->outputs, 1)) < hidden / BLOCK;) add_output(job, sums, task);
-    team_wait();
-    if (rank == 0)
-        norm_apply(step->out, layer->norm_after, norm_scale(step->out, hidden, layer->epsilon), hidden, step->normed);
+    const size_t hidden = layer->query.columns;
+    (void)thread, (void)task;
+    norm_apply(job->step->out, layer->norm_after, norm_scale(job->step->out, hidden, layer->epsilon), hidden,
+               job->step->normed);
 }
 
-void attention_run(const Attention *layer, const Step *step, void *workspace, unsigned threads) {
+void attention_run(const Attention *layer, const Step *step, void *workspace, size_t threads) {
     Job job = {.layer = layer, .step = step};
     lay_out(&job, step->length, threads, workspace);
-    team_run(work, &job, threads);
+    const Phase phases[] = {
+        {begin_projections, project, (layer->query.rows + 2 * layer->key.rows) / BLOCK},
+        {NULL, attend_group, layer->kv_heads},
+        {begin_outputs, add_output, layer->query.columns / BLOCK},
+        {NULL, norm_output, 1},
+    };
+    team_run(phases, 4, &job, threads, OWN);
 }

@@ -25,8 +25,8 @@ typedef struct {
 } Step;
 
 /* Bytes of workspace for `length` positions before this one. */
-size_t attention_workspace(const Attention *layer, size_t length, unsigned threads);
+size_t attention_workspace(const Attention *layer, size_t length, size_t threads);
 
-void attention_run(const Attention *layer, const Step *step, void *workspace, unsigned threads);
+void attention_run(const Attention *layer, const Step *step, void *workspace, size_t threads);
 
 #endif

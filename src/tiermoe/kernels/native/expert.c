@@ -2,7 +2,6 @@
 
 #include "product.h"
 #include "target.h"
-#include "team.h"
 #include "vector.h"
 
 enum { TOKENS = 64 }; /* whose gate and up values of a block are kept on the stack */
@@ -10,10 +9,8 @@ enum { TOKENS = 64 }; /* whose gate and up values of a block are kept on the sta
 typedef struct {
     const Expert *experts;
     size_t count, tokens;
-    const bf16 *x;
-    bf16 *inner, *out;
-    float *sums, *inner_sums; /* room for them */
-    Tasks first, second;
+    Sums x, inner; /* of the tokens, and of what is between the matrices: (count, tokens, I) */
+    bf16 *out;
 } Job;
 
 TARGET static void gate_rows(const bf16 (*gate)[BLOCK], const bf16 (*up)[BLOCK], size_t tokens, bf16 *out, size_t stride) {
@@ -26,39 +23,45 @@ TARGET static void gate_rows(const bf16 (*gate)[BLOCK], const bf16 (*up)[BLOCK],
         }
 }
 
-/* Block `block` of the inner values of one expert. */
-static void first_block(const Job *job, const float *sums, size_t expert, size_t block) {
-    const Int4 *first = &job->experts[expert].first;
-    const size_t inner = first->rows / 2, groups = first->columns / first->group;
+static void sum_x(void *data, size_t thread, size_t task) {
+    (void)thread;
+    sums_task(&((Job *)data)->x, task);
+}
+
+static void begin_first(void *data, size_t thread) { sums_begin(&((Job *)data)->x, thread); }
+
+/* A block of the inner values of one expert. */
+static void first(void *data, size_t thread, size_t task) {
+    const Job *job = data;
+    const size_t inner = job->experts->first.rows / 2, expert = task / (inner / BLOCK), block = task % (inner / BLOCK);
+    const Int4 *matrix = &job->experts[expert].first;
+    const size_t groups = matrix->columns / matrix->group;
     bf16 gate[TOKENS][BLOCK], up[TOKENS][BLOCK];
     for (size_t m = 0; m < job->tokens; m += TOKENS) {
         const size_t tokens = job->tokens - m < TOKENS ? job->tokens - m : TOKENS;
-        const bf16 *x = job->x + m * first->columns;
-        int4_block(first, block, x, sums + m * groups, tokens, gate[0], BLOCK);
-        int4_block(first, block + inner / BLOCK, x, sums + m * groups, tokens, up[0], BLOCK);
-        gate_rows(gate, up, tokens, job->inner + (expert * job->tokens + m) * inner + block * BLOCK, inner);
+        const bf16 *x = job->x.x + m * matrix->columns;
+        const float *sums = sums_of(&job->x, thread) + m * groups;
+        int4_block(matrix, block, x, sums, tokens, gate[0], BLOCK);
+        int4_block(matrix, block + inner / BLOCK, x, sums, tokens, up[0], BLOCK);
+        gate_rows(gate, up, tokens, (bf16 *)job->inner.x + (expert * job->tokens + m) * inner + block * BLOCK, inner);
     }
 }
 
-static void second_block(const Job *job, const float *sums, size_t expert, size_t block) {
-    const Int4 *second = &job->experts[expert].second;
-    const size_t begin = expert * job->tokens;
-    int4_block(second, block, job->inner + begin * second->columns,
-               sums + begin * (second->columns / second->group), job->tokens,
-               job->out + begin * second->rows + block * BLOCK, second->rows);
+static void sum_inner(void *data, size_t thread, size_t task) {
+    (void)thread;
+    sums_task(&((Job *)data)->inner, task);
 }
 
-static void work(void *data) {
-    Job *job = data;
-    const Int4 *first = &job->experts->first, *second = &job->experts->second;
-    const size_t inner_blocks = first->rows / 2 / BLOCK, blocks = second->rows / BLOCK;
-    const float *sums = product_sums(first, job->x, job->tokens, job->sums);
-    for (size_t task; (task = atomic_fetch_add(&job->first, 1)) < job->count * inner_blocks;)
-        first_block(job, sums, task / inner_blocks, task % inner_blocks);
-    team_wait();
-    sums = product_sums(second, job->inner, job->count * job->tokens, job->inner_sums);
-    for (size_t task; (task = atomic_fetch_add(&job->second, 1)) < job->count * blocks;)
-        second_block(job, sums, task / blocks, task % blocks);
+static void begin_second(void *data, size_t thread) { sums_begin(&((Job *)data)->inner, thread); }
+
+static void second(void *data, size_t thread, size_t task) {
+    const Job *job = data;
+    const size_t blocks = job->experts->second.rows / BLOCK, expert = task / blocks, block = task % blocks;
+    const Int4 *matrix = &job->experts[expert].second;
+    const size_t begin = expert * job->tokens;
+    int4_block(matrix, block, job->inner.x + begin * matrix->columns,
+               sums_of(&job->inner, thread) + begin * (matrix->columns / matrix->group), job->tokens,
+               job->out + begin * matrix->rows + block * BLOCK, matrix->rows);
 }
 
 size_t experts_sums(const Expert *experts, size_t count, size_t tokens, size_t threads) {
@@ -66,10 +69,17 @@ size_t experts_sums(const Expert *experts, size_t count, size_t tokens, size_t t
 }
 
 void experts_run(const Expert *experts, size_t count, const bf16 *x, size_t tokens, bf16 *inner, float *sums, bf16 *out,
-                 unsigned threads) {
-    float *inner_sums = sums + sums_room(&experts->first, tokens, threads);
-    Job job = {experts, count, tokens, x, inner, out, sums, inner_sums, 0, 0};
-    team_run(work, &job, threads);
+                 size_t threads, Pool pool) {
+    const Int4 *up = &experts->first, *down = &experts->second;
+    Job job = {experts, count, tokens, {up, x, tokens, sums}, {down, inner, count * tokens, NULL}, out};
+    job.inner.room = sums + sums_room(up, tokens, threads);
+    const Phase phases[] = {
+        {NULL, sum_x, sums_tasks(&job.x)},
+        {begin_first, first, count * (up->rows / 2 / BLOCK)},
+        {NULL, sum_inner, sums_tasks(&job.inner)},
+        {begin_second, second, count * (down->rows / BLOCK)},
+    };
+    team_run(phases, 4, &job, threads, pool);
 }
 
 TARGET void experts_combine(const bf16 *const *rows, const float *weights, size_t count, size_t columns, bf16 *out) {

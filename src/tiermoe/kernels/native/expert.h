@@ -3,6 +3,7 @@
 #define TIERMOE_EXPERT_H
 
 #include "int4.h"
+#include "team.h"
 
 typedef struct {
     Int4 first;  /* (2 I, H): the gate's rows, then up's; I a multiple of 64 */
@@ -13,7 +14,7 @@ typedef struct {
  * to bfloat16 where the separate operations round it. inner: room for count * tokens * I values; sums: for
  * experts_sums(...) floats. */
 void experts_run(const Expert *experts, size_t count, const bf16 *x, size_t tokens, bf16 *inner, float *sums, bf16 *out,
-                 unsigned threads);
+                 size_t threads, Pool pool);
 
 /* Floats that experts_run needs as `sums`. */
 size_t experts_sums(const Expert *experts, size_t count, size_t tokens, size_t threads);

@@ -30,15 +30,16 @@ class GatedExperts:
         parts = zip((self._first, self._second), self._groups, strict=True)
         return b"".join(matrix_of(views[part.name], *part.out_in, group) for part, group in parts)
 
-    def __call__(self, x: Tensor, experts: Sequence[bytes]) -> Tensor:
-        """x (M, H) through each of the packed `experts` → (experts, M, H)."""
+    def __call__(self, x: Tensor, experts: Sequence[bytes], among_others: bool) -> Tensor:
+        """x (M, H) through each of the packed `experts` → (experts, M, H). among_others: in a pass of several tokens,
+        much of which torch computes; decides whose threads compute, and changes no value."""
         x = x.contiguous()
         tokens, count, threads = x.shape[0], len(experts), torch.get_num_threads()
         packed = b"".join(experts)
         out = torch.empty((count, tokens, self._hidden), dtype=torch.bfloat16)
         inner = scratch.address("inner", 2 * count * tokens * self._inner)
         sums = scratch.address("sums", _native.sums(packed, tokens, threads))
-        _native.experts(packed, x.data_ptr(), tokens, inner, sums, out.data_ptr(), threads)
+        _native.experts(packed, x.data_ptr(), tokens, inner, sums, out.data_ptr(), threads, among_others)
         return out
 
 

@@ -8,7 +8,6 @@
 #include "norm.h"
 #include "product.h"
 #include "route.h"
-#include "team.h"
 
 enum { MOST_EXPERTS = 256 }; /* of a token */
 
@@ -59,12 +58,13 @@ static PyObject *product(PyObject *self, PyObject *args) {
     Py_ssize_t length, tokens;
     Address x, sums, out;
     unsigned threads;
+    int torchs;
     Int4 packed;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y#KnKKI", &bytes, &length, &x, &tokens, &sums, &out, &threads)) return NULL;
+    if (!PyArg_ParseTuple(args, "y#KnKKIp", &bytes, &length, &x, &tokens, &sums, &out, &threads, &torchs)) return NULL;
     if (!take(bytes, length, &packed, sizeof packed)) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    product_run(&packed, at(x), (size_t)tokens, at(sums), at(out), threads);
+    product_run(&packed, at(x), (size_t)tokens, at(sums), at(out), threads, torchs ? TORCHS : OWN);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -74,13 +74,15 @@ static PyObject *experts(PyObject *self, PyObject *args) {
     Py_ssize_t length, tokens;
     Address x, inner, sums, out;
     unsigned threads;
+    int torchs;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y#KnKKKI", &bytes, &length, &x, &tokens, &inner, &sums, &out, &threads)) return NULL;
+    if (!PyArg_ParseTuple(args, "y#KnKKKIp", &bytes, &length, &x, &tokens, &inner, &sums, &out, &threads, &torchs))
+        return NULL;
     if (length == 0 || length % (Py_ssize_t)sizeof(Expert))
         return PyErr_Format(PyExc_ValueError, "%zd bytes are not whole experts of %zu", length, sizeof(Expert));
     Py_BEGIN_ALLOW_THREADS
     experts_run((const Expert *)bytes, (size_t)length / sizeof(Expert), at(x), (size_t)tokens, at(inner), at(sums), at(out),
-                threads);
+                threads, torchs ? TORCHS : OWN);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -205,8 +207,8 @@ static PyMethodDef methods[] = {
     {"supported", supported, METH_NOARGS, "supported() -> whether this machine has AVX-512 with BF16 and VBMI"},
     {"join_team", join_team, METH_VARARGS, "join_team(path) -> whether the loaded OpenMP runtime at path can be used"},
     {"matrix", matrix, METH_VARARGS, "matrix(codes, scales, rows, columns, group) -> bytes of an Int4"},
-    {"product", product, METH_VARARGS, "product(matrix, x, tokens, sums, out, threads)"},
-    {"experts", experts, METH_VARARGS, "experts(experts, x, tokens, inner, sums, out, threads)"},
+    {"product", product, METH_VARARGS, "product(matrix, x, tokens, sums, out, threads, torchs)"},
+    {"experts", experts, METH_VARARGS, "experts(experts, x, tokens, inner, sums, out, threads, torchs)"},
     {"combine", combine, METH_VARARGS, "combine(rows, weights, columns, out)"},
     {"logits", logits, METH_VARARGS, "logits(weight, x, experts, columns, out)"},
     {"choose", choose, METH_VARARGS, "choose(logits, experts, k, normalise, chosen, weights)"},

@@ -1,43 +1,54 @@
 #include "product.h"
 
-#include "team.h"
+enum {
+    FEW = 8,      /* tokens whose sums each thread makes for itself */
+    A_TASK = 32,  /* tokens */
+};
 
-typedef struct {
-    const Int4 *matrix;
-    const bf16 *x;
-    size_t tokens;
-    float *sums;
-    bf16 *out;
-    Tasks blocks;
-} Product;
-
-enum { FEW = 8 }; /* tokens whose sums each thread makes for itself */
+static size_t groups(const Int4 *matrix) { return matrix->columns / matrix->group; }
 
 size_t sums_room(const Int4 *matrix, size_t tokens, size_t threads) {
-    return tokens * (matrix->columns / matrix->group) * (tokens <= FEW ? threads : 1);
+    return tokens * groups(matrix) * (tokens <= FEW ? threads : 1);
 }
 
-const float *product_sums(const Int4 *matrix, const bf16 *x, size_t tokens, float *sums) {
-    const size_t rank = team_rank(), size = team_size(), groups = matrix->columns / matrix->group;
-    if (tokens <= FEW) {
-        int4_group_sums(x, tokens, matrix, sums + rank * tokens * groups);
-        return sums + rank * tokens * groups;
-    }
-    const size_t begin = tokens * rank / size, end = tokens * (rank + 1) / size;
-    int4_group_sums(x + begin * matrix->columns, end - begin, matrix, sums + begin * groups);
-    team_wait();
-    return sums;
+size_t sums_tasks(const Sums *sums) { return sums->tokens <= FEW ? 0 : (sums->tokens + A_TASK - 1) / A_TASK; }
+
+void sums_task(const Sums *sums, size_t task) {
+    const size_t begin = task * A_TASK, rest = sums->tokens - begin;
+    int4_group_sums(sums->x + begin * sums->matrix->columns, rest < A_TASK ? rest : A_TASK, sums->matrix,
+                    sums->room + begin * groups(sums->matrix));
 }
 
-static void work(void *data) {
-    Product *job = data;
-    const Int4 *matrix = job->matrix;
-    const float *sums = product_sums(matrix, job->x, job->tokens, job->sums);
-    for (size_t block; (block = atomic_fetch_add(&job->blocks, 1)) < matrix->rows / BLOCK;)
-        int4_block(matrix, block, job->x, sums, job->tokens, job->out + block * BLOCK, matrix->rows);
+void sums_begin(const Sums *sums, size_t thread) {
+    if (sums->tokens <= FEW) int4_group_sums(sums->x, sums->tokens, sums->matrix, (float *)sums_of(sums, thread));
 }
 
-void product_run(const Int4 *matrix, const bf16 *x, size_t tokens, float *sums, bf16 *out, unsigned threads) {
-    Product job = {matrix, x, tokens, sums, out, 0};
-    team_run(work, &job, threads);
+const float *sums_of(const Sums *sums, size_t thread) {
+    return sums->room + (sums->tokens <= FEW ? thread * sums->tokens * groups(sums->matrix) : 0);
+}
+
+typedef struct {
+    Sums sums;
+    bf16 *out;
+} Product;
+
+static void sum(void *data, size_t thread, size_t task) {
+    (void)thread;
+    sums_task(&((Product *)data)->sums, task);
+}
+
+static void begin(void *data, size_t thread) { sums_begin(&((Product *)data)->sums, thread); }
+
+static void block(void *data, size_t thread, size_t task) {
+    const Product *job = data;
+    const Sums *sums = &job->sums;
+    int4_block(sums->matrix, task, sums->x, sums_of(sums, thread), sums->tokens, job->out + task * BLOCK,
+               sums->matrix->rows);
+}
+
+void product_run(const Int4 *matrix, const bf16 *x, size_t tokens, float *sums, bf16 *out, size_t threads,
+                 Pool pool) {
+    Product job = {{matrix, x, tokens, sums}, out};
+    const Phase phases[] = {{NULL, sum, sums_tasks(&job.sums)}, {begin, block, matrix->rows / BLOCK}};
+    team_run(phases, 2, &job, threads, pool);
 }

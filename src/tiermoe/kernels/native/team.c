@@ -1,35 +1,145 @@
+#define _GNU_SOURCE
 #include "team.h"
 
 #include <dlfcn.h>
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+enum {
+    PAUSES = 64,        /* before a waiting thread offers its core to others */
+    AWAKE_NS = 2000000, /* for which a thread without work stays awake: the calls of one token follow each other closely */
+};
+
+typedef struct {
+    const Phase *phases;
+    size_t count, threads;
+    void *data;
+    struct {
+        atomic_size_t next, done;
+    } progress[MOST_PHASES];
+} Job;
+
+static struct {
+    pthread_mutex_t one_caller;
+    _Atomic uint32_t calls;  /* begun so far; odd while threads may join */
+    _Atomic uint32_t asleep, inside;
+    Job *job;
+    size_t workers;
+} team = {.one_caller = PTHREAD_MUTEX_INITIALIZER};
 
 static struct {
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
-    void (*barrier)(void);
-    int (*rank)(void);
-    int (*size)(void);
+    int (*thread)(void);
 } openmp;
 
 int team_join(const char *path) {
     void *library = dlopen(path, RTLD_NOW | RTLD_NOLOAD);
     if (!library) return 0;
-    *(void **)&openmp.barrier = dlsym(library, "GOMP_barrier");
-    *(void **)&openmp.rank = dlsym(library, "omp_get_thread_num");
-    *(void **)&openmp.size = dlsym(library, "omp_get_num_threads");
-    if (openmp.barrier && openmp.rank && openmp.size) *(void **)&openmp.parallel = dlsym(library, "GOMP_parallel");
+    *(void **)&openmp.thread = dlsym(library, "omp_get_thread_num");
+    if (openmp.thread) *(void **)&openmp.parallel = dlsym(library, "GOMP_parallel");
     return openmp.parallel != NULL;
 }
 
-void team_run(void (*work)(void *), void *data, unsigned threads) {
-    if (openmp.parallel && threads > 1)
-        openmp.parallel(work, data, threads, 0);
+static void rest(size_t round) {
+    if (round < PAUSES)
+        _mm_pause();
     else
-        work(data);
+        sched_yield();
 }
 
-size_t team_rank(void) { return openmp.parallel ? (size_t)openmp.rank() : 0; }
+static void work(Job *job, size_t thread) {
+    for (size_t p = 0; p < job->count; p++) {
+        const Phase *phase = &job->phases[p];
+        int begun = phase->begin == NULL;
+        for (size_t task; (task = atomic_fetch_add(&job->progress[p].next, 1)) < phase->tasks;) {
+            if (!begun) phase->begin(job->data, thread), begun = 1;
+            phase->task(job->data, thread, task);
+            atomic_fetch_add(&job->progress[p].done, 1);
+        }
+        for (size_t round = 0; atomic_load(&job->progress[p].done) < phase->tasks; round++) rest(round);
+    }
+}
 
-size_t team_size(void) { return openmp.parallel ? (size_t)openmp.size() : 1; }
+static int64_t now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * INT64_C(1000000000) + time.tv_nsec;
+}
 
-void team_wait(void) {
-    if (team_size() > 1) openmp.barrier();
+/* Returns the number of a call that has begun after call `seen`. */
+static uint32_t next_call(uint32_t seen) {
+    uint32_t calls;
+    int64_t begin = 0;
+    for (size_t round = 0; (calls = atomic_load(&team.calls)) == seen || !(calls & 1); round++) {
+        rest(round);
+        if (round < PAUSES || round % PAUSES) continue;
+        if (!begin) begin = now();
+        if (now() - begin < AWAKE_NS) continue;
+        atomic_fetch_add(&team.asleep, 1);
+        syscall(SYS_futex, &team.calls, FUTEX_WAIT_PRIVATE, calls, NULL, NULL, 0);
+        atomic_fetch_sub(&team.asleep, 1);
+        begin = 0;
+    }
+    return calls;
+}
+
+static void *worker(void *number) {
+    const size_t thread = (size_t)(uintptr_t)number;
+    uint32_t seen = 0;
+    for (;;) {
+        seen = next_call(seen);
+        atomic_fetch_add(&team.inside, 1);
+        /* read again: the job lives as long as its call goes on and somebody is inside */
+        if (atomic_load(&team.calls) == seen && thread < team.job->threads) work(team.job, thread);
+        atomic_fetch_sub(&team.inside, 1);
+    }
+    return NULL;
+}
+
+/* A forked process has none of the threads. */
+static void forget(void) {
+    pthread_mutex_init(&team.one_caller, NULL);
+    team.workers = 0;
+    atomic_store(&team.calls, 0);
+    atomic_store(&team.asleep, 0);
+    atomic_store(&team.inside, 0);
+}
+
+static void hire(size_t threads) {
+    if (team.workers == 0) pthread_atfork(NULL, NULL, forget);
+    while (team.workers + 1 < threads && team.workers + 1 < MOST_THREADS) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, worker, (void *)(uintptr_t)(team.workers + 1))) return; /* fewer will do */
+        pthread_detach(thread);
+        team.workers++;
+    }
+}
+
+static void work_with_torch(void *job) { work(job, (size_t)openmp.thread()); }
+
+void team_run(const Phase *phases, size_t count, void *data, size_t threads, Pool pool) {
+    Job job = {.phases = phases, .count = count, .threads = threads, .data = data};
+    if (pool == TORCHS && openmp.parallel && threads > 1) {
+        openmp.parallel(work_with_torch, &job, (unsigned)threads, 0);
+        return;
+    }
+    if (threads < 2 || pthread_mutex_trylock(&team.one_caller)) {
+        work(&job, 0);
+        return;
+    }
+    hire(threads);
+    team.job = &job;
+    atomic_fetch_add(&team.calls, 1);
+    if (atomic_load(&team.asleep)) syscall(SYS_futex, &team.calls, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
+    work(&job, 0);
+    atomic_fetch_add(&team.calls, 1);
+    for (size_t round = 0; atomic_load(&team.inside); round++) rest(round);
+    pthread_mutex_unlock(&team.one_caller);
 }
