@@ -20,7 +20,7 @@ help:
 
 env: $(STAMP)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(wildcard src/tiermoe/kernels/native/*.[ch])
 	@tools/environment .venv
 	@touch $@
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +82,40 @@ def test_a_tokens_product_depends_on_no_other_token_and_no_thread(one_thread: No
         torch.set_num_threads(threads)
         for count in range(1, len(x) + 1):
             assert torch.equal(linear(x[:count], fields, 256, 192, 64), alone[:count])
+
+
+def test_calls_from_several_threads_at_once(one_thread: None) -> None:
+    _, fields = packed(512, 256, 64)
+    x = tokens(1, 256)
+    want = linear(x, fields, 512, 256, 64)
+
+    def many(_: int) -> bool:
+        torch.set_num_threads(3)
+        return all(torch.equal(linear(x, fields, 512, 256, 64), want) for _ in range(300))
+
+    with ThreadPoolExecutor(4) as callers:
+        assert all(callers.map(many, range(4)))
+
+
+def test_a_forked_process_computes_too(one_thread: None) -> None:
+    _, fields = packed(256, 128, 64)
+    x = tokens(1, 128)
+    torch.set_num_threads(2)
+    want = linear(x, fields, 256, 128, 64)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(linear(x, fields, 256, 128, 64), want) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_threads_that_slept_come_back(one_thread: None) -> None:
+    _, fields = packed(256, 128, 64)
+    x = tokens(1, 128)
+    torch.set_num_threads(4)
+    want = linear(x, fields, 256, 128, 64)
+    for pause in (0.0, 0.001, 0.01, 0.05):
+        time.sleep(pause)
+        assert torch.equal(linear(x, fields, 256, 128, 64), want)
 
 
 def expert_format(hidden: int, inner: int) -> ExpertFormat:
