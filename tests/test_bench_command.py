@@ -78,9 +78,11 @@ def test_a_report_of_nothing_is_one() -> None:
 def test_the_whole_command(tiermoe_: Command, shipped: Path, tmp_path: Path) -> None:
     report, out = tmp_path / "report.html", tmp_path / "runs.jsonl"
     words = ["bench", shipped, "--peers", "transformers,llama.cpp", "--peer-python", "no-such-python", "--groups",
-             "4x2", "--rounds", "1", "--threads", "1", "--out", out, "--report", report]  # fmt: skip
+             "4x2", "--rounds", "1", "--threads", "1", "--store", tmp_path / "stores", "--out", out,
+             "--report", report]  # fmt: skip
     done = tiermoe_(*words, "--json")
     assert done.code == 0, done.err
+    assert list((tmp_path / "stores").iterdir())
     found = json.loads(done.out)
     assert [(one["engine"], one["output"], one["error"]) for one in found["cases"]] == [
         ("tiermoe", 2, None), ("transformers", 2, None),

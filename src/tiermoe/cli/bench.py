@@ -70,7 +70,7 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> None:
     """Measure presets and the programs people run instead: same model, text, threads and memory, in one run."""
-    options = opt.given(bits=bits, dense_bits=dense_bits, set=opt.changes(set_), store=store)
+    options = opt.given(bits=bits, dense_bits=dense_bits, set=opt.changes(set_), store=str(store) if store else None)
     settings(**options, threads=threads)
     asked: dict[str, Any] = {
         "model": model,
