@@ -20,7 +20,7 @@ help:
 
 env: $(STAMP)
 
-$(STAMP): pyproject.toml $(wildcard src/tiermoe/kernels/native/*.[ch])
+$(STAMP): pyproject.toml $(wildcard src/tiermoe/native/*.[ch])
 	@tools/environment .venv
 	@touch $@
 

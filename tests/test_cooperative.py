@@ -46,6 +46,19 @@ def test_loading_on_the_cpu_refuses(model: Path) -> None:
         tiermoe.load(model, memory="4GiB", device="cpu", preset="lru", set={"misses": "cpu"})
 
 
+class Kernel:
+    """Computes one expert at a time."""
+
+    def __init__(self, compute: Any) -> None:
+        self._compute = compute
+
+    def __call__(self, x: torch.Tensor, slot: Any) -> torch.Tensor:
+        return self._compute(x, slot)
+
+    def together(self, x: torch.Tensor, slots: list[Any]) -> torch.Tensor:
+        return torch.cat([self(x, slot) for slot in slots])
+
+
 class Layer:
     """An experts module of three experts whose outputs are 1e8, -1e8 and 1: 1 only where they are added in ascending
     order. Expert `away` comes first and is ready only once the device has been given both others."""
@@ -60,7 +73,8 @@ class Layer:
             run_layer=self._run, phase="decode", needs_weights=False, may_skip=False, proceed=False,
         )  # fmt: skip
         views = lambda layer, bits, slot: slot  # noqa: E731
-        self.experts = LayerExperts(0, 3, {4: self._kernel}, current, views, on_cpu=self._on_cpu)  # type: ignore[arg-type]
+        kernels = {4: Kernel(self._kernel)}
+        self.experts = LayerExperts(0, 3, kernels, current, views, on_cpu=self._on_cpu)  # type: ignore[arg-type]
 
     def _run(self, routed: Routed, hidden: torch.Tensor) -> Iterator[Ready]:
         yield Ready(self._away, ELSEWHERE, 2)

@@ -57,7 +57,7 @@ def test_every_demand_comes_once_from_its_slot_or_from_elsewhere(seed: int, slot
     chance = random.Random(seed)
     for number, experts in enumerate(layers):
         layer, served = number % 3, []
-        for expert, slot, _ in controller.run_layer(layer, demands(*experts), elsewhere=True):
+        for expert, slot, *_ in controller.run_layer(layer, demands(*experts), elsewhere=True):
             link.step()
             assert slot == ELSEWHERE or link.contents[slot] == ExpertKey(layer, expert, 4)
             served.append(expert)

@@ -34,7 +34,7 @@ class Rig:
         self.controller = Controller(pools(device_slots), self.link)
 
     def layer(self, layer: int, experts: list[int]) -> None:
-        for expert, slot, _ in self.controller.run_layer(layer, [Demand(expert, 1, 4) for expert in experts]):
+        for expert, slot, *_ in self.controller.run_layer(layer, [Demand(expert, 1, 4) for expert in experts]):
             self.gpu.use(self.device.buffer(slot), key(layer, expert))
 
     def end(self) -> None:

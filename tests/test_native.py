@@ -18,12 +18,13 @@ from transformers import DynamicCache
 
 import tiermoe
 from tests import tiny
-from tiermoe.kernels import native
+from tiermoe import native
 from tiermoe.kernels.expert import SeparateSteps, SlotViews, expert_kernel, silu_gate, weighted_sum
 from tiermoe.kernels.native.linear import linear
 from tiermoe.kernels.native.router import choose, logits_of
 from tiermoe.quant.encodings import cpu_layout
 from tiermoe.quant.int4 import Int4
+from tiermoe.quant.ladders import widen
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.runtime.one_token import ROOM, take_over
 from tiermoe.runtime.one_token.layer import OneTokenLayer
@@ -116,6 +117,19 @@ def test_threads_that_slept_come_back(one_thread: None) -> None:
     for pause in (0.0, 0.001, 0.01, 0.05):
         time.sleep(pause)
         assert torch.equal(linear(x, fields, 256, 128, 64), want)
+
+
+@settings(max_examples=40, deadline=None)
+@given(count=st.integers(1, 4), run=st.integers(1, 200), seed=st.integers(0, 1000))
+def test_widening_gives_numpys_codes(count: int, run: int, seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    pairs, ladders = (torch.randint(0, 256, (count, rows, run), generator=random).byte() for rows in (4, 1))
+    targets = [torch.full((count + 1, 8, run), 77, dtype=torch.uint8) for _ in range(2)]
+    widen(pairs, ladders, targets[0][:count])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tiermoe.quant.ladders.native.available", lambda: False)
+        widen(pairs, ladders, targets[1][:count])
+    assert torch.equal(*targets)
 
 
 def expert_format(hidden: int, inner: int) -> ExpertFormat:

@@ -37,7 +37,7 @@ from tiermoe.tiers.neuron_sets import to_bits, to_indices
 from tiermoe.tiers.neurons import NeuronFiller, PartReader
 from tiermoe.tiers.reader import ExtentReader
 from tiermoe.tiers.slots import HostSlots
-from tiermoe.types import ExpertKey, Extent
+from tiermoe.types import ExpertKey, Extent, Ready
 
 KEYS = {4: "4-hqq-neuron", 2: "2-hqq-neuron"}
 
@@ -265,10 +265,10 @@ class _Pass:
     def route(self, layer: int, index: torch.Tensor, weights: torch.Tensor, *_: object):
         return index, weights
 
-    def run_layer(self, routed, _: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    def run_layer(self, routed, _: torch.Tensor) -> Iterator[Ready]:
         for expert in sorted({expert for row in routed.experts for expert in row}, reverse=True):
             self.unit.load(ExpertKey(routed.layer, expert, 4), 2)
-            yield expert, 2, 4
+            yield Ready(expert, 2, 4)
 
 
 def layer_on(unit: Unit) -> NeuronLayerExperts:

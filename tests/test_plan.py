@@ -13,10 +13,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
+from tiermoe import native
 from tiermoe.config import MIB, settings
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.families import FAMILIES
-from tiermoe.kernels import native
 from tiermoe.runtime import plan as plan_module
 from tiermoe.runtime.blueprint import Blueprint, inspect_model
 from tiermoe.runtime.dense import packable

@@ -17,9 +17,9 @@ import torch
 from benchmarks.kernels import experts, one_token, product
 from benchmarks.kernels.weights import enough_bytes
 from benchmarks.rounds import about, at_least_one, numbers, parser_of, print_table, shown
+from tiermoe import native
 from tiermoe.bench import bandwidth
 from tiermoe.bench.machine import cores
-from tiermoe.kernels import native
 
 PARTS = ("product", "experts", "attention", "router")
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from benchmarks.kernels.weights import Fields, Turns, copy, nbytes, packed, random
 from benchmarks.rounds import rates, ratios, timed
-from tiermoe.kernels import native
+from tiermoe import native
 from tiermoe.kernels.native.linear import linear
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.scratch import scratch

@@ -7,8 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tiermoe import native
 from tiermoe.errors import ConfigError
-from tiermoe.kernels import cpu, cuda, native
+from tiermoe.kernels import cpu, cuda
 from tiermoe.kernels.reference import DecodedLinear
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.encodings import ROW_MAJOR, cpu_layout, encoding_named

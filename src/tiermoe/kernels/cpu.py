@@ -1,6 +1,6 @@
 """CPU kernels on packed weights.
 
-4 bits in bfloat16: our own kernels where this machine can run them (`kernels/native`). Else few tokens: torch's
+4 bits in bfloat16: our own kernels where this machine can run them (`native/`). Else few tokens: torch's
 operators on the packed weights, which read fewer bytes; many tokens: decode, then one matrix product. Which of them
 runs follows from the machine, the encoding, the dtype and the number of tokens alone, so that a result depends on
 neither timing nor what is cached.
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiermoe.kernels import native
+from tiermoe import native
 from tiermoe.kernels.native.linear import linear
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.int2 import Int2

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from tiermoe import native
 from tiermoe.compose import cache_bytes
 from tiermoe.config import KIB, MIB, CacheSize, Settings, format_size
 from tiermoe.errors import BudgetError, ConfigError
-from tiermoe.kernels import decodes, machine_layout, native
+from tiermoe.kernels import decodes, machine_layout
 from tiermoe.presets import ROUTER_PREDICTIONS
 from tiermoe.runtime import gpu_plan
 from tiermoe.runtime.blueprint import Blueprint

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiermoe.kernels.native import _native, takes
 from tiermoe.kernels.native.linear import matrix_of
+from tiermoe.native import _native, takes
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.scratch import scratch

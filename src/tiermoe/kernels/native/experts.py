@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tiermoe.kernels.native import _native, available, takes
 from tiermoe.kernels.native.linear import matrix_of
+from tiermoe.native import _native, available, takes
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.int2 import Int2
 from tiermoe.quant.int4 import Int4

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tiermoe.kernels.native import _native
+from tiermoe.native import _native
 from tiermoe.quant.scratch import scratch
 
 

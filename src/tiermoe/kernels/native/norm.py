@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tiermoe.kernels.native import _native, available
+from tiermoe.native import _native, available
 
 COLUMNS = 16  # a width is a multiple of it
 

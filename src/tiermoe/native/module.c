@@ -8,6 +8,7 @@
 #include "norm.h"
 #include "product.h"
 #include "route.h"
+#include "widen.h"
 
 enum { MOST_EXPERTS = 256 }; /* of a token */
 
@@ -127,6 +128,17 @@ static PyObject *choose(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *widen_codes(PyObject *self, PyObject *args) {
+    Address pairs, ladders, codes;
+    Py_ssize_t count, run;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KKnnK", &pairs, &ladders, &count, &run, &codes)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    widen(at(pairs), at(ladders), (size_t)count, (size_t)run, at(codes));
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyObject *norm(PyObject *self, PyObject *args) {
     Address x, weight, out;
     float epsilon;
@@ -220,6 +232,7 @@ static PyMethodDef methods[] = {
     {"attend", attend, METH_VARARGS,
      "attend(attention, workspace, x, cos, sin, keys, values, room, positions, out, normed, threads)"},
     {"sums", sums, METH_VARARGS, "sums(matrix or experts, tokens, threads) -> bytes that the call needs for sums"},
+    {"widen", widen_codes, METH_VARARGS, "widen(pairs, ladders, count, run, codes)"},
     {NULL, NULL, 0, NULL},
 };
 

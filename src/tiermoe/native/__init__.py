@@ -1,0 +1,57 @@
+"""Kernels of our own, in C, for machines with AVX-512, its BF16 and its VBMI (Zen 4, Sapphire Rapids and later).
+
+They compute on 4-bit weights in bfloat16, never rounding a weight, and widen 2 bits to 4. A build without a C compiler
+lacks them, other machines cannot run them: torch's operators compute there (`kernels/cpu.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+try:
+    from tiermoe.native import _native
+except ImportError:
+    _native = None  # type: ignore[assignment]
+
+SWITCH = "TIERMOE_NATIVE"
+"""Environment variable: 0 keeps these kernels out, so that they can be compared with torch's."""
+
+ROWS = 64  # a matrix has a multiple of them
+GROUPS = (32, 64, 128, 256)  # weights of a row that share a scale
+
+
+@lru_cache(maxsize=1)
+def available() -> bool:
+    """Whether this build has the kernels and this machine can run them."""
+    if os.environ.get(SWITCH) == "0" or _native is None or not _native.supported():
+        return False
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":  # 4-bit codes lie in another order
+        return False
+    any(_native.join_team(path) for path in _openmp_libraries())
+    return True
+
+
+def takes(dtype: torch.dtype, out: int, in_: int, group: int) -> bool:
+    """Whether the kernels compute products with a 4-bit matrix (out, in_) of this group in `dtype`."""
+    return dtype == torch.bfloat16 and out % ROWS == 0 and group in GROUPS and in_ % group == 0 and available()
+
+
+def widen(pairs: int, ladders: int, count: int, run: int, codes: int) -> None:
+    """From 2 bits to 4 (`quant.ladders.widen`): addresses of pairs (count, 4, run), ladders (count, run) and codes
+    (count, 8, run), bytes."""
+    _native.widen(pairs, ladders, count, run, codes)
+
+
+def _openmp_libraries() -> list[str]:
+    """OpenMP runtimes of this process, torch's own first."""
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    except OSError:
+        return []
+    paths = dict.fromkeys(re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)\b\S*\.so\S*)$", maps, re.MULTILINE))
+    return sorted(paths, key=lambda path: "/torch/" not in path)
