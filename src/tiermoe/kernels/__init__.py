@@ -7,10 +7,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tiermoe import native
 from tiermoe.errors import ConfigError
 from tiermoe.kernels import cpu, cuda
 from tiermoe.kernels.reference import DecodedLinear
+from tiermoe.native import takes
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.encodings import ROW_MAJOR, cpu_layout, encoding_named
 from tiermoe.quant.int2 import Int2
@@ -54,7 +54,7 @@ def decodes(encoding: Encoding | None, out: int, in_: int, dtype: torch.dtype) -
     in_slot = encoding.in_slot if isinstance(encoding, Int2) else encoding
     if not isinstance(in_slot, Int4) or math.isfinite(cpu.native_tokens()):
         return True
-    return not native.takes(dtype, out, in_, in_slot.group)
+    return not takes(dtype, out, in_, in_slot.group)
 
 
 def linear_for(encoding_name: str, device_type: str, dtype: torch.dtype) -> LinearKernel:

@@ -19,4 +19,4 @@ def hooked(module: torch.nn.Module) -> bool:
     """Whether a module has hooks other than ours, which only watch, and those that transformers leaves once outputs
     have been collected."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return any(hook.__module__ not in _HARMLESS for hook in hooks)
+    return any(getattr(hook, "__module__", None) not in _HARMLESS for hook in hooks)
