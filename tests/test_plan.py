@@ -22,6 +22,7 @@ from tiermoe.runtime.blueprint import Blueprint, inspect_model
 from tiermoe.runtime.dense import packable
 from tiermoe.runtime.load import resolve_for
 from tiermoe.runtime.memory_plan import MemoryPlan
+from tiermoe.runtime.one_token import ROOM
 from tiermoe.runtime.plan import kv_bytes, plan_memory
 from tiny import _COMMON, CONFIGS, auto_class, write
 
@@ -82,7 +83,8 @@ def test_settings_move_the_rows_they_are_about(planned: Planner) -> None:
     assert changed(cache="50%") == {"slots"}
     assert changed(lanes=2) == set()
     assert planned(bits=16, lanes=4).staging == 2 * planned(bits=16, lanes=2).staging > 0
-    assert planned(context=256).kv_cache == 2 * planned(context=128).kv_cache
+    room = ROOM if native.available() else 0  # tokens to come, which a cache of the native kernels has places for
+    assert planned(context=256).kv_cache * (128 + room) == planned(context=128).kv_cache * (256 + room)
 
 
 def test_the_context_left_out_and_asked_for(planned: Planner) -> None:
@@ -132,9 +134,11 @@ def test_too_little_is_refused_with_what_is_enough(bits: int, dense_bits: int, p
 def test_dense_bits_are_advised_where_they_are_enough(planned: Planner) -> None:
     plan = planned()
     short = plan.fixed + plan.layer_slots * plan.slot_bytes - 1000
-    with pytest.raises(BudgetError, match=r"or --dense-bits 8, which saves"):
+    with pytest.raises(BudgetError, match=r"or --dense-bits \d, which saves") as no:
         planned(memory=short)
-    assert planned(memory=short, dense_bits=8).slots >= 3
+    advice = re.search(r"--dense-bits (\d)", str(no.value))
+    assert advice
+    assert planned(memory=short, dense_bits=int(advice[1])).slots >= 3
 
 
 @pytest.mark.parametrize("cache", ["1%", "5KiB", 4096])

@@ -69,16 +69,23 @@ def expert_kernel(form: ExpertFormat, activation: Activation, device: str) -> Ex
     return separate if native is None else InOneCall(native, separate)
 
 
+def separate_steps(kernel: ExpertKernel) -> SeparateSteps:
+    """The kernel that computes the same expert in separate steps, between which one can look."""
+    steps = kernel.separate if isinstance(kernel, InOneCall) else kernel
+    assert isinstance(steps, SeparateSteps)
+    return steps
+
+
 class InOneCall:
     """Native gated experts; from the number of tokens on where another kernel is faster, that one."""
 
-    def __init__(self, native: GatedExperts, separate: ExpertKernel) -> None:
-        self._native, self._separate = native, separate
+    def __init__(self, native: GatedExperts, separate: SeparateSteps) -> None:
+        self._native, self.separate = native, separate
         self._tokens = native_tokens()
 
     def __call__(self, x: torch.Tensor, views: Views) -> torch.Tensor:
         if x.shape[0] > self._tokens:
-            return self._separate(x, views)
+            return self.separate(x, views)
         return self._native(x, (self._packed(views),), among_others=True)[0]
 
     def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:

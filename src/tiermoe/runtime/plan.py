@@ -82,7 +82,7 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved) -> MemoryPlan:
     if gpu is not None:
         return gpu_plan.divide(base, wanted // slot_bytes, resolved, sizes, device, gpu)
     if min(room, wanted) < layer_slots * slot_bytes:
-        _refuse(settings, budget, fixed, slot_bytes, layer_slots, wanted // slot_bytes, blueprint)
+        _refuse(settings, budget, fixed, slot_bytes, layer_slots, wanted // slot_bytes, blueprint, formats)
     pools = pools_in(min(room, wanted), resolved, sizes, all_slots)
     if composition.cache == "all":
         require_all(pools, all_slots, wanted - room)
@@ -224,6 +224,7 @@ def _refuse(
     layer_slots: int,
     wanted: int,
     blueprint: Blueprint,
+    formats: list[ExpertFormat],
 ) -> None:
     needed = sum(fixed.values()) + layer_slots * slot_bytes
     if wanted < layer_slots and needed <= budget:
@@ -235,16 +236,22 @@ def _refuse(
     raise BudgetError(
         f"{format_size(budget)} are too little: {parts} and one layer's {layer_slots} experts "
         f"{format_size(layer_slots * slot_bytes)} need {format_size(needed)}. "
-        f"Use --memory {-(-(needed + _VARIES) // MIB)}MiB or more{_cheaper(blueprint, settings, needed, budget)}"
+        f"Use --memory {-(-(needed + _VARIES) // MIB)}MiB or more{_cheaper(blueprint, formats, settings, needed, budget)}"
     )
 
 
-def _cheaper(blueprint: Blueprint, settings: Settings, needed: int, budget: int) -> str:
+def _cheaper(blueprint: Blueprint, formats: list[ExpertFormat], settings: Settings, needed: int, budget: int) -> str:
+    """Fewer bits of dense layers that are enough; else what else would help."""
+
+    def cost(bits: int) -> int:
+        decoded = _activation_bytes(
+            blueprint, formats, replace(settings, dense_bits=bits), context_of(blueprint, settings)
+        )
+        return _dense_bytes(blueprint, bits, machine_layout("cpu")) + decoded
+
     for bits in (8, 4):
         if bits < settings.dense_bits:
-            layout = machine_layout("cpu")
-            now = _dense_bytes(blueprint, settings.dense_bits, layout)
-            saved = now - _dense_bytes(blueprint, bits, layout)
+            saved = cost(settings.dense_bits) - cost(bits)
             if needed - saved <= budget:
                 return f", or --dense-bits {bits}, which saves {format_size(saved)}"
     if settings.context is None or settings.context > 512:

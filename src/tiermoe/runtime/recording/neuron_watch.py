@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tiermoe.kernels.expert import Activation
+from tiermoe.kernels.expert import Activation, separate_steps
 from tiermoe.runtime.neuron_experts import gate_activation_of
 from tiermoe.runtime.shells import is_shell
 from tiermoe.tiers.neuron_sets import to_bits
@@ -28,11 +28,15 @@ class NeuronWatch:
         gates = [gate_activation_of(shell) for shell in shells]
         self._layer, self._expert = 0, 0
         self._watched: list[tuple[Any, Activation]] = []
+        self._kernels: list[tuple[dict[int, Any], dict[int, Any]]] = []
         self._current.run_layer = self._following
         for shell, gate in zip(shells, gates, strict=True):
-            for kernel in shell.run_experts._kernels.values():
-                self._watched.append((kernel, kernel._activation))
-                kernel._activation = self._looking(gate, kernel._activation)
+            kernels = shell.run_experts._kernels
+            self._kernels.append((kernels, dict(kernels)))
+            for bits, kernel in self._kernels[-1][1].items():
+                steps = kernels[bits] = separate_steps(kernel)
+                self._watched.append((steps, steps._activation))
+                steps._activation = self._looking(gate, steps._activation)
 
     def begin(self) -> None:
         """Another pass begins."""
@@ -43,12 +47,14 @@ class NeuronWatch:
         del self._current.run_layer
         for kernel, activation in self._watched:
             kernel._activation = activation
+        for kernels, before in self._kernels:
+            kernels.update(before)
 
     def _following(self, routed: Routed, hidden: torch.Tensor) -> Iterator[Ready]:
         self._layer = routed.layer
         for ready in self._run_layer(routed, hidden):
             self._expert = ready.expert
-            yield ready
+            yield ready._replace(more=False)  # each by itself, so that it is known whose activations are seen
 
     def _looking(self, gate: Activation, activation: Activation) -> Activation:
         def looked_at(features: torch.Tensor) -> torch.Tensor:
