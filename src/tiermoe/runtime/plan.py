@@ -233,10 +233,11 @@ def _refuse(
             f"use --cache {layer_slots * slot_bytes // KIB}KiB or more"
         )
     parts = ", ".join(f"{name.replace('_', ' ')} {format_size(size)}" for name, size in fixed.items())
+    cheaper = _cheaper(blueprint, formats, settings, needed, budget)
     raise BudgetError(
         f"{format_size(budget)} are too little: {parts} and one layer's {layer_slots} experts "
         f"{format_size(layer_slots * slot_bytes)} need {format_size(needed)}. "
-        f"Use --memory {-(-(needed + _VARIES) // MIB)}MiB or more{_cheaper(blueprint, formats, settings, needed, budget)}"
+        f"Use --memory {-(-(needed + _VARIES) // MIB)}MiB or more{cheaper}"
     )
 
 
@@ -244,10 +245,9 @@ def _cheaper(blueprint: Blueprint, formats: list[ExpertFormat], settings: Settin
     """Fewer bits of dense layers that are enough; else what else would help."""
 
     def cost(bits: int) -> int:
-        decoded = _activation_bytes(
-            blueprint, formats, replace(settings, dense_bits=bits), context_of(blueprint, settings)
-        )
-        return _dense_bytes(blueprint, bits, machine_layout("cpu")) + decoded
+        other, context = replace(settings, dense_bits=bits), context_of(blueprint, settings)
+        dense = _dense_bytes(blueprint, bits, machine_layout("cpu"))
+        return dense + _activation_bytes(blueprint, formats, other, context)
 
     for bits in (8, 4):
         if bits < settings.dense_bits:
