@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from tiermoe.bench.started import peak_resident_bytes, since_start
+from tiermoe.bench.started import figures, since_start
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
@@ -47,11 +47,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         feeding.decode(length)
         decode_s = time.perf_counter() - prefilled
     return {
-        "prefill_tok_s": rows * prompt / (prefilled - began),
-        "decode_tok_s": rows * (length - prompt) / decode_s if length > prompt else None,
-        "first_token_s": first_token_s,
-        "load_s": load_s,
-        "peak_memory_bytes": peak_resident_bytes(),
+        **figures(rows, prompt, length, prefilled - began, decode_s, first_token_s, load_s),
         "version": f"transformers {transformers.__version__}, {str(model.dtype).removeprefix('torch.')}",
     }
 

@@ -124,13 +124,6 @@ static void place(const Attention *layer, const Step *step, const Projected *fro
     rotate(out, step, columns);
 }
 
-TARGET static inline __m512 products(const bf16 *a, const bf16 *b, size_t columns) {
-    __m512 sum = _mm512_setzero_ps();
-    for (size_t i = 0; i < columns; i += 32)
-        sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(a + i), (__m512bh)_mm512_loadu_si512(b + i));
-    return sum;
-}
-
 /* The sums of the lanes of four registers. */
 TARGET static inline __m128 four_sums(__m512 a, __m512 b, __m512 c, __m512 d) {
     const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));

@@ -5,12 +5,8 @@
 #include "vector.h"
 
 TARGET void route_logits(const bf16 *weight, const bf16 *x, size_t experts, size_t columns, bf16 *logits) {
-    for (size_t e = 0; e < experts; e++, weight += columns) {
-        __m512 sum = _mm512_setzero_ps();
-        for (size_t i = 0; i < columns; i += 32)
-            sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(weight + i), (__m512bh)_mm512_loadu_si512(x + i));
-        logits[e] = round_bf16(_mm512_reduce_add_ps(sum));
-    }
+    for (size_t e = 0; e < experts; e++, weight += columns)
+        logits[e] = round_bf16(_mm512_reduce_add_ps(products(weight, x, columns)));
 }
 
 void route_choose(const bf16 *logits, size_t experts, size_t k, int normalise, int64_t *chosen, float *weights) {

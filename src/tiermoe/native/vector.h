@@ -32,6 +32,14 @@ TARGET static inline __m512 as_bf16(__m512 values) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(values)), 16));
 }
 
+/* Lanes whose sum is a times b; columns a multiple of 32. */
+TARGET static inline __m512 products(const bf16 *a, const bf16 *b, size_t columns) {
+    __m512 sum = _mm512_setzero_ps();
+    for (size_t i = 0; i < columns; i += 32)
+        sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(a + i), (__m512bh)_mm512_loadu_si512(b + i));
+    return sum;
+}
+
 /* e^x within 2 units in the last place: 2^n * e^r with |r| <= ln 2 / 2, a Taylor polynomial of degree 7. */
 TARGET static inline __m512 exponential(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(-104), _mm512_min_ps(_mm512_set1_ps(104), x)); /* beyond: 0 and infinity */

@@ -20,18 +20,18 @@ class Scratch(threading.local):
 
     def address(self, name: str, nbytes: int) -> int:
         """Where the name's buffer lies, grown where it is too small: for code that needs no tensor."""
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < nbytes:
-            buffer = self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8)
-        return buffer.data_ptr()
+        return self._buffer(name, nbytes).data_ptr()
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor; grown where the name's buffer is too small."""
         nbytes = math.prod(shape) * dtype.itemsize
+        return self._buffer(name, nbytes)[:nbytes].view(dtype).view(shape)
+
+    def _buffer(self, name: str, nbytes: int) -> torch.Tensor:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < nbytes:
             buffer = self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8)
-        return buffer[:nbytes].view(dtype).view(shape)
+        return buffer
 
 
 scratch = Scratch()

@@ -10,7 +10,7 @@ import llama_cpp
 import numpy as np
 
 from tiermoe.bench.llama.llama_engine import LlamaEngine
-from tiermoe.bench.started import peak_resident_bytes, since_start
+from tiermoe.bench.started import figures, since_start
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
@@ -37,10 +37,6 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         engine.append(ids[:, at : at + 1].tolist())
     decode_s = time.perf_counter() - prefilled
     return {
-        "prefill_tok_s": rows * prompt / (prefilled - began),
-        "decode_tok_s": rows * (length - prompt) / decode_s if length > prompt else None,
-        "first_token_s": first_token_s,
-        "load_s": load_s,
-        "peak_memory_bytes": peak_resident_bytes(),
+        **figures(rows, prompt, length, prefilled - began, decode_s, first_token_s, load_s),
         "version": f"llama-cpp-python {llama_cpp.__version__}",
     }

@@ -7,7 +7,7 @@ that scales, biases or orders something differently keeps its own.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from tiermoe.kernels.native.attention import one_token_attention
 from tiermoe.runtime.dense import PackedLinear
@@ -16,18 +16,11 @@ from tiermoe.runtime.one_token.layer import OneTokenLayer
 from tiermoe.runtime.one_token.norm import one_token_norm
 from tiermoe.runtime.one_token.room import ROOM
 from tiermoe.runtime.one_token.router import one_token_router
+from tiermoe.runtime.one_token.taken_over import TakenOver
 from tiermoe.runtime.one_token.weights import weights_of
 from tiermoe.runtime.shells import is_shell
 
 __all__ = ["ROOM", "TakenOver", "take_over"]
-
-
-class TakenOver(Protocol):
-    """A forward that stands in the place of transformers' own."""
-
-    def attach(self) -> None: ...
-
-    def detach(self) -> None: ...
 
 
 def take_over(model: Any) -> list[TakenOver]:

@@ -16,31 +16,24 @@ from tiermoe.kernels.native.attention import OneTokenAttention
 from tiermoe.runtime.one_token.asked import collected, hooked
 from tiermoe.runtime.one_token.block import OneTokenBlock
 from tiermoe.runtime.one_token.room import room_in
+from tiermoe.runtime.one_token.taken_over import TakenOver, alike
 
 _PAST = 5  # positions before the token on which both forwards must agree
-_AGREE = 0.02  # relative error of their outputs; bfloat16 rounds to 0.004
+_AGREE = 0.02  # relative error of their outputs
 
 
-class OneTokenLayer:
+class OneTokenLayer(TakenOver):
     """A decoder layer's forward: the kernel for one token that needs nothing else, transformers' own for the rest."""
 
     def __init__(self, layer: Any, kernel: OneTokenAttention, block: OneTokenBlock | None) -> None:
-        self._layer = layer
+        super().__init__(layer)
         self._block = block
         self._kernel = kernel
-        self._forward = layer.forward
         self._attention = layer.self_attn
         self._index = self._attention.layer_idx
         self._watched = [self._attention, layer.input_layernorm, layer.post_attention_layernorm]
         self._parts = list(self._attention._modules.values())
         self._position = (1, 1, kernel.weights.head_columns)
-
-    def attach(self) -> None:
-        self._layer.forward = self
-
-    def detach(self) -> None:
-        """transformers' own forward, as before."""
-        del self._layer.forward
 
     def __call__(self, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         cache = named.get("past_key_values")
@@ -52,7 +45,7 @@ class OneTokenLayer:
     def agrees(self) -> bool:
         """Whether both forwards give the same for a random token after random ones, up to rounding. In place of the
         experts stands a function of their input alone."""
-        layer, mlp, block = self._layer, self._layer.mlp, self._block
+        layer, mlp, block = self._module, self._module.mlp, self._block
         hidden, head = self._kernel.weights.query.in_, self._kernel.weights.head_columns
         generator = torch.Generator().manual_seed(0)
 
@@ -73,9 +66,7 @@ class OneTokenLayer:
             return False
         finally:
             layer.mlp, self._block = mlp, block
-        if not isinstance(want, torch.Tensor) or want.shape != got.shape:
-            return False
-        return bool((want.float() - got.float()).norm() <= _AGREE * want.float().norm())
+        return alike(want, got, _AGREE)
 
     def _one_token(self, hidden: torch.Tensor, position: Any, cache: DynamicLayer) -> torch.Tensor:
         room, length = room_in(cache), cache.keys.shape[2]
@@ -84,7 +75,7 @@ class OneTokenLayer:
         room.show(cache, length + 1)
         if self._block is not None and self._block.is_plain():
             return residual + self._block(normed)
-        result: torch.Tensor = residual + self._layer.mlp(normed)
+        result: torch.Tensor = residual + self._module.mlp(normed)
         return result
 
     def _is_plain(self, hidden: torch.Tensor, named: dict[str, Any], cache: Any) -> bool:

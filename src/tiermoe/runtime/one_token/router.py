@@ -7,35 +7,26 @@ from typing import Any
 import torch
 
 from tiermoe.kernels.native.router import choose, logits_of, takes
+from tiermoe.runtime.one_token.taken_over import TakenOver
 
 _TOKENS = 64  # random ones on which both forwards are compared
-_SAME = (
-    0.8  # the least share of them with the same experts in the same order: logits in bfloat16 are often all but equal
-)
+_SAME = 0.8  # least share of them with the same experts in order: logits in bfloat16 are often all but equal
 _CLOSE = 0.02  # relative difference of their weights
 
 
-class OneTokenRouter:
+class OneTokenRouter(TakenOver):
     """A router's forward: softmax of a matrix product and the K largest for one token, transformers' own for more.
 
     normalise: weights sum to 1. dtype: of the weights."""
 
     def __init__(self, router: Any, normalise: bool, dtype: torch.dtype) -> None:
-        self._router = router
-        self._forward = router.forward
+        super().__init__(router)
         self._normalise = normalise
         self._dtype = dtype
         self.columns = int(router.weight.shape[1])
 
-    def attach(self) -> None:
-        self._router.forward = self
-
-    def detach(self) -> None:
-        """transformers' own forward, as before."""
-        del self._router.forward
-
     def __call__(self, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-        weight = self._router.weight
+        weight = self._module.weight
         plain = hidden_states.numel() == weight.shape[1] and hidden_states.dtype == weight.dtype == torch.bfloat16
         if arguments or named or not plain or torch.is_grad_enabled():
             return self._forward(hidden_states, *arguments, **named)
@@ -43,8 +34,8 @@ class OneTokenRouter:
 
     def one(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """hidden: H values → logits (1, E), weights (1, K) and experts (1, K)."""
-        logits = logits_of(self._router.weight, hidden.contiguous())
-        weights, experts = choose(logits, self._router.top_k, self._normalise)
+        logits = logits_of(self._module.weight, hidden.contiguous())
+        weights, experts = choose(logits, self._module.top_k, self._normalise)
         return logits, weights if self._dtype == torch.float32 else weights.to(self._dtype), experts
 
     def agrees(self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> bool:
