@@ -194,6 +194,7 @@ def assemble(
         whole_layer=composition.routing == "layer",
         proceed=composition.on_mispredict == "proceed",
         elsewhere=on_cpu,
+        settles=held and not on_cpu and composition.precision == "fixed" and composition.routing == "all",
     )
 
 

@@ -21,7 +21,8 @@ class Scheduler:
     together: a layer computes when all its loads are there. whole_layer: every expert of a layer is fetched, routed or
     not; `experts` is how many each layer has. proceed: a layer runs with the experts that were predicted, where any
     were (CORM's misprediction). elsewhere: in decode, misses are computed elsewhere and not loaded (HOBBIT, section 4,
-    cooperative computing).
+    cooperative computing). settles: what has come stays, in the one precision there is, and nothing is predicted or
+    skipped: a layer whose experts have all come needs no decision.
     """
 
     controller: Controller
@@ -35,6 +36,7 @@ class Scheduler:
     whole_layer: bool = False
     proceed: bool = False
     elsewhere: bool = False
+    settles: bool = False
     discarded: Counts = field(default_factory=Counts)
     _before_pass: Counts = field(default_factory=Counts)
     _pass_tokens: int = 0

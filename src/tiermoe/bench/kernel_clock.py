@@ -65,6 +65,8 @@ class KernelClock:
         by_precision = isinstance(held, Mapping)
         proxies = {bits: self._proxy(one) for bits, one in held.items()} if by_precision else self._proxy(held)
         self._replace(experts, name, held, proxies)
+        if getattr(experts, "settled", None) is not None:
+            self._replace(experts.settled, "_kernel", experts.settled._kernel, self._proxy(experts.settled._kernel))
 
     def _watch_whole(self, layer: Any) -> None:
         """A decoder layer whose forward is replaced by one with a kernel of its own."""

@@ -80,22 +80,23 @@ class InOneCall:
     """Native gated experts; from the number of tokens on where another kernel is faster, that one."""
 
     def __init__(self, native: GatedExperts, separate: SeparateSteps) -> None:
-        self._native, self.separate = native, separate
+        self.native, self.separate = native, separate
         self._tokens = native_tokens()
 
     def __call__(self, x: torch.Tensor, views: Views) -> torch.Tensor:
         if x.shape[0] > self._tokens:
             return self.separate(x, views)
-        return self._native(x, (self._packed(views),), among_others=True)[0]
+        return self.native(x, (self.packed(views),), among_others=True)[0]
 
     def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
-        return self._native(x, [self._packed(each) for each in views], among_others=False)[:, 0]
+        return self.native(x, [self.packed(each) for each in views], among_others=False)[:, 0]
 
-    def _packed(self, views: Views) -> bytes:
+    def packed(self, views: Views) -> bytes:
+        """What the native kernel is told of the expert."""
         if not isinstance(views, SlotViews):
-            return self._native.pack(views)
+            return self.native.pack(views)
         if views.packed is None:
-            views.packed = self._native.pack(views)
+            views.packed = self.native.pack(views)
         return views.packed
 
 

@@ -10,6 +10,22 @@ def experts(
 def combine(rows: list[int], weights: list[float], columns: int, out: int, /) -> None: ...
 def logits(weight: int, x: int, experts: int, columns: int, out: int, /) -> None: ...
 def choose(logits: int, experts: int, k: int, normalise: bool, chosen: int, weights: int, /) -> None: ...
+def block_workspace(experts: bytes | bytearray, count: int, k: int, threads: int, /) -> int: ...
+def block(
+    router: int,
+    experts: bytes | bytearray,
+    count: int,
+    k: int,
+    columns: int,
+    normalise: bool,
+    round_weights: bool,
+    x: int,
+    residual: int,
+    workspace: int,
+    out: int,
+    threads: int,
+    /,
+) -> bool: ...
 def norm(x: int, weight: int, epsilon: float, width: int, out: int, /) -> None: ...
 def attention(
     query: bytes,

@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "expert.h"
+#include "moe_block.h"
 #include "norm.h"
 #include "product.h"
 #include "route.h"
@@ -128,6 +129,44 @@ static PyObject *choose(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* Whether `table` holds `count` experts, more than k. */
+static int is_table(const Py_buffer *table, Py_ssize_t count, Py_ssize_t k) {
+    if (count > 0 && k > 0 && k <= count && table->len == count * (Py_ssize_t)sizeof(Expert)) return 1;
+    PyErr_Format(PyExc_ValueError, "%zd bytes are not a table of %zd experts, %zd of which are chosen", table->len, count, k);
+    return 0;
+}
+
+static PyObject *block_workspace(PyObject *self, PyObject *args) {
+    Py_buffer table;
+    Py_ssize_t count, k;
+    unsigned threads;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*nnI", &table, &count, &k, &threads)) return NULL;
+    const size_t bytes = is_table(&table, count, k) ? moe_block_workspace(table.buf, (size_t)count, (size_t)k, threads) : 0;
+    PyBuffer_Release(&table);
+    return bytes ? PyLong_FromSize_t(bytes) : NULL;
+}
+
+static PyObject *block(PyObject *self, PyObject *args) {
+    Py_buffer table;
+    Py_ssize_t count, k, columns;
+    Address router, x, residual, workspace, out;
+    unsigned threads;
+    int normalise, round_weights, done = -1;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "Ky*nnnppKKKKI", &router, &table, &count, &k, &columns, &normalise, &round_weights, &x,
+                          &residual, &workspace, &out, &threads))
+        return NULL;
+    if (is_table(&table, count, k)) {
+        const MoeBlock packed = {at(router), table.buf, (size_t)count, (size_t)k, (size_t)columns, normalise, round_weights};
+        Py_BEGIN_ALLOW_THREADS
+        done = moe_block_run(&packed, at(x), at(residual), at(workspace), at(out), threads);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&table);
+    return done < 0 ? NULL : PyBool_FromLong(done);
+}
+
 static PyObject *widen_codes(PyObject *self, PyObject *args) {
     Address pairs, ladders, codes;
     Py_ssize_t count, run;
@@ -224,6 +263,10 @@ static PyMethodDef methods[] = {
     {"combine", combine, METH_VARARGS, "combine(rows, weights, columns, out)"},
     {"logits", logits, METH_VARARGS, "logits(weight, x, experts, columns, out)"},
     {"choose", choose, METH_VARARGS, "choose(logits, experts, k, normalise, chosen, weights)"},
+    {"block_workspace", block_workspace, METH_VARARGS, "block_workspace(experts, count, k, threads) -> bytes that block needs"},
+    {"block", block, METH_VARARGS,
+     "block(router, experts, count, k, columns, normalise, round_weights, x, residual, workspace, out, threads) -> whether"
+     " all chosen experts were here"},
     {"norm", norm, METH_VARARGS, "norm(x, weight, epsilon, width, out)"},
     {"attention", attention, METH_VARARGS,
      "attention(query, key, value, output, biases, norm_before, norm_after, norm_query, norm_key, norm_width, heads, kv_heads,"

@@ -16,6 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from tiermoe.controller import ELSEWHERE
 from tiermoe.kernels.expert import ExpertKernel, Views, weighted_sum
 from tiermoe.runtime.cooperative import OnCpu
+from tiermoe.runtime.one_token.settled import SettledExperts
 from tiermoe.runtime.passes import CurrentPass
 from tiermoe.runtime.shells import IMPLEMENTATION
 from tiermoe.types import Ready, Routed
@@ -26,7 +27,8 @@ class LayerExperts:
 
     kernels: one per precision. views_of: (layer, bits, slot) → typed views of what the slot holds. renormalise: whether
     the model scales the chosen experts' weights to a fixed sum, so that those of fewer experts are scaled too. on_cpu:
-    computes the experts that come without a slot (`controller.ELSEWHERE`), beside this device.
+    computes the experts that come without a slot (`controller.ELSEWHERE`), beside this device. settled: told of every
+    expert that comes, where those stay.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class LayerExperts:
         views_of: Callable[[int, int, int], Views],
         renormalise: bool = False,
         on_cpu: OnCpu | None = None,
+        settled: SettledExperts | None = None,
     ) -> None:
         self._index = index
         self._experts = experts
@@ -46,6 +49,7 @@ class LayerExperts:
         self._views_of = views_of
         self._renormalise = renormalise
         self._on_cpu = on_cpu
+        self.settled = settled
 
     @torch.no_grad()
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -90,9 +94,15 @@ class LayerExperts:
         """The outputs (H) of experts that are all here, those of one precision in one call."""
         for bits in {ready.bits for ready in group}:
             alike = [ready for ready in group if ready.bits == bits]
-            views = [self._views_of(self._index, bits, ready.slot) for ready in alike]
+            views = [self._views(ready) for ready in alike]
             outputs = self._kernels[bits].together(hidden, views).unbind()
             results.update(zip((ready.expert for ready in alike), outputs, strict=True))
+
+    def _views(self, ready: Ready) -> Views:
+        views = self._views_of(self._index, ready.bits, ready.slot)
+        if self.settled is not None:
+            self.settled.note(ready.expert, views)
+        return views
 
     def _many_tokens(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens, k = index.shape
@@ -114,16 +124,17 @@ class LayerExperts:
             kept[place[rows], rows % tokens] = (output * flat_weights[rows, None]).to(hidden.dtype)
 
         away: list[tuple[Future[torch.Tensor], torch.Tensor]] = []
-        for expert, slot, bits, _ in self._current.run_layer(self._routed(index, weights), hidden):
+        for ready in self._current.run_layer(self._routed(index, weights), hidden):
+            expert = ready.expert
             if not counts[expert]:
                 continue
             rows = by_expert[ends[expert] - counts[expert] : ends[expert]]
             x = hidden[rows % tokens]
-            if slot == ELSEWHERE:
+            if ready.slot == ELSEWHERE:
                 assert self._on_cpu is not None
-                away.append((self._on_cpu(expert, bits, x.cpu()), rows))
+                away.append((self._on_cpu(expert, ready.bits, x.cpu()), rows))
             else:
-                keep(self._kernels[bits](x, self._views_of(self._index, bits, slot)), rows)
+                keep(self._kernels[ready.bits](x, self._views(ready)), rows)
         for future, rows in away:
             keep(future.result().to(hidden.device), rows)
         total = kept[0]

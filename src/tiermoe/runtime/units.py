@@ -20,6 +20,7 @@ from tiermoe.runtime.neuron_experts import (
     gate_activation_of,
     neuron_views,
 )
+from tiermoe.runtime.one_token.settled import settled_experts
 from tiermoe.runtime.passes import CurrentPass
 from tiermoe.runtime.shells import activation_of
 from tiermoe.store.layout import ExpertFormat, expert_format
@@ -81,7 +82,8 @@ class WholeExperts:
         activation = activation_of(shell)
         kernels = {bits: expert_kernel(form, activation, self._device) for bits, form in formats.items()}
         on_cpu = self._helper.layer(index, formats, activation) if self._helper else None
-        return LayerExperts(index, shell.num_experts, kernels, current, views_of, renormalise, on_cpu)
+        settled = settled_experts(kernels, shell.num_experts, current)
+        return LayerExperts(index, shell.num_experts, kernels, current, views_of, renormalise, on_cpu, settled)
 
     def stats(self) -> dict[str, float]:
         return {}

@@ -30,6 +30,13 @@ class GatedExperts:
         parts = zip((self._first, self._second), self._groups, strict=True)
         return b"".join(matrix_of(views[part.name], *part.out_in, group) for part, group in parts)
 
+    def absent(self) -> bytes:
+        """What a kernel is told in the place of an expert that is not here."""
+        return b"".join(
+            _native.matrix(0, 0, *part.out_in, group)
+            for part, group in zip((self._first, self._second), self._groups, strict=True)
+        )
+
     def __call__(self, x: Tensor, experts: Sequence[bytes], among_others: bool) -> Tensor:
         """x (M, H) through each of the packed `experts` → (experts, M, H). among_others: in a pass of several tokens,
         much of which torch computes; decides whose threads compute, and changes no value."""

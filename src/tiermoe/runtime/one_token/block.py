@@ -8,6 +8,7 @@ import torch
 
 from tiermoe.runtime.one_token.asked import collected, hooked
 from tiermoe.runtime.one_token.router import OneTokenRouter
+from tiermoe.runtime.one_token.settled import SettledExperts
 from tiermoe.runtime.one_token.taken_over import alike
 from tiermoe.runtime.shells import is_shell
 
@@ -15,7 +16,7 @@ _AGREE = 0.02  # relative error of both ways through the block
 
 
 class OneTokenBlock:
-    """experts(hidden, router(hidden)), for a block whose router has a fast forward."""
+    """residual + experts(hidden, router(hidden)), for a block whose router has a fast forward."""
 
     def __init__(self, block: Any, gate: Any, router: OneTokenRouter) -> None:
         self._block = block
@@ -23,11 +24,16 @@ class OneTokenBlock:
         self._router = router
         self._watched = (block, gate, block.experts)
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden (1, 1, H) → (1, 1, H)."""
+    def __call__(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """hidden and residual (1, 1, H) → (1, 1, H)."""
+        run_experts = self._experts.run_experts
+        settled: SettledExperts | None = getattr(run_experts, "settled", None)
+        result = settled(self._router, hidden, residual) if settled is not None else None
+        if result is not None:
+            return result
         _, weights, chosen = self._router.one(hidden)
-        result: torch.Tensor = self._experts.run_experts(hidden[0], chosen, weights)
-        return result[None]
+        added: torch.Tensor = residual + run_experts(hidden[0], chosen, weights)
+        return added
 
     def is_plain(self) -> bool:
         """Whether nobody watches the block or its parts."""
@@ -41,7 +47,7 @@ class OneTokenBlock:
         self._experts.run_experts = _stand_in
         try:
             with torch.no_grad():
-                want, got = self._block.forward(token), self(token)
+                want, got = self._block.forward(token), self(token, torch.zeros_like(token))
         except (TypeError, RuntimeError):  # a forward of another shape
             return False
         finally:

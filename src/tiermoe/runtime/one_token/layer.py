@@ -74,7 +74,7 @@ class OneTokenLayer(TakenOver):
         residual, normed = self._kernel(hidden, cos, sin, room.keys, room.values, length)
         room.show(cache, length + 1)
         if self._block is not None and self._block.is_plain():
-            return residual + self._block(normed)
+            return self._block(normed, residual)
         result: torch.Tensor = residual + self._module.mlp(normed)
         return result
 

@@ -21,12 +21,19 @@ class OneTokenRouter(TakenOver):
 
     def __init__(self, router: Any, normalise: bool, dtype: torch.dtype) -> None:
         super().__init__(router)
-        self._normalise = normalise
-        self._dtype = dtype
+        self.normalise = normalise
+        self.dtype = dtype
+        self.top_k = int(router.top_k)
         self.columns = int(router.weight.shape[1])
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The matrix (E, H)."""
+        weight: torch.Tensor = self._module.weight
+        return weight
+
     def __call__(self, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-        weight = self._module.weight
+        weight = self.weight
         plain = hidden_states.numel() == weight.shape[1] and hidden_states.dtype == weight.dtype == torch.bfloat16
         if arguments or named or not plain or torch.is_grad_enabled():
             return self._forward(hidden_states, *arguments, **named)
@@ -34,9 +41,9 @@ class OneTokenRouter(TakenOver):
 
     def one(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """hidden: H values → logits (1, E), weights (1, K) and experts (1, K)."""
-        logits = logits_of(self._module.weight, hidden.contiguous())
-        weights, experts = choose(logits, self._module.top_k, self._normalise)
-        return logits, weights if self._dtype == torch.float32 else weights.to(self._dtype), experts
+        logits = logits_of(self.weight, hidden.contiguous())
+        weights, experts = choose(logits, self.top_k, self.normalise)
+        return logits, weights if self.dtype == torch.float32 else weights.to(self.dtype), experts
 
     def agrees(self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> bool:
         """Whether it chooses what transformers chose for tokens (T, H), but for what rounding decides."""

@@ -1,0 +1,39 @@
+"""A MoE block for one token in one call: router, the chosen experts, their weighted sum, the residual."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tiermoe.kernels.native.experts import GatedExperts
+from tiermoe.native import _native
+from tiermoe.quant.scratch import scratch
+
+
+class MoeBlock:
+    """A block of `experts` experts, none of them here at first. Experts that are `place`d must stay where they are."""
+
+    def __init__(self, kernel: GatedExperts, experts: int) -> None:
+        self._experts = experts
+        absent = kernel.absent()
+        self._each = len(absent)
+        self._table = bytearray(absent * experts)
+
+    def place(self, expert: int, packed: bytes) -> None:
+        """The expert is here now, as `GatedExperts.pack` says."""
+        self._table[expert * self._each : (expert + 1) * self._each] = packed
+
+    def __call__(
+        self, router: Tensor, k: int, normalise: bool, dtype: torch.dtype, x: Tensor, residual: Tensor
+    ) -> Tensor | None:
+        """router (E, H), x and residual (1, 1, H), all bfloat16 and contiguous → residual + the block of x, (1, 1, H);
+        None where an expert that the router chooses is not here. normalise: the k weights sum to 1. dtype: of the
+        weights. Gives what the separate calls give, bit for bit."""
+        threads = torch.get_num_threads()
+        out = torch.empty_like(x)
+        workspace = scratch.address("block", _native.block_workspace(self._table, self._experts, k, threads))
+        all_here = _native.block(
+            router.data_ptr(), self._table, self._experts, k, router.shape[1], normalise, dtype != torch.float32,
+            x.data_ptr(), residual.data_ptr(), workspace, out.data_ptr(), threads,
+        )  # fmt: skip
+        return out if all_here else None

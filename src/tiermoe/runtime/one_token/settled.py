@@ -1,0 +1,48 @@
+"""Decoding one token where experts that have come stay for good: nobody decides anything, so the block is one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tiermoe.kernels.expert import ExpertKernel, InOneCall, Views
+from tiermoe.kernels.native.moe_block import MoeBlock
+from tiermoe.runtime.one_token.router import OneTokenRouter
+from tiermoe.runtime.passes import CurrentPass
+
+
+class SettledExperts:
+    """The experts of a layer that have been computed with before, under a composition that evicts, predicts and skips
+    nothing (`Scheduler.settles`): counted as hits, and told to nobody."""
+
+    def __init__(self, kernel: InOneCall, experts: int, current: CurrentPass) -> None:
+        self._kernel = MoeBlock(kernel.native, experts)
+        self._in_one_call = kernel
+        self._current = current
+        self._noted: set[int] = set()
+
+    def note(self, expert: int, views: Views) -> None:
+        """The expert lies in the slot of these views from now on."""
+        if expert not in self._noted:
+            self._noted.add(expert)
+            self._kernel.place(expert, self._in_one_call.packed(views))
+
+    def __call__(self, router: OneTokenRouter, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor | None:
+        """residual + the block of hidden, (1, 1, H) each; None where the layer must run as usual: an expert has not
+        come yet, or somebody observes what is chosen."""
+        if self._current.observer is not None:
+            return None
+        weight = router.weight
+        result = self._kernel(weight, router.top_k, router.normalise, router.dtype, hidden, residual)
+        if result is not None:
+            self._current.scheduler.controller.counts.hits += router.top_k
+        return result
+
+
+def settled_experts(kernels: Mapping[int, ExpertKernel], experts: int, current: CurrentPass) -> SettledExperts | None:
+    """None where the composition decides something or where no native kernel computes the experts."""
+    (kernel, *others) = kernels.values()
+    if others or not current.scheduler.settles or not isinstance(kernel, InOneCall):
+        return None
+    return SettledExperts(kernel, experts, current)
