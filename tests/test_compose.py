@@ -97,6 +97,7 @@ def test_the_precisions_that_are_loaded() -> None:
     assert precisions(compose("lru"), 8, {}) == (8,)
     assert precisions(compose("io-qexp"), 8, {}) == (4,)
     assert precisions(HOBBIT, 8, {}) == (8, 2)
+    assert precisions(compose("frugal"), 4, {}) == (4,)  # between equal thresholds nothing is low
     assert precisions(compose("edgemoe"), 8, {(0, 0): 2, (0, 1): 4}) == (4, 2)
 
 
@@ -114,6 +115,22 @@ def test_the_tables_of_a_profile() -> None:
     by_layer = dataclasses.replace(PROFILE, data={"table": {"1": [4, 8]}})
     assert tables(by_layer).bits == {(1, 0): 4, (1, 1): 8}
     assert tables(None) == Tables()
+
+
+@pytest.mark.parametrize(
+    ("name", "slots", "changes", "settles"),
+    [
+        ("default", 32, {}, True),
+        ("frugal", 32, {}, True),
+        ("default", 31, {}, False),
+        ("mobile", 32, {}, False),
+        ("default", 32, {"routing": "layer"}, False),
+    ],
+)
+def test_nothing_is_decided_where_everything_fits(
+    name: str, slots: int, changes: dict[str, str], settles: bool
+) -> None:
+    assert assembled(compose(name, changes), [PrecisionSlots((4,), slots)]).settles is settles
 
 
 def test_an_open_setting_names_the_command_that_fills_it() -> None:

@@ -133,6 +133,7 @@ def cooperating(
     """Loads a model over the fake GPU with misses=cpu; what stands for the GPU's kernels computes on the CPU."""
     for kind in ("int4/rowmajor", "int8"):
         monkeypatch.setitem(kernels.KERNELS, (kind, "cuda"), DecodedLinear)
+    monkeypatch.setattr("tiermoe.kernels.expert.grouped_experts", lambda form: None)
     monkeypatch.setattr(plan, "require_device", lambda composition, device: require_device(composition, "cuda"))
     monkeypatch.setattr(engine, "unit_of", lambda composition, device: unit_of(composition, "cuda"))
 

@@ -19,8 +19,9 @@ from transformers import DynamicCache
 import tiermoe
 from tests import tiny
 from tiermoe import native
-from tiermoe.kernels.expert import SeparateSteps, SlotViews, expert_kernel, silu_gate, weighted_sum
+from tiermoe.kernels.expert import InOneCall, SeparateSteps, SlotViews, expert_kernel, silu_gate, weighted_sum
 from tiermoe.kernels.native.linear import linear
+from tiermoe.kernels.native.moe_block import MoeBlock
 from tiermoe.kernels.native.router import choose, logits_of
 from tiermoe.quant.encodings import cpu_layout
 from tiermoe.quant.int4 import Int4
@@ -176,6 +177,25 @@ def test_experts_computed_together_give_what_each_gives_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_block_in_one_call_is_its_separate_calls_and_waits_for_all_its_experts(dtype: torch.dtype) -> None:
+    kernel = expert_kernel(expert_format(128, 64), silu_gate, "cpu")
+    assert isinstance(kernel, InOneCall)
+    views = [expert_views(128, 64, seed) for seed in range(5)]
+    router, x, residual = tokens(5, 128, 3), tokens(1, 128)[None], tokens(1, 128, 2)[None]
+    weights, chosen = choose(logits_of(router, x), 3, normalise=True)
+    order = chosen[0].argsort().tolist()
+    outputs = list(kernel.together(x[0], [views[chosen[0, at]] for at in order]))
+    want = residual + weighted_sum(outputs, weights[0].to(dtype), order)
+    block = MoeBlock(kernel.native, 5)
+    for expert in chosen[0].tolist():
+        assert block(router, 3, True, dtype, x, residual) is None
+        block.place(expert, kernel.packed(views[expert]))
+    got = block(router, 3, True, dtype, x, residual)
+    assert got is not None
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_weighted_sum_is_torchs_bit_for_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     outputs, weights = list(tokens(5, 96)), torch.rand(7).to(dtype)
     got = weighted_sum(outputs, weights, [6, 0, 3, 2, 1])
@@ -308,6 +328,22 @@ def test_bits_do_not_depend_on_the_cache(cache: str, tmp_path: Path, model: Any)
     assert smaller.tiermoe.stats()["expert_misses"] > 24  # something was evicted and read again
     smaller.tiermoe.close()
     assert torch.equal(got, logits_of_steps(model, IDS, 6))
+
+
+def test_settled_experts_count_as_hits_and_observers_see_them(model: Any) -> None:
+    engine = model.tiermoe
+    logits_of_steps(model, IDS, 6)
+    seen: list[int] = []
+    before = engine.snapshot()
+    want = logits_of_steps(model, IDS, 6)
+    middle = engine.snapshot()
+    engine.observe(lambda routed, _: seen.append(routed.layer))
+    observed = logits_of_steps(model, IDS, 6)
+    engine.observe(None)
+    after = engine.snapshot()
+    assert (middle.hits - before.hits, middle.misses - before.misses) == (after.hits - middle.hits, 0)
+    assert len(seen) == 3 * (1 + IDS.shape[1] - 6)
+    assert torch.equal(observed, want)  # the observed way takes the separate calls
 
 
 def test_plain_dense_layers_keep_transformers_forwards(tmp_path: Path) -> None:

@@ -30,9 +30,14 @@ def test_every_presets_parts_are_among_the_choices() -> None:
             assert getattr(preset, part) in (*choices, None)
 
 
-def test_the_five_are_lossy_and_the_rest_exact() -> None:
-    assert {name for name, preset in PRESETS.items() if preset.lossy} == set(FIVE)
-    assert {*FIVE, *BASELINES, "default"} == set(PRESETS)
+def test_the_five_and_frugal_are_lossy_and_the_rest_exact() -> None:
+    assert {name for name, preset in PRESETS.items() if preset.lossy} == {*FIVE, "frugal"}
+    assert {*FIVE, *BASELINES, "default", "frugal"} == set(PRESETS)
+
+
+def test_frugal_is_the_default_but_for_what_it_skips() -> None:
+    ours, default = PRESETS["frugal"].settings(), PRESETS["default"].settings()
+    assert {name for name in ours if ours[name] != default[name]} == {"precision", "t1", "t2"}
 
 
 def test_exact_takes_every_lossy_part_out() -> None:

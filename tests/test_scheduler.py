@@ -66,6 +66,15 @@ def test_hobbit_loads_high_low_or_nothing_on_a_miss() -> None:
     assert scheduler.controller.counts.low_loads == 1
 
 
+def test_frugal_fetches_four_fifths_of_the_weight_and_uses_the_rest_where_it_is() -> None:
+    scheduler, link = make("frugal", prefetch="none")
+    run(scheduler, 0, [1, 2], [0.85, 0.15])
+    assert keys(link, urgent=True) == [ExpertKey(0, 1, 4)]
+    run(scheduler, 0, [3, 2], [0.7, 0.3])  # 0.7 of the weight before it: wanted
+    assert [ready.expert for ready in run(scheduler, 0, [1, 2], [0.85, 0.15])] == [1, 2]
+    assert scheduler.controller.counts.skipped == 1
+
+
 def test_hobbit_uses_a_cached_copy_of_what_a_miss_would_skip() -> None:
     scheduler, _ = make("hobbit", bits=(4, 2), **HOBBIT)
     scheduler.begin_pass(1, Said())

@@ -41,10 +41,10 @@ def run_python(*arguments: str, tmp_path: Path, **variables: str) -> str:
 
 @needs_triton
 @pytest.mark.parametrize("device", DEVICES)
-def test_cases(device: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cases", ["triton_cases.py", "triton_grouped_cases.py"])
+def test_cases(cases: str, device: str, tmp_path: Path) -> None:
     variables = {"TRITON_INTERPRET": "1"} if device == "interpreter" else {}
-    cases = str(HERE / "triton_cases.py")
-    output = run_python("-m", "pytest", "-p", "no:cacheprovider", cases, tmp_path=tmp_path, **variables)
+    output = run_python("-m", "pytest", "-p", "no:cacheprovider", str(HERE / cases), tmp_path=tmp_path, **variables)
     assert re.search(r"\d+ passed", output)
     assert "skipped" not in output
 
@@ -52,7 +52,7 @@ def test_cases(device: str, tmp_path: Path) -> None:
 @needs_triton
 def test_kernels_compile_for_gpus_without_atomics(tmp_path: Path) -> None:
     output = run_python(str(HERE / "triton_compiled.py"), tmp_path=tmp_path)
-    assert output.count("compiled") == 16
+    assert output.count("compiled") == 32
 
 
 @pytest.mark.parametrize("encoding", ["int8", "int4/rowmajor/g64", "int2/rowmajor/g64"])

@@ -103,6 +103,8 @@ def precisions(composition: Composition, bits: int, table: Mapping[tuple[int, in
         return (bits,)
     if composition.precision == "table":
         return tuple(sorted(set(table.values()) or {bits}, reverse=True))
+    if composition.precision == "gate-score" and composition.t1 is not None and composition.t1 == composition.t2:
+        return (bits,)  # what is not loaded high is skipped
     return tuple(sorted({bits, composition.low_bits}, reverse=True))
 
 
@@ -194,7 +196,7 @@ def assemble(
         whole_layer=composition.routing == "layer",
         proceed=composition.on_mispredict == "proceed",
         elsewhere=on_cpu,
-        settles=held and not on_cpu and composition.precision == "fixed" and composition.routing == "all",
+        settles=held and not on_cpu and composition.routing == "all",
     )
 
 

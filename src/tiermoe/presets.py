@@ -130,11 +130,6 @@ class Composition:
             on_mispredict="reload", misses="load",
         )  # fmt: skip
 
-    @property
-    def mixes_precisions(self) -> bool:
-        """True where experts of two or more precisions are loaded."""
-        return self.precision != "fixed"
-
     def missing(self) -> list[str]:
         """Settings that a calibration must fill and has not."""
         needs = {
@@ -168,6 +163,13 @@ PRESETS: dict[str, Composition] = {
             "exact: in each layer recency and frequency decide who leaves, the next two layers' routers who comes",
             "the best exact composition measured, docs/systems.md",
             prefetch="stacked-gates", cache="weighted", allotment="even", ahead=2, weights=(0.25, 0.25, 0.25, 0.25),
+        ),
+        Composition(
+            "frugal",
+            "default, but what ranks behind 80 % of a token's gate weight is used where it is here and not fetched",
+            "HOBBIT's skipping (2024, section 3.2) without its low precision",
+            precision="gate-score", prefetch="stacked-gates", cache="weighted", allotment="even", ahead=2,
+            weights=(0.25, 0.25, 0.25, 0.25), t1=0.8, t2=0.8,
         ),
         Composition(
             "hobbit",

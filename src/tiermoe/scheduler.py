@@ -21,8 +21,8 @@ class Scheduler:
     together: a layer computes when all its loads are there. whole_layer: every expert of a layer is fetched, routed or
     not; `experts` is how many each layer has. proceed: a layer runs with the experts that were predicted, where any
     were (CORM's misprediction). elsewhere: in decode, misses are computed elsewhere and not loaded (HOBBIT, section 4,
-    cooperative computing). settles: what has come stays, in the one precision there is, and nothing is predicted or
-    skipped: a layer whose experts have all come needs no decision.
+    cooperative computing). settles: what has come stays, in the one precision there is, and nothing is predicted: where
+    all that a token chose has come there is nothing to decide.
     """
 
     controller: Controller

@@ -9,6 +9,7 @@ import torch
 
 from tiermoe.kernels import linear_for
 from tiermoe.kernels.cpu import native_tokens
+from tiermoe.kernels.grouped import GroupedExperts, grouped_experts
 from tiermoe.kernels.native.experts import GatedExperts, combine, combines, gated_experts
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.types import Part
@@ -61,9 +62,13 @@ def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def expert_kernel(form: ExpertFormat, activation: Activation, device: str) -> ExpertKernel:
-    """The kernel of experts of format `form` on a device type: the native one where it takes them."""
+    """The kernel of experts of format `form` on a device type: the native one where it takes them, on a GPU the grouped
+    one."""
     first, second = (part for part in form.layer.parts if part.is_matrix)
     separate = SeparateSteps(form, activation, device)
+    if device == "cuda":
+        grouped = grouped_experts(form)
+        return separate if grouped is None else Grouped(grouped, activation, separate)
     plain = len(form.layer.parts) == 2 and activation is silu_gate and device == "cpu"
     native = gated_experts(first, second, form.encodings, form.dtype) if plain else None
     return separate if native is None else InOneCall(native, separate)
@@ -71,7 +76,7 @@ def expert_kernel(form: ExpertFormat, activation: Activation, device: str) -> Ex
 
 def separate_steps(kernel: ExpertKernel) -> SeparateSteps:
     """The kernel that computes the same expert in separate steps, between which one can look."""
-    steps = kernel.separate if isinstance(kernel, InOneCall) else kernel
+    steps = kernel.separate if isinstance(kernel, InOneCall | Grouped) else kernel
     assert isinstance(steps, SeparateSteps)
     return steps
 
@@ -98,6 +103,22 @@ class InOneCall:
         if views.packed is None:
             views.packed = self.native.pack(views)
         return views.packed
+
+
+class Grouped:
+    """On a GPU: the experts of one token with one launch per matrix, whose values are those of separate steps; more
+    tokens in separate steps."""
+
+    def __init__(self, grouped: GroupedExperts, activation: Activation, separate: SeparateSteps) -> None:
+        self.separate = separate
+        self._grouped = grouped
+        self._activation = activation
+
+    def __call__(self, x: torch.Tensor, views: Views) -> torch.Tensor:
+        return self.separate(x, views)
+
+    def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
+        return self._grouped(x, views, self._activation)
 
 
 class SeparateSteps:

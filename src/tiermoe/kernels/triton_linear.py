@@ -23,36 +23,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tiermoe.kernels.triton_tiles import int4_tile, int8_tile, row_sums
+
 # Bytes; below it Triton compiles another kernel, which may add in another order. Slot fields have more.
 ALIGNMENT = 16
 FUSE = True  # a * b + c rounds once: part of the result, so not left to Triton's default, which 3.10 changes
-
-
-@triton.jit
-def _int4_tile(codes, scale, zero, rows, k0, N, K, GROUP: tl.constexpr, BK: tl.constexpr):
-    """Decodes W[rows, k0:k0+BK] to fp32, zero outside (N, K)."""
-    half: tl.constexpr = BK // 2
-    bytes_k = k0 // 2 + tl.arange(0, half)
-    inside = (rows < N)[:, None] & (bytes_k < K // 2)[None, :]
-    packed = tl.load(codes + rows[:, None] * (K // 2) + bytes_k[None, :], mask=inside, other=0)
-    signed = tl.interleave(packed & 15, packed >> 4).to(tl.float32) - 8
-
-    span: tl.constexpr = min(GROUP, BK)
-    groups_k = k0 // GROUP + tl.arange(0, BK // span)
-    inside_groups = (rows < N)[:, None] & (groups_k < K // GROUP)[None, :]
-    at = rows[:, None] * (K // GROUP) + groups_k[None, :]
-    s = tl.load(scale + at, mask=inside_groups, other=0).to(tl.float32)
-    z = tl.load(zero + at, mask=inside_groups, other=0).to(tl.float32)
-    grouped = tl.reshape(signed, (signed.shape[0], BK // span, span))
-    return tl.reshape(grouped * s[:, :, None] + z[:, :, None], (signed.shape[0], BK))
-
-
-@triton.jit
-def _int8_tile(codes, rows, k0, N, K, BK: tl.constexpr):
-    """The codes of W[rows, k0:k0+BK] as fp32, zero outside (N, K); the row's scale is applied to the sum."""
-    k = k0 + tl.arange(0, BK)
-    inside = (rows < N)[:, None] & (k < K)[None, :]
-    return tl.load(codes + rows[:, None] * K + k[None, :], mask=inside, other=0).to(tl.float32)
 
 
 @triton.jit
@@ -61,18 +36,7 @@ def _vector_kernel(
     BITS: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
-    partial = tl.zeros((BN, BK), dtype=tl.float32)
-    for k0 in range(0, K, BK):
-        k = k0 + tl.arange(0, BK)
-        values = tl.load(x + k, mask=k < K, other=0).to(tl.float32)
-        if BITS == 4:
-            w = _int4_tile(codes, scale, zero, rows, k0, N, K, GROUP, BK)
-        else:
-            w = _int8_tile(codes, rows, k0, N, K, BK)
-        partial += w * values[None, :]
-    total = tl.sum(partial, axis=1)
-    if BITS == 8:
-        total *= tl.load(scale + rows, mask=rows < N, other=0).to(tl.float32)
+    total = row_sums(x, codes, scale, zero, rows, N, K, BITS, GROUP, BN, BK)
     tl.store(y + rows, total.to(y.dtype.element_ty), mask=rows < N)
 
 
@@ -90,9 +54,9 @@ def _tiled_kernel(
         inside = (tokens < M)[:, None] & (k < K)[None, :]
         values = tl.load(x + tokens[:, None] * K + k[None, :], mask=inside, other=0)
         if BITS == 4:
-            w = _int4_tile(codes, scale, zero, rows, k0, N, K, GROUP, BK)
+            w = int4_tile(codes, scale, zero, rows, k0, N, K, GROUP, BK)
         else:
-            w = _int8_tile(codes, rows, k0, N, K, BK)
+            w = int8_tile(codes, rows, k0, N, K, BK)
         total = tl.dot(values, tl.trans(w.to(values.dtype)), total, input_precision="ieee")
     if BITS == 8:
         total *= tl.load(scale + rows, mask=rows < N, other=0).to(tl.float32)[None, :]
@@ -145,12 +109,16 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     return _launch(x, codes, scale, scale, 8, 1)
 
 
+def aligned(x: Tensor) -> Tensor:
+    """x, contiguous from a multiple of `ALIGNMENT` on; a copy where it does not lie so."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
+
+
 def _launch(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bits: int, group: int) -> Tensor:
     (m, k), n = x.shape, codes.shape[0]
     y = x.new_empty((m, n))
-    x = x.contiguous()
-    if x.data_ptr() % ALIGNMENT:
-        x = x.clone()
+    x = aligned(x)
     block = blocks(m, n, k)
     across = triton.cdiv(n, block.rows)
     sizes = {"BITS": bits, "GROUP": group, "BN": block.rows, "BK": block.columns, "enable_fp_fusion": FUSE}

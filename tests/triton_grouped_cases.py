@@ -1,0 +1,190 @@
+"""A token's experts in one launch per matrix, against one launch per expert and against decoded weights; test_triton.py
+runs this file in processes of its own, as it does triton_cases.py."""
+
+import pytest
+import torch
+
+from test_gpu_engine import FAMILY, layout_of_a_gpu, model, on_fake_gpu
+from test_parity import logits
+from test_parity import tokens as tokens_of_text
+from tiermoe.kernels import triton_grouped
+from tiermoe.kernels.expert import Grouped, SeparateSteps, SlotViews, expert_kernel, separate_steps, silu_gate
+from tiermoe.kernels.grouped import grouped_experts
+from tiermoe.quant.encodings import encoding_for, encoding_named
+from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.runtime import units
+from tiermoe.store.layout import ExpertFormat
+from tiermoe.types import MoeLayer, Part
+from triton_cases import DEVICE, DTYPES, TOLERANCE, tokens
+
+__all__ = ["layout_of_a_gpu", "model", "on_fake_gpu"]
+SLOTS = 9
+KINDS = ("int4/rowmajor/g32", "int4/rowmajor/g64", "int4/rowmajor/g128", "int2/rowmajor/g64", "int8")
+
+
+def expert_format(kinds: tuple[str | None, str | None], dtype: torch.dtype, *parts: Part) -> ExpertFormat:
+    """Experts of `parts`, two matrices first, in the encodings of these names; None: 16 bits."""
+    encodings = {part.name: encoding_named(kind) for part, kind in zip(parts, kinds, strict=False) if kind}
+    return ExpertFormat(MoeLayer("experts", SLOTS, 2, parts), 4, dtype, encodings)
+
+
+def few_rows(kinds: tuple[str, str], dtype: torch.dtype, columns: tuple[int, int] = (128, 128)) -> ExpertFormat:
+    """Of more rows than the 4 of a program and not a multiple of them: the interpreter takes its time for each."""
+    return expert_format(kinds, dtype, Part("up", (6, columns[0])), Part("down", (5, columns[1])))
+
+
+def gated(kind: str | None, dtype: torch.dtype, *more: Part, last: str | None = None) -> ExpertFormat:
+    return expert_format((kind, last or kind), dtype, Part("gate_up", (64, 64)), Part("down", (64, 32)), *more)
+
+
+def spread(form: ExpertFormat):
+    """An activation from the rows of the first matrix to the columns of the second; no two features are equal."""
+    rows, columns = form.layer.parts[0].shape[0], form.layer.parts[1].shape[1]
+    factors = torch.linspace(-1, 1, columns).to(form.dtype).to(DEVICE)
+    return lambda features: features[:, torch.arange(columns, device=DEVICE) % rows] * factors
+
+
+def slots_with_experts(form: ExpertFormat, count: int) -> list[SlotViews]:
+    """`count` random experts in slots of one buffer that stand in no order, with bytes of no expert around them."""
+    generator = torch.Generator().manual_seed(count)
+    buffer = torch.randint(0, 256, (SLOTS, form.slot.nbytes), dtype=torch.uint8, generator=generator)
+    places = torch.randperm(SLOTS, generator=generator)[:count].tolist()
+    stored = torch.empty(form.stored.nbytes, dtype=torch.uint8)
+    for place in places:
+        tensors = {
+            part.name: torch.randn(part.shape, generator=generator) * 0.05 + 0.02 * place for part in form.layer.parts
+        }
+        form.encode(tensors, QUANTIZERS["linear"], stored)
+        if form.widened:
+            form.widen(stored, buffer[place])
+        else:
+            buffer[place] = stored
+    buffer = buffer.to(DEVICE)
+    return [SlotViews(form.slot.views(buffer[place])) for place in places]
+
+
+def check_against_single_launches(form: ExpertFormat, experts: int) -> None:
+    views, activation = slots_with_experts(form, experts), spread(form)
+    grouped, separate = expert_kernel(form, activation, "cuda"), SeparateSteps(form, activation, "cuda")
+    assert isinstance(grouped, Grouped)
+    x = tokens(1, form.layer.parts[0].shape[1], form.dtype)
+    together = grouped.together(x, views)
+    assert together.dtype == form.dtype
+    assert torch.equal(together, torch.cat([separate(x, each) for each in views]))
+    some = list(range(experts))[::-2]
+    assert torch.equal(grouped.together(x, [views[at] for at in some]), together[some])
+
+
+@pytest.mark.parametrize("experts", range(1, 7))
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_of_the_single_launches(kind, experts):
+    check_against_single_launches(few_rows((kind, kind), torch.bfloat16), experts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kinds", [(KINDS[1], "int8"), ("int8", KINDS[0]), (KINDS[0], KINDS[2])])
+def test_matrices_of_two_encodings(kinds, dtype):
+    check_against_single_launches(few_rows(kinds, dtype, (64, 128)), 3)
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], "int8"])
+def test_more_columns_than_one_block(kind):
+    check_against_single_launches(few_rows((kind, kind), torch.bfloat16, (1088, 1088)), 2)
+
+
+@pytest.mark.parametrize("columns", [(33, 7), (50, 30)])
+def test_rows_that_end_at_no_boundary(columns):
+    check_against_single_launches(few_rows(("int8", "int8"), torch.bfloat16, columns), 3)
+
+
+# more columns than one block: 1088 = 2 * 512 + 64
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_agrees_with_decoded_weights(kind, dtype):
+    columns = 1152 if kind.endswith("g128") else 1088
+    form = few_rows((kind, kind), dtype, (columns, columns))
+    views, grouped = slots_with_experts(form, 3), grouped_experts(form)
+    slots = torch.tensor([next(iter(each["up"].values())).data_ptr() for each in views]).to(DEVICE)
+    for part, matrix, shared in zip(form.layer.parts, (grouped._first, grouped._second), (True, False), strict=True):
+        x = tokens(1 if shared else 3, columns, dtype)
+        y = triton_grouped.grouped_linear(x, slots, matrix, shared)
+        assert y.dtype == dtype
+        assert y.shape == (3, part.shape[0])
+        for row, expert in enumerate(views):
+            w = form.encodings[part.name].decode(expert[part.name], *part.shape, torch.float32).double()
+            own = x[0 if shared else row].double()
+            assert float(((y[row].double() - w @ own).abs() / (w.abs() @ own.abs())).max()) <= TOLERANCE[dtype]
+
+
+def test_two_launches_for_any_number_of_experts(monkeypatch):
+    form = gated("int8", torch.bfloat16)
+    kernel, views, launched = expert_kernel(form, silu_gate, "cuda"), slots_with_experts(form, 6), []
+    launch = triton_grouped._grouped_kernel
+
+    class Counted:
+        def __getitem__(self, grid):
+            launched.append(grid)
+            return launch[grid]
+
+    monkeypatch.setattr(triton_grouped, "_grouped_kernel", Counted())
+    x = tokens(1, 64, torch.bfloat16)
+    for experts in (1, 6):
+        launched.clear()
+        together = kernel.together(x, views[:experts])
+        assert launched == [(16, experts), (16, experts)]  # 64 rows of each matrix, 4 to a program
+        assert torch.equal(together, torch.cat([kernel(x, each) for each in views[:experts]]))
+
+
+def test_more_tokens_go_through_each_expert_alone():
+    form = gated(KINDS[0], torch.float32)
+    kernel, (views,) = expert_kernel(form, silu_gate, "cuda"), slots_with_experts(form, 1)
+    x = tokens(3, 64, torch.float32)
+    assert torch.equal(kernel(x, views), SeparateSteps(form, silu_gate, "cuda")(x, views))
+    assert isinstance(separate_steps(kernel), SeparateSteps)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        gated(None, torch.bfloat16),
+        gated(None, torch.bfloat16, last="int8"),
+        gated("int8", torch.bfloat16, Part("down_bias", (64,))),
+    ],
+    ids=["16 bits", "a matrix of 16 bits", "a bias"],
+)
+def test_other_experts_are_computed_one_by_one(form):
+    kernel, views = expert_kernel(form, silu_gate, "cuda"), slots_with_experts(form, 2)
+    assert isinstance(kernel, SeparateSteps)
+    x = tokens(1, 64, torch.bfloat16)
+    assert torch.equal(kernel.together(x, views), torch.cat([kernel(x, each) for each in views]))
+
+
+def test_a_shape_without_groups_gets_eight_bits_and_is_taken():
+    kinds = tuple(encoding_for(4, *shape, torch.float32, "rowmajor", "hqq").name for shape in ((6, 64), (5, 48)))
+    assert kinds == ("int4/rowmajor/g64", "int8")
+    check_against_single_launches(few_rows(kinds, torch.float32, (64, 48)), 2)
+
+
+if DEVICE == "cpu":  # the pretended GPU computes on the CPU, as the interpreter does
+
+    def test_a_model_gives_the_same_bits_for_every_cache(model, on_fake_gpu, monkeypatch):
+        sizes = []
+
+        class Watched(Grouped):
+            def together(self, x, views):
+                sizes.append(len(views))
+                return super().together(x, views)
+
+        def kernel(form, activation, device):
+            grouped = grouped_experts(form)
+            return Watched(grouped, activation, SeparateSteps(form, activation, "cuda"))
+
+        monkeypatch.setattr(units, "expert_kernel", kernel)
+        found, groups = [], []
+        for cache, host_slots in (("100%", 24), ("15%", 2)):
+            loaded, _ = on_fake_gpu(model, host_slots, bits=8, cache=cache, preset="lru")
+            found.append([logits(loaded, FAMILY, tokens_of_text(1, 1, seed=3)) for _ in range(2)])
+            groups.append(sizes.copy())
+            sizes.clear()
+        assert groups[0] != groups[1]
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
