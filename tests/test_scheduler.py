@@ -67,7 +67,7 @@ def test_hobbit_loads_high_low_or_nothing_on_a_miss() -> None:
 
 
 def test_frugal_fetches_four_fifths_of_the_weight_and_uses_the_rest_where_it_is() -> None:
-    scheduler, link = make("frugal", prefetch="none")
+    scheduler, link = make("frugal")
     run(scheduler, 0, [1, 2], [0.85, 0.15])
     assert keys(link, urgent=True) == [ExpertKey(0, 1, 4)]
     run(scheduler, 0, [3, 2], [0.7, 0.3])  # 0.7 of the weight before it: wanted

@@ -166,10 +166,10 @@ PRESETS: dict[str, Composition] = {
         ),
         Composition(
             "frugal",
-            "default, but what ranks behind 80 % of a token's gate weight is used where it is here and not fetched",
+            "what ranks behind 80 % of a token's gate weight is used where it is here and not fetched; no prefetch",
             "HOBBIT's skipping (2024, section 3.2) without its low precision",
-            precision="gate-score", prefetch="stacked-gates", cache="weighted", allotment="even", ahead=2,
-            weights=(0.25, 0.25, 0.25, 0.25), t1=0.8, t2=0.8,
+            precision="gate-score", cache="weighted", allotment="even", weights=(0.25, 0.25, 0.25, 0.25),
+            t1=0.8, t2=0.8,
         ),
         Composition(
             "hobbit",
