@@ -67,7 +67,7 @@ class Tiermoe:
             "preset": self.preset,
             "threads": self._common.threads,
             "batch": condition.batch,
-            "context": condition.prompt + condition.output + 1,
+            "context": condition.prompt + condition.output,
             "device": "cpu",
             **self._options,
         }
