@@ -113,23 +113,24 @@ class LayerExperts:
         for count in counts:
             ends.append((ends[-1] if ends else 0) + count)
         # the place of each choice among its token's experts in ascending order: where its output is kept for the sum
-        place = index.argsort(dim=1).argsort(dim=1).t().reshape(-1)
-        flat_weights = weights.t().reshape(-1)
+        place = index.argsort(dim=1).argsort(dim=1).t().reshape(-1)[by_expert]
+        gates = weights.t().reshape(-1)[by_expert, None]
+        token = by_expert % tokens
         complete = ends[-1] == tokens * k and not self._current.may_skip
         kept = (torch.empty if complete else torch.zeros)(
             (k, tokens, hidden.shape[1]), dtype=hidden.dtype, device=hidden.device
         )
 
-        def keep(output: torch.Tensor, rows: torch.Tensor) -> None:
-            kept[place[rows], rows % tokens] = (output * flat_weights[rows, None]).to(hidden.dtype)
+        def keep(output: torch.Tensor, rows: slice) -> None:
+            kept[place[rows], token[rows]] = (output * gates[rows]).to(hidden.dtype)
 
-        away: list[tuple[Future[torch.Tensor], torch.Tensor]] = []
+        away: list[tuple[Future[torch.Tensor], slice]] = []
         for ready in self._current.run_layer(self._routed(index, weights), hidden):
             expert = ready.expert
             if not counts[expert]:
                 continue
-            rows = by_expert[ends[expert] - counts[expert] : ends[expert]]
-            x = hidden[rows % tokens]
+            rows = slice(ends[expert] - counts[expert], ends[expert])
+            x = hidden[token[rows]]
             if ready.slot == ELSEWHERE:
                 assert self._on_cpu is not None
                 away.append((self._on_cpu(expert, ready.bits, x.cpu()), rows))
