@@ -45,11 +45,6 @@ size_t attention_workspace(const Attention *layer, size_t length, size_t threads
     return lay_out(&job, length, threads, NULL);
 }
 
-/* A block of rows, rounded, plus a block of others. */
-TARGET static void add_rows(bf16 *rows, const bf16 *others) {
-    for (size_t i = 0; i < BLOCK; i += LANES) store_bf16(rows + i, _mm512_add_ps(load_bf16(rows + i), load_bf16(others + i)));
-}
-
 /* What is small every thread computes for itself: that costs less than waiting for another. */
 static void begin_projections(void *data, size_t thread) {
     const Job *job = data;
@@ -77,7 +72,7 @@ static void project(void *data, size_t thread, size_t block) {
         if (block < blocks) {
             bf16 *out = projections[i].out + block * BLOCK;
             int4_block(projections[i].matrix, block, normed, sums, 1, out, 0);
-            if (projections[i].bias) add_rows(out, projections[i].bias + block * BLOCK);
+            if (projections[i].bias) add_rows(out, projections[i].bias + block * BLOCK, BLOCK);
             return;
         }
         block -= blocks;
@@ -201,8 +196,8 @@ static void add_output(void *data, size_t thread, size_t block) {
     const Job *job = data;
     bf16 *rows = job->step->out + block * BLOCK;
     int4_block(&job->layer->output, block, job->attended, job->sums + thread * job->sums_each, 1, rows, 0);
-    if (job->layer->output_bias) add_rows(rows, job->layer->output_bias + block * BLOCK);
-    add_rows(rows, job->step->x + block * BLOCK);
+    if (job->layer->output_bias) add_rows(rows, job->layer->output_bias + block * BLOCK, BLOCK);
+    add_rows(rows, job->step->x + block * BLOCK, BLOCK);
 }
 
 static void norm_output(void *data, size_t thread, size_t task) {

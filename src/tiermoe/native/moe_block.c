@@ -45,11 +45,6 @@ static void sort(int64_t *chosen, float *weights, size_t k) {
         }
 }
 
-TARGET static void add(const bf16 *residual, bf16 *out, size_t columns) {
-    for (size_t i = 0; i < columns; i += 16)
-        store_bf16(out + i, _mm512_add_ps(load_bf16(residual + i), load_bf16(out + i)));
-}
-
 int moe_block_run(const MoeBlock *block, const bf16 *x, const bf16 *residual, void *workspace, bf16 *out, size_t threads) {
     Room room;
     const size_t k = block->k, columns = block->columns;
@@ -65,6 +60,6 @@ int moe_block_run(const MoeBlock *block, const bf16 *x, const bf16 *residual, vo
     }
     experts_run(room.experts, k, x, 1, room.inner, room.sums, room.outputs, threads, OWN);
     experts_combine(room.rows, room.weights, k, columns, out);
-    add(residual, out, columns);
+    add_rows(out, residual, columns);
     return 1;
 }

@@ -32,6 +32,11 @@ TARGET static inline __m512 as_bf16(__m512 values) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(values)), 16));
 }
 
+/* rows (columns), rounded, plus others; columns a multiple of 16. */
+TARGET static inline void add_rows(bf16 *rows, const bf16 *others, size_t columns) {
+    for (size_t i = 0; i < columns; i += 16) store_bf16(rows + i, _mm512_add_ps(load_bf16(rows + i), load_bf16(others + i)));
+}
+
 /* Lanes whose sum is a times b; columns a multiple of 32. */
 TARGET static inline __m512 products(const bf16 *a, const bf16 *b, size_t columns) {
     __m512 sum = _mm512_setzero_ps();

@@ -22,20 +22,16 @@ class GatedExperts:
     first (2 I, H), second (H, I): matrices with `groups` weights to a scale each."""
 
     def __init__(self, first: Part, second: Part, groups: tuple[int, int]) -> None:
-        self._first, self._second, self._groups = first, second, groups
+        self._matrices = tuple(zip((first, second), groups, strict=True))
         self._hidden, self._inner = second.out_in
 
     def pack(self, views: Mapping[str, Mapping[str, Tensor]]) -> bytes:
         """What the kernel is told of the expert in a slot; valid as long as the slot lives."""
-        parts = zip((self._first, self._second), self._groups, strict=True)
-        return b"".join(matrix_of(views[part.name], *part.out_in, group) for part, group in parts)
+        return b"".join(matrix_of(views[part.name], *part.out_in, group) for part, group in self._matrices)
 
     def absent(self) -> bytes:
         """What a kernel is told in the place of an expert that is not here."""
-        return b"".join(
-            _native.matrix(0, 0, *part.out_in, group)
-            for part, group in zip((self._first, self._second), self._groups, strict=True)
-        )
+        return b"".join(_native.matrix(0, 0, *part.out_in, group) for part, group in self._matrices)
 
     def __call__(self, x: Tensor, experts: Sequence[bytes], among_others: bool) -> Tensor:
         """x (M, H) through each of the packed `experts` → (experts, M, H). among_others: in a pass of several tokens,

@@ -33,8 +33,7 @@ class SettledExperts:
         come yet, or somebody observes what is chosen."""
         if self._current.observer is not None:
             return None
-        weight = router.weight
-        result = self._kernel(weight, router.top_k, router.normalise, router.dtype, hidden, residual)
+        result = self._kernel(router.weight, router.top_k, router.normalise, router.dtype, hidden, residual)
         if result is not None:
             self._current.scheduler.controller.counts.hits += router.top_k
         return result
