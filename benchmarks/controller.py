@@ -57,7 +57,7 @@ def decide(made: Scheduler, passes: Sequence[Sequence[Routed]]) -> Callable[[], 
 
     def run() -> None:
         for layers in passes:
-            made.begin_pass(1, nothing)
+            made.begin_pass(1, nothing, "decode")
             for routed in layers:
                 for _ in made.run_layer(routed, nothing):
                     pass

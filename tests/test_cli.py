@@ -39,6 +39,7 @@ KEYS = {
     "bits": int,
     "dense_bits": int,
     "bound_tok_s": float,
+    "prefetching": str,
 }
 
 

@@ -24,6 +24,7 @@ class FakeLink:
         self.contents: dict[int, ExpertKey] = {}
         self.submitted: list[Load] = []
         self.failing = failing
+        self.time = 0.0
         self._random = random.Random(seed)
         self._urgent: list[Load] = []
         self._speculative: list[Load] = []
@@ -66,6 +67,9 @@ class FakeLink:
 
     def is_idle(self) -> bool:
         return not (self._urgent or self._speculative or self._running or self._finished)
+
+    def now(self) -> float:
+        return self.time
 
 
 def make(slots: int, **link: object) -> tuple[Controller, FakeLink]:
@@ -126,6 +130,16 @@ def test_a_layer_larger_than_the_cache_streams_through_it() -> None:
     seen = [expert for expert, *_ in controller.run_layer(0, demands(*range(9)))]
     assert sorted(seen) == list(range(9))
     assert max(load.slot for load in link.submitted) <= 1
+
+
+def test_a_group_does_not_hold_slots_that_misses_wait_for() -> None:
+    controller, link = make(3)
+    list(controller.run_layer(0, demands(0, 1, 2)))
+    assert [ready.more for ready in controller.run_layer(0, demands(0, 1, 2), grouped=True)] == [True, True, False]
+    before = len(link.submitted)
+    run = controller.run_layer(0, demands(0, 1, 2, 3), grouped=True)
+    seen = [(ready.more, len(link.submitted) - before) for ready in run]
+    assert seen[:3] == [(False, 0), (True, 1), (False, 1)]  # the first one's slot is filled while the second computes
 
 
 def test_a_damaged_expert_raises_and_the_next_request_works() -> None:

@@ -72,17 +72,17 @@ def test_every_demand_comes_once_from_its_slot_or_from_elsewhere(seed: int, slot
 
 def test_prefill_loads_and_decode_does_not() -> None:
     scheduler, link = test_scheduler.make("lru", misses="cpu")
-    scheduler.begin_pass(2, Said())
+    scheduler.begin_pass(2, Said(), "prefill")
     list(scheduler.run_layer(Routed(0, "prefill", [[0, 1], [1, 2]], [[]]), Said()))
     assert [each.expert for each in keys(link, urgent=True)] == [1, 0, 2]  # by falling number of tokens
-    scheduler.begin_pass(1, Said())
+    scheduler.begin_pass(1, Said(), "decode")
     assert [one.slot == ELSEWHERE for one in run(scheduler, 0, [1, 3], [0.5, 0.5])] == [False, True]
     assert len(link.submitted) == 3
 
 
 def test_hobbit_asks_elsewhere_in_the_precision_that_a_load_would_have() -> None:
     scheduler, link = test_scheduler.make("hobbit", bits=(4, 2), **HOBBIT, misses="cpu")
-    scheduler.begin_pass(1, Said())
+    scheduler.begin_pass(1, Said(), "decode")
     assert run(scheduler, 0, [3, 1, 2], [0.65, 0.3, 0.05]) == [Ready(1, ELSEWHERE, 2), Ready(3, ELSEWHERE, 4)]
     assert scheduler.controller.counts.skipped == 1
     assert link.submitted == []
@@ -90,7 +90,7 @@ def test_hobbit_asks_elsewhere_in_the_precision_that_a_load_would_have() -> None
 
 def test_prefetches_fill_even_a_cache_with_room_for_all() -> None:
     scheduler, link = test_scheduler.make("mixtral-offload", slots=12, misses="cpu")
-    scheduler.begin_pass(1, Said())
+    scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [0, 1], [0.5, 0.5], Said({1: [(2, 0.7), (3, 0.3)]}))
     assert keys(link, urgent=False) == [ExpertKey(1, 2, 4), ExpertKey(1, 3, 4)]
 

@@ -188,10 +188,11 @@ def test_a_block_in_one_call_is_its_separate_calls_and_waits_for_all_its_experts
     want = residual + weighted_sum(outputs, weights[0].to(dtype), order)
     block = MoeBlock(kernel.native, 5)
     for expert in chosen[0].tolist():
-        assert block(router, 3, True, dtype, x, residual) is None
+        assert block(router, 3, True, dtype, x, residual) == (None, 0)
         block.place(expert, kernel.packed(views[expert]))
-    got = block(router, 3, True, dtype, x, residual)
+    got, computed = block(router, 3, True, dtype, x, residual)
     assert got is not None
+    assert computed == 3
     assert torch.equal(got, want)
 
 
@@ -223,6 +224,8 @@ def checkpoint(directory: Path, family: str, **changes: Any) -> Path:
     heads = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     if "head_dim" in tiny.CONFIGS[family]:
         heads["head_dim"] = 32
+    inner = "moe_intermediate_size" if "moe_intermediate_size" in tiny.CONFIGS[family] else "intermediate_size"
+    heads[inner] = 64
     return tiny.write(directory, family, torch.bfloat16, **{**heads, **changes})
 
 

@@ -37,7 +37,9 @@ def test_the_five_and_frugal_are_lossy_and_the_rest_exact() -> None:
 
 def test_frugal_is_the_default_but_for_what_it_skips() -> None:
     ours, default = PRESETS["frugal"].settings(), PRESETS["default"].settings()
-    assert {name for name in ours if ours[name] != default[name]} == {"precision", "t1", "t2", "prefetch", "ahead"}
+    assert {name for name in ours if ours[name] != default[name]} == {
+        "precision", "t1", "t2", "prefetch", "ahead", "speculate",
+    }  # fmt: skip
 
 
 def test_exact_takes_every_lossy_part_out() -> None:

@@ -59,7 +59,7 @@ HOBBIT = {"t1": 0.6, "t2": 0.9, "weights": "0.25,0.25,0.25,0.25", "prefetch": "n
 
 def test_hobbit_loads_high_low_or_nothing_on_a_miss() -> None:
     scheduler, _ = make("hobbit", bits=(4, 2), **HOBBIT)
-    scheduler.begin_pass(1, Said())
+    scheduler.begin_pass(1, Said(), "decode")
     ready = run(scheduler, 0, [3, 1, 2], [0.65, 0.3, 0.05])  # s = 0, .65, .95
     assert [(one.expert, one.bits) for one in ready] == [(1, 2), (3, 4)]
     assert (scheduler.controller.counts.misses, scheduler.controller.counts.skipped) == (2, 1)
@@ -77,9 +77,9 @@ def test_frugal_fetches_four_fifths_of_the_weight_and_uses_the_rest_where_it_is(
 
 def test_hobbit_uses_a_cached_copy_of_what_a_miss_would_skip() -> None:
     scheduler, _ = make("hobbit", bits=(4, 2), **HOBBIT)
-    scheduler.begin_pass(1, Said())
+    scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [2], [1.0])
-    scheduler.begin_pass(1, Said())
+    scheduler.begin_pass(1, Said(), "decode")
     ready = run(scheduler, 0, [3, 1, 2], [0.65, 0.3, 0.05])
     assert (2, 4) in [(one.expert, one.bits) for one in ready]
     assert scheduler.controller.counts.skipped == 0
@@ -88,20 +88,20 @@ def test_hobbit_uses_a_cached_copy_of_what_a_miss_would_skip() -> None:
 
 def test_hobbit_goes_on_to_the_first_layer_with_a_missing_expert() -> None:
     scheduler, link = make("hobbit", bits=(4, 2), **{**HOBBIT, "prefetch": "stacked-gates", "ahead": 2})
-    scheduler.begin_pass(1, Said())
+    scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 1, [0, 1], [0.9, 0.1])
     scheduler.controller.drain()
     said = Said({1: [(0, 0.9), (1, 0.1)], 2: [(3, 0.8), (2, 0.2)]})
-    scheduler.begin_pass(1, Said())
+    scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [0, 1], [0.9, 0.1], said)
     assert keys(link, urgent=False) == [ExpertKey(2, 3, 4), ExpertKey(2, 2, 2)]  # .8 lies before the second: low
 
 
 def test_a_prefetch_begins_before_what_is_here_is_computed() -> None:
     scheduler, link = make("mixtral-offload", slots=9)
-    scheduler.begin_pass(1, Said())
+    scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [0, 1], [0.5, 0.5])
-    scheduler.begin_pass(1, Said())
+    scheduler.begin_pass(1, Said(), "decode")
     steps = scheduler.run_layer(Routed(0, "decode", [[0, 1]], [[0.5, 0.5]]), Said({1: [(2, 0.7), (3, 0.3)]}))
     next(steps)
     assert keys(link, urgent=False) == [ExpertKey(1, 2, 4), ExpertKey(1, 3, 4)]
@@ -110,12 +110,12 @@ def test_a_prefetch_begins_before_what_is_here_is_computed() -> None:
 
 def test_a_discarded_pass_is_counted_apart_and_its_token_once() -> None:
     scheduler, _ = make("mobile")
-    scheduler.begin_pass(1, Said())
+    scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [0], [1.0])
     scheduler.discard_pass()
     assert (scheduler.controller.counts.misses, scheduler.discarded.misses) == (0, 1)
     assert scheduler.clock.token == 0
-    scheduler.begin_pass(1, Said())
+    scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [0, 1], [0.5, 0.5])
     assert (scheduler.controller.counts.hits, scheduler.controller.counts.misses) == (1, 1)
     assert scheduler.clock.token == 1
@@ -123,13 +123,13 @@ def test_a_discarded_pass_is_counted_apart_and_its_token_once() -> None:
 
 def test_the_big_pass_is_prefetched_from_before_its_first_layer() -> None:
     scheduler, link = make("mobile")
-    scheduler.begin_pass(1, Said(recalled={0: [(3, 0.6), (2, 0.4)], 1: [(1, 1.0)]}))
+    scheduler.begin_pass(1, Said(recalled={0: [(3, 0.6), (2, 0.4)], 1: [(1, 1.0)]}), "decode")
     assert keys(link, urgent=False)[:2] == [ExpertKey(0, 3, 4), ExpertKey(0, 2, 4)]
 
 
 def test_sti_fetches_the_whole_layer_and_asks_for_the_routed_alone() -> None:
     scheduler, link = make("sti", prefetch="none")
-    scheduler.begin_pass(1, Said())
+    scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [2, 1], [0.5, 0.5])
     assert {key.expert for key in keys(link, urgent=True)} == {0, 1, 2, 3}
     assert scheduler.controller.counts.misses == 2
@@ -137,7 +137,7 @@ def test_sti_fetches_the_whole_layer_and_asks_for_the_routed_alone() -> None:
 
 def test_corm_proceeds_with_what_was_predicted() -> None:
     scheduler, _ = make("lru", on_mispredict="proceed")
-    scheduler.begin_pass(1, Said())
+    scheduler.begin_pass(1, Said(), "decode")
     assert len(run(scheduler, 0, [0, 1], [0.5, 0.5])) == 2  # nothing is there: all are loaded
     assert [one.expert for one in run(scheduler, 0, [1, 2], [0.5, 0.5])] == [1]
     assert scheduler.controller.counts.skipped == 1
@@ -146,7 +146,7 @@ def test_corm_proceeds_with_what_was_predicted() -> None:
 def test_load_on_demand_never_hits() -> None:
     scheduler, _ = make("load-on-demand", slots=2)
     for _ in range(3):
-        scheduler.begin_pass(1, Said())
+        scheduler.begin_pass(1, Said(), "decode")
         for layer in range(3):
             run(scheduler, layer, [0, 1], [0.5, 0.5])
     assert scheduler.controller.counts.hits == 0
@@ -154,7 +154,7 @@ def test_load_on_demand_never_hits() -> None:
 
 def test_together_waits_for_all_loads() -> None:
     scheduler, link = make("lru", start="together")
-    scheduler.begin_pass(1, Said())
+    scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [0], [1.0])
     steps = scheduler.run_layer(Routed(0, "decode", [[0, 1, 2]], [[]]), Said())
     next(steps)
@@ -165,7 +165,7 @@ def test_together_waits_for_all_loads() -> None:
 def test_a_new_sequence_forgets_what_is_recorded_per_sequence() -> None:
     scheduler, _ = make("lru", slots=2, cache="lfu", records="sequence")
     for _ in range(3):
-        scheduler.begin_pass(1, Said())
+        scheduler.begin_pass(1, Said(), "decode")
         run(scheduler, 0, [0], [1.0])
     run(scheduler, 0, [1], [1.0])
     scheduler.new_sequence()

@@ -116,11 +116,11 @@ class _Noting:
 
     def __init__(self, current: Any) -> None:
         self.seen: list[tuple[str, int]] = []
-        self._current, self._scheduler = current, current.scheduler
+        self._scheduler = current.scheduler
 
-    def begin_pass(self, tokens: int, forecasts: Any, first: int = 0) -> None:
-        self.seen.append((self._current.phase, first))
-        self._scheduler.begin_pass(tokens, forecasts, first)
+    def begin_pass(self, tokens: int, forecasts: Any, phase: str, first: int = 0) -> None:
+        self.seen.append((phase, first))
+        self._scheduler.begin_pass(tokens, forecasts, phase, first)
 
     def new_sequence(self) -> None:
         self.seen.append(("new sequence", 0))

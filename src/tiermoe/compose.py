@@ -20,6 +20,7 @@ from tiermoe.policy.pools import Pools
 from tiermoe.policy.precision import PRECISIONS, PrecisionContext
 from tiermoe.policy.prediction import PREDICTIONS, Paths, PredictionContext, paths_from_json
 from tiermoe.policy.prediction.context import Future, HashTable
+from tiermoe.policy.prediction.worth import PrefetchTrial
 from tiermoe.presets import Composition
 from tiermoe.profiles import Profile
 from tiermoe.scheduler import Scheduler
@@ -182,8 +183,9 @@ def assemble(
     on_cpu = composition.misses == "cpu"
     prediction = _prediction_context(composition, shape, found, foresight)
     predictor = PREDICTIONS[composition.prefetch](prediction)
+    predicts = composition.prefetch != "none"
     if held and not on_cpu:  # where nothing leaves, a prediction would save next to nothing; misses=cpu brings nothing
-        predictor = PREDICTIONS["none"](prediction)
+        predictor, predicts = PREDICTIONS["none"](prediction), False
     return Scheduler(
         Controller(pools, link, loaded[0]),
         clock,
@@ -197,6 +199,7 @@ def assemble(
         proceed=composition.on_mispredict == "proceed",
         elsewhere=on_cpu,
         settles=held and not on_cpu and composition.routing == "all",
+        trial=PrefetchTrial() if predicts and composition.speculate == "measured" else None,
     )
 
 

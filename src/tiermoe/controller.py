@@ -75,8 +75,9 @@ class Controller:
         begin). together: computing starts when all loads are there, as far as the slots allow (HOBBIT). elsewhere: what
         tokens need and is neither here nor on its way is not loaded; it is yielded with the slot ELSEWHERE in the
         precision demanded, before all else, so that its computing begins before this device is given work (HOBBIT,
-        section 4, CPU-GPU cooperative computing). grouped: all that is here is one group (a token's experts are
-        computed in one call); else each expert is one, so that its slot is free for a load as soon as it is computed.
+        section 4, CPU-GPU cooperative computing). grouped: all that is here is one group (the experts of few tokens
+        are computed in one call); else, and while misses wait for slots, each expert is one, so that its slot is free
+        for a load as soon as it is computed.
         Raises LoadError where an expert cannot be read; the controller stays usable."""
         run = _LayerRun(self, layer, demands, speculate, elsewhere)
         try:
@@ -178,7 +179,7 @@ class _LayerRun:
         while self._here or self._awaited or self._missing:
             self._begin_speculation()
             if self._here:
-                group = [self._here.popleft() for _ in range(len(self._here) if grouped else 1)]
+                group = [self._here.popleft() for _ in range(len(self._here) if grouped and not self._missing else 1)]
                 for key in group:
                     yield self._use(key, more=key is not group[-1])
                 for key in group:

@@ -33,3 +33,6 @@ class Link(Protocol):
 
     def is_idle(self) -> bool:
         """True when nothing is queued, under way or waiting to be taken."""
+
+    def now(self) -> float:
+        """Seconds since some moment, by the clock in which loads take their time."""

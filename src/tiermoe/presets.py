@@ -20,6 +20,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "none", "next-gate", "stacked-gates", "percentile", "path", "frequent", "recalled", "neurons", "layer", "hash",
         "oracle",
     ),
+    "speculate": ("always", "measured"),
     "cache": ("none", "all", "lru", "fifo", "random", "lfu", "lhu", "fld", "weighted", "distance", "arc", "belady"),
     "allotment": ("pool", "even", "shallow"),
     "records": ("model", "sequence"),
@@ -50,6 +51,8 @@ class Composition:
     the active experts is low (Fate); 'table' bits per expert from the profile (EdgeMoE, CORM).
     prefetch: see `policy/prediction/`. `ahead`: layers ahead. `percentile`: predicted weights above it are fetched,
     `window` at most in decode (Fate). `path`: previous layers that make a path (EdgeMoE 2, EAP 1).
+    speculate: 'measured' prefetches in decode only where passes are measured to be faster for it, and goes on measuring
+    (`policy/prediction/worth.py`); prefill always prefetches. By itself it changes no token.
     cache: eviction policy; 'none' room for one layer's K, 'all' every expert stays. `weights`: of recency, frequency,
     high-precision frequency and distance. `records`: forgotten at each sequence or kept for the model.
     allotment: 'pool' one for all layers, 'even' the same for each, 'shallow' all of the layers below `boundary` first;
@@ -75,6 +78,7 @@ class Composition:
     routing: str = "all"
     precision: str = "fixed"
     prefetch: str = "none"
+    speculate: str = "always"
     cache: str = "lru"
     allotment: str = "pool"
     records: str = "model"
@@ -160,9 +164,10 @@ PRESETS: dict[str, Composition] = {
     for preset in (
         Composition(
             "default",
-            "exact: in each layer recency and frequency decide who leaves, the next two layers' routers who comes",
+            "exact: recency and uses decide who leaves a layer, the next two's routers who comes if that is faster",
             "the best exact composition measured, docs/systems.md",
-            prefetch="stacked-gates", cache="weighted", allotment="even", ahead=2, weights=(0.25, 0.25, 0.25, 0.25),
+            prefetch="stacked-gates", speculate="measured", cache="weighted", allotment="even", ahead=2,
+            weights=(0.25, 0.25, 0.25, 0.25),
         ),
         Composition(
             "frugal",

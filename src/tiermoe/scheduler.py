@@ -11,7 +11,8 @@ from tiermoe.controller import Controller, Counts
 from tiermoe.policy.clock import Clock
 from tiermoe.policy.precision import Precision
 from tiermoe.policy.prediction.protocol import Forecasts, Prediction
-from tiermoe.types import Demand, ExpertKey, Ready, Routed
+from tiermoe.policy.prediction.worth import PrefetchTrial
+from tiermoe.types import FEW_TOKENS, Demand, ExpertKey, Ready, Routed
 
 
 @dataclass(slots=True)
@@ -22,7 +23,8 @@ class Scheduler:
     not; `experts` is how many each layer has. proceed: a layer runs with the experts that were predicted, where any
     were (CORM's misprediction). elsewhere: in decode, misses are computed elsewhere and not loaded (HOBBIT, section 4,
     cooperative computing). settles: what has come stays, in the one precision there is, and nothing is predicted: where
-    all that a token chose has come there is nothing to decide.
+    all that a token chose has come there is nothing to decide. trial: says which decode passes prefetch, by what they
+    take from `begin_pass` to the end of the last layer; None: all do, as prefills always do.
     """
 
     controller: Controller
@@ -37,9 +39,17 @@ class Scheduler:
     proceed: bool = False
     elsewhere: bool = False
     settles: bool = False
+    trial: PrefetchTrial | None = None
     discarded: Counts = field(default_factory=Counts)
     _before_pass: Counts = field(default_factory=Counts)
     _pass_tokens: int = 0
+    _began: float | None = None  # when the running pass did, where the trial is told
+    _took: float | None = None  # by the last one, a token, until it is known not to be discarded
+
+    @property
+    def prefetching(self) -> str:
+        """What the trial has decided, with its figures; empty where there is none or it has not ended."""
+        return str(self.trial or "")
 
     def new_sequence(self) -> None:
         """Another request begins: records that are kept per sequence are forgotten."""
@@ -47,12 +57,13 @@ class Scheduler:
         self.prediction.new_sequence()
         self.controller.cache.new_sequence()
 
-    def begin_pass(self, tokens: int, forecasts: Forecasts, first: int = 0) -> None:
-        """A forward pass over `tokens` tokens begins (all rows of a batch counted). first: its first MoE layer, not 0
-        in a decoder behind an encoder."""
+    def begin_pass(self, tokens: int, forecasts: Forecasts, phase: str, first: int = 0) -> None:
+        """A forward pass over `tokens` tokens begins (all rows of a batch counted). phase: 'prefill' or 'decode'.
+        first: its first MoE layer, not 0 in a decoder behind an encoder."""
         self._before_pass = self.controller.counts.copy()
         self._pass_tokens = tokens
         self.clock.advance(tokens)
+        self._begin_timing(phase)
         self._prefetch(first - 1, forecasts)
 
     def discard_pass(self) -> None:
@@ -62,6 +73,7 @@ class Scheduler:
         self.discarded.add(passed)
         self.controller.counts = self._before_pass.copy()
         self.clock.token -= self._pass_tokens
+        self._took = None
 
     def run_layer(self, routed: Routed, forecasts: Forecasts) -> Iterator[Ready]:
         """Yields the experts of a layer as they can be computed (`Controller.run_layer`)."""
@@ -73,8 +85,18 @@ class Scheduler:
             self._prefetch(routed.layer, forecasts)
 
         elsewhere = self.elsewhere and routed.phase == "decode"
-        one_token = len(routed.experts) == 1
-        yield from self.controller.run_layer(routed.layer, demands, speculate, self.together, elsewhere, one_token)
+        few = len(routed.experts) <= FEW_TOKENS
+        yield from self.controller.run_layer(routed.layer, demands, speculate, self.together, elsewhere, few)
+        if self._began is not None and routed.layer == len(self.experts) - 1:
+            self._took = (self.controller.link.now() - self._began) / self._pass_tokens
+
+    def _begin_timing(self, phase: str) -> None:
+        if self.trial is None:
+            return
+        if self._took is not None:
+            self.trial.note(self._took)
+            self._took = None
+        self._began = self.controller.link.now() if phase == "decode" else None
 
     def _demands(self, routed: Routed) -> list[Demand]:
         demands = self.precision.demands(routed)
@@ -99,6 +121,8 @@ class Scheduler:
         return [demand if there(demand) else Demand(demand.expert, demand.tokens, 0) for demand in demands]
 
     def _prefetch(self, layer: int, forecasts: Forecasts) -> None:
+        if self.trial is not None and self._began is not None and not self.trial.on:
+            return
         cache, precision = self.controller.cache, self.precision
 
         def bits_of(target: int, expert: int) -> int:

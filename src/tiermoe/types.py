@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+FEW_TOKENS = 64
+"""At most so many tokens are computed in few calls: sequences decoded together, a short prompt."""
+
 
 class ExpertKey(NamedTuple):
     """What a cache holds: one expert of one MoE layer in one precision.

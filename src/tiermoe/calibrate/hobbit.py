@@ -132,7 +132,7 @@ class _Penalty:
                 sequence = step.sequence
                 scheduler.new_sequence()
             forecasts = Recorded(step)
-            scheduler.begin_pass(step.size, forecasts)
+            scheduler.begin_pass(step.size, forecasts, step.phase)
             for layer, traced in enumerate(step.layers):
                 if traced.experts:
                     for _ in scheduler.run_layer(step.routed(layer), forecasts):

@@ -152,4 +152,5 @@ def _stats(stats: dict[str, Any]) -> str:
         f"hit rate {stats['hit_rate']:.1%} ({stats['expert_hits']} hits, {stats['expert_misses']} misses), "
         f"{format_size(stats['bytes_read'])} read, waited {stats['wait_s']:.1f} s, "
         f"peak memory {format_size(stats['peak_memory_bytes'])} of {format_size(stats['memory_budget_bytes'])}"
+        + (f", prefetching {stats['prefetching']}" if stats["prefetching"] else "")
     )

@@ -68,4 +68,6 @@ def summary(report: Report) -> str:
         f"{format_size(report.bytes_read)} read",
         f"peak memory {format_size(report.peak_memory_bytes)} of {format_size(report.memory_budget_bytes)}",
     ]
+    if report.prefetching:
+        parts.append(f"prefetching {report.prefetching}")
     return "[" + ", ".join(parts) + "]"

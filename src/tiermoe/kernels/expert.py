@@ -96,6 +96,11 @@ class InOneCall:
     def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
         return self.native(x, [self.packed(each) for each in views], among_others=False)[:, 0]
 
+    def apart(self, x: torch.Tensor, counts: list[int], views: Sequence[Views], alone: bool) -> torch.Tensor:
+        """Several experts of rows of their own in one call: counts[i] of x (M, hidden), one after the other, are the
+        i-th's → (M, hidden), the values that a call for each gives. alone: little of torch's runs beside it."""
+        return self.native.apart(x, counts, [self.packed(each) for each in views], among_others=not alone)
+
     def packed(self, views: Views) -> bytes:
         """What the native kernel is told of the expert."""
         if not isinstance(views, SlotViews):

@@ -1,5 +1,7 @@
 #include "expert.h"
 
+#include <string.h>
+
 #include "product.h"
 #include "target.h"
 #include "vector.h"
@@ -7,9 +9,8 @@
 enum { TOKENS = 64 }; /* whose gate and up values of a block are kept on the stack */
 
 typedef struct {
-    const Expert *experts;
-    size_t count, tokens;
-    Sums x, inner; /* of the tokens, and of what is between the matrices: (count, tokens, I) */
+    const Share *shares;
+    Sums x, inner; /* of the tokens, and of what is between the matrices: (results, I) */
     bf16 *out;
 } Job;
 
@@ -33,17 +34,18 @@ static void begin_first(void *data, size_t thread) { sums_begin(&((Job *)data)->
 /* A block of the inner values of one expert. */
 static void first(void *data, size_t thread, size_t task) {
     const Job *job = data;
-    const size_t inner = job->experts->first.rows / 2, expert = task / (inner / BLOCK), block = task % (inner / BLOCK);
-    const Int4 *matrix = &job->experts[expert].first;
+    const size_t inner = job->inner.matrix->columns, blocks = inner / BLOCK, block = task % blocks;
+    const Share *share = &job->shares[task / blocks];
+    const Int4 *matrix = &share->expert.first;
     const size_t groups = matrix->columns / matrix->group;
     bf16 gate[TOKENS][BLOCK], up[TOKENS][BLOCK];
-    for (size_t m = 0; m < job->tokens; m += TOKENS) {
-        const size_t tokens = job->tokens - m < TOKENS ? job->tokens - m : TOKENS;
-        const bf16 *x = job->x.x + m * matrix->columns;
-        const float *sums = sums_of(&job->x, thread) + m * groups;
+    for (size_t m = 0; m < share->tokens; m += TOKENS) {
+        const size_t tokens = share->tokens - m < TOKENS ? share->tokens - m : TOKENS, row = share->from + m;
+        const bf16 *x = job->x.x + row * matrix->columns;
+        const float *sums = sums_of(&job->x, thread) + row * groups;
         int4_block(matrix, block, x, sums, tokens, gate[0], BLOCK);
-        int4_block(matrix, block + inner / BLOCK, x, sums, tokens, up[0], BLOCK);
-        gate_rows(gate, up, tokens, (bf16 *)job->inner.x + (expert * job->tokens + m) * inner + block * BLOCK, inner);
+        int4_block(matrix, block + blocks, x, sums, tokens, up[0], BLOCK);
+        gate_rows(gate, up, tokens, (bf16 *)job->inner.x + (share->to + m) * inner + block * BLOCK, inner);
     }
 }
 
@@ -56,23 +58,22 @@ static void begin_second(void *data, size_t thread) { sums_begin(&((Job *)data)-
 
 static void second(void *data, size_t thread, size_t task) {
     const Job *job = data;
-    const size_t blocks = job->experts->second.rows / BLOCK, expert = task / blocks, block = task % blocks;
-    const Int4 *matrix = &job->experts[expert].second;
-    const size_t begin = expert * job->tokens;
-    int4_block(matrix, block, job->inner.x + begin * matrix->columns,
-               sums_of(&job->inner, thread) + begin * (matrix->columns / matrix->group), job->tokens,
-               job->out + begin * matrix->rows + block * BLOCK, matrix->rows);
+    const size_t blocks = job->inner.matrix->rows / BLOCK, block = task % blocks;
+    const Share *share = &job->shares[task / blocks];
+    const Int4 *matrix = &share->expert.second;
+    int4_block(matrix, block, job->inner.x + share->to * matrix->columns,
+               sums_of(&job->inner, thread) + share->to * (matrix->columns / matrix->group), share->tokens,
+               job->out + share->to * matrix->rows + block * BLOCK, matrix->rows);
 }
 
-size_t experts_sums(const Expert *experts, size_t count, size_t tokens, size_t threads) {
-    return sums_room(&experts->first, tokens, threads) + sums_room(&experts->second, count * tokens, threads);
+size_t experts_sums(const Expert *expert, size_t rows, size_t results, size_t threads) {
+    return sums_room(&expert->first, rows, threads) + sums_room(&expert->second, results, threads);
 }
 
-void experts_run(const Expert *experts, size_t count, const bf16 *x, size_t tokens, bf16 *inner, float *sums, bf16 *out,
-                 size_t threads, Pool pool) {
-    const Int4 *up = &experts->first, *down = &experts->second;
-    Job job = {experts, count, tokens, {up, x, tokens, sums}, {down, inner, count * tokens, NULL}, out};
-    job.inner.room = sums + sums_room(up, tokens, threads);
+void experts_run(const Share *shares, size_t count, const bf16 *x, size_t rows, size_t results, bf16 *inner, float *sums,
+                 bf16 *out, size_t threads, Pool pool) {
+    const Int4 *up = &shares->expert.first, *down = &shares->expert.second;
+    Job job = {shares, {up, x, rows, sums}, {down, inner, results, sums + sums_room(up, rows, threads)}, out};
     const Phase phases[] = {
         {NULL, sum_x, sums_tasks(&job.x)},
         {begin_first, first, count * (up->rows / 2 / BLOCK)},
@@ -83,7 +84,8 @@ void experts_run(const Expert *experts, size_t count, const bf16 *x, size_t toke
 }
 
 TARGET void experts_combine(const bf16 *const *rows, const float *weights, size_t count, size_t columns, bf16 *out) {
-    for (size_t i = 0; i < columns; i += 16) {
+    if (!count) memset(out, 0, columns * sizeof *out);
+    for (size_t i = 0; count && i < columns; i += 16) {
         __m512 total = as_bf16(_mm512_mul_ps(load_bf16(rows[0] + i), _mm512_set1_ps(weights[0])));
         for (size_t e = 1; e < count; e++) {
             const __m512 value = as_bf16(_mm512_mul_ps(load_bf16(rows[e] + i), _mm512_set1_ps(weights[e])));

@@ -10,16 +10,22 @@ typedef struct {
     Int4 second; /* (H, I) */
 } Expert;
 
-/* out (count, tokens, H) = every expert of the same tokens x (tokens, H), all experts of one shape. Each value is rounded
- * to bfloat16 where the separate operations round it. inner: room for count * tokens * I values; sums: for
- * experts_sums(...) floats. */
-void experts_run(const Expert *experts, size_t count, const bf16 *x, size_t tokens, bf16 *inner, float *sums, bf16 *out,
-                 size_t threads, Pool pool);
+/* An expert and the tokens that it computes: `tokens` rows of x from row `from` on, whose results are rows of out from
+ * row `to` on. */
+typedef struct {
+    Expert expert;
+    size_t from, tokens, to;
+} Share;
+
+/* out (results, H) = experts, all of one shape, of their rows of x (rows, H). Each value is rounded to bfloat16 where the
+ * separate operations round it. inner: room for results * I values; sums: for experts_sums(...) floats. */
+void experts_run(const Share *shares, size_t count, const bf16 *x, size_t rows, size_t results, bf16 *inner, float *sums,
+                 bf16 *out, size_t threads, Pool pool);
 
 /* Floats that experts_run needs as `sums`. */
-size_t experts_sums(const Expert *experts, size_t count, size_t tokens, size_t threads);
+size_t experts_sums(const Expert *expert, size_t rows, size_t results, size_t threads);
 
-/* out (H) = sum of weights[i] * rows[i] (H), in their order, rounded after each step. */
+/* out (H) = sum of weights[i] * rows[i] (H), in their order, rounded after each step; 0 where there are none. */
 void experts_combine(const bf16 *const *rows, const float *weights, size_t count, size_t columns, bf16 *out);
 
 #endif

@@ -71,21 +71,48 @@ static PyObject *product(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* Lists each expert in `bytes` with its tokens: `counts` says how many consecutive rows of x each has; None: all have the
+ * same `rows`. To be freed; NULL with an exception where they do not fit. */
+static Share *shares_of(const char *bytes, Py_ssize_t length, PyObject *counts, size_t rows) {
+    const size_t experts = (size_t)length / sizeof(Expert);
+    if (length == 0 || length % (Py_ssize_t)sizeof(Expert))
+        return PyErr_Format(PyExc_ValueError, "%zd bytes are not whole experts of %zu", length, sizeof(Expert)), NULL;
+    if (counts != Py_None && (!PyList_Check(counts) || (size_t)PyList_GET_SIZE(counts) != experts))
+        return PyErr_Format(PyExc_ValueError, "counts must be None or a list of %zu", experts), NULL;
+    Share *shares = PyMem_RawMalloc(experts * sizeof *shares);
+    if (!shares) return PyErr_NoMemory(), NULL;
+    size_t from = 0, to = 0;
+    for (size_t e = 0; e < experts; e++) {
+        const size_t tokens = counts == Py_None ? rows : PyLong_AsSize_t(PyList_GET_ITEM(counts, (Py_ssize_t)e));
+        memcpy(&shares[e].expert, bytes + e * sizeof(Expert), sizeof(Expert));
+        shares[e].from = from, shares[e].to = to, shares[e].tokens = tokens;
+        to += tokens;
+        if (counts != Py_None) from += tokens;
+    }
+    if (!PyErr_Occurred() && counts != Py_None && from != rows)
+        PyErr_Format(PyExc_ValueError, "counts of %zu rows in all for %zu rows", from, rows);
+    if (!PyErr_Occurred()) return shares;
+    PyMem_RawFree(shares);
+    return NULL;
+}
+
 static PyObject *experts(PyObject *self, PyObject *args) {
     const char *bytes;
-    Py_ssize_t length, tokens;
+    Py_ssize_t length, rows;
+    PyObject *counts;
     Address x, inner, sums, out;
     unsigned threads;
     int torchs;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y#KnKKKIp", &bytes, &length, &x, &tokens, &inner, &sums, &out, &threads, &torchs))
+    if (!PyArg_ParseTuple(args, "y#OKnKKKIp", &bytes, &length, &counts, &x, &rows, &inner, &sums, &out, &threads, &torchs))
         return NULL;
-    if (length == 0 || length % (Py_ssize_t)sizeof(Expert))
-        return PyErr_Format(PyExc_ValueError, "%zd bytes are not whole experts of %zu", length, sizeof(Expert));
+    Share *shares = shares_of(bytes, length, counts, (size_t)rows);
+    if (!shares) return NULL;
+    const size_t count = (size_t)length / sizeof(Expert), results = shares[count - 1].to + shares[count - 1].tokens;
     Py_BEGIN_ALLOW_THREADS
-    experts_run((const Expert *)bytes, (size_t)length / sizeof(Expert), at(x), (size_t)tokens, at(inner), at(sums), at(out),
-                threads, torchs ? TORCHS : OWN);
+    experts_run(shares, count, at(x), (size_t)rows, results, at(inner), at(sums), at(out), threads, torchs ? TORCHS : OWN);
     Py_END_ALLOW_THREADS
+    PyMem_RawFree(shares);
     Py_RETURN_NONE;
 }
 
@@ -98,8 +125,8 @@ static PyObject *combine(PyObject *self, PyObject *args) {
     (void)self;
     if (!PyArg_ParseTuple(args, "O!O!nK", &PyList_Type, &rows, &PyList_Type, &weights, &columns, &out)) return NULL;
     const Py_ssize_t count = PyList_GET_SIZE(rows);
-    if (count < 1 || count > MOST_EXPERTS || PyList_GET_SIZE(weights) != count)
-        return PyErr_Format(PyExc_ValueError, "%zd rows and %zd weights: 1 to %d of each, as many of one as of the other",
+    if (count > MOST_EXPERTS || PyList_GET_SIZE(weights) != count)
+        return PyErr_Format(PyExc_ValueError, "%zd rows and %zd weights: at most %d of each, as many of one as of the other",
                             count, PyList_GET_SIZE(weights), MOST_EXPERTS);
     for (Py_ssize_t i = 0; i < count; i++) {
         addresses[i] = at(PyLong_AsUnsignedLongLong(PyList_GET_ITEM(rows, i)));
@@ -112,20 +139,23 @@ static PyObject *combine(PyObject *self, PyObject *args) {
 
 static PyObject *logits(PyObject *self, PyObject *args) {
     Address weight, x, out;
-    Py_ssize_t experts, columns;
+    Py_ssize_t experts, columns, tokens;
     (void)self;
-    if (!PyArg_ParseTuple(args, "KKnnK", &weight, &x, &experts, &columns, &out)) return NULL;
-    route_logits(at(weight), at(x), (size_t)experts, (size_t)columns, at(out));
+    if (!PyArg_ParseTuple(args, "KKnnnK", &weight, &x, &tokens, &experts, &columns, &out)) return NULL;
+    for (Py_ssize_t t = 0; t < tokens; t++)
+        route_logits(at(weight), (bf16 *)at(x) + t * columns, (size_t)experts, (size_t)columns, (bf16 *)at(out) + t * experts);
     Py_RETURN_NONE;
 }
 
 static PyObject *choose(PyObject *self, PyObject *args) {
     Address logits, chosen, weights;
-    Py_ssize_t experts, k;
+    Py_ssize_t experts, k, tokens;
     int normalise;
     (void)self;
-    if (!PyArg_ParseTuple(args, "KnnpKK", &logits, &experts, &k, &normalise, &chosen, &weights)) return NULL;
-    route_choose(at(logits), (size_t)experts, (size_t)k, normalise, at(chosen), at(weights));
+    if (!PyArg_ParseTuple(args, "KnnnpKK", &logits, &tokens, &experts, &k, &normalise, &chosen, &weights)) return NULL;
+    for (Py_ssize_t t = 0; t < tokens; t++)
+        route_choose((bf16 *)at(logits) + t * experts, (size_t)experts, (size_t)k, normalise, (int64_t *)at(chosen) + t * k,
+                     (float *)at(weights) + t * k);
     Py_RETURN_NONE;
 }
 
@@ -138,33 +168,36 @@ static int is_table(const Py_buffer *table, Py_ssize_t count, Py_ssize_t k) {
 
 static PyObject *block_workspace(PyObject *self, PyObject *args) {
     Py_buffer table;
-    Py_ssize_t count, k;
+    Py_ssize_t count, k, tokens;
     unsigned threads;
+    size_t bytes = 0;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y*nnI", &table, &count, &k, &threads)) return NULL;
-    const size_t bytes = is_table(&table, count, k) ? moe_block_workspace(table.buf, (size_t)count, (size_t)k, threads) : 0;
+    if (!PyArg_ParseTuple(args, "y*nnnI", &table, &count, &k, &tokens, &threads)) return NULL;
+    if (is_table(&table, count, k))
+        bytes = moe_block_workspace(table.buf, (size_t)count, (size_t)k, (size_t)tokens, threads);
     PyBuffer_Release(&table);
     return bytes ? PyLong_FromSize_t(bytes) : NULL;
 }
 
 static PyObject *block(PyObject *self, PyObject *args) {
     Py_buffer table;
-    Py_ssize_t count, k, columns;
+    Py_ssize_t count, k, columns, tokens;
     Address router, x, residual, workspace, out;
     unsigned threads;
-    int normalise, round_weights, done = -1;
+    int normalise, round_weights, fits;
+    size_t computed = 0;
     (void)self;
-    if (!PyArg_ParseTuple(args, "Ky*nnnppKKKKI", &router, &table, &count, &k, &columns, &normalise, &round_weights, &x,
-                          &residual, &workspace, &out, &threads))
+    if (!PyArg_ParseTuple(args, "Ky*nnnppKKnKKI", &router, &table, &count, &k, &columns, &normalise, &round_weights, &x,
+                          &residual, &tokens, &workspace, &out, &threads))
         return NULL;
-    if (is_table(&table, count, k)) {
+    if ((fits = is_table(&table, count, k))) {
         const MoeBlock packed = {at(router), table.buf, (size_t)count, (size_t)k, (size_t)columns, normalise, round_weights};
         Py_BEGIN_ALLOW_THREADS
-        done = moe_block_run(&packed, at(x), at(residual), at(workspace), at(out), threads);
+        computed = moe_block_run(&packed, at(x), at(residual), (size_t)tokens, at(workspace), at(out), threads);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&table);
-    return done < 0 ? NULL : PyBool_FromLong(done);
+    return fits ? PyLong_FromSize_t(computed) : NULL;
 }
 
 static PyObject *widen_codes(PyObject *self, PyObject *args) {
@@ -181,10 +214,13 @@ static PyObject *widen_codes(PyObject *self, PyObject *args) {
 static PyObject *norm(PyObject *self, PyObject *args) {
     Address x, weight, out;
     float epsilon;
-    Py_ssize_t width;
+    Py_ssize_t width, tokens;
     (void)self;
-    if (!PyArg_ParseTuple(args, "KKfnK", &x, &weight, &epsilon, &width, &out)) return NULL;
-    norm_apply(at(x), at(weight), norm_scale(at(x), (size_t)width, epsilon), (size_t)width, at(out));
+    if (!PyArg_ParseTuple(args, "KKfnnK", &x, &weight, &epsilon, &tokens, &width, &out)) return NULL;
+    for (Py_ssize_t t = 0; t < tokens; t++) {
+        const bf16 *token = (bf16 *)at(x) + t * width;
+        norm_apply(token, at(weight), norm_scale(token, (size_t)width, epsilon), (size_t)width, (bf16 *)at(out) + t * width);
+    }
     Py_RETURN_NONE;
 }
 
@@ -213,28 +249,29 @@ static PyObject *attention(PyObject *self, PyObject *args) {
 
 static PyObject *workspace(PyObject *self, PyObject *args) {
     const char *bytes;
-    Py_ssize_t length, positions;
+    Py_ssize_t length, sequences, positions;
     unsigned threads;
     Attention layer;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y#nI", &bytes, &length, &positions, &threads)) return NULL;
+    if (!PyArg_ParseTuple(args, "y#nnI", &bytes, &length, &sequences, &positions, &threads)) return NULL;
     if (!take(bytes, length, &layer, sizeof layer)) return NULL;
-    return PyLong_FromSize_t(attention_workspace(&layer, (size_t)positions, threads));
+    return PyLong_FromSize_t(attention_workspace(&layer, (size_t)sequences, (size_t)positions, threads));
 }
 
 static PyObject *attend(PyObject *self, PyObject *args) {
     const char *bytes;
-    Py_ssize_t length, room, positions;
-    Address workspace, x, cos, sin, keys, values, out, normed;
+    Py_ssize_t length, sequences, room, positions;
+    Address workspace, x, cos, sin, first, keys, values, out, normed;
+    int one_position;
     unsigned threads;
     Attention layer;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y#KKKKKKnnKKI", &bytes, &length, &workspace, &x, &cos, &sin, &keys, &values, &room,
-                          &positions, &out, &normed, &threads))
+    if (!PyArg_ParseTuple(args, "y#KnKKKpKKKnnKKI", &bytes, &length, &workspace, &sequences, &x, &cos, &sin, &one_position,
+                          &first, &keys, &values, &room, &positions, &out, &normed, &threads))
         return NULL;
     if (!take(bytes, length, &layer, sizeof layer)) return NULL;
-    const Step step = {at(x),  at(cos), at(sin), at(keys), at(values), (size_t)room, (size_t)positions,
-                       at(out), at(normed)};
+    const Step step = {(size_t)sequences, at(x), at(cos), at(sin), one_position, at(first), at(keys), at(values), (size_t)room,
+                       (size_t)positions, at(out), at(normed)};
     Py_BEGIN_ALLOW_THREADS
     attention_run(&layer, &step, at(workspace), threads);
     Py_END_ALLOW_THREADS
@@ -243,15 +280,14 @@ static PyObject *attend(PyObject *self, PyObject *args) {
 
 static PyObject *sums(PyObject *self, PyObject *args) {
     const char *bytes;
-    Py_ssize_t length, tokens;
+    Py_ssize_t length, rows, results;
     unsigned threads;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y#nI", &bytes, &length, &tokens, &threads)) return NULL;
-    if (length == sizeof(Int4)) return PyLong_FromSize_t(sizeof(float) * sums_room((const Int4 *)bytes, (size_t)tokens, threads));
-    if (length == 0 || length % (Py_ssize_t)sizeof(Expert))
-        return PyErr_Format(PyExc_ValueError, "%zd bytes are neither a matrix nor experts", length);
-    return PyLong_FromSize_t(
-        sizeof(float) * experts_sums((const Expert *)bytes, (size_t)length / sizeof(Expert), (size_t)tokens, threads));
+    if (!PyArg_ParseTuple(args, "y#nnI", &bytes, &length, &rows, &results, &threads)) return NULL;
+    if (length == sizeof(Int4)) return PyLong_FromSize_t(sizeof(float) * sums_room((const Int4 *)bytes, (size_t)rows, threads));
+    if (length != sizeof(Expert))
+        return PyErr_Format(PyExc_ValueError, "%zd bytes are neither a matrix nor an expert", length);
+    return PyLong_FromSize_t(sizeof(float) * experts_sums((const Expert *)bytes, (size_t)rows, (size_t)results, threads));
 }
 
 static PyMethodDef methods[] = {
@@ -259,22 +295,23 @@ static PyMethodDef methods[] = {
     {"join_team", join_team, METH_VARARGS, "join_team(path) -> whether the loaded OpenMP runtime at path can be used"},
     {"matrix", matrix, METH_VARARGS, "matrix(codes, scales, rows, columns, group) -> bytes of an Int4"},
     {"product", product, METH_VARARGS, "product(matrix, x, tokens, sums, out, threads, torchs)"},
-    {"experts", experts, METH_VARARGS, "experts(experts, x, tokens, inner, sums, out, threads, torchs)"},
+    {"experts", experts, METH_VARARGS, "experts(experts, counts, x, rows, inner, sums, out, threads, torchs)"},
     {"combine", combine, METH_VARARGS, "combine(rows, weights, columns, out)"},
-    {"logits", logits, METH_VARARGS, "logits(weight, x, experts, columns, out)"},
-    {"choose", choose, METH_VARARGS, "choose(logits, experts, k, normalise, chosen, weights)"},
-    {"block_workspace", block_workspace, METH_VARARGS, "block_workspace(experts, count, k, threads) -> bytes that block needs"},
+    {"logits", logits, METH_VARARGS, "logits(weight, x, tokens, experts, columns, out)"},
+    {"choose", choose, METH_VARARGS, "choose(logits, tokens, experts, k, normalise, chosen, weights)"},
+    {"block_workspace", block_workspace, METH_VARARGS, "block_workspace(experts, count, k, tokens, threads) -> bytes that block needs"},
     {"block", block, METH_VARARGS,
-     "block(router, experts, count, k, columns, normalise, round_weights, x, residual, workspace, out, threads) -> whether"
-     " all chosen experts were here"},
-    {"norm", norm, METH_VARARGS, "norm(x, weight, epsilon, width, out)"},
+     "block(router, experts, count, k, columns, normalise, round_weights, x, residual, tokens, workspace, out, threads)"
+     " -> how many experts computed, 0 where a chosen one is not here"},
+    {"norm", norm, METH_VARARGS, "norm(x, weight, epsilon, tokens, width, out)"},
     {"attention", attention, METH_VARARGS,
      "attention(query, key, value, output, biases, norm_before, norm_after, norm_query, norm_key, norm_width, heads, kv_heads,"
      " head_columns, epsilon, scale) -> bytes of an Attention"},
-    {"workspace", workspace, METH_VARARGS, "workspace(attention, positions, threads) -> bytes that attend needs"},
+    {"workspace", workspace, METH_VARARGS, "workspace(attention, sequences, positions, threads) -> bytes that attend needs"},
     {"attend", attend, METH_VARARGS,
-     "attend(attention, workspace, x, cos, sin, keys, values, room, positions, out, normed, threads)"},
-    {"sums", sums, METH_VARARGS, "sums(matrix or experts, tokens, threads) -> bytes that the call needs for sums"},
+     "attend(attention, workspace, sequences, x, cos, sin, one_position, first, keys, values, room, positions, out, normed,"
+     " threads)"},
+    {"sums", sums, METH_VARARGS, "sums(matrix or expert, rows, results, threads) -> bytes that the call needs for sums"},
     {"widen", widen_codes, METH_VARARGS, "widen(pairs, ladders, count, run, codes)"},
     {NULL, NULL, 0, NULL},
 };

@@ -1,37 +1,47 @@
 #include "moe_block.h"
 
+#include <string.h>
+
 #include "route.h"
 #include "vector.h"
 
 typedef struct {
-    bf16 *logits, *inner, *outputs;
-    int64_t *chosen;
+    const MoeBlock *block;
+    const bf16 *x;
+    bf16 *logits, *gathered, *inner, *outputs;
+    int64_t *chosen; /* (tokens, k), of each token in ascending order */
     float *weights, *sums;
-    const bf16 **rows;
-    Expert *experts;
-} Room;
+    size_t *next; /* of each expert: the row of `outputs` for its next token */
+    size_t *row;  /* of each choice: its row of `outputs` */
+    const bf16 **summands;
+    Share *shares;
+} Job;
 
 /* The parts of the workspace, each on a line of its own. */
-static size_t lay_out(Room *room, const Expert *expert, size_t count, size_t k, size_t threads, char *begin) {
+static size_t lay_out(Job *job, const Expert *expert, size_t count, size_t k, size_t tokens, size_t threads, char *begin) {
+    const size_t choices = tokens * k, rows = tokens > 1 ? choices : 1;
     char *end = begin;
-#define PART(field, n)        \
-    room->field = (void *)end; \
-    end += ((n) * sizeof *room->field + 63) / 64 * 64;
-    PART(logits, count)
-    PART(chosen, k)
-    PART(weights, k)
-    PART(rows, k)
-    PART(experts, k)
-    PART(inner, k * expert->second.columns)
-    PART(outputs, k * expert->second.rows)
-    PART(sums, experts_sums(expert, k, 1, threads))
+#define PART(field, n)       \
+    job->field = (void *)end; \
+    end += ((n) * sizeof *job->field + 63) / 64 * 64;
+    PART(logits, tokens * count)
+    PART(chosen, choices)
+    PART(weights, choices)
+    PART(next, count)
+    PART(row, choices)
+    PART(summands, k)
+    PART(shares, count < choices ? count : choices)
+    PART(gathered, tokens > 1 ? choices * expert->first.columns : 0)
+    PART(inner, choices * expert->second.columns)
+    PART(outputs, choices * expert->second.rows)
+    PART(sums, experts_sums(expert, rows, choices, threads))
 #undef PART
     return (size_t)(end - begin);
 }
 
-size_t moe_block_workspace(const Expert *expert, size_t count, size_t k, size_t threads) {
-    Room room;
-    return lay_out(&room, expert, count, k, threads, NULL);
+size_t moe_block_workspace(const Expert *expert, size_t count, size_t k, size_t tokens, size_t threads) {
+    Job job;
+    return lay_out(&job, expert, count, k, tokens, threads, NULL);
 }
 
 /* By ascending expert. */
@@ -45,21 +55,57 @@ static void sort(int64_t *chosen, float *weights, size_t k) {
         }
 }
 
-int moe_block_run(const MoeBlock *block, const bf16 *x, const bf16 *residual, void *workspace, bf16 *out, size_t threads) {
-    Room room;
-    const size_t k = block->k, columns = block->columns;
-    lay_out(&room, block->experts, block->count, k, threads, workspace);
-    route_logits(block->router, x, block->count, columns, room.logits);
-    route_choose(room.logits, block->count, k, block->normalise, room.chosen, room.weights);
-    sort(room.chosen, room.weights, k);
-    for (size_t i = 0; i < k; i++) {
-        room.experts[i] = block->experts[room.chosen[i]];
-        if (!room.experts[i].first.codes) return 0;
-        room.rows[i] = room.outputs + i * columns;
-        if (block->round_weights) room.weights[i] = from_bf16(round_bf16(room.weights[i]));
+static void route(void *data, size_t thread, size_t token) {
+    const Job *job = data;
+    const MoeBlock *block = job->block;
+    const size_t k = block->k;
+    bf16 *logits = job->logits + token * block->count;
+    int64_t *chosen = job->chosen + token * k;
+    float *weights = job->weights + token * k;
+    (void)thread;
+    route_logits(block->router, job->x + token * block->columns, block->count, block->columns, logits);
+    route_choose(logits, block->count, k, block->normalise, chosen, weights);
+    sort(chosen, weights, k);
+    for (size_t i = 0; block->round_weights && i < k; i++) weights[i] = from_bf16(round_bf16(weights[i]));
+}
+
+/* Each chosen expert with its tokens, the results one after the other; returns how many experts, 0 where one is not here.
+ * One token's row of x serves all its experts; those of several are gathered by expert. */
+static size_t share_out(Job *job, size_t tokens) {
+    const size_t choices = tokens * job->block->k, columns = job->block->columns;
+    size_t shares = 0, begin = 0;
+    memset(job->next, 0, job->block->count * sizeof *job->next);
+    for (size_t c = 0; c < choices; c++) job->next[job->chosen[c]]++;
+    for (size_t e = 0; e < job->block->count; e++) {
+        const size_t its = job->next[e];
+        if (!its) continue;
+        if (!job->block->experts[e].first.codes) return 0;
+        job->shares[shares++] = (Share){job->block->experts[e], tokens > 1 ? begin : 0, its, begin};
+        job->next[e] = begin, begin += its;
     }
-    experts_run(room.experts, k, x, 1, room.inner, room.sums, room.outputs, threads, OWN);
-    experts_combine(room.rows, room.weights, k, columns, out);
-    add_rows(out, residual, columns);
-    return 1;
+    for (size_t c = 0; c < choices; c++) {
+        job->row[c] = job->next[job->chosen[c]]++;
+        if (tokens > 1)
+            memcpy(job->gathered + job->row[c] * columns, job->x + c / job->block->k * columns, columns * sizeof(bf16));
+    }
+    return shares;
+}
+
+size_t moe_block_run(const MoeBlock *block, const bf16 *x, const bf16 *residual, size_t tokens, void *workspace, bf16 *out,
+                  size_t threads) {
+    Job job = {.block = block, .x = x};
+    const size_t k = block->k, columns = block->columns, choices = tokens * k;
+    lay_out(&job, block->experts, block->count, k, tokens, threads, workspace);
+    const Phase routing = {NULL, route, tokens};
+    team_run(&routing, 1, &job, threads, OWN);
+    const size_t shares = share_out(&job, tokens);
+    if (!shares) return 0;
+    experts_run(job.shares, shares, tokens > 1 ? job.gathered : x, tokens > 1 ? choices : 1, choices, job.inner, job.sums,
+                job.outputs, threads, OWN);
+    for (size_t t = 0; t < tokens; t++) {
+        for (size_t i = 0; i < k; i++) job.summands[i] = job.outputs + job.row[t * k + i] * columns;
+        experts_combine(job.summands, job.weights + t * k, k, columns, out + t * columns);
+    }
+    add_rows(out, residual, tokens * columns);
+    return shares;
 }

@@ -1,4 +1,4 @@
-/* A MoE block for one token, all in one: router, the chosen experts, their weighted sum, the residual. */
+/* A MoE block for a few tokens, all in one: router, the chosen experts, their weighted sums, the residual. */
 #ifndef TIERMOE_MOE_BLOCK_H
 #define TIERMOE_MOE_BLOCK_H
 
@@ -13,10 +13,11 @@ typedef struct {
 } MoeBlock;
 
 /* Bytes of workspace. */
-size_t moe_block_workspace(const Expert *expert, size_t count, size_t k, size_t threads);
+size_t moe_block_workspace(const Expert *expert, size_t count, size_t k, size_t tokens, size_t threads);
 
-/* out (H) = residual + the block of x, in ascending order of the experts, rounded where the separate operations round.
- * Returns 0 and leaves `out` alone where a chosen expert is not here. */
-int moe_block_run(const MoeBlock *block, const bf16 *x, const bf16 *residual, void *workspace, bf16 *out, size_t threads);
+/* out (tokens, H) = residual + the block of x, in ascending order of the experts, rounded where the separate operations
+ * round. Returns how many experts computed; 0, which leaves `out` alone, where a chosen one is not here. */
+size_t moe_block_run(const MoeBlock *block, const bf16 *x, const bf16 *residual, size_t tokens, void *workspace, bf16 *out,
+                  size_t threads);
 
 #endif

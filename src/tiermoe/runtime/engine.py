@@ -61,6 +61,7 @@ class Engine:
         self.store = store
         self.longest_context = blueprint.max_context()
         self._family = blueprint.family
+        self._checkpoint = blueprint.checkpoint
         self._device = resolve_device(self.settings.device)
         self._packed = {bits: PackedExperts(store, self._key_of(bits)) for bits in self.precisions}
         self._layouts = _numbered_layouts(self._packed)
@@ -126,6 +127,7 @@ class Engine:
             "experts_on_cpu": counts.elsewhere,
             "low_loads": counts.low_loads,
             "speculative_loads": counts.speculative_loads,
+            "prefetching": self.scheduler.prefetching,
             "discarded_hits": discarded.hits,
             "discarded_misses": discarded.misses,
             "fallback_ratio": self._confident.fallback_ratio if self._confident else 0.0,
@@ -160,6 +162,7 @@ class Engine:
             self._confident.close()
         self._unit.close()
         self.link.close()
+        self._checkpoint.close()
         self._views.clear()
         del self._slots
 

@@ -14,12 +14,13 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tiermoe.controller import ELSEWHERE
-from tiermoe.kernels.expert import ExpertKernel, Views, weighted_sum
+from tiermoe.kernels.expert import ExpertKernel, InOneCall, Views, weighted_sum
 from tiermoe.runtime.cooperative import OnCpu
+from tiermoe.runtime.few_tokens import compute_few
 from tiermoe.runtime.one_token.settled import SettledExperts
 from tiermoe.runtime.passes import CurrentPass
 from tiermoe.runtime.shells import IMPLEMENTATION
-from tiermoe.types import Ready, Routed
+from tiermoe.types import FEW_TOKENS, Ready, Routed
 
 
 class LayerExperts:
@@ -50,6 +51,8 @@ class LayerExperts:
         self._renormalise = renormalise
         self._on_cpu = on_cpu
         self.settled = settled
+        in_one_call = {bits: kernel for bits, kernel in kernels.items() if isinstance(kernel, InOneCall)}
+        self._few = in_one_call if len(in_one_call) == len(kernels) else None
 
     @torch.no_grad()
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -58,6 +61,8 @@ class LayerExperts:
         index, weights = self._current.route(self._index, index, weights, self._experts, self._renormalise)
         if hidden.shape[0] == 1:
             return self._one_token(hidden, index, weights)
+        if self._few is not None and hidden.shape[0] <= FEW_TOKENS:
+            return self._few_tokens(self._few, hidden, index, weights)
         return self._many_tokens(hidden, index, weights)
 
     def _one_token(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -103,6 +108,13 @@ class LayerExperts:
         if self.settled is not None:
             self.settled.note(ready.expert, views)
         return views
+
+    def _few_tokens(
+        self, kernels: Mapping[int, InOneCall], hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        run = self._current.run_layer(self._routed(index, weights), hidden)
+        alone = self._current.phase == "decode"
+        return compute_few(hidden, index.tolist(), weights.tolist(), run, kernels, self._views, alone)
 
     def _many_tokens(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens, k = index.shape

@@ -60,7 +60,7 @@ class ConfidentDecoding:
         self.fallbacks += len(unsure)
         saved.restore()
         self._current.scheduler.discard_pass()
-        self._current.scheduler.begin_pass(rows, self._current.forecasts)
+        self._current.scheduler.begin_pass(rows, self._current.forecasts, self._current.phase)
         again = self._run(unsure, arguments, named)
         self._current.forecasts.little.clear()
         sure = [row for row in range(rows) if row not in set(unsure)]

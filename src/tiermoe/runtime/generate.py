@@ -39,6 +39,7 @@ class Report:
 
     `hit_rate`: of the experts the router asked for, the share already there. `bound_tok_s`: what decoding could have
     reached, tokens / max(compute time, bytes missed / measured bandwidth of the drive) (DESIGN, section 8).
+    `prefetching`: whether measuring has turned it on or off, and its figures; empty where nothing has been decided.
     """
 
     text: str
@@ -60,6 +61,7 @@ class Report:
     bits: int
     dense_bits: int
     bound_tok_s: float
+    prefetching: str
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -213,4 +215,5 @@ def _report(
         bits=engine.settings.bits,
         dense_bits=engine.settings.dense_bits,
         bound_tok_s=decode.bound_tok_s(engine.bandwidth),
+        prefetching=stats["prefetching"],
     )

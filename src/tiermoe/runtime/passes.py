@@ -102,7 +102,7 @@ class CurrentPass:
         """A pass over `tokens` tokens begins, whose first MoE layer is `first`."""
         self.forecasts.tokens = ids.reshape(-1).tolist() if ids is not None else []
         self.forecasts.at(None)
-        self.scheduler.begin_pass(tokens, self.forecasts, first)
+        self.scheduler.begin_pass(tokens, self.forecasts, self.phase, first)
 
     def _note_little(self, layer: int, index: torch.Tensor, weights: torch.Tensor) -> None:
         """What the router said in the little pass, of all K: summed over the rows of a batch."""

@@ -92,7 +92,7 @@ def hits_of(
         before, read = scheduler.controller.counts.copy(), link.bytes_read
         forecasts = Recorded(step)
         future.begin(number)
-        scheduler.begin_pass(step.size, forecasts, step.running[0])
+        scheduler.begin_pass(step.size, forecasts, step.phase, step.running[0])
         for layer in step.running:
             future.at(layer)
             for _ in scheduler.run_layer(step.routed(layer), forecasts):

@@ -96,6 +96,9 @@ class VirtualLink:
     def is_idle(self) -> bool:
         return self._outstanding == 0
 
+    def now(self) -> float:
+        return self._clock.now
+
     def fetch(self, nbytes: int) -> None:
         """Waits for `nbytes` more of an expert that is here in part, ahead of every queued load."""
         self._run_to(self._clock.now)
@@ -183,3 +186,6 @@ class InstantLink:
 
     def is_idle(self) -> bool:
         return not self._finished
+
+    def now(self) -> float:
+        return 0.0

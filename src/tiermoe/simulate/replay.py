@@ -69,7 +69,7 @@ def replay(
     unit = max(expert_bytes(header, layer, run.bits) for layer in range(len(header.experts)))
     best = (belady or BeladyHits(trace)).of(max(run.nbytes // unit, 1), run.bits)
     fraction = run.nbytes / (unit * sum(header.experts))
-    return Result.of(composition, fraction, run.slots, run.phases, best, settings.bandwidth)
+    return Result.of(composition, fraction, run.slots, run.phases, best, settings.bandwidth, run.prefetching)
 
 
 class BeladyHits:
@@ -132,6 +132,10 @@ class _Run:
         )  # fmt: skip
         self._sequence: int | None = None
 
+    @property
+    def prefetching(self) -> str:
+        return self._scheduler.prefetching
+
     def step(self, number: int, step: Step) -> None:
         """One pass, charged to its phase."""
         before = self._meter()
@@ -143,7 +147,7 @@ class _Run:
         self._future.begin(number)
         forecasts = Recorded(step)
         running = step.running
-        self._scheduler.begin_pass(step.size, forecasts, running[0])
+        self._scheduler.begin_pass(step.size, forecasts, step.phase, running[0])
         for layer in running:
             self._clock.compute(self._costs.dense_s(step.phase, step.size) / len(running))
             self._future.at(layer)

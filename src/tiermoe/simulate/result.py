@@ -61,7 +61,8 @@ class Result:
     of equal units of the same bytes without prefetch. `bound_tok_s`: decode tokens / max(compute time, bytes read /
     bandwidth); `belady_bound_tok_s`: with the bytes that Belady's choice would miss (DESIGN, section 8).
     `bytes_per_token`: read while decoding, per token kept. `slots`: 'bits' of copies → slots. Counts are over the whole
-    trace; those of discarded passes (MoBiLE) are apart. `phases`: what each phase cost.
+    trace; those of discarded passes (MoBiLE) are apart. `prefetching`: what speculate=measured has decided by the
+    replay's clock; empty where it has not. `phases`: what each phase cost.
     """
 
     preset: str
@@ -87,6 +88,7 @@ class Result:
     speculative_loads: int
     discarded_hits: int
     discarded_misses: int
+    prefetching: str
     phases: Mapping[str, PhaseCosts] = field(repr=False)
 
     @property
@@ -108,6 +110,7 @@ class Result:
         phases: Mapping[str, PhaseCosts],
         belady: Mapping[str, PhaseHits],
         bandwidth: float,
+        prefetching: str = "",
     ) -> Result:
         """The sum of what the phases cost, beside Belady's hits on the same trace."""
         prefill, decode = phases["prefill"], phases["decode"]
@@ -139,6 +142,7 @@ class Result:
             speculative_loads=counts.speculative_loads,
             discarded_hits=discarded.hits,
             discarded_misses=discarded.misses,
+            prefetching=prefetching,
             phases=phases,
         )
 

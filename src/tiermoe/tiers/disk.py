@@ -153,6 +153,9 @@ class DiskLink:
     def is_idle(self) -> bool:
         return self._outstanding == 0
 
+    def now(self) -> float:
+        return time.perf_counter()
+
     def close(self) -> None:
         """Ends the lanes, drops what is queued and gives the slots back."""
         self._lanes.close()

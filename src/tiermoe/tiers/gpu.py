@@ -147,6 +147,9 @@ class GpuLink:
     def is_idle(self) -> bool:
         return self._outstanding == 0
 
+    def now(self) -> float:
+        return time.perf_counter()
+
     def borrow(self, key: ExpertKey) -> torch.Tensor:
         """Expert `key` as it lies in main memory: its slot there, uint8 (slot_bytes,), kept until `give_back`. It is
         read first where it is not there, which waits for a slot. Any thread may call. LoadError where it cannot be

@@ -1,5 +1,5 @@
-"""The attention half of a decoder layer for one token in one call: norm, projections, rotary embedding, attention over
-the key/value cache, output projection, residual, norm."""
+"""The attention half of a decoder layer for one token of each of several sequences in one call: norm, projections,
+rotary embedding, attention over the key/value cache, output projection, residual, norm."""
 
 from __future__ import annotations
 
@@ -64,18 +64,28 @@ class OneTokenAttention:
         self._packed = packed
 
     def __call__(
-        self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: int
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        length: int,
+        first: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """x (1, 1, H), cos and sin (1, 1, head), all bfloat16 and contiguous; keys and values (1, kv heads, room,
-        head): position `length` is written, positions 0 .. length are attended to.
+        """x (B, 1, H), cos and sin (B or 1, 1, head), all bfloat16 and contiguous; keys and values (B, kv heads, room,
+        head): position `length` is written, positions first .. length are attended to. first: int64 (B), where padding
+        on the left ends; None: 0.
 
-        → (x + the attention's output, the norm of that), each (1, 1, H)."""
-        threads = torch.get_num_threads()
+        → (x + the attention's output, the norm of that), each (B, 1, H). A sequence's values do not depend on the
+        others."""
+        threads, sequences = torch.get_num_threads(), x.shape[0]
         out, normed = torch.empty_like(x), torch.empty_like(x)
-        workspace = scratch.address("attention", _native.workspace(self._packed, length, threads))
+        workspace = scratch.address("attention", _native.workspace(self._packed, sequences, length, threads))
         _native.attend(
-            self._packed, workspace, x.data_ptr(), cos.data_ptr(), sin.data_ptr(), keys.data_ptr(),
-            values.data_ptr(), keys.shape[2], length, out.data_ptr(), normed.data_ptr(), threads,
+            self._packed, workspace, sequences, x.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.shape[0] == 1,
+            _address(first), keys.data_ptr(), values.data_ptr(), keys.shape[2], length, out.data_ptr(),
+            normed.data_ptr(), threads,
         )  # fmt: skip
         return out, normed
 

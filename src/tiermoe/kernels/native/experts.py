@@ -36,13 +36,25 @@ class GatedExperts:
     def __call__(self, x: Tensor, experts: Sequence[bytes], among_others: bool) -> Tensor:
         """x (M, H) through each of the packed `experts` → (experts, M, H). among_others: in a pass of several tokens,
         much of which torch computes; decides whose threads compute, and changes no value."""
+        results = x.shape[0] * len(experts)
+        return self._run(x, experts, None, results, among_others).view(len(experts), x.shape[0], self._hidden)
+
+    def apart(self, x: Tensor, counts: list[int], experts: Sequence[bytes], among_others: bool) -> Tensor:
+        """Each of the packed `experts` computes rows of its own: the first counts[0] rows of x (M, H) are the first
+        one's, and so on → (M, H). A row's result depends on neither the other rows nor the other experts."""
+        return self._run(x, experts, counts, x.shape[0], among_others)
+
+    def _run(
+        self, x: Tensor, experts: Sequence[bytes], counts: list[int] | None, results: int, among_others: bool
+    ) -> Tensor:
         x = x.contiguous()
-        tokens, count, threads = x.shape[0], len(experts), torch.get_num_threads()
-        packed = b"".join(experts)
-        out = torch.empty((count, tokens, self._hidden), dtype=torch.bfloat16)
-        inner = scratch.address("inner", 2 * count * tokens * self._inner)
-        sums = scratch.address("sums", _native.sums(packed, tokens, threads))
-        _native.experts(packed, x.data_ptr(), tokens, inner, sums, out.data_ptr(), threads, among_others)
+        rows, threads = x.shape[0], torch.get_num_threads()
+        out = torch.empty((results, self._hidden), dtype=torch.bfloat16)
+        inner = scratch.address("inner", 2 * results * self._inner)
+        sums = scratch.address("sums", _native.sums(experts[0], rows, results, threads))
+        _native.experts(
+            b"".join(experts), counts, x.data_ptr(), rows, inner, sums, out.data_ptr(), threads, among_others
+        )
         return out
 
 
@@ -71,7 +83,11 @@ def combines(output: Tensor) -> bool:
 def combine(outputs: Sequence[Tensor], weights: list[float]) -> Tensor:
     """sum of weights[i] * outputs[i], in their order, rounded to bfloat16 after each product and each sum: the values
     that torch's separate operations give. outputs (H), contiguous, at least one → (1, H)."""
-    columns = outputs[0].numel()
-    out = torch.empty((1, columns), dtype=torch.bfloat16)
-    _native.combine([output.data_ptr() for output in outputs], weights, columns, out.data_ptr())
+    out = torch.empty((1, outputs[0].numel()), dtype=torch.bfloat16)
+    combine_into(out[0], [output.data_ptr() for output in outputs], weights)
     return out
+
+
+def combine_into(out: Tensor, rows: list[int], weights: list[float]) -> None:
+    """`combine` into out (H), bfloat16 and contiguous, from the addresses of rows of it; zeros where there are none."""
+    _native.combine(rows, weights, out.numel(), out.data_ptr())

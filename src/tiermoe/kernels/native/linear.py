@@ -22,6 +22,6 @@ def linear(x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int, group: int
     tokens = x.shape[0]
     result = torch.empty((tokens, out), dtype=torch.bfloat16)
     packed, threads = matrix_of(slot, out, in_, group), torch.get_num_threads()
-    sums = scratch.address("sums", _native.sums(packed, tokens, threads))
+    sums = scratch.address("sums", _native.sums(packed, tokens, tokens, threads))
     _native.product(packed, x.data_ptr(), tokens, sums, result.data_ptr(), threads, tokens > 1)
     return result

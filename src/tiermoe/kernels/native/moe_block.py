@@ -1,4 +1,4 @@
-"""A MoE block for one token in one call: router, the chosen experts, their weighted sum, the residual."""
+"""A MoE block for a few tokens in one call: router, the chosen experts, their weighted sum, the residual."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class MoeBlock:
 
     def __call__(
         self, router: Tensor, k: int, normalise: bool, dtype: torch.dtype, x: Tensor, residual: Tensor
-    ) -> Tensor | None:
-        """router (E, H), x and residual (1, 1, H), all bfloat16 and contiguous → residual + the block of x, (1, 1, H);
-        None where an expert that the router chooses is not here. normalise: the k weights sum to 1. dtype: of the
-        weights. Gives what the separate calls give, bit for bit."""
-        threads = torch.get_num_threads()
+    ) -> tuple[Tensor | None, int]:
+        """router (E, H), x and residual (T, 1, H), all bfloat16 and contiguous → residual + the block of x, (T, 1, H),
+        and the number of experts that computed; None and 0 where one that the router chooses is not here. normalise:
+        a token's k weights sum to 1. dtype: of the weights. Gives what the separate calls give, bit for bit."""
+        threads, tokens = torch.get_num_threads(), x.shape[0]
         out = torch.empty_like(x)
-        workspace = scratch.address("block", _native.block_workspace(self._table, self._experts, k, threads))
-        all_here = _native.block(
+        workspace = scratch.address("block", _native.block_workspace(self._table, self._experts, k, tokens, threads))
+        computed = _native.block(
             router.data_ptr(), self._table, self._experts, k, router.shape[1], normalise, dtype != torch.float32,
-            x.data_ptr(), residual.data_ptr(), workspace, out.data_ptr(), threads,
+            x.data_ptr(), residual.data_ptr(), tokens, workspace, out.data_ptr(), threads,
         )  # fmt: skip
-        return out if all_here else None
+        return (out if computed else None), computed

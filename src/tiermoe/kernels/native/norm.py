@@ -1,4 +1,4 @@
-"""A root mean square norm of one token."""
+"""A root mean square norm of a few tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def takes(weight: Tensor) -> bool:
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + epsilon), for H contiguous values in bfloat16 of any shape."""
+    """weight * x / sqrt(mean(x^2) + epsilon), for contiguous x (..., H) in bfloat16."""
     out = torch.empty_like(x)
-    _native.norm(x.data_ptr(), weight.data_ptr(), epsilon, x.numel(), out.data_ptr())
+    width = weight.numel()
+    _native.norm(x.data_ptr(), weight.data_ptr(), epsilon, x.numel() // width, width, out.data_ptr())
     return out

@@ -1,4 +1,4 @@
-"""A router that is a matrix: softmax over all experts, the K largest, for one token."""
+"""A router that is a matrix: softmax over all experts, the K largest, for a few tokens."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ def takes(weight: Tensor) -> bool:
 
 
 def logits_of(weight: Tensor, x: Tensor) -> Tensor:
-    """weight (E, H) and one token x (1, H) in bfloat16, both contiguous → (1, E)."""
+    """weight (E, H) and tokens x (..., H) in bfloat16, both contiguous → (T, E)."""
     experts, columns = weight.shape
-    logits = torch.empty((1, experts), dtype=torch.bfloat16)
-    _native.logits(weight.data_ptr(), x.data_ptr(), experts, columns, logits.data_ptr())
+    tokens = x.numel() // columns
+    logits = torch.empty((tokens, experts), dtype=torch.bfloat16)
+    _native.logits(weight.data_ptr(), x.data_ptr(), tokens, experts, columns, logits.data_ptr())
     return logits
 
 
 def choose(logits: Tensor, k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    """Of logits (1, E) in bfloat16: weights float32 (1, k) and experts int64 (1, k), the largest first, of equal ones
-    the first first. normalise: weights sum to 1."""
-    weights = torch.empty((1, k), dtype=torch.float32)
-    experts = torch.empty((1, k), dtype=torch.int64)
-    _native.choose(logits.data_ptr(), logits.shape[1], k, normalise, experts.data_ptr(), weights.data_ptr())
+    """Of logits (T, E) in bfloat16: weights float32 (T, k) and experts int64 (T, k), of each token the largest first,
+    of equal ones the first first. normalise: a token's weights sum to 1."""
+    tokens = logits.shape[0]
+    weights = torch.empty((tokens, k), dtype=torch.float32)
+    experts = torch.empty((tokens, k), dtype=torch.int64)
+    _native.choose(logits.data_ptr(), tokens, logits.shape[1], k, normalise, experts.data_ptr(), weights.data_ptr())
     return weights, experts

@@ -1,4 +1,4 @@
-"""Decoding one token: a MoE block that is a router and experts, without the calls around them."""
+"""Decoding a token of each sequence: a MoE block that is a router and experts, without the calls around them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class OneTokenBlock:
         self._watched = (block, gate, block.experts)
 
     def __call__(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """hidden and residual (1, 1, H) → (1, 1, H)."""
+        """hidden and residual (B, 1, H) → (B, 1, H)."""
         run_experts = self._experts.run_experts
         settled: SettledExperts | None = getattr(run_experts, "settled", None)
         result = settled(self._router, hidden, residual) if settled is not None else None
         if result is not None:
             return result
-        _, weights, chosen = self._router.one(hidden)
-        added: torch.Tensor = residual + run_experts(hidden[0], chosen, weights)
+        _, weights, chosen = self._router.route(hidden)
+        added: torch.Tensor = residual + run_experts(hidden[:, 0], chosen, weights)[:, None]
         return added
 
     def is_plain(self) -> bool:

@@ -1,8 +1,10 @@
-"""Decoding one token: the attention half of each decoder layer in one native call instead of some sixty of torch's.
+"""Decoding a token of each sequence: the attention half of each decoder layer in one native call instead of some sixty
+of torch's.
 
-transformers' own forward stays in place for everything else: prompts, batches, masks, other caches, hooks, gradients. A
-layer is taken only if its attention has the parts that the kernel computes with, and if both forwards agree on a random
-token at loading, so that a family that scales, biases or orders something differently keeps its own.
+transformers' own forward stays in place for everything else: prompts, masks that hide more than a padding on the left,
+other caches, hooks, gradients. A layer is taken only if its attention has the parts that the kernel computes with, and
+if both forwards agree on a random token at loading, so that a family that scales, biases or orders something
+differently keeps its own.
 """
 
 from __future__ import annotations
@@ -15,15 +17,18 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from tiermoe.kernels.native.attention import OneTokenAttention
 from tiermoe.runtime.one_token.asked import collected, hooked
 from tiermoe.runtime.one_token.block import OneTokenBlock
+from tiermoe.runtime.one_token.padding import first_positions
 from tiermoe.runtime.one_token.room import room_in
 from tiermoe.runtime.one_token.taken_over import TakenOver, alike
+from tiermoe.types import FEW_TOKENS
 
 _PAST = 5  # positions before the token on which both forwards must agree
 _AGREE = 0.02  # relative error of their outputs
 
 
 class OneTokenLayer(TakenOver):
-    """A decoder layer's forward: the kernel for one token that needs nothing else, transformers' own for the rest."""
+    """A decoder layer's forward: the kernel for a token of each sequence that needs nothing else, transformers' own
+    for the rest."""
 
     def __init__(self, layer: Any, kernel: OneTokenAttention, block: OneTokenBlock | None) -> None:
         super().__init__(layer)
@@ -33,14 +38,20 @@ class OneTokenLayer(TakenOver):
         self._index = self._attention.layer_idx
         self._watched = [self._attention, layer.input_layernorm, layer.post_attention_layernorm]
         self._parts = list(self._attention._modules.values())
-        self._position = (1, 1, kernel.weights.head_columns)
+        self._head = kernel.weights.head_columns
 
     def __call__(self, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         cache = named.get("past_key_values")
         if arguments or not self._is_plain(hidden_states, named, cache):
             return self._forward(hidden_states, *arguments, **named)
         assert cache is not None
-        return self._one_token(hidden_states, named["position_embeddings"], cache.layers[self._index])
+        held, mask = cache.layers[self._index], named.get("attention_mask")
+        first = None
+        if mask is not None:
+            first = first_positions(mask, hidden_states.shape[0], held.keys.shape[2] + 1)
+            if first is None:
+                return self._forward(hidden_states, *arguments, **named)
+        return self._one_token(hidden_states, named["position_embeddings"], held, first)
 
     def agrees(self) -> bool:
         """Whether both forwards give the same for a random token after random ones, up to rounding. In place of the
@@ -68,10 +79,12 @@ class OneTokenLayer(TakenOver):
             layer.mlp, self._block = mlp, block
         return alike(want, got, _AGREE)
 
-    def _one_token(self, hidden: torch.Tensor, position: Any, cache: DynamicLayer) -> torch.Tensor:
+    def _one_token(
+        self, hidden: torch.Tensor, position: Any, cache: DynamicLayer, first: torch.Tensor | None = None
+    ) -> torch.Tensor:
         room, length = room_in(cache), cache.keys.shape[2]
         cos, sin = position
-        residual, normed = self._kernel(hidden, cos, sin, room.keys, room.values, length)
+        residual, normed = self._kernel(hidden, cos, sin, room.keys, room.values, length, first)
         room.show(cache, length + 1)
         if self._block is not None and self._block.is_plain():
             return self._block(normed, residual)
@@ -79,16 +92,19 @@ class OneTokenLayer(TakenOver):
         return result
 
     def _is_plain(self, hidden: torch.Tensor, named: dict[str, Any], cache: Any) -> bool:
-        """Whether nothing but this token, its position and a cache that grows is asked for."""
-        if hidden.numel() != hidden.shape[-1] or named.get("attention_mask") is not None or torch.is_grad_enabled():
+        """Whether nothing but a token of each sequence, its position and a cache that grows is asked for."""
+        sequences, tokens = hidden.shape[:2] if hidden.ndim == 3 else (0, 0)
+        if tokens != 1 or sequences > FEW_TOKENS or torch.is_grad_enabled():
             return False
         position = named.get("position_embeddings")
-        if not isinstance(position, tuple) or position[0].shape != self._position or not position[0].is_contiguous():
+        if not isinstance(position, tuple) or position[0].shape[1:] != (1, self._head):
             return False  # some families rotate a part of a head
+        if position[0].shape[0] not in (1, sequences) or not position[0].is_contiguous():
+            return False
         if not isinstance(cache, DynamicCache) or cache.offloading or len(cache.layers) <= self._index:
             return False
         layer = cache.layers[self._index]
-        if type(layer) is not DynamicLayer or not layer.is_initialized or layer.keys.shape[0] != 1:
+        if type(layer) is not DynamicLayer or not layer.is_initialized or layer.keys.shape[0] != sequences:
             return False
         if collected("attentions") or any(hooked(module) for module in self._watched):
             return False

@@ -1,4 +1,4 @@
-"""Decoding one token: a root mean square norm in one native call instead of eight of torch's."""
+"""Decoding a token of each sequence: a root mean square norm in one native call instead of eight of torch's."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import torch
 
 from tiermoe.kernels.native.norm import norm, takes
 from tiermoe.runtime.one_token.taken_over import TakenOver, alike
+from tiermoe.types import FEW_TOKENS
 
 _AGREE = 0.01  # relative error of both forwards
 
 
 class OneTokenNorm(TakenOver):
-    """A norm's forward: the kernel for one token, transformers' own for more."""
+    """A norm's forward: the kernel for a few tokens, transformers' own for more."""
 
     def __init__(self, module: Any) -> None:
         super().__init__(module)
@@ -21,7 +22,7 @@ class OneTokenNorm(TakenOver):
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         weight = self._module.weight
-        plain = hidden_states.numel() == weight.numel() and hidden_states.dtype == torch.bfloat16
+        plain = hidden_states.numel() <= FEW_TOKENS * weight.numel() and hidden_states.dtype == torch.bfloat16
         if not plain or not hidden_states.is_contiguous() or torch.is_grad_enabled():
             result: torch.Tensor = self._forward(hidden_states)
             return result

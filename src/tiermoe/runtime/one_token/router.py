@@ -1,4 +1,5 @@
-"""Decoding one token: a router in two native calls instead of seven of torch's, which cost more than the arithmetic."""
+"""Decoding a token of each sequence: a router in two native calls instead of seven of torch's, which cost
+more than the arithmetic."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import torch
 
 from tiermoe.kernels.native.router import choose, logits_of, takes
 from tiermoe.runtime.one_token.taken_over import TakenOver
+from tiermoe.types import FEW_TOKENS
 
 _TOKENS = 64  # random ones on which both forwards are compared
 _SAME = 0.8  # least share of them with the same experts in order: logits in bfloat16 are often all but equal
@@ -15,7 +17,8 @@ _CLOSE = 0.02  # relative difference of their weights
 
 
 class OneTokenRouter(TakenOver):
-    """A router's forward: softmax of a matrix product and the K largest for one token, transformers' own for more.
+    """A router's forward: softmax of a matrix product and the K largest for a few tokens, transformers'
+    own for more.
 
     normalise: weights sum to 1. dtype: of the weights."""
 
@@ -34,23 +37,26 @@ class OneTokenRouter(TakenOver):
 
     def __call__(self, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         weight = self.weight
-        plain = hidden_states.numel() == weight.shape[1] and hidden_states.dtype == weight.dtype == torch.bfloat16
+        few = hidden_states.shape[-1] == weight.shape[1] and hidden_states.numel() <= FEW_TOKENS * weight.shape[1]
+        plain = few and hidden_states.dtype == weight.dtype == torch.bfloat16
         if arguments or named or not plain or torch.is_grad_enabled():
             return self._forward(hidden_states, *arguments, **named)
-        return self.one(hidden_states)
+        return self.route(hidden_states)
 
-    def one(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """hidden: H values → logits (1, E), weights (1, K) and experts (1, K)."""
+    def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """hidden (..., H), T tokens → logits (T, E), weights (T, K) and experts (T, K)."""
         logits = logits_of(self.weight, hidden.contiguous())
         weights, experts = choose(logits, self.top_k, self.normalise)
         return logits, weights if self.dtype == torch.float32 else weights.to(self.dtype), experts
 
     def agrees(self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> bool:
         """Whether it chooses what transformers chose for tokens (T, H), but for what rounding decides."""
-        mine = [self.one(token) for token in hidden]
-        same = [token for token, (_, _, chosen) in enumerate(mine) if torch.equal(chosen[0], experts[token])]
-        close = [torch.allclose(mine[token][1][0].float(), weights[token].float(), rtol=_CLOSE) for token in same]
-        return len(same) >= _SAME * len(hidden) and all(close)
+        _, mine, chosen = self.route(hidden)
+        if chosen.shape != experts.shape:
+            return False
+        same = (chosen == experts).all(1)
+        close = torch.allclose(mine[same].float(), weights[same].float(), rtol=_CLOSE)
+        return int(same.sum()) >= _SAME * len(hidden) and close
 
 
 def one_token_router(router: Any) -> OneTokenRouter | None:

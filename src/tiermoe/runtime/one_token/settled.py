@@ -1,4 +1,5 @@
-"""Decoding one token where experts that have come stay for good: nobody decides anything, so the block is one call."""
+"""Decoding a token of each sequence where experts that have come stay for good: nobody decides anything, so
+the block is one call."""
 
 from __future__ import annotations
 
@@ -29,13 +30,12 @@ class SettledExperts:
             self._kernel.place(expert, self._in_one_call.packed(views))
 
     def __call__(self, router: OneTokenRouter, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor | None:
-        """residual + the block of hidden, (1, 1, H) each; None where the layer must run as usual: an expert has not
+        """residual + the block of hidden, (T, 1, H) each; None where the layer must run as usual: an expert has not
         come yet, or somebody observes what is chosen."""
         if self._current.observer is not None:
             return None
-        result = self._kernel(router.weight, router.top_k, router.normalise, router.dtype, hidden, residual)
-        if result is not None:
-            self._current.scheduler.controller.counts.hits += router.top_k
+        result, experts = self._kernel(router.weight, router.top_k, router.normalise, router.dtype, hidden, residual)
+        self._current.scheduler.controller.counts.hits += experts
         return result
 
 

@@ -1,0 +1,74 @@
+"""Whether prefetching pays here, decided while the model decodes from what its passes take.
+
+What is read ahead and needed saves a wait. But reading, checking and asking routers take the processor's time, and a
+wrong prediction delays the read that is needed. Which is more depends on cores to spare, drive and model.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import fmean, median
+
+STRETCH = 8  # passes one way: most of them find a cache that shows that way, and the next stretch the same machine
+TRIAL = 8  # stretches at first, on off off on …: what changes steadily (a cache that fills) favours neither way
+KEPT = 16  # stretches of the better way for one of the other: asking again costs at most a 17th of the difference
+PAIRS = 4  # comparisons that decide by their median: one stretch that something else disturbed does not
+
+
+class PrefetchTrial:
+    """Runs decode passes in stretches with prefetching on or off, compares neighbouring stretches that differ, and
+    keeps the faster way, which it goes on comparing. A tie is off, which reads less.
+
+    on: whether the next pass prefetches."""
+
+    def __init__(self) -> None:
+        self.on = True
+        self._passes: list[float] = []
+        self._ended = 0
+        self._last: tuple[bool, float] | None = None
+        self._pairs: deque[tuple[float, float]] = deque(maxlen=PAIRS)  # with prefetching, without
+
+    def note(self, seconds: float) -> None:
+        """A decode pass took so many seconds a token."""
+        self._passes.append(seconds)
+        if len(self._passes) == STRETCH:
+            self._end_stretch(fmean(self._passes[1:]))  # in the first one the cache still shows the other way
+            self._passes.clear()
+
+    @property
+    def pays(self) -> bool | None:
+        """Whether passes are faster with prefetching; None before the trial has ended."""
+        return None if len(self._pairs) < PAIRS else self._more() < 0
+
+    @property
+    def without_s(self) -> float | None:
+        """Seconds a token without prefetching, in the last comparisons; None before the trial has ended."""
+        return None if self.pays is None else median(without for _, without in self._pairs)
+
+    @property
+    def with_s(self) -> float | None:
+        """Seconds a token with it, by what it took more or less beside the stretches without."""
+        return None if (without := self.without_s) is None else without + self._more()
+
+    def __str__(self) -> str:
+        """'off (41.2 ms a token without, 48.0 with)'; empty before the trial has ended."""
+        if self.with_s is None or self.without_s is None:
+            return ""
+        way = "on" if self.pays else "off"
+        return f"{way} ({self.without_s * 1e3:.1f} ms a token without, {self.with_s * 1e3:.1f} with)"
+
+    def _more(self) -> float:
+        return median(prefetched - without for prefetched, without in self._pairs)
+
+    def _end_stretch(self, took: float) -> None:
+        last, self._last = self._last, (self.on, took)
+        if last is not None and last[0] is not self.on:
+            self._pairs.append((took, last[1]) if self.on else (last[1], took))
+        self._ended += 1
+        self.on = self._next()
+
+    def _next(self) -> bool:
+        if self.pays is None:
+            return self._ended % 4 in (0, 3)
+        asks_again = (self._ended - TRIAL) % (KEPT + 1) == KEPT
+        return self.pays is not asks_again

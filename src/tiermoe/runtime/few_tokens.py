@@ -1,0 +1,56 @@
+"""A few tokens through a layer's experts: those that are here in one call, however many of the tokens each has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from tiermoe.kernels.expert import InOneCall, Views
+from tiermoe.kernels.native.experts import combine_into
+from tiermoe.types import Ready
+
+
+def compute_few(
+    hidden: torch.Tensor,
+    chosen: Sequence[Sequence[int]],
+    weights: Sequence[Sequence[float]],
+    run: Iterator[Ready],
+    kernels: Mapping[int, InOneCall],
+    views_of: Callable[[Ready], Views],
+    alone: bool,
+) -> torch.Tensor:
+    """hidden (T, H) → (T, H), each token's sum of its chosen experts in ascending order, rounded after each step: what
+    a call for each expert gives, and what each token gives by itself.
+
+    chosen, weights: of each token (an index that names no expert never comes). run: the experts as they become
+    available. alone: little of torch's runs beside it (`InOneCall.apart`)."""
+    tokens_of: dict[int, list[int]] = {}
+    for token, experts in enumerate(chosen):
+        for expert in experts:
+            tokens_of.setdefault(expert, []).append(token)
+    outputs: list[torch.Tensor] = []  # kept alive for their addresses
+    address: dict[tuple[int, int], int] = {}  # of an expert's output for a token
+    group: list[Ready] = []
+    for ready in run:
+        if ready.expert in tokens_of:
+            group.append(ready)
+        if ready.more:
+            continue
+        for bits in {ready.bits for ready in group}:
+            alike = [ready for ready in group if ready.bits == bits]
+            places = [(token, ready.expert) for ready in alike for token in tokens_of[ready.expert]]
+            counts = [len(tokens_of[ready.expert]) for ready in alike]
+            gathered = hidden[[token for token, _ in places]]
+            output = kernels[bits].apart(gathered, counts, [views_of(ready) for ready in alike], alone)
+            outputs.append(output)
+            first, each = output.data_ptr(), output.stride(0) * output.element_size()
+            address.update((place, first + row * each) for row, place in enumerate(places))
+        group.clear()
+    total = torch.empty_like(hidden)
+    for token, (experts, gates) in enumerate(zip(chosen, weights, strict=True)):
+        there = sorted(
+            (expert, gate) for expert, gate in zip(experts, gates, strict=True) if (token, expert) in address
+        )
+        combine_into(total[token], [address[token, expert] for expert, _ in there], [gate for _, gate in there])
+    return total

@@ -1,0 +1,211 @@
+"""Several sequences decoded together, in few calls: each sequence's values are what it has alone, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import tiermoe
+from test_native import checkpoint, expert_format, expert_views, tokens
+from tiermoe import native
+from tiermoe.kernels.expert import InOneCall, expert_kernel, silu_gate
+from tiermoe.kernels.native.experts import combine_into
+from tiermoe.kernels.native.moe_block import MoeBlock
+from tiermoe.kernels.native.norm import norm
+from tiermoe.kernels.native.router import choose, logits_of
+from tiermoe.runtime.few_tokens import compute_few
+from tiermoe.runtime.one_token.padding import first_positions
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="needs AVX-512 with BF16 and VBMI, and a C compiler")
+
+LENGTHS = (9, 4, 7)  # of the prompts
+GENERATED = 6
+
+
+@pytest.fixture
+def kernel() -> InOneCall:
+    made = expert_kernel(expert_format(128, 64), silu_gate, "cpu")
+    assert isinstance(made, InOneCall)
+    return made
+
+
+@pytest.mark.parametrize("counts", [[1], [3, 1, 2], [1, 9, 1], [7, 2]])
+def test_rows_of_several_experts_are_those_of_a_call_for_each(counts: list[int], kernel: InOneCall) -> None:
+    views, x = [expert_views(128, 64, seed) for seed in range(len(counts))], tokens(sum(counts), 128)
+    alone = [kernel(row[None], each) for rows, each in zip(x.split(counts), views, strict=True) for row in rows]
+    for quiet in (True, False):
+        assert torch.equal(kernel.apart(x, counts, views, quiet), torch.cat(alone))
+
+
+def test_counts_that_do_not_fit_the_rows_are_refused(kernel: InOneCall) -> None:
+    views, x = [expert_views(128, 64, seed) for seed in range(2)], tokens(3, 128)
+    for counts in ([1, 1], [3], [2, 2]):
+        with pytest.raises(ValueError, match="counts"):
+            kernel.apart(x, counts, views, alone=True)
+
+
+def test_nothing_chosen_sums_to_zero() -> None:
+    out = tokens(1, 96)[0]
+    combine_into(out, [], [])
+    assert not out.any()
+
+
+@pytest.mark.parametrize("count", [2, 5, 12])
+def test_a_block_of_several_tokens_is_each_token_s_block(count: int, kernel: InOneCall) -> None:
+    router, x, residual = tokens(5, 128, 3), tokens(count, 128)[:, None], tokens(count, 128, 2)[:, None]
+    block = MoeBlock(kernel.native, 5)
+    views = [expert_views(128, 64, seed) for seed in range(5)]  # alive as long as the block
+    for expert in range(4):
+        block.place(expert, kernel.packed(views[expert]))
+    _, chosen = choose(logits_of(router, x), 2, normalise=True)
+    if 4 in chosen.tolist():
+        assert block(router, 2, True, torch.float32, x, residual) == (None, 0)
+    block.place(4, kernel.packed(views[4]))
+    got, computed = block(router, 2, True, torch.float32, x, residual)
+    alone = [block(router, 2, True, torch.float32, x[at : at + 1], residual[at : at + 1])[0] for at in range(count)]
+    assert got is not None
+    assert torch.equal(got, torch.cat(alone))
+    assert computed == len(set(chosen.flatten().tolist()))
+
+
+def test_routers_and_norms_take_tokens_one_by_one() -> None:
+    x, weight = tokens(6, 96), tokens(9, 96, 5)
+    logits = logits_of(weight, x)
+    assert torch.equal(logits, torch.cat([logits_of(weight, row[None]) for row in x]))
+    weights, experts = choose(logits, 4, True)
+    alone = [choose(row[None], 4, True) for row in logits]
+    assert torch.equal(weights, torch.cat([each for each, _ in alone]))
+    assert torch.equal(experts, torch.cat([each for _, each in alone]))
+    assert torch.equal(norm(x, weight[0], 1e-6), torch.stack([norm(row, weight[0], 1e-6) for row in x]))
+
+
+def test_first_positions_are_read_of_a_padding_on_the_left_alone() -> None:
+    def mask(*rows: str) -> torch.Tensor:
+        return torch.tensor([[each == "x" for each in row] for row in rows])[:, None, None]
+
+    def read(mask: torch.Tensor) -> list[int] | None:
+        first = first_positions(mask, mask.shape[0], mask.shape[-1])
+        return None if first is None else first.tolist()
+
+    assert read(mask("xxxx", "--xx", "---x")) == [0, 2, 3]
+    for other in (mask("xxxx", "xx--"), mask("x-xx", "xxxx"), mask("xxxx", "----"), mask("xxxx").float()):
+        assert read(other) is None
+    left = mask("-xxx", "--xx")
+    assert first_positions(left, 2, 5) is None  # of another length
+    assert first_positions(left, 3, 4) is None
+    assert read(left) == [1, 2]
+    left[0, 0, 0, 1] = False
+    assert read(left) == [2, 2]  # what was written into it counts
+
+
+@pytest.fixture(scope="module", params=["100%", "25%"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    # of sums of three and more the order shows
+    directory = checkpoint(tmp_path_factory.mktemp("qwen"), "qwen3_moe", num_experts_per_tok=4)
+    loaded, _ = tiermoe.load(
+        directory, memory="4GiB", bits=4, dense_bits=4, cache=request.param, preset="lru", context=128
+    )
+    yield loaded
+    loaded.tiermoe.close()
+
+
+def prompts() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(3, 128, (1, length), generator=generator) for length in LENGTHS]
+
+
+def prompted(model: Any, prompt: torch.Tensor) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(prompt, past_key_values=cache)
+    return cache
+
+
+def together(caches: list[DynamicCache], config: Any) -> DynamicCache:
+    """One cache of all sequences, padded on the left with what must not be looked at."""
+    longest = max(cache.get_seq_length() for cache in caches)
+    joined = DynamicCache(config=config)
+    for index in range(len(caches[0].layers)):
+        layers = [cache.layers[index] for cache in caches]
+
+        def padded(held: torch.Tensor) -> torch.Tensor:
+            wrong = torch.full((1, held.shape[1], longest - held.shape[2], held.shape[3]), 7.0, dtype=held.dtype)
+            return torch.cat((wrong, held), 2)
+
+        joined.update(
+            torch.cat([padded(layer.keys) for layer in layers]),
+            torch.cat([padded(layer.values) for layer in layers]),
+            index,
+        )
+    return joined
+
+
+def test_a_sequence_has_the_same_logits_alone_and_beside_others(model: Any) -> None:
+    caches = [prompted(model, prompt) for prompt in prompts()]
+    joined = together(caches, model.config)
+    longest = max(LENGTHS)
+    coming = torch.randint(3, 128, (len(LENGTHS), GENERATED), generator=torch.Generator().manual_seed(3))
+    mask = torch.arange(longest)[None] >= longest - torch.tensor(LENGTHS)[:, None]
+    for step in range(GENERATED):
+        mask = torch.cat((mask, torch.ones(len(LENGTHS), 1, dtype=torch.bool)), 1)
+        token, positions = coming[:, step : step + 1], torch.tensor(LENGTHS)[:, None] + step
+        with torch.no_grad():
+            alone = [
+                model(token[row : row + 1], past_key_values=cache).logits[0, -1] for row, cache in enumerate(caches)
+            ]
+            got = model(token, past_key_values=joined, attention_mask=mask.long(), position_ids=positions).logits[:, -1]
+        assert torch.equal(got, torch.stack(alone))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "granitemoe"])
+def test_a_padded_batch_agrees_with_transformers_forward(family: str, tmp_path: Path) -> None:
+    loaded, _ = tiermoe.load(checkpoint(tmp_path, family), memory="4GiB", bits=4, dense_bits=4)
+    ids = torch.randint(3, 128, (3, 20), generator=torch.Generator().manual_seed(4))
+    mask = (torch.arange(20)[None] >= torch.tensor([[0], [5], [2]])).long()
+
+    def steps() -> torch.Tensor:
+        cache = DynamicCache(config=loaded.config)
+        at = (mask.cumsum(1) - 1).clamp(min=0)
+        with torch.no_grad():
+            first = loaded(ids[:, :8], attention_mask=mask[:, :8], position_ids=at[:, :8], past_key_values=cache)
+            rest = [
+                loaded(
+                    ids[:, end - 1 : end], attention_mask=mask[:, :end], position_ids=at[:, end - 1 : end],
+                    past_key_values=cache,
+                ).logits[:, -1]
+                for end in range(9, 21)
+            ]  # fmt: skip
+        return torch.stack([first.logits[:, -1], *rest])
+
+    fast = steps()
+    for each in loaded.tiermoe.one_token:
+        each.detach()
+    own = steps()
+    for each in loaded.tiermoe.one_token:
+        each.attach()
+    loaded.tiermoe.close()
+    error = (fast.float() - own.float()).norm(dim=-1) / own.float().norm(dim=-1)
+    assert error.median() < 0.03  # a router may decide a near tie otherwise: single tokens may differ more
+
+
+def test_few_tokens_are_computed_as_many_are(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short prompt's experts in few calls, and in one call each."""
+    ids = prompts()[0].repeat(3, 1)
+    calls: list[int] = []
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        calls.append(1)
+        return compute_few(*arguments)
+
+    monkeypatch.setattr("tiermoe.runtime.experts.compute_few", counted)
+    with torch.no_grad():
+        few = model(ids).logits
+        assert len(calls) == model.config.num_hidden_layers
+        monkeypatch.setattr("tiermoe.runtime.experts.FEW_TOKENS", 1)
+        many = model(ids).logits
+    assert torch.equal(few, many)

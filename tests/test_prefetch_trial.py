@@ -1,0 +1,338 @@
+"""Prefetching that is decided by measuring: the trial alone, in the scheduler, in a replay, in the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tiermoe
+from small_traces import decode, layer, trace_of
+from test_controller import FakeLink
+from test_scheduler import Said, make
+from test_simulate import run as replayed
+from tiermoe.cli.output import summary
+from tiermoe.compose import ModelShape, PrecisionSlots, assemble
+from tiermoe.policy.prediction.worth import PrefetchTrial
+from tiermoe.presets import PRESETS, compose
+from tiermoe.runtime.generate import Report
+from tiermoe.simulate import Result
+from tiermoe.types import Routed
+from tiny import write
+
+ON, OFF = True, False
+FIRST = [ON, OFF, OFF, ON, ON, OFF, OFF, ON]
+
+
+def stretches(trial: PrefetchTrial, count: int, seconds: Callable[[bool], float], first: float = 9e9) -> list[bool]:
+    """The ways of so many stretches of 8 passes, each a `seconds`; its first pass takes `first`."""
+    ways = []
+    for _ in range(count):
+        ways.append(trial.on)
+        for position in range(8):
+            assert trial.on is ways[-1]
+            trial.note(seconds(trial.on) if position else first)
+    return ways
+
+
+# the trial
+
+
+def test_off_on_trial_then_the_faster_way_with_one_of_the_other() -> None:
+    trial = PrefetchTrial()
+    assert stretches(trial, 8, lambda on: 3.0 if on else 1.0) == FIRST
+    assert stretches(trial, 36, lambda on: 3.0 if on else 1.0) == ([OFF] * 16 + [ON]) * 2 + [OFF] * 2
+    assert (trial.pays, trial.without_s, trial.with_s) == (False, 1.0, 3.0)
+
+
+def test_nothing_is_said_before_the_trial_has_ended() -> None:
+    trial = PrefetchTrial()
+    stretches(trial, 7, lambda on: 0.048 if on else 0.0412)
+    assert (trial.pays, trial.without_s, trial.with_s, str(trial)) == (None, None, None, "")
+    stretches(trial, 1, lambda on: 0.048 if on else 0.0412)
+    assert str(trial) == "off (41.2 ms a token without, 48.0 with)"
+
+
+@given(st.integers(1, 1000), st.integers(1, 1000), st.integers(9, 200))
+def test_the_slower_way_is_taken_once_in_seventeen(prefetching: int, without: int, count: int) -> None:
+    trial = PrefetchTrial()
+    ways = stretches(trial, count, lambda on: float(prefetching if on else without))
+    pays = prefetching < without
+    assert trial.pays is pays
+    assert ways[:8] == FIRST
+    assert ways[8:].count(not pays) == (count - 8) // 17
+    assert (trial.without_s, trial.with_s) == (without, prefetching)
+
+
+@pytest.mark.parametrize("change", [-5.0, 5.0])
+def test_what_changes_steadily_favours_neither_way(change: float) -> None:
+    """A cache that fills makes every stretch faster, a context that grows every one slower, by more than the ways
+    differ."""
+    for better in (ON, OFF):
+        trial, time = PrefetchTrial(), [1000.0]
+
+        def seconds(on: bool, time: list[float] = time, better: bool = better) -> float:
+            time[0] += change / 7  # 7 of 8 passes ask
+            return time[0] - (on is better)
+
+        ways = stretches(trial, 8 + 10 * 17, seconds)
+        assert ways[8:].count(better) == 160
+
+
+def test_one_disturbed_stretch_decides_nothing() -> None:
+    for disturbed in range(8):
+        trial = PrefetchTrial()
+        stretches(trial, disturbed, lambda on: 1.0 if on else 1.1)
+        stretches(trial, 1, lambda on: 70.0)
+        stretches(trial, 7 - disturbed, lambda on: 1.0 if on else 1.1)
+        assert trial.pays
+
+
+def test_it_follows_a_machine_that_changes() -> None:
+    trial = PrefetchTrial()
+    stretches(trial, 8 + 5 * 17 + 3, lambda on: 1.0 if on else 2.0)
+    assert trial.pays
+    ways = stretches(trial, 17 * 2, lambda on: 2.0 if on else 1.0)
+    assert trial.pays is False
+    assert ways[-1] is OFF
+    assert stretches(trial, 17, lambda on: 2.0 if on else 1.0).count(ON) == 1
+    stretches(trial, 17 * 2, lambda on: 1.0 if on else 2.0)
+    assert trial.pays
+
+
+# the composition
+
+
+def trial_of(name: str, slots: int, changes: dict[str, Any]) -> PrefetchTrial | None:
+    shape = ModelShape([4, 4, 4], [2, 2, 2])
+    return assemble(compose(name, changes), shape, [PrecisionSlots((4,), slots)], FakeLink(), 4).trial
+
+
+def test_the_default_preset_measures_and_the_published_ones_do_not() -> None:
+    assert {name for name, preset in PRESETS.items() if preset.speculate == "measured"} == {"default"}
+    assert trial_of("default", 11, {}) is not None
+    assert trial_of("default", 11, {"speculate": "always"}) is None
+    assert trial_of("mixtral-offload", 11, {}) is None
+    assert trial_of("mixtral-offload", 11, {"speculate": "measured"}) is not None
+
+
+def test_nothing_is_tried_where_nothing_is_predicted() -> None:
+    assert trial_of("lru", 11, {"speculate": "measured"}) is None
+    assert trial_of("default", 12, {}) is None  # all are held
+
+
+# the scheduler
+
+
+class Asked(Said):
+    """Forecasts that count how often they are asked."""
+
+    asked = 0
+
+    def ranked(self, target: int) -> Sequence[tuple[int, float]]:
+        self.asked += 1
+        return super().ranked(target)
+
+
+class Passes:
+    """Decode passes over three layers of four experts, which alternate; the next layer is predicted rightly."""
+
+    def __init__(self, cost: float = 1.0, **changes: Any) -> None:
+        self.scheduler, self.link = make("mixtral-offload", **{"speculate": "measured", **changes})
+        self.cost = cost
+        self.number = 0
+        self.said = Asked()
+        self.chosen: list[list[int]] = []
+
+    @property
+    def on(self) -> bool:
+        assert self.scheduler.trial is not None
+        return self.scheduler.trial.on
+
+    def begin(self, phase: str = "decode", tokens: int = 1) -> None:
+        self.number += 1
+        self.said = Asked({layer: [(expert, 0.5) for expert in self.experts(layer)] for layer in range(3)})
+        self.link.time += 50.0  # between the last layer and the next pass: sampling, a user who thinks
+        self.scheduler.begin_pass(tokens, self.said, phase)
+
+    def experts(self, layer: int) -> list[int]:
+        return [[0, 1], [2, 3]][(self.number + layer) % 2]
+
+    def run(self, layers: Sequence[int] = (0, 1, 2), phase: str = "decode", tokens: int = 1) -> int:
+        """Runs layers of the pass; → speculative loads."""
+        before = self.scheduler.controller.counts.speculative_loads
+        for layer_ in layers:
+            routed = Routed(layer_, phase, [self.experts(layer_)] * tokens, [[0.5, 0.5]] * tokens)
+            ready = [one.expert for one in self.scheduler.run_layer(routed, self.said)]
+            self.link.time += 0.5 if layer_ < 2 else 100.0  # what comes after the last layer does not count
+            self.chosen.append(sorted(ready))
+        return self.scheduler.controller.counts.speculative_loads - before
+
+    def decode(self) -> tuple[bool, int]:
+        """One pass: whether it may prefetch, and its speculative loads; what is prefetched costs time."""
+        self.begin()
+        way, first = self.on, self.run([0, 1])
+        self.link.time += self.cost * first
+        return way, first + self.run([2])
+
+
+def test_nothing_is_predicted_or_loaded_ahead_while_it_is_off() -> None:
+    passes, ways = Passes(), []
+    for _ in range(64):
+        way, loads = passes.decode()
+        ways.append(way)
+        assert (loads > 0) is way
+        assert (passes.said.asked > 0) is way
+    assert ways == [way for way in FIRST for _ in range(8)]
+
+
+def test_nothing_is_kept_from_eviction_while_it_is_off() -> None:
+    passes, protected = Passes(), []
+    cache = passes.scheduler.controller.cache
+    protect = cache.protect
+    cache.protect = lambda key: protected.append(passes.on) or protect(key)  # type: ignore[method-assign,func-returns-value]
+    for _ in range(32):
+        passes.decode()
+    assert set(protected) == {ON}
+
+
+@pytest.mark.parametrize(("cost", "pays"), [(1.0, False), (-0.1, True)])
+def test_a_pass_is_timed_from_its_beginning_to_the_end_of_its_last_layer(cost: float, pays: bool) -> None:
+    passes = Passes(cost)
+    for _ in range(65):
+        passes.decode()
+    trial = passes.scheduler.trial
+    assert trial is not None
+    assert trial.pays is pays
+    assert trial.without_s == pytest.approx(1.0)  # two layers of .5; what is between passes, and 100, does not count
+    loads = 4  # two experts of each of two layers
+    assert trial.with_s == pytest.approx(1.0 + loads * cost)
+    assert passes.scheduler.prefetching == str(trial) != ""
+
+
+def test_the_time_of_a_batch_is_shared_by_its_tokens() -> None:
+    passes = Passes()
+    for _ in range(65):
+        passes.begin(tokens=4)
+        passes.run(tokens=4)
+    assert passes.scheduler.trial is not None
+    assert passes.scheduler.trial.without_s == pytest.approx(1.0 / 4)
+
+
+def test_every_expert_comes_whatever_the_way() -> None:
+    measured, always = Passes(), Passes(speculate="always")
+    assert always.scheduler.trial is None
+    assert always.scheduler.prefetching == ""
+    for passes in (measured, always):
+        for _ in range(64):
+            passes.begin()
+            passes.run()
+    assert measured.chosen == always.chosen
+    asked = [passes.scheduler.controller.counts for passes in (measured, always)]
+    assert asked[0].hits + asked[0].misses == asked[1].hits + asked[1].misses == 64 * 6
+
+
+def test_prefill_prefetches_always_and_is_not_timed() -> None:
+    passes = Passes()
+    for _ in range(9):
+        passes.decode()
+    assert passes.on is OFF
+    for _ in range(20):
+        passes.begin("prefill", tokens=2)
+        assert passes.run(phase="prefill", tokens=2) > 0
+        assert passes.on is OFF
+    assert [passes.decode()[0] for _ in range(16)] == [OFF] * 15 + [ON]  # one has been before
+
+
+def test_neither_a_discarded_pass_counts_nor_one_that_broke_off() -> None:
+    passes = Passes()
+    for _ in range(7):
+        passes.decode()
+    for _ in range(20):
+        passes.decode()
+        passes.scheduler.discard_pass()
+        passes.begin()
+        passes.run([0, 1])
+    assert [passes.decode()[0] for _ in range(2)] == [ON, OFF]
+
+
+def test_a_decoder_behind_an_encoder_is_timed_to_its_last_layer() -> None:
+    passes = Passes()
+    for _ in range(8):
+        passes.begin("prefill")
+        passes.run([0], "prefill")  # the encoder
+        passes.number += 1
+        passes.scheduler.begin_pass(1, passes.said, "decode", 1)
+        passes.run([1, 2])
+    passes.begin("prefill")
+    assert passes.on is OFF
+
+
+# the simulator
+
+MEASURED, NEVER = {"speculate": "measured"}, {"prefetch": "none"}
+
+
+def ahead(offset: int, changes: dict[str, Any], **options: Any) -> Result:
+    """200 tokens, each of two experts that no cache of 4 still has; layer 1 is predicted `offset` beside its choice."""
+    passes = [
+        decode(layer([token % 8], forecasts={1: [((token + offset) % 8, 1.0)]}), layer([token % 8]))
+        for token in range(200)
+    ]
+    trace = trace_of(passes, experts=8, top_k=1)
+    return replayed(trace, changes={"prefetch": "next-gate", **changes}, **options)
+
+
+def test_a_replay_prefetches_where_it_saves_time() -> None:
+    measured, always, never = ahead(0, MEASURED), ahead(0, {}), ahead(0, NEVER)
+    # dense .25, layer 0 waits 1 and computes .4, dense .25, layer 1 waits .35 instead of 1, and computes .4
+    assert measured.prefetching == "on (3300.0 ms a token without, 2650.0 with)"
+    assert (always.prefetching, never.prefetching) == ("", "")
+    assert measured.decode_tok_s is not None
+    assert always.decode_tok_s is not None
+    assert never.decode_tok_s is not None
+    assert never.decode_tok_s < measured.decode_tok_s < always.decode_tok_s
+    assert 0 < measured.speculative_loads < always.speculative_loads
+    assert measured.hits + measured.misses == always.hits + always.misses == 400
+
+
+def test_a_replay_prefetches_no_more_where_that_costs_time() -> None:
+    measured, always, never = ahead(4, MEASURED), ahead(4, {}), ahead(4, NEVER)
+    assert measured.prefetching.startswith("off (3300.0 ms a token without, ")
+    assert measured.decode_tok_s is not None
+    assert always.decode_tok_s is not None
+    assert never.decode_tok_s is not None
+    assert always.decode_tok_s < measured.decode_tok_s < never.decode_tok_s
+
+
+# the engine
+
+
+def test_the_engine_measures_and_its_tokens_stay(tmp_path: Path) -> None:
+    directory, answers = write(tmp_path, "qwen3_moe", torch.float32), []
+    for preset in ("default", "lru"):
+        model, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="60%", preset=preset)
+        ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+        options = {"max_new_tokens": 70, "min_new_tokens": 70, "do_sample": False}
+        answers.append(model.generate(ids, attention_mask=torch.ones_like(ids), **options))
+        said = model.tiermoe.stats()["prefetching"]
+        if preset == "default":
+            assert re.fullmatch(r"(on|off) \([\d.]+ ms a token without, [\d.]+ with\)", said)
+        else:
+            assert said == ""
+        model.tiermoe.close()
+    assert torch.equal(*answers)
+
+
+def test_what_was_decided_is_said_under_the_answer() -> None:
+    values = {field.name: 1 for field in dataclasses.fields(Report)}
+    said = summary(Report(**{**values, "prefetching": "off (41.2 ms a token without, 48.0 with)"}))
+    assert said.endswith(", prefetching off (41.2 ms a token without, 48.0 with)]")
+    assert "prefetching" not in summary(Report(**{**values, "prefetching": ""}))
