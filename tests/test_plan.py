@@ -116,6 +116,25 @@ def test_more_memory_never_gives_fewer_slots(
     assert slots(memory) <= slots(memory + more)
 
 
+EMBEDDING = 128 * 64 * 2
+
+
+def least(plan: Any) -> int:
+    """Bytes with which the tiny model just runs: its embedding on disk."""
+    return plan.fixed + plan.layer_slots * plan.slot_bytes - (0 if plan.embedding_on_disk else EMBEDDING)
+
+
+def test_the_embedding_stays_on_disk_only_where_experts_need_its_room(planned: Planner) -> None:
+    roomy = planned()
+    assert not roomy.embedding_on_disk
+    all_fit = roomy.fixed + roomy.all_slots * roomy.slot_bytes
+    assert not planned(memory=all_fit).embedding_on_disk
+    short = planned(memory=all_fit - 1)
+    assert short.embedding_on_disk
+    assert roomy.dense - short.dense == EMBEDDING
+    assert not planned(memory=all_fit - 1, cache="30%").embedding_on_disk  # asked for less than there is room for
+
+
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
 @pytest.mark.parametrize("dense_bits", [16, 4])
 def test_too_little_is_refused_with_what_is_enough(bits: int, dense_bits: int, planned: Planner) -> None:
@@ -128,12 +147,12 @@ def test_too_little_is_refused_with_what_is_enough(bits: int, dense_bits: int, p
     plan = planned(memory=advice[1], bits=bits, dense_bits=dense_bits)
     assert plan.slots >= plan.layer_slots
     with pytest.raises(BudgetError):
-        planned(memory=plan.fixed + plan.layer_slots * plan.slot_bytes - 1, bits=bits, dense_bits=dense_bits)
+        planned(memory=least(plan) - 1, bits=bits, dense_bits=dense_bits)
 
 
 def test_dense_bits_are_advised_where_they_are_enough(planned: Planner) -> None:
     plan = planned()
-    short = plan.fixed + plan.layer_slots * plan.slot_bytes - 1000
+    short = least(plan) - 1000
     with pytest.raises(BudgetError, match=r"or --dense-bits \d, which saves") as no:
         planned(memory=short)
     advice = re.search(r"--dense-bits (\d)", str(no.value))
@@ -157,7 +176,8 @@ def test_caches_by_share_and_by_size(planned: Planner) -> None:
     assert planned(cache="100%").slots == planned(cache="1GiB").slots == 24
     slot = planned().slot_bytes
     assert planned(cache=7 * slot + 1).slots == 7
-    assert planned(cache="50%", memory=planned().fixed + 5 * slot).slots == 5  # --memory stays the bound
+    short = planned().fixed - EMBEDDING + 5 * slot
+    assert planned(cache="50%", memory=short).slots == 5  # --memory stays the bound
 
 
 def test_a_cache_below_one_token_s_experts_is_warned_of(planned: Planner) -> None:

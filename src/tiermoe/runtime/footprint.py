@@ -32,6 +32,10 @@ _TORCH_LIBRARIES = (
     "libtorch_cuda.so",
     "libc10_cuda.so",
 )
+# oneDNN and its wrapper in torch keep what they compile for each shape of a product, 0.7 MiB for each number of tokens
+# that an expert ever had, up to 1024 of them: more than a budget can hold. Read at a process's first product.
+_PRODUCT_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+_PRODUCT_SHAPES = 32
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ (\d+)\s+(\S.*)")
 
 
@@ -42,6 +46,8 @@ def prepare() -> None:
     """
     deferred_imports.install()
     _fix_mmap_threshold()
+    for variable in _PRODUCT_CACHES:
+        os.environ.setdefault(variable, str(_PRODUCT_SHAPES))
 
 
 def import_libraries() -> None:

@@ -19,6 +19,7 @@ from tiermoe.runtime import footprint
 from tiermoe.runtime.blueprint import Blueprint, inspect_model
 from tiermoe.runtime.composition import Resolved, resolve
 from tiermoe.runtime.dense import attach_dense
+from tiermoe.runtime.embedding import embedding_key, leave_on_disk
 from tiermoe.runtime.engine import Engine
 from tiermoe.runtime.experts import register
 from tiermoe.runtime.memory_plan import MemoryPlan
@@ -66,7 +67,7 @@ def load_resolved(blueprint: Blueprint, resolved: Resolved, progress: Progress |
     unit = resolved.composition.unit
     for bits in resolved.precisions:
         ensure_packed(store, blueprint, bits, settings.quantizer, settings.dense_bits, progress, device, unit)
-    model = load_dense(blueprint, store, settings.dense_bits, device)
+    model = load_dense(blueprint, store, settings.dense_bits, device, plan.embedding_on_disk)
     model.eval().requires_grad_(False)
     if not blueprint.family.encoder_decoder:
         model.generation_config.prefill_chunk_size = settings.chunk
@@ -84,13 +85,17 @@ def resolve_for(blueprint: Blueprint, settings: Settings) -> Resolved:
     return resolve(settings, root, blueprint.checkpoint.fingerprint(), blueprint.name)
 
 
-def load_dense(blueprint: Blueprint, store: Store, dense_bits: int, device: str = "cpu") -> Any:
-    """A model on `device` with its dense weights and no experts. Weights that are packed are never read at 16
-    bits."""
+def load_dense(
+    blueprint: Blueprint, store: Store, dense_bits: int, device: str = "cpu", embedding_on_disk: bool = False
+) -> Any:
+    """A model on `device` with its dense weights and no experts. Weights that are packed, or left on disk, are never
+    read at 16 bits."""
     register()
     key = dense_key(dense_bits, machine_layout(device))
     packed = set(store.dense[key]["layers"]) if dense_bits < 16 else set()
     replaced = {blueprint.experts.direct_key(f"{name}.weight") for name in packed}
+    if embedding_on_disk:
+        replaced.add(embedding_key(blueprint))
     state = {name: LazyTensor(blueprint.checkpoint, name, name in replaced) for name in blueprint.dense_keys}
     config = _config_for_loading(blueprint)
     with experts_left_out(blueprint.family, config), footprint.without_meta_references(), _quiet_loading():
@@ -112,6 +117,8 @@ def load_dense(blueprint: Blueprint, store: Store, dense_bits: int, device: str 
     _load_generation_config(model, blueprint)
     if packed:
         attach_dense(model, store, key, ExtentReader(), device)
+    if embedding_on_disk:
+        leave_on_disk(model, blueprint)
     return model.to(device)
 
 

@@ -18,7 +18,8 @@ class SlotPool:
 class MemoryPlan:
     """A memory budget and its parts, all in bytes. The expert cache: `slots` in all, in `pools` that share them where
     precisions have slots of their own; `slot_bytes` is a slot's size at the highest precision. `all_slots` is how many
-    experts there are, `token_slots` what one token uses in all layers together."""
+    experts there are, `token_slots` what one token uses in all layers together. `embedding_on_disk`: the input
+    embedding's rows are read as they are asked for, and `dense` is without it."""
 
     budget: int
     budget_source: str
@@ -33,6 +34,7 @@ class MemoryPlan:
     layer_slots: int
     token_slots: int
     context: int
+    embedding_on_disk: bool = False
     pools: tuple[SlotPool, ...] = ()
     warnings: list[str] = field(default_factory=list, init=False)
 
@@ -64,7 +66,11 @@ class MemoryPlan:
             share = ", ".join(f"{pool.slots} at {' or '.join(map(str, pool.bits))} bits" for pool in self.pools)
         return [
             ("interpreter and libraries", self.interpreter, "measured in this process"),
-            ("dense weights", self.dense, "always resident"),
+            (
+                "dense weights",
+                self.dense,
+                "resident; the embedding on disk" if self.embedding_on_disk else "always resident",
+            ),
             ("key/value cache", self.kv_cache, f"{self.context} tokens of context"),
             ("activations", self.activations, "of one prefill chunk"),
             ("staging", self.staging, "reading lanes"),

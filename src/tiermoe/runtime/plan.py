@@ -18,6 +18,7 @@ from tiermoe.runtime import gpu_plan
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.dense import packed_bytes
+from tiermoe.runtime.embedding import embedding_bytes
 from tiermoe.runtime.footprint import resident_bytes
 from tiermoe.runtime.memory_plan import MemoryPlan
 from tiermoe.runtime.one_token import ROOM
@@ -75,9 +76,13 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved) -> MemoryPlan:
     }
     room = budget - sum(fixed.values())
     wanted = cache_bytes(composition, settings.cache or CacheSize(fraction=1.0), shape_of(blueprint.layers), sizes)
+    on_disk = gpu is None and room < wanted and embedding_bytes(blueprint) > 0
+    if on_disk:
+        fixed["dense"] -= embedding_bytes(blueprint)
+        room = budget - sum(fixed.values())
     base = MemoryPlan(
         budget, source, slot_bytes=slot_bytes, slots=0, all_slots=all_slots, layer_slots=layer_slots,
-        token_slots=token_slots, context=context, **fixed,
+        token_slots=token_slots, context=context, embedding_on_disk=on_disk, **fixed,
     )  # fmt: skip
     if gpu is not None:
         return gpu_plan.divide(base, wanted // slot_bytes, resolved, sizes, device, gpu)
@@ -160,8 +165,9 @@ def _staging_bytes(formats: list[ExpertFormat], settings: Settings) -> int:
 
 
 def _activation_bytes(blueprint: Blueprint, formats: list[ExpertFormat], settings: Settings, context: int) -> int:
-    """The most that one chunk needs beside weights and cache: a layer's tensors that live at the same time,
-    with float32 copies in norms, one decoded matrix where many tokens meet packed weights, and the logits.
+    """The most that one chunk needs beside weights and cache: a layer's tensors that live at the same time (those of a
+    norm with its float32 copies, of its attention or of its experts), one decoded matrix where many tokens meet packed
+    weights, and the logits.
     Checked against measured peaks (docs/performance.md)."""
     config, item = blueprint.config, blueprint.dtype.itemsize
     at_once = context if blueprint.family.encoder_decoder else min(settings.chunk, context)
@@ -170,14 +176,15 @@ def _activation_bytes(blueprint: Blueprint, formats: list[ExpertFormat], setting
     heads, kv_heads, head_dim = attention_shape(config)
     matrices = [part.out_in for form in formats for part in form.layer.parts if part.is_matrix]
     top_k = max(layer.top_k for layer in blueprint.layers)
-    residual = hidden * (6 * item + 3 * 4)
+    residual = 2 * hidden * item
+    norm = hidden * (item + 3 * 4)
     attention = heads * head_dim * (8 * item + 3 * 4)
     experts = (hidden * (top_k + 3) + 3 * max(map(max, matrices))) * item
     scores = tokens * context * 5
     repeated = 2 * settings.batch * context * heads * head_dim * item if kv_heads < heads else 0
     logits = settings.batch * int(config.vocab_size) * 16
     return (
-        int(tokens * (residual + attention + experts) * _ALLOCATOR)
+        int(tokens * (residual + max(norm, attention, experts)) * _ALLOCATOR)
         + scores
         + repeated
         + (_decoded_bytes(formats, settings, blueprint.dtype) if tokens > _PACKED_OPERATOR_TOKENS else 0)

@@ -1,0 +1,86 @@
+"""The input embedding read row by row from the checkpoint, against torch's own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiermoe
+from tests import tiny
+from tiermoe.errors import ModelError
+from tiermoe.runtime.blueprint import Blueprint, inspect_model
+from tiermoe.runtime.embedding import EmbeddingOnDisk, embedding_bytes, embedding_key
+from tiermoe.runtime.memory_plan import MemoryPlan
+
+KEY = "model.embed_tokens.weight"
+
+
+def blueprint(
+    directory: Path, family: str = "qwen3_moe", dtype: torch.dtype = torch.bfloat16, **changes: object
+) -> Blueprint:
+    return inspect_model(tiny.write(directory, family, dtype, **changes), "tiny")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 7), (5,), (1, 0)])
+def test_rows_are_those_of_the_whole_table(dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path) -> None:
+    found = blueprint(tmp_path, dtype=dtype)
+    on_disk = EmbeddingOnDisk(found.checkpoint, KEY, torch.bfloat16)
+    tokens = torch.randint(0, 128, shape, generator=torch.Generator().manual_seed(0))
+    want = torch.nn.functional.embedding(tokens, found.checkpoint.read(KEY).bfloat16())
+    assert torch.equal(on_disk(tokens), want)
+
+
+def test_ids_without_a_row_and_rows_that_are_gone_are_named(tmp_path: Path) -> None:
+    found = blueprint(tmp_path)
+    on_disk = EmbeddingOnDisk(found.checkpoint, KEY, torch.bfloat16)
+    for wrong in (128, -1):
+        with pytest.raises(IndexError, match="128 rows"):
+            on_disk(torch.tensor([3, wrong]))
+    found.checkpoint.close()
+    found.checkpoint.tensors[KEY].file.unlink()
+    with pytest.raises(ModelError, match=r"cannot open .*safetensors"):
+        on_disk(torch.tensor([3]))
+
+
+def test_what_is_shared_or_scaled_stays_in_memory(tmp_path: Path) -> None:
+    assert embedding_key(blueprint(tmp_path / "own")) == KEY
+    assert embedding_bytes(blueprint(tmp_path / "own32", dtype=torch.float32)) == 128 * 64 * 4
+    tied = blueprint(tmp_path / "tied", tie_word_embeddings=True)
+    encoder = blueprint(tmp_path / "encoder", "switch_transformers", torch.float32)
+    for found in (tied, encoder):
+        assert embedding_key(found) is None
+        assert embedding_bytes(found) == 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2"])
+def test_a_model_gives_the_same_logits_with_its_embedding_on_disk(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiermoe.runtime.plan.resident_bytes", lambda: 300 << 20)
+    directory = tiny.write(tmp_path, family, torch.bfloat16, vocab_size=4096)
+    ids = torch.randint(3, 4096, (2, 9), generator=torch.Generator().manual_seed(1))
+
+    def logits(memory: int, on_disk: bool) -> tuple[torch.Tensor, MemoryPlan]:
+        model, _ = tiermoe.load(directory, memory=memory, device="cpu", context=64, chunk=16)
+        assert isinstance(model.get_input_embeddings(), EmbeddingOnDisk) == on_disk
+        with torch.no_grad():
+            found = model(ids).logits
+        assert model.generate(ids, max_new_tokens=3).shape == (2, 12)
+        plan = model.tiermoe.plan
+        model.tiermoe.close()
+        return found, plan
+
+    want, plan = logits(4 << 30, on_disk=False)
+    got, short = logits(plan.fixed + (plan.all_slots - 2) * plan.slot_bytes, on_disk=True)
+    assert torch.equal(got, want)
+    assert plan.dense - short.dense == 4096 * 64 * 2
+    assert not any(str(directory) in os.readlink(f"/proc/self/fd/{each}") for each in open_files())
+
+
+def open_files() -> list[str]:
+    """Descriptors that are open, without the one that lists them."""
+    return [each for each in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{each}")]
