@@ -13,13 +13,14 @@ from transformers import DynamicCache
 import tiermoe
 from test_native import checkpoint, expert_format, expert_views, tokens
 from tiermoe import native
-from tiermoe.kernels.expert import InOneCall, expert_kernel, silu_gate
-from tiermoe.kernels.native.experts import combine_into
+from tiermoe.kernels.expert import InOneCall, expert_kernel, silu_gate, weighted_sum
+from tiermoe.kernels.native.experts import combine_many
 from tiermoe.kernels.native.moe_block import MoeBlock
 from tiermoe.kernels.native.norm import norm
 from tiermoe.kernels.native.router import choose, logits_of
 from tiermoe.runtime.few_tokens import compute_few
 from tiermoe.runtime.one_token.padding import first_positions
+from tiermoe.runtime.weighted_sums import Choices, NativeSums, TorchSums
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs AVX-512 with BF16 and VBMI, and a C compiler")
 
@@ -49,10 +50,38 @@ def test_counts_that_do_not_fit_the_rows_are_refused(kernel: InOneCall) -> None:
             kernel.apart(x, counts, views, alone=True)
 
 
-def test_nothing_chosen_sums_to_zero() -> None:
-    out = tokens(1, 96)[0]
-    combine_into(out, [], [])
-    assert not out.any()
+@pytest.mark.parametrize("count", [1, 70, 200])
+def test_sums_of_many_tokens_are_each_token_s_sum(count: int) -> None:
+    """Some choices have no output: they add nothing."""
+    rows, weights = tokens(4 * count, 96), torch.rand(count, 4)
+    there = torch.rand(count, 4) < 0.7
+    there[0] = False
+    addresses = torch.where(there, rows.data_ptr() + 192 * torch.arange(4 * count).view(count, 4), 0)
+    got = combine_many(tokens(count, 96), addresses, weights)
+    for token in range(count):
+        chosen = there[token].nonzero()[:, 0].tolist()
+        want = weighted_sum(list(rows[4 * token : 4 * token + 4][chosen]), weights[token], chosen) if chosen else 0
+        assert torch.equal(got[token], torch.zeros(96).bfloat16() if isinstance(want, int) else want[0])
+
+
+@pytest.mark.parametrize("tokens_of_first", [0, 3, 9])
+def test_native_and_torchs_sums_agree_bit_for_bit(tokens_of_first: int) -> None:
+    """Choices that name no expert, and an expert whose outputs never come."""
+    generator = torch.Generator().manual_seed(5)
+    index = torch.stack([torch.randperm(7, generator=generator)[:3] for _ in range(9)])  # 6 names none of the experts
+    weights, hidden = torch.rand(9, 3, generator=generator), tokens(9, 96)
+    index[:tokens_of_first][index[:tokens_of_first] == 6] = 5
+    choices = Choices(index, weights, 6)
+    sums = [NativeSums(choices, hidden), TorchSums(choices, hidden, complete=False)]
+    end = 0
+    for expert, count in enumerate(choices.counts):
+        rows, end = slice(end, end + count), end + count
+        if expert != 2:
+            for each in sums:
+                each.keep(tokens(count, 96, expert), rows)
+    native_total, torch_total = (each.total() for each in sums)
+    assert torch.equal(native_total, torch_total)
+    assert native_total.any()
 
 
 @pytest.mark.parametrize("count", [2, 5, 12])
@@ -81,7 +110,8 @@ def test_routers_and_norms_take_tokens_one_by_one() -> None:
     alone = [choose(row[None], 4, True) for row in logits]
     assert torch.equal(weights, torch.cat([each for each, _ in alone]))
     assert torch.equal(experts, torch.cat([each for _, each in alone]))
-    assert torch.equal(norm(x, weight[0], 1e-6), torch.stack([norm(row, weight[0], 1e-6) for row in x]))
+    for rows in (x, x.repeat(300, 1)):  # in one task, and in several
+        assert torch.equal(norm(rows, weight[0], 1e-6), torch.stack([norm(row, weight[0], 1e-6) for row in rows]))
 
 
 def test_first_positions_are_read_of_a_padding_on_the_left_alone() -> None:

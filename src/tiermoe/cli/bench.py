@@ -40,7 +40,7 @@ def bench(
         str | None, typer.Option(help="Prompts alone, like 512,2048, in a batch of one.", show_default=False)
     ] = None,
     batch: Annotated[str, typer.Option(help="Sequences decoded together, like 1,4,16.")] = "1",
-    start: Annotated[str, typer.Option(help="warm, cold, or both: with empty caches, or after a first pass.")] = "warm",
+    start: Annotated[str, typer.Option(help="warm (after a first pass), cold (empty caches), or warm,cold.")] = "warm",
     presets: Annotated[str, typer.Option(help="Ours: names with commas, all, or none.")] = "default",
     peers: Annotated[str, typer.Option(help="all, none, or of llama.cpp,transformers,accelerate.")] = "all",
     rounds: Rounds = 3,

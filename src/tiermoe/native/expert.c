@@ -94,3 +94,33 @@ TARGET void experts_combine(const bf16 *const *rows, const float *weights, size_
         store_bf16(out + i, total);
     }
 }
+
+typedef struct {
+    const bf16 *const *rows;
+    const float *weights;
+    size_t tokens, k, columns;
+    bf16 *out;
+} Combining;
+
+enum { TOGETHER = 64 }; /* tokens of a task */
+
+static void combine_some(void *data, size_t thread, size_t task) {
+    const Combining *job = data;
+    const size_t begin = task * TOGETHER, end = begin + TOGETHER < job->tokens ? begin + TOGETHER : job->tokens;
+    (void)thread;
+    for (size_t t = begin; t < end; t++) {
+        const bf16 *rows[MOST_EXPERTS];
+        float weights[MOST_EXPERTS];
+        size_t count = 0;
+        for (size_t i = t * job->k; i < (t + 1) * job->k; i++)
+            if (job->rows[i]) rows[count] = job->rows[i], weights[count++] = job->weights[i];
+        experts_combine(rows, weights, count, job->columns, job->out + t * job->columns);
+    }
+}
+
+void experts_combine_many(const bf16 *const *rows, const float *weights, size_t tokens, size_t k, size_t columns, bf16 *out,
+                          size_t threads, Pool pool) {
+    Combining job = {rows, weights, tokens, k, columns, out};
+    const Phase phase = {NULL, combine_some, (tokens + TOGETHER - 1) / TOGETHER};
+    team_run(&phase, 1, &job, phase.tasks > 1 ? threads : 1, pool);
+}

@@ -5,6 +5,8 @@
 #include "int4.h"
 #include "team.h"
 
+enum { MOST_EXPERTS = 256 }; /* of a token */
+
 typedef struct {
     Int4 first;  /* (2 I, H): the gate's rows, then up's; I a multiple of 64 */
     Int4 second; /* (H, I) */
@@ -27,5 +29,9 @@ size_t experts_sums(const Expert *expert, size_t rows, size_t results, size_t th
 
 /* out (H) = sum of weights[i] * rows[i] (H), in their order, rounded after each step; 0 where there are none. */
 void experts_combine(const bf16 *const *rows, const float *weights, size_t count, size_t columns, bf16 *out);
+
+/* The same for `tokens` tokens with rows and weights (tokens, k), k at most MOST_EXPERTS; NULL where there is no row. */
+void experts_combine_many(const bf16 *const *rows, const float *weights, size_t tokens, size_t k, size_t columns, bf16 *out,
+                          size_t threads, Pool pool);
 
 #endif

@@ -11,8 +11,6 @@
 #include "route.h"
 #include "widen.h"
 
-enum { MOST_EXPERTS = 256 }; /* of a token */
-
 typedef unsigned long long Address;
 
 static void *at(Address address) { return (void *)(uintptr_t)address; }
@@ -137,6 +135,19 @@ static PyObject *combine(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *combine_many(PyObject *self, PyObject *args) {
+    Address addresses, weights, out;
+    Py_ssize_t tokens, k, columns;
+    unsigned threads;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KKnnnKI", &addresses, &weights, &tokens, &k, &columns, &out, &threads)) return NULL;
+    if (k < 1 || k > MOST_EXPERTS) return PyErr_Format(PyExc_ValueError, "%zd experts of a token: 1 to %d", k, MOST_EXPERTS);
+    Py_BEGIN_ALLOW_THREADS
+    experts_combine_many(at(addresses), at(weights), (size_t)tokens, (size_t)k, (size_t)columns, at(out), threads, TORCHS);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyObject *logits(PyObject *self, PyObject *args) {
     Address weight, x, out;
     Py_ssize_t experts, columns, tokens;
@@ -214,13 +225,13 @@ static PyObject *widen_codes(PyObject *self, PyObject *args) {
 static PyObject *norm(PyObject *self, PyObject *args) {
     Address x, weight, out;
     float epsilon;
-    Py_ssize_t width, tokens;
+    Py_ssize_t rows, width;
+    unsigned threads;
     (void)self;
-    if (!PyArg_ParseTuple(args, "KKfnnK", &x, &weight, &epsilon, &tokens, &width, &out)) return NULL;
-    for (Py_ssize_t t = 0; t < tokens; t++) {
-        const bf16 *token = (bf16 *)at(x) + t * width;
-        norm_apply(token, at(weight), norm_scale(token, (size_t)width, epsilon), (size_t)width, (bf16 *)at(out) + t * width);
-    }
+    if (!PyArg_ParseTuple(args, "KKfnnKI", &x, &weight, &epsilon, &rows, &width, &out, &threads)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    norm_run(at(x), at(weight), epsilon, (size_t)rows, (size_t)width, at(out), threads, TORCHS);
+    Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
@@ -297,13 +308,14 @@ static PyMethodDef methods[] = {
     {"product", product, METH_VARARGS, "product(matrix, x, tokens, sums, out, threads, torchs)"},
     {"experts", experts, METH_VARARGS, "experts(experts, counts, x, rows, inner, sums, out, threads, torchs)"},
     {"combine", combine, METH_VARARGS, "combine(rows, weights, columns, out)"},
+    {"combine_many", combine_many, METH_VARARGS, "combine_many(addresses, weights, tokens, k, columns, out, threads)"},
     {"logits", logits, METH_VARARGS, "logits(weight, x, tokens, experts, columns, out)"},
     {"choose", choose, METH_VARARGS, "choose(logits, tokens, experts, k, normalise, chosen, weights)"},
     {"block_workspace", block_workspace, METH_VARARGS, "block_workspace(experts, count, k, tokens, threads) -> bytes that block needs"},
     {"block", block, METH_VARARGS,
      "block(router, experts, count, k, columns, normalise, round_weights, x, residual, tokens, workspace, out, threads)"
      " -> how many experts computed, 0 where a chosen one is not here"},
-    {"norm", norm, METH_VARARGS, "norm(x, weight, epsilon, tokens, width, out)"},
+    {"norm", norm, METH_VARARGS, "norm(x, weight, epsilon, rows, width, out, threads)"},
     {"attention", attention, METH_VARARGS,
      "attention(query, key, value, output, biases, norm_before, norm_after, norm_query, norm_key, norm_width, heads, kv_heads,"
      " head_columns, epsilon, scale) -> bytes of an Attention"},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from tiermoe.runtime.few_tokens import compute_few
 from tiermoe.runtime.one_token.settled import SettledExperts
 from tiermoe.runtime.passes import CurrentPass
 from tiermoe.runtime.shells import IMPLEMENTATION
+from tiermoe.runtime.weighted_sums import Choices, sums_of
 from tiermoe.types import FEW_TOKENS, Ready, Routed
 
 
@@ -117,43 +119,24 @@ class LayerExperts:
         return compute_few(hidden, index.tolist(), weights.tolist(), run, kernels, self._views, alone)
 
     def _many_tokens(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        tokens, k = index.shape
-        # positions in (k, token) order, as transformers' eager experts gather their rows
-        by_expert = index.t().reshape(-1).argsort(stable=True)
-        counts = torch.bincount(index.reshape(-1), minlength=self._experts).tolist()[: self._experts]
-        ends: list[int] = []
-        for count in counts:
-            ends.append((ends[-1] if ends else 0) + count)
-        # the place of each choice among its token's experts in ascending order: where its output is kept for the sum
-        place = index.argsort(dim=1).argsort(dim=1).t().reshape(-1)[by_expert]
-        gates = weights.t().reshape(-1)[by_expert, None]
-        token = by_expert % tokens
-        complete = ends[-1] == tokens * k and not self._current.may_skip
-        kept = (torch.empty if complete else torch.zeros)(
-            (k, tokens, hidden.shape[1]), dtype=hidden.dtype, device=hidden.device
-        )
-
-        def keep(output: torch.Tensor, rows: slice) -> None:
-            kept[place[rows], token[rows]] = (output * gates[rows]).to(hidden.dtype)
-
+        choices = Choices(index, weights, self._experts)
+        counts, ends = choices.counts, list(accumulate(choices.counts))
+        sums = sums_of(choices, hidden, ends[-1] == index.numel() and not self._current.may_skip)
         away: list[tuple[Future[torch.Tensor], slice]] = []
         for ready in self._current.run_layer(self._routed(index, weights), hidden):
             expert = ready.expert
             if not counts[expert]:
                 continue
             rows = slice(ends[expert] - counts[expert], ends[expert])
-            x = hidden[token[rows]]
+            x = hidden[choices.token[rows]]
             if ready.slot == ELSEWHERE:
                 assert self._on_cpu is not None
                 away.append((self._on_cpu(expert, ready.bits, x.cpu()), rows))
             else:
-                keep(self._kernels[ready.bits](x, self._views(ready)), rows)
+                sums.keep(self._kernels[ready.bits](x, self._views(ready)), rows)
         for future, rows in away:
-            keep(future.result().to(hidden.device), rows)
-        total = kept[0]
-        for output in kept[1:]:
-            total += output
-        return total
+            sums.keep(future.result().to(hidden.device), rows)
+        return sums.total()
 
     def _routed(self, index: torch.Tensor, weights: torch.Tensor) -> Routed:
         chosen = index.tolist()

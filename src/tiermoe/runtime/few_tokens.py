@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from tiermoe.kernels.expert import InOneCall, Views
-from tiermoe.kernels.native.experts import combine_into
+from tiermoe.kernels.native.experts import combine_many
 from tiermoe.types import Ready
 
 
@@ -47,10 +47,7 @@ def compute_few(
             first, each = output.data_ptr(), output.stride(0) * output.element_size()
             address.update((place, first + row * each) for row, place in enumerate(places))
         group.clear()
-    total = torch.empty_like(hidden)
-    for token, (experts, gates) in enumerate(zip(chosen, weights, strict=True)):
-        there = sorted(
-            (expert, gate) for expert, gate in zip(experts, gates, strict=True) if (token, expert) in address
-        )
-        combine_into(total[token], [address[token, expert] for expert, _ in there], [gate for _, gate in there])
-    return total
+    ordered = [sorted(zip(*each, strict=True)) for each in zip(chosen, weights, strict=True)]
+    addresses = [[address.get((token, expert), 0) for expert, _ in row] for token, row in enumerate(ordered)]
+    gates = [[gate for _, gate in row] for row in ordered]
+    return combine_many(torch.empty_like(hidden), torch.tensor(addresses), torch.tensor(gates, dtype=torch.float32))

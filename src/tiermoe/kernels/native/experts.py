@@ -83,11 +83,18 @@ def combines(output: Tensor) -> bool:
 def combine(outputs: Sequence[Tensor], weights: list[float]) -> Tensor:
     """sum of weights[i] * outputs[i], in their order, rounded to bfloat16 after each product and each sum: the values
     that torch's separate operations give. outputs (H), contiguous, at least one → (1, H)."""
-    out = torch.empty((1, outputs[0].numel()), dtype=torch.bfloat16)
-    combine_into(out[0], [output.data_ptr() for output in outputs], weights)
+    columns = outputs[0].numel()
+    out = torch.empty((1, columns), dtype=torch.bfloat16)
+    _native.combine([output.data_ptr() for output in outputs], weights, columns, out.data_ptr())
     return out
 
 
-def combine_into(out: Tensor, rows: list[int], weights: list[float]) -> None:
-    """`combine` into out (H), bfloat16 and contiguous, from the addresses of rows of it; zeros where there are none."""
-    _native.combine(rows, weights, out.numel(), out.data_ptr())
+def combine_many(out: Tensor, addresses: Tensor, weights: Tensor) -> Tensor:
+    """`combine` for each of T tokens, into out (T, H), bfloat16 and contiguous, which is returned. addresses: int64
+    (T, K) of contiguous rows of H values, in the order in which they are added, 0 where there is none; weights:
+    float32 (T, K)."""
+    tokens, k = addresses.shape
+    _native.combine_many(
+        addresses.data_ptr(), weights.data_ptr(), tokens, k, out.shape[1], out.data_ptr(), torch.get_num_threads()
+    )
+    return out

@@ -1,4 +1,4 @@
-"""A root mean square norm of a few tokens."""
+"""A root mean square norm."""
 
 from __future__ import annotations
 
@@ -20,5 +20,7 @@ def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """weight * x / sqrt(mean(x^2) + epsilon), for contiguous x (..., H) in bfloat16."""
     out = torch.empty_like(x)
     width = weight.numel()
-    _native.norm(x.data_ptr(), weight.data_ptr(), epsilon, x.numel() // width, width, out.data_ptr())
+    _native.norm(
+        x.data_ptr(), weight.data_ptr(), epsilon, x.numel() // width, width, out.data_ptr(), torch.get_num_threads()
+    )
     return out

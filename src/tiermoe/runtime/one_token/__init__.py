@@ -13,7 +13,7 @@ from tiermoe.kernels.native.attention import one_token_attention
 from tiermoe.runtime.dense import PackedLinear
 from tiermoe.runtime.one_token.block import OneTokenBlock, one_token_block
 from tiermoe.runtime.one_token.layer import OneTokenLayer
-from tiermoe.runtime.one_token.norm import one_token_norm
+from tiermoe.runtime.one_token.norm import native_norm
 from tiermoe.runtime.one_token.room import ROOM
 from tiermoe.runtime.one_token.router import one_token_router
 from tiermoe.runtime.one_token.taken_over import TakenOver
@@ -43,9 +43,7 @@ def take_over(model: Any) -> list[TakenOver]:
     for layer in model.modules():
         if _is_decoder_layer(layer) and (attention := _layer(layer, blocks.get(layer.mlp))) is not None:
             taken.append(attention)
-    last = one_token_norm(getattr(model.base_model, "norm", None))
-    if last is not None:
-        taken.append(last)
+    taken += filter(None, map(native_norm, model.modules()))
     for each in taken:
         each.attach()
     return taken

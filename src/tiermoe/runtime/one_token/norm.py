@@ -1,4 +1,4 @@
-"""Decoding a token of each sequence: a root mean square norm in one native call instead of eight of torch's."""
+"""A root mean square norm in one native call instead of eight of torch's."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import torch
 
 from tiermoe.kernels.native.norm import norm, takes
 from tiermoe.runtime.one_token.taken_over import TakenOver, alike
-from tiermoe.types import FEW_TOKENS
 
 _AGREE = 0.01  # relative error of both forwards
 
 
-class OneTokenNorm(TakenOver):
-    """A norm's forward: the kernel for a few tokens, transformers' own for more."""
+class NativeNorm(TakenOver):
+    """A norm's forward: the kernel, for whatever number of tokens; transformers' own for another dtype."""
 
     def __init__(self, module: Any) -> None:
         super().__init__(module)
@@ -22,7 +21,7 @@ class OneTokenNorm(TakenOver):
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         weight = self._module.weight
-        plain = hidden_states.numel() <= FEW_TOKENS * weight.numel() and hidden_states.dtype == torch.bfloat16
+        plain = hidden_states.shape[-1] == weight.numel() and hidden_states.dtype == torch.bfloat16
         if not plain or not hidden_states.is_contiguous() or torch.is_grad_enabled():
             result: torch.Tensor = self._forward(hidden_states)
             return result
@@ -37,10 +36,10 @@ class OneTokenNorm(TakenOver):
         return alike(want, got, _AGREE)
 
 
-def one_token_norm(module: Any) -> OneTokenNorm | None:
+def native_norm(module: Any) -> NativeNorm | None:
     """A norm's fast forward; None for what is no such norm."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or not hasattr(module, "variance_epsilon") or not takes(weight):
         return None
-    fast = OneTokenNorm(module)
+    fast = NativeNorm(module)
     return fast if fast.agrees() else None
