@@ -1,5 +1,6 @@
-"""Decoding one token in few calls: where the dense layers are packed, attention, routers, blocks and norms of a decoder
-have forwards of their own for a single token. transformers' own stay in place for everything else.
+"""Decoding a token of each sequence in few calls: where the dense layers are packed, attention, routers and blocks of a
+decoder have forwards of their own for that, and norms for any number of tokens. transformers' own stay in place for
+everything else.
 
 Nothing is taken over by name alone: each part must give what transformers' forward gives for random tokens, so a family
 that scales, biases or orders something differently keeps its own.
