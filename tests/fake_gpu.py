@@ -84,6 +84,7 @@ class FakeGpu:
         self.violations: list[str] = []
         self.asked: list[Copy] = []
         self.refuse = False
+        self.copy_s = 1e-3
         self._blocking = blocking
         self._random = random.Random(seed)
         self._held = self._ended = False
@@ -110,6 +111,10 @@ class FakeGpu:
     def wait(self, ticket: Copy) -> None:
         with self._changed:
             self._changed.wait_for(lambda: ticket.done)
+
+    def seconds(self, ticket: Copy) -> float:
+        assert ticket.done
+        return self.copy_s
 
     def wait_before_use(self, ticket: Copy) -> None:
         if self._blocking:

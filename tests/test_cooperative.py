@@ -26,6 +26,7 @@ from tiermoe.runtime import engine, plan
 from tiermoe.runtime.cooperative import CpuHelper
 from tiermoe.runtime.experts import LayerExperts
 from tiermoe.runtime.units import require_device, unit_of
+from tiermoe.tiers.gpu import GpuLink
 from tiermoe.types import ExpertKey, Ready, Routed
 
 model, layout_of_a_gpu, on_fake_gpu = (
@@ -35,9 +36,9 @@ model, layout_of_a_gpu, on_fake_gpu = (
 )
 
 
-@pytest.mark.parametrize("changes", [{}, {"unit": "neuron", "theta": "0.1"}])
+@pytest.mark.parametrize("changes", [{}, {"unit": "neuron", "theta": "0.1"}, {"misses": "measured"}])
 def test_the_cpu_alone_refuses(changes: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"misses=cpu .* use --set misses=load"):
+    with pytest.raises(ConfigError, match=r"misses=(cpu|measured) .* use --set misses=load"):
         require_device(compose("lru", {"misses": "cpu", **changes}), "cpu")
 
 
@@ -130,15 +131,16 @@ def test_what_is_borrowed_is_given_back_also_where_computing_fails() -> None:
 def cooperating(
     on_fake_gpu: Callable[..., tuple[Any, FakeGpu]], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[Any, FakeGpu]]:
-    """Loads a model over the fake GPU with misses=cpu; what stands for the GPU's kernels computes on the CPU."""
+    """Loads a model over the fake GPU with misses=cpu, or as `misses` says; what stands for the GPU's kernels computes
+    on the CPU."""
     for kind in ("int4/rowmajor", "int8"):
         monkeypatch.setitem(kernels.KERNELS, (kind, "cuda"), DecodedLinear)
     monkeypatch.setattr("tiermoe.kernels.expert.grouped_experts", lambda form: None)
     monkeypatch.setattr(plan, "require_device", lambda composition, device: require_device(composition, "cuda"))
     monkeypatch.setattr(engine, "unit_of", lambda composition, device: unit_of(composition, "cuda"))
 
-    def make(directory: Path, host_slots: int, **options: Any) -> tuple[Any, FakeGpu]:
-        return on_fake_gpu(directory, host_slots, set={"misses": "cpu"}, **options)
+    def make(directory: Path, host_slots: int, misses: str = "cpu", **options: Any) -> tuple[Any, FakeGpu]:
+        return on_fake_gpu(directory, host_slots, set={"misses": misses}, **options)
 
     return make
 
@@ -185,6 +187,29 @@ def test_decode_loads_nothing(model: Path, cooperating: Callable[..., tuple[Any,
     within(60, lambda: generated(loaded, 1))
     assert len({asked for phase, asked in phases if phase == "decode"}) == 1
     assert loaded.tiermoe.stats()["experts_on_cpu"] > 0
+
+
+@pytest.mark.parametrize("copies_take_long", [False, True])
+def test_what_takes_less_is_done(
+    copies_take_long: bool,
+    model: Path,
+    cooperating: Callable[..., tuple[Any, FakeGpu]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not copies_take_long:
+        monkeypatch.setattr(GpuLink, "seconds_per_load", 1e-9)
+    loaded, gpu = cooperating(model, 24, misses="measured", preset="lru", cache="15%")
+    gpu.copy_s = 1e6
+    expected = within(60, lambda: generated(loaded, 1))
+    engine = loaded.tiermoe
+    before, costs = engine.controller.counts.copy(), engine._unit.miss_costs()
+    assert engine.stats()["lossy"] == "misses=measured"
+    assert costs.load_s >= 1e6 if copies_take_long else costs.load_s == 1e-9
+    assert 0 < costs.elsewhere_s < 60  # one expert was tried
+    again = within(60, lambda: generated(loaded, 1))
+    assert (engine.controller.counts.minus(before).elsewhere > 0) == copies_take_long
+    assert (again - expected).abs().max() <= 1e-4 * expected.abs().max()
+    loaded.tiermoe.close()
 
 
 def test_an_expert_that_cannot_be_read_is_named_and_the_model_goes_on(

@@ -12,15 +12,21 @@ import test_scheduler
 from test_controller import demands, make
 from test_scheduler import HOBBIT, Said, keys, run
 from tiermoe.controller import ELSEWHERE
+from tiermoe.errors import ConfigError
+from tiermoe.policy.misses import MissCosts, averaged, computed_elsewhere
 from tiermoe.presets import compose
 from tiermoe.types import Demand, ExpertKey, Ready, Routed
+
+
+def every(misses: int) -> int:
+    return misses
 
 
 def test_misses_go_elsewhere_first_and_are_not_loaded() -> None:
     controller, link = make(4)
     list(controller.run_layer(0, demands(5, 2)))
     before = len(link.submitted)
-    ready = list(controller.run_layer(0, [Demand(7, 1, 4), *demands(5, 2), Demand(8, 3, 4)], elsewhere=True))
+    ready = list(controller.run_layer(0, [Demand(7, 1, 4), *demands(5, 2), Demand(8, 3, 4)], elsewhere=every))
     assert ready[:2] == [Ready(8, ELSEWHERE, 4), Ready(7, ELSEWHERE, 4)]
     assert {(one.expert, link.contents[one.slot].expert) for one in ready[2:]} == {(5, 5), (2, 2)}
     counts = controller.counts
@@ -33,7 +39,7 @@ def test_what_is_on_its_way_is_waited_for_and_what_no_token_needs_is_loaded() ->
     link.poll = lambda: None  # type: ignore[method-assign]
     controller.prefetch([ExpertKey(0, 7, 4)])
     link._running.append(link._speculative.pop())  # it has begun
-    ready = list(controller.run_layer(0, [*demands(7), Demand(3, 0, 4), Demand(4, 1, 0)], elsewhere=True))
+    ready = list(controller.run_layer(0, [*demands(7), Demand(3, 0, 4), Demand(4, 1, 0)], elsewhere=every))
     assert {(one.expert, link.contents[one.slot].expert) for one in ready} == {(7, 7), (3, 3)}
     counts = controller.counts
     assert (counts.misses, counts.elsewhere, counts.skipped, counts.loads) == (1, 0, 1, 1)
@@ -42,7 +48,7 @@ def test_what_is_on_its_way_is_waited_for_and_what_no_token_needs_is_loaded() ->
 def test_misses_go_elsewhere_before_loads_are_waited_for() -> None:
     controller, link = make(4)
     link.wait = lambda: pytest.fail("waited for a load first")  # type: ignore[method-assign]
-    steps = controller.run_layer(0, [Demand(1, 0, 4), *demands(2)], together=True, elsewhere=True)
+    steps = controller.run_layer(0, [Demand(1, 0, 4), *demands(2)], together=True, elsewhere=every)
     assert next(steps) == Ready(2, ELSEWHERE, 4)
 
 
@@ -57,7 +63,7 @@ def test_every_demand_comes_once_from_its_slot_or_from_elsewhere(seed: int, slot
     chance = random.Random(seed)
     for number, experts in enumerate(layers):
         layer, served = number % 3, []
-        for expert, slot, *_ in controller.run_layer(layer, demands(*experts), elsewhere=True):
+        for expert, slot, *_ in controller.run_layer(layer, demands(*experts), elsewhere=every):
             link.step()
             assert slot == ELSEWHERE or link.contents[slot] == ExpertKey(layer, expert, 4)
             served.append(expert)
@@ -99,3 +105,53 @@ def test_it_counts_as_lossy_and_exact_takes_it_out() -> None:
     changed = compose("lru", {"misses": "cpu"})
     assert changed.lossy == ["misses=cpu"]
     assert changed.exact() == compose("lru")
+
+
+def test_of_some_misses_those_of_the_fewest_tokens_go_elsewhere() -> None:
+    controller, link = make(4)
+    wanted = [Demand(1, 2, 4), Demand(2, 1, 4), Demand(3, 5, 4), Demand(4, 0, 4)]
+    ready = list(controller.run_layer(0, wanted, elsewhere=lambda misses: misses - 1))
+    assert ready[:2] == [Ready(1, ELSEWHERE, 4), Ready(2, ELSEWHERE, 4)]
+    assert [load.key.expert for load in link.submitted] == [3, 4]
+    assert (controller.counts.misses, controller.counts.elsewhere, controller.counts.loads) == (3, 2, 2)
+
+
+@given(misses=st.integers(0, 12), load=st.floats(1e-6, 1), elsewhere=st.floats(1e-6, 1))
+def test_both_ways_end_soonest(misses: int, load: float, elsewhere: float) -> None:
+    def lasts(away: int) -> float:
+        return max((misses - away) * load, away * elsewhere)
+
+    chosen = computed_elsewhere(misses, MissCosts(load, elsewhere))
+    assert 0 <= chosen <= misses
+    assert all(lasts(chosen) <= lasts(away) for away in range(misses + 1))
+
+
+@pytest.mark.parametrize(
+    ("costs", "expected"),
+    [((1.0, None), [0, 1, 1]), ((None, 1.0), [0, 0, 2]), ((None, None), [0, 1, 1]), ((3.0, 1.0), [0, 1, 2])],
+)
+def test_what_was_not_measured_is_tried_once(costs: tuple[float | None, float | None], expected: list[int]) -> None:
+    assert [computed_elsewhere(misses, MissCosts(*costs)) for misses in (0, 1, 3)] == expected
+
+
+def test_averages_forget() -> None:
+    average = averaged(None, 2.0)
+    for _ in range(100):
+        average = averaged(average, 1.0)
+    assert 1.0 <= average < 1.001
+
+
+@pytest.mark.parametrize(("costs", "away"), [((1.0, 0.4), 3), ((0.1, 5.0), 0)])
+def test_the_measured_way_asks_what_both_have_taken(costs: tuple[float, float], away: int) -> None:
+    scheduler, link = test_scheduler.make("lru", slots=12, misses="measured", miss_costs=lambda: MissCosts(*costs))
+    scheduler.begin_pass(1, Said(), "prefill")
+    list(scheduler.run_layer(Routed(0, "prefill", [[0, 1]], [[0.5, 0.5]]), Said()))
+    assert len(link.submitted) == 2  # a prefill loads
+    scheduler.begin_pass(1, Said(), "decode")
+    ready = run(scheduler, 1, [0, 1, 2, 3], [0.25] * 4)
+    assert [one.slot == ELSEWHERE for one in ready].count(True) == away
+
+
+def test_without_measurements_the_measured_way_is_refused() -> None:
+    with pytest.raises(ConfigError, match="use --set misses=load"):
+        test_scheduler.make("lru", misses="measured")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from test_controller import FakeLink
 from tiermoe.compose import ModelShape, PrecisionSlots, Tables, assemble
 from tiermoe.errors import ConfigError, ProfileError
+from tiermoe.policy.misses import MissCosts
 from tiermoe.presets import PRESETS, compose
 from tiermoe.scheduler import Scheduler
 from tiermoe.types import ExpertKey, Ready, Routed
@@ -34,13 +35,19 @@ class Said:
         return ()
 
 
-def make(name: str, slots: int = 6, bits: tuple[int, ...] = (4,), **changes: Any) -> tuple[Scheduler, FakeLink]:
+def make(
+    name: str,
+    slots: int = 6,
+    bits: tuple[int, ...] = (4,),
+    miss_costs: Callable[[], MissCosts] | None = None,
+    **changes: Any,
+) -> tuple[Scheduler, FakeLink]:
     link = FakeLink()
     composition = compose(name, changes)
     runs = [PrecisionSlots(bits, slots)]
     if composition.low_share:
         runs = [PrecisionSlots((bits[0],), slots), PrecisionSlots(bits[1:], 3)]
-    return assemble(composition, SHAPE, runs, link, bits[0]), link
+    return assemble(composition, SHAPE, runs, link, bits[0], miss_costs=miss_costs), link
 
 
 def run(

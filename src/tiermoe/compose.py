@@ -4,18 +4,19 @@ both come here. Pure: no files, no tensors."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tiermoe.config import CacheSize
 from tiermoe.controller import Controller
-from tiermoe.errors import ProfileError
+from tiermoe.errors import ConfigError, ProfileError
 from tiermoe.link import Link
 from tiermoe.policy.allotment import ALLOTMENTS, Pool, Share
 from tiermoe.policy.clock import Clock
 from tiermoe.policy.eviction import EVICTIONS, Eviction, EvictionContext
 from tiermoe.policy.eviction.protocol import NextUse
+from tiermoe.policy.misses import MissCosts, computed_elsewhere
 from tiermoe.policy.pools import Pools
 from tiermoe.policy.precision import PRECISIONS, PrecisionContext
 from tiermoe.policy.prediction import PREDICTIONS, Paths, PredictionContext, paths_from_json
@@ -158,10 +159,11 @@ def assemble(
     found: Tables | None = None,
     foresight: Foresight | None = None,
     seed: int = 0,
+    miss_costs: Callable[[], MissCosts] | None = None,
 ) -> Scheduler:
     """A scheduler that runs `composition` over `link`. bits: the precision of 'fixed' and of high loads. slots: as
     `divide` gives them. Raises ProfileError where settings are open, ConfigError for slots that the allotment cannot
-    share out and for parts that need tables, foresight or hash tables that are not given."""
+    share out and for parts that need tables, foresight, hash tables or miss costs that are not given."""
     require_settings(composition, "MODEL")
     found = found or Tables()
     clock = Clock()
@@ -180,11 +182,11 @@ def assemble(
         [pool for share in slots for pool in _allotted(composition, shape, share, len(slots) == 1)], eviction, loaded
     )
     held = sum(share.slots for share in slots) >= sum(shape.experts) and len(loaded) == 1
-    on_cpu = composition.misses == "cpu"
+    elsewhere = _elsewhere(composition, miss_costs)
     prediction = _prediction_context(composition, shape, found, foresight)
     predictor = PREDICTIONS[composition.prefetch](prediction)
     predicts = composition.prefetch != "none"
-    if held and not on_cpu:  # where nothing leaves, a prediction would save next to nothing; misses=cpu brings nothing
+    if held and not elsewhere:  # where all comes and nothing leaves, a prediction would save next to nothing
         predictor, predicts = PREDICTIONS["none"](prediction), False
     return Scheduler(
         Controller(pools, link, loaded[0]),
@@ -197,10 +199,21 @@ def assemble(
         together=composition.start == "together",
         whole_layer=composition.routing == "layer",
         proceed=composition.on_mispredict == "proceed",
-        elsewhere=on_cpu,
-        settles=held and not on_cpu and composition.routing == "all",
+        elsewhere=elsewhere,
+        settles=held and not elsewhere and composition.routing == "all",
         trial=PrefetchTrial() if predicts and composition.speculate == "measured" else None,
     )
+
+
+def _elsewhere(composition: Composition, costs: Callable[[], MissCosts] | None) -> Callable[[int], int] | None:
+    """How many of a layer's misses are computed elsewhere; None: none ever."""
+    if composition.misses == "load":
+        return None
+    if composition.misses == "cpu":
+        return lambda misses: misses
+    if costs is None:
+        raise ConfigError("misses=measured needs an engine that measures; use --set misses=load")
+    return lambda misses: computed_elsewhere(misses, costs())
 
 
 def _allotted(composition: Composition, shape: ModelShape, share: PrecisionSlots, only: bool) -> list[Pool]:

@@ -63,7 +63,7 @@ class Controller:
         demands: Sequence[Demand],
         speculate: Callable[[], None] | None = None,
         together: bool = False,
-        elsewhere: bool = False,
+        elsewhere: Callable[[int], int] | None = None,
         grouped: bool = False,
     ) -> Iterator[Ready]:
         """Yields every demand that is not skipped, in the order in which they can be computed: what is here first, each
@@ -72,12 +72,12 @@ class Controller:
         after its group is asked for.
 
         speculate: called once, as soon as this layer needs nothing more from the link (that is when a prefetch can
-        begin). together: computing starts when all loads are there, as far as the slots allow (HOBBIT). elsewhere: what
-        tokens need and is neither here nor on its way is not loaded; it is yielded with the slot ELSEWHERE in the
-        precision demanded, before all else, so that its computing begins before this device is given work (HOBBIT,
-        section 4, CPU-GPU cooperative computing). grouped: all that is here is one group (the experts of few tokens
-        are computed in one call); else, and while misses wait for slots, each expert is one, so that its slot is free
-        for a load as soon as it is computed.
+        begin). together: computing starts when all loads are there, as far as the slots allow (HOBBIT). elsewhere: of
+        so many experts that tokens need and that are neither here nor on their way, how many are not loaded: those of
+        the fewest tokens. They are yielded with the slot ELSEWHERE in the precision demanded, before all else, so that
+        their computing begins before this device is given work (HOBBIT, section 4, CPU-GPU cooperative computing).
+        grouped: all that is here is one group (the experts of few tokens are computed in one call); else, and while
+        misses wait for slots, each expert is one, so that its slot is free for a load as soon as it is computed.
         Raises LoadError where an expert cannot be read; the controller stays usable."""
         run = _LayerRun(self, layer, demands, speculate, elsewhere)
         try:
@@ -154,14 +154,14 @@ class _LayerRun:
         layer: int,
         demands: Sequence[Demand],
         speculate: Callable[[], None] | None,
-        elsewhere: bool,
+        elsewhere: Callable[[int], int] | None,
     ) -> None:
         self._controller = controller
         self._cache = controller.cache
         self._layer = layer
         self._ordered = sorted(demands, key=lambda demand: -demand.tokens)
         self._speculate = speculate
-        self._loads_misses = not elsewhere
+        self._how_many_elsewhere = elsewhere
         self._elsewhere: list[ExpertKey] = []
         self._demands: dict[ExpertKey, Demand] = {}  # by the copy that serves it
         self._here: deque[ExpertKey] = deque()
@@ -224,6 +224,7 @@ class _LayerRun:
         controller, cache = self._controller, self._cache
         controller._collect()
         controller._recall()
+        missed: list[ExpertKey] = []  # by falling number of tokens
         for demand in self._ordered:
             key = cache.find(self._layer, demand.expert, demand.bits)
             if key is not None:
@@ -236,12 +237,14 @@ class _LayerRun:
                     self._awaited.add(key)
                 elif demand.bits:
                     key = ExpertKey(self._layer, demand.expert, demand.bits)
-                    load = self._loads_misses or not demand.tokens
-                    (self._missing if load else self._elsewhere).append(key)
+                    (missed if demand.tokens else self._missing).append(key)
             self._count(demand, key)
             if key is not None:
                 self._demands[key] = demand
                 controller._unused_prefetches.discard(key)
+        loaded = len(missed) - (self._how_many_elsewhere(len(missed)) if self._how_many_elsewhere else 0)
+        self._missing.extendleft(reversed(missed[:loaded]))
+        self._elsewhere = missed[loaded:]
         controller.counts.elsewhere += len(self._elsewhere)
 
     def _count(self, demand: Demand, key: ExpertKey | None) -> None:

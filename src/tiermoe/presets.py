@@ -29,7 +29,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "start": ("arrival", "together"),
     "on_mispredict": ("reload", "proceed"),
     "mispredicted": ("high", "low"),
-    "misses": ("load", "cpu"),
+    "misses": ("load", "cpu", "measured"),
     "quantizer": ("hqq", "linear"),
 }  # fmt: skip
 """Every part and its possible values: `tiermoe presets NAME` explains them, docs/systems.md cites their sources."""
@@ -66,7 +66,8 @@ class Composition:
     mispredicted: with precision=popularity, 'low' loads what was not predicted low in decode (Fate, small machines).
     misses: 'cpu' computes an expert that is missing in decode on the CPU, from its copy in main memory, while the GPU
     computes what it has (HOBBIT, section 4); prefill and prefetches load. Needs a GPU. It changes rounding alone, but
-    where an expert is computed then depends on what is cached, so it counts as lossy.
+    where an expert is computed then depends on what is cached, so it counts as lossy. 'measured' computes so many of a
+    layer's misses on the CPU that these end when the loads of the others do, by what both have taken so far.
     mask: predicted experts are kept from eviction until their layer has run.
     bits, dense_bits, quantizer: overrides of the engine's own settings, None leaves them.
     """
@@ -121,8 +122,8 @@ class Composition:
             parts.append("unit=neuron")
         if self.on_mispredict == "proceed":
             parts.append("on_mispredict=proceed")
-        if self.misses == "cpu":
-            parts.append("misses=cpu")
+        if self.misses != "load":
+            parts.append(f"misses={self.misses}")
         return parts
 
     def exact(self) -> Composition:

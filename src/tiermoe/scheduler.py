@@ -4,7 +4,7 @@ read ahead. The engine and the simulator run this very code, over a real and a v
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tiermoe.controller import Controller, Counts
@@ -21,10 +21,11 @@ class Scheduler:
 
     together: a layer computes when all its loads are there. whole_layer: every expert of a layer is fetched, routed or
     not; `experts` is how many each layer has. proceed: a layer runs with the experts that were predicted, where any
-    were (CORM's misprediction). elsewhere: in decode, misses are computed elsewhere and not loaded (HOBBIT, section 4,
-    cooperative computing). settles: what has come stays, in the one precision there is, and nothing is predicted: where
-    all that a token chose has come there is nothing to decide. trial: says which decode passes prefetch, by what they
-    take from `begin_pass` to the end of the last layer; None: all do, as prefills always do.
+    were (CORM's misprediction). elsewhere: in decode, how many of a layer's misses are computed elsewhere and not
+    loaded (HOBBIT, section 4, cooperative computing). settles: what has come stays, in the one precision there is, and
+    nothing is predicted: where all that a token chose has come there is nothing to decide. trial: says which decode
+    passes prefetch, by what they take from `begin_pass` to the end of the last layer; None: all do, as prefills always
+    do.
     """
 
     controller: Controller
@@ -37,7 +38,7 @@ class Scheduler:
     together: bool = False
     whole_layer: bool = False
     proceed: bool = False
-    elsewhere: bool = False
+    elsewhere: Callable[[int], int] | None = None
     settles: bool = False
     trial: PrefetchTrial | None = None
     discarded: Counts = field(default_factory=Counts)
@@ -84,7 +85,7 @@ class Scheduler:
         def speculate() -> None:
             self._prefetch(routed.layer, forecasts)
 
-        elsewhere = self.elsewhere and routed.phase == "decode"
+        elsewhere = self.elsewhere if routed.phase == "decode" else None
         few = len(routed.experts) <= FEW_TOKENS
         yield from self.controller.run_layer(routed.layer, demands, speculate, self.together, elsewhere, few)
         if self._began is not None and routed.layer == len(self.experts) - 1:

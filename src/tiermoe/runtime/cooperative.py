@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
@@ -10,6 +11,7 @@ from typing import Protocol
 import torch
 
 from tiermoe.kernels.expert import Activation, expert_kernel
+from tiermoe.policy.misses import averaged
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.types import ExpertKey
 
@@ -26,9 +28,12 @@ class Lender(Protocol):
 
 
 class CpuHelper:
-    """One thread that computes with what `lender` holds in main memory, one expert after the other."""
+    """One thread that computes with what `lender` holds in main memory, one expert after the other.
+    `seconds_per_expert`: what the last ones took on average, with reading them where main memory had to; None before
+    the first."""
 
     def __init__(self, lender: Lender) -> None:
+        self.seconds_per_expert: float | None = None
         self._lender = lender
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tiermoe-cpu")
 
@@ -38,12 +43,15 @@ class CpuHelper:
         kernels = {bits: expert_kernel(form, activation, "cpu") for bits, form in formats.items()}
 
         def compute(expert: int, bits: int, x: torch.Tensor) -> torch.Tensor:
+            started = time.perf_counter()
             key = ExpertKey(index, expert, bits)
             slot = self._lender.borrow(key)
             try:
-                return kernels[bits](x, formats[bits].slot.views(slot))
+                output = kernels[bits](x, formats[bits].slot.views(slot))
             finally:
                 self._lender.give_back(key)
+            self.seconds_per_expert = averaged(self.seconds_per_expert, time.perf_counter() - started)
+            return output
 
         return lambda expert, bits, x: self._thread.submit(compute, expert, bits, x)
 

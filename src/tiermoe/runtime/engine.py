@@ -198,7 +198,8 @@ class Engine:
     def _schedule(self) -> Scheduler:
         shape = replace(shape_of(self.store.layers), hash_tables=self._hash_tables)
         slots = [PrecisionSlots(pool.bits, pool.slots) for pool in self.plan.pools]
-        return assemble(self.composition, shape, slots, self.link, self.settings.bits, self._tables)
+        costs = self._unit.miss_costs
+        return assemble(self.composition, shape, slots, self.link, self.settings.bits, self._tables, miss_costs=costs)
 
     def _attach(self, model: Any) -> None:
         self._shells = [module for module in model.modules() if is_shell(module)]

@@ -10,6 +10,7 @@ import torch
 from tiermoe.errors import ConfigError
 from tiermoe.kernels.expert import SlotViews, Views, expert_kernel
 from tiermoe.kernels.neurons import NeuronKernel
+from tiermoe.policy.misses import MissCosts
 from tiermoe.presets import Composition
 from tiermoe.runtime.cooperative import CpuHelper
 from tiermoe.runtime.experts import LayerExperts
@@ -47,7 +48,7 @@ def unit_format(
 
 class WholeExperts:
     """Experts are loaded and computed whole; those that a GPU lacks are computed on the CPU where `on_cpu` asks for it
-    (misses=cpu)."""
+    (misses=cpu, measured)."""
 
     wait_s = 0.0
 
@@ -55,6 +56,7 @@ class WholeExperts:
         self._device = device
         self._on_cpu = on_cpu
         self._helper: CpuHelper | None = None
+        self._link: GpuLink | None = None
 
     def filler(self, reader: PartReader, extent_of: ExtentOf, format_of: FormatOf) -> SlotFiller:
         return SlotFiller(reader, extent_of, format_of)
@@ -67,7 +69,7 @@ class WholeExperts:
         """Tells which link fills the slots."""
         if self._on_cpu:
             assert isinstance(link, GpuLink)
-            self._helper = CpuHelper(link)
+            self._helper, self._link = CpuHelper(link), link
 
     def experts(
         self,
@@ -87,6 +89,12 @@ class WholeExperts:
 
     def stats(self) -> dict[str, float]:
         return {}
+
+    def miss_costs(self) -> MissCosts:
+        """What a missing expert has taken, loaded and on the CPU."""
+        assert self._helper is not None
+        assert self._link is not None
+        return MissCosts(self._link.seconds_per_load, self._helper.seconds_per_expert)
 
     def close(self) -> None:
         """Ends what runs beside the device; before the link is closed."""
@@ -139,6 +147,10 @@ class ActiveNeurons:
         layer = LayerExperts(index, shell.num_experts, kernels, current, views_of, renormalise)
         return NeuronLayerExperts(index, layer, self._filler)
 
+    def miss_costs(self) -> MissCosts:
+        """Nothing is computed elsewhere."""
+        return MissCosts(None, None)
+
     def stats(self) -> dict[str, float]:
         counts = self._counts
         return {
@@ -158,9 +170,10 @@ class ActiveNeurons:
 def require_device(composition: Composition, device: str) -> None:
     """ConfigError where a device type ('cpu', 'cuda') cannot run a composition: misses=cpu is help for a GPU, whose
     kernels and copies know whole experts alone."""
-    if composition.misses == "cpu" and device == "cpu":
+    if composition.misses != "load" and device == "cpu":
         raise ConfigError(
-            "misses=cpu computes on the CPU what a GPU lacks, and no GPU is in use; use --set misses=load"
+            f"misses={composition.misses} computes on the CPU what a GPU lacks, and no GPU is in use; "
+            f"use --set misses=load"
         )
     if composition.unit == "neuron" and device != "cpu":
         raise ConfigError("unit=neuron runs on the CPU alone; use --device cpu or --set unit=expert")
@@ -171,5 +184,5 @@ def unit_of(composition: Composition, device: str) -> WholeExperts | ActiveNeuro
     return (
         ActiveNeurons(composition)
         if composition.unit == "neuron"
-        else WholeExperts(device, composition.misses == "cpu")
+        else WholeExperts(device, composition.misses != "load")
     )

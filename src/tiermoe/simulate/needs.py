@@ -16,7 +16,7 @@ _LITTLE = (("routing", "confident"), ("prefetch", "recalled"))
 
 def require(composition: Composition, header: Header) -> None:
     """TraceError that names the preset and what the trace lacks; ConfigError for a part that no replay has."""
-    if composition.misses == "cpu":
+    if composition.misses != "load":
         raise ConfigError(f"preset {composition.name}: a replay has one processor; use --set misses=load")
     if composition.prefetch == "hash":
         raise TraceError(f"preset {composition.name} needs hash tables, which no trace holds; use --set prefetch=none")

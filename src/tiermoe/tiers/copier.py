@@ -27,5 +27,8 @@ class Copier(Protocol):
     def wait(self, ticket: Ticket) -> None:
         """Blocks the calling thread until the copy is done."""
 
+    def seconds(self, ticket: Ticket) -> float:
+        """How long a copy that is done took, from the moment when it could start."""
+
     def wait_before_use(self, ticket: Ticket) -> None:
         """Lets what the calling thread launches from now on start only after the copy; does not block."""

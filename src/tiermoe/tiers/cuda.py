@@ -4,13 +4,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from tiermoe.errors import BudgetError, ConfigError
 
 
+class _Copy(NamedTuple):
+    """Events around a copy, on the stream that copies."""
+
+    begun: torch.cuda.Event
+    done: torch.cuda.Event
+
+
 class CudaCopier:
-    """Copies on a stream of its own (`tiers.copier.Copier`). A mark and a ticket are events."""
+    """Copies on a stream of its own (`tiers.copier.Copier`). A mark is an event, a ticket a `_Copy`."""
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
@@ -21,22 +30,27 @@ class CudaCopier:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def copy(self, host: torch.Tensor, device: torch.Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
-        done = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
+    def copy(self, host: torch.Tensor, device: torch.Tensor, after: torch.cuda.Event) -> _Copy:
+        begun = torch.cuda.Event(enable_timing=True)
+        done = torch.cuda.Event(enable_timing=True, blocking=True)  # a thread that waits for it sleeps
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(after)
+            begun.record(self._stream)
             device.copy_(host, non_blocking=True)
             done.record(self._stream)
-        return done
+        return _Copy(begun, done)
 
-    def ready(self, ticket: torch.cuda.Event) -> bool:
-        return bool(ticket.query())
+    def ready(self, ticket: _Copy) -> bool:
+        return bool(ticket.done.query())
 
-    def wait(self, ticket: torch.cuda.Event) -> None:
-        ticket.synchronize()
+    def wait(self, ticket: _Copy) -> None:
+        ticket.done.synchronize()
 
-    def wait_before_use(self, ticket: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self._device).wait_event(ticket)
+    def seconds(self, ticket: _Copy) -> float:
+        return float(ticket.begun.elapsed_time(ticket.done)) / 1e3
+
+    def wait_before_use(self, ticket: _Copy) -> None:
+        torch.cuda.current_stream(self._device).wait_event(ticket.done)
 
 
 def resolve_device(asked: str) -> str:

@@ -8,6 +8,7 @@ needs the pinned slot that is copied from, and for speculative ones; nobody wait
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from tiermoe.link import Finished
 from tiermoe.policy.cache import ExpertCache
 from tiermoe.policy.clock import Clock
 from tiermoe.policy.eviction import EVICTIONS, EvictionContext
+from tiermoe.policy.misses import averaged
 from tiermoe.tiers.copier import Copier, Mark, Ticket
 from tiermoe.tiers.lanes import Lanes
 from tiermoe.tiers.slots import DeviceSlots, HostSlots
@@ -94,6 +96,18 @@ class GpuLink:
         self._outstanding = 0  # submitted, and neither taken nor recalled
         self._changed = threading.Condition()
         self._lanes = Lanes(lanes, self._work)
+        self._lane_count = lanes
+        self._copy_s: float | None = None  # of the last copies, on average
+        self._read_s = 0.0  # of the last reads, on average
+
+    @property
+    def seconds_per_load(self) -> float | None:
+        """What a load takes of the link, as the last ones did: its copy, and its share of reading what main memory does
+        not hold. None before the first copy."""
+        if self._copy_s is None:
+            return None
+        read = self.host_misses / max(1, self.host_hits + self.host_misses)
+        return self._copy_s + read * self._read_s / self._lane_count
 
     @property
     def busy_s(self) -> float:
@@ -219,6 +233,7 @@ class GpuLink:
 
     def _read(self, key: ExpertKey, slot: int) -> None:
         """Reads `key` into the slot that is reserved for it in main memory, and pins it there."""
+        started = time.perf_counter()
         try:
             self._filler.fill(key, self._host.buffer(slot))
         except BaseException:
@@ -227,6 +242,7 @@ class GpuLink:
                 self._changed.notify_all()
             raise
         with self._changed:
+            self._read_s = averaged(self._read_s or None, time.perf_counter() - started)
             self._cache.arrived(key)
             self._cache.pin(key)
             self._changed.notify_all()
@@ -283,9 +299,14 @@ class GpuLink:
         for copy in self._copies:
             if self._is_over(copy.ticket):
                 self._cache.unpin(copy.key)
+                self._note_time(copy.ticket)
             else:
                 under_way.append(copy)
         self._copies = under_way
+
+    def _note_time(self, ticket: Ticket) -> None:
+        with contextlib.suppress(Exception):  # of a copy that failed: `_hand_out` meets it
+            self._copy_s = averaged(self._copy_s, self._copier.seconds(ticket))
 
     def _is_over(self, ticket: Ticket) -> bool:
         """True where there is nothing to wait for: no copy, one that is done, or one that has failed."""
