@@ -57,7 +57,7 @@ def test_sums_of_many_tokens_are_each_token_s_sum(count: int) -> None:
     there = torch.rand(count, 4) < 0.7
     there[0] = False
     addresses = torch.where(there, rows.data_ptr() + 192 * torch.arange(4 * count).view(count, 4), 0)
-    got = combine_many(tokens(count, 96), addresses, weights)
+    got = combine_many(addresses, weights, 96)
     for token in range(count):
         chosen = there[token].nonzero()[:, 0].tolist()
         want = weighted_sum(list(rows[4 * token : 4 * token + 4][chosen]), weights[token], chosen) if chosen else 0

@@ -50,4 +50,4 @@ def compute_few(
     ordered = [sorted(zip(*each, strict=True)) for each in zip(chosen, weights, strict=True)]
     addresses = [[address.get((token, expert), 0) for expert, _ in row] for token, row in enumerate(ordered)]
     gates = [[gate for _, gate in row] for row in ordered]
-    return combine_many(torch.empty_like(hidden), torch.tensor(addresses), torch.tensor(gates, dtype=torch.float32))
+    return combine_many(torch.tensor(addresses), torch.tensor(gates, dtype=torch.float32), hidden.shape[1])

@@ -66,7 +66,7 @@ class NativeSums:
 
     def __init__(self, choices: Choices, hidden: torch.Tensor) -> None:
         self._choices = choices
-        self._hidden = hidden
+        self._columns = hidden.shape[1]
         self._outputs: list[torch.Tensor] = []  # kept alive for their addresses
         self._addresses = torch.zeros(choices.shape, dtype=torch.int64)
         self._gates = torch.zeros(choices.shape, dtype=torch.float32)
@@ -80,4 +80,4 @@ class NativeSums:
         self._gates[where] = self._choices.gates[rows].float()
 
     def total(self) -> torch.Tensor:
-        return combine_many(torch.empty_like(self._hidden), self._addresses, self._gates)
+        return combine_many(self._addresses, self._gates, self._columns)

@@ -89,12 +89,12 @@ def combine(outputs: Sequence[Tensor], weights: list[float]) -> Tensor:
     return out
 
 
-def combine_many(out: Tensor, addresses: Tensor, weights: Tensor) -> Tensor:
-    """`combine` for each of T tokens, into out (T, H), bfloat16 and contiguous, which is returned. addresses: int64
-    (T, K) of contiguous rows of H values, in the order in which they are added, 0 where there is none; weights:
-    float32 (T, K)."""
+def combine_many(addresses: Tensor, weights: Tensor, columns: int) -> Tensor:
+    """`combine` for each of T tokens → (T, columns). addresses: int64 (T, K) of contiguous rows of so many columns in
+    bfloat16, in the order in which they are added, 0 where there is none; weights: float32 (T, K)."""
     tokens, k = addresses.shape
+    out = torch.empty((tokens, columns), dtype=torch.bfloat16)
     _native.combine_many(
-        addresses.data_ptr(), weights.data_ptr(), tokens, k, out.shape[1], out.data_ptr(), torch.get_num_threads()
+        addresses.data_ptr(), weights.data_ptr(), tokens, k, columns, out.data_ptr(), torch.get_num_threads()
     )
     return out
