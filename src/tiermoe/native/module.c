@@ -172,7 +172,7 @@ static PyObject *choose(PyObject *self, PyObject *args) {
 
 /* Whether `table` holds `count` experts, more than k. */
 static int is_table(const Py_buffer *table, Py_ssize_t count, Py_ssize_t k) {
-    if (count > 0 && k > 0 && k <= count && table->len == count * (Py_ssize_t)sizeof(Expert)) return 1;
+    if (count > 0 && k > 0 && k <= count && k <= MOST_EXPERTS && table->len == count * (Py_ssize_t)sizeof(Expert)) return 1;
     PyErr_Format(PyExc_ValueError, "%zd bytes are not a table of %zd experts, %zd of which are chosen", table->len, count, k);
     return 0;
 }

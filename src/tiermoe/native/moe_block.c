@@ -11,9 +11,8 @@ typedef struct {
     bf16 *logits, *gathered, *inner, *outputs;
     int64_t *chosen; /* (tokens, k), of each token in ascending order */
     float *weights, *sums;
-    size_t *next; /* of each expert: the row of `outputs` for its next token */
-    size_t *row;  /* of each choice: its row of `outputs` */
-    const bf16 **summands;
+    size_t *next;          /* of each expert: the row of `outputs` for its next token */
+    const bf16 **summands; /* (tokens, k): rows of `outputs` */
     Share *shares;
 } Job;
 
@@ -28,8 +27,7 @@ static size_t lay_out(Job *job, const Expert *expert, size_t count, size_t k, si
     PART(chosen, choices)
     PART(weights, choices)
     PART(next, count)
-    PART(row, choices)
-    PART(summands, k)
+    PART(summands, choices)
     PART(shares, count < choices ? count : choices)
     PART(gathered, tokens > 1 ? choices * expert->first.columns : 0)
     PART(inner, choices * expert->second.columns)
@@ -84,15 +82,15 @@ static size_t share_out(Job *job, size_t tokens) {
         job->next[e] = begin, begin += its;
     }
     for (size_t c = 0; c < choices; c++) {
-        job->row[c] = job->next[job->chosen[c]]++;
-        if (tokens > 1)
-            memcpy(job->gathered + job->row[c] * columns, job->x + c / job->block->k * columns, columns * sizeof(bf16));
+        const size_t row = job->next[job->chosen[c]]++;
+        job->summands[c] = job->outputs + row * columns;
+        if (tokens > 1) memcpy(job->gathered + row * columns, job->x + c / job->block->k * columns, columns * sizeof(bf16));
     }
     return shares;
 }
 
 size_t moe_block_run(const MoeBlock *block, const bf16 *x, const bf16 *residual, size_t tokens, void *workspace, bf16 *out,
-                  size_t threads) {
+                     size_t threads) {
     Job job = {.block = block, .x = x};
     const size_t k = block->k, columns = block->columns, choices = tokens * k;
     lay_out(&job, block->experts, block->count, k, tokens, threads, workspace);
@@ -102,10 +100,7 @@ size_t moe_block_run(const MoeBlock *block, const bf16 *x, const bf16 *residual,
     if (!shares) return 0;
     experts_run(job.shares, shares, tokens > 1 ? job.gathered : x, tokens > 1 ? choices : 1, choices, job.inner, job.sums,
                 job.outputs, threads, OWN);
-    for (size_t t = 0; t < tokens; t++) {
-        for (size_t i = 0; i < k; i++) job.summands[i] = job.outputs + job.row[t * k + i] * columns;
-        experts_combine(job.summands, job.weights + t * k, k, columns, out + t * columns);
-    }
+    experts_combine_many(job.summands, job.weights, tokens, k, columns, out, threads, OWN);
     add_rows(out, residual, tokens * columns);
     return shares;
 }

@@ -18,6 +18,6 @@ size_t moe_block_workspace(const Expert *expert, size_t count, size_t k, size_t 
 /* out (tokens, H) = residual + the block of x, in ascending order of the experts, rounded where the separate operations
  * round. Returns how many experts computed; 0, which leaves `out` alone, where a chosen one is not here. */
 size_t moe_block_run(const MoeBlock *block, const bf16 *x, const bf16 *residual, size_t tokens, void *workspace, bf16 *out,
-                  size_t threads);
+                     size_t threads);
 
 #endif

@@ -76,13 +76,12 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved) -> MemoryPlan:
     }
     room = budget - sum(fixed.values())
     wanted = cache_bytes(composition, settings.cache or CacheSize(fraction=1.0), shape_of(blueprint.layers), sizes)
-    on_disk = gpu is None and room < wanted and embedding_bytes(blueprint) > 0
-    if on_disk:
-        fixed["dense"] -= embedding_bytes(blueprint)
-        room = budget - sum(fixed.values())
+    left_on_disk = embedding_bytes(blueprint) if gpu is None and room < wanted else 0
+    fixed["dense"] -= left_on_disk
+    room += left_on_disk
     base = MemoryPlan(
         budget, source, slot_bytes=slot_bytes, slots=0, all_slots=all_slots, layer_slots=layer_slots,
-        token_slots=token_slots, context=context, embedding_on_disk=on_disk, **fixed,
+        token_slots=token_slots, context=context, embedding_on_disk=left_on_disk > 0, **fixed,
     )  # fmt: skip
     if gpu is not None:
         return gpu_plan.divide(base, wanted // slot_bytes, resolved, sizes, device, gpu)
