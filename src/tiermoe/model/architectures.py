@@ -1,0 +1,262 @@
+"""Families whose decoders are built from blocks: one table entry each.
+
+An entry says which blocks a family's layers are made of and what its config and its weights are called where that
+differs from the usual. Sizes come from the config. A family without an entry, or a config that asks for what no block
+computes, is run by transformers' own code (`generic.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tiermoe.model.attention import GroupedAttention
+from tiermoe.model.decoder import Decoder, Layer
+from tiermoe.model.feed_forward import ACTIVATIONS, DenseBlock, MoeBlock
+from tiermoe.model.latent import LatentAttention
+from tiermoe.model.norms import LayerNorm, Norm, RootMeanSquare
+from tiermoe.model.rotary import TURNS, Rotary, rotary_of, yarn_scale
+from tiermoe.model.routers import Router, RouterRule
+from tiermoe.model.weights import ModuleWeights
+
+
+def softmax_router(config: Any) -> RouterRule:
+    """Softmax over all experts; a token's weights may sum to 1."""
+    return RouterRule(config.num_experts_per_tok, normalise=bool(getattr(config, "norm_topk_prob", False)))
+
+
+def mixtral_router(config: Any) -> RouterRule:
+    return RouterRule(config.num_experts_per_tok, normalise=True, rounded=False)
+
+
+def chosen_router(config: Any) -> RouterRule:
+    """Softmax over the chosen experts alone."""
+    return RouterRule(config.num_experts_per_tok, scores="chosen")
+
+
+def phi_router(config: Any) -> RouterRule:
+    return RouterRule(2, scores="sparsemixer", jitter=float(config.router_jitter_noise))
+
+
+def minimax_router(config: Any) -> RouterRule:
+    return RouterRule(config.num_experts_per_tok, scores="sigmoid", normalise=True, rounded=False)
+
+
+def deepseek_v2_router(config: Any) -> RouterRule:
+    grouped = config.topk_method == "group_limited_greedy"
+    return RouterRule(
+        config.num_experts_per_tok,
+        wide=True,
+        rounded=False,
+        groups=config.n_group if grouped else 1,
+        kept_groups=config.topk_group if grouped else 1,
+        best_of_group=True,
+        scale=float(config.routed_scaling_factor),
+    )
+
+
+def deepseek_v3_router(config: Any) -> RouterRule:
+    return RouterRule(
+        config.num_experts_per_tok,
+        scores="sigmoid",
+        normalise=bool(config.norm_topk_prob),
+        wide=True,
+        rounded=False,
+        groups=config.n_group,
+        kept_groups=config.topk_group,
+        scale=float(config.routed_scaling_factor),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One family. block: the name of a layer's feed-forward part; gate: of the router in it; shared: of its shared
+    expert; correction: of the bias by which its router chooses, relative to the block. window: 'none', 'all' layers, or
+    by 'layer' as config.layer_types says. late_norm: `RootMeanSquare.late`."""
+
+    router: Callable[[Any], RouterRule]
+    block: str = "mlp"
+    gate: str = "gate"
+    shared: str | None = None
+    shared_gate: str | None = None
+    correction: str | None = None
+    window: str = "none"
+    latent: bool = False
+    turn: str = "halves"
+    layer_norm: bool = False
+    late_norm: bool = False
+    norm_all_heads: bool = False
+    scales: tuple[str, ...] = ()
+    """Names of the config's multipliers that are in use (Granite)."""
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "mixtral": Architecture(mixtral_router, window="all"),
+    "qwen2_moe": Architecture(softmax_router, shared="shared_expert", shared_gate="shared_expert_gate", window="layer"),
+    "qwen3_moe": Architecture(softmax_router, window="all"),
+    "olmoe": Architecture(softmax_router, norm_all_heads=True),
+    "phimoe": Architecture(phi_router, gate="router", layer_norm=True, window="all"),
+    "granitemoe": Architecture(
+        chosen_router,
+        block="block_sparse_moe",
+        gate="router",
+        scales=("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+    ),
+    "glm4_moe": Architecture(deepseek_v3_router, shared="shared_experts", correction="gate.e_score_correction_bias"),
+    "minimax_m2": Architecture(minimax_router, correction="e_score_correction_bias", norm_all_heads=True),
+    "gpt_oss": Architecture(chosen_router, gate="router", window="layer", late_norm=True),
+    "deepseek_v2": Architecture(deepseek_v2_router, shared="shared_experts", latent=True, turn="complex"),
+    "deepseek_v3": Architecture(
+        deepseek_v3_router,
+        shared="shared_experts",
+        correction="gate.e_score_correction_bias",
+        latent=True,
+        turn="pairs",
+    ),
+}
+
+
+def decoder_for(config: Any, weights: ModuleWeights, dtype: torch.dtype) -> Decoder | None:
+    """The decoder of a model with this transformers config; None where its family has none or the config asks for what
+    the blocks do not compute."""
+    architecture = ARCHITECTURES.get(config.model_type)
+    if architecture is None or config.hidden_act not in ACTIVATIONS:
+        return None
+    builder = _Builder(architecture, config, weights, dtype)
+    rotary = builder.rotary()
+    return None if rotary is None else builder.decoder(rotary)
+
+
+class _Builder:
+    """Blocks from a table entry, a config and weights."""
+
+    def __init__(self, architecture: Architecture, config: Any, weights: ModuleWeights, dtype: torch.dtype) -> None:
+        self._of, self._config, self._weights, self._dtype = architecture, config, weights, dtype
+
+    def rotary(self) -> Rotary | None:
+        config = self._config
+        if self._of.latent:
+            columns = config.qk_rope_head_dim
+        else:
+            columns = int(self._head_columns() * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        dtype = torch.float32 if self._of.turn == "complex" else self._dtype
+        return rotary_of(config, columns, dtype)
+
+    def decoder(self, rotary: Rotary) -> Decoder:
+        weights = self._weights
+        layers = [self._layer(index) for index in range(self._config.num_hidden_layers)]
+        return Decoder(
+            embedding=weights.embedding("model.embed_tokens"),
+            layers=layers,
+            norm=self._norm("model.norm"),
+            head=weights.linear("lm_head"),
+            rotary=rotary,
+            dtype=self._dtype,
+            embedding_scale=self._scale("embedding_multiplier"),
+            logits_divisor=self._scale("logits_scaling"),
+        )
+
+    def _layer(self, index: int) -> Layer:
+        prefix = f"model.layers.{index}"
+        attention = self._latent(prefix) if self._of.latent else self._grouped(prefix, index)
+        return Layer(
+            self._norm(f"{prefix}.input_layernorm"),
+            attention,
+            self._norm(f"{prefix}.post_attention_layernorm"),
+            self._feed_forward(f"{prefix}.{self._of.block}"),
+            self._scale("residual_multiplier"),
+        )
+
+    def _scale(self, name: str) -> float:
+        return float(getattr(self._config, name)) if name in self._of.scales else 1.0
+
+    def _norm(self, path: str, epsilon: float | None = None) -> Norm:
+        weight = self._weights.tensor(f"{path}.weight")
+        epsilon = float(self._config.rms_norm_eps) if epsilon is None else epsilon
+        if self._of.layer_norm:
+            return LayerNorm(weight, self._weights.tensor(f"{path}.bias"), epsilon)
+        return RootMeanSquare(weight, epsilon, self._of.late_norm)
+
+    def _head_columns(self) -> int:
+        config = self._config
+        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+    def _window(self, index: int) -> int | None:
+        window = getattr(self._config, "sliding_window", None)
+        slides = self._of.window == "all" or (
+            self._of.window == "layer" and self._config.layer_types[index] == "sliding_attention"
+        )
+        return int(window) if window and slides else None
+
+    def _grouped(self, prefix: str, index: int) -> GroupedAttention:
+        config, weights, part = self._config, self._weights, f"{prefix}.self_attn"
+        columns = self._head_columns()
+        normed = weights.has(f"{part}.q_norm")
+        scale = self._scale("attention_multiplier") if self._of.scales else columns**-0.5
+        clip = getattr(config, "clip_qkv", None)
+        return GroupedAttention(
+            *(weights.linear(f"{part}.{name}_proj") for name in ("q", "k", "v", "o")),
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            columns=columns,
+            scale=scale,
+            turn=TURNS[self._of.turn],
+            query_norm=self._norm(f"{part}.q_norm") if normed else None,
+            key_norm=self._norm(f"{part}.k_norm") if normed else None,
+            norm_all_heads=self._of.norm_all_heads,
+            window=self._window(index),
+            sinks=weights.tensor(f"{part}.sinks") if weights.has(f"{part}.sinks") else None,
+            clip=None if clip is None else float(clip),
+        )
+
+    def _latent(self, prefix: str) -> LatentAttention:
+        config, weights, part = self._config, self._weights, f"{prefix}.self_attn"
+        plain, rotary = config.qk_nope_head_dim, config.qk_rope_head_dim
+        if config.q_lora_rank is None:
+            query = weights.linear(f"{part}.q_proj")
+        else:
+            narrow, norm = weights.linear(f"{part}.q_a_proj"), self._norm(f"{part}.q_a_layernorm", _NARROW_EPSILON)
+            wide = weights.linear(f"{part}.q_b_proj")
+
+            def query(x: torch.Tensor) -> torch.Tensor:
+                return wide(norm(narrow(x)))
+
+        interleaved = self._of.turn != "pairs" or getattr(config, "rope_interleave", True)
+        return LatentAttention(
+            query=query,
+            compress=weights.linear(f"{part}.kv_a_proj_with_mqa"),
+            latent_norm=self._norm(f"{part}.kv_a_layernorm", _NARROW_EPSILON),
+            expand=weights.linear(f"{part}.kv_b_proj"),
+            output=weights.linear(f"{part}.o_proj"),
+            heads=config.num_attention_heads,
+            plain_columns=plain,
+            rotary_columns=rotary,
+            value_columns=config.v_head_dim,
+            latent_columns=config.kv_lora_rank,
+            scale=yarn_scale(config.rope_parameters, (plain + rotary) ** -0.5),
+            turn=TURNS[self._of.turn if interleaved else "halves"],
+        )
+
+    def _feed_forward(self, part: str) -> MoeBlock | DenseBlock:
+        weights, of = self._weights, self._of
+        if not weights.has(f"{part}.{of.gate}.weight"):
+            return self._dense(part)
+        gate = f"{part}.{of.gate}"
+        router = Router(
+            weights.tensor(f"{gate}.weight"),
+            of.router(self._config),
+            weights.tensor(f"{gate}.bias") if weights.has(f"{gate}.bias") else None,
+            weights.tensor(f"{part}.{of.correction}") if of.correction else None,
+        )
+        shared = self._dense(f"{part}.{of.shared}") if of.shared else None
+        return MoeBlock(router, shared, weights.linear(f"{part}.{of.shared_gate}") if of.shared_gate else None)
+
+    def _dense(self, part: str) -> DenseBlock:
+        gate, up, down = (self._weights.linear(f"{part}.{name}_proj") for name in ("gate", "up", "down"))
+        return DenseBlock(gate, up, down, ACTIVATIONS[self._config.hidden_act])
+
+
+_NARROW_EPSILON = 1e-6
+"""Of the norms inside of latent attention, whatever the config says (transformers' default)."""

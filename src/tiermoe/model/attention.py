@@ -1,0 +1,157 @@
+"""Attention with queries in groups that share keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tiermoe.batch import Row
+from tiermoe.model.kv_cache import LayerShape
+from tiermoe.model.norms import Norm
+from tiermoe.model.rotary import Turn
+from tiermoe.model.step import Step, held, put
+
+Linear = Callable[[Tensor], Tensor]
+"""x (T, in) → (T, out), with the bias where there is one."""
+
+_SCORES = 1 << 22  # scores of attention with sinks that are held at once
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedAttention:
+    """Projections, norms of queries and keys (of a head, or of all heads together), rotary embedding, attention over a
+    window or over all that came before, output projection.
+
+    sinks (heads): logits that join each softmax and have no value (gpt-oss). clip: bound of the projections (OLMoE)."""
+
+    query: Linear
+    key: Linear
+    value: Linear
+    output: Linear
+    heads: int
+    kv_heads: int
+    columns: int
+    scale: float
+    turn: Turn
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    norm_all_heads: bool = False
+    window: int | None = None
+    sinks: Tensor | None = None
+    clip: float | None = None
+
+    @property
+    def shape(self) -> LayerShape:
+        return LayerShape(self.kv_heads, self.columns, self.columns, self.window)
+
+    def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
+        """x (T, H), normed → (T, H). Writes the tokens' keys and values into the step's cache."""
+        query = self._projected(self.query(x), self.heads, self.query_norm)
+        key = self._projected(self.key(x), self.kv_heads, self.key_norm)
+        value = self._clipped(self.value(x)).view(-1, self.kv_heads, self.columns)
+        query, key = self.turn(query, step.cos, step.sin), self.turn(key, step.cos, step.sin)
+        keys, values = step.cache.keys[layer], step.cache.values[layer]
+        attended = torch.empty_like(query)
+        for span in step.spans:
+            put(keys, span.row, key[span.begin : span.end])
+            put(values, span.row, value[span.begin : span.end])
+            attended[span.begin : span.end] = attend(
+                query[span.begin : span.end],
+                held(keys, span.row, self.window),
+                held(values, span.row, self.window),
+                span.row,
+                self.scale,
+                self.window,
+                self.sinks,
+            )
+        return self.output(attended.flatten(1))
+
+    def _projected(self, projected: Tensor, heads: int, norm: Norm | None) -> Tensor:
+        if norm is not None and self.norm_all_heads:
+            projected = norm(projected)
+        projected = self._clipped(projected).view(-1, heads, self.columns)
+        return norm(projected) if norm is not None and not self.norm_all_heads else projected
+
+    def _clipped(self, projected: Tensor) -> Tensor:
+        return projected if self.clip is None else projected.clamp(-self.clip, self.clip)
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, row: Row, scale: float, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    """query (T, heads, columns) over keys and values (kv heads, n, columns) of which the last T are the tokens' own →
+    (T, heads, value columns).
+
+    Tokens that are verified are computed one by one, as they would have been decoded."""
+    if row.kind == "verify" and len(row.tokens) > 1:
+        ends = range(keys.shape[1] - len(row.tokens) + 1, keys.shape[1] + 1)
+        begins = [0 if window is None else max(0, end - window) for end in ends]
+        each = [
+            _attend(query[i : i + 1], keys[:, begin:end], values[:, begin:end], scale, window, sinks)
+            for i, (begin, end) in enumerate(zip(begins, ends, strict=True))
+        ]
+        return torch.cat(each)
+    return _attend(query, keys, values, scale, window, sinks)
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    mask = _mask(query.shape[0], keys.shape[1], window, query.device)
+    if sinks is not None:
+        return _with_sinks(query, keys, values, scale, mask, sinks)
+    grouped = query.shape[1] != keys.shape[0]
+    attended = F.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        keys[None],
+        values[None],
+        attn_mask=None if mask is None or _is_triangle(query, keys, window) else mask,
+        is_causal=mask is not None and _is_triangle(query, keys, window),
+        scale=scale,
+        enable_gqa=grouped,
+    )
+    return attended[0].transpose(0, 1)
+
+
+def _is_triangle(query: Tensor, keys: Tensor, window: int | None) -> bool:
+    """Whether the mask is the one that `is_causal` stands for."""
+    return query.shape[0] == keys.shape[1] and (window is None or window >= keys.shape[1])
+
+
+def _mask(tokens: int, positions: int, window: int | None, device: torch.device) -> Tensor | None:
+    """(T, n), true where a token attends; None where each attends to all."""
+    if tokens == 1 and (window is None or positions <= window):
+        return None
+    own = torch.arange(positions - tokens, positions, device=device)[:, None]
+    other = torch.arange(positions, device=device)[None]
+    mask = other <= own
+    return mask if window is None else mask & (other > own - window)
+
+
+def _with_sinks(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, sinks: Tensor
+) -> Tensor:
+    """A few tokens at a time, so that the scores of all heads take little memory."""
+    tokens, heads, _ = query.shape
+    kv_heads, positions, _ = keys.shape
+    group = heads // kv_heads
+    few = max(1, _SCORES // (heads * positions))
+    result = query.new_empty((tokens, heads, values.shape[-1]))
+    for begin in range(0, tokens, few):
+        some = query[begin : begin + few].view(-1, kv_heads, group, query.shape[-1]).permute(1, 2, 0, 3)
+        count = some.shape[2]
+        scores = torch.matmul(some.reshape(kv_heads, group * count, -1), keys.transpose(1, 2)) * scale
+        scores = scores.view(heads, count, positions)
+        if mask is not None:
+            scores = scores.masked_fill(~mask[begin : begin + few], float("-inf"))
+        sink = sinks.view(-1, 1, 1).to(scores.dtype).expand(heads, count, 1)
+        probabilities = torch.softmax(torch.cat((scores, sink), -1), dim=-1, dtype=torch.float32)[..., :-1]
+        weighed = torch.matmul(probabilities.to(values.dtype).view(kv_heads, group * count, positions), values).view(
+            kv_heads, group, count, -1
+        )
+        result[begin : begin + few] = weighed.permute(2, 0, 1, 3).reshape(count, heads, -1)
+    return result

@@ -1,0 +1,99 @@
+"""A decoder built from blocks: tokens in, logits out, for prompts and generated tokens alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiermoe.batch import Batch
+from tiermoe.model.attention import GroupedAttention, Linear
+from tiermoe.model.feed_forward import DenseBlock, Experts, MoeBlock
+from tiermoe.model.kv_cache import KVCache, LayerShape
+from tiermoe.model.latent import LatentAttention
+from tiermoe.model.norms import Norm
+from tiermoe.model.rotary import Rotary
+from tiermoe.model.routers import Router
+from tiermoe.model.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Norm, attention, residual, norm, feed-forward part, residual. multiplier: of what is added (Granite)."""
+
+    norm_before: Norm
+    attention: GroupedAttention | LatentAttention
+    norm_after: Norm
+    feed_forward: MoeBlock | DenseBlock
+    multiplier: float = 1.0
+
+    def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
+        """x (T, H) → (T, H)."""
+        attended = self.attention(self.norm_before(x), index, step)
+        x = x + (attended if self.multiplier == 1 else attended * self.multiplier)
+        return self.feed_forward.add(self.norm_after(x), x, self.multiplier)
+
+
+class Decoder:
+    """A model's layers with the embedding before and the output layer behind them."""
+
+    def __init__(
+        self,
+        embedding: Linear,
+        layers: Sequence[Layer],
+        norm: Norm,
+        head: Linear,
+        rotary: Rotary,
+        dtype: torch.dtype,
+        embedding_scale: float = 1.0,
+        logits_divisor: float = 1.0,
+    ) -> None:
+        self._embedding = embedding
+        self._layers = list(layers)
+        self._norm = norm
+        self._head = head
+        self._rotary = rotary
+        self._dtype = dtype
+        self._embedding_scale = embedding_scale
+        self._logits_divisor = logits_divisor
+
+    @property
+    def shapes(self) -> list[LayerShape]:
+        """What each layer's cache holds."""
+        return [layer.attention.shape for layer in self._layers]
+
+    @property
+    def routers(self) -> list[Router]:
+        """Of the MoE layers, in the order they run."""
+        return [block.router for block in self._moe_blocks()]
+
+    def attach(self, experts: Sequence[Experts]) -> None:
+        """Gives each MoE layer its experts."""
+        for block, its in zip(self._moe_blocks(), experts, strict=True):
+            block.experts = its
+
+    def new_cache(self, slabs: int, context: int, step: int) -> KVCache:
+        """A cache for `slabs` sequences of up to `context` tokens, of which `step` run at once."""
+        return KVCache(self.shapes, slabs, context, step, self._dtype)
+
+    @torch.no_grad()
+    def step(self, batch: Batch, cache: KVCache, every: bool = False) -> Tensor:
+        """Runs a batch: writes its tokens' keys and values into `cache` and returns the logits (rows, vocabulary) of
+        each row's last token, or of every token (T, vocabulary)."""
+        step = Step(batch, cache, self._rotary)
+        x = self._embedding(torch.tensor(batch.tokens))
+        if self._embedding_scale != 1:
+            x = x * self._embedding_scale
+        for index, layer in enumerate(self._layers):
+            x = layer(x, index, step)
+        for row in batch.rows:
+            cache.wrote(row.slab, row.end)
+        if not every and len(batch.rows) < step.tokens:
+            x = x[batch.last]
+        logits = self._head(self._norm(x))
+        return logits if self._logits_divisor == 1 else logits / self._logits_divisor
+
+    def _moe_blocks(self) -> list[MoeBlock]:
+        return [layer.feed_forward for layer in self._layers if isinstance(layer.feed_forward, MoeBlock)]

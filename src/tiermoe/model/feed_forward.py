@@ -1,0 +1,92 @@
+"""What follows attention in a layer: a dense gated block, or a router with experts and perhaps a shared one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tiermoe.model.attention import Linear
+from tiermoe.model.routers import Router
+
+Activation = Callable[[Tensor], Tensor]
+
+
+class Experts(Protocol):
+    """A MoE layer's experts, wherever they lie."""
+
+    def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """hidden (T, H), index (T, K) of the chosen experts, weights (T, K) → (T, H)."""
+        ...
+
+    def block(self, router: Router, hidden: Tensor, residual: Tensor) -> Tensor | None:
+        """residual + what the router chooses for hidden, (T, H) each, in one call; None where that cannot be."""
+        ...
+
+
+class NoExperts:
+    """Stands where experts are not attached."""
+
+    def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        raise RuntimeError("this decoder's experts are not attached")
+
+    def block(self, router: Router, hidden: Tensor, residual: Tensor) -> Tensor | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class DenseBlock:
+    """down(activation(gate x) * up x)."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+    activation: Activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(T, H) → (T, H)."""
+        return self.down(self.activation(self.gate(x)) * self.up(x))
+
+    def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
+        """residual + multiplier * the block of x."""
+        return _added(residual, self(x), multiplier)
+
+
+@dataclass(slots=True)
+class MoeBlock:
+    """The routed experts of a token and, for every token, a shared expert. shared_gate: hidden → (T, 1), by whose sigmoid
+    the shared expert's output is scaled (Qwen2-MoE)."""
+
+    router: Router
+    shared: DenseBlock | None = None
+    shared_gate: Linear | None = None
+    experts: Experts = NoExperts()
+
+    def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
+        """residual + multiplier * the block of x, (T, H) each."""
+        if self.shared is None and multiplier == 1:
+            result = self.experts.block(self.router, x, residual)
+            if result is not None:
+                return result
+        _, weights, index = self.router(x)
+        return _added(residual, self._with_shared(x, self.experts(x, index, weights)), multiplier)
+
+    def _with_shared(self, x: Tensor, routed: Tensor) -> Tensor:
+        if self.shared is None:
+            return routed
+        always = self.shared(x)
+        if self.shared_gate is not None:
+            always = torch.sigmoid(self.shared_gate(x)) * always
+        return routed + always
+
+
+def _added(residual: Tensor, value: Tensor, multiplier: float) -> Tensor:
+    return residual + (value if multiplier == 1 else value * multiplier)
+
+
+ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+"""By the name that configs use."""

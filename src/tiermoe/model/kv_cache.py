@@ -1,0 +1,152 @@
+"""Keys and values of sequences: one slab each, opened, cropped, forked for a shared prefix, saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tiermoe.errors import ModelError, PromptError
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps of a token: `heads` of `key_columns` and `value_columns`. window: so many last positions are
+    attended to; None: all."""
+
+    heads: int
+    key_columns: int
+    value_columns: int
+    window: int | None = None
+
+    def room(self, context: int, step: int) -> int:
+        """Positions that are kept at once: all of the context, or the window and the tokens of a step."""
+        return context if self.window is None else min(context, self.window + step)
+
+
+def cache_bytes(shapes: Sequence[LayerShape], context: int, step: int, itemsize: int) -> int:
+    """Bytes of one sequence of `context` tokens in layers of these shapes, of which `step` tokens run at once."""
+    return sum(
+        shape.room(context, step) * shape.heads * (shape.key_columns + shape.value_columns) * itemsize
+        for shape in shapes
+    )
+
+
+class KVCache:
+    """Slabs of `context` positions in every layer. Memory is taken as positions are written, not before.
+
+    `keys[layer]` (slabs, heads, room, key columns) and `values[layer]` alike: position p lies at p % room. A layer whose
+    room is smaller than the context keeps its window alone."""
+
+    def __init__(
+        self, shapes: Sequence[LayerShape], slabs: int, context: int, step: int, dtype: torch.dtype, device: str = "cpu"
+    ) -> None:
+        self.shapes, self.slabs, self.context, self.step = tuple(shapes), slabs, context, step
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self._lengths = [0] * slabs
+        self._furthest = [0] * slabs  # how far positions were ever written: what lies in a ring
+        self._free = list(reversed(range(slabs)))
+        for shape in shapes:
+            each = slabs, shape.heads, shape.room(context, step)
+            self.keys.append(torch.empty((*each, shape.key_columns), dtype=dtype, device=device))
+            self.values.append(torch.empty((*each, shape.value_columns), dtype=dtype, device=device))
+
+    def open(self) -> int:
+        """A slab for another sequence, empty. PromptError where all are taken."""
+        if not self._free:
+            raise PromptError(
+                f"all {self.slabs} sequences that memory is set aside for are in use; close one, or --batch"
+            )
+        slab = self._free.pop()
+        self._lengths[slab] = self._furthest[slab] = 0
+        return slab
+
+    def close(self, slab: int) -> None:
+        """Gives a slab back."""
+        self._free.append(slab)
+
+    def length(self, slab: int) -> int:
+        """Tokens that the sequence holds."""
+        return self._lengths[slab]
+
+    def wrote(self, slab: int, end: int) -> None:
+        """The sequence's tokens before position `end` have been written by a step."""
+        self._lengths[slab] = end
+        self._furthest[slab] = max(self._furthest[slab], end)
+
+    def can_crop(self, slab: int, length: int) -> bool:
+        """Whether what the first `length` positions need is still there: a window that has moved on is not."""
+        return all(
+            self._furthest[slab] - keys.shape[2] <= max(0, length - (shape.window or 0))
+            for shape, keys in zip(self.shapes, self.keys, strict=True)
+            if shape.window is not None
+        )
+
+    def crop(self, slab: int, length: int) -> None:
+        """Forgets the positions from `length` on. ValueError where a sliding window has moved on past them."""
+        if not 0 <= length <= self._lengths[slab]:
+            raise ValueError(f"a sequence of {self._lengths[slab]} tokens cannot be cut to {length}")
+        if not self.can_crop(slab, length):
+            raise ValueError(f"a sliding window cannot be wound back to {length} of {self._furthest[slab]} positions")
+        self._lengths[slab] = length
+
+    def fork(self, slab: int) -> int:
+        """A new sequence that begins with all of this one's tokens."""
+        other = self.open()
+        self.copy(slab, other)
+        return other
+
+    def copy(self, slab: int, other: int) -> None:
+        """Makes the sequence in slab `other` equal to that in `slab`."""
+        length = self._lengths[slab]
+        for tensors in (self.keys, self.values):
+            for tensor in tensors:
+                kept = min(self._furthest[slab], tensor.shape[2])
+                tensor[other, :, :kept] = tensor[slab, :, :kept]
+        self._lengths[other], self._furthest[other] = length, self._furthest[slab]
+
+    def select(self, chosen: Sequence[int]) -> None:
+        """The sequence of slab i becomes that of slab chosen[i] (beam search)."""
+        index = torch.tensor(list(chosen), device=self.keys[0].device)
+        for tensors in (self.keys, self.values):
+            for tensor in tensors:
+                tensor[: len(index)] = tensor[index]
+        self._lengths[: len(index)] = [self._lengths[slab] for slab in chosen]
+        self._furthest[: len(index)] = [self._furthest[slab] for slab in chosen]
+
+    def save(self, slab: int, file: Path) -> None:
+        """Writes a sequence to a safetensors file."""
+        kept = {}
+        for name, tensors in (("keys", self.keys), ("values", self.values)):
+            for layer, tensor in enumerate(tensors):
+                kept[f"{name}.{layer}"] = tensor[slab, :, : min(self._furthest[slab], tensor.shape[2])].contiguous()
+        kept["lengths"] = torch.tensor([self._lengths[slab], self._furthest[slab]])
+        save_file(kept, file)
+
+    def load(self, file: Path) -> int:
+        """Reads a sequence that `save` wrote for the same model into a new slab. ModelError where it is another's."""
+        held = load_file(file)
+        slab = self.open()
+        try:
+            length, furthest = held["lengths"].tolist()
+            if furthest > self.context:
+                raise PromptError(
+                    f"{file} holds {furthest:,} tokens, memory is set aside for {self.context:,}; raise --context"
+                )
+            for name, tensors in (("keys", self.keys), ("values", self.values)):
+                for layer, tensor in enumerate(tensors):
+                    each = held[f"{name}.{layer}"]
+                    tensor[slab, :, : each.shape[1]] = each
+        except (KeyError, RuntimeError) as error:
+            self.close(slab)
+            raise ModelError(f"{file} holds keys and values of another model ({error})") from error
+        except PromptError:
+            self.close(slab)
+            raise
+        self._lengths[slab], self._furthest[slab] = length, furthest
+        return slab

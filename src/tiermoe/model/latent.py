@@ -1,0 +1,67 @@
+"""Attention whose cache holds one compressed vector a token (DeepSeek's multi-head latent attention)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiermoe.model.attention import Linear, attend
+from tiermoe.model.kv_cache import LayerShape
+from tiermoe.model.norms import Norm
+from tiermoe.model.rotary import Turn
+from tiermoe.model.step import Step, held, put
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """query: hidden → heads of (plain + rotary) columns, in one matrix or through a narrow one with a norm. compress:
+    hidden → latent + one rotary key that all heads share. expand: latent → heads of (plain key + value) columns.
+
+    The cache keeps latents as keys and rotary keys as values; keys and values of all heads are expanded while a layer
+    runs."""
+
+    query: Linear
+    compress: Linear
+    latent_norm: Norm
+    expand: Linear
+    output: Linear
+    heads: int
+    plain_columns: int
+    rotary_columns: int
+    value_columns: int
+    latent_columns: int
+    scale: float
+    turn: Turn
+
+    @property
+    def shape(self) -> LayerShape:
+        return LayerShape(1, self.latent_columns, self.rotary_columns)
+
+    def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
+        """x (T, H), normed → (T, H). Writes the tokens' latents into the step's cache."""
+        plain, turning = (
+            self.query(x).view(x.shape[0], self.heads, -1).split((self.plain_columns, self.rotary_columns), dim=-1)
+        )
+        latent, rotary = self.compress(x).split((self.latent_columns, self.rotary_columns), dim=-1)
+        latent = self.latent_norm(latent.contiguous())[:, None]
+        query = torch.cat((plain, self.turn(turning, step.cos, step.sin)), dim=-1)
+        rotary = self.turn(rotary[:, None], step.cos, step.sin)
+        latents, rotaries = step.cache.keys[layer], step.cache.values[layer]
+        attended = x.new_empty((x.shape[0], self.heads, self.value_columns))
+        for span in step.spans:
+            put(latents, span.row, latent[span.begin : span.end])
+            put(rotaries, span.row, rotary[span.begin : span.end])
+            keys, values = self._expanded(held(latents, span.row, None)[0], held(rotaries, span.row, None)[0])
+            attended[span.begin : span.end] = attend(
+                query[span.begin : span.end], keys, values, span.row, self.scale, None, None
+            )
+        return self.output(attended.flatten(1))
+
+    def _expanded(self, latents: Tensor, rotaries: Tensor) -> tuple[Tensor, Tensor]:
+        """latents (n, latent), rotaries (n, rotary) → keys (heads, n, plain + rotary), values (heads, n, value)."""
+        both = self.expand(latents).view(latents.shape[0], self.heads, -1).transpose(0, 1)
+        plain, values = both.split((self.plain_columns, self.value_columns), dim=-1)
+        keys = torch.cat((plain, rotaries[None].expand(self.heads, -1, -1)), dim=-1)
+        return keys, values

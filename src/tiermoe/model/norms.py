@@ -1,0 +1,40 @@
+"""Norms of a decoder's hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tiermoe.kernels.native import norm as native
+
+Norm = Callable[[Tensor], Tensor]
+"""x (..., H) → (..., H) in its dtype."""
+
+
+class RootMeanSquare:
+    """weight * x / sqrt(mean(x^2) + epsilon). late: rounded to x's dtype after the product with the weight and not
+    before it (gpt-oss)."""
+
+    def __init__(self, weight: Tensor, epsilon: float, late: bool = False) -> None:
+        self.weight, self.epsilon, self.late = weight, epsilon, late
+        self._native = not late and native.takes(weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._native and x.dtype == torch.bfloat16 and x.is_contiguous():
+            return native.norm(x, self.weight, self.epsilon)
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return (self.weight * wide).to(x.dtype) if self.late else self.weight * wide.to(x.dtype)
+
+
+class LayerNorm:
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias."""
+
+    def __init__(self, weight: Tensor, bias: Tensor, epsilon: float) -> None:
+        self.weight, self.bias, self.epsilon = weight, bias, epsilon
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)

@@ -1,0 +1,110 @@
+"""Rotary position embeddings: angles of positions, and turning queries and keys by them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_UNSUPPORTED = ("dynamic",)  # frequencies that depend on how long the sequence has become
+_BLOCK = 256  # positions by which the table grows
+
+
+class Rotary:
+    """cos and sin of every position, in the model's dtype, as transformers' rotary embeddings compute them.
+
+    frequencies: float32 (columns / 2). scale: of a sequence that ends at a position, the factor of cos and sin. Each
+    angle stands twice, for both halves of a head."""
+
+    def __init__(self, frequencies: Tensor, scale: Callable[[int], float], dtype: torch.dtype) -> None:
+        self._frequencies = frequencies.float()
+        self._scale = scale
+        self._dtype = dtype
+        self.columns = 2 * frequencies.numel()
+        self._tables: dict[float, tuple[Tensor, Tensor]] = {}
+
+    def at(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """positions: int64 (T) below `end`, the length that the longest of the sequences has with them → cos and sin,
+        (T, columns)."""
+        factor = self._scale(end)
+        table = self._tables.get(factor)
+        if table is None or table[0].shape[0] < end:
+            table = self._tables[factor] = self._table(factor, -(-end // _BLOCK) * _BLOCK)
+        return table[0][positions], table[1][positions]
+
+    def _table(self, factor: float, positions: int) -> tuple[Tensor, Tensor]:
+        angles = torch.arange(positions, dtype=torch.float32)[:, None] * self._frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return (angles.cos() * factor).to(self._dtype), (angles.sin() * factor).to(self._dtype)
+
+
+def rotary_of(config: Any, columns: int, dtype: torch.dtype) -> Rotary | None:
+    """A config's rotary embedding of `columns` of each head; None where its kind is not known."""
+    parameters = config.rope_parameters
+    kind = parameters["rope_type"]
+    if kind in _UNSUPPORTED:
+        return None
+    if kind == "default":
+        steps = torch.arange(0, columns, 2, dtype=torch.float) / columns
+        return Rotary(1.0 / (parameters["rope_theta"] ** steps), lambda _: 1.0, dtype)
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if kind not in ROPE_INIT_FUNCTIONS:
+        return None
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config)
+    return Rotary(frequencies, _scale_of(parameters, factor), dtype)
+
+
+def _scale_of(parameters: Any, factor: float) -> Callable[[int], float]:
+    """Phi-MoE names two factors, for sequences within the length it was first trained for and for longer ones."""
+    short, long = parameters.get("short_mscale"), parameters.get("long_mscale")
+    if short is None or long is None:
+        return lambda _: factor
+    trained = parameters["original_max_position_embeddings"]
+    return lambda end: long if end > trained else short
+
+
+def turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (T, heads, columns), of which the first as many as cos (T, columns) has are turned: column i with column i +
+    half of them. Rounded after each product and sum."""
+    cos, sin = cos[:, None], sin[:, None]
+    turned = cos.shape[-1]
+    part = x[..., :turned]
+    half = turned // 2
+    swapped = torch.cat((-part[..., half:], part[..., :half]), dim=-1)
+    result = part * cos + swapped * sin
+    return result if turned == x.shape[-1] else torch.cat((result, x[..., turned:]), dim=-1)
+
+
+def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (T, heads, columns) whose columns 2 i and 2 i + 1 are turned with angle i of cos (T, columns); they end at i and
+    i + half (DeepSeek-V3's order)."""
+    half = x.shape[-1] // 2
+    cos, sin = cos[:, None, :half], sin[:, None, :half]
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+
+
+def turn_complex(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (T, heads, columns) whose columns 2 i and 2 i + 1 are turned in place with angle i, in float32 (DeepSeek-V2)."""
+    half = x.shape[-1] // 2
+    cos, sin = cos[:, None, :half].float(), sin[:, None, :half].float()
+    even, odd = x[..., 0::2].float(), x[..., 1::2].float()
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+
+
+def yarn_scale(parameters: Any, scale: float) -> float:
+    """DeepSeek's attention scale, which grows with the factor by which YaRN stretches positions."""
+    all_dims = parameters.get("mscale_all_dim", 0)
+    if parameters.get("rope_type", "default") == "default" or not all_dims:
+        return scale
+    factor = parameters["factor"]
+    stretch = 1.0 if factor <= 1 else 0.1 * all_dims * math.log(factor) + 1.0
+    return scale * stretch * stretch
+
+
+Turn = Callable[[Tensor, Tensor, Tensor], Tensor]
+TURNS: dict[str, Turn] = {"halves": turn_halves, "pairs": turn_pairs, "complex": turn_complex}

@@ -1,0 +1,114 @@
+"""Routers: which experts a token uses, and with which weights. A rule a family; all are a matrix and a choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tiermoe.kernels.native import router as native
+from tiermoe.types import FEW_TOKENS
+
+Routing = tuple[Tensor, Tensor, Tensor]
+"""logits (T, E), weights (T, K) and experts (T, K) of T tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterRule:
+    """How logits become a choice.
+
+    scores: 'softmax' over all experts, 'chosen' (softmax over the chosen ones alone), 'sigmoid', or 'sparsemixer' (two
+    experts, each with its share among those close to it: Phi-MoE). normalise: a token's weights sum to 1. wide: logits
+    in float32. rounded: weights in the model's dtype, not float32. groups, kept_groups: only the experts of so many of the
+    groups can be chosen, by the sum of a group's two best scores, or its best one (`best_of_group`). scale: of the
+    weights. jitter: sparsemixer's distance."""
+
+    top_k: int
+    scores: str = "softmax"
+    normalise: bool = False
+    wide: bool = False
+    rounded: bool = True
+    groups: int = 1
+    kept_groups: int = 1
+    best_of_group: bool = False
+    scale: float = 1.0
+    jitter: float = 0.0
+
+
+class Router:
+    """weight (E, H), bias (E) of the logits, correction (E) of the scores by which experts are chosen; None: without.
+
+    Called on (T, H). `weight` may be replaced by a view of the same values."""
+
+    def __init__(
+        self, weight: Tensor, rule: RouterRule, bias: Tensor | None = None, correction: Tensor | None = None
+    ) -> None:
+        self.weight, self.rule, self.bias, self.correction = weight, rule, bias, correction
+        plain = rule.scores == "softmax" and not rule.wide and rule.groups == 1 and rule.scale == 1 and bias is None
+        self._native = plain and native.takes(weight)
+
+    @property
+    def top_k(self) -> int:
+        return self.rule.top_k
+
+    def __call__(self, hidden: Tensor) -> Routing:
+        if self._native and hidden.shape[0] <= FEW_TOKENS and hidden.dtype == torch.bfloat16:
+            return self._few(hidden)
+        logits = self._logits(hidden)
+        weights, experts = self._choose(logits)
+        if self.rule.scale != 1:
+            weights = weights * self.rule.scale
+        return logits, weights.to(hidden.dtype) if self.rule.rounded else weights, experts
+
+    def _few(self, hidden: Tensor) -> Routing:
+        logits = native.logits_of(self.weight, hidden.contiguous())
+        weights, experts = native.choose(logits, self.rule.top_k, self.rule.normalise)
+        return logits, weights.to(hidden.dtype) if self.rule.rounded else weights, experts
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        if self.rule.wide:
+            return F.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+        return F.linear(hidden, self.weight, self.bias)
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        rule = self.rule
+        if rule.scores == "sparsemixer":
+            return _sparsemixer(logits, rule.jitter)
+        if rule.scores == "chosen":
+            best, experts = torch.topk(logits, rule.top_k, dim=-1)
+            return torch.softmax(best, dim=-1), experts
+        scores = logits.float().sigmoid() if rule.scores == "sigmoid" else torch.softmax(logits, -1, dtype=torch.float)
+        ranked = scores if self.correction is None else scores + self.correction
+        if rule.groups > 1:
+            ranked = self._within_groups(ranked)
+        experts = torch.topk(ranked, rule.top_k, dim=-1)[1]
+        weights = scores.gather(1, experts)
+        if rule.normalise:
+            total = weights.sum(dim=-1, keepdim=True)
+            weights = weights / (total + 1e-20 if rule.wide else total)
+        return weights, experts
+
+    def _within_groups(self, ranked: Tensor) -> Tensor:
+        """Scores (T, E) with those outside of the kept groups out of reach."""
+        rule = self.rule
+        grouped = ranked.view(-1, rule.groups, ranked.shape[-1] // rule.groups)
+        best = grouped.amax(-1) if rule.best_of_group else grouped.topk(2, dim=-1)[0].sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool)
+        kept.scatter_(1, best.topk(rule.kept_groups, dim=-1)[1], True)
+        out_of_reach = 0.0 if rule.best_of_group else float("-inf")
+        return grouped.masked_fill(~kept[..., None], out_of_reach).view_as(ranked)
+
+
+def _sparsemixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    """Phi-MoE's choice of two: each expert's share among those that are close to it, the first one left out for the
+    second."""
+    weights, experts, left = [], [], logits
+    for _ in range(2):
+        best, chosen = left.max(dim=-1, keepdim=True)
+        far = (best - logits) / logits.abs().clamp(min=best) > 2 * jitter
+        weights.append(torch.softmax(left.masked_fill(far, float("-inf")), dim=-1).gather(-1, chosen))
+        experts.append(chosen)
+        left = left.scatter(-1, chosen, float("-inf"))
+    return torch.cat(weights, -1), torch.cat(experts, -1)

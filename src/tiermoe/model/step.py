@@ -1,0 +1,63 @@
+"""What every layer of a decoder needs to know of the step that runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiermoe.batch import Batch, Row
+from tiermoe.model.kv_cache import KVCache
+from tiermoe.model.rotary import Rotary
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The tokens of a row: `begin` .. `end` of the step's."""
+
+    row: Row
+    begin: int
+    end: int
+
+
+class Step:
+    """A batch with its tensors. positions, slabs: int64 (T); cos, sin: (T, columns) in the model's dtype."""
+
+    def __init__(self, batch: Batch, cache: KVCache, rotary: Rotary) -> None:
+        self.batch, self.cache = batch, cache
+        self.spans: list[Span] = []
+        for row in batch.rows:
+            begin = self.spans[-1].end if self.spans else 0
+            self.spans.append(Span(row, begin, begin + len(row.tokens)))
+        self.positions = torch.tensor(batch.positions)
+        self.slabs = torch.tensor(batch.slabs)
+        longest = max(row.end for row in batch.rows)
+        self.cos, self.sin = rotary.at(self.positions, longest)
+        self.longest = longest
+
+    @property
+    def tokens(self) -> int:
+        return self.spans[-1].end
+
+
+def put(kept: Tensor, row: Row, new: Tensor) -> None:
+    """Writes a row's keys or values (T, heads, columns) into kept (slabs, heads, room, columns)."""
+    room = kept.shape[2]
+    slab, new = kept[row.slab], new.transpose(0, 1)
+    if row.end <= room:
+        slab[:, row.first : row.end] = new
+        return
+    if len(row.tokens) > room:
+        raise ValueError(f"{len(row.tokens)} tokens in a window with room for {room}")
+    slab[:, torch.arange(row.first, row.end) % room] = new
+
+
+def held(kept: Tensor, row: Row, window: int | None) -> Tensor:
+    """The keys or values that a row's tokens may attend to, (heads, n, columns) by ascending position, the row's last
+    one at the end."""
+    room = kept.shape[2]
+    begin = 0 if window is None else max(0, row.first - window + 1)
+    if row.end <= room:
+        return kept[row.slab, :, begin : row.end]
+    return kept[row.slab][:, torch.arange(begin, row.end) % room]
