@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tiermoe
+from tiermoe.model.architectures import ARCHITECTURES
 from tiny import CONFIGS, oracle, write
 
 FAMILIES = sorted(CONFIGS)
@@ -16,13 +17,18 @@ DECODERS = [family for family in FAMILIES if family != "switch_transformers"]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(scope="module", params=[(f, d) for f in FAMILIES for d in DTYPES], ids=lambda p: f"{p[0]}-{p[1]}"[:40])
+GENERIC = [(family, dtype, "generic") for family in FAMILIES for dtype in DTYPES]
+OWN = [(family, dtype, "auto") for family in sorted(ARCHITECTURES) for dtype in DTYPES]
+
+
+@pytest.fixture(scope="module", params=[*GENERIC, *OWN], ids=lambda p: f"{p[0]}-{str(p[1])[6:]}-{p[2]}")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(family, dtype, ours at 16 bits with a cache of one layer's experts or so, the oracle)."""
-    family, dtype = request.param
+    """(family, dtype, ours at 16 bits with a cache of one layer's experts or so, the oracle), by transformers' own code
+    and by decoders of our own."""
+    family, dtype, decoder = request.param
     shard = "60KB" if dtype == torch.float32 else "5GB"
     directory = write(tmp_path_factory.mktemp(family), family, dtype, shard)
-    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="40%", lanes=2)
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="40%", lanes=2, decoder=decoder)
     yield family, dtype, ours, oracle(directory, family, dtype)
     ours.tiermoe.close()
 
@@ -38,27 +44,39 @@ def logits(model: Any, family: str, ids: torch.Tensor, mask: torch.Tensor | None
     return result
 
 
-def test_many_tokens_are_bit_identical(pair: Any) -> None:
+def agree(ours: Any, mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Bit for bit where transformers' code runs; else up to rounding. In bfloat16 a router's choice may turn on it."""
+    if ours.tiermoe.settings.decoder == "generic":
+        return torch.equal(mine, theirs)
+    return close(mine, theirs)
+
+
+def close(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    tolerance = 1e-5 if mine.dtype == torch.float32 else 0.1
+    return bool((mine - theirs).abs().max() <= tolerance * theirs.abs().max())
+
+
+def test_many_tokens(pair: Any) -> None:
     family, _, ours, plain = pair
     ids = tokens(2, 11)
-    assert torch.equal(logits(ours, family, ids), logits(plain, family, ids))
+    assert agree(ours, logits(ours, family, ids), logits(plain, family, ids))
 
 
-def test_left_padding_is_bit_identical(pair: Any) -> None:
+def test_left_padding(pair: Any) -> None:
     family, _, ours, plain = pair
     ids, mask = tokens(3, 9), torch.ones(3, 9, dtype=torch.long)
     ids[0, :4], mask[0, :4] = 0, 0
     ids[2, :1], mask[2, :1] = 0, 0
     mine, theirs = logits(ours, family, ids, mask), logits(plain, family, ids, mask)
-    assert torch.equal(mine, theirs)
+    if ours.tiermoe.settings.decoder == "auto":  # padding is not computed
+        theirs = theirs * mask[..., None]
+    assert agree(ours, mine, theirs)
 
 
 def test_one_token(pair: Any) -> None:
-    family, dtype, ours, plain = pair
+    family, _, ours, plain = pair
     ids = tokens(1, 1)
-    mine, theirs = logits(ours, family, ids), logits(plain, family, ids)
-    tolerance = 1e-5 if dtype == torch.float32 else 0.02
-    assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
+    assert close(logits(ours, family, ids), logits(plain, family, ids))
 
 
 def test_greedy_tokens(pair: Any) -> None:

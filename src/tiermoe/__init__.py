@@ -25,9 +25,10 @@ from tiermoe.errors import (
 )
 
 if TYPE_CHECKING:
-    from tiermoe.runtime.generate import Report, Sampling, generate
+    from tiermoe.runtime.generate import Report, generate
     from tiermoe.runtime.load import load, plan
     from tiermoe.runtime.memory_plan import MemoryPlan
+    from tiermoe.runtime.sampling import Sampling
 
 __version__ = "0.1.0"
 
@@ -53,7 +54,7 @@ _HOMES = {
     "load": "tiermoe.runtime.load",
     "plan": "tiermoe.runtime.load",
     "generate": "tiermoe.runtime.generate",
-    "Sampling": "tiermoe.runtime.generate",
+    "Sampling": "tiermoe.runtime.sampling",
     "Report": "tiermoe.runtime.generate",
     "MemoryPlan": "tiermoe.runtime.memory_plan",
 }

@@ -86,7 +86,8 @@ class Settings:
     None takes the smaller of 4096 and the model's own. batch: sequences that run at once.
     lanes: threads that read experts; None takes the best of a short probe. threads: compute threads; None leaves
     torch's setting. device: 'cpu', 'cuda', or 'auto'. gpu_memory: bound on the GPU's allocations, None all but a
-    reserve. store: folder of the expert store; None is the user's cache folder. preset: a named composition
+    reserve. decoder: 'auto' takes tiermoe's own where the family has one, 'generic' runs transformers' modelling code.
+    store: folder of the expert store; None is the user's cache folder. preset: a named composition
     (`tiermoe.presets`). set: its parts and settings to replace, as {'prefetch': 'none'}.
     """
 
@@ -103,6 +104,7 @@ class Settings:
     device: str = "auto"
     gpu_memory: int | None = None
     store: Path | None = None
+    decoder: str = "auto"
     preset: str = "default"
     set: Mapping[str, Any] = field(default_factory=dict)
 
@@ -116,6 +118,7 @@ class Settings:
         _require(self.bits in BITS, f"bits must be one of {BITS}, got {self.bits}")
         _require(self.dense_bits in DENSE_BITS, f"dense_bits must be one of {DENSE_BITS}, got {self.dense_bits}")
         _require(self.quantizer in ("hqq", "linear"), f"quantizer must be hqq or linear, got '{self.quantizer}'")
+        _require(self.decoder in ("auto", "generic"), f"decoder must be auto or generic, got '{self.decoder}'")
         _require(self.chunk >= 1, f"chunk must be at least 1 token, got {self.chunk}")
         _require(self.batch >= 1, f"batch must be at least 1, got {self.batch}")
         _require(
@@ -137,6 +140,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     ),
     "quantizer": (str, "hqq or linear"),
     "device": (str, "auto, cpu or cuda"),
+    "decoder": (str, "auto or generic"),
     "store": (Path, "the path of a folder"),
     "preset": (str, "the name of a preset"),
     "set": (Mapping, "parts and settings by name"),

@@ -95,9 +95,9 @@ def _device(folder: Path) -> Iterator[_Device]:
 
 
 def _feeding(model: Any, ids: Any, prompt: int) -> Any:
-    from tiermoe.bench.feeding import Feeding
+    from tiermoe.bench.feeding_tiermoe import EngineFeeding
 
-    return Feeding(model, ids, prompt, model.tiermoe.settings.chunk)
+    return EngineFeeding(model.tiermoe, ids, prompt)
 
 
 def _timed(model: Any, ids: Any, prompt: int, warm: int) -> _Measured:

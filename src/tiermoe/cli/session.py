@@ -55,6 +55,6 @@ def make_sampling(**values: Any) -> Any:
     from tiermoe.runtime import footprint
 
     footprint.import_libraries()
-    from tiermoe.runtime.generate import Sampling
+    from tiermoe.runtime.sampling import Sampling
 
     return Sampling(**values)

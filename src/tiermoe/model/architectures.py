@@ -197,7 +197,10 @@ class _Builder:
         scale = self._scale("attention_multiplier") if self._of.scales else columns**-0.5
         clip = getattr(config, "clip_qkv", None)
         return GroupedAttention(
-            *(weights.linear(f"{part}.{name}_proj") for name in ("q", "k", "v", "o")),
+            query=weights.linear(f"{part}.q_proj"),
+            key=weights.linear(f"{part}.k_proj"),
+            value=weights.linear(f"{part}.v_proj"),
+            output=weights.linear(f"{part}.o_proj"),
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             columns=columns,

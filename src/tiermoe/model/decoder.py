@@ -39,6 +39,8 @@ class Layer:
 class Decoder:
     """A model's layers with the embedding before and the output layer behind them."""
 
+    rows_together = True
+
     def __init__(
         self,
         embedding: Linear,
@@ -58,6 +60,11 @@ class Decoder:
         self._dtype = dtype
         self._embedding_scale = embedding_scale
         self._logits_divisor = logits_divisor
+
+    @property
+    def verifies(self) -> bool:
+        """Whether tokens that are verified together get the bits that each gets alone."""
+        return False
 
     @property
     def shapes(self) -> list[LayerShape]:

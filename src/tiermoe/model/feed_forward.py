@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -58,13 +58,14 @@ class DenseBlock:
 
 @dataclass(slots=True)
 class MoeBlock:
-    """The routed experts of a token and, for every token, a shared expert. shared_gate: hidden → (T, 1), by whose sigmoid
-    the shared expert's output is scaled (Qwen2-MoE)."""
+    """The routed experts of a token and, for every token, a shared expert.
+
+    shared_gate: hidden → (T, 1), by whose sigmoid the shared expert's output is scaled (Qwen2-MoE)."""
 
     router: Router
     shared: DenseBlock | None = None
     shared_gate: Linear | None = None
-    experts: Experts = NoExperts()
+    experts: Experts = field(default_factory=NoExperts)
 
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
         """residual + multiplier * the block of x, (T, H) each."""

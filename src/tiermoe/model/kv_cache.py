@@ -39,8 +39,8 @@ def cache_bytes(shapes: Sequence[LayerShape], context: int, step: int, itemsize:
 class KVCache:
     """Slabs of `context` positions in every layer. Memory is taken as positions are written, not before.
 
-    `keys[layer]` (slabs, heads, room, key columns) and `values[layer]` alike: position p lies at p % room. A layer whose
-    room is smaller than the context keeps its window alone."""
+    `keys[layer]` (slabs, heads, room, key columns) and `values[layer]` alike: position p lies at p % room. A layer
+    whose room is smaller than the context keeps its window alone."""
 
     def __init__(
         self, shapes: Sequence[LayerShape], slabs: int, context: int, step: int, dtype: torch.dtype, device: str = "cpu"
@@ -69,6 +69,20 @@ class KVCache:
     def close(self, slab: int) -> None:
         """Gives a slab back."""
         self._free.append(slab)
+
+    def reserve(self, positions: int) -> None:
+        """Makes room for sequences of so many tokens, at least twice as many as before."""
+        if positions <= self.context:
+            return
+        self.context = max(positions, 2 * self.context)
+        for tensors in (self.keys, self.values):
+            for layer, (tensor, shape) in enumerate(zip(tensors, self.shapes, strict=True)):
+                room = shape.room(self.context, self.step)
+                if room <= tensor.shape[2]:
+                    continue
+                grown = tensor.new_empty((*tensor.shape[:2], room, tensor.shape[3]))
+                grown[:, :, : tensor.shape[2]] = tensor
+                tensors[layer] = grown
 
     def length(self, slab: int) -> int:
         """Tokens that the sequence holds."""
@@ -112,7 +126,7 @@ class KVCache:
 
     def select(self, chosen: Sequence[int]) -> None:
         """The sequence of slab i becomes that of slab chosen[i] (beam search)."""
-        index = torch.tensor(list(chosen), device=self.keys[0].device)
+        index = torch.tensor(chosen, device=self.keys[0].device)
         for tensors in (self.keys, self.values):
             for tensor in tensors:
                 tensor[: len(index)] = tensor[index]

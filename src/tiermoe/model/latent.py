@@ -41,11 +41,11 @@ class LatentAttention:
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         """x (T, H), normed → (T, H). Writes the tokens' latents into the step's cache."""
-        plain, turning = (
-            self.query(x).view(x.shape[0], self.heads, -1).split((self.plain_columns, self.rotary_columns), dim=-1)
-        )
-        latent, rotary = self.compress(x).split((self.latent_columns, self.rotary_columns), dim=-1)
-        latent = self.latent_norm(latent.contiguous())[:, None]
+        query = self.query(x).view(x.shape[0], self.heads, -1)
+        plain, turning = query[..., : self.plain_columns], query[..., self.plain_columns :]
+        compressed = self.compress(x)
+        latent = self.latent_norm(compressed[:, : self.latent_columns].contiguous())[:, None]
+        rotary = compressed[:, self.latent_columns :]
         query = torch.cat((plain, self.turn(turning, step.cos, step.sin)), dim=-1)
         rotary = self.turn(rotary[:, None], step.cos, step.sin)
         latents, rotaries = step.cache.keys[layer], step.cache.values[layer]
@@ -62,6 +62,5 @@ class LatentAttention:
     def _expanded(self, latents: Tensor, rotaries: Tensor) -> tuple[Tensor, Tensor]:
         """latents (n, latent), rotaries (n, rotary) → keys (heads, n, plain + rotary), values (heads, n, value)."""
         both = self.expand(latents).view(latents.shape[0], self.heads, -1).transpose(0, 1)
-        plain, values = both.split((self.plain_columns, self.value_columns), dim=-1)
-        keys = torch.cat((plain, rotaries[None].expand(self.heads, -1, -1)), dim=-1)
-        return keys, values
+        plain, values = both[..., : self.plain_columns], both[..., self.plain_columns :]
+        return torch.cat((plain, rotaries[None].expand(self.heads, -1, -1)), dim=-1), values

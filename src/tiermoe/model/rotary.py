@@ -80,8 +80,8 @@ def turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (T, heads, columns) whose columns 2 i and 2 i + 1 are turned with angle i of cos (T, columns); they end at i and
-    i + half (DeepSeek-V3's order)."""
+    """x (T, heads, columns) whose columns 2 i and 2 i + 1 are turned with angle i of cos (T, columns); they end at i
+    and i + half (DeepSeek-V3's order)."""
     half = x.shape[-1] // 2
     cos, sin = cos[:, None, :half], sin[:, None, :half]
     even, odd = x[..., 0::2], x[..., 1::2]
@@ -89,7 +89,8 @@ def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def turn_complex(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (T, heads, columns) whose columns 2 i and 2 i + 1 are turned in place with angle i, in float32 (DeepSeek-V2)."""
+    """x (T, heads, columns) whose columns 2 i and 2 i + 1 are turned in place with angle i, in float32
+    (DeepSeek-V2)."""
     half = x.shape[-1] // 2
     cos, sin = cos[:, None, :half].float(), sin[:, None, :half].float()
     even, odd = x[..., 0::2].float(), x[..., 1::2].float()

@@ -21,8 +21,8 @@ class RouterRule:
 
     scores: 'softmax' over all experts, 'chosen' (softmax over the chosen ones alone), 'sigmoid', or 'sparsemixer' (two
     experts, each with its share among those close to it: Phi-MoE). normalise: a token's weights sum to 1. wide: logits
-    in float32. rounded: weights in the model's dtype, not float32. groups, kept_groups: only the experts of so many of the
-    groups can be chosen, by the sum of a group's two best scores, or its best one (`best_of_group`). scale: of the
+    in float32. rounded: weights in the model's dtype, not float32. groups, kept_groups: only the experts of so many of
+    the groups can be chosen, by the sum of a group's two best scores, or its best one (`best_of_group`). scale: of the
     weights. jitter: sparsemixer's distance."""
 
     top_k: int
@@ -40,21 +40,30 @@ class RouterRule:
 class Router:
     """weight (E, H), bias (E) of the logits, correction (E) of the scores by which experts are chosen; None: without.
 
-    Called on (T, H). `weight` may be replaced by a view of the same values."""
+    Called on (T, H). `native`: it is one that the native kernels take whole: a matrix, softmax and the K largest."""
 
     def __init__(
         self, weight: Tensor, rule: RouterRule, bias: Tensor | None = None, correction: Tensor | None = None
     ) -> None:
         self.weight, self.rule, self.bias, self.correction = weight, rule, bias, correction
         plain = rule.scores == "softmax" and not rule.wide and rule.groups == 1 and rule.scale == 1 and bias is None
-        self._native = plain and native.takes(weight)
+        self.native = plain and native.takes(weight)
 
     @property
     def top_k(self) -> int:
         return self.rule.top_k
 
+    @property
+    def normalise(self) -> bool:
+        return self.rule.normalise
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.weight.dtype if self.rule.rounded else torch.float32
+
     def __call__(self, hidden: Tensor) -> Routing:
-        if self._native and hidden.shape[0] <= FEW_TOKENS and hidden.dtype == torch.bfloat16:
+        if self.native and hidden.shape[0] <= FEW_TOKENS and hidden.dtype == torch.bfloat16:
             return self._few(hidden)
         logits = self._logits(hidden)
         weights, experts = self._choose(logits)

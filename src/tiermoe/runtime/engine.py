@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from tiermoe.batch import Batch
 from tiermoe.compose import PrecisionSlots, assemble
 from tiermoe.controller import Controller
 from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.kernels import machine_layout
 from tiermoe.kernels.expert import Views
+from tiermoe.model.architectures import decoder_for
+from tiermoe.model.decoder import Decoder
+from tiermoe.model.generic import GenericDecoder
+from tiermoe.model.routers import Router
+from tiermoe.model.weights import ModuleWeights
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.fallback import ConfidentDecoding
@@ -21,10 +28,11 @@ from tiermoe.runtime.forecasts import Forecaster, PassForecasts, router_beside
 from tiermoe.runtime.gpu_plan import GpuMemoryPlan
 from tiermoe.runtime.hash_routing import token_tables
 from tiermoe.runtime.memory_plan import MemoryPlan
-from tiermoe.runtime.one_token import take_over
 from tiermoe.runtime.passes import CurrentPass, Observer
+from tiermoe.runtime.settled import SettledExperts
 from tiermoe.runtime.shells import is_shell
 from tiermoe.runtime.slot_pools import shape_of
+from tiermoe.runtime.steps import Front, Steps
 from tiermoe.runtime.units import unit_of
 from tiermoe.scheduler import Scheduler
 from tiermoe.store.layout import ExpertFormat, Layout
@@ -34,7 +42,7 @@ from tiermoe.tiers.cuda import resolve_device
 from tiermoe.tiers.held import HeldReader
 from tiermoe.tiers.probe import DriveProbe, probe_drive
 from tiermoe.tiers.reader import ExtentReader
-from tiermoe.types import ExpertKey, Extent
+from tiermoe.types import FEW_TOKENS, ExpertKey, Extent
 
 _LONG_ENOUGH = 0.25  # seconds of reading that say more than the probe
 
@@ -83,7 +91,6 @@ class Engine:
         self._hash_tables = token_tables(model, self._family)
         self.scheduler = self._schedule()
         self._closed = False
-        self.one_token = take_over(model)
         self._attach(model)
 
     @property
@@ -155,16 +162,30 @@ class Engine:
             shell.run_experts = _closed
         for hook in self._hooks:
             hook.remove()
-        for layer in self.one_token:
-            layer.detach()
         self.forecaster.close()
-        if self._confident is not None:
-            self._confident.close()
         self._unit.close()
         self.link.close()
         self._checkpoint.close()
         self._views.clear()
         del self._slots
+
+    def step(self, batch: Batch, cache: Any, every: bool = False) -> torch.Tensor:
+        """Runs a batch (`runtime.steps.Steps.step`): logits (rows, vocabulary), or (T, vocabulary) of every token."""
+        self._check_open()
+        return self.steps.step(batch, cache, every)
+
+    def new_cache(self, sequences: int = 1, context: int | None = None) -> Any:
+        """Keys and values for `sequences` of up to `context` tokens; None: as many as memory is set aside for."""
+        return self.steps.new_cache(sequences, context)
+
+    def forward(self, model: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """A call of the transformers model in front of this engine."""
+        self._check_open()
+        return self._front.forward(model, arguments, named)
+
+    def cache_for_generate(self, generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
+        """The cache that transformers' `generate()` begins with; None: one of its own."""
+        return self._front.cache_for_generate(generation_config, model_kwargs)
 
     def new_sequence(self) -> None:
         """Forgets what is recorded per sequence, as a forward pass without a past does by itself."""
@@ -173,6 +194,10 @@ class Engine:
     def observe(self, observer: Observer | None) -> None:
         """Calls `observer` with each layer's routing and input from now on; None ends it."""
         self.current.observer = observer
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TiermoeError("this model's expert engine was closed; load the model again")
 
     def _extent_of(self, key: ExpertKey) -> Extent:
         return self._packed[key.bits].extents[key.layer][key.expert]
@@ -203,14 +228,11 @@ class Engine:
 
     def _attach(self, model: Any) -> None:
         self._shells = [module for module in model.modules() if is_shell(module)]
-        routers = [
-            None if self._family.adapter or layer in self._hash_tables else router_beside(shell, model)
-            for layer, shell in enumerate(self._shells)
-        ]
+        decoder = self._own_decoder(model)
         whole = self.composition.prefetch == "percentile" or self.composition.precision == "popularity"
-        self.forecaster = Forecaster(routers, whole, self._stacked_layers())
+        self.forecaster = Forecaster(self._routers(model, decoder), whole, self._stacked_layers())
         encoder_layers = shape_of(self.store.layers).encoder_layers
-        self.current = CurrentPass(self.scheduler, PassForecasts(self.forecaster), encoder_layers, self.settings.chunk)
+        self.current = CurrentPass(self.scheduler, PassForecasts(self.forecaster), encoder_layers)
         by_score = self.composition.precision == "gate-score"
         self.current.needs_weights = by_score
         self.current.may_skip = by_score or self.composition.on_mispredict == "proceed"
@@ -218,10 +240,34 @@ class Engine:
         for index, shell in enumerate(self._shells):
             formats = {bits: packed.formats[index] for bits, packed in self._packed.items()}
             shell.run_experts = self._unit.experts(index, shell, formats, self.current, self._views_of, renormalise)
-        self._hooks = self.current.follow(model)
-        self._confident = self._decode_little_first(model)
+        self._hooks = self.current.follow_both(model) if self._family.encoder_decoder else []
+        self._confident = self._decode_little_first()
+        base: Any = type(model).__mro__[1]
+        if decoder is not None:
+            decoder.attach([ShellExperts(shell) for shell in self._shells])
+        self.steps = Steps(
+            decoder or GenericDecoder(model, functools.partial(base.forward, model)),
+            self.current,
+            self._confident,
+            self.settings.chunk,
+            self.plan.context,
+        )
+        self._front = Front(self.steps, self.current, base, decoder is not None, bool(model.config.use_cache))
         model.tiermoe = self
-        model.save_pretrained = _no_saving
+
+    def _own_decoder(self, model: Any) -> Decoder | None:
+        """A decoder built from blocks; None where the family has none, where another is asked for, or on a GPU."""
+        if self.settings.decoder == "generic" or self._family.encoder_decoder or self._device != "cpu":
+            return None
+        return decoder_for(model.config, ModuleWeights(model), model.dtype)
+
+    def _routers(self, model: Any, decoder: Decoder | None) -> list[Any]:
+        if decoder is not None:
+            return list(decoder.routers)
+        return [
+            None if self._family.adapter or layer in self._hash_tables else router_beside(shell, model)
+            for layer, shell in enumerate(self._shells)
+        ]
 
     def _stacked_layers(self) -> int:
         """Layers whose routers are evaluated in one product."""
@@ -229,7 +275,7 @@ class Engine:
         stacked = self.composition.prefetch == "stacked-gates" and self._family.plain_router and alike
         return self.composition.ahead if stacked else 1
 
-    def _decode_little_first(self, model: Any) -> ConfidentDecoding | None:
+    def _decode_little_first(self) -> ConfidentDecoding | None:
         if self.composition.routing not in ("half", "confident"):
             return None
         if max(layer.top_k for layer in self.store.layers) < 2:
@@ -238,7 +284,7 @@ class Engine:
                 f"use another preset or --set routing=all"
             )
         gamma = self.composition.gamma if self.composition.routing == "confident" else None
-        return ConfidentDecoding(model, self.current, gamma)
+        return ConfidentDecoding(self.current, gamma)
 
     def _views_of(self, layer: int, bits: int, slot: int) -> Views:
         layout = self._layouts[bits][layer]
@@ -265,11 +311,22 @@ def _numbered_layouts(packed: Mapping[int, PackedExperts]) -> dict[int, list[int
     }
 
 
+class ShellExperts:
+    """The experts of a decoder's layer: what runs in place of a transformers experts module."""
+
+    def __init__(self, shell: Any) -> None:
+        self._shell = shell
+
+    def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self._shell.run_experts(hidden, index, weights)
+        return result
+
+    def block(self, router: Router, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor | None:
+        settled: SettledExperts | None = getattr(self._shell.run_experts, "settled", None)
+        if settled is None or hidden.shape[0] > FEW_TOKENS or not router.native:
+            return None
+        return settled(router, hidden, residual)
+
+
 def _closed(*_: torch.Tensor) -> torch.Tensor:
     raise TiermoeError("this model's expert engine was closed; load the model again")
-
-
-def _no_saving(*_: Any, **__: Any) -> None:
-    raise ConfigError(
-        "this model holds no experts, so it cannot be saved; its checkpoint and its expert store lie on disk"
-    )

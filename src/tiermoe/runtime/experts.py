@@ -18,8 +18,8 @@ from tiermoe.controller import ELSEWHERE
 from tiermoe.kernels.expert import ExpertKernel, InOneCall, Views, weighted_sum
 from tiermoe.runtime.cooperative import OnCpu
 from tiermoe.runtime.few_tokens import compute_few
-from tiermoe.runtime.one_token.settled import SettledExperts
 from tiermoe.runtime.passes import CurrentPass
+from tiermoe.runtime.settled import SettledExperts
 from tiermoe.runtime.shells import IMPLEMENTATION
 from tiermoe.runtime.weighted_sums import Choices, sums_of
 from tiermoe.types import FEW_TOKENS, Ready, Routed

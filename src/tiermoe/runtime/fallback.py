@@ -1,13 +1,12 @@
 """MoBiLE's decoding: each token with K/2 experts, and again with all K where the next token is unsure.
 
-It wraps `model.forward`, so that sampling, batches and streamers of `generate()` see nothing of it. The key/value cache
-is put back before the second pass, which writes the same position.
+Whoever runs passes gives it the pass as a function; the second one writes the same position again.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,74 +14,69 @@ from tiermoe.errors import ConfigError
 from tiermoe.policy.routing import is_confident
 from tiermoe.runtime.passes import CurrentPass
 
+Output = TypeVar("Output")
+
 
 class ConfidentDecoding:
-    """Runs a model's decode passes little first (MoBiLE, section III-A). `passes`: tokens decoded; `fallbacks`: those
-    that ran again. gamma: a row whose likeliest next token has at most this probability falls back; 1 always does,
-    and without one (None) every token keeps its K/2 pass."""
+    """Runs decode passes little first (MoBiLE, section III-A). `passes`: tokens decoded; `fallbacks`: those that ran
+    again. gamma: a row whose likeliest next token has at most this probability falls back; 1 always does, and without
+    one (None) every token keeps its K/2 pass."""
 
-    def __init__(self, model: Any, current: CurrentPass, gamma: float | None) -> None:
+    def __init__(self, current: CurrentPass, gamma: float | None) -> None:
         self.passes = 0
         self.fallbacks = 0
-        self._model = model
         self._current = current
         self._gamma = gamma
-        self._forward = model.forward
-        model.forward = self._wrapped()
 
     @property
     def fallback_ratio(self) -> float:
         """Share of the decoded tokens that ran again."""
         return self.fallbacks / self.passes if self.passes else 0.0
 
-    def close(self) -> None:
-        """Gives the model its own forward back."""
-        del self._model.forward
-
-    def _wrapped(self) -> Any:
-        @functools.wraps(self._forward)  # generate() reads the signature
-        def forward(*arguments: Any, **named: Any) -> Any:
-            return self._decode(*arguments, **named)
-
-        return forward
-
-    def _decode(self, *arguments: Any, **named: Any) -> Any:
-        if self._current.phase != "decode":
-            return self._forward(*arguments, **named)
-        saved = SavedCache(named.get("past_key_values"))
-        little = self._run([], arguments, named)
-        rows = little.logits.shape[0]
+    def decode(
+        self,
+        run: Callable[[], Output],
+        logits_of: Callable[[Output], torch.Tensor],
+        undo: Callable[[], None] = lambda: None,
+    ) -> Output:
+        """The output of a decode pass that has begun. run: computes it; logits_of: (rows, ..., vocabulary) of what it
+        returns, the last ones of each row; undo: puts back what the pass changed beside the positions it writes."""
+        current = self._current
+        little = self._run(run, [])
+        logits = logits_of(little)
+        rows = logits.shape[0]
         self.passes += rows
-        unsure = self._unsure(little.logits)
+        unsure = self._unsure(logits)
         if not unsure:
-            self._current.forecasts.little.clear()
+            current.forecasts.little.clear()
             return little
         self.fallbacks += len(unsure)
-        saved.restore()
-        self._current.scheduler.discard_pass()
-        self._current.scheduler.begin_pass(rows, self._current.forecasts, self._current.phase)
-        again = self._run(unsure, arguments, named)
-        self._current.forecasts.little.clear()
+        undo()
+        current.scheduler.discard_pass()
+        current.scheduler.begin_pass(rows, current.forecasts, current.phase)
+        again = self._run(run, unsure)
+        current.forecasts.little.clear()
         sure = [row for row in range(rows) if row not in set(unsure)]
-        again.logits[sure] = little.logits[sure]
+        logits_of(again)[sure] = logits[sure]
         return again
 
-    def _run(self, unsure: list[int], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _run(self, run: Callable[[], Output], unsure: list[int]) -> Output:
         self._current.unsure = unsure
         try:
-            return self._forward(*arguments, **named)
+            return run()
         finally:
             self._current.unsure = None
 
     def _unsure(self, logits: torch.Tensor) -> list[int]:
         if self._gamma is None:
             return []
-        likeliest = logits[:, -1].float().softmax(-1).amax(-1).tolist()
+        last = logits if logits.ndim == 2 else logits[:, -1]
+        likeliest = last.float().softmax(-1).amax(-1).tolist()
         return [row for row, probability in enumerate(likeliest) if not is_confident(probability, self._gamma)]
 
 
 class SavedCache:
-    """The state of a key/value cache before a pass. Growing caches make new tensors, static ones write in place at a
+    """The state of a transformers cache before a pass. Growing caches make new tensors, static ones write in place at a
     position that is written again: the references and counters are enough."""
 
     def __init__(self, cache: Any) -> None:

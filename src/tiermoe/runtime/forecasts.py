@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tiermoe.kernels.native import router as native_router
+from tiermoe.model.routers import Router
 from tiermoe.policy.prediction.protocol import Ranked
 
 Remembered = tuple[tuple[Any, ...], dict[str, Any]]
@@ -24,9 +25,9 @@ class Forecaster:
     another), and nothing is forecast for it. whole: rank all experts of a layer, not only the chosen ones (percentiles,
     popularity, traces).
 
-    A router is called with what its block gives it beside the input (MiniMax-M2's correction bias), as seen in the
-    model's own last call; before the first one nothing is forecast. stacked: so many layers ahead are one product
-    (HOBBIT, section 3.3), for routers that are a matrix and nothing else; 1 calls each router.
+    A router of transformers' is called with what its block gives it beside the input (MiniMax-M2's correction bias), as
+    seen in the model's own last call; before the first one nothing is forecast. stacked: so many layers ahead are one
+    product (HOBBIT, section 3.3), for routers that are a matrix and nothing else; 1 calls each router.
     """
 
     def __init__(self, routers: Sequence[Any], whole: bool, stacked: int = 1) -> None:
@@ -34,11 +35,12 @@ class Forecaster:
         self.whole = whole
         self._stack = _stacked(self._routers) if stacked > 1 else None
         self._ahead = stacked
-        self._beside_input: dict[int, Remembered] = {}
+        own = {layer for layer, router in enumerate(self._routers) if isinstance(router, Router)}
+        self._beside_input: dict[int, Remembered] = {layer: ((), {}) for layer in own}
         self._hooks = [
             router.register_forward_pre_hook(self._remember(layer), with_kwargs=True)
             for layer, router in enumerate(self._routers)
-            if router is not None
+            if router is not None and layer not in own
         ]
 
     def ranked(self, target: int, hidden: torch.Tensor) -> Ranked:

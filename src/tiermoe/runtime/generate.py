@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -11,26 +10,11 @@ from typing import Any
 import torch
 from transformers import TextStreamer, set_seed
 
-from tiermoe.errors import ConfigError, PromptError
+from tiermoe.errors import PromptError
 from tiermoe.runtime.phases import Phase
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How tokens are chosen. temperature 0 is greedy; top_p and seed matter above it."""
-
-    max_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ConfigError(f"max-tokens must be at least 1, got {self.max_tokens}")
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top-p must be above 0 and at most 1, got {self.top_p}")
+from tiermoe.runtime.sampler import Sampler
+from tiermoe.runtime.sampling import Sampling
+from tiermoe.runtime.sequence import Sequence, end_tokens
 
 
 @dataclass(slots=True)
@@ -115,48 +99,74 @@ def generate(
     sampling: Sampling,
     on_text: Callable[[str], None] = lambda _: None,
     load_s: float = 0.0,
-    cache: Any = None,
+    sequence: Sequence | None = None,
 ) -> Report:
-    """Answers one prompt through transformers' `generate`.
+    """Answers one prompt.
 
-    input_ids: (1, n). on_text: called with each piece of text as it is ready. cache: a transformers cache that holds a
-    beginning of input_ids already (a conversation's earlier turns). Raises LoadError where an expert is damaged.
+    input_ids: (1, n). on_text: called with each piece of text as it is ready. sequence: holds a beginning of input_ids
+    already (a conversation's earlier turns). Raises LoadError where an expert is damaged.
     """
     engine = model.tiermoe
     max_tokens = check_length(input_ids.shape[1], sampling.max_tokens, engine.longest_context, engine.plan.context)
-    if sampling.seed is not None:
-        set_seed(sampling.seed)
     streamer = _Streamer(tokenizer, on_text, engine)
     before = engine.snapshot()
     started = time.perf_counter()
-    options: dict[str, Any] = {"past_key_values": cache} if cache is not None else {}
-    if sampling.temperature > 0:
-        options |= {
-            "do_sample": True,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": 0,
-        }
+    if model.config.is_encoder_decoder:
+        _answer_by_transformers(model, input_ids, sampling, max_tokens, streamer)
     else:
-        options |= {"do_sample": False}
-    ids = input_ids.to(model.device)
-    model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_tokens,
-        streamer=streamer,
-        **options,
-    )
+        _answer(model, input_ids[0].tolist(), sampling, max_tokens, streamer, sequence)
     ended = time.perf_counter()
     after = engine.snapshot()
     return _report(model, streamer, before, after, started, ended, input_ids.shape[1], load_s)
+
+
+def _answer(
+    model: Any, ids: list[int], sampling: Sampling, max_tokens: int, streamer: _Streamer, sequence: Sequence | None
+) -> None:
+    """Our own loop: a step, a token, until an end token or enough of them."""
+    engine, config = model.tiermoe, model.generation_config
+    alone = sequence is None
+    sequence = Sequence(engine, engine.new_cache()) if sequence is None else sequence
+    sampler, ends = Sampler(sampling, getattr(config, "repetition_penalty", None)), end_tokens(config)
+    try:
+        logits = sequence.read(ids)
+        for count in range(1, max_tokens + 1):
+            token = sampler.choose(logits, sequence.tokens)
+            streamer.put(torch.tensor([token]))
+            if token in ends or count == max_tokens:
+                break
+            logits = sequence.add(token)
+        streamer.end()
+    finally:
+        if alone:
+            sequence.close()
+
+
+def _answer_by_transformers(
+    model: Any, input_ids: torch.Tensor, sampling: Sampling, max_tokens: int, streamer: _Streamer
+) -> None:
+    """An encoder–decoder model, whose prompt is another model's input."""
+    if sampling.seed is not None:
+        set_seed(sampling.seed)
+    options: dict[str, Any] = {"do_sample": False}
+    if sampling.temperature > 0:
+        options = {
+            "do_sample": True,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+        }
+    ids = input_ids.to(model.device)
+    streamer.skip_start = True
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, streamer=streamer, **options)
 
 
 class _Streamer(TextStreamer):  # type: ignore[misc]
     """Passes text on, and notes the tokens and when the first one came."""
 
     def __init__(self, tokenizer: Any, on_text: Callable[[str], None], engine: Any) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        super().__init__(tokenizer, skip_prompt=False, skip_special_tokens=True)
+        self.skip_start = False
         self.token_ids: list[int] = []
         self.pieces: list[str] = []
         self.first_at: float | None = None
@@ -165,11 +175,13 @@ class _Streamer(TextStreamer):  # type: ignore[misc]
         self._engine = engine
 
     def put(self, value: torch.Tensor) -> None:
-        if not self.next_tokens_are_prompt:
-            if self.first_at is None:
-                self.first_at = time.perf_counter()
-                self.first_snapshot = self._engine.snapshot()
-            self.token_ids.extend(value.reshape(-1).tolist())
+        if self.skip_start:  # generate() begins with what the decoder was given
+            self.skip_start = False
+            return
+        if self.first_at is None:
+            self.first_at = time.perf_counter()
+            self.first_snapshot = self._engine.snapshot()
+        self.token_ids.extend(value.reshape(-1).tolist())
         super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:

@@ -15,6 +15,7 @@ from tiermoe.config import Settings
 from tiermoe.config import settings as make_settings
 from tiermoe.errors import ModelError
 from tiermoe.kernels import machine_layout
+from tiermoe.model.face import face_class
 from tiermoe.runtime import footprint
 from tiermoe.runtime.blueprint import Blueprint, inspect_model
 from tiermoe.runtime.composition import Resolved, resolve
@@ -69,8 +70,6 @@ def load_resolved(blueprint: Blueprint, resolved: Resolved, progress: Progress |
         ensure_packed(store, blueprint, bits, settings.quantizer, settings.dense_bits, progress, device, unit)
     model = load_dense(blueprint, store, settings.dense_bits, device, plan.embedding_on_disk)
     model.eval().requires_grad_(False)
-    if not blueprint.family.encoder_decoder:
-        model.generation_config.prefill_chunk_size = settings.chunk
     footprint.settle()
     Engine(model, store, plan, resolved, blueprint)
     return model
@@ -99,7 +98,7 @@ def load_dense(
     state = {name: LazyTensor(blueprint.checkpoint, name, name in replaced) for name in blueprint.dense_keys}
     config = _config_for_loading(blueprint)
     with experts_left_out(blueprint.family, config), footprint.without_meta_references(), _quiet_loading():
-        model, info = type(blueprint.skeleton).from_pretrained(
+        model, info = face_class(type(blueprint.skeleton)).from_pretrained(
             None,
             config=config,
             state_dict=state,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tiermoe.batch import Batch
 from tiermoe.policy.routing import half
 from tiermoe.runtime.forecasts import PassForecasts
 from tiermoe.scheduler import Scheduler
@@ -17,15 +18,14 @@ Observer = Callable[[Routed, torch.Tensor], None]
 
 
 class CurrentPass:
-    """Follows a model's forward passes through hooks, and hands its layers to the scheduler.
+    """The pass that runs: told when one begins, it hands the model's layers to the scheduler.
 
-    encoder_layers: MoE layers of an encoder, which run first (0: a decoder alone). chunk: tokens of a prompt that run
-    at once, by which the last token of a prompt is told from a generated one. `needs_weights`, `may_skip`, `proceed`:
-    what the composition asks of the layers. `unsure`: in a fallback pass, the rows of the batch that run with all K;
-    None runs every row with all K, an empty list none (the little pass).
+    encoder_layers: MoE layers of an encoder, which run first (0: a decoder alone). `needs_weights`, `may_skip`,
+    `proceed`: what the composition asks of the layers. `unsure`: in a fallback pass, the rows of the batch that run
+    with all K; None runs every row with all K, an empty list none (the little pass).
     """
 
-    def __init__(self, scheduler: Scheduler, forecasts: PassForecasts, encoder_layers: int, chunk: int) -> None:
+    def __init__(self, scheduler: Scheduler, forecasts: PassForecasts, encoder_layers: int) -> None:
         self.scheduler = scheduler
         self.forecasts = forecasts
         self.phase = "prefill"
@@ -35,50 +35,44 @@ class CurrentPass:
         self.unsure: list[int] | None = None
         self.observer: Observer | None = None
         self._encoder_layers = encoder_layers
-        self._chunk = chunk
-        self._previous_tokens = 0
         self._encoded = False
 
-    def follow(self, model: Any) -> list[Any]:
-        """Hooks that begin a pass whenever `model` runs; returns their handles. `generate()` runs an encoder by itself,
-        so the encoder and the decoder of a model that has both begin passes of their own."""
-        if not model.config.is_encoder_decoder:
-            return [model.register_forward_pre_hook(self.before_forward, with_kwargs=True)]
-        return [
-            model.get_encoder().register_forward_pre_hook(self.before_encoder, with_kwargs=True),
-            model.get_decoder().register_forward_pre_hook(self.before_decoder, with_kwargs=True),
-        ]
+    def begin(self, batch: Batch) -> None:
+        """A pass over a batch begins."""
+        if any(row.first == 0 for row in batch.rows):
+            self.scheduler.new_sequence()
+        self._begin(batch.phase, batch.tokens, len(batch.tokens), 0)
 
-    def begin(self, tokens: torch.Tensor | None, rows: int, length: int, past: int) -> None:
-        """A pass over `rows` sequences of `length` tokens after `past` ones begins."""
+    def begin_call(self, ids: torch.Tensor | None, rows: int, length: int, past: int, prompt: bool) -> None:
+        """A pass of transformers' own code begins, over `rows` sequences of `length` tokens after `past` ones. ids: the
+        tokens, where there are any. prompt: they belong to a prompt; else a single token is a generated one."""
         if past == 0:
             self.scheduler.new_sequence()
-        goes_on = past > 0 and self._previous_tokens == self._chunk
-        self.phase = "decode" if length == 1 and past > 0 and not goes_on else "prefill"
-        self._previous_tokens = length if past == 0 or goes_on else 0
-        self._begin(tokens, rows * length, 0)
+        phase = "decode" if length == 1 and past > 0 and not prompt else "prefill"
+        self._begin(phase, _listed(ids), rows * length, 0)
 
-    def before_forward(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """A forward pre-hook (with keyword arguments) of a decoder alone."""
-        ids, rows, length = _given(arguments, named)
-        self.begin(ids, rows, length, _past(named))
+    def follow_both(self, model: Any) -> list[Any]:
+        """Hooks that begin passes of an encoder and of the decoder behind it, which `generate()` calls apart; returns
+        their handles."""
+        return [
+            model.get_encoder().register_forward_pre_hook(self._before_encoder, with_kwargs=True),
+            model.get_decoder().register_forward_pre_hook(self._before_decoder, with_kwargs=True),
+        ]
 
-    def before_encoder(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """A forward pre-hook of an encoder: another request begins, and its prompt is read at once."""
-        ids, rows, length = _given(arguments, named)
+    def _before_encoder(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Another request begins, and its prompt is read at once."""
+        ids, rows, length = given_tokens(arguments, named)
         self.scheduler.new_sequence()
         self._encoded = True
-        self.phase = "prefill"
-        self._begin(ids, rows * length, 0)
+        self._begin("prefill", _listed(ids), rows * length, 0)
 
-    def before_decoder(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """A forward pre-hook of the decoder behind an encoder, whose first token is a generated one too."""
-        ids, rows, length = _given(arguments, named)
-        if _past(named) == 0 and not self._encoded:
+    def _before_decoder(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """The first token of a decoder behind an encoder is a generated one too."""
+        ids, rows, length = given_tokens(arguments, named)
+        if past_tokens(named) == 0 and not self._encoded:
             self.scheduler.new_sequence()  # what was encoded before is decoded again
         self._encoded = False
-        self.phase = "decode" if length == 1 else "prefill"
-        self._begin(ids, rows * length, self._encoder_layers)
+        self._begin("decode" if length == 1 else "prefill", _listed(ids), rows * length, self._encoder_layers)
 
     def route(
         self, layer: int, index: torch.Tensor, weights: torch.Tensor, none: int, renormalise: bool
@@ -98,11 +92,12 @@ class CurrentPass:
             self.observer(routed, hidden)
         return self.scheduler.run_layer(routed, self.forecasts)
 
-    def _begin(self, ids: torch.Tensor | None, tokens: int, first: int) -> None:
-        """A pass over `tokens` tokens begins, whose first MoE layer is `first`."""
-        self.forecasts.tokens = ids.reshape(-1).tolist() if ids is not None else []
+    def _begin(self, phase: str, tokens: list[int], count: int, first: int) -> None:
+        """A pass over `count` tokens begins, whose first MoE layer is `first`."""
+        self.phase = phase
+        self.forecasts.tokens = tokens
         self.forecasts.at(None)
-        self.scheduler.begin_pass(tokens, self.forecasts, self.phase, first)
+        self.scheduler.begin_pass(count, self.forecasts, phase, first)
 
     def _note_little(self, layer: int, index: torch.Tensor, weights: torch.Tensor) -> None:
         """What the router said in the little pass, of all K: summed over the rows of a batch."""
@@ -113,14 +108,18 @@ class CurrentPass:
         self.forecasts.little[layer] = sorted(totals.items(), key=lambda pair: -pair[1])
 
 
-def _given(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[torch.Tensor | None, int, int]:
+def given_tokens(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[torch.Tensor | None, int, int]:
     """(token ids where there are any, rows, tokens of each) of a forward call."""
     ids = arguments[0] if arguments else named.get("input_ids")
     given = ids if ids is not None else named["inputs_embeds"]
     return ids, given.shape[0], given.shape[1]
 
 
-def _past(named: dict[str, Any]) -> int:
+def _listed(ids: torch.Tensor | None) -> list[int]:
+    return ids.reshape(-1).tolist() if ids is not None else []
+
+
+def past_tokens(named: dict[str, Any]) -> int:
     """Tokens that the key/value cache of a forward call holds already."""
     cache = named.get("past_key_values")
     return int(cache.get_seq_length()) if cache is not None else 0

@@ -21,7 +21,6 @@ from tiermoe.runtime.dense import packed_bytes
 from tiermoe.runtime.embedding import embedding_bytes
 from tiermoe.runtime.footprint import resident_bytes
 from tiermoe.runtime.memory_plan import MemoryPlan
-from tiermoe.runtime.one_token import ROOM
 from tiermoe.runtime.slot_pools import pools_in, require_all, shape_of
 from tiermoe.runtime.system import available_memory
 from tiermoe.runtime.units import require_device, unit_format
@@ -63,13 +62,11 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved) -> MemoryPlan:
     held = 0
     if composition.store == "memory":
         held = sum(form.stored.nbytes * form.layer.experts for form in formats)
-    # positions that a cache may hold before they are used (runtime/one_token)
-    grows_by = ROOM if native.available() else 0
     fixed: dict[str, Any] = {
         "interpreter": resident_bytes() + _FIRST_USE,
         "dense": _dense_bytes(blueprint, settings.dense_bits, layout),
         "kv_cache": kv_bytes(
-            blueprint.config, blueprint.family.latent_kv, context + grows_by, settings.batch, blueprint.dtype.itemsize
+            blueprint.config, blueprint.family.latent_kv, context, settings.batch, blueprint.dtype.itemsize
         ),
         "activations": _activation_bytes(blueprint, formats, settings, context),
         "staging": _staging_bytes(formats, settings) + held,

@@ -21,8 +21,8 @@ from tiermoe.runtime.neuron_experts import (
     gate_activation_of,
     neuron_views,
 )
-from tiermoe.runtime.one_token.settled import settled_experts
 from tiermoe.runtime.passes import CurrentPass
+from tiermoe.runtime.settled import settled_experts
 from tiermoe.runtime.shells import activation_of
 from tiermoe.store.layout import ExpertFormat, expert_format
 from tiermoe.store.neurons import neuron_format

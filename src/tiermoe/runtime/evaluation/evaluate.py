@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
+from tiermoe import batch
+from tiermoe.batch import Batch
 from tiermoe.runtime.evaluation import scoring
 from tiermoe.runtime.evaluation.reference import Reference
 from tiermoe.runtime.evaluation.scoring import TokenScores
@@ -63,19 +64,15 @@ def decode_window(
     """Feeds a window (1, n) to a model: `prompt` tokens in the engine's chunks, then one at a time but for the last.
     Writes the logits of each token after the prompt to `logits` (n - prompt, vocabulary), and adds to the phases."""
     engine = model.tiermoe
-    cache = DynamicCache(config=model.config)
-    ids = window.to(model.device)
+    ids = window[0].tolist()
+    cache = engine.new_cache(1, len(ids))
+    slab = cache.open()
     with prefill.measured(engine, prompt):
-        for begin in range(0, prompt, engine.settings.chunk):
-            _feed(model, ids[:, begin : min(begin + engine.settings.chunk, prompt)], cache, logits[0])
+        logits[0] = engine.step(Batch((batch.prompt(slab, ids[:prompt]),)), cache)[0]
     with decode.measured(engine, len(logits) - 1):
         for row in range(1, len(logits)):
             at = prompt + row - 1
-            _feed(model, ids[:, at : at + 1], cache, logits[row])
-
-
-def _feed(model: Any, ids: torch.Tensor, cache: DynamicCache, logits: torch.Tensor) -> None:
-    logits.copy_(model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1])
+            logits[row] = engine.step(Batch((batch.decode(slab, at, ids[at]),)), cache)[0]
 
 
 def _speed(model: Any, prefill: Phase, decode: Phase) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from tiermoe.batch import Batch, decode, prompt
 from tiermoe.errors import ConfigError
 from tiermoe.families import family_of
 from tiermoe.policy.prediction.protocol import Ranked
-from tiermoe.runtime.fallback import SavedCache
 from tiermoe.runtime.recording.neuron_watch import NeuronWatch
 from tiermoe.trace import LayerTrace, Little, Pass
 from tiermoe.types import Routed
@@ -75,14 +75,14 @@ class Recorder:
         self._engine.current.needs_weights, self._engine.forecaster.whole = self._before
 
     @torch.inference_mode()
-    def passes(self, ids: torch.Tensor, prompt: int, sequence: int = 0) -> Iterator[Pass]:
-        """The passes over one sequence (n,): its first `prompt` tokens, then each of the others. An encoder–decoder
+    def passes(self, ids: torch.Tensor, first: int, sequence: int = 0) -> Iterator[Pass]:
+        """The passes over one sequence (n,): its first `first` tokens, then each of the others. An encoder–decoder
         model reads the prompt through its encoder, and its decoder is fed the others after its start token."""
-        feed = Feed(self._model, ids, prompt)
+        feed = Feed(self._model, ids, first)
         self._begin()
         feed.prompt()
-        yield Pass("prefill", sequence, ids[:prompt].tolist(), self._layers)
-        for position in range(prompt, len(ids)):
+        yield Pass("prefill", sequence, ids[:first].tolist(), self._layers)
+        for position in range(first, len(ids)):
             little = self._little(feed, position) if self.little else None
             self._begin()
             feed.token(position)
@@ -103,13 +103,12 @@ class Recorder:
         """The K/2 pass at a position, undone afterwards."""
         current = self._engine.current
         self._begin()
-        saved = SavedCache(feed.cache)
         current.unsure = []
         try:
             logits = feed.token(position)
         finally:
             current.unsure = None
-            saved.restore()
+            feed.take_back(position)
             current.scheduler.discard_pass()
         for layer, ranked in current.forecasts.little.items():
             traced = self._layers[layer]
@@ -137,34 +136,58 @@ class Recorder:
 
 
 class Feed:
-    """Feeds one sequence (n,) to a model through its growing key/value cache."""
+    """Feeds one sequence (n,) to a model: its `first` tokens at once, the others one by one."""
+
+    def __init__(self, model: Any, ids: torch.Tensor, first: int) -> None:
+        self._engine = model.tiermoe
+        self._ids: list[int] = ids.tolist()
+        self._first = first
+        self._both = BothFeed(model, ids, first) if model.config.is_encoder_decoder else None
+        self._cache: Any = None if self._both else self._engine.new_cache(1, len(self._ids))
+        self._slab = self._cache.open() if self._cache is not None else 0
+
+    def prompt(self) -> None:
+        """Its first tokens, in one pass; an encoder–decoder model then decodes its start token."""
+        if self._both is not None:
+            self._both.prompt()
+        else:
+            self._engine.step(Batch((prompt(self._slab, self._ids[: self._first]),)), self._cache)
+
+    def token(self, position: int) -> torch.Tensor:
+        """The logits after the token at `position`."""
+        if self._both is not None:
+            return self._both.token(position)
+        row = decode(self._slab, position, self._ids[position])
+        logits: torch.Tensor = self._engine.step(Batch((row,)), self._cache)[0]
+        return logits
+
+    def take_back(self, position: int) -> None:
+        """Forgets the token at `position`, the last one."""
+        self._cache.crop(self._slab, position)
+
+
+class BothFeed:
+    """`Feed` for an encoder–decoder model, whose prompt goes to the encoder."""
 
     def __init__(self, model: Any, ids: torch.Tensor, prompt: int) -> None:
         self._model = model
         self._ids = ids[None].to(model.device)
         self._prompt = prompt
         self._encoded: Any = None
-        self.cache: Any = None
+        self._cache: Any = None
 
     def prompt(self) -> None:
-        """Its first tokens, in one pass; an encoder–decoder model then decodes its start token."""
         ids = self._ids[:, : self._prompt]
-        if self._model.config.is_encoder_decoder:
-            start = torch.full_like(ids[:, :1], self._model.config.decoder_start_token_id)
-            self._encoded = self._model.get_encoder()(input_ids=ids)  # apart, as generate() does
-            output = self._model(encoder_outputs=self._encoded, decoder_input_ids=start, use_cache=True)
-        else:
-            output = self._model(input_ids=ids, use_cache=True, logits_to_keep=1)
-        self.cache = output.past_key_values
+        start = torch.full_like(ids[:, :1], self._model.config.decoder_start_token_id)
+        self._encoded = self._model.get_encoder()(input_ids=ids)  # apart, as generate() does
+        output = self._model(encoder_outputs=self._encoded, decoder_input_ids=start, use_cache=True)
+        self._cache = output.past_key_values
 
     def token(self, position: int) -> torch.Tensor:
-        """The logits after the token at `position`."""
         ids = self._ids[:, position : position + 1]
-        named = {"past_key_values": self.cache, "use_cache": True}
-        if self._encoded is not None:
-            output = self._model(encoder_outputs=self._encoded, decoder_input_ids=ids, **named)
-        else:
-            output = self._model(input_ids=ids, logits_to_keep=1, **named)
+        output = self._model(
+            encoder_outputs=self._encoded, decoder_input_ids=ids, past_key_values=self._cache, use_cache=True
+        )
         logits: torch.Tensor = output.logits[0, -1]
         return logits
 
