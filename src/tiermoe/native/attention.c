@@ -55,13 +55,13 @@ static void begin_projections(void *data, size_t thread) {
         const bf16 *x = job->step->x + s * hidden;
         norm_apply(x, layer->norm_before, norm_scale(x, hidden, layer->epsilon), hidden, normed + s * hidden);
     }
-    int4_group_sums(normed, sequences, &layer->query, job->sums + thread * job->sums_each);
+    matrix_group_sums(&layer->query, normed, sequences, job->sums + thread * job->sums_each);
 }
 
 /* A block of rows of matrix times every sequence's x, plus the bias where there is one. */
-static void multiply(const Job *job, const Int4 *matrix, size_t block, const bf16 *x, size_t thread, const bf16 *bias, bf16 *out) {
+static void multiply(const Job *job, const Matrix *matrix, size_t block, const bf16 *x, size_t thread, const bf16 *bias, bf16 *out) {
     bf16 *rows = out + block * BLOCK;
-    int4_block(matrix, block, x, job->sums + thread * job->sums_each, job->step->sequences, rows, matrix->rows);
+    matrix_block(matrix, block, x, job->sums + thread * job->sums_each, job->step->sequences, rows, matrix->rows);
     if (!bias) return;
     for (size_t s = 0; s < job->step->sequences; s++) add_rows(rows + s * matrix->rows, bias + block * BLOCK, BLOCK);
 }
@@ -71,7 +71,7 @@ static void project(void *data, size_t thread, size_t block) {
     const Attention *layer = job->layer;
     const bf16 *normed = job->normed + thread * job->step->sequences * layer->query.columns;
     const struct {
-        const Int4 *matrix;
+        const Matrix *matrix;
         const bf16 *bias;
         bf16 *out;
     } projections[] = {{&layer->query, layer->query_bias, job->query},
@@ -127,16 +127,6 @@ static void place(const Job *job, size_t sequence, const Projected *from, size_t
         memcpy(out, values, columns * sizeof(bf16));
     }
     rotate(out, job->step, sequence, columns);
-}
-
-/* The sums of the lanes of four registers. */
-TARGET static inline __m128 four_sums(__m512 a, __m512 b, __m512 c, __m512 d) {
-    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-    const __m512 low = _mm512_shuffle_ps(ab, cd, 0x44), high = _mm512_shuffle_ps(ab, cd, 0xEE);
-    const __m512 sums = _mm512_add_ps(low, high); /* a b c d in each quarter */
-    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(sums), _mm512_extractf32x8_ps(sums, 1));
-    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
 /* scores[i] = scale * query times key i, four at a time; room for count rounded up to four. */
@@ -203,12 +193,12 @@ static void attend_group(void *data, size_t thread, size_t task) {
 
 static void begin_outputs(void *data, size_t thread) {
     const Job *job = data;
-    int4_group_sums(job->attended, job->step->sequences, &job->layer->output, job->sums + thread * job->sums_each);
+    matrix_group_sums(&job->layer->output, job->attended, job->step->sequences, job->sums + thread * job->sums_each);
 }
 
 static void add_output(void *data, size_t thread, size_t block) {
     const Job *job = data;
-    const Int4 *output = &job->layer->output;
+    const Matrix *output = &job->layer->output;
     multiply(job, output, block, job->attended, thread, job->layer->output_bias, job->step->out);
     for (size_t s = 0; s < job->step->sequences; s++) {
         const size_t at = s * output->rows + block * BLOCK;

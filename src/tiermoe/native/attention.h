@@ -4,10 +4,10 @@
 #ifndef TIERMOE_ATTENTION_H
 #define TIERMOE_ATTENTION_H
 
-#include "int4.h"
+#include "matrix.h"
 
 typedef struct {
-    Int4 query, key, value, output;
+    Matrix query, key, value, output;
     const bf16 *query_bias, *key_bias, *value_bias, *output_bias; /* NULL: none */
     const bf16 *norm_before, *norm_after;
     const bf16 *norm_query, *norm_key; /* NULL: none */

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiermoe.kernels.native.linear import matrix_of
-from tiermoe.native import _native, takes
+from tiermoe.kernels.native.matrix import matrix_form
+from tiermoe.native import ROWS, _native
 from tiermoe.quant.encoding import Encoding
-from tiermoe.quant.int4 import Int4
 from tiermoe.quant.scratch import scratch
 
 HEAD_COLUMNS = 32  # a head has a multiple of them
@@ -31,11 +30,10 @@ class PackedMatrix:
 
     def pack(self) -> bytes | None:
         """What the kernels are told of it; None where they do not take it."""
-        if not isinstance(self.encoding, Int4) or not takes(torch.bfloat16, self.out, self.in_, self.encoding.group):
-            return None
+        form = matrix_form(self.encoding, self.out, self.in_, torch.bfloat16)
         if self.bias is not None and (self.bias.dtype != torch.bfloat16 or not self.bias.is_contiguous()):
             return None
-        return matrix_of(self.fields, self.out, self.in_, self.encoding.group)
+        return form.pack(self.fields) if form else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +113,13 @@ def one_token_attention(weights: AttentionWeights) -> OneTokenAttention | None:
 
 
 def _shapes_suit(weights: AttentionWeights) -> bool:
+    inputs = weights.query, weights.key, weights.value
+    # whole blocks of rows; the sums of the hidden state's groups are made once for all three
+    if (
+        any(matrix.out % ROWS for matrix in (*inputs, weights.output))
+        or len({matrix.encoding for matrix in inputs}) > 1
+    ):
+        return False
     same = weights.value.out == weights.key.out and weights.output.in_ == weights.query.out
     return same and weights.output.out == weights.query.in_ and weights.query.out % weights.key.out == 0
 
