@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tiermoe.runtime.dense import PackedLinear
+from tiermoe.model.linear import PackedLinear
 from tiermoe.runtime.shells import is_shell
 
 _HELD = ("_kernels", "_kernel")

@@ -15,6 +15,7 @@ import torch
 from tiermoe.model.attention import GroupedAttention
 from tiermoe.model.decoder import Decoder, Layer
 from tiermoe.model.feed_forward import ACTIVATIONS, DenseBlock, MoeBlock
+from tiermoe.model.few_tokens import few_tokens_form
 from tiermoe.model.latent import LatentAttention
 from tiermoe.model.norms import LayerNorm, Norm, RootMeanSquare
 from tiermoe.model.rotary import TURNS, Rotary, rotary_of, yarn_scale
@@ -146,7 +147,7 @@ class _Builder:
 
     def decoder(self, rotary: Rotary) -> Decoder:
         weights = self._weights
-        layers = [self._layer(index) for index in range(self._config.num_hidden_layers)]
+        layers = [self._layer(index, rotary) for index in range(self._config.num_hidden_layers)]
         return Decoder(
             embedding=weights.embedding("model.embed_tokens"),
             layers=layers,
@@ -158,16 +159,13 @@ class _Builder:
             logits_divisor=self._scale("logits_scaling"),
         )
 
-    def _layer(self, index: int) -> Layer:
+    def _layer(self, index: int, rotary: Rotary) -> Layer:
         prefix = f"model.layers.{index}"
         attention = self._latent(prefix) if self._of.latent else self._grouped(prefix, index)
-        return Layer(
-            self._norm(f"{prefix}.input_layernorm"),
-            attention,
-            self._norm(f"{prefix}.post_attention_layernorm"),
-            self._feed_forward(f"{prefix}.{self._of.block}"),
-            self._scale("residual_multiplier"),
-        )
+        before, after = (self._norm(f"{prefix}.{name}_layernorm") for name in ("input", "post_attention"))
+        multiplier = self._scale("residual_multiplier")
+        few = few_tokens_form(before, attention, after, rotary.columns, multiplier)
+        return Layer(before, attention, after, self._feed_forward(f"{prefix}.{self._of.block}"), multiplier, few)
 
     def _scale(self, name: str) -> float:
         return float(getattr(self._config, name)) if name in self._of.scales else 1.0
@@ -217,18 +215,12 @@ class _Builder:
     def _latent(self, prefix: str) -> LatentAttention:
         config, weights, part = self._config, self._weights, f"{prefix}.self_attn"
         plain, rotary = config.qk_nope_head_dim, config.qk_rope_head_dim
-        if config.q_lora_rank is None:
-            query = weights.linear(f"{part}.q_proj")
-        else:
-            narrow, norm = weights.linear(f"{part}.q_a_proj"), self._norm(f"{part}.q_a_layernorm", _NARROW_EPSILON)
-            wide = weights.linear(f"{part}.q_b_proj")
-
-            def query(x: torch.Tensor) -> torch.Tensor:
-                return wide(norm(narrow(x)))
-
+        narrow = config.q_lora_rank is not None
         interleaved = self._of.turn != "pairs" or getattr(config, "rope_interleave", True)
         return LatentAttention(
-            query=query,
+            query=weights.linear(f"{part}.q_b_proj" if narrow else f"{part}.q_proj"),
+            narrow_query=weights.linear(f"{part}.q_a_proj") if narrow else None,
+            query_norm=self._norm(f"{part}.q_a_layernorm", _NARROW_EPSILON) if narrow else None,
             compress=weights.linear(f"{part}.kv_a_proj_with_mqa"),
             latent_norm=self._norm(f"{part}.kv_a_layernorm", _NARROW_EPSILON),
             expand=weights.linear(f"{part}.kv_b_proj"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +10,10 @@ from torch import Tensor
 
 from tiermoe.batch import Row
 from tiermoe.model.kv_cache import LayerShape
+from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
 from tiermoe.model.rotary import Turn
 from tiermoe.model.step import Step, held, put
-
-Linear = Callable[[Tensor], Tensor]
-"""x (T, in) → (T, out), with the bias where there is one."""
 
 _SCORES = 1 << 22  # scores of attention with sinks that are held at once
 

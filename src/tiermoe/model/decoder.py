@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tiermoe.batch import Batch
-from tiermoe.model.attention import GroupedAttention, Linear
+from tiermoe.kernels.native.few_tokens_attention import FewTokensAttention
+from tiermoe.model.attention import GroupedAttention
 from tiermoe.model.feed_forward import DenseBlock, Experts, MoeBlock
 from tiermoe.model.kv_cache import KVCache, LayerShape
 from tiermoe.model.latent import LatentAttention
+from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
 from tiermoe.model.rotary import Rotary
 from tiermoe.model.routers import Router
@@ -21,19 +23,30 @@ from tiermoe.model.step import Step
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Norm, attention, residual, norm, feed-forward part, residual. multiplier: of what is added (Granite)."""
+    """Norm, attention, residual, norm, feed-forward part, residual. multiplier: of what is added (Granite). few: the
+    first four for few tokens in one native call, where the kernel takes them."""
 
     norm_before: Norm
     attention: GroupedAttention | LatentAttention
     norm_after: Norm
     feed_forward: MoeBlock | DenseBlock
     multiplier: float = 1.0
+    few: FewTokensAttention | None = None
 
     def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
         """x (T, H) → (T, H)."""
-        attended = self.attention(self.norm_before(x), index, step)
-        x = x + (attended if self.multiplier == 1 else attended * self.multiplier)
-        return self.feed_forward.add(self.norm_after(x), x, self.multiplier)
+        if self.few is not None and step.native is not None:
+            x, normed = self.few(x, step.native, step.cache.native(index))
+        else:
+            attended = self.attention(self.norm_before(x), index, step)
+            x = x + (attended if self.multiplier == 1 else attended * self.multiplier)
+            normed = self.norm_after(x)
+        return self.feed_forward.add(normed, x, self.multiplier)
+
+    @property
+    def by_row(self) -> bool:
+        """Whether a token's values do not depend on the others of a call of few tokens."""
+        return self.few is not None and self.feed_forward.by_row
 
 
 class Decoder:
@@ -43,7 +56,7 @@ class Decoder:
 
     def __init__(
         self,
-        embedding: Linear,
+        embedding: Callable[[Tensor], Tensor],
         layers: Sequence[Layer],
         norm: Norm,
         head: Linear,
@@ -64,7 +77,7 @@ class Decoder:
     @property
     def verifies(self) -> bool:
         """Whether tokens that are verified together get the bits that each gets alone."""
-        return False
+        return self._head.by_row and all(layer.by_row for layer in self._layers)
 
     @property
     def shapes(self) -> list[LayerShape]:

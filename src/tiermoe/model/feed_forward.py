@@ -10,14 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiermoe.model.attention import Linear
+from tiermoe.model.linear import Linear
 from tiermoe.model.routers import Router
 
 Activation = Callable[[Tensor], Tensor]
 
 
 class Experts(Protocol):
-    """A MoE layer's experts, wherever they lie."""
+    """A MoE layer's experts, wherever they lie. by_row: a token's result does not depend on the others of a call of few
+    tokens."""
+
+    @property
+    def by_row(self) -> bool: ...
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """hidden (T, H), index (T, K) of the chosen experts, weights (T, K) → (T, H)."""
@@ -30,6 +34,8 @@ class Experts(Protocol):
 
 class NoExperts:
     """Stands where experts are not attached."""
+
+    by_row = False
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         raise RuntimeError("this decoder's experts are not attached")
@@ -51,6 +57,11 @@ class DenseBlock:
         """(T, H) → (T, H)."""
         return self.down(self.activation(self.gate(x)) * self.up(x))
 
+    @property
+    def by_row(self) -> bool:
+        """Whether a token's values do not depend on the others of a call of few tokens."""
+        return self.gate.by_row and self.up.by_row and self.down.by_row
+
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
         """residual + multiplier * the block of x."""
         return _added(residual, self(x), multiplier)
@@ -66,6 +77,12 @@ class MoeBlock:
     shared: DenseBlock | None = None
     shared_gate: Linear | None = None
     experts: Experts = field(default_factory=NoExperts)
+
+    @property
+    def by_row(self) -> bool:
+        """Whether a token's values do not depend on the others of a call of few tokens."""
+        always = [part for part in (self.shared, self.shared_gate) if part is not None]
+        return self.router.native and self.experts.by_row and all(part.by_row for part in always)
 
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
         """residual + multiplier * the block of x, (T, H) each."""

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tiermoe.errors import ModelError, PromptError
+from tiermoe.kernels.native.few_tokens_attention import Slabs
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class KVCache:
         self._lengths = [0] * slabs
         self._furthest = [0] * slabs  # how far positions were ever written: what lies in a ring
         self._free = list(reversed(range(slabs)))
+        self.dtype = dtype
+        self._native: dict[int, Slabs] = {}
         for shape in shapes:
             each = slabs, shape.heads, shape.room(context, step)
             self.keys.append(torch.empty((*each, shape.key_columns), dtype=dtype, device=device))
@@ -70,11 +73,21 @@ class KVCache:
         """Gives a slab back."""
         self._free.append(slab)
 
+    def native(self, layer: int) -> Slabs:
+        """What the attention kernel is told of a layer's slabs."""
+        found = self._native.get(layer)
+        if found is None:
+            keys, values = self.keys[layer], self.values[layer]
+            found = Slabs(keys, values if values.shape[3] else None, ring=keys.shape[2] < self.context)
+            self._native[layer] = found
+        return found
+
     def reserve(self, positions: int) -> None:
         """Makes room for sequences of so many tokens, at least twice as many as before."""
         if positions <= self.context:
             return
         self.context = max(positions, 2 * self.context)
+        self._native.clear()
         for tensors in (self.keys, self.values):
             for layer, (tensor, shape) in enumerate(zip(tensors, self.shapes, strict=True)):
                 room = shape.room(self.context, self.step)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiermoe.model.attention import Linear, attend
+from tiermoe.model.attention import attend
 from tiermoe.model.kv_cache import LayerShape
+from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
 from tiermoe.model.rotary import Turn
 from tiermoe.model.step import Step, held, put
@@ -16,11 +17,11 @@ from tiermoe.model.step import Step, held, put
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """query: hidden → heads of (plain + rotary) columns, in one matrix or through a narrow one with a norm. compress:
-    hidden → latent + one rotary key that all heads share. expand: latent → heads of (plain key + value) columns.
+    """query: hidden, or narrow_query of it with a norm → heads of (plain + rotary) columns. compress: hidden → latent +
+    one rotary key that all heads share. expand: latent → heads of (plain key + value) columns.
 
-    The cache keeps latents as keys and rotary keys as values; keys and values of all heads are expanded while a layer
-    runs."""
+    The cache keeps a latent and a rotary key side by side, as keys; keys and values of all heads are expanded while a
+    layer runs."""
 
     query: Linear
     compress: Linear
@@ -34,33 +35,36 @@ class LatentAttention:
     latent_columns: int
     scale: float
     turn: Turn
+    narrow_query: Linear | None = None
+    query_norm: Norm | None = None
 
     @property
     def shape(self) -> LayerShape:
-        return LayerShape(1, self.latent_columns, self.rotary_columns)
+        return LayerShape(1, self.latent_columns + self.rotary_columns, 0)
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         """x (T, H), normed → (T, H). Writes the tokens' latents into the step's cache."""
-        query = self.query(x).view(x.shape[0], self.heads, -1)
+        narrow = x if self.narrow_query is None or self.query_norm is None else self.query_norm(self.narrow_query(x))
+        query = self.query(narrow).view(x.shape[0], self.heads, -1)
         plain, turning = query[..., : self.plain_columns], query[..., self.plain_columns :]
         compressed = self.compress(x)
         latent = self.latent_norm(compressed[:, : self.latent_columns].contiguous())[:, None]
         rotary = compressed[:, self.latent_columns :]
         query = torch.cat((plain, self.turn(turning, step.cos, step.sin)), dim=-1)
         rotary = self.turn(rotary[:, None], step.cos, step.sin)
-        latents, rotaries = step.cache.keys[layer], step.cache.values[layer]
+        kept, new = step.cache.keys[layer], torch.cat((latent, rotary), dim=-1)
         attended = x.new_empty((x.shape[0], self.heads, self.value_columns))
         for span in step.spans:
-            put(latents, span.row, latent[span.begin : span.end])
-            put(rotaries, span.row, rotary[span.begin : span.end])
-            keys, values = self._expanded(held(latents, span.row, None)[0], held(rotaries, span.row, None)[0])
+            put(kept, span.row, new[span.begin : span.end])
+            keys, values = self._expanded(held(kept, span.row, None)[0])
             attended[span.begin : span.end] = attend(
                 query[span.begin : span.end], keys, values, span.row, self.scale, None, None
             )
         return self.output(attended.flatten(1))
 
-    def _expanded(self, latents: Tensor, rotaries: Tensor) -> tuple[Tensor, Tensor]:
-        """latents (n, latent), rotaries (n, rotary) → keys (heads, n, plain + rotary), values (heads, n, value)."""
+    def _expanded(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """kept (n, latent + rotary) → keys (heads, n, plain + rotary), values (heads, n, value)."""
+        latents, rotaries = kept[:, : self.latent_columns].contiguous(), kept[:, self.latent_columns :]
         both = self.expand(latents).view(latents.shape[0], self.heads, -1).transpose(0, 1)
         plain, values = both[..., : self.plain_columns], both[..., self.plain_columns :]
         return torch.cat((plain, rotaries[None].expand(self.heads, -1, -1)), dim=-1), values

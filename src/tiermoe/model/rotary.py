@@ -89,12 +89,11 @@ def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def turn_complex(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (T, heads, columns) whose columns 2 i and 2 i + 1 are turned in place with angle i, in float32
-    (DeepSeek-V2)."""
+    """`turn_pairs` in float32 (DeepSeek-V2)."""
     half = x.shape[-1] // 2
     cos, sin = cos[:, None, :half].float(), sin[:, None, :half].float()
     even, odd = x[..., 0::2].float(), x[..., 1::2].float()
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+    return torch.cat((even * cos - odd * sin, even * sin + odd * cos), dim=-1).to(x.dtype)
 
 
 def yarn_scale(parameters: Any, scale: float) -> float:

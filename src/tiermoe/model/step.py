@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from tiermoe.batch import Batch, Row
+from tiermoe.kernels.native.few_tokens_attention import MOST_TOKENS
+from tiermoe.kernels.native.few_tokens_attention import Step as NativeStep
 from tiermoe.model.kv_cache import KVCache
 from tiermoe.model.rotary import Rotary
+from tiermoe.native import available
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,8 @@ class Span:
 
 
 class Step:
-    """A batch with its tensors. positions, slabs: int64 (T); cos, sin: (T, columns) in the model's dtype."""
+    """A batch with its tensors. positions, slabs: int64 (T); cos, sin: (T, columns) in the model's dtype. native: what
+    the attention kernel is told of few tokens."""
 
     def __init__(self, batch: Batch, cache: KVCache, rotary: Rotary) -> None:
         self.batch, self.cache = batch, cache
@@ -34,11 +38,17 @@ class Step:
         self.slabs = torch.tensor(batch.slabs)
         longest = max(row.end for row in batch.rows)
         self.cos, self.sin = rotary.at(self.positions, longest)
-        self.longest = longest
+        self.native = self._native() if len(batch.tokens) <= MOST_TOKENS else None
 
     @property
     def tokens(self) -> int:
         return self.spans[-1].end
+
+    def _native(self) -> NativeStep | None:
+        """What the attention kernel is told of the tokens; None where no kernel can run."""
+        if not available() or self.cache.dtype != torch.bfloat16:
+            return None
+        return NativeStep(self.slabs, self.positions, self.cos.bfloat16(), self.sin.bfloat16())
 
 
 def put(kept: Tensor, row: Row, new: Tensor) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from tiermoe.model.attention import Linear
+from tiermoe.model.linear import Linear, PackedLinear, PlainLinear
 
 
 class ModuleWeights:
@@ -32,10 +33,10 @@ class ModuleWeights:
 
     def linear(self, path: str) -> Linear:
         """A linear layer, packed or not."""
-        module: Linear = self._model.get_submodule(path)
-        return module
+        module = self._model.get_submodule(path)
+        return module if isinstance(module, PackedLinear) else PlainLinear(module.weight, module.bias)
 
-    def embedding(self, path: str) -> Linear:
+    def embedding(self, path: str) -> Callable[[Tensor], Tensor]:
         """The input embedding: int64 (T) → (T, H)."""
-        module: Linear = self._model.get_submodule(path)
+        module: Callable[[Tensor], Tensor] = self._model.get_submodule(path)
         return module

@@ -13,8 +13,9 @@ import torch
 import xxhash
 
 from tiermoe.errors import LoadError
-from tiermoe.kernels import LinearKernel, linear_for
+from tiermoe.kernels import linear_for
 from tiermoe.kernels.native.attention import PackedMatrix
+from tiermoe.model.linear import PackedLinear
 from tiermoe.quant.encodings import encoding_for
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.runtime.blueprint import Blueprint
@@ -27,31 +28,6 @@ from tiermoe.tiers.reader import ExtentReader, aligned_memory
 from tiermoe.types import ExpertKey
 
 _SMALLEST = 4096  # elements; smaller matrices save nothing worth a kernel call
-
-
-class PackedLinear(torch.nn.Module):
-    """A linear layer on packed weights (in_features → out_features). `weight` answers questions about shape and dtype
-    only; the values lie in the packed fields."""
-
-    def __init__(
-        self,
-        kernel: LinearKernel,
-        packed: PackedMatrix,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__()
-        self.in_features, self.out_features = packed.in_, packed.out
-        self.bias = packed.bias
-        self.weight = torch.empty((packed.out, packed.in_), dtype=dtype, device="meta")
-        self.packed = packed
-        self._kernel = kernel
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, self.in_features)
-        result = self._kernel(rows, self.packed.fields, self.out_features, self.in_features)
-        if self.bias is not None:
-            result = result + self.bias
-        return result.view(*x.shape[:-1], self.out_features)
 
 
 def packable(blueprint: Blueprint) -> dict[str, str]:

@@ -317,6 +317,10 @@ class ShellExperts:
     def __init__(self, shell: Any) -> None:
         self._shell = shell
 
+    @property
+    def by_row(self) -> bool:
+        return bool(getattr(self._shell.run_experts, "by_row", False))
+
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self._shell.run_experts(hidden, index, weights)
         return result

@@ -56,6 +56,11 @@ class LayerExperts:
         in_one_call = {bits: kernel for bits, kernel in kernels.items() if isinstance(kernel, InOneCall)}
         self._few = in_one_call if len(in_one_call) == len(kernels) else None
 
+    @property
+    def by_row(self) -> bool:
+        """Whether a token's result does not depend on the others of a call of few tokens."""
+        return self._few is not None
+
     @torch.no_grad()
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """hidden (T, H), index (T, K) of the chosen experts (a value of `experts` or more: none), weights (T, K)

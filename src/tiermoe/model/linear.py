@@ -1,0 +1,71 @@
+"""Linear layers of a decoder, on packed weights and on the checkpoint's own."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tiermoe.kernels import LinearKernel
+from tiermoe.kernels.native.attention import PackedMatrix
+from tiermoe.kernels.native.linear import linear
+from tiermoe.kernels.native.matrix import matrix_form
+from tiermoe.quant.plain import Plain
+from tiermoe.types import FEW_TOKENS
+
+
+class Linear(Protocol):
+    """x (T, in) → (T, out), with the bias where there is one. by_row: a token's result does not depend on the others of
+    a call of few tokens."""
+
+    @property
+    def by_row(self) -> bool: ...
+
+    @property
+    def packed(self) -> PackedMatrix: ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class PackedLinear(torch.nn.Module):
+    """A linear layer on packed weights (in_features → out_features). `weight` answers questions about shape and dtype
+    only; the values lie in the packed fields."""
+
+    def __init__(self, kernel: LinearKernel, packed: PackedMatrix, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.in_features, self.out_features = packed.in_, packed.out
+        self.bias = packed.bias
+        self.weight = torch.empty((packed.out, packed.in_), dtype=dtype, device="meta")
+        self.packed = packed
+        self.by_row = matrix_form(packed.encoding, packed.out, packed.in_, dtype) is not None
+        self._kernel = kernel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features)
+        result = self._kernel(rows, self.packed.fields, self.out_features, self.in_features)
+        if self.bias is not None:
+            result = result + self.bias
+        return result.view(*x.shape[:-1], self.out_features)
+
+
+class PlainLinear:
+    """A linear layer on a weight (out, in) as the checkpoint has it. Few tokens take the native product."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        out, in_ = weight.shape
+        self.packed = PackedMatrix(Plain(), {"weight": weight}, out, in_, bias)
+        fits = weight.is_contiguous() and weight.device.type == "cpu"
+        self._form = matrix_form(Plain(), out, in_, weight.dtype) if fits else None
+
+    @property
+    def by_row(self) -> bool:
+        return self._form is not None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, bias = self.packed.fields["weight"], self.packed.bias
+        if self._form is None or x.shape[0] > FEW_TOKENS:
+            return F.linear(x, weight, bias)
+        result = linear(x, self._form, self.packed.fields)
+        return result if bias is None else result + bias

@@ -1,0 +1,131 @@
+"""Slabs of keys and values: opened, cropped, forked, saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiermoe.batch import Row, prompt
+from tiermoe.errors import ModelError, PromptError
+from tiermoe.model.kv_cache import KVCache, LayerShape, cache_bytes
+from tiermoe.model.step import held, put
+
+WHOLE, SLIDING = LayerShape(2, 4, 6), LayerShape(1, 4, 4, window=3)
+
+
+def cache(slabs: int = 2, context: int = 16, step: int = 4) -> KVCache:
+    return KVCache([WHOLE, SLIDING], slabs, context, step, torch.float32)
+
+
+def write(kv: KVCache, row: Row) -> list[torch.Tensor]:
+    """Random keys of a row in both layers; returns them, (T, heads, columns) each."""
+    written = []
+    for layer, shape in enumerate(kv.shapes):
+        keys = torch.randn(len(row.tokens), shape.heads, shape.key_columns)
+        put(kv.keys[layer], row, keys)
+        put(kv.values[layer], row, torch.randn(len(row.tokens), shape.heads, shape.value_columns))
+        written.append(keys)
+    kv.wrote(row.slab, row.end)
+    return written
+
+
+def test_a_window_keeps_its_last_positions_in_a_ring() -> None:
+    kv = cache()
+    slab = kv.open()
+    rows = [prompt(slab, range(4), first) for first in (0, 4, 8)]
+    all_keys = [torch.cat(each) for each in zip(*(write(kv, row) for row in rows), strict=True)]
+    for layer, window in ((0, None), (1, 3)):
+        found = held(kv.keys[layer], rows[-1], window).transpose(0, 1)
+        begin = 0 if window is None else 8 - window + 1
+        assert torch.equal(found, all_keys[layer][begin:12])
+    assert kv.keys[1].shape[2] == 3 + 4
+
+
+def test_bytes_count_the_window() -> None:
+    kv = cache(slabs=1)
+    held_bytes = sum(tensor.nbytes for tensor in [*kv.keys, *kv.values])
+    assert cache_bytes([WHOLE, SLIDING], 16, 4, 4) == held_bytes
+
+
+def test_a_crop_forgets_the_end_and_refuses_what_a_window_no_longer_holds() -> None:
+    kv = cache()
+    slab = kv.open()
+    for first in (0, 4, 8):
+        write(kv, prompt(slab, range(4), first))
+    with pytest.raises(ValueError, match="wound back to 7"):
+        kv.crop(slab, 7)
+    kv.crop(slab, 8)
+    assert kv.length(slab) == 8
+    with pytest.raises(ValueError, match="cannot be cut to 9"):
+        kv.crop(slab, 9)
+
+
+def test_a_fork_begins_alike_and_goes_on_by_itself() -> None:
+    kv = cache()
+    slab = kv.open()
+    write(kv, prompt(slab, range(4)))
+    other = kv.fork(slab)
+    before = kv.keys[0][slab].clone()
+    assert torch.equal(kv.keys[0][other, :, :4], before[:, :4])
+    write(kv, prompt(other, range(2), 4))
+    assert torch.equal(kv.keys[0][slab, :, :4], before[:, :4])
+    assert (kv.length(slab), kv.length(other)) == (4, 6)
+
+
+def test_slabs_run_out_and_come_back() -> None:
+    kv = cache(slabs=1)
+    slab = kv.open()
+    write(kv, prompt(slab, range(4)))
+    with pytest.raises(PromptError, match="all 1 sequences"):
+        kv.open()
+    kv.close(slab)
+    assert kv.length(kv.open()) == 0
+
+
+def test_more_room_keeps_what_is_there() -> None:
+    kv = cache(context=8)
+    slab = kv.open()
+    keys = write(kv, prompt(slab, range(4)))[0]
+    kv.reserve(9)
+    assert kv.context == 16
+    assert torch.equal(kv.keys[0][slab, :, :4], keys.transpose(0, 1))
+
+
+def test_sequences_change_places() -> None:
+    kv = cache()
+    slabs = [kv.open(), kv.open()]
+    keys = [write(kv, prompt(slab, range(2 + slab)))[0] for slab in slabs]
+    kv.select([1, 1])
+    assert torch.equal(kv.keys[0][0, :, :3], keys[1].transpose(0, 1))
+    assert kv.length(0) == 3
+
+
+def test_a_saved_sequence_comes_back(tmp_path: Path) -> None:
+    kv = cache()
+    slab = kv.open()
+    for first in (0, 4, 8):
+        write(kv, prompt(slab, range(4), first))
+    kv.save(slab, tmp_path / "sequence")
+    fresh = cache()
+    again = fresh.load(tmp_path / "sequence")
+    assert fresh.length(again) == 12
+    for layer, window in ((0, None), (1, 3)):
+        row = prompt(slab, range(4), 8)
+        there = held(fresh.keys[layer], prompt(again, range(4), 8), window)
+        assert torch.equal(there, held(kv.keys[layer], row, window))
+
+
+def test_a_sequence_of_another_model_is_refused(tmp_path: Path) -> None:
+    kv = cache()
+    slab = kv.open()
+    write(kv, prompt(slab, range(4)))
+    kv.save(slab, tmp_path / "sequence")
+    other = KVCache([LayerShape(3, 4, 6), SLIDING], 1, 16, 4, torch.float32)
+    with pytest.raises(ModelError, match="another model"):
+        other.load(tmp_path / "sequence")
+    assert other.open() == 0
+    small = KVCache([WHOLE, SLIDING], 1, 2, 4, torch.float32)
+    with pytest.raises(PromptError, match="raise --context"):
+        small.load(tmp_path / "sequence")

@@ -1,0 +1,139 @@
+"""What a batch can hold: rows of different lengths and positions, a forked prefix, tokens that are verified at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiermoe
+from tiermoe.batch import Batch, decode, prompt, verify
+from tiermoe.model.architectures import ARCHITECTURES
+from tiny import write
+
+NATIVE = {"hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32}
+"""Sizes of a Qwen3-MoE that the native kernels take."""
+
+
+def tokens(count: int, seed: int = 1) -> list[int]:
+    return torch.randint(3, 128, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def engine_of(directory: Path, **options: Any) -> Any:
+    return tiermoe.load(directory, memory="4GiB", device="cpu", lanes=1, **options)[0].tiermoe
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """An engine at 4 bits whose products do not depend on how many tokens there are."""
+    engine = engine_of(
+        write(tmp_path_factory.mktemp("native"), "qwen3_moe", torch.bfloat16, **NATIVE), bits=4, dense_bits=4
+    )
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module", params=["auto", "generic"])
+def any_decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    directory = write(tmp_path_factory.mktemp("any"), "qwen3_moe", torch.float32)
+    engine = engine_of(directory, bits=16, dense_bits=16, decoder=request.param, chunk=4)
+    yield engine
+    engine.close()
+
+
+def alone(engine: Any, ids: list[int], read: int) -> torch.Tensor:
+    """Logits (len(ids) - read, vocabulary) after each token beyond the first `read`, decoded one by one."""
+    cache = engine.new_cache()
+    slab = cache.open()
+    engine.step(Batch((prompt(slab, ids[:read]),)), cache)
+    return torch.cat([engine.step(Batch((decode(slab, at, ids[at]),)), cache) for at in range(read, len(ids))])
+
+
+def near(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return bool((mine - theirs).abs().max() <= 1e-5 * theirs.abs().max())
+
+
+def test_rows_of_different_lengths_and_positions(any_decoder: Any) -> None:
+    one, two, three = tokens(9, 1), tokens(5, 2), tokens(7, 3)
+    cache = any_decoder.new_cache(3)
+    slabs = [cache.open() for _ in range(3)]
+    any_decoder.step(Batch((prompt(slabs[0], one[:8]), prompt(slabs[1], two[:4]))), cache)
+    mixed = Batch((decode(slabs[0], 8, one[8]), decode(slabs[1], 4, two[4]), prompt(slabs[2], three)))
+    logits = any_decoder.step(mixed, cache)
+    expected = torch.cat([alone(any_decoder, ids, len(ids) - 1) for ids in (one, two, three)])
+    assert near(logits, expected)
+
+
+def test_a_forked_prefix(any_decoder: Any) -> None:
+    shared, ends = tokens(6), (tokens(3, 4), tokens(3, 5))
+    cache = any_decoder.new_cache(2)
+    first = cache.open()
+    any_decoder.step(Batch((prompt(first, shared),)), cache)
+    slabs = [first, cache.fork(first)]
+    for at in range(3):
+        rows = tuple(decode(slab, 6 + at, end[at]) for slab, end in zip(slabs, ends, strict=True))
+        logits = any_decoder.step(Batch(rows), cache)
+    expected = torch.cat([alone(any_decoder, [*shared, *end], 8) for end in ends])
+    assert near(logits, expected)
+
+
+def test_five_tokens_verified_at_once_are_what_each_is_alone(any_decoder: Any) -> None:
+    check_verifying(any_decoder)
+
+
+def test_five_tokens_verified_at_once_by_native_kernels(native: Any) -> None:
+    check_verifying(native)
+
+
+def check_verifying(engine: Any) -> None:
+    ids = tokens(12)
+    expected = alone(engine, ids, 7)
+    cache = engine.new_cache()
+    slab = cache.open()
+    engine.step(Batch((prompt(slab, ids[:7]),)), cache)
+    logits = engine.step(Batch((verify(slab, 7, ids[7:]),)), cache, every=True)
+    assert torch.equal(logits, expected)
+    cache.crop(slab, 9)  # three of them were wrong
+    again = engine.step(Batch((decode(slab, 9, ids[9]),)), cache)
+    assert torch.equal(again, expected[2:3])
+
+
+def test_rows_of_a_native_batch_have_the_bits_that_each_has_alone(native: Any) -> None:
+    sequences = [tokens(6 + seed, seed) for seed in range(4)]
+    cache = native.new_cache(4)
+    slabs = [cache.open() for _ in sequences]
+    for slab, ids in zip(slabs, sequences, strict=True):
+        native.step(Batch((prompt(slab, ids[:-1]),)), cache)
+    rows = [decode(slab, len(ids) - 1, ids[-1]) for slab, ids in zip(slabs, sequences, strict=True)]
+    logits = native.step(Batch(tuple(rows)), cache)
+    assert torch.equal(logits, torch.cat([alone(native, ids, len(ids) - 1) for ids in sequences]))
+
+
+@pytest.mark.parametrize("chunk", [3, 8])
+def test_a_chunk_of_a_prompt_is_never_taken_for_a_generated_token(chunk: int, tmp_path: Path) -> None:
+    """Prompts of 8 and 9 tokens: the last chunk is whole, or one token."""
+    engine = engine_of(write(tmp_path, "qwen3_moe", torch.float32), bits=16, dense_bits=16, chunk=chunk)
+    phases: list[str] = []
+    engine.observe(lambda routed, _: phases.append(routed.phase))
+    for length in (8, 9):
+        cache = engine.new_cache()
+        slab = cache.open()
+        phases.clear()
+        engine.step(Batch((prompt(slab, tokens(length)),)), cache)
+        assert set(phases) == {"prefill"}
+        phases.clear()
+        engine.step(Batch((decode(slab, length, 5),)), cache)
+        assert set(phases) == {"decode"}
+    engine.close()
+
+
+def test_every_family_with_an_architecture_decodes_by_it(tmp_path: Path) -> None:
+    from tiermoe.model.decoder import Decoder
+
+    for family in sorted(ARCHITECTURES):
+        engine = engine_of(write(tmp_path / family, family, torch.float32), bits=16, dense_bits=16)
+        assert isinstance(engine.steps.decoder, Decoder), family
+        engine.close()
