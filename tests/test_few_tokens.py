@@ -19,7 +19,7 @@ from tiermoe.kernels.native.moe_block import MoeBlock
 from tiermoe.kernels.native.norm import norm
 from tiermoe.kernels.native.router import choose, logits_of
 from tiermoe.runtime.few_tokens import compute_few
-from tiermoe.runtime.one_token.padding import first_positions
+from tiermoe.runtime.one_token.padding import Padding, first_positions
 from tiermoe.runtime.weighted_sums import Choices, NativeSums, TorchSums
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs AVX-512 with BF16 and VBMI, and a C compiler")
@@ -114,23 +114,38 @@ def test_routers_and_norms_take_tokens_one_by_one() -> None:
         assert torch.equal(norm(rows, weight[0], 1e-6), torch.stack([norm(row, weight[0], 1e-6) for row in rows]))
 
 
+def mask_of(*rows: str) -> torch.Tensor:
+    """(B, 1, 1, L): true where a row has an x."""
+    return torch.tensor([[each == "x" for each in row] for row in rows])[:, None, None]
+
+
 def test_first_positions_are_read_of_a_padding_on_the_left_alone() -> None:
-    def mask(*rows: str) -> torch.Tensor:
-        return torch.tensor([[each == "x" for each in row] for row in rows])[:, None, None]
+    first = first_positions(mask_of("xxxx", "--xx", "---x"))
+    assert first is not None
+    assert first.tolist() == [0, 2, 3]
+    others = (mask_of("xxxx", "xx--"), mask_of("x-xx", "xxxx"), mask_of("xxxx", "----"), mask_of("xxxx").float())
+    for other in others:
+        assert first_positions(other) is None
 
-    def read(mask: torch.Tensor) -> list[int] | None:
-        first = first_positions(mask, mask.shape[0], mask.shape[-1])
-        return None if first is None else first.tolist()
 
-    assert read(mask("xxxx", "--xx", "---x")) == [0, 2, 3]
-    for other in (mask("xxxx", "xx--"), mask("x-xx", "xxxx"), mask("xxxx", "----"), mask("xxxx").float()):
-        assert read(other) is None
-    left = mask("-xxx", "--xx")
-    assert first_positions(left, 2, 5) is None  # of another length
-    assert first_positions(left, 3, 4) is None
-    assert read(left) == [1, 2]
-    left[0, 0, 0, 1] = False
-    assert read(left) == [2, 2]  # what was written into it counts
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_mask_is_read_once_a_pass_and_left_alone(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        padding, left, window = Padding(), mask_of("-xxx", "--xx"), mask_of("--xx", "--xx")
+        before = set(dir(left))
+
+        def read(mask: torch.Tensor, layer: int) -> list[int]:
+            first = padding.first_positions(mask, layer, 2, 4)
+            assert first is not None
+            return first.tolist()
+
+        assert [read(left, 0), read(window, 1), read(left, 2)] == [[1, 2], [2, 2], [1, 2]]
+        assert padding.first_positions(left, 3, 2, 4) is padding.first_positions(left, 4, 2, 4)
+        left[0, 0, 0, 1] = False
+        assert read(left, 0) == [2, 2]  # another pass: what was written into it since counts
+        assert padding.first_positions(left, 1, 2, 5) is None  # of another length
+        assert padding.first_positions(left, 2, 3, 4) is None
+        assert set(dir(left)) == before
 
 
 @pytest.fixture(scope="module", params=["100%", "25%"])

@@ -15,6 +15,7 @@ from tiermoe.runtime.dense import PackedLinear
 from tiermoe.runtime.one_token.block import OneTokenBlock, one_token_block
 from tiermoe.runtime.one_token.layer import OneTokenLayer
 from tiermoe.runtime.one_token.norm import native_norm
+from tiermoe.runtime.one_token.padding import Padding
 from tiermoe.runtime.one_token.room import ROOM
 from tiermoe.runtime.one_token.router import one_token_router
 from tiermoe.runtime.one_token.taken_over import TakenOver
@@ -41,8 +42,9 @@ def take_over(model: Any) -> list[TakenOver]:
             fast = one_token_block(block, gate, router)
             if fast is not None:
                 blocks[block] = fast
+    padding = Padding()
     for layer in model.modules():
-        if _is_decoder_layer(layer) and (attention := _layer(layer, blocks.get(layer.mlp))) is not None:
+        if _is_decoder_layer(layer) and (attention := _layer(layer, blocks.get(layer.mlp), padding)) is not None:
             taken.append(attention)
     taken += filter(None, map(native_norm, model.modules()))
     for each in taken:
@@ -54,8 +56,8 @@ def _is_decoder_layer(module: Any) -> bool:
     return hasattr(module, "self_attn") and hasattr(module, "mlp")
 
 
-def _layer(layer: Any, block: OneTokenBlock | None) -> OneTokenLayer | None:
+def _layer(layer: Any, block: OneTokenBlock | None, padding: Padding) -> OneTokenLayer | None:
     weights = weights_of(layer)
     kernel = one_token_attention(weights) if weights else None
-    fast = OneTokenLayer(layer, kernel, block) if kernel else None
+    fast = OneTokenLayer(layer, kernel, block, padding) if kernel else None
     return fast if fast and fast.agrees() else None

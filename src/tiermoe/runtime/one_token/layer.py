@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from tiermoe.kernels.native.attention import OneTokenAttention
 from tiermoe.runtime.one_token.asked import collected, hooked
 from tiermoe.runtime.one_token.block import OneTokenBlock
-from tiermoe.runtime.one_token.padding import first_positions
+from tiermoe.runtime.one_token.padding import Padding
 from tiermoe.runtime.one_token.room import room_in
 from tiermoe.runtime.one_token.taken_over import TakenOver, alike
 from tiermoe.types import FEW_TOKENS
@@ -30,9 +30,10 @@ class OneTokenLayer(TakenOver):
     """A decoder layer's forward: the kernel for a token of each sequence that needs nothing else, transformers' own
     for the rest."""
 
-    def __init__(self, layer: Any, kernel: OneTokenAttention, block: OneTokenBlock | None) -> None:
+    def __init__(self, layer: Any, kernel: OneTokenAttention, block: OneTokenBlock | None, padding: Padding) -> None:
         super().__init__(layer)
         self._block = block
+        self._padding = padding
         self._kernel = kernel
         self._attention = layer.self_attn
         self._index = self._attention.layer_idx
@@ -48,7 +49,8 @@ class OneTokenLayer(TakenOver):
         held, mask = cache.layers[self._index], named.get("attention_mask")
         first = None
         if mask is not None:
-            first = first_positions(mask, hidden_states.shape[0], held.keys.shape[2] + 1)
+            sequences, positions = hidden_states.shape[0], held.keys.shape[2] + 1
+            first = self._padding.first_positions(mask, self._index, sequences, positions)
             if first is None:
                 return self._forward(hidden_states, *arguments, **named)
         return self._one_token(hidden_states, named["position_embeddings"], held, first)
