@@ -15,6 +15,7 @@ import transformers
 from commands import Command, command_runner
 from tiermoe.tiers import probe
 
+pytest_plugins = ["gpu_models", "gpu_rig"]
 torch.set_num_threads(1)
 os.environ["HF_HUB_OFFLINE"] = "1"
 

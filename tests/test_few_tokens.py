@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 import tiermoe
-from test_native import checkpoint, expert_format, expert_views, tokens
+from native_experts import checkpoint, expert_format, expert_views, tokens
 from tiermoe import native
 from tiermoe.kernels.expert import InOneCall, expert_kernel, silu_gate, weighted_sum
 from tiermoe.kernels.native.experts import combine_many

@@ -17,21 +17,16 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import tiermoe
-from tests import tiny
+from native_experts import checkpoint, expert_format, expert_views, packed, tokens
 from tiermoe import native
-from tiermoe.kernels.expert import InOneCall, SeparateSteps, SlotViews, expert_kernel, silu_gate, weighted_sum
+from tiermoe.kernels.expert import InOneCall, SeparateSteps, expert_kernel, silu_gate, weighted_sum
 from tiermoe.kernels.native.linear import linear
 from tiermoe.kernels.native.moe_block import MoeBlock
 from tiermoe.kernels.native.router import choose, logits_of
-from tiermoe.quant.encodings import cpu_layout
-from tiermoe.quant.int4 import Int4
 from tiermoe.quant.ladders import widen
-from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.runtime.one_token import ROOM, take_over
 from tiermoe.runtime.one_token.layer import OneTokenLayer
 from tiermoe.runtime.one_token.router import OneTokenRouter
-from tiermoe.store.layout import ExpertFormat
-from tiermoe.types import MoeLayer, Part
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs AVX-512 with BF16 and VBMI, and a C compiler")
 
@@ -44,16 +39,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def packed(out: int, in_: int, group: int, seed: int = 0) -> tuple[Int4, dict[str, torch.Tensor]]:
-    weight = torch.randn(out, in_, generator=torch.Generator().manual_seed(seed)) * 0.05
-    encoding = Int4(cpu_layout(), group)
-    return encoding, encoding.encode(weight.bfloat16(), QUANTIZERS["linear"], torch.bfloat16)
-
-
-def tokens(count: int, width: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 @settings(max_examples=40, deadline=None)
@@ -133,17 +118,6 @@ def test_widening_gives_numpys_codes(count: int, run: int, seed: int) -> None:
     assert torch.equal(*targets)
 
 
-def expert_format(hidden: int, inner: int) -> ExpertFormat:
-    parts = (Part("gate_up", (2 * inner, hidden)), Part("down", (hidden, inner)))
-    encoding = Int4(cpu_layout(), 64)
-    return ExpertFormat(MoeLayer("experts", 4, 2, parts), 4, torch.bfloat16, {"gate_up": encoding, "down": encoding})
-
-
-def expert_views(hidden: int, inner: int, seed: int) -> SlotViews:
-    gate_up, down = packed(2 * inner, hidden, 64, seed)[1], packed(hidden, inner, 64, seed + 100)[1]
-    return SlotViews({"gate_up": gate_up, "down": down})
-
-
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 70])
 def test_an_expert_in_one_call_is_its_separate_steps(count: int) -> None:
     form = expert_format(128, 192)
@@ -217,16 +191,6 @@ def test_router_logits_are_the_product_rounded() -> None:
     weight, x = tokens(9, 96, 5), tokens(1, 96, 6)
     exact = x.double() @ weight.double().t()
     assert torch.allclose(logits_of(weight, x).double(), exact, rtol=ROUNDING, atol=1e-4)
-
-
-def checkpoint(directory: Path, family: str, **changes: Any) -> Path:
-    """One whose shapes the kernels take."""
-    heads = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    if "head_dim" in tiny.CONFIGS[family]:
-        heads["head_dim"] = 32
-    inner = "moe_intermediate_size" if "moe_intermediate_size" in tiny.CONFIGS[family] else "intermediate_size"
-    heads[inner] = 64
-    return tiny.write(directory, family, torch.bfloat16, **{**heads, **changes})
 
 
 def logits_of_steps(model: Any, ids: torch.Tensor, prompt: int, cache: Any = None) -> torch.Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tiermoe
+from parity import logits, put_decoded_experts, tokens
 from tiny import CONFIGS, oracle, write
 
 FAMILIES = sorted(CONFIGS)
@@ -25,17 +26,6 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="40%", lanes=2)
     yield family, dtype, ours, oracle(directory, family, dtype)
     ours.tiermoe.close()
-
-
-def tokens(rows: int, columns: int, seed: int = 1) -> torch.Tensor:
-    return torch.randint(3, 128, (rows, columns), generator=torch.Generator().manual_seed(seed))
-
-
-def logits(model: Any, family: str, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    extra = {"decoder_input_ids": ids[:, :5]} if family == "switch_transformers" else {}
-    with torch.no_grad():
-        result: torch.Tensor = model(input_ids=ids, attention_mask=mask, **extra).logits
-    return result
 
 
 def test_many_tokens_are_bit_identical(pair: Any) -> None:
@@ -129,27 +119,3 @@ def test_packed_precisions_equal_the_decoded_weights(family: str, bits: int, tmp
     ours.tiermoe.close()
 
 
-def put_decoded_experts(engine: Any, plain: Any) -> None:
-    """Overwrites the plain model's experts by what the store's precision stands for."""
-    from tiermoe.tiers.reader import ExtentReader, aligned_memory
-    from tiermoe.types import ExpertKey
-
-    reader = ExtentReader()
-    packed = engine._packed[engine.settings.bits]
-    for index, layer in enumerate(engine.store.layers):
-        form = packed.formats[index]
-        for expert in range(layer.experts):
-            stored, slot = (
-                aligned_memory(form.stored.nbytes),
-                torch.zeros(form.slot.nbytes, dtype=torch.uint8),
-            )
-            reader.read(packed.extents[index][expert], stored, ExpertKey(index, expert, 0))
-            form.widen(torch.frombuffer(stored, dtype=torch.uint8), slot)
-            views = form.slot.views(slot)
-            for part in layer.parts:
-                encoding = form.encodings.get(part.name)
-                if encoding is None:
-                    continue
-                weight = encoding.decode(views[part.name], *part.out_in, torch.float32)
-                target = plain.get_parameter(f"{layer.name}.{part.name}").data[expert]
-                target.copy_(weight.t() if part.transposed else weight)

@@ -4,8 +4,6 @@ Under TRITON_INTERPRET=1 Triton's interpreter runs the kernels on CPU tensors, o
 variable must be set before Triton is imported, hence the processes.
 """
 
-import os
-
 import pytest
 import torch
 from triton.runtime import interpreter
@@ -14,13 +12,8 @@ from tiermoe.kernels import linear_for
 from tiermoe.kernels.triton_linear import blocks, int4_linear
 from tiermoe.quant.encodings import Encoding, encoding_for
 from tiermoe.quant.quantizers import QUANTIZERS
+from triton_device import DEVICE, DTYPES, TOLERANCE, tokens
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-# Error of one element, in units of |x| @ |w|: the result is rounded to its dtype, the tiled kernel rounds the
-# weights to it too (each half a unit in the last place: 2**-8 in bfloat16, 2**-11 in float16); the rest is
-# float32 arithmetic.
-TOLERANCE = {torch.float32: 2**-20, torch.float16: 1.01 * 2**-10, torch.bfloat16: 1.01 * 2**-7}
-DTYPES = tuple(TOLERANCE)
 # (bits, quantizer); linear takes the largest group that divides K, HQQ 64 or 32
 PACKED = ((4, "hqq"), (4, "linear"), (8, "linear"), (2, "hqq"))
 
@@ -68,10 +61,6 @@ def packed(bits: int, quantizer: str, shape: tuple[int, int], dtype: torch.dtype
         slot = {f.name: torch.empty(f.shape, dtype=f.dtype) for f in encoding.slot_fields(out, in_, dtype)}
         encoding.widen(stored, slot)
     return encoding, {name: tensor.to(DEVICE) for name, tensor in slot.items()}
-
-
-def tokens(m: int, k: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype).to(DEVICE)
 
 
 def check(encoding, slot, x, out: int, in_: int) -> None:
