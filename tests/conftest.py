@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
+import tiny
 from commands import Command, command_runner
 from tiermoe.tiers import probe
 
@@ -55,6 +57,21 @@ def _quick_listing_of_transformers() -> Iterator[None]:
     lazy.__dir__ = lambda module: list({*ModuleType.__dir__(module), *module.__all__})
     yield
     lazy.__dir__ = slow
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """(family, dtype, what `tiny.write` takes) → a random checkpoint, written once and, as its store lies in the cache
+    folder of all tests, packed once. For tests that only read; who damages or moves one writes their own."""
+    made: dict[tuple[Any, ...], Path] = {}
+
+    def model(family: str, dtype: torch.dtype, **options: Any) -> Path:
+        key = (family, dtype, *sorted(options.items()))
+        if key not in made:
+            made[key] = tiny.write(tmp_path_factory.mktemp(family), family, dtype, **options)
+        return made[key]
+
+    return model
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,22 @@ import tiermoe
 from parity import logits, put_decoded_experts, tokens
 from tiny import CONFIGS, oracle, write
 
+Model = Callable[..., Path]
 FAMILIES = sorted(CONFIGS)
 DECODERS = [family for family in FAMILIES if family != "switch_transformers"]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
+def model_of(family: str, dtype: torch.dtype, tiny_model: Model) -> Path:
+    """Of many files in float32, of one in bfloat16."""
+    return tiny_model(family, dtype, shard="60KB" if dtype == torch.float32 else "5GB")
+
+
 @pytest.fixture(scope="module", params=[(f, d) for f in FAMILIES for d in DTYPES], ids=lambda p: f"{p[0]}-{p[1]}"[:40])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def pair(request: pytest.FixtureRequest, tiny_model: Model) -> Any:
     """(family, dtype, ours at 16 bits with a cache of one layer's experts or so, the oracle)."""
     family, dtype = request.param
-    shard = "60KB" if dtype == torch.float32 else "5GB"
-    directory = write(tmp_path_factory.mktemp(family), family, dtype, shard)
+    directory = model_of(family, dtype, tiny_model)
     ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="40%", lanes=2)
     yield family, dtype, ours, oracle(directory, family, dtype)
     ours.tiermoe.close()
@@ -59,9 +65,9 @@ def test_greedy_tokens(pair: Any) -> None:
 
 
 @pytest.mark.parametrize("family", DECODERS)
-def test_prefetching_names_the_routers_own_choice_and_changes_nothing(family: str, tmp_path: Path) -> None:
+def test_prefetching_names_the_routers_own_choice_and_changes_nothing(family: str, tiny_model: Model) -> None:
     """The next layer's router is called as the model calls it; with every prediction right or wrong, same tokens."""
-    directory = write(tmp_path, family, torch.float32)
+    directory = model_of(family, torch.float32, tiny_model)
     ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="60%", preset="mixtral-offload")
     ids = tokens(1, 5, seed=4)
     options = {"max_new_tokens": 10, "do_sample": False, "attention_mask": torch.ones_like(ids)}
@@ -72,8 +78,8 @@ def test_prefetching_names_the_routers_own_choice_and_changes_nothing(family: st
 
 
 @pytest.mark.parametrize("option", [{"preset": "mixtral-offload"}, {"chunk": 16}])
-def test_what_does_not_apply_to_an_encoder_is_refused(option: dict[str, Any], tmp_path: Path) -> None:
-    directory = write(tmp_path, "switch_transformers", torch.float32)
+def test_what_does_not_apply_to_an_encoder_is_refused(option: dict[str, Any], tiny_model: Model) -> None:
+    directory = model_of("switch_transformers", torch.float32, tiny_model)
     with pytest.raises(tiermoe.ConfigError, match="does not apply to Switch"):
         tiermoe.load(directory, memory="4GiB", device="cpu", **option)
 
@@ -87,9 +93,9 @@ def test_experts_per_token(k: int, tmp_path: Path) -> None:
     ours.tiermoe.close()
 
 
-def test_experts_with_no_one_and_many_tokens(tmp_path: Path) -> None:
+def test_experts_with_no_one_and_many_tokens(tiny_model: Model) -> None:
     """Twelve times the same token and one other: some experts get none, some one, some many."""
-    directory = write(tmp_path, "mixtral", torch.float32)
+    directory = model_of("mixtral", torch.float32, tiny_model)
     ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="15%")
     ids = torch.full((1, 13), 17)
     ids[0, 6] = 99
@@ -105,11 +111,13 @@ def test_float16_checkpoint(tmp_path: Path) -> None:
     ours.tiermoe.close()
 
 
-@pytest.mark.parametrize("family", DECODERS)
-@pytest.mark.parametrize("bits", [8, 4, 2])
-def test_packed_precisions_equal_the_decoded_weights(family: str, bits: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "bits"),
+    [(family, 4) for family in DECODERS] + [(family, bits) for family in ("mixtral", "gpt_oss") for bits in (8, 2)],
+)
+def test_packed_precisions_equal_the_decoded_weights(family: str, bits: int, tiny_model: Model) -> None:
     """The oracle holds the same packed weights, decoded, as ordinary expert weights in fp32."""
-    directory = write(tmp_path, family, torch.float32)
+    directory = model_of(family, torch.float32, tiny_model)
     ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=bits)
     plain = oracle(directory, family, torch.float32)
     put_decoded_experts(ours.tiermoe, plain)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,8 @@ import torch
 
 import tiermoe
 from tiermoe.types import Routed
-from tiny import write
 
 CHUNK = 4
-
-
-@pytest.fixture(scope="module")
-def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("mixtral"), "mixtral", torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +24,8 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
         CHUNK + 1, 2 * CHUNK + 2,
     ],
 )  # fmt: skip
-def test_every_token_after_the_prompt_is_decoded(prompt: int, mixtral: Path) -> None:
+def test_every_token_after_the_prompt_is_decoded(prompt: int, tiny_model: Callable[..., Path]) -> None:
+    mixtral = tiny_model("mixtral", torch.float32)
     model, _ = tiermoe.load(mixtral, memory="4GiB", device="cpu", bits=16, chunk=CHUNK)
     seen: list[tuple[str, int]] = []
 
