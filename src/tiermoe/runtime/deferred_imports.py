@@ -77,8 +77,8 @@ def run(name: str) -> ModuleType:
 
 
 def _fill_sysconfig() -> None:
-    """Python before 3.12 fills sysconfig's table at its first use without a lock, and a second thread reads it half
-    filled. What is postponed here runs in the threads of its users, and triton reads that table while it is imported."""
+    """Python before 3.12 fills sysconfig's table at its first use without a lock: a second thread reads it half filled.
+    What is postponed here runs in the threads of its users, and triton reads that table while it is imported."""
     with _sysconfig:
         sysconfig.get_config_vars()
 
