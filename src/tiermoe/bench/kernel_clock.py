@@ -59,7 +59,8 @@ class KernelClock:
 
     def _watch_experts(self, experts: Any) -> None:
         if isinstance(experts, NeuronLayerExperts):
-            for kernel in experts.experts._kernels.values():  # around it they wait for the drive
+            layer: Any = experts.experts
+            for kernel in layer._kernels.values():  # around it they wait for the drive
                 self._replace(kernel, "_kernel", kernel._kernel, self._proxy(kernel._kernel))
             return
         held = experts._kernels
