@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+import transformers
 
+import tiny
 from commands import Command, command_runner
+from tiermoe.tiers import probe
 
+pytest_plugins = ["gpu_models", "gpu_rig"]
 torch.set_num_threads(1)
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -24,6 +31,47 @@ def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.environ["TIERMOE_CACHE"] = str(folder)
     yield folder
     del os.environ["TIERMOE_CACHE"]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _short_looks_at_the_drive() -> None:
+    """Every load probes the drive; what it finds is of no interest here."""
+    probe.SECONDS = 0.002
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imports_are_no_garbage() -> Iterator[None]:
+    """Every load collects garbage twice: half a second with torch and transformers among it."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quick_listing_of_transformers() -> Iterator[None]:
+    """Building a model without experts lists the names of all modules of transformers, in time that is quadratic in
+    them: a second at every load. The same names, from a set."""
+    lazy = type(transformers)
+    slow = lazy.__dir__
+    lazy.__dir__ = lambda module: list({*ModuleType.__dir__(module), *module.__all__})
+    yield
+    lazy.__dir__ = slow
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """(family, dtype, what `tiny.write` takes) → a random checkpoint, written once and, as its store lies in the cache
+    folder of all tests, packed once. For tests that only read; who damages or moves one writes their own."""
+    made: dict[tuple[Any, ...], Path] = {}
+
+    def model(family: str, dtype: torch.dtype, **options: Any) -> Path:
+        key = (family, dtype, *sorted(options.items()))
+        if key not in made:
+            made[key] = tiny.write(tmp_path_factory.mktemp(family), family, dtype, **options)
+        return made[key]
+
+    return model
 
 
 @pytest.fixture(scope="session")

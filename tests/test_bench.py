@@ -30,6 +30,7 @@ from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError, TraceError
 from tiermoe.simulate import compare_evictions
 from tiermoe.trace import Pass, Trace
+from tiny import write
 
 CONDITION = Condition(700 << 20, 16, 32)
 
@@ -308,6 +309,25 @@ def test_the_clock_counts_kernels_and_changes_nothing(recorded: tuple[Path, Any,
     assert experts > 0
     assert dense > 0
     assert (clock.experts_s, clock.dense_s) == (experts, dense)
+    assert torch.equal(before, within)
+    assert torch.equal(before, after)
+
+
+def test_the_clock_counts_the_kernels_of_the_neuron_unit(tmp_path: Path) -> None:
+    directory = write(tmp_path, "qwen3_moe", torch.bfloat16)
+    changes = {"unit": "neuron", "theta": 0.02}
+    model, _ = tiermoe.load(directory, memory="4GiB", device="cpu", cache="60%", preset="lru", set=changes)
+    ids = torch.arange(40, 50)[None]
+    with torch.inference_mode():
+        before = model(ids[:, :1]).logits
+        with KernelClock(model) as clock:
+            model(ids)
+            prompt = clock.experts_s
+            within = model(ids[:, :1]).logits
+        counted = clock.experts_s
+        after = model(ids[:, :1]).logits
+    model.tiermoe.close()
+    assert 0 < prompt < counted == clock.experts_s
     assert torch.equal(before, within)
     assert torch.equal(before, after)
 

@@ -11,12 +11,9 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-import test_gpu_tier
 from fake_gpu import BYTES, content
-from test_gpu_tier import EXPERTS, LAYERS, Rig, key, load, walk, within
+from gpu_rig import EXPERTS, LAYERS, Rig, key, load, walk, within
 from tiermoe.errors import LoadError
-
-rig = test_gpu_tier.rig
 
 
 def test_what_is_borrowed_lies_in_main_memory_and_is_read_once(rig: Callable[..., Rig]) -> None:

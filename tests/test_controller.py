@@ -3,86 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caches import lru, pools
-from tiermoe.controller import Controller
+from caches import lru
+from fake_link import controller_with, demands
 from tiermoe.errors import LoadError
 from tiermoe.link import Finished
 from tiermoe.policy.cache import ExpertCache
 from tiermoe.types import Demand, ExpertKey, Load
 
 
-class FakeLink:
-    """Finishes one load a time step, in random order; keeps what each slot holds, like a disk would fill it."""
-
-    def __init__(self, seed: int = 0, failing: frozenset[ExpertKey] = frozenset()) -> None:
-        self.contents: dict[int, ExpertKey] = {}
-        self.submitted: list[Load] = []
-        self.failing = failing
-        self.time = 0.0
-        self._random = random.Random(seed)
-        self._urgent: list[Load] = []
-        self._speculative: list[Load] = []
-        self._running: list[Load] = []
-        self._finished: deque[Finished] = deque()
-
-    def submit(self, load: Load) -> None:
-        self.submitted.append(load)
-        (self._urgent if load.urgent else self._speculative).append(load)
-
-    def step(self) -> None:
-        """One transfer ends, chosen at random among what lanes could be running."""
-        if self._urgent and self._random.random() < 0.7:
-            self._running.append(self._urgent.pop(0))
-        elif self._speculative and not self._urgent:
-            self._running.append(self._speculative.pop(0))
-        elif self._urgent:
-            self._running.append(self._urgent.pop(0))
-        if self._running:
-            load = self._running.pop(self._random.randrange(len(self._running)))
-            self.contents[load.slot] = load.key
-            error = LoadError(f"{load.key} is damaged") if load.key in self.failing else None
-            self._finished.append(Finished(load, error))
-
-    def wait(self) -> Finished:
-        for _ in range(1000):
-            if self._finished:
-                return self._finished.popleft()
-            self.step()
-        raise AssertionError("waited for a load that nobody asked for")
-
-    def poll(self) -> Finished | None:
-        if self._random.random() < 0.5:
-            self.step()
-        return self._finished.popleft() if self._finished else None
-
-    def recall(self) -> list[Load]:
-        loads, self._speculative = self._speculative, []
-        return loads
-
-    def is_idle(self) -> bool:
-        return not (self._urgent or self._speculative or self._running or self._finished)
-
-    def now(self) -> float:
-        return self.time
-
-
-def make(slots: int, **link: object) -> tuple[Controller, FakeLink]:
-    fake = FakeLink(**link)  # type: ignore[arg-type]
-    return Controller(pools(slots), fake), fake
-
-
-def demands(*experts: int) -> list[Demand]:
-    return [Demand(expert, 1, 4) for expert in experts]
-
-
 def test_misses_are_loaded_and_hits_are_not() -> None:
-    controller, link = make(4)
+    controller, link = controller_with(4)
     assert sorted(expert for expert, *_ in controller.run_layer(0, demands(3, 1))) == [1, 3]
     assert len(link.submitted) == 2
     assert sorted(expert for expert, *_ in controller.run_layer(0, demands(1, 3))) == [1, 3]
@@ -91,13 +26,13 @@ def test_misses_are_loaded_and_hits_are_not() -> None:
 
 
 def test_what_is_here_comes_before_what_must_arrive() -> None:
-    controller, _ = make(4)
+    controller, _ = controller_with(4)
     list(controller.run_layer(0, demands(5)))
     assert next(controller.run_layer(0, demands(2, 5)))[0] == 5
 
 
 def test_hits_are_computed_while_misses_are_under_way() -> None:
-    controller, link = make(4)
+    controller, link = controller_with(4)
     list(controller.run_layer(0, demands(5)))
     run = controller.run_layer(0, demands(5, 6, 7))
     assert next(run)[0] == 5
@@ -106,14 +41,14 @@ def test_hits_are_computed_while_misses_are_under_way() -> None:
 
 
 def test_most_used_experts_come_first() -> None:
-    controller, link = make(8)
+    controller, link = controller_with(8)
     wanted = [Demand(0, 1, 4), Demand(1, 9, 4), Demand(2, 4, 4)]
     list(controller.run_layer(0, wanted))
     assert [load.key.expert for load in link.submitted] == [1, 2, 0]
 
 
 def test_the_least_recently_used_expert_leaves() -> None:
-    controller, link = make(2)
+    controller, link = controller_with(2)
     list(controller.run_layer(0, demands(0)))
     list(controller.run_layer(0, demands(1)))
     list(controller.run_layer(0, demands(0)))
@@ -126,14 +61,14 @@ def test_the_least_recently_used_expert_leaves() -> None:
 
 
 def test_a_layer_larger_than_the_cache_streams_through_it() -> None:
-    controller, link = make(2)
+    controller, link = controller_with(2)
     seen = [expert for expert, *_ in controller.run_layer(0, demands(*range(9)))]
     assert sorted(seen) == list(range(9))
     assert max(load.slot for load in link.submitted) <= 1
 
 
 def test_a_group_does_not_hold_slots_that_misses_wait_for() -> None:
-    controller, link = make(3)
+    controller, link = controller_with(3)
     list(controller.run_layer(0, demands(0, 1, 2)))
     assert [ready.more for ready in controller.run_layer(0, demands(0, 1, 2), grouped=True)] == [True, True, False]
     before = len(link.submitted)
@@ -143,7 +78,7 @@ def test_a_group_does_not_hold_slots_that_misses_wait_for() -> None:
 
 
 def test_a_damaged_expert_raises_and_the_next_request_works() -> None:
-    controller, link = make(3, failing=frozenset({ExpertKey(0, 1, 4)}))
+    controller, link = controller_with(3, failing=frozenset({ExpertKey(0, 1, 4)}))
     with pytest.raises(LoadError, match="layer 0, expert 1"):
         list(controller.run_layer(0, demands(0, 1, 2)))
     link.failing = frozenset()
@@ -151,7 +86,7 @@ def test_a_damaged_expert_raises_and_the_next_request_works() -> None:
 
 
 def test_an_abandoned_pass_leaves_nothing_pinned() -> None:
-    controller, _ = make(2)
+    controller, _ = controller_with(2)
     run = controller.run_layer(0, demands(0, 1))
     next(run)
     run.close()
@@ -159,7 +94,7 @@ def test_an_abandoned_pass_leaves_nothing_pinned() -> None:
 
 
 def test_a_prefetch_in_time_is_a_hit_of_its_own_kind() -> None:
-    controller, link = make(4)
+    controller, link = controller_with(4)
     controller.prefetch([ExpertKey(1, 7, 4)])
     link.step()
     list(controller.run_layer(1, demands(7)))
@@ -170,7 +105,7 @@ def test_a_prefetch_in_time_is_a_hit_of_its_own_kind() -> None:
 
 
 def test_a_late_prefetch_is_a_miss_but_not_a_second_load() -> None:
-    controller, link = make(4, seed=3)
+    controller, link = controller_with(4, seed=3)
     link.poll = lambda: None  # type: ignore[method-assign]
     controller.prefetch([ExpertKey(1, 7, 4)])
     link._running.append(link._speculative.pop())  # it has begun
@@ -180,14 +115,14 @@ def test_a_late_prefetch_is_a_miss_but_not_a_second_load() -> None:
 
 
 def test_prefetches_that_have_not_begun_make_room() -> None:
-    controller, _ = make(2)
+    controller, _ = controller_with(2)
     controller.prefetch([ExpertKey(1, 5, 4), ExpertKey(1, 6, 4)])
     seen = [expert for expert, *_ in controller.run_layer(0, demands(1, 2))]
     assert sorted(seen) == [1, 2]
 
 
 def test_wrong_prefetches_in_every_slot_are_waited_for() -> None:
-    controller, link = make(3)
+    controller, link = controller_with(3)
     link.poll = lambda: None  # type: ignore[method-assign]
     controller.prefetch([ExpertKey(1, expert, 4) for expert in (5, 6, 7)])
     link._running, link._speculative = link._speculative, []  # all have begun
@@ -195,7 +130,7 @@ def test_wrong_prefetches_in_every_slot_are_waited_for() -> None:
 
 
 def test_no_prediction_makes_another_leave() -> None:
-    controller, link = make(3)
+    controller, link = controller_with(3)
     list(controller.run_layer(1, demands(5, 6, 7)))
     loads = len(link.submitted)
     controller.prefetch([ExpertKey(1, expert, 4) for expert in (1, 6, 2, 7)], protect=True)  # 5 alone may leave
@@ -205,7 +140,7 @@ def test_no_prediction_makes_another_leave() -> None:
 
 
 def test_no_prefetch_while_the_link_is_busy() -> None:
-    controller, link = make(4)
+    controller, link = controller_with(4)
     link.submit(Load(ExpertKey(9, 9, 4), 3, urgent=True))
     link.poll = lambda: None  # type: ignore[method-assign]
     controller.prefetch([ExpertKey(1, 5, 4)])
@@ -214,7 +149,7 @@ def test_no_prefetch_while_the_link_is_busy() -> None:
 
 def test_a_failed_prefetch_is_asked_for_again() -> None:
     key = ExpertKey(1, 7, 4)
-    controller, link = make(4, failing=frozenset({key}))
+    controller, link = controller_with(4, failing=frozenset({key}))
     controller.prefetch([key])
     link._running.append(link._speculative.pop())
     link.poll = lambda: None  # type: ignore[method-assign]
@@ -240,7 +175,7 @@ def test_every_demand_is_served_from_a_slot_that_holds_it(
     seed: int, slots: int, prefetch: bool, layers: list[set[int]]
 ) -> None:
     """Invariant 3: while an expert is yielded its slot holds it, whatever arrives and is evicted meanwhile."""
-    controller, link = make(slots, seed=seed)
+    controller, link = controller_with(slots, seed=seed)
     chance = random.Random(seed)
     for number, experts in enumerate(layers):
         layer = number % 3

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-import test_gpu_engine
 import tiermoe
 from fake_gpu import FakeGpu
-from test_gpu_engine import needs_gpu, tokens
-from test_gpu_tier import within
+from gpu_models import needs_gpu
+from gpu_rig import within
+from parity import tokens
 from tiermoe import kernels
 from tiermoe.controller import ELSEWHERE
 from tiermoe.errors import ConfigError, LoadError
@@ -29,12 +29,6 @@ from tiermoe.runtime.units import require_device, unit_of
 from tiermoe.tiers.gpu import GpuLink
 from tiermoe.types import ExpertKey, Ready, Routed
 
-model, layout_of_a_gpu, on_fake_gpu = (
-    test_gpu_engine.model,
-    test_gpu_engine.layout_of_a_gpu,
-    test_gpu_engine.on_fake_gpu,
-)
-
 
 @pytest.mark.parametrize("changes", [{}, {"unit": "neuron", "theta": "0.1"}, {"misses": "measured"}])
 def test_the_cpu_alone_refuses(changes: dict[str, str]) -> None:
@@ -42,9 +36,9 @@ def test_the_cpu_alone_refuses(changes: dict[str, str]) -> None:
         require_device(compose("lru", {"misses": "cpu", **changes}), "cpu")
 
 
-def test_loading_on_the_cpu_refuses(model: Path) -> None:
+def test_loading_on_the_cpu_refuses(gpu_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"misses=cpu .* use --set misses=load"):
-        tiermoe.load(model, memory="4GiB", device="cpu", preset="lru", set={"misses": "cpu"})
+        tiermoe.load(gpu_model, memory="4GiB", device="cpu", preset="lru", set={"misses": "cpu"})
 
 
 class Kernel:
@@ -160,12 +154,12 @@ def generated(loaded: Any, rows: int) -> torch.Tensor:
     [(16, "lru", 1), (8, "mixtral-offload", 5), (4, "lru", 24)],
 )
 def test_a_model_says_what_it_says_without(
-    bits: int, preset: str, host_slots: int, model: Path, cooperating: Callable[..., tuple[Any, FakeGpu]]
+    bits: int, preset: str, host_slots: int, gpu_model: Path, cooperating: Callable[..., tuple[Any, FakeGpu]]
 ) -> None:
-    resident, _ = tiermoe.load(model, memory="4GiB", bits=bits, device="cpu")
+    resident, _ = tiermoe.load(gpu_model, memory="4GiB", bits=bits, device="cpu")
     expected = [generated(resident, rows) for rows in (1, 2)]
     resident.tiermoe.close()
-    loaded, gpu = cooperating(model, host_slots, bits=bits, preset=preset, cache="15%")
+    loaded, gpu = cooperating(gpu_model, host_slots, bits=bits, preset=preset, cache="15%")
     for rows, theirs in zip((1, 2), expected, strict=True):
         mine = within(60, lambda rows=rows: generated(loaded, rows))
         assert (mine - theirs).abs().max() <= 1e-4 * theirs.abs().max()
@@ -180,8 +174,8 @@ def test_a_model_says_what_it_says_without(
     assert not any(thread.name.startswith("tiermoe-cpu") for thread in threading.enumerate())
 
 
-def test_decode_loads_nothing(model: Path, cooperating: Callable[..., tuple[Any, FakeGpu]]) -> None:
-    loaded, gpu = cooperating(model, 24, preset="lru", cache="15%")
+def test_decode_loads_nothing(gpu_model: Path, cooperating: Callable[..., tuple[Any, FakeGpu]]) -> None:
+    loaded, gpu = cooperating(gpu_model, 24, preset="lru", cache="15%")
     phases: list[tuple[str, int]] = []
     loaded.tiermoe.observe(lambda routed, _: phases.append((routed.phase, len(gpu.asked))))
     within(60, lambda: generated(loaded, 1))
@@ -192,13 +186,13 @@ def test_decode_loads_nothing(model: Path, cooperating: Callable[..., tuple[Any,
 @pytest.mark.parametrize("copies_take_long", [False, True])
 def test_what_takes_less_is_done(
     copies_take_long: bool,
-    model: Path,
+    gpu_model: Path,
     cooperating: Callable[..., tuple[Any, FakeGpu]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not copies_take_long:
         monkeypatch.setattr(GpuLink, "seconds_per_load", 1e-9)
-    loaded, gpu = cooperating(model, 24, misses="measured", preset="lru", cache="15%")
+    loaded, gpu = cooperating(gpu_model, 24, misses="measured", preset="lru", cache="15%")
     gpu.copy_s = 1e6
     expected = within(60, lambda: generated(loaded, 1))
     engine = loaded.tiermoe
@@ -213,9 +207,9 @@ def test_what_takes_less_is_done(
 
 
 def test_an_expert_that_cannot_be_read_is_named_and_the_model_goes_on(
-    model: Path, cooperating: Callable[..., tuple[Any, FakeGpu]], monkeypatch: pytest.MonkeyPatch
+    gpu_model: Path, cooperating: Callable[..., tuple[Any, FakeGpu]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded, _ = cooperating(model, 1, bits=16, preset="lru", cache="15%")
+    loaded, _ = cooperating(gpu_model, 1, bits=16, preset="lru", cache="15%")
     expected = within(60, lambda: generated(loaded, 1))
     filler = loaded.tiermoe.link._filler
     fill = filler.fill
@@ -234,10 +228,12 @@ def test_an_expert_that_cannot_be_read_is_named_and_the_model_goes_on(
 
 @needs_gpu
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_a_real_gpu_cooperates(bits: int, model: Path) -> None:
+def test_a_real_gpu_cooperates(bits: int, gpu_model: Path) -> None:
     scores = []
     for changes in ({}, {"misses": "cpu"}):
-        loaded, _ = tiermoe.load(model, memory="8GiB", bits=bits, cache="40%", device="cuda", preset="lru", set=changes)
+        loaded, _ = tiermoe.load(
+            gpu_model, memory="8GiB", bits=bits, cache="40%", device="cuda", preset="lru", set=changes
+        )
         ids = tokens(1, 6, seed=4).to(loaded.device)
         answer = loaded.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False,

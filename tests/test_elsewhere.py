@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import test_scheduler
-from test_controller import demands, make
-from test_scheduler import HOBBIT, Said, keys, run
+from fake_link import controller_with, demands
+from schedules import HOBBIT, Said, keys, run, scheduler_with
 from tiermoe.controller import ELSEWHERE
 from tiermoe.errors import ConfigError
 from tiermoe.policy.misses import MissCosts, averaged, computed_elsewhere
@@ -23,7 +22,7 @@ def every(misses: int) -> int:
 
 
 def test_misses_go_elsewhere_first_and_are_not_loaded() -> None:
-    controller, link = make(4)
+    controller, link = controller_with(4)
     list(controller.run_layer(0, demands(5, 2)))
     before = len(link.submitted)
     ready = list(controller.run_layer(0, [Demand(7, 1, 4), *demands(5, 2), Demand(8, 3, 4)], elsewhere=every))
@@ -35,7 +34,7 @@ def test_misses_go_elsewhere_first_and_are_not_loaded() -> None:
 
 
 def test_what_is_on_its_way_is_waited_for_and_what_no_token_needs_is_loaded() -> None:
-    controller, link = make(4)
+    controller, link = controller_with(4)
     link.poll = lambda: None  # type: ignore[method-assign]
     controller.prefetch([ExpertKey(0, 7, 4)])
     link._running.append(link._speculative.pop())  # it has begun
@@ -46,7 +45,7 @@ def test_what_is_on_its_way_is_waited_for_and_what_no_token_needs_is_loaded() ->
 
 
 def test_misses_go_elsewhere_before_loads_are_waited_for() -> None:
-    controller, link = make(4)
+    controller, link = controller_with(4)
     link.wait = lambda: pytest.fail("waited for a load first")  # type: ignore[method-assign]
     steps = controller.run_layer(0, [Demand(1, 0, 4), *demands(2)], together=True, elsewhere=every)
     assert next(steps) == Ready(2, ELSEWHERE, 4)
@@ -59,7 +58,7 @@ def test_misses_go_elsewhere_before_loads_are_waited_for() -> None:
     layers=st.lists(st.sets(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=12),
 )
 def test_every_demand_comes_once_from_its_slot_or_from_elsewhere(seed: int, slots: int, layers: list[set[int]]) -> None:
-    controller, link = make(slots, seed=seed)
+    controller, link = controller_with(slots, seed=seed)
     chance = random.Random(seed)
     for number, experts in enumerate(layers):
         layer, served = number % 3, []
@@ -77,7 +76,7 @@ def test_every_demand_comes_once_from_its_slot_or_from_elsewhere(seed: int, slot
 
 
 def test_prefill_loads_and_decode_does_not() -> None:
-    scheduler, link = test_scheduler.make("lru", misses="cpu")
+    scheduler, link = scheduler_with("lru", misses="cpu")
     scheduler.begin_pass(2, Said(), "prefill")
     list(scheduler.run_layer(Routed(0, "prefill", [[0, 1], [1, 2]], [[]]), Said()))
     assert [each.expert for each in keys(link, urgent=True)] == [1, 0, 2]  # by falling number of tokens
@@ -87,7 +86,7 @@ def test_prefill_loads_and_decode_does_not() -> None:
 
 
 def test_hobbit_asks_elsewhere_in_the_precision_that_a_load_would_have() -> None:
-    scheduler, link = test_scheduler.make("hobbit", bits=(4, 2), **HOBBIT, misses="cpu")
+    scheduler, link = scheduler_with("hobbit", bits=(4, 2), **HOBBIT, misses="cpu")
     scheduler.begin_pass(1, Said(), "decode")
     assert run(scheduler, 0, [3, 1, 2], [0.65, 0.3, 0.05]) == [Ready(1, ELSEWHERE, 2), Ready(3, ELSEWHERE, 4)]
     assert scheduler.controller.counts.skipped == 1
@@ -95,7 +94,7 @@ def test_hobbit_asks_elsewhere_in_the_precision_that_a_load_would_have() -> None
 
 
 def test_prefetches_fill_even_a_cache_with_room_for_all() -> None:
-    scheduler, link = test_scheduler.make("mixtral-offload", slots=12, misses="cpu")
+    scheduler, link = scheduler_with("mixtral-offload", slots=12, misses="cpu")
     scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [0, 1], [0.5, 0.5], Said({1: [(2, 0.7), (3, 0.3)]}))
     assert keys(link, urgent=False) == [ExpertKey(1, 2, 4), ExpertKey(1, 3, 4)]
@@ -108,7 +107,7 @@ def test_it_counts_as_lossy_and_exact_takes_it_out() -> None:
 
 
 def test_of_some_misses_those_of_the_fewest_tokens_go_elsewhere() -> None:
-    controller, link = make(4)
+    controller, link = controller_with(4)
     wanted = [Demand(1, 2, 4), Demand(2, 1, 4), Demand(3, 5, 4), Demand(4, 0, 4)]
     ready = list(controller.run_layer(0, wanted, elsewhere=lambda misses: misses - 1))
     assert ready[:2] == [Ready(1, ELSEWHERE, 4), Ready(2, ELSEWHERE, 4)]
@@ -143,7 +142,7 @@ def test_averages_forget() -> None:
 
 @pytest.mark.parametrize(("costs", "away"), [((1.0, 0.4), 3), ((0.1, 5.0), 0)])
 def test_the_measured_way_asks_what_both_have_taken(costs: tuple[float, float], away: int) -> None:
-    scheduler, link = test_scheduler.make("lru", slots=12, misses="measured", miss_costs=lambda: MissCosts(*costs))
+    scheduler, link = scheduler_with("lru", slots=12, misses="measured", miss_costs=lambda: MissCosts(*costs))
     scheduler.begin_pass(1, Said(), "prefill")
     list(scheduler.run_layer(Routed(0, "prefill", [[0, 1]], [[0.5, 0.5]]), Said()))
     assert len(link.submitted) == 2  # a prefill loads
@@ -154,4 +153,4 @@ def test_the_measured_way_asks_what_both_have_taken(costs: tuple[float, float], 
 
 def test_without_measurements_the_measured_way_is_refused() -> None:
     with pytest.raises(ConfigError, match="use --set misses=load"):
-        test_scheduler.make("lru", misses="measured")
+        scheduler_with("lru", misses="measured")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,9 @@ def generated(model: Any, ids: torch.Tensor, **options: Any) -> tuple[torch.Tens
 
 
 @pytest.fixture(params=FAMILIES)
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+def pair(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Iterator[Any]:
     """(load with options, the oracle)."""
-    directory = write(tmp_path, request.param, torch.float32)
+    directory = tiny_model(request.param, torch.float32)
     loaded: list[Any] = []
 
     def load(**options: Any) -> Any:
@@ -100,8 +100,8 @@ def test_always_falling_back_is_exact(pair: Any) -> None:
 
 
 @pytest.fixture
-def mixtral(tmp_path: Path) -> Path:
-    return write(tmp_path, "mixtral", torch.float32)
+def mixtral(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("mixtral", torch.float32)
 
 
 def load(directory: Path, **options: Any) -> Any:

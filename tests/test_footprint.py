@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import json
 import subprocess
 import sys
+import sysconfig
+import threading
+from importlib.abc import Loader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tiermoe.runtime import footprint
+from tiermoe.runtime import deferred_imports, footprint
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -164,6 +170,46 @@ def test_postponed_modules_work_later(plain_and_trimmed: tuple[dict[str, Any], d
     assert trimmed["disabled"]
     assert trimmed["exported"]
     assert trimmed["compiled"]
+
+
+class ReadsSysconfig(Loader):
+    """Runs a module as triton does: it reads a name of sysconfig's table."""
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return ModuleType(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["EXE"] = sysconfig.get_config_var("EXE")
+
+
+def test_two_threads_never_see_sysconfig_half_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two postponed modules run at once while sysconfig's table is empty, as it is in a fresh process."""
+    table: dict[str, str] = {}
+    began, other_done = threading.Event(), threading.Event()
+
+    def get_config_vars() -> dict[str, str]:
+        """As Python 3.11's, for a first caller that is interrupted in the middle."""
+        if not table:
+            table["prefix"] = "/usr"
+            began.set()
+            other_done.wait(0.3)
+            table["EXE"] = ""
+        return table
+
+    monkeypatch.setattr(sysconfig, "get_config_vars", get_config_vars)
+    names = ("tiermoe_first", "tiermoe_second")
+    for name in names:
+        spec = importlib.machinery.ModuleSpec(name, deferred_imports._PostponingLoader(ReadsSysconfig()))
+        monkeypatch.setitem(sys.modules, name, importlib.util.module_from_spec(spec))
+        assert spec.loader is not None
+        spec.loader.exec_module(sys.modules[name])
+    first = threading.Thread(target=deferred_imports.run, args=names[:1])
+    first.start()
+    assert began.wait(10)
+    deferred_imports.run(names[1])
+    other_done.set()
+    first.join()
+    assert [vars(sys.modules[name])["EXE"] for name in names] == ["", ""]
 
 
 def test_tensors_with_data_are_filled_as_ever() -> None:

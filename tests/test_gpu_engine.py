@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 
 import tiermoe
 from fake_gpu import FakeGpu
-from test_parity import logits, oracle, put_decoded_experts, tokens
+from gpu_models import FAMILY, needs_gpu
+from parity import logits, put_decoded_experts, tokens
 from tiermoe.errors import BudgetError, ConfigError, StoreError
 from tiermoe.kernels import machine_layout
 from tiermoe.quant.encodings import cpu_layout
@@ -20,55 +21,9 @@ from tiermoe.runtime import engine, load, plan, prepare_store
 from tiermoe.runtime.gpu_plan import LANES, RESERVE, GpuMemoryPlan
 from tiermoe.store.store import dense_key, machine_of, precision_key
 from tiermoe.tiers import cuda
-from tiermoe.tiers.assemble import Tiers
-from tiermoe.tiers.gpu import GpuLink
-from tiermoe.tiers.slots import DeviceSlots, HostSlots
-from tiny import write
+from tiny import oracle, write
 
-FAMILY = "qwen3_moe"
 GIB = 1 << 30
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("model"), FAMILY, torch.float32)
-
-
-@pytest.fixture
-def layout_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """4-bit codes as a GPU's kernels take them; on the CPU the reference kernel computes with them."""
-    for module in (plan, prepare_store, load, engine):
-        monkeypatch.setattr(module, "machine_layout", lambda device: machine_layout("cuda"))
-
-
-@pytest.fixture
-def on_fake_gpu(layout_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Any, FakeGpu]]]:
-    """Loads a model whose experts pass through the fake GPU's tiers."""
-    made: list[tuple[Any, FakeGpu]] = []
-
-    def make(directory: Path, host_slots: int, **options: Any) -> tuple[Any, FakeGpu]:
-        gpu = FakeGpu(seed=host_slots, blocking=True)
-
-        def assemble(sizes, filler, lanes, bytes_of, device, _):
-            count, slot_bytes = sum(number for number, _ in sizes), max(nbytes for _, nbytes in sizes)
-            slots, host = DeviceSlots(count, slot_bytes, "cpu"), HostSlots(host_slots, slot_bytes)
-            link = GpuLink(filler, host, slots, bytes_of, gpu, lanes)
-            return Tiers(slots, link)
-
-        monkeypatch.setattr(engine, "assemble_tiers", assemble)
-        loaded, _ = tiermoe.load(directory, memory="4GiB", lanes=2, device="cpu", **options)
-        made.append((loaded, gpu))
-        return made[-1]
-
-    yield make
-    for loaded, gpu in made:
-        loaded.tiermoe.controller.drain()
-        gpu.finish()
-        loaded.tiermoe.close()
-        assert gpu.violations == []
-
 
 def results(loaded: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of two prompts, and of every token that follows one of them."""
@@ -82,9 +37,9 @@ def results(loaded: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("bits", [4, 2, 16])
 def test_bit_identical_for_every_cache(
-    bits: int, model: Path, layout_of_a_gpu: None, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]
+    bits: int, gpu_model: Path, layout_of_a_gpu: None, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]
 ) -> None:
-    resident, _ = tiermoe.load(model, memory="4GiB", bits=bits, device="cpu")
+    resident, _ = tiermoe.load(gpu_model, memory="4GiB", bits=bits, device="cpu")
     expected = results(resident)
     experts = resident.tiermoe.plan.all_slots
     resident.tiermoe.close()
@@ -93,16 +48,16 @@ def test_bit_identical_for_every_cache(
         [("100%", 2, "lru"), ("30%", experts, "mixtral-offload")],
     )
     for cache, host_slots, preset in small + large:
-        loaded, _ = on_fake_gpu(model, host_slots, bits=bits, cache=cache, preset=preset)
+        loaded, _ = on_fake_gpu(gpu_model, host_slots, bits=bits, cache=cache, preset=preset)
         assert loaded.tiermoe.plan.slots <= experts * float(cache[:-1]) / 100
         found = results(loaded)
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
 def test_every_expert_is_read_once_where_main_memory_holds_all(
-    model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]
+    gpu_model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]
 ) -> None:
-    loaded, gpu = on_fake_gpu(model, 24, cache="15%", preset="lru")
+    loaded, gpu = on_fake_gpu(gpu_model, 24, cache="15%", preset="lru")
     results(loaded)
     link, stats = loaded.tiermoe.link, loaded.tiermoe.stats()
     assert stats["expert_misses"] == len(gpu.asked) == link.host_hits + link.host_misses
@@ -113,18 +68,18 @@ def test_every_expert_is_read_once_where_main_memory_holds_all(
 
 @pytest.mark.parametrize(("bits", "kind"), [(4, "int4/rowmajor/"), (2, "int2/rowmajor/")])
 def test_equals_the_decoded_weights(
-    bits: int, kind: str, model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]
+    bits: int, kind: str, gpu_model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]
 ) -> None:
-    loaded, _ = on_fake_gpu(model, 3, cache="40%", bits=bits)
+    loaded, _ = on_fake_gpu(gpu_model, 3, cache="40%", bits=bits)
     encodings = {e.name for form in loaded.tiermoe._packed[bits].formats for e in form.encodings.values()}
     assert all(name.startswith(kind) for name in encodings)
-    plain = oracle(model, FAMILY, torch.float32)
+    plain = oracle(gpu_model, FAMILY, torch.float32)
     put_decoded_experts(loaded.tiermoe, plain)
     mine, theirs = logits(loaded, FAMILY, tokens(1, 9)), logits(plain, FAMILY, tokens(1, 9))
     assert (mine - theirs).abs().max() <= 2e-4 * theirs.abs().max()
 
 
-def test_cpu_and_gpu_lie_side_by_side(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_and_gpu_lie_side_by_side(gpu_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the dense layers; 8 bits serve both."""
     ids, found = tokens(1, 5), {}
     for layout in (cpu_layout(), "rowmajor"):
@@ -132,7 +87,7 @@ def test_cpu_and_gpu_lie_side_by_side(model: Path, tmp_path: Path, monkeypatch: 
             monkeypatch.setattr(module, "machine_layout", lambda device, layout=layout: layout)
         for bits in (4, 8, 2):
             loaded, _ = tiermoe.load(
-                model, memory="4GiB", bits=bits, dense_bits=4, device="cpu", store=tmp_path / "store"
+                gpu_model, memory="4GiB", bits=bits, dense_bits=4, device="cpu", store=tmp_path / "store"
             )
             found[layout, bits] = logits(loaded, FAMILY, ids)
             loaded.tiermoe.close()
@@ -175,8 +130,8 @@ def gpu_of_8_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "resident_bytes", lambda: 300 << 20)
 
 
-def test_plan_of_a_gpu(model: Path, gpu_of_8_gib: None) -> None:
-    whole = tiermoe.plan(model, memory="4GiB")
+def test_plan_of_a_gpu(gpu_model: Path, gpu_of_8_gib: None) -> None:
+    whole = tiermoe.plan(gpu_model, memory="4GiB")
     assert isinstance(whole, GpuMemoryPlan)
     assert (whole.device, whole.gpu_budget) == ("cuda", 8 * GIB - RESERVE)
     assert whole.slots == whole.all_slots
@@ -189,41 +144,41 @@ def test_plan_of_a_gpu(model: Path, gpu_of_8_gib: None) -> None:
     assert sum(nbytes for what, nbytes in rows.items() if "GPU" not in what) == whole.total
 
 
-def test_plan_of_a_small_gpu(model: Path, gpu_of_8_gib: None) -> None:
-    whole = tiermoe.plan(model, memory="4GiB")
+def test_plan_of_a_small_gpu(gpu_model: Path, gpu_of_8_gib: None) -> None:
+    whole = tiermoe.plan(gpu_model, memory="4GiB")
     room = whole.gpu_fixed + 7 * whole.slot_bytes + 100
-    small = tiermoe.plan(model, memory="4GiB", gpu_memory=room)
+    small = tiermoe.plan(gpu_model, memory="4GiB", gpu_memory=room)
     assert isinstance(small, GpuMemoryPlan)
     assert (small.slots, small.host_slots, small.gpu_budget_source) == (7, small.all_slots, "--gpu-memory")
     assert len(small.warnings) == 1
     assert "one token uses 9" in small.warnings[0]
-    assert tiermoe.plan(model, memory="4GiB", gpu_memory=room, cache="15%").slots == 3
+    assert tiermoe.plan(gpu_model, memory="4GiB", gpu_memory=room, cache="15%").slots == 3
     with pytest.raises(BudgetError, match=r"on cuda are too little: .* Use --gpu-memory \d+MiB or more"):
-        tiermoe.plan(model, memory="4GiB", gpu_memory=whole.gpu_fixed + whole.slot_bytes)
+        tiermoe.plan(gpu_model, memory="4GiB", gpu_memory=whole.gpu_fixed + whole.slot_bytes)
     with pytest.raises(BudgetError, match=r"of main memory are too little: .* Use --memory \d+MiB or more"):
-        tiermoe.plan(model, memory=whole.interpreter + whole.dense - 1)
+        tiermoe.plan(gpu_model, memory=whole.interpreter + whole.dense - 1)
     with pytest.raises(BudgetError, match=r"4 pinned experts .* Use --memory \d+MiB or more"):
-        tiermoe.plan(model, memory=whole.total - 1)
-    wide = tiermoe.plan(model, memory="4GiB", bits=16)
+        tiermoe.plan(gpu_model, memory=whole.total - 1)
+    wide = tiermoe.plan(gpu_model, memory="4GiB", bits=16)
     assert isinstance(wide, GpuMemoryPlan)
     room = wide.gpu_fixed + 20 * wide.slot_bytes
-    tight = tiermoe.plan(model, memory=wide.interpreter + wide.dense, gpu_memory=room, bits=16)
+    tight = tiermoe.plan(gpu_model, memory=wide.interpreter + wide.dense, gpu_memory=room, bits=16)
     assert isinstance(tight, GpuMemoryPlan)
     assert tight.slots == 20 > tight.host_slots == (wide.dense - wide.staging) // wide.slot_bytes
     assert "what the GPU lacks comes from disk" in tight.warnings[0]
     with pytest.raises(BudgetError, match="has 8 GiB free, 9 GiB are asked for"):
-        tiermoe.plan(model, memory="4GiB", gpu_memory="9GiB")
+        tiermoe.plan(gpu_model, memory="4GiB", gpu_memory="9GiB")
     with pytest.raises(BudgetError, match="the smallest --cache is"):
-        tiermoe.plan(model, memory="4GiB", cache="5%")
+        tiermoe.plan(gpu_model, memory="4GiB", cache="5%")
 
 
-def test_devices(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices(gpu_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cuda.resolve_device("auto") == cuda.resolve_device("cpu") == "cpu"
     with pytest.raises(ConfigError, match=r"'cuda' was asked for, but .*; use --device cpu"):
-        tiermoe.load(model, memory="4GiB", device="cuda")
-    with pytest.raises(ConfigError, match="--gpu-memory was given, but the model runs on the CPU"):
-        tiermoe.plan(model, memory="4GiB", gpu_memory="1GiB")
+        tiermoe.load(gpu_model, memory="4GiB", device="cuda")
+    with pytest.raises(ConfigError, match="--gpu-memory was given, but the gpu_model runs on the CPU"):
+        tiermoe.plan(gpu_model, memory="4GiB", gpu_memory="1GiB")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert cuda.resolve_device("auto") == "cuda"

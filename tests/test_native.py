@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import time
 from collections.abc import Iterator
@@ -17,23 +16,16 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import tiermoe
-from tests import tiny
+from feeding import logits_of_steps
+from native_experts import checkpoint, expert_format, expert_views, packed, tokens
 from tiermoe import native
-from tiermoe.kernels.expert import InOneCall, SeparateSteps, SlotViews, expert_kernel, silu_gate, weighted_sum
+from tiermoe.kernels.expert import InOneCall, SeparateSteps, expert_kernel, silu_gate, weighted_sum
 from tiermoe.kernels.native.linear import linear
 from tiermoe.kernels.native.matrix import matrix_form
 from tiermoe.kernels.native.moe_block import MoeBlock
 from tiermoe.kernels.native.router import choose, logits_of
 from tiermoe.quant.encoding import Encoding
-from tiermoe.quant.encodings import cpu_layout
-from tiermoe.quant.int4 import Int4
 from tiermoe.quant.ladders import widen
-from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.runtime.one_token import ROOM, take_over
-from tiermoe.runtime.one_token.layer import OneTokenLayer
-from tiermoe.runtime.one_token.router import OneTokenRouter
-from tiermoe.store.layout import ExpertFormat
-from tiermoe.types import MoeLayer, Part
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs AVX-512 with BF16 and VBMI, and a C compiler")
 
@@ -48,21 +40,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def packed(out: int, in_: int, group: int, seed: int = 0) -> tuple[Int4, dict[str, torch.Tensor]]:
-    weight = torch.randn(out, in_, generator=torch.Generator().manual_seed(seed)) * 0.05
-    encoding = Int4(cpu_layout(), group)
-    return encoding, encoding.encode(weight.bfloat16(), QUANTIZERS["linear"], torch.bfloat16)
-
-
 def product(x: torch.Tensor, encoding: Encoding, fields: dict[str, torch.Tensor], out: int) -> torch.Tensor:
     """The native product with a matrix (out, in_) in an encoding."""
     form = matrix_form(encoding, out, x.shape[1], torch.bfloat16)
     assert form is not None
     return linear(x, form, fields)
-
-
-def tokens(count: int, width: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 @settings(max_examples=40, deadline=None)
@@ -142,17 +124,6 @@ def test_widening_gives_numpys_codes(count: int, run: int, seed: int) -> None:
     assert torch.equal(*targets)
 
 
-def expert_format(hidden: int, inner: int) -> ExpertFormat:
-    parts = (Part("gate_up", (2 * inner, hidden)), Part("down", (hidden, inner)))
-    encoding = Int4(cpu_layout(), 64)
-    return ExpertFormat(MoeLayer("experts", 4, 2, parts), 4, torch.bfloat16, {"gate_up": encoding, "down": encoding})
-
-
-def expert_views(hidden: int, inner: int, seed: int) -> SlotViews:
-    gate_up, down = packed(2 * inner, hidden, 64, seed)[1], packed(hidden, inner, 64, seed + 100)[1]
-    return SlotViews({"gate_up": gate_up, "down": down})
-
-
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 70])
 def test_an_expert_in_one_call_is_its_separate_steps(count: int) -> None:
     form = expert_format(128, 192)
@@ -228,54 +199,32 @@ def test_router_logits_are_the_product_rounded() -> None:
     assert torch.allclose(logits_of(weight, x).double(), exact, rtol=ROUNDING, atol=1e-4)
 
 
-def checkpoint(directory: Path, family: str, **changes: Any) -> Path:
-    """One whose shapes the kernels take."""
-    heads = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    if "head_dim" in tiny.CONFIGS[family]:
-        heads["head_dim"] = 32
-    inner = "moe_intermediate_size" if "moe_intermediate_size" in tiny.CONFIGS[family] else "intermediate_size"
-    heads[inner] = 64
-    return tiny.write(directory, family, torch.bfloat16, **{**heads, **changes})
-
-
-def logits_of_steps(model: Any, ids: torch.Tensor, prompt: int, cache: Any = None) -> torch.Tensor:
-    """Logits of a prompt, then of each token alone."""
-    cache = cache or DynamicCache(config=model.config)
-    with torch.no_grad():
-        steps = [model(ids[:, :prompt], past_key_values=cache).logits[:, -1]]
-        steps += [model(ids[:, at : at + 1], past_key_values=cache).logits[:, -1] for at in range(prompt, ids.shape[1])]
-    return torch.cat(steps)
-
-
 FAMILIES = {
-    # layers and routers that are taken over
-    "mixtral": (3, 3), "qwen3_moe": (3, 3), "olmoe": (3, 3), "qwen2_moe": (3, 2), "granitemoe": (0, 3),
-    "glm4_moe": (3, 0), "phimoe": (0, 0), "gpt_oss": (0, 0), "deepseek_v2": (0, 0),
+    "mixtral": {}, "qwen3_moe": {}, "olmoe": {}, "qwen2_moe": {}, "phimoe": {}, "glm4_moe": {}, "minimax_m2": {},
+    "gpt_oss": {"sliding_window": 12}, "granitemoe": {"residual_multiplier": 0.3},
+    "deepseek_v2": {
+        "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64,
+        "head_dim": 32, "q_lora_rank": None,
+    },
 }  # fmt: skip
+"""Families whose attention the kernel takes, with what their configs differ in."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_token_agrees_with_transformers_forward(family: str, tmp_path: Path) -> None:
-    """The taken-over forwards against transformers' own on the same packed weights, for more tokens than a cache has
-    room for at a time. glm4_moe rotates half of a head: its layers look alike, and keep transformers' forward."""
-    changes = {"residual_multiplier": 0.3} if family == "granitemoe" else {}
-    if family == "deepseek_v2":
-        changes = {"num_key_value_heads": 4}
-    model, _ = tiermoe.load(checkpoint(tmp_path, family, **changes), memory="4GiB", bits=4, dense_bits=4)
-    taken = model.tiermoe.one_token
-    kinds = [type(fast) for fast in taken]
-    assert (kinds.count(OneTokenLayer), kinds.count(OneTokenRouter)) == FAMILIES[family]
-    ids = torch.randint(3, 128, (1, ROOM + 12), generator=torch.Generator().manual_seed(0))
-    fast = logits_of_steps(model, ids, 6)
-    for each in taken:
-        each.detach()
-    own = logits_of_steps(model, ids, 6)
-    for each in taken:
-        each.attach()
-    error = (fast.float() - own.float()).norm(dim=-1) / own.float().norm(dim=-1)
+def test_decoding_agrees_with_transformers_code_on_the_same_packed_weights(family: str, tmp_path: Path) -> None:
+    directory = checkpoint(tmp_path, family, **FAMILIES[family])
+    ids = torch.randint(3, 128, (30,), generator=torch.Generator().manual_seed(0)).tolist()
+    found = []
+    for decoder in ("auto", "generic"):
+        model, _ = tiermoe.load(directory, memory="4GiB", bits=4, dense_bits=4, decoder=decoder)
+        engine = model.tiermoe
+        if decoder == "auto":
+            assert all(layer.few is not None for layer in engine.steps.decoder.layers)
+        found.append(logits_of_steps(engine, ids, 6).float())
+        engine.close()
+    fast, own = found
+    error = (fast - own).norm(dim=-1) / own.norm(dim=-1)
     assert error.median() < 0.03  # a router may decide a near tie otherwise: single tokens may differ more
-    model.tiermoe.close()
-    assert "forward" not in vars(model.model.layers[0])
 
 
 @pytest.fixture(scope="module")
@@ -287,42 +236,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 IDS = torch.randint(3, 128, (1, 40), generator=torch.Generator().manual_seed(1))
-
-
-def test_a_cropped_a_copied_and_a_reordered_cache_go_on_right(model: Any) -> None:
-    want = logits_of_steps(model, IDS[:, :20], 6)
-    cache = DynamicCache(config=model.config)
-    logits_of_steps(model, torch.cat((IDS[:, :12], IDS[:, 30:36]), 1), 6, cache)
-    held = cache.layers[0].keys
-    before = held.clone()
-    cache.crop(-6)
-    copies = [copy.deepcopy(cache), copy.copy(cache)]
-    copies[1].layers = [copy.copy(layer) for layer in cache.layers]
-    cache.batch_select_indices(torch.tensor([0]))
-    for each in (cache, *copies):
-        with torch.no_grad():
-            got = [model(IDS[:, at : at + 1], past_key_values=each).logits[:, -1] for at in range(12, 20)]
-        assert torch.equal(torch.cat(got), want[7:])
-    assert torch.equal(held, before)  # what somebody kept of a cache is not written to
+LISTED = IDS[0].tolist()
 
 
 def test_whatever_else_is_asked_for_goes_through_transformers(model: Any) -> None:
-    called: list[int] = []
-    layer = model.model.layers[0].self_attn
-    want = logits_of_steps(model, IDS[:, :8], 6)
-    handle = layer.register_forward_hook(lambda *_: called.append(1))
-    hooked = logits_of_steps(model, IDS[:, :8], 6)
-    handle.remove()
-    assert len(called) == 3
-    assert torch.allclose(hooked.float(), want.float(), rtol=0.1, atol=0.1)
     with torch.no_grad():
+        own = model(IDS[:, :8]).logits
         cache = DynamicCache(config=model.config)
-        model(IDS[:, :6], past_key_values=cache)
-        model(IDS[:, 6:7], past_key_values=cache, output_attentions=True)
-    assert torch.equal(logits_of_steps(model, IDS[:, :8], 6), want)  # what was asked for once changes no later token
+        grown = [model(IDS[:, :6], past_key_values=cache), model(IDS[:, 6:7], past_key_values=cache)]
+        asked = model(IDS[:, 7:8], past_key_values=cache, output_attentions=True)
+    assert len(asked.attentions) == model.config.num_hidden_layers
+    theirs = torch.cat([each.logits for each in (*grown, asked)], dim=1)
+    assert torch.allclose(own.float(), theirs.float(), rtol=0.1, atol=0.1)
 
 
-def test_batches_masks_and_beams_as_before(model: Any) -> None:
+def test_a_decoders_cache_with_a_question_for_transformers_is_refused(model: Any) -> None:
+    with torch.no_grad():
+        cache = model(IDS[:, :6], use_cache=True).past_key_values
+        with pytest.raises(tiermoe.ConfigError, match="DynamicCache"):
+            model(IDS[:, 6:7], past_key_values=cache, output_attentions=True)
+
+
+def test_batches_masks_and_beams_as_transformers_cache_gives_them(model: Any) -> None:
     rows = IDS.view(2, 20)[:, :10]
     for options in ({"num_beams": 3}, {"do_sample": False}, {"prompt_lookup_num_tokens": 3}):
         ids = rows[:1] if "prompt_lookup_num_tokens" in options else rows
@@ -336,33 +271,26 @@ def test_bits_do_not_depend_on_the_cache(cache: str, tmp_path: Path, model: Any)
     smaller, _ = tiermoe.load(
         checkpoint(tmp_path, "qwen3_moe"), memory="4GiB", bits=4, dense_bits=4, cache=cache, preset="lru"
     )
-    got = logits_of_steps(smaller, IDS, 6)
+    got = logits_of_steps(smaller.tiermoe, LISTED, 6)
     assert smaller.tiermoe.stats()["expert_misses"] > 24  # something was evicted and read again
     smaller.tiermoe.close()
-    assert torch.equal(got, logits_of_steps(model, IDS, 6))
+    assert torch.equal(got, logits_of_steps(model.tiermoe, LISTED, 6))
 
 
 def test_settled_experts_count_as_hits_and_observers_see_them(model: Any) -> None:
     engine = model.tiermoe
-    logits_of_steps(model, IDS, 6)
+    logits_of_steps(engine, LISTED, 6)
     seen: list[int] = []
     before = engine.snapshot()
-    want = logits_of_steps(model, IDS, 6)
+    want = logits_of_steps(engine, LISTED, 6)
     middle = engine.snapshot()
     engine.observe(lambda routed, _: seen.append(routed.layer))
-    observed = logits_of_steps(model, IDS, 6)
+    observed = logits_of_steps(engine, LISTED, 6)
     engine.observe(None)
     after = engine.snapshot()
     assert (middle.hits - before.hits, middle.misses - before.misses) == (after.hits - middle.hits, 0)
-    assert len(seen) == 3 * (1 + IDS.shape[1] - 6)
+    assert len(seen) == 3 * (1 + len(LISTED) - 6)
     assert torch.equal(observed, want)  # the observed way takes the separate calls
-
-
-def test_plain_dense_layers_keep_transformers_forwards(tmp_path: Path) -> None:
-    plain, _ = tiermoe.load(checkpoint(tmp_path, "qwen3_moe"), memory="4GiB", bits=4)
-    assert plain.tiermoe.one_token == []
-    assert take_over(plain) == []
-    plain.tiermoe.close()
 
 
 def test_the_switch_keeps_them_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 
 import tiermoe
+from parity import logits, put_decoded_experts, tokens
 from tiermoe.model.architectures import ARCHITECTURES
 from tiny import CONFIGS, oracle, write
 
+Model = Callable[..., Path]
 FAMILIES = sorted(CONFIGS)
 DECODERS = [family for family in FAMILIES if family != "switch_transformers"]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -21,27 +24,20 @@ GENERIC = [(family, dtype, "generic") for family in FAMILIES for dtype in DTYPES
 OWN = [(family, dtype, "auto") for family in sorted(ARCHITECTURES) for dtype in DTYPES]
 
 
+def model_of(family: str, dtype: torch.dtype, tiny_model: Model) -> Path:
+    """Of many files in float32, of one in bfloat16."""
+    return tiny_model(family, dtype, shard="60KB" if dtype == torch.float32 else "5GB")
+
+
 @pytest.fixture(scope="module", params=[*GENERIC, *OWN], ids=lambda p: f"{p[0]}-{str(p[1])[6:]}-{p[2]}")
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def pair(request: pytest.FixtureRequest, tiny_model: Model) -> Any:
     """(family, dtype, ours at 16 bits with a cache of one layer's experts or so, the oracle), by transformers' own code
     and by decoders of our own."""
     family, dtype, decoder = request.param
-    shard = "60KB" if dtype == torch.float32 else "5GB"
-    directory = write(tmp_path_factory.mktemp(family), family, dtype, shard)
+    directory = model_of(family, dtype, tiny_model)
     ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="40%", lanes=2, decoder=decoder)
     yield family, dtype, ours, oracle(directory, family, dtype)
     ours.tiermoe.close()
-
-
-def tokens(rows: int, columns: int, seed: int = 1) -> torch.Tensor:
-    return torch.randint(3, 128, (rows, columns), generator=torch.Generator().manual_seed(seed))
-
-
-def logits(model: Any, family: str, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    extra = {"decoder_input_ids": ids[:, :5]} if family == "switch_transformers" else {}
-    with torch.no_grad():
-        result: torch.Tensor = model(input_ids=ids, attention_mask=mask, **extra).logits
-    return result
 
 
 def agree(ours: Any, mine: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -87,9 +83,9 @@ def test_greedy_tokens(pair: Any) -> None:
 
 
 @pytest.mark.parametrize("family", DECODERS)
-def test_prefetching_names_the_routers_own_choice_and_changes_nothing(family: str, tmp_path: Path) -> None:
+def test_prefetching_names_the_routers_own_choice_and_changes_nothing(family: str, tiny_model: Model) -> None:
     """The next layer's router is called as the model calls it; with every prediction right or wrong, same tokens."""
-    directory = write(tmp_path, family, torch.float32)
+    directory = model_of(family, torch.float32, tiny_model)
     ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="60%", preset="mixtral-offload")
     ids = tokens(1, 5, seed=4)
     options = {"max_new_tokens": 10, "do_sample": False, "attention_mask": torch.ones_like(ids)}
@@ -100,8 +96,8 @@ def test_prefetching_names_the_routers_own_choice_and_changes_nothing(family: st
 
 
 @pytest.mark.parametrize("option", [{"preset": "mixtral-offload"}, {"chunk": 16}])
-def test_what_does_not_apply_to_an_encoder_is_refused(option: dict[str, Any], tmp_path: Path) -> None:
-    directory = write(tmp_path, "switch_transformers", torch.float32)
+def test_what_does_not_apply_to_an_encoder_is_refused(option: dict[str, Any], tiny_model: Model) -> None:
+    directory = model_of("switch_transformers", torch.float32, tiny_model)
     with pytest.raises(tiermoe.ConfigError, match="does not apply to Switch"):
         tiermoe.load(directory, memory="4GiB", device="cpu", **option)
 
@@ -115,9 +111,9 @@ def test_experts_per_token(k: int, tmp_path: Path) -> None:
     ours.tiermoe.close()
 
 
-def test_experts_with_no_one_and_many_tokens(tmp_path: Path) -> None:
+def test_experts_with_no_one_and_many_tokens(tiny_model: Model) -> None:
     """Twelve times the same token and one other: some experts get none, some one, some many."""
-    directory = write(tmp_path, "mixtral", torch.float32)
+    directory = model_of("mixtral", torch.float32, tiny_model)
     ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="15%")
     ids = torch.full((1, 13), 17)
     ids[0, 6] = 99
@@ -133,11 +129,13 @@ def test_float16_checkpoint(tmp_path: Path) -> None:
     ours.tiermoe.close()
 
 
-@pytest.mark.parametrize("family", DECODERS)
-@pytest.mark.parametrize("bits", [8, 4, 2])
-def test_packed_precisions_equal_the_decoded_weights(family: str, bits: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "bits"),
+    [(family, 4) for family in DECODERS] + [(family, bits) for family in ("mixtral", "gpt_oss") for bits in (8, 2)],
+)
+def test_packed_precisions_equal_the_decoded_weights(family: str, bits: int, tiny_model: Model) -> None:
     """The oracle holds the same packed weights, decoded, as ordinary expert weights in fp32."""
-    directory = write(tmp_path, family, torch.float32)
+    directory = model_of(family, torch.float32, tiny_model)
     ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=bits)
     plain = oracle(directory, family, torch.float32)
     put_decoded_experts(ours.tiermoe, plain)
@@ -147,27 +145,3 @@ def test_packed_precisions_equal_the_decoded_weights(family: str, bits: int, tmp
     ours.tiermoe.close()
 
 
-def put_decoded_experts(engine: Any, plain: Any) -> None:
-    """Overwrites the plain model's experts by what the store's precision stands for."""
-    from tiermoe.tiers.reader import ExtentReader, aligned_memory
-    from tiermoe.types import ExpertKey
-
-    reader = ExtentReader()
-    packed = engine._packed[engine.settings.bits]
-    for index, layer in enumerate(engine.store.layers):
-        form = packed.formats[index]
-        for expert in range(layer.experts):
-            stored, slot = (
-                aligned_memory(form.stored.nbytes),
-                torch.zeros(form.slot.nbytes, dtype=torch.uint8),
-            )
-            reader.read(packed.extents[index][expert], stored, ExpertKey(index, expert, 0))
-            form.widen(torch.frombuffer(stored, dtype=torch.uint8), slot)
-            views = form.slot.views(slot)
-            for part in layer.parts:
-                encoding = form.encodings.get(part.name)
-                if encoding is None:
-                    continue
-                weight = encoding.decode(views[part.name], *part.out_in, torch.float32)
-                target = plain.get_parameter(f"{layer.name}.{part.name}").data[expert]
-                target.copy_(weight.t() if part.transposed else weight)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from tiermoe.runtime.one_token import ROOM
 from transformers import AutoConfig
 
 from tiermoe import native
@@ -22,7 +23,6 @@ from tiermoe.runtime.blueprint import Blueprint, inspect_model
 from tiermoe.runtime.dense import packable
 from tiermoe.runtime.load import resolve_for
 from tiermoe.runtime.memory_plan import MemoryPlan
-from tiermoe.runtime.one_token import ROOM
 from tiermoe.runtime.plan import kv_bytes, plan_memory
 from tiny import _COMMON, CONFIGS, auto_class, write
 

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiermoe
+from fake_link import FakeLink
+from replays import replayed
+from schedules import Said, scheduler_with
 from small_traces import decode, layer, trace_of
-from test_controller import FakeLink
-from test_scheduler import Said, make
-from test_simulate import run as replayed
 from tiermoe.cli.output import summary
 from tiermoe.compose import ModelShape, PrecisionSlots, assemble
 from tiermoe.policy.prediction.worth import PrefetchTrial
@@ -145,7 +145,7 @@ class Passes:
     """Decode passes over three layers of four experts, which alternate; the next layer is predicted rightly."""
 
     def __init__(self, cost: float = 1.0, **changes: Any) -> None:
-        self.scheduler, self.link = make("mixtral-offload", **{"speculate": "measured", **changes})
+        self.scheduler, self.link = scheduler_with("mixtral-offload", **{"speculate": "measured", **changes})
         self.cost = cost
         self.number = 0
         self.said = Asked()

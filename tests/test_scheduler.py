@@ -2,70 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import pytest
 
-from test_controller import FakeLink
-from tiermoe.compose import ModelShape, PrecisionSlots, Tables, assemble
+from fake_link import FakeLink
+from schedules import HOBBIT, SHAPE, Said, keys, run, scheduler_with
+from tiermoe.compose import PrecisionSlots, Tables, assemble
 from tiermoe.errors import ConfigError, ProfileError
-from tiermoe.policy.misses import MissCosts
 from tiermoe.presets import PRESETS, compose
-from tiermoe.scheduler import Scheduler
-from tiermoe.types import ExpertKey, Ready, Routed
-
-SHAPE = ModelShape(experts=[4, 4, 4], top_k=[2, 2, 2])
-
-
-class Said:
-    """Forecasts that a test writes down: layer → [(expert, weight)]."""
-
-    def __init__(self, ranked: dict[int, list[tuple[int, float]]] | None = None, **recalled: Any) -> None:
-        self._ranked = ranked or {}
-        self._recalled: dict[int, list[tuple[int, float]]] = recalled.get("recalled", {})
-
-    def ranked(self, target: int) -> Sequence[tuple[int, float]]:
-        return self._ranked.get(target, ())
-
-    def recalled(self, target: int) -> Sequence[tuple[int, float]]:
-        return self._recalled.get(target, ())
-
-    def token_ids(self) -> Sequence[int]:
-        return ()
-
-
-def make(
-    name: str,
-    slots: int = 6,
-    bits: tuple[int, ...] = (4,),
-    miss_costs: Callable[[], MissCosts] | None = None,
-    **changes: Any,
-) -> tuple[Scheduler, FakeLink]:
-    link = FakeLink()
-    composition = compose(name, changes)
-    runs = [PrecisionSlots(bits, slots)]
-    if composition.low_share:
-        runs = [PrecisionSlots((bits[0],), slots), PrecisionSlots(bits[1:], 3)]
-    return assemble(composition, SHAPE, runs, link, bits[0], miss_costs=miss_costs), link
-
-
-def run(
-    scheduler: Scheduler, layer: int, experts: list[int], weights: list[float], said: Said | None = None
-) -> list[Ready]:
-    routed = Routed(layer, "decode", [experts], [weights])
-    return sorted(scheduler.run_layer(routed, said or Said()))
-
-
-def keys(link: FakeLink, urgent: bool) -> list[ExpertKey]:
-    return [load.key for load in link.submitted if load.urgent is urgent]
-
-
-HOBBIT = {"t1": 0.6, "t2": 0.9, "weights": "0.25,0.25,0.25,0.25", "prefetch": "none"}
+from tiermoe.types import ExpertKey, Routed
 
 
 def test_hobbit_loads_high_low_or_nothing_on_a_miss() -> None:
-    scheduler, _ = make("hobbit", bits=(4, 2), **HOBBIT)
+    scheduler, _ = scheduler_with("hobbit", bits=(4, 2), **HOBBIT)
     scheduler.begin_pass(1, Said(), "decode")
     ready = run(scheduler, 0, [3, 1, 2], [0.65, 0.3, 0.05])  # s = 0, .65, .95
     assert [(one.expert, one.bits) for one in ready] == [(1, 2), (3, 4)]
@@ -74,7 +22,7 @@ def test_hobbit_loads_high_low_or_nothing_on_a_miss() -> None:
 
 
 def test_frugal_fetches_four_fifths_of_the_weight_and_uses_the_rest_where_it_is() -> None:
-    scheduler, link = make("frugal")
+    scheduler, link = scheduler_with("frugal")
     run(scheduler, 0, [1, 2], [0.85, 0.15])
     assert keys(link, urgent=True) == [ExpertKey(0, 1, 4)]
     run(scheduler, 0, [3, 2], [0.7, 0.3])  # 0.7 of the weight before it: wanted
@@ -83,7 +31,7 @@ def test_frugal_fetches_four_fifths_of_the_weight_and_uses_the_rest_where_it_is(
 
 
 def test_hobbit_uses_a_cached_copy_of_what_a_miss_would_skip() -> None:
-    scheduler, _ = make("hobbit", bits=(4, 2), **HOBBIT)
+    scheduler, _ = scheduler_with("hobbit", bits=(4, 2), **HOBBIT)
     scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [2], [1.0])
     scheduler.begin_pass(1, Said(), "decode")
@@ -94,7 +42,7 @@ def test_hobbit_uses_a_cached_copy_of_what_a_miss_would_skip() -> None:
 
 
 def test_hobbit_goes_on_to_the_first_layer_with_a_missing_expert() -> None:
-    scheduler, link = make("hobbit", bits=(4, 2), **{**HOBBIT, "prefetch": "stacked-gates", "ahead": 2})
+    scheduler, link = scheduler_with("hobbit", bits=(4, 2), **{**HOBBIT, "prefetch": "stacked-gates", "ahead": 2})
     scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 1, [0, 1], [0.9, 0.1])
     scheduler.controller.drain()
@@ -105,7 +53,7 @@ def test_hobbit_goes_on_to_the_first_layer_with_a_missing_expert() -> None:
 
 
 def test_a_prefetch_begins_before_what_is_here_is_computed() -> None:
-    scheduler, link = make("mixtral-offload", slots=9)
+    scheduler, link = scheduler_with("mixtral-offload", slots=9)
     scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [0, 1], [0.5, 0.5])
     scheduler.begin_pass(1, Said(), "decode")
@@ -116,7 +64,7 @@ def test_a_prefetch_begins_before_what_is_here_is_computed() -> None:
 
 
 def test_a_discarded_pass_is_counted_apart_and_its_token_once() -> None:
-    scheduler, _ = make("mobile")
+    scheduler, _ = scheduler_with("mobile")
     scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [0], [1.0])
     scheduler.discard_pass()
@@ -129,13 +77,13 @@ def test_a_discarded_pass_is_counted_apart_and_its_token_once() -> None:
 
 
 def test_the_big_pass_is_prefetched_from_before_its_first_layer() -> None:
-    scheduler, link = make("mobile")
+    scheduler, link = scheduler_with("mobile")
     scheduler.begin_pass(1, Said(recalled={0: [(3, 0.6), (2, 0.4)], 1: [(1, 1.0)]}), "decode")
     assert keys(link, urgent=False)[:2] == [ExpertKey(0, 3, 4), ExpertKey(0, 2, 4)]
 
 
 def test_sti_fetches_the_whole_layer_and_asks_for_the_routed_alone() -> None:
-    scheduler, link = make("sti", prefetch="none")
+    scheduler, link = scheduler_with("sti", prefetch="none")
     scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [2, 1], [0.5, 0.5])
     assert {key.expert for key in keys(link, urgent=True)} == {0, 1, 2, 3}
@@ -143,7 +91,7 @@ def test_sti_fetches_the_whole_layer_and_asks_for_the_routed_alone() -> None:
 
 
 def test_corm_proceeds_with_what_was_predicted() -> None:
-    scheduler, _ = make("lru", on_mispredict="proceed")
+    scheduler, _ = scheduler_with("lru", on_mispredict="proceed")
     scheduler.begin_pass(1, Said(), "decode")
     assert len(run(scheduler, 0, [0, 1], [0.5, 0.5])) == 2  # nothing is there: all are loaded
     assert [one.expert for one in run(scheduler, 0, [1, 2], [0.5, 0.5])] == [1]
@@ -151,7 +99,7 @@ def test_corm_proceeds_with_what_was_predicted() -> None:
 
 
 def test_load_on_demand_never_hits() -> None:
-    scheduler, _ = make("load-on-demand", slots=2)
+    scheduler, _ = scheduler_with("load-on-demand", slots=2)
     for _ in range(3):
         scheduler.begin_pass(1, Said(), "decode")
         for layer in range(3):
@@ -160,7 +108,7 @@ def test_load_on_demand_never_hits() -> None:
 
 
 def test_together_waits_for_all_loads() -> None:
-    scheduler, link = make("lru", start="together")
+    scheduler, link = scheduler_with("lru", start="together")
     scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [0], [1.0])
     steps = scheduler.run_layer(Routed(0, "decode", [[0, 1, 2]], [[]]), Said())
@@ -170,7 +118,7 @@ def test_together_waits_for_all_loads() -> None:
 
 
 def test_a_new_sequence_forgets_what_is_recorded_per_sequence() -> None:
-    scheduler, _ = make("lru", slots=2, cache="lfu", records="sequence")
+    scheduler, _ = scheduler_with("lru", slots=2, cache="lfu", records="sequence")
     for _ in range(3):
         scheduler.begin_pass(1, Said(), "decode")
         run(scheduler, 0, [0], [1.0])

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replays import TIMES, replayed
 from small_traces import decode, layer, trace_of
 from tiermoe.cli.simulate import simulate
 from tiermoe.config import CacheSize
@@ -22,12 +23,9 @@ from tiermoe.presets import PRESETS, compose
 from tiermoe.profiles import Profile, to_json
 from tiermoe.simulate import (
     MACHINES,
-    ReplaySettings,
-    Result,
     all_evictions,
     compare_evictions,
     parse_link,
-    replay,
     spread,
 )
 from tiermoe.simulate.costs import expert_bytes, run_bits
@@ -36,17 +34,6 @@ from tiermoe.simulate.link import VirtualClock, VirtualLink
 from tiermoe.trace import LayerTrace, Little, Pass, Times, Trace
 from tiermoe.trace_file import TraceWriter, read_trace
 from tiermoe.types import ExpertKey, Load
-
-TIMES = Times(dense=0.5, expert={4: 0.4}, prefill_token=0.1, prefill_expert={4: 0.05})
-
-
-def run(trace: Trace, preset: str = "lru", slots: int = 4, **options: Any) -> Result:
-    """100 bytes a second: one expert of `trace_of` takes one second."""
-    changes = options.pop("changes", {})
-    nbytes = slots * trace.header.expert_bytes[4][0]
-    given = {"bandwidth": 100.0, "times": TIMES} | options
-    return replay(trace, compose(preset, changes), ReplaySettings(CacheSize(nbytes=nbytes), **given))
-
 
 # the link
 
@@ -127,7 +114,7 @@ def test_polling_moves_no_clock() -> None:
 
 
 def test_a_miss_is_overlapped_with_computing() -> None:
-    result = run(trace_of([decode(layer([0, 1])), decode(layer([1, 2]))]))
+    result = replayed(trace_of([decode(layer([0, 1])), decode(layer([1, 2]))]))
     # dense .5 | 0 comes until 1.5 | 0 runs until 1.9 while 1 comes until 2.5 | 1 runs until 2.9
     # dense until 3.4 | 1 is here and runs until 3.8 while 2 comes until 4.4 | 2 runs until 4.8
     assert result.decode_tok_s == pytest.approx(2 / 4.8)
@@ -139,24 +126,24 @@ def test_a_miss_is_overlapped_with_computing() -> None:
 
 
 def test_together_computes_when_all_is_there() -> None:
-    result = run(trace_of([decode(layer([0, 1]))]), changes={"start": "together"})
+    result = replayed(trace_of([decode(layer([0, 1]))]), changes={"start": "together"})
     assert result.decode_tok_s == pytest.approx(1 / (0.5 + 2.0 + 0.8))
 
 
 def test_a_prefetch_comes_while_the_layer_runs() -> None:
     trace = trace_of([decode(layer([0]), layer([1]))], top_k=1)
     # dense .25 | 0 until 1.25 | runs until 1.65, dense until 1.9 | 1, begun at 1.9 or at 1.25, runs .4
-    assert run(trace).decode_tok_s == pytest.approx(1 / (1.9 + 1.0 + 0.4))
-    ahead = run(trace, changes={"prefetch": "oracle"})
+    assert replayed(trace).decode_tok_s == pytest.approx(1 / (1.9 + 1.0 + 0.4))
+    ahead = replayed(trace, changes={"prefetch": "oracle"})
     assert ahead.decode_tok_s == pytest.approx(1 / (2.25 + 0.4))
     assert (ahead.hits, ahead.misses, ahead.speculative_loads) == (0, 2, 1)  # it was still on its way
-    fast = run(trace, changes={"prefetch": "oracle"}, bandwidth=1000.0)
+    fast = replayed(trace, changes={"prefetch": "oracle"}, bandwidth=1000.0)
     assert (fast.hits, fast.prefetched_hits, fast.misses) == (1, 1, 1)
 
 
 def test_a_prompt_is_charged_by_token() -> None:
     prompt = Pass("prefill", 0, [1, 2, 3], [layer([0, 1], [0, 2], [0, 3])])
-    result = run(trace_of([prompt]), bandwidth=1e9)
+    result = replayed(trace_of([prompt]), bandwidth=1e9)
     # dense 3 x .1, expert 0 on three tokens .4 + 2 x .05, the others .4
     assert result.prefill_tok_s == pytest.approx(3 / (0.3 + 0.5 + 3 * 0.4))
     assert (result.decode_tok_s, result.bytes_per_token, result.hit_rate) == (None, None, 0.0)
@@ -178,19 +165,19 @@ def test_times_are_spread_by_bytes() -> None:
 def test_forecasts_are_prefetched() -> None:
     first = layer([0], forecasts={1: [(2, 0.9), (1, 0.1)]})
     trace = trace_of([decode(first, layer([2]))], top_k=1)
-    result = run(trace, changes={"prefetch": "next-gate"}, bandwidth=1000.0)
+    result = replayed(trace, changes={"prefetch": "next-gate"}, bandwidth=1000.0)
     assert (result.hits, result.prefetched_hits, result.bytes_read) == (1, 1, 200)
 
 
 def test_a_forecast_is_of_the_layer_so_far_ahead() -> None:
     layers = [layer([0]), layer([0], forecasts={1: [(2, 0.9)], 2: [(3, 0.9)]}), layer([2]), layer([3])]
     trace = trace_of([decode(*layers)], top_k=1, forecast_distances=[1, 2])
-    result = run(trace, changes={"prefetch": "next-gate", "ahead": 2}, bandwidth=1e4)
+    result = replayed(trace, changes={"prefetch": "next-gate", "ahead": 2}, bandwidth=1e4)
     assert (result.prefetched_hits, result.misses) == (2, 2)
 
 
 def test_a_pass_without_experts_is_passed_over() -> None:
-    assert run(trace_of([decode(layer([0, 1])), decode(layer())])).decode_tok_s == pytest.approx(1 / 2.9)
+    assert replayed(trace_of([decode(layer([0, 1])), decode(layer())])).decode_tok_s == pytest.approx(1 / 2.9)
 
 
 def test_a_size_that_is_not_known_is_taken_in_proportion() -> None:
@@ -201,7 +188,7 @@ def test_a_size_that_is_not_known_is_taken_in_proportion() -> None:
 def test_an_encoder_and_its_decoder_make_passes_of_their_own() -> None:
     begins = [Pass("prefill", 0, [1, 2, 3], [layer([0, 1], [0, 1], [0, 1]), layer([2, 3])])]
     goes_on = [decode(layer(), layer([2, 3]))]
-    result = run(trace_of(begins + goes_on, encoder_layers=1), bandwidth=1e9)
+    result = replayed(trace_of(begins + goes_on, encoder_layers=1), bandwidth=1e9)
     # dense 3 x .1, two experts for three tokens; then two decoded tokens: .5 + 2 x .4 each
     assert result.prefill_tok_s == pytest.approx(3 / (0.3 + 2 * (0.4 + 2 * 0.05)))
     assert result.decode_tok_s == pytest.approx(1 / (0.5 + 0.8))
@@ -215,9 +202,9 @@ def test_the_little_pass_is_kept_or_counted_apart() -> None:
     def token(confidence: float) -> Pass:
         return decode(layer([0, 1]), layer([2, 3]), little=Little(confidence, [layer([0, 1]), layer([2, 3])]))
 
-    sure = run(trace_of([token(0.9), token(0.9)]), "mobile", slots=8)
+    sure = replayed(trace_of([token(0.9), token(0.9)]), "mobile", slots=8)
     assert (sure.hits, sure.misses, sure.discarded_hits, sure.discarded_misses) == (2, 2, 0, 0)
-    unsure = run(trace_of([token(0.7)], experts=6), "mobile", slots=8, bandwidth=1e4, changes={"ahead": 1})
+    unsure = replayed(trace_of([token(0.7)], experts=6), "mobile", slots=8, bandwidth=1e4, changes={"ahead": 1})
     # 0 and 2 come with the little pass; of 1 and 3, which its routers named too, 1 is on its way when layer 0 asks
     assert (unsure.discarded_hits, unsure.discarded_misses) == (0, 2)
     assert (unsure.hits, unsure.misses, unsure.prefetched_hits) == (4, 0, 2)
@@ -227,7 +214,7 @@ def test_the_little_pass_is_kept_or_counted_apart() -> None:
 def test_low_precision_moves_fewer_bytes_and_skips_the_rest() -> None:
     changes = {"t1": 0.4, "t2": 0.8, "weights": "0.25,0.25,0.25,0.25", "prefetch": "none"}
     # weights .5, .33, .17: unimportance 0 (high), .5 (low), .83 (skipped)
-    result = run(trace_of([decode(layer([0, 1, 2]))], top_k=3), "hobbit", slots=10, changes=changes)
+    result = replayed(trace_of([decode(layer([0, 1, 2]))], top_k=3), "hobbit", slots=10, changes=changes)
     assert (result.misses, result.skipped, result.low_loads, result.bytes_read) == (2, 1, 1, 150)
 
 
@@ -240,13 +227,13 @@ def test_only_active_neurons_move_and_their_union_stays() -> None:
         [token(0b000011), token(0b000110), token(0b000111)], top_k=1, head_bytes=40, neuron_bytes=10, neurons=6
     )
     changes = {"unit": "neuron", "theta": 0.1}
-    assert run(trace, changes=changes).bytes_read == 60 + 10
+    assert replayed(trace, changes=changes).bytes_read == 60 + 10
     whole = trace_of([token(0b011111)], top_k=1, head_bytes=40, neuron_bytes=10, neurons=6)
-    assert run(whole, changes=changes).bytes_read == 100
+    assert replayed(whole, changes=changes).bytes_read == 100
 
 
 def test_a_whole_layer_is_fetched_routed_or_not() -> None:
-    result = run(trace_of([decode(layer([0, 1]))]), "sti", changes={"prefetch": "none"})
+    result = replayed(trace_of([decode(layer([0, 1]))]), "sti", changes={"prefetch": "none"})
     assert (result.bytes_read, result.misses) == (400, 2)
     assert result.decode_tok_s == pytest.approx(1 / (0.5 + 4))  # 0 and 1, which come first, run while 2 and 3 come
 
@@ -319,10 +306,10 @@ def test_lru_hits_as_a_plain_lru(trace: Trace, slots: int) -> None:
             while len(order) > slots:
                 order.popitem(last=False)
     assert hits_of(trace, "lru", slots, 4)["decode"].counts.hits == hits
-    timed = run(trace, slots=slots)
+    timed = replayed(trace, slots=slots)
     assert timed.hits == hits
     assert timed.belady_hit_rate >= timed.hit_rate
-    assert run(trace, slots=slots, changes={"cache": "belady"}).hit_rate == timed.belady_hit_rate
+    assert replayed(trace, slots=slots, changes={"cache": "belady"}).hit_rate == timed.belady_hit_rate
 
 
 def test_records_are_kept_or_forgotten_and_weighed() -> None:
@@ -366,26 +353,26 @@ BARE = trace_of([decode(layer([0, 1]), layer([0, 1]))], holds=frozenset(), times
 )
 def test_what_a_trace_lacks_is_named(preset: str, changes: dict[str, str], lacking: str) -> None:
     with pytest.raises(TraceError, match=f"preset {preset} .*{lacking}"):
-        run(BARE, preset, changes=changes)
+        replayed(BARE, preset, changes=changes)
 
 
 def test_forecasts_must_reach_as_far_as_the_preset_looks() -> None:
     trace = trace_of([decode(layer([0, 1]), layer([0, 1]))], times=TIMES, forecast_distances=[1, 2])
     with pytest.raises(TraceError, match=r"hobbit.*forecasts 3 layers ahead"):
-        run(trace, "hobbit")
+        replayed(trace, "hobbit")
 
 
 def test_missing_times_settings_and_theta_are_named() -> None:
     with pytest.raises(TraceError, match="--compute"):
-        run(trace_of([decode(layer([0, 1]))]), times=None)
+        replayed(trace_of([decode(layer([0, 1]))]), times=None)
     with pytest.raises(ProfileError, match=r"fate has no low_popularity.*--for fate"):
-        run(trace_of([decode(layer([0, 1]))]), "fate")
+        replayed(trace_of([decode(layer([0, 1]))]), "fate")
     with pytest.raises(ConfigError, match="misses=load"):
-        run(BARE, changes={"misses": "cpu"})
+        replayed(BARE, changes={"misses": "cpu"})
     neurons = trace_of([decode(layer([0, 1]))], head_bytes=1, neuron_bytes=1, neurons=3, made_from={"theta": 0.2})
     with pytest.raises(TraceError, match=r"theta 0.2.*0.3"):
-        run(neurons, changes={"unit": "neuron", "theta": 0.3})
-    assert run(neurons, changes={"unit": "neuron"}).misses == 2
+        replayed(neurons, changes={"unit": "neuron", "theta": 0.3})
+    assert replayed(neurons, changes={"unit": "neuron"}).misses == 2
 
 
 def test_links_by_name_and_by_bandwidth() -> None:
@@ -428,7 +415,7 @@ def completed(preset: str, changes: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name not in ("edgemoe", "eap", "corm")])
 def test_every_preset_replays(preset: str) -> None:
-    result = run(full_trace(), preset, slots=10, changes=completed(preset, {}))
+    result = replayed(full_trace(), preset, slots=10, changes=completed(preset, {}))
     assert result.decode_tok_s is not None
     assert result.bound_tok_s is not None
     assert 0 < result.decode_tok_s <= result.bound_tok_s * 1.5  # what a prompt's prefetch brings is not decode's
@@ -440,7 +427,7 @@ def test_every_preset_replays(preset: str) -> None:
 @pytest.mark.parametrize("cache_", ["lru", "arc", "weighted", "distance"])
 def test_prefetch_changes_no_demand(prefetch: str, cache_: str) -> None:
     changes = {"prefetch": prefetch, "cache": cache_} | ({} if prefetch == "none" else {"ahead": 2})
-    result = run(full_trace(), slots=6, changes=completed("lru", changes))
+    result = replayed(full_trace(), slots=6, changes=completed("lru", changes))
     assert result.hits + result.misses == 3 * 4 + 6 * 4 * 2
     assert result.skipped == 0
 

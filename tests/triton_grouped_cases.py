@@ -4,9 +4,9 @@ runs this file in processes of its own, as it does triton_cases.py."""
 import pytest
 import torch
 
-from test_gpu_engine import FAMILY, layout_of_a_gpu, model, on_fake_gpu
-from test_parity import logits
-from test_parity import tokens as tokens_of_text
+from gpu_models import FAMILY
+from parity import logits
+from parity import tokens as tokens_of_text
 from tiermoe.kernels import triton_grouped
 from tiermoe.kernels.expert import Grouped, SeparateSteps, SlotViews, expert_kernel, separate_steps, silu_gate
 from tiermoe.kernels.grouped import grouped_experts
@@ -15,9 +15,8 @@ from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.runtime import units
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.types import MoeLayer, Part
-from triton_cases import DEVICE, DTYPES, TOLERANCE, tokens
+from triton_device import DEVICE, DTYPES, TOLERANCE, tokens
 
-__all__ = ["layout_of_a_gpu", "model", "on_fake_gpu"]
 SLOTS = 9
 KINDS = ("int4/rowmajor/g32", "int4/rowmajor/g64", "int4/rowmajor/g128", "int2/rowmajor/g64", "int8")
 

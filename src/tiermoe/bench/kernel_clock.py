@@ -9,16 +9,14 @@ and never in the one that is measured.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tiermoe.model.linear import PackedLinear
+from tiermoe.runtime.neuron_experts import NeuronLayerExperts
 from tiermoe.runtime.shells import is_shell
-
-_HELD = ("_kernels", "_kernel")
-"""Where what runs in place of an experts module keeps its kernels: by precision, or the one there is."""
 
 
 class KernelClock:
@@ -60,12 +58,14 @@ class KernelClock:
             setattr(self, name, getattr(self, name) + time.perf_counter() - began)
 
     def _watch_experts(self, experts: Any) -> None:
-        name = next(name for name in _HELD if hasattr(experts, name))
-        held = getattr(experts, name)
-        by_precision = isinstance(held, Mapping)
-        proxies = {bits: self._proxy(one) for bits, one in held.items()} if by_precision else self._proxy(held)
-        self._replace(experts, name, held, proxies)
-        if getattr(experts, "settled", None) is not None:
+        if isinstance(experts, NeuronLayerExperts):
+            layer: Any = experts.experts
+            for kernel in layer._kernels.values():  # around it they wait for the drive
+                self._replace(kernel, "_kernel", kernel._kernel, self._proxy(kernel._kernel))
+            return
+        held = experts._kernels
+        self._replace(experts, "_kernels", held, {bits: self._proxy(one) for bits, one in held.items()})
+        if experts.settled is not None:
             self._replace(experts.settled, "_kernel", experts.settled._kernel, self._proxy(experts.settled._kernel))
 
     def _watch_whole(self, layer: Any) -> None:

@@ -50,7 +50,7 @@ class Layer:
 
 
 class Decoder:
-    """A model's layers with the embedding before and the output layer behind them."""
+    """A model's `layers` with the embedding before and the output layer behind them."""
 
     rows_together = True
 
@@ -66,7 +66,7 @@ class Decoder:
         logits_divisor: float = 1.0,
     ) -> None:
         self._embedding = embedding
-        self._layers = list(layers)
+        self.layers = list(layers)
         self._norm = norm
         self._head = head
         self._rotary = rotary
@@ -77,12 +77,12 @@ class Decoder:
     @property
     def verifies(self) -> bool:
         """Whether tokens that are verified together get the bits that each gets alone."""
-        return self._head.by_row and all(layer.by_row for layer in self._layers)
+        return self._head.by_row and all(layer.by_row for layer in self.layers)
 
     @property
     def shapes(self) -> list[LayerShape]:
         """What each layer's cache holds."""
-        return [layer.attention.shape for layer in self._layers]
+        return [layer.attention.shape for layer in self.layers]
 
     @property
     def routers(self) -> list[Router]:
@@ -106,7 +106,7 @@ class Decoder:
         x = self._embedding(torch.tensor(batch.tokens))
         if self._embedding_scale != 1:
             x = x * self._embedding_scale
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             x = layer(x, index, step)
         for row in batch.rows:
             cache.wrote(row.slab, row.end)
@@ -116,4 +116,4 @@ class Decoder:
         return logits if self._logits_divisor == 1 else logits / self._logits_divisor
 
     def _moe_blocks(self) -> list[MoeBlock]:
-        return [layer.feed_forward for layer in self._layers if isinstance(layer.feed_forward, MoeBlock)]
+        return [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoeBlock)]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.machinery
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader
@@ -42,6 +43,7 @@ class _State:
 
 
 _states: dict[str, _State] = {}
+_sysconfig = threading.Lock()
 _PATIENCE_S = 60.0
 
 
@@ -60,6 +62,7 @@ def run(name: str) -> ModuleType:
     try:
         if state.running or name not in _states:  # its own imports ask for it, or another thread ran it
             return module
+        _fill_sysconfig()
         state.running = True
         try:
             state.loader.exec_module(module)
@@ -71,6 +74,13 @@ def run(name: str) -> ModuleType:
         state.lock.release()
     _hand_over(module, state)
     return module
+
+
+def _fill_sysconfig() -> None:
+    """Python before 3.12 fills sysconfig's table at its first use without a lock: a second thread reads it half filled.
+    What is postponed here runs in the threads of its users, and triton reads that table while it is imported."""
+    with _sysconfig:
+        sysconfig.get_config_vars()
 
 
 def _hand_over(module: ModuleType, state: _State) -> None:

@@ -88,14 +88,14 @@ class NeuronLayerExperts:
     what the layer runs on before its loads begin."""
 
     def __init__(self, index: int, experts: Experts, filler: NeuronFiller) -> None:
+        self.experts = experts
         self._index = index
-        self._experts = experts
         self._filler = filler
 
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """hidden (T, H), index (T, K), weights (T, K) → (T, H)."""
         self._filler.expect(self._index, hidden)
-        return self._experts(hidden, index, weights)
+        return self.experts(hidden, index, weights)
 
 
 def neuron_views(form: ExpertFormat, slot: torch.Tensor) -> Views:

@@ -14,7 +14,8 @@ from tiermoe.errors import LoadError
 from tiermoe.tiers.reader import ExtentReader, aligned_memory
 from tiermoe.types import ExpertKey, Extent
 
-_SECONDS = 0.08  # a setting; the whole probe takes about five times as long
+SECONDS = 0.08
+"""How long each setting is tried at most; the whole probe takes about five times as long."""
 _WORTH = 1.1  # more lanes, or buffered reads, have to be a tenth faster
 
 
@@ -28,7 +29,7 @@ class DriveProbe:
 
 
 def probe_drive(extents: Sequence[Extent], lanes: int | None = None) -> DriveProbe:
-    """Reads a sample of `extents` with O_DIRECT in 1, 2 and 4 lanes, then without it, each for 80 ms at most.
+    """Reads a sample of `extents` with O_DIRECT in 1, 2 and 4 lanes, then without it, each for `SECONDS` at most.
     `lanes` fixes their number. A sample that cannot be read, or is damaged, is left to whoever needs that expert."""
     samples = itertools.cycle(_spread(extents))
     best = DriveProbe(True, lanes or 1, 0.0)
@@ -54,7 +55,7 @@ def _spread(extents: Sequence[Extent]) -> list[Extent]:
 def _measure(reader: ExtentReader, samples: itertools.cycle[Extent], lanes: int) -> float:
     """Bytes per second over all lanes."""
     lock = threading.Lock()
-    deadline = time.perf_counter() + _SECONDS
+    deadline = time.perf_counter() + SECONDS
 
     def lane() -> None:
         memory = aligned_memory(0)

@@ -1,0 +1,97 @@
+"""A GPU link between a fake GPU and a fake disk, and a controller over it."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from caches import pools
+from fake_gpu import BYTES, FakeDisk, FakeGpu
+from tiermoe.controller import Controller
+from tiermoe.tiers.gpu import GpuLink
+from tiermoe.tiers.slots import DeviceSlots, HostSlots
+from tiermoe.types import Demand, ExpertKey, Load
+
+LAYERS, EXPERTS = 4, 6
+
+
+class Rig:
+    """A link between fakes, and a controller over it."""
+
+    def __init__(self, device_slots: int, host_slots: int, lanes: int, seed: int = 0) -> None:
+        self.disk, self.gpu = FakeDisk(seed), FakeGpu(seed)
+        self.device = DeviceSlots(device_slots, BYTES, "cpu")
+        host = HostSlots(host_slots, BYTES)
+        self.link = GpuLink(self.disk, host, self.device, lambda key: BYTES, self.gpu, lanes)
+        self.controller = Controller(pools(device_slots), self.link)
+
+    def layer(self, layer: int, experts: list[int]) -> None:
+        for expert, slot, *_ in self.controller.run_layer(layer, [Demand(expert, 1, 4) for expert in experts]):
+            self.gpu.use(self.device.buffer(slot), key(layer, expert))
+
+    def end(self) -> None:
+        """Everything has run, nothing was overwritten in use, and nothing keeps a slot."""
+        self.controller.drain()
+        self.gpu.finish()
+        assert self.gpu.violations == []
+        self.link.close()
+        assert not self.link._cache._in_flight
+        assert len(self.link._cache._pins) == len({c.key for c in self.link._copies})
+
+
+def key(layer: int, expert: int) -> ExpertKey:
+    return ExpertKey(layer, expert, 4)
+
+
+def load(expert: int, slot: int, urgent: bool = True) -> Load:
+    return Load(key(0, expert), slot, urgent)
+
+
+def within(seconds: float, work: Callable[[], Any]) -> Any:
+    """The result of `work`; fails where it hangs."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append((work(), None))
+        except BaseException as error:
+            results.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert results, "it hangs"
+    value, error = results[0]
+    if error is not None:
+        raise error
+    return value
+
+
+@pytest.fixture
+def rig() -> Iterator[Callable[..., Rig]]:
+    made: list[Rig] = []
+
+    def make(*args: int, **options: int) -> Rig:
+        made.append(Rig(*args, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.disk.gate.set()
+        one.gpu.release()
+        within(20, one.end)
+
+
+def walk(one: Rig, seed: int, steps: int = 24) -> int:
+    """Random layers with prefetches; returns the loads that they took."""
+    chooser = random.Random(seed)
+    for step in range(steps):
+        one.layer(step % LAYERS, chooser.sample(range(EXPERTS), chooser.randint(1, 3)))
+        ahead = chooser.sample(range(EXPERTS), chooser.randint(0, 2))
+        one.controller.prefetch(key((step + 1) % LAYERS, expert) for expert in ahead)
+    one.controller.drain()
+    return len(one.gpu.asked)

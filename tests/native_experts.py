@@ -1,0 +1,47 @@
+"""What the tests of the native kernels compute with: packed matrices, experts, checkpoints of shapes they take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tiny
+from tiermoe.kernels.expert import SlotViews
+from tiermoe.quant.encodings import cpu_layout
+from tiermoe.quant.int4 import Int4
+from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.store.layout import ExpertFormat
+from tiermoe.types import MoeLayer, Part
+
+
+def packed(out: int, in_: int, group: int, seed: int = 0) -> tuple[Int4, dict[str, torch.Tensor]]:
+    weight = torch.randn(out, in_, generator=torch.Generator().manual_seed(seed)) * 0.05
+    encoding = Int4(cpu_layout(), group)
+    return encoding, encoding.encode(weight.bfloat16(), QUANTIZERS["linear"], torch.bfloat16)
+
+
+def tokens(count: int, width: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def expert_format(hidden: int, inner: int) -> ExpertFormat:
+    parts = (Part("gate_up", (2 * inner, hidden)), Part("down", (hidden, inner)))
+    encoding = Int4(cpu_layout(), 64)
+    return ExpertFormat(MoeLayer("experts", 4, 2, parts), 4, torch.bfloat16, {"gate_up": encoding, "down": encoding})
+
+
+def expert_views(hidden: int, inner: int, seed: int) -> SlotViews:
+    gate_up, down = packed(2 * inner, hidden, 64, seed)[1], packed(hidden, inner, 64, seed + 100)[1]
+    return SlotViews({"gate_up": gate_up, "down": down})
+
+
+def checkpoint(directory: Path, family: str, **changes: Any) -> Path:
+    """One whose shapes the kernels take."""
+    heads = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    if "head_dim" in tiny.CONFIGS[family]:
+        heads["head_dim"] = 32
+    inner = "moe_intermediate_size" if "moe_intermediate_size" in tiny.CONFIGS[family] else "intermediate_size"
+    heads[inner] = 64
+    return tiny.write(directory, family, torch.bfloat16, **{**heads, **changes})

@@ -1,0 +1,44 @@
+"""What a loaded model and the plain one are compared by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tiermoe.tiers.reader import ExtentReader, aligned_memory
+from tiermoe.types import ExpertKey
+
+
+def tokens(rows: int, columns: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, 128, (rows, columns), generator=torch.Generator().manual_seed(seed))
+
+
+def logits(model: Any, family: str, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    extra = {"decoder_input_ids": ids[:, :5]} if family == "switch_transformers" else {}
+    with torch.no_grad():
+        result: torch.Tensor = model(input_ids=ids, attention_mask=mask, **extra).logits
+    return result
+
+
+def put_decoded_experts(engine: Any, plain: Any) -> None:
+    """Overwrites the plain model's experts by what the store's precision stands for."""
+    reader = ExtentReader()
+    packed = engine._packed[engine.settings.bits]
+    for index, layer in enumerate(engine.store.layers):
+        form = packed.formats[index]
+        for expert in range(layer.experts):
+            stored, slot = (
+                aligned_memory(form.stored.nbytes),
+                torch.zeros(form.slot.nbytes, dtype=torch.uint8),
+            )
+            reader.read(packed.extents[index][expert], stored, ExpertKey(index, expert, 0))
+            form.widen(torch.frombuffer(stored, dtype=torch.uint8), slot)
+            views = form.slot.views(slot)
+            for part in layer.parts:
+                encoding = form.encodings.get(part.name)
+                if encoding is None:
+                    continue
+                weight = encoding.decode(views[part.name], *part.out_in, torch.float32)
+                target = plain.get_parameter(f"{layer.name}.{part.name}").data[expert]
+                target.copy_(weight.t() if part.transposed else weight)
