@@ -4,9 +4,12 @@
     python -m benchmarks.llamacpp logits MODEL FILE.gguf        # the difference to transformers' logits
     python -m benchmarks.llamacpp perplexity MODEL FILE.gguf
 
-MODEL is a Qwen3-MoE checkpoint directory (it also gives the tokenizer). llama.cpp runs in the interpreter
-that --peer-python names, which needs llama-cpp-python, gguf and numpy; every command prints one JSON object.
-`tiermoe bench` measures its speed.
+MODEL is the directory of a Qwen3-MoE, gpt-oss, DeepSeek-V2 or GLM4-MoE checkpoint (it also gives the tokenizer).
+llama.cpp runs in the interpreter that --peer-python names, which needs llama-cpp-python, gguf and numpy; every command
+prints one JSON object. `tiermoe bench` measures its speed.
+
+llama.cpp rounds the bounds between which YaRN blends its frequencies; gpt-oss is published with bounds that are not
+rounded, so its logits differ by that from transformers'.
 """
 
 import argparse
@@ -108,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = top.add_subparsers(required=True)
     add = commands.add_parser("convert", parents=[common])
-    add.add_argument("--type", choices=["f32", "bf16", "q4_0", "q4_k_m"], required=True)
+    add.add_argument("--type", choices=["f32", "bf16", "q4_0", "q4_k_m", "mxfp4"], required=True)
     add.add_argument("--out", type=Path, required=True)
     add.set_defaults(run=convert)
     add = commands.add_parser("logits", parents=[common, text])

@@ -12,6 +12,7 @@ from typing import Any
 from tiermoe.bench.cases import LLAMA, Condition
 from tiermoe.bench.child import Bounds, CaseFailed, run_child
 from tiermoe.bench.engines import Common, files_to_drop, warm_tokens
+from tiermoe.bench.llama.checkpoint import is_mxfp4
 from tiermoe.errors import ConfigError
 
 _SCRIPT = Path(__file__).parent / "llama" / "run_in_peer.py"
@@ -88,10 +89,18 @@ class LlamaCpp:
         bounds = Bounds(condition.memory, self._common.timeout, files_to_drop(condition, (self.gguf,)))
         return {**run_child([self._python, str(_SCRIPT), json.dumps(job)], bounds), "gguf": self.gguf.name}
 
+    def answer(self, ids: Path, tokens: int) -> dict[str, Any]:
+        """A fresh process that answers the prompt in a .npy file of (1, prompt) token ids with so many tokens, greedily
+        (`tiermoe.bench.llama.measure.answer`). CaseFailed where it does not."""
+        job = {"task": "answer", "gguf": str(self.gguf), "ids": str(ids), "tokens": tokens,
+               "threads": self._common.threads}  # fmt: skip
+        return run_child([self._python, str(_SCRIPT), json.dumps(job)], Bounds(None, self._common.timeout))
+
 
 def quantisation(directory: Path) -> str:
-    """'q4_k_m', or 'q4_0' where the k-quants' blocks do not divide the matrices: llama.cpp would then take other types
-    for most of them."""
+    """What people download: 'mxfp4' where the experts are published so, else 'q4_k_m', or 'q4_0' where the k-quants'
+    blocks do not divide the hidden size: llama.cpp would then take other types for most matrices."""
+    if is_mxfp4(directory):
+        return "mxfp4"
     config = json.loads((directory / "config.json").read_text())
-    widths = [config.get(name, _K_BLOCK) for name in ("hidden_size", "moe_intermediate_size")]
-    return "q4_0" if any(width % _K_BLOCK for width in widths) else "q4_k_m"
+    return "q4_0" if config.get("hidden_size", _K_BLOCK) % _K_BLOCK else "q4_k_m"

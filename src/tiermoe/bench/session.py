@@ -23,7 +23,7 @@ from tiermoe.bench.machine import describe
 from tiermoe.bench.measure import Journal, Measured, Step, measure, plan
 from tiermoe.bench.ours import Tiermoe
 from tiermoe.bench.peers import Accelerate, Transformers
-from tiermoe.bench.stretches import check_lengths
+from tiermoe.bench.stretches import RANDOM, check_lengths
 from tiermoe.bench.subject import Subject
 from tiermoe.bench.summary import summarise
 from tiermoe.errors import ConfigError, ProfileError, TiermoeError
@@ -35,10 +35,10 @@ TITLES = {ACCELERATE: "transformers + accelerate"}
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What `tiermoe bench` was asked for. options: of `tiermoe.load`, but memory, threads and preset; text: what is
-    fed; out: the file of finished runs."""
+    fed, None for token ids drawn at random; out: the file of finished runs."""
 
     model: str
-    text: str
+    text: str | None
     conditions: Sequence[Condition]
     presets: Sequence[str]
     peers: Sequence[str]
@@ -97,7 +97,7 @@ class Session:
     def _key(self, subject: Subject) -> dict[str, Any]:
         """What runs that are kept in a file must have in common."""
         options = {name: str(value) for name, value in self.asked.options.items()}
-        text = xxhash.xxh3_64_hexdigest(self.asked.text.encode())
+        text = RANDOM if self.asked.text is None else xxhash.xxh3_64_hexdigest(self.asked.text.encode())
         return {"model": subject.fingerprint, "text": text, "threads": self.asked.threads, **options}
 
     def _memory_bandwidth(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,18 @@ from tiermoe.errors import ConfigError, PromptError
 DEFAULT_TEXT = Path(__file__).parents[3] / "data" / "heldout.txt"
 """The held-out text of a source tree; an installed package has none."""
 
+RANDOM = "random"
+"""Named in place of a text: token ids drawn at random, where a model has no tokenizer or none of its own."""
+_DRAWN = 1 << 18
+
 
 def text_file(chosen: Path | None) -> Path:
     """The text to read. ConfigError where none was named and the source tree's is not there."""
     if chosen is None and not DEFAULT_TEXT.exists():
-        raise ConfigError("no text to feed the engines; name a UTF-8 file of some ten thousand words with --text")
+        raise ConfigError(
+            f"no text to feed the engines; name a UTF-8 file of some ten thousand words with --text, or draw token ids "
+            f"with --text {RANDOM}"
+        )
     return chosen or DEFAULT_TEXT
 
 
@@ -25,6 +33,12 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
     tokenizer.model_max_length = 1 << 60  # the text is cut afterwards
     found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return found
+
+
+def random_ids(vocabulary: int) -> list[int]:
+    """Token ids of the whole vocabulary, the same ones each time."""
+    draw = random.Random(0)
+    return [draw.randrange(vocabulary) for _ in range(_DRAWN)]
 
 
 def check_lengths(conditions: Sequence[Condition], tokens: int, context: int | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tiermoe.bench.cases import Condition
-from tiermoe.bench.stretches import rows, token_ids
+from tiermoe.bench.stretches import random_ids, rows, token_ids
 from tiermoe.config import settings as make_settings
 from tiermoe.errors import ModelError
 from tiermoe.kernels import machine_layout
@@ -21,10 +21,10 @@ from tiermoe.store.store import precision_key
 
 
 class Subject:
-    """A checkpoint that every engine runs. model: a directory or a hub id; text: what is fed. Raises ModelError for one
-    that cannot be used so."""
+    """A checkpoint that every engine runs. model: a directory or a hub id; text: what is fed, None for random token
+    ids. Raises ModelError for a model that cannot be used so."""
 
-    def __init__(self, model: str, text: str) -> None:
+    def __init__(self, model: str, text: str | None) -> None:
         self.directory = resolve_model(model)
         self._blueprint = inspect_model(self.directory, model)
         if self._blueprint.family.encoder_decoder:
@@ -32,7 +32,10 @@ class Subject:
                 f"{self._blueprint.family.name} models read a prompt through an encoder, which the peers' runs do not; "
                 f"bench measures decoder-only models"
             )
-        self.ids = token_ids(load_tokenizer(self.directory), text)
+        if text is None:
+            self.ids = random_ids(self._blueprint.config.vocab_size)
+        else:
+            self.ids = token_ids(load_tokenizer(self.directory), text)
         self.context = self._blueprint.max_context()
         self.name = self._blueprint.name
         self.fingerprint = self._blueprint.checkpoint.fingerprint()

@@ -12,7 +12,7 @@ import typer
 from tiermoe.bench.cases import budgets_asked, conditions, groups_asked, numbers_asked, peers_asked, starts_asked
 from tiermoe.bench.columns import notes
 from tiermoe.bench.machine import cores
-from tiermoe.bench.stretches import text_file
+from tiermoe.bench.stretches import RANDOM, text_file
 from tiermoe.cli import options as opt
 from tiermoe.cli.bench_table import print_tables
 from tiermoe.cli.evaluate import read_text
@@ -45,7 +45,11 @@ def bench(
     peers: Annotated[str, typer.Option(help="all, none, or of llama.cpp,transformers,accelerate.")] = "all",
     rounds: Rounds = 3,
     text: Annotated[
-        Path | None, typer.Option(help="A UTF-8 text that all are fed. Default: the held-out one.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="A UTF-8 text that all are fed, or random: token ids drawn at random. Default: the held-out one.",
+            show_default=False,
+        ),
     ] = None,
     gguf: Annotated[
         Path | None,
@@ -84,7 +88,7 @@ def bench(
         "rounds": rounds,
         "threads": threads or cores(),
         "timeout": timeout,
-        "text": read_text(text_file(text)),
+        "text": None if text == Path(RANDOM) else read_text(text_file(text)),
         "gguf": gguf,
         "peer_python": peer_python,
         "out": out,

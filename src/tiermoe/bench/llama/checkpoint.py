@@ -12,13 +12,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-DTYPES: dict[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+DTYPES: dict[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U8": np.uint8}
 INDEX = "model.safetensors.index.json"
 
 
 def expert_count(config: dict[str, Any]) -> int:
     """Experts of a layer: transformers 5.23 writes Qwen3-MoE's ``num_experts`` as ``num_local_experts``."""
-    return int(config["num_experts"] if "num_experts" in config else config["num_local_experts"])
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return int(next(config[name] for name in names if name in config))
+
+
+def is_mxfp4(directory: Path) -> bool:
+    """Whether a checkpoint's experts are stored in MXFP4."""
+    config = json.loads((directory / "config.json").read_text())
+    return (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
 
 
 class Checkpoint:
@@ -47,6 +54,10 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
+    def names(self) -> list[str]:
+        """Every tensor, in the files' order."""
+        return list(self._entries)
+
     def dtype(self, name: str) -> str:
         """The stored type, as safetensors names it."""
         return str(self._entries[name][2]["dtype"])
@@ -61,6 +72,13 @@ class Checkpoint:
             raise ValueError(f"{name} in {path} is {entry['dtype']}; readable are {', '.join(DTYPES)}")
         dtype, shape = DTYPES[entry["dtype"]], self.shape(name)
         return np.memmap(path, dtype, "r", offset=base + entry["data_offsets"][0], shape=shape)
+
+    def bfloat16_bits(self, name: str) -> npt.NDArray[np.uint16]:
+        """The values as bfloat16 bits: as stored, or rounded to nearest even."""
+        if self.dtype(name) == "BF16":
+            return self.raw(name)
+        bits = self.float32(name).view(np.uint32)
+        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
     def float32(self, name: str) -> npt.NDArray[np.float32]:
         """The values in float32, which holds every stored type exactly."""

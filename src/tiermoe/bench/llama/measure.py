@@ -10,7 +10,7 @@ import llama_cpp
 import numpy as np
 
 from tiermoe.bench.llama.llama_engine import LlamaEngine
-from tiermoe.bench.started import figures, since_start
+from tiermoe.bench.started import figures, peak_resident_bytes, since_start
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
@@ -39,4 +39,31 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     return {
         **figures(rows, prompt, length, prefilled - began, decode_s, first_token_s, load_s),
         "version": f"llama-cpp-python {llama_cpp.__version__}",
+    }
+
+
+def answer(job: dict[str, Any]) -> dict[str, Any]:
+    """Answers a prompt greedily as llama.cpp does by default: its file mapped, its weights repacked.
+
+    job: `gguf`, `ids` (a .npy of (1, prompt) token ids), `tokens` of the answer, `threads`. Seconds: `imports_s` since
+    the process was started, `seconds` from there to the last token, `load_s` and `ttft_s` of them. RuntimeError where
+    llama.cpp fails."""
+    imports_s = since_start()
+    began = time.perf_counter()
+    ids, tokens = np.load(job["ids"])[0].tolist(), job["tokens"]
+    engine = LlamaEngine(Path(job["gguf"]), len(ids) + tokens, job["threads"], mmap=True, repack=True)
+    loaded = time.perf_counter()
+    token = int(engine.logits(ids, every=False)[-1].argmax())
+    first = time.perf_counter()
+    for _ in range(tokens - 1):
+        token = int(engine.logits([token], every=False)[-1].argmax())
+    ended = time.perf_counter()
+    return {
+        "imports_s": imports_s,
+        "load_s": loaded - began,
+        "ttft_s": first - loaded,
+        "decode_tok_s": (tokens - 1) / (ended - first),
+        "seconds": ended - began,
+        "process_s": since_start(),
+        "peak_memory_bytes": peak_resident_bytes(),
     }

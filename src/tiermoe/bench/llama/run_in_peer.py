@@ -1,6 +1,7 @@
-"""Run by path in the interpreter that holds llama-cpp-python: makes a GGUF, or runs one case. Prints one JSON object.
+"""Run by path in the interpreter that holds llama-cpp-python: makes a GGUF, runs one case, or answers a prompt. Prints
+one JSON object.
 
-    PYTHON run_in_peer.py '{"task": "convert" | "run", …}'
+    PYTHON run_in_peer.py '{"task": "convert" | "run" | "answer", …}'
 
 That interpreter has no tiermoe. The folder of the package is made importable under its name, and nothing that lies
 beside it: this environment's numpy may be of another Python.
@@ -38,7 +39,14 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     return measure(job)
 
 
-_TASKS = {"convert": convert, "run": run}
+def answer(job: dict[str, Any]) -> dict[str, Any]:
+    """A prompt, greedily."""
+    from tiermoe.bench.llama.measure import answer as answered
+
+    return answered(job)
+
+
+_TASKS = {"convert": convert, "run": run, "answer": answer}
 
 
 def main() -> None:
