@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tiermoe.model.decoder import Decoder
 from tiermoe.model.linear import PackedLinear
 from tiermoe.runtime.neuron_experts import NeuronLayerExperts
 from tiermoe.runtime.shells import is_shell
@@ -34,14 +35,15 @@ class KernelClock:
         return self.experts_s + self.dense_s
 
     def __enter__(self) -> KernelClock:
+        decoder = self._model.tiermoe.steps.decoder
+        own = isinstance(decoder, Decoder)
         for module in self._model.modules():
             if is_shell(module):
                 self._watch_experts(module.run_experts)
-            elif isinstance(module, torch.nn.Linear | PackedLinear):
+            elif isinstance(module, torch.nn.Linear | PackedLinear) and not own:
                 self._watch_linear(module)
-            replaced = module.__dict__.get("forward")
-            if hasattr(replaced, "_kernel"):
-                self._watch_whole(replaced)
+        if isinstance(decoder, Decoder):
+            self._undo.append(decoder.watch(lambda part: _Timed(part, self, "dense_s")))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -67,10 +69,6 @@ class KernelClock:
         self._replace(experts, "_kernels", held, {bits: self._proxy(one) for bits, one in held.items()})
         if experts.settled is not None:
             self._replace(experts.settled, "_kernel", experts.settled._kernel, self._proxy(experts.settled._kernel))
-
-    def _watch_whole(self, layer: Any) -> None:
-        """A decoder layer whose forward is replaced by one with a kernel of its own."""
-        self._replace(layer, "_kernel", layer._kernel, _Timed(layer._kernel, self, "dense_s"))
 
     def _watch_linear(self, module: Any) -> None:
         began = 0.0

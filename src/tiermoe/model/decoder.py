@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,15 @@ class Layer:
             x = x + (attended if self.multiplier == 1 else attended * self.multiplier)
             normed = self.norm_after(x)
         return self.feed_forward.add(normed, x, self.multiplier)
+
+    def watched(self, wrap: Callable[[Any], Any]) -> Layer:
+        """The layer with wrap(part) in the place of its dense parts."""
+        return replace(
+            self,
+            attention=wrap(self.attention),
+            feed_forward=self.feed_forward.watched(wrap),
+            few=None if self.few is None else wrap(self.few),
+        )
 
     @property
     def by_row(self) -> bool:
@@ -88,6 +98,18 @@ class Decoder:
     def routers(self) -> list[Router]:
         """Of the MoE layers, in the order they run."""
         return [block.router for block in self._moe_blocks()]
+
+    def watch(self, wrap: Callable[[Any], Any]) -> Callable[[], None]:
+        """Puts wrap(part), which is called as the part is, in the place of everything that computes with dense weights:
+        attention, dense blocks, shared experts, the output layer. Returns what puts them back."""
+        layers, head = list(self.layers), self._head
+        self._head = wrap(head)
+        self.layers = [layer.watched(wrap) for layer in layers]
+
+        def undo() -> None:
+            self.layers, self._head = layers, head
+
+        return undo
 
     def attach(self, experts: Sequence[Experts]) -> None:
         """Gives each MoE layer its experts."""

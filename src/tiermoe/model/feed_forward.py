@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +62,10 @@ class DenseBlock:
         """Whether a token's values do not depend on the others of a call of few tokens."""
         return self.gate.by_row and self.up.by_row and self.down.by_row
 
+    def watched(self, wrap: Callable[[Any], Any]) -> DenseBlock:
+        """The block with wrap(part) in the place of its matrices."""
+        return replace(self, gate=wrap(self.gate), up=wrap(self.up), down=wrap(self.down))
+
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
         """residual + multiplier * the block of x."""
         return _added(residual, self(x), multiplier)
@@ -83,6 +87,10 @@ class MoeBlock:
         """Whether a token's values do not depend on the others of a call of few tokens."""
         always = [part for part in (self.shared, self.shared_gate) if part is not None]
         return self.router.native and self.experts.by_row and all(part.by_row for part in always)
+
+    def watched(self, wrap: Callable[[Any], Any]) -> MoeBlock:
+        """The block with its shared expert watched."""
+        return self if self.shared is None else replace(self, shared=self.shared.watched(wrap))
 
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
         """residual + multiplier * the block of x, (T, H) each."""
