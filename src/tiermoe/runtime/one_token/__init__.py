@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiermoe.kernels.native.attention import one_token_attention
+from tiermoe.kernels.native.one_token_attention import one_token_attention
 from tiermoe.runtime.dense import PackedLinear
 from tiermoe.runtime.one_token.block import OneTokenBlock, one_token_block
 from tiermoe.runtime.one_token.layer import OneTokenLayer

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from tiermoe.kernels.native.attention import OneTokenAttention
+from tiermoe.kernels.native.one_token_attention import OneTokenAttention
 from tiermoe.runtime.one_token.asked import collected, hooked
 from tiermoe.runtime.one_token.block import OneTokenBlock
 from tiermoe.runtime.one_token.padding import first_positions

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiermoe.kernels.native.attention import AttentionWeights, PackedMatrix
+from tiermoe.kernels.native.attention import PackedMatrix
+from tiermoe.kernels.native.one_token_attention import AttentionWeights
 from tiermoe.runtime.dense import PackedLinear
 
 _UNKNOWN = ("clip_qkv", "sliding_window", "attn_logit_softcapping")  # of attentions that the kernel does not compute
