@@ -21,8 +21,10 @@ from tests import tiny
 from tiermoe import native
 from tiermoe.kernels.expert import InOneCall, SeparateSteps, SlotViews, expert_kernel, silu_gate, weighted_sum
 from tiermoe.kernels.native.linear import linear
+from tiermoe.kernels.native.matrix import matrix_form
 from tiermoe.kernels.native.moe_block import MoeBlock
 from tiermoe.kernels.native.router import choose, logits_of
+from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.encodings import cpu_layout
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.ladders import widen
@@ -52,6 +54,13 @@ def packed(out: int, in_: int, group: int, seed: int = 0) -> tuple[Int4, dict[st
     return encoding, encoding.encode(weight.bfloat16(), QUANTIZERS["linear"], torch.bfloat16)
 
 
+def product(x: torch.Tensor, encoding: Encoding, fields: dict[str, torch.Tensor], out: int) -> torch.Tensor:
+    """The native product with a matrix (out, in_) in an encoding."""
+    form = matrix_form(encoding, out, x.shape[1], torch.bfloat16)
+    assert form is not None
+    return linear(x, form, fields)
+
+
 def tokens(count: int, width: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
@@ -73,51 +82,51 @@ def test_a_product_is_the_decoded_weights_rounded_once(
     exact = x.double() @ encoding.decode(fields, out, in_, torch.float32).double().t()
     # float32 sums: their error counts where a result is near 0
     allowed = exact.abs() * ROUNDING + 1e-5 * x.double().abs().sum(1, keepdim=True)
-    assert (linear(x, fields, out, in_, group).double() - exact).abs().le(allowed).all()
+    assert (product(x, encoding, fields, out).double() - exact).abs().le(allowed).all()
 
 
 def test_a_tokens_product_depends_on_no_other_token_and_no_thread(one_thread: None) -> None:
-    _, fields = packed(256, 192, 64)
+    encoding, fields = packed(256, 192, 64)
     x = tokens(23, 192)
-    alone = torch.cat([linear(token[None], fields, 256, 192, 64) for token in x])
+    alone = torch.cat([product(token[None], encoding, fields, 256) for token in x])
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         for count in range(1, len(x) + 1):
-            assert torch.equal(linear(x[:count], fields, 256, 192, 64), alone[:count])
+            assert torch.equal(product(x[:count], encoding, fields, 256), alone[:count])
 
 
 def test_calls_from_several_threads_at_once(one_thread: None) -> None:
-    _, fields = packed(512, 256, 64)
+    encoding, fields = packed(512, 256, 64)
     x = tokens(1, 256)
-    want = linear(x, fields, 512, 256, 64)
+    want = product(x, encoding, fields, 512)
 
     def many(_: int) -> bool:
         torch.set_num_threads(3)
-        return all(torch.equal(linear(x, fields, 512, 256, 64), want) for _ in range(300))
+        return all(torch.equal(product(x, encoding, fields, 512), want) for _ in range(300))
 
     with ThreadPoolExecutor(4) as callers:
         assert all(callers.map(many, range(4)))
 
 
 def test_a_forked_process_computes_too(one_thread: None) -> None:
-    _, fields = packed(256, 128, 64)
+    encoding, fields = packed(256, 128, 64)
     x = tokens(1, 128)
     torch.set_num_threads(2)
-    want = linear(x, fields, 256, 128, 64)
+    want = product(x, encoding, fields, 256)
     child = os.fork()
     if child == 0:
-        os._exit(0 if torch.equal(linear(x, fields, 256, 128, 64), want) else 1)
+        os._exit(0 if torch.equal(product(x, encoding, fields, 256), want) else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 
 def test_threads_that_slept_come_back(one_thread: None) -> None:
-    _, fields = packed(256, 128, 64)
+    encoding, fields = packed(256, 128, 64)
     x = tokens(1, 128)
     torch.set_num_threads(4)
-    want = linear(x, fields, 256, 128, 64)
+    want = product(x, encoding, fields, 256)
     for pause in (0.0, 0.001, 0.01, 0.05):
         time.sleep(pause)
-        assert torch.equal(linear(x, fields, 256, 128, 64), want)
+        assert torch.equal(product(x, encoding, fields, 256), want)
 
 
 @settings(max_examples=40, deadline=None)
@@ -360,7 +369,7 @@ def test_the_switch_keeps_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.SWITCH, "0")
     native.available.cache_clear()
     try:
-        assert not native.takes(torch.bfloat16, 64, 64, 64)
+        assert not native.takes(torch.bfloat16, native.Coding.INT4, 64, 64, 64)
         assert isinstance(expert_kernel(expert_format(64, 64), silu_gate, "cpu"), SeparateSteps)
     finally:
         monkeypatch.undo()

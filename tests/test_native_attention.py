@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ from tests import tiny
 from tiermoe import native
 from tiermoe.kernels.native.attention import GroupedAttention, LatentAttention, Norm, PackedMatrix
 from tiermoe.kernels.native.few_tokens_attention import FewTokensAttention, Slabs, Step, few_tokens_attention
+from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.encodings import cpu_layout
 from tiermoe.quant.int4 import Int4
+from tiermoe.quant.int8 import Int8
+from tiermoe.quant.plain import Plain
 from tiermoe.quant.quantizers import QUANTIZERS
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs AVX-512 with BF16 and VBMI, and a C compiler")
@@ -37,19 +41,26 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def pack(weight: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[PackedMatrix, torch.Tensor]:
+FOUR: tuple[Encoding, ...] = (Int4(cpu_layout(), 32),)
+MIXED: tuple[Encoding, ...] = (Int8(), *FOUR, Plain(), Int4(cpu_layout(), 64))
+Encodings = Iterator[Encoding]  # of one matrix after the other
+
+
+def pack(
+    weight: torch.Tensor, encodings: Encodings, bias: torch.Tensor | None = None
+) -> tuple[PackedMatrix, torch.Tensor]:
     """A packed matrix and its values."""
     out, in_ = weight.shape
-    encoding = Int4(cpu_layout(), 32)
+    encoding = next(encodings)
     fields = encoding.encode(weight, QUANTIZERS["linear"], torch.bfloat16)
     values = encoding.decode(fields, out, in_, torch.bfloat16).contiguous()
     return PackedMatrix(encoding, fields, out, in_, bias), values
 
 
-def packed_in_place(linear: torch.nn.Linear) -> PackedMatrix:
+def packed_in_place(linear: torch.nn.Linear, encodings: Encodings) -> PackedMatrix:
     """A linear layer packed; the layer takes the packed values."""
     bias = None if linear.bias is None else linear.bias.data
-    matrix, linear.weight.data = pack(linear.weight.data, bias)
+    matrix, linear.weight.data = pack(linear.weight.data, encodings, bias)
     return matrix
 
 
@@ -62,7 +73,7 @@ def norm_of(module: Any) -> Norm | None:
     return Norm(module.weight.data, module.variance_epsilon, kind)
 
 
-def grouped(layer: Any, rotary: int) -> GroupedAttention:
+def grouped(layer: Any, rotary: int, encodings: Encodings) -> GroupedAttention:
     attention = layer.self_attn
     before, after = norm_of(layer.input_layernorm), norm_of(layer.post_attention_layernorm)
     assert before is not None
@@ -70,7 +81,7 @@ def grouped(layer: Any, rotary: int) -> GroupedAttention:
     sinks = getattr(attention, "sinks", None)
     windowed = attention if hasattr(attention, "sliding_window") else attention.config
     return GroupedAttention(
-        *(packed_in_place(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+        *(packed_in_place(getattr(attention, name), encodings) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
         before, after, attention.head_dim, rotary, attention.scaling, norm_of(getattr(attention, "q_norm", None)),
         norm_of(getattr(attention, "k_norm", None)), window=getattr(windowed, "sliding_window", None) or 0,
         sinks=None if sinks is None else sinks.data,
@@ -78,13 +89,13 @@ def grouped(layer: Any, rotary: int) -> GroupedAttention:
     )  # fmt: skip
 
 
-def latent(layer: Any, rotary: int) -> LatentAttention:
+def latent(layer: Any, rotary: int, encodings: Encodings) -> LatentAttention:
     attention = layer.self_attn
     heads, plain, width = attention.num_heads, attention.qk_nope_head_dim, attention.v_head_dim
     rank = attention.kv_lora_rank
     both = attention.kv_b_proj.weight.data.view(heads, plain + width, rank)
-    key_up, keys = pack(both[:, :plain].transpose(1, 2).reshape(heads * rank, plain))
-    value_up, values = pack(both[:, plain:].reshape(heads * width, rank))
+    key_up, keys = pack(both[:, :plain].transpose(1, 2).reshape(heads * rank, plain), encodings)
+    value_up, values = pack(both[:, plain:].reshape(heads * width, rank), encodings)
     both[:, :plain], both[:, plain:] = keys.view(heads, rank, plain).transpose(1, 2), values.view(heads, width, rank)
     before, after, within = (
         norm_of(each) for each in (layer.input_layernorm, layer.post_attention_layernorm, attention.kv_a_layernorm)
@@ -94,10 +105,11 @@ def latent(layer: Any, rotary: int) -> LatentAttention:
     assert within is not None
     twice = attention.q_lora_rank is not None
     return LatentAttention(
-        packed_in_place(attention.q_b_proj if twice else attention.q_proj),
-        packed_in_place(attention.kv_a_proj_with_mqa), key_up, value_up, packed_in_place(attention.o_proj), before,
-        after, within, plain, width, rank, rotary, attention.scaling,
-        packed_in_place(attention.q_a_proj) if twice else None,
+        packed_in_place(attention.q_b_proj if twice else attention.q_proj, encodings),
+        packed_in_place(attention.kv_a_proj_with_mqa, encodings), key_up, value_up,
+        packed_in_place(attention.o_proj, encodings), before, after, within, plain, width, rank, rotary,
+        attention.scaling,
+        packed_in_place(attention.q_a_proj, encodings) if twice else None,
         norm_of(attention.q_a_layernorm) if twice else None,
     )  # fmt: skip
 
@@ -125,6 +137,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("minimax_m2", {"head_dim": 64, "rotary_dim": 32}),
     "deepseek_v2": ("deepseek_v2", {**MLA, "q_lora_rank": None}),
     "deepseek_v3": ("deepseek_v3", {**MLA, "q_lora_rank": 64}),
+    "qwen3_moe, mixed bits": ("qwen3_moe", {"head_dim": 32}),
+    "deepseek_v3, mixed bits": ("deepseek_v3", {**MLA, "q_lora_rank": 64, "qk_nope_head_dim": 64}),
     "deepseek_v3, yarn": ("deepseek_v3", {**MLA, "q_lora_rank": 192, "rope_parameters": YARN}),
 }
 
@@ -147,8 +161,9 @@ class Case:
         self.position = model.model.rotary_emb(self.x[None], position_ids=torch.arange(LENGTH)[None])
         self.cos, self.sin = self.turns()
         rotary = self.cos.shape[1]
-        mla = family.startswith("deepseek")
-        self.weights = latent(self.layer, rotary) if mla else grouped(self.layer, rotary)
+        encodings = cycle(MIXED if name.endswith("mixed bits") else FOUR)
+        of = latent if family.startswith("deepseek") else grouped
+        self.weights: GroupedAttention | LatentAttention = of(self.layer, rotary, encodings)
         kernel = few_tokens_attention(self.weights)
         assert kernel is not None
         self.kernel: FewTokensAttention = kernel
@@ -295,7 +310,7 @@ def test_values_of_another_width_and_interleaved_pairs() -> None:
     """Against the definition, in float64."""
     heads, kv_heads, head, width, rotary, length = 4, 2, 32, 96, 20, 30
     shapes = [(heads * head, HIDDEN), (kv_heads * head, HIDDEN), (kv_heads * width, HIDDEN), (HIDDEN, heads * width)]
-    both = [pack((random(*shape, seed=seed) * 0.1).bfloat16()) for seed, shape in enumerate(shapes)]
+    both = [pack(random(*shape, seed=seed) * 0.1, cycle(FOUR)) for seed, shape in enumerate(shapes)]
     (query, wq), (key, wk), (value, wv), (output, wo) = both
     one = Norm(torch.ones(HIDDEN).bfloat16(), 1e-6)
     weights = GroupedAttention(

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from benchmarks.kernels.weights import Fields, Turns, copy, nbytes, packed, random
 from benchmarks.rounds import rates, ratios, timed
-from tiermoe import native
 from tiermoe.kernels.native.linear import linear
+from tiermoe.kernels.native.matrix import matrix_form
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.scratch import scratch
 
@@ -32,9 +32,8 @@ def products(encoding: Int4, out: int, in_: int) -> dict[str, Product]:
         ),
         DECODED: decoded,
     }
-    if native.takes(torch.bfloat16, out, in_, group):
-        return {NATIVE: lambda x, fields: linear(x, fields, out, in_, group), **found}
-    return found
+    form = matrix_form(encoding, out, in_, torch.bfloat16)
+    return {NATIVE: lambda x, fields: linear(x, form, fields), **found} if form else found
 
 
 def measure(tokens: Sequence[int], out: int, in_: int, memory: int, gflop: float, rounds: int) -> dict[str, Any]:

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from tiermoe.errors import ConfigError
 from tiermoe.kernels import cpu, cuda
+from tiermoe.kernels.native.matrix import matrix_form
 from tiermoe.kernels.reference import DecodedLinear
-from tiermoe.native import takes
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.encodings import ROW_MAJOR, cpu_layout, encoding_named
-from tiermoe.quant.int2 import Int2
-from tiermoe.quant.int4 import Int4
+from tiermoe.quant.int8 import Int8
 
 __all__ = ["KERNELS", "LinearKernel", "decodes", "linear_for", "machine_layout"]
 
@@ -51,10 +50,9 @@ def decodes(encoding: Encoding | None, out: int, in_: int, dtype: torch.dtype) -
     """Whether the CPU's kernel makes a decoded copy of a matrix (out, in_) for many tokens."""
     if encoding is None or encoding.bits == 16:
         return False
-    in_slot = encoding.in_slot if isinstance(encoding, Int2) else encoding
-    if not isinstance(in_slot, Int4) or math.isfinite(cpu.native_tokens()):
+    if isinstance(encoding, Int8) or math.isfinite(cpu.native_tokens()):
         return True
-    return not takes(dtype, out, in_, in_slot.group)
+    return matrix_form(encoding, out, in_, dtype) is None
 
 
 def linear_for(encoding_name: str, device_type: str, dtype: torch.dtype) -> LinearKernel:

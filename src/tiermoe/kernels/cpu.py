@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiermoe import native
 from tiermoe.kernels.native.linear import linear
+from tiermoe.kernels.native.matrix import matrix_form
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.int2 import Int2
 from tiermoe.quant.int4 import Int4
@@ -76,8 +76,9 @@ class Int4Linear:
         self._native_tokens = native_tokens()
 
     def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
-        if x.shape[0] <= self._native_tokens and native.takes(self._dtype, out, in_, self._group):
-            return linear(x, slot, out, in_, self._group)
+        form = matrix_form(self._encoding, out, in_, self._dtype) if x.shape[0] <= self._native_tokens else None
+        if form:
+            return linear(x, form, slot)
         if x.shape[0] <= self._tokens:
             codes, scales_and_zeros = slot["codes"], slot["scales_and_zeros"]
             return torch._weight_int4pack_mm_for_cpu(x.contiguous(), codes, self._group, scales_and_zeros)

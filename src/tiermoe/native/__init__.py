@@ -1,13 +1,14 @@
 """Kernels of our own, in C, for machines with AVX-512, its BF16 and its VBMI (Zen 4, Sapphire Rapids and later).
 
-They compute on 4-bit weights in bfloat16, never rounding a weight, and widen 2 bits to 4. A build without a C compiler
-lacks them, other machines cannot run them: torch's operators compute there (`kernels/cpu.py`).
+They compute in bfloat16 on weights of 4, 8 and 16 bits, never rounding a weight, and widen 2 bits to 4. A build without
+a C compiler lacks them, other machines cannot run them: torch's operators compute there (`kernels/cpu.py`).
 """
 
 from __future__ import annotations
 
 import os
 import re
+from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,8 +22,19 @@ except ImportError:
 SWITCH = "TIERMOE_NATIVE"
 """Environment variable: 0 keeps these kernels out, so that they can be compared with torch's."""
 
-ROWS = 64  # a matrix has a multiple of them
-GROUPS = (32, 64, 128, 256)  # weights of a row that share a scale
+
+class Coding(IntEnum):
+    """How a matrix (out, in_) is kept; the order is that of matrix.h."""
+
+    INT4 = 0
+    INT8 = 1
+    BF16 = 2
+
+
+ROWS = 64  # at 4 bits a matrix has a multiple of them
+GROUPS = (32, 64, 128, 256)  # weights of a row that share a scale at 4 bits
+COLUMNS = {Coding.INT8: 64, Coding.BF16: 32}  # a matrix has a multiple of them
+MOST_COLUMNS = 1 << 15  # at 8 bits: some rows are decoded on a thread's stack
 
 
 @lru_cache(maxsize=1)
@@ -36,9 +48,13 @@ def available() -> bool:
     return True
 
 
-def takes(dtype: torch.dtype, out: int, in_: int, group: int) -> bool:
-    """Whether the kernels compute products with a 4-bit matrix (out, in_) of this group in `dtype`."""
-    return dtype == torch.bfloat16 and out % ROWS == 0 and group in GROUPS and in_ % group == 0 and available()
+def takes(dtype: torch.dtype, coding: Coding, out: int, in_: int, group: int) -> bool:
+    """Whether the kernels compute products with a matrix (out, in_) in `dtype`. group: columns that share a scale."""
+    if coding == Coding.INT4:
+        fits = out % ROWS == 0 and group in GROUPS and in_ % group == 0
+    else:
+        fits = in_ % COLUMNS[coding] == 0 and in_ <= MOST_COLUMNS
+    return dtype == torch.bfloat16 and fits and available()
 
 
 def widen(pairs: int, ladders: int, count: int, run: int, codes: int) -> None:

@@ -10,7 +10,7 @@ enum { SMALLEST_GROUP = 32 };
 
 static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 
-static size_t blocks(const Projection *projection) { return projection->matrix.rows / BLOCK; }
+static size_t blocks(const Projection *projection) { return matrix_blocks(&projection->matrix); }
 
 static size_t hidden(const Attention *layer) { return layer->output.matrix.rows; }
 
@@ -59,11 +59,12 @@ const char *attention_misfit(const Attention *layer, const Step *step, const Sla
 static size_t lay_out(Job *job, size_t threads, char *start) {
     const Attention *layer = job->layer;
     const size_t tokens = job->step->tokens, width = hidden(layer), latent = layer->latent_columns;
-    const size_t columns = larger(larger(width, layer->output.matrix.columns), layer->query_first.matrix.rows);
+    const size_t columns = larger(larger(width, layer->output.matrix.columns),
+                                  larger(layer->query_first.matrix.rows, larger(latent, layer->key_columns)));
     char *end = start;
     job->works = 0;
     for (size_t t = 0; t < tokens; t++) job->works += last_tile(job->step, t) - first_tile(layer, job->step, t) + 1;
-    job->sums_each = tokens * columns / SMALLEST_GROUP;
+    job->sums_each = PROJECTIONS * tokens * columns / SMALLEST_GROUP;
     job->normed_each = tokens * larger(width, layer->query_first.matrix.rows);
     job->one_head_each = latent ? tokens * larger(latent, layer->key_columns) : 0;
     const size_t group = layer->heads / layer->kv_heads, parts = (group + MOST_QUERIES - 1) / MOST_QUERIES;
@@ -111,16 +112,39 @@ static void list_work(Job *job) {
         }
 }
 
-void attention_sums(const Job *job, const Int4 *matrix, const bf16 *x, size_t thread) {
-    int4_group_sums(x, job->step->tokens, matrix, job->sums + thread * job->sums_each);
+/* Where a thread's sums for projection `which` lie. */
+static float *sums_of(const Job *job, size_t which, size_t thread) {
+    return job->sums + thread * job->sums_each + which * (job->sums_each / PROJECTIONS);
 }
 
-void attention_multiply(const Job *job, const Projection *projection, size_t block, const bf16 *x, size_t thread, bf16 *out,
-                        size_t stride) {
+void attention_sums(const Job *job, const Projection *const *projections, size_t count, const bf16 *x, size_t thread) {
+    for (size_t i = 0; i < count; i++) {
+        const Matrix *matrix = &projections[i]->matrix, *before = i ? &projections[i - 1]->matrix : NULL;
+        const size_t bytes = job->step->tokens * matrix_groups(matrix) * sizeof(float);
+        if (before && matrix_groups(before) == matrix_groups(matrix))
+            memcpy(sums_of(job, i, thread), sums_of(job, i - 1, thread), bytes);
+        else
+            matrix_group_sums(matrix, x, job->step->tokens, sums_of(job, i, thread));
+    }
+}
+
+void attention_multiply(const Job *job, const Projection *projection, size_t which, size_t block, const bf16 *x,
+                        size_t thread, bf16 *out, size_t stride) {
     const size_t tokens = job->step->tokens;
-    int4_block(&projection->matrix, block, x, job->sums + thread * job->sums_each, tokens, out, stride);
+    matrix_block(&projection->matrix, block, x, sums_of(job, which, thread), tokens, out, stride);
     for (size_t t = 0; projection->bias && t < tokens; t++)
         add_rows(out + t * stride, projection->bias + block * BLOCK, BLOCK);
+}
+
+/* What is computed of the hidden states; returns how many. */
+static size_t projections_of(const Job *job, const Projection **projections, bf16 **out) {
+    const Attention *layer = job->layer;
+    const int two_steps = layer->query_first.matrix.rows != 0;
+    projections[0] = two_steps ? &layer->query_first : &layer->query;
+    projections[1] = &layer->key, projections[2] = &layer->value;
+    out[0] = two_steps ? job->first : job->projected_query;
+    out[1] = job->projected_key, out[2] = job->projected_value;
+    return layer->latent_columns ? 2 : 3;
 }
 
 /* What is small every thread computes for itself: that costs less than waiting for another. */
@@ -129,29 +153,21 @@ static void begin_projections(void *data, size_t thread) {
     const size_t width = hidden(job->layer), tokens = job->step->tokens;
     bf16 *normed = job->normed + thread * job->normed_each;
     for (size_t t = 0; t < tokens; t++) norm_row(&job->layer->before, job->x + t * width, normed + t * width);
-    attention_sums(job, &job->layer->key.matrix, normed, thread);
+    const Projection *projections[PROJECTIONS];
+    bf16 *out[PROJECTIONS];
+    const size_t count = projections_of(job, projections, out);
+    attention_sums(job, projections, count, normed, thread);
 }
 
 static void project(void *data, size_t thread, size_t block) {
     const Job *job = data;
-    const Attention *layer = job->layer;
-    const bf16 *normed = job->normed + thread * job->normed_each;
-    const int two_steps = layer->query_first.matrix.rows != 0;
-    const struct {
-        const Projection *projection;
-        bf16 *out;
-    } projections[] = {{two_steps ? &layer->query_first : &layer->query, two_steps ? job->first : job->projected_query},
-                       {&layer->key, job->projected_key},
-                       {&layer->value, job->projected_value}};
-    for (int i = 0; i < 3; i++) {
-        const Projection *projection = projections[i].projection;
-        if (block < blocks(projection)) {
-            attention_multiply(job, projection, block, normed, thread, projections[i].out + block * BLOCK,
-                               projection->matrix.rows);
-            return;
-        }
-        block -= blocks(projection);
-    }
+    const Projection *projections[PROJECTIONS];
+    bf16 *out[PROJECTIONS];
+    size_t which = 0;
+    projections_of(job, projections, out);
+    for (; block >= blocks(projections[which]); which++) block -= blocks(projections[which]);
+    attention_multiply(job, projections[which], which, block, job->normed + thread * job->normed_each, thread,
+                       out[which] + block * BLOCK, projections[which]->matrix.rows);
 }
 
 /* Some heads of a group over a tile. */
@@ -184,7 +200,8 @@ static void attend(void *data, size_t thread, size_t task) {
 
 static void begin_outputs(void *data, size_t thread) {
     const Job *job = data;
-    attention_sums(job, &job->layer->output.matrix, job->attended, thread);
+    const Projection *output = &job->layer->output;
+    attention_sums(job, &output, 1, job->attended, thread);
 }
 
 /* rows = x + multiplier * rows, rounded after each step. */
@@ -198,7 +215,7 @@ static void add_output(void *data, size_t thread, size_t block) {
     const Job *job = data;
     const Attention *layer = job->layer;
     const size_t width = hidden(layer);
-    attention_multiply(job, &layer->output, block, job->attended, thread, job->out + block * BLOCK, width);
+    attention_multiply(job, &layer->output, 0, block, job->attended, thread, job->out + block * BLOCK, width);
     for (size_t t = 0; t < job->step->tokens; t++) {
         const size_t at = t * width + block * BLOCK;
         add_residual(job->x + at, layer->residual_multiplier, job->out + at);
@@ -219,8 +236,10 @@ void attention_run(const Attention *layer, const Step *step, const Slabs *slabs,
     list_work(&job);
     const size_t group = layer->heads / layer->kv_heads, parts = (group + job.heads_each - 1) / job.heads_each;
     const int latent = layer->latent_columns != 0, two_steps = layer->query_first.matrix.rows != 0;
-    const size_t projected = blocks(&layer->key) + blocks(two_steps ? &layer->query_first : &layer->query) +
-                             (latent ? 0 : blocks(&layer->value));
+    const Projection *projections[PROJECTIONS];
+    bf16 *outs[PROJECTIONS];
+    size_t projected = 0;
+    for (size_t i = projections_of(&job, projections, outs); i--;) projected += blocks(projections[i]);
     const Phase phases[] = {
         {begin_projections, project, projected},
         {latent_begin_queries, latent_queries, two_steps ? blocks(&layer->query) : 0},

@@ -5,13 +5,13 @@
 #ifndef TIERMOE_ATTENTION_H
 #define TIERMOE_ATTENTION_H
 
-#include "int4.h"
+#include "matrix.h"
 #include "norm_row.h"
 
 enum { MOST_HEAD_COLUMNS = 256 };
 
 typedef struct {
-    Int4 matrix;      /* no rows: there is no such projection */
+    Matrix matrix;    /* no rows: there is no such projection */
     const bf16 *bias; /* NULL: none */
 } Projection;
 

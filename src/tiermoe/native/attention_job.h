@@ -50,12 +50,14 @@ static inline size_t cache_row(const Job *job, size_t token, size_t kv_head) {
     return slab * slabs->room + (size_t)job->step->positions[token] % slabs->room;
 }
 
-/* The sums of groups of x (tokens, columns of the matrix), for this thread's products. */
-void attention_sums(const Job *job, const Int4 *matrix, const bf16 *x, size_t thread);
+/* The sums of groups of x (tokens, columns), for this thread's products with up to PROJECTIONS matrices. */
+enum { PROJECTIONS = 3 };
+void attention_sums(const Job *job, const Projection *const *projections, size_t count, const bf16 *x, size_t thread);
 
-/* out[t * stride + i] = row BLOCK * block + i of the projection of x[t], for each token. */
-void attention_multiply(const Job *job, const Projection *projection, size_t block, const bf16 *x, size_t thread, bf16 *out,
-                        size_t stride);
+/* out[t * stride + i] = row BLOCK * block + i of the projection of x[t], for each token. `sums`: of projection `which` of
+ * attention_sums's. */
+void attention_multiply(const Job *job, const Projection *projection, size_t which, size_t block, const bf16 *x,
+                        size_t thread, bf16 *out, size_t stride);
 
 /* Tasks of the phases between the projections of hidden states and attention, and between attention and the output. */
 void grouped_place(void *data, size_t thread, size_t task); /* (token, kv head) */

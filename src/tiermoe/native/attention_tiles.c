@@ -8,7 +8,7 @@ enum {
     LANES = 16,
     KEYS = 4,    /* scored at a time */
     QUERIES = 4, /* that share what is loaded of keys and values */
-    COLUMNS = 64 /* of values, whose sums fit the registers */
+    MOST_COLUMNS = 128 /* of values */
 };
 
 /* Where the rows of a tile begin. */
@@ -19,16 +19,6 @@ typedef struct {
 static inline size_t row(const Rows *rows, size_t i) {
     const size_t at = rows->first + (i < rows->count ? i : rows->count - 1); /* beyond the last one: that one again */
     return at < rows->room ? at : at - rows->room;
-}
-
-/* The sums of the lanes of four registers. */
-TARGET static inline __m128 four_sums(__m512 a, __m512 b, __m512 c, __m512 d) {
-    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-    const __m512 low = _mm512_shuffle_ps(ab, cd, 0x44), high = _mm512_shuffle_ps(ab, cd, 0xEE);
-    const __m512 sums = _mm512_add_ps(low, high); /* a b c d in each quarter */
-    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(sums), _mm512_extractf32x8_ps(sums, 1));
-    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
 /* scores[q][i] = scale * query q times key i. The values of the same rows are asked for, since they come next. */
@@ -85,18 +75,18 @@ TARGET static inline void store_columns(__m512 low, __m512 high, float *out) {
     _mm512_storeu_ps(out + LANES, _mm512_permutex2var_ps(low, second, high));
 }
 
-/* results[q * stride + c] = the sum of weights[q][i] times column c of value i, for `width` columns (32 or 64) from
- * `begin` on: two positions at a time, whose columns become pairs. */
+/* results[q * stride + c] = the sum of weights[q][i] times column c of value i, for `width` columns from `begin`
+ * on: two positions at a time, whose columns become pairs. */
 TARGET static inline __attribute__((always_inline)) void weigh(size_t count, size_t width, const Positions *positions,
                                                                const Rows *rows, const bf16 (*weights)[TILE], size_t begin,
                                                                float *results, size_t stride) {
-    __m512 sums[QUERIES][COLUMNS / LANES];
+    __m512 sums[QUERIES][MOST_COLUMNS / LANES];
     for (size_t q = 0; q < count; q++)
         for (size_t r = 0; r < width / LANES; r++) sums[q][r] = _mm512_setzero_ps();
     for (size_t i = 0; i < rows->count; i += 2) {
         const bf16 *even = positions->values + row(rows, i) * positions->value_stride + begin;
         const bf16 *odd = positions->values + row(rows, i + 1) * positions->value_stride + begin;
-        __m512i pairs[COLUMNS / LANES];
+        __m512i pairs[MOST_COLUMNS / LANES];
         for (size_t r = 0; r < width / LANES; r += 2) {
             const __m512i a = _mm512_loadu_si512(even + LANES * r), b = _mm512_loadu_si512(odd + LANES * r);
             pairs[r] = _mm512_unpacklo_epi16(a, b), pairs[r + 1] = _mm512_unpackhi_epi16(a, b);
@@ -120,11 +110,11 @@ TARGET static inline __attribute__((always_inline)) void attend_some(size_t coun
     bf16 weights[QUERIES][TILE] __attribute__((aligned(64)));
     score(count, positions, rows, queries, scale, scores);
     for (size_t q = 0; q < count; q++) soften(scores[q], rows->count, weights[q], results + q * stride);
-    for (size_t c = 0; c < columns; c += COLUMNS)
-        if (columns - c < COLUMNS)
-            weigh(count, COLUMNS / 2, positions, rows, weights, c, results + TILE_HEADER, stride);
-        else
-            weigh(count, COLUMNS, positions, rows, weights, c, results + TILE_HEADER, stride);
+    size_t c = 0; /* as many columns at a time as have sums in the registers: 16 of them hide what an addition takes */
+    for (; count < 3 && c + 128 <= columns; c += 128)
+        weigh(count, 128, positions, rows, weights, c, results + TILE_HEADER, stride);
+    for (; c + 64 <= columns; c += 64) weigh(count, 64, positions, rows, weights, c, results + TILE_HEADER, stride);
+    for (; c < columns; c += 32) weigh(count, 32, positions, rows, weights, c, results + TILE_HEADER, stride);
 }
 
 #define SOME_OF(n)                                                 \

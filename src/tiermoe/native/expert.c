@@ -36,15 +36,15 @@ static void first(void *data, size_t thread, size_t task) {
     const Job *job = data;
     const size_t inner = job->inner.matrix->columns, blocks = inner / BLOCK, block = task % blocks;
     const Share *share = &job->shares[task / blocks];
-    const Int4 *matrix = &share->expert.first;
-    const size_t groups = matrix->columns / matrix->group;
+    const Matrix *matrix = &share->expert.first;
+    const size_t groups = matrix_groups(matrix);
     bf16 gate[TOKENS][BLOCK], up[TOKENS][BLOCK];
     for (size_t m = 0; m < share->tokens; m += TOKENS) {
         const size_t tokens = share->tokens - m < TOKENS ? share->tokens - m : TOKENS, row = share->from + m;
         const bf16 *x = job->x.x + row * matrix->columns;
         const float *sums = sums_of(&job->x, thread) + row * groups;
-        int4_block(matrix, block, x, sums, tokens, gate[0], BLOCK);
-        int4_block(matrix, block + blocks, x, sums, tokens, up[0], BLOCK);
+        matrix_block(matrix, block, x, sums, tokens, gate[0], BLOCK);
+        matrix_block(matrix, block + blocks, x, sums, tokens, up[0], BLOCK);
         gate_rows(gate, up, tokens, (bf16 *)job->inner.x + (share->to + m) * inner + block * BLOCK, inner);
     }
 }
@@ -60,9 +60,9 @@ static void second(void *data, size_t thread, size_t task) {
     const Job *job = data;
     const size_t blocks = job->inner.matrix->rows / BLOCK, block = task % blocks;
     const Share *share = &job->shares[task / blocks];
-    const Int4 *matrix = &share->expert.second;
-    int4_block(matrix, block, job->inner.x + share->to * matrix->columns,
-               sums_of(&job->inner, thread) + share->to * (matrix->columns / matrix->group), share->tokens,
+    const Matrix *matrix = &share->expert.second;
+    matrix_block(matrix, block, job->inner.x + share->to * matrix->columns,
+               sums_of(&job->inner, thread) + share->to * matrix_groups(matrix), share->tokens,
                job->out + share->to * matrix->rows + block * BLOCK, matrix->rows);
 }
 
@@ -72,7 +72,7 @@ size_t experts_sums(const Expert *expert, size_t rows, size_t results, size_t th
 
 void experts_run(const Share *shares, size_t count, const bf16 *x, size_t rows, size_t results, bf16 *inner, float *sums,
                  bf16 *out, size_t threads, Pool pool) {
-    const Int4 *up = &shares->expert.first, *down = &shares->expert.second;
+    const Matrix *up = &shares->expert.first, *down = &shares->expert.second;
     Job job = {shares, {up, x, rows, sums}, {down, inner, results, sums + sums_room(up, rows, threads)}, out};
     const Phase phases[] = {
         {NULL, sum_x, sums_tasks(&job.x)},

@@ -2,14 +2,14 @@
 #ifndef TIERMOE_EXPERT_H
 #define TIERMOE_EXPERT_H
 
-#include "int4.h"
+#include "matrix.h"
 #include "team.h"
 
 enum { MOST_EXPERTS = 256 }; /* of a token */
 
 typedef struct {
-    Int4 first;  /* (2 I, H): the gate's rows, then up's; I a multiple of 64 */
-    Int4 second; /* (H, I) */
+    Matrix first;  /* (2 I, H): the gate's rows, then up's; I a multiple of 64 */
+    Matrix second; /* (H, I) */
 } Expert;
 
 /* An expert and the tokens that it computes: `tokens` rows of x from row `from` on, whose results are rows of out from

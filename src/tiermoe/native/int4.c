@@ -1,3 +1,4 @@
+/* A pair of a scale (low half) and a zero (high half) is read as one word. */
 #include "int4.h"
 
 #include <immintrin.h>
@@ -56,22 +57,9 @@ TARGET static inline void store_rows(const __m512 totals[REGISTERS], bf16 *out) 
         _mm512_storeu_si512(out + 16 * r, (__m512i)_mm512_cvtne2ps_pbh(totals[r + 1], totals[r]));
 }
 
-TARGET void int4_group_sums(const bf16 *x, size_t tokens, const Int4 *matrix, float *sums) {
-    const size_t groups = matrix->columns / matrix->group;
-    const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3F80);
-    for (size_t i = 0; i < tokens * groups; i++) {
-        __m512 sum = _mm512_setzero_ps();
-        for (size_t column = 0; column < matrix->group; column += 32) {
-            const __m512i values = _mm512_loadu_si512(x + i * matrix->group + column);
-            sum = _mm512_dpbf16_ps(sum, (__m512bh)values, ones);
-        }
-        sums[i] = _mm512_reduce_add_ps(sum);
-    }
-}
-
 /* Few tokens, a number known when compiling: each pair of columns is unpacked into registers and multiplied with all of
  * them, which hides the unpacking. What comes next is asked for in time: one token is bound by memory. */
-TARGET static inline __attribute__((always_inline)) void tile(size_t tokens, const Int4 *matrix, const uint8_t *codes,
+TARGET static inline __attribute__((always_inline)) void tile(size_t tokens, const Matrix *matrix, const uint8_t *codes,
                                                               const uint32_t *scales, const bf16 *x,
                                                               const float *sums, bf16 *out, size_t stride) {
     const size_t groups = matrix->columns / matrix->group, pairs = matrix->group / 2;
@@ -104,10 +92,10 @@ TARGET static inline __attribute__((always_inline)) void tile(size_t tokens, con
         tile(n, matrix, codes, scales, x, sums, out, stride); \
         break;
 
-TARGET void int4_block(const Int4 *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+TARGET void int4_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
                        size_t stride) {
-    const uint8_t *codes = matrix->codes + block * BLOCK / 2 * matrix->columns;
-    const uint32_t *scales = matrix->scales + block * BLOCK;
+    const uint8_t *codes = (const uint8_t *)matrix->weights + block * BLOCK / 2 * matrix->columns;
+    const uint32_t *scales = (const uint32_t *)matrix->scales + block * BLOCK;
     const size_t groups = matrix->columns / matrix->group;
     for (size_t tiles = (tokens + TILE - 1) / TILE; tiles; tiles--) {
         const size_t some = (tokens + tiles - 1) / tiles;

@@ -11,22 +11,23 @@ void latent_begin_queries(void *data, size_t thread) {
     const size_t width = layer->query_first.matrix.rows;
     bf16 *normed = job->normed + thread * job->normed_each;
     for (size_t t = 0; t < job->step->tokens; t++) norm_row(&layer->query_norm, job->first + t * width, normed + t * width);
-    attention_sums(job, &layer->query.matrix, normed, thread);
+    const Projection *query = &layer->query;
+    attention_sums(job, &query, 1, normed, thread);
 }
 
 void latent_queries(void *data, size_t thread, size_t block) {
     const Job *job = data;
     const Projection *query = &job->layer->query;
-    attention_multiply(job, query, block, job->normed + thread * job->normed_each, thread, job->projected_query + block * BLOCK, query->matrix.rows);
+    attention_multiply(job, query, 0, block, job->normed + thread * job->normed_each, thread, job->projected_query + block * BLOCK, query->matrix.rows);
 }
 
 /* out[t] = head `head`'s rows of the projection times this thread's one_head[t]. */
 static void multiply_head(const Job *job, const Projection *projection, size_t head, size_t thread, const bf16 *one_head,
                           bf16 *out, size_t stride) {
     const size_t blocks = projection->matrix.rows / job->layer->heads / BLOCK;
-    attention_sums(job, &projection->matrix, one_head, thread);
+    attention_sums(job, &projection, 1, one_head, thread);
     for (size_t b = 0; b < blocks; b++)
-        attention_multiply(job, projection, head * blocks + b, one_head, thread, out + b * BLOCK, stride);
+        attention_multiply(job, projection, 0, head * blocks + b, one_head, thread, out + b * BLOCK, stride);
 }
 
 /* A head's queries: those without a position become latents, the others are rotated. */

@@ -35,11 +35,13 @@ static PyObject *join_team(PyObject *self, PyObject *args) {
 }
 
 static PyObject *matrix(PyObject *self, PyObject *args) {
-    Address codes, scales;
+    int coding;
+    Address weights, scales;
     Py_ssize_t rows, columns, group;
     (void)self;
-    if (!PyArg_ParseTuple(args, "KKnnn", &codes, &scales, &rows, &columns, &group)) return NULL;
-    const Int4 packed = {at(codes), at(scales), (size_t)rows, (size_t)columns, (size_t)group};
+    if (!PyArg_ParseTuple(args, "iKKnnn", &coding, &weights, &scales, &rows, &columns, &group)) return NULL;
+    if (coding < 0 || coding >= CODINGS) return PyErr_Format(PyExc_ValueError, "%d is not a coding", coding);
+    const Matrix packed = {(Coding)coding, at(weights), at(scales), (size_t)rows, (size_t)columns, (size_t)group};
     return PyBytes_FromStringAndSize((const char *)&packed, sizeof packed);
 }
 
@@ -59,7 +61,7 @@ static PyObject *product(PyObject *self, PyObject *args) {
     Address x, sums, out;
     unsigned threads;
     int torchs;
-    Int4 packed;
+    Matrix packed;
     (void)self;
     if (!PyArg_ParseTuple(args, "y#KnKKIp", &bytes, &length, &x, &tokens, &sums, &out, &threads, &torchs)) return NULL;
     if (!take(bytes, length, &packed, sizeof packed)) return NULL;
@@ -241,7 +243,7 @@ static PyObject *sums(PyObject *self, PyObject *args) {
     unsigned threads;
     (void)self;
     if (!PyArg_ParseTuple(args, "y#nnI", &bytes, &length, &rows, &results, &threads)) return NULL;
-    if (length == sizeof(Int4)) return PyLong_FromSize_t(sizeof(float) * sums_room((const Int4 *)bytes, (size_t)rows, threads));
+    if (length == sizeof(Matrix)) return PyLong_FromSize_t(sizeof(float) * sums_room((const Matrix *)bytes, (size_t)rows, threads));
     if (length != sizeof(Expert))
         return PyErr_Format(PyExc_ValueError, "%zd bytes are neither a matrix nor an expert", length);
     return PyLong_FromSize_t(sizeof(float) * experts_sums((const Expert *)bytes, (size_t)rows, (size_t)results, threads));
@@ -250,7 +252,7 @@ static PyObject *sums(PyObject *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"supported", supported, METH_NOARGS, "supported() -> whether this machine has AVX-512 with BF16 and VBMI"},
     {"join_team", join_team, METH_VARARGS, "join_team(path) -> whether the loaded OpenMP runtime at path can be used"},
-    {"matrix", matrix, METH_VARARGS, "matrix(codes, scales, rows, columns, group) -> bytes of an Int4"},
+    {"matrix", matrix, METH_VARARGS, "matrix(coding, weights, scales, rows, columns, group) -> bytes of a Matrix"},
     {"product", product, METH_VARARGS, "product(matrix, x, tokens, sums, out, threads, torchs)"},
     {"experts", experts, METH_VARARGS, "experts(experts, counts, x, rows, inner, sums, out, threads, torchs)"},
     {"combine", combine, METH_VARARGS, "combine(rows, weights, columns, out)"},

@@ -77,7 +77,7 @@ static size_t share_out(Job *job, size_t tokens) {
     for (size_t e = 0; e < job->block->count; e++) {
         const size_t its = job->next[e];
         if (!its) continue;
-        if (!job->block->experts[e].first.codes) return 0;
+        if (!job->block->experts[e].first.weights) return 0;
         job->shares[shares++] = (Share){job->block->experts[e], tokens > 1 ? begin : 0, its, begin};
         job->next[e] = begin, begin += its;
     }

@@ -2,7 +2,7 @@
 #ifndef TIERMOE_NORM_H
 #define TIERMOE_NORM_H
 
-#include "int4.h"
+#include "matrix.h"
 #include "team.h"
 
 /* 1 / sqrt(mean(x^2) + epsilon); width a multiple of 16. */

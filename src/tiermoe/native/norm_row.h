@@ -2,7 +2,7 @@
 #ifndef TIERMOE_NORM_ROW_H
 #define TIERMOE_NORM_ROW_H
 
-#include "int4.h"
+#include "matrix.h"
 
 typedef enum {
     RMS_NORM,         /* weight * bfloat16(x / sqrt(mean(x^2) + epsilon)) */

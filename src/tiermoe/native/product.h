@@ -2,24 +2,24 @@
 #ifndef TIERMOE_PRODUCT_H
 #define TIERMOE_PRODUCT_H
 
-#include "int4.h"
+#include "matrix.h"
 #include "team.h"
 
 /* out (tokens, rows) = x (tokens, columns) times the matrix. sums: room for sums_room(...) floats. */
-void product_run(const Int4 *matrix, const bf16 *x, size_t tokens, float *sums, bf16 *out, size_t threads,
+void product_run(const Matrix *matrix, const bf16 *x, size_t tokens, float *sums, bf16 *out, size_t threads,
                  Pool pool);
 
 /* The sums of groups that products need, for many tokens made as tasks of a phase of their own, for few by each thread:
  * that costs less than waiting for another. */
 typedef struct {
-    const Int4 *matrix;
+    const Matrix *matrix;
     const bf16 *x;
     size_t tokens;
     float *room;
 } Sums;
 
 /* Floats of `room` for a team of `threads`. */
-size_t sums_room(const Int4 *matrix, size_t tokens, size_t threads);
+size_t sums_room(const Matrix *matrix, size_t tokens, size_t threads);
 
 /* Tasks of the phase of its own; 0: none is needed. */
 size_t sums_tasks(const Sums *sums);

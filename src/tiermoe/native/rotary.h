@@ -2,7 +2,7 @@
 #ifndef TIERMOE_ROTARY_H
 #define TIERMOE_ROTARY_H
 
-#include "int4.h"
+#include "matrix.h"
 
 /* out (columns) = head (columns) with its first `rotary` columns rotated; cos and sin (rotary). The pairs that rotate are
  * columns i and rotary / 2 + i, or, interleaved, columns 2 i and 2 i + 1; out has them as i and rotary / 2 + i in both

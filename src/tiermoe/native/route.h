@@ -2,7 +2,7 @@
 #ifndef TIERMOE_ROUTE_H
 #define TIERMOE_ROUTE_H
 
-#include "int4.h"
+#include "matrix.h"
 
 /* logits (experts) = weight (experts, columns) times x (columns), rounded to bfloat16; columns a multiple of 32. */
 void route_logits(const bf16 *weight, const bf16 *x, size_t experts, size_t columns, bf16 *logits);

@@ -5,7 +5,7 @@
 #include <immintrin.h>
 #include <string.h>
 
-#include "int4.h"
+#include "matrix.h"
 #include "target.h"
 
 TARGET static inline __m512 load_bf16(const bf16 *from) {
@@ -43,6 +43,16 @@ TARGET static inline __m512 products(const bf16 *a, const bf16 *b, size_t column
     for (size_t i = 0; i < columns; i += 32)
         sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(a + i), (__m512bh)_mm512_loadu_si512(b + i));
     return sum;
+}
+
+/* The sums of the lanes of four registers. */
+TARGET static inline __m128 four_sums(__m512 a, __m512 b, __m512 c, __m512 d) {
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    const __m512 low = _mm512_shuffle_ps(ab, cd, 0x44), high = _mm512_shuffle_ps(ab, cd, 0xEE);
+    const __m512 sums = _mm512_add_ps(low, high); /* a b c d in each quarter */
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(sums), _mm512_extractf32x8_ps(sums, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
 /* e^x within 2 units in the last place: 2^n * e^r with |r| <= ln 2 / 2, a Taylor polynomial of degree 7. */

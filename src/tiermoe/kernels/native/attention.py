@@ -9,10 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tiermoe.kernels.native.linear import matrix_of
-from tiermoe.native import _native, takes
+from tiermoe.kernels.native.matrix import matrix_form
+from tiermoe.native import ROWS, _native
 from tiermoe.quant.encoding import Encoding
-from tiermoe.quant.int4 import Int4
 
 HEAD_COLUMNS = 32  # a head has a multiple of them
 LARGEST_HEAD = 256
@@ -33,11 +32,10 @@ class PackedMatrix:
 
     def pack(self) -> bytes | None:
         """What the kernels are told of it; None where they do not take it."""
-        if not isinstance(self.encoding, Int4) or not takes(torch.bfloat16, self.out, self.in_, self.encoding.group):
-            return None
+        form = matrix_form(self.encoding, self.out, self.in_, torch.bfloat16)
         if self.bias is not None and not plain(self.bias):
             return None
-        return matrix_of(self.fields, self.out, self.in_, self.encoding.group)
+        return form.pack(self.fields) if form else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +166,7 @@ def _packed(
     sizes: tuple[int, int, int, int, int, int, int],
 ) -> bytes | None:
     norms = (weights.norm_before, weights.norm_after, weights.norm_query, norm_key)
-    if any((matrix.out, matrix.in_) != (out, in_) for matrix, out, in_ in shapes):
+    if any((matrix.out, matrix.in_) != (out, in_) or out % ROWS for matrix, out, in_ in shapes):
         return None
     if any(norm is not None and not _suits(norm) for norm in norms) or (sinks is not None and not plain(sinks)):
         return None

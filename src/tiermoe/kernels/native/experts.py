@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tiermoe.kernels.native.linear import matrix_of
-from tiermoe.native import _native, available, takes
+from tiermoe.kernels.native.matrix import MatrixForm, matrix_form
+from tiermoe.native import ROWS, Coding, _native, available
 from tiermoe.quant.encoding import Encoding
-from tiermoe.quant.int2 import Int2
-from tiermoe.quant.int4 import Int4
 from tiermoe.quant.scratch import scratch
 from tiermoe.types import Part
 
@@ -19,19 +17,19 @@ from tiermoe.types import Part
 class GatedExperts:
     """Experts second(silu(gate) * up) in bfloat16, where gate and up are the halves of first(x).
 
-    first (2 I, H), second (H, I): matrices with `groups` weights to a scale each."""
+    first (2 I, H), second (H, I): the forms of the matrices."""
 
-    def __init__(self, first: Part, second: Part, groups: tuple[int, int]) -> None:
-        self._matrices = tuple(zip((first, second), groups, strict=True))
-        self._hidden, self._inner = second.out_in
+    def __init__(self, names: tuple[str, str], first: MatrixForm, second: MatrixForm) -> None:
+        self._matrices = tuple(zip(names, (first, second), strict=True))
+        self._hidden, self._inner = second.out, second.in_
 
     def pack(self, views: Mapping[str, Mapping[str, Tensor]]) -> bytes:
         """What the kernel is told of the expert in a slot; valid as long as the slot lives."""
-        return b"".join(matrix_of(views[part.name], *part.out_in, group) for part, group in self._matrices)
+        return b"".join(form.pack(views[name]) for name, form in self._matrices)
 
     def absent(self) -> bytes:
         """What a kernel is told in the place of an expert that is not here."""
-        return b"".join(_native.matrix(0, 0, *part.out_in, group) for part, group in self._matrices)
+        return b"".join(form.absent() for _, form in self._matrices)
 
     def __call__(self, x: Tensor, experts: Sequence[bytes], among_others: bool) -> Tensor:
         """x (M, H) through each of the packed `experts` → (experts, M, H). among_others: in a pass of several tokens,
@@ -62,17 +60,17 @@ def gated_experts(
     first: Part, second: Part, encodings: Mapping[str, Encoding], dtype: torch.dtype
 ) -> GatedExperts | None:
     """The kernel of experts whose two matrices have these encodings; None where it cannot take them."""
-    groups = []
+    forms = []
     for part in (first, second):
         encoding = encodings.get(part.name)
-        in_slot = encoding.in_slot if isinstance(encoding, Int2) else encoding
-        if part.transposed or not isinstance(in_slot, Int4) or not takes(dtype, *part.out_in, in_slot.group):
+        form = matrix_form(encoding, *part.out_in, dtype) if encoding and not part.transposed else None
+        if form is None or form.coding != Coding.INT4:
             return None
-        groups.append(in_slot.group)
-    inner = second.out_in[1]
-    if inner % 64 or first.out_in != (2 * inner, second.out_in[0]):
+        forms.append(form)
+    up, down = forms
+    if down.in_ % ROWS or (up.out, up.in_) != (2 * down.in_, down.out):
         return None
-    return GatedExperts(first, second, (groups[0], groups[1]))
+    return GatedExperts((first.name, second.name), up, down)
 
 
 def combines(output: Tensor) -> bool:

@@ -7,21 +7,22 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from tiermoe.kernels.native.matrix import MatrixForm
 from tiermoe.native import _native
 from tiermoe.quant.scratch import scratch
 
 
-def matrix_of(slot: Mapping[str, Tensor], out: int, in_: int, group: int) -> bytes:
-    """What the kernels are told of a matrix whose Int4 fields `slot` holds; valid as long as those tensors live."""
-    return _native.matrix(slot["codes"].data_ptr(), slot["scales_and_zeros"].data_ptr(), out, in_, group)
-
-
-def linear(x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int, group: int) -> Tensor:
-    """x (M, in_) in bfloat16 → (M, out). A token's result does not depend on the other tokens."""
+def linear(x: Tensor, form: MatrixForm, fields: Mapping[str, Tensor]) -> Tensor:
+    """x (M, in_) in bfloat16 → (M, out). A token's result does not depend on the other tokens. ValueError for another
+    dtype or width."""
+    if x.dtype != torch.bfloat16 or x.shape[1:] != (form.in_,):
+        raise ValueError(
+            f"the native product takes tokens (M, {form.in_}) in bfloat16, not {tuple(x.shape)} in {x.dtype}"
+        )
     x = x.contiguous()
     tokens = x.shape[0]
-    result = torch.empty((tokens, out), dtype=torch.bfloat16)
-    packed, threads = matrix_of(slot, out, in_, group), torch.get_num_threads()
+    result = torch.empty((tokens, form.out), dtype=torch.bfloat16)
+    packed, threads = form.pack(fields), torch.get_num_threads()
     sums = scratch.address("sums", _native.sums(packed, tokens, tokens, threads))
     _native.product(packed, x.data_ptr(), tokens, sums, result.data_ptr(), threads, tokens > 1)
     return result

@@ -1,0 +1,58 @@
+"""What the native kernels are told of a matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiermoe.native import Coding, _native, takes
+from tiermoe.quant.encoding import Encoding
+from tiermoe.quant.int2 import Int2
+from tiermoe.quant.int4 import Int4
+from tiermoe.quant.int8 import Int8
+from tiermoe.quant.plain import Plain
+
+# the slot's fields that hold weights and scales
+_FIELDS = {
+    Coding.INT4: ("codes", "scales_and_zeros"),
+    Coding.INT8: ("weight", "scale"),
+    Coding.BF16: ("weight", None),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixForm:
+    """Matrices (out, in_) of one coding; `group` columns of a row share a scale, all of them except at 4 bits."""
+
+    coding: Coding
+    out: int
+    in_: int
+    group: int
+
+    def pack(self, fields: Mapping[str, Tensor]) -> bytes:
+        """What the kernels are told of a matrix whose fields a slot holds; valid as long as those tensors live."""
+        weights, scales = _FIELDS[self.coding]
+        return self._packed(fields[weights].data_ptr(), fields[scales].data_ptr() if scales else 0)
+
+    def absent(self) -> bytes:
+        """What they are told in the place of a matrix that is not here."""
+        return self._packed(0, 0)
+
+    def _packed(self, weights: int, scales: int) -> bytes:
+        return _native.matrix(self.coding, weights, scales, self.out, self.in_, self.group)
+
+
+def matrix_form(encoding: Encoding, out: int, in_: int, dtype: torch.dtype) -> MatrixForm | None:
+    """The form of matrices (out, in_) in an encoding, for products in `dtype`; None where the kernels do not take
+    them."""
+    in_slot = encoding.in_slot if isinstance(encoding, Int2) else encoding
+    if isinstance(in_slot, Int4):
+        coding, group = Coding.INT4, in_slot.group
+    elif isinstance(in_slot, Int8 | Plain):
+        coding, group = Coding.INT8 if isinstance(in_slot, Int8) else Coding.BF16, in_
+    else:
+        return None
+    return MatrixForm(coding, out, in_, group) if takes(dtype, coding, out, in_, group) else None

@@ -1,0 +1,47 @@
+/* Products of bfloat16 tokens with a matrix of N outputs (rows) and K inputs (columns), which is kept in one of these
+ * codings:
+ *
+ * INT4: 4-bit codes in the order of torch's CPU int4 operator (AVX-512), in blocks of 64 rows; N is a multiple of 64.
+ *   Within a block the column is the outer index: 32 bytes a column, byte j holds row j (low nibble) and row 32 + j (high
+ *   nibble). Every `group` columns of a row share a scale and a zero, bfloat16 pairs (K / group, N, 2):
+ *   w = (code - 8) * scale + zero. K is a multiple of the group, the group of 32.
+ * INT8: signed bytes (N, K) and a bfloat16 scale for each row (N): w = code * scale. K is a multiple of 64.
+ * BF16: bfloat16 weights (N, K). K is a multiple of 32.
+ *
+ * Codes are exact in bfloat16 and their products are summed in float32 before a scale is applied: no weight is rounded.
+ * Every output is summed in one order, whatever the number of tokens, threads or blocks.
+ */
+#ifndef TIERMOE_MATRIX_H
+#define TIERMOE_MATRIX_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum { BLOCK = 64 }; /* rows of a block: what one task computes */
+
+typedef uint16_t bf16;
+
+typedef enum { INT4, INT8, BF16, CODINGS } Coding;
+
+typedef struct {
+    Coding coding;
+    const void *weights; /* codes or weights */
+    const void *scales;  /* INT4: pairs of scale and zero; INT8: scales; BF16: unused */
+    size_t rows, columns;
+    size_t group; /* columns that share a scale: K in INT8 and BF16 */
+} Matrix;
+
+/* Blocks of rows; the last one may have fewer than 64, except in INT4. */
+size_t matrix_blocks(const Matrix *matrix);
+
+/* How many sums of x's columns a product needs for each token. */
+size_t matrix_groups(const Matrix *matrix);
+
+/* sums[m * matrix_groups(matrix) + g] = the sum of x[m]'s columns of group g. x: (tokens, columns). */
+void matrix_group_sums(const Matrix *matrix, const bf16 *x, size_t tokens, float *sums);
+
+/* out[m * stride + i] = row 64 * block + i of the matrix times x[m], rounded to bfloat16. */
+void matrix_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+                  size_t stride);
+
+#endif

@@ -1,0 +1,104 @@
+"""The native product in every coding against decoded weights in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiermoe import native
+from tiermoe.kernels.native.linear import linear
+from tiermoe.kernels.native.matrix import MatrixForm, matrix_form
+from tiermoe.quant.encoding import Encoding
+from tiermoe.quant.encodings import cpu_layout
+from tiermoe.quant.int4 import Int4
+from tiermoe.quant.int8 import Int8
+from tiermoe.quant.plain import Plain
+from tiermoe.quant.quantizers import QUANTIZERS
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="needs AVX-512 with BF16 and VBMI, and a C compiler")
+
+ROUNDING = 2.0**-8  # the most that rounding to bfloat16 changes a value, relative
+ENCODINGS: dict[str, Encoding] = {"4 bits": Int4(cpu_layout(), 64), "8 bits": Int8(), "16 bits": Plain()}
+
+
+def random(rows: int, columns: int, seed: int) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def encoded(encoding: Encoding, out: int, in_: int, seed: int = 0) -> tuple[MatrixForm, dict[str, torch.Tensor]]:
+    form = matrix_form(encoding, out, in_, torch.bfloat16)
+    assert form is not None
+    return form, encoding.encode(random(out, in_, seed) * 0.05, QUANTIZERS["linear"], torch.bfloat16)
+
+
+def exact(x: torch.Tensor, encoding: Encoding, fields: dict[str, torch.Tensor], out: int) -> torch.Tensor:
+    """The product with the decoded weights in float64."""
+    return x.double() @ encoding.decode(fields, out, x.shape[1], torch.float32).double().t()
+
+
+def assert_rounded_once(got: torch.Tensor, want: torch.Tensor, x: torch.Tensor, largest: float) -> None:
+    # float32 sums: their error counts where a result is near 0
+    allowed = want.abs() * ROUNDING + 1e-6 * largest * x.double().abs().sum(1, keepdim=True)
+    assert (got.double() - want).abs().le(allowed).all()
+
+
+@pytest.mark.parametrize("bits", ["8 bits", "16 bits"])
+@settings(max_examples=40, deadline=None)
+@given(
+    out=st.one_of(st.integers(1, 200), st.sampled_from([64, 128])),
+    columns=st.integers(1, 6),
+    count=st.one_of(st.integers(1, 14), st.sampled_from([40, 100])),
+    seed=st.integers(0, 100),
+)
+def test_a_product_is_the_decoded_weights_rounded_once(
+    bits: str, out: int, columns: int, count: int, seed: int
+) -> None:
+    encoding = ENCODINGS[bits]
+    form, fields = encoded(encoding, out, 64 * columns, seed)
+    x = random(count, 64 * columns, seed + 1)
+    assert_rounded_once(linear(x, form, fields), exact(x, encoding, fields, out), x, 0.25)
+
+
+def test_every_code_of_8_bits() -> None:
+    codes = torch.arange(-128, 128, dtype=torch.int8).repeat(64, 1)
+    codes = torch.stack([row.roll(shift) for shift, row in enumerate(codes)])
+    fields = {"weight": codes, "scale": torch.linspace(0.5, 2, 64).bfloat16()}
+    form = matrix_form(Int8(), 64, 256, torch.bfloat16)
+    assert form is not None
+    x = torch.zeros(256, 256)
+    x[range(256), range(256)] = 1  # each token takes one code of each row
+    want = (codes.t().float() * fields["scale"].float()).bfloat16()
+    for count in (1, 256):
+        assert torch.equal(linear(x[:count].bfloat16(), form, fields), want[:count])
+
+
+@pytest.mark.parametrize("bits", ENCODINGS)
+def test_a_tokens_product_depends_on_no_other_token_and_no_thread(bits: str) -> None:
+    form, fields = encoded(ENCODINGS[bits], 192, 256)
+    x, before = random(23, 256, 1), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = torch.cat([linear(token[None], form, fields) for token in x])
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for count in range(1, len(x) + 1):
+                assert torch.equal(linear(x[:count], form, fields), alone[:count])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("bits", ENCODINGS)
+def test_what_is_no_token_of_the_matrix_is_refused(bits: str) -> None:
+    form, fields = encoded(ENCODINGS[bits], 64, 128)
+    with pytest.raises(ValueError, match="float32"):
+        linear(torch.zeros(1, 128), form, fields)
+    with pytest.raises(ValueError, match="128"):
+        linear(torch.zeros(1, 64).bfloat16(), form, fields)
+
+
+@pytest.mark.parametrize(("bits", "in_"), [("4 bits", 96), ("8 bits", 96), ("16 bits", 48), ("8 bits", 1 << 16)])
+def test_widths_that_the_kernels_do_not_take(bits: str, in_: int) -> None:
+    assert matrix_form(ENCODINGS[bits], 64, in_, torch.bfloat16) is None
+    assert matrix_form(ENCODINGS[bits], 64, 256, torch.float32) is None
