@@ -1,5 +1,8 @@
 """Addresses and sizes in, nothing out; see module.c."""
 
+_Projection = tuple[bytes, int]  # matrix, bias
+_Norm = tuple[int, int, int, float, int]  # weight, bias, width, epsilon, kind
+
 def supported() -> bool: ...
 def join_team(path: str, /) -> bool: ...
 def matrix(coding: int, weights: int, scales: int, rows: int, columns: int, group: int, /) -> bytes: ...
@@ -41,41 +44,30 @@ def block(
 ) -> int: ...
 def norm(x: int, weight: int, epsilon: float, rows: int, width: int, out: int, threads: int, /) -> None: ...
 def attention(
-    query: bytes,
-    key: bytes,
-    value: bytes,
-    output: bytes,
-    biases: tuple[int, int, int, int],
-    norm_before: int,
-    norm_after: int,
-    norm_query: int,
-    norm_key: int,
-    norm_width: int,
+    projections: tuple[_Projection | None, ...],  # query, key, value, output, query_first, key_up
+    norms: tuple[_Norm | None, ...],  # before, after, query_norm, key_norm
+    sinks: int,
     heads: int,
     kv_heads: int,
-    head_columns: int,
-    epsilon: float,
+    key_columns: int,
+    value_columns: int,
+    rotary_columns: int,
+    latent_columns: int,
+    window: int,
+    interleaved: bool,
     scale: float,
+    residual_multiplier: float,
     /,
 ) -> bytes: ...
-def workspace(attention: bytes, sequences: int, positions: int, threads: int, /) -> int: ...
+def slabs(
+    keys: int, values: int, slabs: int, kv_heads: int, room: int, key_columns: int, value_columns: int, ring: bool, /
+) -> bytes: ...
+def step(
+    tokens: int, slabs: int, positions: int, first: int, cos: int, sin: int, rotary_columns: int, /
+) -> bytes: ...
+def workspace(attention: bytes, step: bytes, slabs: bytes, threads: int, /) -> int: ...
 def attend(
-    attention: bytes,
-    workspace: int,
-    sequences: int,
-    x: int,
-    cos: int,
-    sin: int,
-    one_position: bool,
-    first: int,
-    keys: int,
-    values: int,
-    room: int,
-    positions: int,
-    out: int,
-    normed: int,
-    threads: int,
-    /,
+    attention: bytes, step: bytes, slabs: bytes, workspace: int, x: int, out: int, normed: int, threads: int, /
 ) -> None: ...
 def sums(matrix_or_expert: bytes, rows: int, results: int, threads: int, /) -> int: ...
 def widen(pairs: int, ladders: int, count: int, run: int, codes: int, /) -> None: ...

@@ -1,228 +1,254 @@
 #include "attention.h"
 
-#include <float.h>
 #include <string.h>
 
-#include "norm.h"
-#include "product.h"
+#include "attention_job.h"
 #include "team.h"
 #include "vector.h"
 
-enum { LANES = 16, LARGEST_HEAD = 256, SMALLEST_GROUP = 32 };
+enum { SMALLEST_GROUP = 32 };
 
-typedef struct {
-    const Attention *layer;
-    const Step *step;
-    float *sums, *scores; /* of each thread */
-    bf16 *normed;         /* of each thread */
-    bf16 *query, *key, *value, *attended;
-    size_t sums_each, scores_each;
-} Job;
+static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 
-/* The parts of the workspace, each on a line of its own. */
-static size_t lay_out(Job *job, size_t sequences, size_t length, size_t threads, char *begin) {
-    const Attention *layer = job->layer;
-    const size_t hidden = layer->query.columns, queries = layer->query.rows, keys = layer->key.rows;
-    char *end = begin;
-    job->sums_each = sequences * (hidden > queries ? hidden : queries) / SMALLEST_GROUP;
-    job->scores_each = (length + LANES) / LANES * LANES;
-#define PART(field, count)          \
-    job->field = (void *)end;       \
-    end += ((count) * sizeof *job->field + 63) / 64 * 64;
-    PART(sums, threads * job->sums_each)
-    PART(scores, threads * job->scores_each)
-    PART(normed, threads * sequences * hidden)
-    PART(query, sequences * queries)
-    PART(key, sequences * keys)
-    PART(value, sequences * keys)
-    PART(attended, sequences * queries)
-#undef PART
-    return (size_t)(end - begin);
+static size_t blocks(const Projection *projection) { return matrix_blocks(&projection->matrix); }
+
+static size_t hidden(const Attention *layer) { return layer->output.matrix.rows; }
+
+/* The first position that a token attends to. */
+static size_t begin_of(const Attention *layer, const Step *step, size_t token) {
+    const size_t position = (size_t)step->positions[token], first = step->first ? (size_t)step->first[token] : 0;
+    return layer->window && position + 1 > layer->window ? larger(first, position + 1 - layer->window) : first;
 }
 
-size_t attention_workspace(const Attention *layer, size_t sequences, size_t length, size_t threads) {
-    Job job = {.layer = layer};
-    return lay_out(&job, sequences, length, threads, NULL);
+static size_t first_tile(const Attention *layer, const Step *step, size_t token) {
+    return begin_of(layer, step, token) / TILE;
+}
+
+static size_t last_tile(const Step *step, size_t token) { return (size_t)step->positions[token] / TILE; }
+
+void step_measure(Step *step) {
+    step->spread = 0;
+    for (size_t a = 0; a < step->tokens; a++)
+        for (size_t b = 0; b < a; b++) {
+            const int64_t apart = step->positions[a] - step->positions[b];
+            const size_t distance = (size_t)(apart < 0 ? -apart : apart);
+            if (step->slabs[a] == step->slabs[b] && distance > step->spread) step->spread = distance;
+        }
+}
+
+const char *attention_misfit(const Attention *layer, const Step *step, const Slabs *slabs) {
+    if (slabs->kv_heads != layer->kv_heads || slabs->key_columns != key_width(layer))
+        return "keys of another number of heads or columns than the layer's";
+    if (slabs->value_columns != (layer->latent_columns ? 0 : layer->value_columns))
+        return "values of another number of columns than the layer's";
+    if (step->rotary_columns != layer->rotary_columns) return "cos and sin of another width than the layer rotates";
+    if (slabs->ring && !layer->window) return "a ring for a layer without a window";
+    if (slabs->ring && layer->window + step->spread > slabs->room)
+        return "a ring with less room than the window and the step's tokens take";
+    for (size_t t = 0; t < step->tokens; t++) {
+        const int64_t position = step->positions[t], slab = step->slabs[t];
+        if (slab < 0 || (size_t)slab >= slabs->slabs) return "a token of a slab that is not there";
+        if (position < 0 || (!slabs->ring && (size_t)position >= slabs->room)) return "a position beyond the slab's room";
+        if (step->first && (step->first[t] < 0 || step->first[t] > position))
+            return "a first position that is negative or beyond the token's own";
+    }
+    return NULL;
+}
+
+/* The parts of the workspace, each on a line of its own. */
+static size_t lay_out(Job *job, size_t threads, char *start) {
+    const Attention *layer = job->layer;
+    const size_t tokens = job->step->tokens, width = hidden(layer), latent = layer->latent_columns;
+    const size_t columns = larger(larger(width, layer->output.matrix.columns),
+                                  larger(layer->query_first.matrix.rows, larger(latent, layer->key_columns)));
+    char *end = start;
+    job->works = 0;
+    for (size_t t = 0; t < tokens; t++) job->works += last_tile(job->step, t) - first_tile(layer, job->step, t) + 1;
+    job->sums_each = PROJECTIONS * tokens * columns / SMALLEST_GROUP;
+    job->normed_each = tokens * larger(width, layer->query_first.matrix.rows);
+    job->one_head_each = latent ? tokens * larger(latent, layer->key_columns) : 0;
+    const size_t group = layer->heads / layer->kv_heads, parts = (group + MOST_QUERIES - 1) / MOST_QUERIES;
+    job->heads_each = (group + parts - 1) / parts;
+#define PART(field, count)    \
+    job->field = (void *)end; \
+    end += ((count) * sizeof *job->field + 63) / 64 * 64;
+    PART(work, job->works)
+    PART(places, tokens + 1)
+    PART(normed, threads * job->normed_each)
+    PART(sums, threads * job->sums_each)
+    PART(one_head, threads * job->one_head_each)
+    PART(first, tokens * layer->query_first.matrix.rows)
+    PART(projected_query, tokens * layer->query.matrix.rows)
+    PART(projected_key, tokens * layer->key.matrix.rows)
+    PART(projected_value, latent ? 0 : tokens * layer->value.matrix.rows)
+    PART(query, tokens * layer->heads * key_width(layer))
+    PART(attended, tokens * layer->output.matrix.columns)
+    PART(results, job->works * layer->heads * tile_result(value_width(layer)))
+#undef PART
+    return (size_t)(end - start);
+}
+
+size_t attention_workspace(const Attention *layer, const Step *step, size_t threads) {
+    Job job = {.layer = layer, .step = step};
+    return lay_out(&job, threads, NULL);
+}
+
+/* Tile by tile, so that tokens of one sequence find the keys and values of a tile where the one before has left them. */
+static void list_work(Job *job) {
+    const size_t tokens = job->step->tokens;
+    size_t lowest = SIZE_MAX, highest = 0, count = 0;
+    job->places[0] = 0;
+    for (size_t t = 0; t < tokens; t++) {
+        const size_t from = first_tile(job->layer, job->step, t), to = last_tile(job->step, t);
+        job->places[t + 1] = job->places[t] + to - from + 1;
+        if (from < lowest) lowest = from;
+        if (to > highest) highest = to;
+    }
+    for (size_t tile = lowest; tokens && tile <= highest; tile++)
+        for (size_t t = 0; t < tokens; t++) {
+            const size_t from = first_tile(job->layer, job->step, t);
+            if (tile < from || tile > last_tile(job->step, t)) continue;
+            job->work[count++] = (Work){t, tile, job->places[t] + tile - from};
+        }
+}
+
+/* Where a thread's sums for projection `which` lie. */
+static float *sums_of(const Job *job, size_t which, size_t thread) {
+    return job->sums + thread * job->sums_each + which * (job->sums_each / PROJECTIONS);
+}
+
+void attention_sums(const Job *job, const Projection *const *projections, size_t count, const bf16 *x, size_t thread) {
+    for (size_t i = 0; i < count; i++) {
+        const Matrix *matrix = &projections[i]->matrix, *before = i ? &projections[i - 1]->matrix : NULL;
+        const size_t bytes = job->step->tokens * matrix_groups(matrix) * sizeof(float);
+        if (before && matrix_groups(before) == matrix_groups(matrix))
+            memcpy(sums_of(job, i, thread), sums_of(job, i - 1, thread), bytes);
+        else
+            matrix_group_sums(matrix, x, job->step->tokens, sums_of(job, i, thread));
+    }
+}
+
+void attention_multiply(const Job *job, const Projection *projection, size_t which, size_t block, const bf16 *x,
+                        size_t thread, bf16 *out, size_t stride) {
+    const size_t tokens = job->step->tokens;
+    matrix_block(&projection->matrix, block, x, sums_of(job, which, thread), tokens, out, stride);
+    for (size_t t = 0; projection->bias && t < tokens; t++)
+        add_rows(out + t * stride, projection->bias + block * BLOCK, BLOCK);
+}
+
+/* What is computed of the hidden states; returns how many. */
+static size_t projections_of(const Job *job, const Projection **projections, bf16 **out) {
+    const Attention *layer = job->layer;
+    const int two_steps = layer->query_first.matrix.rows != 0;
+    projections[0] = two_steps ? &layer->query_first : &layer->query;
+    projections[1] = &layer->key, projections[2] = &layer->value;
+    out[0] = two_steps ? job->first : job->projected_query;
+    out[1] = job->projected_key, out[2] = job->projected_value;
+    return layer->latent_columns ? 2 : 3;
 }
 
 /* What is small every thread computes for itself: that costs less than waiting for another. */
 static void begin_projections(void *data, size_t thread) {
     const Job *job = data;
-    const Attention *layer = job->layer;
-    const size_t hidden = layer->query.columns, sequences = job->step->sequences;
-    bf16 *normed = job->normed + thread * sequences * hidden;
-    for (size_t s = 0; s < sequences; s++) {
-        const bf16 *x = job->step->x + s * hidden;
-        norm_apply(x, layer->norm_before, norm_scale(x, hidden, layer->epsilon), hidden, normed + s * hidden);
-    }
-    matrix_group_sums(&layer->query, normed, sequences, job->sums + thread * job->sums_each);
-}
-
-/* A block of rows of matrix times every sequence's x, plus the bias where there is one. */
-static void multiply(const Job *job, const Matrix *matrix, size_t block, const bf16 *x, size_t thread, const bf16 *bias, bf16 *out) {
-    bf16 *rows = out + block * BLOCK;
-    matrix_block(matrix, block, x, job->sums + thread * job->sums_each, job->step->sequences, rows, matrix->rows);
-    if (!bias) return;
-    for (size_t s = 0; s < job->step->sequences; s++) add_rows(rows + s * matrix->rows, bias + block * BLOCK, BLOCK);
+    const size_t width = hidden(job->layer), tokens = job->step->tokens;
+    bf16 *normed = job->normed + thread * job->normed_each;
+    for (size_t t = 0; t < tokens; t++) norm_row(&job->layer->before, job->x + t * width, normed + t * width);
+    const Projection *projections[PROJECTIONS];
+    bf16 *out[PROJECTIONS];
+    const size_t count = projections_of(job, projections, out);
+    attention_sums(job, projections, count, normed, thread);
 }
 
 static void project(void *data, size_t thread, size_t block) {
     const Job *job = data;
-    const Attention *layer = job->layer;
-    const bf16 *normed = job->normed + thread * job->step->sequences * layer->query.columns;
-    const struct {
-        const Matrix *matrix;
-        const bf16 *bias;
-        bf16 *out;
-    } projections[] = {{&layer->query, layer->query_bias, job->query},
-                       {&layer->key, layer->key_bias, job->key},
-                       {&layer->value, layer->value_bias, job->value}};
-    for (int i = 0; i < 3; i++) {
-        const size_t blocks = projections[i].matrix->rows / BLOCK;
-        if (block < blocks) {
-            multiply(job, projections[i].matrix, block, normed, thread, projections[i].bias, projections[i].out);
-            return;
-        }
-        block -= blocks;
-    }
+    const Projection *projections[PROJECTIONS];
+    bf16 *out[PROJECTIONS];
+    size_t which = 0;
+    projections_of(job, projections, out);
+    for (; block >= blocks(projections[which]); which++) block -= blocks(projections[which]);
+    attention_multiply(job, projections[which], which, block, job->normed + thread * job->normed_each, thread,
+                       out[which] + block * BLOCK, projections[which]->matrix.rows);
 }
 
-/* head = head * cos + (-second half, first half) * sin */
-TARGET static void rotate(bf16 *head, const Step *step, size_t sequence, size_t columns) {
-    const size_t half = columns / 2, at = step->one_position ? 0 : sequence * columns;
-    const bf16 *cos = step->cos + at, *sin = step->sin + at;
-    for (size_t i = 0; i < half; i += LANES) {
-        const __m512 first = load_bf16(head + i), second = load_bf16(head + half + i);
-        const __m512 minus = _mm512_sub_ps(_mm512_setzero_ps(), second);
-        const __m512 a = as_bf16(_mm512_mul_ps(first, load_bf16(cos + i)));
-        const __m512 b = as_bf16(_mm512_mul_ps(minus, load_bf16(sin + i)));
-        const __m512 c = as_bf16(_mm512_mul_ps(second, load_bf16(cos + half + i)));
-        const __m512 d = as_bf16(_mm512_mul_ps(first, load_bf16(sin + half + i)));
-        store_bf16(head + i, _mm512_add_ps(a, b));
-        store_bf16(head + half + i, _mm512_add_ps(c, d));
-    }
-}
-
-/* Queries or keys as projected, the weight of their norm (NULL: none) and, where it spans all heads, its scale. */
-typedef struct {
-    const bf16 *values, *weight;
-    float scale;
-    int whole;
-} Projected;
-
-static Projected projected(const Attention *layer, const bf16 *values, size_t count, const bf16 *weight) {
-    const int whole = weight && layer->norm_width != layer->head_columns;
-    return (Projected){values, weight, whole ? norm_scale(values, count, layer->epsilon) : 0, whole};
-}
-
-/* out = head `head` of a sequence after its norm, in its position. */
-static void place(const Job *job, size_t sequence, const Projected *from, size_t head, bf16 *out) {
-    const Attention *layer = job->layer;
-    const size_t columns = layer->head_columns;
-    const bf16 *values = from->values + head * columns;
-    if (from->weight) {
-        const float scale = from->whole ? from->scale : norm_scale(values, columns, layer->epsilon);
-        norm_apply(values, from->weight + (from->whole ? head * columns : 0), scale, columns, out);
-    } else {
-        memcpy(out, values, columns * sizeof(bf16));
-    }
-    rotate(out, job->step, sequence, columns);
-}
-
-/* scores[i] = scale * query times key i, four at a time; room for count rounded up to four. */
-TARGET static void score(const bf16 *query, const bf16 *keys, size_t columns, size_t count, float scale, float *scores) {
-    for (size_t i = 0; i < count; i += 4) {
-        __m512 sums[4];
-        for (size_t j = 0; j < 4; j++) /* beyond the last one: that one again */
-            sums[j] = products(query, keys + (i + j < count ? i + j : count - 1) * columns, columns);
-        _mm_storeu_ps(scores + i, _mm_mul_ps(four_sums(sums[0], sums[1], sums[2], sums[3]), _mm_set1_ps(scale)));
-    }
-}
-
-/* Scores become e^(score - largest), in float32; returns their sum. */
-TARGET static float soften(float *scores, size_t count) {
-    const size_t lanes = (count + LANES - 1) / LANES * LANES;
-    __m512 largest = _mm512_set1_ps(-FLT_MAX), sum = _mm512_setzero_ps();
-    for (size_t i = count; i < lanes; i++) scores[i] = -FLT_MAX;
-    for (size_t i = 0; i < lanes; i += LANES) largest = _mm512_max_ps(largest, _mm512_loadu_ps(scores + i));
-    largest = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
-    for (size_t i = 0; i < lanes; i += LANES) {
-        const __mmask16 there = count - i < LANES ? (__mmask16)((1u << (count - i)) - 1) : 0xFFFF;
-        const __m512 weights = _mm512_maskz_mov_ps(there, exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + i), largest)));
-        _mm512_storeu_ps(scores + i, weights);
-        sum = _mm512_add_ps(sum, weights);
-    }
-    return _mm512_reduce_add_ps(sum);
-}
-
-/* One head of queries over `count` keys and values of its group. */
-TARGET static void attend(const Job *job, const bf16 *query, const bf16 *keys, const bf16 *values, size_t count, float *scores,
-                          bf16 *out) {
-    const size_t columns = job->layer->head_columns;
-    score(query, keys, columns, count, job->layer->scale, scores);
-    const __m512 scale = _mm512_set1_ps(1 / soften(scores, count));
-    __m512 sums[LARGEST_HEAD / LANES];
-    for (size_t r = 0; r < columns / LANES; r++) sums[r] = _mm512_setzero_ps();
-    for (size_t i = 0; i < count; i++)
-        for (size_t r = 0; r < columns / LANES; r++)
-            sums[r] = _mm512_fmadd_ps(_mm512_set1_ps(scores[i]), load_bf16(values + i * columns + r * LANES), sums[r]);
-    for (size_t r = 0; r < columns / LANES; r++) store_bf16(out + r * LANES, _mm512_mul_ps(sums[r], scale));
-}
-
-/* Key and value of a sequence enter its cache; the heads of queries that share them attend. */
-static void attend_group(void *data, size_t thread, size_t task) {
+/* Some heads of a group over a tile. */
+static void attend(void *data, size_t thread, size_t task) {
     const Job *job = data;
     const Attention *layer = job->layer;
-    const Step *step = job->step;
-    const size_t sequence = task / layer->kv_heads, kv_head = task % layer->kv_heads;
-    const size_t columns = layer->head_columns, group = layer->heads / layer->kv_heads;
-    const size_t first = step->first ? (size_t)step->first[sequence] : 0;
-    const size_t query_rows = layer->query.rows, key_rows = layer->key.rows;
-    const Projected queries = projected(layer, job->query + sequence * query_rows, query_rows, layer->norm_query);
-    const Projected keys_of = projected(layer, job->key + sequence * key_rows, key_rows, layer->norm_key);
-    bf16 *keys = step->keys + task * step->room * columns, *values = step->values + task * step->room * columns;
-    place(job, sequence, &keys_of, kv_head, keys + step->length * columns);
-    memcpy(values + step->length * columns, job->value + sequence * key_rows + kv_head * columns, columns * sizeof(bf16));
-    for (size_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
-        bf16 query[LARGEST_HEAD];
-        place(job, sequence, &queries, head, query);
-        attend(job, query, keys + first * columns, values + first * columns, step->length + 1 - first,
-               job->scores + thread * job->scores_each, job->attended + sequence * query_rows + head * columns);
-    }
+    const Slabs *slabs = job->slabs;
+    const size_t group = layer->heads / layer->kv_heads, parts = (group + job->heads_each - 1) / job->heads_each;
+    const Work *work = &job->work[task % job->works];
+    const size_t kv_head = task / job->works / parts, from = task / job->works % parts * job->heads_each;
+    const size_t count = group - from < job->heads_each ? group - from : job->heads_each;
+    const size_t head = kv_head * group + from, token = work->token, width = key_width(layer);
+    const size_t slab = (size_t)job->step->slabs[token] * slabs->kv_heads + kv_head;
+    const bf16 *keys = slabs->keys + slab * slabs->room * width;
+    const Positions positions = {
+        .keys = keys,
+        .values = layer->latent_columns ? keys : slabs->values + slab * slabs->room * layer->value_columns,
+        .key_columns = width,
+        .value_columns = value_width(layer),
+        .key_stride = width,
+        .value_stride = layer->latent_columns ? width : layer->value_columns,
+        .room = slabs->room,
+    };
+    const size_t tile = work->tile * TILE, position = (size_t)job->step->positions[token];
+    (void)thread;
+    attend_tile(&positions, job->query + (token * layer->heads + head) * width, count,
+                larger(tile, begin_of(layer, job->step, token)), position < tile + TILE ? position + 1 : tile + TILE,
+                layer->scale, job->results + (work->place * layer->heads + head) * tile_result(positions.value_columns));
 }
 
 static void begin_outputs(void *data, size_t thread) {
     const Job *job = data;
-    matrix_group_sums(&job->layer->output, job->attended, job->step->sequences, job->sums + thread * job->sums_each);
+    const Projection *output = &job->layer->output;
+    attention_sums(job, &output, 1, job->attended, thread);
+}
+
+/* rows = x + multiplier * rows, rounded after each step. */
+TARGET static void add_residual(const bf16 *x, float multiplier, bf16 *rows) {
+    for (size_t i = 0; multiplier != 1 && i < BLOCK; i += 16)
+        store_bf16(rows + i, _mm512_mul_ps(load_bf16(rows + i), _mm512_set1_ps(multiplier)));
+    add_rows(rows, x, BLOCK);
 }
 
 static void add_output(void *data, size_t thread, size_t block) {
     const Job *job = data;
-    const Matrix *output = &job->layer->output;
-    multiply(job, output, block, job->attended, thread, job->layer->output_bias, job->step->out);
-    for (size_t s = 0; s < job->step->sequences; s++) {
-        const size_t at = s * output->rows + block * BLOCK;
-        add_rows(job->step->out + at, job->step->x + at, BLOCK);
+    const Attention *layer = job->layer;
+    const size_t width = hidden(layer);
+    attention_multiply(job, &layer->output, 0, block, job->attended, thread, job->out + block * BLOCK, width);
+    for (size_t t = 0; t < job->step->tokens; t++) {
+        const size_t at = t * width + block * BLOCK;
+        add_residual(job->x + at, layer->residual_multiplier, job->out + at);
     }
 }
 
-static void norm_output(void *data, size_t thread, size_t sequence) {
+static void norm_output(void *data, size_t thread, size_t token) {
     const Job *job = data;
-    const Attention *layer = job->layer;
-    const size_t hidden = layer->query.columns;
-    const bf16 *out = job->step->out + sequence * hidden;
+    const size_t at = token * hidden(job->layer);
     (void)thread;
-    norm_apply(out, layer->norm_after, norm_scale(out, hidden, layer->epsilon), hidden, job->step->normed + sequence * hidden);
+    norm_row(&job->layer->after, job->out + at, job->normed_out + at);
 }
 
-void attention_run(const Attention *layer, const Step *step, void *workspace, size_t threads) {
-    Job job = {.layer = layer, .step = step};
-    lay_out(&job, step->sequences, step->length, threads, workspace);
+void attention_run(const Attention *layer, const Step *step, const Slabs *slabs, const bf16 *x, bf16 *out, bf16 *normed,
+                   void *workspace, size_t threads) {
+    Job job = {.layer = layer, .step = step, .slabs = slabs, .x = x, .out = out, .normed_out = normed};
+    lay_out(&job, threads, workspace);
+    list_work(&job);
+    const size_t group = layer->heads / layer->kv_heads, parts = (group + job.heads_each - 1) / job.heads_each;
+    const int latent = layer->latent_columns != 0, two_steps = layer->query_first.matrix.rows != 0;
+    const Projection *projections[PROJECTIONS];
+    bf16 *outs[PROJECTIONS];
+    size_t projected = 0;
+    for (size_t i = projections_of(&job, projections, outs); i--;) projected += blocks(projections[i]);
     const Phase phases[] = {
-        {begin_projections, project, (layer->query.rows + 2 * layer->key.rows) / BLOCK},
-        {NULL, attend_group, step->sequences * layer->kv_heads},
-        {begin_outputs, add_output, layer->query.columns / BLOCK},
-        {NULL, norm_output, step->sequences},
+        {begin_projections, project, projected},
+        {latent_begin_queries, latent_queries, two_steps ? blocks(&layer->query) : 0},
+        {NULL, latent ? latent_place : grouped_place,
+         latent ? layer->heads + step->tokens : step->tokens * layer->kv_heads},
+        {NULL, attend, layer->kv_heads * parts * job.works},
+        {NULL, latent ? latent_merge : grouped_merge, latent ? layer->heads : step->tokens * layer->heads},
+        {begin_outputs, add_output, blocks(&layer->output)},
+        {NULL, norm_output, step->tokens},
     };
-    team_run(phases, 4, &job, threads, OWN);
+    team_run(phases, sizeof phases / sizeof *phases, &job, threads, OWN);
 }

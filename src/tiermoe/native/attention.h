@@ -1,37 +1,71 @@
-/* The attention half of a decoder layer for one token of each of several sequences: norm, projections, rotary embedding,
- * attention over the key/value cache, output projection, residual, norm. Rounded to bfloat16 where the separate operations
- * round. A sequence's values do not depend on the others. */
+/* The attention half of a decoder layer for few tokens, of any sequences and positions: norm, projections, rotary
+ * embedding, attention over the key/value cache, output projection, residual, norm. Rounded to bfloat16 where the separate
+ * operations round. A token's values depend on its sequence's earlier positions alone: neither the other tokens of a call
+ * nor the threads change a bit. */
 #ifndef TIERMOE_ATTENTION_H
 #define TIERMOE_ATTENTION_H
 
 #include "matrix.h"
+#include "norm_row.h"
+
+enum { MOST_HEAD_COLUMNS = 256 };
 
 typedef struct {
-    Matrix query, key, value, output;
-    const bf16 *query_bias, *key_bias, *value_bias, *output_bias; /* NULL: none */
-    const bf16 *norm_before, *norm_after;
-    const bf16 *norm_query, *norm_key; /* NULL: none */
-    size_t norm_width;                 /* of a norm of queries and keys: a head, or all of them */
-    size_t heads, kv_heads, head_columns;
-    float epsilon, scale;
+    Matrix matrix;    /* no rows: there is no such projection */
+    const bf16 *bias; /* NULL: none */
+} Projection;
+
+/* Grouped attention has queries, keys and values of the hidden states; heads / kv_heads heads share a key and a value.
+ *
+ * Latent attention has queries of the hidden states or of `query_first`'s normed outputs, a head's first key_columns without
+ * a position, then rotary_columns with one. `key` gives a latent (latent_columns), which is normed, and one rotary key for
+ * all heads; both are what the cache holds. key_up (heads * latent_columns, key_columns) takes a head's queries to latents;
+ * `value` (heads * value_columns, latent_columns) takes what was attended to, latents, to a head's values. */
+typedef struct {
+    Projection query, key, value, output, query_first, key_up;
+    Norm before, after;
+    Norm query_norm, key_norm;  /* grouped: as wide as a head, or as all of them; latent: of query_first's, of latents */
+    const bf16 *sinks;          /* (heads): a score without a value that joins a head's softmax; NULL: none */
+    size_t heads, kv_heads;     /* latent: one kv head */
+    size_t key_columns, value_columns, rotary_columns; /* of a head */
+    size_t latent_columns;      /* 0: grouped */
+    size_t window;              /* positions that a token attends to, its own included; 0: all */
+    int interleaved;            /* columns 2 i and 2 i + 1 rotate together, not i and rotary_columns / 2 + i */
+    float scale;                /* of scores */
+    float residual_multiplier;  /* of the output before the residual sum */
 } Attention;
 
+/* Which tokens. Those of one sequence have different positions. */
 typedef struct {
-    size_t sequences;
-    const bf16 *x;         /* (sequences, H) */
-    const bf16 *cos, *sin; /* (sequences, head_columns), or (head_columns) of the position that all are at */
-    int one_position;
-    const int64_t *first;  /* (sequences): the first position that is no padding; NULL: 0 */
-    bf16 *keys, *values;   /* (sequences, kv_heads, room, head_columns): position `length` is written, first .. length are
-                              attended to */
-    size_t room, length;
-    bf16 *out;    /* (sequences, H): x + the attention's output */
-    bf16 *normed; /* (sequences, H): its norm */
+    size_t tokens;
+    const int64_t *slabs, *positions; /* (tokens): whose cache, and where in it the token's key and value go */
+    const int64_t *first;             /* (tokens): the first position that is no padding; NULL: 0 */
+    const bf16 *cos, *sin;            /* (tokens, rotary_columns) */
+    size_t rotary_columns;
+    size_t spread; /* the most positions between two tokens of one sequence */
 } Step;
 
-/* Bytes of workspace for `length` positions before this one. */
-size_t attention_workspace(const Attention *layer, size_t sequences, size_t length, size_t threads);
+/* Fills in `spread`. */
+void step_measure(Step *step);
 
-void attention_run(const Attention *layer, const Step *step, void *workspace, size_t threads);
+/* The key/value cache of a layer: keys (slabs, kv_heads, room, key_columns), values (slabs, kv_heads, room, value_columns);
+ * of latent attention keys (slabs, 1, room, latent_columns + rotary_columns) and no values. Position p lies in row p, or in
+ * row p % room of a ring. */
+typedef struct {
+    bf16 *keys, *values;
+    size_t slabs, kv_heads, room, key_columns, value_columns;
+    int ring;
+} Slabs;
+
+/* NULL where the layer can do the step with these slabs, else what does not fit. */
+const char *attention_misfit(const Attention *layer, const Step *step, const Slabs *slabs);
+
+/* Bytes of workspace. */
+size_t attention_workspace(const Attention *layer, const Step *step, size_t threads);
+
+/* x (tokens, H) -> out (tokens, H): x + residual_multiplier * the attention's output, and normed (tokens, H): its norm.
+ * x, out and normed lie apart. */
+void attention_run(const Attention *layer, const Step *step, const Slabs *slabs, const bf16 *x, bf16 *out, bf16 *normed,
+                   void *workspace, size_t threads);
 
 #endif

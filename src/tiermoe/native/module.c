@@ -3,7 +3,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "attention.h"
+#include "attention_binding.h"
 #include "expert.h"
 #include "moe_block.h"
 #include "norm.h"
@@ -237,60 +237,6 @@ static PyObject *norm(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *attention(PyObject *self, PyObject *args) {
-    const char *matrices[4];
-    Py_ssize_t lengths[4], norm_width, heads, kv_heads, head_columns;
-    Address before, after, query, key, biases[4];
-    Attention layer;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "y#y#y#y#(KKKK)KKKKnnnnff", &matrices[0], &lengths[0], &matrices[1], &lengths[1],
-                          &matrices[2], &lengths[2], &matrices[3], &lengths[3], &biases[0], &biases[1], &biases[2],
-                          &biases[3], &before, &after, &query, &key, &norm_width, &heads, &kv_heads, &head_columns,
-                          &layer.epsilon, &layer.scale))
-        return NULL;
-    layer.query_bias = at(biases[0]), layer.key_bias = at(biases[1]);
-    layer.value_bias = at(biases[2]), layer.output_bias = at(biases[3]);
-    Matrix *parts[] = {&layer.query, &layer.key, &layer.value, &layer.output};
-    for (int i = 0; i < 4; i++)
-        if (!take(matrices[i], lengths[i], parts[i], sizeof(Matrix))) return NULL;
-    layer.norm_before = at(before), layer.norm_after = at(after);
-    layer.norm_query = at(query), layer.norm_key = at(key);
-    layer.norm_width = (size_t)norm_width, layer.heads = (size_t)heads;
-    layer.kv_heads = (size_t)kv_heads, layer.head_columns = (size_t)head_columns;
-    return PyBytes_FromStringAndSize((const char *)&layer, sizeof layer);
-}
-
-static PyObject *workspace(PyObject *self, PyObject *args) {
-    const char *bytes;
-    Py_ssize_t length, sequences, positions;
-    unsigned threads;
-    Attention layer;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "y#nnI", &bytes, &length, &sequences, &positions, &threads)) return NULL;
-    if (!take(bytes, length, &layer, sizeof layer)) return NULL;
-    return PyLong_FromSize_t(attention_workspace(&layer, (size_t)sequences, (size_t)positions, threads));
-}
-
-static PyObject *attend(PyObject *self, PyObject *args) {
-    const char *bytes;
-    Py_ssize_t length, sequences, room, positions;
-    Address workspace, x, cos, sin, first, keys, values, out, normed;
-    int one_position;
-    unsigned threads;
-    Attention layer;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "y#KnKKKpKKKnnKKI", &bytes, &length, &workspace, &sequences, &x, &cos, &sin, &one_position,
-                          &first, &keys, &values, &room, &positions, &out, &normed, &threads))
-        return NULL;
-    if (!take(bytes, length, &layer, sizeof layer)) return NULL;
-    const Step step = {(size_t)sequences, at(x), at(cos), at(sin), one_position, at(first), at(keys), at(values), (size_t)room,
-                       (size_t)positions, at(out), at(normed)};
-    Py_BEGIN_ALLOW_THREADS
-    attention_run(&layer, &step, at(workspace), threads);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
-}
-
 static PyObject *sums(PyObject *self, PyObject *args) {
     const char *bytes;
     Py_ssize_t length, rows, results;
@@ -318,13 +264,7 @@ static PyMethodDef methods[] = {
      "block(router, experts, count, k, columns, normalise, round_weights, x, residual, tokens, workspace, out, threads)"
      " -> how many experts computed, 0 where a chosen one is not here"},
     {"norm", norm, METH_VARARGS, "norm(x, weight, epsilon, rows, width, out, threads)"},
-    {"attention", attention, METH_VARARGS,
-     "attention(query, key, value, output, biases, norm_before, norm_after, norm_query, norm_key, norm_width, heads, kv_heads,"
-     " head_columns, epsilon, scale) -> bytes of an Attention"},
-    {"workspace", workspace, METH_VARARGS, "workspace(attention, sequences, positions, threads) -> bytes that attend needs"},
-    {"attend", attend, METH_VARARGS,
-     "attend(attention, workspace, sequences, x, cos, sin, one_position, first, keys, values, room, positions, out, normed,"
-     " threads)"},
+    ATTENTION_METHODS,
     {"sums", sums, METH_VARARGS, "sums(matrix or expert, rows, results, threads) -> bytes that the call needs for sums"},
     {"widen", widen_codes, METH_VARARGS, "widen(pairs, ladders, count, run, codes)"},
     {NULL, NULL, 0, NULL},

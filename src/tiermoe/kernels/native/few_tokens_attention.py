@@ -1,0 +1,95 @@
+"""The attention half of a decoder layer for few tokens, of any sequences and positions, in one call: norm, projections,
+rotary embedding, attention over the key/value cache, output projection, residual, norm.
+
+A layer is described by `GroupedAttention` or `LatentAttention`, what the tokens are by `Step`, and where their keys and
+values lie by `Slabs`. A token's values depend on its sequence's earlier positions alone, bit for bit: neither the other
+tokens of a call nor the number of threads matter, nor whether the cache is a ring.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tiermoe.kernels.native.attention import GroupedAttention, LatentAttention, address, pack_layer, plain
+from tiermoe.native import _native
+from tiermoe.quant.scratch import scratch
+
+MOST_TOKENS = 64  # of a step
+
+
+class Slabs:
+    """A layer's key/value cache, bfloat16 and contiguous: keys (slabs, kv heads, room, head), values (slabs, kv heads,
+    room, value); of latent attention keys (slabs, 1, room, latent + rotary) and no values. Position p lies in row p, of
+    a ring in row p % room: its room holds a window and as many positions as a step adds to a sequence.
+
+    ValueError: of another dtype, shape or layout. Keeps the tensors alive."""
+
+    def __init__(self, keys: Tensor, values: Tensor | None = None, ring: bool = False) -> None:
+        for name, tensor in (("keys", keys), ("values", values)):
+            if tensor is not None and (not plain(tensor) or tensor.ndim != 4 or tensor.shape[:3] != keys.shape[:3]):
+                raise ValueError(f"{name} must be contiguous bfloat16 (slabs, heads, room, columns) on the CPU")
+        self.keys, self.values, self.ring = keys, values, ring
+        slabs, heads, room, columns = keys.shape
+        self.packed = _native.slabs(
+            keys.data_ptr(), address(values), slabs, heads, room, columns, 0 if values is None else values.shape[3],
+            ring,
+        )  # fmt: skip
+
+
+class Step:
+    """The tokens of a step: slabs and positions int64 (T), whose cache and where in it a token's key and value go; cos
+    and sin bfloat16 (T, rotary columns); first int64 (T), where padding on the left ends, None: 0. A token attends to
+    positions max(first, position - window + 1) .. position of its slab, those that the step writes included. Tokens of
+    one slab have different positions. Serves all layers that rotate alike.
+
+    ValueError: of another dtype, shape or layout. Keeps the tensors alive; they must not change while it is used."""
+
+    def __init__(self, slabs: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, first: Tensor | None = None) -> None:
+        self.tokens = slabs.numel()
+        whole = [slabs, positions] if first is None else [slabs, positions, first]
+        if any(each.dtype != torch.int64 or each.shape != (self.tokens,) or not each.is_contiguous() for each in whole):
+            raise ValueError(f"slabs, positions and first must be contiguous int64 ({self.tokens})")
+        if not 0 < self.tokens <= MOST_TOKENS:
+            raise ValueError(f"{self.tokens} tokens in a step: 1 to {MOST_TOKENS}")
+        if any(not plain(each) or each.ndim != 2 or len(each) != self.tokens for each in (cos, sin)):
+            raise ValueError(f"cos and sin must be contiguous bfloat16 ({self.tokens}, rotary columns)")
+        if cos.shape != sin.shape:
+            raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} differ")
+        self._held = (slabs, positions, cos, sin, first)
+        self.packed = _native.step(
+            self.tokens, slabs.data_ptr(), positions.data_ptr(), address(first), cos.data_ptr(), sin.data_ptr(),
+            cos.shape[1],
+        )  # fmt: skip
+
+
+class FewTokensAttention:
+    """One layer's. Keeps the weights alive."""
+
+    def __init__(self, weights: GroupedAttention | LatentAttention, packed: bytes) -> None:
+        self.weights = weights
+        self._packed = packed
+        self._hidden = weights.output.out
+
+    def __call__(self, x: Tensor, step: Step, slabs: Slabs) -> tuple[Tensor, Tensor]:
+        """x (T, H), bfloat16 and contiguous → (x + the attention's output, the norm of that), each (T, H). Keys and
+        values of all tokens are written to their slabs before a token attends.
+
+        ValueError: an x of another dtype, shape or layout; a step or slabs that do not fit the layer; a position
+        beyond the slab's room. The interpreter's lock is released meanwhile."""
+        if x.shape != (step.tokens, self._hidden) or not plain(x):
+            raise ValueError(f"x must be contiguous bfloat16 ({step.tokens}, {self._hidden}), not {tuple(x.shape)}")
+        threads = torch.get_num_threads()
+        nbytes = _native.workspace(self._packed, step.packed, slabs.packed, threads)
+        out, normed = torch.empty_like(x), torch.empty_like(x)
+        _native.attend(
+            self._packed, step.packed, slabs.packed, scratch.address("attention", nbytes), x.data_ptr(),
+            out.data_ptr(), normed.data_ptr(), threads,
+        )  # fmt: skip
+        return out, normed
+
+
+def few_tokens_attention(weights: GroupedAttention | LatentAttention) -> FewTokensAttention | None:
+    """The kernel of a layer; None where its shapes, encodings or this machine do not suit it."""
+    packed = pack_layer(weights)
+    return None if packed is None else FewTokensAttention(weights, packed)
