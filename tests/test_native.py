@@ -203,8 +203,8 @@ FAMILIES = {
     "mixtral": {}, "qwen3_moe": {}, "olmoe": {}, "qwen2_moe": {}, "phimoe": {}, "glm4_moe": {}, "minimax_m2": {},
     "gpt_oss": {"sliding_window": 12}, "granitemoe": {"residual_multiplier": 0.3},
     "deepseek_v2": {
-        "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64,
-        "head_dim": 32, "q_lora_rank": None,
+        "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
+        "head_dim": 64, "q_lora_rank": None,
     },
 }  # fmt: skip
 """Families whose attention the kernel takes, with what their configs differ in."""
@@ -244,8 +244,8 @@ def test_whatever_else_is_asked_for_goes_through_transformers(model: Any) -> Non
         own = model(IDS[:, :8]).logits
         cache = DynamicCache(config=model.config)
         grown = [model(IDS[:, :6], past_key_values=cache), model(IDS[:, 6:7], past_key_values=cache)]
-        asked = model(IDS[:, 7:8], past_key_values=cache, output_attentions=True)
-    assert len(asked.attentions) == model.config.num_hidden_layers
+        asked = model(IDS[:, 7:8], past_key_values=cache, output_hidden_states=True)
+    assert len(asked.hidden_states) == model.config.num_hidden_layers + 1
     theirs = torch.cat([each.logits for each in (*grown, asked)], dim=1)
     assert torch.allclose(own.float(), theirs.float(), rtol=0.1, atol=0.1)
 
