@@ -10,7 +10,7 @@ import torch
 from tiermoe.kernels import linear_for
 from tiermoe.kernels.cpu import native_tokens
 from tiermoe.kernels.grouped import GroupedExperts, grouped_experts
-from tiermoe.kernels.native.experts import GatedExperts, combine, combines, gated_experts
+from tiermoe.kernels.native.experts import GatedExperts, bias_of, combine, combines, gated_experts
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.types import Part
 
@@ -54,24 +54,16 @@ def weighted_sum(outputs: Sequence[torch.Tensor], weights: torch.Tensor, places:
     return total[None]
 
 
-def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """(M, 2 I) → (M, I): transformers' usual gate with SiLU, the same operations without the calls around them, which
-    cost more than the operations for a single token."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
-
-
 def expert_kernel(form: ExpertFormat, activation: Activation, device: str) -> ExpertKernel:
     """The kernel of experts of format `form` on a device type: the native one where it takes them, on a GPU the grouped
     one."""
-    first, second = (part for part in form.layer.parts if part.is_matrix)
     separate = SeparateSteps(form, activation, device)
     if device == "cuda":
         grouped = grouped_experts(form)
         return separate if grouped is None else Grouped(grouped, activation, separate)
-    plain = len(form.layer.parts) == 2 and activation is silu_gate and device == "cpu"
-    native = gated_experts(first, second, form.encodings, form.dtype) if plain else None
-    return separate if native is None else InOneCall(native, separate)
+    native = gated_experts(form, activation) if device == "cpu" else None
+    # at 16 bits several tokens give the bits of transformers' eager products
+    return separate if native is None or native.plain else InOneCall(native, separate)
 
 
 def separate_steps(kernel: ExpertKernel) -> SeparateSteps:
@@ -145,7 +137,7 @@ class SeparateSteps:
 def _matrix(form: ExpertFormat, part: Part, device: str) -> Callable[[torch.Tensor, Views], torch.Tensor]:
     """x (M, in), views → (M, out), with the bias where the expert has one."""
     name, (out, in_) = part.name, part.out_in
-    bias = _bias_of(form, part)
+    bias = bias_of(form, part)
     encoding = form.encodings.get(name)
     if encoding is None and part.transposed:
 
@@ -164,8 +156,3 @@ def _matrix(form: ExpertFormat, part: Part, device: str) -> Callable[[torch.Tens
         return multiply(x, views) + views[bias]["weight"]
 
     return multiply_and_add
-
-
-def _bias_of(form: ExpertFormat, matrix: Part) -> str | None:
-    names = {f"{matrix.name}_bias", matrix.name.replace(".weight", ".bias")} - {matrix.name}
-    return next((part.name for part in form.layer.parts if part.name in names), None)

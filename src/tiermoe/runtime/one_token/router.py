@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tiermoe.kernels.native.router import choose, logits_of, takes
+from tiermoe.kernels.native.router import Router, choose, logits_of, takes
 from tiermoe.runtime.one_token.taken_over import TakenOver
 from tiermoe.types import FEW_TOKENS
 
@@ -34,6 +34,11 @@ class OneTokenRouter(TakenOver):
         """The matrix (E, H)."""
         weight: torch.Tensor = self._module.weight
         return weight
+
+    @property
+    def description(self) -> Router:
+        """What the kernel of a whole block is told of it."""
+        return Router(self.weight, self.top_k, normalise=self.normalise, dtype=self.dtype)
 
     def __call__(self, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         weight = self.weight
