@@ -7,7 +7,7 @@ import torch
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 
 from tiermoe import native
-from tiermoe.kernels.expert import InOneCall, SeparateSteps, SlotViews, expert_kernel, weighted_sum
+from tiermoe.kernels.expert import InOneCall, OneTokenInOneCall, SeparateSteps, SlotViews, expert_kernel, weighted_sum
 from tiermoe.kernels.gates import ClampedGate, silu_gate
 from tiermoe.kernels.native.experts import GatedExperts, gated_experts
 from tiermoe.kernels.native.moe_block import MoeBlock
@@ -114,8 +114,16 @@ def test_the_clamped_gate_is_transformers_bit_for_bit() -> None:
         assert torch.equal(got, theirs._apply_gate(features.to(dtype)))
 
 
-def test_16_bits_keep_torchs_products() -> None:
-    assert isinstance(expert_kernel(expert_format(16, "silu"), silu_gate, "cpu"), SeparateSteps)
+def test_at_16_bits_only_a_token_alone_is_native() -> None:
+    form = expert_format(16, "silu")
+    kernel, separate = expert_kernel(form, silu_gate, "cpu"), SeparateSteps(form, silu_gate, "cpu")
+    views, x = [slot(form, 10 * seed) for seed in range(3)], random(5, HIDDEN, seed=9)
+    for count in (1, 5):
+        assert torch.equal(kernel(x[:count], views[0]), separate(x[:count], views[0]))
+    assert isinstance(kernel, OneTokenInOneCall)
+    got, want = kernel.together(x[:1], views), separate.together(x[:1], views).float()
+    assert torch.equal(got, kernel.native(x[:1], [kernel.native.pack(each) for each in views], False)[:, 0])
+    assert (got.float() - want).norm() <= 2.0**-8 * want.norm()
 
 
 @pytest.mark.parametrize("with_residual", [True, False])

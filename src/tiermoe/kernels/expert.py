@@ -34,7 +34,7 @@ class ExpertKernel(Protocol):
 
     def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
         """One token x (1, hidden) through each of several experts → (experts, hidden): the values that calling them one
-        by one gives."""
+        by one gives (`OneTokenInOneCall`: but for the last bits)."""
         ...
 
 
@@ -62,13 +62,14 @@ def expert_kernel(form: ExpertFormat, activation: Activation, device: str) -> Ex
         grouped = grouped_experts(form)
         return separate if grouped is None else Grouped(grouped, activation, separate)
     native = gated_experts(form, activation) if device == "cpu" else None
-    # at 16 bits several tokens give the bits of transformers' eager products
-    return separate if native is None or native.plain else InOneCall(native, separate)
+    if native is None:
+        return separate
+    return OneTokenInOneCall(native, separate) if native.plain else InOneCall(native, separate)
 
 
 def separate_steps(kernel: ExpertKernel) -> SeparateSteps:
     """The kernel that computes the same expert in separate steps, between which one can look."""
-    steps = kernel.separate if isinstance(kernel, InOneCall | Grouped) else kernel
+    steps = kernel.separate if isinstance(kernel, InOneCall | OneTokenInOneCall | Grouped) else kernel
     assert isinstance(steps, SeparateSteps)
     return steps
 
@@ -95,11 +96,29 @@ class InOneCall:
 
     def packed(self, views: Views) -> bytes:
         """What the native kernel is told of the expert."""
-        if not isinstance(views, SlotViews):
-            return self.native.pack(views)
-        if views.packed is None:
-            views.packed = self.native.pack(views)
-        return views.packed
+        return _packed(self.native, views)
+
+
+class OneTokenInOneCall:
+    """Experts at 16 bits: native for a token alone, in separate steps for those of several tokens, which give the bits
+    of transformers' eager experts. An expert with one of several tokens is among these."""
+
+    def __init__(self, native: GatedExperts, separate: SeparateSteps) -> None:
+        self.native, self.separate = native, separate
+
+    def __call__(self, x: torch.Tensor, views: Views) -> torch.Tensor:
+        return self.separate(x, views)
+
+    def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
+        return self.native(x, [_packed(self.native, each) for each in views], among_others=False)[:, 0]
+
+
+def _packed(native: GatedExperts, views: Views) -> bytes:
+    if not isinstance(views, SlotViews):
+        return native.pack(views)
+    if views.packed is None:
+        views.packed = native.pack(views)
+    return views.packed
 
 
 class Grouped:
