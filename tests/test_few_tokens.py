@@ -15,11 +15,12 @@ from feeding import logits_of_steps
 from native_experts import checkpoint, expert_format, expert_views, tokens
 from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt
-from tiermoe.kernels.expert import InOneCall, expert_kernel, silu_gate, weighted_sum
+from tiermoe.kernels.expert import InOneCall, expert_kernel, weighted_sum
+from tiermoe.kernels.gates import silu_gate
 from tiermoe.kernels.native.experts import combine_many
 from tiermoe.kernels.native.moe_block import MoeBlock
 from tiermoe.kernels.native.norm import norm
-from tiermoe.kernels.native.router import choose, logits_of
+from tiermoe.kernels.native.router import Router, choose, logits_of
 from tiermoe.runtime.few_tokens import compute_few
 from tiermoe.runtime.weighted_sums import Choices, NativeSums, TorchSums
 
@@ -88,16 +89,16 @@ def test_native_and_torchs_sums_agree_bit_for_bit(tokens_of_first: int) -> None:
 @pytest.mark.parametrize("count", [2, 5, 12])
 def test_a_block_of_several_tokens_is_each_token_s_block(count: int, kernel: InOneCall) -> None:
     router, x, residual = tokens(5, 128, 3), tokens(count, 128)[:, None], tokens(count, 128, 2)[:, None]
-    block = MoeBlock(kernel.native, 5)
+    block, chooser = MoeBlock(kernel.native, 5), Router(router, 2, normalise=True)
     views = [expert_views(128, 64, seed) for seed in range(5)]  # alive as long as the block
     for expert in range(4):
         block.place(expert, kernel.packed(views[expert]))
     _, chosen = choose(logits_of(router, x), 2, normalise=True)
     if 4 in chosen.tolist():
-        assert block(router, 2, True, torch.float32, x, residual) == (None, 0)
+        assert block(chooser, x, residual) == (None, 0)
     block.place(4, kernel.packed(views[4]))
-    got, computed = block(router, 2, True, torch.float32, x, residual)
-    alone = [block(router, 2, True, torch.float32, x[at : at + 1], residual[at : at + 1])[0] for at in range(count)]
+    got, computed = block(chooser, x, residual)
+    alone = [block(chooser, x[at : at + 1], residual[at : at + 1])[0] for at in range(count)]
     assert got is not None
     assert torch.equal(got, torch.cat(alone))
     assert computed == len(set(chosen.flatten().tolist()))

@@ -14,10 +14,12 @@ import torch
 from benchmark_commands import Printed, benchmark_runner, command_of
 from benchmarks import slot_reads
 from benchmarks.controller import POLICIES
+from benchmarks.kernels import shapes
 from benchmarks.kernels.product import products
 from benchmarks.kernels.weights import Turns, packed, random
 from benchmarks.rounds import ratios, timed
 from tests import tiny
+from tiermoe import native
 from tiermoe.errors import LoadError
 from tiermoe.link import Finished
 from tiermoe.types import ExpertKey, Load
@@ -28,8 +30,8 @@ def run_(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return benchmark_runner(monkeypatch, capsys)
 
 
-COMMANDS = ["benchmarks.growth.__main__", "benchmarks.kernels.__main__", "benchmarks.controller",
-            "benchmarks.slot_reads", "benchmarks.random_moe"]  # fmt: skip
+COMMANDS = ["benchmarks.growth.__main__", "benchmarks.kernels.__main__", "benchmarks.kernels.shapes",
+            "benchmarks.controller", "benchmarks.slot_reads", "benchmarks.random_moe"]  # fmt: skip
 
 
 @pytest.mark.parametrize("module", COMMANDS)
@@ -91,6 +93,23 @@ def test_kernels_prints_every_part(run_: Printed, monkeypatch: pytest.MonkeyPatc
         assert all(positive(each) for way in part["ways"].values() for each in way.values())
         assert all(map(positive, others.values()))
     assert "product, M = 6" in err
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the native kernels")
+def test_shapes_prints_every_part(run_: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {
+        "plain": shapes.Shape(128, 64, 2, 4, 2, 32, 320),
+        "clamped": shapes.Shape(128, 64, 2, 4, 2, 32, 320, clamped=True),
+    }
+    monkeypatch.setattr(shapes, "SHAPES", small)
+    words = {"shapes": "plain,clamped", "threads": "1", "megabytes": 1, "rounds": 2}
+    found, err = run_("benchmarks.kernels.shapes", *(f"--{name}={value}" for name, value in words.items()))
+    for name in small:
+        read, *rest = found[name]
+        assert read["part"] == shapes.READ
+        assert [row["part"] for row in rest] == ["experts", "query", "key", "attention's output", "output layer"]
+        assert all(positive(row["gb_s"]) and positive(row["share"]) for row in rest)
+    assert "clamped, output layer" in err
 
 
 def test_controller_prints_every_policy(run_: Printed) -> None:

@@ -19,11 +19,12 @@ import tiermoe
 from feeding import logits_of_steps
 from native_experts import checkpoint, expert_format, expert_views, packed, tokens
 from tiermoe import native
-from tiermoe.kernels.expert import InOneCall, SeparateSteps, expert_kernel, silu_gate, weighted_sum
+from tiermoe.kernels.expert import InOneCall, SeparateSteps, expert_kernel, weighted_sum
+from tiermoe.kernels.gates import silu_gate
 from tiermoe.kernels.native.linear import linear
 from tiermoe.kernels.native.matrix import matrix_form
 from tiermoe.kernels.native.moe_block import MoeBlock
-from tiermoe.kernels.native.router import choose, logits_of
+from tiermoe.kernels.native.router import Router, choose, logits_of
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.ladders import widen
 
@@ -168,9 +169,9 @@ def test_a_block_in_one_call_is_its_separate_calls_and_waits_for_all_its_experts
     want = residual + weighted_sum(outputs, weights[0].to(dtype), order)
     block = MoeBlock(kernel.native, 5)
     for expert in chosen[0].tolist():
-        assert block(router, 3, True, dtype, x, residual) == (None, 0)
+        assert block(Router(router, 3, normalise=True, dtype=dtype), x, residual) == (None, 0)
         block.place(expert, kernel.packed(views[expert]))
-    got, computed = block(router, 3, True, dtype, x, residual)
+    got, computed = block(Router(router, 3, normalise=True, dtype=dtype), x, residual)
     assert got is not None
     assert computed == 3
     assert torch.equal(got, want)

@@ -8,7 +8,8 @@ from gpu_models import FAMILY
 from parity import logits
 from parity import tokens as tokens_of_text
 from tiermoe.kernels import triton_grouped
-from tiermoe.kernels.expert import Grouped, SeparateSteps, SlotViews, expert_kernel, separate_steps, silu_gate
+from tiermoe.kernels.expert import Grouped, SeparateSteps, SlotViews, expert_kernel, separate_steps
+from tiermoe.kernels.gates import silu_gate
 from tiermoe.kernels.grouped import grouped_experts
 from tiermoe.quant.encodings import encoding_for, encoding_named
 from tiermoe.quant.quantizers import QUANTIZERS

@@ -6,7 +6,8 @@ import torch
 
 from benchmarks.kernels.weights import Turns, copy, nbytes, packed, random
 from benchmarks.rounds import rates, ratios, timed
-from tiermoe.kernels.expert import SlotViews, expert_kernel, silu_gate
+from tiermoe.kernels.expert import SlotViews, expert_kernel
+from tiermoe.kernels.gates import silu_gate
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.types import MoeLayer, Part
 

@@ -13,7 +13,6 @@ from tiermoe.kernels.native.matrix import matrix_form
 from tiermoe.kernels.reference import DecodedLinear
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.encodings import ROW_MAJOR, cpu_layout, encoding_named
-from tiermoe.quant.int8 import Int8
 
 __all__ = ["KERNELS", "LinearKernel", "decodes", "linear_for", "machine_layout"]
 
@@ -50,7 +49,7 @@ def decodes(encoding: Encoding | None, out: int, in_: int, dtype: torch.dtype) -
     """Whether the CPU's kernel makes a decoded copy of a matrix (out, in_) for many tokens."""
     if encoding is None or encoding.bits == 16:
         return False
-    if isinstance(encoding, Int8) or math.isfinite(cpu.native_tokens()):
+    if math.isfinite(cpu.native_tokens()):
         return True
     return matrix_form(encoding, out, in_, dtype) is None
 

@@ -1,6 +1,6 @@
 """CPU kernels on packed weights.
 
-4 bits in bfloat16: our own kernels where this machine can run them (`native/`). Else few tokens: torch's
+4 and 8 bits in bfloat16: our own kernels where this machine can run them (`native/`). Else few tokens: torch's
 operators on the packed weights, which read fewer bytes; many tokens: decode, then one matrix product. Which of them
 runs follows from the machine, the encoding, the dtype and the number of tokens alone, so that a result depends on
 neither timing nor what is cached.
@@ -50,9 +50,15 @@ class Int8Linear:
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
         self._tokens = INT8_TOKENS.get(dtype, 0)
+        self._encoding = encoding
+        self._dtype = dtype
         self._product_dtype = _product_dtype(dtype)
+        self._native_tokens = native_tokens()
 
     def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        form = matrix_form(self._encoding, out, in_, self._dtype) if x.shape[0] <= self._native_tokens else None
+        if form:
+            return linear(x, form, slot)
         if x.shape[0] <= self._tokens and in_ % INT8_COLUMNS == 0:
             return torch._weight_int8pack_mm(x.contiguous(), slot["weight"], slot["scale"])
         # any int8 is exact in bfloat16: scaling the product rounds and costs less than scaling the weights

@@ -10,7 +10,7 @@ import torch
 from tiermoe.kernels import linear_for
 from tiermoe.kernels.cpu import native_tokens
 from tiermoe.kernels.grouped import GroupedExperts, grouped_experts
-from tiermoe.kernels.native.experts import GatedExperts, combine, combines, gated_experts
+from tiermoe.kernels.native.experts import GatedExperts, bias_of, combine, combines, gated_experts
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.types import Part
 
@@ -34,7 +34,7 @@ class ExpertKernel(Protocol):
 
     def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
         """One token x (1, hidden) through each of several experts → (experts, hidden): the values that calling them one
-        by one gives."""
+        by one gives (`OneTokenInOneCall`: but for the last bits)."""
         ...
 
 
@@ -54,29 +54,22 @@ def weighted_sum(outputs: Sequence[torch.Tensor], weights: torch.Tensor, places:
     return total[None]
 
 
-def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """(M, 2 I) → (M, I): transformers' usual gate with SiLU, the same operations without the calls around them, which
-    cost more than the operations for a single token."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
-
-
 def expert_kernel(form: ExpertFormat, activation: Activation, device: str) -> ExpertKernel:
     """The kernel of experts of format `form` on a device type: the native one where it takes them, on a GPU the grouped
     one."""
-    first, second = (part for part in form.layer.parts if part.is_matrix)
     separate = SeparateSteps(form, activation, device)
     if device == "cuda":
         grouped = grouped_experts(form)
         return separate if grouped is None else Grouped(grouped, activation, separate)
-    plain = len(form.layer.parts) == 2 and activation is silu_gate and device == "cpu"
-    native = gated_experts(first, second, form.encodings, form.dtype) if plain else None
-    return separate if native is None else InOneCall(native, separate)
+    native = gated_experts(form, activation) if device == "cpu" else None
+    if native is None:
+        return separate
+    return OneTokenInOneCall(native, separate) if native.plain else InOneCall(native, separate)
 
 
 def separate_steps(kernel: ExpertKernel) -> SeparateSteps:
     """The kernel that computes the same expert in separate steps, between which one can look."""
-    steps = kernel.separate if isinstance(kernel, InOneCall | Grouped) else kernel
+    steps = kernel.separate if isinstance(kernel, InOneCall | OneTokenInOneCall | Grouped) else kernel
     assert isinstance(steps, SeparateSteps)
     return steps
 
@@ -103,11 +96,29 @@ class InOneCall:
 
     def packed(self, views: Views) -> bytes:
         """What the native kernel is told of the expert."""
-        if not isinstance(views, SlotViews):
-            return self.native.pack(views)
-        if views.packed is None:
-            views.packed = self.native.pack(views)
-        return views.packed
+        return _packed(self.native, views)
+
+
+class OneTokenInOneCall:
+    """Experts at 16 bits: native for a token alone, in separate steps for those of several tokens, which give the bits
+    of transformers' eager experts. An expert with one of several tokens is among these."""
+
+    def __init__(self, native: GatedExperts, separate: SeparateSteps) -> None:
+        self.native, self.separate = native, separate
+
+    def __call__(self, x: torch.Tensor, views: Views) -> torch.Tensor:
+        return self.separate(x, views)
+
+    def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
+        return self.native(x, [_packed(self.native, each) for each in views], among_others=False)[:, 0]
+
+
+def _packed(native: GatedExperts, views: Views) -> bytes:
+    if not isinstance(views, SlotViews):
+        return native.pack(views)
+    if views.packed is None:
+        views.packed = native.pack(views)
+    return views.packed
 
 
 class Grouped:
@@ -145,7 +156,7 @@ class SeparateSteps:
 def _matrix(form: ExpertFormat, part: Part, device: str) -> Callable[[torch.Tensor, Views], torch.Tensor]:
     """x (M, in), views → (M, out), with the bias where the expert has one."""
     name, (out, in_) = part.name, part.out_in
-    bias = _bias_of(form, part)
+    bias = bias_of(form, part)
     encoding = form.encodings.get(name)
     if encoding is None and part.transposed:
 
@@ -164,8 +175,3 @@ def _matrix(form: ExpertFormat, part: Part, device: str) -> Callable[[torch.Tens
         return multiply(x, views) + views[bias]["weight"]
 
     return multiply_and_add
-
-
-def _bias_of(form: ExpertFormat, matrix: Part) -> str | None:
-    names = {f"{matrix.name}_bias", matrix.name.replace(".weight", ".bias")} - {matrix.name}
-    return next((part.name for part in form.layer.parts if part.name in names), None)

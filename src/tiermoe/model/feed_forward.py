@@ -27,8 +27,9 @@ class Experts(Protocol):
         """hidden (T, H), index (T, K) of the chosen experts, weights (T, K) → (T, H)."""
         ...
 
-    def block(self, router: Router, hidden: Tensor, residual: Tensor) -> Tensor | None:
-        """residual + what the router chooses for hidden, (T, H) each, in one call; None where that cannot be."""
+    def block(self, router: Router, hidden: Tensor, residual: Tensor | None) -> Tensor | None:
+        """residual, if any, + what the router chooses for hidden, (T, H) each, in one call; None where that cannot
+        be."""
         ...
 
 
@@ -40,7 +41,7 @@ class NoExperts:
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         raise RuntimeError("this decoder's experts are not attached")
 
-    def block(self, router: Router, hidden: Tensor, residual: Tensor) -> Tensor | None:
+    def block(self, router: Router, hidden: Tensor, residual: Tensor | None) -> Tensor | None:
         return None
 
 
@@ -86,7 +87,7 @@ class MoeBlock:
     def by_row(self) -> bool:
         """Whether a token's values do not depend on the others of a call of few tokens."""
         always = [part for part in (self.shared, self.shared_gate) if part is not None]
-        return self.router.native and self.experts.by_row and all(part.by_row for part in always)
+        return self.router.native is not None and self.experts.by_row and all(part.by_row for part in always)
 
     def watched(self, wrap: Callable[[Any], Any]) -> MoeBlock:
         """The block with its shared expert watched."""
@@ -94,12 +95,14 @@ class MoeBlock:
 
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
         """residual + multiplier * the block of x, (T, H) each."""
-        if self.shared is None and multiplier == 1:
-            result = self.experts.block(self.router, x, residual)
-            if result is not None:
-                return result
-        _, weights, index = self.router(x)
-        return _added(residual, self._with_shared(x, self.experts(x, index, weights)), multiplier)
+        plain = self.shared is None and multiplier == 1
+        result = self.experts.block(self.router, x, residual if plain else None)
+        if result is None:
+            weights, index = self.router.route(x)
+            result = self.experts(x, index, weights)
+        elif plain:
+            return result
+        return _added(residual, self._with_shared(x, result), multiplier)
 
     def _with_shared(self, x: Tensor, routed: Tensor) -> Tensor:
         if self.shared is None:

@@ -15,6 +15,9 @@ Routing = tuple[Tensor, Tensor, Tensor]
 """logits (T, E), weights (T, K) and experts (T, K) of T tokens."""
 
 
+_SCORINGS = {"softmax": native.Scoring.SOFTMAX, "chosen": native.Scoring.CHOSEN, "sigmoid": native.Scoring.SIGMOID}
+
+
 @dataclass(frozen=True, slots=True)
 class RouterRule:
     """How logits become a choice.
@@ -40,41 +43,56 @@ class RouterRule:
 class Router:
     """weight (E, H), bias (E) of the logits, correction (E) of the scores by which experts are chosen; None: without.
 
-    Called on (T, H). `native`: it is one that the native kernels take whole: a matrix, softmax and the K largest."""
+    `native`: what the native kernels are told of it; None where they do not take it."""
 
     def __init__(
         self, weight: Tensor, rule: RouterRule, bias: Tensor | None = None, correction: Tensor | None = None
     ) -> None:
         self.weight, self.rule, self.bias, self.correction = weight, rule, bias, correction
-        plain = rule.scores == "softmax" and not rule.wide and rule.groups == 1 and rule.scale == 1 and bias is None
-        self.native = plain and native.takes(weight)
+        self.native = self._native_form()
 
     @property
     def top_k(self) -> int:
         return self.rule.top_k
 
-    @property
-    def normalise(self) -> bool:
-        return self.rule.normalise
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights."""
-        return self.weight.dtype if self.rule.rounded else torch.float32
-
-    def __call__(self, hidden: Tensor) -> Routing:
-        if self.native and hidden.shape[0] <= FEW_TOKENS and hidden.dtype == torch.bfloat16:
-            return self._few(hidden)
-        logits = self._logits(hidden)
-        weights, experts = self._choose(logits)
+    def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden (T, H) → weights (T, K) and experts (T, K)."""
+        if self.native is not None and self._few(hidden):
+            return native.route(self.native, hidden.contiguous())
+        weights, experts = self._choose(self._logits(hidden))
         if self.rule.scale != 1:
             weights = weights * self.rule.scale
-        return logits, weights.to(hidden.dtype) if self.rule.rounded else weights, experts
+        return weights.to(hidden.dtype) if self.rule.rounded else weights, experts
 
-    def _few(self, hidden: Tensor) -> Routing:
-        logits = native.logits_of(self.weight, hidden.contiguous())
-        weights, experts = native.choose(logits, self.rule.top_k, self.rule.normalise)
-        return logits, weights.to(hidden.dtype) if self.rule.rounded else weights, experts
+    def __call__(self, hidden: Tensor) -> Routing:
+        """`route` with the logits before it, as transformers' routers give them."""
+        plain = self.native is not None and self.bias is None and not self.rule.wide and self._few(hidden)
+        logits = native.logits_of(self.weight, hidden.contiguous()) if plain else self._logits(hidden)
+        return logits, *self.route(hidden)
+
+    def _few(self, hidden: Tensor) -> bool:
+        return hidden.shape[0] <= FEW_TOKENS and hidden.dtype == torch.bfloat16
+
+    def _native_form(self) -> native.Router | None:
+        rule = self.rule
+        if rule.scores not in _SCORINGS:
+            return None
+        form = native.Router(
+            self.weight,
+            rule.top_k,
+            _SCORINGS[rule.scores],
+            bias=self.bias,
+            correction=None if self.correction is None else self.correction.float(),
+            groups=rule.groups,
+            kept=rule.kept_groups,
+            judges=1 if rule.best_of_group else 2,
+            exact_logits=rule.wide,
+            normalise=rule.normalise,
+            epsilon=1e-20 if rule.wide else 0.0,
+            scale=rule.scale,
+            dtype=self.weight.dtype if rule.rounded else torch.float32,
+        )
+        return form if form.suits() else None
 
     def _logits(self, hidden: Tensor) -> Tensor:
         if self.rule.wide:

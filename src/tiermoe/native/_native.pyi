@@ -7,6 +7,16 @@ def supported() -> bool: ...
 def join_team(path: str, /) -> bool: ...
 def matrix(coding: int, weights: int, scales: int, rows: int, columns: int, group: int, /) -> bytes: ...
 def product(matrix: bytes, x: int, tokens: int, sums: int, out: int, threads: int, torchs: bool, /) -> None: ...
+def expert(
+    first: bytes,
+    second: bytes,
+    first_bias: int,
+    second_bias: int,
+    gate: int,
+    limit: float,
+    alpha: float,
+    /,
+) -> bytes: ...
 def experts(
     experts: bytes,
     counts: list[int] | None,
@@ -23,17 +33,31 @@ def combine(rows: list[int], weights: list[float], columns: int, out: int, /) ->
 def combine_many(
     addresses: int, weights: int, tokens: int, k: int, columns: int, out: int, threads: int, /
 ) -> None: ...
+def router(
+    weight: int,
+    bias: int,
+    correction: int,
+    experts: int,
+    columns: int,
+    k: int,
+    groups: int,
+    kept: int,
+    judges: int,
+    scoring: int,
+    exact_logits: bool,
+    round_weights: bool,
+    normalise: bool,
+    epsilon: float,
+    scale: float,
+    /,
+) -> bytes: ...
+def route(router: bytes, x: int, tokens: int, chosen: int, weights: int, /) -> None: ...
 def logits(weight: int, x: int, tokens: int, experts: int, columns: int, out: int, /) -> None: ...
 def choose(logits: int, tokens: int, experts: int, k: int, normalise: bool, chosen: int, weights: int, /) -> None: ...
-def block_workspace(experts: bytes | bytearray, count: int, k: int, tokens: int, threads: int, /) -> int: ...
+def block_workspace(router: bytes, experts: bytes | bytearray, tokens: int, threads: int, /) -> int: ...
 def block(
-    router: int,
+    router: bytes,
     experts: bytes | bytearray,
-    count: int,
-    k: int,
-    columns: int,
-    normalise: bool,
-    round_weights: bool,
     x: int,
     residual: int,
     tokens: int,

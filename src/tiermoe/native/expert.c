@@ -14,14 +14,44 @@ typedef struct {
     bf16 *out;
 } Job;
 
-TARGET static void gate_rows(const bf16 (*gate)[BLOCK], const bf16 (*up)[BLOCK], size_t tokens, bf16 *out, size_t stride) {
+/* x / (1 + e^-slope) */
+TARGET static inline __m512 sigmoid_of(__m512 x, __m512 slope) {
+    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1), exponential(_mm512_sub_ps(_mm512_setzero_ps(), slope))));
+}
+
+TARGET static inline __m512 silu_gate(const bf16 *gate, const bf16 *up) {
+    const __m512 x = load_bf16(gate);
+    return _mm512_mul_ps(as_bf16(sigmoid_of(x, x)), load_bf16(up));
+}
+
+/* pairs: 16 of a gate and an up. */
+TARGET static inline __m512 clamped_gate(const bf16 *pairs, const Expert *expert) {
+    const __m512i both = _mm512_loadu_si512(pairs);
+    const __m512 limit = _mm512_set1_ps(expert->limit), one = _mm512_set1_ps(1);
+    __m512 gate = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+    __m512 up = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xFFFF0000)));
+    gate = as_bf16(_mm512_min_ps(gate, limit));
+    up = as_bf16(_mm512_max_ps(_mm512_min_ps(up, limit), _mm512_sub_ps(_mm512_setzero_ps(), limit)));
+    const __m512 slope = as_bf16(_mm512_mul_ps(gate, _mm512_set1_ps(expert->alpha)));
+    const __m512 opening = as_bf16(_mm512_mul_ps(gate, as_bf16(sigmoid_of(one, slope))));
+    return _mm512_mul_ps(as_bf16(_mm512_add_ps(up, one)), opening);
+}
+
+/* A block of first(x) for each token: 64 rows of gate, then of up, or 64 pairs of both. */
+TARGET static void gate_rows(const bf16 (*values)[2 * BLOCK], const Expert *expert, size_t tokens, bf16 *out, size_t stride) {
     for (size_t m = 0; m < tokens; m++)
         for (int i = 0; i < BLOCK; i += 16) {
-            const __m512 x = load_bf16(gate[m] + i);
-            const __m512 denominator = _mm512_add_ps(_mm512_set1_ps(1), exponential(_mm512_sub_ps(_mm512_setzero_ps(), x)));
-            const __m512 silu = as_bf16(_mm512_div_ps(x, denominator));
-            store_bf16(out + m * stride + i, _mm512_mul_ps(silu, load_bf16(up[m] + i)));
+            const __m512 gated = expert->gate == CLAMPED ? clamped_gate(values[m] + 2 * i, expert)
+                                                         : silu_gate(values[m] + i, values[m] + BLOCK + i);
+            store_bf16(out + m * stride + i, gated);
         }
+}
+
+/* A block of rows of matrix times the tokens, plus the bias where there is one. */
+static void block_of(const Matrix *matrix, const bf16 *bias, size_t block, const bf16 *x, const float *sums, size_t tokens,
+                     bf16 *out, size_t stride) {
+    matrix_block(matrix, block, x, sums, tokens, out, stride);
+    for (size_t m = 0; bias && m < tokens; m++) add_rows(out + m * stride, bias + block * BLOCK, BLOCK);
 }
 
 static void sum_x(void *data, size_t thread, size_t task) {
@@ -38,14 +68,16 @@ static void first(void *data, size_t thread, size_t task) {
     const Share *share = &job->shares[task / blocks];
     const Matrix *matrix = &share->expert.first;
     const size_t groups = matrix_groups(matrix);
-    bf16 gate[TOKENS][BLOCK], up[TOKENS][BLOCK];
+    const int pairs = share->expert.gate == CLAMPED;
+    const size_t one = pairs ? 2 * block : block, other = pairs ? one + 1 : block + blocks;
+    bf16 values[TOKENS][2 * BLOCK];
     for (size_t m = 0; m < share->tokens; m += TOKENS) {
         const size_t tokens = share->tokens - m < TOKENS ? share->tokens - m : TOKENS, row = share->from + m;
-        const bf16 *x = job->x.x + row * matrix->columns;
+        const bf16 *x = job->x.x + row * matrix->columns, *bias = share->expert.first_bias;
         const float *sums = sums_of(&job->x, thread) + row * groups;
-        matrix_block(matrix, block, x, sums, tokens, gate[0], BLOCK);
-        matrix_block(matrix, block + blocks, x, sums, tokens, up[0], BLOCK);
-        gate_rows(gate, up, tokens, (bf16 *)job->inner.x + (share->to + m) * inner + block * BLOCK, inner);
+        block_of(matrix, bias, one, x, sums, tokens, values[0], 2 * BLOCK);
+        block_of(matrix, bias, other, x, sums, tokens, values[0] + BLOCK, 2 * BLOCK);
+        gate_rows(values, &share->expert, tokens, (bf16 *)job->inner.x + (share->to + m) * inner + block * BLOCK, inner);
     }
 }
 
@@ -61,9 +93,9 @@ static void second(void *data, size_t thread, size_t task) {
     const size_t blocks = job->inner.matrix->rows / BLOCK, block = task % blocks;
     const Share *share = &job->shares[task / blocks];
     const Matrix *matrix = &share->expert.second;
-    matrix_block(matrix, block, job->inner.x + share->to * matrix->columns,
-               sums_of(&job->inner, thread) + share->to * matrix_groups(matrix), share->tokens,
-               job->out + share->to * matrix->rows + block * BLOCK, matrix->rows);
+    block_of(matrix, share->expert.second_bias, block, job->inner.x + share->to * matrix->columns,
+             sums_of(&job->inner, thread) + share->to * matrix_groups(matrix), share->tokens,
+             job->out + share->to * matrix->rows + block * BLOCK, matrix->rows);
 }
 
 size_t experts_sums(const Expert *expert, size_t rows, size_t results, size_t threads) {

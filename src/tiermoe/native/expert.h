@@ -1,4 +1,4 @@
-/* Gated experts on packed weights: second(silu(gate) * up), where gate and up are the halves of first(x). */
+/* Gated experts on packed weights: second(a gate of first(x)), where first(x) holds the values of gate and up. */
 #ifndef TIERMOE_EXPERT_H
 #define TIERMOE_EXPERT_H
 
@@ -7,9 +7,18 @@
 
 enum { MOST_EXPERTS = 256 }; /* of a token */
 
+typedef enum {
+    SILU,    /* silu(gate) * up; gate and up are the halves */
+    CLAMPED, /* (up + 1) * gate * sigmoid(alpha * gate); gate and up take turns. gate at most limit, up -limit .. limit */
+    GATES
+} Gate;
+
 typedef struct {
-    Matrix first;  /* (2 I, H): the gate's rows, then up's; I a multiple of 64 */
-    Matrix second; /* (H, I) */
+    Matrix first;                          /* (2 I, H); I a multiple of 64 */
+    Matrix second;                         /* (H, I) */
+    const bf16 *first_bias, *second_bias; /* NULL: none */
+    Gate gate;
+    float limit, alpha; /* CLAMPED */
 } Expert;
 
 /* An expert and the tokens that it computes: `tokens` rows of x from row `from` on, whose results are rows of out from

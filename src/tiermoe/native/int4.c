@@ -74,7 +74,7 @@ TARGET static inline __attribute__((always_inline)) void tile(size_t tokens, con
         }
         for (size_t p = 0; p < pairs; p++, codes += PAIR_BYTES, x += 2) {
             __m512i values[REGISTERS];
-            _mm_prefetch((const char *)(codes + BYTES_AHEAD), _MM_HINT_NTA);
+            _mm_prefetch((const char *)(codes + BYTES_AHEAD), _MM_HINT_T1);
             unpack_pair(codes, values);
             for (size_t m = 0; m < tokens; m++)
                 for (int r = 0; r < REGISTERS; r++)

@@ -9,6 +9,7 @@
 #include "norm.h"
 #include "product.h"
 #include "route.h"
+#include "vector.h"
 #include "widen.h"
 
 typedef unsigned long long Address;
@@ -69,6 +70,24 @@ static PyObject *product(PyObject *self, PyObject *args) {
     product_run(&packed, at(x), (size_t)tokens, at(sums), at(out), threads, torchs ? TORCHS : OWN);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
+}
+
+static PyObject *expert(PyObject *self, PyObject *args) {
+    const char *matrices[2];
+    Py_ssize_t lengths[2];
+    Address biases[2];
+    int gate;
+    Expert packed;
+    (void)self;
+    memset(&packed, 0, sizeof packed);
+    if (!PyArg_ParseTuple(args, "y#y#KKiff", &matrices[0], &lengths[0], &matrices[1], &lengths[1], &biases[0], &biases[1],
+                          &gate, &packed.limit, &packed.alpha))
+        return NULL;
+    if (gate < 0 || gate >= GATES) return PyErr_Format(PyExc_ValueError, "%d is not a gate", gate);
+    if (!take(matrices[0], lengths[0], &packed.first, sizeof packed.first)) return NULL;
+    if (!take(matrices[1], lengths[1], &packed.second, sizeof packed.second)) return NULL;
+    packed.gate = (Gate)gate, packed.first_bias = at(biases[0]), packed.second_bias = at(biases[1]);
+    return PyBytes_FromStringAndSize((const char *)&packed, sizeof packed);
 }
 
 /* Lists each expert in `bytes` with its tokens: `counts` says how many consecutive rows of x each has; None: all have the
@@ -150,13 +169,60 @@ static PyObject *combine_many(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *logits(PyObject *self, PyObject *args) {
+static PyObject *router(PyObject *self, PyObject *args) {
+    Address weight, bias, correction;
+    Py_ssize_t experts, columns, k, groups, kept, judges;
+    int scoring;
+    Router packed;
+    (void)self;
+    memset(&packed, 0, sizeof packed);
+    if (!PyArg_ParseTuple(args, "KKKnnnnnnipppff", &weight, &bias, &correction, &experts, &columns, &k, &groups, &kept, &judges,
+                          &scoring, &packed.exact_logits, &packed.round_weights, &packed.normalise, &packed.epsilon,
+                          &packed.scale))
+        return NULL;
+    const int chooses = k > 0 && k <= MOST_EXPERTS && groups > 0 && kept > 0 && kept <= groups && experts % groups == 0 &&
+                        kept * (experts / groups) >= k && judges > 0 && judges <= 2 && experts / groups >= judges;
+    if (!chooses || scoring < 0 || scoring >= SCORINGS)
+        return PyErr_Format(PyExc_ValueError, "no router: %zd of %zd experts, from %zd of %zd groups judged by %zd, scoring %d",
+                            k, experts, kept, groups, judges, scoring);
+    packed.weight = at(weight), packed.bias = at(bias), packed.correction = at(correction);
+    packed.experts = (size_t)experts, packed.columns = (size_t)columns, packed.k = (size_t)k;
+    packed.groups = (size_t)groups, packed.kept = (size_t)kept, packed.judges = (size_t)judges;
+    packed.scoring = (Scoring)scoring;
+    return PyBytes_FromStringAndSize((const char *)&packed, sizeof packed);
+}
+
+static PyObject *route(PyObject *self, PyObject *args) {
+    const char *bytes;
+    Py_ssize_t length, tokens;
+    Address x, chosen, weights;
+    Router packed;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y#KnKK", &bytes, &length, &x, &tokens, &chosen, &weights)) return NULL;
+    if (!take(bytes, length, &packed, sizeof packed)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    float logits[packed.experts];
+    for (size_t t = 0; t < (size_t)tokens; t++) {
+        route_logits(&packed, (bf16 *)at(x) + t * packed.columns, logits);
+        route_choose(&packed, logits, (int64_t *)at(chosen) + t * packed.k, (float *)at(weights) + t * packed.k);
+    }
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+TARGET static PyObject *logits(PyObject *self, PyObject *args) {
     Address weight, x, out;
     Py_ssize_t experts, columns, tokens;
     (void)self;
     if (!PyArg_ParseTuple(args, "KKnnnK", &weight, &x, &tokens, &experts, &columns, &out)) return NULL;
-    for (Py_ssize_t t = 0; t < tokens; t++)
-        route_logits(at(weight), (bf16 *)at(x) + t * columns, (size_t)experts, (size_t)columns, (bf16 *)at(out) + t * experts);
+    const Router plain = {.weight = at(weight), .experts = (size_t)experts, .columns = (size_t)columns};
+    Py_BEGIN_ALLOW_THREADS
+    float exact[experts];
+    for (Py_ssize_t t = 0; t < tokens; t++) {
+        route_logits(&plain, (bf16 *)at(x) + t * columns, exact);
+        for (Py_ssize_t e = 0; e < experts; e++) ((bf16 *)at(out))[t * experts + e] = round_bf16(exact[e]);
+    }
+    Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
@@ -166,45 +232,53 @@ static PyObject *choose(PyObject *self, PyObject *args) {
     int normalise;
     (void)self;
     if (!PyArg_ParseTuple(args, "KnnnpKK", &logits, &tokens, &experts, &k, &normalise, &chosen, &weights)) return NULL;
-    for (Py_ssize_t t = 0; t < tokens; t++)
-        route_choose((bf16 *)at(logits) + t * experts, (size_t)experts, (size_t)k, normalise, (int64_t *)at(chosen) + t * k,
-                     (float *)at(weights) + t * k);
+    const Router plain = {.experts = (size_t)experts, .k = (size_t)k, .groups = 1, .normalise = normalise, .scale = 1};
+    Py_BEGIN_ALLOW_THREADS
+    float exact[experts];
+    for (Py_ssize_t t = 0; t < tokens; t++) {
+        for (Py_ssize_t e = 0; e < experts; e++) exact[e] = from_bf16(((bf16 *)at(logits))[t * experts + e]);
+        route_choose(&plain, exact, (int64_t *)at(chosen) + t * k, (float *)at(weights) + t * k);
+    }
+    Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
-/* Whether `table` holds `count` experts, more than k. */
-static int is_table(const Py_buffer *table, Py_ssize_t count, Py_ssize_t k) {
-    if (count > 0 && k > 0 && k <= count && k <= MOST_EXPERTS && table->len == count * (Py_ssize_t)sizeof(Expert)) return 1;
-    PyErr_Format(PyExc_ValueError, "%zd bytes are not a table of %zd experts, %zd of which are chosen", table->len, count, k);
+/* Reads a block whose router is `bytes` and whose experts are `table`; ValueError where they do not belong together. */
+static int take_block(const char *bytes, Py_ssize_t length, const Py_buffer *table, MoeBlock *block) {
+    if (!take(bytes, length, &block->router, sizeof block->router)) return 0;
+    block->experts = table->buf;
+    if ((size_t)table->len == block->router.experts * sizeof(Expert)) return 1;
+    PyErr_Format(PyExc_ValueError, "%zd bytes are not a table of %zu experts", table->len, block->router.experts);
     return 0;
 }
 
 static PyObject *block_workspace(PyObject *self, PyObject *args) {
+    const char *bytes;
+    Py_ssize_t length, tokens;
     Py_buffer table;
-    Py_ssize_t count, k, tokens;
     unsigned threads;
-    size_t bytes = 0;
+    size_t needed = 0;
+    MoeBlock packed;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y*nnnI", &table, &count, &k, &tokens, &threads)) return NULL;
-    if (is_table(&table, count, k))
-        bytes = moe_block_workspace(table.buf, (size_t)count, (size_t)k, (size_t)tokens, threads);
+    if (!PyArg_ParseTuple(args, "y#y*nI", &bytes, &length, &table, &tokens, &threads)) return NULL;
+    if (take_block(bytes, length, &table, &packed)) needed = moe_block_workspace(&packed, (size_t)tokens, threads);
     PyBuffer_Release(&table);
-    return bytes ? PyLong_FromSize_t(bytes) : NULL;
+    return needed ? PyLong_FromSize_t(needed) : NULL;
 }
 
 static PyObject *block(PyObject *self, PyObject *args) {
+    const char *bytes;
+    Py_ssize_t length, tokens;
     Py_buffer table;
-    Py_ssize_t count, k, columns, tokens;
-    Address router, x, residual, workspace, out;
+    Address x, residual, workspace, out;
     unsigned threads;
-    int normalise, round_weights, fits;
+    int fits;
     size_t computed = 0;
+    MoeBlock packed;
     (void)self;
-    if (!PyArg_ParseTuple(args, "Ky*nnnppKKnKKI", &router, &table, &count, &k, &columns, &normalise, &round_weights, &x,
-                          &residual, &tokens, &workspace, &out, &threads))
+    if (!PyArg_ParseTuple(args, "y#y*KKnKKI", &bytes, &length, &table, &x, &residual, &tokens, &workspace, &out, &threads))
         return NULL;
-    if ((fits = is_table(&table, count, k))) {
-        const MoeBlock packed = {at(router), table.buf, (size_t)count, (size_t)k, (size_t)columns, normalise, round_weights};
+    if ((fits = take_block(bytes, length, &table, &packed))) {
         Py_BEGIN_ALLOW_THREADS
         computed = moe_block_run(&packed, at(x), at(residual), (size_t)tokens, at(workspace), at(out), threads);
         Py_END_ALLOW_THREADS
@@ -254,15 +328,21 @@ static PyMethodDef methods[] = {
     {"join_team", join_team, METH_VARARGS, "join_team(path) -> whether the loaded OpenMP runtime at path can be used"},
     {"matrix", matrix, METH_VARARGS, "matrix(coding, weights, scales, rows, columns, group) -> bytes of a Matrix"},
     {"product", product, METH_VARARGS, "product(matrix, x, tokens, sums, out, threads, torchs)"},
+    {"expert", expert, METH_VARARGS,
+     "expert(first, second, first_bias, second_bias, gate, limit, alpha) -> bytes of an Expert"},
     {"experts", experts, METH_VARARGS, "experts(experts, counts, x, rows, inner, sums, out, threads, torchs)"},
     {"combine", combine, METH_VARARGS, "combine(rows, weights, columns, out)"},
     {"combine_many", combine_many, METH_VARARGS, "combine_many(addresses, weights, tokens, k, columns, out, threads)"},
+    {"router", router, METH_VARARGS,
+     "router(weight, bias, correction, experts, columns, k, groups, kept, judges, scoring, exact_logits, round_weights,"
+     " normalise, epsilon, scale) -> bytes of a Router"},
+    {"route", route, METH_VARARGS, "route(router, x, tokens, chosen, weights)"},
     {"logits", logits, METH_VARARGS, "logits(weight, x, tokens, experts, columns, out)"},
     {"choose", choose, METH_VARARGS, "choose(logits, tokens, experts, k, normalise, chosen, weights)"},
-    {"block_workspace", block_workspace, METH_VARARGS, "block_workspace(experts, count, k, tokens, threads) -> bytes that block needs"},
+    {"block_workspace", block_workspace, METH_VARARGS, "block_workspace(router, experts, tokens, threads) -> bytes that block needs"},
     {"block", block, METH_VARARGS,
-     "block(router, experts, count, k, columns, normalise, round_weights, x, residual, tokens, workspace, out, threads)"
-     " -> how many experts computed, 0 where a chosen one is not here"},
+     "block(router, experts, x, residual, tokens, workspace, out, threads) -> how many experts computed, 0 where a chosen"
+     " one is not here"},
     {"norm", norm, METH_VARARGS, "norm(x, weight, epsilon, rows, width, out, threads)"},
     ATTENTION_METHODS,
     {"sums", sums, METH_VARARGS, "sums(matrix or expert, rows, results, threads) -> bytes that the call needs for sums"},

@@ -2,13 +2,13 @@
 
 #include <string.h>
 
-#include "route.h"
 #include "vector.h"
 
 typedef struct {
     const MoeBlock *block;
     const bf16 *x;
-    bf16 *logits, *gathered, *inner, *outputs;
+    float *logits;
+    bf16 *gathered, *inner, *outputs;
     int64_t *chosen; /* (tokens, k), of each token in ascending order */
     float *weights, *sums;
     size_t *next;          /* of each expert: the row of `outputs` for its next token */
@@ -17,8 +17,10 @@ typedef struct {
 } Job;
 
 /* The parts of the workspace, each on a line of its own. */
-static size_t lay_out(Job *job, const Expert *expert, size_t count, size_t k, size_t tokens, size_t threads, char *begin) {
-    const size_t choices = tokens * k, rows = tokens > 1 ? choices : 1;
+static size_t lay_out(Job *job, size_t tokens, size_t threads, char *begin) {
+    const Expert *expert = job->block->experts;
+    const size_t count = job->block->router.experts, choices = tokens * job->block->router.k;
+    const size_t rows = tokens > 1 ? choices : 1;
     char *end = begin;
 #define PART(field, n)       \
     job->field = (void *)end; \
@@ -37,9 +39,9 @@ static size_t lay_out(Job *job, const Expert *expert, size_t count, size_t k, si
     return (size_t)(end - begin);
 }
 
-size_t moe_block_workspace(const Expert *expert, size_t count, size_t k, size_t tokens, size_t threads) {
-    Job job;
-    return lay_out(&job, expert, count, k, tokens, threads, NULL);
+size_t moe_block_workspace(const MoeBlock *block, size_t tokens, size_t threads) {
+    Job job = {.block = block};
+    return lay_out(&job, tokens, threads, NULL);
 }
 
 /* By ascending expert. */
@@ -55,26 +57,24 @@ static void sort(int64_t *chosen, float *weights, size_t k) {
 
 static void route(void *data, size_t thread, size_t token) {
     const Job *job = data;
-    const MoeBlock *block = job->block;
-    const size_t k = block->k;
-    bf16 *logits = job->logits + token * block->count;
-    int64_t *chosen = job->chosen + token * k;
-    float *weights = job->weights + token * k;
+    const Router *router = &job->block->router;
+    float *logits = job->logits + token * router->experts;
+    int64_t *chosen = job->chosen + token * router->k;
+    float *weights = job->weights + token * router->k;
     (void)thread;
-    route_logits(block->router, job->x + token * block->columns, block->count, block->columns, logits);
-    route_choose(logits, block->count, k, block->normalise, chosen, weights);
-    sort(chosen, weights, k);
-    for (size_t i = 0; block->round_weights && i < k; i++) weights[i] = from_bf16(round_bf16(weights[i]));
+    route_logits(router, job->x + token * router->columns, logits);
+    route_choose(router, logits, chosen, weights);
+    sort(chosen, weights, router->k);
 }
 
 /* Each chosen expert with its tokens, the results one after the other; returns how many experts, 0 where one is not here.
  * One token's row of x serves all its experts; those of several are gathered by expert. */
 static size_t share_out(Job *job, size_t tokens) {
-    const size_t choices = tokens * job->block->k, columns = job->block->columns;
+    const size_t k = job->block->router.k, choices = tokens * k, columns = job->block->router.columns;
     size_t shares = 0, begin = 0;
-    memset(job->next, 0, job->block->count * sizeof *job->next);
+    memset(job->next, 0, job->block->router.experts * sizeof *job->next);
     for (size_t c = 0; c < choices; c++) job->next[job->chosen[c]]++;
-    for (size_t e = 0; e < job->block->count; e++) {
+    for (size_t e = 0; e < job->block->router.experts; e++) {
         const size_t its = job->next[e];
         if (!its) continue;
         if (!job->block->experts[e].first.weights) return 0;
@@ -84,7 +84,7 @@ static size_t share_out(Job *job, size_t tokens) {
     for (size_t c = 0; c < choices; c++) {
         const size_t row = job->next[job->chosen[c]]++;
         job->summands[c] = job->outputs + row * columns;
-        if (tokens > 1) memcpy(job->gathered + row * columns, job->x + c / job->block->k * columns, columns * sizeof(bf16));
+        if (tokens > 1) memcpy(job->gathered + row * columns, job->x + c / k * columns, columns * sizeof(bf16));
     }
     return shares;
 }
@@ -92,8 +92,8 @@ static size_t share_out(Job *job, size_t tokens) {
 size_t moe_block_run(const MoeBlock *block, const bf16 *x, const bf16 *residual, size_t tokens, void *workspace, bf16 *out,
                      size_t threads) {
     Job job = {.block = block, .x = x};
-    const size_t k = block->k, columns = block->columns, choices = tokens * k;
-    lay_out(&job, block->experts, block->count, k, tokens, threads, workspace);
+    const size_t k = block->router.k, columns = block->router.columns, choices = tokens * k;
+    lay_out(&job, tokens, threads, workspace);
     const Phase routing = {NULL, route, tokens};
     team_run(&routing, 1, &job, threads, OWN);
     const size_t shares = share_out(&job, tokens);
@@ -101,6 +101,6 @@ size_t moe_block_run(const MoeBlock *block, const bf16 *x, const bf16 *residual,
     experts_run(job.shares, shares, tokens > 1 ? job.gathered : x, tokens > 1 ? choices : 1, choices, job.inner, job.sums,
                 job.outputs, threads, OWN);
     experts_combine_many(job.summands, job.weights, tokens, k, columns, out, threads, OWN);
-    add_rows(out, residual, tokens * columns);
+    if (residual) add_rows(out, residual, tokens * columns);
     return shares;
 }

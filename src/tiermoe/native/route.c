@@ -4,28 +4,77 @@
 
 #include "vector.h"
 
-TARGET void route_logits(const bf16 *weight, const bf16 *x, size_t experts, size_t columns, bf16 *logits) {
-    for (size_t e = 0; e < experts; e++, weight += columns)
-        logits[e] = round_bf16(_mm512_reduce_add_ps(products(weight, x, columns)));
+TARGET void route_logits(const Router *router, const bf16 *x, float *logits) {
+    const bf16 *weight = router->weight;
+    for (size_t e = 0; e < router->experts; e++, weight += router->columns) {
+        float logit = _mm512_reduce_add_ps(products(weight, x, router->columns));
+        if (router->bias) logit += from_bf16(router->bias[e]);
+        logits[e] = router->exact_logits ? logit : from_bf16(round_bf16(logit));
+    }
 }
 
-void route_choose(const bf16 *logits, size_t experts, size_t k, int normalise, int64_t *chosen, float *weights) {
-    float largest = -INFINITY, sum = 0, kept = 0;
-    for (size_t e = 0; e < experts; e++) largest = fmaxf(largest, from_bf16(logits[e]));
-    for (size_t e = 0; e < experts; e++) sum += expf(from_bf16(logits[e]) - largest);
-    for (size_t i = 0; i < k; i++) {
-        float best = -INFINITY;
-        int64_t at = -1;
-        for (size_t e = 0; e < experts; e++) {
-            const float logit = from_bf16(logits[e]);
-            int taken = 0;
-            for (size_t j = 0; j < i; j++) taken |= chosen[j] == (int64_t)e;
-            if (!taken && (at < 0 || logit > best)) best = logit, at = (int64_t)e;
-        }
-        chosen[i] = at;
-        weights[i] = expf(best - largest) / sum;
-        kept += weights[i];
+/* The place of the largest of `values`, the first of equal ones. */
+static size_t largest(const float *values, size_t count) {
+    size_t best = 0;
+    for (size_t i = 1; i < count; i++)
+        if (values[i] > values[best]) best = i;
+    return best;
+}
+
+/* What a group of `count` scores is worth; `scores` stays as it is. */
+static float worth(const float *scores, size_t count, size_t judges) {
+    const size_t best = largest(scores, count);
+    float second = -INFINITY;
+    for (size_t i = 0; judges > 1 && i < count; i++)
+        if (i != best) second = fmaxf(second, scores[i]);
+    return judges > 1 ? scores[best] + second : scores[best];
+}
+
+/* The scores of groups that are not among the best become minus infinity. */
+static void keep_groups(const Router *router, float *scores) {
+    const size_t each = router->experts / router->groups;
+    float worths[router->groups];
+    int keep[router->groups];
+    for (size_t g = 0; g < router->groups; g++) worths[g] = worth(scores + g * each, each, router->judges), keep[g] = 0;
+    for (size_t i = 0; i < router->kept; i++) {
+        const size_t best = largest(worths, router->groups);
+        keep[best] = 1, worths[best] = -INFINITY;
     }
-    if (normalise)
-        for (size_t i = 0; i < k; i++) weights[i] /= kept;
+    for (size_t e = 0; e < router->experts; e++)
+        if (!keep[e / each]) scores[e] = -INFINITY;
+}
+
+/* The softmax of some of the logits, whose largest is known, is e^(logit - largest) / sum. */
+static float sum_of_powers(const float *logits, size_t count, float largest) {
+    float sum = 0;
+    for (size_t i = 0; i < count; i++) sum += expf(logits[i] - largest);
+    return sum;
+}
+
+void route_choose(const Router *router, float *logits, int64_t *chosen, float *weights) {
+    const size_t experts = router->experts, k = router->k;
+    const float most = logits[largest(logits, experts)];
+    const float sum = router->scoring == SOFTMAX ? sum_of_powers(logits, experts, most) : 0;
+    float scores[experts], kept = 0;
+    for (size_t e = 0; e < experts; e++) {
+        if (router->scoring == SIGMOID) logits[e] = 1 / (1 + expf(-logits[e]));
+        scores[e] = logits[e] + (router->correction ? router->correction[e] : 0);
+    }
+    if (router->groups > 1) keep_groups(router, scores);
+    for (size_t i = 0; i < k; i++) {
+        const size_t best = largest(scores, experts);
+        chosen[i] = (int64_t)best;
+        weights[i] = logits[best];
+        scores[best] = -INFINITY;
+    }
+    if (router->scoring != SIGMOID) {
+        const float all = router->scoring == CHOSEN ? sum_of_powers(weights, k, most) : sum;
+        for (size_t i = 0; i < k; i++) weights[i] = expf(weights[i] - most) / all;
+    }
+    for (size_t i = 0; i < k; i++) kept += weights[i];
+    for (size_t i = 0; i < k; i++) {
+        if (router->normalise) weights[i] /= kept + router->epsilon;
+        weights[i] *= router->scale;
+        if (router->round_weights) weights[i] = from_bf16(round_bf16(weights[i]));
+    }
 }

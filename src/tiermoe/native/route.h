@@ -1,14 +1,35 @@
-/* Routers that are a matrix and nothing else, for one token. */
+/* Routers: a matrix, how its products become scores, and how a token's experts are chosen by them. */
 #ifndef TIERMOE_ROUTE_H
 #define TIERMOE_ROUTE_H
 
 #include "matrix.h"
 
-/* logits (experts) = weight (experts, columns) times x (columns), rounded to bfloat16; columns a multiple of 32. */
-void route_logits(const bf16 *weight, const bf16 *x, size_t experts, size_t columns, bf16 *logits);
+typedef enum {
+    SOFTMAX, /* scores: the softmax of all logits */
+    CHOSEN,  /* scores: the logits; the weights are the softmax of the chosen ones */
+    SIGMOID, /* scores: the sigmoid of each logit */
+    SCORINGS
+} Scoring;
 
-/* The `k` largest of the softmax of `logits`, in float32, the largest first, of equal ones the first first; `normalise`:
- * scaled to a sum of 1. `chosen` and `weights` take k values. */
-void route_choose(const bf16 *logits, size_t experts, size_t k, int normalise, int64_t *chosen, float *weights);
+typedef struct {
+    const bf16 *weight;      /* (experts, columns); columns a multiple of 32 */
+    const bf16 *bias;        /* (experts), of the logits; NULL: none */
+    const float *correction; /* (experts), added to the scores for choosing, not to the weights; NULL: none */
+    size_t experts, columns, k;
+    size_t groups, kept;     /* consecutive experts in `groups` groups, the best `kept` of which are chosen from */
+    size_t judges;           /* a group is as good as the sum of so many of its best scores: 1 or 2 */
+    Scoring scoring;
+    int exact_logits;        /* float32; else rounded to bfloat16 */
+    int round_weights;       /* to bfloat16, in the end */
+    int normalise;           /* the weights are divided by their sum plus epsilon */
+    float epsilon, scale;    /* the weights are multiplied by scale */
+} Router;
+
+/* logits (router->experts) of x (router->columns). */
+void route_logits(const Router *router, const bf16 *x, float *logits);
+
+/* The k experts with the largest scores, the largest first, of equal ones the first first, and their weights. Uses up
+ * `logits`. */
+void route_choose(const Router *router, float *logits, int64_t *chosen, float *weights);
 
 #endif

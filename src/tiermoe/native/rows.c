@@ -7,9 +7,8 @@
 
 enum {
     ROWS = 4,   /* whose sums are in registers at a time */
-    TILE = 6,   /* tokens, likewise */
-    DIRECT = 4, /* the most tokens for which codes are decoded in registers, for each tile anew */
-    PANEL = 16, /* rows that are decoded once for all tokens */
+    TILE = 6,   /* tokens, likewise; for more, codes are decoded once for all of them */
+    PANEL = 16, /* rows that are then decoded at a time */
 };
 
 /* A code c is decoded to c + 0.5 exactly, which has the same magnitude for c and -1 - c: the low and high bytes of the
@@ -33,12 +32,19 @@ static const uint8_t HIGH[128] __attribute__((aligned(64))) = {
     0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42,
 };
 
+/* All bits set, unknown to the compiler: it would write ~x with an instruction that waits for its old result. */
+TARGET static inline __m512i ones(void) {
+    __m512i ones = _mm512_set1_epi8(-1);
+    __asm__("" : "+v"(ones));
+    return ones;
+}
+
 /* 64 codes as bfloat16, plus 0.5. */
 TARGET static inline void decode(const int8_t *codes, __m512i values[2]) {
     /* unpacking interleaves within 128 bits: the halves that belong together go there first */
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     const __m512i bytes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes));
-    const __m512i index = _mm512_min_epu8(bytes, _mm512_xor_si512(bytes, _mm512_set1_epi8(-1)));
+    const __m512i index = _mm512_min_epu8(bytes, _mm512_xor_si512(bytes, ones()));
     const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(LOW), index, _mm512_load_si512(LOW + 64));
     const __m512i magnitude = _mm512_permutex2var_epi8(_mm512_load_si512(HIGH), index, _mm512_load_si512(HIGH + 64));
     const __m512i sign = _mm512_set1_epi8((char)0x80);
@@ -66,6 +72,7 @@ TARGET static inline __attribute__((always_inline)) void four_rows(int coded, si
     for (size_t c = 0; c < columns; c += coded ? 64 : 32)
         for (size_t r = 0; r < ROWS; r++) {
             __m512i values[2];
+            _mm_prefetch((const char *)row[r] + (ROWS * columns + c) * bytes, _MM_HINT_T1); /* of the next four */
             if (coded)
                 decode((const int8_t *)row[r] + c, values);
             else
@@ -85,12 +92,12 @@ TARGET static inline __attribute__((always_inline)) void four_rows(int coded, si
             four_rows(coded, n, weights + r * row_bytes, rows - r, x, columns, sums + r); \
         break;
 
-/* sums[m * BLOCK + r] = row r times x[m]; at most TILE tokens, of codes at most DIRECT. */
+/* sums[m * BLOCK + r] = row r times x[m], for at most TILE tokens. */
 TARGET static void tile(int coded, size_t tokens, const uint8_t *weights, size_t rows, const bf16 *x, size_t columns,
                         float *sums) {
     const size_t row_bytes = columns * (coded ? 1 : sizeof(bf16));
     if (coded)
-        switch (tokens) { TOKENS_OF(1, 1) TOKENS_OF(1, 2) TOKENS_OF(1, 3) TOKENS_OF(1, 4) }
+        switch (tokens) { TOKENS_OF(1, 1) TOKENS_OF(1, 2) TOKENS_OF(1, 3) TOKENS_OF(1, 4) TOKENS_OF(1, 5) TOKENS_OF(1, 6) }
     else
         switch (tokens) { TOKENS_OF(0, 1) TOKENS_OF(0, 2) TOKENS_OF(0, 3) TOKENS_OF(0, 4) TOKENS_OF(0, 5) TOKENS_OF(0, 6) }
 }
@@ -148,7 +155,7 @@ void rows_block(const Matrix *matrix, size_t block, const bf16 *x, const float *
     }
     const int8_t *codes = (const int8_t *)matrix->weights + begin * columns;
     const bf16 *scales = (const bf16 *)matrix->scales + begin;
-    if (tokens <= DIRECT)
+    if (tokens <= TILE)
         tiles(1, codes, rows, x, columns, sums, scales, tokens, out, stride);
     else
         decoded_panels(codes, rows, x, columns, sums, scales, tokens, out, stride);

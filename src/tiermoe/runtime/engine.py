@@ -325,11 +325,11 @@ class ShellExperts:
         result: torch.Tensor = self._shell.run_experts(hidden, index, weights)
         return result
 
-    def block(self, router: Router, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor | None:
+    def block(self, router: Router, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
         settled: SettledExperts | None = getattr(self._shell.run_experts, "settled", None)
-        if settled is None or hidden.shape[0] > FEW_TOKENS or not router.native:
+        if settled is None or hidden.shape[0] > FEW_TOKENS or router.native is None:
             return None
-        return settled(router, hidden, residual)
+        return settled(router.native, hidden, residual)
 
 
 def _closed(*_: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from tiermoe.kernels.expert import ExpertKernel, InOneCall, Views
 from tiermoe.kernels.native.moe_block import MoeBlock
-from tiermoe.model.routers import Router
+from tiermoe.kernels.native.router import Router
 from tiermoe.runtime.passes import CurrentPass
 
 
@@ -29,12 +29,12 @@ class SettledExperts:
             self._noted.add(expert)
             self._kernel.place(expert, self._in_one_call.packed(views))
 
-    def __call__(self, router: Router, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor | None:
-        """residual + the block of hidden, (T, H) each; None where the layer must run as usual: an expert has not
-        come yet, or somebody observes what is chosen."""
+    def __call__(self, router: Router, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
+        """residual, if any, + the block of hidden, (T, H) each; None where the layer must run as usual: an expert has
+        not come yet, or somebody observes what is chosen."""
         if self._current.observer is not None:
             return None
-        result, experts = self._kernel(router.weight, router.top_k, router.normalise, router.dtype, hidden, residual)
+        result, experts = self._kernel(router, hidden, residual)
         self._current.scheduler.controller.counts.hits += experts
         return result
 

@@ -18,9 +18,10 @@ from transformers.integrations.moe import _default_apply_gate
 from transformers.monkey_patching import register_patch_mapping, unregister_patch_mapping
 
 from tiermoe.families import Family
-from tiermoe.kernels.expert import silu_gate
+from tiermoe.kernels.gates import ClampedGate, silu_gate
 
 IMPLEMENTATION = "tiermoe"
+_CLAMPED = "GptOssExperts._apply_gate"
 _SILU = (torch.nn.SiLU, SiLUActivation)
 
 # transformers' patch table and its patched modules are global to the process
@@ -100,13 +101,15 @@ def _adapter_forward(self: Any, hidden: torch.Tensor, mask: torch.Tensor, weight
 
 def activation_of(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """hidden features (T, ·) after the first matrix → features before the second: gate and up for gated experts, the
-    activation alone for others. Always the class's own."""
+    activation alone for others. The class's own, or one of the same operations that our kernels know."""
     if hasattr(module, "expert_template"):
         activation: Callable[[torch.Tensor], torch.Tensor] = module.expert_template[0].act
         return activation
     if module.has_gate:
         if type(module)._apply_gate is _default_apply_gate and type(module.act_fn) in _SILU:
             return silu_gate
+        if type(module)._apply_gate.__qualname__ == _CLAMPED:
+            return ClampedGate(float(module.limit), float(module.alpha))
         gate: Callable[[torch.Tensor], torch.Tensor] = module._apply_gate
         return gate
     plain: Callable[[torch.Tensor], torch.Tensor] = getattr(module, "act_fn", None) or ACT2FN[module.config.hidden_act]

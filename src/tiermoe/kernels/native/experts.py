@@ -1,35 +1,66 @@
-"""Experts with SiLU gates in one call: first matrix, gate, second matrix, of one expert or of all that a token has."""
+"""Gated experts in one call: first matrix, gate, second matrix, of one expert or of all that a token has."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
+from tiermoe.kernels.gates import ClampedGate, silu_gate
 from tiermoe.kernels.native.matrix import MatrixForm, matrix_form
 from tiermoe.native import ROWS, Coding, _native, available
-from tiermoe.quant.encoding import Encoding
+from tiermoe.quant.plain import Plain
 from tiermoe.quant.scratch import scratch
+from tiermoe.store.layout import ExpertFormat
 from tiermoe.types import Part
+
+Views = Mapping[str, Mapping[str, Tensor]]
+
+
+class Gate(IntEnum):
+    """What lies between the matrices of an expert; the order is that of expert.h."""
+
+    SILU = 0
+    CLAMPED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrix:
+    """A matrix of an expert: the names of its part and of its bias's, if any, in a slot, and its form."""
+
+    name: str
+    form: MatrixForm
+    bias: str | None
+
+    def bias_in(self, views: Views) -> int:
+        """The bias's address; 0 without one."""
+        return views[self.bias]["weight"].data_ptr() if self.bias else 0
 
 
 class GatedExperts:
-    """Experts second(silu(gate) * up) in bfloat16, where gate and up are the halves of first(x).
+    """Experts second(gate(first(x))) in bfloat16; first (2 I, H), second (H, I)."""
 
-    first (2 I, H), second (H, I): the forms of the matrices."""
+    def __init__(self, first: ExpertMatrix, second: ExpertMatrix, gate: ClampedGate | None) -> None:
+        """gate: None for `gates.silu_gate`."""
+        self._first, self._second = first, second
+        self._hidden, self._inner = second.form.out, second.form.in_
+        self._gate = (Gate.CLAMPED, gate.limit, gate.alpha) if gate else (Gate.SILU, 0.0, 0.0)
+        self.plain = Coding.BF16 in (first.form.coding, second.form.coding)
 
-    def __init__(self, names: tuple[str, str], first: MatrixForm, second: MatrixForm) -> None:
-        self._matrices = tuple(zip(names, (first, second), strict=True))
-        self._hidden, self._inner = second.out, second.in_
-
-    def pack(self, views: Mapping[str, Mapping[str, Tensor]]) -> bytes:
+    def pack(self, views: Views) -> bytes:
         """What the kernel is told of the expert in a slot; valid as long as the slot lives."""
-        return b"".join(form.pack(views[name]) for name, form in self._matrices)
+        first, second = self._first, self._second
+        return _native.expert(
+            first.form.pack(views[first.name]), second.form.pack(views[second.name]), first.bias_in(views),
+            second.bias_in(views), *self._gate,
+        )  # fmt: skip
 
     def absent(self) -> bytes:
         """What a kernel is told in the place of an expert that is not here."""
-        return b"".join(form.absent() for _, form in self._matrices)
+        return _native.expert(self._first.form.absent(), self._second.form.absent(), 0, 0, *self._gate)
 
     def __call__(self, x: Tensor, experts: Sequence[bytes], among_others: bool) -> Tensor:
         """x (M, H) through each of the packed `experts` → (experts, M, H). among_others: in a pass of several tokens,
@@ -56,21 +87,33 @@ class GatedExperts:
         return out
 
 
-def gated_experts(
-    first: Part, second: Part, encodings: Mapping[str, Encoding], dtype: torch.dtype
-) -> GatedExperts | None:
-    """The kernel of experts whose two matrices have these encodings; None where it cannot take them."""
-    forms = []
-    for part in (first, second):
-        encoding = encodings.get(part.name)
-        form = matrix_form(encoding, *part.out_in, dtype) if encoding and not part.transposed else None
-        if form is None or form.coding != Coding.INT4:
-            return None
-        forms.append(form)
-    up, down = forms
-    if down.in_ % ROWS or (up.out, up.in_) != (2 * down.in_, down.out):
+def gated_experts(form: ExpertFormat, activation: Callable[[Tensor], Tensor]) -> GatedExperts | None:
+    """The kernel of experts of a format; None where it cannot take their matrices, biases or activation."""
+    first, second = (_matrix(form, part) for part in form.layer.parts if part.is_matrix)
+    clamped = isinstance(activation, ClampedGate)
+    if first is None or second is None or not (clamped or activation is silu_gate):
         return None
-    return GatedExperts((first.name, second.name), up, down)
+    named = {first.name, second.name, first.bias, second.bias}
+    if any(part.name not in named for part in form.layer.parts):
+        return None
+    up, down = first.form, second.form
+    if down.in_ % ROWS or down.out % ROWS or (up.out, up.in_) != (2 * down.in_, down.out):
+        return None
+    return GatedExperts(first, second, activation if isinstance(activation, ClampedGate) else None)
+
+
+def _matrix(form: ExpertFormat, part: Part) -> ExpertMatrix | None:
+    encoding = form.encodings.get(part.name)
+    if encoding is None and part.transposed:
+        return None
+    taken = matrix_form(encoding or Plain(), *part.out_in, form.dtype)
+    return ExpertMatrix(part.name, taken, bias_of(form, part)) if taken else None
+
+
+def bias_of(form: ExpertFormat, matrix: Part) -> str | None:
+    """The name of the part that is a matrix's bias."""
+    names = {f"{matrix.name}_bias", matrix.name.replace(".weight", ".bias")} - {matrix.name}
+    return next((part.name for part in form.layer.parts if part.name in names), None)
 
 
 def combines(output: Tensor) -> bool:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tiermoe.kernels.native.experts import GatedExperts
+from tiermoe.kernels.native.router import Router
 from tiermoe.native import _native
 from tiermoe.quant.scratch import scratch
 
@@ -14,7 +15,6 @@ class MoeBlock:
     """A block of `experts` experts, none of them here at first. Experts that are `place`d must stay where they are."""
 
     def __init__(self, kernel: GatedExperts, experts: int) -> None:
-        self._experts = experts
         absent = kernel.absent()
         self._each = len(absent)
         self._table = bytearray(absent * experts)
@@ -23,17 +23,15 @@ class MoeBlock:
         """The expert is here now, as `GatedExperts.pack` says."""
         self._table[expert * self._each : (expert + 1) * self._each] = packed
 
-    def __call__(
-        self, router: Tensor, k: int, normalise: bool, dtype: torch.dtype, x: Tensor, residual: Tensor
-    ) -> tuple[Tensor | None, int]:
-        """router (E, H), x and residual (T, 1, H), all bfloat16 and contiguous → residual + the block of x, (T, 1, H),
-        and the number of experts that computed; None and 0 where one that the router chooses is not here. normalise:
-        a token's k weights sum to 1. dtype: of the weights. Gives what the separate calls give, bit for bit."""
-        threads, tokens = torch.get_num_threads(), x.shape[0]
+    def __call__(self, router: Router, x: Tensor, residual: Tensor | None) -> tuple[Tensor | None, int]:
+        """x and residual (T, 1, H) in bfloat16 and contiguous → residual + the block of x, (T, 1, H), and the number of
+        experts that computed; None and 0 where one that the router chooses is not here. Without a residual, the block
+        of x. Gives what the separate calls give, bit for bit."""
+        threads, tokens, packed = torch.get_num_threads(), x.shape[0], router.pack()
         out = torch.empty_like(x)
-        workspace = scratch.address("block", _native.block_workspace(self._table, self._experts, k, tokens, threads))
+        workspace = scratch.address("block", _native.block_workspace(packed, self._table, tokens, threads))
         computed = _native.block(
-            router.data_ptr(), self._table, self._experts, k, router.shape[1], normalise, dtype != torch.float32,
-            x.data_ptr(), residual.data_ptr(), tokens, workspace, out.data_ptr(), threads,
+            packed, self._table, x.data_ptr(), 0 if residual is None else residual.data_ptr(), tokens, workspace,
+            out.data_ptr(), threads,
         )  # fmt: skip
         return (out if computed else None), computed

@@ -1,0 +1,174 @@
+"""One token through the large parts of models of known shapes: GB/s of weights, beside a plain read of memory.
+
+    python -m benchmarks.kernels.shapes [--shapes qwen3-30b-a3b,gpt-oss-20b] [--threads 1,2] [--dense-bits 4]
+
+Weights are random bytes, taken in turn from more memory than the last cache holds (--megabytes). The plain read takes
+turns with the parts, so that `share`, a part's rate over that of the read of the same round, holds on a busy machine
+too. Prints one JSON object, and a table on standard error.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.kernels.weights import Fields, Turns, enough_bytes, nbytes, random
+from benchmarks.rounds import about, at_least_one, numbers, parser_of, print_table, rates, shown, timed
+from tiermoe.bench.machine import cores
+from tiermoe.bench.summary import spread
+from tiermoe.kernels import machine_layout
+from tiermoe.kernels.expert import ExpertKernel, SlotViews, expert_kernel
+from tiermoe.kernels.gates import ClampedGate, silu_gate
+from tiermoe.kernels.native.linear import linear
+from tiermoe.kernels.native.matrix import matrix_form
+from tiermoe.quant.encoding import Encoding
+from tiermoe.quant.encodings import encoding_for
+from tiermoe.store.layout import ExpertFormat
+from tiermoe.types import MoeLayer, Part
+
+READ = "plain read"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one token reads. `clamped`: gpt-oss's experts, with biases."""
+
+    hidden: int
+    inner: int
+    top_k: int
+    heads: int
+    kv_heads: int
+    head: int
+    vocabulary: int
+    clamped: bool = False
+
+
+SHAPES = {
+    "qwen3-30b-a3b": Shape(2048, 768, 8, 32, 4, 128, 151936),
+    "gpt-oss-20b": Shape(2880, 2880, 4, 64, 8, 64, 201088, clamped=True),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A part: what computes all its turns once, and the bytes that they read."""
+
+    run: Callable[[], None]
+    bytes: int
+
+
+def parts(shape: Shape, dense_bits: int, head_bits: int, memory: int) -> dict[str, Measured]:
+    """The large parts of a shape. memory: bytes of the weights that a part takes in turn. ValueError where the native
+    kernels take none of the dense matrices."""
+    queries, keys = shape.heads * shape.head, shape.kv_heads * shape.head
+    return {
+        "experts": experts(shape, memory),
+        "query": product(queries, shape.hidden, dense_bits, memory),
+        "key": product(keys, shape.hidden, dense_bits, memory),
+        "attention's output": product(shape.hidden, queries, dense_bits, memory),
+        "output layer": product(shape.vocabulary, shape.hidden, head_bits, memory),
+    }
+
+
+def product(out: int, in_: int, bits: int, memory: int) -> Measured:
+    """A matrix (out, in_) times one token."""
+    encoding = encoding_for(bits, out, in_, torch.bfloat16, machine_layout("cpu"))
+    form = matrix_form(encoding, out, in_, torch.bfloat16)
+    if form is None:
+        raise ValueError(f"the native kernels do not take ({out}, {in_}) at {bits} bits here")
+    each = nbytes(filled(encoding, out, in_))
+    matrices = [filled(encoding, out, in_) for _ in range(max(memory // each, 1))]
+    x = random(1, in_, 1)
+
+    def run() -> None:
+        for fields in matrices:
+            linear(x, form, fields)
+
+    return Measured(run, each * len(matrices))
+
+
+def experts(shape: Shape, memory: int) -> Measured:
+    """A token's experts at 4 bits, all in one call."""
+    gate = ClampedGate(7.0, 1.702) if shape.clamped else silu_gate
+    matrices = [Part("gate_up", (2 * shape.inner, shape.hidden)), Part("down", (shape.hidden, shape.inner))]
+    biases = [Part(f"{part.name}_bias", part.shape[:1]) for part in matrices] if shape.clamped else []
+    layout = machine_layout("cpu")
+    encodings = {part.name: encoding_for(4, *part.out_in, torch.bfloat16, layout) for part in matrices}
+    layer = MoeLayer("experts", shape.top_k, shape.top_k, (*matrices, *biases))
+    form = ExpertFormat(layer, 4, torch.bfloat16, encodings)
+    kernel: ExpertKernel = expert_kernel(form, gate, "cpu")
+    each = form.slot.nbytes
+    tokens = max(memory // (each * shape.top_k), 1)
+    slots = []
+    for _ in range(tokens * shape.top_k):
+        views = form.slot.views(torch.randint(0, 64, (each,), dtype=torch.uint8))
+        slots.append(SlotViews(views))
+    turns, x = Turns(slots), random(1, shape.hidden, 1)
+
+    def run() -> None:
+        for _ in range(tokens):
+            kernel.together(x, list(turns.take(shape.top_k)))
+
+    return Measured(run, each * len(slots))
+
+
+def filled(encoding: Encoding, out: int, in_: int) -> Fields:
+    """Fields of a matrix (out, in_) with random codes."""
+    found = {}
+    for field in encoding.slot_fields(out, in_, torch.bfloat16):
+        whole = torch.full(field.shape, 0.01, dtype=field.dtype)
+        found[field.name] = whole if field.dtype.is_floating_point else whole.random_(0, 128)
+    return found
+
+
+def measure(
+    shape: Shape, threads: int, dense_bits: int, head_bits: int, memory: int, rounds: int
+) -> list[dict[str, Any]]:
+    """One row for each part."""
+    torch.set_num_threads(threads)
+    buffer = torch.ones(memory // 8, dtype=torch.int64)
+    measured = parts(shape, dense_bits, head_bits, memory)
+    seconds = timed({READ: lambda: buffer.sum(), **{name: part.run for name, part in measured.items()}}, rounds)
+    read = rates(seconds[READ], buffer.nbytes / 1e9)
+    rows: list[dict[str, Any]] = [{"part": READ, "threads": threads, "gb_s": read}]
+    for name, part in measured.items():
+        whole = part.bytes / buffer.nbytes
+        share = spread([whole * plain / own for own, plain in zip(seconds[name], seconds[READ], strict=True)])
+        rows.append({"part": name, "threads": threads, "gb_s": rates(seconds[name], part.bytes / 1e9), "share": share})
+    return rows
+
+
+def main() -> None:
+    parser = parser_of("benchmarks.kernels.shapes", __doc__)
+    parser.add_argument("--shapes", type=lambda text: text.split(","), default=list(SHAPES), help=", ".join(SHAPES))
+    parser.add_argument("--threads", type=numbers, default=[1, cores()], help="default 1 and one a core")
+    parser.add_argument("--dense-bits", type=int, choices=(4, 8), default=4)
+    parser.add_argument("--head-bits", type=int, choices=(4, 8), default=8)
+    parser.add_argument(
+        "--megabytes", type=at_least_one, default=enough_bytes() >> 20, help="MiB of weights; default 4 last caches"
+    )
+    args = parser.parse_args()
+    if unknown := set(args.shapes) - set(SHAPES):
+        parser.error(f"there are {', '.join(SHAPES)}, not {', '.join(sorted(unknown))}")
+    document, table = about(args.rounds), []
+    for name in args.shapes:
+        document[name] = []
+        for threads in dict.fromkeys(args.threads):
+            try:
+                found = measure(
+                    SHAPES[name], threads, args.dense_bits, args.head_bits, args.megabytes << 20, args.rounds
+                )
+            except ValueError as error:
+                parser.error(str(error))
+            document[name] += found
+            table += [
+                [f"{name}, {row['part']}", str(threads), shown(row["gb_s"]), shown(row.get("share"))] for row in found
+            ]
+    print(json.dumps(document))
+    print_table(["", "threads", "GB/s", "share of the read"], table)
+
+
+if __name__ == "__main__":
+    main()
