@@ -21,20 +21,16 @@ static inline size_t row(const Rows *rows, size_t i) {
     return at < rows->room ? at : at - rows->room;
 }
 
-/* scores[q][i] = scale * query q times key i. The values of the same rows are asked for, since they come next. */
+/* scores[q][i] = scale * query q times key i. */
 TARGET static inline __attribute__((always_inline)) void score(size_t count, const Positions *positions, const Rows *rows,
                                                                const bf16 *queries, float scale,
                                                                float (*scores)[TILE]) {
-    const size_t columns = positions->key_columns, value_bytes = positions->value_columns * sizeof(bf16);
+    const size_t columns = positions->key_columns;
     for (size_t i = 0; i < rows->count; i += KEYS) {
         const bf16 *keys[KEYS];
         __m512 sums[QUERIES][KEYS];
         for (size_t j = 0; j < KEYS; j++) {
-            const size_t at = row(rows, i + j);
-            const char *value = (const char *)(positions->values + at * positions->value_stride);
-            keys[j] = positions->keys + at * positions->key_stride;
-            if ((const char *)keys[j] != value)
-                for (size_t b = 0; b < value_bytes; b += 64) _mm_prefetch(value + b, _MM_HINT_T1);
+            keys[j] = positions->keys + row(rows, i + j) * positions->key_stride;
             for (size_t q = 0; q < count; q++) sums[q][j] = _mm512_setzero_ps();
         }
         for (size_t c = 0; c < columns; c += 32)
