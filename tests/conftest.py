@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 import transformers
@@ -20,6 +21,8 @@ from tiermoe.tiers import probe
 pytest_plugins = ["gpu_models", "gpu_rig"]
 torch.set_num_threads(1)
 os.environ["HF_HUB_OFFLINE"] = "1"
+hypothesis.settings.register_profile("whatever the machine does beside", deadline=None)
+hypothesis.settings.load_profile("whatever the machine does beside")
 
 SHIPPED = Path(__file__).parent.parent / "models" / "stories-7m"
 

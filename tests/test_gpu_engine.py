@@ -177,7 +177,7 @@ def test_devices(gpu_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda.resolve_device("auto") == cuda.resolve_device("cpu") == "cpu"
     with pytest.raises(ConfigError, match=r"'cuda' was asked for, but .*; use --device cpu"):
         tiermoe.load(gpu_model, memory="4GiB", device="cuda")
-    with pytest.raises(ConfigError, match="--gpu-memory was given, but the gpu_model runs on the CPU"):
+    with pytest.raises(ConfigError, match="--gpu-memory was given, but the model runs on the CPU"):
         tiermoe.plan(gpu_model, memory="4GiB", gpu_memory="1GiB")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -33,7 +33,7 @@ def run_python(*arguments: str, tmp_path: Path, **variables: str) -> str:
         stderr=subprocess.STDOUT,
         text=True,
         cwd=HERE.parent,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout

@@ -167,7 +167,7 @@ def test_a_shape_without_groups_gets_eight_bits_and_is_taken():
 
 if DEVICE == "cpu":  # the pretended GPU computes on the CPU, as the interpreter does
 
-    def test_a_model_gives_the_same_bits_for_every_cache(model, on_fake_gpu, monkeypatch):
+    def test_a_model_gives_the_same_bits_for_every_cache(gpu_model, on_fake_gpu, monkeypatch):
         sizes = []
 
         class Watched(Grouped):
@@ -182,7 +182,7 @@ if DEVICE == "cpu":  # the pretended GPU computes on the CPU, as the interpreter
         monkeypatch.setattr(units, "expert_kernel", kernel)
         found, groups = [], []
         for cache, host_slots in (("100%", 24), ("15%", 2)):
-            loaded, _ = on_fake_gpu(model, host_slots, bits=8, cache=cache, preset="lru")
+            loaded, _ = on_fake_gpu(gpu_model, host_slots, bits=8, cache=cache, preset="lru")
             found.append([logits(loaded, FAMILY, tokens_of_text(1, 1, seed=3)) for _ in range(2)])
             groups.append(sizes.copy())
             sizes.clear()
