@@ -29,7 +29,8 @@ def run_(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 COMMANDS = ["benchmarks.growth.__main__", "benchmarks.kernels.__main__", "benchmarks.controller",
-            "benchmarks.slot_reads", "benchmarks.random_moe"]  # fmt: skip
+            "benchmarks.slot_reads", "benchmarks.random_moe", "benchmarks.random_model",
+            "benchmarks.first_run"]  # fmt: skip
 
 
 @pytest.mark.parametrize("module", COMMANDS)
