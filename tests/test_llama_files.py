@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmark_commands import benchmark_runner
+from benchmarks.random_model import KINDS, config_of, write
 from tests import tiny
 from tiermoe.bench.llama.checkpoint import Checkpoint
 from tiermoe.bench.llama.mxfp4 import dequantise, ggml_blocks
@@ -81,19 +83,39 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_llama_cpp_has_the_logits_of_transformers(
-    name: str, shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def differs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[Path], dict[str, Any]]:
+    """A checkpoint → what `benchmarks.llamacpp logits` says of its file in float32."""
     if peer_missing():
         pytest.skip(f"{PEER} has no llama-cpp-python and gguf")
+    run_, peer = benchmark_runner(monkeypatch, capsys), ["--peer-python", PEER, "--threads", "1"]
+
+    def compare(model: Path) -> dict[str, Any]:
+        file = model.parent / "model.gguf"
+        capsys.readouterr()
+        run_("benchmarks.llamacpp", "convert", model, "--type", "f32", "--out", file, *peer)
+        return run_("benchmarks.llamacpp", "logits", model, file, "--tokens", "150", *peer)[0]
+
+    return compare
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_llama_cpp_has_the_logits_of_transformers(
+    name: str, shipped: Path, tmp_path: Path, differs: Callable[[Path], dict[str, Any]]
+) -> None:
     model_type, changes = MODELS[name]
     model = tiny.write(tmp_path / "model", model_type, torch.float32, vocab_size=4096, **changes)
     shutil.copyfile(shipped / "tokenizer.json", model / "tokenizer.json")
-    run_, peer = benchmark_runner(monkeypatch, capsys), ["--peer-python", PEER, "--threads", "1"]
-    file = tmp_path / "model.gguf"
-    capsys.readouterr()
-    run_("benchmarks.llamacpp", "convert", model, "--type", "f32", "--out", file, *peer)
-    found, _ = run_("benchmarks.llamacpp", "logits", model, file, "--tokens", "150", *peer)
+    found = differs(model)
+    assert found["max_abs_difference"] < 2e-5 * found["max_abs_logit"]
+    assert found["same_argmax"] == 1.0
+
+
+def test_so_it_has_for_experts_in_mxfp4(tmp_path: Path, differs: Callable[[Path], dict[str, Any]]) -> None:
+    sizes = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 64, "num_local_experts": 8, "head_dim": 16,
+             "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+    rotary = {**KINDS["gpt-oss-20b"].config["rope_scaling"], "truncate": True}
+    write("gpt-oss-20b", tmp_path / "model", config_of("gpt-oss-20b", 2, **sizes, rope_scaling=rotary))
+    found = differs(tmp_path / "model")
     assert found["max_abs_difference"] < 2e-5 * found["max_abs_logit"]
     assert found["same_argmax"] == 1.0
