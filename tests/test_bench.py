@@ -191,6 +191,10 @@ def test_narrow_models_get_blocks_that_divide_them(shipped: Path, tmp_path: Path
     assert quantisation(shipped) == "q4_0"
     (tmp_path / "config.json").write_text('{"hidden_size": 2048, "moe_intermediate_size": 768}')
     assert quantisation(tmp_path) == "q4_k_m"
+    (tmp_path / "config.json").write_text('{"hidden_size": 2048, "moe_intermediate_size": 1408}')
+    assert quantisation(tmp_path) == "q4_k_m"  # the down projections alone get another type
+    (tmp_path / "config.json").write_text('{"hidden_size": 2880, "quantization_config": {"quant_method": "mxfp4"}}')
+    assert quantisation(tmp_path) == "mxfp4"
 
 
 def test_a_gguf_is_made_once_and_whole(shipped: Path, common: Common, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tiermoe.bench.cases import (
     starts_asked,
 )
 from tiermoe.bench.engines import files_to_drop, warm_tokens
-from tiermoe.bench.stretches import check_lengths, rows
+from tiermoe.bench.stretches import check_lengths, random_ids, rows
 from tiermoe.errors import ConfigError, PromptError
 
 MIB = 1 << 20
@@ -70,6 +70,13 @@ def test_engines_alternate_and_every_other_round_goes_back() -> None:
 def test_rows_are_different_stretches_at_equal_distances() -> None:
     found = rows(range(100), Condition(None, 3, 2, batch=4))
     assert found == [[0, 1, 2, 3, 4], [25, 26, 27, 28, 29], [50, 51, 52, 53, 54], [75, 76, 77, 78, 79]]
+
+
+def test_random_tokens_are_of_the_whole_vocabulary_and_always_the_same() -> None:
+    found = random_ids(1000)
+    assert (min(found), max(found)) == (0, 999)
+    assert found == random_ids(1000)
+    check_lengths([Condition(None, 4096, 128, batch=16)], len(found), None)
 
 
 def test_lengths_beyond_text_or_context_are_refused() -> None:

@@ -31,7 +31,8 @@ def run_(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 COMMANDS = ["benchmarks.growth.__main__", "benchmarks.kernels.__main__", "benchmarks.kernels.shapes",
-            "benchmarks.controller", "benchmarks.slot_reads", "benchmarks.random_moe"]  # fmt: skip
+            "benchmarks.controller", "benchmarks.slot_reads", "benchmarks.random_moe", "benchmarks.random_model",
+            "benchmarks.first_run"]  # fmt: skip
 
 
 @pytest.mark.parametrize("module", COMMANDS)
