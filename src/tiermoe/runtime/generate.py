@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,11 +17,13 @@ from tiermoe.runtime.phases import Phase
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen. temperature 0 is greedy; top_p and seed matter above it."""
+    """How tokens are chosen. temperature 0 is greedy; top_p, top_k (0: all tokens) and seed matter above it. Ends of an
+    answer and penalties for repetition are those of the model's generation_config.json."""
 
     max_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -31,6 +33,30 @@ class Sampling:
             raise ConfigError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top-p must be above 0 and at most 1, got {self.top_p}")
+        if self.top_k < 0:
+            raise ConfigError(f"top-k must be 0 (all tokens) or more, got {self.top_k}")
+
+
+def sampling_for(config: Any, named: Mapping[str, Any], otherwise: Sampling) -> Sampling:
+    """How a model's tokens are chosen: as `named`, else as the model's generation config says where it samples at all,
+    else as `otherwise`. config: transformers' GenerationConfig or None; named: fields of `Sampling`. ConfigError where
+    a value that is named would do nothing."""
+    said = otherwise
+    if config is not None and config.do_sample:
+        said = replace(  # what the file leaves out restricts nothing
+            otherwise,
+            temperature=1.0 if config.temperature is None else config.temperature,
+            top_p=1.0 if config.top_p is None else config.top_p,
+            top_k=0 if config.top_k is None else config.top_k,
+        )
+    sampling = replace(said, **named)
+    idle = [name.replace("_", "-") for name in ("top_p", "top_k") if name in named]
+    if idle and sampling.temperature == 0:
+        raise ConfigError(
+            f"{' and '.join(idle)} would do nothing: at temperature 0 the likeliest token is taken; name a temperature "
+            f"above 0 beside it"
+        )
+    return sampling
 
 
 @dataclass(slots=True)
@@ -135,7 +161,7 @@ def generate(
             "do_sample": True,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "top_k": 0,
+            "top_k": sampling.top_k,
         }
     else:
         options |= {"do_sample": False}
@@ -213,7 +239,7 @@ def _report(
         memory_budget_bytes=engine.plan.budget,
         preset=engine.composition.name,
         bits=engine.settings.bits,
-        dense_bits=engine.settings.dense_bits,
+        dense_bits=engine.settings.dense_bits_used,
         bound_tok_s=decode.bound_tok_s(engine.bandwidth),
         prefetching=stats["prefetching"],
     )
