@@ -162,7 +162,7 @@ def generated(loaded: Any, rows: int) -> torch.Tensor:
 def test_a_model_says_what_it_says_without(
     bits: int, preset: str, host_slots: int, model: Path, cooperating: Callable[..., tuple[Any, FakeGpu]]
 ) -> None:
-    resident, _ = tiermoe.load(model, memory="4GiB", bits=bits, device="cpu")
+    resident, _ = tiermoe.load(model, memory="4GiB", bits=bits, dense_bits=16, device="cpu")
     expected = [generated(resident, rows) for rows in (1, 2)]
     resident.tiermoe.close()
     loaded, gpu = cooperating(model, host_slots, bits=bits, preset=preset, cache="15%")

@@ -58,7 +58,7 @@ def on_fake_gpu(layout_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Itera
             return Tiers(slots, link)
 
         monkeypatch.setattr(engine, "assemble_tiers", assemble)
-        loaded, _ = tiermoe.load(directory, memory="4GiB", lanes=2, device="cpu", **options)
+        loaded, _ = tiermoe.load(directory, memory="4GiB", lanes=2, device="cpu", **{"dense_bits": 16, **options})
         made.append((loaded, gpu))
         return made[-1]
 
@@ -84,7 +84,7 @@ def results(loaded: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def test_bit_identical_for_every_cache(
     bits: int, model: Path, layout_of_a_gpu: None, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]
 ) -> None:
-    resident, _ = tiermoe.load(model, memory="4GiB", bits=bits, device="cpu")
+    resident, _ = tiermoe.load(model, memory="4GiB", bits=bits, dense_bits=16, device="cpu")
     expected = results(resident)
     experts = resident.tiermoe.plan.all_slots
     resident.tiermoe.close()
@@ -138,7 +138,7 @@ def test_cpu_and_gpu_lie_side_by_side(model: Path, tmp_path: Path, monkeypatch: 
             loaded.tiermoe.close()
     table = json.loads((tmp_path / "store" / "store.json").read_text())
     assert set(table["precisions"]) == {"4-hqq", "4-hqq-rowmajor", "8", "2-hqq", "2-hqq-rowmajor"}
-    assert set(table["dense"]) == {"4", "4-rowmajor"}
+    assert set(table["dense"]) == {"4-lm_head8", "4-lm_head8-rowmajor"}
     machines = {key: entry["machine"] for key, entry in table["precisions"].items()}
     assert machines.pop("8") == "any"
     for bits in (4, 2):

@@ -350,7 +350,7 @@ def test_settled_experts_count_as_hits_and_observers_see_them(model: Any) -> Non
 
 
 def test_plain_dense_layers_keep_transformers_forwards(tmp_path: Path) -> None:
-    plain, _ = tiermoe.load(checkpoint(tmp_path, "qwen3_moe"), memory="4GiB", bits=4)
+    plain, _ = tiermoe.load(checkpoint(tmp_path, "qwen3_moe"), memory="4GiB", bits=4, dense_bits=16)
     assert plain.tiermoe.one_token == []
     assert take_over(plain) == []
     plain.tiermoe.close()
