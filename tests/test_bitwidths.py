@@ -46,7 +46,7 @@ class Case:
         self.ids = self._plain.generate(torch.tensor([[1]] * 4), max_new_tokens=31, do_sample=True, eos_token_id=[])
 
     def find(self, tolerated: float, journal: Path | None = None, progress: Any = quiet, processes: int = 1) -> Any:
-        options = {"memory": "4GiB", "device": "cpu", "quantizer": "linear", "threads": 1, "lanes": 2}
+        options = {"memory": "4GiB", "dense_bits": 16, "device": "cpu", "quantizer": "linear", "threads": 1, "lanes": 2}
         settings = make_settings(store=self.store, **options)
         return find_bitwidths(self.blueprint, settings, self.ids, tolerated, progress, processes, journal)
 

@@ -237,7 +237,9 @@ def test_an_expert_that_cannot_be_read_is_named_and_the_model_goes_on(
 def test_a_real_gpu_cooperates(bits: int, model: Path) -> None:
     scores = []
     for changes in ({}, {"misses": "cpu"}):
-        loaded, _ = tiermoe.load(model, memory="8GiB", bits=bits, cache="40%", device="cuda", preset="lru", set=changes)
+        loaded, _ = tiermoe.load(
+            model, memory="8GiB", bits=bits, dense_bits=16, cache="40%", device="cuda", preset="lru", set=changes
+        )
         ids = tokens(1, 6, seed=4).to(loaded.device)
         answer = loaded.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False,

@@ -241,7 +241,7 @@ def test_a_real_gpu_says_what_the_cpu_says(family: str, bits: int, tmp_path: Pat
     options = {"max_new_tokens": 16, "do_sample": False}
     answers, scores = [], []
     for device, cache in (("cpu", "100%"), ("cuda", "100%"), ("cuda", "40%")):
-        loaded, _ = tiermoe.load(directory, memory="8GiB", bits=bits, cache=cache, device=device)
+        loaded, _ = tiermoe.load(directory, memory="8GiB", bits=bits, dense_bits=16, cache=cache, device=device)
         mine = ids.to(loaded.device)
         answers.append(loaded.generate(mine, attention_mask=torch.ones_like(mine), **options).cpu())
         scores.append(logits(loaded, family, mine).cpu())
