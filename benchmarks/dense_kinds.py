@@ -5,11 +5,13 @@ python -m benchmarks.dense_kinds models/stories-7m [--kinds v_proj,o_proj --toke
 Each kind of linear layer (`q_proj`, `lm_head`, ...) is packed alone, at 4 bits and at 8, then mixtures are; the experts
 stay at 16 bits, or are at 4 in every row (`--experts 4`). A weight is replaced by what its packed form decodes to, and
 transformers' eager model computes in float32, so that a row differs from the next by the weights alone. An output layer
-tied to the embedding is measured as if it had weights of its own. Prints one JSON object.
+tied to the embedding is measured as if it had weights of its own. Prints one JSON object, and a table on standard error
+(loss in perplexity as a share, KL divergence in nats, each with the standard error of the mean over windows).
 """
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from benchmarks.reference import load_eager, token_ids
 from tiermoe.quant.encodings import cpu_layout, encoding_for
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.runtime.blueprint import inspect_model
-from tiermoe.runtime.dense import packable
+from tiermoe.runtime.dense import kind_of, packable
 
 OUTPUT = "lm_head"
 Recipe = dict[str, int]
@@ -75,10 +77,6 @@ class Model:
             yield torch.log_softmax(logits, -1)
 
 
-def kind_of(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
 def recipes(kinds: list[str]) -> dict[str, Recipe]:
     """Each kind alone, then together, then with kinds above the others."""
     found: dict[str, Recipe] = {"all at 16": {}}
@@ -87,11 +85,12 @@ def recipes(kinds: list[str]) -> dict[str, Recipe]:
     four = dict.fromkeys(kinds, 4)
     found |= {"all at 8": dict.fromkeys(kinds, 8), "all at 4": four, f"4, {OUTPUT} 8": four | {OUTPUT: 8}}
     found |= {f"4, {OUTPUT} and {kind} 8": four | {OUTPUT: 8, kind: 8} for kind in layers}
-    return found | {f"4, {OUTPUT}, v_proj and o_proj 8": four | {OUTPUT: 8, "v_proj": 8, "o_proj": 8}}
+    attention = {kind: 8 for kind in layers if kind in ("v_proj", "o_proj")}
+    return found | {f"4, {OUTPUT}, {' and '.join(attention)} 8": four | {OUTPUT: 8} | attention}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Every recipe's scores beside 16 bits; `se` is the standard error of the mean over windows."""
+    """Every recipe's scores beside the checkpoint's own weights."""
     model = Model(args.model)
     ids = torch.from_numpy(token_ids(args.model, args.text))
     windows = ids[: len(ids) // args.window * args.window].view(-1, args.window)
@@ -109,7 +108,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             losses.append((theirs.gather(1, targets) - ours.gather(1, targets)).mean())
             divergences.append((theirs.exp() * (theirs - ours)).sum(-1).mean())
         rows.append({"recipe": label, "perplexity_loss": _score(losses), "kl": _score(divergences)})
-        print(f"{label:32}", *(f"{value:10.5f}" for name in rows[-1] if name != "recipe" for value in rows[-1][name]))
+        figures = [*rows[-1]["perplexity_loss"], *rows[-1]["kl"]]
+        print(f"{label:32}", *(f"{value:10.5f}" for value in figures), file=sys.stderr)
     nll = [-own.gather(1, window[1:, None]).mean() for window, own in zip(windows, reference, strict=True)]
     return {
         "model": str(args.model), "experts": args.experts, "tokens": windows.numel() - len(windows),
