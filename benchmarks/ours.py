@@ -28,7 +28,7 @@ def perplexity(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "bits": args.bits,
         "quantizer": args.quantizer,
-        "dense_bits": args.dense_bits,
+        "dense_bits": model.tiermoe.stats()["dense_bits"],
         "perplexity": result.value,
         "tokens": result.tokens,
     }
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("model", type=Path)
     common.add_argument("--memory")
     common.add_argument("--bits", type=int, default=4)
-    common.add_argument("--dense-bits", type=int, default=16)
+    common.add_argument("--dense-bits", type=int, help="default: as --bits, 4 for 2")
     common.add_argument("--quantizer", default="hqq")
     common.add_argument("--cache")
     common.add_argument("--threads", type=int, default=2)

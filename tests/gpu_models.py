@@ -49,7 +49,7 @@ def on_fake_gpu(layout_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Itera
             return Tiers(slots, link)
 
         monkeypatch.setattr(engine, "assemble_tiers", assemble)
-        loaded, _ = tiermoe.load(directory, memory="4GiB", lanes=2, device="cpu", **options)
+        loaded, _ = tiermoe.load(directory, memory="4GiB", lanes=2, device="cpu", **{"dense_bits": 16, **options})
         made.append((loaded, gpu))
         return made[-1]
 

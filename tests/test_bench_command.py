@@ -93,6 +93,7 @@ def test_the_whole_command(tiermoe_: Command, shipped: Path, tmp_path: Path) -> 
     assert ours["hit_rate"] == ours["belady_hit_rate"] == 1.0
     assert ours["fraction_of_bound"] == pytest.approx(ours["decode_tok_s"]["median"] / ours["bound_tok_s"])
     assert [one["engine"] for one in found["skipped"]] == ["llama.cpp"]
+    assert found["options"]["bits"] == found["options"]["dense_bits"] == "4"
     assert "skipped: llama.cpp: no-such-python is no interpreter" in done.err
     text = " ".join(parts_of(report.read_text()).itertext())
     assert "transformers" in text

@@ -46,7 +46,7 @@ class Case:
         self.ids = self._plain.generate(torch.tensor([[1]] * 4), max_new_tokens=31, do_sample=True, eos_token_id=[])
 
     def find(self, tolerated: float, journal: Path | None = None, progress: Any = quiet, processes: int = 1) -> Any:
-        options = {"memory": "4GiB", "device": "cpu", "quantizer": "linear", "threads": 1, "lanes": 2}
+        options = {"memory": "4GiB", "dense_bits": 16, "device": "cpu", "quantizer": "linear", "threads": 1, "lanes": 2}
         settings = make_settings(store=self.store, **options)
         return find_bitwidths(self.blueprint, settings, self.ids, tolerated, progress, processes, journal)
 
@@ -180,7 +180,15 @@ def test_the_shipped_model_with_a_bitwidth_for_each_expert(shipped: Path, tmp_pa
     path.parent.mkdir()
     data = {"table": rows, "paths": {"1": {"0": {"0": 1}}}}
     path.write_bytes(to_json(Profile("edgemoe", blueprint.checkpoint.fingerprint(), {}, {}, data)))
-    options = {"memory": "4GiB", "device": "cpu", "cache": "40%", "store": tmp_path, "threads": 1, "lanes": 2}
+    options = {
+        "memory": "4GiB",
+        "device": "cpu",
+        "dense_bits": 16,
+        "cache": "40%",
+        "store": tmp_path,
+        "threads": 1,
+        "lanes": 2,
+    }
     ours, _ = tiermoe.load(shipped, preset="edgemoe", **options)
     plain, whole = (oracle(shipped, blueprint.config.model_type, blueprint.dtype) for _ in range(2))
     round_experts(plain, blueprint.layers, table)

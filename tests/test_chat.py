@@ -57,7 +57,7 @@ def test_chat_with_piped_input(tiermoe_: Command, tiny: Path) -> None:
     for wanted in (
         r"this model has no chat template: what you type is continued",
         r"^/clear +forget the conversation$",
-        r"^max_tokens = 512\ntemperature = 0\.7\ntop_p = 0\.95\nseed = None$",
+        r"^max_tokens = 512\ntemperature = 0\.7\ntop_p = 0\.95\ntop_k = 0\nseed = None$",
         r"^max_tokens = 3$",
         r"^temperature = 0\.0$",
         r"^top_p cannot be 7: top-p must be above 0 and at most 1, got 7\.0$",

@@ -156,7 +156,7 @@ def generated(loaded: Any, rows: int) -> torch.Tensor:
 def test_a_model_says_what_it_says_without(
     bits: int, preset: str, host_slots: int, gpu_model: Path, cooperating: Callable[..., tuple[Any, FakeGpu]]
 ) -> None:
-    resident, _ = tiermoe.load(gpu_model, memory="4GiB", bits=bits, device="cpu")
+    resident, _ = tiermoe.load(gpu_model, memory="4GiB", bits=bits, dense_bits=16, device="cpu")
     expected = [generated(resident, rows) for rows in (1, 2)]
     resident.tiermoe.close()
     loaded, gpu = cooperating(gpu_model, host_slots, bits=bits, preset=preset, cache="15%")
@@ -232,7 +232,7 @@ def test_a_real_gpu_cooperates(bits: int, gpu_model: Path) -> None:
     scores = []
     for changes in ({}, {"misses": "cpu"}):
         loaded, _ = tiermoe.load(
-            gpu_model, memory="8GiB", bits=bits, cache="40%", device="cuda", preset="lru", set=changes
+            gpu_model, memory="8GiB", bits=bits, dense_bits=16, cache="40%", device="cuda", preset="lru", set=changes
         )
         ids = tokens(1, 6, seed=4).to(loaded.device)
         answer = loaded.generate(

@@ -39,7 +39,7 @@ def results(loaded: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def test_bit_identical_for_every_cache(
     bits: int, gpu_model: Path, layout_of_a_gpu: None, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]
 ) -> None:
-    resident, _ = tiermoe.load(gpu_model, memory="4GiB", bits=bits, device="cpu")
+    resident, _ = tiermoe.load(gpu_model, memory="4GiB", bits=bits, dense_bits=16, device="cpu")
     expected = results(resident)
     experts = resident.tiermoe.plan.all_slots
     resident.tiermoe.close()
@@ -93,7 +93,7 @@ def test_cpu_and_gpu_lie_side_by_side(gpu_model: Path, tmp_path: Path, monkeypat
             loaded.tiermoe.close()
     table = json.loads((tmp_path / "store" / "store.json").read_text())
     assert set(table["precisions"]) == {"4-hqq", "4-hqq-rowmajor", "8", "2-hqq", "2-hqq-rowmajor"}
-    assert set(table["dense"]) == {"4", "4-rowmajor"}
+    assert set(table["dense"]) == {"4-lm_head8", "4-lm_head8-rowmajor"}
     machines = {key: entry["machine"] for key, entry in table["precisions"].items()}
     assert machines.pop("8") == "any"
     for bits in (4, 2):
@@ -196,7 +196,7 @@ def test_a_real_gpu_says_what_the_cpu_says(family: str, bits: int, tmp_path: Pat
     options = {"max_new_tokens": 16, "do_sample": False}
     answers, scores = [], []
     for device, cache in (("cpu", "100%"), ("cuda", "100%"), ("cuda", "40%")):
-        loaded, _ = tiermoe.load(directory, memory="8GiB", bits=bits, cache=cache, device=device)
+        loaded, _ = tiermoe.load(directory, memory="8GiB", bits=bits, dense_bits=16, cache=cache, device=device)
         mine = ids.to(loaded.device)
         answers.append(loaded.generate(mine, attention_mask=torch.ones_like(mine), **options).cpu())
         scores.append(logits(loaded, family, mine).cpu())

@@ -136,7 +136,7 @@ def test_float16_checkpoint(tmp_path: Path) -> None:
 def test_packed_precisions_equal_the_decoded_weights(family: str, bits: int, tiny_model: Model) -> None:
     """The oracle holds the same packed weights, decoded, as ordinary expert weights in fp32."""
     directory = model_of(family, torch.float32, tiny_model)
-    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=bits)
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=bits, dense_bits=16)
     plain = oracle(directory, family, torch.float32)
     put_decoded_experts(ours.tiermoe, plain)
     ids = tokens(1, 9)

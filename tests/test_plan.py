@@ -59,7 +59,7 @@ def test_the_parts_add_up(bits: int, dense_bits: int, planned: Planner) -> None:
 def test_dense_weights_are_those_of_the_model(blueprint: Blueprint, planned: Planner) -> None:
     parameters = {id(p): p.numel() * p.element_size() for p in blueprint.skeleton.parameters()}
     buffers = sum(b.numel() * b.element_size() for b in blueprint.skeleton.buffers())
-    assert planned().dense == sum(parameters.values()) + buffers
+    assert planned(dense_bits=16).dense == sum(parameters.values()) + buffers
     dense = {bits: planned(dense_bits=bits).dense for bits in (16, 8, 4)}
     assert dense[16] > dense[8] > dense[4]
     packed = sum(blueprint.skeleton.get_submodule(name).weight.numel() for name in packable(blueprint))
@@ -67,10 +67,11 @@ def test_dense_weights_are_those_of_the_model(blueprint: Blueprint, planned: Pla
 
 
 def test_settings_move_the_rows_they_are_about(planned: Planner) -> None:
-    base = planned(chunk=16, context=128)
+    usual = {"chunk": 16, "context": 128, "dense_bits": 16}
+    base = planned(**usual)
 
     def changed(**options: Any) -> set[str]:
-        other = planned(**{"chunk": 16, "context": 128, **options})
+        other = planned(**{**usual, **options})
         return {name for name in (*FIXED, "slot_bytes", "slots") if getattr(other, name) != getattr(base, name)}
 
     assert changed(context=256) == {"kv_cache", "activations"}
@@ -150,11 +151,21 @@ def test_too_little_is_refused_with_what_is_enough(bits: int, dense_bits: int, p
         planned(memory=least(plan) - 1, bits=bits, dense_bits=dense_bits)
 
 
+def test_dense_layers_follow_the_experts_bits(planned: Planner) -> None:
+    """What is left out is what is named, and the plan says which; an output layer keeps 8 bits."""
+    named = {2: 4, 4: 4, 8: 8, 16: 16}
+    for bits, dense_bits in named.items():
+        assert planned(bits=bits) == planned(bits=bits, dense_bits=dense_bits)
+    assert [planned(bits=bits).dense_bits for bits in named] == ["4 (lm_head 8)", "4 (lm_head 8)", "8", "16"]
+    assert planned(set={"bits": 16}).dense == planned(dense_bits=16).dense
+    assert planned(bits=16, set={"dense_bits": 4}).dense == planned().dense
+
+
 def test_dense_bits_are_advised_where_they_are_enough(planned: Planner) -> None:
-    plan = planned()
+    plan = planned(dense_bits=16)
     short = least(plan) - 1000
     with pytest.raises(BudgetError, match=r"or --dense-bits \d, which saves") as no:
-        planned(memory=short)
+        planned(memory=short, dense_bits=16)
     advice = re.search(r"--dense-bits (\d)", str(no.value))
     assert advice
     assert planned(memory=short, dense_bits=int(advice[1])).slots >= 3

@@ -111,7 +111,8 @@ def test_a_store_that_is_damaged(tiermoe_: Command, tiny: Path, store: Path, tmp
 
 
 def test_a_flipped_byte_is_found_when_read(tiermoe_: Command, tiny: Path, store: Path) -> None:
-    """In every expert of a layer, so that the answer meets one; the message names the layer and an expert."""
+    """In every expert of a layer, so that the answer meets one; the message names the layer and an expert. The
+    store holds 24 experts and 7 dense layers."""
     layer = open_store(store).precisions["4-hqq"].layers[1]
     for extent in layer.extents:
         flip(Path(extent.segments[0].file), extent.segments[0].offset + 77)
@@ -121,7 +122,7 @@ def test_a_flipped_byte_is_found_when_read(tiermoe_: Command, tiny: Path, store:
         cause,
     )
     outcome = tiermoe_("show", store, "--verify")
-    assert re.search(r"8 of 24 extents are damaged; pack the model again", outcome.cause)
+    assert re.search(r"8 of 31 extents are damaged; pack the model again", outcome.cause)
     assert len(re.findall(r"^layer 1, expert \d .* is damaged", outcome.err, re.MULTILINE)) == 8
 
 

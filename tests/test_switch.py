@@ -39,7 +39,9 @@ def load(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     def opening(table: list[list[int]], cache: str) -> Any:
         store = tmp_path_factory.mktemp("store")
         write_profile(store, checkpoint, table)
-        model, _ = tiermoe.load(checkpoint, memory="4GiB", device="cpu", store=store, preset="edgemoe", cache=cache)
+        model, _ = tiermoe.load(
+            checkpoint, memory="4GiB", device="cpu", dense_bits=16, store=store, preset="edgemoe", cache=cache
+        )
         opened.append(model)
         return model
 

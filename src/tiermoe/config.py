@@ -77,10 +77,11 @@ def parse_cache(text: str | int) -> CacheSize:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that `tiermoe.load` and the commands can be asked for.
+    """Everything that `tiermoe.load` and the commands can be asked for, and the defaults of all of them.
 
     memory: bound on the whole process in bytes; None takes it from what the machine has free.
-    bits: precision of the experts (16 is the checkpoint's own). dense_bits: of the other linear layers.
+    bits: precision of the experts (16 is the checkpoint's own). dense_bits: of the other linear layers, of which some
+    are kept at more (`tiermoe.runtime.dense`); None follows `bits`.
     quantizer: 'hqq' or 'linear', for 4 and 2 bits. cache: size of the expert cache alone (experiments).
     chunk: tokens of a prompt that run at once. context: tokens (prompt and answer) to reserve key/value memory for;
     None takes the smaller of 4096 and the model's own. batch: sequences that run at once.
@@ -93,7 +94,7 @@ class Settings:
 
     memory: int | None = None
     bits: int = 4
-    dense_bits: int = 16
+    dense_bits: int | None = None
     quantizer: str = "hqq"
     cache: CacheSize | None = None
     chunk: int = 512
@@ -116,7 +117,10 @@ class Settings:
             fits = isinstance(value, kind) and not isinstance(value, bool)
             _require(fits or (optional and value is None), f"{name} must be {written}, got {value!r}")
         _require(self.bits in BITS, f"bits must be one of {BITS}, got {self.bits}")
-        _require(self.dense_bits in DENSE_BITS, f"dense_bits must be one of {DENSE_BITS}, got {self.dense_bits}")
+        _require(
+            self.dense_bits is None or self.dense_bits in DENSE_BITS,
+            f"dense_bits must be one of {DENSE_BITS}, got {self.dense_bits}",
+        )
         _require(self.quantizer in ("hqq", "linear"), f"quantizer must be hqq or linear, got '{self.quantizer}'")
         _require(self.decoder in ("auto", "generic"), f"decoder must be auto or generic, got '{self.decoder}'")
         _require(self.chunk >= 1, f"chunk must be at least 1 token, got {self.chunk}")
@@ -131,6 +135,11 @@ class Settings:
             self.device in ("auto", "cpu", "cuda") or self.device.startswith("cuda:"),
             f"device must be auto, cpu or cuda, got '{self.device}'",
         )
+
+    @property
+    def dense_bits_used(self) -> int:
+        """`dense_bits`, or what follows from `bits`: the same, but never below 4."""
+        return self.dense_bits or max(self.bits, min(DENSE_BITS))
 
 
 _KINDS: dict[str, tuple[Any, str]] = {

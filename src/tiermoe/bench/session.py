@@ -26,6 +26,7 @@ from tiermoe.bench.peers import Accelerate, Transformers
 from tiermoe.bench.stretches import RANDOM, check_lengths
 from tiermoe.bench.subject import Subject
 from tiermoe.bench.summary import summarise
+from tiermoe.config import settings as make_settings
 from tiermoe.errors import ConfigError, ProfileError, TiermoeError
 
 TITLES = {ACCELERATE: "transformers + accelerate"}
@@ -89,7 +90,8 @@ class Session:
             "command": shlex.join(["tiermoe", *sys.argv[1:]]),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "rounds": self.asked.rounds,
-            "options": {name: str(value) for name, value in self.asked.options.items()},
+            "options": {name: str(value) for name, value in self.asked.options.items()}
+            | {"dense_bits": str(make_settings(**self.asked.options).dense_bits_used)},
             "skipped": self.skipped,
             "cases": summarise(self.rows),
         }

@@ -58,11 +58,12 @@ class Subject:
         def pack(progress: Any) -> tuple[Path, ...]:
             settings = make_settings(preset=preset, **options)
             resolved = resolve_for(self._blueprint, settings)
+            settings = resolved.settings
             store = open_or_create(self._blueprint, store_root(self._blueprint, settings.store))
             unit = resolved.composition.unit
             for bits in resolved.precisions:
                 ensure_packed(
-                    store, self._blueprint, bits, settings.quantizer, settings.dense_bits, progress, "cpu", unit
+                    store, self._blueprint, bits, settings.quantizer, settings.dense_bits_used, progress, "cpu", unit
                 )
             keys = [
                 precision_key(bits, settings.quantizer, machine_layout("cpu"), unit) for bits in resolved.precisions

@@ -29,8 +29,10 @@ Rounds = Annotated[int, typer.Option(help="Times that each case is run, its engi
 Timeout = Annotated[float, typer.Option(help="Seconds that one run may take.")]
 
 
+@opt.engine_options(only=["bits", "dense_bits", "set", "threads", "store"])
 def bench(
     model: opt.Model,
+    options: dict[str, Any],
     memory: Annotated[
         str | None,
         typer.Option(help="Bounds on the whole process, like 700MiB,450MiB,none. Default: none.", show_default=False),
@@ -58,11 +60,6 @@ def bench(
     peer_python: Annotated[
         str, typer.Option(help="Interpreter that has llama-cpp-python and gguf.", show_default="this one")
     ] = sys.executable,
-    bits: opt.Bits = 4,
-    dense_bits: opt.DenseBits = 4,
-    set_: opt.Set = None,
-    threads: opt.Threads = None,
-    store: opt.StoreDir = None,
     timeout: Timeout = 600.0,
     out: Annotated[
         Path | None,
@@ -74,8 +71,10 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> None:
     """Measure presets and the programs people run instead: same model, text, threads and memory, in one run."""
-    options = opt.given(bits=bits, dense_bits=dense_bits, set=opt.changes(set_), store=str(store) if store else None)
-    settings(**options, threads=threads)
+    settings(**options)
+    threads = options.pop("threads", None) or cores()
+    if "store" in options:
+        options["store"] = str(options["store"])  # it goes to other processes as JSON
     asked: dict[str, Any] = {
         "model": model,
         "conditions": conditions(
@@ -86,7 +85,7 @@ def bench(
         "peers": peers_asked(peers),
         "options": options,
         "rounds": rounds,
-        "threads": threads or cores(),
+        "threads": threads,
         "timeout": timeout,
         "text": None if text == Path(RANDOM) else read_text(text_file(text)),
         "gguf": gguf,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 NAMES = ("hobbit", "edgemoe", "fate", "corm")
 
 
+@opt.engine_options(without=["cache", "chunk", "context", "preset", "set"])
 def calibrate(
     model: opt.Model,
     text: TextFile,
+    options: dict[str, Any],
     for_: Annotated[str, typer.Option("--for", help="Presets to calibrate.")] = ",".join(NAMES),
     tokens: Tokens = 2048,
     prompt: Prompt = 32,
@@ -37,25 +39,12 @@ def calibrate(
         typer.Option(help="Processes that measure the importance of edgemoe's experts.", show_default=False, min=1),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Make anew what is calibrated already.")] = False,
-    memory: opt.Memory = None,
-    device: opt.Device = "auto",
-    gpu_memory: opt.GpuMemory = None,
-    bits: opt.Bits = 4,
-    dense_bits: opt.DenseBits = 16,
-    quantizer: opt.Quantizer = "hqq",
-    lanes: opt.Lanes = None,
-    threads: opt.Threads = None,
-    store: opt.StoreDir = None,
 ) -> None:
     """Measure what presets need to know of a model, once, and keep it beside its store. Interrupted, it picks up where
     it stopped when run again."""
     names = parse_names(for_)
     loss = parse_percent(tolerated_loss)
     content = read_text(text)
-    options = opt.given(
-        memory=memory, bits=bits, dense_bits=dense_bits, quantizer=quantizer, lanes=lanes, threads=threads,
-        store=store, device=device, gpu_memory=gpu_memory,
-    )  # fmt: skip
     with waiting("starting"):
         from tiermoe.runtime import footprint
 

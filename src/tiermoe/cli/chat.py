@@ -5,52 +5,46 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.output import note, summary
-from tiermoe.cli.session import Session, make_sampling, open_session
+from tiermoe.cli.session import Session, choose_sampling, make_sampling, open_session
 from tiermoe.config import format_size
 from tiermoe.errors import ModelError, TiermoeError
+
+OTHERWISE = {"temperature": 0.7, "top_p": 0.95}
+"""How a model that says nothing of sampling chats."""
 
 HELP = """\
 /help            this text
 /stats           hits, misses, bytes, waiting time and memory since loading
-/set NAME VALUE  max_tokens, temperature, top_p or seed; /set alone shows them
+/set NAME VALUE  max_tokens, temperature, top_p, top_k or seed; /set alone shows them
 /clear           forget the conversation
 /bye             leave (so does Ctrl-D); Ctrl-C stops the reply"""
 
 
+@opt.engine_options()
 def chat(
     model: opt.Model,
-    memory: opt.Memory = None,
-    device: opt.Device = "auto",
-    gpu_memory: opt.GpuMemory = None,
+    options: dict[str, Any],
     max_tokens: opt.MaxTokens = 512,
-    temperature: opt.Temperature = 0.7,
-    top_p: opt.TopP = 0.95,
+    temperature: opt.Temperature = None,
+    top_p: opt.TopP = None,
+    top_k: opt.TopK = None,
     seed: opt.Seed = None,
-    bits: opt.Bits = 4,
-    dense_bits: opt.DenseBits = 16,
-    quantizer: opt.Quantizer = "hqq",
-    cache: opt.Cache = None,
-    chunk: opt.Chunk = 512,
-    context: opt.Context = None,
-    preset: opt.Preset = "default",
-    set_: opt.Set = None,
-    lanes: opt.Lanes = None,
-    threads: opt.Threads = None,
-    store: opt.StoreDir = None,
 ) -> None:
     """Talk to a model in its chat template. Type /help for the commands."""
-    engine_options = opt.given(
-        memory=memory, bits=bits, dense_bits=dense_bits, quantizer=quantizer, cache=cache, chunk=chunk, context=context,
-        preset=preset, set=opt.changes(set_), lanes=lanes, threads=threads, store=store, device=device,
-        gpu_memory=gpu_memory,
-    )  # fmt: skip
-    sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    make_sampling(**sampling)
-    session = open_session(model, engine_options, lambda tokenizer, blueprint: _refuse_encoder_decoder(blueprint))
+    named = opt.given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    make_sampling(**named)
+    sampling: dict[str, Any] = {}
+
+    def no_context(tokenizer: Any, blueprint: Any) -> None:
+        _refuse_encoder_decoder(blueprint)
+        sampling.update(asdict(choose_sampling(blueprint, named, make_sampling(**OTHERWISE))))
+
+    session = open_session(model, options, no_context)
     if not getattr(session.tokenizer, "chat_template", None):
         note("this model has no chat template: what you type is continued as plain text")
     note("type /help for the commands, /bye to leave")
@@ -117,7 +111,7 @@ class _Chat:
             note(f"unknown setting {name}; there are {', '.join(self._sampling)}")
             return
         try:
-            number = int(value) if name in ("max_tokens", "seed") else float(value)
+            number = int(value) if name in ("max_tokens", "top_k", "seed") else float(value)
             make_sampling(**{**self._sampling, name: number})
         except (ValueError, TiermoeError) as error:
             note(f"{name} cannot be {value}: {error}")

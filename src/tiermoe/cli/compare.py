@@ -23,14 +23,12 @@ from tiermoe.runtime.evaluation.compare import BASELINES, eval_in_process, measu
 _WIDE = 200  # columns of a table that goes to a file or a pipe
 
 
+@opt.engine_options(without=["context", "preset", "set"])
 def compare(
     model: opt.Model,
     text: TextFile,
+    options: dict[str, Any],
     presets: Annotated[str, typer.Option(help="all, or names with commas.")] = "all",
-    cache: opt.Cache = None,
-    memory: opt.Memory = None,
-    device: opt.Device = "auto",
-    gpu_memory: opt.GpuMemory = None,
     tokens: Tokens = 1024,
     window: Window = 256,
     prompt: Prompt = 32,
@@ -42,28 +40,17 @@ def compare(
         Path | None,
         typer.Option(help="Draw speed over quality into this .svg file.", show_default=False),
     ] = None,
-    bits: opt.Bits = 4,
-    dense_bits: opt.DenseBits = 16,
-    quantizer: opt.Quantizer = "hqq",
-    chunk: opt.Chunk = 512,
-    lanes: opt.Lanes = None,
-    threads: opt.Threads = None,
-    store: opt.StoreDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of JSON objects, one for each preset.")] = False,
 ) -> None:
     """Measure presets on the same text and budget: speed, bytes, hits, waiting, and quality against 16 bits."""
-    engine_options = opt.given(
-        memory=memory, bits=bits, dense_bits=dense_bits, quantizer=quantizer, cache=cache, chunk=chunk, lanes=lanes,
-        threads=threads, store=store, device=device, gpu_memory=gpu_memory,
-    )  # fmt: skip
-    settings(**engine_options)
+    settings(**options)
     read_text(text)
     names = presets_asked(presets)
     if rounds < 1:
         raise ConfigError(f"rounds must be at least 1, got {rounds}")
     if picture is not None:
         _check_picture(picture)
-    words = [model, *_words({**engine_options, "text": text, "tokens": tokens, "window": window, "prompt": prompt})]
+    words = [model, *_words({**options, "text": text, "tokens": tokens, "window": window, "prompt": prompt})]
     results = _measure(names, rounds, words, reference)
     if all("error" in result for result in results):
         raise ConfigError(f"no preset could be measured; {results[0]['preset']}: {results[0]['error']}")

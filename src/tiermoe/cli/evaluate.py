@@ -21,14 +21,11 @@ Window = Annotated[int, typer.Option(help="Tokens of a window that are scored, e
 Prompt = Annotated[int, typer.Option(help="Tokens before them in a window, read at once.")]
 
 
+@opt.engine_options(without=["context"])
 def evaluate(
     model: opt.Model,
     text: TextFile,
-    preset: opt.Preset = "default",
-    set_: opt.Set = None,
-    memory: opt.Memory = None,
-    device: opt.Device = "auto",
-    gpu_memory: opt.GpuMemory = None,
+    options: dict[str, Any],
     tokens: Tokens = 2048,
     window: Window = 256,
     prompt: Prompt = 32,
@@ -39,21 +36,9 @@ def evaluate(
         Path | None,
         typer.Option(help="Score the checkpoint's own weights alone, into a file.", show_default=False),
     ] = None,
-    bits: opt.Bits = 4,
-    dense_bits: opt.DenseBits = 16,
-    quantizer: opt.Quantizer = "hqq",
-    cache: opt.Cache = None,
-    chunk: opt.Chunk = 512,
-    lanes: opt.Lanes = None,
-    threads: opt.Threads = None,
-    store: opt.StoreDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of one JSON object.")] = False,
 ) -> None:
     """Score a text: perplexity, KL divergence and same top-1 against the 16-bit weights, with standard errors."""
-    engine_options = opt.given(
-        memory=memory, bits=bits, dense_bits=dense_bits, quantizer=quantizer, cache=cache, chunk=chunk, preset=preset,
-        set=opt.changes(set_), lanes=lanes, threads=threads, store=store, device=device, gpu_memory=gpu_memory,
-    )  # fmt: skip
     content = read_text(text)
     with waiting("starting"):
         from tiermoe.runtime import footprint
@@ -62,7 +47,7 @@ def evaluate(
         from tiermoe.runtime.evaluation.evaluation import prepare
         from tiermoe.runtime.evaluation.windows import Shape
 
-        evaluation = prepare(model, content, Shape(prompt, window, tokens), engine_options)
+        evaluation = prepare(model, content, Shape(prompt, window, tokens), options)
     with progress_bar() as progress:
         if save_reference is not None:
             result = evaluation.save_reference(save_reference, progress)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.output import note, progress_bar, waiting
-from tiermoe.config import BITS, format_size
+from tiermoe.config import BITS, Settings, format_size, settings
 from tiermoe.errors import ConfigError
 
 
+@opt.engine_options(only=["dense_bits", "quantizer"])
 def pack(
     model: opt.Model,
-    bits: Annotated[str, typer.Option(help="Precisions to pack, like 4 or 4,2.")] = "4",
-    quantizer: opt.Quantizer = "hqq",
-    dense_bits: opt.DenseBits = 16,
+    options: dict[str, Any],
+    bits: Annotated[str, typer.Option(help="Precisions to pack, like 4 or 4,2.")] = str(Settings().bits),
     device: Annotated[str, typer.Option(help="Pack for cpu, for cuda (here or not), or auto.")] = "auto",
     out: Annotated[
         Path | None,
@@ -31,36 +31,35 @@ def pack(
         from tiermoe.runtime import footprint
 
         footprint.import_libraries()
-        from tiermoe.config import settings
         from tiermoe.kernels import machine_layout
         from tiermoe.runtime.blueprint import inspect_model
+        from tiermoe.runtime.dense import recipe_key
+        from tiermoe.runtime.describe import packing_loss
         from tiermoe.runtime.prepare_store import ensure_packed, open_or_create, store_root
         from tiermoe.runtime.resolve import resolve_model
         from tiermoe.store.pack import forget
-        from tiermoe.store.store import dense_key, precision_key
+        from tiermoe.store.store import precision_key
         from tiermoe.tiers.cuda import resolve_device
 
-        settings(quantizer=quantizer, dense_bits=dense_bits, device=device)
+        asked = [settings(bits=number, device=device, **options) for number in precisions]
         kernels = resolve_device(device) if device == "auto" else device
+        layout = machine_layout(kernels)
         blueprint = inspect_model(resolve_model(model), model)
         store = open_or_create(blueprint, store_root(blueprint, out), force)
+        experts = {each.bits: precision_key(each.bits, each.quantizer, layout) for each in asked}
+        dense = {each.bits: recipe_key(blueprint, each.dense_bits_used, layout) for each in asked}
         if force:
-            for precision in precisions:
-                forget(
-                    store,
-                    precision_key(precision, quantizer, machine_layout(kernels)),
-                    dense_key(dense_bits, machine_layout(kernels)) if dense_bits < 16 else None,
-                )
+            for each in asked:
+                forget(store, experts[each.bits], dense[each.bits])
     with progress_bar() as progress:
-        for precision in precisions:
-            ensure_packed(store, blueprint, precision, quantizer, dense_bits, progress, kernels)
-    for precision in precisions:
-        packed = store.precisions[precision_key(precision, quantizer, machine_layout(kernels))]
-        layers = packed.layers
-        nbytes = sum(extent.nbytes for layer in layers for extent in layer.extents)
-        error = max(error for layer in layers for error in layer.errors)
-        place = " (served from the checkpoint, no copy)" if packed.in_place else ""
-        note(f"{precision} bits: {format_size(nbytes)}{place}, relative error of an expert at most {error:.1%}")
+        for each in asked:
+            ensure_packed(store, blueprint, each.bits, each.quantizer, each.dense_bits_used, progress, kernels)
+    for precision, key in experts.items():
+        packed = store.precisions[key]
+        nbytes = sum(extent.nbytes for layer in packed.layers for extent in layer.extents)
+        note(f"{precision} bits: {format_size(nbytes)}" + (" (served from the checkpoint, no copy)" * packed.in_place))
+        if loss := packing_loss(store, [key], dense[precision]):
+            note(loss)
     print(store.root)
 
 

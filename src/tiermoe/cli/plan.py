@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,21 +15,10 @@ from tiermoe.cli.output import note, waiting
 from tiermoe.config import format_size
 
 
+@opt.engine_options(without=["threads"])
 def plan(
     model: opt.Model,
-    memory: opt.Memory = None,
-    device: opt.Device = "auto",
-    gpu_memory: opt.GpuMemory = None,
-    bits: opt.Bits = 4,
-    dense_bits: opt.DenseBits = 16,
-    quantizer: opt.Quantizer = "hqq",
-    cache: opt.Cache = None,
-    chunk: opt.Chunk = 512,
-    context: opt.Context = None,
-    preset: opt.Preset = "default",
-    set_: opt.Set = None,
-    lanes: opt.Lanes = None,
-    store: opt.StoreDir = None,
+    options: dict[str, Any],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> None:
     """Show how a memory budget would be used, without loading or packing anything."""
@@ -39,19 +28,13 @@ def plan(
         footprint.import_libraries()
         from tiermoe.runtime.load import plan as plan_model
 
-        result = plan_model(
-            model,
-            **opt.given(
-                memory=memory, bits=bits, dense_bits=dense_bits, quantizer=quantizer, cache=cache, chunk=chunk,
-                context=context, preset=preset, set=opt.changes(set_), lanes=lanes, store=store, device=device,
-                gpu_memory=gpu_memory,
-            ),
-        )  # fmt: skip
+        result = plan_model(model, **options)
     if as_json:
         print(json.dumps(asdict(result) | {"total": result.total, "experts": result.experts}))
         return
     table = Table(
-        title=f"{format_size(result.budget)} ({result.budget_source}), experts at {result.bits} bits",
+        title=f"{format_size(result.budget)} ({result.budget_source}), experts at {result.bits} bits, "
+        f"other layers at {result.dense_bits}",
         title_justify="left",
     )
     table.add_column("what")

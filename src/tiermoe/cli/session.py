@@ -30,6 +30,7 @@ def open_session(model: str, options: dict[str, Any], context_for: Callable[[Any
         footprint.import_libraries()
         from tiermoe.config import format_size, settings
         from tiermoe.runtime.blueprint import inspect_model
+        from tiermoe.runtime.describe import loss_of
         from tiermoe.runtime.load import load_blueprint
         from tiermoe.runtime.resolve import load_tokenizer, resolve_model
 
@@ -40,8 +41,17 @@ def open_session(model: str, options: dict[str, Any], context_for: Callable[[Any
         context = context_for(tokenizer, blueprint)
         if context is not None and options.get("context") is None:
             options = {**options, "context": context}
+    packed: set[str] = set()
     with progress_bar() as progress:
-        loaded = load_blueprint(blueprint, settings(**options), progress)
+
+        def packing(what: str, done: int, total: int) -> None:
+            packed.add(what)
+            progress(what, done, total)
+
+        loaded = load_blueprint(blueprint, settings(**options), packing)
+    loss = loss_of(loaded.tiermoe, blueprint)
+    if packed and loss:
+        note(loss)
     plan = loaded.tiermoe.plan
     if options.get("memory") is None:
         note(f"memory: {format_size(plan.budget)}, {plan.budget_source}; --memory sets another bound")
@@ -58,3 +68,18 @@ def make_sampling(**values: Any) -> Any:
     from tiermoe.runtime.sampling import Sampling
 
     return Sampling(**values)
+
+
+def choose_sampling(blueprint: Any, named: dict[str, Any], otherwise: Any) -> Any:
+    """`Sampling` for a model: as `named`, as its generation_config.json says, or as `otherwise`. A line on standard
+    error tells of the file's where it makes the answer random."""
+    from tiermoe.runtime.sampling import sampling_for
+
+    config = blueprint.generation_config()
+    sampling = sampling_for(config, named, otherwise)
+    if sampling != sampling_for(None, named, otherwise) and sampling.temperature and "temperature" not in named:
+        note(
+            f"sampling as the model's generation_config.json says: temperature {sampling.temperature:g}, top-p "
+            f"{sampling.top_p:g}, top-k {sampling.top_k or 'all'}; --temperature 0 takes the likeliest tokens"
+        )
+    return sampling

@@ -29,10 +29,12 @@ Neurons = Annotated[
 TextFile = Annotated[Path, typer.Option("--text", help="A text file to feed, UTF-8.", show_default=False)]
 
 
+@opt.engine_options(without=["cache", "chunk", "context", "preset", "set"])
 def trace(
     model: opt.Model,
     text: TextFile,
     out: Annotated[Path, typer.Option(help="File to write the trace to.", show_default=False)],
+    options: dict[str, Any],
     tokens: Tokens = 2048,
     prompt: Prompt = 32,
     sequence: Sequence = 256,
@@ -40,15 +42,6 @@ def trace(
         bool, typer.Option("--little/--no-little", help="Record MoBiLE's pass over half of the experts too.")
     ] = True,
     neurons: Neurons = None,
-    memory: opt.Memory = None,
-    device: opt.Device = "auto",
-    gpu_memory: opt.GpuMemory = None,
-    bits: opt.Bits = 4,
-    dense_bits: opt.DenseBits = 16,
-    quantizer: opt.Quantizer = "hqq",
-    lanes: opt.Lanes = None,
-    threads: opt.Threads = None,
-    store: opt.StoreDir = None,
 ) -> None:
     """Record routing, gate weights, forecasts of later layers, and computing times, for `tiermoe simulate`."""
     content = read_text(text)
@@ -56,10 +49,7 @@ def trace(
         raise ConfigError(f"the folder of {out} does not exist; make it, or choose another --out")
     if neurons is not None and not 0 <= neurons < math.inf:
         raise ConfigError(f"--neurons must be a threshold from 0 on, like 0.05, got {neurons:g}")
-    options = opt.given(
-        memory=memory, bits=bits, dense_bits=dense_bits, quantizer=quantizer, lanes=lanes, threads=threads,
-        store=store, device=device, gpu_memory=gpu_memory, preset="lru",
-    )  # fmt: skip
+    options["preset"] = "lru"
     cut_text: dict[str, Any] = {}
 
     def context_for(tokenizer: Any, blueprint: Any) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 from transformers.quantizers import AutoHfQuantizer
 
 from tiermoe.errors import ModelError
@@ -64,6 +64,17 @@ class Blueprint:
         """Tokens the model was made for, None where its positions are relative and unbounded (Switch)."""
         value = getattr(self.config, "max_position_embeddings", None)
         return int(value) if value else None
+
+    def generation_config(self) -> Any:
+        """transformers' GenerationConfig of the checkpoint, None where it has none. ModelError where it cannot be
+        read."""
+        file = self.directory / "generation_config.json"
+        if not file.exists():
+            return None
+        try:
+            return GenerationConfig.from_pretrained(self.directory)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{file} cannot be read ({error}); download it again") from error
 
 
 def inspect_model(directory: Path, name: str) -> Blueprint:

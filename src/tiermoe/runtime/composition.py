@@ -14,8 +14,8 @@ from tiermoe.profiles import profile_path, read_profile
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """`settings`: the engine's, with the composition's overrides (bits, dense bits, quantiser). `tables`: of
-    the calibration. `precisions`: the bits that experts are loaded in, highest first."""
+    """`settings`: the engine's, with the composition's overrides (bits, dense bits, quantiser). `tables`: of the
+    calibration. `precisions`: the bits that experts are loaded in, highest first."""
 
     settings: Settings
     composition: Composition

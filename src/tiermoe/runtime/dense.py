@@ -1,7 +1,8 @@
-"""Packed dense layers: `--dense-bits 8|4` keeps attention and other linear layers packed in memory too.
+"""Packed dense layers: at 8 and 4 dense bits attention and other linear layers are packed in memory too.
 
 Each linear layer is packed like a one-matrix expert, into one file of the store. Routers, embeddings and an output
-layer tied to the embedding stay as they are: a changed router would choose other experts.
+layer tied to the embedding stay as they are: a changed router would choose other experts. At 4 bits the layers that
+lose most keep 8.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from tiermoe.tiers.reader import ExtentReader, aligned_memory
 from tiermoe.types import ExpertKey
 
 _SMALLEST = 4096  # elements; smaller matrices save nothing worth a kernel call
+_KEPT_AT_8 = ("lm_head",)
+"""Kinds of layers that 4 bits leave at 8. Of what packing all dense layers to 4 bits costs, the output layer is 60 %
+(`python -m benchmarks.dense_kinds`)."""
 
 
 def packable(blueprint: Blueprint) -> dict[str, str]:
@@ -49,8 +53,29 @@ def packable(blueprint: Blueprint) -> dict[str, str]:
     return found
 
 
+def kind_of(name: str) -> str:
+    """What a linear layer at path `name` is called in its layer: 'q_proj', 'lm_head'."""
+    return name.rpartition(".")[2]
+
+
+def bits_of(name: str, bits: int) -> int:
+    """The precision of the linear layer at path `name` where `bits` are asked for."""
+    return max(bits, 8) if kind_of(name) in _KEPT_AT_8 else bits
+
+
+def recipe(blueprint: Blueprint, bits: int) -> dict[str, int]:
+    """The kinds of dense layers that have other bits where `bits` are asked for, and these."""
+    return {kind_of(name): bits_of(name, bits) for name in packable(blueprint) if bits_of(name, bits) != bits}
+
+
+def recipe_key(blueprint: Blueprint, bits: int, layout: str) -> str:
+    """The name in a store of the dense layers packed at `bits`."""
+    return dense_key(bits, layout, [f"{kind}{more}" for kind, more in sorted(recipe(blueprint, bits).items())])
+
+
 def dense_format(blueprint: Blueprint, name: str, bits: int, layout: str) -> ExpertFormat:
-    """How the linear layer at path `name` is packed for the kernels of `layout`."""
+    """How the linear layer at path `name` is packed for the kernels of `layout` where `bits` are asked for."""
+    bits = bits_of(name, bits)
     module = blueprint.skeleton.get_submodule(name)
     layer = one_matrix(name, module.out_features, module.in_features)
     encoding = encoding_for(bits, *layer.parts[0].out_in, blueprint.dtype, layout, "hqq")
@@ -74,7 +99,7 @@ def pack_dense(
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Adds the packed dense layers at `bits` to the store (seconds; written whole or not at all)."""
-    key = dense_key(bits, layout)
+    key = recipe_key(blueprint, bits, layout)
     path = store.root / dense_file_name(key)
     table: dict[str, Any] = {}
     names = packable(blueprint)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from tiermoe.errors import LoadError
 from tiermoe.families import FAMILIES
-from tiermoe.runtime.blueprint import inspect_model
+from tiermoe.kernels import machine_layout
+from tiermoe.quant.encodings import encoding_named
+from tiermoe.runtime.blueprint import Blueprint, inspect_model
+from tiermoe.runtime.dense import kind_of, recipe_key
 from tiermoe.runtime.prepare_store import store_root
 from tiermoe.runtime.resolve import is_store, resolve_model
-from tiermoe.store.store import Store, open_store
+from tiermoe.store.store import Store, open_store, precision_key
+from tiermoe.tiers.cuda import resolve_device
 from tiermoe.tiers.reader import ExtentReader, aligned_memory
 from tiermoe.types import ExpertKey, Extent, MoeLayer
 
@@ -53,6 +57,41 @@ def describe_store(root: Path) -> dict[str, Any]:
         "store": str(root),
         "precisions": _precision_facts(store),
     }
+
+
+def loss_of(engine: Any, blueprint: Blueprint) -> str:
+    """`packing_loss` of what a loaded model runs on."""
+    settings, unit = engine.settings, engine.composition.unit
+    layout = machine_layout(resolve_device(settings.device))
+    keys = [precision_key(bits, settings.quantizer, layout, unit) for bits in engine.precisions]
+    return packing_loss(engine.store, keys, recipe_key(blueprint, settings.dense_bits_used, layout))
+
+
+def packing_loss(store: Store, precisions: Sequence[str], dense: str) -> str:
+    """What packing cost, in a line: how far the weights in `precisions`, and of the layers packed under the key `dense`
+    (if the store has it), are from the checkpoint's on average. Empty where they are the checkpoint's own."""
+    found = []
+    for precision in (store.precisions[key] for key in precisions):
+        if precision.bits < 16:
+            errors = [error for layer in precision.layers for error in layer.errors]
+            found.append(f"experts at {precision.bits} bits {mean(errors):.1%}")
+    by_bits: dict[int, list[str]] = {}
+    for name, entry in store.dense.get(dense, {"layers": {}})["layers"].items():
+        by_bits.setdefault(encoding_named(entry["encoding"]).bits, []).append(name)
+    for bits, names in sorted(by_bits.items()):
+        error = mean(store.dense[dense]["layers"][name]["error"] for name in names)
+        found.append(f"{_kinds(names) if bits != min(by_bits) else 'other layers'} at {bits} bits {error:.1%}")
+    if not found:
+        return ""
+    return (
+        f"packed; relative error of the weights, on average: {', '.join(found)}; "
+        f"'tiermoe eval MODEL --text FILE' measures the loss in quality"
+    )
+
+
+def _kinds(names: Iterable[str]) -> str:
+    """What layers are called, each once: 'v_proj and lm_head'."""
+    return " and ".join(dict.fromkeys(map(kind_of, names)))
 
 
 def verify_store(root: Path, progress: Callable[[int, int], None]) -> tuple[int, list[str]]:

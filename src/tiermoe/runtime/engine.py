@@ -126,7 +126,7 @@ class Engine:
             "preset": self.composition.name,
             "lossy": ", ".join(self.lossy),
             "bits": self.settings.bits,
-            "dense_bits": self.settings.dense_bits,
+            "dense_bits": self.settings.dense_bits_used,
             "expert_hits": counts.hits,
             "expert_misses": counts.misses,
             "prefetched_hits": counts.prefetched,

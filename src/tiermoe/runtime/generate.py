@@ -225,7 +225,7 @@ def _report(
         memory_budget_bytes=engine.plan.budget,
         preset=engine.composition.name,
         bits=engine.settings.bits,
-        dense_bits=engine.settings.dense_bits,
+        dense_bits=engine.settings.dense_bits_used,
         bound_tok_s=decode.bound_tok_s(engine.bandwidth),
         prefetching=stats["prefetching"],
     )

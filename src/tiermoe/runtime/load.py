@@ -19,7 +19,7 @@ from tiermoe.model.face import face_class
 from tiermoe.runtime import footprint
 from tiermoe.runtime.blueprint import Blueprint, inspect_model
 from tiermoe.runtime.composition import Resolved, resolve
-from tiermoe.runtime.dense import attach_dense
+from tiermoe.runtime.dense import attach_dense, recipe_key
 from tiermoe.runtime.embedding import embedding_key, leave_on_disk
 from tiermoe.runtime.engine import Engine
 from tiermoe.runtime.experts import register
@@ -29,7 +29,7 @@ from tiermoe.runtime.prepare_store import Progress, ensure_packed, open_or_creat
 from tiermoe.runtime.resolve import load_tokenizer, resolve_model
 from tiermoe.runtime.shells import IMPLEMENTATION, experts_left_out
 from tiermoe.store.checkpoint import Checkpoint
-from tiermoe.store.store import Store, dense_key
+from tiermoe.store.store import Store
 from tiermoe.tiers.cuda import resolve_device
 from tiermoe.tiers.reader import ExtentReader
 
@@ -67,8 +67,8 @@ def load_resolved(blueprint: Blueprint, resolved: Resolved, progress: Progress |
     store = open_or_create(blueprint, store_root(blueprint, settings.store))
     unit = resolved.composition.unit
     for bits in resolved.precisions:
-        ensure_packed(store, blueprint, bits, settings.quantizer, settings.dense_bits, progress, device, unit)
-    model = load_dense(blueprint, store, settings.dense_bits, device, plan.embedding_on_disk)
+        ensure_packed(store, blueprint, bits, settings.quantizer, settings.dense_bits_used, progress, device, unit)
+    model = load_dense(blueprint, store, settings.dense_bits_used, device, plan.embedding_on_disk)
     model.eval().requires_grad_(False)
     footprint.settle()
     Engine(model, store, plan, resolved, blueprint)
@@ -90,7 +90,7 @@ def load_dense(
     """A model on `device` with its dense weights and no experts. Weights that are packed, or left on disk, are never
     read at 16 bits."""
     register()
-    key = dense_key(dense_bits, machine_layout(device))
+    key = recipe_key(blueprint, dense_bits, machine_layout(device))
     packed = set(store.dense[key]["layers"]) if dense_bits < 16 else set()
     replaced = {blueprint.experts.direct_key(f"{name}.weight") for name in packed}
     if embedding_on_disk:
@@ -113,7 +113,7 @@ def load_dense(
             f"download it again"
         )
     blueprint.checkpoint.close()
-    _load_generation_config(model, blueprint)
+    _take_from_directory(model, blueprint)
     if packed:
         attach_dense(model, store, key, ExtentReader(), device)
     if embedding_on_disk:
@@ -171,10 +171,10 @@ def _quiet_loading() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _load_generation_config(model: Any, blueprint: Blueprint) -> None:
-    """transformers reads generation settings from a directory, which a state dict does not have."""
-    from transformers import GenerationConfig
-
-    if (blueprint.directory / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(blueprint.directory)
+def _take_from_directory(model: Any, blueprint: Blueprint) -> None:
+    """What transformers takes from a model's directory, which a state dict does not have: its path and its generation
+    settings."""
+    generation_config = blueprint.generation_config()
+    if generation_config is not None:
+        model.generation_config = generation_config
     model.name_or_path = model.config.name_or_path = str(blueprint.directory)

@@ -19,7 +19,8 @@ class MemoryPlan:
     """A memory budget and its parts, all in bytes. The expert cache: `slots` in all, in `pools` that share them where
     precisions have slots of their own; `slot_bytes` is a slot's size at the highest precision. `all_slots` is how many
     experts there are, `token_slots` what one token uses in all layers together. `embedding_on_disk`: the input
-    embedding's rows are read as they are asked for, and `dense` is without it."""
+    embedding's rows are read as they are asked for, and `dense` is without it. `dense_bits`: the precision of the dense
+    layers, for people ('4 (lm_head 8)')."""
 
     budget: int
     budget_source: str
@@ -34,6 +35,7 @@ class MemoryPlan:
     layer_slots: int
     token_slots: int
     context: int
+    dense_bits: str = "16"
     embedding_on_disk: bool = False
     pools: tuple[SlotPool, ...] = ()
     warnings: list[str] = field(default_factory=list, init=False)

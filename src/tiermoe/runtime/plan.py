@@ -17,7 +17,7 @@ from tiermoe.presets import ROUTER_PREDICTIONS
 from tiermoe.runtime import gpu_plan
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.composition import Resolved
-from tiermoe.runtime.dense import packed_bytes
+from tiermoe.runtime.dense import packed_bytes, recipe
 from tiermoe.runtime.embedding import embedding_bytes
 from tiermoe.runtime.footprint import resident_bytes
 from tiermoe.runtime.memory_plan import MemoryPlan
@@ -64,7 +64,7 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved) -> MemoryPlan:
         held = sum(form.stored.nbytes * form.layer.experts for form in formats)
     fixed: dict[str, Any] = {
         "interpreter": resident_bytes() + _FIRST_USE,
-        "dense": _dense_bytes(blueprint, settings.dense_bits, layout),
+        "dense": _dense_bytes(blueprint, settings.dense_bits_used, layout),
         "kv_cache": kv_bytes(
             blueprint.config, blueprint.family.latent_kv, context, settings.batch, blueprint.dtype.itemsize
         ),
@@ -78,7 +78,8 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved) -> MemoryPlan:
     room += left_on_disk
     base = MemoryPlan(
         budget, source, slot_bytes=slot_bytes, slots=0, all_slots=all_slots, layer_slots=layer_slots,
-        token_slots=token_slots, context=context, embedding_on_disk=left_on_disk > 0, **fixed,
+        token_slots=token_slots, context=context, dense_bits=_dense_bits(blueprint, settings.dense_bits_used),
+        embedding_on_disk=left_on_disk > 0, **fixed,
     )  # fmt: skip
     if gpu is not None:
         return gpu_plan.divide(base, wanted // slot_bytes, resolved, sizes, device, gpu)
@@ -150,6 +151,11 @@ def _dense_bytes(blueprint: Blueprint, dense_bits: int, layout: str) -> int:
     return dense - plain + packed
 
 
+def _dense_bits(blueprint: Blueprint, bits: int) -> str:
+    more = ", ".join(f"{kind} {own}" for kind, own in sorted(recipe(blueprint, bits).items()))
+    return f"{bits} ({more})" if more else str(bits)
+
+
 def _staging_bytes(formats: list[ExpertFormat], settings: Settings) -> int:
     """What reading lanes hold beside the slots: a bounce buffer for experts served from the checkpoint in place, whose
     offsets are not aligned, or the stored bytes of a precision that is widened into the slot."""
@@ -192,7 +198,7 @@ def _decoded_bytes(formats: list[ExpertFormat], settings: Settings, dtype: torch
     """The largest matrix that a kernel decodes for many tokens, with its temporaries; 0 where none does. Dense layers
     are about as large as experts' matrices."""
     parts = [(form, part) for form in formats for part in form.layer.parts if part.is_matrix]
-    dense = settings.dense_bits == 8 or (settings.dense_bits == 4 and not native.available())
+    dense = settings.dense_bits_used == 8 or (settings.dense_bits_used == 4 and not native.available())
     decoded = [
         math.prod(part.out_in)
         for form, part in parts
@@ -253,8 +259,8 @@ def _cheaper(blueprint: Blueprint, formats: list[ExpertFormat], settings: Settin
         return dense + _activation_bytes(blueprint, formats, other, context)
 
     for bits in (8, 4):
-        if bits < settings.dense_bits:
-            saved = cost(settings.dense_bits) - cost(bits)
+        if bits < settings.dense_bits_used:
+            saved = cost(settings.dense_bits_used) - cost(bits)
             if needed - saved <= budget:
                 return f", or --dense-bits {bits}, which saves {format_size(saved)}"
     if settings.context is None or settings.context > 512:

@@ -8,7 +8,7 @@ from pathlib import Path
 from tiermoe.errors import StoreError
 from tiermoe.kernels import machine_layout
 from tiermoe.runtime.blueprint import Blueprint
-from tiermoe.runtime.dense import pack_dense
+from tiermoe.runtime.dense import pack_dense, recipe_key
 from tiermoe.runtime.resolve import check_fingerprint, default_store_root
 from tiermoe.store.lock import exclusive
 from tiermoe.store.pack import clear, pack_experts
@@ -19,7 +19,6 @@ from tiermoe.store.store import (
     Store,
     check_dense_file,
     check_files,
-    dense_key,
     open_store,
     precision_key,
 )
@@ -94,7 +93,7 @@ def ensure_packed(
             _follow_checkpoint(precision, blueprint)
         check_files(precision)
     if dense_bits < 16:
-        dense = dense_key(dense_bits, layout)
+        dense = recipe_key(blueprint, dense_bits, layout)
         if dense not in store.dense:
             report = (lambda done, total: progress("packing dense layers (once)", done, total)) if progress else None
             pack_dense(store, blueprint, dense_bits, layout, report)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from tiermoe.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen. temperature 0 is greedy; top_p, top_k (0: all tokens) and seed matter above it."""
+    """How tokens are chosen. temperature 0 is greedy; top_p, top_k (0: all tokens) and seed matter above it. Ends of an
+    answer and penalties for repetition are those of the model's generation_config.json."""
 
     max_tokens: int = 256
     temperature: float = 0.0
@@ -27,3 +30,25 @@ class Sampling:
             raise ConfigError(f"top-p must be above 0 and at most 1, got {self.top_p}")
         if self.top_k < 0:
             raise ConfigError(f"top-k must be 0 (all tokens) or more, got {self.top_k}")
+
+
+def sampling_for(config: Any, named: Mapping[str, Any], otherwise: Sampling) -> Sampling:
+    """How a model's tokens are chosen: as `named`, else as the model's generation config says where it samples at all,
+    else as `otherwise`. config: transformers' GenerationConfig or None; named: fields of `Sampling`. ConfigError where
+    a value that is named would do nothing."""
+    said = otherwise
+    if config is not None and config.do_sample:
+        said = replace(  # what the file leaves out restricts nothing
+            otherwise,
+            temperature=1.0 if config.temperature is None else config.temperature,
+            top_p=1.0 if config.top_p is None else config.top_p,
+            top_k=0 if config.top_k is None else config.top_k,
+        )
+    sampling = replace(said, **named)
+    idle = [name.replace("_", "-") for name in ("top_p", "top_k") if name in named]
+    if idle and sampling.temperature == 0:
+        raise ConfigError(
+            f"{' and '.join(idle)} would do nothing: at temperature 0 the likeliest token is taken; name a temperature "
+            f"above 0 beside it"
+        )
+    return sampling

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,10 @@ def precision_key(bits: int, quantizer: str, layout: str = "", unit: str = "expe
     return neuron_key(key) if unit == "neuron" else key
 
 
-def dense_key(bits: int, layout: str = "") -> str:
-    """The name of packed dense layers in a store: '8', '4', or '4-rowmajor' in a GPU's layout."""
-    return f"{bits}{_suffix(bits, layout)}"
+def dense_key(bits: int, layout: str = "", more: Sequence[str] = ()) -> str:
+    """The name of packed dense layers in a store: '8', '4', or '4-rowmajor' in a GPU's layout. more: kinds of layers
+    with other bits and these, as in '4-lm_head8'."""
+    return "-".join([str(bits), *more]) + _suffix(bits, layout)
 
 
 def dense_file_name(key: str) -> str:

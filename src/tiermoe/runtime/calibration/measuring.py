@@ -42,6 +42,7 @@ class Source:
         longest = blueprint.max_context() or task.tokens + 1
         changed = replace(
             settings,
+            dense_bits=settings.dense_bits_used,  # the same whatever the experts have
             context=min(task.tokens + 1, longest),
             chunk=settings.chunk if blueprint.family.encoder_decoder else max(settings.chunk, task.tokens + 1),
             cache=settings.cache or CacheSize(nbytes=2 * weights * blueprint.dtype.itemsize),
@@ -99,7 +100,7 @@ def pack_all(blueprint: Blueprint, settings: Settings, progress: Progress) -> No
     store = open_or_create(blueprint, store_root(blueprint, settings.store))
     device = resolve_device(settings.device)
     for bits in PRECISIONS:
-        ensure_packed(store, blueprint, bits, settings.quantizer, settings.dense_bits, progress, device)
+        ensure_packed(store, blueprint, bits, settings.quantizer, settings.dense_bits_used, progress, device)
 
 
 def _holding(blueprint: Blueprint, settings: Settings, pair: tuple[int, int]) -> Resolved:

@@ -83,7 +83,7 @@ def _speed(model: Any, prefill: Phase, decode: Phase) -> dict[str, Any]:
         "lossy": engine.lossy,
         "set": dict(engine.settings.set),
         "bits": engine.settings.bits,
-        "dense_bits": engine.settings.dense_bits,
+        "dense_bits": engine.settings.dense_bits_used,
         "cache_fraction": plan.experts / (plan.all_slots * plan.slot_bytes),
         "hit_rate": hit_rate(prefill.hits + decode.hits, prefill.misses + decode.misses),
         "prefill_hit_rate": prefill.hit_rate,

@@ -58,7 +58,7 @@ def made_from(text_name: str, text: str, shape: Cut, settings: Settings) -> Made
         "prompt": shape.prompt,
         "sequence": shape.sequence,
         "bits": settings.bits,
-        "dense_bits": settings.dense_bits,
+        "dense_bits": settings.dense_bits_used,
         "quantizer": settings.quantizer,
         "version": __version__,
     }
