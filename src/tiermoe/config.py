@@ -87,7 +87,9 @@ class Settings:
     lanes: threads that read experts; None takes the best of a short probe. threads: compute threads; None leaves
     torch's setting. device: 'cpu', 'cuda', or 'auto'. gpu_memory: bound on the GPU's allocations, None all but a
     reserve. store: folder of the expert store; None is the user's cache folder. preset: a named composition
-    (`tiermoe.presets`). set: its parts and settings to replace, as {'prefetch': 'none'}.
+    (`tiermoe.presets`). set: its parts and settings to replace, as {'prefetch': 'none'}. warm: experts are read in the
+    background from the moment of loading, by what earlier runs used, and this run's uses are kept for later ones; False
+    begins with an empty cache and keeps nothing (measurements).
     """
 
     memory: int | None = None
@@ -105,6 +107,7 @@ class Settings:
     store: Path | None = None
     preset: str = "default"
     set: Mapping[str, Any] = field(default_factory=dict)
+    warm: bool = True
 
     def __post_init__(self) -> None:
         for name, (kind, written) in _KINDS.items():
@@ -113,6 +116,7 @@ class Settings:
             # True is an int to Python, and none to the user
             fits = isinstance(value, kind) and not isinstance(value, bool)
             _require(fits or (optional and value is None), f"{name} must be {written}, got {value!r}")
+        _require(isinstance(self.warm, bool), f"warm must be True or False, got {self.warm!r}")
         _require(self.bits in BITS, f"bits must be one of {BITS}, got {self.bits}")
         _require(self.dense_bits in DENSE_BITS, f"dense_bits must be one of {DENSE_BITS}, got {self.dense_bits}")
         _require(self.quantizer in ("hqq", "linear"), f"quantizer must be hqq or linear, got '{self.quantizer}'")

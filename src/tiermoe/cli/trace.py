@@ -58,7 +58,7 @@ def trace(
         raise ConfigError(f"--neurons must be a threshold from 0 on, like 0.05, got {neurons:g}")
     options = opt.given(
         memory=memory, bits=bits, dense_bits=dense_bits, quantizer=quantizer, lanes=lanes, threads=threads,
-        store=store, device=device, gpu_memory=gpu_memory, preset="lru",
+        store=store, device=device, gpu_memory=gpu_memory, preset="lru", warm=False,
     )  # fmt: skip
     cut_text: dict[str, Any] = {}
 
