@@ -25,8 +25,8 @@ def promising(layer_s: float, load_s: float, spare: bool) -> bool:
 class PrefetchTrial:
     """Runs decode passes in stretches with prefetching on or off. Begins with `LEAD` stretches of the way that is
     assumed, then goes to and fro until `PAIRS` neighbouring stretches that differ are compared, so that what changes
-    steadily (a cache that fills) favours neither way, and keeps the faster way, which it goes on comparing. A tie is off,
-    which reads less.
+    steadily (a cache that fills) favours neither way, and keeps the faster way, which it goes on comparing. A tie is
+    off, which reads less.
 
     found: what an earlier run has found, if any. promises: else asked after the first stretch, which is off, by the
     seconds that a layer was computed; None: off is assumed. on: whether the next pass prefetches."""
