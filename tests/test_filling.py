@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caches import lru, pools
@@ -84,6 +84,20 @@ def test_it_is_read_layer_by_layer_into_free_slots_alone() -> None:
     assert (controller.counts.warmed, controller.counts.loads, controller.counts.speculative_loads) == (3, 1, 0)
     assert sorted(expert for expert, *_ in controller.run_layer(0, demands(3, 4))) == [3, 4]
     assert (controller.counts.hits, controller.counts.misses) == (2, 1)
+
+
+def test_what_has_come_is_told_a_few_at_a_time() -> None:
+    controller, link = make(4)
+    told: list[tuple[ExpertKey, int]] = []
+    controller.tell_warmed(lambda key, slot: told.append((key, slot)))
+    controller.fill([key(0, 2), key(0, 3), key(0, 1)])
+    arrive(controller, link)
+    assert told == []
+    controller.tell(2)
+    assert len(told) == 2
+    controller.tell(2)
+    assert sorted(one for one, _ in told) == [key(0, 1), key(0, 2), key(0, 3)]
+    assert all(controller.cache.slot(one) == slot for one, slot in told)
 
 
 def test_what_a_layer_asks_for_is_taken_back_and_read_at_once() -> None:
@@ -175,8 +189,8 @@ def test_only_where_no_token_depends_on_what_is_there(name: str) -> None:
     changes = {"t1": 0.6, "t2": 0.9, "weights": "0.25,0.25,0.25,0.25", "window": 2, "boundary": 1, "theta": 0.1}
     changes |= {"low_popularity": 0.2}
     preset = PRESETS[name]
-    settings = {part: changes[part] for part in preset.missing()}
-    composition = compose(name, settings | ({"prefetch": "none"} if preset.prefetch == "path" else {}))
+    made = {part: changes[part] for part in preset.missing()}
+    composition = compose(name, made | ({"prefetch": "none"} if preset.prefetch == "path" else {}))
     slots = [PrecisionSlots((4,), 12)]
     if composition.low_share:
         slots = [PrecisionSlots((4,), 12), PrecisionSlots((2,), 4)]
@@ -277,6 +291,7 @@ def test_disk_lanes_serve_layers_from_slots_that_hold_them_while_they_fill(tmp_p
     link.close()
 
 
+@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), lanes=st.integers(1, 3), slots=st.integers(6, 24))
 def test_gpu_slots_fill_too_and_none_is_overwritten_in_use(seed: int, lanes: int, slots: int) -> None:
     rig, chance = Rig(slots, 4, lanes, seed), random.Random(seed)

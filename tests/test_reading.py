@@ -112,7 +112,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def probe(extents: list[Extent], lanes: int | None = None) -> DriveProbe:
         calls.append(1)
-        return DriveProbe(True, lanes or 3, 1e6)
+        return DriveProbe(True, lanes or 3, 1.0)
 
     monkeypatch.setattr(probes, "probe_drive", probe)
     return calls
@@ -123,7 +123,7 @@ def test_a_drive_is_probed_once_a_day_for_each_size_and_number_of_lanes(
 ) -> None:
     extents, path = write_experts(tmp_path / "experts"), tmp_path / "drive.json"
     first = known_drive(extents, None, path)
-    assert known_drive(extents, None, path) == first == DriveProbe(True, 3, 1e6)
+    assert known_drive(extents, None, path) == first == DriveProbe(True, 3, 1.0)
     assert len(probed) == 1
     assert known_drive(extents, 2, path).lanes == 2
     assert known_drive(extents, None, path) == first
@@ -143,7 +143,7 @@ def test_a_drive_that_has_become_slow_is_probed_again(tmp_path: Path, probed: li
     for entry in document["drives"].values():
         entry["bandwidth"] = 1e15
     path.write_text(json.dumps(document))
-    assert known_drive(extents, None, path).bandwidth == 1e6
+    assert known_drive(extents, None, path).bandwidth == 1.0
     assert len(probed) == 2
 
 

@@ -175,7 +175,7 @@ def test_what_has_come_by_itself_is_settled(checkpoint: Path, tmp_path: Path) ->
     settled = [shell.run_experts.settled for shell in run.engine._shells]
     if any(each is None for each in settled):
         pytest.skip("no native kernels here")
-    run.engine.controller.drain()
+    run.engine.controller.tell(24)
     assert [each._noted for each in settled] == [set(range(8))] * 3
     run.engine.close()
 

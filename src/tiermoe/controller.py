@@ -62,7 +62,8 @@ class Controller:
         self._high_bits = high_bits
         self._unused_prefetches: set[ExpertKey] = set()
         self._background = Background(cache)
-        self._on_warmed: Callable[[ExpertKey, int], None] = lambda key, slot: None
+        self._on_warmed: Callable[[ExpertKey, int], None] | None = None
+        self._untold: deque[tuple[ExpertKey, int]] = deque()
 
     @property
     def filling(self) -> int:
@@ -70,8 +71,15 @@ class Controller:
         return len(self._background)
 
     def tell_warmed(self, listener: Callable[[ExpertKey, int], None]) -> None:
-        """Calls `listener` with each expert that the background brings from now on, and its slot."""
+        """`tell` calls `listener` with each expert that the background brings from now on, and its slot. For a cache
+        that nothing leaves."""
         self._on_warmed = listener
+
+    def tell(self, most: int) -> None:
+        """Tells of at most `most` experts that the background has brought: it takes time, and a pass waits."""
+        for _ in range(min(most, len(self._untold))):
+            assert self._on_warmed is not None
+            self._on_warmed(*self._untold.popleft())
 
     def fill(self, keys: Iterable[ExpertKey]) -> None:
         """Begins background loads of the absent of `keys`, most wanted first, into slots that are free: nothing leaves
@@ -175,7 +183,8 @@ class Controller:
         slot = self.cache.arrived(load.key)
         if load.background:
             self.counts.warmed += 1
-            self._on_warmed(load.key, slot)
+            if self._on_warmed is not None:
+                self._untold.append((load.key, slot))
 
     def _reserve(self, key: ExpertKey, urgent: bool = True) -> int | None:
         """`Pools.reserve`, but before anything leaves the background gives up what it has not begun."""

@@ -16,6 +16,8 @@ from tiermoe.policy.prediction.worth import PrefetchTrial
 from tiermoe.policy.uses import Uses
 from tiermoe.types import FEW_TOKENS, Demand, ExpertKey, Ready, Routed
 
+_TOLD_A_PASS = 64  # experts that the background has brought: 50 µs each where kernels are told of them
+
 
 @dataclass(slots=True)
 class Scheduler:
@@ -78,6 +80,7 @@ class Scheduler:
         """A forward pass over `tokens` tokens begins (all rows of a batch counted). phase: 'prefill' or 'decode'.
         first: its first MoE layer, not 0 in a decoder behind an encoder."""
         self.controller.collect()
+        self.controller.tell(_TOLD_A_PASS)
         self._before_pass = self.controller.counts.copy()
         self._pass_tokens = tokens
         self.clock.advance(tokens)

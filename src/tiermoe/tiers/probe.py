@@ -126,7 +126,7 @@ def _measure(reader: ExtentReader, samples: itertools.cycle[Extent], lanes: int,
 
     def lane() -> None:
         memory = aligned_memory(0)
-        while time.perf_counter() < deadline:
+        while True:  # once at least: a lane may begin late
             with lock:
                 extent = next(samples)
             needed = max(segment.at + segment.nbytes for segment in extent.segments)
@@ -134,6 +134,8 @@ def _measure(reader: ExtentReader, samples: itertools.cycle[Extent], lanes: int,
                 memory = aligned_memory(needed)
             with contextlib.suppress(LoadError):
                 reader.read(extent, memory, ExpertKey(-1, -1, 0))
+            if time.perf_counter() >= deadline:
+                return
 
     started = time.perf_counter()
     threads = [threading.Thread(target=lane) for _ in range(lanes)]
