@@ -123,7 +123,8 @@ def test_what_the_trial_found_is_where_the_next_begins(tmp_path: Path, pays: boo
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("recorded"), "qwen3_moe", torch.bfloat16, hidden_size=128)
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "head_dim": 32}  # which the kernels take
+    return write(tmp_path_factory.mktemp("recorded"), "qwen3_moe", torch.bfloat16, **sizes)
 
 
 class Run:
