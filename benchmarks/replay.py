@@ -87,7 +87,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     shape = Cut(args.tokens + args.sequence, args.prompt, args.sequence)
     options = {name: getattr(args, name) for name in ("cache", "preset", "bits", "dense_bits", "threads", "lanes")}
     options |= {"set": changes(args.set) or {}, "chunk": needed_chunk(shape), "memory": args.memory}
-    model, tokenizer = tiermoe.load(args.model, **{name: value for name, value in options.items() if value})
+    model, tokenizer = tiermoe.load(args.model, warm=False, **{name: value for name, value in options.items() if value})
     engine = model.tiermoe
     if engine.composition.prefetch != "none":
         raise SystemExit(f"{args.preset} prefetches ({engine.composition.prefetch}); use --set prefetch=none")

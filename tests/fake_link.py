@@ -23,12 +23,14 @@ class FakeLink:
         self._random = random.Random(seed)
         self._urgent: list[Load] = []
         self._speculative: list[Load] = []
+        self._background: list[Load] = []
         self._running: list[Load] = []
         self._finished: deque[Finished] = deque()
 
     def submit(self, load: Load) -> None:
         self.submitted.append(load)
-        (self._urgent if load.urgent else self._speculative).append(load)
+        queue = self._background if load.background else self._urgent if load.urgent else self._speculative
+        queue.append(load)
 
     def step(self) -> None:
         """One transfer ends, chosen at random among what lanes could be running."""
@@ -38,6 +40,8 @@ class FakeLink:
             self._running.append(self._speculative.pop(0))
         elif self._urgent:
             self._running.append(self._urgent.pop(0))
+        elif self._background and self._random.random() < 0.8:
+            self._running.append(self._background.pop(0))
         if self._running:
             load = self._running.pop(self._random.randrange(len(self._running)))
             self.contents[load.slot] = load.key
@@ -60,8 +64,14 @@ class FakeLink:
         loads, self._speculative = self._speculative, []
         return loads
 
+    def withdraw(self, key: ExpertKey) -> bool:
+        before = len(self._background)
+        self._background = [load for load in self._background if load.key != key]
+        return len(self._background) < before
+
     def is_idle(self) -> bool:
-        return not (self._urgent or self._speculative or self._running or self._finished)
+        taken = [*self._running, *(finished.load for finished in self._finished)]
+        return not (self._urgent or self._speculative or any(not load.background for load in taken))
 
     def now(self) -> float:
         return self.time

@@ -164,19 +164,25 @@ def test_a_failed_prefetch_is_asked_for_again() -> None:
     assert [expert for expert, *_ in controller.run_layer(1, demands(7))] == [7]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
-    slots=st.integers(3, 12),
+    slots=st.integers(3, 30),
     prefetch=st.booleans(),
+    fill=st.booleans(),
     layers=st.lists(st.sets(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=12),
 )
 def test_every_demand_is_served_from_a_slot_that_holds_it(
-    seed: int, slots: int, prefetch: bool, layers: list[set[int]]
+    seed: int, slots: int, prefetch: bool, fill: bool, layers: list[set[int]]
 ) -> None:
     """Invariant 3: while an expert is yielded its slot holds it, whatever arrives and is evicted meanwhile."""
     controller, link = controller_with(slots, seed=seed)
     chance = random.Random(seed)
+    everything = [ExpertKey(layer, expert, 4) for layer in range(3) for expert in range(10)]
+    told: dict[ExpertKey, int] = {}
+    controller.tell_warmed(lambda key, slot: told.update({key: slot}))
+    if fill:
+        controller.fill(chance.sample(everything, chance.randrange(31)))
     for number, experts in enumerate(layers):
         layer = number % 3
         served = []
@@ -188,9 +194,18 @@ def test_every_demand_is_served_from_a_slot_that_holds_it(
         assert sorted(served) == sorted(experts)
         if prefetch:
             controller.prefetch(ExpertKey((layer + 1) % 3, chance.randrange(10), 4) for _ in range(4))
+        if fill and chance.random() < 0.3:
+            controller.fill(chance.sample(everything, 3))
         assert len(controller.cache) <= slots
     controller.drain()
+    controller.tell(1000)
     assert link.is_idle()
+    assert not link._background + link._running
+    assert not controller.filling
+    assert controller.counts.warmed >= len(told) >= bool(controller.counts.warmed)
+    here = {key: slot for key in everything if (slot := controller.cache.slot(key)) is not None}
+    assert all(link.contents[slot] == key for key, slot in here.items())
+    assert controller.counts.hits + controller.counts.misses == sum(map(len, layers))
 
 
 def test_cache_never_evicts_what_is_pinned_or_in_flight() -> None:

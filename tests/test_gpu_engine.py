@@ -57,7 +57,7 @@ def test_bit_identical_for_every_cache(
 def test_every_expert_is_read_once_where_main_memory_holds_all(
     gpu_model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]
 ) -> None:
-    loaded, gpu = on_fake_gpu(gpu_model, 24, cache="15%", preset="lru")
+    loaded, gpu = on_fake_gpu(gpu_model, 24, cache="15%", preset="lru", warm=False)
     results(loaded)
     link, stats = loaded.tiermoe.link, loaded.tiermoe.stats()
     assert stats["expert_misses"] == len(gpu.asked) == link.host_hits + link.host_misses

@@ -143,7 +143,7 @@ def test_the_little_pass_disturbs_nothing(mixtral: Path) -> None:
 
 
 def test_a_replay_of_a_recording_has_the_engines_hits(mixtral: Path) -> None:
-    model, _ = tiermoe.load(mixtral, bits=16, preset="lru", cache="40%", lanes=1)
+    model, _ = tiermoe.load(mixtral, bits=16, preset="lru", cache="40%", lanes=1, warm=False)
     engine = model.tiermoe
     with Recorder(model, little=False) as recorder:
         passes = list(recorder.passes(IDS, PROMPT))

@@ -45,7 +45,7 @@ def blueprint(shipped: Path) -> Blueprint:
 @pytest.fixture(scope="module")
 def recorded(blueprint: Blueprint, sequences: torch.Tensor) -> Trace:
     """The text as `tiermoe trace` records it."""
-    model = load_blueprint(blueprint, settings(preset="lru", lanes=1, memory="4GiB"))
+    model = load_blueprint(blueprint, settings(preset="lru", lanes=1, memory="4GiB", warm=False))
     with Recorder(model) as recorder:
         passes = [passed for number, ids in enumerate(sequences) for passed in recorder.passes(ids, PROMPT, number)]
         header = header_of(model, TIMES, recorder.holds, recorder.distances, {})
@@ -58,7 +58,7 @@ class Run:
 
     def __init__(self, blueprint: Blueprint, sequences: torch.Tensor, preset: str, changes: dict[str, Any]) -> None:
         self.composition = compose(preset, changes)
-        options = settings(preset=preset, set=changes, cache=CACHE, lanes=1, memory="4GiB")
+        options = settings(preset=preset, set=changes, cache=CACHE, lanes=1, memory="4GiB", warm=False)
         model = load_blueprint(blueprint, options)
         self._engine = engine = model.tiermoe
         engine.observe(self._note)

@@ -160,10 +160,12 @@ def assemble(
     foresight: Foresight | None = None,
     seed: int = 0,
     miss_costs: Callable[[], MissCosts] | None = None,
+    trial: Callable[[], PrefetchTrial] = PrefetchTrial,
 ) -> Scheduler:
     """A scheduler that runs `composition` over `link`. bits: the precision of 'fixed' and of high loads. slots: as
     `divide` gives them. Raises ProfileError where settings are open, ConfigError for slots that the allotment cannot
-    share out and for parts that need tables, foresight, hash tables or miss costs that are not given."""
+    share out and for parts that need tables, foresight, hash tables or miss costs that are not given. trial: makes the
+    trial of prefetching, where the composition measures (what it assumes at first)."""
     require_settings(composition, "MODEL")
     found = found or Tables()
     clock = Clock()
@@ -200,8 +202,18 @@ def assemble(
         whole_layer=composition.routing == "layer",
         proceed=composition.on_mispredict == "proceed",
         elsewhere=elsewhere,
+        fills=_fills(composition, loaded),
+        everything=held,
         settles=held and not elsewhere and composition.routing == "all",
-        trial=PrefetchTrial() if predicts and composition.speculate == "measured" else None,
+        trial=trial() if predicts and composition.speculate == "measured" else None,
+    )
+
+
+def _fills(composition: Composition, loaded: Sequence[int]) -> bool:
+    """Whether what the background reads can be of use and changes no token: not where a miss may be skipped, computed
+    elsewhere or read in part."""
+    return (
+        len(loaded) == 1 and composition.precision == "fixed" and composition.cache != "none" and not composition.lossy
     )
 
 

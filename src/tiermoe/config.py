@@ -89,7 +89,9 @@ class Settings:
     torch's setting. device: 'cpu', 'cuda', or 'auto'. gpu_memory: bound on the GPU's allocations, None all but a
     reserve. decoder: 'auto' takes tiermoe's own where the family has one, 'generic' runs transformers' modelling code.
     store: folder of the expert store; None is the user's cache folder. preset: a named composition
-    (`tiermoe.presets`). set: its parts and settings to replace, as {'prefetch': 'none'}.
+    (`tiermoe.presets`). set: its parts and settings to replace, as {'prefetch': 'none'}. warm: experts are read in the
+    background from the moment of loading, by what earlier runs used, and this run's uses are kept for later ones; False
+    begins with an empty cache and keeps nothing (measurements).
     """
 
     memory: int | None = None
@@ -108,6 +110,7 @@ class Settings:
     decoder: str = "auto"
     preset: str = "default"
     set: Mapping[str, Any] = field(default_factory=dict)
+    warm: bool = True
 
     def __post_init__(self) -> None:
         for name, (kind, written) in _KINDS.items():
@@ -116,6 +119,7 @@ class Settings:
             # True is an int to Python, and none to the user
             fits = isinstance(value, kind) and not isinstance(value, bool)
             _require(fits or (optional and value is None), f"{name} must be {written}, got {value!r}")
+        _require(isinstance(self.warm, bool), f"warm must be True or False, got {self.warm!r}")
         _require(self.bits in BITS, f"bits must be one of {BITS}, got {self.bits}")
         _require(
             self.dense_bits is None or self.dense_bits in DENSE_BITS,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tiermoe.link import Finished, Link
+from tiermoe.policy.filling import Background, that_fit
 from tiermoe.policy.pools import Pools
 from tiermoe.types import Demand, ExpertKey, Load, Ready
 
@@ -23,7 +24,8 @@ class Counts:
     """What happened so far, of experts that tokens were routed to. `hits` were there, in a precision that satisfies the
     demand, when the router asked, `prefetched` of them by a prefetch; `misses` were not (also where a prefetch was
     still on its way), `elsewhere` of them yielded to be computed elsewhere; `skipped` were neither there nor worth a
-    load. `low_loads`: loads below the highest precision."""
+    load. `low_loads`: loads below the highest precision. `warmed`: experts that the background has
+    brought."""
 
     hits: int = 0
     prefetched: int = 0
@@ -33,6 +35,7 @@ class Counts:
     loads: int = 0
     low_loads: int = 0
     speculative_loads: int = 0
+    warmed: int = 0
 
     def copy(self) -> Counts:
         return dataclasses.replace(self)
@@ -48,14 +51,52 @@ class Counts:
 
 
 class Controller:
-    """Runs layers over one cache and one link. `high_bits`: the precision below which a load counts as low."""
+    """Runs layers over one cache and one link. `high_bits`: the precision below which a load counts as low. `waited_s`:
+    seconds, by the link's clock, in which layers waited for loads."""
 
     def __init__(self, cache: Pools, link: Link, high_bits: int = 16) -> None:
         self.cache = cache
         self.link = link
         self.counts = Counts()
+        self.waited_s = 0.0
         self._high_bits = high_bits
         self._unused_prefetches: set[ExpertKey] = set()
+        self._background = Background(cache)
+        self._on_warmed: Callable[[ExpertKey, int], None] | None = None
+        self._untold: deque[tuple[ExpertKey, int]] = deque()
+
+    @property
+    def filling(self) -> int:
+        """Background loads that have not ended, as far as is known (`collect`)."""
+        return len(self._background)
+
+    def tell_warmed(self, listener: Callable[[ExpertKey, int], None]) -> None:
+        """`tell` calls `listener` with each expert that the background brings from now on, and its slot. For a cache
+        that nothing leaves."""
+        self._on_warmed = listener
+
+    def tell(self, most: int) -> None:
+        """Tells of at most `most` experts that the background has brought: it takes time, and a pass waits."""
+        for _ in range(min(most, len(self._untold))):
+            assert self._on_warmed is not None
+            self._on_warmed(*self._untold.popleft())
+
+    def fill(self, keys: Iterable[ExpertKey]) -> None:
+        """Begins background loads of the absent of `keys`, most wanted first, into slots that are free: nothing leaves
+        for them. They are read layer by layer while the link has nothing else to do, whoever computes or waits
+        meanwhile. What has not begun is taken back as soon as a layer asks for it, which makes it a miss like any
+        other, or for its slot, the least wanted first."""
+        absent = (key for key in keys if self.cache.slot(key) is None and not self.cache.in_flight(key))
+        fitting = that_fit(self.cache, absent)
+        slots: dict[ExpertKey, int] = {}
+        for key in reversed(fitting):  # who comes last is evicted last
+            slot = self.cache.reserve(key)
+            assert slot is not None
+            slots[key] = slot
+        for key in fitting:
+            self._background.add(key)
+        for key in sorted(fitting, key=lambda key: key.layer):
+            self.link.submit(Load(key, slots[key], urgent=False, background=True))
 
     def run_layer(
         self,
@@ -90,7 +131,7 @@ class Controller:
         only into slots that can be had without disturbing what is pinned, in flight or protected. `protect` keeps them
         from eviction until their layer has run (HOBBIT: masking): first those that are here already, so that no
         prediction makes another leave."""
-        self._collect()
+        self.collect()
         named = {key: self.cache.find(*key) or self.cache.arriving(*key) for key in keys}
         if protect:
             for here in named.values():
@@ -99,9 +140,9 @@ class Controller:
         if not self.link.is_idle():
             return
         for key, here in named.items():
-            if here is not None:
+            if here is not None and not self._withdraw(here):
                 continue
-            slot = self.cache.reserve(key, urgent=False)
+            slot = self._reserve(key, urgent=False)
             if slot is None:
                 return
             self.counts.speculative_loads += 1
@@ -112,11 +153,12 @@ class Controller:
                 self.cache.protect(key)
 
     def drain(self) -> None:
-        """Waits until nothing is under way."""
+        """Waits until nothing is under way; what has not begun and is not urgent is taken back."""
         self._recall()
-        while not self.link.is_idle():
+        for key in self._background:
+            self._withdraw(key)
+        while not self.link.is_idle() or self._background:
             self._settle(self.link.wait())
-        self._collect()
 
     def _recall(self) -> None:
         """Takes idle speculation back from the link; its slots are free again."""
@@ -124,17 +166,42 @@ class Controller:
             for load in self.link.recall():
                 self._abandon(load.key)
 
-    def _collect(self) -> None:
-        """Notes what has finished meanwhile. A load that failed here belongs to nobody any more (a prefetch, or a
-        request that has ended with another error): its slot is freed, and who needs the expert asks again."""
-        while not self.link.is_idle() and (finished := self.link.poll()) is not None:
+    def collect(self) -> None:
+        """Notes what has finished meanwhile. A load that failed here belongs to nobody any more (a prefetch, one in the
+        background, or a request that has ended with another error): its slot is freed, and who needs the expert asks
+        again."""
+        while (self._background or not self.link.is_idle()) and (finished := self.link.poll()) is not None:
             self._settle(finished)
 
     def _settle(self, finished: Finished) -> None:
-        if finished.error is None:
-            self.cache.arrived(finished.load.key)
-        else:
-            self._abandon(finished.load.key)
+        load = finished.load
+        if load.background:
+            self._background.remove(load.key)
+        if finished.error is not None:
+            self._abandon(load.key)
+            return
+        slot = self.cache.arrived(load.key)
+        if load.background:
+            self.counts.warmed += 1
+            if self._on_warmed is not None:
+                self._untold.append((load.key, slot))
+
+    def _reserve(self, key: ExpertKey, urgent: bool = True) -> int | None:
+        """`Pools.reserve`, but before anything leaves the background gives up what it has not begun."""
+        pool = self.cache.pool(key)
+        if self._background and not self.cache.free(pool):
+            for other in self._background.least_wanted(pool):
+                if self._withdraw(other):
+                    break
+        return self.cache.reserve(key, urgent)
+
+    def _withdraw(self, key: ExpertKey) -> bool:
+        """Takes a background load back that has not begun: the key is absent again."""
+        if key not in self._background or not self.link.withdraw(key):
+            return False
+        self._background.remove(key)
+        self.cache.abandon(key)
+        return True
 
     def _abandon(self, key: ExpertKey) -> None:
         self.cache.abandon(key)
@@ -184,8 +251,8 @@ class _LayerRun:
                     yield self._use(key, more=key is not group[-1])
                 for key in group:
                     self._release(key)
-            elif not self._awaited and self._controller.link.is_idle():
-                # with nothing awaited, wrong prefetches still under way may hold the slots: their end frees one
+            elif not self._awaited and self._controller.link.is_idle() and not self._controller.filling:
+                # with nothing awaited, what is under way for others may hold the slots: its end frees one
                 raise RuntimeError(
                     f"no slot can be freed for layer {self._layer}: {self._cache.slots} slots are all in use"
                 )
@@ -197,7 +264,10 @@ class _LayerRun:
 
     def _receive(self) -> None:
         """Waits for a load. What this layer awaits can be used then; a prefetch that failed is asked for again."""
-        finished = self._controller.link.wait()
+        link = self._controller.link
+        began = link.now()
+        finished = link.wait()
+        self._controller.waited_s += link.now() - began
         key = finished.load.key
         awaited = key in self._awaited
         self._awaited.discard(key)
@@ -222,7 +292,7 @@ class _LayerRun:
     def _take_stock(self) -> None:
         """Pins what is here or on its way, counts hits and misses, takes idle speculation back from the link."""
         controller, cache = self._controller, self._cache
-        controller._collect()
+        controller.collect()
         controller._recall()
         missed: list[ExpertKey] = []  # by falling number of tokens
         for demand in self._ordered:
@@ -232,6 +302,8 @@ class _LayerRun:
                 self._here.append(key)
             else:
                 key = cache.arriving(self._layer, demand.expert, demand.bits)
+                if key is not None and controller._withdraw(key):
+                    key = None
                 if key is not None:
                     self._pin(key)
                     self._awaited.add(key)
@@ -264,7 +336,7 @@ class _LayerRun:
         """Sends as many missing experts to the link as slots can be had for."""
         while self._missing:
             key = self._missing[0]
-            slot = self._cache.reserve(key)
+            slot = self._controller._reserve(key)
             if slot is None:
                 return
             self._missing.popleft()

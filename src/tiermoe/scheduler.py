@@ -4,15 +4,19 @@ read ahead. The engine and the simulator run this very code, over a real and a v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tiermoe.controller import Controller, Counts
 from tiermoe.policy.clock import Clock
+from tiermoe.policy.filling import most_used
 from tiermoe.policy.precision import Precision
 from tiermoe.policy.prediction.protocol import Forecasts, Prediction
 from tiermoe.policy.prediction.worth import PrefetchTrial
+from tiermoe.policy.uses import Uses
 from tiermoe.types import FEW_TOKENS, Demand, ExpertKey, Ready, Routed
+
+_TOLD_A_PASS = 64  # experts that the background has brought: 50 µs each where kernels are told of them
 
 
 @dataclass(slots=True)
@@ -25,7 +29,8 @@ class Scheduler:
     loaded (HOBBIT, section 4, cooperative computing). settles: what has come stays, in the one precision there is, and
     nothing is predicted: where all that a token chose has come there is nothing to decide. trial: says which decode
     passes prefetch, by what they take from `begin_pass` to the end of the last layer; None: all do, as prefills always
-    do.
+    do. fills: whether the background may read experts into free slots, for it changes nothing but hits; `everything`:
+    all of them fit. uses: counted since the beginning.
     """
 
     controller: Controller
@@ -41,16 +46,29 @@ class Scheduler:
     elsewhere: Callable[[int], int] | None = None
     settles: bool = False
     trial: PrefetchTrial | None = None
+    fills: bool = False
+    everything: bool = False
+    uses: Uses = field(init=False)
     discarded: Counts = field(default_factory=Counts)
     _before_pass: Counts = field(default_factory=Counts)
     _pass_tokens: int = 0
     _began: float | None = None  # when the running pass did, where the trial is told
-    _took: float | None = None  # by the last one, a token, until it is known not to be discarded
+    _waited: float = 0.0  # by then, for experts
+    _took: tuple[float, float] | None = None  # by the last one, a token and a layer, until known not to be discarded
+
+    def __post_init__(self) -> None:
+        self.uses = Uses(self.experts)
 
     @property
     def prefetching(self) -> str:
         """What the trial has decided, with its figures; empty where there is none or it has not ended."""
         return str(self.trial or "")
+
+    def fill(self, uses: Sequence[Sequence[float]]) -> None:
+        """Begins to read experts into free slots, in the background: all of them where all fit, else those that earlier
+        runs used most. uses: theirs, a row of experts for each layer; empty where nothing is known."""
+        if self.fills and (uses or self.everything):
+            self.controller.fill(most_used(self.experts, self.fixed_bits, uses, self.everything))
 
     def new_sequence(self) -> None:
         """Another request begins: records that are kept per sequence are forgotten."""
@@ -61,6 +79,8 @@ class Scheduler:
     def begin_pass(self, tokens: int, forecasts: Forecasts, phase: str, first: int = 0) -> None:
         """A forward pass over `tokens` tokens begins (all rows of a batch counted). phase: 'prefill' or 'decode'.
         first: its first MoE layer, not 0 in a decoder behind an encoder."""
+        self.controller.collect()
+        self.controller.tell(_TOLD_A_PASS)
         self._before_pass = self.controller.counts.copy()
         self._pass_tokens = tokens
         self.clock.advance(tokens)
@@ -81,6 +101,7 @@ class Scheduler:
         self.clock.layer = routed.layer
         self.prediction.observe(routed)
         demands = self._demands(routed)
+        self.uses.note(routed.layer, demands)
 
         def speculate() -> None:
             self._prefetch(routed.layer, forecasts)
@@ -89,15 +110,18 @@ class Scheduler:
         few = len(routed.experts) <= FEW_TOKENS
         yield from self.controller.run_layer(routed.layer, demands, speculate, self.together, elsewhere, few)
         if self._began is not None and routed.layer == len(self.experts) - 1:
-            self._took = (self.controller.link.now() - self._began) / self._pass_tokens
+            elapsed = self.controller.link.now() - self._began
+            computed = elapsed - (self.controller.waited_s - self._waited)
+            self._took = elapsed / self._pass_tokens, computed / len(self.experts)
 
     def _begin_timing(self, phase: str) -> None:
         if self.trial is None:
             return
         if self._took is not None:
-            self.trial.note(self._took)
+            self.trial.note(*self._took)
             self._took = None
         self._began = self.controller.link.now() if phase == "decode" else None
+        self._waited = self.controller.waited_s
 
     def _demands(self, routed: Routed) -> list[Demand]:
         demands = self.precision.demands(routed)

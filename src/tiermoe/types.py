@@ -74,11 +74,13 @@ class Ready(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One transfer of an expert into a slot. `urgent` loads are waited for; others are speculative."""
+    """One transfer of an expert into a slot. `urgent` loads are waited for; others are speculative, those in the
+    `background` wait for all of these too."""
 
     key: ExpertKey
     slot: int
     urgent: bool
+    background: bool = False
 
 
 @dataclass(frozen=True, slots=True)

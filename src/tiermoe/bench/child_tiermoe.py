@@ -38,7 +38,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     (tokens of each row that run once before the clock starts), `routing` (a file to write, or None)."""
     import tiermoe
 
-    model, _ = tiermoe.load(job["model"], **job["options"])
+    model, _ = tiermoe.load(job["model"], **{"warm": False, **job["options"]})
     load_s = since_start()
     import numpy as np
     import torch

@@ -49,7 +49,7 @@ def trace(
         raise ConfigError(f"the folder of {out} does not exist; make it, or choose another --out")
     if neurons is not None and not 0 <= neurons < math.inf:
         raise ConfigError(f"--neurons must be a threshold from 0 on, like 0.05, got {neurons:g}")
-    options["preset"] = "lru"
+    options["preset"], options["warm"] = "lru", False
     cut_text: dict[str, Any] = {}
 
     def context_for(tokenizer: Any, blueprint: Any) -> int:

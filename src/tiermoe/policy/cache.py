@@ -28,6 +28,11 @@ class ExpertCache:
     def __len__(self) -> int:
         return len(self._resident)
 
+    @property
+    def free(self) -> int:
+        """Slots that nothing lies in or is on its way to."""
+        return len(self._free)
+
     def slot(self, key: ExpertKey) -> int | None:
         """The slot of a resident key, None where it is absent or in flight."""
         return self._resident.get(key)

@@ -29,10 +29,12 @@ class Pools:
             self._caches.append(ExpertCache(pool.slots, eviction(pool), first))
             first += pool.slots
         self._by_place: dict[tuple[int, int], ExpertCache] = {}
-        for pool, cache in zip(pools, self._caches, strict=True):
+        self._numbers: dict[tuple[int, int], int] = {}
+        for number, pool in enumerate(pools):
             for layer in pool.layers:
                 for bits in pool.bits or self._precisions:
-                    self._by_place[layer, bits] = cache
+                    self._by_place[layer, bits] = self._caches[number]
+                    self._numbers[layer, bits] = number
         self._protected: set[ExpertKey] = set()
 
     def __len__(self) -> int:
@@ -51,6 +53,14 @@ class Pools:
 
     def in_flight(self, key: ExpertKey) -> bool:
         return self._cache(key).in_flight(key)
+
+    def pool(self, key: ExpertKey) -> int:
+        """The number of the pool that the key belongs to."""
+        return self._numbers[key.layer, key.bits]
+
+    def free(self, pool: int) -> int:
+        """Slots of a pool that nothing lies in or is on its way to."""
+        return self._caches[pool].free
 
     def pin(self, key: ExpertKey) -> None:
         self._cache(key).pin(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from tiermoe.model.decoder import Decoder
 from tiermoe.model.generic import GenericDecoder
 from tiermoe.model.routers import Router
 from tiermoe.model.weights import ModuleWeights
+from tiermoe.policy.prediction.worth import PrefetchTrial, promising
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.fallback import ConfidentDecoding
@@ -27,12 +29,15 @@ from tiermoe.runtime.footprint import peak_resident_bytes
 from tiermoe.runtime.forecasts import Forecaster, PassForecasts, router_beside
 from tiermoe.runtime.gpu_plan import GpuMemoryPlan
 from tiermoe.runtime.hash_routing import token_tables
+from tiermoe.runtime.history import History
 from tiermoe.runtime.memory_plan import MemoryPlan
 from tiermoe.runtime.passes import CurrentPass, Observer
+from tiermoe.runtime.reading import drive_for
 from tiermoe.runtime.settled import SettledExperts
 from tiermoe.runtime.shells import is_shell
 from tiermoe.runtime.slot_pools import shape_of
 from tiermoe.runtime.steps import Front, Steps
+from tiermoe.runtime.system import processors
 from tiermoe.runtime.units import unit_of
 from tiermoe.scheduler import Scheduler
 from tiermoe.store.layout import ExpertFormat, Layout
@@ -40,7 +45,7 @@ from tiermoe.store.store import Store, precision_key
 from tiermoe.tiers.assemble import assemble as assemble_tiers
 from tiermoe.tiers.cuda import resolve_device
 from tiermoe.tiers.held import HeldReader
-from tiermoe.tiers.probe import DriveProbe, probe_drive
+from tiermoe.tiers.probe import DriveProbe
 from tiermoe.tiers.reader import ExtentReader
 from tiermoe.types import FEW_TOKENS, ExpertKey, Extent
 
@@ -74,7 +79,7 @@ class Engine:
         self._packed = {bits: PackedExperts(store, self._key_of(bits)) for bits in self.precisions}
         self._layouts = _numbered_layouts(self._packed)
         extents = [extent for packed in self._packed.values() for layer in packed.extents for extent in layer]
-        self.drive: DriveProbe = probe_drive(extents, self.settings.lanes)
+        self.drive: DriveProbe = drive_for(plan, extents, resolved, store.root)
         self._views: dict[tuple[int, int], Views] = {}
         host_slots = plan.host_slots if isinstance(plan, GpuMemoryPlan) else 0
         self._unit = unit_of(self.composition, torch.device(self._device).type)
@@ -89,7 +94,11 @@ class Engine:
         self._slots, self.link, self._tier_stats = tiers.slots, tiers.link, tiers.stats
         self._unit.over(tiers.link)
         self._hash_tables = token_tables(model, self._family)
+        self._history = self._earlier_runs() if self.settings.warm else None
         self.scheduler = self._schedule()
+        if self._history is not None:
+            self.scheduler.fill(self._history.uses)
+            self._leave_record = self._history.keep(self, self.scheduler)
         self._closed = False
         self._attach(model)
 
@@ -130,6 +139,7 @@ class Engine:
             "expert_hits": counts.hits,
             "expert_misses": counts.misses,
             "prefetched_hits": counts.prefetched,
+            "warmed_experts": counts.warmed,
             "expert_skips": counts.skipped,
             "experts_on_cpu": counts.elsewhere,
             "low_loads": counts.low_loads,
@@ -158,6 +168,8 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        if self._history is not None:
+            self._leave_record()
         for shell in self._shells:
             shell.run_experts = _closed
         for hook in self._hooks:
@@ -206,7 +218,7 @@ class Engine:
         return self._packed[key.bits].formats[key.layer]
 
     def _reader(self) -> ExtentReader | HeldReader:
-        reader = ExtentReader(self.drive.direct)
+        reader = ExtentReader(self.drive.direct, self.drive.keep)
         if self.composition.store == "disk":
             return reader
         places = (
@@ -224,7 +236,24 @@ class Engine:
         shape = replace(shape_of(self.store.layers), hash_tables=self._hash_tables)
         slots = [PrecisionSlots(pool.bits, pool.slots) for pool in self.plan.pools]
         costs = self._unit.miss_costs
-        return assemble(self.composition, shape, slots, self.link, self.settings.bits, self._tables, miss_costs=costs)
+        return assemble(
+            self.composition, shape, slots, self.link, self.settings.bits, self._tables,
+            miss_costs=costs, trial=self._trial,
+        )  # fmt: skip
+
+    def _earlier_runs(self) -> History:
+        share, prefetch = round(20 * self.plan.slots / self.plan.all_slots) * 5, self.composition.prefetch
+        circumstances = f"prefetch={prefetch}, {share} % of the experts, {torch.get_num_threads()} threads"
+        return History(self.store, self._key_of(self.precisions[0]), circumstances)
+
+    def _trial(self) -> PrefetchTrial:
+        load_s = self.plan.slot_bytes / self.drive.bandwidth if self.drive.bandwidth else math.inf
+        spare = processors() > torch.get_num_threads()
+
+        def promises(layer_s: float) -> bool:
+            return promising(layer_s, load_s, spare)
+
+        return self._history.trial(promises) if self._history else PrefetchTrial(None, promises)
 
     def _attach(self, model: Any) -> None:
         self._shells = [module for module in model.modules() if is_shell(module)]
@@ -240,6 +269,8 @@ class Engine:
         for index, shell in enumerate(self._shells):
             formats = {bits: packed.formats[index] for bits, packed in self._packed.items()}
             shell.run_experts = self._unit.experts(index, shell, formats, self.current, self._views_of, renormalise)
+        if self.scheduler.settles:
+            self.controller.tell_warmed(self._has_come)
         self._hooks = self.current.follow_both(model) if self._family.encoder_decoder else []
         self._confident = self._decode_little_first()
         base: Any = type(model).__mro__[1]
@@ -268,6 +299,9 @@ class Engine:
             None if self._family.adapter or layer in self._hash_tables else router_beside(shell, model)
             for layer, shell in enumerate(self._shells)
         ]
+
+    def _has_come(self, key: ExpertKey, slot: int) -> None:
+        self._shells[key.layer].run_experts.has_come(key.expert, key.bits, slot)
 
     def _stacked_layers(self) -> int:
         """Layers whose routers are evaluated in one product."""

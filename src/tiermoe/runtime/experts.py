@@ -72,6 +72,11 @@ class LayerExperts:
             return self._few_tokens(self._few, hidden, index, weights)
         return self._many_tokens(hidden, index, weights)
 
+    def has_come(self, expert: int, bits: int, slot: int) -> None:
+        """The expert lies in the slot now, though no token has asked for it."""
+        if self.settled is not None:
+            self.settled.note(expert, self._views_of(self._index, bits, slot))
+
     def _one_token(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         position = {expert: k for k, expert in enumerate(index[0].tolist()) if expert < self._experts}
         gates = weights[0].tolist() if self._current.needs_weights else []

@@ -14,8 +14,8 @@ from tiermoe.runtime.passes import CurrentPass
 
 
 class SettledExperts:
-    """The experts of a layer that have been computed with before, under a composition that evicts and predicts nothing
-    (`Scheduler.settles`): counted as hits, and told to nobody."""
+    """The experts of a layer that have been computed with before, or brought by the background, under a composition
+    that evicts and predicts nothing (`Scheduler.settles`): counted as hits, and told to nobody."""
 
     def __init__(self, kernel: InOneCall, experts: int, current: CurrentPass) -> None:
         self._kernel = MoeBlock(kernel.native, experts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -14,6 +15,55 @@ def available_memory() -> tuple[int, str]:
     if limit is not None and limit < free:
         return limit, "left in this control group"
     return free, source
+
+
+def processors() -> int:
+    """Those that this process may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def page_cache_room(root: Path = Path("/")) -> int:
+    """Bytes that could be added to this process's memory and to the page cache together: what the machine has free, and
+    what every memory cgroup above the process leaves. Clean pages of files count as free. root: of the file system
+    (tests)."""
+    return min([_system_memory(), *_cgroup_rooms(root)])
+
+
+def _cgroup_rooms(root: Path) -> Iterator[int]:
+    """Limit minus use, pages of files apart, of every memory cgroup around the process that has a limit."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("memory", ""):
+            continue
+        first = controllers == "memory"  # version 1
+        top = root / ("sys/fs/cgroup/memory" if first else "sys/fs/cgroup")
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if first else ("memory.max", "memory.current")
+        prefix = "total_" if first else ""
+        folder = top / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            room = _room(group, names, prefix)
+            if room is not None:
+                yield room
+            if group == top:
+                break
+
+
+def _room(group: Path, names: tuple[str, str], prefix: str) -> int | None:
+    try:
+        limit, used = ((group / name).read_text().strip() for name in names)
+        pairs = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+        stat = {name: int(value) for name, value in pairs}
+    except (OSError, ValueError):
+        return None
+    if limit == "max" or int(limit) >= 1 << 60:
+        return None
+    files = sum(stat.get(f"{prefix}{name}", 0) for name in ("inactive_file", "active_file"))
+    return max(int(limit) - int(used) + files, 0)
 
 
 def _system_memory() -> int:

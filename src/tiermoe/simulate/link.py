@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -63,28 +63,28 @@ class VirtualLink:
         self._fetches: deque[_Transfer] = deque()
         self._urgent: deque[Load] = deque()
         self._speculative: deque[Load] = deque()
+        self._background: OrderedDict[ExpertKey, Load] = OrderedDict()
         self._active: list[_Transfer] = []
         self._finished: deque[Finished] = deque()
         self._outstanding = 0
 
     def submit(self, load: Load) -> None:
         self._run_to(self._clock.now)
-        self._outstanding += 1
-        (self._urgent if load.urgent else self._speculative).append(load)
+        self._outstanding += not load.background
+        if load.background:
+            self._background[load.key] = load
+        else:
+            (self._urgent if load.urgent else self._speculative).append(load)
         self._begin()
 
     def wait(self) -> Finished:
         self._run_to(self._clock.now)
         self._run_while(lambda: not self._finished)
-        self._outstanding -= 1
-        return self._finished.popleft()
+        return self._taken()
 
     def poll(self) -> Finished | None:
         self._run_to(self._clock.now)
-        if not self._finished:
-            return None
-        self._outstanding -= 1
-        return self._finished.popleft()
+        return self._taken() if self._finished else None
 
     def recall(self) -> list[Load]:
         self._run_to(self._clock.now)
@@ -92,6 +92,10 @@ class VirtualLink:
         self._speculative.clear()
         self._outstanding -= len(loads)
         return loads
+
+    def withdraw(self, key: ExpertKey) -> bool:
+        self._run_to(self._clock.now)
+        return self._background.pop(key, None) is not None
 
     def is_idle(self) -> bool:
         return self._outstanding == 0
@@ -107,16 +111,29 @@ class VirtualLink:
         self._begin()
         self._run_while(lambda: transfer in self._fetches or transfer in self._active)
 
+    def _taken(self) -> Finished:
+        finished = self._finished.popleft()
+        self._outstanding -= not finished.load.background
+        return finished
+
     def _begin(self) -> None:
         while len(self._active) < self._lanes:
             if self._fetches:
                 self._active.append(self._fetches.popleft())
-            elif self._urgent or self._speculative:
-                load = self._urgent.popleft() if self._urgent else self._speculative.popleft()
+            elif (load := self._next_load()) is not None:
                 nbytes = self._bytes_of(load.key)
                 self._active.append(_Transfer(load, nbytes, self._latency, nbytes))
             else:
                 return
+
+    def _next_load(self) -> Load | None:
+        """What a free lane begins; of several lanes one is kept free of background loads."""
+        if self._urgent or self._speculative:
+            return self._urgent.popleft() if self._urgent else self._speculative.popleft()
+        begun = sum(active.load is not None and active.load.background for active in self._active)
+        if self._background and begun < max(1, self._lanes - 1):
+            return self._background.popitem(last=False)[1]
+        return None
 
     def _run_while(self, unfinished: Callable[[], bool]) -> None:
         """Moves the clock from one event to the next; the processor waits."""
@@ -183,6 +200,9 @@ class InstantLink:
 
     def recall(self) -> list[Load]:
         return []
+
+    def withdraw(self, key: ExpertKey) -> bool:
+        return False
 
     def is_idle(self) -> bool:
         return not self._finished

@@ -1,4 +1,4 @@
-"""The link from disk into slots in main memory: a few reading lanes, urgent before speculative."""
+"""The link from disk into slots in main memory: a few reading lanes, urgent before speculative, background last."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class DiskLink:
         self._filler = filler
         self._slots = slots
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
-        self._outstanding = 0  # submitted, and neither taken nor recalled
+        self._outstanding = 0  # submitted, and neither taken nor recalled, background loads apart
         self._lanes = Lanes(lanes, self._work)
 
     @property
@@ -127,13 +127,13 @@ class DiskLink:
         return self._filler.bytes_read
 
     def submit(self, load: Load) -> None:
-        self._outstanding += 1
+        self._outstanding += not load.background
         self._lanes.submit(load)
 
     def wait(self) -> Finished:
         started = time.perf_counter()
         finished = self._finished.get()
-        self._outstanding -= 1
+        self._outstanding -= not finished.load.background
         self.wait_s += time.perf_counter() - started
         return finished
 
@@ -142,13 +142,16 @@ class DiskLink:
             finished = self._finished.get_nowait()
         except queue.Empty:
             return None
-        self._outstanding -= 1
+        self._outstanding -= not finished.load.background
         return finished
 
     def recall(self) -> list[Load]:
         loads = self._lanes.recall()
         self._outstanding -= len(loads)
         return loads
+
+    def withdraw(self, key: ExpertKey) -> bool:
+        return self._lanes.withdraw(key) is not None
 
     def is_idle(self) -> bool:
         return self._outstanding == 0

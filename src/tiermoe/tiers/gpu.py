@@ -93,7 +93,7 @@ class GpuLink:
         self._marks: dict[int, Mark] = {}
         self._copies: deque[_Copy] = deque()
         self._arrivals: deque[_Arrival] = deque()
-        self._outstanding = 0  # submitted, and neither taken nor recalled
+        self._outstanding = 0  # submitted, and neither taken nor recalled, background loads apart
         self._changed = threading.Condition()
         self._lanes = Lanes(lanes, self._work)
         self._lane_count = lanes
@@ -120,7 +120,7 @@ class GpuLink:
         return self._filler.bytes_read
 
     def submit(self, load: Load) -> None:
-        self._outstanding += 1
+        self._outstanding += not load.background
         # whatever may still read the slot was launched before its load is submitted
         mark = self._copier.mark()
         if load.urgent and self._pin_if_here(load.key):
@@ -158,6 +158,14 @@ class GpuLink:
         self._outstanding -= len(loads)
         return loads
 
+    def withdraw(self, key: ExpertKey) -> bool:
+        load = self._lanes.withdraw(key)
+        if load is None:
+            return False
+        with self._changed:
+            del self._marks[load.slot]
+        return True
+
     def is_idle(self) -> bool:
         return self._outstanding == 0
 
@@ -191,7 +199,7 @@ class GpuLink:
         self._device.close()
 
     def _hand_out(self, arrival: _Arrival) -> Finished:
-        self._outstanding -= 1
+        self._outstanding -= not arrival.load.background
         if arrival.error is not None:
             return Finished(arrival.load, arrival.error)
         try:

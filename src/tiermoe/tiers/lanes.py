@@ -1,22 +1,26 @@
-"""A few threads that work off loads: urgent before speculative."""
+"""A few threads that work off loads: urgent before speculative, and these before what the background asks for."""
 
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
-from tiermoe.types import Load
+from tiermoe.types import ExpertKey, Load
 
 
 class Lanes:
     """`count` threads that call `work` for one load at a time each. `work` itself reports how a load ended
-    and raises nothing."""
+    and raises nothing. Of several lanes one is kept free of background loads, so that an urgent one never waits for
+    these; where there is one lane, for the one that has begun."""
 
     def __init__(self, count: int, work: Callable[[Load], None]) -> None:
         self._work = work
         self._urgent: deque[Load] = deque()
         self._speculative: deque[Load] = deque()
+        self._background: OrderedDict[ExpertKey, Load] = OrderedDict()
+        self._begun_in_background = 0
+        self._most_in_background = max(1, count - 1)
         self._closed = False
         self._changed = threading.Condition()
         self._threads = [
@@ -27,7 +31,10 @@ class Lanes:
 
     def submit(self, load: Load) -> None:
         with self._changed:
-            (self._urgent if load.urgent else self._speculative).append(load)
+            if load.background:
+                self._background[load.key] = load
+            else:
+                (self._urgent if load.urgent else self._speculative).append(load)
             self._changed.notify()
 
     def recall(self) -> list[Load]:
@@ -37,12 +44,18 @@ class Lanes:
             self._speculative.clear()
             return loads
 
+    def withdraw(self, key: ExpertKey) -> Load | None:
+        """Takes back the background load of `key`; None where it has begun."""
+        with self._changed:
+            return self._background.pop(key, None)
+
     def close(self) -> None:
         """Ends the threads once they are done with what has begun; what is queued is dropped."""
         with self._changed:
             self._closed = True
             self._urgent.clear()
             self._speculative.clear()
+            self._background.clear()
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
@@ -50,11 +63,20 @@ class Lanes:
     def _run(self) -> None:
         while (load := self._take()) is not None:
             self._work(load)
+            if load.background:
+                with self._changed:
+                    self._begun_in_background -= 1
 
     def _take(self) -> Load | None:
         with self._changed:
-            while not (self._closed or self._urgent or self._speculative):
+            while not (self._closed or self._urgent or self._speculative or self._may_begin_background()):
                 self._changed.wait()
             if self._closed:
                 return None
-            return self._urgent.popleft() if self._urgent else self._speculative.popleft()
+            if self._urgent or self._speculative:
+                return self._urgent.popleft() if self._urgent else self._speculative.popleft()
+            self._begun_in_background += 1
+            return self._background.popitem(last=False)[1]
+
+    def _may_begin_background(self) -> bool:
+        return bool(self._background) and self._begun_in_background < self._most_in_background

@@ -1,31 +1,64 @@
-"""A short look at the drive: does O_DIRECT pay here, how many lanes, and how fast is it."""
+"""A short look at the drive: does O_DIRECT pay here, how many lanes, and how fast is it. What it finds is kept in a
+small file for the day."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from tiermoe.errors import LoadError
+from tiermoe.store.run_record import replace_unlocked
 from tiermoe.tiers.reader import ExtentReader, aligned_memory
 from tiermoe.types import ExpertKey, Extent
 
 SECONDS = 0.08
 """How long each setting is tried at most; the whole probe takes about five times as long."""
+_LOOK = 0.01  # seconds of a look that only confirms
+_AGREES = 0.4  # of the bandwidth that was found before: less, and the drive is probed anew
+_PAGE_CACHE_LANES = 4  # first reads still come from the drive; 1 to 4 lanes were within the noise from the page cache
+_DAY = 86400
 _WORTH = 1.1  # more lanes, or buffered reads, have to be a tenth faster
 
 
 @dataclass(frozen=True, slots=True)
 class DriveProbe:
-    """How experts are read: `bandwidth` in bytes per second at that setting."""
+    """How experts are read: `bandwidth` in bytes per second at that setting. `keep`: through the page cache, for the
+    next process."""
 
     direct: bool
     lanes: int
     bandwidth: float
+    keep: bool = False
+
+
+def through_page_cache(extents: Sequence[Extent], lanes: int | None = None) -> DriveProbe:
+    """Reading that fills the page cache: nothing is left to choose but the number of lanes, where `lanes` leaves it
+    open, so a look of 10 ms at the first extents is enough."""
+    lanes = lanes or _PAGE_CACHE_LANES
+    return DriveProbe(False, lanes, _measure(ExtentReader(keep=True), itertools.cycle(extents), 1, _LOOK), keep=True)
+
+
+def known_drive(extents: Sequence[Extent], lanes: int | None, path: Path) -> DriveProbe:
+    """`probe_drive`, or what it has found before on this drive today for extents of this size, kept in `path`: where a
+    look of 10 ms does not find the drive much slower."""
+    case = _case(extents, lanes)
+    kept = _read_kept(path)
+    if case in kept:
+        probe = kept[case]
+        samples = itertools.cycle(_spread(extents))
+        if _measure(ExtentReader(probe.direct), samples, probe.lanes, _LOOK) > probe.bandwidth * _AGREES:
+            return probe
+    probe = probe_drive(extents, lanes)
+    entries = {name: asdict(entry) for name, entry in (kept | {case: probe}).items()}
+    replace_unlocked(path, json.dumps({"day": _today(), "drives": entries}).encode())
+    return probe
 
 
 def probe_drive(extents: Sequence[Extent], lanes: int | None = None) -> DriveProbe:
@@ -52,14 +85,49 @@ def _spread(extents: Sequence[Extent]) -> list[Extent]:
     return [extents[index * stride % len(extents)] for index in range(len(extents))]
 
 
-def _measure(reader: ExtentReader, samples: itertools.cycle[Extent], lanes: int) -> float:
+def _case(extents: Sequence[Extent], lanes: int | None) -> str:
+    """What a probe's result holds for: the drive, the lanes asked for, the size of a read."""
+    file = extents[0].segments[0].file
+    try:
+        device = os.stat(file).st_dev
+    except OSError:  # whoever needs the expert says what is wrong
+        device = 0
+    return f"{device}:{lanes or 'any'}:{extents[0].nbytes}"
+
+
+def _read_kept(path: Path) -> dict[str, DriveProbe]:
+    """What was found today; empty where the file is missing, torn or of another day."""
+    try:
+        document = json.loads(path.read_bytes())
+        if document["day"] != _today():
+            return {}
+        return {case: _checked(entry) for case, entry in document["drives"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _checked(entry: dict[str, object]) -> DriveProbe:
+    """ValueError where an entry is none that a probe gives."""
+    direct, lanes, bandwidth = entry["direct"], entry["lanes"], entry["bandwidth"]
+    if not (isinstance(direct, bool) and isinstance(lanes, int) and isinstance(bandwidth, float)):
+        raise ValueError("not a probe's result")
+    if not (1 <= lanes <= 64 and bandwidth > 0):
+        raise ValueError("not a probe's result")
+    return DriveProbe(direct, lanes, bandwidth)
+
+
+def _today() -> int:
+    return int(time.time()) // _DAY
+
+
+def _measure(reader: ExtentReader, samples: itertools.cycle[Extent], lanes: int, seconds: float | None = None) -> float:
     """Bytes per second over all lanes."""
     lock = threading.Lock()
-    deadline = time.perf_counter() + SECONDS
+    deadline = time.perf_counter() + (SECONDS if seconds is None else seconds)
 
     def lane() -> None:
         memory = aligned_memory(0)
-        while time.perf_counter() < deadline:
+        while True:  # once at least: a lane may begin late
             with lock:
                 extent = next(samples)
             needed = max(segment.at + segment.nbytes for segment in extent.segments)
@@ -67,6 +135,8 @@ def _measure(reader: ExtentReader, samples: itertools.cycle[Extent], lanes: int)
                 memory = aligned_memory(needed)
             with contextlib.suppress(LoadError):
                 reader.read(extent, memory, ExpertKey(-1, -1, 0))
+            if time.perf_counter() >= deadline:
+                return
 
     started = time.perf_counter()
     threads = [threading.Thread(target=lane) for _ in range(lanes)]

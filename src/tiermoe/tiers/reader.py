@@ -26,13 +26,15 @@ def aligned_memory(nbytes: int) -> memoryview:
 class ExtentReader:
     """Reads extents, from any number of threads at once. `direct` asks for O_DIRECT, which bypasses the page cache so
     that no second copy of the experts grows there; a file system without it is read through the page cache and the
-    pages dropped at once. Parts of extents are read in whole pages of `page` bytes, and are not `checked`."""
+    pages dropped at once. `keep` reads through the page cache and leaves the pages there, for the next process. Parts
+    of extents are read in whole pages of `page` bytes, and are not `checked`."""
 
     page = PAGE
     checked = False
 
-    def __init__(self, direct: bool = True) -> None:
-        self.direct = direct and _O_DIRECT != 0
+    def __init__(self, direct: bool = True, keep: bool = False) -> None:
+        self.direct = direct and not keep and _O_DIRECT != 0
+        self._keep = keep
         self.bytes_read = 0
         self._descriptors: dict[str, tuple[int, bool]] = {}
         self._lock = threading.Lock()
@@ -68,7 +70,7 @@ class ExtentReader:
         view = target[segment.at : segment.at + segment.nbytes]
         if not direct:
             _read_fully(descriptor, view, segment.offset, segment.nbytes)
-            if hasattr(os, "posix_fadvise"):
+            if not self._keep and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(descriptor, segment.offset, segment.nbytes, os.POSIX_FADV_DONTNEED)
         elif segment.offset % PAGE == 0 and segment.at % PAGE == 0 and segment.nbytes % PAGE == 0:
             _read_fully(descriptor, view, segment.offset, segment.nbytes)

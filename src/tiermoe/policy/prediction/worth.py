@@ -7,33 +7,49 @@ wrong prediction delays the read that is needed. Which is more depends on cores 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from statistics import fmean, median
 
 STRETCH = 8  # passes one way: most of them find a cache that shows that way, and the next stretch the same machine
-TRIAL = 8  # stretches at first, on off off on …: what changes steadily (a cache that fills) favours neither way
+LEAD = 8  # stretches of the way that is assumed: the first answer pays for no trial
 KEPT = 16  # stretches of the better way for one of the other: asking again costs at most a 17th of the difference
 PAIRS = 4  # comparisons that decide by their median: one stretch that something else disturbed does not
 
 
+def promising(layer_s: float, load_s: float, spare: bool) -> bool:
+    """Whether reading ahead can be expected to save time: an expert comes (`load_s`) while a layer is computed
+    (`layer_s`), and there are processors to `spare` that compute nothing."""
+    return spare and load_s <= layer_s
+
+
 class PrefetchTrial:
-    """Runs decode passes in stretches with prefetching on or off, compares neighbouring stretches that differ, and
-    keeps the faster way, which it goes on comparing. A tie is off, which reads less.
+    """Runs decode passes in stretches with prefetching on or off. Begins with `LEAD` stretches of the way that is
+    assumed, then goes to and fro until `PAIRS` neighbouring stretches that differ are compared, so that what changes
+    steadily (a cache that fills) favours neither way, and keeps the faster way, which it goes on comparing. A tie is
+    off, which reads less.
 
-    on: whether the next pass prefetches."""
+    found: what an earlier run has found, if any. promises: else asked after the first stretch, which is off, by the
+    seconds that a layer was computed; None: off is assumed. on: whether the next pass prefetches."""
 
-    def __init__(self) -> None:
-        self.on = True
+    def __init__(self, found: bool | None = None, promises: Callable[[float], bool] | None = None) -> None:
+        self.on = bool(found)
+        self._assumed = self.on
+        self._promises = promises if found is None else None
         self._passes: list[float] = []
+        self._layers: list[float] = []
         self._ended = 0
+        self._decided: int | None = None  # after so many stretches
         self._last: tuple[bool, float] | None = None
         self._pairs: deque[tuple[float, float]] = deque(maxlen=PAIRS)  # with prefetching, without
 
-    def note(self, seconds: float) -> None:
-        """A decode pass took so many seconds a token."""
+    def note(self, seconds: float, layer_s: float = 0.0) -> None:
+        """A decode pass took so many seconds a token, and so many a layer without the waits for experts."""
         self._passes.append(seconds)
+        self._layers.append(layer_s)
         if len(self._passes) == STRETCH:
             self._end_stretch(fmean(self._passes[1:]))  # in the first one the cache still shows the other way
             self._passes.clear()
+            self._layers.clear()
 
     @property
     def pays(self) -> bool | None:
@@ -65,10 +81,16 @@ class PrefetchTrial:
         if last is not None and last[0] is not self.on:
             self._pairs.append((took, last[1]) if self.on else (last[1], took))
         self._ended += 1
+        if self._promises is not None:
+            self._assumed, self._promises = self._promises(median(self._layers)), None
         self.on = self._next()
 
     def _next(self) -> bool:
-        if self.pays is None:
-            return self._ended % 4 in (0, 3)
-        asks_again = (self._ended - TRIAL) % (KEPT + 1) == KEPT
+        if self._ended < LEAD:
+            return self._assumed
+        if self.pays is None:  # two of the other way, two of the assumed one: each stretch is compared once
+            return self._assumed is not ((self._ended - LEAD) % 4 < 2)
+        if self._decided is None:
+            self._decided = self._ended
+        asks_again = (self._ended - self._decided) % (KEPT + 1) == KEPT
         return self.pays is not asks_again

@@ -76,7 +76,7 @@ class Calibration:
         of the plain LRU preset's parts. logits: keep room for those of a whole sequence in a memory budget that is
         named. Nothing of the model is left afterwards."""
         chunk = max(Settings().chunk, self.shape.sequence + 1)  # the text is read as it was cut
-        options = {**self.options, "preset": "lru", "set": changes, "context": self.shape.sequence + 1}
+        options = {**self.options, "preset": "lru", "set": changes, "context": self.shape.sequence + 1, "warm": False}
         blueprint = self.blueprint()
         if not self.family.encoder_decoder:
             options["chunk"] = chunk

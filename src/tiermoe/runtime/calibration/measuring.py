@@ -111,4 +111,4 @@ def _holding(blueprint: Blueprint, settings: Settings, pair: tuple[int, int]) ->
         place: low if index % _LOW_EVERY == _LOW_EVERY - 1 else high for index, place in enumerate(places_of(blueprint))
     }
     composition = Composition("bitwidths", "measures what bits per expert cost", precision="table")
-    return Resolved(replace(settings, bits=high), composition, Tables(table), pair)
+    return Resolved(replace(settings, bits=high, warm=False), composition, Tables(table), pair)

@@ -125,6 +125,7 @@ def _refuse_encoder_decoder(blueprint: Blueprint) -> None:
 
 
 def _without(options: dict[str, Any], reserve: int) -> dict[str, Any]:
-    """The options with `reserve` bytes less in the budgets that are named; others are a share of what is free."""
+    """The options with `reserve` bytes less in the budgets that are named (others are a share of what is free), from an
+    empty cache."""
     named = {name: parse_size(options[name], name) for name in ("memory", "gpu_memory") if options.get(name)}
-    return {**options, **{name: max(size - reserve, 1) for name, size in named.items()}}
+    return {**options, **{name: max(size - reserve, 1) for name, size in named.items()}, "warm": False}

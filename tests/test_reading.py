@@ -1,0 +1,158 @@
+"""How experts are read: past the page cache or through it, and what of the drive's probe is kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from test_disk import EXPERTS, SIZE, write_experts
+from tiermoe.presets import compose
+from tiermoe.runtime import reading
+from tiermoe.runtime.composition import Resolved
+from tiermoe.runtime.memory_plan import MemoryPlan
+from tiermoe.runtime.system import page_cache_room
+from tiermoe.tiers import probe as probes
+from tiermoe.tiers.probe import DriveProbe, known_drive
+from tiermoe.tiers.reader import ExtentReader, aligned_memory
+from tiermoe.types import ExpertKey, Extent
+
+GIB = 1 << 30
+
+
+def write_group(root: Path, version: int, path: str, limit: str, used: int, files: int) -> None:
+    top = root / ("sys/fs/cgroup/memory" if version == 1 else "sys/fs/cgroup")
+    folder = top / path.lstrip("/")
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
+    prefix = "total_" if version == 1 else ""
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 7\n{prefix}inactive_file {files}\n{prefix}active_file 5\n")
+
+
+def in_group(root: Path, version: int, path: str) -> None:
+    (root / "proc/self").mkdir(parents=True)
+    line = f"4:memory:{path}" if version == 1 else f"0::{path}"
+    (root / "proc/self/cgroup").write_text(f"9:name=systemd:/\n{line}\n")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_every_group_above_the_process_counts_and_pages_of_files_do_not(tmp_path: Path, version: int) -> None:
+    in_group(tmp_path, version, "/outer/inner")
+    assert page_cache_room(tmp_path) > 1 << 20
+    write_group(tmp_path, version, "/outer/inner", "max" if version == 2 else str((1 << 63) - 4096), 10, 0)
+    write_group(tmp_path, version, "/outer", "4096", 3000, 500)
+    assert page_cache_room(tmp_path) == 4096 - 3000 + 505
+    write_group(tmp_path, version, "/outer/inner", "1000", 900, 100)
+    assert page_cache_room(tmp_path) == 1000 - 900 + 105
+    write_group(tmp_path, version, "/outer/inner", "1000", 2000, 100)
+    assert page_cache_room(tmp_path) == 0
+
+
+def plan_of(slots: int = 16, total: int = 0) -> MemoryPlan:
+    return MemoryPlan(
+        GIB, "--memory", interpreter=0, dense=total, kv_cache=0, activations=0, staging=0, slot_bytes=SIZE,
+        slots=slots, all_slots=16, layer_slots=2, token_slots=2, context=64,
+    )  # fmt: skip
+
+
+def chosen(tmp_path: Path, plan: MemoryPlan, changes: dict[str, Any] | None = None) -> DriveProbe:
+    from tiermoe.compose import Tables
+    from tiermoe.config import Settings
+
+    composition = compose("lru", {"store": "disk", **(changes or {})})
+    resolved = Resolved(Settings(lanes=2), composition, Tables(), (4,))
+    return reading.drive_for(plan, write_experts(tmp_path / "experts"), resolved, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("room", "plan", "changes", "kept"),
+    [
+        (GIB, plan_of(), {}, True),
+        (GIB, plan_of(slots=15), {}, False),  # what is evicted is read again, past the page cache
+        (GIB, plan_of(), {"store": "memory"}, False),
+        (EXPERTS * SIZE, plan_of(), {}, False),  # a tenth is left to others
+        (2 * EXPERTS * SIZE, plan_of(), {}, True),
+        (64 * GIB, plan_of(total=64 * GIB), {}, False),  # what is planned needs it
+    ],
+)
+def test_the_page_cache_is_used_where_it_has_room_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, plan: MemoryPlan, changes: dict[str, Any], kept: bool
+) -> None:
+    monkeypatch.setattr(reading, "page_cache_room", lambda: room)
+    probe = chosen(tmp_path, plan, changes)
+    assert (probe.keep, probe.lanes) == (kept, 2)
+    assert probe.bandwidth > 0
+    assert not (probe.keep and probe.direct)
+
+
+@pytest.mark.parametrize(("direct", "keep", "dropped"), [(True, True, 0), (False, True, 0), (False, False, EXPERTS)])
+def test_pages_are_dropped_or_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool, keep: bool, dropped: int
+) -> None:
+    extents, drops = write_experts(tmp_path / "experts"), []
+    monkeypatch.setattr(probes.os, "posix_fadvise", lambda *arguments: drops.append(arguments))
+    reader, memory = ExtentReader(direct, keep), aligned_memory(SIZE)
+    for extent in extents:
+        reader.read(extent, memory, ExpertKey(0, 0, 4))
+    assert (len(drops), reader.direct) == (dropped, False)
+    reader.close()
+
+
+# what is kept of the probe
+
+
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often the drive was probed at length."""
+    calls: list[int] = []
+
+    def probe(extents: list[Extent], lanes: int | None = None) -> DriveProbe:
+        calls.append(1)
+        return DriveProbe(True, lanes or 3, 1.0)
+
+    monkeypatch.setattr(probes, "probe_drive", probe)
+    return calls
+
+
+def test_a_drive_is_probed_once_a_day_for_each_size_and_number_of_lanes(
+    tmp_path: Path, probed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extents, path = write_experts(tmp_path / "experts"), tmp_path / "drive.json"
+    first = known_drive(extents, None, path)
+    assert known_drive(extents, None, path) == first == DriveProbe(True, 3, 1.0)
+    assert len(probed) == 1
+    assert known_drive(extents, 2, path).lanes == 2
+    assert known_drive(extents, None, path) == first
+    assert len(probed) == 2
+    longer = Extent((*extents[0].segments, *extents[1].segments), "")
+    known_drive([longer], None, path)
+    assert len(probed) == 3
+    monkeypatch.setattr(probes, "_today", lambda: 1)
+    known_drive(extents, None, path)
+    assert len(probed) == 4
+
+
+def test_a_drive_that_has_become_slow_is_probed_again(tmp_path: Path, probed: list[int]) -> None:
+    extents, path = write_experts(tmp_path / "experts"), tmp_path / "drive.json"
+    known_drive(extents, None, path)
+    document = json.loads(path.read_text())
+    for entry in document["drives"].values():
+        entry["bandwidth"] = 1e15
+    path.write_text(json.dumps(document))
+    assert known_drive(extents, None, path).bandwidth == 1.0
+    assert len(probed) == 2
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"day": 1}', '{"day": DAY, "drives": {"CASE": {"lanes": 900}}}'])
+def test_a_torn_or_foreign_file_is_passed_over(tmp_path: Path, probed: list[int], content: str) -> None:
+    extents, path = write_experts(tmp_path / "experts"), tmp_path / "drive.json"
+    case = probes._case(extents, None)
+    path.write_text(content.replace("DAY", str(probes._today())).replace("CASE", case))
+    assert known_drive(extents, None, path).lanes == 3
+    assert len(probed) == 1
+    known_drive(extents, None, tmp_path / "missing" / "drive.json")  # cannot be written
+    assert len(probed) == 2
