@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermoe.errors import ConfigError
-from tiermoe.kernels import linear_for
+from tiermoe.kernels import cpu, linear_for
 from tiermoe.kernels.cpu import INT4_TOKENS, INT8_TOKENS
 from tiermoe.kernels.reference import DecodedLinear
 from tiermoe.quant.encodings import cpu_layout, encoding_for
@@ -112,6 +112,22 @@ def test_int8_reads_nothing_beyond_its_rows(in_, tokens):
     x = buffer[: tokens * in_].view(tokens, in_).copy_(torch.randn(tokens, in_))
     y = linear_for("int8", "cpu", torch.bfloat16)(x, slot, 5, in_)
     assert_close_to_decoded(y, x, encoding, slot, 5, in_)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_large_matrix_at_8_bits_is_decoded_in_pieces(dtype, monkeypatch):
+    encoding = encoding_for(8, 100, 48, dtype, cpu_layout())
+    random = torch.Generator().manual_seed(0)
+    fields = encoding.encode(torch.randn(100, 48, generator=random), QUANTIZERS["linear"], dtype)
+    x, kernel = torch.randn(20, 48, generator=random).to(dtype), linear_for("int8", "cpu", dtype)
+    taken = []
+    monkeypatch.setattr(cpu, "DECODED_WEIGHTS", 48 * 32)
+    monkeypatch.setattr(
+        cpu.scratch, "take", lambda _, shape, dtype: taken.append(shape) or torch.empty(shape, dtype=dtype)
+    )
+    exact = x.double() @ encoding.decode(fields, 100, 48, torch.float64).t()
+    assert torch.allclose(kernel(x, fields, 100, 48).double(), exact, rtol=1e-2, atol=1e-2)
+    assert taken == [(32, 48)] * 3 + [(4, 48)]
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])

@@ -164,3 +164,11 @@ def test_the_best_comes_first_and_of_equal_ones_the_first() -> None:
 def test_numbers_that_do_not_go_together_are_refused(changes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="no router"):
         Router(torch.zeros(6, 32).bfloat16(), **{"k": 2, **changes}).pack()
+
+
+def test_undefined_and_infinite_scores_choose_different_experts() -> None:
+    weight = torch.zeros(6, 32).bfloat16()
+    weight[:, 0] = torch.tensor([-torch.inf, -torch.inf, 1, -torch.inf, torch.nan, -torch.inf])
+    x = torch.ones(1, 32).bfloat16()
+    for scoring in Scoring:
+        assert len(set(route(Router(weight, 5, scoring), x)[1][0].tolist())) == 5

@@ -27,6 +27,9 @@ INT8_TOKENS = {torch.bfloat16: 12}
 INT4_TOKENS = {torch.bfloat16: 48}
 
 NATIVE_TOKENS_BESIDE_AMX = 48
+DECODED_WEIGHTS = (
+    1 << 24
+)  # of a matrix at 8 bits decoded at a time: an output layer is larger, an expert's matrix is not
 INT8_COLUMNS = 16  # with another multiple the operator reads past the end of the rows in 16-bit dtypes
 
 
@@ -61,11 +64,20 @@ class Int8Linear:
             return linear(x, form, slot)
         if x.shape[0] <= self._tokens and in_ % INT8_COLUMNS == 0:
             return torch._weight_int8pack_mm(x.contiguous(), slot["weight"], slot["scale"])
+        rows = max(1, DECODED_WEIGHTS // in_)
+        if out <= rows:
+            return self._decoded(x, slot["weight"], slot["scale"])
+        result = torch.empty((x.shape[0], out), dtype=x.dtype)
+        for first in range(0, out, rows):
+            some = slice(first, first + rows)
+            result[:, some] = self._decoded(x, slot["weight"][some], slot["scale"][some])
+        return result
+
+    def _decoded(self, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
         # any int8 is exact in bfloat16: scaling the product rounds and costs less than scaling the weights
         dtype = self._product_dtype
-        weight = scratch.take("weight", (out, in_), dtype).copy_(slot["weight"])
-        product = F.linear(x.to(dtype), weight)
-        return product.mul_(slot["scale"].to(dtype)).to(x.dtype)
+        weight = scratch.take("weight", tuple(codes.shape), dtype).copy_(codes)
+        return F.linear(x.to(dtype), weight).mul_(scale.to(dtype)).to(x.dtype)
 
 
 class Int4Linear:

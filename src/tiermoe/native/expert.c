@@ -30,8 +30,8 @@ TARGET static inline __m512 clamped_gate(const bf16 *pairs, const Expert *expert
     const __m512 limit = _mm512_set1_ps(expert->limit), one = _mm512_set1_ps(1);
     __m512 gate = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
     __m512 up = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xFFFF0000)));
-    gate = as_bf16(_mm512_min_ps(gate, limit));
-    up = as_bf16(_mm512_max_ps(_mm512_min_ps(up, limit), _mm512_sub_ps(_mm512_setzero_ps(), limit)));
+    gate = as_bf16(_mm512_min_ps(limit, gate)); /* the second operand where one is undefined */
+    up = as_bf16(_mm512_max_ps(_mm512_sub_ps(_mm512_setzero_ps(), limit), _mm512_min_ps(limit, up)));
     const __m512 slope = as_bf16(_mm512_mul_ps(gate, _mm512_set1_ps(expert->alpha)));
     const __m512 opening = as_bf16(_mm512_mul_ps(gate, as_bf16(sigmoid_of(one, slope))));
     return _mm512_mul_ps(as_bf16(_mm512_add_ps(up, one)), opening);

@@ -13,35 +13,31 @@ TARGET void route_logits(const Router *router, const bf16 *x, float *logits) {
     }
 }
 
-/* The place of the largest of `values`, the first of equal ones. */
-static size_t largest(const float *values, size_t count) {
-    size_t best = 0;
-    for (size_t i = 1; i < count; i++)
-        if (values[i] > values[best]) best = i;
+/* The place of the largest of the values that are not `out` (NULL: none is), the first of equal ones. At least one is not. */
+static size_t largest(const float *values, const uint8_t *out, size_t count) {
+    size_t best = count;
+    for (size_t i = 0; i < count; i++)
+        if (!(out && out[i]) && (best == count || values[i] > values[best])) best = i;
     return best;
 }
 
-/* What a group of `count` scores is worth; `scores` stays as it is. */
+/* The sum of the `judges` largest scores of a group. */
 static float worth(const float *scores, size_t count, size_t judges) {
-    const size_t best = largest(scores, count);
+    const size_t best = largest(scores, NULL, count);
     float second = -INFINITY;
     for (size_t i = 0; judges > 1 && i < count; i++)
         if (i != best) second = fmaxf(second, scores[i]);
     return judges > 1 ? scores[best] + second : scores[best];
 }
 
-/* The scores of groups that are not among the best become minus infinity. */
-static void keep_groups(const Router *router, float *scores) {
+/* The experts of groups that are not among the best are out. */
+static void keep_groups(const Router *router, const float *scores, uint8_t *out) {
     const size_t each = router->experts / router->groups;
     float worths[router->groups];
-    int keep[router->groups];
-    for (size_t g = 0; g < router->groups; g++) worths[g] = worth(scores + g * each, each, router->judges), keep[g] = 0;
-    for (size_t i = 0; i < router->kept; i++) {
-        const size_t best = largest(worths, router->groups);
-        keep[best] = 1, worths[best] = -INFINITY;
-    }
-    for (size_t e = 0; e < router->experts; e++)
-        if (!keep[e / each]) scores[e] = -INFINITY;
+    uint8_t kept[router->groups];
+    for (size_t g = 0; g < router->groups; g++) worths[g] = worth(scores + g * each, each, router->judges), kept[g] = 0;
+    for (size_t i = 0; i < router->kept; i++) kept[largest(worths, kept, router->groups)] = 1;
+    for (size_t e = 0; e < router->experts; e++) out[e] = !kept[e / each];
 }
 
 /* The softmax of some of the logits, whose largest is known, is e^(logit - largest) / sum. */
@@ -53,19 +49,21 @@ static float sum_of_powers(const float *logits, size_t count, float largest) {
 
 void route_choose(const Router *router, float *logits, int64_t *chosen, float *weights) {
     const size_t experts = router->experts, k = router->k;
-    const float most = logits[largest(logits, experts)];
+    const float most = logits[largest(logits, NULL, experts)];
     const float sum = router->scoring == SOFTMAX ? sum_of_powers(logits, experts, most) : 0;
     float scores[experts], kept = 0;
+    uint8_t out[experts]; /* chosen, or of a group that is not kept */
+    memset(out, 0, experts);
     for (size_t e = 0; e < experts; e++) {
         if (router->scoring == SIGMOID) logits[e] = 1 / (1 + expf(-logits[e]));
         scores[e] = logits[e] + (router->correction ? router->correction[e] : 0);
     }
-    if (router->groups > 1) keep_groups(router, scores);
+    if (router->groups > 1) keep_groups(router, scores, out);
     for (size_t i = 0; i < k; i++) {
-        const size_t best = largest(scores, experts);
+        const size_t best = largest(scores, out, experts);
         chosen[i] = (int64_t)best;
         weights[i] = logits[best];
-        scores[best] = -INFINITY;
+        out[best] = 1;
     }
     if (router->scoring != SIGMOID) {
         const float all = router->scoring == CHOSEN ? sum_of_powers(weights, k, most) : sum;
