@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from measures import relative_error
+from tiermoe import native
 from tiermoe.errors import ConfigError, PackError, StoreError
 from tiermoe.quant import hqq, int2, int4, int4_layout
 from tiermoe.quant.encodings import cpu_layout, encoding_for, encoding_named
@@ -125,6 +126,31 @@ def test_hqq_follows_the_published_iteration(size, bits):
         close += error == pytest.approx(published_hqq(row[0].tolist(), bits), rel=1e-3)
     # between a group's two middle errors their sum is flat: rounding then decides which step is the last
     assert close >= 46
+
+
+@pytest.mark.skipif(not native.quantizes(), reason="this build has no kernels")
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("group", [16, 32, 64])
+# one block and several; groups that torch sums by 32 and a rest; errors that are shrunk in no, some and all blocks
+@pytest.mark.parametrize(("rows", "columns"), [(45, 2880), (200, 768), (7, 64), (33, 8192)])
+@pytest.mark.parametrize("size", [0.02, 0.3, 3.0])
+def test_the_native_hqq_gives_the_bits_of_torch_s(bits, group, rows, columns, size, monkeypatch):
+    weight = random_weight(rows, columns, seed=rows + group, size=size).bfloat16()
+    weight[1, : columns // 2] = 0.25  # groups of equal weights
+    weight[2, :8] = torch.tensor([0.0, -0.0]).repeat(4)
+    found = HQQ(weight, bits, group)
+    monkeypatch.setattr(native, "quantizes", lambda: False)
+    for mine, torchs in zip(vars(found).values(), vars(HQQ(weight, bits, group)).values(), strict=True):
+        assert torch.equal(mine, torchs)
+
+
+def test_hqq_of_whole_blocks_is_that_of_the_matrix():
+    weight = random_weight(300, 2880)
+    step = 2 * HQQ.block_rows(2880)
+    parts = [HQQ(part, 4, 64) for part in weight.split(step)]
+    whole = HQQ(weight, 4, 64)
+    for name, value in vars(whole).items():
+        assert torch.equal(value, torch.cat([getattr(part, name) for part in parts]))
 
 
 def mean_error_by_group(found, weight, group):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -22,6 +23,7 @@ SWITCH = "TIERMOE_NATIVE"
 """Environment variable: 0 keeps these kernels out, so that they can be compared with torch's."""
 
 ROWS = 64  # a matrix has a multiple of them
+_PER_GROUP = 6  # floats of a group beside its weights (hqq.c)
 GROUPS = (32, 64, 128, 256)  # weights of a row that share a scale
 
 
@@ -36,6 +38,15 @@ def available() -> bool:
     return True
 
 
+@lru_cache(maxsize=1)
+def quantizes() -> bool:
+    """Whether this build has `hqq`, which is plain C and runs on any machine."""
+    if os.environ.get(SWITCH) == "0" or _native is None:
+        return False
+    any(_native.join_team(path) for path in _openmp_libraries())
+    return True
+
+
 def takes(dtype: torch.dtype, out: int, in_: int, group: int) -> bool:
     """Whether the kernels compute products with a 4-bit matrix (out, in_) of this group in `dtype`."""
     return dtype == torch.bfloat16 and out % ROWS == 0 and group in GROUPS and in_ % group == 0 and available()
@@ -45,6 +56,32 @@ def widen(pairs: int, ladders: int, count: int, run: int, codes: int) -> None:
     """From 2 bits to 4 (`quant.ladders.widen`): addresses of pairs (count, 4, run), ladders (count, run) and codes
     (count, 8, run), bytes."""
     _native.widen(pairs, ladders, count, run, codes)
+
+
+def hqq(
+    weights: torch.Tensor,
+    group: int,
+    block: int,
+    largest: int,
+    thresholds: Sequence[float],
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> list[int]:
+    """Half-quadratic quantization (`quant.hqq`) of weights, float32 (rows, columns), in blocks of `block` rows.
+
+    thresholds: for each step the size up to which errors are shrunk to nothing. found: codes uint8 (rows, columns),
+    scales and offsets float32 (rows, columns / group), to be filled. Returns the blocks that are not solved, since an
+    error in them is larger."""
+    rows, columns = weights.shape
+    threads = torch.get_num_threads()
+    limits = torch.tensor(thresholds, dtype=torch.float64)
+    workspace = torch.empty(threads * (group + _PER_GROUP) * (block * columns // group))
+    shrunk = torch.zeros(-(-rows // block), dtype=torch.uint8)
+    _native.hqq(
+        weights.data_ptr(), rows, columns, group, block, largest, limits.data_ptr(), len(thresholds),
+        *(tensor.data_ptr() for tensor in found), workspace.data_ptr(), workspace.numel(), shrunk.data_ptr(), threads,
+    )  # fmt: skip
+    unsolved: list[int] = shrunk.nonzero().flatten().tolist()
+    return unsolved
 
 
 def _openmp_libraries() -> list[str]:

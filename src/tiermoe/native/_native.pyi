@@ -77,5 +77,23 @@ def attend(
     threads: int,
     /,
 ) -> None: ...
+def hqq(
+    weights: int,
+    rows: int,
+    columns: int,
+    group: int,
+    block: int,
+    largest: float,
+    thresholds: int,
+    steps: int,
+    codes: int,
+    scale: int,
+    offset: int,
+    workspace: int,
+    floats: int,
+    shrunk: int,
+    threads: int,
+    /,
+) -> None: ...
 def sums(matrix_or_expert: bytes, rows: int, results: int, threads: int, /) -> int: ...
 def widen(pairs: int, ladders: int, count: int, run: int, codes: int, /) -> None: ...
