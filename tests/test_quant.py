@@ -146,7 +146,7 @@ def test_the_native_hqq_gives_the_bits_of_torch_s(bits, group, rows, columns, si
 
 def test_hqq_of_whole_blocks_is_that_of_the_matrix():
     weight = random_weight(300, 2880)
-    step = 2 * HQQ.block_rows(2880)
+    step = 2 * HQQ.rows_apart(2880)
     parts = [HQQ(part, 4, 64) for part in weight.split(step)]
     whole = HQQ(weight, 4, 64)
     for name, value in vars(whole).items():

@@ -73,12 +73,14 @@ def hqq(
     error in them is larger."""
     rows, columns = weights.shape
     threads = torch.get_num_threads()
+    codes, scale, offset = found
     limits = torch.tensor(thresholds, dtype=torch.float64)
     workspace = torch.empty(threads * (group + _PER_GROUP) * (block * columns // group))
     shrunk = torch.zeros(-(-rows // block), dtype=torch.uint8)
     _native.hqq(
         weights.data_ptr(), rows, columns, group, block, largest, limits.data_ptr(), len(thresholds),
-        *(tensor.data_ptr() for tensor in found), workspace.data_ptr(), workspace.numel(), shrunk.data_ptr(), threads,
+        codes.data_ptr(), scale.data_ptr(), offset.data_ptr(), workspace.data_ptr(), workspace.numel(),
+        shrunk.data_ptr(), threads,
     )  # fmt: skip
     unsolved: list[int] = shrunk.nonzero().flatten().tolist()
     return unsolved

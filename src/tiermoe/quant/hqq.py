@@ -39,7 +39,7 @@ class HqqQuantizer:
         codes = torch.empty(rows, columns, dtype=torch.uint8)
         scale = torch.empty(rows, columns // group)
         offset = torch.empty_like(scale)
-        block = self.block_rows(columns)
+        block = _block_rows(columns)
         step = block * (NATIVE_BLOCKS if native.quantizes() and group % 16 == 0 else 1)
         for first in range(0, rows, step):
             part = slice(first, first + step)
@@ -47,16 +47,18 @@ class HqqQuantizer:
         require_finite(scale, offset)
         return Quantized(codes, scale, offset)
 
-    @staticmethod
-    def block_rows(columns: int) -> int:
-        """Rows that are solved together, from the first one on: a part of a matrix that begins and ends with whole
-        blocks has the codes of the whole matrix."""
-        return max(1, BLOCK_WEIGHTS // columns)
+    def rows_apart(self, columns: int) -> int:
+        return _block_rows(columns)
 
     def grid(self, weight: Tensor, group: int) -> Grid:
         """The levels of 4 bits, and every ladder."""
         found = self(weight, 4, group)
         return Grid(found.scale, found.offset + 8 * found.scale, LADDERS)
+
+
+def _block_rows(columns: int) -> int:
+    """Rows that are solved together: they stop at the same step."""
+    return max(1, BLOCK_WEIGHTS // columns)
 
 
 Found = tuple[Tensor, Tensor, Tensor]
@@ -66,7 +68,7 @@ Found = tuple[Tensor, Tensor, Tensor]
 def _solve_rows(weight: Tensor, group: int, largest: int, found: Found) -> None:
     """Fills `found` for some rows, block by block; natively where no error is large enough to be shrunk."""
     rows, columns = weight.shape
-    block = HqqQuantizer.block_rows(columns)
+    block = _block_rows(columns)
     blocks: Sequence[int] = range(-(-rows // block))
     if native.quantizes() and group % 16 == 0:
         thresholds = [_threshold(BETA * KAPPA**step) for step in range(STEPS)]
@@ -83,7 +85,7 @@ def _solve_rows(weight: Tensor, group: int, largest: int, found: Found) -> None:
 
 def _threshold(beta: float) -> float:
     """Errors of up to this magnitude are shrunk to 0."""
-    return beta ** (-1 / (2 - NORM))
+    return float(beta ** (-1 / (2 - NORM)))
 
 
 def _solve(weights: Tensor, largest: int) -> tuple[Tensor, Tensor, Tensor]:
