@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from measures import relative_error
 from tiermoe import native
 from tiermoe.errors import ConfigError, PackError, StoreError
-from tiermoe.quant import hqq, int2, int4, int4_layout
+from tiermoe.quant import hqq, int2, int4, int4_layout, row_blocks
 from tiermoe.quant.encodings import cpu_layout, encoding_for, encoding_named
 from tiermoe.quant.ladders import choose
 from tiermoe.quant.quantized import Ladder, nearest
@@ -534,3 +534,27 @@ def test_codes_lie_in_the_order_of_narrower_machines(capability):
     program = OTHER_MACHINE.format(capability)
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("rows", [2 * 640, 2 * 640 + 16 * 5])
+@pytest.mark.parametrize("name", ["int4/{}/g64", "int2/{}/g64", "int4/rowmajor/g64", "int2/rowmajor/g64", "int8"])
+def test_blocks_of_rows_are_those_of_the_whole_matrix(name, rows, monkeypatch):
+    encoding, columns = encoding_named(name.format(cpu_layout())), 704
+    weight = random_weight(rows, columns).bfloat16()
+    monkeypatch.setattr(row_blocks, "BLOCK_WEIGHTS", 1)
+    monkeypatch.setattr(hqq, "BLOCK_WEIGHTS", 20 * columns)
+    got = {f.name: torch.empty(f.shape, dtype=f.dtype) for f in encoding.stored_fields(rows, columns, torch.bfloat16)}
+
+    def write(field, first, value):
+        got[field.name].narrow(field.rows_at, first, value.shape[field.rows_at]).copy_(value)
+
+    done = []
+    squares = row_blocks.encode(
+        encoding, HQQ, (rows, columns), torch.bfloat16, lambda first, last: weight[first:last], write, done.append
+    )
+    assert len(done) > 1
+    assert done[-1] == rows
+    want = encoding.encode(weight, HQQ, torch.bfloat16)
+    assert all(torch.equal(got[field], want[field]) for field in want)
+    _, decoded = encoded_and_decoded(weight, encoding, HQQ, torch.bfloat16, torch.bfloat16)
+    assert (squares[0] / squares[1]) ** 0.5 == pytest.approx(relative_error(weight.float(), decoded.float()), rel=1e-3)

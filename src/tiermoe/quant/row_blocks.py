@@ -13,7 +13,8 @@ from tiermoe.quant.quantized import Quantizer
 BLOCK_WEIGHTS = 1 << 22  # weights encoded at a time, at least
 _COMPARED = 1 << 18  # weights compared at a time: their float32 temporaries stay in the cache
 _BYTES_A_WEIGHT = 8  # codes twice, packed and in pieces, and the weights that they stand for
-_BYTES = 24 << 20  # the quantiser's own blocks in float32 and the buffers that decoding uses again
+_BUFFERS = 24 << 20  # at the most: the quantiser's blocks in float32, and the buffers that decoding uses again
+_BUFFER_BYTES_A_WEIGHT = 24
 
 ReadRows = Callable[[int, int], Tensor]
 """Called with (first, last): those rows of a matrix (last - first, K), any floating dtype."""
@@ -33,7 +34,8 @@ def rows_at_a_time(encoding: Encoding, quantizer: Quantizer, out: int, in_: int)
 
 def workspace_bytes(encoding: Encoding, quantizer: Quantizer, out: int, in_: int, itemsize: int) -> int:
     """What `encode` holds at the most, with the rows that it reads."""
-    return rows_at_a_time(encoding, quantizer, out, in_) * in_ * (itemsize + _BYTES_A_WEIGHT) + _BYTES
+    weights = rows_at_a_time(encoding, quantizer, out, in_) * in_
+    return weights * (itemsize + _BYTES_A_WEIGHT) + min(_BUFFERS, weights * _BUFFER_BYTES_A_WEIGHT)
 
 
 @torch.no_grad()

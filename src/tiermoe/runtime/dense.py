@@ -82,6 +82,15 @@ def dense_format(blueprint: Blueprint, name: str, bits: int, layout: str) -> Exp
     return ExpertFormat(layer, bits, blueprint.dtype, {"weight": encoding})
 
 
+def dense_bytes(blueprint: Blueprint, bits: int, layout: str) -> int:
+    """Bytes of everything but the experts, with the layers that `bits` packs."""
+    dense = blueprint.dense_bytes()
+    if bits == 16:
+        return dense
+    plain, packed = packed_bytes(blueprint, bits, layout)
+    return dense - plain + packed
+
+
 def packed_bytes(blueprint: Blueprint, bits: int, layout: str) -> tuple[int, int]:
     """(bytes at 16 bits, bytes packed) of the layers that are packed at `bits`."""
     plain = packed = 0

@@ -19,7 +19,8 @@ class MemoryPlan:
     """A memory budget and its parts, all in bytes. The expert cache: `slots` in all, in `pools` that share them where
     precisions have slots of their own; `slot_bytes` is a slot's size at the highest precision. `all_slots` is how many
     experts there are, `token_slots` what one token uses in all layers together. `embedding_on_disk`: the input
-    embedding's rows are read as they are asked for, and `dense` is without it."""
+    embedding's rows are read as they are asked for, and `dense` is without it. `packing`: all that is held while the
+    store is packed, 0 where it lacks nothing; `loading`: all that is held while the dense weights are loaded."""
 
     budget: int
     budget_source: str
@@ -35,6 +36,8 @@ class MemoryPlan:
     token_slots: int
     context: int
     embedding_on_disk: bool = False
+    packing: int = 0
+    loading: int = 0
     pools: tuple[SlotPool, ...] = ()
     warnings: list[str] = field(default_factory=list, init=False)
 
@@ -58,6 +61,19 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         return self.fixed + self.experts
+
+    @property
+    def peak(self) -> int:
+        """The most main memory that packing, loading or running takes."""
+        return max(self.total, self.packing, self.loading)
+
+    def phases(self) -> list[tuple[str, int, str]]:
+        """(what, bytes, note) for people, of what comes before running: packing where the store lacks something, and
+        loading where it takes more than running."""
+        rows = [("while packing", self.packing, "once: the store lacks something")] if self.packing else []
+        if self.loading > self.total:
+            rows.append(("while loading", self.loading, "more than while running"))
+        return rows
 
     def rows(self) -> list[tuple[str, int, str]]:
         """(what, bytes, note) for people, in the order of `total`."""
