@@ -11,16 +11,10 @@ from tiermoe.config import MIB, Settings
 from tiermoe.kernels import decodes
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.kv_needs import attention_shape
-from tiermoe.runtime.needs import Need, Phase
 from tiermoe.store.layout import ExpertFormat
 
 _ALLOCATOR = 1.15  # what the allocator holds beyond the tensors that live, measured
 _PACKED_OPERATOR_TOKENS = 12  # from more tokens on, kernels may decode a matrix first (kernels/cpu.py)
-
-
-def activation_needs(blueprint: Blueprint, formats: list[ExpertFormat], settings: Settings, context: int) -> list[Need]:
-    """`activation_bytes` as a need."""
-    return [Need("activations", activation_bytes(blueprint, formats, settings, context), Phase.RUNNING)]
 
 
 def activation_bytes(blueprint: Blueprint, formats: list[ExpertFormat], settings: Settings, context: int) -> int:

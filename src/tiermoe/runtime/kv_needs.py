@@ -6,13 +6,6 @@ from typing import Any
 
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
-from tiermoe.runtime.needs import Need, Phase
-
-
-def kv_needs(config: Any, latent: bool, context: int, chunk: int, batch: int, itemsize: int) -> list[Need]:
-    """`kv_bytes` as a need."""
-    return [Need("kv cache", kv_bytes(config, latent, context, chunk, batch, itemsize), Phase.RUNNING)]
-
 
 def kv_bytes(config: Any, latent: bool, context: int, chunk: int, batch: int, itemsize: int) -> int:
     """Bytes of keys and values of `context` tokens in all layers, and of the copy of one layer's that transformers'
