@@ -21,6 +21,12 @@ def logits(model: Any, family: str, ids: torch.Tensor, mask: torch.Tensor | None
     return result
 
 
+def close(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether logits agree up to rounding: 1e-5 of the largest in float32, 0.1 in bfloat16."""
+    tolerance = 1e-5 if mine.dtype == torch.float32 else 0.1
+    return bool((mine - theirs).abs().max() <= tolerance * theirs.abs().max())
+
+
 def put_decoded_experts(engine: Any, plain: Any) -> None:
     """Overwrites the plain model's experts by what the store's precision stands for."""
     reader = ExtentReader()

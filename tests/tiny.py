@@ -82,6 +82,8 @@ def write(
         for name, buffer in model.named_buffers():
             if name.endswith("tid2eid"):
                 buffer.copy_(torch.rand(len(buffer), config.num_local_experts).argsort(1)[:, : buffer.shape[1]])
+            elif name.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(buffer, std=0.05)
     model.save_pretrained(directory, max_shard_size=shard)
     write_tokenizer(directory)
     return directory
