@@ -23,7 +23,7 @@ def speculate(engine: Any, ids: list[int], count: int, most: int = 4) -> list[in
     tokens = [*ids, int(engine.step(Batch((prompt(slab, ids),)), cache).argmax())]
     while len(tokens) < len(ids) + count:
         guessed = looked_up(tokens, most)
-        row = verify(slab, len(tokens) - 1, [tokens[-1], *guessed])
+        row = verify(slab, cache.length(slab), [tokens[-1], *guessed])
         found = engine.step(Batch((row,)), cache, every=True).argmax(-1).tolist()
         right = shared(guessed, found)
         cache.crop(slab, len(tokens) + right)
