@@ -18,10 +18,7 @@ CHUNK = 4
     "prompt",
     [
         1, CHUNK - 1,
-        pytest.param(CHUNK, marks=pytest.mark.xfail(
-            strict=True, reason="a pass's phase is guessed from its length: it takes this for the prompt's last token"
-        )),
-        CHUNK + 1, 2 * CHUNK + 2,
+        CHUNK, CHUNK + 1, 2 * CHUNK + 2,
     ],
 )  # fmt: skip
 def test_every_token_after_the_prompt_is_decoded(prompt: int, tiny_model: Callable[..., Path]) -> None:

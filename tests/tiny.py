@@ -45,6 +45,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
         "n_shared_experts": 1, "head_dim": 16,
     },
+    "dots1": {
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+        "n_shared_experts": 1, "norm_topk_prob": True, "sliding_window": 6, "max_window_layers": 2,
+    },
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 64, "head_dim": 16},
     "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32},
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "head_dim": 16},
@@ -78,6 +82,8 @@ def write(
         for name, buffer in model.named_buffers():
             if name.endswith("tid2eid"):
                 buffer.copy_(torch.rand(len(buffer), config.num_local_experts).argsort(1)[:, : buffer.shape[1]])
+            elif name.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(buffer, std=0.05)
     model.save_pretrained(directory, max_shard_size=shard)
     write_tokenizer(directory)
     return directory

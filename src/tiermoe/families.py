@@ -59,6 +59,7 @@ _TABLE = (
     Family("DeepSeek-V3", "deepseek_v3", "DeepseekV3Experts", latent_kv=True),
     Family("DeepSeek-V4", "deepseek_v4", "DeepseekV4Experts", hash_table="tid2eid", normalised=True),
     Family("GLM4-MoE", "glm4_moe", "Glm4MoeExperts"),
+    Family("dots.llm1", "dots1", "Dots1Experts"),
     Family("gpt-oss", "gpt_oss", "GptOssExperts", router="router", normalised=True),
     Family("GraniteMoE", "granitemoe", "GraniteMoeExperts", router="router", normalised=True),
     Family("MiniMax-M2", "minimax_m2", "MiniMaxM2Experts", normalised=True),

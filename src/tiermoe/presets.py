@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tiermoe.config import BITS, DENSE_BITS
 from tiermoe.errors import ConfigError
+from tiermoe.policy.allotment import ALLOTMENTS
+from tiermoe.policy.eviction import EVICTIONS
+from tiermoe.policy.precision import PRECISIONS
+from tiermoe.policy.prediction import PREDICTIONS
 
-CHOICES: dict[str, tuple[str, ...]] = {
+CHOICES: dict[str, Collection[str]] = {
     "routing": ("all", "half", "confident", "layer"),
-    "precision": ("fixed", "gate-score", "popularity", "table"),
-    "prefetch": (
-        "none", "next-gate", "stacked-gates", "percentile", "path", "frequent", "recalled", "neurons", "layer", "hash",
-        "oracle",
-    ),
+    "precision": PRECISIONS.keys(),
+    "prefetch": PREDICTIONS.keys(),
     "speculate": ("always", "measured"),
-    "cache": ("none", "all", "lru", "fifo", "random", "lfu", "lhu", "fld", "weighted", "distance", "arc", "belady"),
-    "allotment": ("pool", "even", "shallow"),
+    "cache": ChainMap[str, Any](EVICTIONS, {"none": None, "all": None}).keys(),
+    "allotment": ALLOTMENTS.keys(),
     "records": ("model", "sequence"),
     "unit": ("expert", "neuron"),
     "store": ("disk", "memory"),
@@ -32,10 +35,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "misses": ("load", "cpu", "measured"),
     "quantizer": ("hqq", "linear"),
 }  # fmt: skip
-"""Every part and its possible values: `tiermoe presets NAME` explains them, docs/systems.md cites their sources."""
-
-ROUTER_PREDICTIONS = ("next-gate", "stacked-gates", "percentile", "recalled", "neurons")
-"""Predictions that ask the model's routers."""
+"""Every part and its possible values: `tiermoe presets NAME` explains them, docs/systems.md cites their sources. What
+a table of policies has, can be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,12 +272,10 @@ _RANGES: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 _READ_BY: dict[str, tuple[str, tuple[str, ...]]] = {
     "gamma": ("routing", ("confident",)),
-    "low_bits": ("precision", ("gate-score", "popularity")),
     "t1": ("precision", ("gate-score",)),
     "t2": ("precision", ("gate-score",)),
     "low_popularity": ("precision", ("popularity",)),
     "mispredicted": ("precision", ("popularity",)),
-    "ahead": ("prefetch", tuple(name for name in CHOICES["prefetch"] if name not in ("none", "path"))),
     "percentile": ("prefetch", ("percentile",)),
     "window": ("prefetch", ("percentile",)),
     "path": ("prefetch", ("path",)),
@@ -286,7 +285,12 @@ _READ_BY: dict[str, tuple[str, tuple[str, ...]]] = {
     "upper_limit": ("unit", ("neuron",)),
 }
 """Setting → the part that reads it, and with which values."""
-_ONE_OF: dict[str, tuple[int, ...]] = {"low_bits": (2, 4, 8), "bits": (16, 8, 4, 2), "dense_bits": (16, 8, 4)}
+_UNREAD_BY: dict[str, tuple[str, tuple[str, ...]]] = {
+    "low_bits": ("precision", ("fixed", "table")),
+    "ahead": ("prefetch", ("none", "path")),
+}
+"""Setting → the part that reads it with any value but these."""
+_ONE_OF: dict[str, tuple[int, ...]] = {"low_bits": tuple(sorted(BITS)[:-1]), "bits": BITS, "dense_bits": DENSE_BITS}
 
 
 def _parsed(part: str, value: Any) -> Any:
@@ -328,10 +332,18 @@ def _check(composition: Composition) -> None:
 
 
 def _require_reader(name: str, composition: Composition) -> None:
-    part, values = _READ_BY.get(name, (name, ()))
+    part, values = _readers(name)
     chosen = getattr(composition, part)
     if values and chosen not in values:
         raise ConfigError(f"{name} does nothing with {part}={chosen}; it is read by {part}={' or '.join(values)}")
+
+
+def _readers(name: str) -> tuple[str, tuple[str, ...]]:
+    """The part that reads a setting, and with which values; a part is its own, with any."""
+    if name not in _UNREAD_BY:
+        return _READ_BY.get(name, (name, ()))
+    part, others = _UNREAD_BY[name]
+    return part, tuple(value for value in CHOICES[part] if value not in others)
 
 
 def _near(name: str, known: Any) -> str:

@@ -153,8 +153,8 @@ BREAKAGES = (
     Breakage(
         "a failed load's expert is taken for resident",
         "src/tiermoe/controller.py",
-        "            self._abandon(finished.load.key)\n",
-        "            self.cache.arrived(finished.load.key)\n",
+        "        if finished.error is not None:\n            self._abandon(load.key)\n",
+        "        if finished.error is not None:\n            self.cache.arrived(load.key)\n",
         ("tests/test_controller.py",),
     ),
     Breakage(

@@ -106,6 +106,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         scales=("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
     ),
     "glm4_moe": Architecture(deepseek_v3_router, shared="shared_experts", correction="gate.e_score_correction_bias"),
+    "dots1": Architecture(
+        deepseek_v3_router,
+        shared="shared_experts",
+        correction="gate.e_score_correction_bias",
+        window="layer",
+    ),
     "minimax_m2": Architecture(minimax_router, correction="e_score_correction_bias", norm_all_heads=True),
     "gpt_oss": Architecture(chosen_router, gate="router", window="layer", late_norm=True),
     "deepseek_v2": Architecture(deepseek_v2_router, shared="shared_experts", latent=True, turn="complex"),

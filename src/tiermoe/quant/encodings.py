@@ -26,7 +26,8 @@ __all__ = [
     "encoding_named",
 ]
 
-FIXED: dict[str, Encoding] = {encoding.name: encoding for encoding in (Plain(), Int8())}
+# bits -> the encoding of every shape, on every machine
+FIXED: dict[int, Encoding] = {16: Plain(), 8: Int8()}
 
 # bits -> the encoding of a CPU's layout and group, that of a GPU's group; at 2 bits the slot is that of 4 bits
 PACKED: dict[int, tuple[Callable[[str, int], Encoding], Callable[[int], Encoding]]] = {
@@ -40,7 +41,7 @@ INT4_GROUPS: dict[str, tuple[int, ...]] = {"hqq": (64, 32), "linear": (256, 128,
 
 
 def encoding_for(bits: int, out: int, in_: int, dtype: torch.dtype, layout: str, quantizer: str = "hqq") -> Encoding:
-    """The encoding of a matrix of `out` rows and `in_` columns at 16, 8, 4 or 2 bits.
+    """The encoding of a matrix of `out` rows and `in_` columns at so many bits (`FIXED`, `PACKED`).
 
     `layout` is the order of 4- and 2-bit codes: `cpu_layout()`, or "rowmajor" for the kernels of a GPU.
 
@@ -49,13 +50,11 @@ def encoding_for(bits: int, out: int, in_: int, dtype: torch.dtype, layout: str,
     kernel computes in."""
     if dtype not in COMPUTE_DTYPES:
         raise ConfigError(f"cannot compute in {dtype}: use bfloat16, float16 or float32")
-    if bits == 16:
-        return FIXED["plain"]
-    if bits == 8:
-        return FIXED["int8"]
+    if bits in FIXED:
+        return FIXED[bits]
     if bits in PACKED:
         return _packed_for(bits, out, in_, layout, quantizer)
-    raise ConfigError(f"no {bits}-bit encoding: choose 16, 8, 4 or 2")
+    raise ConfigError(f"no {bits}-bit encoding: choose one of {', '.join(map(str, (*FIXED, *PACKED)))}")
 
 
 def _packed_for(bits: int, out: int, in_: int, layout: str, quantizer: str) -> Encoding:
@@ -65,7 +64,7 @@ def _packed_for(bits: int, out: int, in_: int, layout: str, quantizer: str) -> E
         raise ConfigError(f"cannot pack int{bits} for {layout!r}: this machine packs for {cpu_layout()!r}")
     group = next((group for group in INT4_GROUPS[quantizer] if in_ % group == 0), None)
     if group is None or (layout != ROW_MAJOR and out % int4_layout.ROWS):
-        return FIXED["int8"]
+        return FIXED[8]
     return _packed(bits, layout, group)
 
 
@@ -78,8 +77,9 @@ def encoding_named(name: str) -> Encoding:
     """The encoding that a store names.
 
     Raises StoreError for an unknown name and for another machine's layout of 4 or 2 bits."""
-    if name in FIXED:
-        return FIXED[name]
+    fixed = next((encoding for encoding in FIXED.values() if encoding.name == name), None)
+    if fixed is not None:
+        return fixed
     found = re.fullmatch(r"int([42])/([a-z0-9-]+)/g(32|64|128|256)", name)
     if not found:
         raise StoreError(f"unknown encoding {name!r}: the store was written by another version; pack it again")

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from tiermoe.compose import tables
 from tiermoe.errors import ConfigError, ProfileError, TraceError
+from tiermoe.policy.prediction import asks_routers
 from tiermoe.presets import Composition
 from tiermoe.profiles import Profile
 from tiermoe.trace import Header
 
-_GATES = ("next-gate", "stacked-gates", "percentile", "neurons")
 _LITTLE = (("routing", "confident"), ("prefetch", "recalled"))
 
 
@@ -49,7 +49,7 @@ def require_calibration(composition: Composition, profile: Profile | None, model
 
 def _lacking(composition: Composition, header: Header) -> Iterator[str]:
     holds = header.holds
-    gates = composition.prefetch in _GATES
+    gates = asks_routers(composition.prefetch) and composition.prefetch != "recalled"
     if gates and "forecasts" not in holds:
         yield f"forecasts (prefetch={composition.prefetch})"
     elif gates and (beyond := set(range(1, composition.ahead + 1)) - set(header.forecast_distances)):

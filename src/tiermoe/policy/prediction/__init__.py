@@ -19,6 +19,7 @@ __all__ = [
     "Prediction",
     "PredictionContext",
     "Ranked",
+    "asks_routers",
     "count_paths",
     "paths_from_json",
     "paths_to_json",
@@ -37,3 +38,8 @@ PREDICTIONS: dict[str, Callable[[PredictionContext], Prediction]] = {
     "hash": HashRouted,
     "oracle": Oracle,
 }
+
+
+def asks_routers(name: str) -> bool:
+    """Whether the prediction of this name asks the model's routers."""
+    return bool(getattr(PREDICTIONS[name], "asks_routers", False))

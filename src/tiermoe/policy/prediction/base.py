@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from tiermoe.policy.prediction.context import PredictionContext
 from tiermoe.types import Routed
 
 
 class Predictor:
     """Knows the running pass from the routers' choices. `tokens`: those that use experts (at least 1); `phase`:
-    'prefill' or 'decode'."""
+    'prefill' or 'decode'. `asks_routers`: it calls `Forecasts.ranked` or `recalled`, which not every model and trace
+    answers."""
+
+    asks_routers: ClassVar[bool] = False
 
     def __init__(self, context: PredictionContext) -> None:
         self.context = context

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from tiermoe.policy.prediction.base import Predictor
 from tiermoe.policy.prediction.protocol import Forecasts, Here
@@ -12,6 +13,8 @@ from tiermoe.types import Wanted
 class NextGate(Predictor):
     """The top K of each of the next `ahead` layers (mixtral-offload: Eliseev and Mazur 2023, section 3.2; CORM's first
     level). Of several tokens, as many as their choices can name together, by summed weight."""
+
+    asks_routers: ClassVar[bool] = True
 
     def candidates(self, layer: int, forecasts: Forecasts, here: Here) -> Iterator[Wanted]:
         if layer < 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import ClassVar
 
 from tiermoe.policy.prediction.base import Predictor
 from tiermoe.policy.prediction.protocol import Forecasts, Here
@@ -20,6 +21,8 @@ class AbovePercentile(Predictor):
     """By falling weight, in decode at most `window` that are not here: N_prefetch = floor(T_window / T_io) transfers
     fit the time (Fate, sections 4.2 and 4.3). In prefill no time bounds it, and each token has its own experts above
     the percentile: as many as these can be together, by summed weight."""
+
+    asks_routers: ClassVar[bool] = True
 
     def candidates(self, layer: int, forecasts: Forecasts, here: Here) -> Iterator[Wanted]:
         if layer < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from tiermoe.policy.prediction.base import Predictor
 from tiermoe.policy.prediction.protocol import Forecasts, Here
@@ -12,6 +13,8 @@ from tiermoe.types import Wanted
 class Recalled(Predictor):
     """The top K of the next `ahead` layers by the evicted token's router states (MoBiLE, section III-B), from before
     the first layer on. Nothing in a pass that is no fallback."""
+
+    asks_routers: ClassVar[bool] = True
 
     def candidates(self, layer: int, forecasts: Forecasts, here: Here) -> Iterator[Wanted]:
         for target in self.context.targets(layer):

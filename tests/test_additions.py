@@ -1,0 +1,310 @@
+"""What CONTRIBUTING.md says an addition costs: each is built outside of the package, registered by a line, and run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiermoe
+import tiny
+from additions.batching import serve
+from additions.encoding import Int6
+from additions.eviction import MostRecentlyUsed
+from additions.precision import FirstHigh
+from additions.prediction import LikeliestExpert, SameAgain
+from additions.speculation import speculate
+from parity import close, logits, put_decoded_experts, tokens
+from replays import replayed
+from small_traces import EVERYTHING, decode, layer, trace_of
+from tiermoe import config
+from tiermoe.batch import Batch
+from tiermoe.batch import decode as decode_row
+from tiermoe.batch import prompt as prompt_row
+from tiermoe.errors import ConfigError, TraceError
+from tiermoe.families import FAMILIES, Family
+from tiermoe.kernels import KERNELS, linear_for
+from tiermoe.kernels.reference import DecodedLinear
+from tiermoe.model.architectures import ARCHITECTURES, Architecture, deepseek_v3_router
+from tiermoe.model.decoder import Decoder
+from tiermoe.policy.eviction import EVICTIONS
+from tiermoe.policy.precision import PRECISIONS
+from tiermoe.policy.prediction import PREDICTIONS
+from tiermoe.presets import compose
+from tiermoe.quant.encodings import FIXED, encoding_for, encoding_named
+from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.simulate.evictions import hits_of
+from tiermoe.trace import Trace
+from tiny import oracle
+
+Model = Callable[..., Path]
+MIXED = {"hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32}
+"""Sizes of a Qwen3-MoE that the native kernels take."""
+
+
+def engine_of(directory: Path, **options: Any) -> Any:
+    """At 16 bits with a cache of part of the experts, unless other options are given."""
+    given = {"memory": "4GiB", "device": "cpu", "lanes": 1, "bits": 16, "cache": "40%"}
+    return tiermoe.load(directory, **(given | options))[0].tiermoe
+
+
+def greedy(engine: Any, ids: list[int], count: int) -> list[int]:
+    """`count` tokens after `ids`, one by one."""
+    cache = engine.new_cache()
+    slab = cache.open()
+    found = [int(engine.step(Batch((prompt_row(slab, ids),)), cache).argmax())]
+    for at in range(len(ids), len(ids) + count - 1):
+        found.append(int(engine.step(Batch((decode_row(slab, at, found[-1]),)), cache).argmax()))
+    return found
+
+
+def answered(directory: Path, **options: Any) -> tuple[list[int], Any, dict[str, Any]]:
+    """Tokens, counts and stats of a short answer under a composition."""
+    engine = engine_of(directory, **options)
+    found = greedy(engine, tokens(1, 6)[0].tolist(), 16)
+    counts, stats = engine.controller.counts, engine.stats()
+    engine.close()
+    return found, counts, stats
+
+
+@pytest.fixture(scope="module")
+def qwen(tiny_model: Model) -> Path:
+    return tiny_model("qwen3_moe", torch.float32)
+
+
+def circle(rounds: int, experts: int = 1) -> Trace:
+    """Three layers whose tokens always choose the same experts."""
+    same = layer(list(range(experts)))
+    return trace_of([decode(same, same, same) for _ in range(rounds)], top_k=experts)
+
+
+# an eviction policy
+
+
+def test_an_eviction_policy_in_the_engine(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="cache cannot be 'mru'"):
+        compose("lru", {"cache": "mru"})
+    monkeypatch.setitem(EVICTIONS, "mru", MostRecentlyUsed)
+    expected, usual, _ = answered(qwen, preset="lru")
+    found, counts, _ = answered(qwen, preset="lru", set={"cache": "mru"})
+    assert found == expected
+    assert counts.misses > 0
+    assert counts.hits != usual.hits
+
+
+def test_an_eviction_policy_in_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three experts in a circle through two slots: the newest leaves, so each comes back every third round."""
+    monkeypatch.setitem(EVICTIONS, "mru", MostRecentlyUsed)
+    trace, held, hits = circle(8), [], 0
+    for key in [0, 1, 2] * 8:
+        hits += key in held
+        held = _after(held, key)
+    assert hits_of(trace, "mru", 2, 4)["decode"].counts.hits == hits > 0
+    assert hits_of(trace, "lru", 2, 4)["decode"].counts.hits == 0
+    result = replayed(trace, slots=2, changes={"cache": "mru"})
+    assert result.hit_rate == pytest.approx(hits / 24)
+
+
+def _after(held: list[int], key: int) -> list[int]:
+    """What two slots hold after a use of `key`, the newest last."""
+    if key in held:
+        return [*(other for other in held if other != key), key]
+    return [*held[:1], key]
+
+
+# a predictor
+
+
+def test_a_predictor_in_the_engine(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PREDICTIONS, "same-again", SameAgain)
+    monkeypatch.setitem(PREDICTIONS, "likeliest", LikeliestExpert)
+    expected, _, _ = answered(qwen, preset="lru")
+    for name in ("same-again", "likeliest"):
+        found, counts, _ = answered(qwen, preset="lru", set={"prefetch": name, "ahead": "1"})
+        assert found == expected
+        assert counts.speculative_loads > 0
+
+
+def test_a_predictor_in_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's expert is read (a tenth of a second) while the one before it computes, though the cache holds two of
+    the three."""
+    monkeypatch.setitem(PREDICTIONS, "same-again", SameAgain)
+    fast = {"slots": 2, "bandwidth": 1000.0}
+    alone, ahead = (replayed(circle(6), changes=changes, **fast) for changes in ({}, {"prefetch": "same-again"}))
+    assert alone.hit_rate == 0
+    assert ahead.hit_rate == pytest.approx(5 / 6)  # all but the first round
+    assert ahead.decode_tok_s > alone.decode_tok_s
+
+
+def test_a_predictor_that_asks_routers_needs_a_trace_that_holds_what_they_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(PREDICTIONS, "likeliest", LikeliestExpert)
+    same = layer([0], forecasts={1: [(0, 1.0)]})
+    trace = trace_of([decode(same, same, same) for _ in range(3)], top_k=1)
+    alone, asking = (replayed(trace, slots=2, changes={"prefetch": name}) for name in ("none", "likeliest"))
+    assert (alone.speculative_loads, alone.hit_rate) == (0, 0)
+    assert asking.speculative_loads > 0
+    with pytest.raises(TraceError, match="no forecasts"):
+        replayed(trace_of(trace.passes, top_k=1, holds=EVERYTHING - {"forecasts"}), changes={"prefetch": "likeliest"})
+
+
+# a precision rule
+
+
+def test_a_precision_rule_in_the_engine(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRECISIONS, "first-high", FirstHigh)
+    exact, _, _ = answered(qwen, preset="lru", bits=8)
+    rule = {"precision": "first-high"}
+    same, _, _ = answered(qwen, preset="lru", bits=8, set=rule | {"low_bits": "8"})
+    assert same == exact
+    _, counts, stats = answered(qwen, preset="lru", bits=8, set=rule | {"low_bits": "2"})
+    assert counts.low_loads > 0
+    assert stats["lossy"] == "precision=first-high"
+
+
+def test_a_precision_rule_in_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer reads one expert of 100 bytes and one of 50 in its only round."""
+    monkeypatch.setitem(PRECISIONS, "first-high", FirstHigh)
+    result = replayed(circle(1, experts=2), slots=6, changes={"precision": "first-high", "low_bits": "2"})
+    assert result.bytes_read == 3 * (100 + 50)
+
+
+# a model family
+
+SOLAR_OPEN = Family("Solar Open", "solar_open", "SolarOpenExperts")
+SOLAR_OPEN_LAYERS = Architecture(deepseek_v3_router, shared="shared_experts", correction="gate.e_score_correction_bias")
+
+
+def test_a_family_of_two_table_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = SOLAR_OPEN.model_type
+    assert name not in FAMILIES
+    monkeypatch.setitem(FAMILIES, name, SOLAR_OPEN)
+    monkeypatch.setitem(ARCHITECTURES, name, SOLAR_OPEN_LAYERS)
+    sizes = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16}
+    monkeypatch.setitem(tiny.CONFIGS, name, sizes)
+    directory = tiny.write(tmp_path, name, torch.float32)
+    plain = oracle(directory, name, torch.float32)
+    ids = tokens(2, 9)
+    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="40%", lanes=1)
+    assert isinstance(ours.tiermoe.steps.decoder, Decoder)
+    assert close(logits(ours, name, ids), logits(plain, name, ids))
+    assert torch.equal(ours.generate(ids, **options), plain.generate(ids, **options))
+    ours.tiermoe.close()
+
+
+# a weight format
+
+
+@pytest.fixture
+def six_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FIXED, 6, Int6())
+    monkeypatch.setitem(KERNELS, ("int6", "cpu"), DecodedLinear)
+    monkeypatch.setattr(config, "BITS", (*config.BITS, 6))
+
+
+@pytest.mark.usefixtures("six_bits")
+def test_a_matrix_in_a_weight_format() -> None:
+    """Every weight within half a step of what it was, computed weight by weight from the packed bits."""
+    weight = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    encoding = encoding_for(6, 6, 8, torch.float32, "rowmajor")
+    assert encoding_named(encoding.name) == encoding
+    fields = encoding.encode(weight, QUANTIZERS["hqq"], torch.float32)
+    assert sum(field.nbytes for field in encoding.stored_fields(6, 8, torch.float32)) == 6 * (8 * 6 // 8 + 4)
+    bits = "".join(f"{byte:08b}"[::-1] for byte in fields["codes"].flatten().tolist())
+    codes = torch.tensor([int(bits[at : at + 6][::-1], 2) for at in range(0, len(bits), 6)]).view(6, 8)
+    expected = (codes - 32) * fields["scale"][:, None]
+    assert torch.equal(encoding.decode(fields, 6, 8, torch.float32), expected)
+    assert bool(((expected - weight).abs() <= fields["scale"][:, None] * 0.5001).all())
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(linear_for("int6", "cpu", torch.float32)(x, fields, 6, 8), x @ expected.t())
+
+
+@pytest.mark.usefixtures("six_bits")
+def test_a_weight_format_in_the_engine(tmp_path: Path) -> None:
+    """Packed, read into slots and computed, against the plain model with the weights that 6 bits stand for."""
+    directory = tiny.write(tmp_path, "qwen3_moe", torch.float32)
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=6, cache="40%", lanes=1)
+    plain = oracle(directory, "qwen3_moe", torch.float32)
+    ids = tokens(2, 9)
+    assert not close(logits(ours, "qwen3_moe", ids), logits(plain, "qwen3_moe", ids))
+    put_decoded_experts(ours.tiermoe, plain)
+    assert close(logits(ours, "qwen3_moe", ids), logits(plain, "qwen3_moe", ids))
+    ours.tiermoe.close()
+
+
+def test_bits_without_a_format_are_refused() -> None:
+    with pytest.raises(ConfigError, match="bits must be one of"):
+        config.settings(bits=6)
+
+
+# speculation and a batch policy
+
+
+@pytest.fixture(scope="module", params=["float32", "packed"])
+def engine(request: pytest.FixtureRequest, tiny_model: Model) -> Iterator[Any]:
+    """In float32, and one whose every product is native where this machine has native kernels."""
+    if request.param == "float32":
+        made = engine_of(tiny_model("qwen3_moe", torch.float32))
+    else:
+        made = engine_of(tiny_model("qwen3_moe", torch.bfloat16, **MIXED), bits=4, dense_bits=4)
+    yield made
+    made.close()
+
+
+class Counted:
+    """An engine whose steps are counted."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.steps = 0
+
+    def new_cache(self, sequences: int = 1) -> Any:
+        return self._engine.new_cache(sequences)
+
+    def step(self, batch: Batch, cache: Any, every: bool = False) -> torch.Tensor:
+        self.steps += 1
+        logits: torch.Tensor = self._engine.step(batch, cache, every)
+        return logits
+
+
+def test_speculation_by_looking_up_the_prompt(engine: Any) -> None:
+    """A repetitive prompt takes fewer steps than tokens; the tokens are those of plain greedy decoding."""
+    ids = tokens(1, 5)[0].tolist() * 4
+    counted = Counted(engine)
+    assert speculate(counted, ids, 40) == greedy(engine, ids, 40)
+    assert counted.steps < 40
+
+
+def test_a_batch_policy(engine: Any) -> None:
+    """Three requests of different lengths, two at a time: each gets the tokens that it gets alone. In bfloat16 that
+    takes kernels whose rounding does not depend on how many tokens there are."""
+    if engine.settings.bits == 4 and not engine.steps.decoder.verifies:
+        pytest.skip("this machine has no native kernels")
+    requests = [tokens(1, length, seed=length)[0].tolist() for length in (4, 11, 7)]
+    counted = Counted(engine)
+    assert serve(counted, requests, 10, together=2) == [greedy(engine, ids, 10) for ids in requests]
+    assert counted.steps == 20
+
+
+# the guide
+
+
+def test_the_guides_examples_are_what_runs_here() -> None:
+    """Every Python block of CONTRIBUTING.md's section stands in the files beside this one, but for its indent."""
+    guide = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text().partition("## Adding to it")[2]
+    files = [*(Path(__file__).parent / "additions").glob("*.py"), Path(__file__)]
+    sources = "\n".join(_flat(file.read_text()) for file in files)
+    blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    assert len(blocks) >= 7
+    for block in blocks:
+        assert _flat(block) in sources, block
+
+
+def _flat(text: str) -> str:
+    return "\n".join(line.strip() for line in text.strip().splitlines() if line.strip())
