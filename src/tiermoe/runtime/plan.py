@@ -170,7 +170,7 @@ def _activation_bytes(blueprint: Blueprint, formats: list[ExpertFormat], setting
     """The most that one chunk needs beside weights and cache: a layer's tensors that live at the same time (those of a
     norm with its float32 copies, of its attention or of its experts), one decoded matrix where many tokens meet packed
     weights, and the logits.
-    Checked against measured peaks (docs/performance.md)."""
+    Checked against measured peaks (docs/results.md)."""
     config, item = blueprint.config, blueprint.dtype.itemsize
     at_once = context if blueprint.family.encoder_decoder else min(settings.chunk, context)
     tokens = at_once * settings.batch
