@@ -12,7 +12,7 @@ import torch
 import tiermoe
 from fake_gpu import FakeGpu
 from tiermoe.kernels import machine_layout
-from tiermoe.runtime import engine, load, plan, prepare_store
+from tiermoe.runtime import engine, loading, plan, prepare_store
 from tiermoe.tiers.assemble import Tiers
 from tiermoe.tiers.gpu import GpuLink
 from tiermoe.tiers.slots import DeviceSlots, HostSlots
@@ -30,7 +30,7 @@ def gpu_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def layout_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """4-bit codes as a GPU's kernels take them; on the CPU the reference kernel computes with them."""
-    for module in (plan, prepare_store, load, engine):
+    for module in (plan, prepare_store, loading, engine):
         monkeypatch.setattr(module, "machine_layout", lambda device: machine_layout("cuda"))
 
 

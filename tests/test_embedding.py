@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiermoe
 from tests import tiny
 from tiermoe.errors import ModelError
 from tiermoe.runtime.blueprint import Blueprint, inspect_model
 from tiermoe.runtime.embedding import EmbeddingOnDisk, embedding_bytes, embedding_key
+from tiermoe.runtime.loading import OutputLayer
 from tiermoe.runtime.memory_plan import MemoryPlan
 
 KEY = "model.embed_tokens.weight"
@@ -84,3 +86,22 @@ def test_a_model_gives_the_same_logits_with_its_embedding_on_disk(
 def open_files() -> list[str]:
     """Descriptors that are open, without the one that lists them."""
     return [each for each in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{each}")]
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_the_output_layer_multiplies_a_prompt_s_last_token_as_one_matrix(sequences: int) -> None:
+    """In batches torch would copy the weight."""
+    layer = OutputLayer(64, 128, bias=True)
+    hidden = torch.randn(sequences, 5, 64, generator=torch.Generator().manual_seed(0))
+    operations = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            operations.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Seen():
+        got = layer(hidden[:, -1:, :])
+    want = torch.nn.functional.linear(hidden, layer.weight, layer.bias)[:, -1:, :]
+    torch.testing.assert_close(got, want)
+    assert not any("bmm" in name for name in operations)

@@ -13,7 +13,10 @@ import xxhash
 
 from sources import contents
 from tiermoe.errors import StoreError
+from tiermoe.quant import hqq, row_blocks
+from tiermoe.quant.encodings import cpu_layout
 from tiermoe.runtime.blueprint import inspect_model
+from tiermoe.runtime.dense import pack_dense
 from tiermoe.runtime.prepare_store import ensure_packed, open_or_create
 from tiermoe.store import lock
 from tiermoe.store.store import open_store
@@ -126,3 +129,22 @@ def test_two_that_create_the_store_at_once(tiny_model: Any, tmp_path: Path, monk
     monkeypatch.setattr("tiermoe.runtime.prepare_store.exclusive", overtaken)
     assert set(open_or_create(blueprint, root).precisions) == {"4-hqq"}
     assert set(open_store(root).precisions) == {"4-hqq"}
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_dense_layers_in_blocks_of_rows_are_those_packed_whole(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int
+) -> None:
+    blueprint: Any = tiny_model("qwen3_moe")
+    steps: list[tuple[int, int]] = []
+    monkeypatch.setattr(hqq, "BLOCK_WEIGHTS", 64 * 64)  # so that a tiny matrix has several
+    found = []
+    for weights in (1, 1 << 22):
+        monkeypatch.setattr(row_blocks, "BLOCK_WEIGHTS", weights)
+        store = open_or_create(blueprint, tmp_path / str(weights))
+        pack_dense(store, blueprint, bits, cpu_layout(), lambda done, total: steps.append((done, total)))
+        (entry,) = store.dense.values()
+        found.append(((store.root / entry["file"]).read_bytes(), entry["layers"]))
+        assert steps[-1][0] == steps[-1][1]
+    assert found[0] == found[1]
+    assert steps[-1][1] < len(steps) - steps[-1][1]  # more blocks than layers

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from measures import relative_error
+from tiermoe import native
 from tiermoe.errors import ConfigError, PackError, StoreError
-from tiermoe.quant import hqq, int2, int4, int4_layout
+from tiermoe.quant import hqq, int2, int4, int4_layout, row_blocks
 from tiermoe.quant.encodings import cpu_layout, encoding_for, encoding_named
 from tiermoe.quant.ladders import choose
 from tiermoe.quant.quantized import Ladder, nearest
@@ -125,6 +126,31 @@ def test_hqq_follows_the_published_iteration(size, bits):
         close += error == pytest.approx(published_hqq(row[0].tolist(), bits), rel=1e-3)
     # between a group's two middle errors their sum is flat: rounding then decides which step is the last
     assert close >= 46
+
+
+@pytest.mark.skipif(not native.quantizes(), reason="this build has no kernels")
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("group", [16, 32, 64])
+# one block and several; groups that torch sums by 32 and a rest; errors that are shrunk in no, some and all blocks
+@pytest.mark.parametrize(("rows", "columns"), [(45, 2880), (200, 768), (7, 64), (33, 8192)])
+@pytest.mark.parametrize("size", [0.02, 0.3, 3.0])
+def test_the_native_hqq_gives_the_bits_of_torch_s(bits, group, rows, columns, size, monkeypatch):
+    weight = random_weight(rows, columns, seed=rows + group, size=size).bfloat16()
+    weight[1, : columns // 2] = 0.25  # groups of equal weights
+    weight[2, :8] = torch.tensor([0.0, -0.0]).repeat(4)
+    found = HQQ(weight, bits, group)
+    monkeypatch.setattr(native, "quantizes", lambda: False)
+    for mine, torchs in zip(vars(found).values(), vars(HQQ(weight, bits, group)).values(), strict=True):
+        assert torch.equal(mine, torchs)
+
+
+def test_hqq_of_whole_blocks_is_that_of_the_matrix():
+    weight = random_weight(300, 2880)
+    step = 2 * HQQ.rows_apart(2880)
+    parts = [HQQ(part, 4, 64) for part in weight.split(step)]
+    whole = HQQ(weight, 4, 64)
+    for name, value in vars(whole).items():
+        assert torch.equal(value, torch.cat([getattr(part, name) for part in parts]))
 
 
 def mean_error_by_group(found, weight, group):
@@ -508,3 +534,27 @@ def test_codes_lie_in_the_order_of_narrower_machines(capability):
     program = OTHER_MACHINE.format(capability)
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("rows", [2 * 640, 2 * 640 + 16 * 5])
+@pytest.mark.parametrize("name", ["int4/{}/g64", "int2/{}/g64", "int4/rowmajor/g64", "int2/rowmajor/g64", "int8"])
+def test_blocks_of_rows_are_those_of_the_whole_matrix(name, rows, monkeypatch):
+    encoding, columns = encoding_named(name.format(cpu_layout())), 704
+    weight = random_weight(rows, columns).bfloat16()
+    monkeypatch.setattr(row_blocks, "BLOCK_WEIGHTS", 1)
+    monkeypatch.setattr(hqq, "BLOCK_WEIGHTS", 20 * columns)
+    got = {f.name: torch.empty(f.shape, dtype=f.dtype) for f in encoding.stored_fields(rows, columns, torch.bfloat16)}
+
+    def write(field, first, value):
+        got[field.name].narrow(field.rows_at, first, value.shape[field.rows_at]).copy_(value)
+
+    done = []
+    squares = row_blocks.encode(
+        encoding, HQQ, (rows, columns), torch.bfloat16, lambda first, last: weight[first:last], write, done.append
+    )
+    assert len(done) > 1
+    assert done[-1] == rows
+    want = encoding.encode(weight, HQQ, torch.bfloat16)
+    assert all(torch.equal(got[field], want[field]) for field in want)
+    _, decoded = encoded_and_decoded(weight, encoding, HQQ, torch.bfloat16, torch.bfloat16)
+    assert (squares[0] / squares[1]) ** 0.5 == pytest.approx(relative_error(weight.float(), decoded.float()), rel=1e-3)

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tiermoe.runtime.one_token import take_over
+from tiermoe.runtime.one_token.router import one_token_router
 from transformers import DynamicCache
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeModel, Qwen3MoeTopKRouter
 
@@ -12,8 +14,6 @@ from benchmarks.rounds import rates, ratios, timed
 from tiermoe.kernels import linear_for
 from tiermoe.kernels.native.attention import PackedMatrix
 from tiermoe.runtime.dense import PackedLinear
-from tiermoe.runtime.one_token import take_over
-from tiermoe.runtime.one_token.router import one_token_router
 
 OURS, THEIRS = "one token", "transformers"
 _ROUTERS = 64

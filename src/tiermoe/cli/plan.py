@@ -43,6 +43,8 @@ def plan(
     for what, nbytes, remark in result.rows():
         table.add_row(what, format_size(nbytes), remark)
     table.add_section()
+    for what, nbytes, remark in result.phases():
+        table.add_row(what, format_size(nbytes), remark)
     table.add_row("in all", format_size(result.total), f"one token uses {result.token_slots} experts")
     Console().print(table)
     for warning in result.warnings:

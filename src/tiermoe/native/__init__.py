@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
@@ -35,6 +36,7 @@ ROWS = 64  # at 4 bits a matrix has a multiple of them
 GROUPS = (32, 64, 128, 256)  # weights of a row that share a scale at 4 bits
 COLUMNS = {Coding.INT8: 64, Coding.BF16: 32}  # a matrix has a multiple of them
 MOST_COLUMNS = 1 << 15  # at 8 bits: some rows are decoded on a thread's stack
+_PER_GROUP = 6  # floats of a group beside its weights (hqq.c)
 
 
 @lru_cache(maxsize=1)
@@ -43,6 +45,15 @@ def available() -> bool:
     if os.environ.get(SWITCH) == "0" or _native is None or not _native.supported():
         return False
     if torch.backends.cpu.get_cpu_capability() != "AVX512":  # 4-bit codes lie in another order
+        return False
+    any(_native.join_team(path) for path in _openmp_libraries())
+    return True
+
+
+@lru_cache(maxsize=1)
+def quantizes() -> bool:
+    """Whether this build has `hqq`, which is plain C and runs on any machine."""
+    if os.environ.get(SWITCH) == "0" or _native is None:
         return False
     any(_native.join_team(path) for path in _openmp_libraries())
     return True
@@ -61,6 +72,34 @@ def widen(pairs: int, ladders: int, count: int, run: int, codes: int) -> None:
     """From 2 bits to 4 (`quant.ladders.widen`): addresses of pairs (count, 4, run), ladders (count, run) and codes
     (count, 8, run), bytes."""
     _native.widen(pairs, ladders, count, run, codes)
+
+
+def hqq(
+    weights: torch.Tensor,
+    group: int,
+    block: int,
+    largest: int,
+    thresholds: Sequence[float],
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> list[int]:
+    """Half-quadratic quantization (`quant.hqq`) of weights, float32 (rows, columns), in blocks of `block` rows.
+
+    thresholds: for each step the size up to which errors are shrunk to nothing. found: codes uint8 (rows, columns),
+    scales and offsets float32 (rows, columns / group), to be filled. Returns the blocks that are not solved, since an
+    error in them is larger."""
+    rows, columns = weights.shape
+    threads = torch.get_num_threads()
+    codes, scale, offset = found
+    limits = torch.tensor(thresholds, dtype=torch.float64)
+    workspace = torch.empty(threads * (group + _PER_GROUP) * (block * columns // group))
+    shrunk = torch.zeros(-(-rows // block), dtype=torch.uint8)
+    _native.hqq(
+        weights.data_ptr(), rows, columns, group, block, largest, limits.data_ptr(), len(thresholds),
+        codes.data_ptr(), scale.data_ptr(), offset.data_ptr(), workspace.data_ptr(), workspace.numel(),
+        shrunk.data_ptr(), threads,
+    )  # fmt: skip
+    unsolved: list[int] = shrunk.nonzero().flatten().tolist()
+    return unsolved
 
 
 def _openmp_libraries() -> list[str]:

@@ -93,5 +93,23 @@ def workspace(attention: bytes, step: bytes, slabs: bytes, threads: int, /) -> i
 def attend(
     attention: bytes, step: bytes, slabs: bytes, workspace: int, x: int, out: int, normed: int, threads: int, /
 ) -> None: ...
+def hqq(
+    weights: int,
+    rows: int,
+    columns: int,
+    group: int,
+    block: int,
+    largest: float,
+    thresholds: int,
+    steps: int,
+    codes: int,
+    scale: int,
+    offset: int,
+    workspace: int,
+    floats: int,
+    shrunk: int,
+    threads: int,
+    /,
+) -> None: ...
 def sums(matrix_or_expert: bytes, rows: int, results: int, threads: int, /) -> int: ...
 def widen(pairs: int, ladders: int, count: int, run: int, codes: int, /) -> None: ...

@@ -5,6 +5,7 @@
 
 #include "attention_binding.h"
 #include "expert.h"
+#include "hqq.h"
 #include "moe_block.h"
 #include "norm.h"
 #include "product.h"
@@ -298,6 +299,25 @@ static PyObject *widen_codes(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *solve_hqq(PyObject *self, PyObject *args) {
+    Address weights, thresholds, codes, scale, offset, workspace, shrunk;
+    Py_ssize_t rows, columns, group, block, steps, floats;
+    unsigned threads;
+    float largest;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KnnnnfKnKKKKnKI", &weights, &rows, &columns, &group, &block, &largest, &thresholds, &steps,
+                          &codes, &scale, &offset, &workspace, &floats, &shrunk, &threads))
+        return NULL;
+    const Hqq job = {at(weights), (size_t)rows, (size_t)columns, (size_t)group, (size_t)block, largest, at(thresholds),
+                     (size_t)steps, at(codes), at(scale), at(offset), at(workspace), at(shrunk)};
+    if (hqq_workspace(&job, threads) > (size_t)floats)
+        return PyErr_Format(PyExc_ValueError, "hqq needs a workspace of %zu floats", hqq_workspace(&job, threads));
+    Py_BEGIN_ALLOW_THREADS
+    hqq_run(&job, threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyObject *norm(PyObject *self, PyObject *args) {
     Address x, weight, out;
     float epsilon;
@@ -343,6 +363,9 @@ static PyMethodDef methods[] = {
     {"block", block, METH_VARARGS,
      "block(router, experts, x, residual, tokens, workspace, out, threads) -> how many experts computed, 0 where a chosen"
      " one is not here"},
+    {"hqq", solve_hqq, METH_VARARGS,
+     "hqq(weights, rows, columns, group, block, largest, thresholds, steps, codes, scale, offset, workspace, floats,"
+     " shrunk, threads)"},
     {"norm", norm, METH_VARARGS, "norm(x, weight, epsilon, rows, width, out, threads)"},
     ATTENTION_METHODS,
     {"sums", sums, METH_VARARGS, "sums(matrix or expert, rows, results, threads) -> bytes that the call needs for sums"},

@@ -16,11 +16,12 @@ COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Field:
-    """One tensor of an encoded matrix; dense, in C order."""
+    """One tensor of an encoded matrix; dense, in C order. `rows_at`: the dimension that counts the matrix's rows."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    rows_at: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -49,6 +50,11 @@ class Encoding(Protocol):
 
     def encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> dict[str, Tensor]:
         """The stored fields of `weight` (N, K), any floating dtype."""
+        ...
+
+    def rows_apart(self, columns: int, quantizer: Quantizer) -> int | None:
+        """Blocks of rows are encoded as in the whole matrix where they begin at multiples of so many rows; None: the
+        matrix is encoded whole."""
         ...
 
     def widen(self, stored: Mapping[str, Tensor], slot: Mapping[str, Tensor]) -> None:

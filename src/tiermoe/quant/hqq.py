@@ -9,9 +9,12 @@ Where the published code keeps the last zero point of the whole matrix, the best
 here, by its mean absolute error. The first candidate is plain rounding, so that no group is worse than that.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from tiermoe import native
 from tiermoe.quant.quantized import Grid, Ladder, Quantized, require_finite
 
 NORM = 0.7
@@ -22,33 +25,67 @@ STEPS = 20
 LADDERS = (*(Ladder(step, place) for step in (2, 3, 4) for place in range(4)), Ladder(5, 0))
 BLOCK_WEIGHTS = 1 << 17  # weights solved at a time: their float32 temporaries stay in the cache
 
+NATIVE_BLOCKS = 16  # blocks that threads share: 8 MiB of float32 weights
+
 
 class HqqQuantizer:
     """Half-quadratic quantization of each group of consecutive weights of a row."""
 
     name = "hqq"
 
+    @torch.no_grad()
     def __call__(self, weight: Tensor, bits: int, group: int) -> Quantized:
         rows, columns = weight.shape
         codes = torch.empty(rows, columns, dtype=torch.uint8)
         scale = torch.empty(rows, columns // group)
         offset = torch.empty_like(scale)
-        block = max(1, BLOCK_WEIGHTS // columns)
-        for first in range(0, rows, block):
-            part = slice(first, first + block)
-            # groups stand in the columns: what is one number per group is then contiguous
-            weights = weight[part].reshape(-1, group).t().float().contiguous()
-            part_codes, part_scale, part_offset = _solve(weights, (1 << bits) - 1)
-            codes[part].view(-1, group).copy_(part_codes.t())
-            scale[part].view(-1).copy_(part_scale)
-            offset[part].view(-1).copy_(part_offset)
+        block = _block_rows(columns)
+        step = block * (NATIVE_BLOCKS if native.quantizes() and group % 16 == 0 else 1)
+        for first in range(0, rows, step):
+            part = slice(first, first + step)
+            _solve_rows(weight[part], group, (1 << bits) - 1, (codes[part], scale[part], offset[part]))
         require_finite(scale, offset)
         return Quantized(codes, scale, offset)
+
+    def rows_apart(self, columns: int) -> int:
+        return _block_rows(columns)
 
     def grid(self, weight: Tensor, group: int) -> Grid:
         """The levels of 4 bits, and every ladder."""
         found = self(weight, 4, group)
         return Grid(found.scale, found.offset + 8 * found.scale, LADDERS)
+
+
+def _block_rows(columns: int) -> int:
+    """Rows that are solved together: they stop at the same step."""
+    return max(1, BLOCK_WEIGHTS // columns)
+
+
+Found = tuple[Tensor, Tensor, Tensor]
+"""Codes uint8 (rows, columns), scales and offsets float32 (rows, columns / group)."""
+
+
+def _solve_rows(weight: Tensor, group: int, largest: int, found: Found) -> None:
+    """Fills `found` for some rows, block by block; natively where no error is large enough to be shrunk."""
+    rows, columns = weight.shape
+    block = _block_rows(columns)
+    blocks: Sequence[int] = range(-(-rows // block))
+    if native.quantizes() and group % 16 == 0:
+        thresholds = [_threshold(BETA * KAPPA**step) for step in range(STEPS)]
+        blocks = native.hqq(weight.float().contiguous(), group, block, largest, thresholds, found)
+    for number in blocks:
+        part = slice(number * block, (number + 1) * block)
+        # groups stand in the columns: what is one number per group is then contiguous
+        weights = weight[part].reshape(-1, group).t().float().contiguous()
+        codes, *parameters = _solve(weights, largest)
+        found[0][part].view(-1, group).copy_(codes.t())
+        for target, value in zip(found[1:], parameters, strict=True):
+            target[part].view(-1).copy_(value)
+
+
+def _threshold(beta: float) -> float:
+    """Errors of up to this magnitude are shrunk to 0."""
+    return float(beta ** (-1 / (2 - NORM)))
 
 
 def _solve(weights: Tensor, largest: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,8 +124,7 @@ def _solve_zero(scaled: Tensor, zero: Tensor, scale: Tensor, largest: int) -> Te
 def _shrunk_mean(error: Tensor, scale: Tensor, beta: float) -> Tensor | float:
     """The mean over each group of sign(e) * relu(|e| - |e|**(p - 1) / beta) in units of `scale`;
     e = error * scale."""
-    threshold = beta ** (-1 / (2 - NORM))  # up to this magnitude the shrunk error is 0
-    if float((error.abs().amax(dim=0) * scale).max()) <= threshold:
+    if float((error.abs().amax(dim=0) * scale).max()) <= _threshold(beta):
         return 0.0
     weights_error = error * scale
     magnitude = weights_error.abs()

@@ -47,7 +47,7 @@ class Int2:
         return (
             Field("codes", torch.uint8, (out, in_ // 4)),
             Field("ladders", torch.uint8, (out, in_ // 16)),
-            Field("scales_and_zeros", dtype, (in_ // self.group, out, 2)),
+            Field("scales_and_zeros", dtype, (in_ // self.group, out, 2), rows_at=1),
         )
 
     def slot_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
@@ -60,6 +60,9 @@ class Int2:
             "ladders": int4_layout.pack(chosen),
             "scales_and_zeros": torch.stack((scale.t(), zero.t()), dim=-1).contiguous(),
         }
+
+    def rows_apart(self, columns: int, quantizer: Quantizer) -> int | None:
+        return self.in_slot.rows_apart(columns, quantizer)
 
     def widen(self, stored: Mapping[str, Tensor], slot: Mapping[str, Tensor]) -> None:
         slot["scales_and_zeros"].copy_(stored["scales_and_zeros"])
@@ -103,7 +106,7 @@ class RowMajorInt2:
     def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
         groups = in_ // self.group
         return (
-            Field("codes", torch.uint8, (4, out, in_ // 16)),
+            Field("codes", torch.uint8, (4, out, in_ // 16), rows_at=1),
             Field("ladders", torch.uint8, (out, in_ // 16)),
             Field("scale", dtype, (out, groups)),
             Field("zero", dtype, (out, groups)),
@@ -116,6 +119,9 @@ class RowMajorInt2:
         scale, zero, pairs, chosen = _quantize(weight, quantizer, dtype, self.group)
         codes = pack_nibbles(pairs.movedim(2, 0).flatten(2))
         return {"codes": codes, "ladders": pack_nibbles(chosen), "scale": scale, "zero": zero}
+
+    def rows_apart(self, columns: int, quantizer: Quantizer) -> int | None:
+        return self.in_slot.rows_apart(columns, quantizer)
 
     def widen(self, stored: Mapping[str, Tensor], slot: Mapping[str, Tensor]) -> None:
         for name in ("scale", "zero"):

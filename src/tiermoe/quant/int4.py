@@ -1,5 +1,6 @@
 """4 bits: the format of ``torch.ops.aten._weight_int4pack_mm_for_cpu``."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -32,7 +33,7 @@ class Int4(SameInSlot):
     def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
         return (
             Field("codes", torch.uint8, (out, in_ // 2)),
-            Field("scales_and_zeros", dtype, (in_ // self.group, out, 2)),
+            Field("scales_and_zeros", dtype, (in_ // self.group, out, 2), rows_at=1),
         )
 
     def encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -43,6 +44,9 @@ class Int4(SameInSlot):
         codes = nearest_codes(weight, scale, zero, -8, 7, torch.int8).add_(8)
         pairs = torch.stack((scale.t(), zero.t()), dim=-1).contiguous()
         return {"codes": int4_layout.pack(codes), "scales_and_zeros": pairs}
+
+    def rows_apart(self, columns: int, quantizer: Quantizer) -> int | None:
+        return math.lcm(int4_layout.block_rows(), quantizer.rows_apart(columns))
 
     def decode(
         self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype, into: Tensor | None = None

@@ -67,7 +67,7 @@ def unpack_transposed(packed: Tensor, first: int, last: int) -> Tensor:
 
 def sections(rows: int) -> tuple[Section, ...]:
     """Full blocks, then the rest of the rows as one block."""
-    block = _block_rows()
+    block = block_rows()
     full, rest = divmod(rows, block)
     found = []
     if full:
@@ -78,8 +78,8 @@ def sections(rows: int) -> tuple[Section, ...]:
 
 
 @lru_cache(maxsize=1)
-def _block_rows() -> int:
-    """Rows of a full block: with two columns, the second column's codes begin where the first one's end."""
+def block_rows() -> int:
+    """Rows of a full block, found by packing: the second of two columns begins where the first one ends."""
     columns = torch.arange(2, dtype=torch.int32).expand(PIECE_ROWS, 2)
     return int(pack(columns).flatten().argmax()) * 2
 

@@ -28,5 +28,8 @@ class Int8(SameInSlot):
         codes = nearest_codes(weight, scale, torch.zeros_like(scale), -128, 127, torch.int8)
         return {"weight": codes, "scale": scale.view(-1)}
 
+    def rows_apart(self, columns: int, quantizer: Quantizer) -> int | None:
+        return 1
+
     def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
         return slot["weight"].to(dtype).mul_(slot["scale"][:, None].to(dtype))

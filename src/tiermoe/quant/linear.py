@@ -22,6 +22,9 @@ class LinearQuantizer:
         shape = (rows, columns // group)
         return Quantized(codes, scale.expand(shape).contiguous(), offset.expand(shape).contiguous())
 
+    def rows_apart(self, columns: int) -> int:
+        return 1
+
     def grid(self, weight: Tensor, group: int) -> Grid:
         """One ladder everywhere, whose levels are -1, 0, 1 and 2 times the scale of 2 bits; the last is never the
         nearest one."""

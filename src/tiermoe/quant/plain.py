@@ -23,5 +23,8 @@ class Plain(SameInSlot):
     def encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> dict[str, Tensor]:
         return {"weight": weight.to(dtype).contiguous()}
 
+    def rows_apart(self, columns: int, quantizer: Quantizer) -> int | None:
+        return 1
+
     def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
         return slot["weight"].to(dtype)

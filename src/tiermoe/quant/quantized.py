@@ -59,6 +59,11 @@ class Quantizer(Protocol):
 
     def __call__(self, weight: Tensor, bits: int, group: int) -> Quantized: ...
 
+    def rows_apart(self, columns: int) -> int:
+        """A part of a matrix that begins at a multiple of so many rows, and ends at one or with the matrix, gets the
+        codes that it has in the matrix."""
+        ...
+
     def grid(self, weight: Tensor, group: int) -> Grid:
         """The levels and ladders of 2 bits within the 4-bit format."""
         ...

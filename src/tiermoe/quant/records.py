@@ -68,6 +68,9 @@ class Records(SameInSlot):
             record[end : end + _CHECK] = bytearray(checksum(record[:end], neuron))
         return {"records": records}
 
+    def rows_apart(self, columns: int, quantizer: Quantizer) -> int | None:
+        return None  # a record's checksum counts the neurons before it
+
     def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
         records, width = slot["records"], in_ // 2
         weight = torch.empty(out, 2, width, dtype=dtype)

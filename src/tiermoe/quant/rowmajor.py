@@ -45,6 +45,9 @@ class RowMajorInt4(SameInSlot):
         codes = nearest_codes(weight, scale, zero, -8, 7, torch.int8).add_(8).view(torch.uint8)
         return {"codes": pack_nibbles(codes), "scale": scale, "zero": zero}
 
+    def rows_apart(self, columns: int, quantizer: Quantizer) -> int | None:
+        return quantizer.rows_apart(columns)
+
     def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
         packed = slot["codes"]
         codes = torch.stack((packed & 15, packed >> 4), dim=-1).view(torch.int8).sub_(8).to(dtype)

@@ -43,6 +43,9 @@ class Sealed:
         content = {name: fields[name].contiguous() for name in order}
         return {**fields, "check": torch.frombuffer(bytearray(_seal(content)), dtype=torch.uint8)}
 
+    def rows_apart(self, columns: int, quantizer: Quantizer) -> int | None:
+        return None
+
     def widen(self, stored: Mapping[str, Tensor], slot: Mapping[str, Tensor]) -> None:
         self.inner.widen(stored, slot)
         slot["check"].copy_(stored["check"])

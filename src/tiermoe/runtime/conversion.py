@@ -7,6 +7,7 @@ expert, so no naming or layout is known here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,9 @@ from tiermoe.runtime.shells import is_shell
 from tiermoe.store.checkpoint import Checkpoint
 from tiermoe.store.layout import expert_format
 from tiermoe.types import MoeLayer, Part, Segment
+
+_CONVERTED = 8  # bytes a weight: as stored, at most float32, merged, and in the compute dtype
+_DEQUANTIZED = 24  # the same where values are looked up by 64-bit indices (MXFP4)
 
 Sources = dict[str | None, list[str]]
 """Pattern of the converter that takes them (None: taken as they are) → checkpoint keys, in expert order."""
@@ -59,6 +63,12 @@ class CheckpointExperts:
 
     def read(self, layer: int, expert: int) -> Mapping[str, torch.Tensor]:
         return {part.name: self._read_part(layer, expert, part).to(self.dtype) for part in self.layers[layer].parts}
+
+    def reading_bytes(self) -> int:
+        """The most that `read` holds beside what it returns: a part as it is stored and as it is converted, and what
+        widening a quantised one takes."""
+        largest = max(math.prod(part.shape) for layer in self.layers for part in layer.parts)
+        return largest * (_DEQUANTIZED if self._quantizer is not None else _CONVERTED)
 
     def direct_key(self, parameter: str) -> str | None:
         """The checkpoint key that becomes a dense parameter unchanged, None where several are converted into it."""

@@ -11,18 +11,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import xxhash
 
 from tiermoe.errors import LoadError
 from tiermoe.kernels import linear_for
 from tiermoe.kernels.native.attention import PackedMatrix
 from tiermoe.model.linear import PackedLinear
+from tiermoe.quant import row_blocks
 from tiermoe.quant.encodings import encoding_for
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.shells import is_shell
 from tiermoe.store.atomic import whole_or_nothing
-from tiermoe.store.layout import PAGE, ExpertFormat, align
+from tiermoe.store.extent_file import ExtentWriter
+from tiermoe.store.layout import PAGE, ExpertFormat, align, relative_error
 from tiermoe.store.lock import adding_to
 from tiermoe.store.store import Store, dense_file_name, dense_key, machine_of, one_matrix
 from tiermoe.tiers.reader import ExtentReader, aligned_memory
@@ -82,6 +83,15 @@ def dense_format(blueprint: Blueprint, name: str, bits: int, layout: str) -> Exp
     return ExpertFormat(layer, bits, blueprint.dtype, {"weight": encoding})
 
 
+def dense_bytes(blueprint: Blueprint, bits: int, layout: str) -> int:
+    """Bytes of everything but the experts, with the layers that `bits` packs."""
+    dense = blueprint.dense_bytes()
+    if bits == 16:
+        return dense
+    plain, packed = packed_bytes(blueprint, bits, layout)
+    return dense - plain + packed
+
+
 def packed_bytes(blueprint: Blueprint, bits: int, layout: str) -> tuple[int, int]:
     """(bytes at 16 bits, bytes packed) of the layers that are packed at `bits`."""
     plain = packed = 0
@@ -98,33 +108,76 @@ def pack_dense(
     layout: str,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Adds the packed dense layers at `bits` to the store (seconds; written whole or not at all)."""
+    """Adds the packed dense layers at `bits` to the store, some rows at a time (`packing_bytes` at once); written whole
+    or not at all. progress: called with (blocks of rows done, in all)."""
     key = recipe_key(blueprint, bits, layout)
     path = store.root / dense_file_name(key)
     table: dict[str, Any] = {}
     names = packable(blueprint)
+    formats = {name: dense_format(blueprint, name, bits, layout) for name in names}
+    total = sum(_blocks(form) for form in formats.values())
     with adding_to(store):
         if key in store.dense:
             return
         with whole_or_nothing(path) as handle:
-            for count, (name, source) in enumerate(names.items()):
-                form = dense_format(blueprint, name, bits, layout)
-                buffer = torch.empty(form.stored.nbytes, dtype=torch.uint8)
-                weight = blueprint.checkpoint.read(source).to(blueprint.dtype)
-                error = form.encode({"weight": weight}, QUANTIZERS["hqq"], buffer)
-                content = buffer.numpy().data
-                table[name] = {
-                    "encoding": form.encodings["weight"].name,
-                    "shape": [form.layer.parts[0].shape[0], form.layer.parts[0].shape[1]],
-                    "offset": handle.tell(),
-                    "checksum": xxhash.xxh3_64_hexdigest(content),
-                    "error": round(error, 6),
-                }
-                handle.write(content)
-                if progress is not None:
-                    progress(count + 1, len(names))
+            file, done = ExtentWriter(handle), 0
+            for name, source in names.items():
+                form = formats[name]
+
+                def report(blocks: int, before: int = done) -> None:
+                    if progress is not None:
+                        progress(before + blocks, total)
+
+                table[name] = _pack_layer(file, blueprint, source, form, report)
+                done += _blocks(form)
         store.dense[key] = {"file": path.name, "machine": machine_of(bits, layout), "layers": table}
         store.save()
+
+
+def _pack_layer(
+    file: ExtentWriter, blueprint: Blueprint, source: str, form: ExpertFormat, report: Callable[[int], None]
+) -> dict[str, Any]:
+    """The entry of a dense layer in the store's table, once it is written."""
+    encoding, (out, in_) = form.encodings["weight"], form.layer.parts[0].out_in
+    rows_at_a_time = _rows_at_a_time(form)
+
+    def read(first: int, last: int) -> torch.Tensor:
+        return blueprint.checkpoint.read_rows(source, first, last).to(blueprint.dtype)
+
+    def progress(rows: int) -> None:
+        report(-(-rows // rows_at_a_time))
+
+    offset = file.begin(form.stored)
+    squares = row_blocks.encode(encoding, QUANTIZERS["hqq"], (out, in_), form.dtype, read, file.write, progress)
+    return {
+        "encoding": encoding.name,
+        "shape": [out, in_],
+        "offset": offset,
+        "checksum": file.checksum(),
+        "error": round(relative_error(*squares), 6),
+    }
+
+
+def packing_bytes(blueprint: Blueprint, bits: int, layout: str) -> int:
+    """The most that `pack_dense` holds at a time, 0 where it packs nothing."""
+    quantizer, held = QUANTIZERS["hqq"], 0
+    for name, source in packable(blueprint).items():
+        form = dense_format(blueprint, name, bits, layout)
+        itemsize = blueprint.dtype.itemsize
+        stored = blueprint.checkpoint.tensors[source].dtype
+        if stored != blueprint.dtype:
+            itemsize += stored.itemsize  # rows as they are read, and converted
+        encoding, shape = form.encodings["weight"], form.layer.parts[0].out_in
+        held = max(held, row_blocks.workspace_bytes(encoding, quantizer, *shape, itemsize))
+    return held
+
+
+def _rows_at_a_time(form: ExpertFormat) -> int:
+    return row_blocks.rows_at_a_time(form.encodings["weight"], QUANTIZERS["hqq"], *form.layer.parts[0].out_in)
+
+
+def _blocks(form: ExpertFormat) -> int:
+    return -(-form.layer.parts[0].out_in[0] // _rows_at_a_time(form))
 
 
 def attach_dense(model: Any, store: Store, key: str, reader: ExtentReader, device: str) -> int:

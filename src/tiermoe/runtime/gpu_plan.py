@@ -11,9 +11,9 @@ from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.memory_plan import MemoryPlan
 from tiermoe.runtime.slot_pools import pools_in
 from tiermoe.tiers.cuda import free_memory
+from tiermoe.tiers.disk import LANES
 
 RESERVE = 512 * MIB  # of the GPU's free memory: matrix libraries, kernels' code, the allocator's fragments
-LANES = 4  # the most that the drive's probe chooses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

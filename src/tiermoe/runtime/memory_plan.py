@@ -20,7 +20,8 @@ class MemoryPlan:
     precisions have slots of their own; `slot_bytes` is a slot's size at the highest precision. `all_slots` is how many
     experts there are, `token_slots` what one token uses in all layers together. `embedding_on_disk`: the input
     embedding's rows are read as they are asked for, and `dense` is without it. `dense_bits`: the precision of the dense
-    layers, for people ('4 (lm_head 8)')."""
+    layers, for people ('4 (lm_head 8)'). `packing`: all that is held while the store is packed, 0 where it lacks
+    nothing; `loading`: all that is held while the dense weights are loaded."""
 
     budget: int
     budget_source: str
@@ -37,6 +38,8 @@ class MemoryPlan:
     context: int
     dense_bits: str = "16"
     embedding_on_disk: bool = False
+    packing: int = 0
+    loading: int = 0
     pools: tuple[SlotPool, ...] = ()
     warnings: list[str] = field(default_factory=list, init=False)
 
@@ -60,6 +63,19 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         return self.fixed + self.experts
+
+    @property
+    def peak(self) -> int:
+        """The most main memory that packing, loading or running takes."""
+        return max(self.total, self.packing, self.loading)
+
+    def phases(self) -> list[tuple[str, int, str]]:
+        """(what, bytes, note) for people, of what comes before running: packing where the store lacks something, and
+        loading where it takes more than running."""
+        rows = [("while packing", self.packing, "once: the store lacks something")] if self.packing else []
+        if self.loading > self.total:
+            rows.append(("while loading", self.loading, "more than while running"))
+        return rows
 
     def rows(self) -> list[tuple[str, int, str]]:
         """(what, bytes, note) for people, in the order of `total`."""

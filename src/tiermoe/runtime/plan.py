@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from tiermoe import native
 from tiermoe.compose import cache_bytes
 from tiermoe.config import KIB, MIB, CacheSize, Settings, format_size
 from tiermoe.errors import BudgetError, ConfigError
-from tiermoe.kernels import decodes, machine_layout
+from tiermoe.kernels import machine_layout
 from tiermoe.presets import ROUTER_PREDICTIONS
 from tiermoe.runtime import gpu_plan
+from tiermoe.runtime.activations import activation_bytes
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.composition import Resolved
-from tiermoe.runtime.dense import packed_bytes, recipe
+from tiermoe.runtime.dense import dense_bytes, recipe
 from tiermoe.runtime.embedding import embedding_bytes
 from tiermoe.runtime.footprint import resident_bytes
+from tiermoe.runtime.kv_needs import kv_bytes
+from tiermoe.runtime.loading import loading_needs
 from tiermoe.runtime.memory_plan import MemoryPlan
+from tiermoe.runtime.needs import Need, Phase, in_words, total
+from tiermoe.runtime.prepare_store import packing_needs
 from tiermoe.runtime.slot_pools import pools_in, require_all, shape_of
 from tiermoe.runtime.system import available_memory
 from tiermoe.runtime.units import require_device, unit_format
-from tiermoe.store.layout import PAGE, ExpertFormat, align
+from tiermoe.store.layout import ExpertFormat
 from tiermoe.tiers.cuda import resolve_device
+from tiermoe.tiers.disk import LANES, staging_bytes
 
 DEFAULT_CONTEXT = 4096
 _FIRST_USE = 46 * MIB  # library code and heap that the first forward pass brings in: 43 MiB measured
-_ALLOCATOR = 1.15  # what the allocator holds beyond the tensors that live, measured
-_PACKED_OPERATOR_TOKENS = 12  # from more tokens on, kernels may decode a matrix first (kernels/cpu.py)
 _SHARE_OF_FREE = 0.8
 _VARIES = 4 * MIB  # by how much the interpreter's size differs from run to run
 
@@ -62,29 +62,27 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved) -> MemoryPlan:
     held = 0
     if composition.store == "memory":
         held = sum(form.stored.nbytes * form.layer.experts for form in formats)
-    fixed: dict[str, Any] = {
-        "interpreter": resident_bytes() + _FIRST_USE,
-        "dense": _dense_bytes(blueprint, settings.dense_bits_used, layout),
-        "kv_cache": kv_bytes(
-            blueprint.config, blueprint.family.latent_kv, context, settings.batch, blueprint.dtype.itemsize
-        ),
-        "activations": _activation_bytes(blueprint, formats, settings, context),
-        "staging": _staging_bytes(formats, settings) + held,
-    }
+    fixed: dict[str, Any] = running_bytes(blueprint, formats, settings, context, layout)
+    fixed["staging"] += held
     room = budget - sum(fixed.values())
     wanted = cache_bytes(composition, settings.cache or CacheSize(fraction=1.0), shape_of(blueprint.layers), sizes)
     left_on_disk = embedding_bytes(blueprint) if gpu is None and room < wanted else 0
     fixed["dense"] -= left_on_disk
     room += left_on_disk
+    before = _before_running(
+        blueprint, resolved, layout, fixed["interpreter"] - _FIRST_USE, fixed["dense"], gpu is None
+    )
     base = MemoryPlan(
         budget, source, slot_bytes=slot_bytes, slots=0, all_slots=all_slots, layer_slots=layer_slots,
         token_slots=token_slots, context=context, dense_bits=_dense_bits(blueprint, settings.dense_bits_used),
-        embedding_on_disk=left_on_disk > 0, **fixed,
+        embedding_on_disk=left_on_disk > 0,
+        packing=total(before, Phase.PACKING), loading=total(before, Phase.LOADING), **fixed,
     )  # fmt: skip
     if gpu is not None:
         return gpu_plan.divide(base, wanted // slot_bytes, resolved, sizes, device, gpu)
     if min(room, wanted) < layer_slots * slot_bytes:
         _refuse(settings, budget, fixed, slot_bytes, layer_slots, wanted // slot_bytes, blueprint, formats)
+    _check_phases(budget, before)
     pools = pools_in(min(room, wanted), resolved, sizes, all_slots)
     if composition.cache == "all":
         require_all(pools, all_slots, wanted - room)
@@ -120,20 +118,41 @@ def context_of(blueprint: Blueprint, settings: Settings) -> int:
     return min(DEFAULT_CONTEXT, longest) if longest else DEFAULT_CONTEXT
 
 
-def kv_bytes(config: Any, latent: bool, context: int, batch: int, itemsize: int) -> int:
-    """Bytes of keys and values of `context` tokens in all layers, and of the copy of one layer's that transformers'
-    growing cache makes while it appends. `latent`: a compressed cache, of which one layer at a time is expanded."""
-    heads, kv_heads, head_dim = attention_shape(config)
-    expanded = 0
-    if latent:
-        per_token = int(config.kv_lora_rank + config.qk_rope_head_dim)
-        expanded = int(heads * (2 * config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim))
-    else:
-        per_token = 2 * kv_heads * head_dim
-    layers = int(getattr(config, "num_decoder_layers", None) or config.num_hidden_layers)
-    if getattr(config, "is_encoder_decoder", False):
-        layers *= 2  # the decoder's own and the cross attention to the prompt
-    return batch * context * itemsize * (per_token * (layers + 2) + expanded)
+def running_bytes(
+    blueprint: Blueprint, formats: list[ExpertFormat], settings: Settings, context: int, layout: str
+) -> dict[str, int]:
+    """What is held while the model runs, beside experts: field of MemoryPlan → bytes, each from its owner."""
+    latent, itemsize = blueprint.family.latent_kv, blueprint.dtype.itemsize
+    return {
+        "interpreter": resident_bytes() + _FIRST_USE,
+        "dense": dense_bytes(blueprint, settings.dense_bits_used, layout),
+        "kv_cache": kv_bytes(blueprint.config, latent, context, settings.chunk, settings.batch, itemsize),
+        "activations": activation_bytes(blueprint, formats, settings, context),
+        "staging": staging_bytes(formats, settings.lanes or LANES),
+    }
+
+
+def _before_running(
+    blueprint: Blueprint, resolved: Resolved, layout: str, interpreter: int, dense: int, on_cpu: bool
+) -> list[Need]:
+    """What packing, where the store lacks something, and loading need. Onto a GPU layers go one after the other."""
+    needs = packing_needs(blueprint, resolved, layout)
+    if needs:
+        needs.append(Need("interpreter", interpreter + _FIRST_USE, Phase.PACKING))
+    if on_cpu:
+        needs += [Need("interpreter", interpreter, Phase.LOADING), *loading_needs(blueprint, dense)]
+    return needs
+
+
+def _check_phases(budget: int, needs: list[Need]) -> None:
+    """BudgetError where packing or loading takes more than the budget."""
+    for phase, happens in ((Phase.PACKING, "packing, once,"), (Phase.LOADING, "loading")):
+        needed = total(needs, phase)
+        if needed > budget:
+            raise BudgetError(
+                f"{format_size(budget)} are too little: {happens} needs {format_size(needed)} "
+                f"({in_words(needs, phase)}). Use --memory {-(-(needed + _VARIES) // MIB)}MiB or more"
+            )
 
 
 def _budget(settings: Settings) -> tuple[int, str]:
@@ -143,77 +162,9 @@ def _budget(settings: Settings) -> tuple[int, str]:
     return int(free * _SHARE_OF_FREE) + resident_bytes(), f"{_SHARE_OF_FREE:.0%} of the {format_size(free)} {source}"
 
 
-def _dense_bytes(blueprint: Blueprint, dense_bits: int, layout: str) -> int:
-    dense = blueprint.dense_bytes()
-    if dense_bits == 16:
-        return dense
-    plain, packed = packed_bytes(blueprint, dense_bits, layout)
-    return dense - plain + packed
-
-
 def _dense_bits(blueprint: Blueprint, bits: int) -> str:
     more = ", ".join(f"{kind} {own}" for kind, own in sorted(recipe(blueprint, bits).items()))
     return f"{bits} ({more})" if more else str(bits)
-
-
-def _staging_bytes(formats: list[ExpertFormat], settings: Settings) -> int:
-    """What reading lanes hold beside the slots: a bounce buffer for experts served from the checkpoint in place, whose
-    offsets are not aligned, or the stored bytes of a precision that is widened into the slot."""
-    lanes = settings.lanes or 4
-    stored = max(form.stored.nbytes for form in formats)
-    if any(form.bits == 16 for form in formats) or any(form.widened for form in formats):
-        return lanes * (align(stored, PAGE) + PAGE)
-    return 0
-
-
-def _activation_bytes(blueprint: Blueprint, formats: list[ExpertFormat], settings: Settings, context: int) -> int:
-    """The most that one chunk needs beside weights and cache: a layer's tensors that live at the same time (those of a
-    norm with its float32 copies, of its attention or of its experts), one decoded matrix where many tokens meet packed
-    weights, and the logits.
-    Checked against measured peaks (docs/results.md)."""
-    config, item = blueprint.config, blueprint.dtype.itemsize
-    at_once = context if blueprint.family.encoder_decoder else min(settings.chunk, context)
-    tokens = at_once * settings.batch
-    hidden = int(getattr(config, "hidden_size", 0) or config.d_model)
-    heads, kv_heads, head_dim = attention_shape(config)
-    matrices = [part.out_in for form in formats for part in form.layer.parts if part.is_matrix]
-    top_k = max(layer.top_k for layer in blueprint.layers)
-    residual = 2 * hidden * item
-    norm = hidden * (item + 3 * 4)
-    attention = heads * head_dim * (8 * item + 3 * 4)
-    experts = (hidden * (top_k + 3) + 3 * max(map(max, matrices))) * item
-    scores = tokens * context * 5
-    repeated = 2 * settings.batch * context * heads * head_dim * item if kv_heads < heads else 0
-    logits = settings.batch * int(config.vocab_size) * 16
-    return (
-        int(tokens * (residual + max(norm, attention, experts)) * _ALLOCATOR)
-        + scores
-        + repeated
-        + (_decoded_bytes(formats, settings, blueprint.dtype) if tokens > _PACKED_OPERATOR_TOKENS else 0)
-        + logits
-    )
-
-
-def _decoded_bytes(formats: list[ExpertFormat], settings: Settings, dtype: torch.dtype) -> int:
-    """The largest matrix that a kernel decodes for many tokens, with its temporaries; 0 where none does. Dense layers
-    are about as large as experts' matrices."""
-    parts = [(form, part) for form in formats for part in form.layer.parts if part.is_matrix]
-    dense = settings.dense_bits_used == 8 or (settings.dense_bits_used == 4 and not native.available())
-    decoded = [
-        math.prod(part.out_in)
-        for form, part in parts
-        if dense or decodes(form.encodings.get(part.name), *part.out_in, dtype)
-    ]
-    return max(decoded) * dtype.itemsize + 4 * MIB if decoded else 0
-
-
-def attention_shape(config: Any) -> tuple[int, int, int]:
-    """(heads, key/value heads, size of a head) of a config, whatever its family calls them."""
-    heads = int(getattr(config, "num_attention_heads", 0) or config.num_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    hidden = int(getattr(config, "hidden_size", 0) or config.d_model)
-    head_dim = int(getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or hidden // heads)
-    return heads, kv_heads, head_dim
 
 
 def _warnings(plan: MemoryPlan, settings: Settings) -> list[str]:
@@ -255,8 +206,8 @@ def _cheaper(blueprint: Blueprint, formats: list[ExpertFormat], settings: Settin
 
     def cost(bits: int) -> int:
         other, context = replace(settings, dense_bits=bits), context_of(blueprint, settings)
-        dense = _dense_bytes(blueprint, bits, machine_layout("cpu"))
-        return dense + _activation_bytes(blueprint, formats, other, context)
+        dense = dense_bytes(blueprint, bits, machine_layout("cpu"))
+        return dense + activation_bytes(blueprint, formats, other, context)
 
     for bits in (8, 4):
         if bits < settings.dense_bits_used:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tiermoe.errors import StoreError
 from tiermoe.kernels import machine_layout
 from tiermoe.runtime.blueprint import Blueprint
+from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.dense import pack_dense, recipe_key
+from tiermoe.runtime.dense import packing_bytes as dense_packing_bytes
+from tiermoe.runtime.needs import Need, Phase
 from tiermoe.runtime.resolve import check_fingerprint, default_store_root
+from tiermoe.store.layout import expert_format
 from tiermoe.store.lock import exclusive
-from tiermoe.store.pack import clear, pack_experts
+from tiermoe.store.neurons import neuron_format
+from tiermoe.store.pack import clear, pack_experts, packing_bytes
 from tiermoe.store.store import (
     TABLE,
     Precision,
@@ -22,7 +28,7 @@ from tiermoe.store.store import (
     open_store,
     precision_key,
 )
-from tiermoe.types import Extent
+from tiermoe.types import Extent, MoeLayer
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is packed, done, in all)."""
@@ -100,6 +106,39 @@ def ensure_packed(
         else:
             check_machine(store.root, store.dense[dense]["machine"], layout)
             check_dense_file(store, dense)
+
+
+def packing_needs(blueprint: Blueprint, resolved: Resolved, layout: str) -> list[Need]:
+    """What packing holds beside the interpreter at its largest step; none where the store lacks nothing."""
+    settings, unit = resolved.settings, resolved.composition.unit
+    precisions, dense = _packed(store_root(blueprint, settings.store))
+    steps = []
+    for bits in resolved.precisions:
+        if precision_key(bits, settings.quantizer, layout, unit) in precisions:
+            continue
+        if bits == 16:  # checksums at the most, or copies
+            steps.append(2 * max(_expert_bytes(layer, blueprint) for layer in blueprint.layers))
+            continue
+        make = neuron_format if unit == "neuron" else expert_format
+        formats = [make(layer, bits, blueprint.dtype, layout, settings.quantizer) for layer in blueprint.layers]
+        steps.append(packing_bytes(formats, settings.quantizer, blueprint.experts.reading_bytes()))
+    bits = settings.dense_bits_used
+    if bits < 16 and recipe_key(blueprint, bits, layout) not in dense:
+        steps.append(dense_packing_bytes(blueprint, bits, layout))
+    return [Need("packing", max(steps), Phase.PACKING)] if steps else []
+
+
+def _packed(root: Path) -> tuple[Iterable[str], Iterable[str]]:
+    """The precisions and the packed dense layers that the store at `root` has; none where it cannot be read."""
+    try:
+        store = open_store(root)
+    except StoreError:
+        return (), ()
+    return store.precisions, store.dense
+
+
+def _expert_bytes(layer: MoeLayer, blueprint: Blueprint) -> int:
+    return sum(math.prod(part.shape) for part in layer.parts) * blueprint.dtype.itemsize
 
 
 def _follow_checkpoint(precision: Precision, blueprint: Blueprint) -> None:

@@ -1,16 +1,21 @@
-"""What the machine has free. Linux; elsewhere what psutil-free means can tell."""
+"""What the machine has free, as Linux, macOS and other systems tell it without further packages."""
 
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+_SHARE_OF_ALL = 0.5  # what is taken for free where a system does not say
+
 
 def available_memory() -> tuple[int, str]:
-    """(bytes, where that number comes from): the kernel's estimate of free memory, or what is left of a smaller limit
-    of the memory cgroup that the process runs in."""
-    free, source = _system_memory(), "that the machine has free"
+    """(bytes, where that number comes from): what the system says is available, or what is left of a smaller limit of
+    the memory cgroup that the process runs in. Where the system does not say it, a cautious share of all memory."""
+    free, source = _system_memory()
     limit = _cgroup_left()
     if limit is not None and limit < free:
         return limit, "left in this control group"
@@ -27,7 +32,7 @@ def page_cache_room(root: Path = Path("/")) -> int:
     """Bytes that could be added to this process's memory and to the page cache together: what the machine has free, and
     what every memory cgroup above the process leaves. Clean pages of files count as free. root: of the file system
     (tests)."""
-    return min([_system_memory(), *_cgroup_rooms(root)])
+    return min([_system_memory()[0], *_cgroup_rooms(root)])
 
 
 def _cgroup_rooms(root: Path) -> Iterator[int]:
@@ -66,14 +71,52 @@ def _room(group: Path, names: tuple[str, str], prefix: str) -> int | None:
     return max(int(limit) - int(used) + files, 0)
 
 
-def _system_memory() -> int:
+def _system_memory() -> tuple[int, str]:
+    for asked in (_linux_available, _macos_available, _posix_available):
+        free = asked()
+        if free is not None:
+            return free, "that the machine has free"
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * _SHARE_OF_ALL), (
+        f"that are {_SHARE_OF_ALL:.0%} of the machine's memory (what is free it does not say)"
+    )
+
+
+def _linux_available() -> int | None:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
+def _macos_available() -> int | None:
+    """Pages that are free or can be taken at once, as `vm_stat` counts them."""
+    if sys.platform != "darwin":
+        return None
+    try:
+        text = subprocess.run(["/usr/bin/vm_stat"], capture_output=True, text=True, check=True, timeout=5).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return vm_stat_available(text)
+
+
+def vm_stat_available(text: str) -> int | None:
+    """Bytes of the free, inactive, speculative and purgeable pages in the output of `vm_stat`; None where it names no
+    size of a page or no free ones."""
+    size = re.search(r"page size of (\d+) bytes", text)
+    pages = {name: int(count) for name, count in re.findall(r"^Pages (\w+):\s+(\d+)\.", text, re.MULTILINE)}
+    if size is None or "free" not in pages:
+        return None
+    return int(size[1]) * sum(pages.get(name, 0) for name in ("free", "inactive", "speculative", "purgeable"))
+
+
+def _posix_available() -> int | None:
+    if "SC_AVPHYS_PAGES" not in os.sysconf_names:
+        return None
+    pages = os.sysconf("SC_AVPHYS_PAGES")
+    return pages * os.sysconf("SC_PAGE_SIZE") if pages > 0 else None
 
 
 def _cgroup_left() -> int | None:

@@ -13,11 +13,11 @@ PARTIAL = ".partial"
 
 @contextlib.contextmanager
 def whole_or_nothing(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that becomes `path` once it is whole and synced, and is removed where writing fails. For who
-    holds the lock of the folder: the unfinished file always has the same name."""
+    """A file to write, and to read back, that becomes `path` once it is whole and synced, and is removed where writing
+    fails. For who holds the lock of the folder: the unfinished file always has the same name."""
     temporary = path.with_suffix(PARTIAL)
     try:
-        with open(temporary, "wb") as handle:
+        with open(temporary, "w+b") as handle:
             yield handle
             handle.flush()
             os.fsync(handle.fileno())

@@ -58,10 +58,19 @@ class Checkpoint:
     def read(self, name: str, row: int | None = None) -> torch.Tensor:
         """A fresh tensor with the values of `name`, or of its `row` along dimension 0 (kept, of size 1)."""
         entry = self.tensors[name]
-        shape, offset, nbytes = entry.shape, entry.offset, entry.nbytes
         if row is not None:
-            nbytes //= shape[0]
-            offset, shape = offset + row * nbytes, (1, *shape[1:])
+            return self.read_rows(name, row, row + 1)
+        return self._read(name, entry.shape, entry.offset, entry.nbytes)
+
+    def read_rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """A fresh tensor with the rows first..last - 1 of `name` along dimension 0."""
+        entry = self.tensors[name]
+        nbytes = entry.nbytes // entry.shape[0]
+        shape = (last - first, *entry.shape[1:])
+        return self._read(name, shape, entry.offset + first * nbytes, (last - first) * nbytes)
+
+    def _read(self, name: str, shape: tuple[int, ...], offset: int, nbytes: int) -> torch.Tensor:
+        entry = self.tensors[name]
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         view = buffer.numpy().data
         done = 0

@@ -13,6 +13,7 @@ from functools import cached_property
 
 import torch
 
+from tiermoe.quant import row_blocks
 from tiermoe.quant.encodings import Encoding, Field, encoding_for, encoding_named
 from tiermoe.quant.quantizers import Quantizer
 from tiermoe.types import MoeLayer, Part
@@ -87,18 +88,24 @@ class ExpertFormat:
         views = self.stored.views(buffer)
         squared_error = squared_weight = 0.0
         for part in self.layer.parts:
-            weight = tensors[part.name]
+            weight, fields = tensors[part.name], views[part.name]
             encoding = self.encodings.get(part.name)
             if encoding is None:
-                views[part.name]["weight"].copy_(weight)
+                fields["weight"].copy_(weight)
                 continue
-            matrix = weight.t().contiguous() if part.transposed else weight
-            for name, value in encoding.encode(matrix, quantizer, self.dtype).items():
-                views[part.name][name].copy_(value)
-            decoded = self._decode_stored(encoding, part, views[part.name])
-            squared_error += float((decoded.float() - matrix.float()).square().sum())
-            squared_weight += float(matrix.float().square().sum())
-        return (squared_error / squared_weight) ** 0.5 if squared_weight else 0.0
+
+            def write(field: Field, first: int, value: torch.Tensor, into: PartViews = fields) -> None:
+                into[field.name].narrow(field.rows_at, first, value.shape[field.rows_at]).copy_(value)
+
+            matrix = weight.t() if part.transposed else weight
+
+            def read(first: int, last: int, matrix: torch.Tensor = matrix) -> torch.Tensor:
+                return matrix[first:last].contiguous()
+
+            error, size = row_blocks.encode(encoding, quantizer, part.out_in, self.dtype, read, write)
+            squared_error += error
+            squared_weight += size
+        return relative_error(squared_error, squared_weight)
 
     def widen(self, stored: torch.Tensor, slot: torch.Tensor) -> None:
         """Fills a slot (uint8) from the stored bytes of an expert where the two differ."""
@@ -110,16 +117,6 @@ class ExpertFormat:
                     target[part.name][name].copy_(value)
             else:
                 encoding.widen(source[part.name], target[part.name])
-
-    def _decode_stored(self, encoding: Encoding, part: Part, stored: PartViews) -> torch.Tensor:
-        out, in_ = part.out_in
-        slot = stored
-        if self.widened:
-            fields = encoding.slot_fields(out, in_, self.dtype)
-            if {field.name for field in fields} != set(stored):
-                slot = {field.name: torch.empty(field.shape, dtype=field.dtype) for field in fields}
-                encoding.widen(stored, slot)
-        return encoding.decode(slot, out, in_, self.dtype)
 
     def _layout(self, slot: bool) -> Layout:
         fields: list[PlacedField] = []
@@ -137,6 +134,11 @@ class ExpertFormat:
             return (Field("weight", self.dtype, part.shape),)
         out, in_ = part.out_in
         return (encoding.slot_fields if slot else encoding.stored_fields)(out, in_, self.dtype)
+
+
+def relative_error(squared_error: float, squared_weight: float) -> float:
+    """The RMS of a difference over the RMS of the weights, from their sums of squares; 0 where all weights are 0."""
+    return float((squared_error / squared_weight) ** 0.5) if squared_weight else 0.0
 
 
 def expert_format(layer: MoeLayer, bits: int, dtype: torch.dtype, machine: str, quantizer: str) -> ExpertFormat:

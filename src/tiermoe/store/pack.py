@@ -6,8 +6,9 @@ the precision only when all are there. A lock keeps a second process out.
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +18,7 @@ import xxhash
 
 from tiermoe.config import format_size
 from tiermoe.errors import ModelError, PackError
+from tiermoe.quant import row_blocks
 from tiermoe.quant.encodings import cpu_layout
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.store.atomic import whole_or_nothing
@@ -88,6 +90,23 @@ def pack_experts(
         store.save()
         journal.remove()
     return precision
+
+
+def packing_bytes(formats: Sequence[ExpertFormat], quantizer: str, reading: int) -> int:
+    """The most that `pack_experts` holds at a time: an expert as it was read, `reading` bytes more while it is read, or
+    its extent and what encoding a matrix takes."""
+    held = 0
+    for form in formats:
+        parts = sum(math.prod(part.shape) for part in form.layer.parts) * form.dtype.itemsize
+        encoding = [
+            row_blocks.workspace_bytes(
+                form.encodings[part.name], QUANTIZERS[quantizer], *part.out_in, form.dtype.itemsize
+            )
+            for part in form.layer.parts
+            if part.name in form.encodings
+        ]
+        held = max(held, parts + max(reading, form.stored.nbytes + max(encoding, default=0)))
+    return held
 
 
 def forget(store: Store, precision: str, dense: str | None) -> None:

@@ -6,16 +6,26 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from tiermoe.link import Finished
-from tiermoe.store.layout import ExpertFormat
+from tiermoe.store.layout import PAGE, ExpertFormat, align
 from tiermoe.tiers.lanes import Lanes
 from tiermoe.tiers.reader import aligned_memory
 from tiermoe.types import ExpertKey, Extent, Load
+
+LANES = 4  # the most that the drive's probe chooses
+
+
+def staging_bytes(formats: Sequence[ExpertFormat], lanes: int) -> int:
+    """What reading lanes hold beside the slots: a bounce buffer for experts served from the checkpoint in place, whose
+    offsets are not aligned, or the stored bytes of a precision that is widened into the slot."""
+    if any(form.bits == 16 or form.widened for form in formats):
+        return lanes * (align(max(form.stored.nbytes for form in formats), PAGE) + PAGE)
+    return 0
 
 
 class Slots(Protocol):
