@@ -13,6 +13,7 @@ import tiermoe
 from commands import Command
 from tiermoe.runtime.conversation import Conversation
 from tiermoe.runtime.generate import _Streamer
+from tiermoe.runtime.passes import CurrentPass
 from tiny import TEMPLATE, write
 
 FAST = ("--memory", "4GiB", "--lanes", "1")
@@ -142,13 +143,13 @@ def test_a_conversation_equals_a_fresh_run_on_all_of_it(
 def test_earlier_turns_are_not_computed_again(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = loaded
     lengths: list[int] = []
-    forward = type(model).forward
+    begin = CurrentPass.begin
 
-    def counted(self: Any, input_ids: Any = None, **rest: Any) -> Any:
-        lengths.append(input_ids.shape[1])
-        return forward(self, input_ids=input_ids, **rest)
+    def counted(self: Any, batch: Any) -> None:
+        lengths.append(len(batch.tokens))
+        begin(self, batch)
 
-    monkeypatch.setattr(type(model), "forward", counted)
+    monkeypatch.setattr(CurrentPass, "begin", counted)
     conversation = Conversation(model, tokenizer)
     report = conversation.reply("a long beginning of it", tiermoe.Sampling(max_tokens=4), lambda _: None)
     assert lengths[0] == 22

@@ -20,6 +20,7 @@ from commands import Command
 from tiermoe.cli.main import app
 from tiermoe.config import Settings
 from tiermoe.runtime import load
+from tiermoe.runtime.passes import CurrentPass
 from tiermoe.store.store import open_store
 from tiny import TEMPLATE, oracle, write
 
@@ -160,13 +161,13 @@ def test_a_long_prompt_runs_in_chunks(
     tiermoe_: Command, tiny: Path, loaded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths: list[int] = []
-    forward = type(loaded[0]).forward
+    begin = CurrentPass.begin
 
-    def counted(self: Any, input_ids: Any = None, **rest: Any) -> Any:
-        lengths.append(input_ids.shape[1])
-        return forward(self, input_ids=input_ids, **rest)
+    def counted(self: Any, batch: Any) -> None:
+        lengths.append(len(batch.tokens))
+        begin(self, batch)
 
-    monkeypatch.setattr(type(loaded[0]), "forward", counted)
+    monkeypatch.setattr(CurrentPass, "begin", counted)
     assert tiermoe_("run", tiny, "x" * 40, *FAST, "--chunk", "16", "--max-tokens", "3").code == 0
     assert lengths == [16, 16, 8, 1, 1]
 
@@ -323,7 +324,7 @@ def test_every_command_has_the_defaults_of_the_settings() -> None:
     engine = {"run", "chat", "plan", "eval", "bench", "compare", "trace", "calibrate", "pack"}
     assert {name for name, settings in seen.items() if "dense_bits" in settings} == engine
     assert seen["run"] == seen["chat"] == seen["plan"] | {"threads"} == seen["eval"] | {"context"}
-    assert seen["run"] == known.keys() - {"batch"}
+    assert seen["run"] == known.keys() - {"batch", "warm"}
 
 
 OF_THEIR_OWN = {

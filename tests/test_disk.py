@@ -7,42 +7,15 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 import xxhash
 
+from extent_files import EXPERTS, SIZE, bytes_of, filler, write_experts
 from tiermoe.errors import LoadError
-from tiermoe.store.layout import expert_format
-from tiermoe.tiers.disk import DiskLink, SlotFiller
+from tiermoe.tiers.disk import DiskLink
 from tiermoe.tiers.probe import probe_drive
 from tiermoe.tiers.reader import ExtentReader, aligned_memory
 from tiermoe.tiers.slots import HostSlots
-from tiermoe.types import ExpertKey, Extent, Load, MoeLayer, Part, Segment
-
-EXPERTS = 16
-LAYER = MoeLayer("layer", EXPERTS, 2, (Part("weight", (64, 32)),))
-FORM = expert_format(LAYER, 16, torch.float32, "any", "")
-SIZE = FORM.stored.nbytes
-
-
-def write_experts(path: Path, shift: int = 0) -> list[Extent]:
-    """`EXPERTS` random experts behind `shift` bytes of something else."""
-    content = random.Random(5).randbytes(shift + EXPERTS * SIZE)
-    path.write_bytes(content)
-    extents = []
-    for expert in range(EXPERTS):
-        begin = shift + expert * SIZE
-        digest = xxhash.xxh3_64_hexdigest(content[begin : begin + SIZE])
-        extents.append(Extent((Segment(str(path), begin, SIZE, 0),), digest))
-    return extents
-
-
-def filler(extents: list[Extent]) -> SlotFiller:
-    return SlotFiller(ExtentReader(), lambda key: extents[key.expert], lambda _: FORM)
-
-
-def bytes_of(path: Path, extent: Extent) -> bytes:
-    content = path.read_bytes()
-    return b"".join(content[segment.offset : segment.offset + segment.nbytes] for segment in extent.segments)
+from tiermoe.types import ExpertKey, Extent, Load, Segment
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -156,10 +156,3 @@ def test_half_the_experts_of_one_are_refused(tmp_path: Path) -> None:
     directory = write(tmp_path, "mixtral", torch.float32, num_experts_per_tok=1)
     with pytest.raises(tiermoe.ConfigError, match="this model uses one"):
         load(directory)
-
-
-def test_closing_gives_the_model_its_forward_back(mixtral: Path) -> None:
-    model = load(mixtral)
-    assert "forward" in vars(model)
-    model.tiermoe.close()
-    assert "forward" not in vars(model)

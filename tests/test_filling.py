@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caches import lru, pools
-from test_controller import FakeLink, demands, make
-from test_disk import EXPERTS, SIZE, bytes_of, filler, write_experts
-from test_gpu_tier import Rig
+from extent_files import EXPERTS, SIZE, bytes_of, filler, write_experts
+from fake_link import FakeLink, controller_with, demands
+from gpu_rig import Rig
 from tiermoe.compose import ModelShape, PrecisionSlots, Tables, assemble
 from tiermoe.controller import Controller
 from tiermoe.policy.allotment import Pool
@@ -74,7 +74,7 @@ def test_uses_fade_as_others_are_counted() -> None:
 
 
 def test_it_is_read_layer_by_layer_into_free_slots_alone() -> None:
-    controller, link = make(4)
+    controller, link = controller_with(4)
     list(controller.run_layer(2, demands(9)))
     controller.fill([key(1, 5), key(0, 3), key(2, 9), key(0, 4), key(1, 6)])
     assert [load.key for load in link.submitted[1:]] == [key(0, 3), key(0, 4), key(1, 5)]
@@ -87,7 +87,7 @@ def test_it_is_read_layer_by_layer_into_free_slots_alone() -> None:
 
 
 def test_what_has_come_is_told_a_few_at_a_time() -> None:
-    controller, link = make(4)
+    controller, link = controller_with(4)
     told: list[tuple[ExpertKey, int]] = []
     controller.tell_warmed(lambda key, slot: told.append((key, slot)))
     controller.fill([key(0, 2), key(0, 3), key(0, 1)])
@@ -101,7 +101,7 @@ def test_what_has_come_is_told_a_few_at_a_time() -> None:
 
 
 def test_what_a_layer_asks_for_is_taken_back_and_read_at_once() -> None:
-    controller, link = make(4)
+    controller, link = controller_with(4)
     controller.fill([key(0, expert) for expert in range(4)])
     run = controller.run_layer(0, demands(3))
     assert next(run).expert == 3
@@ -112,7 +112,7 @@ def test_what_a_layer_asks_for_is_taken_back_and_read_at_once() -> None:
 
 
 def test_what_has_begun_is_waited_for_and_not_read_twice() -> None:
-    controller, link = make(4)
+    controller, link = controller_with(4)
     link.poll = lambda: None  # type: ignore[method-assign]
     controller.fill([key(0, 1), key(0, 2)])
     link._running.append(link._background.pop(0))
@@ -122,7 +122,7 @@ def test_what_has_begun_is_waited_for_and_not_read_twice() -> None:
 
 
 def test_a_slot_is_taken_from_the_least_wanted_before_anything_leaves() -> None:
-    controller, link = make(3)
+    controller, link = controller_with(3)
     list(controller.run_layer(0, demands(7)))
     controller.fill([key(1, 5), key(0, 6)])
     list(controller.run_layer(0, demands(1)))
@@ -131,7 +131,7 @@ def test_a_slot_is_taken_from_the_least_wanted_before_anything_leaves() -> None:
 
 
 def test_who_was_used_least_leaves_first() -> None:
-    controller, link = make(3)
+    controller, link = controller_with(3)
     controller.fill([key(0, 1), key(1, 2), key(0, 3)])
     arrive(controller, link)
     list(controller.run_layer(2, demands(8)))
@@ -142,7 +142,7 @@ def test_who_was_used_least_leaves_first() -> None:
 
 
 def test_a_prediction_goes_before_the_background() -> None:
-    controller, link = make(3)
+    controller, link = controller_with(3)
     controller.fill([key(0, 1), key(0, 2), key(0, 3)])
     controller.prefetch([key(0, 2), key(1, 5)])
     assert [load.key for load in link._speculative] == [key(0, 2), key(1, 5)]
@@ -150,14 +150,14 @@ def test_a_prediction_goes_before_the_background() -> None:
 
 
 def test_a_damaged_expert_that_nobody_needs_stops_nothing() -> None:
-    controller, link = make(3, failing=frozenset({key(0, 1)}))
+    controller, link = controller_with(3, failing=frozenset({key(0, 1)}))
     controller.fill([key(0, 1), key(0, 2)])
     arrive(controller, link)
     assert (controller.counts.warmed, controller.cache.free(0)) == (1, 2)
 
 
 def test_a_damaged_expert_that_is_needed_is_asked_for_again() -> None:
-    controller, link = make(3, failing=frozenset({key(0, 1)}))
+    controller, link = controller_with(3, failing=frozenset({key(0, 1)}))
     link.poll = lambda: None  # type: ignore[method-assign]
     controller.fill([key(0, 1)])
     link._running.append(link._background.pop(0))
@@ -174,7 +174,7 @@ def test_a_damaged_expert_that_is_needed_is_asked_for_again() -> None:
 
 
 def test_slots_full_of_what_has_begun_for_the_background_are_waited_for() -> None:
-    controller, link = make(2)
+    controller, link = controller_with(2)
     link.poll = lambda: None  # type: ignore[method-assign]
     controller.fill([key(1, 1), key(1, 2)])
     link._running, link._background = link._background, []

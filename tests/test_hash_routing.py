@@ -12,6 +12,7 @@ import torch
 import tiermoe
 from links import finish
 from tiermoe.controller import Counts
+from tiermoe.scheduler import Scheduler
 from tiny import oracle, write
 
 FAMILY = "deepseek_v4"
@@ -24,13 +25,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def model(checkpoint: Path) -> Iterator[Any]:
+def model(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Prefetches two layers ahead into a cache of less than half the experts, over a link that is fast enough."""
     loaded, _ = tiermoe.load(
         checkpoint, memory="4GiB", device="cpu", bits=16, cache="40%", chunk=4, preset="lru",
-        set={"prefetch": "hash", "ahead": HASHED},
+        set={"prefetch": "hash", "ahead": HASHED}, warm=False,
     )  # fmt: skip
-    loaded.register_forward_pre_hook(lambda *_: finish(loaded))  # after the engine's own, which prefetches
+    begin = Scheduler.begin_pass
+
+    def prefetched(self: Scheduler, *arguments: Any, **named: Any) -> None:
+        begin(self, *arguments, **named)
+        finish(loaded)
+
+    monkeypatch.setattr(Scheduler, "begin_pass", prefetched)
     yield loaded
     loaded.tiermoe.close()
 

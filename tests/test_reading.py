@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from test_disk import EXPERTS, SIZE, write_experts
+from extent_files import EXPERTS, SIZE, write_experts
 from tiermoe.presets import compose
 from tiermoe.runtime import reading
 from tiermoe.runtime.composition import Resolved

@@ -417,7 +417,10 @@ def test_trace_command_writes_what_a_replay_reads(
 ) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     out = tmp_path / "out.trace"
-    trace_command(str(mixtral), tmp_path / "text.txt", out, tokens=64, prompt=8, sequence=32, store=tmp_path / "store")
+    trace_command(
+        model=str(mixtral), text=tmp_path / "text.txt", out=out, tokens=64, prompt=8, sequence=32,
+        store=tmp_path / "store",
+    )  # fmt: skip
     assert capsys.readouterr().out.strip() == str(out)
     found = read_trace(out)
     assert found.header.holds == {"weights", "tokens", "forecasts", "little"}
@@ -430,19 +433,21 @@ def test_trace_command_writes_what_a_replay_reads(
     for preset in ("lru", "mixtral-offload", "mobile"):
         replay(found, PRESETS[preset], ReplaySettings(CacheSize(fraction=0.5), 1e9))
     with pytest.raises(ConfigError, match="folder"):
-        trace_command(str(mixtral), tmp_path / "text.txt", tmp_path / "none" / "t", tokens=64)
+        trace_command(model=str(mixtral), text=tmp_path / "text.txt", out=tmp_path / "none" / "t", tokens=64)
 
 
 def test_calibrate_command(mixtral: Path, calibrated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     with pytest.raises(ConfigError, match="at least 32 are needed"):
-        calibrate_command(str(mixtral), text, tokens=16, prompt=4, sequence=16)
+        calibrate_command(model=str(mixtral), text=text, tokens=16, prompt=4, sequence=16)
     with pytest.raises(ConfigError, match=r"the text has [\d,]+ tokens; recording 65,536"):
-        calibrate_command(str(mixtral), text, tokens=65536, sequence=128)
+        calibrate_command(model=str(mixtral), text=text, tokens=65536, sequence=128)
     with pytest.raises(ConfigError, match="tolerated-loss must be above 0%"):
-        calibrate_command(str(mixtral), text, tolerated_loss="0%", tokens=64, prompt=8, sequence=32)
-    calibrate_command(str(mixtral), text, "corm,fate", 64, 8, 32, store=calibrated)
+        calibrate_command(model=str(mixtral), text=text, tolerated_loss="0%", tokens=64, prompt=8, sequence=32)
+    calibrate_command(
+        model=str(mixtral), text=text, for_="corm,fate", tokens=64, prompt=8, sequence=32, store=calibrated
+    )
     out = capsys.readouterr().out
     assert "theta" in out
     assert "fate (made before)" in out

@@ -91,7 +91,7 @@ def traced(mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("traced")
     (folder / "text.txt").write_text(TEXT)
     trace(
-        str(mixtral), folder / "text.txt", folder / "t", tokens=64, prompt=8, sequence=32, neurons=THETA,
+        model=str(mixtral), text=folder / "text.txt", out=folder / "t", tokens=64, prompt=8, sequence=32, neurons=THETA,
         store=folder / "store",
     )  # fmt: skip
     return folder / "t"

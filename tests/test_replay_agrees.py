@@ -3,6 +3,8 @@ in an order of their own, which decides what a recency rule evicts."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from tiermoe.presets import compose
 from tiermoe.runtime.blueprint import Blueprint, inspect_model
 from tiermoe.runtime.load import load_blueprint
 from tiermoe.runtime.phases import Phase
-from tiermoe.runtime.recording.recorder import Recorder
+from tiermoe.runtime.recording.recorder import Feed, Recorder
 from tiermoe.runtime.recording.trace_header import header_of
 from tiermoe.runtime.resolve import load_tokenizer
 from tiermoe.simulate import BeladyHits, ReplaySettings, Result, replay
@@ -66,9 +68,10 @@ class Run:
         self.phases = {"prefill": Phase(), "decode": Phase()}
         self._passes: list[Pass] = []
         for number, ids in enumerate(sequences):
-            past = None
-            for begin, end in [(0, PROMPT), *((at, at + 1) for at in range(PROMPT, LENGTH))]:
-                past = self._feed(model, number, ids[begin:end], past)
+            feed = Feed(model, ids, PROMPT)
+            self._feed("prefill", number, ids[:PROMPT], feed.prompt)
+            for at in range(PROMPT, LENGTH):
+                self._feed("decode", number, ids[at : at + 1], functools.partial(feed.token, at))
         header = header_of(model, TIMES, frozenset({"weights", "little"}), (), {})
         self.trace = Trace(header, self._passes)
         self.slots = tuple(PrecisionSlots(pool.bits, pool.slots) for pool in engine.plan.pools)
@@ -76,17 +79,15 @@ class Run:
         engine.close()
 
     @torch.inference_mode()
-    def _feed(self, model: Any, sequence: int, ids: torch.Tensor, past: Any) -> Any:
-        phase = "decode" if past else "prefill"
+    def _feed(self, phase: str, sequence: int, ids: torch.Tensor, run: Callable[[], Any]) -> None:
         self._little = self._nothing()
         passed = Pass(phase, sequence, ids.tolist(), self._nothing())
         self._passes.append(passed)
         with self.phases[phase].measured(self._engine, len(ids)):
-            past = model(input_ids=ids[None], past_key_values=past, use_cache=True).past_key_values
+            run()
         if self._little[0].experts:
             fell_back = bool(passed.layers[0].experts)
             passed.little = Little(0.0 if fell_back else 1.0, self._little)
-        return past
 
     def _note(self, routed: Routed, hidden: torch.Tensor) -> None:
         current = self._engine.current

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import tiermoe
-from test_controller import FakeLink
-from test_scheduler import Said
+from fake_link import FakeLink
+from schedules import Said
 from tiermoe.compose import ModelShape, PrecisionSlots, assemble
 from tiermoe.policy.prediction.worth import PAIRS
 from tiermoe.presets import compose

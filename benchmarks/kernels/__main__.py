@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels import experts, one_token, product
+from benchmarks.kernels import attention, experts, product
 from benchmarks.kernels.weights import enough_bytes
 from benchmarks.rounds import about, at_least_one, numbers, parser_of, print_table, shown
 from tiermoe import native
@@ -31,10 +31,10 @@ def measure(args: Any) -> dict[str, Any]:
     runs: Mapping[str, Callable[[], dict[str, Any]]] = {
         "product": lambda: product.measure(args.tokens, args.out, args.hidden, memory, args.gflop, args.rounds),
         "experts": lambda: experts.measure(args.hidden, args.inner, args.top_k, memory, args.rounds),
-        "attention": lambda: one_token.attention(
+        "attention": lambda: attention.attention(
             args.hidden, args.heads, args.kv_heads, args.head_dim, args.past, memory, args.rounds
         ),
-        "router": lambda: one_token.router(args.hidden, args.experts, args.top_k, args.rounds),
+        "router": lambda: attention.router(args.hidden, args.experts, args.top_k, args.rounds),
     }
     document = {**about(args.rounds, args.threads), "native": native.available()}
     document["memory_bandwidth"] = bandwidth.measure(args.threads)["bandwidth"]

@@ -64,6 +64,12 @@ ENGINE: dict[str, Any] = {
         int | None,
         typer.Option(help="Tokens, prompt and answer, to reserve key/value memory for.", show_default=False),
     ],
+    "decoder": Annotated[
+        str,
+        typer.Option(
+            help="auto: tiermoe's own decoder where it has one for the family; generic: transformers' modelling code."
+        ),
+    ],
     "preset": Annotated[str, typer.Option(help="A named composition; `tiermoe presets` lists them.")],
     "set": Set,
     "lanes": Annotated[
@@ -114,7 +120,10 @@ def engine_options(only: Sequence[str] = (), without: Sequence[str] = ()) -> Cal
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
-        def expanded(**values: Any) -> None:
+        def expanded(**named: Any) -> None:
+            bound = signature.bind(**named)
+            bound.apply_defaults()
+            values = bound.arguments
             options = {name: values.pop(_parameter(name)) for name in names}
             if "set" in options:
                 options["set"] = changes(options["set"])
@@ -127,8 +136,9 @@ def engine_options(only: Sequence[str] = (), without: Sequence[str] = ()) -> Cal
                 parameters += [_option(each) for each in names]
             else:
                 parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
+        signature = inspect.Signature(parameters)
         # what typer reads
-        expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        expanded.__signature__ = signature  # type: ignore[attr-defined]
         expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return expanded
 

@@ -257,6 +257,7 @@ class Engine:
 
     def _attach(self, model: Any) -> None:
         self._shells = [module for module in model.modules() if is_shell(module)]
+        self._layers: list[Any] = []
         decoder = self._own_decoder(model)
         whole = self.composition.prefetch == "percentile" or self.composition.precision == "popularity"
         self.forecaster = Forecaster(self._routers(model, decoder), whole, self._stacked_layers())
@@ -268,7 +269,9 @@ class Engine:
         renormalise = self._family.renormalises(model.config)
         for index, shell in enumerate(self._shells):
             formats = {bits: packed.formats[index] for bits, packed in self._packed.items()}
-            shell.run_experts = self._unit.experts(index, shell, formats, self.current, self._views_of, renormalise)
+            layer = self._unit.experts(index, shell, formats, self.current, self._views_of, renormalise)
+            self._layers.append(layer)
+            shell.run_experts = layer
         if self.scheduler.settles:
             self.controller.tell_warmed(self._has_come)
         self._hooks = self.current.follow_both(model) if self._family.encoder_decoder else []
@@ -301,7 +304,7 @@ class Engine:
         ]
 
     def _has_come(self, key: ExpertKey, slot: int) -> None:
-        self._shells[key.layer].run_experts.has_come(key.expert, key.bits, slot)
+        self._layers[key.layer].has_come(key.expert, key.bits, slot)
 
     def _stacked_layers(self) -> int:
         """Layers whose routers are evaluated in one product."""

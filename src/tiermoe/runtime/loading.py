@@ -11,15 +11,16 @@ from transformers.utils import logging
 
 from tiermoe.errors import ModelError
 from tiermoe.kernels import machine_layout
+from tiermoe.model.face import face_class
 from tiermoe.runtime import footprint
 from tiermoe.runtime.blueprint import Blueprint
-from tiermoe.runtime.dense import attach_dense
+from tiermoe.runtime.dense import attach_dense, recipe_key
 from tiermoe.runtime.embedding import embedding_key, leave_on_disk
 from tiermoe.runtime.experts import register
 from tiermoe.runtime.needs import Need, Phase
 from tiermoe.runtime.shells import IMPLEMENTATION, experts_left_out
 from tiermoe.store.checkpoint import Checkpoint
-from tiermoe.store.store import Store, dense_key
+from tiermoe.store.store import Store
 from tiermoe.tiers.reader import ExtentReader
 
 _CONVERTED = 16 << 20  # bytes of a tensor that are there in two dtypes at a time
@@ -32,7 +33,7 @@ def load_dense(
     """A model on `device` with its dense weights and no experts. Weights that are packed, or left on disk, are never
     read at 16 bits."""
     register()
-    key = dense_key(dense_bits, machine_layout(device))
+    key = recipe_key(blueprint, dense_bits, machine_layout(device))
     packed = set(store.dense[key]["layers"]) if dense_bits < 16 else set()
     replaced = {blueprint.experts.direct_key(f"{name}.weight") for name in packed}
     if embedding_on_disk:
@@ -44,7 +45,7 @@ def load_dense(
     }
     config = _config_for_loading(blueprint)
     with experts_left_out(blueprint.family, config), footprint.without_meta_references(), _quiet_loading():
-        model, info = type(blueprint.skeleton).from_pretrained(
+        model, info = face_class(type(blueprint.skeleton)).from_pretrained(
             None,
             config=config,
             state_dict=state,
@@ -59,7 +60,7 @@ def load_dense(
             f"download it again"
         )
     blueprint.checkpoint.close()
-    _load_generation_config(model, blueprint)
+    _take_from_directory(model, blueprint)
     if packed:
         attach_dense(model, store, key, ExtentReader(), device)
     if embedding_on_disk:
@@ -162,10 +163,10 @@ def _quiet_loading() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _load_generation_config(model: Any, blueprint: Blueprint) -> None:
-    """transformers reads generation settings from a directory, which a state dict does not have."""
-    from transformers import GenerationConfig
-
-    if (blueprint.directory / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(blueprint.directory)
+def _take_from_directory(model: Any, blueprint: Blueprint) -> None:
+    """What transformers takes from a model's directory, which a state dict does not have: its path and its generation
+    settings."""
+    generation_config = blueprint.generation_config()
+    if generation_config is not None:
+        model.generation_config = generation_config
     model.name_or_path = model.config.name_or_path = str(blueprint.directory)

@@ -55,18 +55,18 @@ class CurrentPass:
         """Hooks that begin passes of an encoder and of the decoder behind it, which `generate()` calls apart; returns
         their handles."""
         return [
-            model.get_encoder().register_forward_pre_hook(self._before_encoder, with_kwargs=True),
-            model.get_decoder().register_forward_pre_hook(self._before_decoder, with_kwargs=True),
+            model.get_encoder().register_forward_pre_hook(self.before_encoder, with_kwargs=True),
+            model.get_decoder().register_forward_pre_hook(self.before_decoder, with_kwargs=True),
         ]
 
-    def _before_encoder(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def before_encoder(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Another request begins, and its prompt is read at once."""
         ids, rows, length = given_tokens(arguments, named)
         self.scheduler.new_sequence()
         self._encoded = True
         self._begin("prefill", _listed(ids), rows * length, 0)
 
-    def _before_decoder(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def before_decoder(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """The first token of a decoder behind an encoder is a generated one too."""
         ids, rows, length = given_tokens(arguments, named)
         if past_tokens(named) == 0 and not self._encoded:

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tiermoe.runtime.one_token import take_over
-from tiermoe.runtime.one_token.router import one_token_router
 from transformers import DynamicCache
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeModel, Qwen3MoeTopKRouter
 
@@ -13,7 +11,13 @@ from benchmarks.kernels.weights import Turns, copy, nbytes, packed, random
 from benchmarks.rounds import rates, ratios, timed
 from tiermoe.kernels import linear_for
 from tiermoe.kernels.native.attention import PackedMatrix
-from tiermoe.runtime.dense import PackedLinear
+from tiermoe.kernels.native.few_tokens_attention import FewTokensAttention, Slabs, Step
+from tiermoe.model.attention import GroupedAttention
+from tiermoe.model.few_tokens import few_tokens_form
+from tiermoe.model.linear import PackedLinear
+from tiermoe.model.norms import RootMeanSquare
+from tiermoe.model.rotary import turn_halves
+from tiermoe.model.routers import Router, RouterRule
 
 OURS, THEIRS = "one token", "transformers"
 _ROUTERS = 64
@@ -50,34 +54,65 @@ def attention(hidden: int, heads: int, kv_heads: int, head: int, past: int, memo
         "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_dim": head, "past": past,
         "packed_bytes": each, "layers": len(model.layers), "all_bytes": each * len(model.layers),
     }  # fmt: skip
-    taken = take_over(model)
-    if not any(getattr(layer.forward, "detach", None) for layer in model.layers):
+    ours = [_kernel(layer) for layer in model.layers]
+    if None in ours:
         return {**about, "skipped": "this machine or build lacks the kernel of one token's attention"}
-    for each_taken in taken:
-        each_taken.detach()
-    calls = {OURS: _pass(model, past, taken), THEIRS: _pass(model, past, [])}
-    seconds = timed(calls, rounds)
+    seconds = timed({OURS: _kernels(ours, config, past), THEIRS: _forwards(model, past)}, rounds)
     return {**about, **_microseconds(seconds, len(model.layers))}
 
 
-def _pass(model: Any, past: int, taken: list[Any]) -> Callable[[], None]:
-    """One token through all layers, with the forwards that were taken over in their place."""
+def _kernel(layer: Any) -> FewTokensAttention | None:
+    """A decoder layer's attention half in one native call."""
+    attention = layer.self_attn
+    before, after, query, key = (
+        RootMeanSquare(norm.weight, norm.variance_epsilon)
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm)
+    )
+    columns = attention.head_dim
+    blocks = GroupedAttention(
+        attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
+        attention.q_proj.out_features // columns, attention.k_proj.out_features // columns, columns,
+        attention.scaling, turn_halves, query, key,
+    )  # fmt: skip
+    return few_tokens_form(before, blocks, after, columns, 1.0)
+
+
+def _position(head: int) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.arange(head // 2).repeat(2)[None].float()
+    return angles.cos().bfloat16(), angles.sin().bfloat16()
+
+
+def _kernels(layers: list[Any], config: Any, past: int) -> Callable[[], None]:
+    """One token through all layers' kernels."""
+    head, kv_heads = config.head_dim, config.num_key_value_heads
+    slabs = []
+    for index in range(len(layers)):
+        keys = random(kv_heads * (past + 1), head, index).view(1, kv_heads, past + 1, head)
+        slabs.append(Slabs(keys, keys.clone()))
+    step = Step(torch.zeros(1, dtype=torch.int64), torch.tensor([past]), *_position(head))
+    x = random(1, config.hidden_size, 1)
+
+    def run() -> None:
+        for layer, held in zip(layers, slabs, strict=True):
+            layer(x, step, held)
+
+    return run
+
+
+def _forwards(model: Any, past: int) -> Callable[[], None]:
+    """One token through all layers' own forwards, whose cache is put back each time."""
     cache, head = DynamicCache(), model.config.head_dim
     for index in range(len(model.layers)):
         keys = random(model.config.num_key_value_heads * past, head, index).view(1, -1, past, head)
         cache.update(keys, keys.clone(), index)
     x = random(1, model.config.hidden_size, 1)[None]
-    angles = torch.arange(head // 2).repeat(2)[None, None].float()
-    position = angles.cos().bfloat16(), angles.sin().bfloat16()
+    cos, sin = _position(head)
 
     @torch.no_grad()
     def run() -> None:
-        for each in taken:
-            each.attach()
         for layer in model.layers:
-            layer(x, position_embeddings=position, attention_mask=None, past_key_values=cache)
-        for each in taken:
-            each.detach()
+            layer(x, position_embeddings=(cos[None], sin[None]), attention_mask=None, past_key_values=cache)
+        cache.crop(-1)
 
     return run
 
@@ -91,8 +126,9 @@ def router(hidden: int, experts: int, top_k: int, rounds: int) -> dict[str, Any]
         made.weight.copy_(random(experts, hidden, seed) * hidden**-0.5)
         routers.append(made)
     about = {"hidden": hidden, "experts": experts, "top_k": top_k, "routers": _ROUTERS}
-    fast = [one_token_router(each) for each in routers]
-    if None in fast:
+    rule = RouterRule(top_k, normalise=routers[0].norm_topk_prob)
+    fast = [Router(each.weight, rule) for each in routers]
+    if any(each.native is None for each in fast):
         return {**about, "skipped": "this machine or build lacks the kernel of one token's router"}
     x = random(1, hidden, 1)
     seconds = timed({OURS: _over(Turns(fast), x), THEIRS: _over(Turns(routers), x)}, rounds)
