@@ -1,9 +1,9 @@
 """What bounds the decoding speed of a run, from the routing that it had and what the machine was measured to do.
 
 A pass reads the weights that it uses from memory and the experts that are missing from the drive, at the same time:
-it takes at least max(weight bytes / memory bandwidth, bytes missed / drive bandwidth) (DESIGN, section 8). With the
-misses that Belady's choice has in as many slots this is a bound that no cache without foresight reaches; with the run's
-own misses it says what overlap and kernels leave undone. Key/value memory and activations are left out.
+it takes at least max(weight bytes / memory bandwidth, bytes missed / drive bandwidth): docs/architecture.md, "Bounds".
+With the misses that Belady's choice has in as many slots this is a bound that no cache without foresight reaches; with
+the run's own misses it says what overlap and kernels leave undone. Key/value memory and activations are left out.
 """
 
 from __future__ import annotations

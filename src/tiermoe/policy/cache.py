@@ -12,7 +12,7 @@ class ExpertCache:
     """`slots` equal slots, numbered from `first`, under one eviction policy.
 
     A key is absent, in flight (it owns a slot that is being filled) or resident. A pinned key and a key in flight are
-    never victims (DESIGN, invariant 3).
+    never victims: a layer may compute from the slot, or a lane may write into it.
     """
 
     def __init__(self, slots: int, eviction: Eviction, first: int = 0) -> None:

@@ -1,7 +1,8 @@
 """Buffers that are used again, so that decoding a matrix allocates nothing.
 
 Fresh memory of megabytes costs more than the arithmetic on it: the system maps and clears it page by page. Prefill of
-the widened reference model took 5.5 s for 512 tokens with fresh temporaries, 2.4 s without (docs/performance.md).
+the widened reference model took 5.5 s for 512 tokens with fresh temporaries, 2.4 s without
+(docs/notebook/native-kernels.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one chunk of tokens needs beside weights and cache. Checked against measured peaks (docs/performance.md)."""
+"""What one chunk of tokens needs beside weights and cache. Checked against measured peaks (docs/results.md)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What the process itself holds besides the model: measured, kept small, and given back.
 
 `prepare` before torch and transformers are imported, `without_meta_references` around the construction of a
-model, `settle` after imports and after loading. The numbers behind each are in docs/performance.md. On
-systems other than Linux with glibc, `prepare` postpones imports and the rest does nothing.
+model, `settle` after imports and after loading. The numbers behind each are in docs/notebook/process-memory.md.
+On systems other than Linux with glibc, `prepare` postpones imports and the rest does nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def import_libraries() -> None:
 def _fix_mmap_threshold() -> None:
     """Keeps glibc from raising the size from which an allocation has a mapping of its own. It would rise to that of
     the largest activation freed, and then a prefill's activations come from a heap that fragments and keeps up to
-    60 MiB, a different number in every run: no plan could bound that (docs/performance.md)."""
+    60 MiB, a different number in every run: no plan could bound that (docs/notebook/process-memory.md)."""
     if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
 

@@ -52,7 +52,7 @@ class Phase:
 
     def bound_tok_s(self, bandwidth: float) -> float:
         """Tokens per second that could have been reached: tokens / max(compute time, bytes / `bandwidth` of the link in
-        bytes per second) (DESIGN, section 8)."""
+        bytes per second): docs/architecture.md, "Bounds"."""
         link_s = self.bytes_read / bandwidth if bandwidth else 0.0
         bound_s = max(self.seconds - self.wait_s, link_s)
         return self.tokens / bound_s if bound_s > 0 else 0.0

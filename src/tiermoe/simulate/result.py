@@ -59,7 +59,7 @@ class Result:
     `hit_rate`: of the experts that the router asked for in decode and that were not skipped, the share already there
     (of the prompt's in `prefill_hit_rate`; of these where nothing is decoded). `belady_hit_rate`: the best in one pool
     of equal units of the same bytes without prefetch. `bound_tok_s`: decode tokens / max(compute time, bytes read /
-    bandwidth); `belady_bound_tok_s`: with the bytes that Belady's choice would miss (DESIGN, section 8).
+    bandwidth); `belady_bound_tok_s`: with the bytes that Belady's choice would miss (docs/architecture.md, "Bounds").
     `bytes_per_token`: read while decoding, per token kept. `slots`: 'bits' of copies → slots. Counts are over the whole
     trace; those of discarded passes (MoBiLE) are apart. `prefetching`: what speculate=measured has decided by the
     replay's clock; empty where it has not. `phases`: what each phase cost.

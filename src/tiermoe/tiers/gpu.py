@@ -65,7 +65,7 @@ class GpuLink:
     `device` slots. bytes_of: bytes of an expert in its slot.
 
     An expert that is still in main memory is not read again; main memory evicts the expert that was copied
-    longest ago, never one that is being read, copied or borrowed (DESIGN, invariant 3). `wait_s` adds up the time
+    longest ago, never one that is being read, copied or borrowed, whose slot is in use. `wait_s` adds up the time
     that the caller spent in `wait`, which does not wait for copies; `host_hits` and `host_misses` count what was
     found in main memory, to be copied or borrowed, and what was not.
     """

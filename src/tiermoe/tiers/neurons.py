@@ -24,7 +24,8 @@ from tiermoe.types import ExpertKey, Extent, Segment
 
 DISK_GAP_BYTES = 128 << 10
 """The gap for drives. Reading through it takes no longer than another read: with 45 % of the neurons active at random,
-smaller gaps took 1.5 to 4 times as long on an NVMe drive, whatever they saved in bytes (docs/performance.md)."""
+smaller gaps took 1.5 to 4 times as long on an NVMe drive, whatever they saved in bytes
+(docs/notebook/reading-neurons.md)."""
 
 ActiveOf = Callable[[ExpertKey, torch.Tensor, dict[str, PartViews]], torch.Tensor]
 """(expert, hidden state (1, H), views of its slot) → which neurons are active, bool (I,)."""
