@@ -229,7 +229,7 @@ def test_a_matrix_in_a_weight_format() -> None:
 def test_a_weight_format_in_the_engine(tmp_path: Path) -> None:
     """Packed, read into slots and computed, against the plain model with the weights that 6 bits stand for."""
     directory = tiny.write(tmp_path, "qwen3_moe", torch.float32)
-    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=6, cache="40%", lanes=1)
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=6, dense_bits=16, cache="40%", lanes=1)
     plain = oracle(directory, "qwen3_moe", torch.float32)
     ids = tokens(2, 9)
     assert not close(logits(ours, "qwen3_moe", ids), logits(plain, "qwen3_moe", ids))

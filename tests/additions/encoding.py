@@ -24,6 +24,9 @@ class Int6(SameInSlot):
     def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
         return Field("codes", torch.uint8, (out, in_ * 3 // 4)), Field("scale", dtype, (out,))
 
+    def rows_apart(self, columns: int, quantizer: Quantizer) -> int | None:
+        return 1
+
     def encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> dict[str, Tensor]:
         scale = LinearQuantizer.row_scale(weight, self.bits).to(dtype)
         a, b, c, d = nearest_codes(weight, scale, -32 * scale, 0, 63, torch.uint8).unflatten(1, (-1, 4)).unbind(-1)
