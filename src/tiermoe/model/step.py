@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from tiermoe.batch import Batch, Row
-from tiermoe.kernels.native.few_tokens_attention import MOST_TOKENS
 from tiermoe.kernels.native.few_tokens_attention import Step as NativeStep
 from tiermoe.model.kv_cache import KVCache
 from tiermoe.model.rotary import Rotary
 from tiermoe.native import available
+from tiermoe.types import FEW_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Step:
     the attention kernel is told of few tokens."""
 
     def __init__(self, batch: Batch, cache: KVCache, rotary: Rotary) -> None:
-        self.batch, self.cache = batch, cache
+        self.cache = cache
         self.spans: list[Span] = []
         for row in batch.rows:
             begin = self.spans[-1].end if self.spans else 0
@@ -38,7 +38,7 @@ class Step:
         self.slabs = torch.tensor(batch.slabs)
         longest = max(row.end for row in batch.rows)
         self.cos, self.sin = rotary.at(self.positions, longest)
-        self.native = self._native() if len(batch.tokens) <= MOST_TOKENS else None
+        self.native = self._native() if len(batch.tokens) <= FEW_TOKENS else None
 
     @property
     def tokens(self) -> int:

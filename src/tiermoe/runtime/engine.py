@@ -209,7 +209,7 @@ class Engine:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise TiermoeError("this model's expert engine was closed; load the model again")
+            _closed()
 
     def _extent_of(self, key: ExpertKey) -> Extent:
         return self._packed[key.bits].extents[key.layer][key.expert]

@@ -47,7 +47,7 @@ class AnyDecoder(Protocol):
 
 class Steps:
     """A decoder over its experts. chunk: tokens of a prompt that run at once. context: tokens that a sequence has room
-    for unless more are asked for. face: transformers' protocol in front of it, where the decoder is one of ours."""
+    for unless more are asked for."""
 
     def __init__(
         self,
@@ -71,36 +71,27 @@ class Steps:
     def step(self, batch: Batch, cache: Any, every: bool = False) -> Tensor:
         """Runs a batch and returns the logits (rows, vocabulary) of each row's last token, or of every token of all
         rows (T, vocabulary). Prompts run in chunks."""
-        if self._at_once(batch):
+        if len(batch.rows) > 1 and self._by_rows(batch):
+            return torch.cat([self.step(Batch((row,)), cache, every) for row in batch.rows])
+        if self._one_by_one(batch.rows[0]):
+            return self._singly(batch.rows[0], cache, every)
+        if max(len(row.tokens) for row in batch.rows) <= self.chunk:
             return self._pass(batch, cache, every)
-        parts = [self._alone(row, cache, every) for row in batch.rows] if self._by_rows(batch) else None
-        if parts is not None:
-            return torch.cat(parts)
         return self._in_chunks(batch, cache, every)
-
-    def _at_once(self, batch: Batch) -> bool:
-        longest = max(len(row.tokens) for row in batch.rows)
-        return longest <= self.chunk and not self._by_rows(batch) and not self._one_by_one(batch.rows[0])
 
     def _by_rows(self, batch: Batch) -> bool:
         """Whether rows run one after the other: the decoder takes one at a time, or has to verify tokens singly."""
-        if len(batch.rows) == 1:
-            return False
         return not self.decoder.rows_together or any(self._one_by_one(row) for row in batch.rows)
 
     def _one_by_one(self, row: Row) -> bool:
         return row.kind is Kind.VERIFY and len(row.tokens) > 1 and not self.decoder.verifies
 
-    def _alone(self, row: Row, cache: Any, every: bool) -> Tensor:
-        if not self._one_by_one(row):
-            return self.step(Batch((row,)), cache, every)
+    def _singly(self, row: Row, cache: Any, every: bool) -> Tensor:
         tokens = [Row(row.slab, row.first + i, (token,), row.kind) for i, token in enumerate(row.tokens)]
         logits = [self._pass(Batch((token,)), cache, every) for token in tokens]
         return torch.cat(logits) if every else logits[-1]
 
     def _in_chunks(self, batch: Batch, cache: Any, every: bool) -> Tensor:
-        if self._one_by_one(batch.rows[0]):
-            return self._alone(batch.rows[0], cache, every)
         found: dict[int, list[Tensor]] = {row.slab: [] for row in batch.rows}
         for chunk in batch.chunks(self.chunk):
             logits = self._pass(chunk, cache, every)

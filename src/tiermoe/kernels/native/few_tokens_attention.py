@@ -14,8 +14,7 @@ from torch import Tensor
 from tiermoe.kernels.native.attention import GroupedAttention, LatentAttention, address, pack_layer, plain
 from tiermoe.native import _native
 from tiermoe.quant.scratch import scratch
-
-MOST_TOKENS = 64  # of a step
+from tiermoe.types import FEW_TOKENS
 
 
 class Slabs:
@@ -50,8 +49,8 @@ class Step:
         whole = [slabs, positions] if first is None else [slabs, positions, first]
         if any(each.dtype != torch.int64 or each.shape != (self.tokens,) or not each.is_contiguous() for each in whole):
             raise ValueError(f"slabs, positions and first must be contiguous int64 ({self.tokens})")
-        if not 0 < self.tokens <= MOST_TOKENS:
-            raise ValueError(f"{self.tokens} tokens in a step: 1 to {MOST_TOKENS}")
+        if not 0 < self.tokens <= FEW_TOKENS:
+            raise ValueError(f"{self.tokens} tokens in a step: 1 to {FEW_TOKENS}")
         if any(not plain(each) or each.ndim != 2 or len(each) != self.tokens for each in (cos, sin)):
             raise ValueError(f"cos and sin must be contiguous bfloat16 ({self.tokens}, rotary columns)")
         if cos.shape != sin.shape:
