@@ -39,8 +39,11 @@ class Rig:
         self.gpu.finish()
         assert self.gpu.violations == []
         self.link.close()
-        assert not self.link._cache._in_flight
-        assert len(self.link._cache._pins) == len({c.key for c in self.link._copies})
+        host = self.link.host
+        with host._changed:
+            host._unpin_copied()
+        assert not host._cache._in_flight
+        assert not host._cache._pins
 
 
 def key(layer: int, expert: int) -> ExpertKey:

@@ -25,6 +25,7 @@ from tiny import oracle, write
 
 GIB = 1 << 30
 
+
 def results(loaded: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of two prompts, and of every token that follows one of them."""
     ids = tokens(1, 6, seed=4)
@@ -60,10 +61,10 @@ def test_every_expert_is_read_once_where_main_memory_holds_all(
     loaded, gpu = on_fake_gpu(gpu_model, 24, cache="15%", preset="lru", warm=False)
     results(loaded)
     link, stats = loaded.tiermoe.link, loaded.tiermoe.stats()
-    assert stats["expert_misses"] == len(gpu.asked) == link.host_hits + link.host_misses
-    assert link.host_misses <= loaded.tiermoe.plan.all_slots == 24 < link.host_hits
+    assert stats["expert_misses"] == len(gpu.asked) == link.host.hits + link.host.misses
+    assert link.host.misses <= loaded.tiermoe.plan.all_slots == 24 < link.host.hits
     assert link.bytes_copied == len(gpu.asked) * loaded.tiermoe.plan.slot_bytes
-    assert link.bytes_read == link.host_misses * loaded.tiermoe.plan.slot_bytes
+    assert link.bytes_read == link.host.misses * loaded.tiermoe.plan.slot_bytes
 
 
 @pytest.mark.parametrize(("bits", "kind"), [(4, "int4/rowmajor/"), (2, "int2/rowmajor/")])

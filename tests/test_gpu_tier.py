@@ -24,9 +24,9 @@ def test_every_computation_sees_its_expert(seed: int, device_slots: int, host_sl
     one = Rig(device_slots, host_slots, lanes, seed)
     loads = within(20, lambda: walk(one, seed))
     within(20, one.end)
-    assert one.link.host_hits + one.link.host_misses == loads
+    assert one.link.host.hits + one.link.host.misses == loads
     assert one.link.bytes_copied == loads * BYTES
-    assert one.link.bytes_read == one.link.host_misses * BYTES
+    assert one.link.bytes_read == one.link.host.misses * BYTES
 
 
 def test_main_memory_is_a_second_cache(rig: Callable[..., Rig]) -> None:
@@ -34,8 +34,8 @@ def test_main_memory_is_a_second_cache(rig: Callable[..., Rig]) -> None:
     for turn in range(3):
         for layer in range(LAYERS):
             within(10, lambda layer=layer: one.layer(layer, [0, 1, 2]))
-        assert one.link.host_misses == LAYERS * 3
-        assert one.link.host_hits == turn * LAYERS * 3
+        assert one.link.host.misses == LAYERS * 3
+        assert one.link.host.hits == turn * LAYERS * 3
     assert set(one.disk.reads.values()) == {1}
 
 

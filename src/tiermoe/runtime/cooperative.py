@@ -20,7 +20,7 @@ OnCpu = Callable[[int, int, torch.Tensor], "Future[torch.Tensor]"]
 
 
 class Lender(Protocol):
-    """Holds experts in main memory (`tiers.gpu.GpuLink`)."""
+    """Holds experts in main memory (`tiers.host_cache.HostCache`)."""
 
     def borrow(self, key: ExpertKey) -> torch.Tensor: ...
 

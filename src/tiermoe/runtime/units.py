@@ -69,7 +69,7 @@ class WholeExperts:
         """Tells which link fills the slots."""
         if self._on_cpu:
             assert isinstance(link, GpuLink)
-            self._helper, self._link = CpuHelper(link), link
+            self._helper, self._link = CpuHelper(link.host), link
 
     def experts(
         self,

@@ -69,6 +69,6 @@ def _gpu_stats(device: str, link: GpuLink) -> dict[str, int | str]:
         "device": device,
         "peak_gpu_memory_bytes": peak_memory(device),
         "bytes_copied": link.bytes_copied,
-        "host_hits": link.host_hits,
-        "host_misses": link.host_misses,
+        "host_hits": link.host.hits,
+        "host_misses": link.host.misses,
     }
