@@ -18,6 +18,7 @@ from tiermoe.cli.pack import pack
 from tiermoe.cli.plan import plan
 from tiermoe.cli.presets import presets
 from tiermoe.cli.run import run
+from tiermoe.cli.serve import serve
 from tiermoe.cli.show import show
 from tiermoe.cli.simulate import simulate
 from tiermoe.cli.trace import trace
@@ -45,7 +46,7 @@ def _root(
     """Run Mixture-of-Experts language models larger than the memory they run in, exactly."""
 
 
-for command in (run, chat, pack, plan, show, presets, calibrate, compare, bench, trace, simulate):
+for command in (run, chat, serve, pack, plan, show, presets, calibrate, compare, bench, trace, simulate):
     app.command()(command)
 app.command("eval")(evaluate)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -25,15 +26,19 @@ class Sampler:
         else:
             self._random.manual_seed(sampling.seed)
 
-    def choose(self, logits: Tensor, before: Sequence[int] = ()) -> int:
+    def choose(self, logits: Tensor, before: Sequence[int] = (), answered: int = 0) -> int:
         """logits (vocabulary) → a token. Temperature 0: the likeliest, of equal ones the first. before: the tokens that
-        were there already."""
+        were there already, of which the last `answered` are the answer's."""
         sampling = self._sampling
         if self._penalty != 1 and before:
             logits = self._penalised(logits, before)
+        if sampling.logit_bias or sampling.presence_penalty or sampling.frequency_penalty:
+            logits = self._biased(logits, before[len(before) - answered :])
         if sampling.temperature == 0:
             return int(logits.argmax())
         probabilities = torch.softmax(logits.float() / sampling.temperature, dim=-1)
+        if sampling.min_p:
+            probabilities[probabilities < sampling.min_p * probabilities.max()] = 0
         if sampling.top_k or sampling.top_p < 1:
             kept, tokens = self._nucleus(probabilities)
             return int(tokens[self._drawn(kept)])
@@ -44,6 +49,16 @@ class Sampler:
         there = torch.tensor(sorted(set(before)))
         values = logits[there]
         logits[there] = torch.where(values < 0, values * self._penalty, values / self._penalty)
+        return logits
+
+    def _biased(self, logits: Tensor, answer: Sequence[int]) -> Tensor:
+        added = {token: float(bias) for token, bias in self._sampling.logit_bias.items()}
+        for token, times in Counter(answer).items():
+            taken = self._sampling.presence_penalty + times * self._sampling.frequency_penalty
+            added[token] = added.get(token, 0.0) - taken
+        logits = logits.float().clone()
+        if added:
+            logits[torch.tensor(list(added))] += torch.tensor(list(added.values()))
         return logits
 
     def _nucleus(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,3 +80,11 @@ class Sampler:
         sums = weights.cumsum(0)
         at = torch.rand((), generator=self._random) * sums[-1]
         return min(int(torch.searchsorted(sums, at, right=True)), weights.numel() - 1)
+
+
+def log_probabilities(logits: Tensor, token: int, most: int) -> tuple[float, list[tuple[int, float]]]:
+    """Of logits (vocabulary), as the model gives them: the token's log probability, and those of the `most` likeliest
+    tokens, falling."""
+    logs = torch.log_softmax(logits.float(), dim=-1)
+    values, tokens = logs.topk(most)
+    return float(logs[token]), list(zip(tokens.tolist(), values.tolist(), strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tiermoe.errors import ConfigError
@@ -12,14 +12,20 @@ from tiermoe.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen. temperature 0 is greedy; top_p, top_k (0: all tokens) and seed matter above it. Ends of an
-    answer and penalties for repetition are those of the model's generation_config.json."""
+    """How tokens are chosen. temperature 0 is greedy; top_p, top_k (0: all tokens), min_p (share of the likeliest
+    token's probability that a token must have) and seed matter above it. presence_penalty is taken from the logits of
+    tokens that the answer has, frequency_penalty once for each time; logit_bias is added to a token's logit. Ends of an
+    answer and the penalty for repetition are those of the model's generation_config.json."""
 
     max_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -30,6 +36,11 @@ class Sampling:
             raise ConfigError(f"top-p must be above 0 and at most 1, got {self.top_p}")
         if self.top_k < 0:
             raise ConfigError(f"top-k must be 0 (all tokens) or more, got {self.top_k}")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min-p must be from 0 to 1, got {self.min_p}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise ConfigError(f"{name.replace('_', '-')} must be from -2 to 2, got {getattr(self, name)}")
 
 
 def sampling_for(config: Any, named: Mapping[str, Any], otherwise: Sampling) -> Sampling:

@@ -1,0 +1,110 @@
+"""`tiermoe serve`: a model behind an OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tiermoe.cli import options as opt
+from tiermoe.cli.output import note
+from tiermoe.cli.session import choose_sampling, make_sampling, open_session
+from tiermoe.errors import ConfigError
+
+GRACE_S = 30  # for answers under way when the server ends
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+@opt.engine_options()
+def serve(
+    model: opt.Model,
+    options: dict[str, Any],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="What clients must name. Default: nothing.", envvar="TIERMOE_API_KEY", show_default=False),
+    ] = None,
+    max_batch: Annotated[int, typer.Option(help="Requests that run at once.", min=1, max=64)] = 8,
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait.", min=1)] = 64,
+    name: Annotated[
+        str | None, typer.Option(help="What the model is called. Default: as named here.", show_default=False)
+    ] = None,
+) -> None:
+    """Serve a model to OpenAI's clients, several requests at once.
+
+    Memory for the keys and values of so many requests is part of --memory; --context is each one's most tokens."""
+    if api_key is not None and not api_key.strip():
+        raise ConfigError("the API key is empty; name one, or leave --api-key out")
+    _need_libraries()
+    listener = _listen(host, port)
+    if api_key is None and host not in _LOCAL:
+        note(f"note: anybody who reaches {host}:{port} can use this model; --api-key asks for a key")
+    chosen: dict[str, Any] = {}
+
+    def context_for(_: Any, blueprint: Any) -> None:
+        if blueprint.family.encoder_decoder:
+            raise ConfigError(f"{model} is an encoder–decoder model, which serve does not answer with; use tiermoe run")
+        chosen["sampling"] = choose_sampling(blueprint, {}, make_sampling(temperature=1.0))
+
+    session = open_session(model, {**options, "batch": max_batch}, context_for)
+    _run(session, listener, name or (Path(model).name if Path(model).exists() else model), api_key, max_queue, chosen)
+
+
+def _run(
+    session: Any, listener: socket.socket, name: str, key: str | None, max_queue: int, chosen: dict[str, Any]
+) -> None:
+    import uvicorn
+
+    from tiermoe.runtime.sequence import end_tokens
+    from tiermoe.serve.app import Served, create_app
+    from tiermoe.serve.batcher import Batcher
+    from tiermoe.serve.metrics import Metrics
+    from tiermoe.serve.worker import Worker
+
+    engine, config = session.model.tiermoe, session.model.generation_config
+    batcher = Batcher(
+        engine, session.tokenizer, end_tokens(config), engine.settings.batch,
+        getattr(config, "repetition_penalty", None),
+    )  # fmt: skip
+    metrics = Metrics(engine, batcher)
+    worker = Worker(batcher, max_queue, metrics.ended)
+    app = create_app(
+        Served(name, session.tokenizer, worker, metrics, engine, chosen["sampling"], int(time.time())), key
+    )
+    host, port = listener.getsockname()[:2]
+    note(f"{name} at http://{host}:{port}/v1; Ctrl-C ends the server")
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_S))
+    try:
+        server.run(sockets=[listener])
+    finally:
+        worker.close(GRACE_S)
+        engine.close()
+
+
+def _need_libraries() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import sse_starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"serving needs {error.name}: pip install 'tiermoe[serve]'") from error
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """ConfigError where the address cannot be had: before minutes of loading."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port"
+        ) from error
+    return listener

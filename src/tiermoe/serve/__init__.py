@@ -1,0 +1,1 @@
+"""A model behind HTTP: requests that join and leave a running batch, and the dialects that clients speak."""

@@ -1,0 +1,268 @@
+"""Continuous batching: requests join and leave a running batch at any step.
+
+A step is one call of the engine: a chunk of one prompt, or a token of every answer, by turns where there are both. So a
+long prompt delays the others by a chunk, and no request's tokens depend on what else runs: prompts never share a call,
+and tokens that are generated together have the bits that each has alone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from torch import Tensor
+
+from tiermoe.batch import Batch, decode, prompt
+from tiermoe.errors import PromptError
+from tiermoe.runtime.sampler import Sampler, log_probabilities
+from tiermoe.runtime.sampling import Sampling
+from tiermoe.runtime.sequence import shared
+from tiermoe.serve.detokenize import Detokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be answered: token ids of the prompt, how tokens are chosen (`sampling.max_tokens` at most), strings
+    that end the answer. logprobs: of so many of the likeliest tokens at each place; None: none are told."""
+
+    ids: list[int]
+    sampling: Sampling
+    stops: tuple[str, ...] = ()
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token of an answer, its log probability, and the likeliest tokens in its place with theirs."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a step adds to an answer. finish: 'stop', 'length' or 'error' in the last piece. cached: tokens of the
+    prompt that did not have to be read."""
+
+    number: int
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: str | None = None
+    error: Exception | None = None
+    cached: int = 0
+
+
+@dataclass(slots=True)
+class _Row:
+    """A request at work. held: tokens whose keys and values lie in the slab."""
+
+    number: int
+    request: Request
+    sampler: Sampler
+    text: Detokenizer
+    slab: int = -1
+    held: list[int] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
+    cached: int = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.request.ids + self.answer
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has been done since the beginning. cached_tokens: of prompts, found in what earlier requests left."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+
+
+class Batcher:
+    """Runs up to `rows` requests at once over an engine, each of up to `context` tokens. ends: tokens that end an
+    answer. penalty: for repetition, as the model's generation config has it. Not for several threads.
+
+    The keys and values of what is finished stay in their slab until another request needs it: a request begins with the
+    longest beginning that any slab holds."""
+
+    def __init__(self, engine: Any, tokenizer: Any, ends: set[int], rows: int, penalty: float | None = None) -> None:
+        self.counts = Counts()
+        self.rows = rows
+        self.context: int = min(engine.plan.context, engine.longest_context or engine.plan.context)
+        self._engine = engine
+        self._chunk: int = engine.settings.chunk
+        self._tokenizer = tokenizer
+        self._ends = ends
+        self._penalty = penalty
+        self._cache = engine.new_cache(rows, self.context)
+        self._waiting: deque[_Row] = deque()
+        self._reading: deque[_Row] = deque()
+        self._answering: list[_Row] = []
+        self._left: OrderedDict[int, list[int]] = OrderedDict()  # slab → tokens of a finished request, oldest first
+        self._open = 0
+        self._numbers = count(1)
+        self._read_last = False
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._reading) + len(self._answering)
+
+    @property
+    def idle(self) -> bool:
+        return not (self._waiting or self.running)
+
+    def check(self, request: Request) -> None:
+        """PromptError where the prompt is empty or leaves no room for an answer."""
+        if not request.ids:
+            raise PromptError("the prompt has no tokens")
+        if len(request.ids) >= self.context:
+            raise PromptError(
+                f"the prompt has {len(request.ids):,} tokens, there is room for {self.context:,} with the answer; "
+                f"shorten it, or start the server with a larger --context"
+            )
+
+    def add(self, request: Request) -> int:
+        """Queues a request; its number is in every `Piece` of its answer. PromptError as `check` raises it."""
+        self.check(request)
+        number = next(self._numbers)
+        row = _Row(
+            number,
+            request,
+            Sampler(request.sampling, self._penalty),
+            Detokenizer(self._tokenizer, request.stops),
+        )
+        self._waiting.append(row)
+        self.counts.requests += 1
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Drops a request, whatever it is at; nothing where it is finished."""
+        for rows in (self._waiting, self._reading, self._answering):
+            for row in [each for each in rows if each.number == number]:
+                rows.remove(row)
+                if row.slab >= 0:
+                    self._leave(row)
+
+    def step(self) -> list[Piece]:
+        """Runs the engine once. An error that the engine raises ends the requests of this step, and no other."""
+        self._admit()
+        read = bool(self._reading) and not (self._read_last and self._answering)
+        self._read_last = read
+        if read:
+            return list(self._read(self._reading[0]))
+        return list(self._answer()) if self._answering else []
+
+    def _admit(self) -> None:
+        while self._waiting and self.running < self.rows:
+            row = self._waiting.popleft()
+            row.slab, row.held = self._slab_for(row.request.ids)
+            row.cached = len(row.held)
+            self.counts.cached_tokens += row.cached
+            self._reading.append(row)
+
+    def _slab_for(self, ids: list[int]) -> tuple[int, list[int]]:
+        """A slab, and the beginning of `ids` that it holds: all but the last token at most."""
+        at_work = [(row.slab, row.held) for row in (*self._reading, *self._answering)]
+        length, slab = max(
+            ((shared(tokens, ids[:-1]), slab) for slab, tokens in (*at_work, *self._left.items())), default=(0, -1)
+        )
+        free = self._open < self.rows
+        mine = slab in self._left and (not free or length == len(self._left[slab]))
+        if length and (mine or free) and (begun := self._begun(slab, length, mine)) is not None:
+            return begun, ids[:length]
+        if self._open == self.rows:
+            oldest, _ = self._left.popitem(last=False)
+            self._cache.close(oldest)
+            self._open -= 1
+        self._open += 1
+        return self._cache.open(), []
+
+    def _begun(self, slab: int, length: int, mine: bool) -> int | None:
+        """A slab with the first `length` tokens of `slab`: itself where it is `mine`, else a fork. None where a sliding
+        window cannot be wound back to them."""
+        if mine:
+            del self._left[slab]
+        else:
+            slab = self._cache.fork(slab)
+            self._open += 1
+        try:
+            self._cache.crop(slab, length)
+        except ValueError:
+            self._cache.close(slab)
+            self._open -= 1
+            return None
+        return slab
+
+    def _read(self, row: _Row) -> Iterator[Piece]:
+        """The next chunk of a prompt; after it other prompts have their turn."""
+        first = len(row.held)
+        part = row.request.ids[first : first + self._chunk]
+        try:
+            logits = self._engine.step(Batch((prompt(row.slab, part, first),)), self._cache)
+        except Exception as error:
+            yield from self._failed([row], error)
+            return
+        self.counts.steps += 1
+        self.counts.prompt_tokens += len(part)
+        row.held = row.held + part
+        self._reading.popleft()
+        if len(row.held) < len(row.request.ids):
+            self._reading.append(row)
+            return
+        self._answering.append(row)
+        yield self._chosen(row, logits[0])
+
+    def _answer(self) -> Iterator[Piece]:
+        """A token of every answer."""
+        rows = list(self._answering)
+        batch = Batch(tuple(decode(row.slab, len(row.held), row.answer[-1]) for row in rows))
+        try:
+            logits = self._engine.step(batch, self._cache)
+        except Exception as error:
+            yield from self._failed(rows, error)
+            return
+        self.counts.steps += 1
+        for row, its in zip(rows, logits, strict=True):
+            row.held.append(row.answer[-1])
+            yield self._chosen(row, its)
+
+    def _chosen(self, row: _Row, logits: Tensor) -> Piece:
+        """The next token of an answer, by the logits of the one before."""
+        request = row.request
+        told: tuple[TokenLogprob, ...] = ()
+        token = row.sampler.choose(logits, row.tokens, len(row.answer))
+        if request.logprobs is not None:
+            told = (TokenLogprob(token, *log_probabilities(logits, token, request.logprobs)),)
+        row.answer.append(token)
+        self.counts.generated_tokens += 1
+        ended = token in self._ends
+        text = "" if ended else row.text.add(token)
+        full = len(row.answer) >= request.sampling.max_tokens or len(row.tokens) >= self.context
+        finish = "stop" if ended or row.text.stopped else "length" if full else None
+        if finish is not None:
+            text += row.text.end()
+            finish = "stop" if row.text.stopped else finish
+            self._answering.remove(row)
+            self._leave(row)
+        return Piece(row.number, text, (token,), told, finish, cached=row.cached)
+
+    def _failed(self, rows: list[_Row], error: Exception) -> Iterator[Piece]:
+        for row in rows:
+            self.cancel(row.number)
+            yield Piece(row.number, finish="error", error=error, cached=row.cached)
+
+    def _leave(self, row: _Row) -> None:
+        """The row's keys and values stay until its slab is needed."""
+        self._left[row.slab] = row.held[: self._cache.length(row.slab)]

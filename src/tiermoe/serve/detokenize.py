@@ -1,0 +1,59 @@
+"""Tokens to text while they come: no character is split, and nothing that may begin a stop string is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_UNFINISHED = "\ufffd"  # what a tokenizer gives for the first bytes of a character
+
+
+class Detokenizer:
+    """The text of an answer whose tokens come one by one. stops: the answer ends before the first of them.
+    `stopped`: that has happened."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._stops = [stop for stop in stops if stop]
+        self._tokens: list[int] = []
+        self._begin = self._told = 0  # tokens from `begin` on give what tokens after `told` look like
+        self._held = ""
+
+    def add(self, token: int) -> str:
+        """The text that is certain with one more token; may be empty."""
+        self._tokens.append(token)
+        before = self._decoded(self._begin, self._told)
+        text = self._decoded(self._begin, len(self._tokens))
+        if text.endswith(_UNFINISHED) or len(text) <= len(before):
+            return ""
+        self._begin, self._told = self._told, len(self._tokens)
+        return self._past_stops(text[len(before) :])
+
+    def end(self) -> str:
+        """The rest, once no more tokens come."""
+        before = self._decoded(self._begin, self._told)
+        rest = self._past_stops(self._decoded(self._begin, len(self._tokens))[len(before) :])
+        held, self._held = self._held, ""
+        return rest + ("" if self.stopped else held)
+
+    def _decoded(self, begin: int, end: int) -> str:
+        text: str = self._tokenizer.decode(self._tokens[begin:end], skip_special_tokens=True)
+        return text
+
+    def _past_stops(self, new: str) -> str:
+        if self.stopped:
+            return ""
+        text = self._held + new
+        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        kept = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The longest end of `text` that `stop` begins with."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

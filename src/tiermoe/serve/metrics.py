@@ -1,0 +1,78 @@
+"""What a monitor asks of the server, in Prometheus' text format. Names are vLLM's where it has one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tiermoe.serve.batcher import Batcher, Piece
+from tiermoe.serve.worker import Times
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class Metrics:
+    """Counters of a server, its batch and its engine."""
+
+    def __init__(self, engine: Any, batcher: Batcher) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_State(engine, batcher))
+        self._finished = Counter(
+            "tiermoe:request_success", "Finished requests", ["finished_reason"], registry=self._registry
+        )
+        self._first = Histogram(
+            "tiermoe:time_to_first_token_seconds",
+            "From a request to its first token",
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._between = Histogram(
+            "tiermoe:inter_token_latency_seconds",
+            "Between two tokens of an answer",
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+
+    def ended(self, piece: Piece, times: Times) -> None:
+        """Notes an answer that ended."""
+        self._finished.labels(piece.finish).inc()
+        self._first.observe(times.first)
+        for seconds in times.between:
+            self._between.observe(seconds)
+
+    def text(self) -> bytes:
+        """All of them."""
+        return generate_latest(self._registry)
+
+
+class _State(Collector):
+    """What the batch and the engine count themselves, read when it is asked for."""
+
+    def __init__(self, engine: Any, batcher: Batcher) -> None:
+        self._engine = engine
+        self._batcher = batcher
+
+    def collect(self) -> Iterator[Metric]:
+        batcher, stats = self._batcher, self._engine.stats()
+        for name, text, value in (
+            ("num_requests_running", "Requests in the batch", batcher.running),
+            ("num_requests_waiting", "Requests that wait for a row", batcher.waiting),
+            ("resident_memory_peak_bytes", "Most memory the process held", stats["peak_memory_bytes"]),
+            ("memory_budget_bytes", "Bound on the process", stats["memory_budget_bytes"]),
+        ):
+            yield GaugeMetricFamily(f"tiermoe:{name}", text, value)
+        counts = batcher.counts
+        for name, text, value in (
+            ("prompt_tokens", "Tokens of prompts that were read", counts.prompt_tokens),
+            ("prompt_tokens_cached", "Tokens of prompts that earlier requests left", counts.cached_tokens),
+            ("generation_tokens", "Generated tokens", counts.generated_tokens),
+            ("expert_cache_queries", "Experts that a router asked for", stats["expert_hits"] + stats["expert_misses"]),
+            ("expert_cache_hits", "Those that were there", stats["expert_hits"]),
+            ("read_bytes", "Bytes read from the drive", stats["bytes_read"]),
+            ("expert_wait_seconds", "Time in which computing waited for experts", stats["wait_s"]),
+        ):
+            yield CounterMetricFamily(f"tiermoe:{name}", text, value)

@@ -1,0 +1,221 @@
+"""Requests that join and leave a running batch: each answer is the one it has alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tiermoe
+from tiermoe.errors import PromptError
+from tiermoe.runtime.sampling import Sampling
+from tiermoe.serve.batcher import Batcher, Piece, Request
+from tiermoe.serve.detokenize import Detokenizer
+from tiny import write
+
+NATIVE = {"hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32}
+
+
+class Letters:
+    """A tokenizer: every token is a letter; 100 and 101 are the halves of one character."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+        data = b"".join({100: b"\xc3", 101: b"\xa9"}.get(token, bytes([97 + token % 26])) for token in tokens)
+        return data.decode(errors="replace")
+
+
+@pytest.fixture(scope="module", params=["4GiB", "a few experts"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    directory = write(tmp_path_factory.mktemp("batcher"), "qwen3_moe", torch.bfloat16, **NATIVE)
+    size = {"memory": "4GiB"} if request.param == "4GiB" else {"cache": "50%"}
+    model = tiermoe.load(directory, device="cpu", lanes=1, bits=4, dense_bits=4, chunk=8, batch=4, context=96, **size)[
+        0
+    ]
+    yield model.tiermoe
+    model.tiermoe.close()
+
+
+def batcher(engine: Any, rows: int = 4, ends: set[int] | None = None) -> Batcher:
+    return Batcher(engine, Letters(), ends or set(), rows)
+
+
+def ids(count: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(3, 99), k=count)
+
+
+def request(prompt: list[int], tokens: int = 8, **sampling: Any) -> Request:
+    return Request(prompt, Sampling(max_tokens=tokens, **sampling))
+
+
+def answers(batch: Batcher, pieces: list[Piece]) -> dict[int, list[int]]:
+    while not batch.idle:
+        pieces += batch.step()
+    found: dict[int, list[int]] = {}
+    for piece in pieces:
+        found.setdefault(piece.number, []).extend(piece.tokens)
+    return found
+
+
+def alone(engine: Any, asked: Request) -> list[int]:
+    batch = batcher(engine, 1)
+    number = batch.add(asked)
+    return answers(batch, [])[number]
+
+
+def test_each_answer_is_the_one_that_the_request_has_alone(loaded: Any) -> None:
+    chance = random.Random(5)
+    asked = [
+        request(ids(chance.randint(1, 30), seed), chance.randint(1, 12), temperature=chance.choice([0, 0.9]), seed=seed)
+        for seed in range(24)
+    ]
+    batch, waiting, pieces, numbers = batcher(loaded), list(asked), [], []
+    while waiting or not batch.idle:
+        if waiting and chance.random() < 0.5:
+            numbers.append(batch.add(waiting.pop(0)))
+        pieces += batch.step()
+    found = answers(batch, pieces)
+    assert [found[number] for number in numbers] == [alone(loaded, each) for each in asked]
+    assert batch.counts.cached_tokens == 0
+
+
+def test_a_request_that_leaves_frees_its_row(loaded: Any) -> None:
+    batch = batcher(loaded, 1)
+    first, second = batch.add(request(ids(9, 1), 50)), batch.add(request(ids(9, 2), 3))
+    pieces = [*batch.step(), *batch.step(), *batch.step()]
+    batch.cancel(first)
+    found = answers(batch, pieces)
+    assert len(found[first]) == 2
+    assert found[second] == alone(loaded, request(ids(9, 2), 3))
+
+
+def test_a_prompt_waits_for_a_chunk_of_a_longer_one_at_the_most(loaded: Any) -> None:
+    batch = batcher(loaded)
+    batch.add(request(ids(80, 1), 2))
+    batch.step()
+    short = batch.add(request(ids(5, 2), 4))
+    steps = 0
+    while not any(piece.number == short for piece in batch.step()):
+        steps += 1
+    assert steps <= 2
+
+
+def test_the_next_turn_reads_its_new_tokens_alone(loaded: Any) -> None:
+    batch = batcher(loaded)
+    turn = ids(20, 1)
+    first = answers(batch, [])  # nothing
+    number = batch.add(request(turn, 6))
+    first = answers(batch, [])[number]
+    read = batch.counts.prompt_tokens
+    number = batch.add(request([*turn, *first, *ids(4, 3)], 6))
+    answers(batch, [])
+    assert batch.counts.prompt_tokens - read == 5  # the last token of an answer has not run
+    assert batch.counts.cached_tokens == 25
+
+
+def test_a_shared_beginning_is_forked_from_a_request_at_work(loaded: Any) -> None:
+    batch = batcher(loaded)
+    common = ids(24, 4)
+    one = batch.add(request([*common, 5], 20))
+    pieces = [piece for _ in range(6) for piece in batch.step()]
+    two = batch.add(request([*common, 6], 5))
+    found = answers(batch, pieces)
+    assert batch.counts.cached_tokens == 24
+    assert found[one] == alone(loaded, request([*common, 5], 20))
+    assert found[two] == alone(loaded, request([*common, 6], 5))
+
+
+def test_more_conversations_than_rows_give_up_the_oldest(loaded: Any) -> None:
+    batch = batcher(loaded, 2)
+    for seed in range(5):
+        batch.add(request(ids(10, seed), 2))
+        answers(batch, [])
+    batch.add(request([*ids(10, 4), 7, 8], 2))
+    answers(batch, [])
+    kept = batch.counts.cached_tokens
+    assert kept >= 10
+    batch.add(request([*ids(10, 0), 7, 8], 2))
+    answers(batch, [])
+    assert batch.counts.cached_tokens - kept < 10
+
+
+def test_an_error_ends_the_requests_of_its_step_and_no_other(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = batcher(loaded)
+    answering = batch.add(request(ids(6, 1), 5))
+    batch.step()
+    reading = batch.add(request(ids(6, 2), 5))
+    working, failed = loaded.step, []
+
+    def step(rows: Any, cache: Any, every: bool = False) -> Any:
+        if rows.phase == "prefill":
+            failed.append(1)
+            raise RuntimeError("the drive is gone")
+        return working(rows, cache, every)
+
+    monkeypatch.setattr(batch, "_engine", type("Failing", (), {"step": staticmethod(step)}))
+    pieces: list[Piece] = []
+    found = answers(batch, pieces)
+    ends = {piece.number: piece for piece in pieces if piece.finish}
+    assert failed
+    assert str(ends[reading].error) == "the drive is gone"
+    assert ends[reading].finish == "error"
+    assert ends[answering].finish == "length"
+    assert len(found[answering]) == 4
+
+
+def test_ends(loaded: Any) -> None:
+    greedy = alone(loaded, request(ids(6, 1), 12))
+    end = greedy[4]
+    batch = batcher(loaded, ends={end})
+    pieces: list[Piece] = []
+    batch.add(request(ids(6, 1), 12))
+    answers(batch, pieces)
+    assert pieces[-1].finish == "stop"
+    assert sum(len(piece.tokens) for piece in pieces) == greedy.index(end) + 1
+    text = Letters().decode(greedy)
+    batch = batcher(loaded)
+    pieces = []
+    batch.add(Request(ids(6, 1), Sampling(max_tokens=12), (text[3:5],)))
+    answers(batch, pieces)
+    assert pieces[-1].finish == "stop"
+    assert "".join(piece.text for piece in pieces) == text[: text.index(text[3:5])]
+
+
+def test_a_prompt_without_room_is_refused(loaded: Any) -> None:
+    with pytest.raises(PromptError, match="96 tokens, there is room for 96"):
+        batcher(loaded).add(request(ids(96, 1)))
+    with pytest.raises(PromptError, match="no tokens"):
+        batcher(loaded).add(request([]))
+
+
+def test_an_answer_ends_where_the_context_does(loaded: Any) -> None:
+    batch = batcher(loaded)
+    pieces: list[Piece] = []
+    batch.add(request(ids(90, 1), 50))
+    found = answers(batch, pieces)
+    assert [len(found[1]), pieces[-1].finish] == [6, "length"]
+
+
+def test_no_character_is_split() -> None:
+    text = Detokenizer(Letters())
+    assert [text.add(token) for token in (0, 100, 101, 1)] == ["a", "", "é", "b"]
+    text = Detokenizer(Letters())
+    assert [text.add(0), text.add(100), text.end()] == ["a", "", "\ufffd"]
+
+
+@pytest.mark.parametrize("stops", [("bc",), ("c", "bc"), ("bc", "zz")])
+def test_nothing_that_may_begin_a_stop_string_is_told(stops: tuple[str, ...]) -> None:
+    text = Detokenizer(Letters(), stops)
+    told = [text.add(token) for token in (0, 1, 3, 1, 2)]
+    assert "".join(told) == "abdb"[: 3 if "bc" in stops else 4]
+    assert text.stopped
+    assert not text.end()
+
+
+def test_what_began_a_stop_string_is_told_at_the_end() -> None:
+    text = Detokenizer(Letters(), ("bcd",))
+    assert [text.add(token) for token in (0, 1, 2)] == ["a", "", ""]
+    assert text.end() == "bc"
+    assert not text.stopped

@@ -1,0 +1,263 @@
+"""The server over HTTP, as clients meet it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+import uvicorn
+
+import tiermoe
+from commands import Command
+from tiermoe.runtime.sampling import Sampling
+from tiermoe.serve.app import LARGEST_BODY, Served, create_app
+from tiermoe.serve.batcher import Batcher
+from tiermoe.serve.metrics import Metrics
+from tiermoe.serve.worker import Worker
+from tiny import write, write_tokenizer
+
+KEY = "secret"
+PROMPT = "once upon a time"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    directory = write(tmp_path_factory.mktemp("served"), "qwen3_moe", torch.float32)
+    write_tokenizer(directory)
+    model, tokenizer = tiermoe.load(
+        directory, device="cpu", lanes=1, bits=16, dense_bits=16, memory="4GiB", batch=4, context=64
+    )
+    batcher = Batcher(model.tiermoe, tokenizer, set(), 4)
+    metrics = Metrics(model.tiermoe, batcher)
+    worker = Worker(batcher, 8, metrics.ended)
+    yield Served("tiny", tokenizer, worker, metrics, model.tiermoe, Sampling(max_tokens=16), 1)
+    worker.close(1)
+    model.tiermoe.close()
+
+
+@pytest.fixture(scope="module")
+def address(served: Served) -> Iterator[str]:
+    server = uvicorn.Server(uvicorn.Config(create_app(served, KEY), port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def http(address: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=address, headers={"Authorization": f"Bearer {KEY}"}) as client:
+        yield client
+
+
+def greedy(client: openai.OpenAI, **more: Any) -> Any:
+    options = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "max_tokens": 8}
+    return client.completions.create(**{**options, **more})
+
+
+def test_a_completion(client: openai.OpenAI, served: Served) -> None:
+    answer = greedy(client)
+    tokens = len(served.tokenizer(PROMPT).input_ids)
+    assert (answer.object, answer.model, answer.choices[0].finish_reason) == ("text_completion", "tiny", "length")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (tokens, 8)
+    assert greedy(client, prompt=served.tokenizer(PROMPT).input_ids).choices[0].text == answer.choices[0].text
+
+
+def test_a_stream_gives_what_the_whole_answer_is(client: openai.OpenAI) -> None:
+    chunks = list(greedy(client, stream=True, stream_options={"include_usage": True}))
+    assert len({chunk.id for chunk in chunks}) == 1
+    *texts, end, usage = chunks
+    assert "".join(chunk.choices[0].text for chunk in texts) == greedy(client).choices[0].text
+    assert [chunk.choices[0].finish_reason for chunk in texts] == [None] * len(texts)
+    assert (end.choices[0].finish_reason, end.choices[0].text) == ("length", "")
+    assert (usage.choices, usage.usage.completion_tokens) == ([], 8)
+
+
+def test_a_chat_stream_begins_with_the_role(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": PROMPT}],
+        "temperature": 0,
+        "max_completion_tokens": 6,
+    }
+    whole = client.chat.completions.create(**asked)
+    first, *texts, end = list(client.chat.completions.create(stream=True, **asked))
+    assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
+    assert "".join(chunk.choices[0].delta.content for chunk in texts) == whole.choices[0].message.content
+    assert (end.choices[0].delta.content, end.choices[0].finish_reason) == (None, "length")
+
+
+def test_the_events_end_with_done(http: httpx.Client) -> None:
+    asked = {"prompt": PROMPT, "max_tokens": 2, "stream": True}
+    lines = [line for line in http.post("/v1/completions", json=asked).text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    assert all(json.loads(line.removeprefix("data: "))["object"] == "text_completion" for line in lines[:-1])
+
+
+def test_choices_and_prompts(client: openai.OpenAI) -> None:
+    answer = greedy(client, prompt=[PROMPT, "the king"], n=2, seed=3, temperature=1.0)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    again = greedy(client, prompt=[PROMPT, "the king"], n=2, seed=3, temperature=1.0)
+    assert [choice.text for choice in answer.choices] == [choice.text for choice in again.choices]
+
+
+def test_sampling_is_what_is_asked_for(client: openai.OpenAI, served: Served) -> None:
+    text = greedy(client).choices[0].text
+    token = served.tokenizer(text).input_ids[0]
+    assert greedy(client, temperature=1.0, extra_body={"top_k": 1}).choices[0].text == text
+    assert greedy(client, temperature=1.0, extra_body={"min_p": 1.0}).choices[0].text == text
+    only = greedy(client, logit_bias={str(token): 100.0})
+    assert len(set(served.tokenizer(only.choices[0].text).input_ids)) == 1
+    varied = greedy(client, logit_bias={str(token): 100.0}, presence_penalty=2.0, frequency_penalty=2.0)
+    assert varied.choices[0].text == only.choices[0].text  # 8 tokens cannot outweigh a hundred
+    assert greedy(client, stop=[text[2:4]]).choices[0].text == text[: text.index(text[2:4])]
+
+
+def test_penalties_turn_to_other_tokens(client: openai.OpenAI, served: Served) -> None:
+    logits = {str(token): 3.0 for token in (40, 41)}
+    repeated = greedy(client, logit_bias=logits, logprobs=0, max_tokens=12).choices[0].logprobs.tokens
+    penalised = greedy(client, logit_bias=logits, logprobs=0, max_tokens=12, frequency_penalty=2.0)
+    assert len(set(penalised.choices[0].logprobs.tokens)) > len(set(repeated))
+
+
+def test_log_probabilities(client: openai.OpenAI) -> None:
+    told = greedy(client, logprobs=3).choices[0].logprobs
+    assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == 8
+    for value, top in zip(told.token_logprobs, told.top_logprobs, strict=True):
+        assert value == max(top.values()) <= 0
+        assert len(top) <= 3
+    chat = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": PROMPT}], logprobs=True, top_logprobs=2, max_tokens=3
+    )
+    entries = chat.choices[0].logprobs.content
+    assert [len(entry.top_logprobs) for entry in entries] == [2, 2, 2]
+
+
+def test_many_at_once_get_what_each_gets_alone(address: str) -> None:
+    async def all_of_them() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client:
+            asked = [
+                client.completions.create(model="tiny", prompt=[3 + n, 5, 9 + n], temperature=0, max_tokens=6)
+                for n in range(8)
+            ]
+            return [answer.choices[0].text for answer in await asyncio.gather(*asked)]
+
+    together = asyncio.run(all_of_them())
+    with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY) as client:
+        alone = [greedy(client, prompt=[3 + n, 5, 9 + n], max_tokens=6).choices[0].text for n in range(8)]
+    assert together == alone
+
+
+def test_a_client_that_leaves_frees_its_row(http: httpx.Client, served: Served) -> None:
+    asked = {"prompt": PROMPT, "max_tokens": 55, "stream": True, "logit_bias": {"7": 100}}
+    with http.stream("POST", "/v1/completions", json=asked) as response:
+        next(response.iter_lines())
+    limit = time.monotonic() + 10
+    while served.worker.busy and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert not served.worker.busy
+
+
+REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
+    ("/v1/completions", {"prompt": "a", "model": "other"}, 404, "model", "this server has 'tiny'"),
+    ("/v1/completions", {"prompt": []}, 400, "prompt", "empty"),
+    ("/v1/completions", {"prompt": [4] * 64}, 400, "prompt", "64 tokens, there is room for 64"),
+    ("/v1/completions", {"prompt": [4, 99999]}, 400, "prompt", "no token 99999"),
+    ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "temperature", "greater than or equal to 0"),
+    ("/v1/completions", {"prompt": "a", "temperature": "hot"}, 400, "temperature", "number"),
+    ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix", "not supported"),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {"99999": 1}}, 400, "logit_bias", "no token"),
+    ("/v1/completions", {}, 400, "prompt", "required"),
+    ("/v1/chat/completions", {"messages": []}, 400, "messages", "at least 1"),
+    ("/v1/chat/completions", {"messages": [{"role": "user"}], "tools": [{}]}, 400, "tools", "not supported"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, 400,
+     "top_logprobs", "logprobs=true"),
+    ("/detokenize", {"tokens": [-1]}, 400, "tokens", "no token -1"),
+    ("/tokenize", {}, 400, "prompt", "either"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param", "why"), REFUSALS)
+def test_refusals_name_the_cause(
+    http: httpx.Client, path: str, body: dict[str, Any], status: int, param: str | None, why: str
+) -> None:
+    response = http.post(path, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (status, param)
+    assert why in error["message"]
+
+
+def test_broken_and_large_bodies(http: httpx.Client) -> None:
+    assert http.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"}).status_code == 400
+    assert http.post("/v1/completions", content=b" " * (LARGEST_BODY + 1)).status_code == 413
+    assert http.get("/v1/nothing").json()["error"]["message"] == "Not Found"
+
+
+def test_a_key_is_asked_for(address: str) -> None:
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"X-Api-Key": ""}):
+        response = httpx.get(f"{address}/v1/models", headers=headers)
+        assert (response.status_code, response.json()["error"]["type"]) == (401, "authentication_error")
+    assert httpx.get(f"{address}/v1/models", headers={"X-Api-Key": KEY}).status_code == 200
+    assert httpx.get(f"{address}/health").json() == {"status": "ok"}
+
+
+def test_a_full_queue_asks_to_come_again(served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.worker, "_most_waiting", 0)
+    response = http.post("/v1/completions", json={"prompt": "a"})
+    assert (response.status_code, response.headers["Retry-After"]) == (503, "5")
+
+
+def test_what_fails_is_an_error_of_the_server(
+    served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the drive is gone")
+
+    engine = type("Failing", (), {"step": staticmethod(fails)})
+    with monkeypatch.context() as patch:
+        patch.setattr(served.worker.batcher, "_engine", engine)
+        response = http.post("/v1/completions", json={"prompt": PROMPT})
+        assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
+        events = http.post("/v1/completions", json={"prompt": PROMPT, "stream": True})
+        assert "the drive is gone" in events.text
+    assert http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}).status_code == 200
+
+
+def test_models_tokens_and_metrics(http: httpx.Client, client: openai.OpenAI) -> None:
+    greedy(client)
+    (model,) = client.models.list()
+    assert (model.id, http.get("/v1/models/tiny").json()["max_model_len"]) == ("tiny", 64)
+    tokens = http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+    assert http.post("/detokenize", json={"tokens": tokens}).json()["prompt"].strip() == PROMPT
+    chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": PROMPT}]}).json()
+    assert chat["count"] >= len(tokens)
+    lines = dict(line.rsplit(" ", 1) for line in http.get("/metrics").text.splitlines() if line[0] != "#")
+    assert float(lines["tiermoe:generation_tokens_total"]) >= 8
+    assert float(lines['tiermoe:request_success_total{finished_reason="length"}']) >= 1
+    assert http.get("/stats").json()["expert_hits"] > 0
+    assert "/v1/completions" in http.get("/openapi.json").json()["paths"]
+
+
+def test_bad_options(tiermoe_: Command) -> None:
+    assert "the API key is empty" in tiermoe_("serve", "nowhere", "--api-key", " ").cause
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"cannot listen on 127.0.0.1:{port}" in tiermoe_("serve", "nowhere", "--port", port).cause
