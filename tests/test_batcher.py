@@ -210,7 +210,7 @@ def test_nothing_that_may_begin_a_stop_string_is_told(stops: tuple[str, ...]) ->
     text = Detokenizer(Letters(), stops)
     told = [text.add(token) for token in (0, 1, 3, 1, 2)]
     assert "".join(told) == "abdb"[: 3 if "bc" in stops else 4]
-    assert text.stopped
+    assert text.stopped_by
     assert not text.end()
 
 
@@ -218,4 +218,4 @@ def test_what_began_a_stop_string_is_told_at_the_end() -> None:
     text = Detokenizer(Letters(), ("bcd",))
     assert [text.add(token) for token in (0, 1, 2)] == ["a", "", ""]
     assert text.end() == "bc"
-    assert not text.stopped
+    assert not text.stopped_by

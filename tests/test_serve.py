@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -19,9 +20,11 @@ import uvicorn
 import tiermoe
 from commands import Command
 from tiermoe.runtime.sampling import Sampling
-from tiermoe.serve.app import LARGEST_BODY, Served, create_app
+from tiermoe.serve.app import LARGEST_BODY, create_app
 from tiermoe.serve.batcher import Batcher
+from tiermoe.serve.grammar import Grammars
 from tiermoe.serve.metrics import Metrics
+from tiermoe.serve.served import Served
 from tiermoe.serve.worker import Worker
 from tiny import write, write_tokenizer
 
@@ -39,7 +42,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     batcher = Batcher(model.tiermoe, tokenizer, set(), 4)
     metrics = Metrics(model.tiermoe, batcher)
     worker = Worker(batcher, 8, metrics.ended)
-    yield Served("tiny", tokenizer, worker, metrics, model.tiermoe, Sampling(max_tokens=16), 1)
+    yield Served(
+        "tiny", tokenizer, worker, metrics, model.tiermoe, Sampling(max_tokens=16), 1, Grammars(tokenizer, 128, set())
+    )
     worker.close(1)
     model.tiermoe.close()
 
@@ -151,6 +156,37 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
     assert [len(entry.top_logprobs) for entry in entries] == [2, 2, 2]
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["cat", "dog"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["kind", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_an_answer_follows_its_schema(client: openai.OpenAI, served: Served, temperature: float) -> None:
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": PROMPT}],
+        temperature=temperature,
+        seed=1,
+        n=3,
+        logit_bias={str(served.tokenizer(" ").input_ids[0]): -100},
+        response_format={"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA}},
+    )
+    for choice in answer.choices:
+        said = json.loads(choice.message.content or "")
+        assert choice.finish_reason == "stop"
+        assert said["kind"] in ("cat", "dog")
+        assert 0 <= said["age"] <= 99
+
+
+def test_an_answer_is_a_json_object(client: openai.OpenAI) -> None:
+    answer = greedy(client, max_tokens=20, extra_body={"response_format": {"type": "json_object"}})
+    assert answer.choices[0].text.startswith("{")
+
+
 def test_many_at_once_get_what_each_gets_alone(address: str) -> None:
     async def all_of_them() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client:
@@ -176,6 +212,60 @@ def test_a_client_that_leaves_frees_its_row(http: httpx.Client, served: Served) 
     assert not served.worker.busy
 
 
+@pytest.fixture(scope="module")
+def claude(address: str) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=address, api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+MESSAGES: dict[str, Any] = {
+    "model": "tiny", "system": [{"type": "text", "text": "be brief"}], "max_tokens": 6,
+    "extra_body": {"temperature": 0},
+    "messages": [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}],
+}  # fmt: skip
+
+
+def test_a_message(claude: anthropic.Anthropic, client: openai.OpenAI) -> None:
+    answer = claude.messages.create(**MESSAGES)
+    chat = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "system", "content": "be brief"}, {"role": "user", "content": PROMPT}],
+        temperature=0,
+        max_tokens=6,
+    )
+    assert answer.content[0].text == chat.choices[0].message.content
+    assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 6)
+    counted = claude.messages.count_tokens(**{name: MESSAGES[name] for name in ("model", "system", "messages")})
+    assert counted.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+
+
+def test_a_streamed_message(claude: anthropic.Anthropic) -> None:
+    whole = claude.messages.create(**MESSAGES)
+    with claude.messages.stream(**MESSAGES) as stream:
+        assert "".join(stream.text_stream) == whole.content[0].text
+        assert stream.get_final_message().stop_reason == "max_tokens"
+    stop = whole.content[0].text[2:4]
+    stopped = claude.messages.create(**MESSAGES, stop_sequences=["never", stop])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stop)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"tools": [{"name": "a", "input_schema": {}}]}, "tools"),
+        ({"model": "other"}, "this server has 'tiny'"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "user"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+    ],
+)
+def test_messages_that_are_refused(claude: anthropic.Anthropic, change: dict[str, Any], why: str) -> None:
+    with pytest.raises(anthropic.APIStatusError) as refused:
+        claude.messages.create(**{**MESSAGES, **change})
+    body: Any = refused.value.body
+    assert body["type"] == "error"
+    assert why in body["error"]["message"]
+
+
 REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("/v1/completions", {"prompt": "a", "model": "other"}, 404, "model", "this server has 'tiny'"),
     ("/v1/completions", {"prompt": []}, 400, "prompt", "empty"),
@@ -186,6 +276,9 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix", "not supported"),
     ("/v1/completions", {"prompt": "a", "logit_bias": {"99999": 1}}, 400, "logit_bias", "no token"),
     ("/v1/completions", {}, 400, "prompt", "required"),
+    ("/v1/completions", {"prompt": "a", "response_format": {"type": "json_schema"}}, 400, "response_format", "needs"),
+    ("/v1/completions", {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {
+        "type": "nonsense"}}}}, 400, "response_format", "nonsense"),
     ("/v1/chat/completions", {"messages": []}, 400, "messages", "at least 1"),
     ("/v1/chat/completions", {"messages": [{"role": "user"}], "tools": [{}]}, 400, "tools", "not supported"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, 400,

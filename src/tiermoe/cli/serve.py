@@ -60,20 +60,24 @@ def _run(
     import uvicorn
 
     from tiermoe.runtime.sequence import end_tokens
-    from tiermoe.serve.app import Served, create_app
+    from tiermoe.serve.app import create_app
     from tiermoe.serve.batcher import Batcher
+    from tiermoe.serve.grammar import Grammars
     from tiermoe.serve.metrics import Metrics
+    from tiermoe.serve.served import Served
     from tiermoe.serve.worker import Worker
 
     engine, config = session.model.tiermoe, session.model.generation_config
+    ends = end_tokens(config)
     batcher = Batcher(
-        engine, session.tokenizer, end_tokens(config), engine.settings.batch,
+        engine, session.tokenizer, ends, engine.settings.batch,
         getattr(config, "repetition_penalty", None),
     )  # fmt: skip
+    grammars = Grammars(session.tokenizer, session.model.config.vocab_size, ends)
     metrics = Metrics(engine, batcher)
     worker = Worker(batcher, max_queue, metrics.ended)
     app = create_app(
-        Served(name, session.tokenizer, worker, metrics, engine, chosen["sampling"], int(time.time())), key
+        Served(name, session.tokenizer, worker, metrics, engine, chosen["sampling"], int(time.time()), grammars), key
     )
     host, port = listener.getsockname()[:2]
     note(f"{name} at http://{host}:{port}/v1; Ctrl-C ends the server")
@@ -88,6 +92,7 @@ def _run(
 def _need_libraries() -> None:
     try:
         import fastapi  # noqa: F401
+        import llguidance  # noqa: F401
         import prometheus_client  # noqa: F401
         import sse_starlette  # noqa: F401
         import uvicorn  # noqa: F401

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Response
@@ -14,34 +11,15 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
-from sse_starlette import EventSourceResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from tiermoe.errors import ConfigError, PromptError
-from tiermoe.runtime.sampling import Sampling
-from tiermoe.serve import openai
-from tiermoe.serve.batcher import Piece, Request
-from tiermoe.serve.metrics import Metrics
-from tiermoe.serve.openai import Refused
-from tiermoe.serve.worker import ClosingError, QueueFullError, Worker
+from tiermoe.serve import anthropic, openai
+from tiermoe.serve.errors import Refused
+from tiermoe.serve.served import Served
 
-KEEP_ALIVE_S = 15  # between comments in a stream that has nothing to tell
 LARGEST_BODY = 16 << 20  # bytes
 _OPEN = ("/health", "/metrics")  # asked without a key
 _RETRY_S = 5
-
-
-@dataclass(slots=True)
-class Served:
-    """What a server answers with. name: the model's, for clients. sampling: where a request says nothing."""
-
-    name: str
-    tokenizer: Any
-    worker: Worker
-    metrics: Metrics
-    engine: Any
-    sampling: Sampling
-    created: int
 
 
 class TokenizeRequest(BaseModel):
@@ -66,15 +44,16 @@ def create_app(served: Served, key: str | None = None) -> FastAPI:
     _errors(app)
     _guards(app, key)
     _state(app, served)
-    _answers(app, served)
+    openai.routes(app, served)
+    anthropic.routes(app, served)
     return app
 
 
 def _errors(app: FastAPI) -> None:
     @app.exception_handler(Refused)
-    async def refused(_: HttpRequest, error: Refused) -> JSONResponse:
+    async def refused(request: HttpRequest, error: Refused) -> JSONResponse:
         headers = {"Retry-After": str(_RETRY_S)} if error.status == 503 else None
-        return JSONResponse(error.body(), error.status, headers)
+        return JSONResponse(_body(request, error), error.status, headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: HttpRequest, error: RequestValidationError) -> JSONResponse:
@@ -95,12 +74,11 @@ def _guards(app: FastAPI, key: str | None) -> None:
             given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(), key.encode()):
                 error = Refused(401, "the API key is missing or wrong", kind="authentication_error")
-                return JSONResponse(error.body(), 401)
+                return JSONResponse(_body(request, error), 401)
         length = request.headers.get("content-length", "0")
         if length.isdigit() and int(length) > LARGEST_BODY:
-            return JSONResponse(
-                Refused(413, f"the body has {int(length):,} bytes, {LARGEST_BODY:,} at most").body(), 413
-            )
+            error = Refused(413, f"the body has {int(length):,} bytes, {LARGEST_BODY:,} at most")
+            return JSONResponse(_body(request, error), 413)
         return await call_next(request)
 
 
@@ -110,7 +88,7 @@ def _state(app: FastAPI, served: Served) -> None:
         "object": "model",
         "created": served.created,
         "owned_by": "tiermoe",
-        "max_model_len": served.worker.batcher.context,
+        "max_model_len": served.context,
     }
 
     @app.get("/health")
@@ -132,7 +110,7 @@ def _state(app: FastAPI, served: Served) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
-        _check_model(served, name)
+        served.check_model(name)
         return model
 
     @app.post("/tokenize")
@@ -140,133 +118,19 @@ def _state(app: FastAPI, served: Served) -> None:
         if (asked.prompt is None) == (asked.messages is None):
             raise Refused(400, "name either prompt or messages", "prompt")
         if asked.messages is not None:
-            ids = _chat_ids(served, asked.messages)
+            ids = served.chat_ids([message.plain for message in asked.messages])
         else:
-            ids = served.tokenizer(asked.prompt, add_special_tokens=asked.add_special_tokens).input_ids
-        return {"tokens": ids, "count": len(ids), "max_model_len": served.worker.batcher.context}
+            ids = served.text_ids(asked.prompt or "", asked.add_special_tokens)
+        return {"tokens": ids, "count": len(ids), "max_model_len": served.context}
 
     @app.post("/detokenize")
     async def detokenize(asked: DetokenizeRequest) -> dict[str, str]:
-        _check_ids(served, asked.tokens, "tokens")
+        served.check_ids(asked.tokens, "tokens")
         return {"prompt": served.tokenizer.decode(asked.tokens)}
 
 
-def _answers(app: FastAPI, served: Served) -> None:
-    @app.post("/v1/chat/completions", response_model=None)
-    async def chat(asked: openai.ChatRequest) -> Response | dict[str, Any]:
-        openai.check_fields(asked)
-        if asked.top_logprobs is not None and not asked.logprobs:
-            raise Refused(400, "top_logprobs needs logprobs=true", "top_logprobs")
-        ids = _chat_ids(served, asked.messages)
-        return await _answer(served, asked, [ids], (asked.top_logprobs or 0) if asked.logprobs else None, chat=True)
-
-    @app.post("/v1/completions", response_model=None)
-    async def complete(asked: openai.CompletionRequest) -> Response | dict[str, Any]:
-        openai.check_fields(asked)
-        return await _answer(served, asked, _prompts(served, asked.prompt), asked.logprobs, chat=False)
-
-
-async def _answer(
-    served: Served, asked: openai.Common, prompts: Sequence[list[int]], logprobs: int | None, chat: bool
-) -> Response | dict[str, Any]:
-    _check_model(served, asked.model)
-    requests: list[Request] = []
-    for ids in prompts:
-        _check_ids(served, ids, "prompt")
-        room = served.worker.batcher.context - len(ids)
-        try:
-            sampling = openai.sampling_of(asked, served.sampling, max(room, 1))
-        except ConfigError as error:
-            raise Refused(400, str(error)) from error
-        requests += openai.requests_of(ids, asked, sampling, logprobs)
-    if asked.logit_bias is not None:
-        _check_ids(served, list(asked.logit_bias), "logit_bias")
-    answers = _together(served.worker, requests)
-    first = await _begun(answers)  # what is refused is refused before a stream begins
-    shape, count = openai.shape(served.name, chat), sum(len(ids) for ids in prompts)
-    told = {index: openai.Logprobs(served.tokenizer, chat) for index in range(len(requests))}
-    if asked.stream:
-        usage = asked.stream_options is not None and asked.stream_options.include_usage
-        events = openai.stream(shape, _with_first(first, answers), count, told, usage)
-        return EventSourceResponse(events, ping=KEEP_ALIVE_S, sep="\n")
-    pieces: list[list[Piece]] = [[] for _ in requests]
-    async for index, piece in _with_first(first, answers):
-        if piece.error is not None:
-            raise Refused(500, str(piece.error), kind="server_error")
-        pieces[index].append(piece)
-    choices = [openai.choice(index, chat, its, told[index]) for index, its in enumerate(pieces)]
-    return shape.whole(choices, openai.usage_of(count, [piece for its in pieces for piece in its]))
-
-
-async def _begun(answers: AsyncIterator[tuple[int, Piece]]) -> tuple[int, Piece]:
-    try:
-        return await anext(answers)
-    except PromptError as error:
-        raise Refused(400, str(error), "prompt", "invalid_request_error") from error
-    except (QueueFullError, ClosingError) as error:
-        raise Refused(503, str(error), kind="server_error") from error
-
-
-async def _with_first(
-    first: tuple[int, Piece], rest: AsyncIterator[tuple[int, Piece]]
-) -> AsyncIterator[tuple[int, Piece]]:
-    yield first
-    async for each in rest:
-        yield each
-
-
-async def _together(worker: Worker, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Piece]]:
-    """The pieces of several answers as they come, each with its request's index."""
-    answers = [worker.answer(request) for request in requests]
-    tasks = {asyncio.ensure_future(anext(answer)): index for index, answer in enumerate(answers)}
-    try:
-        while tasks:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=lambda task: tasks[task]):
-                index = tasks.pop(task)
-                piece = task.result()
-                if piece.finish is None:
-                    tasks[asyncio.ensure_future(anext(answers[index]))] = index
-                yield index, piece
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for answer in answers:
-            await answer.aclose()
-
-
-def _check_model(served: Served, name: str) -> None:
-    if name and name != served.name:
-        raise Refused(404, f"the model '{name}' does not exist; this server has '{served.name}'", "model")
-
-
-def _check_ids(served: Served, ids: Sequence[int], param: str) -> None:
-    most = len(served.tokenizer)
-    wrong = next((token for token in ids if not 0 <= token < most), None)
-    if wrong is not None:
-        raise Refused(400, f"there is no token {wrong}; the vocabulary has {most:,}", param)
-
-
-def _chat_ids(served: Served, messages: Sequence[openai.Message]) -> list[int]:
-    plain = [{"role": "system" if m.role == "developer" else m.role, "content": m.text} for m in messages]
-    if not getattr(served.tokenizer, "chat_template", None):
-        # a model of texts: what was said, one after the other
-        ids: list[int] = served.tokenizer("\n".join(message["content"] for message in plain)).input_ids
-        return ids
-    try:
-        encoded = served.tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=True)
-    except Exception as error:  # a template refuses what it does not know with errors of its own
-        raise Refused(400, f"the model's chat template does not take these messages: {error}", "messages") from error
-    found: list[int] = encoded["input_ids"]
-    return found
-
-
-def _prompts(served: Served, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
-    if isinstance(prompt, str):
-        return [served.tokenizer(prompt).input_ids]
-    if not prompt:
-        raise Refused(400, "the prompt is empty", "prompt")
-    if isinstance(prompt[0], int):
-        return [prompt]
-    return [served.tokenizer(each).input_ids if isinstance(each, str) else each for each in prompt]
+def _body(request: HttpRequest, error: Refused) -> dict[str, Any]:
+    """The error in the shape of the dialect that was spoken."""
+    if request.url.path.startswith(anthropic.PATH):
+        return anthropic.error_body(error)
+    return openai.error_body(error)

@@ -8,7 +8,7 @@ and tokens that are generated together have the bits that each has alone.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -21,17 +21,20 @@ from tiermoe.runtime.sampler import Sampler, log_probabilities
 from tiermoe.runtime.sampling import Sampling
 from tiermoe.runtime.sequence import shared
 from tiermoe.serve.detokenize import Detokenizer
+from tiermoe.serve.grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """What is to be answered: token ids of the prompt, how tokens are chosen (`sampling.max_tokens` at most), strings
-    that end the answer. logprobs: of so many of the likeliest tokens at each place; None: none are told."""
+    that end the answer. logprobs: of so many of the likeliest tokens at each place; None: none are told.
+    grammar: makes what the answer must follow."""
 
     ids: list[int]
     sampling: Sampling
     stops: tuple[str, ...] = ()
     logprobs: int | None = None
+    grammar: Callable[[], Grammar] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class TokenLogprob:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What a step adds to an answer. finish: 'stop', 'length' or 'error' in the last piece. cached: tokens of the
-    prompt that did not have to be read."""
+    prompt that did not have to be read. stopped_by: the stop string that ended it."""
 
     number: int
     text: str = ""
@@ -55,6 +58,7 @@ class Piece:
     finish: str | None = None
     error: Exception | None = None
     cached: int = 0
+    stopped_by: str | None = None
 
 
 @dataclass(slots=True)
@@ -65,6 +69,7 @@ class _Row:
     request: Request
     sampler: Sampler
     text: Detokenizer
+    grammar: Grammar | None = None
     slab: int = -1
     held: list[int] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
@@ -142,6 +147,7 @@ class Batcher:
             request,
             Sampler(request.sampling, self._penalty),
             Detokenizer(self._tokenizer, request.stops),
+            request.grammar() if request.grammar else None,
         )
         self._waiting.append(row)
         self.counts.requests += 1
@@ -242,21 +248,26 @@ class Batcher:
         """The next token of an answer, by the logits of the one before."""
         request = row.request
         told: tuple[TokenLogprob, ...] = ()
+        if row.grammar is not None:
+            logits = row.grammar.restrict(logits)
         token = row.sampler.choose(logits, row.tokens, len(row.answer))
         if request.logprobs is not None:
             told = (TokenLogprob(token, *log_probabilities(logits, token, request.logprobs)),)
         row.answer.append(token)
         self.counts.generated_tokens += 1
+        if row.grammar is not None:
+            row.grammar.accept(token)
         ended = token in self._ends
         text = "" if ended else row.text.add(token)
         full = len(row.answer) >= request.sampling.max_tokens or len(row.tokens) >= self.context
-        finish = "stop" if ended or row.text.stopped else "length" if full else None
+        whole = row.grammar is not None and row.grammar.ended
+        finish = "stop" if ended or whole or row.text.stopped_by else "length" if full else None
         if finish is not None:
             text += row.text.end()
-            finish = "stop" if row.text.stopped else finish
+            finish = "stop" if row.text.stopped_by else finish
             self._answering.remove(row)
             self._leave(row)
-        return Piece(row.number, text, (token,), told, finish, cached=row.cached)
+        return Piece(row.number, text, (token,), told, finish, None, row.cached, row.text.stopped_by)
 
     def _failed(self, rows: list[_Row], error: Exception) -> Iterator[Piece]:
         for row in rows:

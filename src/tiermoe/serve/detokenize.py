@@ -10,10 +10,10 @@ _UNFINISHED = "\ufffd"  # what a tokenizer gives for the first bytes of a charac
 
 class Detokenizer:
     """The text of an answer whose tokens come one by one. stops: the answer ends before the first of them.
-    `stopped`: that has happened."""
+    `stopped_by`: which one that was, once it has happened."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
-        self.stopped = False
+        self.stopped_by: str | None = None
         self._tokenizer = tokenizer
         self._stops = [stop for stop in stops if stop]
         self._tokens: list[int] = []
@@ -35,20 +35,21 @@ class Detokenizer:
         before = self._decoded(self._begin, self._told)
         rest = self._past_stops(self._decoded(self._begin, len(self._tokens))[len(before) :])
         held, self._held = self._held, ""
-        return rest + ("" if self.stopped else held)
+        return rest + ("" if self.stopped_by else held)
 
     def _decoded(self, begin: int, end: int) -> str:
         text: str = self._tokenizer.decode(self._tokens[begin:end], skip_special_tokens=True)
         return text
 
     def _past_stops(self, new: str) -> str:
-        if self.stopped:
+        if self.stopped_by:
             return ""
         text = self._held + new
-        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
         if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
+            at, self.stopped_by = min(found)
+            self._held = ""
+            return text[:at]
         kept = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]

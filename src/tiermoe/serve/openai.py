@@ -5,27 +5,26 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from fastapi import FastAPI, Response
 from pydantic import BaseModel, ConfigDict, Field
+from sse_starlette import EventSourceResponse
 
+from tiermoe.errors import ConfigError
 from tiermoe.runtime.sampling import Sampling
+from tiermoe.serve.answers import KEEP_ALIVE_S, begun, together, with_first
 from tiermoe.serve.batcher import Piece, Request, TokenLogprob
+from tiermoe.serve.errors import Refused
+from tiermoe.serve.grammar import Grammar, Grammars
+from tiermoe.serve.served import Served
 
 
-class Refused(Exception):
-    """A request that cannot be answered as it is: status, the parameter that is the cause, and why."""
-
-    def __init__(
-        self, status: int, message: str, param: str | None = None, kind: str = "invalid_request_error"
-    ) -> None:
-        super().__init__(message)
-        self.status, self.param, self.kind = status, param, kind
-
-    def body(self) -> dict[str, Any]:
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": None}}
+def error_body(error: Refused) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": None}}
 
 
 class StreamOptions(BaseModel):
@@ -50,6 +49,7 @@ class Common(BaseModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[int, float] | None = None
+    response_format: ResponseFormat | None = None
     n: int | None = Field(None, ge=1, le=128)
     max_tokens: int | None = Field(None, ge=1)
 
@@ -76,6 +76,22 @@ class Message(BaseModel):
             return "".join(part.text for part in self.content)
         return self.content or ""
 
+    @property
+    def plain(self) -> dict[str, str]:
+        """As chat templates take it."""
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+
+
+class JsonSchema(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
 
 class ChatRequest(Common):
     messages: list[Message] = Field(min_length=1)
@@ -89,9 +105,9 @@ class CompletionRequest(Common):
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
-_HARMLESS = {"response_format": ({"type": "text"},), "tool_choice": ("none", "auto"), "best_of": (1,), "echo": (False,)}
+_HARMLESS = {"tool_choice": ("none", "auto"), "best_of": (1,), "echo": (False,)}
 """Field → values that ask for nothing."""
-REFUSED = ("tools", "functions", "response_format", "suffix", "best_of", "echo", "audio", "modalities", "prediction")
+REFUSED = ("tools", "functions", "suffix", "best_of", "echo", "audio", "modalities", "prediction")
 
 
 def check_fields(asked: Common) -> None:
@@ -133,7 +149,7 @@ class Shape:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
 
-def shape(model: str, chat: bool) -> Shape:
+def shape_of(model: str, chat: bool) -> Shape:
     return Shape(("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex, model, chat)
 
 
@@ -213,7 +229,7 @@ async def stream(
     async for index, piece in answers:
         pieces.append(piece)
         if piece.error is not None:
-            yield json.dumps(Refused(500, str(piece.error), kind="server_error").body())
+            yield json.dumps(error_body(Refused(500, str(piece.error), kind="server_error")))
             return
         told = logprobs[index].of(piece.logprobs)
         if piece.text or told:
@@ -227,7 +243,80 @@ async def stream(
     yield "[DONE]"
 
 
-def requests_of(ids: list[int], asked: Common, sampling: Sampling, logprobs: int | None) -> list[Request]:
-    """One for each choice; a seed gives each its own."""
+def grammar_of(asked: Common, grammars: Grammars) -> Callable[[], Grammar] | None:
+    """What the answers must follow. Refused where a schema cannot be followed."""
+    form = asked.response_format
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_schema" and form.json_schema is None:
+        raise Refused(400, "a response_format of type json_schema needs json_schema", "response_format")
+    try:
+        return grammars.of_schema(form.json_schema.schema_ if form.json_schema else None)
+    except ConfigError as error:
+        raise Refused(400, str(error), "response_format") from error
+
+
+def requests_of(ids: list[int], asked: Common, sampling: Sampling, more: Mapping[str, Any]) -> list[Request]:
+    """One for each choice; a seed gives each its own. more: fields of `Request`."""
     seeds = [None if sampling.seed is None else sampling.seed + index for index in range(asked.n or 1)]
-    return [Request(ids, replace(sampling, seed=seed), asked.stops, logprobs) for seed in seeds]
+    return [Request(ids, replace(sampling, seed=seed), asked.stops, **more) for seed in seeds]
+
+
+def routes(app: FastAPI, served: Served) -> None:
+    """Adds the endpoints."""
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(asked: ChatRequest) -> Response | dict[str, Any]:
+        check_fields(asked)
+        if asked.top_logprobs is not None and not asked.logprobs:
+            raise Refused(400, "top_logprobs needs logprobs=true", "top_logprobs")
+        ids = served.chat_ids([message.plain for message in asked.messages])
+        return await _answer(served, asked, [ids], (asked.top_logprobs or 0) if asked.logprobs else None, chat=True)
+
+    @app.post("/v1/completions", response_model=None)
+    async def complete(asked: CompletionRequest) -> Response | dict[str, Any]:
+        check_fields(asked)
+        return await _answer(served, asked, _prompts(served, asked.prompt), asked.logprobs, chat=False)
+
+
+async def _answer(
+    served: Served, asked: Common, prompts: Sequence[list[int]], logprobs: int | None, chat: bool
+) -> Response | dict[str, Any]:
+    served.check_model(asked.model)
+    requests: list[Request] = []
+    more = {"logprobs": logprobs, "grammar": grammar_of(asked, served.grammars)}
+    for ids in prompts:
+        served.check_ids(ids, "prompt")
+        room = served.context - len(ids)
+        try:
+            sampling = sampling_of(asked, served.sampling, max(room, 1))
+        except ConfigError as error:
+            raise Refused(400, str(error)) from error
+        requests += requests_of(ids, asked, sampling, more)
+    if asked.logit_bias is not None:
+        served.check_ids(list(asked.logit_bias), "logit_bias")
+    answers = together(served.worker, requests)
+    first = await begun(answers)  # what is refused is refused before a stream begins
+    form, count = shape_of(served.name, chat), sum(len(ids) for ids in prompts)
+    told = {index: Logprobs(served.tokenizer, chat) for index in range(len(requests))}
+    if asked.stream:
+        usage = asked.stream_options is not None and asked.stream_options.include_usage
+        events = stream(form, with_first(first, answers), count, told, usage)
+        return EventSourceResponse(events, ping=KEEP_ALIVE_S, sep="\n")
+    pieces: list[list[Piece]] = [[] for _ in requests]
+    async for index, piece in with_first(first, answers):
+        if piece.error is not None:
+            raise Refused(500, str(piece.error), kind="server_error")
+        pieces[index].append(piece)
+    choices = [choice(index, chat, its, told[index]) for index, its in enumerate(pieces)]
+    return form.whole(choices, usage_of(count, [piece for its in pieces for piece in its]))
+
+
+def _prompts(served: Served, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
+    if isinstance(prompt, str):
+        return [served.text_ids(prompt)]
+    if not prompt:
+        raise Refused(400, "the prompt is empty", "prompt")
+    if isinstance(prompt[0], int):
+        return [prompt]
+    return [served.text_ids(each) if isinstance(each, str) else each for each in prompt]

@@ -1,0 +1,13 @@
+"""What a client is told where it cannot be answered; each dialect has its own shape for it."""
+
+from __future__ import annotations
+
+
+class Refused(Exception):
+    """status: HTTP's. param: the field that is the cause. kind: as OpenAI names it."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, kind: str = "invalid_request_error"
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.kind = status, param, kind

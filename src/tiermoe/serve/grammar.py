@@ -1,0 +1,70 @@
+"""Answers that must be JSON, or JSON of a schema: at each place only tokens that lead to one (llguidance)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from tiermoe.errors import ConfigError
+
+_BETWEEN = r"\n? {0,16}"  # a model may not go on with blanks for ever
+
+
+class Grammars:
+    """Grammars over a tokenizer whose model has logits for `vocabulary` tokens. ends: tokens that end an answer."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, ends: set[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._ends = sorted(ends)
+
+    def of_schema(self, schema: dict[str, Any] | None) -> Callable[[], Grammar]:
+        """Makes the grammar of one answer: JSON of a schema, None: any JSON object. ConfigError where the schema cannot
+        be followed."""
+        import llguidance
+
+        text = llguidance.LLMatcher.grammar_from_json_schema(
+            json.dumps(schema or {"type": "object"}), overrides={"whitespace_pattern": _BETWEEN}
+        )
+        wrong = llguidance.LLMatcher.validate_grammar(text, self._tokens)
+        if wrong:
+            raise ConfigError(f"the JSON schema cannot be followed: {wrong}")
+        return lambda: Grammar(llguidance.LLMatcher(self._tokens, text), self._vocabulary)
+
+    @cached_property
+    def _tokens(self) -> Any:
+        from llguidance.hf import from_tokenizer
+
+        return from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._ends or None)
+
+
+class Grammar:
+    """Where one answer is. `ended`: it is whole and nothing may follow but its end."""
+
+    def __init__(self, matcher: Any, vocabulary: int) -> None:
+        from llguidance.torch import allocate_token_bitmask
+
+        self._matcher = matcher
+        self._mask = allocate_token_bitmask(1, vocabulary)
+
+    @property
+    def ended(self) -> bool:
+        stopped: bool = self._matcher.is_stopped()
+        return stopped
+
+    def restrict(self, logits: Tensor) -> Tensor:
+        """logits (vocabulary), minus infinity for what must not come next."""
+        from llguidance.torch import apply_token_bitmask_inplace, fill_next_token_bitmask
+
+        fill_next_token_bitmask(self._matcher, self._mask)
+        kept = logits.float()[None].clone()
+        apply_token_bitmask_inplace(kept, self._mask)
+        return kept[0]
+
+    def accept(self, token: int) -> None:
+        """The token that was chosen."""
+        self._matcher.consume_token(token)
