@@ -7,7 +7,8 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -21,7 +22,7 @@ import tiermoe
 from commands import Command
 from tiermoe.runtime.sampling import Sampling
 from tiermoe.serve.app import LARGEST_BODY, create_app
-from tiermoe.serve.batcher import Batcher
+from tiermoe.serve.batcher import Batcher, Piece, Request
 from tiermoe.serve.grammar import Grammars
 from tiermoe.serve.metrics import Metrics
 from tiermoe.serve.served import Served
@@ -266,6 +267,58 @@ def test_messages_that_are_refused(claude: anthropic.Anthropic, change: dict[str
     assert why in body["error"]["message"]
 
 
+class Scripted:
+    """A worker whose answers are given."""
+
+    def __init__(self, served: Served, text: str) -> None:
+        self.batcher, self.asked, self._text = served.worker.batcher, list[Request](), text
+
+    async def answer(self, request: Request) -> AsyncIterator[Piece]:
+        self.asked.append(request)
+        for letter in self._text:
+            yield Piece(1, letter, (1,))
+        yield Piece(1, "", (2,), finish="stop")
+
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}<tool_call>{{ tool.function.name }}{% endfor %}{% for m in messages %}{{ m.role }}:"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.arguments.city }}{% endfor %}{% endfor %}"
+)
+TOOL: Any = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'
+
+
+def test_tools_are_called(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.tokenizer, "chat_template", TEMPLATE)
+    scripted: Any = Scripted(served, "Let me look." + CALL)
+    app = create_app(replace(served, worker=scripted))
+
+    async def asked() -> tuple[Any, list[Any], Any]:
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
+        async with openai.AsyncOpenAI(base_url="http://test/v1", api_key="any", http_client=http) as client:
+            first: Any = [{"role": "user", "content": "how is it in Bonn"}]
+            whole = await client.chat.completions.create(model="tiny", messages=first, tools=[TOOL])
+            stream = await client.chat.completions.create(model="tiny", messages=first, tools=[TOOL], stream=True)
+            chunks = [chunk async for chunk in stream]
+            result = {"role": "tool", "tool_call_id": whole.choices[0].message.tool_calls[0].id, "content": "sun"}
+            said = whole.choices[0].message.model_dump(exclude_none=True)
+            again = await client.chat.completions.create(
+                model="tiny", messages=[*first, said, result], tools=[TOOL], tool_choice="none"
+            )
+        return whole.choices[0], chunks, again.choices[0]
+
+    whole, chunks, again = asyncio.run(asked())
+    assert (whole.finish_reason, whole.message.content) == ("tool_calls", "Let me look.")
+    assert whole.message.tool_calls[0].function.arguments == '{"city": "Bonn"}'
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Let me look."
+    (called,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert (called.index, called.function.name, chunks[-1].choices[0].finish_reason) == (0, "weather", "tool_calls")
+    prompts = [served.tokenizer.decode(request.ids) for request in scripted.asked]
+    assert prompts[0].startswith("<tool_call>weather")
+    assert prompts[2].endswith("Let me look.Bonntool:sun")
+    assert (again.finish_reason, again.message.content) == ("stop", "Let me look." + CALL)  # none may be called
+
+
 REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("/v1/completions", {"prompt": "a", "model": "other"}, 404, "model", "this server has 'tiny'"),
     ("/v1/completions", {"prompt": []}, 400, "prompt", "empty"),
@@ -280,7 +333,11 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("/v1/completions", {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {
         "type": "nonsense"}}}}, 400, "response_format", "nonsense"),
     ("/v1/chat/completions", {"messages": []}, 400, "messages", "at least 1"),
-    ("/v1/chat/completions", {"messages": [{"role": "user"}], "tools": [{}]}, 400, "tools", "not supported"),
+    ("/v1/chat/completions", {"messages": [{"role": "user"}], "tools": [{}]}, 400, "tools", "required"),
+    ("/v1/chat/completions", {"messages": [{"role": "user"}], "tools": [
+        {"type": "function", "function": {"name": "f"}}]}, 400, "tools", "no chat template with tools"),
+    ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [
+        {"id": "1", "function": {"name": "f", "arguments": "{"}}]}]}, 400, "messages", "no JSON"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, 400,
      "top_logprobs", "logprobs=true"),
     ("/detokenize", {"tokens": [-1]}, 400, "tokens", "no token -1"),

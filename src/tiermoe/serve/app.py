@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from tiermoe.serve import anthropic, openai
 from tiermoe.serve.errors import Refused
+from tiermoe.serve.openai_fields import Message
 from tiermoe.serve.served import Served
 
 LARGEST_BODY = 16 << 20  # bytes
@@ -24,7 +25,7 @@ _RETRY_S = 5
 
 class TokenizeRequest(BaseModel):
     prompt: str | None = None
-    messages: list[openai.Message] | None = None
+    messages: list[Message] | None = None
     add_special_tokens: bool = True
 
 

@@ -7,10 +7,9 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import FastAPI, Response
-from pydantic import BaseModel, ConfigDict, Field
 from sse_starlette import EventSourceResponse
 
 from tiermoe.errors import ConfigError
@@ -19,104 +18,14 @@ from tiermoe.serve.answers import KEEP_ALIVE_S, begun, together, with_first
 from tiermoe.serve.batcher import Piece, Request, TokenLogprob
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.grammar import Grammar, Grammars
+from tiermoe.serve.openai_fields import ChatRequest, Common, CompletionRequest, check_fields
 from tiermoe.serve.served import Served
+from tiermoe.serve.tools import CallReader, ToolCall
 
 
 def error_body(error: Refused) -> dict[str, Any]:
     """An error in OpenAI's shape."""
     return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": None}}
-
-
-class StreamOptions(BaseModel):
-    include_usage: bool = False
-
-
-class Common(BaseModel):
-    """What both endpoints take. Fields that change nothing here are ignored; those of `REFUSED` are refused where they
-    ask for something."""
-
-    model_config = ConfigDict(extra="allow")
-
-    model: str = ""
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[int, float] | None = None
-    response_format: ResponseFormat | None = None
-    n: int | None = Field(None, ge=1, le=128)
-    max_tokens: int | None = Field(None, ge=1)
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        stop = self.stop or ()
-        return (stop,) if isinstance(stop, str) else tuple(stop)
-
-
-class TextPart(BaseModel):
-    type: Literal["text", "input_text", "output_text"]
-    text: str
-
-
-class Message(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-
-    @property
-    def text(self) -> str:
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
-
-    @property
-    def plain(self) -> dict[str, str]:
-        """As chat templates take it."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.text}
-
-
-class JsonSchema(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
-class ResponseFormat(BaseModel):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-
-class ChatRequest(Common):
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-
-
-class CompletionRequest(Common):
-    prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = Field(None, ge=0, le=20)
-
-
-_HARMLESS = {"tool_choice": ("none", "auto"), "best_of": (1,), "echo": (False,)}
-"""Field → values that ask for nothing."""
-REFUSED = ("tools", "functions", "suffix", "best_of", "echo", "audio", "modalities", "prediction")
-
-
-def check_fields(asked: Common) -> None:
-    """Refused where a field asks for what this server does not do."""
-    for name in REFUSED:
-        value = (asked.model_extra or {}).get(name)
-        if not value or value in _HARMLESS.get(name, ()) or (name == "modalities" and value == ["text"]):
-            continue
-        raise Refused(400, f"{name} is not supported by this server; leave it out", name)
 
 
 def sampling_of(asked: Common, default: Sampling, most: int) -> Sampling:
@@ -204,40 +113,72 @@ class Logprobs:
         return name
 
 
-def choice(index: int, chat: bool, pieces: Sequence[Piece], logprobs: Logprobs) -> dict[str, Any]:
+@dataclass(slots=True)
+class Reading:
+    """One choice, as its pieces come. calls: reads calls of tools; None: none may be called."""
+
+    logprobs: Logprobs
+    calls: CallReader | None
+
+    def add(self, piece: Piece) -> tuple[str, list[dict[str, Any]], str | None]:
+        """Text, calls of tools, and the reason of the end, if it is one."""
+        if self.calls is None:
+            return piece.text, [], piece.finish
+        text, calls = self.calls.add(piece.text, piece.finish is not None)
+        first = len(self.calls.calls) - len(calls)
+        told = [_call(call, first + index) for index, call in enumerate(calls)]
+        return text, told, "tool_calls" if piece.finish == "stop" and self.calls.calls else piece.finish
+
+
+def _call(call: ToolCall, index: int) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": index, "id": call.id, "type": "function", "function": function}
+
+
+def choice(index: int, chat: bool, pieces: Sequence[Piece], reading: Reading) -> dict[str, Any]:
     """A whole choice."""
-    text = "".join(piece.text for piece in pieces)
-    told = logprobs.of([each for piece in pieces for each in piece.logprobs])
-    said = {"message": {"role": "assistant", "content": text, "refusal": None}} if chat else {"text": text}
-    return {"index": index, **said, "logprobs": told, "finish_reason": pieces[-1].finish}
+    read = [reading.add(piece) for piece in pieces]
+    text, calls = "".join(part for part, _, _ in read), [call for _, its, _ in read for call in its]
+    told = reading.logprobs.of([each for piece in pieces for each in piece.logprobs])
+    said: dict[str, Any] = {"text": text}
+    if chat:
+        said = {"message": {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}}
+        if calls:
+            said["message"]["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
+    return {"index": index, **said, "logprobs": told, "finish_reason": read[-1][2]}
 
 
 async def stream(
     shape: Shape,
     answers: AsyncIterator[tuple[int, Piece]],
     prompt: int,
-    logprobs: Mapping[int, Logprobs],
+    readings: Mapping[int, Reading],
     include_usage: bool,
 ) -> AsyncIterator[str]:
-    """The data of a stream's events: the role, text as it comes, the reason of each end, usage, `[DONE]`."""
+    """The data of a stream's events: the role, text as it comes, whole calls, the reason of each end, usage,
+    `[DONE]`."""
     pieces: list[Piece] = []
     more: dict[str, Any] = {"usage": None} if include_usage else {}
+
+    def chunk(index: int, said: dict[str, Any], told: Any = None, finish: str | None = None) -> str:
+        return shape.chunk([{"index": index, **said, "logprobs": told, "finish_reason": finish}], **more)
+
     if shape.chat:
-        for index in logprobs:
-            delta = {"role": "assistant", "content": ""}
-            yield shape.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], **more)
+        for index in readings:
+            yield chunk(index, {"delta": {"role": "assistant", "content": ""}})
     async for index, piece in answers:
         pieces.append(piece)
         if piece.error is not None:
             yield json.dumps(error_body(Refused(500, str(piece.error), kind="server_error")))
             return
-        told = logprobs[index].of(piece.logprobs)
-        if piece.text or told:
-            said: dict[str, Any] = {"delta": {"content": piece.text}} if shape.chat else {"text": piece.text}
-            yield shape.chunk([{"index": index, **said, "logprobs": told, "finish_reason": None}], **more)
-        if piece.finish is not None:
-            said = {"delta": {}} if shape.chat else {"text": ""}
-            yield shape.chunk([{"index": index, **said, "logprobs": None, "finish_reason": piece.finish}], **more)
+        told = readings[index].logprobs.of(piece.logprobs)
+        text, calls, finish = readings[index].add(piece)
+        if text or told:
+            yield chunk(index, {"delta": {"content": text}} if shape.chat else {"text": text}, told)
+        if calls:
+            yield chunk(index, {"delta": {"tool_calls": calls}})
+        if finish is not None:
+            yield chunk(index, {"delta": {}} if shape.chat else {"text": ""}, finish=finish)
     if include_usage:
         yield shape.chunk([], usage=usage_of(prompt, pieces))
     yield "[DONE]"
@@ -270,18 +211,32 @@ def routes(app: FastAPI, served: Served) -> None:
         check_fields(asked)
         if asked.top_logprobs is not None and not asked.logprobs:
             raise Refused(400, "top_logprobs needs logprobs=true", "top_logprobs")
-        ids = served.chat_ids([message.plain for message in asked.messages])
-        return await _answer(served, asked, [ids], (asked.top_logprobs or 0) if asked.logprobs else None, chat=True)
+        tools = (
+            [] if asked.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
+        )
+        calls = served.call_readers(tools)
+        try:
+            messages = [message.plain for message in asked.messages]
+        except ValueError as error:
+            raise Refused(400, f"the arguments of a tool call are no JSON: {error}", "messages") from error
+        ids = served.chat_ids(messages, tools)
+        logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+        return await _answer(served, asked, [ids], logprobs, calls)
 
     @app.post("/v1/completions", response_model=None)
     async def complete(asked: CompletionRequest) -> Response | dict[str, Any]:
         check_fields(asked)
-        return await _answer(served, asked, _prompts(served, asked.prompt), asked.logprobs, chat=False)
+        return await _answer(served, asked, _prompts(served, asked.prompt), asked.logprobs)
 
 
 async def _answer(
-    served: Served, asked: Common, prompts: Sequence[list[int]], logprobs: int | None, chat: bool
+    served: Served,
+    asked: Common,
+    prompts: Sequence[list[int]],
+    logprobs: int | None,
+    calls: Callable[[], CallReader | None] = lambda: None,
 ) -> Response | dict[str, Any]:
+    chat = isinstance(asked, ChatRequest)
     served.check_model(asked.model)
     requests: list[Request] = []
     more = {"logprobs": logprobs, "grammar": grammar_of(asked, served.grammars)}
@@ -298,17 +253,17 @@ async def _answer(
     answers = together(served.worker, requests)
     first = await begun(answers)  # what is refused is refused before a stream begins
     form, count = shape_of(served.name, chat), sum(len(ids) for ids in prompts)
-    told = {index: Logprobs(served.tokenizer, chat) for index in range(len(requests))}
+    readings = {index: Reading(Logprobs(served.tokenizer, chat), calls()) for index in range(len(requests))}
     if asked.stream:
         usage = asked.stream_options is not None and asked.stream_options.include_usage
-        events = stream(form, with_first(first, answers), count, told, usage)
+        events = stream(form, with_first(first, answers), count, readings, usage)
         return EventSourceResponse(events, ping=KEEP_ALIVE_S, sep="\n")
     pieces: list[list[Piece]] = [[] for _ in requests]
     async for index, piece in with_first(first, answers):
         if piece.error is not None:
             raise Refused(500, str(piece.error), kind="server_error")
         pieces[index].append(piece)
-    choices = [choice(index, chat, its, told[index]) for index, its in enumerate(pieces)]
+    choices = [choice(index, chat, its, readings[index]) for index, its in enumerate(pieces)]
     return form.whole(choices, usage_of(count, [piece for its in pieces for piece in its]))
 
 

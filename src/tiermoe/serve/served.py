@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from tiermoe.runtime.sampling import Sampling
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.grammar import Grammars
 from tiermoe.serve.metrics import Metrics
+from tiermoe.serve.tools import CallReader, format_of, types_of
 from tiermoe.serve.worker import Worker
 
 
@@ -48,14 +49,28 @@ class Served:
         ids: list[int] = self.tokenizer(text, add_special_tokens=special).input_ids
         return ids
 
-    def chat_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def call_readers(self, tools: Sequence[dict[str, Any]]) -> Callable[[], CallReader | None]:
+        """Makes what reads the calls of one answer; None without tools. Refused where it is not known how the model
+        writes them."""
+        if not tools:
+            return lambda: None
+        form, types = format_of(getattr(self.tokenizer, "chat_template", None)), types_of(tools)
+        if form is None:
+            raise Refused(
+                400, f"{self.name} has no chat template with tools in a format that this server reads", "tools"
+            )
+        return lambda: CallReader(form, types)
+
+    def chat_ids(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """Token ids of a conversation (role, content) in the model's chat template, ready for the answer. A model of
         texts, without a template, is given what was said, one after the other. Refused where the template does not take
         the messages."""
         if not getattr(self.tokenizer, "chat_template", None):
             return self.text_ids("\n".join(message["content"] for message in messages))
         try:
-            encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            encoded = self.tokenizer.apply_chat_template(
+                messages, tools=list(tools) or None, add_generation_prompt=True, return_dict=True
+            )
         except Exception as error:  # a template refuses what it does not know with errors of its own
             raise Refused(
                 400, f"the model's chat template does not take these messages: {error}", "messages"

@@ -1,0 +1,139 @@
+"""What OpenAI's endpoints take."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tiermoe.serve.errors import Refused
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class Common(BaseModel):
+    """What both endpoints take. Fields that change nothing here are ignored; those of `REFUSED` are refused where they
+    ask for something."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str = ""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[int, float] | None = None
+    response_format: ResponseFormat | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    max_tokens: int | None = Field(None, ge=1)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        stop = self.stop or ()
+        return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+class TextPart(BaseModel):
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str = "{}"
+
+
+class CalledTool(BaseModel):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """As chat templates take it. ValueError where the arguments are no JSON."""
+        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments or "{}")}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
+class Function(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    type: Literal["function"]
+    function: Function
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """As chat templates take it. The arguments of calls are objects there."""
+        plain: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.tool_calls:
+            plain["tool_calls"] = [call.plain for call in self.tool_calls]
+        return plain | {name: value for name in ("tool_call_id", "name") if (value := getattr(self, name))}
+
+
+class JsonSchema(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ChatRequest(Common):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+
+
+class CompletionRequest(Common):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+
+_HARMLESS = {"best_of": (1,), "echo": (False,)}
+"""Field → values that ask for nothing."""
+REFUSED = ("functions", "suffix", "best_of", "echo", "audio", "modalities", "prediction")
+
+
+def check_fields(asked: Common) -> None:
+    """Refused where a field asks for what this server does not do."""
+    for name in REFUSED:
+        value = (asked.model_extra or {}).get(name)
+        if not value or value in _HARMLESS.get(name, ()) or (name == "modalities" and value == ["text"]):
+            continue
+        raise Refused(400, f"{name} is not supported by this server; leave it out", name)

@@ -1,0 +1,75 @@
+"""Calls of tools in the text of an answer."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from tiermoe.serve.tools import FORMATS, CallReader, Format, format_of, types_of
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+        },
+    }
+]
+TYPES = types_of(TOOLS)
+WRITTEN = {
+    "<minimax:tool_call>": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Bonn</parameter>\n'
+    '<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>',
+    "<arg_key>": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Bonn</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>3</arg_value>\n</tool_call>",
+    "<function=": "<tool_call>\n<function=weather>\n<parameter=city>\nBonn\n</parameter>\n<parameter=days>\n3\n"
+    "</parameter>\n</function>\n</tool_call>",
+    "<tool_call>": '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn", "days": 3}}\n</tool_call>',
+}
+
+
+@pytest.fixture(params=FORMATS, ids=lambda form: form.mark)
+def form(request: pytest.FixtureRequest) -> Format:
+    return request.param
+
+
+def read(form: Format, text: str, pieces: int) -> tuple[str, list[tuple[str, dict[str, object]]]]:
+    """What a reader tells of a text that comes in random pieces."""
+    cuts = sorted(random.Random(pieces).choices(range(len(text) + 1), k=pieces - 1))
+    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    reader, said, calls = CallReader(form, TYPES), "", []
+    for index, part in enumerate(parts):
+        more, new = reader.add(part, last=index == len(parts) - 1)
+        said += more
+        calls += [(call.name, json.loads(call.arguments)) for call in new]
+    assert len({call.id for call in reader.calls}) == len(calls)
+    return said, calls
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 5, 40])
+def test_a_call_is_read_however_its_text_comes(form: Format, pieces: int) -> None:
+    text = f"I shall look.{WRITTEN[form.mark]}{WRITTEN[form.mark]}"
+    said, calls = read(form, text, pieces)
+    assert said == "I shall look."
+    assert calls == [("weather", {"city": "Bonn", "days": 3})] * 2
+
+
+@pytest.mark.parametrize("pieces", [1, 7])
+def test_what_is_no_call_is_text(form: Format, pieces: int) -> None:
+    for text in ("2 < 3 and <tool", f"{form.begin}nothing{form.end} after", f"{form.begin} and no end"):
+        said, calls = read(form, text, pieces)
+        if form.mark != "<arg_key>" or "nothing" not in text:  # there a name alone is a call without arguments
+            assert (said, calls) == (text, [])
+
+
+def test_a_string_stays_a_string() -> None:
+    form = next(form for form in FORMATS if form.mark == "<function=")
+    text = WRITTEN[form.mark].replace("Bonn", "53111")
+    assert read(form, text, 1)[1] == [("weather", {"city": "53111", "days": 3})]
+
+
+def test_the_format_is_found_in_the_template(form: Format) -> None:
+    assert format_of(f"… {form.mark} … {form.begin}") is form
+    assert format_of("no tools") is format_of(None) is None
