@@ -12,6 +12,7 @@ from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.dense import pack_dense, recipe_key
 from tiermoe.runtime.dense import packing_bytes as dense_packing_bytes
+from tiermoe.runtime.footprint import PACKING_HEAP, heap_for_packing
 from tiermoe.runtime.needs import Need, Phase
 from tiermoe.runtime.resolve import check_fingerprint, default_store_root
 from tiermoe.store.layout import expert_format
@@ -92,7 +93,8 @@ def ensure_packed(
     precision = store.precisions.get(key)
     if precision is None:
         report = (lambda done, total: progress("packing experts (once)", done, total)) if progress else None
-        pack_experts(store, blueprint.experts, bits, quantizer, layout, report, unit)
+        with heap_for_packing():
+            pack_experts(store, blueprint.experts, bits, quantizer, layout, report, unit)
     else:
         check_machine(store.root, precision.machine, layout)
         if precision.in_place:
@@ -102,7 +104,8 @@ def ensure_packed(
         dense = recipe_key(blueprint, dense_bits, layout)
         if dense not in store.dense:
             report = (lambda done, total: progress("packing dense layers (once)", done, total)) if progress else None
-            pack_dense(store, blueprint, dense_bits, layout, report)
+            with heap_for_packing():
+                pack_dense(store, blueprint, dense_bits, layout, report)
         else:
             check_machine(store.root, store.dense[dense]["machine"], layout)
             check_dense_file(store, dense)
@@ -125,7 +128,7 @@ def packing_needs(blueprint: Blueprint, resolved: Resolved, layout: str) -> list
     bits = settings.dense_bits_used
     if bits < 16 and recipe_key(blueprint, bits, layout) not in dense:
         steps.append(dense_packing_bytes(blueprint, bits, layout))
-    return [Need("packing", max(steps), Phase.PACKING)] if steps else []
+    return [Need("packing", max(steps) + PACKING_HEAP, Phase.PACKING)] if steps else []
 
 
 def _packed(root: Path) -> tuple[Iterable[str], Iterable[str]]:
