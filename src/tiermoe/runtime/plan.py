@@ -136,7 +136,7 @@ def _before_running(
     blueprint: Blueprint, resolved: Resolved, layout: str, interpreter: int, dense: int, on_cpu: bool
 ) -> list[Need]:
     """What packing, where the store lacks something, and loading need. Onto a GPU layers go one after the other."""
-    needs = packing_needs(blueprint, resolved, layout)
+    needs = packing_needs(blueprint, resolved, layout, 1)
     if needs:
         needs.append(Need("interpreter", interpreter + _FIRST_USE, Phase.PACKING))
     if on_cpu:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import torch
+
 from tiermoe.errors import StoreError
 from tiermoe.kernels import machine_layout
 from tiermoe.runtime.blueprint import Blueprint
@@ -85,16 +87,17 @@ def ensure_packed(
     progress: Progress | None = None,
     device: str = "cpu",
     unit: str = "expert",
+    workers: int | None = None,
 ) -> None:
-    """Packs the asked precision, and the dense layers, where the store lacks them, for the kernels of `device`.
-    StoreError where it holds them for another machine's kernels."""
-    layout = machine_layout(device)
+    """Packs the asked precision, and the dense layers, where the store lacks them, for the kernels of `device`;
+    `workers` pieces at a time, None: as many as torch has threads. StoreError where it holds them for another machine's kernels."""
+    layout, workers = machine_layout(device), workers or torch.get_num_threads()
     key = precision_key(bits, quantizer, layout, unit)
     precision = store.precisions.get(key)
     if precision is None:
         report = (lambda done, total: progress("packing experts (once)", done, total)) if progress else None
         with heap_for_packing():
-            pack_experts(store, blueprint.experts, bits, quantizer, layout, report, unit)
+            pack_experts(store, blueprint.experts, bits, quantizer, layout, report, unit, workers)
     else:
         check_machine(store.root, precision.machine, layout)
         if precision.in_place:
@@ -105,14 +108,15 @@ def ensure_packed(
         if dense not in store.dense:
             report = (lambda done, total: progress("packing dense layers (once)", done, total)) if progress else None
             with heap_for_packing():
-                pack_dense(store, blueprint, dense_bits, layout, report)
+                pack_dense(store, blueprint, dense_bits, layout, report, workers)
         else:
             check_machine(store.root, store.dense[dense]["machine"], layout)
             check_dense_file(store, dense)
 
 
-def packing_needs(blueprint: Blueprint, resolved: Resolved, layout: str) -> list[Need]:
-    """What packing holds beside the interpreter at its largest step; none where the store lacks nothing."""
+def packing_needs(blueprint: Blueprint, resolved: Resolved, layout: str, workers: int) -> list[Need]:
+    """What packing by so many workers holds beside the interpreter at its largest step; none where the store lacks
+    nothing."""
     settings, unit = resolved.settings, resolved.composition.unit
     precisions, dense = _packed(store_root(blueprint, settings.store))
     steps = []
@@ -128,7 +132,7 @@ def packing_needs(blueprint: Blueprint, resolved: Resolved, layout: str) -> list
     bits = settings.dense_bits_used
     if bits < 16 and recipe_key(blueprint, bits, layout) not in dense:
         steps.append(dense_packing_bytes(blueprint, bits, layout))
-    return [Need("packing", max(steps) + PACKING_HEAP, Phase.PACKING)] if steps else []
+    return [Need("packing", workers * max(steps) + PACKING_HEAP, Phase.PACKING)] if steps else []
 
 
 def _packed(root: Path) -> tuple[Iterable[str], Iterable[str]]:
