@@ -18,11 +18,11 @@ from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.dense import attach_dense, recipe_key
 from tiermoe.runtime.embedding import embedding_key, leave_on_disk
 from tiermoe.runtime.experts import register
-from tiermoe.runtime.needs import Need, Phase
 from tiermoe.runtime.shells import IMPLEMENTATION, experts_left_out
 from tiermoe.store.checkpoint import Checkpoint
 from tiermoe.store.store import Store
 from tiermoe.tiers.reader import ExtentReader
+from tiermoe.types import Need, Phase
 
 _CONVERTED = 16 << 20  # bytes of a tensor that are there in two dtypes at a time
 _READERS = 4  # threads with which transformers reads a checkpoint

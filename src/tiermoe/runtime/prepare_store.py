@@ -15,7 +15,6 @@ from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.dense import pack_dense, recipe_key
 from tiermoe.runtime.dense import packing_bytes as dense_packing_bytes
 from tiermoe.runtime.footprint import PACKING_HEAP, heap_for_packing
-from tiermoe.runtime.needs import Need, Phase
 from tiermoe.runtime.resolve import check_fingerprint, default_store_root
 from tiermoe.store.layout import expert_format
 from tiermoe.store.lock import exclusive
@@ -31,7 +30,7 @@ from tiermoe.store.store import (
     open_store,
     precision_key,
 )
-from tiermoe.types import Extent, MoeLayer
+from tiermoe.types import Extent, MoeLayer, Need, Phase
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is packed, done, in all)."""
@@ -90,7 +89,8 @@ def ensure_packed(
     workers: int | None = None,
 ) -> None:
     """Packs the asked precision, and the dense layers, where the store lacks them, for the kernels of `device`;
-    `workers` pieces at a time, None: as many as torch has threads. StoreError where it holds them for another machine's kernels."""
+    `workers` pieces at a time, None: as many as torch has threads. StoreError where it holds
+    them for another machine's kernels."""
     layout, workers = machine_layout(device), workers or torch.get_num_threads()
     key = precision_key(bits, quantizer, layout, unit)
     precision = store.precisions.get(key)
@@ -132,7 +132,8 @@ def packing_needs(blueprint: Blueprint, resolved: Resolved, layout: str, workers
     bits = settings.dense_bits_used
     if bits < 16 and recipe_key(blueprint, bits, layout) not in dense:
         steps.append(dense_packing_bytes(blueprint, bits, layout))
-    return [Need("packing", workers * max(steps) + PACKING_HEAP, Phase.PACKING)] if steps else []
+    step = max(steps, default=0)
+    return [Need("packing", workers * (step + min(step, PACKING_HEAP)), Phase.PACKING)] if steps else []
 
 
 def _packed(root: Path) -> tuple[Iterable[str], Iterable[str]]:

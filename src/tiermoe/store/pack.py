@@ -96,8 +96,8 @@ def pack_experts(
 
 
 def packing_bytes(formats: Sequence[ExpertFormat], quantizer: str, reading: int) -> int:
-    """The most that each worker of `pack_experts` holds at a time: an expert as it was read, `reading` bytes more while it is read, or
-    its extent and what encoding a matrix takes."""
+    """The most that each worker of `pack_experts` holds at a time: an expert as it was read, `reading` bytes
+    more while it is read, or its extent and what encoding a matrix takes."""
     held = 0
     for form in formats:
         parts = sum(math.prod(part.shape) for part in form.layer.parts) * form.dtype.itemsize
