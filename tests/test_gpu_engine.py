@@ -18,9 +18,12 @@ from tiermoe.errors import BudgetError, ConfigError, StoreError
 from tiermoe.kernels import machine_layout
 from tiermoe.quant.encodings import cpu_layout
 from tiermoe.runtime import engine, loading, plan, prepare_store
-from tiermoe.runtime.gpu_plan import LANES, RESERVE, GpuMemoryPlan
+from tiermoe.runtime.memory_plan import GpuMemoryPlan
+from tiermoe.runtime.plan import RESERVE
 from tiermoe.store.store import dense_key, machine_of, precision_key
 from tiermoe.tiers import cuda
+from tiermoe.tiers.disk import LANES
+from tiermoe.types import Need, Phase
 from tiny import oracle, write
 
 GIB = 1 << 30
@@ -156,8 +159,10 @@ def test_plan_of_a_small_gpu(gpu_model: Path, gpu_of_8_gib: None) -> None:
     assert tiermoe.plan(gpu_model, memory="4GiB", gpu_memory=room, cache="15%").slots == 3
     with pytest.raises(BudgetError, match=r"on cuda are too little: .* Use --gpu-memory \d+MiB or more"):
         tiermoe.plan(gpu_model, memory="4GiB", gpu_memory=whole.gpu_fixed + whole.slot_bytes)
-    with pytest.raises(BudgetError, match=r"of main memory are too little: .* Use --memory \d+MiB or more"):
-        tiermoe.plan(gpu_model, memory=whole.interpreter + whole.dense - 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "_loading_needs", lambda *args: [Need("dense", 5 * GIB, Phase.LOADING)])
+        with pytest.raises(BudgetError, match=r"are too little: loading needs 5 GiB .* Use --memory \d+MiB or more"):
+            tiermoe.plan(gpu_model, memory="4GiB")  # weights come through main memory
     with pytest.raises(BudgetError, match=r"4 pinned experts .* Use --memory \d+MiB or more"):
         tiermoe.plan(gpu_model, memory=whole.total - 1)
     wide = tiermoe.plan(gpu_model, memory="4GiB", bits=16)

@@ -335,3 +335,13 @@ def test_the_stamp_of_a_journal_is_the_store_s(tmp_path: Path) -> None:
         journal.Journal(tmp_path, KEY, source)._stamp["version"]
         == json.loads((tmp_path / "store.json").read_text())["version"]
     )
+
+
+def test_workers_write_the_same_files(whole: dict[str, bytes], tmp_path: Path) -> None:
+    seen: list[int] = []
+    pack_experts(
+        empty_store(tmp_path), RandomExperts(), 4, "hqq", progress=lambda done, _: seen.append(done), workers=3
+    )
+    assert seen == list(range(1, 13))
+    experts = {name: text for name, text in contents(tmp_path).items() if name != "store.json"}
+    assert experts == {name: text for name, text in whole.items() if name != "store.json"}

@@ -20,16 +20,16 @@ from tiermoe import native
 from tiermoe.config import MIB, settings
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.families import FAMILIES
+from tiermoe.model import generic
 from tiermoe.runtime import loading, system
 from tiermoe.runtime import plan as plan_module
 from tiermoe.runtime.blueprint import Blueprint, inspect_model
 from tiermoe.runtime.dense import packable
-from tiermoe.runtime.kv_needs import kv_bytes
 from tiermoe.runtime.load import resolve_for
 from tiermoe.runtime.loading import LazyTensor, loading_needs
 from tiermoe.runtime.memory_plan import MemoryPlan
-from tiermoe.runtime.needs import Need, Phase
 from tiermoe.runtime.plan import plan_memory
+from tiermoe.types import Need, Phase, Workload
 from tiny import _COMMON, CONFIGS, auto_class, write
 
 INTERPRETER = 300 * MIB
@@ -209,6 +209,11 @@ def test_memory_left_out_comes_from_the_machine(planned: Planner, monkeypatch: p
     assert plan.budget_source == "80% of the 1.95 GiB that the machine has free"
 
 
+def growing_bytes(config: Any, load: Workload, latent: bool = False) -> int:
+    """What the generic decoder's cache says it needs."""
+    return sum(need.nbytes for need in generic.needs(config, load, latent, False) if need.part == "kv cache")
+
+
 @pytest.mark.parametrize("model_type", sorted(CONFIGS))
 def test_key_value_bytes_are_those_of_a_real_cache(model_type: str) -> None:
     switch = model_type == "switch_transformers"
@@ -225,7 +230,7 @@ def test_key_value_bytes_are_those_of_a_real_cache(model_type: str) -> None:
     held = [sum(t.untyped_storage().nbytes() for t in (layer.keys, layer.values)) for layer in layers]
     assert sum(held) > 0
     latent = FAMILIES[model_type].latent_kv
-    planned = kv_bytes(config, latent, context=20, chunk=20, batch=2, itemsize=2)
+    planned = growing_bytes(config, Workload(context=20, chunk=20, sequences=2, itemsize=2, threads=1), latent)
     expanded = 2 * 20 * 2 * 4 * (16 + 16 + 16 + 8) if latent else 0  # kv_b_proj's output and the keys made of it
     assert planned == sum(held) + 2 * max(held) + expanded  # and one layer's copies while it grows
 
@@ -241,8 +246,8 @@ def test_layers_with_a_window_hold_the_window_and_a_chunk(chunk: int, context: i
         with torch.no_grad():
             model(part, past_key_values=cache)
         most = max(most, sum(t.untyped_storage().nbytes() for la in cache.layers for t in (la.keys, la.values)))
-    whole = kv_bytes(config, False, context, context, 1, 4)
-    planned = kv_bytes(config, False, context, chunk, 1, 4)
+    whole = growing_bytes(config, Workload(context, context, 1, 4, 1))
+    planned = growing_bytes(config, Workload(context, chunk, 1, 4, 1))
     growing = 2 * max(t.keys.untyped_storage().nbytes() + t.values.untyped_storage().nbytes() for t in cache.layers)
     assert planned - growing == most
     assert (planned < whole) == (7 + chunk < context)
@@ -279,10 +284,10 @@ def test_packing_and_loading_are_held_against_the_budget(
     assert 0 < plan.packing <= plan.budget  # nothing is packed yet
     assert 0 < plan.loading <= plan.total
     assert [what for what, _, _ in plan.phases()] == ["while packing"]
-    for phase in (Phase.PACKING, Phase.LOADING):
+    much = {phase: [Need("something", 2 << 30, phase)] for phase in (Phase.PACKING, Phase.LOADING)}
+    for name, needs in (("_packing", (1, much[Phase.PACKING])), ("_loading_needs", much[Phase.LOADING])):
         with monkeypatch.context() as patch:
-            much = [Need("something", 2 << 30, phase)]
-            patch.setattr(plan_module, "_before_running", lambda *args, needs=much: needs)
+            patch.setattr(plan_module, name, lambda *args, needs=needs: needs)
             with pytest.raises(
                 BudgetError, match=r"(packing|loading).* needs 2 GiB \(something 2 GiB\).*--memory 2052MiB"
             ):
@@ -294,7 +299,7 @@ def test_loading_counts_what_is_converted(tmp_path: Path) -> None:
     text = (directory / "config.json").read_text().replace("float32", "bfloat16")
     (directory / "config.json").write_text(text)
     found = inspect_model(directory, "wide")
-    needs = {need.name: need.nbytes for need in loading_needs(found, dense=1000)}
+    needs = {need.part: need.nbytes for need in loading_needs(found, dense=1000)}
     assert needs["dense"] == 1000
     assert needs["conversion"] > 0
     key = "model.embed_tokens.weight"

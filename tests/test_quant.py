@@ -18,6 +18,7 @@ from tiermoe.quant.encodings import cpu_layout, encoding_for, encoding_named
 from tiermoe.quant.ladders import choose
 from tiermoe.quant.quantized import Ladder, nearest
 from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.quant.workers import in_order
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LINEAR, HQQ = QUANTIZERS["linear"], QUANTIZERS["hqq"]
@@ -510,6 +511,7 @@ import torch
 from tiermoe.quant import int4_layout
 from tiermoe.quant.encodings import encoding_named
 from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.quant.workers import in_order
 assert int4_layout.cpu_layout() == "cpu-{0}", int4_layout.cpu_layout()
 for rows in (16, 48, 64, 112, 272):
     codes = torch.arange(rows * 64).mul(7919).div(13, rounding_mode="floor").remainder(16).view(rows, 64)
@@ -558,3 +560,36 @@ def test_blocks_of_rows_are_those_of_the_whole_matrix(name, rows, monkeypatch):
     assert all(torch.equal(got[field], want[field]) for field in want)
     _, decoded = encoded_and_decoded(weight, encoding, HQQ, torch.bfloat16, torch.bfloat16)
     assert (squares[0] / squares[1]) ** 0.5 == pytest.approx(relative_error(weight.float(), decoded.float()), rel=1e-3)
+
+
+def test_workers_change_no_bit_and_keep_the_order() -> None:
+    """Blocks of a matrix, by several workers and by one; and torch has as many threads afterwards as before."""
+    weight = torch.randn(2304, 2048, generator=torch.Generator().manual_seed(3)).bfloat16()
+    encoding, threads = encoding_for(4, 2304, 2048, torch.bfloat16, cpu_layout(), "hqq"), torch.get_num_threads()
+    found = []
+    for workers in (1, 3):
+        written: list[tuple[str, int, torch.Tensor]] = []
+        row_blocks.encode(
+            encoding, HQQ, (2304, 2048), torch.bfloat16, lambda first, last: weight[first:last],
+            lambda field, first, value, into=written: into.append((field.name, first, value)), workers=workers,
+        )  # fmt: skip
+        found.append(written)
+    alone, together = found
+    assert len(alone) > 2
+    for (name, first, value), other in zip(alone, together, strict=True):
+        assert (name, first) == other[:2]
+        assert torch.equal(value, other[2])
+    assert torch.get_num_threads() == threads
+
+
+def test_a_worker_that_fails_ends_the_others() -> None:
+    def work(number: int) -> int:
+        if number == 3:
+            raise ValueError("third")
+        return number
+
+    threads, found = torch.get_num_threads(), []
+    with pytest.raises(ValueError, match="third"):
+        found.extend(in_order(work, 100, 2))
+    assert torch.get_num_threads() == threads
+    assert list(in_order(lambda number: number, 5, 2)) == list(range(5))

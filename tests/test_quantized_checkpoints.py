@@ -6,11 +6,13 @@ The oracle is transformers' own dequantising load of the same files.
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.utils import logging as transformers_logging
 
 import tiermoe
 from tiny import auto_class, write
@@ -99,3 +101,19 @@ def test_gpt_oss_mxfp4(tmp_path: Path) -> None:
 def test_deepseek_v3_fp8(tmp_path: Path) -> None:
     to_fp8(write(tmp_path, "deepseek_v3", torch.bfloat16))
     compare(tmp_path, "deepseek_v3")
+
+
+def test_loading_experts_in_mxfp4_warns_of_nothing(tmp_path: Path) -> None:
+    """transformers' quantiser says what its kernels lack; nothing here uses them."""
+    to_mxfp4(write(tmp_path, "gpt_oss", torch.bfloat16))
+    told: list[str] = []
+    handler, logger = logging.Handler(logging.WARNING), logging.getLogger("transformers")
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    transformers_logging.warning_once.cache_clear()  # what was told before is told again
+    logger.addHandler(handler)
+    try:
+        model, _ = tiermoe.load(tmp_path, memory="4GiB", device="cpu")
+    finally:
+        logger.removeHandler(handler)
+    model.tiermoe.close()
+    assert not [message for message in told if "MXFP4" in message]

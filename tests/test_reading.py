@@ -17,7 +17,7 @@ from tiermoe.runtime.system import page_cache_room
 from tiermoe.tiers import probe as probes
 from tiermoe.tiers.probe import DriveProbe, known_drive
 from tiermoe.tiers.reader import ExtentReader, aligned_memory
-from tiermoe.types import ExpertKey, Extent
+from tiermoe.types import ExpertKey, Extent, Need, Phase
 
 GIB = 1 << 30
 
@@ -54,7 +54,7 @@ def test_every_group_above_the_process_counts_and_pages_of_files_do_not(tmp_path
 
 def plan_of(slots: int = 16, total: int = 0) -> MemoryPlan:
     return MemoryPlan(
-        GIB, "--memory", interpreter=0, dense=total, kv_cache=0, activations=0, staging=0, slot_bytes=SIZE,
+        GIB, "--memory", (Need("dense", total, Phase.RUNNING),), slot_bytes=SIZE,
         slots=slots, all_slots=16, layer_slots=2, token_slots=2, context=64,
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
 FEW_TOKENS = 64
@@ -145,3 +146,39 @@ class Extent:
     def nbytes(self) -> int:
         """Bytes that reading the expert costs."""
         return sum(segment.nbytes for segment in self.segments)
+
+
+class Phase(StrEnum):
+    """When memory is held. A process packs (only where the store lacks something), loads, then runs."""
+
+    PACKING = "packing"
+    LOADING = "loading"
+    RUNNING = "running"
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """`nbytes` that an owner holds at the most in a phase. part: the row of the plan that it belongs to; what: which
+    of the part's bytes, for people."""
+
+    part: str
+    nbytes: int
+    phase: Phase
+    what: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is run at the most: `sequences` of up to `context` tokens, of each at most `chunk` tokens at once, in values
+    of `itemsize` bytes, on so many threads."""
+
+    context: int
+    chunk: int
+    sequences: int
+    itemsize: int
+    threads: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return min(self.chunk, self.context) * self.sequences

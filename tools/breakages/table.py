@@ -197,8 +197,8 @@ BREAKAGES = (
     Breakage(
         "the plan leaves the key/value cache out of the budget",
         "src/tiermoe/runtime/plan.py",
-        "room = budget - sum(fixed.values())",
-        'room = budget - sum(fixed.values()) + fixed["kv_cache"]',
+        "room = min(base.budget - base.fixed, wanted)",
+        "room = min(base.budget - base.fixed + base.kv_cache, wanted)",
         ("tests/test_plan.py",),
     ),
     Breakage(

@@ -30,7 +30,7 @@ def plan(
 
         result = plan_model(model, **options)
     if as_json:
-        print(json.dumps(asdict(result) | {"total": result.total, "experts": result.experts}))
+        print(json.dumps(asdict(result) | result.parts() | {"total": result.total, "peak": result.peak}))
         return
     table = Table(
         title=f"{format_size(result.budget)} ({result.budget_source}), experts at {result.bits} bits, "

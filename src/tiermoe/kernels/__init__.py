@@ -1,7 +1,7 @@
 """One matrix of an expert times its tokens, on the fields that a slot holds."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -11,10 +11,14 @@ from tiermoe.errors import ConfigError
 from tiermoe.kernels import cpu, cuda
 from tiermoe.kernels.native.matrix import matrix_form
 from tiermoe.kernels.reference import DecodedLinear
+from tiermoe.native import available
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.encodings import ROW_MAJOR, cpu_layout, encoding_named
+from tiermoe.store.layout import ExpertFormat
 
-__all__ = ["KERNELS", "LinearKernel", "decodes", "linear_for", "machine_layout"]
+__all__ = ["KERNELS", "LinearKernel", "decoded_bytes", "decodes", "linear_for", "machine_layout"]
+
+_DECODING = 4 << 20  # temporaries of decoding a matrix
 
 
 class LinearKernel(Protocol):
@@ -52,6 +56,19 @@ def decodes(encoding: Encoding | None, out: int, in_: int, dtype: torch.dtype) -
     if math.isfinite(cpu.native_tokens()):
         return True
     return matrix_form(encoding, out, in_, dtype) is None
+
+
+def decoded_bytes(formats: Sequence[ExpertFormat], dense_bits: int, dtype: torch.dtype) -> int:
+    """The largest matrix that a kernel decodes for many tokens, with its temporaries; 0 where none does. Dense layers
+    are about as large as experts' matrices."""
+    parts = [(form, part) for form in formats for part in form.layer.parts if part.is_matrix]
+    dense = dense_bits == 8 or (dense_bits == 4 and not available())
+    decoded = [
+        math.prod(part.out_in)
+        for form, part in parts
+        if dense or decodes(form.encodings.get(part.name), *part.out_in, dtype)
+    ]
+    return max(decoded) * dtype.itemsize + _DECODING if decoded else 0
 
 
 def linear_for(encoding_name: str, device_type: str, dtype: torch.dtype) -> LinearKernel:

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from tiermoe.model.attention import GroupedAttention
+from tiermoe.model.attention import GroupedAttention, GroupedSizes
 from tiermoe.model.decoder import Decoder, Layer
 from tiermoe.model.feed_forward import ACTIVATIONS, DenseBlock, MoeBlock
 from tiermoe.model.few_tokens import few_tokens_form
-from tiermoe.model.latent import LatentAttention
+from tiermoe.model.latent import LatentAttention, LatentSizes
 from tiermoe.model.norms import LayerNorm, Norm, RootMeanSquare
-from tiermoe.model.rotary import TURNS, Rotary, rotary_of, yarn_scale
+from tiermoe.model.rotary import TURNS, Rotary, knows_rotary, rotary_of, yarn_scale
 from tiermoe.model.routers import Router, RouterRule
 from tiermoe.model.weights import ModuleWeights
 
@@ -136,6 +136,45 @@ def decoder_for(config: Any, weights: ModuleWeights, dtype: torch.dtype) -> Deco
     return None if rotary is None else builder.decoder(rotary)
 
 
+def attention_sizes(config: Any, has: Callable[[str], bool]) -> list[GroupedSizes | LatentSizes] | None:
+    """Of each layer of the decoder that a model with this config gets, what its attention asks memory for; None where
+    it gets none of ours. has: whether the checkpoint holds a tensor of this name."""
+    architecture = ARCHITECTURES.get(config.model_type)
+    if architecture is None or config.hidden_act not in ACTIVATIONS or not knows_rotary(config):
+        return None
+    if architecture.latent:
+        layer = LatentSizes(
+            config.num_attention_heads,
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.v_head_dim,
+            config.kv_lora_rank,
+        )
+        return [layer] * int(config.num_hidden_layers)
+    return [
+        GroupedSizes(
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            _head_columns(config),
+            _window(architecture, config, index),
+            has(f"model.layers.{index}.self_attn.sinks"),
+        )
+        for index in range(config.num_hidden_layers)
+    ]
+
+
+def _head_columns(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _window(architecture: Architecture, config: Any, index: int) -> int | None:
+    window = getattr(config, "sliding_window", None)
+    slides = architecture.window == "all" or (
+        architecture.window == "layer" and config.layer_types[index] == "sliding_attention"
+    )
+    return int(window) if window and slides else None
+
+
 class _Builder:
     """Blocks from a table entry, a config and weights."""
 
@@ -147,7 +186,7 @@ class _Builder:
         if self._of.latent:
             columns = config.qk_rope_head_dim
         else:
-            columns = int(self._head_columns() * config.rope_parameters.get("partial_rotary_factor", 1.0))
+            columns = int(_head_columns(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
         dtype = torch.float32 if self._of.turn == "complex" else self._dtype
         return rotary_of(config, columns, dtype)
 
@@ -183,20 +222,9 @@ class _Builder:
             return LayerNorm(weight, self._weights.tensor(f"{path}.bias"), epsilon)
         return RootMeanSquare(weight, epsilon, self._of.late_norm)
 
-    def _head_columns(self) -> int:
-        config = self._config
-        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-    def _window(self, index: int) -> int | None:
-        window = getattr(self._config, "sliding_window", None)
-        slides = self._of.window == "all" or (
-            self._of.window == "layer" and self._config.layer_types[index] == "sliding_attention"
-        )
-        return int(window) if window and slides else None
-
     def _grouped(self, prefix: str, index: int) -> GroupedAttention:
         config, weights, part = self._config, self._weights, f"{prefix}.self_attn"
-        columns = self._head_columns()
+        columns = _head_columns(config)
         normed = weights.has(f"{part}.q_norm")
         scale = self._scale("attention_multiplier") if self._of.scales else columns**-0.5
         clip = getattr(config, "clip_qkv", None)
@@ -213,7 +241,7 @@ class _Builder:
             query_norm=self._norm(f"{part}.q_norm") if normed else None,
             key_norm=self._norm(f"{part}.k_norm") if normed else None,
             norm_all_heads=self._of.norm_all_heads,
-            window=self._window(index),
+            window=_window(self._of, config, index),
             sinks=weights.tensor(f"{part}.sinks") if weights.has(f"{part}.sinks") else None,
             clip=None if clip is None else float(clip),
         )

@@ -9,13 +9,52 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tiermoe.batch import Row
+from tiermoe.kernels.native.few_tokens_attention import few_tokens_workspace
 from tiermoe.model.kv_cache import LayerShape
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
 from tiermoe.model.rotary import Turn
 from tiermoe.model.step import Step, held, put
 
-_SCORES = 1 << 22  # scores of attention with sinks that are held at once
+_SCORES = 1 << 22  # scores that are held at once where torch has no kernel that holds none
+_SCORE_BYTES = 20  # of each, with sinks: in the model's dtype four times, as float32 twice, and masks; measured
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedSizes:
+    """What a `GroupedAttention` asks memory for, known from a config."""
+
+    heads: int
+    kv_heads: int
+    columns: int
+    window: int | None = None
+    sinks: bool = False
+
+    @property
+    def shape(self) -> LayerShape:
+        return LayerShape(self.kv_heads, self.columns, self.columns, self.window)
+
+    @property
+    def token_columns(self) -> int:
+        """Columns of a token's queries."""
+        return self.heads * self.columns
+
+    def prompt_bytes(self, tokens: int, positions: int, itemsize: int) -> int:
+        """Of one sequence's attention, beside queries, keys and values: masks, and scores where there are sinks."""
+        masks = tokens * positions * (3 + itemsize)
+        return masks + (scores_at_once(self.heads, tokens, positions) * _SCORE_BYTES if self.sinks else 0)
+
+    def few_tokens_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
+        """Of the native kernel."""
+        return few_tokens_workspace(
+            tokens, self.window or positions, threads, (self.heads, self.kv_heads, self.columns, self.columns),
+            hidden, 0,
+        )  # fmt: skip
+
+
+def scores_at_once(heads: int, tokens: int, positions: int) -> int:
+    """Scores that are held at a time: a few million, but of one token all heads', or of one head all tokens'."""
+    return min(max(_SCORES, heads * positions, tokens * positions), heads * tokens * positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +140,8 @@ def _attend(
     mask = _mask(query.shape[0], keys.shape[1], window, query.device)
     if sinks is not None:
         return _with_sinks(query, keys, values, scale, mask, sinks)
+    if keys.shape[-1] != values.shape[-1]:
+        return _by_heads(query, keys, values, scale, mask)
     grouped = query.shape[1] != keys.shape[0]
     attended = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
@@ -112,6 +153,26 @@ def _attend(
         enable_gqa=grouped,
     )
     return attended[0].transpose(0, 1)
+
+
+def _by_heads(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+    """A few heads at a time: values that are narrower than keys have no kernel in torch that holds no scores."""
+    tokens, heads, _ = query.shape
+    triangle = mask is not None and _is_triangle(query, keys, None)
+    few = max(1, _SCORES // (tokens * keys.shape[1]))
+    result = query.new_empty((tokens, heads, values.shape[-1]))
+    for begin in range(0, heads, few):
+        some = slice(begin, begin + few)
+        attended = F.scaled_dot_product_attention(
+            query[:, some].transpose(0, 1)[None],
+            keys[None, some],
+            values[None, some],
+            attn_mask=None if triangle else mask,
+            is_causal=triangle,
+            scale=scale,
+        )
+        result[:, some] = attended[0].transpose(0, 1)
+    return result
 
 
 def _is_triangle(query: Tensor, keys: Tensor, window: int | None) -> bool:

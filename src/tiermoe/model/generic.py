@@ -9,9 +9,62 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tiermoe.batch import Batch
 from tiermoe.errors import PromptError
+from tiermoe.types import Need, Phase, Workload
+
+
+def needs(config: Any, load: Workload, latent: bool, eager: bool) -> list[Need]:
+    """What transformers' growing cache and its attention take: keys and values of `context` tokens in all layers, and
+    the copy of one layer's that is made while it grows. latent: a compressed cache, of which one layer at a time is
+    expanded. eager: attention holds the scores of all heads."""
+    heads, kv_heads, head_dim = attention_shape(config)
+    tokens, context = load.tokens, load.context
+    at_once = load.sequences * context if getattr(config, "is_encoder_decoder", False) else tokens
+    scores = at_once * context * (heads * (2 * load.itemsize + 8) if eager or latent else 5)
+    repeated = 2 * load.sequences * context * heads * head_dim * load.itemsize if kv_heads < heads else 0
+    return [
+        Need("kv cache", _cache_bytes(config, load, latent), Phase.RUNNING, f"{context} tokens of context"),
+        Need("activations", scores + repeated, Phase.RUNNING, "attention"),
+    ]
+
+
+def _cache_bytes(config: Any, load: Workload, latent: bool) -> int:
+    heads, kv_heads, head_dim = attention_shape(config)
+    expanded = 0
+    if latent:
+        per_token = int(config.kv_lora_rank + config.qk_rope_head_dim)
+        expanded = int(heads * (2 * config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim))
+    else:
+        per_token = 2 * kv_heads * head_dim
+    positions = _positions(config, load.context, load.chunk)
+    each = per_token * (sum(positions) + 2 * max(positions)) + expanded * load.context
+    return load.sequences * load.itemsize * each
+
+
+def _positions(config: Any, context: int, chunk: int) -> list[int]:
+    """How many positions each layer of the cache holds at the most."""
+    layers = int(getattr(config, "num_decoder_layers", None) or config.num_hidden_layers)
+    if getattr(config, "is_encoder_decoder", False):
+        return [context] * (2 * layers)  # the decoder's own and the cross attention to the prompt
+    windows = [
+        layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else context
+        for layer in DynamicCache(config=config).layers
+    ]
+    # a window is a view of all that was concatenated: the tokens before it stay until the next ones come
+    held = [min(window - 1 + chunk, context) if window < context else context for window in windows]
+    return held or [context] * layers
+
+
+def attention_shape(config: Any) -> tuple[int, int, int]:
+    """(heads, key/value heads, size of a head) of a config, whatever its family calls them."""
+    heads = int(getattr(config, "num_attention_heads", 0) or config.num_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    hidden = int(getattr(config, "hidden_size", 0) or config.d_model)
+    head_dim = int(getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or hidden // heads)
+    return heads, kv_heads, head_dim
 
 
 class GenericCache:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tiermoe.errors import ModelError, PromptError
 from tiermoe.kernels.native.few_tokens_attention import Slabs
+from tiermoe.types import Need, Phase, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,19 @@ def cache_bytes(shapes: Sequence[LayerShape], context: int, step: int, itemsize:
         shape.room(context, step) * shape.heads * (shape.key_columns + shape.value_columns) * itemsize
         for shape in shapes
     )
+
+
+def needs(shapes: Sequence[LayerShape], load: Workload) -> list[Need]:
+    """What a cache of layers of these shapes takes, and the copy of one layer's window that a prompt makes of a
+    ring."""
+    step = min(load.chunk, load.context)
+    held = load.sequences * cache_bytes(shapes, load.context, step, load.itemsize)
+    rings = [shape for shape in shapes if shape.room(load.context, step) < load.context]
+    unrolled = max((cache_bytes([shape], load.context, step, load.itemsize) for shape in rings), default=0)
+    return [
+        Need("kv cache", held, Phase.RUNNING, f"{load.context} tokens of context"),
+        Need("activations", 2 * unrolled, Phase.RUNNING, "a window in order"),
+    ]
 
 
 class KVCache:

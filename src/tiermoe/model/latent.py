@@ -7,12 +7,57 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiermoe.model.attention import attend
+from tiermoe.kernels.native.few_tokens_attention import few_tokens_workspace
+from tiermoe.model.attention import attend, scores_at_once
 from tiermoe.model.kv_cache import LayerShape
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
 from tiermoe.model.rotary import Turn
 from tiermoe.model.step import Step, held, put
+
+_SCORE_BYTES = 14  # of a score of torch's own operations: as float32 three times, and masks; measured
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSizes:
+    """What a `LatentAttention` asks memory for, known from a config."""
+
+    heads: int
+    plain_columns: int
+    rotary_columns: int
+    value_columns: int
+    latent_columns: int
+
+    @property
+    def shape(self) -> LayerShape:
+        return LayerShape(1, self.latent_columns + self.rotary_columns, 0)
+
+    @property
+    def token_columns(self) -> int:
+        """Columns of a token's queries."""
+        return self.heads * (self.plain_columns + self.rotary_columns)
+
+    def prompt_bytes(self, tokens: int, positions: int, itemsize: int) -> int:
+        """Of one sequence's attention, beside queries: keys and values of all heads, and a few heads' scores."""
+        heads = self.heads * (2 * self.plain_columns + self.rotary_columns + 2 * self.value_columns)
+        expanded = positions * (heads + 2 * self.latent_columns) * itemsize
+        masks = tokens * positions * (3 + 4)
+        scores = scores_at_once(self.heads, tokens, positions)
+        share = min(1.0, scores / (self.heads * tokens * positions))
+        widened = 4 * positions * self.heads * (self.plain_columns + self.rotary_columns + self.value_columns)
+        return expanded + masks + scores * _SCORE_BYTES + int(widened * share)
+
+    def few_tokens_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
+        """Of the native kernel."""
+        columns = self.latent_columns + self.rotary_columns
+        return few_tokens_workspace(
+            tokens, positions, threads, (self.heads, 1, columns, self.latent_columns), hidden, self.latent_columns
+        )
+
+    @property
+    def expanding_bytes(self) -> int:
+        """Of what expands latents, in the form that the native kernel takes (`few_tokens`)."""
+        return 2 * self.heads * self.latent_columns * (self.plain_columns + self.value_columns)
 
 
 @dataclass(frozen=True, slots=True)

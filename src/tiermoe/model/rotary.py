@@ -41,19 +41,32 @@ class Rotary:
         return (angles.cos() * factor).to(self._dtype), (angles.sin() * factor).to(self._dtype)
 
 
+def knows_rotary(config: Any) -> bool:
+    """Whether `rotary_of` knows the kind that a config names."""
+    return rotary_kind(config) is not None
+
+
+def rotary_kind(config: Any) -> str | None:
+    """The kind of rotary embedding that a config names; None where it is not known."""
+    kind = config.rope_parameters["rope_type"]
+    if kind == "default":
+        return str(kind)
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    return str(kind) if kind not in _UNSUPPORTED and kind in ROPE_INIT_FUNCTIONS else None
+
+
 def rotary_of(config: Any, columns: int, dtype: torch.dtype) -> Rotary | None:
     """A config's rotary embedding of `columns` of each head; None where its kind is not known."""
     parameters = config.rope_parameters
-    kind = parameters["rope_type"]
-    if kind in _UNSUPPORTED:
+    kind = rotary_kind(config)
+    if kind is None:
         return None
     if kind == "default":
         steps = torch.arange(0, columns, 2, dtype=torch.float) / columns
         return Rotary(1.0 / (parameters["rope_theta"] ** steps), lambda _: 1.0, dtype)
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    if kind not in ROPE_INIT_FUNCTIONS:
-        return None
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config)
     return Rotary(frequencies, _scale_of(parameters, factor), dtype)
 

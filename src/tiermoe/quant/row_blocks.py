@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tiermoe.quant.encoding import Encoding, Field
 from tiermoe.quant.quantized import Quantizer
+from tiermoe.quant.workers import in_order
 
 BLOCK_WEIGHTS = 1 << 22  # weights encoded at a time, at least
 _COMPARED = 1 << 18  # weights compared at a time: their float32 temporaries stay in the cache
@@ -33,7 +34,7 @@ def rows_at_a_time(encoding: Encoding, quantizer: Quantizer, out: int, in_: int)
 
 
 def workspace_bytes(encoding: Encoding, quantizer: Quantizer, out: int, in_: int, itemsize: int) -> int:
-    """What `encode` holds at the most, with the rows that it reads."""
+    """What each worker of `encode` holds at the most, with the rows that it reads."""
     weights = rows_at_a_time(encoding, quantizer, out, in_) * in_
     return weights * (itemsize + _BYTES_A_WEIGHT) + min(_BUFFERS, weights * _BUFFER_BYTES_A_WEIGHT)
 
@@ -47,24 +48,29 @@ def encode(
     read: ReadRows,
     write: WriteField,
     progress: Callable[[int], None] = lambda rows: None,
+    workers: int = 1,
 ) -> tuple[float, float]:
     """Encodes a matrix (out, in_) for kernels that compute in `dtype`. progress: called with the rows done.
+    workers: blocks of rows that are read and encoded at a time, each on a thread.
 
     Returns the sums of squares of the difference and of the weights."""
     out, in_ = shape
     fields = encoding.stored_fields(out, in_, dtype)
     step = rows_at_a_time(encoding, quantizer, out, in_)
     squared_error = squared_weight = 0.0
-    for first in range(0, out, step):
-        last = min(first + step, out)
-        weight = read(first, last)
+
+    @torch.no_grad()
+    def encoded(block: int) -> tuple[Mapping[str, Tensor], tuple[float, float]]:
+        weight = read(block * step, min((block + 1) * step, out))
         stored = encoding.encode(weight, quantizer, dtype)
+        return stored, _squares(encoding, stored, weight, dtype)
+
+    for block, (stored, (error, size)) in enumerate(in_order(encoded, -(-out // step), workers)):
         for field in fields:
-            write(field, first, stored[field.name])
-        error, size = _squares(encoding, stored, weight, dtype)
+            write(field, block * step, stored[field.name])
         squared_error += error
         squared_weight += size
-        progress(last)
+        progress(min((block + 1) * step, out))
     return squared_error, squared_weight
 
 

@@ -1,57 +1,103 @@
-"""What one chunk of tokens needs beside weights and cache. Checked against measured peaks (docs/results.md)."""
+"""What a step of tokens needs between and inside the layers, beside weights and cache: each part from its owner.
+
+Checked against measured peaks (docs/results.md)."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
 import torch
 
 from tiermoe import native
-from tiermoe.config import MIB, Settings
-from tiermoe.kernels import decodes
+from tiermoe.config import Settings
+from tiermoe.kernels import decoded_bytes
+from tiermoe.model import generic, kv_cache
+from tiermoe.model.architectures import attention_sizes
+from tiermoe.model.attention import GroupedSizes
+from tiermoe.model.latent import LatentSizes
 from tiermoe.runtime.blueprint import Blueprint
-from tiermoe.runtime.kv_needs import attention_shape
 from tiermoe.store.layout import ExpertFormat
+from tiermoe.types import Need, Phase, Workload
 
 _ALLOCATOR = 1.15  # what the allocator holds beyond the tensors that live, measured
 _PACKED_OPERATOR_TOKENS = 12  # from more tokens on, kernels may decode a matrix first (kernels/cpu.py)
+_LOGIT_BYTES = 16  # of a token's logits: in the model's dtype, as float32, and what a draw makes of them
 
 
-def activation_bytes(blueprint: Blueprint, formats: list[ExpertFormat], settings: Settings, context: int) -> int:
-    """The most that one chunk needs beside weights and cache: a layer's tensors that live at the same time (those of a
-    norm with its float32 copies, of its attention or of its experts), one decoded matrix where many tokens meet packed
-    weights, and the logits."""
-    config, item = blueprint.config, blueprint.dtype.itemsize
-    at_once = context if blueprint.family.encoder_decoder else min(settings.chunk, context)
-    tokens = at_once * settings.batch
+def decoder_needs(
+    blueprint: Blueprint, formats: Sequence[ExpertFormat], settings: Settings, load: Workload, device: str
+) -> list[Need]:
+    """Key/value cache and activations of the decoder that a model gets on a device, for a workload."""
+    sizes = sizes_of(blueprint, settings, device)
+    if sizes is None:
+        eager = getattr(blueprint.skeleton.config, "_attn_implementation", None) == "eager"
+        its = generic.needs(blueprint.config, load, blueprint.family.latent_kv, eager)
+        heads, _, head_dim = generic.attention_shape(blueprint.config)
+        columns = heads * head_dim
+    else:
+        its = kv_cache.needs([each.shape for each in sizes], load) + _attention_needs(blueprint, sizes, load)
+        columns = max(each.token_columns for each in sizes)
+    return its + _layer_needs(blueprint, formats, settings, load, columns)
+
+
+def sizes_of(blueprint: Blueprint, settings: Settings, device: str) -> Sequence[GroupedSizes | LatentSizes] | None:
+    """Of each layer of our own decoder, what its attention asks memory for; None where transformers' code runs."""
+    if settings.decoder == "generic" or blueprint.family.encoder_decoder or device != "cpu":
+        return None
+    return attention_sizes(blueprint.config, blueprint.checkpoint.__contains__)
+
+
+def expanding_needs(blueprint: Blueprint, settings: Settings, device: str) -> list[Need]:
+    """Dense weights that a decoder makes of others and keeps: latent attention's for the native kernel."""
+    sizes = sizes_of(blueprint, settings, device)
+    if sizes is None or blueprint.dtype != torch.bfloat16 or not native.available():
+        return []
+    held = sum(each.expanding_bytes for each in sizes if isinstance(each, LatentSizes))
+    return [Need("dense", held, Phase.RUNNING, "matrices that expand latents")] if held else []
+
+
+def _attention_needs(blueprint: Blueprint, sizes: Sequence[GroupedSizes | LatentSizes], load: Workload) -> list[Need]:
+    """One layer's attention, of one sequence after the other, or of few tokens by the native kernel."""
+    tokens, hidden = min(load.chunk, load.context), int(blueprint.config.hidden_size)
+    widest = max(hidden, int(getattr(blueprint.config, "q_lora_rank", None) or 0))
+    many = max(each.prompt_bytes(tokens, load.context, load.itemsize) for each in sizes)
+    few = max(each.few_tokens_bytes(load.tokens, load.context, load.threads, widest) for each in sizes)
+    return [
+        Need("activations", many, Phase.RUNNING, "attention"),
+        Need("activations", few, Phase.RUNNING, "attention of few tokens"),
+    ]
+
+
+def _layer_needs(
+    blueprint: Blueprint, formats: Sequence[ExpertFormat], settings: Settings, load: Workload, columns: int
+) -> list[Need]:
+    """A layer's tensors that live at the same time (those of a norm with its float32 copies, of its projections or of
+    its feed-forward part), one decoded matrix where many tokens meet packed weights, and the logits. columns: of a
+    token's queries."""
+    config, item = blueprint.config, load.itemsize
+    tokens = load.context * load.sequences if blueprint.family.encoder_decoder else load.tokens
     hidden = int(getattr(config, "hidden_size", 0) or config.d_model)
-    heads, kv_heads, head_dim = attention_shape(config)
     matrices = [part.out_in for form in formats for part in form.layer.parts if part.is_matrix]
     top_k = max(layer.top_k for layer in blueprint.layers)
-    residual = 2 * hidden * item
     norm = hidden * (item + 3 * 4)
-    attention = heads * head_dim * (8 * item + 3 * 4)
+    attention = columns * (8 * item + 3 * 4)
     experts = (hidden * (top_k + 3) + 3 * max(map(max, matrices))) * item
-    scores = tokens * context * 5
-    repeated = 2 * settings.batch * context * heads * head_dim * item if kv_heads < heads else 0
-    logits = settings.batch * int(config.vocab_size) * 16
-    return (
-        int(tokens * (residual + max(norm, attention, experts)) * _ALLOCATOR)
-        + scores
-        + repeated
-        + (_decoded_bytes(formats, settings, blueprint.dtype) if tokens > _PACKED_OPERATOR_TOKENS else 0)
-        + logits
-    )
-
-
-def _decoded_bytes(formats: list[ExpertFormat], settings: Settings, dtype: torch.dtype) -> int:
-    """The largest matrix that a kernel decodes for many tokens, with its temporaries; 0 where none does. Dense layers
-    are about as large as experts' matrices."""
-    parts = [(form, part) for form in formats for part in form.layer.parts if part.is_matrix]
-    dense = settings.dense_bits_used == 8 or (settings.dense_bits_used == 4 and not native.available())
-    decoded = [
-        math.prod(part.out_in)
-        for form, part in parts
-        if dense or decodes(form.encodings.get(part.name), *part.out_in, dtype)
+    dense = 3 * _widest_dense(blueprint) * item
+    decoded = decoded_bytes(formats, settings.dense_bits_used, blueprint.dtype)
+    return [
+        Need(
+            "activations",
+            int(tokens * (2 * hidden * item + max(norm, attention, experts, dense)) * _ALLOCATOR),
+            Phase.RUNNING,
+            "of one prefill chunk",
+        ),
+        Need("activations", decoded if tokens > _PACKED_OPERATOR_TOKENS else 0, Phase.RUNNING, "a decoded matrix"),
+        Need("activations", load.sequences * int(config.vocab_size) * _LOGIT_BYTES, Phase.RUNNING, "logits"),
     ]
-    return max(decoded) * dtype.itemsize + 4 * MIB if decoded else 0
+
+
+def _widest_dense(blueprint: Blueprint) -> int:
+    """Columns of what a dense matrix gives at the most, embedding and output layer apart: they give a row a token."""
+    vocabulary, stored = int(blueprint.config.vocab_size), blueprint.checkpoint.tensors
+    shapes = [stored[key].shape for key in blueprint.dense_keys]
+    return max((max(shape) for shape in shapes if len(shape) == 2 and vocabulary not in shape), default=0)

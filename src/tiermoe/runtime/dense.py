@@ -107,9 +107,10 @@ def pack_dense(
     bits: int,
     layout: str,
     progress: Callable[[int, int], None] | None = None,
+    workers: int = 1,
 ) -> None:
-    """Adds the packed dense layers at `bits` to the store, some rows at a time (`packing_bytes` at once); written whole
-    or not at all. progress: called with (blocks of rows done, in all)."""
+    """Adds the packed dense layers at `bits` to the store, some rows at a time, each of the `workers` its own
+    (`packing_bytes` each); written whole or not at all. progress: called with (blocks of rows done, in all)."""
     key = recipe_key(blueprint, bits, layout)
     path = store.root / dense_file_name(key)
     table: dict[str, Any] = {}
@@ -128,14 +129,19 @@ def pack_dense(
                     if progress is not None:
                         progress(before + blocks, total)
 
-                table[name] = _pack_layer(file, blueprint, source, form, report)
+                table[name] = _pack_layer(file, blueprint, source, form, report, workers)
                 done += _blocks(form)
         store.dense[key] = {"file": path.name, "machine": machine_of(bits, layout), "layers": table}
         store.save()
 
 
 def _pack_layer(
-    file: ExtentWriter, blueprint: Blueprint, source: str, form: ExpertFormat, report: Callable[[int], None]
+    file: ExtentWriter,
+    blueprint: Blueprint,
+    source: str,
+    form: ExpertFormat,
+    report: Callable[[int], None],
+    workers: int,
 ) -> dict[str, Any]:
     """The entry of a dense layer in the store's table, once it is written."""
     encoding, (out, in_) = form.encodings["weight"], form.layer.parts[0].out_in
@@ -148,7 +154,9 @@ def _pack_layer(
         report(-(-rows // rows_at_a_time))
 
     offset = file.begin(form.stored)
-    squares = row_blocks.encode(encoding, QUANTIZERS["hqq"], (out, in_), form.dtype, read, file.write, progress)
+    squares = row_blocks.encode(
+        encoding, QUANTIZERS["hqq"], (out, in_), form.dtype, read, file.write, progress, workers
+    )
     return {
         "encoding": encoding.name,
         "shape": [out, in_],
@@ -159,7 +167,7 @@ def _pack_layer(
 
 
 def packing_bytes(blueprint: Blueprint, bits: int, layout: str) -> int:
-    """The most that `pack_dense` holds at a time, 0 where it packs nothing."""
+    """The most that each worker of `pack_dense` holds at a time, 0 where it packs nothing."""
     quantizer, held = QUANTIZERS["hqq"], 0
     for name, source in packable(blueprint).items():
         form = dense_format(blueprint, name, bits, layout)

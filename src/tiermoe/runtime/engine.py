@@ -27,15 +27,14 @@ from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.fallback import ConfidentDecoding
 from tiermoe.runtime.footprint import peak_resident_bytes
 from tiermoe.runtime.forecasts import Forecaster, PassForecasts, router_beside
-from tiermoe.runtime.gpu_plan import GpuMemoryPlan
 from tiermoe.runtime.hash_routing import token_tables
 from tiermoe.runtime.history import History
-from tiermoe.runtime.memory_plan import MemoryPlan
+from tiermoe.runtime.memory_plan import GpuMemoryPlan, MemoryPlan
 from tiermoe.runtime.passes import CurrentPass, Observer
+from tiermoe.runtime.plan import shape_of
 from tiermoe.runtime.reading import drive_for
 from tiermoe.runtime.settled import SettledExperts
 from tiermoe.runtime.shells import is_shell
-from tiermoe.runtime.slot_pools import shape_of
 from tiermoe.runtime.steps import Front, Steps
 from tiermoe.runtime.system import processors
 from tiermoe.runtime.units import unit_of

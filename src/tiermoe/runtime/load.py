@@ -55,7 +55,17 @@ def load_resolved(blueprint: Blueprint, resolved: Resolved, progress: Progress |
     store = open_or_create(blueprint, store_root(blueprint, settings.store))
     unit = resolved.composition.unit
     for bits in resolved.precisions:
-        ensure_packed(store, blueprint, bits, settings.quantizer, settings.dense_bits_used, progress, device, unit)
+        ensure_packed(
+            store,
+            blueprint,
+            bits,
+            settings.quantizer,
+            settings.dense_bits_used,
+            progress,
+            device,
+            unit,
+            plan.packers,
+        )
     model = load_dense(blueprint, store, settings.dense_bits_used, device, plan.embedding_on_disk)
     model.eval().requires_grad_(False)
     footprint.settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,11 +18,11 @@ from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.dense import attach_dense, recipe_key
 from tiermoe.runtime.embedding import embedding_key, leave_on_disk
 from tiermoe.runtime.experts import register
-from tiermoe.runtime.needs import Need, Phase
 from tiermoe.runtime.shells import IMPLEMENTATION, experts_left_out
 from tiermoe.store.checkpoint import Checkpoint
 from tiermoe.store.store import Store
 from tiermoe.tiers.reader import ExtentReader
+from tiermoe.types import Need, Phase
 
 _CONVERTED = 16 << 20  # bytes of a tensor that are there in two dtypes at a time
 _READERS = 4  # threads with which transformers reads a checkpoint
@@ -143,11 +144,18 @@ def loading_needs(blueprint: Blueprint, dense: int) -> list[Need]:
 
 
 def _config_for_loading(blueprint: Blueprint) -> Any:
-    config = blueprint.config
-    if blueprint.quantized:
-        quantization = config.quantization_config
-        settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
-        config.quantization_config = {**settings, "dequantize": True}
+    """The config that transformers loads by. Where only experts are quantised it names no quantisation: transformers'
+    quantiser would have nothing to do, and says on standard error what its kernels lack."""
+    if not blueprint.quantized:
+        return blueprint.config
+    config = copy.deepcopy(blueprint.config)
+    direct = _dtypes(blueprint)
+    if all(key in direct for key in blueprint.dense_keys):
+        del config.quantization_config
+        return config
+    quantization = config.quantization_config
+    settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    config.quantization_config = {**settings, "dequantize": True}
     return config
 
 

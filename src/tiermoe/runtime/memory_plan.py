@@ -1,8 +1,12 @@
-"""The parts of a memory budget."""
+"""The parts of a memory budget: what the owners of memory said they need, and the slots that the rest became."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from tiermoe.config import format_size
+from tiermoe.types import Need, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,20 +20,16 @@ class SlotPool:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """A memory budget and its parts, all in bytes. The expert cache: `slots` in all, in `pools` that share them where
-    precisions have slots of their own; `slot_bytes` is a slot's size at the highest precision. `all_slots` is how many
-    experts there are, `token_slots` what one token uses in all layers together. `embedding_on_disk`: the input
-    embedding's rows are read as they are asked for, and `dense` is without it. `dense_bits`: the precision of the dense
-    layers, for people ('4 (lm_head 8)'). `packing`: all that is held while the store is packed, 0 where it lacks
-    nothing; `loading`: all that is held while the dense weights are loaded."""
+    """A memory budget and what it holds, all in bytes. `needs`: of all owners, in every phase. The expert cache:
+    `slots` in all, in `pools` that share them where precisions have slots of their own; `slot_bytes` is a slot's size
+    at the highest precision. `all_slots` is how many experts there are, `token_slots` what one token uses in all layers
+    together. `embedding_on_disk`: the input embedding's rows are read as they are asked for, and `dense` is without it.
+    `dense_bits`: the precision of the dense layers, for people ('4 (lm_head 8)'). `packers`: how many pieces are packed
+    at a time."""
 
     budget: int
     budget_source: str
-    interpreter: int
-    dense: int
-    kv_cache: int
-    activations: int
-    staging: int
+    needs: tuple[Need, ...]
     slot_bytes: int
     slots: int
     all_slots: int
@@ -38,15 +38,44 @@ class MemoryPlan:
     context: int
     dense_bits: str = "16"
     embedding_on_disk: bool = False
-    packing: int = 0
-    loading: int = 0
+    packers: int = 1
     pools: tuple[SlotPool, ...] = ()
     warnings: list[str] = field(default_factory=list, init=False)
 
     @property
+    def interpreter(self) -> int:
+        return running(self.needs, "interpreter")
+
+    @property
+    def dense(self) -> int:
+        return running(self.needs, "dense")
+
+    @property
+    def kv_cache(self) -> int:
+        return running(self.needs, "kv cache")
+
+    @property
+    def activations(self) -> int:
+        return running(self.needs, "activations")
+
+    @property
+    def staging(self) -> int:
+        return running(self.needs, "staging")
+
+    @property
+    def packing(self) -> int:
+        """All that is held while the store is packed, 0 where it lacks nothing."""
+        return total(self.needs, Phase.PACKING)
+
+    @property
+    def loading(self) -> int:
+        """All that is held while the dense weights are loaded."""
+        return total(self.needs, Phase.LOADING)
+
+    @property
     def fixed(self) -> int:
-        """Everything but the experts."""
-        return self.interpreter + self.dense + self.kv_cache + self.activations + self.staging
+        """Everything in main memory but the experts, while the model runs."""
+        return total(self.needs, Phase.RUNNING)
 
     @property
     def experts(self) -> int:
@@ -62,12 +91,18 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
+        """Bytes of main memory while the model runs."""
         return self.fixed + self.experts
 
     @property
     def peak(self) -> int:
         """The most main memory that packing, loading or running takes."""
         return max(self.total, self.packing, self.loading)
+
+    def parts(self) -> dict[str, int]:
+        """Name → bytes while the model runs."""
+        names = ("interpreter", "dense", "kv_cache", "activations", "staging", "experts")
+        return {name: getattr(self, name) for name in names}
 
     def phases(self) -> list[tuple[str, int, str]]:
         """(what, bytes, note) for people, of what comes before running: packing where the store lacks something, and
@@ -79,18 +114,90 @@ class MemoryPlan:
 
     def rows(self) -> list[tuple[str, int, str]]:
         """(what, bytes, note) for people, in the order of `total`."""
-        share = f"{self.slots} of {self.all_slots} experts ({self.slots / self.all_slots:.0%})"
+        share = self._share(self.slots)
         if len(self.pools) > 1:
             share = ", ".join(f"{pool.slots} at {' or '.join(map(str, pool.bits))} bits" for pool in self.pools)
+        where = "resident; the embedding on disk" if self.embedding_on_disk else "always resident"
         return [
             ("interpreter and libraries", self.interpreter, "measured in this process"),
-            (
-                "dense weights",
-                self.dense,
-                "resident; the embedding on disk" if self.embedding_on_disk else "always resident",
-            ),
+            ("dense weights", self.dense, where),
             ("key/value cache", self.kv_cache, f"{self.context} tokens of context"),
             ("activations", self.activations, "of one prefill chunk"),
             ("staging", self.staging, "reading lanes"),
             ("expert cache", self.experts, share),
         ]
+
+    def _share(self, slots: int) -> str:
+        return f"{slots} of {self.all_slots} experts ({slots / self.all_slots:.0%})"
+
+
+ON_GPU = ("dense", "kv cache", "activations")
+"""The parts that lie on a GPU while the model runs, where there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemoryPlan(MemoryPlan):
+    """On the GPU, within `gpu_budget`: dense weights, key/value cache, activations, `slots` of
+    experts. In main memory, within `budget`: interpreter, staging, and `host_slots` pinned slots."""
+
+    device: str
+    gpu_budget: int
+    gpu_budget_source: str
+    host_slots: int
+
+    @property
+    def gpu_fixed(self) -> int:
+        """Everything on the GPU but the experts."""
+        return sum(running(self.needs, part) for part in ON_GPU)
+
+    @property
+    def gpu_total(self) -> int:
+        return self.gpu_fixed + self.experts
+
+    @property
+    def fixed(self) -> int:
+        """Everything in main memory but the experts, while the model runs."""
+        return total(self.needs, Phase.RUNNING) - self.gpu_fixed
+
+    @property
+    def host_experts(self) -> int:
+        """Bytes of the pinned slots."""
+        return self.host_slots * self.slot_bytes
+
+    @property
+    def total(self) -> int:
+        """Bytes of main memory while the model runs."""
+        return self.fixed + self.host_experts
+
+    def rows(self) -> list[tuple[str, int, str]]:
+        """(what, bytes, note) for people: the GPU's parts, their sum, then those of `total`."""
+        budget = f"of {format_size(self.gpu_budget)} ({self.gpu_budget_source})"
+        return [
+            ("GPU: dense weights", self.dense, "always resident; loaded through main memory"),
+            ("GPU: key/value cache", self.kv_cache, f"{self.context} tokens of context"),
+            ("GPU: activations", self.activations, "of one prefill chunk"),
+            ("GPU: expert cache", self.experts, self._share(self.slots)),
+            ("GPU: in all", self.gpu_total, budget),
+            ("interpreter and libraries", self.interpreter, "measured in this process"),
+            ("staging", self.staging, "reading lanes"),
+            ("pinned expert cache", self.host_experts, self._share(self.host_slots)),
+        ]
+
+
+def total(needs: Iterable[Need], phase: Phase) -> int:
+    """Bytes that all owners together hold in a phase."""
+    return sum(need.nbytes for need in needs if need.phase is phase)
+
+
+def running(needs: Iterable[Need], part: str) -> int:
+    """Bytes of a part while the model runs."""
+    return sum(need.nbytes for need in needs if need.phase is Phase.RUNNING and need.part == part)
+
+
+def in_words(needs: Iterable[Need], phase: Phase) -> str:
+    """'interpreter 240 MiB, dense 1.2 GiB', the parts of a phase in the order of their first need."""
+    sums: dict[str, int] = {}
+    for need in needs:
+        if need.phase is phase:
+            sums[need.part] = sums.get(need.part, 0) + need.nbytes
+    return ", ".join(f"{part} {format_size(nbytes)}" for part, nbytes in sums.items())

@@ -6,13 +6,15 @@ import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import torch
+
 from tiermoe.errors import StoreError
 from tiermoe.kernels import machine_layout
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.dense import pack_dense, recipe_key
 from tiermoe.runtime.dense import packing_bytes as dense_packing_bytes
-from tiermoe.runtime.needs import Need, Phase
+from tiermoe.runtime.footprint import PACKING_HEAP, heap_for_packing
 from tiermoe.runtime.resolve import check_fingerprint, default_store_root
 from tiermoe.store.layout import expert_format
 from tiermoe.store.lock import exclusive
@@ -28,7 +30,7 @@ from tiermoe.store.store import (
     open_store,
     precision_key,
 )
-from tiermoe.types import Extent, MoeLayer
+from tiermoe.types import Extent, MoeLayer, Need, Phase
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is packed, done, in all)."""
@@ -84,15 +86,18 @@ def ensure_packed(
     progress: Progress | None = None,
     device: str = "cpu",
     unit: str = "expert",
+    workers: int | None = None,
 ) -> None:
-    """Packs the asked precision, and the dense layers, where the store lacks them, for the kernels of `device`.
-    StoreError where it holds them for another machine's kernels."""
-    layout = machine_layout(device)
+    """Packs the asked precision, and the dense layers, where the store lacks them, for the kernels of `device`;
+    `workers` pieces at a time, None: as many as torch has threads. StoreError where it holds
+    them for another machine's kernels."""
+    layout, workers = machine_layout(device), workers or torch.get_num_threads()
     key = precision_key(bits, quantizer, layout, unit)
     precision = store.precisions.get(key)
     if precision is None:
         report = (lambda done, total: progress("packing experts (once)", done, total)) if progress else None
-        pack_experts(store, blueprint.experts, bits, quantizer, layout, report, unit)
+        with heap_for_packing():
+            pack_experts(store, blueprint.experts, bits, quantizer, layout, report, unit, workers)
     else:
         check_machine(store.root, precision.machine, layout)
         if precision.in_place:
@@ -102,14 +107,16 @@ def ensure_packed(
         dense = recipe_key(blueprint, dense_bits, layout)
         if dense not in store.dense:
             report = (lambda done, total: progress("packing dense layers (once)", done, total)) if progress else None
-            pack_dense(store, blueprint, dense_bits, layout, report)
+            with heap_for_packing():
+                pack_dense(store, blueprint, dense_bits, layout, report, workers)
         else:
             check_machine(store.root, store.dense[dense]["machine"], layout)
             check_dense_file(store, dense)
 
 
-def packing_needs(blueprint: Blueprint, resolved: Resolved, layout: str) -> list[Need]:
-    """What packing holds beside the interpreter at its largest step; none where the store lacks nothing."""
+def packing_needs(blueprint: Blueprint, resolved: Resolved, layout: str, workers: int) -> list[Need]:
+    """What packing by so many workers holds beside the interpreter at its largest step; none where the store lacks
+    nothing."""
     settings, unit = resolved.settings, resolved.composition.unit
     precisions, dense = _packed(store_root(blueprint, settings.store))
     steps = []
@@ -125,7 +132,8 @@ def packing_needs(blueprint: Blueprint, resolved: Resolved, layout: str) -> list
     bits = settings.dense_bits_used
     if bits < 16 and recipe_key(blueprint, bits, layout) not in dense:
         steps.append(dense_packing_bytes(blueprint, bits, layout))
-    return [Need("packing", max(steps), Phase.PACKING)] if steps else []
+    step = max(steps, default=0)
+    return [Need("packing", workers * (step + min(step, PACKING_HEAP)), Phase.PACKING)] if steps else []
 
 
 def _packed(root: Path) -> tuple[Iterable[str], Iterable[str]]:

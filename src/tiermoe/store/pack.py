@@ -21,6 +21,7 @@ from tiermoe.errors import ModelError, PackError
 from tiermoe.quant import row_blocks
 from tiermoe.quant.encodings import cpu_layout
 from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.quant.workers import in_order
 from tiermoe.store.atomic import whole_or_nothing
 from tiermoe.store.journal import Journal
 from tiermoe.store.layout import ExpertFormat, expert_format
@@ -62,11 +63,13 @@ def pack_experts(
     machine: str | None = None,
     progress: Progress | None = None,
     unit: str = "expert",
+    workers: int = 1,
 ) -> Precision:
     """Adds a precision to `store` and returns it. Picks up where an interrupted run stopped.
 
     machine: layout of the kernels, by default this CPU's. unit: 'expert', or 'neuron' for a precision whose neurons can
-    be read alone (`store.neurons`; ModelError and ConfigError as `neuron_format`). Raises PackError where the disk
+    be read alone (`store.neurons`; ModelError and ConfigError as `neuron_format`). workers: experts that are read and
+    encoded at a time, each on a thread; what is written does not depend on it. Raises PackError where the disk
     fills, the folder cannot be written or another process is packing into it.
     """
     machine = machine or cpu_layout()
@@ -75,7 +78,7 @@ def pack_experts(
     formats = [make_format(layer, bits, store.dtype, machine, quantizer) for layer in store.layers]
     source = NeuronSource(source) if unit == "neuron" else source
     in_place = _in_place(source, store.layers) if bits == 16 else None
-    job = _Job(store.root, source, key, formats, quantizer, in_place)
+    job = _Job(store.root, source, key, formats, quantizer, in_place, workers)
     with adding_to(store):
         if key in store.precisions:
             return store.precisions[key]
@@ -93,8 +96,8 @@ def pack_experts(
 
 
 def packing_bytes(formats: Sequence[ExpertFormat], quantizer: str, reading: int) -> int:
-    """The most that `pack_experts` holds at a time: an expert as it was read, `reading` bytes more while it is read, or
-    its extent and what encoding a matrix takes."""
+    """The most that each worker of `pack_experts` holds at a time: an expert as it was read, `reading` bytes
+    more while it is read, or its extent and what encoding a matrix takes."""
     held = 0
     for form in formats:
         parts = sum(math.prod(part.shape) for part in form.layer.parts) * form.dtype.itemsize
@@ -139,6 +142,7 @@ class _Job:
     formats: list[ExpertFormat]
     quantizer: str
     in_place: list[list[Extent]] | None
+    workers: int
 
 
 def _pack_layers(
@@ -167,19 +171,23 @@ def _pack_layers(
 
 def _write_layer(job: _Job, index: int, report: Callable[[int], None]) -> PackedLayer:
     form, path = job.formats[index], job.root / file_name(job.key, index)
-    buffer = torch.empty(form.stored.nbytes, dtype=torch.uint8)
+
+    def encoded(expert: int) -> tuple[torch.Tensor, float]:
+        buffer = torch.empty(form.stored.nbytes, dtype=torch.uint8)
+        return buffer, form.encode(job.source.read(index, expert), QUANTIZERS[job.quantizer], buffer)
+
     extents: list[Extent] = []
     errors: list[float] = []
     with whole_or_nothing(path) as handle:
         offset = write_header(handle, form.stored, index, form.layer.experts)
-        for expert in range(form.layer.experts):
-            errors.append(form.encode(job.source.read(index, expert), QUANTIZERS[job.quantizer], buffer))
+        for buffer, error in in_order(encoded, form.layer.experts, job.workers):
+            errors.append(error)
             content = buffer.numpy().data
             handle.write(content)
             segment = Segment(str(path), offset, len(content), 0)
             extents.append(Extent((segment,), xxhash.xxh3_64_hexdigest(content)))
             offset += len(content)
-            report(expert + 1)
+            report(len(extents))
     names = {part: encoding.name for part, encoding in form.encodings.items()}
     return PackedLayer(names, extents, errors)
 

@@ -16,6 +16,25 @@ from tiermoe.native import _native
 from tiermoe.quant.scratch import scratch
 from tiermoe.types import FEW_TOKENS
 
+_TILE = 256  # positions of a piece of work
+_GROUP = 32  # columns that share a sum, at the least
+_PROJECTIONS = 3
+
+
+def few_tokens_workspace(
+    tokens: int, positions: int, threads: int, heads: tuple[int, int, int, int], hidden: int, latent: int
+) -> int:
+    """The most that the kernel's workspace takes for so many tokens that attend to up to `positions` each. heads: query
+    heads, key/value heads, columns of a key and of a value as they are attended to. hidden: of the model, or of a
+    narrow query if that is wider. latent: columns of a latent, 0: none."""
+    count, kv_heads, key, value = heads
+    tokens = min(tokens, FEW_TOKENS)
+    tiles = tokens * (-(-positions // _TILE) + 1)
+    widest = max(hidden, count * max(key, value), latent)
+    shared = threads * (4 * _PROJECTIONS * tokens * widest // _GROUP + 2 * tokens * (hidden + max(latent, key)))
+    projected = 2 * tokens * (2 * hidden + count * (2 * key + value) + kv_heads * (key + value))
+    return shared + projected + tiles * (4 * count * (value + 16) + 32)
+
 
 class Slabs:
     """A layer's key/value cache, bfloat16 and contiguous: keys (slabs, kv heads, room, head), values (slabs, kv heads,
