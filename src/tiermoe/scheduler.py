@@ -11,7 +11,8 @@ from tiermoe.controller import Controller, Counts
 from tiermoe.policy.clock import Clock
 from tiermoe.policy.filling import most_used
 from tiermoe.policy.precision import Precision
-from tiermoe.policy.prediction.protocol import Forecasts, Prediction
+from tiermoe.policy.prediction.base import Predictor
+from tiermoe.policy.prediction.protocol import Forecasts
 from tiermoe.policy.prediction.worth import PrefetchTrial
 from tiermoe.policy.uses import Uses
 from tiermoe.types import FEW_TOKENS, Demand, ExpertKey, Ready, Routed
@@ -36,7 +37,7 @@ class Scheduler:
     controller: Controller
     clock: Clock
     precision: Precision
-    prediction: Prediction
+    prediction: Predictor
     experts: list[int]
     fixed_bits: int
     mask: bool = True

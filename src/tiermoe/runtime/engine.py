@@ -259,13 +259,13 @@ class Engine:
         self._shells = [module for module in model.modules() if is_shell(module)]
         self._layers: list[Any] = []
         decoder = self._own_decoder(model)
-        whole = self.composition.prefetch == "percentile" or self.composition.precision == "popularity"
+        rule, predictor = self.scheduler.precision, self.composition.policy("prefetch")
+        whole = rule.ranks_all or predictor.ranks_all
         self.forecaster = Forecaster(self._routers(model, decoder), whole, self._stacked_layers())
         encoder_layers = shape_of(self.store.layers).encoder_layers
         self.current = CurrentPass(self.scheduler, PassForecasts(self.forecaster), encoder_layers)
-        by_score = self.composition.precision == "gate-score"
-        self.current.needs_weights = by_score
-        self.current.may_skip = by_score or self.composition.on_mispredict == "proceed"
+        self.current.needs_weights = rule.reads_weights
+        self.current.may_skip = rule.skips or self.composition.on_mispredict == "proceed"
         renormalise = self._family.renormalises(model.config)
         for index, shell in enumerate(self._shells):
             formats = {bits: packed.formats[index] for bits, packed in self._packed.items()}
@@ -309,8 +309,8 @@ class Engine:
     def _stacked_layers(self) -> int:
         """Layers whose routers are evaluated in one product."""
         alike = len({layer.experts for layer in self.store.layers}) == 1
-        stacked = self.composition.prefetch == "stacked-gates" and self._family.plain_router and alike
-        return self.composition.ahead if stacked else 1
+        stacked = self.composition.policy("prefetch").in_one_product and self._family.plain_router and alike
+        return int(self.composition["ahead"]) if stacked else 1
 
     def _decode_little_first(self) -> ConfidentDecoding | None:
         if self.composition.routing not in ("half", "confident"):
