@@ -251,9 +251,8 @@ def test_losses_of_popularity_are_of_perplexity(mixtral: Path, monkeypatch: pyte
 
     before = model.tiermoe.scheduler.precision
     low = nll()
-    model.tiermoe.scheduler.precision = Fixed(PrecisionContext(4, [2] * 3))
-    expected = math.exp(low - nll()) - 1
-    model.tiermoe.scheduler.precision = before
+    with model.tiermoe.scheduler.ruled_by(Fixed(PrecisionContext(4, [2] * 3))):
+        expected = math.exp(low - nll()) - 1
     monkeypatch.setattr(calibrators, "TOLERATED", math.inf)
     losses = calibrators.popularity_losses(model, ids, 2, _quiet)
     assert [share for share, _ in losses] == list(calibrators.SHARES)

@@ -171,7 +171,10 @@ def assemble(
         return made
 
     pools = Pools(
-        [pool for share in slots for pool in _allotted(composition, shape, share, len(slots) == 1)], eviction, loaded
+        [pool for share in slots for pool in _allotted(composition, shape, share, len(slots) == 1)],
+        eviction,
+        loaded,
+        composition.exact_bits,
     )
     held = sum(share.slots for share in slots) >= sum(shape.experts) and len(loaded) == 1
     elsewhere = _elsewhere(composition, miss_costs)

@@ -35,7 +35,8 @@ def _flag(given: Any) -> bool:
 class Composition:
     """One system. The first fields name its parts, the others set them; what is None and calibrated is filled from the
     profile `profile` (`tiermoe calibrate`). `own`: settings that the chosen policies declare themselves (`POLICIES`).
-    `composition[name]` is the value of any part or setting.
+    `composition[name]` is the value of any part or setting. `exact_bits`: a demand is met by a copy in its very bits
+    alone, to measure what bits cost; no preset has it.
 
     routing: 'all' K experts; 'half' the K/2 of the largest weights, rounded up; 'confident' half, and again with all
     where the likeliest next token has a probability of at most `gamma` (MoBiLE); 'layer' every expert of the layer is
@@ -82,6 +83,7 @@ class Composition:
     profile: str = setting("", read=str)
     gamma: float = setting(0.7, low=0, high=1, read_by=("routing", "confident"))
     own: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    exact_bits: bool = field(default=False, kw_only=True)
     boundary: int | None = setting(
         None, read=int, low=0, high=1 << 16, calibrated=True, read_by=("allotment", "shallow")
     )

@@ -4,6 +4,7 @@ read ahead. The engine and the simulator run this very code, over a real and a v
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -76,6 +77,15 @@ class Scheduler:
         self.clock.new_sequence()
         self.prediction.new_sequence()
         self.controller.cache.new_sequence()
+
+    @contextlib.contextmanager
+    def ruled_by(self, precision: Precision) -> Iterator[None]:
+        """Passes within it ask for the bits that another rule says."""
+        before, self.precision = self.precision, precision
+        try:
+            yield
+        finally:
+            self.precision = before
 
     def begin_pass(self, tokens: int, forecasts: Forecasts, phase: str, first: int = 0) -> None:
         """A forward pass over `tokens` tokens begins (all rows of a batch counted). phase: 'prefill' or 'decode'.

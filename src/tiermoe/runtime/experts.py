@@ -67,10 +67,32 @@ class LayerExperts:
         → (T, H)."""
         index, weights = self._current.route(self._index, index, weights, self._experts, self._renormalise)
         if hidden.shape[0] == 1:
-            return self._one_token(hidden, index, weights)
-        if self._few is not None and hidden.shape[0] <= FEW_TOKENS:
-            return self._few_tokens(self._few, hidden, index, weights)
-        return self._many_tokens(hidden, index, weights)
+            result = self._one_token(hidden, index, weights)
+        elif self._few is not None and hidden.shape[0] <= FEW_TOKENS:
+            result = self._few_tokens(self._few, hidden, index, weights)
+        else:
+            result = self._many_tokens(hidden, index, weights)
+        if self._current.observer is not None:
+            self._current.observer.on_computed(self._index)
+        return result
+
+    def held(self, ready: Ready) -> tuple[ExpertKernel, Views]:
+        """What computes an expert that is ready, and what it computes with."""
+        return self._kernels[ready.bits], self._views_of(self._index, ready.bits, ready.slot)
+
+    def watch(self, wrap: Callable[[Any], Any]) -> Callable[[], None]:
+        """Puts wrap(kernel), which is called as the kernel is, in the place of each; returns what puts them back."""
+        kernels, few = self._kernels, self._few
+        self._kernels = {bits: wrap(kernel) for bits, kernel in kernels.items()}
+        self._few = None if few is None else {bits: wrap(kernel) for bits, kernel in few.items()}
+        undo_settled = self.settled.watch(wrap) if self.settled is not None else None
+
+        def undo() -> None:
+            self._kernels, self._few = kernels, few
+            if undo_settled is not None:
+                undo_settled()
+
+        return undo
 
     def has_come(self, expert: int, bits: int, slot: int) -> None:
         """The expert lies in the slot now, though no token has asked for it."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,11 +11,9 @@ import torch
 from tiermoe.batch import Batch
 from tiermoe.policy.routing import half
 from tiermoe.runtime.forecasts import PassForecasts
+from tiermoe.runtime.observer import Observer
 from tiermoe.scheduler import Scheduler
 from tiermoe.types import Ready, Routed
-
-Observer = Callable[[Routed, torch.Tensor], None]
-"""Called with each layer's routing and its input (T, H)."""
 
 
 class CurrentPass:
@@ -22,7 +21,7 @@ class CurrentPass:
 
     encoder_layers: MoE layers of an encoder, which run first (0: a decoder alone). `needs_weights`, `may_skip`,
     `proceed`: what the composition asks of the layers. `unsure`: in a fallback pass, the rows of the batch that run
-    with all K; None runs every row with all K, an empty list none (the little pass).
+    with all K; None runs every row with all K, an empty list none (the little pass). `observer`: told of the layers.
     """
 
     def __init__(self, scheduler: Scheduler, forecasts: PassForecasts, encoder_layers: int) -> None:
@@ -74,6 +73,15 @@ class CurrentPass:
         self._encoded = False
         self._begin("decode" if length == 1 else "prefill", _listed(ids), rows * length, self._encoder_layers)
 
+    @contextlib.contextmanager
+    def halved(self, unsure: list[int]) -> Iterator[None]:
+        """Decode passes within it run with K/2 experts, but for the rows `unsure`."""
+        self.unsure = unsure
+        try:
+            yield
+        finally:
+            self.unsure = None
+
     def route(
         self, layer: int, index: torch.Tensor, weights: torch.Tensor, none: int, renormalise: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,9 +96,15 @@ class CurrentPass:
     def run_layer(self, routed: Routed, hidden: torch.Tensor) -> Iterator[Ready]:
         """`Scheduler.run_layer` for a layer whose input is `hidden` (T, H)."""
         self.forecasts.at(hidden)
-        if self.observer is not None:
-            self.observer(routed, hidden)
-        return self.scheduler.run_layer(routed, self.forecasts)
+        if self.observer is None:
+            return self.scheduler.run_layer(routed, self.forecasts)
+        return self._observed(self.observer, routed, hidden)
+
+    def _observed(self, observer: Observer, routed: Routed, hidden: torch.Tensor) -> Iterator[Ready]:
+        observer.on_route(routed, hidden)
+        for ready in self.scheduler.run_layer(routed, self.forecasts):
+            observer.on_ready(routed.layer, ready)
+            yield ready
 
     def _begin(self, phase: str, tokens: list[int], count: int, first: int) -> None:
         """A pass over `count` tokens begins, whose first MoE layer is `first`."""

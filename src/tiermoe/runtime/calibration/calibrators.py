@@ -163,24 +163,20 @@ def popularity_losses(model: Any, ids: torch.Tensor, low_bits: int, progress: Pr
     for one layer's K experts alone: a cached high copy would serve where a low one is asked for, and hide the loss."""
     engine = model.tiermoe
     top_k = [layer.top_k for layer in engine.store.layers]
-    before = engine.scheduler.precision
     losses: list[tuple[float, float]] = []
     base = 0.0
-    try:
-        for done, share in enumerate((0.0, *SHARES), 1):
-            context = PrecisionContext(engine.settings.bits, top_k)
-            engine.scheduler.precision = Popularity(context, low_bits=low_bits, low_popularity=share)
+    for done, share in enumerate((0.0, *SHARES), 1):
+        context = PrecisionContext(engine.settings.bits, top_k)
+        with engine.scheduler.ruled_by(Popularity(context, low_bits=low_bits, low_popularity=share)):
             nll = _mean_nll(model, ids)
-            if not share:
-                base = nll
-            else:
-                losses.append((share, math.expm1(nll - base)))
-            progress("lowering unpopular experts", done, 1 + len(SHARES))
-            if losses and losses[-1][1] >= TOLERATED:
-                break
-        progress("lowering unpopular experts", 1 + len(SHARES), 1 + len(SHARES))
-    finally:
-        engine.scheduler.precision = before
+        if not share:
+            base = nll
+        else:
+            losses.append((share, math.expm1(nll - base)))
+        progress("lowering unpopular experts", done, 1 + len(SHARES))
+        if losses and losses[-1][1] >= TOLERATED:
+            break
+    progress("lowering unpopular experts", 1 + len(SHARES), 1 + len(SHARES))
     return losses
 
 
