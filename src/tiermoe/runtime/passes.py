@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tiermoe.batch import Batch
-from tiermoe.policy.routing import half
+from tiermoe.policy.routing import little
 from tiermoe.runtime.forecasts import PassForecasts
 from tiermoe.runtime.observer import Observer
 from tiermoe.scheduler import Scheduler
@@ -142,11 +142,11 @@ def past_tokens(named: dict[str, Any]) -> int:
 def keep_half(
     index: torch.Tensor, weights: torch.Tensor, whole_rows: list[int], none: int, renormalise: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """index, weights (T, K) with the smaller half of each row's experts replaced by `none`, except in `whole_rows`.
+    """index, weights (T, K) with those of each row's experts that are not in the little pass replaced by `none`, except
+    in `whole_rows`.
     What is left is scaled to the row's sum where the model normalises over the chosen ones."""
-    k = index.shape[1]
-    order = weights.argsort(dim=1, descending=True, stable=True)
-    dropped = torch.zeros_like(index, dtype=torch.bool).scatter_(1, order[:, half(k) :], True)
+    halves = torch.tensor([little(gates) for gates in weights.tolist()], device=index.device)
+    dropped = torch.ones_like(index, dtype=torch.bool).scatter_(1, halves, False)
     dropped[whole_rows] = False
     kept = weights.masked_fill(dropped, 0)
     if renormalise:
