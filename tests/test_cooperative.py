@@ -73,9 +73,9 @@ class Layer:
         kernels = {4: Kernel(self._kernel)}
         self.experts = LayerExperts(0, 3, kernels, current, views, on_cpu=self._on_cpu)  # type: ignore[arg-type]
 
-    def _run(self, routed: Routed, hidden: torch.Tensor) -> Iterator[Ready]:
-        yield Ready(self._away, ELSEWHERE, 2)
-        yield from (Ready(expert, expert, 4) for expert in reversed(range(3)) if expert != self._away)
+    def _run(self, routed: Routed, hidden: torch.Tensor) -> Iterator[list[Ready]]:
+        yield [Ready(self._away, ELSEWHERE, 2)]
+        yield from ([Ready(expert, expert, 4)] for expert in reversed(range(3)) if expert != self._away)
 
     def _kernel(self, x: torch.Tensor, slot: Any) -> torch.Tensor:
         self._left -= 1

@@ -265,10 +265,10 @@ class _Pass:
     def route(self, layer: int, index: torch.Tensor, weights: torch.Tensor, *_: object):
         return index, weights
 
-    def run_layer(self, routed, _: torch.Tensor) -> Iterator[Ready]:
+    def run_layer(self, routed, _: torch.Tensor) -> Iterator[list[Ready]]:
         for expert in sorted({expert for row in routed.experts for expert in row}, reverse=True):
             self.unit.load(ExpertKey(routed.layer, expert, 4), 2)
-            yield Ready(expert, 2, 4)
+            yield [Ready(expert, 2, 4)]
 
 
 def layer_on(unit: Unit) -> NeuronLayerExperts:

@@ -107,8 +107,8 @@ class Scheduler:
         self.clock.token -= self._pass_tokens
         self._took = None
 
-    def run_layer(self, routed: Routed, forecasts: Forecasts) -> Iterator[Ready]:
-        """Yields the experts of a layer as they can be computed (`Controller.run_layer`)."""
+    def run_layer(self, routed: Routed, forecasts: Forecasts) -> Iterator[list[Ready]]:
+        """Yields the experts of a layer in groups, as they can be computed (`Controller.run_layer`)."""
         self.clock.layer = routed.layer
         self.prediction.observe(routed)
         demands = self._demands(routed)

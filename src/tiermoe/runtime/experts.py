@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -106,19 +106,14 @@ class LayerExperts:
         routed = Routed(self._index, self._current.phase, [list(position)], [kept])
         results: dict[int, torch.Tensor] = {}
         away: dict[int, Future[torch.Tensor]] = {}
-        group: list[Ready] = []
-        for ready in self._current.run_layer(routed, hidden):
-            if ready.slot == ELSEWHERE:
+        for group in self._current.run_layer(routed, hidden):
+            if group[0].slot == ELSEWHERE:
                 assert self._on_cpu is not None
                 if not away:
                     host = hidden.cpu()
-                away[ready.expert] = self._on_cpu(ready.expert, ready.bits, host)
-                continue
-            if ready.expert in position:
-                group.append(ready)
-            if not ready.more:
-                self._compute(group, hidden, results)
-                group.clear()
+                away.update((ready.expert, self._on_cpu(ready.expert, ready.bits, host)) for ready in group)
+            else:
+                self._compute([ready for ready in group if ready.expert in position], hidden, results)
         for expert, future in away.items():
             results[expert] = future.result()[0].to(hidden.device)
         if self._current.proceed and self._renormalise and 0 < len(results) < len(position):
@@ -155,7 +150,7 @@ class LayerExperts:
         counts, ends = choices.counts, list(accumulate(choices.counts))
         sums = sums_of(choices, hidden, ends[-1] == index.numel() and not self._current.may_skip)
         away: list[tuple[Future[torch.Tensor], slice]] = []
-        for ready in self._current.run_layer(self._routed(index, weights), hidden):
+        for ready in chain.from_iterable(self._current.run_layer(self._routed(index, weights), hidden)):
             expert = ready.expert
             if not counts[expert]:
                 continue

@@ -93,18 +93,19 @@ class CurrentPass:
             self._note_little(layer, index, weights)
         return keep_half(index, weights, self.unsure, none, renormalise)
 
-    def run_layer(self, routed: Routed, hidden: torch.Tensor) -> Iterator[Ready]:
+    def run_layer(self, routed: Routed, hidden: torch.Tensor) -> Iterator[list[Ready]]:
         """`Scheduler.run_layer` for a layer whose input is `hidden` (T, H)."""
         self.forecasts.at(hidden)
         if self.observer is None:
             return self.scheduler.run_layer(routed, self.forecasts)
         return self._observed(self.observer, routed, hidden)
 
-    def _observed(self, observer: Observer, routed: Routed, hidden: torch.Tensor) -> Iterator[Ready]:
+    def _observed(self, observer: Observer, routed: Routed, hidden: torch.Tensor) -> Iterator[list[Ready]]:
         observer.on_route(routed, hidden)
-        for ready in self.scheduler.run_layer(routed, self.forecasts):
-            observer.on_ready(routed.layer, ready)
-            yield ready
+        for group in self.scheduler.run_layer(routed, self.forecasts):
+            for ready in group:
+                observer.on_ready(routed.layer, ready)
+            yield group
 
     def _begin(self, phase: str, tokens: list[int], count: int, first: int) -> None:
         """A pass over `count` tokens begins, whose first MoE layer is `first`."""
