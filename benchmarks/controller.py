@@ -46,7 +46,7 @@ def tokens(count: int, layers: int, experts: int, top_k: int, seed: int) -> list
 
 def scheduler(policy: str, layers: int, experts: int, top_k: int, slots: int) -> Scheduler:
     """One pool of `slots` under a policy, without prefetch."""
-    composition = Composition(policy, "", cache=policy, weights=_EVEN)
+    composition = Composition(policy, "", cache=policy, own={"weights": _EVEN})
     shape = ModelShape((experts,) * layers, (top_k,) * layers, 0)
     return assemble(composition, shape, [PrecisionSlots((BITS,), slots)], InstantLink(lambda _: 1), BITS)
 

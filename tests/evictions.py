@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from tiermoe.policy.clock import Clock
-from tiermoe.policy.eviction import Eviction, EvictionContext
+from tiermoe.policy.eviction import EVICTIONS, Eviction, EvictionContext
 from tiermoe.types import Demand, ExpertKey
 
 LAYERS = 4
@@ -19,6 +19,12 @@ def key(layer: int, expert: int, bits: int = 4) -> ExpertKey:
 def context(clock: Clock | None = None, **given: Any) -> EvictionContext:
     values: dict[str, Any] = {"slots": 4, "layers": LAYERS, "next_use": lambda _: math.inf}
     return EvictionContext(clock or Clock(), **(values | given))
+
+
+def made(name: str, weights: tuple[float, ...], clock: Clock, **given: Any) -> Eviction:
+    """A policy by its name, with `weights` where it has any."""
+    settings = {"weights": weights} if name == "weighted" else {}
+    return EVICTIONS[name](context(clock, **given), **settings)
 
 
 def use(policy: Eviction, who: ExpertKey, tokens: int = 1, bits: int = 4) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from caches import pools
 from fake_gpu import BYTES, FakeDisk, FakeGpu
+from groups import each
 from tiermoe.controller import Controller
 from tiermoe.tiers.gpu import GpuLink
 from tiermoe.tiers.slots import DeviceSlots, HostSlots
@@ -30,7 +31,7 @@ class Rig:
         self.controller = Controller(pools(device_slots), self.link)
 
     def layer(self, layer: int, experts: list[int]) -> None:
-        for expert, slot, *_ in self.controller.run_layer(layer, [Demand(expert, 1, 4) for expert in experts]):
+        for expert, slot, *_ in each(self.controller.run_layer(layer, [Demand(expert, 1, 4) for expert in experts])):
             self.gpu.use(self.device.buffer(slot), key(layer, expert))
 
     def end(self) -> None:

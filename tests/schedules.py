@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fake_link import FakeLink
+from groups import each
 from tiermoe.compose import ModelShape, PrecisionSlots, assemble
 from tiermoe.policy.misses import MissCosts
 from tiermoe.presets import compose
@@ -52,7 +53,7 @@ def run(
     scheduler: Scheduler, layer: int, experts: list[int], weights: list[float], said: Said | None = None
 ) -> list[Ready]:
     routed = Routed(layer, "decode", [experts], [weights])
-    return sorted(scheduler.run_layer(routed, said or Said()))
+    return sorted(each(scheduler.run_layer(routed, said or Said())))
 
 
 def keys(link: FakeLink, urgent: bool) -> list[ExpertKey]:

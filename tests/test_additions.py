@@ -18,6 +18,7 @@ from additions.eviction import MostRecentlyUsed
 from additions.precision import FirstHigh
 from additions.prediction import LikeliestExpert, SameAgain
 from additions.speculation import speculate
+from commands import Command
 from parity import close, logits, put_decoded_experts, tokens
 from replays import replayed
 from small_traces import EVERYTHING, decode, layer, trace_of
@@ -34,7 +35,7 @@ from tiermoe.model.decoder import Decoder
 from tiermoe.policy.eviction import EVICTIONS
 from tiermoe.policy.precision import PRECISIONS
 from tiermoe.policy.prediction import PREDICTIONS
-from tiermoe.presets import compose
+from tiermoe.presets import PRESETS, Composition, compose
 from tiermoe.quant.encodings import FIXED, encoding_for, encoding_named
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.simulate.evictions import hits_of
@@ -107,6 +108,8 @@ def test_an_eviction_policy_in_a_replay(monkeypatch: pytest.MonkeyPatch) -> None
     assert hits_of(trace, "lru", 2, 4)["decode"].counts.hits == 0
     result = replayed(trace, slots=2, changes={"cache": "mru"})
     assert result.hit_rate == pytest.approx(hits / 24)
+    assert replayed(trace, slots=2, changes={"cache": "mru", "spared": "1"}).hit_rate == 0
+    assert hits_of(trace, "mru", 2, 4, {"spared": 1})["decode"].counts.hits == 0
 
 
 def _after(held: list[int], key: int) -> list[int]:
@@ -136,6 +139,7 @@ def test_a_predictor_in_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = {"slots": 2, "bandwidth": 1000.0}
     alone, ahead = (replayed(circle(6), changes=changes, **fast) for changes in ({}, {"prefetch": "same-again"}))
     assert alone.hit_rate == 0
+    assert replayed(circle(6), changes={"prefetch": "same-again", "least": "2"}, **fast).hit_rate == 0
     assert ahead.hit_rate == pytest.approx(5 / 6)  # all but the first round
     assert ahead.decode_tok_s > alone.decode_tok_s
 
@@ -172,6 +176,19 @@ def test_a_precision_rule_in_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRECISIONS, "first-high", FirstHigh)
     result = replayed(circle(1, experts=2), slots=6, changes={"precision": "first-high", "low_bits": "2"})
     assert result.bytes_read == 3 * (100 + 50)
+    both = replayed(circle(1, experts=2), slots=6, changes={"precision": "first-high", "first": "2"})
+    assert both.bytes_read == 3 * (100 + 100)
+
+
+def test_a_setting_of_an_addition_is_known_everywhere(tiermoe_: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PREDICTIONS, "same-again", SameAgain)
+    with pytest.raises(ConfigError, match="least must be from 1 to 1024, got 0"):
+        compose("lru", {"prefetch": "same-again", "least": "0"})
+    with pytest.raises(ConfigError, match="least does nothing with prefetch=none; it is read by prefetch=same-again"):
+        compose("lru", {"least": "2"})
+    monkeypatch.setitem(PRESETS, "again", Composition("again", "", prefetch="same-again", own={"least": 2}))
+    assert re.search(r"^least +2", tiermoe_("presets", "again").out, re.MULTILINE)
+    assert re.search(r"^least +1", tiermoe_("presets", "lru").out, re.MULTILINE)
 
 
 # a model family

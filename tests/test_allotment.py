@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from tiermoe.errors import ConfigError
 from tiermoe.policy.allotment import ALLOTMENTS, Pool, Share, even, one_pool, shallow_first
-from tiermoe.presets import CHOICES
 
 
 def sizes(pools: list[Pool]) -> list[int]:
@@ -60,10 +59,6 @@ def test_one_pool_too_small() -> None:
 def test_a_boundary_beyond_the_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="from 0 to 4, the model's MoE layers, got 5"):
         shallow_first(100, [8] * 4, boundary=5)
-
-
-def test_every_allotment_of_a_composition_is_here() -> None:
-    assert set(ALLOTMENTS) == set(CHOICES["allotment"])
 
 
 @given(st.data())

@@ -305,7 +305,7 @@ def test_the_clock_counts_kernels_and_changes_nothing(recorded: tuple[Path, Any,
 
     with torch.inference_mode():
         before = logits()
-        with KernelClock(model) as clock:
+        with KernelClock(model.tiermoe) as clock:
             within = logits()
             Feeding(model, ids[:1], 6).decode(7)
         experts, dense = clock.experts_s, clock.dense_s
@@ -324,7 +324,7 @@ def test_the_clock_counts_the_kernels_of_the_neuron_unit(tmp_path: Path) -> None
     ids = torch.arange(40, 50)[None]
     with torch.inference_mode():
         before = model(ids[:, :1]).logits
-        with KernelClock(model) as clock:
+        with KernelClock(model.tiermoe) as clock:
             model(ids)
             prompt = clock.experts_s
             within = model(ids[:, :1]).logits

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tiermoe.calibrate import corm, fate, hobbit
@@ -33,7 +31,7 @@ def _two_pools() -> tuple[Trace, Composition]:
     """Eight experts of 100 and 50 bytes; half of 800 bytes, half for each pool: 2 high and 4 low slots."""
     choices = [[0, 1], [0, 1], [1, 0], [2, 3], [4, 0]]
     passes = [decoded(layer([chosen], [[0.6, 0.4]])) for chosen in choices]
-    composition = replace(PRESETS["hobbit"], t1=0.5, t2=0.9, low_share=0.5)
+    composition = PRESETS["hobbit"].having({"t1": 0.5, "t2": 0.9, "low_share": 0.5})
     return trace(passes, [8], [2]), composition
 
 

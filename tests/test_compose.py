@@ -103,7 +103,7 @@ def test_the_precisions_that_are_loaded() -> None:
 
 def test_a_profile_fills_what_is_open_and_nothing_else() -> None:
     composition = filled(compose("hobbit", {"t1": 0.6}), PROFILE)
-    assert (composition.t1, composition.t2, composition.weights) == (0.6, 0.8, (0.1, 0.2, 0.3, 0.4))
+    assert tuple(composition[name] for name in ("t1", "t2", "weights")) == (0.6, 0.8, (0.1, 0.2, 0.3, 0.4))
     assert composition.boundary is None
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from caches import lru
 from fake_link import controller_with, demands
+from groups import each
 from tiermoe.errors import LoadError
 from tiermoe.link import Finished
 from tiermoe.policy.cache import ExpertCache
@@ -18,9 +19,9 @@ from tiermoe.types import Demand, ExpertKey, Load
 
 def test_misses_are_loaded_and_hits_are_not() -> None:
     controller, link = controller_with(4)
-    assert sorted(expert for expert, *_ in controller.run_layer(0, demands(3, 1))) == [1, 3]
+    assert sorted(expert for expert, *_ in each(controller.run_layer(0, demands(3, 1)))) == [1, 3]
     assert len(link.submitted) == 2
-    assert sorted(expert for expert, *_ in controller.run_layer(0, demands(1, 3))) == [1, 3]
+    assert sorted(expert for expert, *_ in each(controller.run_layer(0, demands(1, 3)))) == [1, 3]
     assert len(link.submitted) == 2
     assert (controller.counts.hits, controller.counts.misses, controller.counts.loads) == (2, 2, 2)
 
@@ -28,13 +29,13 @@ def test_misses_are_loaded_and_hits_are_not() -> None:
 def test_what_is_here_comes_before_what_must_arrive() -> None:
     controller, _ = controller_with(4)
     list(controller.run_layer(0, demands(5)))
-    assert next(controller.run_layer(0, demands(2, 5)))[0] == 5
+    assert next(each(controller.run_layer(0, demands(2, 5))))[0] == 5
 
 
 def test_hits_are_computed_while_misses_are_under_way() -> None:
     controller, link = controller_with(4)
     list(controller.run_layer(0, demands(5)))
-    run = controller.run_layer(0, demands(5, 6, 7))
+    run = each(controller.run_layer(0, demands(5, 6, 7)))
     assert next(run)[0] == 5
     assert [load.key.expert for load in link.submitted[1:]] == [6, 7]
     list(run)
@@ -62,7 +63,7 @@ def test_the_least_recently_used_expert_leaves() -> None:
 
 def test_a_layer_larger_than_the_cache_streams_through_it() -> None:
     controller, link = controller_with(2)
-    seen = [expert for expert, *_ in controller.run_layer(0, demands(*range(9)))]
+    seen = [expert for expert, *_ in each(controller.run_layer(0, demands(*range(9))))]
     assert sorted(seen) == list(range(9))
     assert max(load.slot for load in link.submitted) <= 1
 
@@ -70,11 +71,11 @@ def test_a_layer_larger_than_the_cache_streams_through_it() -> None:
 def test_a_group_does_not_hold_slots_that_misses_wait_for() -> None:
     controller, link = controller_with(3)
     list(controller.run_layer(0, demands(0, 1, 2)))
-    assert [ready.more for ready in controller.run_layer(0, demands(0, 1, 2), grouped=True)] == [True, True, False]
+    assert [len(group) for group in controller.run_layer(0, demands(0, 1, 2), grouped=True)] == [3]
     before = len(link.submitted)
     run = controller.run_layer(0, demands(0, 1, 2, 3), grouped=True)
-    seen = [(ready.more, len(link.submitted) - before) for ready in run]
-    assert seen[:3] == [(False, 0), (True, 1), (False, 1)]  # the first one's slot is filled while the second computes
+    seen = [(len(group), len(link.submitted) - before) for group in run]
+    assert seen == [(1, 0), (2, 1), (1, 1)]  # the first one's slot is filled while the second computes
 
 
 def test_a_damaged_expert_raises_and_the_next_request_works() -> None:
@@ -82,7 +83,7 @@ def test_a_damaged_expert_raises_and_the_next_request_works() -> None:
     with pytest.raises(LoadError, match="layer 0, expert 1"):
         list(controller.run_layer(0, demands(0, 1, 2)))
     link.failing = frozenset()
-    assert sorted(expert for expert, *_ in controller.run_layer(0, demands(0, 1, 2))) == [0, 1, 2]
+    assert sorted(expert for expert, *_ in each(controller.run_layer(0, demands(0, 1, 2)))) == [0, 1, 2]
 
 
 def test_an_abandoned_pass_leaves_nothing_pinned() -> None:
@@ -90,7 +91,7 @@ def test_an_abandoned_pass_leaves_nothing_pinned() -> None:
     run = controller.run_layer(0, demands(0, 1))
     next(run)
     run.close()
-    assert sorted(expert for expert, *_ in controller.run_layer(1, demands(2, 3))) == [2, 3]
+    assert sorted(expert for expert, *_ in each(controller.run_layer(1, demands(2, 3)))) == [2, 3]
 
 
 def test_a_prefetch_in_time_is_a_hit_of_its_own_kind() -> None:
@@ -117,7 +118,7 @@ def test_a_late_prefetch_is_a_miss_but_not_a_second_load() -> None:
 def test_prefetches_that_have_not_begun_make_room() -> None:
     controller, _ = controller_with(2)
     controller.prefetch([ExpertKey(1, 5, 4), ExpertKey(1, 6, 4)])
-    seen = [expert for expert, *_ in controller.run_layer(0, demands(1, 2))]
+    seen = [expert for expert, *_ in each(controller.run_layer(0, demands(1, 2)))]
     assert sorted(seen) == [1, 2]
 
 
@@ -126,7 +127,7 @@ def test_wrong_prefetches_in_every_slot_are_waited_for() -> None:
     link.poll = lambda: None  # type: ignore[method-assign]
     controller.prefetch([ExpertKey(1, expert, 4) for expert in (5, 6, 7)])
     link._running, link._speculative = link._speculative, []  # all have begun
-    assert sorted(expert for expert, *_ in controller.run_layer(0, demands(1, 2, 3))) == [1, 2, 3]
+    assert sorted(expert for expert, *_ in each(controller.run_layer(0, demands(1, 2, 3)))) == [1, 2, 3]
 
 
 def test_no_prediction_makes_another_leave() -> None:
@@ -161,7 +162,7 @@ def test_a_failed_prefetch_is_asked_for_again() -> None:
         return finished
 
     link.wait = heals  # type: ignore[method-assign]
-    assert [expert for expert, *_ in controller.run_layer(1, demands(7))] == [7]
+    assert [expert for expert, *_ in each(controller.run_layer(1, demands(7)))] == [7]
 
 
 @settings(max_examples=300, deadline=None)
@@ -186,7 +187,7 @@ def test_every_demand_is_served_from_a_slot_that_holds_it(
     for number, experts in enumerate(layers):
         layer = number % 3
         served = []
-        for expert, slot, *_ in controller.run_layer(layer, demands(*experts)):
+        for expert, slot, *_ in each(controller.run_layer(layer, demands(*experts))):
             assert link.contents[slot] == ExpertKey(layer, expert, 4)
             link.step()  # transfers go on while the expert is computed with
             assert link.contents[slot] == ExpertKey(layer, expert, 4)

@@ -28,6 +28,7 @@ from tiermoe.runtime.experts import LayerExperts
 from tiermoe.runtime.units import require_device, unit_of
 from tiermoe.tiers.gpu import GpuLink
 from tiermoe.types import ExpertKey, Ready, Routed
+from watching import OnRoute
 
 
 @pytest.mark.parametrize("changes", [{}, {"unit": "neuron", "theta": "0.1"}, {"misses": "measured"}])
@@ -66,14 +67,15 @@ class Layer:
         current = SimpleNamespace(
             route=lambda layer, index, weights, *_: (index, weights),
             run_layer=self._run, phase="decode", needs_weights=False, may_skip=False, proceed=False,
+            observer=None,
         )  # fmt: skip
         views = lambda layer, bits, slot: slot  # noqa: E731
         kernels = {4: Kernel(self._kernel)}
         self.experts = LayerExperts(0, 3, kernels, current, views, on_cpu=self._on_cpu)  # type: ignore[arg-type]
 
-    def _run(self, routed: Routed, hidden: torch.Tensor) -> Iterator[Ready]:
-        yield Ready(self._away, ELSEWHERE, 2)
-        yield from (Ready(expert, expert, 4) for expert in reversed(range(3)) if expert != self._away)
+    def _run(self, routed: Routed, hidden: torch.Tensor) -> Iterator[list[Ready]]:
+        yield [Ready(self._away, ELSEWHERE, 2)]
+        yield from ([Ready(expert, expert, 4)] for expert in reversed(range(3)) if expert != self._away)
 
     def _kernel(self, x: torch.Tensor, slot: Any) -> torch.Tensor:
         self._left -= 1
@@ -177,7 +179,7 @@ def test_a_model_says_what_it_says_without(
 def test_decode_loads_nothing(gpu_model: Path, cooperating: Callable[..., tuple[Any, FakeGpu]]) -> None:
     loaded, gpu = cooperating(gpu_model, 24, preset="lru", cache="15%")
     phases: list[tuple[str, int]] = []
-    loaded.tiermoe.observe(lambda routed, _: phases.append((routed.phase, len(gpu.asked))))
+    loaded.tiermoe.observe(OnRoute(lambda routed, _: phases.append((routed.phase, len(gpu.asked)))))
     within(60, lambda: generated(loaded, 1))
     assert len({asked for phase, asked in phases if phase == "decode"}) == 1
     assert loaded.tiermoe.stats()["experts_on_cpu"] > 0

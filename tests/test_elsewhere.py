@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_link import controller_with, demands
+from groups import each
 from schedules import HOBBIT, Said, keys, run, scheduler_with
 from tiermoe.controller import ELSEWHERE
 from tiermoe.errors import ConfigError
@@ -25,7 +26,7 @@ def test_misses_go_elsewhere_first_and_are_not_loaded() -> None:
     controller, link = controller_with(4)
     list(controller.run_layer(0, demands(5, 2)))
     before = len(link.submitted)
-    ready = list(controller.run_layer(0, [Demand(7, 1, 4), *demands(5, 2), Demand(8, 3, 4)], elsewhere=every))
+    ready = list(each(controller.run_layer(0, [Demand(7, 1, 4), *demands(5, 2), Demand(8, 3, 4)], elsewhere=every)))
     assert ready[:2] == [Ready(8, ELSEWHERE, 4), Ready(7, ELSEWHERE, 4)]
     assert {(one.expert, link.contents[one.slot].expert) for one in ready[2:]} == {(5, 5), (2, 2)}
     counts = controller.counts
@@ -38,7 +39,7 @@ def test_what_is_on_its_way_is_waited_for_and_what_no_token_needs_is_loaded() ->
     link.poll = lambda: None  # type: ignore[method-assign]
     controller.prefetch([ExpertKey(0, 7, 4)])
     link._running.append(link._speculative.pop())  # it has begun
-    ready = list(controller.run_layer(0, [*demands(7), Demand(3, 0, 4), Demand(4, 1, 0)], elsewhere=every))
+    ready = list(each(controller.run_layer(0, [*demands(7), Demand(3, 0, 4), Demand(4, 1, 0)], elsewhere=every)))
     assert {(one.expert, link.contents[one.slot].expert) for one in ready} == {(7, 7), (3, 3)}
     counts = controller.counts
     assert (counts.misses, counts.elsewhere, counts.skipped, counts.loads) == (1, 0, 1, 1)
@@ -47,7 +48,7 @@ def test_what_is_on_its_way_is_waited_for_and_what_no_token_needs_is_loaded() ->
 def test_misses_go_elsewhere_before_loads_are_waited_for() -> None:
     controller, link = controller_with(4)
     link.wait = lambda: pytest.fail("waited for a load first")  # type: ignore[method-assign]
-    steps = controller.run_layer(0, [Demand(1, 0, 4), *demands(2)], together=True, elsewhere=every)
+    steps = each(controller.run_layer(0, [Demand(1, 0, 4), *demands(2)], together=True, elsewhere=every))
     assert next(steps) == Ready(2, ELSEWHERE, 4)
 
 
@@ -62,7 +63,7 @@ def test_every_demand_comes_once_from_its_slot_or_from_elsewhere(seed: int, slot
     chance = random.Random(seed)
     for number, experts in enumerate(layers):
         layer, served = number % 3, []
-        for expert, slot, *_ in controller.run_layer(layer, demands(*experts), elsewhere=every):
+        for expert, slot, *_ in each(controller.run_layer(layer, demands(*experts), elsewhere=every)):
             link.step()
             assert slot == ELSEWHERE or link.contents[slot] == ExpertKey(layer, expert, 4)
             served.append(expert)
@@ -109,7 +110,7 @@ def test_it_counts_as_lossy_and_exact_takes_it_out() -> None:
 def test_of_some_misses_those_of_the_fewest_tokens_go_elsewhere() -> None:
     controller, link = controller_with(4)
     wanted = [Demand(1, 2, 4), Demand(2, 1, 4), Demand(3, 5, 4), Demand(4, 0, 4)]
-    ready = list(controller.run_layer(0, wanted, elsewhere=lambda misses: misses - 1))
+    ready = list(each(controller.run_layer(0, wanted, elsewhere=lambda misses: misses - 1)))
     assert ready[:2] == [Ready(1, ELSEWHERE, 4), Ready(2, ELSEWHERE, 4)]
     assert [load.key.expert for load in link.submitted] == [3, 4]
     assert (controller.counts.misses, controller.counts.elsewhere, controller.counts.loads) == (3, 2, 2)

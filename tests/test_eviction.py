@@ -6,16 +6,11 @@ from typing import Any
 
 import pytest
 
-from evictions import LAYERS, context, key, order_of_leaving, use
+from evictions import LAYERS, context, key, made, order_of_leaving, use
 from tiermoe.errors import ConfigError
 from tiermoe.policy.clock import Clock
 from tiermoe.policy.eviction import EVICTIONS, Eviction
-from tiermoe.presets import CHOICES
 from tiermoe.types import ExpertKey
-
-
-def test_every_policy_of_a_composition_is_here() -> None:
-    assert set(EVICTIONS) == set(CHOICES["cache"]) - {"none", "all"}
 
 
 def test_fifo_goes_by_arrival_and_lru_by_use() -> None:
@@ -84,8 +79,8 @@ def test_fld_takes_the_layer_that_runs_last() -> None:
     assert [who.layer for who in order_of_leaving(policy)] == [1, 0, 3, 2]
 
 
-def hobbit(clock: Clock, **given: Any) -> Eviction:
-    return EVICTIONS["weighted"](context(clock, high_bits=8, **given))
+def hobbit(clock: Clock, weights: tuple[float, ...], **given: Any) -> Eviction:
+    return made("weighted", weights, clock, high_bits=8, **given)
 
 
 def test_weighted_is_hobbits_priority() -> None:
@@ -235,11 +230,8 @@ def test_records_per_sequence_are_forgotten_and_per_model_kept() -> None:
     for name in ("lfu", "lhu", "weighted", "distance"):
         for per_sequence in (True, False):
             clock = Clock()
-            policy = EVICTIONS[name](
-                context(
-                    clock, per_sequence=per_sequence, weights=(0, 0.5, 0.5, 0), frequencies={(1, 1): 0.5, (1, 2): 0.5}
-                )
-            )
+            frequencies = {(1, 1): 0.5, (1, 2): 0.5}
+            policy = made(name, (0, 0.5, 0.5, 0), clock, per_sequence=per_sequence, frequencies=frequencies)
             clock.advance(8)
             for expert, tokens in ((1, 5), (2, 2)):
                 policy.admitted(key(1, expert))

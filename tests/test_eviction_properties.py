@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evictions import LAYERS, context, key, order_of_leaving, use
+from evictions import LAYERS, context, key, made, order_of_leaving, use
 from tiermoe.policy.cache import ExpertCache
 from tiermoe.policy.clock import Clock
 from tiermoe.policy.eviction import EVICTIONS, Eviction
@@ -88,9 +88,7 @@ def test_the_victim_has_the_lowest_score_of_a_brute_force_count(
     name: str, per_sequence: bool, script: list[tuple[str, ExpertKey, int]]
 ) -> None:
     clock = Clock(token=1)
-    policy = EVICTIONS[name](
-        context(clock, encoder_layers=ENCODER, weights=WEIGHTS, frequencies=PRIOR, per_sequence=per_sequence)
-    )
+    policy = made(name, WEIGHTS, clock, encoder_layers=ENCODER, frequencies=PRIOR, per_sequence=per_sequence)
     log: list[Use] = []
     earlier = 0  # tokens of the sequences before, while records go on
     resident: list[ExpertKey] = []  # least recently used first

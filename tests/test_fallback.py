@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import tiermoe
-from tiermoe.policy.routing import half
 from tiny import oracle, write
 
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2"]
@@ -27,7 +26,7 @@ def set_k(model: Any, change: dict[int, int] | None) -> dict[int, int]:
     routers = [module for module in model.modules() if type(module).__name__.endswith("Router")]
     before = {id(router): router.top_k for router in routers}
     for router in routers:
-        router.top_k = change[id(router)] if change else half(router.top_k)
+        router.top_k = change[id(router)] if change else (router.top_k + 1) // 2
     return before
 
 

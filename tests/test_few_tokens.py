@@ -23,6 +23,7 @@ from tiermoe.kernels.native.norm import norm
 from tiermoe.kernels.native.router import Router, choose, logits_of
 from tiermoe.runtime.few_tokens import compute_few
 from tiermoe.runtime.weighted_sums import Choices, NativeSums, TorchSums
+from watching import OnRoute
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs AVX-512 with BF16 and VBMI, and a C compiler")
 
@@ -182,7 +183,7 @@ def test_few_tokens_are_computed_as_many_are(model: Any, monkeypatch: pytest.Mon
     """A short prompt's experts in few calls, and in one call each."""
     ids = prompts()[0].repeat(3, 1)
     calls: list[int] = []
-    model.tiermoe.observe(lambda *_: None)  # a block whose experts have all come would be one call
+    model.tiermoe.observe(OnRoute(lambda *_: None))  # a block whose experts have all come would be one call
 
     def counted(*arguments: Any) -> torch.Tensor:
         calls.append(1)

@@ -16,6 +16,7 @@ from caches import lru, pools
 from extent_files import EXPERTS, SIZE, bytes_of, filler, write_experts
 from fake_link import FakeLink, controller_with, demands
 from gpu_rig import Rig
+from groups import each
 from tiermoe.compose import ModelShape, PrecisionSlots, Tables, assemble
 from tiermoe.controller import Controller
 from tiermoe.policy.allotment import Pool
@@ -82,7 +83,7 @@ def test_it_is_read_layer_by_layer_into_free_slots_alone() -> None:
     arrive(controller, link)
     assert controller.cache.slot(key(2, 9)) is not None
     assert (controller.counts.warmed, controller.counts.loads, controller.counts.speculative_loads) == (3, 1, 0)
-    assert sorted(expert for expert, *_ in controller.run_layer(0, demands(3, 4))) == [3, 4]
+    assert sorted(expert for expert, *_ in each(controller.run_layer(0, demands(3, 4)))) == [3, 4]
     assert (controller.counts.hits, controller.counts.misses) == (2, 1)
 
 
@@ -103,7 +104,7 @@ def test_what_has_come_is_told_a_few_at_a_time() -> None:
 def test_what_a_layer_asks_for_is_taken_back_and_read_at_once() -> None:
     controller, link = controller_with(4)
     controller.fill([key(0, expert) for expert in range(4)])
-    run = controller.run_layer(0, demands(3))
+    run = each(controller.run_layer(0, demands(3)))
     assert next(run).expert == 3
     assert link.submitted[-1].urgent
     assert [load.key.expert for load in link._background] == [0, 1, 2]
@@ -116,7 +117,7 @@ def test_what_has_begun_is_waited_for_and_not_read_twice() -> None:
     link.poll = lambda: None  # type: ignore[method-assign]
     controller.fill([key(0, 1), key(0, 2)])
     link._running.append(link._background.pop(0))
-    assert [expert for expert, *_ in controller.run_layer(0, demands(1))] == [1]
+    assert [expert for expert, *_ in each(controller.run_layer(0, demands(1)))] == [1]
     assert len(link.submitted) == 2
     assert (controller.counts.misses, controller.counts.loads, controller.counts.warmed) == (1, 0, 1)
 
@@ -161,7 +162,7 @@ def test_a_damaged_expert_that_is_needed_is_asked_for_again() -> None:
     link.poll = lambda: None  # type: ignore[method-assign]
     controller.fill([key(0, 1)])
     link._running.append(link._background.pop(0))
-    run = controller.run_layer(0, demands(1))
+    run = each(controller.run_layer(0, demands(1)))
     original = link.wait
 
     def heals() -> object:
@@ -178,7 +179,7 @@ def test_slots_full_of_what_has_begun_for_the_background_are_waited_for() -> Non
     link.poll = lambda: None  # type: ignore[method-assign]
     controller.fill([key(1, 1), key(1, 2)])
     link._running, link._background = link._background, []
-    assert sorted(expert for expert, *_ in controller.run_layer(0, demands(5, 6))) == [5, 6]
+    assert sorted(expert for expert, *_ in each(controller.run_layer(0, demands(5, 6)))) == [5, 6]
 
 
 # the scheduler
@@ -281,7 +282,7 @@ def test_disk_lanes_serve_layers_from_slots_that_hold_them_while_they_fill(tmp_p
     for _ in range(20):
         chosen = [expert for expert in chance.sample(range(EXPERTS), 4) if expert != broken]
         served = []
-        for ready in controller.run_layer(0, [Demand(expert, 1, 16) for expert in chosen]):
+        for ready in each(controller.run_layer(0, [Demand(expert, 1, 16) for expert in chosen])):
             held = slots.buffer(ready.slot)[:SIZE].numpy().tobytes()
             assert held == bytes_of(path, extents[ready.expert])
             served.append(ready.expert)

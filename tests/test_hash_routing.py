@@ -13,7 +13,9 @@ import tiermoe
 from links import finish
 from tiermoe.controller import Counts
 from tiermoe.scheduler import Scheduler
+from tiermoe.types import Routed
 from tiny import oracle, write
+from watching import OnRoute
 
 FAMILY = "deepseek_v4"
 HASHED = 2  # of three layers
@@ -46,9 +48,12 @@ def counted(model: Any) -> list[Counts]:
     """The counts when the hashed layers of each pass begin, and when the first layer after them does."""
     seen: list[Counts] = []
     controller = model.tiermoe.controller
-    model.tiermoe.observe(
-        lambda routed, _: seen.append(controller.counts.copy()) if routed.layer in (0, HASHED) else None
-    )
+
+    def note(routed: Routed, _: torch.Tensor) -> None:
+        if routed.layer in (0, HASHED):
+            seen.append(controller.counts.copy())
+
+    model.tiermoe.observe(OnRoute(note))
     return seen
 
 

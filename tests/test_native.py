@@ -27,6 +27,7 @@ from tiermoe.kernels.native.moe_block import MoeBlock
 from tiermoe.kernels.native.router import Router, choose, logits_of
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.ladders import widen
+from watching import OnRoute
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs AVX-512 with BF16 and VBMI, and a C compiler")
 
@@ -285,7 +286,7 @@ def test_settled_experts_count_as_hits_and_observers_see_them(model: Any) -> Non
     before = engine.snapshot()
     want = logits_of_steps(engine, LISTED, 6)
     middle = engine.snapshot()
-    engine.observe(lambda routed, _: seen.append(routed.layer))
+    engine.observe(OnRoute(lambda routed, _: seen.append(routed.layer)))
     observed = logits_of_steps(engine, LISTED, 6)
     engine.observe(None)
     after = engine.snapshot()

@@ -257,7 +257,7 @@ def test_proceeding_leaves_out_what_was_not_predicted_for_that_token_alone(store
 class _Pass:
     """Loads every expert when it is asked for."""
 
-    phase, needs_weights, proceed, may_skip = "decode", False, False, False
+    phase, needs_weights, proceed, may_skip, observer = "decode", False, False, False, None
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -265,10 +265,10 @@ class _Pass:
     def route(self, layer: int, index: torch.Tensor, weights: torch.Tensor, *_: object):
         return index, weights
 
-    def run_layer(self, routed, _: torch.Tensor) -> Iterator[Ready]:
+    def run_layer(self, routed, _: torch.Tensor) -> Iterator[list[Ready]]:
         for expert in sorted({expert for row in routed.experts for expert in row}, reverse=True):
             self.unit.load(ExpertKey(routed.layer, expert, 4), 2)
-            yield Ready(expert, 2, 4)
+            yield [Ready(expert, 2, 4)]
 
 
 def layer_on(unit: Unit) -> NeuronLayerExperts:

@@ -10,6 +10,7 @@ import torch
 
 import tiermoe
 from tiermoe.types import Routed
+from watching import OnRoute
 
 CHUNK = 4
 
@@ -30,7 +31,7 @@ def test_every_token_after_the_prompt_is_decoded(prompt: int, tiny_model: Callab
         if routed.layer == 0:
             seen.append((routed.phase, len(hidden)))
 
-    model.tiermoe.current.observer = observe
+    model.tiermoe.observe(OnRoute(observe))
     ids = torch.arange(10, 10 + prompt)[None]
     model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, eos_token_id=None)
     model.tiermoe.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,20 +11,15 @@ from hypothesis import strategies as st
 
 from tiermoe.errors import ConfigError
 from tiermoe.policy.precision import PRECISIONS, Precision, PrecisionContext, thresholds, unimportance
-from tiermoe.presets import CHOICES
 from tiermoe.types import Demand, Routed
 
 
-def make(name: str, **settings: Any) -> Precision:
-    return PRECISIONS[name](PrecisionContext(**{"bits": 4, "low_bits": 2, "top_k": [3, 3]} | settings))
+def make(name: str, top_k: Sequence[int] = (3, 3), table: Any = None, **settings: Any) -> Precision:
+    return PRECISIONS[name](PrecisionContext(4, top_k, table or {}), **settings)
 
 
 def one(experts: list[int], weights: list[float], layer: int = 0) -> Routed:
     return Routed(layer, "decode", [experts], [weights])
-
-
-def test_the_table_has_every_choice() -> None:
-    assert set(PRECISIONS) == set(CHOICES["precision"])
 
 
 def test_unimportance_is_the_weight_that_ranks_before() -> None:
@@ -123,7 +119,7 @@ def test_a_predicted_score_asks_for_its_precision() -> None:
     ranked = [(9, 0.4), (8, 0.2), (7, 0.2), (6, 0.1)]
     assert [precision.predicted(0, ranked, expert) for expert in (9, 8, 7, 6, 5)] == [4, 2, 0, 0, 0]
     assert make("gate-score", t1=0.4, t2=1.0).predicted(0, ranked, 6) == 2, "all of the weight is before it"
-    assert make("gate-score", t1=0.4, t2=0.6, top_k=[3, 2]).predicted(1, ranked, 8) == 0, "2 of 3 before it, of two"
+    assert make("gate-score", t1=0.4, t2=0.6, top_k=(3, 2)).predicted(1, ranked, 8) == 0, "2 of 3 before it, of two"
     assert precision.predicted(0, [], 8) == 4, "a predictor without weights"
 
 
@@ -154,7 +150,7 @@ def test_popularity_lowers_the_least_popular_in_prefill() -> None:
 
 def test_what_was_not_predicted_is_low_on_small_machines() -> None:
     """A low demand: a high copy that a prediction brought serves it, a miss is loaded low."""
-    precision = make("popularity", low_popularity=0.0, low_mispredicted=True)
+    precision = make("popularity", low_popularity=0.0, mispredicted="low")
     assert [demand.bits for demand in precision.demands(Routed(0, "decode", [[1, 2]], [[]]))] == [2, 2]
     assert precision.predicted(1, [(5, 0.9), (6, 0.1)], 5) == 4
     assert [demand.bits for demand in precision.demands(Routed(0, "prefill", [[1, 2]], [[]]))] == [4, 4]

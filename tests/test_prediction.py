@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from tiermoe.errors import ConfigError, ProfileError
 from tiermoe.policy.prediction import (
     PREDICTIONS,
-    Prediction,
     PredictionContext,
+    Predictor,
     Ranked,
     count_paths,
     paths_from_json,
     paths_to_json,
 )
-from tiermoe.presets import CHOICES
 from tiermoe.types import Routed
 
 
@@ -59,14 +58,10 @@ def routed(layer: int, *experts: list[int], phase: str = "decode") -> Routed:
     return Routed(layer, phase, experts, [[1 / len(row) for _ in row] for row in experts])
 
 
-def names(prediction: Prediction, layer: int, said: Said, here: frozenset[tuple[int, int]] = frozenset()) -> list[Any]:
+def names(prediction: Predictor, layer: int, said: Said, here: frozenset[tuple[int, int]] = frozenset()) -> list[Any]:
     """(layer, expert) pairs in the order in which they are named."""
     wanted = prediction.candidates(layer, said, lambda *expert: expert in here)
     return [(w.layer, w.expert) for w in wanted]
-
-
-def test_the_table_has_every_choice() -> None:
-    assert set(PREDICTIONS) == set(CHOICES["prefetch"])
 
 
 def test_none_names_nothing() -> None:
@@ -76,8 +71,8 @@ def test_none_names_nothing() -> None:
 @pytest.mark.parametrize("name", ["next-gate", "neurons"])
 def test_next_gate_names_the_top_k_of_each_layer_ahead(name: str) -> None:
     assert names(PREDICTIONS[name](context()), 0, Said(GATES)) == [(1, 2), (1, 0)]
-    assert names(PREDICTIONS[name](context(ahead=2)), 0, Said(GATES)) == [(1, 2), (1, 0), (2, 3), (2, 1)]
-    assert names(PREDICTIONS[name](context(ahead=9)), 2, Said(GATES)) == [(3, 0), (3, 2)], "no layer after the last"
+    assert names(PREDICTIONS[name](context(), ahead=2), 0, Said(GATES)) == [(1, 2), (1, 0), (2, 3), (2, 1)]
+    assert names(PREDICTIONS[name](context(), ahead=9), 2, Said(GATES)) == [(3, 0), (3, 2)], "no layer after the last"
     assert names(PREDICTIONS[name](context()), 3, Said(GATES)) == []
 
 
@@ -99,7 +94,7 @@ def test_several_tokens_can_choose_more_than_k_together(name: str) -> None:
 
 
 def test_stacked_gates_stop_at_the_first_layer_that_lacks_one() -> None:
-    predictor = PREDICTIONS["stacked-gates"](context(ahead=3))
+    predictor = PREDICTIONS["stacked-gates"](context(), ahead=3)
     said = Said(GATES)
     assert names(predictor, 0, said) == [(1, 2), (1, 0)]
     first = {(1, 2), (1, 0)}
@@ -107,14 +102,14 @@ def test_stacked_gates_stop_at_the_first_layer_that_lacks_one() -> None:
     assert names(predictor, 0, said, frozenset(first)) == [(1, 2), (1, 0), (2, 3), (2, 1)]
     everything = frozenset(first | {(2, 3), (2, 1), (3, 0), (3, 2)})
     assert names(predictor, 0, said, everything) == [(1, 2), (1, 0), (2, 3), (2, 1), (3, 0), (3, 2)]
-    near = PREDICTIONS["stacked-gates"](context(ahead=1))
+    near = PREDICTIONS["stacked-gates"](context(), ahead=1)
     assert names(near, 0, said, everything) == [(1, 2), (1, 0)], "p = 1 looks no further"
 
 
 def test_stacked_gates_judge_a_layer_before_its_loads_begin() -> None:
     """A load that naming an expert has begun makes it 'on its way', and must not carry the walk on."""
     begun: set[tuple[int, int]] = set()
-    predictor = PREDICTIONS["stacked-gates"](context(ahead=3))
+    predictor = PREDICTIONS["stacked-gates"](context(), ahead=3)
     for wanted in predictor.candidates(0, Said(GATES), lambda *expert: expert in begun):
         begun.add((wanted.layer, wanted.expert))
     assert begun == {(1, 2), (1, 0)}
@@ -130,7 +125,7 @@ def test_percentile_is_numpys(weights: list[int], percentile: int) -> None:
     threshold = numpy.percentile(numpy.array(weights, dtype=float), percentile)
     above = [(1, expert) for expert, weight in ranked if weight > threshold + 1e-6]
     predictor = PREDICTIONS["percentile"](
-        context(layers=2, experts=[len(weights)] * 2, top_k=[1] * 2, percentile=float(percentile))
+        context(layers=2, experts=[len(weights)] * 2, top_k=[1] * 2), percentile=float(percentile)
     )
     assert names(predictor, 0, Said({1: ranked})) == above
 
@@ -145,7 +140,7 @@ def test_percentile_takes_what_a_replay_still_knows() -> None:
 
 def test_the_window_bounds_transfers_in_decode() -> None:
     ranked = [(expert, 1.0 / (expert + 1)) for expert in range(60)]
-    predictor = PREDICTIONS["percentile"](context(layers=2, experts=[60] * 2, top_k=[4] * 2, window=2))
+    predictor = PREDICTIONS["percentile"](context(layers=2, experts=[60] * 2, top_k=[4] * 2), window=2)
     predictor.observe(routed(0, [1, 2, 3, 4]))
     assert names(predictor, 0, Said({1: ranked})) == [(1, 0), (1, 1)]
     here = frozenset({(1, 0), (1, 7), (1, 30)})
@@ -191,10 +186,9 @@ def test_damaged_paths_are_refused(damaged: Any) -> None:
         paths_from_json(damaged)
 
 
-def on_paths(**settings: Any) -> Prediction:
-    return PREDICTIONS["path"](
-        context(**{"layers": 3, "experts": [10] * 3, "top_k": [2] * 3, "paths": count_paths(TOKENS, 2)} | settings)
-    )
+def on_paths(path: int = 2, **given: Any) -> Predictor:
+    known = {"layers": 3, "experts": [10] * 3, "top_k": [2] * 3, "paths": count_paths(TOKENS, 2)}
+    return PREDICTIONS["path"](context(**known | given), path=path)
 
 
 def test_the_path_names_followers_by_probability() -> None:
@@ -257,7 +251,7 @@ def test_the_most_frequent() -> None:
 
 def test_recalled_starts_before_the_first_layer() -> None:
     evicted = {0: [(3, 0.7), (2, 0.2), (1, 0.1)], 1: [(1, 0.9), (0, 0.1)], 2: [(0, 0.8), (3, 0.1)]}
-    predictor = PREDICTIONS["recalled"](context(ahead=2))
+    predictor = PREDICTIONS["recalled"](context(), ahead=2)
     assert names(predictor, -1, Said(evicted=evicted)) == [(0, 3), (0, 2), (1, 1), (1, 0)]
     assert names(predictor, 0, Said(evicted=evicted)) == [(1, 1), (1, 0), (2, 0), (2, 3)]
     assert names(predictor, 0, Said(GATES)) == [], "no fallback: nothing to recall"
@@ -277,7 +271,7 @@ def test_hash_routing_is_known_from_the_tokens() -> None:
 
 
 def test_the_oracle_is_right() -> None:
-    predictor = PREDICTIONS["oracle"](context(ahead=2, future=lambda layer: [layer, 3]))
+    predictor = PREDICTIONS["oracle"](context(future=lambda layer: [layer, 3]), ahead=2)
     assert names(predictor, 0, Said()) == [(1, 1), (1, 3), (2, 2), (2, 3)]
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import tiermoe
 from fake_link import FakeLink
+from groups import each
 from replays import replayed
 from schedules import Said, scheduler_with
 from small_traces import decode, layer, trace_of
@@ -199,7 +200,7 @@ class Passes:
         before = self.scheduler.controller.counts.speculative_loads
         for layer_ in layers:
             routed = Routed(layer_, phase, [self.experts(layer_)] * tokens, [[0.5, 0.5]] * tokens)
-            ready = [one.expert for one in self.scheduler.run_layer(routed, self.said)]
+            ready = [one.expert for one in each(self.scheduler.run_layer(routed, self.said))]
             self.link.time += 0.5 if layer_ < 2 else 100.0  # what comes after the last layer does not count
             self.chosen.append(sorted(ready))
         return self.scheduler.controller.counts.speculative_loads - before

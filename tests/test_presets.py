@@ -3,31 +3,44 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from commands import Command
 from tiermoe.errors import ConfigError
-from tiermoe.policy.eviction import EVICTIONS
-from tiermoe.policy.precision import PRECISIONS
-from tiermoe.policy.prediction import PREDICTIONS
-from tiermoe.presets import CHOICES, PRESETS, compose
+from tiermoe.policy.settings import declared
+from tiermoe.presets import POLICIES, PRESETS, Composition, compose, declarations
 
 FIVE = ("hobbit", "edgemoe", "mobile", "fate", "corm")
 BASELINES = ("io-free", "load-on-demand", "io-qexp", "sti", "eap", "lru", "mixtral-offload")
 
 
-def test_every_choice_has_its_part() -> None:
-    assert set(CHOICES["cache"]) - {"none", "all"} == set(EVICTIONS)
-    assert set(CHOICES["precision"]) == set(PRECISIONS)
-    assert set(CHOICES["prefetch"]) == set(PREDICTIONS)
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_what_could_be_given(name: str) -> None:
+    """Each of its values is one that `--set` would take, and each setting of its own is read."""
+    preset = PRESETS[name]
+    changed = {part: value for part, value in preset.settings().items() if value != PRESETS["lru"][part]}
+    assert compose("lru", changed).settings() == preset.settings()
+    known = declarations()
+    assert all(known[own].policies and known[own].is_read(preset) for own in preset.own)
 
 
-def test_every_presets_parts_are_among_the_choices() -> None:
-    for preset in PRESETS.values():
-        for part, choices in CHOICES.items():
-            assert getattr(preset, part) in (*choices, None)
+def test_no_two_parts_declare_a_setting_of_one_name() -> None:
+    parts = {part: {name for policy in table.values() for name in declared(policy)} for part, table in POLICIES.items()}
+    names = [*declared(Composition), *(name for found in parts.values() for name in found)]
+    assert len(names) == len(set(names))
+
+
+def test_the_documents_name_parts_and_settings_that_there_are() -> None:
+    docs = Path(__file__).parent.parent / "docs"
+    known, found = declarations(), 0
+    for name, value in re.findall(r"`(\w+)=([\w.-]+)", (docs / "systems.md").read_text()):
+        if name in known:
+            known[name].told.value(name, value)
+            found += 1
+    assert found > 50
 
 
 def test_the_five_and_frugal_are_lossy_and_the_rest_exact() -> None:
@@ -51,7 +64,7 @@ def test_parts_and_settings_are_replaced_from_text() -> None:
     changed = compose(
         "hobbit", {"prefetch": "next-gate", "t1": "0.5", "mask": "false", "weights": "1,0,0,0", "ahead": "2"}
     )
-    assert (changed.prefetch, changed.t1, changed.mask, changed.weights, changed.ahead) == (
+    assert tuple(changed[name] for name in ("prefetch", "t1", "mask", "weights", "ahead")) == (
         "next-gate", 0.5, False, (1.0, 0.0, 0.0, 0.0), 2,
     )  # fmt: skip
 

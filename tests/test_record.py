@@ -19,7 +19,6 @@ from tiermoe.compose import filled
 from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError, ModelError
 from tiermoe.policy.precision import Fixed, PrecisionContext
-from tiermoe.policy.routing import half
 from tiermoe.presets import PRESETS
 from tiermoe.profiles import profile_path, read_profile
 from tiermoe.runtime.blueprint import inspect_model
@@ -116,7 +115,7 @@ def _check_ranked(ranked: list[tuple[int, float]], expected: torch.Tensor, token
 def _check_little(plain: Any, captured: Captured, passed: Pass, ids: torch.Tensor, cache: Any, top_k: int) -> None:
     """Against the plain model with routers that choose half: its confidence, and the K that its inputs would get."""
     for router in captured.routers:
-        router.top_k = half(top_k)
+        router.top_k = (top_k + 1) // 2
     logits = plain(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1]
     for router in captured.routers:
         router.top_k = top_k
@@ -251,9 +250,8 @@ def test_losses_of_popularity_are_of_perplexity(mixtral: Path, monkeypatch: pyte
 
     before = model.tiermoe.scheduler.precision
     low = nll()
-    model.tiermoe.scheduler.precision = Fixed(PrecisionContext(4, [2] * 3))
-    expected = math.exp(low - nll()) - 1
-    model.tiermoe.scheduler.precision = before
+    with model.tiermoe.scheduler.ruled_by(Fixed(PrecisionContext(4, [2] * 3))):
+        expected = math.exp(low - nll()) - 1
     monkeypatch.setattr(calibrators, "TOLERATED", math.inf)
     losses = calibrators.popularity_losses(model, ids, 2, _quiet)
     assert [share for share, _ in losses] == list(calibrators.SHARES)

@@ -25,6 +25,7 @@ from tiermoe.simulate import BeladyHits, ReplaySettings, Result, replay
 from tiermoe.simulate.result import PhaseHits
 from tiermoe.trace import LayerTrace, Little, Pass, Times, Trace
 from tiermoe.types import Routed
+from watching import OnRoute
 
 PROMPT, LENGTH = 8, 28
 CACHE = CacheSize(fraction=0.3)
@@ -63,8 +64,7 @@ class Run:
         options = settings(preset=preset, set=changes, cache=CACHE, lanes=1, memory="4GiB", warm=False)
         model = load_blueprint(blueprint, options)
         self._engine = engine = model.tiermoe
-        engine.observe(self._note)
-        engine.current.needs_weights = True
+        engine.observe(OnRoute(self._note, weights=True))
         self.phases = {"prefill": Phase(), "decode": Phase()}
         self._passes: list[Pass] = []
         for number, ids in enumerate(sequences):

@@ -3,42 +3,50 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tiermoe.policy.recall import baseline_uniform, recall
-from tiermoe.policy.routing import half, is_confident, little, speedup
+from tiermoe.policy.routing import is_confident, little, speedup
+from tiermoe.runtime.passes import keep_half
 
 
-def test_half_is_rounded_up() -> None:
-    assert [half(k) for k in (1, 2, 3, 4, 8)] == [1, 1, 2, 2, 4]
+@pytest.mark.parametrize(
+    ("weights", "positions"),
+    [
+        ([0.125, 0.5, 0.125, 0.25], [1, 3]),
+        ([0.25, 0.5, 0.25], [0, 1]),  # half is rounded up, of equals the earlier
+        ([0.0, 0.0], [0]),
+        ([1.0], [0]),
+        ([], []),
+    ],
+)
+def test_little_by_hand(weights: list[float], positions: list[int]) -> None:
+    assert little(weights) == positions
 
 
-def test_little_keeps_the_largest_weights_in_order() -> None:
-    experts = [[5, 1, 9, 4], [2, 8, 3, 6], []]
-    weights = [[0.125, 0.5, 0.125, 0.25], [0.25, 0.25, 0.25, 0.25], []]
-    assert little(experts, weights, renormalise=False) == ([[1, 4], [2, 8], []], [[0.5, 0.25], [0.25, 0.25], []])
+@given(st.lists(st.floats(0.01, 1), min_size=1, max_size=8))
+def test_little_against_its_definition(weights: list[float]) -> None:
+    kept = little(weights)
+    assert len(kept) == (len(weights) + 1) // 2
+    assert kept == sorted(kept), "the order given"
+    left = [gate for position, gate in enumerate(weights) if position not in kept]
+    assert min(weights[position] for position in kept) >= max(left, default=0)
 
 
-def test_little_weights_keep_the_sum_where_the_model_renormalises() -> None:
-    _, weights = little([[5, 1, 9]], [[0.25, 0.5, 0.25]], renormalise=True)
-    assert weights == [[pytest.approx(1 / 3), pytest.approx(2 / 3)]]
-    assert little([[3, 4]], [[0.0, 0.0]], renormalise=True) == ([[3]], [[0.0]])
-
-
-@given(st.lists(st.lists(st.floats(0.01, 1), min_size=1, max_size=8), max_size=5), st.booleans())
-def test_little_against_its_definition(weights: list[list[float]], renormalise: bool) -> None:
-    experts = [list(range(10, 10 + len(row))) for row in weights]
-    kept_experts, kept_weights = little(experts, weights, renormalise)
-    for row, chosen, gates in zip(weights, kept_experts, kept_weights, strict=True):
-        assert len(chosen) == (len(row) + 1) // 2
-        assert chosen == sorted(chosen), "the order given"
-        left = [gate for index, gate in enumerate(row) if index + 10 not in chosen]
-        assert min(row[e - 10] for e in chosen) >= max(left, default=0)
-        if renormalise:
-            assert sum(gates) == pytest.approx(sum(row))
-        else:
-            assert gates == [row[e - 10] for e in chosen]
+@given(st.lists(st.lists(st.floats(0.01, 1), min_size=3, max_size=3), min_size=1, max_size=4), st.booleans(), st.data())
+def test_the_engine_drops_what_is_not_little(rows: list[list[float]], renormalise: bool, data: st.DataObject) -> None:
+    """Rows that are unsure keep all; what is left of the others has their sum where the model renormalises."""
+    unsure = data.draw(st.lists(st.integers(0, len(rows) - 1), unique=True))
+    weights = torch.tensor(rows, dtype=torch.float64)
+    index, kept = keep_half(torch.arange(3).expand(len(rows), 3), weights, unsure, 9, renormalise)
+    for number, row in enumerate(rows):
+        places = range(3) if number in unsure else little(row)
+        assert index[number].tolist() == [place if place in places else 9 for place in range(3)]
+        gates = kept[number].tolist()
+        assert [gates[place] for place in range(3) if place not in places] == [0.0] * (3 - len(places))
+        assert sum(gates) == pytest.approx(sum(row) if renormalise else sum(row[place] for place in places))
 
 
 def test_confident_is_strictly_above_gamma() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fake_link import FakeLink
+from groups import each
 from schedules import HOBBIT, SHAPE, Said, keys, run, scheduler_with
 from tiermoe.compose import PrecisionSlots, Tables, assemble
 from tiermoe.errors import ConfigError, ProfileError
@@ -57,7 +58,7 @@ def test_a_prefetch_begins_before_what_is_here_is_computed() -> None:
     scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [0, 1], [0.5, 0.5])
     scheduler.begin_pass(1, Said(), "decode")
-    steps = scheduler.run_layer(Routed(0, "decode", [[0, 1]], [[0.5, 0.5]]), Said({1: [(2, 0.7), (3, 0.3)]}))
+    steps = each(scheduler.run_layer(Routed(0, "decode", [[0, 1]], [[0.5, 0.5]]), Said({1: [(2, 0.7), (3, 0.3)]})))
     next(steps)
     assert keys(link, urgent=False) == [ExpertKey(1, 2, 4), ExpertKey(1, 3, 4)]
     list(steps)
@@ -111,7 +112,7 @@ def test_together_waits_for_all_loads() -> None:
     scheduler, link = scheduler_with("lru", start="together")
     scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [0], [1.0])
-    steps = scheduler.run_layer(Routed(0, "decode", [[0, 1, 2]], [[]]), Said())
+    steps = each(scheduler.run_layer(Routed(0, "decode", [[0, 1, 2]], [[]]), Said()))
     next(steps)
     assert {ExpertKey(0, 1, 4), ExpertKey(0, 2, 4)} <= set(link.contents.values())
     list(steps)

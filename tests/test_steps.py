@@ -13,6 +13,7 @@ import tiermoe
 from tiermoe.batch import Batch, decode, prompt, verify
 from tiermoe.model.architectures import ARCHITECTURES
 from tiny import write
+from watching import OnRoute
 
 NATIVE = {"hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32}
 """Sizes of a Qwen3-MoE that the native kernels take."""
@@ -117,7 +118,7 @@ def test_a_chunk_of_a_prompt_is_never_taken_for_a_generated_token(chunk: int, tm
     """Prompts of 8 and 9 tokens: the last chunk is whole, or one token."""
     engine = engine_of(write(tmp_path, "qwen3_moe", torch.float32), bits=16, dense_bits=16, chunk=chunk)
     phases: list[str] = []
-    engine.observe(lambda routed, _: phases.append(routed.phase))
+    engine.observe(OnRoute(lambda routed, _: phases.append(routed.phase)))
     for length in (8, 9):
         cache = engine.new_cache()
         slab = cache.open()

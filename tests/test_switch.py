@@ -16,6 +16,7 @@ from tiermoe.profiles import Profile, profile_path, to_json
 from tiermoe.runtime.blueprint import inspect_model
 from tiermoe.types import ExpertKey, Load
 from tiny import oracle, write
+from watching import OnRoute
 
 FAMILY = "switch_transformers"
 ENCODER, LAYERS, EXPERTS = 2, 4, 8
@@ -184,7 +185,7 @@ def test_an_encoder_pass_loads_each_expert_at_most_once(exact: Any, submitted: A
     finish(exact)
     loads = submitted(exact)
     chosen: dict[int, set[int]] = {}
-    exact.tiermoe.observe(lambda routed, _: chosen.setdefault(routed.layer, set(routed.tokens_per_expert())))
+    exact.tiermoe.observe(OnRoute(lambda routed, _: chosen.setdefault(routed.layer, set(routed.tokens_per_expert()))))
     exact.get_encoder()(input_ids=tokens(8, 5))
     exact.tiermoe.observe(None)
     urgent = [load.key for load in loads if load.urgent]
@@ -219,7 +220,7 @@ def test_a_decoder_follows_the_path_and_reads_no_encoder_expert(small: Any, subm
     encoded = small.get_encoder()(input_ids=tokens(1, 9))
     finish(small)
     chosen: dict[int, list[int]] = {}
-    small.tiermoe.observe(lambda routed, _: chosen.__setitem__(routed.layer, list(routed.experts[0])))
+    small.tiermoe.observe(OnRoute(lambda routed, _: chosen.__setitem__(routed.layer, list(routed.experts[0]))))
     ahead = 0
     for token in range(3, 40):
         loads = submitted(small)

@@ -3,7 +3,6 @@ both come here. Pure: no files, no tensors."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,11 +17,11 @@ from tiermoe.policy.eviction import EVICTIONS, Eviction, EvictionContext
 from tiermoe.policy.eviction.protocol import NextUse
 from tiermoe.policy.misses import MissCosts, computed_elsewhere
 from tiermoe.policy.pools import Pools
-from tiermoe.policy.precision import PRECISIONS, PrecisionContext
+from tiermoe.policy.precision import PRECISIONS, Precision, PrecisionContext
 from tiermoe.policy.prediction import PREDICTIONS, Paths, PredictionContext, paths_from_json
 from tiermoe.policy.prediction.context import Future, HashTable
 from tiermoe.policy.prediction.worth import PrefetchTrial
-from tiermoe.presets import Composition
+from tiermoe.presets import Composition, parsed
 from tiermoe.profiles import Profile
 from tiermoe.scheduler import Scheduler
 
@@ -68,14 +67,12 @@ def filled(composition: Composition, profile: Profile | None) -> Composition:
     """The composition with its open settings from a profile; what is set already stays."""
     if profile is None:
         return composition
-    found = {name: profile.settings[name] for name in composition.missing() if profile.settings.get(name) is not None}
-    if "weights" in found:
-        found["weights"] = tuple(found["weights"])
-    if composition.precision == "table" and "quantizer" in profile.settings:
-        found["quantizer"] = profile.settings[
-            "quantizer"
-        ]  # the bits of a table hold for the quantiser they were found for
-    return dataclasses.replace(composition, **found)
+    names = composition.missing()
+    if composition.precision == "table":
+        names.append("quantizer")  # the bits of a table hold for the quantiser they were found for
+    return composition.having(
+        parsed({name: profile.settings[name] for name in names if profile.settings.get(name) is not None})
+    )
 
 
 def require_settings(composition: Composition, model: str) -> None:
@@ -100,14 +97,7 @@ def tables(profile: Profile | None) -> Tables:
 
 def precisions(composition: Composition, bits: int, table: Mapping[tuple[int, int], int]) -> tuple[int, ...]:
     """The bits that experts are loaded in, highest first; `bits`: the engine's, where the composition has no other."""
-    bits = composition.bits or bits
-    if composition.precision == "fixed":
-        return (bits,)
-    if composition.precision == "table":
-        return tuple(sorted(set(table.values()) or {bits}, reverse=True))
-    if composition.precision == "gate-score" and composition.t1 is not None and composition.t1 == composition.t2:
-        return (bits,)  # what is not loaded high is skipped
-    return tuple(sorted({bits, composition.low_bits}, reverse=True))
+    return _rule(composition, PrecisionContext(composition.bits or bits, (), table)).loaded
 
 
 def cache_bytes(composition: Composition, cache: CacheSize, shape: ModelShape, sizes: Mapping[int, int]) -> int:
@@ -176,24 +166,27 @@ def assemble(
         made = shared.get(pool.layers) or _eviction(
             composition, shape, pool, clock, loaded[0], found, foresight, seed, len(loaded) == 1
         )
-        if composition.cache == "weighted":
-            shared[pool.layers] = made  # an expert's uses count for its high and its low copy (HOBBIT, section 3.4)
+        if getattr(type(made), "spans_precisions", False):
+            shared[pool.layers] = made
         return made
 
     pools = Pools(
-        [pool for share in slots for pool in _allotted(composition, shape, share, len(slots) == 1)], eviction, loaded
+        [pool for share in slots for pool in _allotted(composition, shape, share, len(slots) == 1)],
+        eviction,
+        loaded,
+        composition.exact_bits,
     )
     held = sum(share.slots for share in slots) >= sum(shape.experts) and len(loaded) == 1
     elsewhere = _elsewhere(composition, miss_costs)
     prediction = _prediction_context(composition, shape, found, foresight)
-    predictor = PREDICTIONS[composition.prefetch](prediction)
+    predictor = PREDICTIONS[composition.prefetch](prediction, **composition.options("prefetch"))
     predicts = composition.prefetch != "none"
     if held and not elsewhere:  # where all comes and nothing leaves, a prediction would save next to nothing
         predictor, predicts = PREDICTIONS["none"](prediction), False
     return Scheduler(
         Controller(pools, link, loaded[0]),
         clock,
-        PRECISIONS[composition.precision](_precision_context(composition, shape, bits, found)),
+        _rule(composition, PrecisionContext(bits, shape.top_k, found.bits)),
         predictor,
         list(shape.experts),
         fixed_bits=bits,
@@ -262,24 +255,14 @@ def _eviction(
         seed=seed,
         frequencies=found.frequencies,
     )
-    if composition.weights is not None:
-        context = dataclasses.replace(context, weights=composition.weights)
     # where nothing or everything stays, no choice is left: the policy that costs least will do
-    stays = single and pool.slots >= sum(shape.experts[layer] for layer in pool.layers)
-    return EVICTIONS["fifo" if stays or composition.cache in ("none", "all") else composition.cache](context)
+    if composition.cache in ("none", "all") or (single and pool.slots >= sum(shape.experts[i] for i in pool.layers)):
+        return EVICTIONS["fifo"](context)
+    return EVICTIONS[composition.cache](context, **composition.options("cache"))
 
 
-def _precision_context(composition: Composition, shape: ModelShape, bits: int, found: Tables) -> PrecisionContext:
-    return PrecisionContext(
-        bits,
-        shape.top_k,
-        low_bits=composition.low_bits,
-        t1=composition.t1,
-        t2=composition.t2,
-        low_popularity=composition.low_popularity,
-        low_mispredicted=composition.mispredicted == "low",
-        table=found.bits,
-    )
+def _rule(composition: Composition, context: PrecisionContext) -> Precision:
+    return PRECISIONS[composition.precision](context, **composition.options("precision"))
 
 
 def _prediction_context(
@@ -289,10 +272,6 @@ def _prediction_context(
         len(shape.experts),
         shape.experts,
         shape.top_k,
-        ahead=composition.ahead,
-        percentile=composition.percentile,
-        window=composition.window,
-        path=composition.path,
         paths=found.paths,
         frequencies=found.frequencies,
         hash_tables=shape.hash_tables,

@@ -106,11 +106,10 @@ class Controller:
         together: bool = False,
         elsewhere: Callable[[int], int] | None = None,
         grouped: bool = False,
-    ) -> Iterator[Ready]:
-        """Yields every demand that is not skipped, in the order in which they can be computed: what is here first, each
-        group by falling number of tokens (EdgeMoE's re-batching: each expert comes once a chunk; Fate's popularity
-        order). An expert stays in its slot until the next one is asked for; where `Ready.more` is true, until the one
-        after its group is asked for.
+    ) -> Iterator[list[Ready]]:
+        """Yields every demand that is not skipped, in groups that can be computed together, in the order in which they
+        can: what is here first, by falling number of tokens (EdgeMoE's re-batching: each expert comes once a chunk;
+        Fate's popularity order). An expert stays in its slot until the next group is asked for.
 
         speculate: called once, as soon as this layer needs nothing more from the link (that is when a prefetch can
         begin). together: computing starts when all loads are there, as far as the slots allow (HOBBIT). elsewhere: of
@@ -140,27 +139,43 @@ class Controller:
         if not self.link.is_idle():
             return
         for key, here in named.items():
-            if here is not None and not self._withdraw(here):
+            if here is not None and not self.withdraw(here):
                 continue
-            slot = self._reserve(key, urgent=False)
-            if slot is None:
+            if not self.load(key, urgent=False):
                 return
-            self.counts.speculative_loads += 1
-            self._count_low(key)
-            self._unused_prefetches.add(key)
-            self.link.submit(Load(key, slot, urgent=False))
             if protect:
                 self.cache.protect(key)
 
     def drain(self) -> None:
         """Waits until nothing is under way; what has not begun and is not urgent is taken back."""
-        self._recall()
+        self.recall()
         for key in self._background:
-            self._withdraw(key)
+            self.withdraw(key)
         while not self.link.is_idle() or self._background:
-            self._settle(self.link.wait())
+            self.settle(self.link.wait())
 
-    def _recall(self) -> None:
+    def load(self, key: ExpertKey, urgent: bool) -> bool:
+        """Begins to load an absent expert, for a layer or by prefetch; False where no slot can be had for it."""
+        slot = self._reserve(key, urgent)
+        if slot is None:
+            return False
+        if urgent:
+            self.counts.loads += 1
+        else:
+            self.counts.speculative_loads += 1
+            self._unused_prefetches.add(key)
+        if key.bits < self._high_bits:
+            self.counts.low_loads += 1
+        self.link.submit(Load(key, slot, urgent))
+        return True
+
+    def taken(self, key: ExpertKey) -> bool:
+        """A layer asks for the expert: whether it is the first to use what a prefetch brings."""
+        prefetched = key in self._unused_prefetches
+        self._unused_prefetches.discard(key)
+        return prefetched
+
+    def recall(self) -> None:
         """Takes idle speculation back from the link; its slots are free again."""
         if not self.link.is_idle():
             for load in self.link.recall():
@@ -171,9 +186,10 @@ class Controller:
         background, or a request that has ended with another error): its slot is freed, and who needs the expert asks
         again."""
         while (self._background or not self.link.is_idle()) and (finished := self.link.poll()) is not None:
-            self._settle(finished)
+            self.settle(finished)
 
-    def _settle(self, finished: Finished) -> None:
+    def settle(self, finished: Finished) -> None:
+        """Notes the end of a load that the link has told of; the slot of one that failed is free again."""
         load = finished.load
         if load.background:
             self._background.remove(load.key)
@@ -186,16 +202,16 @@ class Controller:
             if self._on_warmed is not None:
                 self._untold.append((load.key, slot))
 
-    def _reserve(self, key: ExpertKey, urgent: bool = True) -> int | None:
+    def _reserve(self, key: ExpertKey, urgent: bool) -> int | None:
         """`Pools.reserve`, but before anything leaves the background gives up what it has not begun."""
         pool = self.cache.pool(key)
         if self._background and not self.cache.free(pool):
             for other in self._background.least_wanted(pool):
-                if self._withdraw(other):
+                if self.withdraw(other):
                     break
         return self.cache.reserve(key, urgent)
 
-    def _withdraw(self, key: ExpertKey) -> bool:
+    def withdraw(self, key: ExpertKey) -> bool:
         """Takes a background load back that has not begun: the key is absent again."""
         if key not in self._background or not self.link.withdraw(key):
             return False
@@ -206,10 +222,6 @@ class Controller:
     def _abandon(self, key: ExpertKey) -> None:
         self.cache.abandon(key)
         self._unused_prefetches.discard(key)
-
-    def _count_low(self, key: ExpertKey) -> None:
-        if key.bits < self._high_bits:
-            self.counts.low_loads += 1
 
 
 class _LayerRun:
@@ -236,19 +248,18 @@ class _LayerRun:
         self._missing: deque[ExpertKey] = deque()
         self._awaited: set[ExpertKey] = set()
 
-    def steps(self, together: bool, grouped: bool) -> Iterator[Ready]:
+    def steps(self, together: bool, grouped: bool) -> Iterator[list[Ready]]:
         self._take_stock()
         self._submit()
         for key in self._elsewhere:
-            yield Ready(key.expert, ELSEWHERE, key.bits)
+            yield [Ready(key.expert, ELSEWHERE, key.bits)]
         while together and self._awaited:
             self._receive()
         while self._here or self._awaited or self._missing:
             self._begin_speculation()
             if self._here:
                 group = [self._here.popleft() for _ in range(len(self._here) if grouped and not self._missing else 1)]
-                for key in group:
-                    yield self._use(key, more=key is not group[-1])
+                yield [self._use(key) for key in group]
                 for key in group:
                     self._release(key)
             elif not self._awaited and self._controller.link.is_idle() and not self._controller.filling:
@@ -273,7 +284,7 @@ class _LayerRun:
         self._awaited.discard(key)
         if finished.error is not None and awaited:
             self._release(key)
-        self._controller._settle(finished)
+        self._controller.settle(finished)
         if not awaited:
             return
         if finished.error is None:
@@ -293,7 +304,7 @@ class _LayerRun:
         """Pins what is here or on its way, counts hits and misses, takes idle speculation back from the link."""
         controller, cache = self._controller, self._cache
         controller.collect()
-        controller._recall()
+        controller.recall()
         missed: list[ExpertKey] = []  # by falling number of tokens
         for demand in self._ordered:
             key = cache.find(self._layer, demand.expert, demand.bits)
@@ -302,7 +313,7 @@ class _LayerRun:
                 self._here.append(key)
             else:
                 key = cache.arriving(self._layer, demand.expert, demand.bits)
-                if key is not None and controller._withdraw(key):
+                if key is not None and controller.withdraw(key):
                     key = None
                 if key is not None:
                     self._pin(key)
@@ -310,16 +321,15 @@ class _LayerRun:
                 elif demand.bits:
                     key = ExpertKey(self._layer, demand.expert, demand.bits)
                     (missed if demand.tokens else self._missing).append(key)
-            self._count(demand, key)
+            self._count(demand, key, prefetched=key is not None and controller.taken(key))
             if key is not None:
                 self._demands[key] = demand
-                controller._unused_prefetches.discard(key)
         loaded = len(missed) - (self._how_many_elsewhere(len(missed)) if self._how_many_elsewhere else 0)
         self._missing.extendleft(reversed(missed[:loaded]))
         self._elsewhere = missed[loaded:]
         controller.counts.elsewhere += len(self._elsewhere)
 
-    def _count(self, demand: Demand, key: ExpertKey | None) -> None:
+    def _count(self, demand: Demand, key: ExpertKey | None, prefetched: bool) -> None:
         counts = self._controller.counts
         if not demand.tokens:
             return
@@ -329,33 +339,25 @@ class _LayerRun:
             counts.misses += 1
         else:
             counts.hits += 1
-            if key in self._controller._unused_prefetches:
-                counts.prefetched += 1
+            counts.prefetched += prefetched
 
     def _submit(self) -> None:
         """Sends as many missing experts to the link as slots can be had for."""
-        while self._missing:
-            key = self._missing[0]
-            slot = self._controller._reserve(key)
-            if slot is None:
-                return
-            self._missing.popleft()
+        while self._missing and self._controller.load(self._missing[0], urgent=True):
+            key = self._missing.popleft()
             self._pin(key)
             self._awaited.add(key)
-            self._controller.counts.loads += 1
-            self._controller._count_low(key)
-            self._controller.link.submit(Load(key, slot, urgent=True))
 
     def _begin_speculation(self) -> None:
         if self._speculate is not None and not self._missing and not self._awaited and self._controller.link.is_idle():
             speculate, self._speculate = self._speculate, None
             speculate()
 
-    def _use(self, key: ExpertKey, more: bool) -> Ready:
+    def _use(self, key: ExpertKey) -> Ready:
         slot = self._cache.slot(key)
         assert slot is not None
         self._cache.used(key, self._demands[key])
-        return Ready(key.expert, slot, key.bits, more)
+        return Ready(key.expert, slot, key.bits)
 
     def _pin(self, key: ExpertKey) -> None:
         self._cache.pin(key)

@@ -6,11 +6,10 @@ A published system is one choice of each part. `PRESETS` is the one table; `comp
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections import ChainMap
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from tiermoe.config import BITS, DENSE_BITS
 from tiermoe.errors import ConfigError
@@ -18,44 +17,35 @@ from tiermoe.policy.allotment import ALLOTMENTS
 from tiermoe.policy.eviction import EVICTIONS
 from tiermoe.policy.precision import PRECISIONS
 from tiermoe.policy.prediction import PREDICTIONS
+from tiermoe.policy.settings import Setting, declared, near, setting
 
-CHOICES: dict[str, Collection[str]] = {
-    "routing": ("all", "half", "confident", "layer"),
-    "precision": PRECISIONS.keys(),
-    "prefetch": PREDICTIONS.keys(),
-    "speculate": ("always", "measured"),
-    "cache": ChainMap[str, Any](EVICTIONS, {"none": None, "all": None}).keys(),
-    "allotment": ALLOTMENTS.keys(),
-    "records": ("model", "sequence"),
-    "unit": ("expert", "neuron"),
-    "store": ("disk", "memory"),
-    "start": ("arrival", "together"),
-    "on_mispredict": ("reload", "proceed"),
-    "mispredicted": ("high", "low"),
-    "misses": ("load", "cpu", "measured"),
-    "quantizer": ("hqq", "linear"),
-}  # fmt: skip
-"""Every part and its possible values: `tiermoe presets NAME` explains them, docs/systems.md cites their sources. What
-a table of policies has, can be chosen."""
+POLICIES: dict[str, Mapping[str, Any]] = {"precision": PRECISIONS, "prefetch": PREDICTIONS, "cache": EVICTIONS}
+"""The parts whose values are classes, which declare settings of their own."""
+
+
+def _part(default: str, choices: Collection[str]) -> Any:
+    return setting(default, read=str, one_of=choices)
+
+
+def _flag(given: Any) -> bool:
+    return {"true": True, "false": False}[str(given).lower()]
 
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """One system. The first group names parts (`CHOICES`), the second their settings; None is filled from the
-    calibration profile `profile` (`tiermoe calibrate`).
+    """One system. The first fields name its parts, the others set them; what is None and calibrated is filled from the
+    profile `profile` (`tiermoe calibrate`). `own`: settings that the chosen policies declare themselves (`POLICIES`).
+    `composition[name]` is the value of any part or setting. `exact_bits`: a demand is met by a copy in its very bits
+    alone, to measure what bits cost; no preset has it.
 
     routing: 'all' K experts; 'half' the K/2 of the largest weights, rounded up; 'confident' half, and again with all
     where the likeliest next token has a probability of at most `gamma` (MoBiLE); 'layer' every expert of the layer is
     fetched, routed or not (STI).
-    precision: 'fixed' the engine's bits; 'gate-score' a miss is loaded high, low or skipped by the weights ranked
-    before it, thresholds `t1` and `t2` (HOBBIT); 'popularity' in prefill the least popular `low_popularity` share of
-    the active experts is low (Fate); 'table' bits per expert from the profile (EdgeMoE, CORM).
-    prefetch: see `policy/prediction/`. `ahead`: layers ahead. `percentile`: predicted weights above it are fetched,
-    `window` at most in decode (Fate). `path`: previous layers that make a path (EdgeMoE 2, EAP 1).
+    precision: `policy/precision.py`. prefetch: `policy/prediction/`.
     speculate: 'measured' prefetches in decode only where passes are measured to be faster for it, and goes on measuring
     (`policy/prediction/worth.py`); prefill always prefetches. By itself it changes no token.
-    cache: eviction policy; 'none' room for one layer's K, 'all' every expert stays. `weights`: of recency, frequency,
-    high-precision frequency and distance. `records`: forgotten at each sequence or kept for the model.
+    cache: eviction policy (`policy/eviction/`); 'none' room for one layer's K, 'all' every expert stays. `records`:
+    forgotten at each sequence or kept for the model.
     allotment: 'pool' one for all layers, 'even' the same for each, 'shallow' all of the layers below `boundary` first;
     'pool' too where slots do not give every layer its K.
     `low_share`: of the cache's bytes, for a pool of low-precision copies.
@@ -64,7 +54,6 @@ class Composition:
     store: experts are read from 'disk', or copied from a store that is held in main memory whole ('memory').
     start: compute what is here while the rest arrives, or only when all is there ('together', HOBBIT).
     on_mispredict: 'proceed' runs a layer with the experts that were predicted (CORM).
-    mispredicted: with precision=popularity, 'low' loads what was not predicted low in decode (Fate, small machines).
     misses: 'cpu' computes an expert that is missing in decode on the CPU, from its copy in main memory, while the GPU
     computes what it has (HOBBIT, section 4); prefill and prefetches load. Needs a GPU. It changes rounding alone, but
     where an expert is computed then depends on what is cached, so it counts as lossy. 'measured' computes so many of a
@@ -77,39 +66,61 @@ class Composition:
     summary: str
     source: str = ""
 
-    routing: str = "all"
-    precision: str = "fixed"
-    prefetch: str = "none"
-    speculate: str = "always"
-    cache: str = "lru"
-    allotment: str = "pool"
-    records: str = "model"
-    unit: str = "expert"
-    store: str = "disk"
-    start: str = "arrival"
-    on_mispredict: str = "reload"
-    mispredicted: str = "high"
-    misses: str = "load"
-    mask: bool = True
+    routing: str = _part("all", ("all", "half", "confident", "layer"))
+    precision: str = _part("fixed", PRECISIONS.keys())
+    prefetch: str = _part("none", PREDICTIONS.keys())
+    speculate: str = _part("always", ("always", "measured"))
+    cache: str = _part("lru", ChainMap[str, Any](EVICTIONS, {"none": None, "all": None}).keys())
+    allotment: str = _part("pool", ALLOTMENTS.keys())
+    records: str = _part("model", ("model", "sequence"))
+    unit: str = _part("expert", ("expert", "neuron"))
+    store: str = _part("disk", ("disk", "memory"))
+    start: str = _part("arrival", ("arrival", "together"))
+    on_mispredict: str = _part("reload", ("reload", "proceed"))
+    misses: str = _part("load", ("load", "cpu", "measured"))
+    mask: bool = setting(True, read=_flag, kind="true or false")
 
-    profile: str = ""
-    gamma: float = 0.7
-    low_bits: int = 2
-    t1: float | None = None
-    t2: float | None = None
-    low_popularity: float | None = None
-    ahead: int = 1
-    percentile: float = 75.0
-    window: int | None = None
-    path: int = 2
-    weights: tuple[float, float, float, float] | None = None
-    boundary: int | None = None
-    low_share: float = 0.0
-    theta: float | None = None
-    upper_limit: float = 0.75
-    bits: int | None = None
-    dense_bits: int | None = None
-    quantizer: str | None = None
+    profile: str = setting("", read=str)
+    gamma: float = setting(0.7, low=0, high=1, read_by=("routing", "confident"))
+    own: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    exact_bits: bool = field(default=False, kw_only=True)
+    boundary: int | None = setting(
+        None, read=int, low=0, high=1 << 16, calibrated=True, read_by=("allotment", "shallow")
+    )
+    low_share: float = setting(0.0, low=0, high=0.9)
+    theta: float | None = setting(None, low=0, high=1e9, calibrated=True, read_by=("unit", "neuron"))
+    upper_limit: float = setting(0.75, low=0, high=1, read_by=("unit", "neuron"))
+    bits: int | None = setting(None, read=int, one_of=BITS)
+    dense_bits: int | None = setting(None, read=int, one_of=DENSE_BITS)
+    quantizer: str | None = setting(None, read=str, one_of=("hqq", "linear"))
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of a part or setting. KeyError for a name that is none."""
+        return self.settings()[name]
+
+    def settings(self) -> dict[str, Any]:
+        """Every part and setting by name."""
+        own = dict(self.own)
+        for part in POLICIES:
+            own = {name: default for name, (_, default) in declared(self.policy(part)).items()} | own
+        return {
+            name: own.get(name, declaration.default) if declaration.policies else getattr(self, name)
+            for name, declaration in declarations().items()
+        }
+
+    def having(self, values: Mapping[str, Any]) -> Composition:
+        """The same with other values of parts and settings, by name."""
+        fields = {name: value for name, value in values.items() if name in self.__dataclass_fields__}
+        own = {name: value for name, value in values.items() if name not in fields}
+        return replace(self, own={**self.own, **own}, **fields)
+
+    def policy(self, part: str) -> Any:
+        """The class that `part` names; None where it names none ('none' and 'all' of cache)."""
+        return POLICIES[part].get(getattr(self, part))
+
+    def options(self, part: str) -> dict[str, Any]:
+        """What the policy of `part` is made with beside its context: its settings, but for those that have no value."""
+        return {name: self.own[name] for name in declared(self.policy(part)) if self.own.get(name) is not None}
 
     @property
     def lossy(self) -> list[str]:
@@ -138,27 +149,49 @@ class Composition:
 
     def missing(self) -> list[str]:
         """Settings that a calibration must fill and has not."""
-        needs = {
-            "t1": self.precision == "gate-score",
-            "t2": self.precision == "gate-score",
-            "low_popularity": self.precision == "popularity",
-            "window": self.prefetch == "percentile",
-            "weights": self.cache == "weighted",
-            "boundary": self.allotment == "shallow",
-            "theta": self.unit == "neuron",
-        }
-        return [name for name, needed in needs.items() if needed and getattr(self, name) is None]
+        values = self.settings()
+        return [
+            name
+            for name, declaration in declarations().items()
+            if declaration.told.calibrated and values[name] is None and declaration.is_read(self)
+        ]
 
     @property
     def needs_profile(self) -> bool:
         """True where a setting is open or a part reads a calibrated table."""
-        tables = self.precision == "table" or self.prefetch in ("path", "frequent")
-        return bool(self.missing()) or tables
+        return bool(self.missing() or self.policy("precision").reads_table or self.policy("prefetch").reads_table)
 
-    def settings(self) -> dict[str, Any]:
-        """Every part and setting by name."""
-        described = ("name", "summary", "source")
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in described}
+
+class Declaration(NamedTuple):
+    """One part or setting. `part`: what reads it, with any of `values`; empty: whatever is chosen. `policies`: these
+    have declared it, not `Composition`."""
+
+    told: Setting
+    default: Any
+    part: str = ""
+    values: tuple[str, ...] = ()
+    policies: bool = False
+
+    def is_read(self, composition: Composition) -> bool:
+        return not self.part or getattr(composition, self.part) in self.values
+
+
+def declarations() -> dict[str, Declaration]:
+    """Every part and setting that there is: those of `Composition`, with the policies' in the place of `own`."""
+    found: dict[str, Declaration] = {}
+    ours = declared(Composition)
+    for each in dataclasses.fields(Composition):
+        if each.name in ours:
+            told, default = ours[each.name]
+            part, value = told.read_by or ("", "")
+            found[each.name] = Declaration(told, default, part, (value,))
+        elif each.name == "own":
+            for part, policies in POLICIES.items():
+                for value, policy in policies.items():
+                    for name, (told, default) in declared(policy).items():
+                        others = found[name].values if name in found else ()
+                        found[name] = Declaration(told, default, part, (*others, value), True)
+    return found
 
 
 PRESETS: dict[str, Composition] = {
@@ -168,34 +201,35 @@ PRESETS: dict[str, Composition] = {
             "default",
             "exact: recency and uses decide who leaves a layer, the next two's routers who comes if that is faster",
             "the best exact composition measured, docs/systems.md",
-            prefetch="stacked-gates", speculate="measured", cache="weighted", allotment="even", ahead=2,
-            weights=(0.25, 0.25, 0.25, 0.25),
+            prefetch="stacked-gates", speculate="measured", cache="weighted", allotment="even",
+            own={"ahead": 2, "weights": (0.25, 0.25, 0.25, 0.25)},
         ),
         Composition(
             "frugal",
             "what ranks behind 80 % of a token's gate weight is used where it is here and not fetched; no prefetch",
             "HOBBIT's skipping (2024, section 3.2) without its low precision",
-            precision="gate-score", cache="weighted", allotment="even", weights=(0.25, 0.25, 0.25, 0.25),
-            t1=0.8, t2=0.8,
+            precision="gate-score", cache="weighted", allotment="even",
+            own={"t1": 0.8, "t2": 0.8, "weights": (0.25, 0.25, 0.25, 0.25)},
         ),
         Composition(
             "hobbit",
             "low precision or none for unimportant misses, stacked gates, a weighted cache in two pools",
             "HOBBIT, mixed-precision expert loading (2024)",
             precision="gate-score", prefetch="stacked-gates", cache="weighted", records="sequence", start="together",
-            profile="hobbit", ahead=3, low_share=0.2,
+            profile="hobbit", low_share=0.2, own={"ahead": 3},
         ),
         Composition(
             "edgemoe",
             "a bitwidth per expert within a tolerated loss, activation paths, distance-by-frequency eviction",
             "EdgeMoE (2023)",
-            precision="table", prefetch="path", cache="distance", profile="edgemoe", path=2, quantizer="linear",
+            precision="table", prefetch="path", cache="distance", profile="edgemoe", quantizer="linear",
+            own={"path": 2},
         ),
         Composition(
             "mobile",
             "K/2 experts, and all K again where the next token is unsure, prefetched from the discarded pass",
             "MoBiLE (2025)",
-            routing="confident", prefetch="recalled", ahead=2,
+            routing="confident", prefetch="recalled", own={"ahead": 2},
         ),
         Composition(
             "fate",
@@ -225,7 +259,7 @@ PRESETS: dict[str, Composition] = {
         ),
         Composition(
             "eap", "baseline: prediction from the one previous block's choices, Fate's cache", "Fate, section 5",
-            prefetch="path", path=1, cache="arc", allotment="shallow", profile="fate",
+            prefetch="path", cache="arc", allotment="shallow", profile="fate", own={"path": 1},
         ),
         Composition("lru", "baseline: a plain LRU cache, no prefetch", ""),
         Composition(
@@ -240,112 +274,34 @@ def preset_named(name: str) -> Composition:
     """ConfigError names the near ones where there is none of that name."""
     if name in PRESETS:
         return PRESETS[name]
-    raise ConfigError(f"unknown preset '{name}'{_near(name, PRESETS)}")
+    raise ConfigError(f"unknown preset '{name}'{near(name, PRESETS)}")
+
+
+def parsed(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Parts and settings by name, their values as text or not, as values. ConfigError for an unknown part or value."""
+    known = declarations()
+    for name in changes:
+        if name not in known:
+            raise ConfigError(f"unknown part or setting '{name}'{near(name, known)}")
+    return {name: known[name].told.value(name, value) for name, value in changes.items()}
 
 
 def compose(name: str, changes: Mapping[str, Any] | None = None) -> Composition:
     """A preset with parts and settings replaced: {'prefetch': 'none', 'gamma': '0.5'}, values also as text.
-    ConfigError for an unknown preset, part or value, and for a setting that no part of the result reads."""
+    ConfigError for an unknown preset, part or value, for settings that do not go together, and for one that no part of
+    the result reads."""
     preset = preset_named(name)
-    known = preset.settings()
-    values: dict[str, Any] = {}
-    for part, value in (changes or {}).items():
-        if part not in known:
-            raise ConfigError(f"unknown part or setting '{part}'{_near(part, known)}")
-        values[part] = _parsed(part, value)
-    changed = replace(preset, **values)
-    _check(changed)
-    for name in values:
-        _require_reader(name, changed)
+    values = parsed(changes or {})
+    changed = preset.having(values)
+    for part in POLICIES:
+        if check := getattr(changed.policy(part), "check", None):
+            check(changed.settings())
+    known = declarations()
+    for given in values:
+        part, readers = known[given].part, known[given].values
+        if not known[given].is_read(changed):
+            raise ConfigError(
+                f"{given} does nothing with {part}={getattr(changed, part)}; it is read by {part}="
+                f"{' or '.join(readers)}"
+            )
     return changed
-
-
-_TYPES: dict[str, type] = {
-    "gamma": float, "low_bits": int, "t1": float, "t2": float, "low_popularity": float, "ahead": int,
-    "percentile": float, "window": int, "path": int, "boundary": int, "low_share": float, "theta": float,
-    "upper_limit": float, "bits": int, "dense_bits": int,
-}  # fmt: skip
-_RANGES: dict[str, tuple[float, float]] = {
-    "gamma": (0, 1), "t1": (0, 1), "t2": (0, 1), "low_popularity": (0, 1), "ahead": (1, 64), "percentile": (0, 100),
-    "window": (0, 1 << 16), "path": (1, 2), "boundary": (0, 1 << 16), "low_share": (0, 0.9), "theta": (0, 1e9),
-    "upper_limit": (0, 1),
-}  # fmt: skip
-_READ_BY: dict[str, tuple[str, tuple[str, ...]]] = {
-    "gamma": ("routing", ("confident",)),
-    "t1": ("precision", ("gate-score",)),
-    "t2": ("precision", ("gate-score",)),
-    "low_popularity": ("precision", ("popularity",)),
-    "mispredicted": ("precision", ("popularity",)),
-    "percentile": ("prefetch", ("percentile",)),
-    "window": ("prefetch", ("percentile",)),
-    "path": ("prefetch", ("path",)),
-    "weights": ("cache", ("weighted",)),
-    "boundary": ("allotment", ("shallow",)),
-    "theta": ("unit", ("neuron",)),
-    "upper_limit": ("unit", ("neuron",)),
-}
-"""Setting → the part that reads it, and with which values."""
-_UNREAD_BY: dict[str, tuple[str, tuple[str, ...]]] = {
-    "low_bits": ("precision", ("fixed", "table")),
-    "ahead": ("prefetch", ("none", "path")),
-}
-"""Setting → the part that reads it with any value but these."""
-_ONE_OF: dict[str, tuple[int, ...]] = {"low_bits": tuple(sorted(BITS)[:-1]), "bits": BITS, "dense_bits": DENSE_BITS}
-
-
-def _parsed(part: str, value: Any) -> Any:
-    if part in CHOICES:
-        if value in CHOICES[part]:
-            return value
-        raise ConfigError(f"{part} cannot be '{value}'{_near(str(value), CHOICES[part])}")
-    if part == "profile":
-        return str(value)
-    try:
-        if part == "mask":
-            return {"true": True, "false": False}[str(value).lower()]
-        if part == "weights":
-            return _weights(value)
-        return _TYPES[part](value)
-    except (KeyError, TypeError, ValueError):
-        kind = {"mask": "true or false", "weights": "four numbers that sum to 1, like 0.4,0.3,0.2,0.1"}
-        raise ConfigError(f"{part} must be {kind.get(part, 'a number')}, got '{value}'") from None
-
-
-def _weights(value: Any) -> tuple[float, ...]:
-    numbers = tuple(float(number) for number in (value.split(",") if isinstance(value, str) else value))
-    if len(numbers) != 4 or min(numbers) < 0 or abs(sum(numbers) - 1) > 1e-3:
-        raise ValueError
-    return numbers
-
-
-def _check(composition: Composition) -> None:
-    for name, (low, high) in _RANGES.items():
-        value = getattr(composition, name)
-        if value is not None and not low <= value <= high:
-            raise ConfigError(f"{name} must be from {low:g} to {high:g}, got {value:g}")
-    for name, allowed in _ONE_OF.items():
-        value = getattr(composition, name)
-        if value is not None and value not in allowed:
-            raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value}")
-    if composition.t1 is not None and composition.t2 is not None and composition.t1 > composition.t2:
-        raise ConfigError(f"t1 ({composition.t1:g}) must not be above t2 ({composition.t2:g})")
-
-
-def _require_reader(name: str, composition: Composition) -> None:
-    part, values = _readers(name)
-    chosen = getattr(composition, part)
-    if values and chosen not in values:
-        raise ConfigError(f"{name} does nothing with {part}={chosen}; it is read by {part}={' or '.join(values)}")
-
-
-def _readers(name: str) -> tuple[str, tuple[str, ...]]:
-    """The part that reads a setting, and with which values; a part is its own, with any."""
-    if name not in _UNREAD_BY:
-        return _READ_BY.get(name, (name, ()))
-    part, others = _UNREAD_BY[name]
-    return part, tuple(value for value in CHOICES[part] if value not in others)
-
-
-def _near(name: str, known: Any) -> str:
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(near)}?" if near else f"; known: {', '.join(known)}"

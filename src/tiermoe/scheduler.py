@@ -4,6 +4,7 @@ read ahead. The engine and the simulator run this very code, over a real and a v
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,8 @@ from tiermoe.controller import Controller, Counts
 from tiermoe.policy.clock import Clock
 from tiermoe.policy.filling import most_used
 from tiermoe.policy.precision import Precision
-from tiermoe.policy.prediction.protocol import Forecasts, Prediction
+from tiermoe.policy.prediction.base import Predictor
+from tiermoe.policy.prediction.protocol import Forecasts
 from tiermoe.policy.prediction.worth import PrefetchTrial
 from tiermoe.policy.uses import Uses
 from tiermoe.types import FEW_TOKENS, Demand, ExpertKey, Ready, Routed
@@ -36,7 +38,7 @@ class Scheduler:
     controller: Controller
     clock: Clock
     precision: Precision
-    prediction: Prediction
+    prediction: Predictor
     experts: list[int]
     fixed_bits: int
     mask: bool = True
@@ -76,6 +78,15 @@ class Scheduler:
         self.prediction.new_sequence()
         self.controller.cache.new_sequence()
 
+    @contextlib.contextmanager
+    def ruled_by(self, precision: Precision) -> Iterator[None]:
+        """Passes within it ask for the bits that another rule says."""
+        before, self.precision = self.precision, precision
+        try:
+            yield
+        finally:
+            self.precision = before
+
     def begin_pass(self, tokens: int, forecasts: Forecasts, phase: str, first: int = 0) -> None:
         """A forward pass over `tokens` tokens begins (all rows of a batch counted). phase: 'prefill' or 'decode'.
         first: its first MoE layer, not 0 in a decoder behind an encoder."""
@@ -96,8 +107,8 @@ class Scheduler:
         self.clock.token -= self._pass_tokens
         self._took = None
 
-    def run_layer(self, routed: Routed, forecasts: Forecasts) -> Iterator[Ready]:
-        """Yields the experts of a layer as they can be computed (`Controller.run_layer`)."""
+    def run_layer(self, routed: Routed, forecasts: Forecasts) -> Iterator[list[Ready]]:
+        """Yields the experts of a layer in groups, as they can be computed (`Controller.run_layer`)."""
         self.clock.layer = routed.layer
         self.prediction.observe(routed)
         demands = self._demands(routed)

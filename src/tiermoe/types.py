@@ -64,13 +64,11 @@ class Wanted(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """An expert that can be computed now: it lies in `slot` in the precision `bits`. `more`: the next one can be
-    computed now too, and both may be computed together."""
+    """An expert that can be computed now: it lies in `slot` in the precision `bits`."""
 
     expert: int
     slot: int
     bits: int
-    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)

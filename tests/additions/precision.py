@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
-from tiermoe.policy.precision import PrecisionContext
+from tiermoe.policy.precision import HighAndLow
+from tiermoe.policy.settings import setting
 from tiermoe.types import Demand, Routed
 
 
-class FirstHigh:
-    """High for an expert that some token ranks first, low for the others."""
+@dataclass(eq=False)
+class FirstHigh(HighAndLow):
+    """High for an expert that some token ranks among its `first`, low for the others."""
 
+    first: int = setting(1, read=int, low=1, high=64)
     reads_forecasts: ClassVar[bool] = True
 
-    def __init__(self, context: PrecisionContext) -> None:
-        self._high, self._low = context.bits, context.low_bits
-
     def demands(self, routed: Routed) -> list[Demand]:
-        first = {chosen[0] for chosen in routed.experts if chosen}
+        first = {expert for chosen in routed.experts for expert in chosen[: self.first]}
         counts = routed.tokens_per_expert()
-        return [Demand(expert, counts[expert], self._high if expert in first else self._low) for expert in counts]
+        return [Demand(expert, counts[expert], self._bits(expert in first)) for expert in counts]
 
     def predicted(self, layer: int, ranked: Sequence[tuple[int, float]], expert: int) -> int:
-        return self._high if not ranked or expert == ranked[0][0] else self._low
+        return self._bits(not ranked or expert in [first for first, _ in ranked[: self.first]])
+
+    def _bits(self, high: bool) -> int:
+        return self.context.bits if high else self.low_bits

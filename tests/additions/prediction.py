@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
-from tiermoe.policy.prediction import Forecasts, Here, PredictionContext
-from tiermoe.policy.prediction.base import Predictor
+from tiermoe.policy.prediction import Forecasts, Here, LooksAhead
+from tiermoe.policy.settings import setting
 from tiermoe.types import Routed, Wanted
 
 
-class SameAgain(Predictor):
-    """What the next layers chose in the last pass."""
+@dataclass(eq=False)
+class SameAgain(LooksAhead):
+    """What the next layers chose in the last pass for at least `least` tokens."""
 
-    def __init__(self, context: PredictionContext) -> None:
-        super().__init__(context)
+    least: int = setting(1, read=int, low=1, high=1024)
+
+    def __post_init__(self) -> None:
         self._last: dict[int, dict[int, int]] = {}
 
     def observe(self, routed: Routed) -> None:
@@ -22,17 +25,18 @@ class SameAgain(Predictor):
         self._last[routed.layer] = routed.tokens_per_expert()
 
     def candidates(self, layer: int, forecasts: Forecasts, here: Here) -> Iterator[Wanted]:
-        for target in self.context.targets(layer):
+        for target in self.targets(layer):
             for expert, tokens in self._last.get(target, {}).items():
-                yield Wanted(target, expert, tokens)
+                if tokens >= self.least:
+                    yield Wanted(target, expert, tokens)
 
 
-class LikeliestExpert(Predictor):
+class LikeliestExpert(LooksAhead):
     """The one expert that the router of each of the next layers ranks first."""
 
     asks_routers: ClassVar[bool] = True
 
     def candidates(self, layer: int, forecasts: Forecasts, here: Here) -> Iterator[Wanted]:
-        for target in self.context.targets(layer):
+        for target in self.targets(layer):
             for expert, weight in forecasts.ranked(target)[:1]:
                 yield Wanted(target, expert, weight)

@@ -127,6 +127,7 @@ def _record(model: Any, ids: Any, prompt: int, path: Path) -> None:
     if engine.lossy or len(engine.precisions) > 1 or engine.composition.unit != "expert":
         return
     from tiermoe.kernels import machine_layout
+    from tiermoe.runtime.observer import Observer
     from tiermoe.runtime.recording.trace_header import expert_bytes
 
     layers = engine.store.layers
@@ -139,9 +140,12 @@ def _record(model: Any, ids: Any, prompt: int, path: Path) -> None:
     }
     with path.open("w") as file:
         file.write(json.dumps(header) + "\n")
-        engine.observe(
-            lambda routed, _: file.write(json.dumps([routed.layer, routed.phase, list(routed.experts)]) + "\n")
-        )
+
+        class Written(Observer):
+            def on_route(self, routed: Any, hidden: Any) -> None:
+                file.write(json.dumps([routed.layer, routed.phase, list(routed.experts)]) + "\n")
+
+        engine.observe(Written())
         feeding = _feeding(model, ids, prompt)
         feeding.prompt()
         feeding.decode(ids.shape[1])
@@ -155,7 +159,7 @@ def _kernels(model: Any, ids: Any, prompt: int) -> float:
     rows, length = ids.shape
     until = min(length, prompt + _SPLIT)
     feeding = _feeding(model, ids, prompt)
-    with KernelClock(model) as clock:
+    with KernelClock(model.tiermoe) as clock:
         feeding.prompt()
         before = clock.seconds
         if length == prompt:

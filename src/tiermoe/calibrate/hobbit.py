@@ -116,7 +116,7 @@ class _Penalty:
         self._bits = bits
         self._shape = ModelShape(header.experts, header.top_k, header.encoder_layers)
         layers = range(len(header.experts))
-        wanted = sorted({bits, composition.low_bits})
+        wanted = sorted({bits, composition["low_bits"]})
         sizes = {value: max(expert_bytes(header, layer, value) for layer in layers) for value in wanted}
         nbytes = cache_bytes(composition, CacheSize(fraction=cache), self._shape, sizes)
         self._slots = divide(nbytes, composition, sizes, (), sum(header.experts))
@@ -124,7 +124,7 @@ class _Penalty:
     def __call__(self, name: str, weights: Weights | None = None) -> float:
         # a load costs as many units as it has bits: 1 and bits_low / bits_high, times bits_high
         link = InstantLink(lambda key: key.bits)
-        composition = replace(self._composition, cache=name, weights=weights)
+        composition = self._composition.having({"cache": name, "weights": weights})
         scheduler = assemble(composition, self._shape, self._slots, link, self._bits)
         sequence: int | None = None
         for step in self._steps:

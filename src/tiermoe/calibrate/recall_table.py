@@ -8,7 +8,12 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from tiermoe.calibrate.routings import decode_passes, frequencies, routings
-from tiermoe.policy.prediction import PREDICTIONS, PredictionContext, count_paths
+from tiermoe.policy.prediction import PredictionContext, Predictor, count_paths
+from tiermoe.policy.prediction.gates import NextGate
+from tiermoe.policy.prediction.known import MostFrequent
+from tiermoe.policy.prediction.path import ActivationPath
+from tiermoe.policy.prediction.percentile import AbovePercentile
+from tiermoe.policy.prediction.recalled import Recalled
 from tiermoe.policy.recall import baseline_uniform, recall
 from tiermoe.simulate.steps import Recorded, Step
 from tiermoe.trace import Header, Pass, Trace
@@ -43,9 +48,8 @@ def recall_table(calibration: Trace, held_out: Trace) -> list[RecallRow]:
         encoder_layers=header.encoder_layers,
     )
     passes = decode_passes(held_out)
-    found = {
-        name: _recalls(*predictor, passes, header) for name, predictor in _predictors(calibration, held_out, context)
-    }
+    predictors = _predictors(calibration, held_out, context)
+    found = {name: _recalls(name, predictor, passes, header) for name, predictor in predictors}
     frequent = {layer: fmean(values) for (layer, distance), (values, _) in found["frequent"].items() if distance == 1}
     return [
         RecallRow(
@@ -57,28 +61,26 @@ def recall_table(calibration: Trace, held_out: Trace) -> list[RecallRow]:
     ]  # fmt: skip
 
 
-Predictor = tuple[str, PredictionContext]
 Cells = dict[tuple[int, int], tuple[list[float], list[int]]]
 """(layer, distance) → the recall of each token, how many experts were named."""
 
 
 def _predictors(calibration: Trace, held_out: Trace, context: PredictionContext) -> Iterator[tuple[str, Predictor]]:
     header = held_out.header
-    yield "frequent", ("frequent", context)
+    yield "frequent", MostFrequent(context)
     for order in (1, 2):
         paths = count_paths(routings(calibration), order)
         if paths:
-            yield f"path {order}", ("path", replace(context, path=order, paths=paths))
+            yield f"path {order}", ActivationPath(replace(context, paths=paths), path=order)
     if "forecasts" in header.holds:
-        yield "next-gate", ("next-gate", replace(context, ahead=max(header.forecast_distances)))
-        yield "percentile", ("percentile", context)
+        yield "next-gate", NextGate(context, ahead=max(header.forecast_distances))
+        yield "percentile", AbovePercentile(context)
     if "little" in header.holds:
-        yield "recalled", ("recalled", context)
+        yield "recalled", Recalled(context)
 
 
-def _recalls(name: str, context: PredictionContext, passes: Sequence[Pass], header: Header) -> Cells:
-    prediction = PREDICTIONS[name](context)
-    most = header.top_k if name == "path" else header.experts  # a path ranks all that it has seen
+def _recalls(name: str, prediction: Predictor, passes: Sequence[Pass], header: Header) -> Cells:
+    most = header.top_k if name.startswith("path") else header.experts  # a path ranks all that it has seen
     cells: Cells = defaultdict(lambda: ([], []))
     for passed in passes:
         recalled = passed.little.layers if passed.little and name == "recalled" else None

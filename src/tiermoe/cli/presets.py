@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tiermoe.presets import CHOICES, PRESETS, Composition, preset_named
+from tiermoe.presets import PRESETS, Composition, declarations, preset_named
 
 
 def presets(
@@ -52,9 +52,10 @@ def _show(preset: Composition) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("part or setting (--set NAME=VALUE)", "value", "can be"):
         table.add_column(column)
+    known, missing = declarations(), preset.missing()
     for part, value in preset.settings().items():
-        shown = "from the calibration" if part in preset.missing() else "-" if value is None else str(value).lower()
-        table.add_row(part, shown, ", ".join(CHOICES.get(part, ())))
+        shown = "from the calibration" if part in missing else "-" if value is None else str(value).lower()
+        table.add_row(part, shown, ", ".join(map(str, known[part].told.one_of)))
     Console().print(table)
 
 

@@ -18,7 +18,7 @@ from tiermoe.cli.output import note, waiting
 from tiermoe.config import BITS, CacheSize, format_size, parse_cache
 from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.policy.eviction import EVICTIONS
-from tiermoe.presets import PRESETS, Composition, compose
+from tiermoe.presets import PRESETS, Composition, compose, declarations, parsed
 from tiermoe.profiles import Profile, read_profile
 from tiermoe.simulate import (
     MACHINES,
@@ -66,7 +66,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print a list of JSON objec
 
 _TIME = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(us|ms|s)\s*")
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-_EVICTION_SETTINGS = ("weights", "records")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,19 +173,21 @@ class _Replays:
 def _evictions(
     trace: Trace, evictions: str, caches: list[CacheSize], changes: dict[str, str], seed: int
 ) -> list[EvictionRow]:
-    settings = compose("default", changes)  # whose parts read every setting that is let through
+    settings = parsed(changes)
+    per_sequence = settings.pop("records", "model") == "sequence"
     names = _names(evictions, list(EVICTIONS), "eviction policy")
     names = all_evictions() if evictions == "all" else names
-    return compare_evictions(trace, names, caches, settings.weights, settings.records == "sequence", seed)
+    return compare_evictions(trace, names, caches, settings, per_sequence, seed)
 
 
 def _refuse_without_effect(options: dict[str, Any], changes: dict[str, str]) -> None:
     for name, value in options.items():
         if value is not None:
             raise ConfigError(f"--{name} has no effect on --evictions, which knows no time; leave it out")
+    read = [*(name for name, declaration in declarations().items() if declaration.part == "cache"), "records"]
     for name in changes:
-        if name not in _EVICTION_SETTINGS:
-            raise ConfigError(f"--set {name} has no effect on --evictions; it takes {' and '.join(_EVICTION_SETTINGS)}")
+        if name not in read:
+            raise ConfigError(f"--set {name} has no effect on --evictions; it takes {' and '.join(read)}")
 
 
 def _names(text: str, known: list[str], what: str) -> list[str]:

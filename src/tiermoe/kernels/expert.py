@@ -147,7 +147,11 @@ class SeparateSteps:
         self._activation = activation
 
     def __call__(self, x: torch.Tensor, views: Views) -> torch.Tensor:
-        return self._second(self._activation(self._first(x, views)), views)
+        return self._second(self._activation(self.features(x, views)), views)
+
+    def features(self, x: torch.Tensor, views: Views) -> torch.Tensor:
+        """What comes out of the first matrix, before the activation: (M, its features)."""
+        return self._first(x, views)
 
     def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
         return torch.cat([self(x, each) for each in views])

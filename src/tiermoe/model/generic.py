@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tiermoe.batch import Batch
 from tiermoe.errors import PromptError
+from tiermoe.model.linear import PackedLinear
 from tiermoe.types import Need, Phase, Workload
 
 
@@ -125,6 +127,27 @@ class GenericDecoder:
     def new_cache(self, slabs: int, context: int, step: int) -> GenericCache:
         """A cache for `slabs` sequences of up to `context` tokens."""
         return GenericCache(self._model.config, slabs, context)
+
+    def time_linears(self, note: Callable[[float], None]) -> Callable[[], None]:
+        """Calls `note` with the seconds of each call of a linear layer; returns what ends it."""
+        began = 0.0
+
+        def before(*_: Any) -> None:
+            nonlocal began
+            began = time.perf_counter()
+
+        def after(*_: Any) -> None:
+            note(time.perf_counter() - began)
+
+        linears = [each for each in self._model.modules() if isinstance(each, torch.nn.Linear | PackedLinear)]
+        handles = [each.register_forward_pre_hook(before) for each in linears]
+        handles += [each.register_forward_hook(after) for each in linears]
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return undo
 
     @torch.no_grad()
     def step(self, batch: Batch, cache: GenericCache, every: bool = False) -> Tensor:

@@ -14,15 +14,23 @@ from tiermoe.types import Demand, ExpertKey
 
 
 class Pools:
-    """What the controller sees of the cache. `precisions`: the bits that experts are loaded in.
+    """What the controller sees of the cache. `precisions`: the bits that experts are loaded in. exact_bits: a copy in
+    more bits than are asked for does not stand for one in these.
 
     Predicted keys can be protected: they leave after all others, and never for another prediction, until their layer
     has run.
     """
 
-    def __init__(self, pools: Sequence[Pool], eviction: Callable[[Pool], Eviction], precisions: Sequence[int]) -> None:
+    def __init__(
+        self,
+        pools: Sequence[Pool],
+        eviction: Callable[[Pool], Eviction],
+        precisions: Sequence[int],
+        exact_bits: bool = False,
+    ) -> None:
         self.slots = sum(pool.slots for pool in pools)
         self._precisions = sorted(precisions, reverse=True)
+        self._exact_bits = exact_bits
         self._caches: list[ExpertCache] = []
         first = 0
         for pool in pools:
@@ -96,7 +104,7 @@ class Pools:
             cache.new_sequence()
 
     def _first(self, layer: int, expert: int, bits: int, there: Callable[[ExpertKey], bool]) -> ExpertKey | None:
-        for precision in self._precisions:
+        for precision in (bits,) if self._exact_bits else self._precisions:
             if precision < bits:
                 return None
             key = ExpertKey(layer, expert, precision)

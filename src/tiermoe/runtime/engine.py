@@ -15,7 +15,7 @@ from tiermoe.compose import PrecisionSlots, assemble
 from tiermoe.controller import Controller
 from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.kernels import machine_layout
-from tiermoe.kernels.expert import Views
+from tiermoe.kernels.expert import ExpertKernel, Views
 from tiermoe.model.architectures import decoder_for
 from tiermoe.model.decoder import Decoder
 from tiermoe.model.generic import GenericDecoder
@@ -30,7 +30,8 @@ from tiermoe.runtime.forecasts import Forecaster, PassForecasts, router_beside
 from tiermoe.runtime.hash_routing import token_tables
 from tiermoe.runtime.history import History
 from tiermoe.runtime.memory_plan import GpuMemoryPlan, MemoryPlan
-from tiermoe.runtime.passes import CurrentPass, Observer
+from tiermoe.runtime.observer import Observer, Undo, time_kernels
+from tiermoe.runtime.passes import CurrentPass
 from tiermoe.runtime.plan import shape_of
 from tiermoe.runtime.reading import drive_for
 from tiermoe.runtime.settled import SettledExperts
@@ -46,7 +47,7 @@ from tiermoe.tiers.cuda import resolve_device
 from tiermoe.tiers.held import HeldReader
 from tiermoe.tiers.probe import DriveProbe
 from tiermoe.tiers.reader import ExtentReader
-from tiermoe.types import FEW_TOKENS, ExpertKey, Extent
+from tiermoe.types import FEW_TOKENS, ExpertKey, Extent, Ready
 
 _LONG_ENOUGH = 0.25  # seconds of reading that say more than the probe
 
@@ -99,6 +100,7 @@ class Engine:
             self.scheduler.fill(self._history.uses)
             self._leave_record = self._history.keep(self, self.scheduler)
         self._closed = False
+        self._unwatch: list[Undo] = []
         self._attach(model)
 
     @property
@@ -203,8 +205,22 @@ class Engine:
         self.scheduler.new_sequence()
 
     def observe(self, observer: Observer | None) -> None:
-        """Calls `observer` with each layer's routing and input from now on; None ends it."""
-        self.current.observer = observer
+        """Tells `observer`, and nobody else, of what runs from now on; None ends it."""
+        for undo in self._unwatch:
+            undo()
+        self._unwatch = []
+        if observer is not None and observer.kernels:
+            self._unwatch = time_kernels(self.steps.decoder, self._layers, observer)
+        self.current.observer = observer if observer is not None and observer.layers else None
+        rule, predictor = self.scheduler.precision, self.composition.policy("prefetch")
+        self.current.needs_weights = rule.reads_weights or (observer is not None and observer.weights)
+        whole = observer is not None and observer.whole_rankings
+        self.forecaster.whole = whole or rule.ranks_all or predictor.ranks_all
+
+    def held(self, layer: int, ready: Ready) -> tuple[ExpertKernel, Views]:
+        """What computes an expert that is ready, and its views: for an observer, of whole experts."""
+        held: tuple[ExpertKernel, Views] = self._layers[layer].held(ready)
+        return held
 
     def _check_open(self) -> None:
         if self._closed:
@@ -258,13 +274,10 @@ class Engine:
         self._shells = [module for module in model.modules() if is_shell(module)]
         self._layers: list[Any] = []
         decoder = self._own_decoder(model)
-        whole = self.composition.prefetch == "percentile" or self.composition.precision == "popularity"
-        self.forecaster = Forecaster(self._routers(model, decoder), whole, self._stacked_layers())
+        self.forecaster = Forecaster(self._routers(model, decoder), False, self._stacked_layers())
         encoder_layers = shape_of(self.store.layers).encoder_layers
         self.current = CurrentPass(self.scheduler, PassForecasts(self.forecaster), encoder_layers)
-        by_score = self.composition.precision == "gate-score"
-        self.current.needs_weights = by_score
-        self.current.may_skip = by_score or self.composition.on_mispredict == "proceed"
+        self.current.may_skip = self.scheduler.precision.skips or self.composition.on_mispredict == "proceed"
         renormalise = self._family.renormalises(model.config)
         for index, shell in enumerate(self._shells):
             formats = {bits: packed.formats[index] for bits, packed in self._packed.items()}
@@ -286,6 +299,7 @@ class Engine:
             self.plan.context,
         )
         self._front = Front(self.steps, self.current, base, decoder is not None, bool(model.config.use_cache))
+        self.observe(None)
         model.tiermoe = self
 
     def _own_decoder(self, model: Any) -> Decoder | None:
@@ -308,8 +322,8 @@ class Engine:
     def _stacked_layers(self) -> int:
         """Layers whose routers are evaluated in one product."""
         alike = len({layer.experts for layer in self.store.layers}) == 1
-        stacked = self.composition.prefetch == "stacked-gates" and self._family.plain_router and alike
-        return self.composition.ahead if stacked else 1
+        stacked = self.composition.policy("prefetch").in_one_product and self._family.plain_router and alike
+        return int(self.composition["ahead"]) if stacked else 1
 
     def _decode_little_first(self) -> ConfidentDecoding | None:
         if self.composition.routing not in ("half", "confident"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -67,10 +67,32 @@ class LayerExperts:
         → (T, H)."""
         index, weights = self._current.route(self._index, index, weights, self._experts, self._renormalise)
         if hidden.shape[0] == 1:
-            return self._one_token(hidden, index, weights)
-        if self._few is not None and hidden.shape[0] <= FEW_TOKENS:
-            return self._few_tokens(self._few, hidden, index, weights)
-        return self._many_tokens(hidden, index, weights)
+            result = self._one_token(hidden, index, weights)
+        elif self._few is not None and hidden.shape[0] <= FEW_TOKENS:
+            result = self._few_tokens(self._few, hidden, index, weights)
+        else:
+            result = self._many_tokens(hidden, index, weights)
+        if self._current.observer is not None:
+            self._current.observer.on_computed(self._index)
+        return result
+
+    def held(self, ready: Ready) -> tuple[ExpertKernel, Views]:
+        """What computes an expert that is ready, and what it computes with."""
+        return self._kernels[ready.bits], self._views_of(self._index, ready.bits, ready.slot)
+
+    def watch(self, wrap: Callable[[Any], Any]) -> Callable[[], None]:
+        """Puts wrap(kernel), which is called as the kernel is, in the place of each; returns what puts them back."""
+        kernels, few = self._kernels, self._few
+        self._kernels = {bits: wrap(kernel) for bits, kernel in kernels.items()}
+        self._few = None if few is None else {bits: wrap(kernel) for bits, kernel in few.items()}
+        undo_settled = self.settled.watch(wrap) if self.settled is not None else None
+
+        def undo() -> None:
+            self._kernels, self._few = kernels, few
+            if undo_settled is not None:
+                undo_settled()
+
+        return undo
 
     def has_come(self, expert: int, bits: int, slot: int) -> None:
         """The expert lies in the slot now, though no token has asked for it."""
@@ -84,19 +106,14 @@ class LayerExperts:
         routed = Routed(self._index, self._current.phase, [list(position)], [kept])
         results: dict[int, torch.Tensor] = {}
         away: dict[int, Future[torch.Tensor]] = {}
-        group: list[Ready] = []
-        for ready in self._current.run_layer(routed, hidden):
-            if ready.slot == ELSEWHERE:
+        for group in self._current.run_layer(routed, hidden):
+            if group[0].slot == ELSEWHERE:
                 assert self._on_cpu is not None
                 if not away:
                     host = hidden.cpu()
-                away[ready.expert] = self._on_cpu(ready.expert, ready.bits, host)
-                continue
-            if ready.expert in position:
-                group.append(ready)
-            if not ready.more:
-                self._compute(group, hidden, results)
-                group.clear()
+                away.update((ready.expert, self._on_cpu(ready.expert, ready.bits, host)) for ready in group)
+            else:
+                self._compute([ready for ready in group if ready.expert in position], hidden, results)
         for expert, future in away.items():
             results[expert] = future.result()[0].to(hidden.device)
         if self._current.proceed and self._renormalise and 0 < len(results) < len(position):
@@ -133,7 +150,7 @@ class LayerExperts:
         counts, ends = choices.counts, list(accumulate(choices.counts))
         sums = sums_of(choices, hidden, ends[-1] == index.numel() and not self._current.may_skip)
         away: list[tuple[Future[torch.Tensor], slice]] = []
-        for ready in self._current.run_layer(self._routed(index, weights), hidden):
+        for ready in chain.from_iterable(self._current.run_layer(self._routed(index, weights), hidden)):
             expert = ready.expert
             if not counts[expert]:
                 continue

@@ -61,11 +61,8 @@ class ConfidentDecoding:
         return again
 
     def _run(self, run: Callable[[], Output], unsure: list[int]) -> Output:
-        self._current.unsure = unsure
-        try:
+        with self._current.halved(unsure):
             return run()
-        finally:
-            self._current.unsure = None
 
     def _unsure(self, logits: torch.Tensor) -> list[int]:
         if self._gamma is None:

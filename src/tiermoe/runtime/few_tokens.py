@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -15,7 +15,7 @@ def compute_few(
     hidden: torch.Tensor,
     chosen: Sequence[Sequence[int]],
     weights: Sequence[Sequence[float]],
-    run: Iterator[Ready],
+    run: Iterable[list[Ready]],
     kernels: Mapping[int, InOneCall],
     views_of: Callable[[Ready], Views],
     alone: bool,
@@ -23,22 +23,18 @@ def compute_few(
     """hidden (T, H) → (T, H), each token's sum of its chosen experts in ascending order, rounded after each step: what
     a call for each expert gives, and what each token gives by itself.
 
-    chosen, weights: of each token (an index that names no expert never comes). run: the experts as they become
-    available. alone: little of torch's runs beside it (`InOneCall.apart`)."""
+    chosen, weights: of each token (an index that names no expert never comes). run: the experts in groups, as they
+    become available. alone: little of torch's runs beside it (`InOneCall.apart`)."""
     tokens_of: dict[int, list[int]] = {}
     for token, experts in enumerate(chosen):
         for expert in experts:
             tokens_of.setdefault(expert, []).append(token)
     outputs: list[torch.Tensor] = []  # kept alive for their addresses
     address: dict[tuple[int, int], int] = {}  # of an expert's output for a token
-    group: list[Ready] = []
-    for ready in run:
-        if ready.expert in tokens_of:
-            group.append(ready)
-        if ready.more:
-            continue
-        for bits in {ready.bits for ready in group}:
-            alike = [ready for ready in group if ready.bits == bits]
+    for group in run:
+        asked = [ready for ready in group if ready.expert in tokens_of]
+        for bits in {ready.bits for ready in asked}:
+            alike = [ready for ready in asked if ready.bits == bits]
             places = [(token, ready.expert) for ready in alike for token in tokens_of[ready.expert]]
             counts = [len(tokens_of[ready.expert]) for ready in alike]
             gathered = hidden[[token for token, _ in places]]
@@ -46,7 +42,6 @@ def compute_few(
             outputs.append(output)
             first, each = output.data_ptr(), output.stride(0) * output.element_size()
             address.update((place, first + row * each) for row, place in enumerate(places))
-        group.clear()
     ordered = [sorted(zip(*each, strict=True)) for each in zip(chosen, weights, strict=True)]
     addresses = [[address.get((token, expert), 0) for expert, _ in row] for token, row in enumerate(ordered)]
     gates = [[gate for _, gate in row] for row in ordered]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers.integrations.moe import _default_apply_gate
@@ -21,8 +21,13 @@ from tiermoe.types import ExpertKey
 
 _SLOT = "slot"
 
-Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""hidden (T, H), index (T, K), weights (T, K) → (T, H)."""
+
+class Experts(Protocol):
+    """A layer's experts (`runtime.experts.LayerExperts`)."""
+
+    def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor: ...
+
+    def watch(self, wrap: Callable[[Any], Any]) -> Callable[[], None]: ...
 
 
 @dataclass(slots=True)
@@ -68,6 +73,10 @@ class NeuronExpert:
             self._bring(key, slot, active)
         return self._kernel.combine(x, activations, to_indices(active), views)
 
+    def watched(self, wrap: Callable[[Any], Any]) -> NeuronExpert:
+        """The same with wrap(kernel) in the place of what computes; around it, it waits for the drive."""
+        return NeuronExpert(wrap(self._kernel), self._filler, self._proceed, self._counts)
+
     def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
         """One token x (1, H) through each of several experts → (experts, H)."""
         return torch.cat([self(x, each) for each in views])
@@ -88,14 +97,18 @@ class NeuronLayerExperts:
     what the layer runs on before its loads begin."""
 
     def __init__(self, index: int, experts: Experts, filler: NeuronFiller) -> None:
-        self.experts = experts
+        self._experts = experts
         self._index = index
         self._filler = filler
 
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """hidden (T, H), index (T, K), weights (T, K) → (T, H)."""
         self._filler.expect(self._index, hidden)
-        return self.experts(hidden, index, weights)
+        return self._experts(hidden, index, weights)
+
+    def watch(self, wrap: Callable[[Any], Any]) -> Callable[[], None]:
+        """Puts wrap(kernel) in the place of what computes; returns what puts it back."""
+        return self._experts.watch(lambda expert: expert.watched(wrap))
 
 
 def neuron_views(form: ExpertFormat, slot: torch.Tensor) -> Views:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from tiermoe.batch import Batch
-from tiermoe.policy.routing import half
+from tiermoe.policy.routing import little
 from tiermoe.runtime.forecasts import PassForecasts
+from tiermoe.runtime.observer import Observer
 from tiermoe.scheduler import Scheduler
 from tiermoe.types import Ready, Routed
-
-Observer = Callable[[Routed, torch.Tensor], None]
-"""Called with each layer's routing and its input (T, H)."""
 
 
 class CurrentPass:
@@ -22,7 +21,7 @@ class CurrentPass:
 
     encoder_layers: MoE layers of an encoder, which run first (0: a decoder alone). `needs_weights`, `may_skip`,
     `proceed`: what the composition asks of the layers. `unsure`: in a fallback pass, the rows of the batch that run
-    with all K; None runs every row with all K, an empty list none (the little pass).
+    with all K; None runs every row with all K, an empty list none (the little pass). `observer`: told of the layers.
     """
 
     def __init__(self, scheduler: Scheduler, forecasts: PassForecasts, encoder_layers: int) -> None:
@@ -74,6 +73,15 @@ class CurrentPass:
         self._encoded = False
         self._begin("decode" if length == 1 else "prefill", _listed(ids), rows * length, self._encoder_layers)
 
+    @contextlib.contextmanager
+    def halved(self, unsure: list[int]) -> Iterator[None]:
+        """Decode passes within it run with K/2 experts, but for the rows `unsure`."""
+        self.unsure = unsure
+        try:
+            yield
+        finally:
+            self.unsure = None
+
     def route(
         self, layer: int, index: torch.Tensor, weights: torch.Tensor, none: int, renormalise: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,12 +93,19 @@ class CurrentPass:
             self._note_little(layer, index, weights)
         return keep_half(index, weights, self.unsure, none, renormalise)
 
-    def run_layer(self, routed: Routed, hidden: torch.Tensor) -> Iterator[Ready]:
+    def run_layer(self, routed: Routed, hidden: torch.Tensor) -> Iterator[list[Ready]]:
         """`Scheduler.run_layer` for a layer whose input is `hidden` (T, H)."""
         self.forecasts.at(hidden)
-        if self.observer is not None:
-            self.observer(routed, hidden)
-        return self.scheduler.run_layer(routed, self.forecasts)
+        if self.observer is None:
+            return self.scheduler.run_layer(routed, self.forecasts)
+        return self._observed(self.observer, routed, hidden)
+
+    def _observed(self, observer: Observer, routed: Routed, hidden: torch.Tensor) -> Iterator[list[Ready]]:
+        observer.on_route(routed, hidden)
+        for group in self.scheduler.run_layer(routed, self.forecasts):
+            for ready in group:
+                observer.on_ready(routed.layer, ready)
+            yield group
 
     def _begin(self, phase: str, tokens: list[int], count: int, first: int) -> None:
         """A pass over `count` tokens begins, whose first MoE layer is `first`."""
@@ -128,11 +143,11 @@ def past_tokens(named: dict[str, Any]) -> int:
 def keep_half(
     index: torch.Tensor, weights: torch.Tensor, whole_rows: list[int], none: int, renormalise: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """index, weights (T, K) with the smaller half of each row's experts replaced by `none`, except in `whole_rows`.
+    """index, weights (T, K) with those of each row's experts that are not in the little pass replaced by `none`, except
+    in `whole_rows`.
     What is left is scaled to the row's sum where the model normalises over the chosen ones."""
-    k = index.shape[1]
-    order = weights.argsort(dim=1, descending=True, stable=True)
-    dropped = torch.zeros_like(index, dtype=torch.bool).scatter_(1, order[:, half(k) :], True)
+    halves = torch.tensor([little(gates) for gates in weights.tolist()], device=index.device)
+    dropped = torch.ones_like(index, dtype=torch.bool).scatter_(1, halves, False)
     dropped[whole_rows] = False
     kept = weights.masked_fill(dropped, 0)
     if renormalise:

@@ -13,7 +13,7 @@ from tiermoe.compose import divide as divide_slots
 from tiermoe.config import KIB, MIB, CacheSize, Settings, format_size
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.kernels import machine_layout
-from tiermoe.policy.prediction import asks_routers
+from tiermoe.policy.prediction import PREDICTIONS
 from tiermoe.runtime.activations import decoder_needs, expanding_needs
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.composition import Resolved
@@ -104,7 +104,7 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved) -> MemoryPlan:
 def _check_options(blueprint: Blueprint, resolved: Resolved) -> None:
     """ConfigError for an option that would do nothing for this family."""
     prefetch = resolved.composition.prefetch
-    if blueprint.family.adapter and asks_routers(prefetch):
+    if blueprint.family.adapter and PREDICTIONS[prefetch].asks_routers:
         raise ConfigError(
             f"prefetch={prefetch} does not apply to {blueprint.family.name}: its router names no experts by index; "
             f"use --set prefetch=path or none"

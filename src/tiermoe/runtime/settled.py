@@ -3,7 +3,8 @@ the block is one call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ class SettledExperts:
     that evicts and predicts nothing (`Scheduler.settles`): counted as hits, and told to nobody."""
 
     def __init__(self, kernel: InOneCall, experts: int, current: CurrentPass) -> None:
-        self._kernel = MoeBlock(kernel.native, experts)
+        self._kernel: Any = MoeBlock(kernel.native, experts)
         self._in_one_call = kernel
         self._current = current
         self._noted: set[int] = set()
@@ -29,11 +30,21 @@ class SettledExperts:
             self._noted.add(expert)
             self._kernel.place(expert, self._in_one_call.packed(views))
 
+    def watch(self, wrap: Callable[[Any], Any]) -> Callable[[], None]:
+        """Puts wrap(kernel), which is called as the kernel is, in its place; returns what puts it back."""
+        kernel, self._kernel = self._kernel, wrap(self._kernel)
+
+        def undo() -> None:
+            self._kernel = kernel
+
+        return undo
+
     def __call__(self, router: Router, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
         """residual, if any, + the block of hidden, (T, H) each; None where the layer must run as usual: an expert has
         not come yet, or somebody observes what is chosen."""
         if self._current.observer is not None:
             return None
+        result: torch.Tensor
         result, experts = self._kernel(router, hidden, residual)
         self._current.scheduler.controller.counts.hits += experts
         return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -39,11 +40,12 @@ def compare_evictions(
     trace: Trace,
     names: list[str],
     caches: list[CacheSize],
-    weights: tuple[float, float, float, float] | None = None,
+    settings: Mapping[str, Any] | None = None,
     per_sequence: bool = False,
     seed: int = 0,
 ) -> list[EvictionRow]:
-    """Every policy of `names` at every cache size, beside Belady's. weights: of 'weighted', equal ones where None."""
+    """Every policy of `names` at every cache size, beside Belady's. settings: of those that declare them; the weights
+    of 'weighted' are equal ones where none are given."""
     header = trace.header
     bits = run_bits(header)
     unit = max(expert_bytes(header, layer, bits) for layer in range(len(header.experts)))
@@ -56,7 +58,7 @@ def compare_evictions(
         for name in names:
             counts = belady
             if name != "belady":
-                counts = _phase_counts(hits_of(trace, name, slots, bits, weights, per_sequence, seed))
+                counts = _phase_counts(hits_of(trace, name, slots, bits, settings, per_sequence, seed))
             rate, best = headline(counts), headline(belady)
             rows.append(EvictionRow(name, slots / experts, slots, rate, hit_rate(counts["prefill"]), best))
     return rows
@@ -67,16 +69,15 @@ def hits_of(
     name: str,
     slots: int,
     bits: int,
-    weights: tuple[float, float, float, float] | None = None,
+    settings: Mapping[str, Any] | None = None,
     per_sequence: bool = False,
     seed: int = 0,
 ) -> dict[str, PhaseHits]:
     """What one pool of `slots` equal units under policy `name` hits and misses, by phase. With 'belady' the most that
     any policy can hit there."""
     header = trace.header
-    composition = Composition(
-        name, "", cache=name, weights=weights or _EVEN, records="sequence" if per_sequence else "model"
-    )
+    own = {"weights": _EVEN, **(settings or {})}
+    composition = Composition(name, "", cache=name, records="sequence" if per_sequence else "model", own=own)
     steps = steps_of(trace, composition)
     future = Future(steps, len(header.experts))
     link = InstantLink(lambda key: expert_bytes(header, key.layer, key.bits))

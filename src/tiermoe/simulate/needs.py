@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from tiermoe.compose import tables
 from tiermoe.errors import ConfigError, ProfileError, TraceError
-from tiermoe.policy.prediction import asks_routers
 from tiermoe.presets import Composition
 from tiermoe.profiles import Profile
 from tiermoe.trace import Header
 
+_TABLES = {"bits": "table of bits per expert", "paths": "activation paths", "frequencies": "frequencies of experts"}
 _LITTLE = (("routing", "confident"), ("prefetch", "recalled"))
 
 
@@ -32,12 +32,11 @@ def require_calibration(composition: Composition, profile: Profile | None, model
     """ProfileError that names the preset and what a calibration has not given it. `composition` is filled from it."""
     found = tables(profile)
     open_ = composition.missing()
-    needs = {
-        "table of bits per expert (precision=table)": composition.precision == "table" and not found.bits,
-        "activation paths (prefetch=path)": composition.prefetch == "path" and not found.paths,
-        "frequencies of experts (prefetch=frequent)": composition.prefetch == "frequent" and not found.frequencies,
-    }
-    lacking = [*open_, *(name for name, needed in needs.items() if needed)]
+    lacking = list(open_)
+    for part in ("precision", "prefetch"):
+        table = composition.policy(part).reads_table
+        if table and not getattr(found, table):
+            lacking.append(f"{_TABLES[table]} ({part}={getattr(composition, part)})")
     if lacking:
         made_for = composition.profile or "hobbit,edgemoe,fate,corm"
         given = f", or the values with --set {open_[0]}=…" if open_ else ""
@@ -49,13 +48,13 @@ def require_calibration(composition: Composition, profile: Profile | None, model
 
 def _lacking(composition: Composition, header: Header) -> Iterator[str]:
     holds = header.holds
-    gates = asks_routers(composition.prefetch) and composition.prefetch != "recalled"
+    gates = composition.policy("prefetch").asks_routers and composition.prefetch != "recalled"
     if gates and "forecasts" not in holds:
         yield f"forecasts (prefetch={composition.prefetch})"
-    elif gates and (beyond := set(range(1, composition.ahead + 1)) - set(header.forecast_distances)):
-        yield f"forecasts {max(beyond)} layers ahead (prefetch={composition.prefetch}, ahead={composition.ahead})"
-    if composition.precision == "gate-score" and "weights" not in holds:
-        yield "gate weights (precision=gate-score)"
+    elif gates and (beyond := set(range(1, composition["ahead"] + 1)) - set(header.forecast_distances)):
+        yield f"forecasts {max(beyond)} layers ahead (prefetch={composition.prefetch}, ahead={composition['ahead']})"
+    if composition.policy("precision").reads_weights and "weights" not in holds:
+        yield f"gate weights (precision={composition.precision})"
     if composition.routing == "half" and "weights" not in holds:
         yield "gate weights (routing=half)"
     little = [f"{part}={value}" for part, value in _LITTLE if getattr(composition, part) == value]

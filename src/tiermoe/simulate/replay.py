@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from itertools import chain
 
 from tiermoe.compose import (
     Foresight,
@@ -161,7 +162,7 @@ class _Run:
     def _layer(self, step: Step, layer: int, forecasts: Recorded) -> None:
         routed = step.routed(layer)
         tokens = routed.tokens_per_expert()
-        for ready in self._scheduler.run_layer(routed, forecasts):
+        for ready in chain.from_iterable(self._scheduler.run_layer(routed, forecasts)):
             if self._neurons and (more := self._neurons.complete(ExpertKey(layer, ready.expert, ready.bits))):
                 self._link.fetch(more)
             self._clock.compute(self._costs.expert_s(ready.bits, tokens.get(ready.expert, 0)))

@@ -77,7 +77,9 @@ def _parted(step: Step, encoder_layers: int) -> list[Step]:
 def _halved(layers: Sequence[LayerTrace]) -> list[LayerTrace]:
     halves = []
     for layer in layers:
-        experts, weights = little(layer.experts, layer.weights, renormalise=False)
+        kept = [little(gates) for gates in layer.weights]
+        experts = [[row[place] for place in places] for row, places in zip(layer.experts, kept, strict=True)]
+        weights = [[row[place] for place in places] for row, places in zip(layer.weights, kept, strict=True)]
         halves.append(LayerTrace(experts, weights, layer.forecasts, layer.neurons))
     return halves
 

@@ -16,7 +16,7 @@ from tiermoe.policy.eviction.weighted import Weighted
 
 __all__ = ["EVICTIONS", "Eviction", "EvictionContext"]
 
-EVICTIONS: dict[str, Callable[[EvictionContext], Eviction]] = {
+EVICTIONS: dict[str, Callable[..., Eviction]] = {
     "random": RandomChoice,
     "fifo": FirstInFirstOut,
     "lru": LeastRecentlyUsed,

@@ -15,7 +15,8 @@ NextUse = Callable[[ExpertKey], float]
 
 class Eviction(Protocol):
     """Who leaves one pool of slots. A policy sees uses, arrivals and removals, and names victims; it holds no
-    weights."""
+    weights. Its class may be a dataclass that declares settings (`policy.settings`), and may say `spans_precisions`:
+    one instance then serves the pools of all precisions, since an expert's uses count for each of its copies."""
 
     def admitted(self, key: ExpertKey) -> None:
         """`key` has taken a slot (its load has begun)."""
@@ -37,8 +38,8 @@ class Eviction(Protocol):
 class EvictionContext:
     """What a policy may be made from. `slots`: of its pool. `layers`: MoE layers of the model, the first
     `encoder_layers` of them in an encoder. `high_bits`: the precision whose uses count as high. `per_sequence`:
-    records are forgotten at each new sequence. `weights`: of recency, frequency, high-precision frequency and distance
-    (sum 1). `next_use`: the future, known in a replay alone. `seed`: for random choices."""
+    records are forgotten at each new sequence. `next_use`: the future, known in a replay alone. `seed`: for random
+    choices. `frequencies`: (layer, expert) → share or number of the calibration's tokens."""
 
     clock: Clock
     slots: int
@@ -46,7 +47,6 @@ class EvictionContext:
     encoder_layers: int = 0
     high_bits: int = 4
     per_sequence: bool = False
-    weights: tuple[float, float, float, float] = (0.25, 0.25, 0.25, 0.25)
     next_use: NextUse | None = None
     seed: int = 0
     frequencies: Mapping[tuple[int, int], float] = field(default_factory=dict)

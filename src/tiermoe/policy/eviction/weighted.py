@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from tiermoe.policy.eviction.protocol import EvictionContext
 from tiermoe.policy.eviction.ranking import Scored
+from tiermoe.policy.settings import setting
 from tiermoe.types import Demand, ExpertKey
 
 _PRECISIONS = (16, 8, 4, 2)
 
 
+def _weights(given: Any) -> tuple[float, float, float, float]:
+    a, b, c, d = (float(number) for number in (given.split(",") if isinstance(given, str) else given))
+    if min(a, b, c, d) < 0 or abs(a + b + c + d - 1) > 1e-3:
+        raise ValueError
+    return a, b, c, d
+
+
+@dataclass(eq=False)
 class Weighted(Scored):
     """Evicts the lowest p_t = w_lru R/T + w_lfu F/T + w_lhu H/T + w_fld (1 - ((l_t - l_i + l_n) mod l_n) / l_n).
 
@@ -19,16 +30,24 @@ class Weighted(Scored):
     most 1. R and T count the tokens of this sequence where records are kept per sequence, else of all sequences (up to
     the last use in each).
 
-    F spans precisions only over the pools that share one instance: `evictable` keeps each pool to its own keys, so
-    the high and the low pool can.
+    F spans the precisions whose pools share one instance: `evictable` keeps each pool to its own keys.
+    `weights`: w_lru, w_lfu, w_lhu, w_fld, of sum 1.
     """
 
-    def __init__(self, context: EvictionContext) -> None:
+    context: EvictionContext
+    weights: tuple[float, float, float, float] = setting(
+        (0.25, 0.25, 0.25, 0.25), read=_weights, kind="four numbers that sum to 1, like 0.4,0.3,0.2,0.1",
+        calibrated=True,
+    )  # fmt: skip
+    spans_precisions: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        context = self.context
         super().__init__(context)
         self._clock = context.clock
         self._layers = context.layers
         self._high_bits = context.high_bits
-        self._w_lru, self._w_lfu, self._w_lhu, self._w_fld = context.weights
+        self._w_lru, self._w_lfu, self._w_lhu, self._w_fld = self.weights
         self._last_use: dict[ExpertKey, int] = {}
         self._uses: Counter[tuple[int, int]] = Counter()
         self._high_uses: Counter[ExpertKey] = Counter()

@@ -1,31 +1,30 @@
 """What comes next. `PREDICTIONS` is the one table of names."""
 
-from collections.abc import Callable
-
+from tiermoe.policy.prediction.base import LooksAhead, Predictor
 from tiermoe.policy.prediction.context import PredictionContext
 from tiermoe.policy.prediction.gates import NextGate, StackedGates
 from tiermoe.policy.prediction.known import HashRouted, MostFrequent, Nothing, Oracle, WholeLayer
 from tiermoe.policy.prediction.path import ActivationPath
 from tiermoe.policy.prediction.paths import Paths, count_paths, paths_from_json, paths_to_json
 from tiermoe.policy.prediction.percentile import AbovePercentile
-from tiermoe.policy.prediction.protocol import Forecasts, Here, Prediction, Ranked
+from tiermoe.policy.prediction.protocol import Forecasts, Here, Ranked
 from tiermoe.policy.prediction.recalled import Recalled
 
 __all__ = [
     "PREDICTIONS",
     "Forecasts",
     "Here",
+    "LooksAhead",
     "Paths",
-    "Prediction",
     "PredictionContext",
+    "Predictor",
     "Ranked",
-    "asks_routers",
     "count_paths",
     "paths_from_json",
     "paths_to_json",
 ]
 
-PREDICTIONS: dict[str, Callable[[PredictionContext], Prediction]] = {
+PREDICTIONS: dict[str, type[Predictor]] = {
     "none": Nothing,
     "next-gate": NextGate,
     "stacked-gates": StackedGates,
@@ -38,8 +37,3 @@ PREDICTIONS: dict[str, Callable[[PredictionContext], Prediction]] = {
     "hash": HashRouted,
     "oracle": Oracle,
 }
-
-
-def asks_routers(name: str) -> bool:
-    """Whether the prediction of this name asks the model's routers."""
-    return bool(getattr(PREDICTIONS[name], "asks_routers", False))

@@ -24,27 +24,17 @@ class PredictionContext:
     """What a prediction may be made from.
 
     `layers`: MoE layers of the model, the first `encoder_layers` of them in an encoder. `experts`, `top_k`: per layer.
-    `ahead`: layers looked ahead. `percentile` (0 to 100) and `window` (transfers, None: no bound): of 'percentile'.
-    `path`: previous layers that make a path. `paths`: of the calibration (`count_paths`). `frequencies`: (layer,
-    expert) → share or number of the calibration's tokens. `hash_tables`: of the layers that are routed by the token.
-    `future`: known in a replay alone."""
+    `paths`: of the calibration (`count_paths`). `frequencies`: (layer, expert) → share or number of the calibration's
+    tokens. `hash_tables`: of the layers that are routed by the token. `future`: known in a replay alone."""
 
     layers: int
     experts: Sequence[int]
     top_k: Sequence[int]
-    ahead: int = 1
-    percentile: float = 75.0
-    window: int | None = None
-    path: int = 2
     paths: Paths = field(default_factory=dict)
     frequencies: Mapping[tuple[int, int], float] = field(default_factory=dict)
     hash_tables: Mapping[int, HashTable] = field(default_factory=dict)
     future: Future | None = None
     encoder_layers: int = 0
-
-    def targets(self, layer: int) -> range:
-        """The layers that are predicted while `layer` runs (-1: before the first): at most `ahead`, nearest first."""
-        return range(layer + 1, min(layer + 1 + self.ahead, self.layers))
 
     def most_frequent(self, layer: int) -> list[tuple[int, float]]:
         """Experts of `layer` that the calibration has seen, with their frequency, falling; ties: lower index first."""

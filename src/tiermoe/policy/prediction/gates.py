@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from tiermoe.policy.prediction.base import Predictor
+from tiermoe.policy.prediction.base import LooksAhead
 from tiermoe.policy.prediction.protocol import Forecasts, Here
 from tiermoe.types import Wanted
 
 
-class NextGate(Predictor):
+class NextGate(LooksAhead):
     """The top K of each of the next `ahead` layers (mixtral-offload: Eliseev and Mazur 2023, section 3.2; CORM's first
     level). Of several tokens, as many as their choices can name together, by summed weight."""
 
@@ -19,7 +19,7 @@ class NextGate(Predictor):
     def candidates(self, layer: int, forecasts: Forecasts, here: Here) -> Iterator[Wanted]:
         if layer < 0:
             return
-        for target in self.context.targets(layer):
+        for target in self.targets(layer):
             yield from self.predicted(target, forecasts)
 
     def predicted(self, target: int, forecasts: Forecasts) -> list[Wanted]:
@@ -32,10 +32,12 @@ class StackedGates(NextGate):
     """Walks the next `ahead` layers: one whose predicted experts are all here is named, so that they are kept, and
     passed; the first that lacks one is named and ends the walk (HOBBIT, layer-level adaptive prefetch)."""
 
+    in_one_product: ClassVar[bool] = True
+
     def candidates(self, layer: int, forecasts: Forecasts, here: Here) -> Iterator[Wanted]:
         if layer < 0:
             return
-        for target in self.context.targets(layer):
+        for target in self.targets(layer):
             predicted = self.predicted(target, forecasts)
             # asked before anything is named: naming a missing expert may start its load
             all_here = all(here(target, wanted.expert) for wanted in predicted)

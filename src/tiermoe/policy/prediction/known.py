@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import ClassVar
 
 from tiermoe.errors import ConfigError
-from tiermoe.policy.prediction.base import Predictor
-from tiermoe.policy.prediction.context import PredictionContext
+from tiermoe.policy.prediction.base import LooksAhead, Predictor
 from tiermoe.policy.prediction.protocol import Forecasts, Here
 from tiermoe.types import Wanted
 
@@ -19,49 +19,49 @@ class Nothing(Predictor):
         return iter(())
 
 
-class MostFrequent(Predictor):
+class MostFrequent(LooksAhead):
     """Always the calibration's K most frequent experts of the next layers: what any prediction has to beat. Raises
     ConfigError without a calibration."""
 
-    def __init__(self, context: PredictionContext) -> None:
-        if not context.frequencies:
+    reads_table: ClassVar[str] = "frequencies"
+
+    def __post_init__(self) -> None:
+        if not self.context.frequencies:
             raise ConfigError(
                 "prefetch=frequent needs the experts' frequencies and there are none; make them with tiermoe "
                 "calibrate MODEL --text FILE"
             )
-        super().__init__(context)
 
     def candidates(self, layer: int, forecasts: Forecasts, here: Here) -> Iterator[Wanted]:
-        for target in self.context.targets(layer) if layer >= 0 else ():
+        for target in self.targets(layer) if layer >= 0 else ():
             count = self.most(self.context.top_k[target])
             for expert, frequency in self.context.most_frequent(target)[:count]:
                 yield Wanted(target, expert, frequency)
 
 
-class WholeLayer(Predictor):
+class WholeLayer(LooksAhead):
     """Every expert of the next layers in index order (STI, as EdgeMoE, section 4.1 describes it)."""
 
     def candidates(self, layer: int, forecasts: Forecasts, here: Here) -> Iterator[Wanted]:
-        for target in self.context.targets(layer) if layer >= 0 else ():
+        for target in self.targets(layer) if layer >= 0 else ():
             for expert in range(self.context.experts[target]):
                 yield Wanted(target, expert, 1.0)
 
 
-class HashRouted(Predictor):
+class HashRouted(LooksAhead):
     """The experts of layers that are routed by the token alone, exactly, from before the first layer on (EdgeMoE,
     section 3.1; DeepSeek-V4's first layers): those of most tokens first, ties by index. Raises ConfigError for a model
     without such layers."""
 
-    def __init__(self, context: PredictionContext) -> None:
-        if not context.hash_tables:
+    def __post_init__(self) -> None:
+        if not self.context.hash_tables:
             raise ConfigError(
                 "prefetch=hash needs layers that are routed by a hash of the token, and this model has none; take "
                 "prefetch=next-gate"
             )
-        super().__init__(context)
 
     def candidates(self, layer: int, forecasts: Forecasts, here: Here) -> Iterator[Wanted]:
-        for target in self.context.targets(layer):
+        for target in self.targets(layer):
             table = self.context.hash_tables.get(target)
             if table is None:
                 continue
@@ -70,17 +70,16 @@ class HashRouted(Predictor):
                 yield Wanted(target, expert, float(count))
 
 
-class Oracle(Predictor):
+class Oracle(LooksAhead):
     """The experts that the next layers will choose: the bound of every prediction. Raises ConfigError outside a
     replay."""
 
-    def __init__(self, context: PredictionContext) -> None:
-        if context.future is None:
+    def __post_init__(self) -> None:
+        if self.context.future is None:
             raise ConfigError("prefetch=oracle needs the future, which only a replay knows; use tiermoe simulate")
-        super().__init__(context)
-        self._future = context.future
+        self._future = self.context.future
 
     def candidates(self, layer: int, forecasts: Forecasts, here: Here) -> Iterator[Wanted]:
-        for target in self.context.targets(layer) if layer >= 0 else ():
+        for target in self.targets(layer) if layer >= 0 else ():
             for expert in self._future(target):
                 yield Wanted(target, expert, 1.0)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
 from tiermoe.errors import ConfigError
 from tiermoe.policy.prediction.base import Predictor
-from tiermoe.policy.prediction.context import PredictionContext
 from tiermoe.policy.prediction.paths import path_key
 from tiermoe.policy.prediction.protocol import Forecasts, Here
+from tiermoe.policy.settings import setting
 from tiermoe.types import Routed, Wanted
 
 
+@dataclass(eq=False)
 class ActivationPath(Predictor):
     """Experts of the next layer by falling probability after the last `path` layers, the running one included
     (EdgeMoE, section 3.3.2; with one layer EAP of Fate, section 5.1). A path that was never seen falls back to a
@@ -21,13 +24,15 @@ class ActivationPath(Predictor):
     re-batched by expert, the whole next layer is named in order, its first one when a request begins (section 3.3.3:
     the initial buffer). Raises ConfigError without a calibration."""
 
-    def __init__(self, context: PredictionContext) -> None:
-        if not context.paths:
+    path: int = setting(2, read=int, low=1, high=2)
+    reads_table: ClassVar[str] = "paths"
+
+    def __post_init__(self) -> None:
+        if not self.context.paths:
             raise ConfigError(
                 "prefetch=path needs activation paths and there are none; make them with tiermoe calibrate MODEL "
                 "--text FILE, or take prefetch=next-gate"
             )
-        super().__init__(context)
         self._active: dict[int, list[int]] = {}
 
     def observe(self, routed: Routed) -> None:
@@ -56,7 +61,7 @@ class ActivationPath(Predictor):
     def _following(self, layer: int) -> list[tuple[int, float]]:
         """Experts of the next layer with counts, falling; ties: lower index first."""
         known = self.context.paths.get(layer + 1, {})
-        for length in range(self.context.path, 0, -1):
+        for length in range(self.path, 0, -1):
             path = range(layer - length + 1, layer + 1)
             if all(previous in self._active for previous in path):
                 key = path_key(self._active[previous] for previous in path)

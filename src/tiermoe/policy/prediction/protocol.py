@@ -1,11 +1,9 @@
-"""The seam that every prediction fills: which experts the next layers will want."""
+"""What a predictor may ask while a layer runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
-
-from tiermoe.types import Routed, Wanted
 
 Ranked = Sequence[tuple[int, float]]
 """Experts of one layer with their predicted gate weights (softmax over all experts), likeliest first."""
@@ -28,17 +26,3 @@ class Forecasts(Protocol):
     def recalled(self, target: int) -> Ranked:
         """What layer `target`'s router said of this very position in the discarded little pass (MoBiLE); empty in any
         other pass."""
-
-
-class Prediction(Protocol):
-    """Names experts to prefetch. It sees the routers' choices as they are made."""
-
-    def observe(self, routed: Routed) -> None:
-        """The router of a layer has spoken."""
-
-    def candidates(self, layer: int, forecasts: Forecasts, here: Here) -> Iterator[Wanted]:
-        """Experts of layers after `layer`, which runs now, in the order in which they should be fetched (those that
-        are here may be among them: they are kept from eviction)."""
-
-    def new_sequence(self) -> None:
-        """Another request begins."""

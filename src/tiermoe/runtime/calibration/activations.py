@@ -11,6 +11,7 @@ import torch
 
 from tiermoe.kernels.expert import Activation
 from tiermoe.runtime.blueprint import Blueprint
+from tiermoe.runtime.observer import Observer
 from tiermoe.types import Routed
 
 _MOST_VALUES = 16_000_000  # float32, held while theta is found
@@ -34,7 +35,7 @@ def find_theta(
     """The threshold on a sample of tokens spread over the sequences `ids` (n, length) and their chosen experts, whose
     layers the neuron unit can take (`store.neurons.neuron_layer`)."""
     sample = _Sample(_positions(blueprint, ids.shape))
-    model.tiermoe.observe(sample.note)
+    model.tiermoe.observe(sample)
     try:
         for row in ids:
             model(input_ids=row[None].to(model.device), use_cache=False, logits_to_keep=1)
@@ -51,14 +52,14 @@ def find_theta(
     return Theta(theta, shares, len(ids) * len(sample.positions))
 
 
-class _Sample:
+class _Sample(Observer):
     """The inputs of each layer at some positions of each sequence, with the experts that were chosen there."""
 
     def __init__(self, positions: Sequence[int]) -> None:
         self.positions = list(positions)
         self._seen: dict[int, list[tuple[torch.Tensor, list[list[int]]]]] = defaultdict(list)
 
-    def note(self, routed: Routed, hidden: torch.Tensor) -> None:
+    def on_route(self, routed: Routed, hidden: torch.Tensor) -> None:
         chosen = [list(routed.experts[position]) for position in self.positions]
         self._seen[routed.layer].append((hidden[self.positions].float().cpu(), chosen))
 

@@ -39,7 +39,7 @@ def calibrate_hobbit(calibration: Calibration, progress: Progress) -> Made:
     trace = calibration.trace(progress)
     t1, t2 = hobbit.thresholds_of(trace)
     split = hobbit.Split.of(trace, t1, t2)
-    composition = replace(PRESETS["hobbit"], t1=t1, t2=t2)
+    composition = PRESETS["hobbit"].having({"t1": t1, "t2": t2})
     found = hobbit.find_weights(
         trace, composition, calibration.settings.bits,
         progress=lambda done, total: progress("weighing the cache", done, total),
@@ -83,7 +83,7 @@ def calibrate_edgemoe(calibration: Calibration, progress: Progress) -> Made:
 def calibrate_fate(calibration: Calibration, progress: Progress) -> Made:
     """Boundary, window, and the share of low-precision experts in prefill; paths of one layer for EAP."""
     _refuse_encoder_decoder(calibration, "fate")
-    low_bits = PRESETS["fate"].low_bits
+    low_bits = PRESETS["fate"]["low_bits"]
 
     def on_model(model: Any, _: Blueprint) -> tuple[list[tuple[float, float]], float]:
         losses = popularity_losses(model, calibration.ids, low_bits, progress)
@@ -131,7 +131,7 @@ def calibrate_corm(calibration: Calibration, progress: Progress) -> Made:
         progress,
     )  # fmt: skip
     trace = calibration.trace(progress)
-    table = corm.bits_by_usage(trace, preset.bits or corm.BITS, preset.low_bits)
+    table = corm.bits_by_usage(trace, preset.bits or corm.BITS, preset["low_bits"])
     usage = corm.low_usage(trace, table)
     data = {"table": table, "active_share": theta.active_share, "frequencies": frequencies(trace)}
     active = theta.active_share
@@ -163,24 +163,20 @@ def popularity_losses(model: Any, ids: torch.Tensor, low_bits: int, progress: Pr
     for one layer's K experts alone: a cached high copy would serve where a low one is asked for, and hide the loss."""
     engine = model.tiermoe
     top_k = [layer.top_k for layer in engine.store.layers]
-    before = engine.scheduler.precision
     losses: list[tuple[float, float]] = []
     base = 0.0
-    try:
-        for done, share in enumerate((0.0, *SHARES), 1):
-            context = PrecisionContext(engine.settings.bits, top_k, low_bits=low_bits, low_popularity=share)
-            engine.scheduler.precision = Popularity(context)
+    for done, share in enumerate((0.0, *SHARES), 1):
+        context = PrecisionContext(engine.settings.bits, top_k)
+        with engine.scheduler.ruled_by(Popularity(context, low_bits=low_bits, low_popularity=share)):
             nll = _mean_nll(model, ids)
-            if not share:
-                base = nll
-            else:
-                losses.append((share, math.expm1(nll - base)))
-            progress("lowering unpopular experts", done, 1 + len(SHARES))
-            if losses and losses[-1][1] >= TOLERATED:
-                break
-        progress("lowering unpopular experts", 1 + len(SHARES), 1 + len(SHARES))
-    finally:
-        engine.scheduler.precision = before
+        if not share:
+            base = nll
+        else:
+            losses.append((share, math.expm1(nll - base)))
+        progress("lowering unpopular experts", done, 1 + len(SHARES))
+        if losses and losses[-1][1] >= TOLERATED:
+            break
+    progress("lowering unpopular experts", 1 + len(SHARES), 1 + len(SHARES))
     return losses
 
 

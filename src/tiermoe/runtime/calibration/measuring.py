@@ -14,7 +14,6 @@ from tiermoe.config import CacheSize, Settings
 from tiermoe.policy.precision import PrecisionContext, Table
 from tiermoe.presets import Composition
 from tiermoe.runtime.blueprint import Blueprint, inspect_model
-from tiermoe.runtime.calibration.exact_pools import use_exact_precisions
 from tiermoe.runtime.calibration.tasks import Task
 from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.evaluation.evaluate import reserved_bytes
@@ -70,8 +69,8 @@ class Measuring:
         self._hold(set(table.values()))
         engine = self._model.tiermoe
         top_k = [layer.top_k for layer in engine.store.layers]
-        engine.scheduler.precision = Table(PrecisionContext(engine.settings.bits, top_k, table=table))
-        return self._task.value(self._model)
+        with engine.scheduler.ruled_by(Table(PrecisionContext(engine.settings.bits, top_k, table))):
+            return self._task.value(self._model)
 
     def close(self) -> None:
         """Lets the model go; measuring again loads it again."""
@@ -87,7 +86,6 @@ class Measuring:
         pair = next(pair for pair in _PAIRS if needed <= set(pair))
         blueprint = inspect_model(self._source.directory, self._source.name)
         self._model = load_resolved(blueprint, _holding(blueprint, self._source.settings, pair))
-        use_exact_precisions(self._model.tiermoe)
 
 
 def places_of(blueprint: Blueprint) -> list[Place]:
@@ -110,5 +108,5 @@ def _holding(blueprint: Blueprint, settings: Settings, pair: tuple[int, int]) ->
     table = {
         place: low if index % _LOW_EVERY == _LOW_EVERY - 1 else high for index, place in enumerate(places_of(blueprint))
     }
-    composition = Composition("bitwidths", "measures what bits per expert cost", precision="table")
+    composition = Composition("bitwidths", "measures what bits per expert cost", precision="table", exact_bits=True)
     return Resolved(replace(settings, bits=high, warm=False), composition, Tables(table), pair)

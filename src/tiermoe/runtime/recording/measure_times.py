@@ -10,15 +10,15 @@ measured with best.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 
+from tiermoe.runtime.observer import Observer
 from tiermoe.runtime.recording.recorder import Feed
-from tiermoe.runtime.shells import is_shell
 from tiermoe.trace import Times
 from tiermoe.types import Ready, Routed
 
@@ -74,59 +74,44 @@ class Lap:
         return max(self.seconds - self.active * one - (self.used - self.active) * further, 0.0)
 
 
-class Stopwatch:
+class Stopwatch(Observer):
     """Times a model's passes and, within them, its experts, less what they waited for the link. A context."""
 
     def __init__(self, model: Any) -> None:
         self._engine = model.tiermoe
-        self._shells = [module for module in model.modules() if is_shell(module)]
-        self._run = [shell.run_experts for shell in self._shells]
-        self._run_layer = self._engine.current.run_layer
         self._device = model.device
-        self._calls: list[tuple[float, torch.Tensor, int]] = []
-        self._began = self._first = self._now()
+        self._experts_s = 0.0
+        self._used = self._active = 0
+        self._first: float | None = None  # when the running layer's first expert could be computed
+        self._began = self._now()
 
     def __enter__(self) -> Stopwatch:
-        self._engine.current.run_layer = self._noting_the_first
-        for shell, run in zip(self._shells, self._run, strict=True):
-            shell.run_experts = self._timed(run, shell.num_experts)
+        self._engine.observe(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for shell, run in zip(self._shells, self._run, strict=True):
-            shell.run_experts = run
-        del self._engine.current.run_layer
+        self._engine.observe(None)
 
     def lap(self) -> Lap:
         """What has passed since the last one."""
-        seconds = self._now() - self._began
-        chosen = [index[index < experts] for _, index, experts in self._calls]
-        lap = Lap(
-            seconds,
-            sum(taken for taken, _, _ in self._calls),
-            sum(index.numel() for index in chosen),
-            sum(len(set(index.tolist())) for index in chosen),
-        )
-        self._calls.clear()
+        lap = Lap(self._now() - self._began, self._experts_s, self._used, self._active)
+        self._experts_s, self._used, self._active = 0.0, 0, 0
         self._began = self._now()
         return lap
 
-    def _timed(self, run: Any, experts: int) -> Any:
-        def run_experts(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = run(hidden, index, weights)
-            self._calls.append((self._now() - self._first, index, experts))
-            return result
+    def on_route(self, routed: Routed, hidden: torch.Tensor) -> None:
+        counts = routed.tokens_per_expert()
+        self._used += sum(counts.values())
+        self._active += len(counts)
+        self._first = None
 
-        return run_experts
+    def on_ready(self, layer: int, ready: Ready) -> None:
+        if self._first is None:
+            self._first = self._now()
 
-    def _noting_the_first(self, routed: Routed, hidden: torch.Tensor) -> Iterator[Ready]:
-        """The layer's experts. The time when the first can be computed is noted."""
-        experts = self._run_layer(routed, hidden)
-        first = next(experts, None)
-        self._first = self._now()
-        if first is not None:
-            yield first
-            yield from experts
+    def on_computed(self, layer: int) -> None:
+        if self._first is not None:
+            self._experts_s += self._now() - self._first
 
     def _now(self) -> float:
         if self._device.type == "cuda":

@@ -2,66 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from tiermoe.kernels.expert import Activation, separate_steps
+from tiermoe.kernels.expert import separate_steps
 from tiermoe.runtime.neuron_experts import gate_activation_of
+from tiermoe.runtime.observer import Observer
 from tiermoe.runtime.shells import is_shell
 from tiermoe.tiers.neuron_sets import to_bits
 from tiermoe.types import Ready, Routed
 
 
-class NeuronWatch:
-    """Looks between the two matrices of a loaded model's experts while each token runs alone. ModelError where they are
-    not W2 (act(W1 x) * W3 x). Close it."""
+class NeuronWatch(Observer):
+    """Looks at what comes out of the first matrix of a loaded model's experts while each token runs alone. ModelError
+    where they are not W2 (act(W1 x) * W3 x)."""
 
     def __init__(self, model: Any, theta: float) -> None:
+        self._engine = model.tiermoe
         self._theta = theta
-        self._current = model.tiermoe.current
-        self._run_layer = self._current.run_layer
-        shells = [module for module in model.modules() if is_shell(module)]
-        self.active: list[dict[int, int]] = [{} for _ in shells]
+        self._gates = [gate_activation_of(shell) for shell in model.modules() if is_shell(shell)]
+        self._hidden: torch.Tensor | None = None
+        self._chosen: set[int] = set()
+        self.active: list[dict[int, int]] = []
         """Per layer, of the last pass: expert → its active neurons as a bit set (neuron j is bit j)."""
-        gates = [gate_activation_of(shell) for shell in shells]
-        self._layer, self._expert = 0, 0
-        self._watched: list[tuple[Any, Activation]] = []
-        self._kernels: list[tuple[dict[int, Any], dict[int, Any]]] = []
-        self._current.run_layer = self._following
-        for shell, gate in zip(shells, gates, strict=True):
-            kernels = shell.run_experts._kernels
-            self._kernels.append((kernels, dict(kernels)))
-            for bits, kernel in self._kernels[-1][1].items():
-                steps = kernels[bits] = separate_steps(kernel)
-                self._watched.append((steps, steps._activation))
-                steps._activation = self._looking(gate, steps._activation)
+        self.begin()
 
     def begin(self) -> None:
         """Another pass begins."""
-        self.active = [{} for _ in self.active]
+        self.active = [{} for _ in self._gates]
 
-    def close(self) -> None:
-        """Leaves the model as it was."""
-        del self._current.run_layer
-        for kernel, activation in self._watched:
-            kernel._activation = activation
-        for kernels, before in self._kernels:
-            kernels.update(before)
+    def on_route(self, routed: Routed, hidden: torch.Tensor) -> None:
+        self._hidden = hidden if len(hidden) == 1 else None
+        self._chosen = {expert for token in routed.experts for expert in token}
 
-    def _following(self, routed: Routed, hidden: torch.Tensor) -> Iterator[Ready]:
-        self._layer = routed.layer
-        for ready in self._run_layer(routed, hidden):
-            self._expert = ready.expert
-            yield ready._replace(more=False)  # each by itself, so that it is known whose activations are seen
-
-    def _looking(self, gate: Activation, activation: Activation) -> Activation:
-        def looked_at(features: torch.Tensor) -> torch.Tensor:
-            if len(features) == 1:
-                magnitudes = gate(features.chunk(2, dim=-1)[0])[0].float().abs()
-                # an undefined one is active, as in kernels.neurons
-                self.active[self._layer][self._expert] = to_bits(~(magnitudes <= self._theta).cpu())
-            return activation(features)
-
-        return looked_at
+    def on_ready(self, layer: int, ready: Ready) -> None:
+        if self._hidden is None or ready.expert not in self._chosen:
+            return
+        kernel, views = self._engine.held(layer, ready)
+        features = separate_steps(kernel).features(self._hidden, views)
+        magnitudes = self._gates[layer](features.chunk(2, dim=-1)[0])[0].float().abs()
+        # an undefined one is active, as in kernels.neurons
+        self.active[layer][ready.expert] = to_bits(~(magnitudes <= self._theta).cpu())

@@ -16,15 +16,16 @@ from tiermoe.batch import Batch, decode, prompt
 from tiermoe.errors import ConfigError
 from tiermoe.families import family_of
 from tiermoe.policy.prediction.protocol import Ranked
+from tiermoe.runtime.observer import Observer
 from tiermoe.runtime.recording.neuron_watch import NeuronWatch
 from tiermoe.trace import LayerTrace, Little, Pass
-from tiermoe.types import Routed
+from tiermoe.types import Ready, Routed
 
 DISTANCES = (1, 2, 3)
 _DIGITS = 5  # significant ones of a forecast's weight: a trace holds hundreds for each token
 
 
-class Recorder:
+class Recorder(Observer):
     """Follows the layers of a loaded model that has run before (`Forecaster`). distances: layers ahead whose routers
     are asked too. little: run the K/2 pass (MoBiLE) before each token. theta: note the neurons above it of each token
     after a prompt (CORM; ModelError where the experts are not gated). `holds` and `distances` are what comes of it (an
@@ -33,6 +34,8 @@ class Recorder:
 
     Raises ConfigError for a model whose composition is lossy or decodes with fewer experts: its choices would not be
     the model's."""
+
+    weights = whole_rankings = True
 
     def __init__(
         self, model: Any, distances: Sequence[int] = DISTANCES, little: bool = True, theta: float | None = None
@@ -51,9 +54,7 @@ class Recorder:
         self.distances = () if adapter else tuple(d for d in distances if d < len(layers))
         self._layers: list[LayerTrace] = []
         self._neurons = None if theta is None else NeuronWatch(model, theta)
-        self._before = engine.current.needs_weights, engine.forecaster.whole
-        engine.current.needs_weights = engine.forecaster.whole = True
-        engine.observe(self._observe)
+        engine.observe(self)
 
     @property
     def holds(self) -> frozenset[str]:
@@ -69,10 +70,7 @@ class Recorder:
 
     def close(self) -> None:
         """Leaves the model as it was."""
-        if self._neurons is not None:
-            self._neurons.close()
         self._engine.observe(None)
-        self._engine.current.needs_weights, self._engine.forecaster.whole = self._before
 
     @torch.inference_mode()
     def passes(self, ids: torch.Tensor, first: int, sequence: int = 0) -> Iterator[Pass]:
@@ -103,11 +101,10 @@ class Recorder:
         """The K/2 pass at a position, undone afterwards."""
         current = self._engine.current
         self._begin()
-        current.unsure = []
         try:
-            logits = feed.token(position)
+            with current.halved([]):
+                logits = feed.token(position)
         finally:
-            current.unsure = None
             feed.take_back(position)
             current.scheduler.discard_pass()
         for layer, ranked in current.forecasts.little.items():
@@ -117,7 +114,9 @@ class Recorder:
         current.forecasts.little.clear()
         return Little(float(logits.float().softmax(-1).amax()), self._layers)
 
-    def _observe(self, routed: Routed, hidden: torch.Tensor) -> None:
+    def on_route(self, routed: Routed, hidden: torch.Tensor) -> None:
+        if self._neurons is not None:
+            self._neurons.on_route(routed, hidden)
         traced = self._layers[routed.layer]
         traced.experts = [list(chosen) for chosen in routed.experts]
         # as they are: a score that is a threshold, as calibrated ones are, must fall on the same side in a replay
@@ -128,6 +127,10 @@ class Recorder:
                 ranked = self._engine.forecaster.ranked(target, hidden)
                 kept = self._kept(target) if len(hidden) == 1 else self._experts[target]
                 traced.forecasts[distance] = _shortened(ranked[:kept])
+
+    def on_ready(self, layer: int, ready: Ready) -> None:
+        if self._neurons is not None:
+            self._neurons.on_ready(layer, ready)
 
     def _kept(self, target: int) -> int:
         """Of one token's ranking: twice its K, and what lies above the 75th percentile. Several tokens' choices may
