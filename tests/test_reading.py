@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from extent_files import EXPERTS, SIZE, write_experts
+from extent_files import EXPERTS, FORM, SIZE, write_experts
+from tiermoe.compose import Tables
+from tiermoe.config import Settings
 from tiermoe.presets import compose
 from tiermoe.runtime import reading
 from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.memory_plan import MemoryPlan
+from tiermoe.runtime.reading import Packed, Reading
 from tiermoe.runtime.system import page_cache_room
 from tiermoe.tiers import probe as probes
 from tiermoe.tiers.probe import DriveProbe, known_drive
@@ -59,13 +63,12 @@ def plan_of(slots: int = 16, total: int = 0) -> MemoryPlan:
     )  # fmt: skip
 
 
-def chosen(tmp_path: Path, plan: MemoryPlan, changes: dict[str, Any] | None = None) -> DriveProbe:
-    from tiermoe.compose import Tables
-    from tiermoe.config import Settings
-
+def chosen(tmp_path: Path, plan: MemoryPlan, changes: dict[str, Any] | None = None, **packed: Any) -> Reading:
+    """How an engine of `plan` would read experts in one file; `packed`: what is different about them."""
     composition = compose("lru", {"store": "disk", **(changes or {})})
     resolved = Resolved(Settings(lanes=2), composition, Tables(), (4,))
-    return reading.drive_for(plan, write_experts(tmp_path / "experts"), resolved, tmp_path)
+    found = Packed(tmp_path, write_experts(tmp_path / "experts"), [FORM], own=True)
+    return reading.reading_for(plan, replace(found, **packed), resolved, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -83,10 +86,10 @@ def test_the_page_cache_is_used_where_it_has_room_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, plan: MemoryPlan, changes: dict[str, Any], kept: bool
 ) -> None:
     monkeypatch.setattr(reading, "page_cache_room", lambda: room)
-    probe = chosen(tmp_path, plan, changes)
-    assert (probe.keep, probe.lanes) == (kept, 2)
-    assert probe.bandwidth > 0
-    assert not (probe.keep and probe.direct)
+    found = chosen(tmp_path, plan, changes, own=False)
+    assert (found.drive.keep, found.drive.lanes, found.files) == (kept, 2, None)
+    assert found.drive.bandwidth > 0
+    assert not (found.drive.keep and found.drive.direct)
 
 
 @pytest.mark.parametrize(("direct", "keep", "dropped"), [(True, True, 0), (False, True, 0), (False, False, EXPERTS)])

@@ -7,7 +7,7 @@ lose most keep 8.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from tiermoe.store.extent_file import ExtentWriter
 from tiermoe.store.layout import PAGE, ExpertFormat, align, relative_error
 from tiermoe.store.lock import adding_to
 from tiermoe.store.store import Store, dense_file_name, dense_key, machine_of, one_matrix
+from tiermoe.tiers.disk import Reader
+from tiermoe.tiers.mapped import MappedFiles, MappedReader
 from tiermoe.tiers.reader import ExtentReader, aligned_memory
 from tiermoe.types import ExpertKey
 
@@ -188,19 +190,21 @@ def _blocks(form: ExpertFormat) -> int:
     return -(-form.layer.parts[0].out_in[0] // _rows_at_a_time(form))
 
 
-def attach_dense(model: Any, store: Store, key: str, reader: ExtentReader, device: str) -> int:
+def attach_dense(
+    model: Any, store: Store, key: str, reader: ExtentReader, device: str, files: MappedFiles | None
+) -> int:
     """Replaces the packed linear layers of a loaded model by the ones that the store holds under `key`, on
-    `device`; returns their bytes."""
+    `device`; returns their bytes. files: the store's, where the layers are used as they are mapped; None: they are read
+    by `reader`."""
     total = 0
     layers = store.dense[key]["layers"]
-    room = {name: align(store.dense_format(key, name).stored.nbytes, PAGE) for name in layers}
-    whole, begin = aligned_memory(sum(room.values())), 0  # one piece, so that huge pages hold all but its ends
+    places = _mapped(store, key, files) if files else _in_one_piece(store, key)
+    source: Reader = MappedReader() if files else reader
     for index, (name, packed) in enumerate(layers.items()):
         form = store.dense_format(key, name)
-        memory = whole[begin : begin + room[name]]
-        begin += room[name]
         try:
-            reader.read(store.dense_extent(key, name), memory, ExpertKey(index, 0, form.bits))
+            memory = next(places)
+            source.read(store.dense_extent(key, name), memory, ExpertKey(index, 0, form.bits))
         except LoadError as error:
             raise LoadError(
                 f"dense layer {name} ({form.bits} bits) in {store.root} is damaged or cannot be read; "
@@ -216,3 +220,18 @@ def attach_dense(model: Any, store: Store, key: str, reader: ExtentReader, devic
         setattr(owner, attribute, PackedLinear(kernel, matrix, store.dtype))
         total += form.slot.nbytes
     return total
+
+
+def _mapped(store: Store, key: str, files: MappedFiles) -> Iterator[memoryview]:
+    """Where each dense layer lies in a mapped file."""
+    for name in store.dense[key]["layers"]:
+        yield files.view(store.dense_extent(key, name)).numpy().data
+
+
+def _in_one_piece(store: Store, key: str) -> Iterator[memoryview]:
+    """Memory for each dense layer, all in one piece, so that huge pages hold all but its ends."""
+    rooms = [align(store.dense_format(key, name).stored.nbytes, PAGE) for name in store.dense[key]["layers"]]
+    whole, begin = aligned_memory(sum(rooms)), 0
+    for room in rooms:
+        yield whole[begin : begin + room]
+        begin += room

@@ -33,7 +33,7 @@ from tiermoe.runtime.memory_plan import GpuMemoryPlan, MemoryPlan
 from tiermoe.runtime.observer import Observer, Undo, time_kernels
 from tiermoe.runtime.passes import CurrentPass
 from tiermoe.runtime.plan import shape_of
-from tiermoe.runtime.reading import drive_for
+from tiermoe.runtime.reading import Reading
 from tiermoe.runtime.settled import SettledExperts
 from tiermoe.runtime.shells import is_shell
 from tiermoe.runtime.steps import Front, Steps
@@ -42,9 +42,11 @@ from tiermoe.runtime.units import unit_of
 from tiermoe.scheduler import Scheduler
 from tiermoe.store.layout import ExpertFormat, Layout
 from tiermoe.store.store import Store, precision_key
+from tiermoe.tiers.assemble import Tiers, assemble_mapped
 from tiermoe.tiers.assemble import assemble as assemble_tiers
 from tiermoe.tiers.cuda import resolve_device
 from tiermoe.tiers.held import HeldReader
+from tiermoe.tiers.mapped import MappedFiles
 from tiermoe.tiers.probe import DriveProbe
 from tiermoe.tiers.reader import ExtentReader
 from tiermoe.types import FEW_TOKENS, ExpertKey, Extent, Ready
@@ -65,7 +67,9 @@ class Snapshot:
 class Engine:
     """Serves a model's experts. Made by `tiermoe.load`, attached as `model.tiermoe`."""
 
-    def __init__(self, model: Any, store: Store, plan: MemoryPlan, resolved: Resolved, blueprint: Blueprint) -> None:
+    def __init__(
+        self, model: Any, store: Store, plan: MemoryPlan, resolved: Resolved, blueprint: Blueprint, reading: Reading
+    ) -> None:
         self.plan = plan
         self.settings = resolved.settings
         self.composition = resolved.composition
@@ -78,19 +82,11 @@ class Engine:
         self._device = resolve_device(self.settings.device)
         self._packed = {bits: PackedExperts(store, self._key_of(bits)) for bits in self.precisions}
         self._layouts = _numbered_layouts(self._packed)
-        extents = [extent for packed in self._packed.values() for layer in packed.extents for extent in layer]
-        self.drive: DriveProbe = drive_for(plan, extents, resolved, store.root)
+        self.drive: DriveProbe = reading.drive
         self._views: dict[tuple[int, int], Views] = {}
-        host_slots = plan.host_slots if isinstance(plan, GpuMemoryPlan) else 0
         self._unit = unit_of(self.composition, torch.device(self._device).type)
-        tiers = assemble_tiers(
-            [(pool.slots, pool.slot_bytes) for pool in plan.pools],
-            self._unit.filler(self._reader(), self._extent_of, self._format_of),
-            self.drive.lanes,
-            lambda key: self._format_of(key).slot.nbytes,
-            self._device,
-            host_slots,
-        )
+        self._mapped = reading.files is not None
+        tiers = self._tiers(reading.files)
         self._slots, self.link, self._tier_stats = tiers.slots, tiers.link, tiers.stats
         self._unit.over(tiers.link)
         self._hash_tables = token_tables(model, self._family)
@@ -158,6 +154,7 @@ class Engine:
             "link_bandwidth": self.drive.bandwidth,
             "lanes": self.drive.lanes,
             "direct_io": self.drive.direct,
+            "mapped": self._mapped,
             "peak_memory_bytes": peak_resident_bytes(),
             "memory_budget_bytes": self.plan.budget,
             **self._tier_stats(),
@@ -231,6 +228,18 @@ class Engine:
 
     def _format_of(self, key: ExpertKey) -> ExpertFormat:
         return self._packed[key.bits].formats[key.layer]
+
+    def _tiers(self, files: MappedFiles | None) -> Tiers:
+        if files is not None:
+            return assemble_mapped(files, self.plan.slots, self._extent_of, self._format_of, self.drive.lanes)
+        return assemble_tiers(
+            [(pool.slots, pool.slot_bytes) for pool in self.plan.pools],
+            self._unit.filler(self._reader(), self._extent_of, self._format_of),
+            self.drive.lanes,
+            lambda key: self._format_of(key).slot.nbytes,
+            self._device,
+            self.plan.host_slots if isinstance(self.plan, GpuMemoryPlan) else 0,
+        )
 
     def _reader(self) -> ExtentReader | HeldReader:
         reader = ExtentReader(self.drive.direct, self.drive.keep)

@@ -18,6 +18,7 @@ from tiermoe.runtime.loading import load_dense
 from tiermoe.runtime.memory_plan import MemoryPlan
 from tiermoe.runtime.plan import plan_memory
 from tiermoe.runtime.prepare_store import Progress, ensure_packed, open_or_create, store_root
+from tiermoe.runtime.reading import open_reading
 from tiermoe.runtime.resolve import load_tokenizer, resolve_model
 from tiermoe.tiers.cuda import resolve_device
 
@@ -66,10 +67,15 @@ def load_resolved(blueprint: Blueprint, resolved: Resolved, progress: Progress |
             unit,
             plan.packers,
         )
-    model = load_dense(blueprint, store, settings.dense_bits_used, device, plan.embedding_on_disk)
-    model.eval().requires_grad_(False)
-    footprint.settle()
-    Engine(model, store, plan, resolved, blueprint)
+    reading = open_reading(plan, store, resolved, blueprint, device)
+    try:
+        model = load_dense(blueprint, store, settings.dense_bits_used, device, plan.embedding_on_disk, reading)
+        model.eval().requires_grad_(False)
+        footprint.settle()
+        Engine(model, store, plan, resolved, blueprint, reading)
+    except BaseException:
+        reading.close()
+        raise
     return model
 
 

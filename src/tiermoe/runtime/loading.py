@@ -18,6 +18,7 @@ from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.dense import attach_dense, recipe_key
 from tiermoe.runtime.embedding import embedding_key, leave_on_disk
 from tiermoe.runtime.experts import register
+from tiermoe.runtime.reading import Reading
 from tiermoe.runtime.shells import IMPLEMENTATION, experts_left_out
 from tiermoe.store.checkpoint import Checkpoint
 from tiermoe.store.store import Store
@@ -29,10 +30,10 @@ _READERS = 4  # threads with which transformers reads a checkpoint
 
 
 def load_dense(
-    blueprint: Blueprint, store: Store, dense_bits: int, device: str = "cpu", embedding_on_disk: bool = False
+    blueprint: Blueprint, store: Store, dense_bits: int, device: str, embedding_on_disk: bool, reading: Reading
 ) -> Any:
     """A model on `device` with its dense weights and no experts. Weights that are packed, or left on disk, are never
-    read at 16 bits."""
+    read at 16 bits. Packed ones are views of mapped files where `reading` maps them."""
     register()
     key = recipe_key(blueprint, dense_bits, machine_layout(device))
     packed = set(store.dense[key]["layers"]) if dense_bits < 16 else set()
@@ -63,7 +64,7 @@ def load_dense(
     blueprint.checkpoint.close()
     _take_from_directory(model, blueprint)
     if packed:
-        attach_dense(model, store, key, ExtentReader(), device)
+        attach_dense(model, store, key, ExtentReader(keep=reading.drive.keep), device, reading.files)
     if embedding_on_disk:
         leave_on_disk(model, blueprint)
     _keep_output_whole(model)

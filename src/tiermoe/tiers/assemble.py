@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tiermoe.link import Link
+from tiermoe.store.layout import ExpertFormat
 from tiermoe.tiers.cuda import CudaCopier, peak_memory
 from tiermoe.tiers.disk import DiskLink, SlotFiller, Slots
 from tiermoe.tiers.gpu import GpuLink
+from tiermoe.tiers.mapped import MappedFiles, MappedReader, MappedSlots
 from tiermoe.tiers.slots import DeviceSlots, HostSlots, SlotRuns
-from tiermoe.types import ExpertKey
+from tiermoe.types import ExpertKey, Extent
 
 
 class MeteredLink(Link, Protocol):
@@ -62,6 +64,18 @@ def assemble(
     host = HostSlots(host_slots, slot_bytes, pin=True)
     link = GpuLink(filler, host, on_device, bytes_of, CudaCopier(device), lanes)
     return Tiers(on_device, link, lambda: _gpu_stats(device, link))
+
+
+def assemble_mapped(
+    files: MappedFiles,
+    count: int,
+    extent_of: Callable[[ExpertKey], Extent],
+    format_of: Callable[[ExpertKey], ExpertFormat],
+    lanes: int,
+) -> Tiers:
+    """`count` slots that are extents of `files`; `lanes` threads bring them in and verify them."""
+    slots = MappedSlots(count, files, extent_of)
+    return Tiers(slots, DiskLink(SlotFiller(MappedReader(), extent_of, format_of), slots, lanes))
 
 
 def _gpu_stats(device: str, link: GpuLink) -> dict[str, int | str]:

@@ -38,6 +38,13 @@ class Slots(Protocol):
         """Gives the memory back once no view of a slot is left."""
 
 
+class FilledSlots(Slots, Protocol):
+    """Slots that reading lanes fill."""
+
+    def place(self, slot: int, key: ExpertKey) -> torch.Tensor:
+        """Where expert `key` is brought for slot `slot`, uint8 and page-aligned: `buffer(slot)` once it is there."""
+
+
 class Reader(Protocol):
     """Reads the extents of experts (`tiers.reader.ExtentReader`, `tiers.held.HeldReader`)."""
 
@@ -118,7 +125,7 @@ class SlotFiller:
 class DiskLink:
     """Implements `tiermoe.link.Link` with lanes that read experts into `slots`."""
 
-    def __init__(self, filler: SlotFiller, slots: Slots, lanes: int) -> None:
+    def __init__(self, filler: SlotFiller, slots: FilledSlots, lanes: int) -> None:
         self.wait_s = 0.0
         self._filler = filler
         self._slots = slots
@@ -178,7 +185,7 @@ class DiskLink:
     def _work(self, load: Load) -> None:
         error: Exception | None = None
         try:
-            self._filler.fill(load.key, self._slots.buffer(load.slot))
+            self._filler.fill(load.key, self._slots.place(load.slot, load.key))
         except Exception as failure:  # handed to whoever waits for the load
             error = failure
         self._finished.put(Finished(load, error))

@@ -13,6 +13,7 @@ import torch
 from tiermoe.errors import BudgetError
 from tiermoe.store.layout import PAGE, align
 from tiermoe.tiers.cuda import pin_memory, unpin_memory
+from tiermoe.types import ExpertKey
 
 
 class HostSlots:
@@ -39,6 +40,10 @@ class HostSlots:
         """Slot `slot` as uint8 (slot_bytes,)."""
         return self._tensor[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
+    def place(self, slot: int, key: ExpertKey) -> torch.Tensor:
+        """Where the expert is to be written: the slot itself, whatever the expert."""
+        return self.buffer(slot)
+
     def close(self) -> None:
         """Gives the memory back once no view of a slot is left. No copy may be under way."""
         if self._pinned:
@@ -57,6 +62,10 @@ class SlotRuns:
         """Slot `slot` as uint8, of its run's size."""
         run = bisect_right(self._firsts, slot) - 1
         return self._runs[run].buffer(slot - self._firsts[run])
+
+    def place(self, slot: int, key: ExpertKey) -> torch.Tensor:
+        """Where the expert is to be written: the slot itself, whatever the expert."""
+        return self.buffer(slot)
 
     def close(self) -> None:
         """Gives the memory back once no view of a slot is left."""
