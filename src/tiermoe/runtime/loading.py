@@ -35,7 +35,7 @@ def load_dense(
     register()
     key = recipe_key(blueprint, dense_bits, machine_layout(device))
     packed = set(store.dense[key]["layers"]) if dense_bits < 16 else set()
-    replaced = {blueprint.experts.direct_key(f"{name}.weight") for name in packed}
+    replaced = {blueprint.outline.tensors[f"{name}.weight"].key for name in packed}
     if embedding_on_disk:
         replaced.add(embedding_key(blueprint))
     dtypes = _dtypes(blueprint)
@@ -122,13 +122,11 @@ class LazyTensor:
 
 def _dtypes(blueprint: Blueprint) -> dict[str, torch.dtype]:
     """Checkpoint key → the dtype that its parameter has in the model, of those that are taken as they are."""
-    parameters = blueprint.skeleton.state_dict()
-    keys = {blueprint.experts.direct_key(name): tensor for name, tensor in parameters.items()}
     stored = blueprint.checkpoint.tensors
     return {
-        key: tensor.dtype
-        for key, tensor in keys.items()
-        if key in stored and tensor.is_floating_point() and stored[key].dtype.is_floating_point
+        tensor.key: tensor.read_as
+        for tensor in blueprint.outline.tensors.values()
+        if tensor.key is not None and tensor.read_as.is_floating_point and stored[tensor.key].dtype.is_floating_point
     }
 
 
@@ -136,7 +134,7 @@ def loading_needs(blueprint: Blueprint, dense: int) -> list[Need]:
     """Loading holds the `dense` bytes that stay and, at most, what is converted: of tensors that are taken as they are
     the rows that transformers' threads read at a time, of the others all that they are made of."""
     direct, stored = _dtypes(blueprint), blueprint.checkpoint.tensors
-    converted = sum(stored[key].nbytes for key in blueprint.dense_keys if key not in direct)
+    converted = blueprint.outline.converted_bytes
     if any(stored[key].dtype != dtype for key, dtype in direct.items()):
         converted += _READERS * _CONVERTED
     return [Need("dense", dense, Phase.LOADING), Need("conversion", converted, Phase.LOADING)]

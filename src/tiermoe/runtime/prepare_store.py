@@ -13,7 +13,7 @@ from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.dense import pack_dense, recipe_key
 from tiermoe.runtime.dense import packing_bytes as dense_packing_bytes
 from tiermoe.runtime.needs import Need, Phase
-from tiermoe.runtime.resolve import check_fingerprint, default_store_root
+from tiermoe.runtime.resolve import check_fingerprint, chosen_store_root
 from tiermoe.store.layout import expert_format
 from tiermoe.store.lock import exclusive
 from tiermoe.store.neurons import neuron_format
@@ -36,13 +36,18 @@ Progress = Callable[[str, int, int], None]
 
 def store_root(blueprint: Blueprint, chosen: Path | None) -> Path:
     """The folder of the blueprint's store: the chosen one, or the one in the user's cache."""
-    root = chosen or default_store_root(blueprint.directory, blueprint.name, blueprint.checkpoint.fingerprint())
-    return root.expanduser().absolute()
+    return chosen_store_root(blueprint.directory, blueprint.name, blueprint.checkpoint.fingerprint(), chosen)
 
 
 def open_or_create(blueprint: Blueprint, root: Path, force: bool = False) -> Store:
-    """The store at `root`, empty where there is none yet. StoreError where the store is damaged, another checkpoint's
-    or another version's; `force` makes an empty one of it then."""
+    """The store at `root`, empty where there is none yet, with the checkpoint's outline beside it. StoreError where the
+    store is damaged, another checkpoint's or another version's; `force` makes an empty one of it then."""
+    store = _opened_or_new(blueprint, root, force)
+    blueprint.leave_outline(root)
+    return store
+
+
+def _opened_or_new(blueprint: Blueprint, root: Path, force: bool) -> Store:
     if (root / TABLE).exists():
         try:
             return _open(blueprint, root)
