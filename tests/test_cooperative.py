@@ -196,7 +196,7 @@ def test_what_takes_less_is_done(
     gpu.copy_s = 1e6
     expected = within(60, lambda: generated(loaded, 1))
     engine = loaded.tiermoe
-    before, costs = engine.controller.counts.copy(), engine._unit.miss_costs()
+    before, costs = engine.controller.counts.copy(), engine.service.unit.miss_costs()
     assert engine.stats()["lossy"] == "misses=measured"
     assert costs.load_s >= 1e6 if copies_take_long else costs.load_s == 1e-9
     assert 0 < costs.elsewhere_s < 60  # one expert was tried

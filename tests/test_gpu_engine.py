@@ -25,6 +25,7 @@ from tiny import oracle, write
 
 GIB = 1 << 30
 
+
 def results(loaded: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of two prompts, and of every token that follows one of them."""
     ids = tokens(1, 6, seed=4)
@@ -71,7 +72,7 @@ def test_equals_the_decoded_weights(
     bits: int, kind: str, gpu_model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]
 ) -> None:
     loaded, _ = on_fake_gpu(gpu_model, 3, cache="40%", bits=bits)
-    encodings = {e.name for form in loaded.tiermoe._packed[bits].formats for e in form.encodings.values()}
+    encodings = {e.name for form in loaded.tiermoe.service.packed[bits].formats for e in form.encodings.values()}
     assert all(name.startswith(kind) for name in encodings)
     plain = oracle(gpu_model, FAMILY, torch.float32)
     put_decoded_experts(loaded.tiermoe, plain)

@@ -10,7 +10,6 @@ import torch
 import tiermoe
 import tiny
 from tiermoe.runtime.recording.measure_times import Lap, Stopwatch, measure_times, times_of
-from tiermoe.runtime.shells import is_shell
 from tiermoe.trace import Times
 
 
@@ -31,7 +30,7 @@ def test_what_ran_is_counted_and_the_model_left_as_it_was(tmp_path: Path) -> Non
     model, _ = tiermoe.load(
         tiny.write(tmp_path, "mixtral", torch.float32), bits=16, preset="lru", lanes=1, store=tmp_path / "store"
     )
-    before = [module.run_experts for module in model.modules() if is_shell(module)]
+    before = [layer.run for layer in model.tiermoe.layers]
     ids = torch.tensor([5, 40, 77, 12, 9, 100, 33, 8])
     with Stopwatch(model) as watch:
         model(ids[None])
@@ -44,6 +43,6 @@ def test_what_ran_is_counted_and_the_model_left_as_it_was(tmp_path: Path) -> Non
     times = measure_times(model, ids, 4)
     assert times.dense > 0
     assert times.expert[16] > 0
-    assert [module.run_experts for module in model.modules() if is_shell(module)] == before
+    assert [layer.run for layer in model.tiermoe.layers] == before
     assert "run_layer" not in vars(model.tiermoe.current)
     model.tiermoe.close()

@@ -24,9 +24,9 @@ from tiermoe.runtime import loading, system
 from tiermoe.runtime import plan as plan_module
 from tiermoe.runtime.blueprint import Blueprint, inspect_model
 from tiermoe.runtime.dense import packable
+from tiermoe.runtime.dense_weights import LazyTensor, loading_needs
 from tiermoe.runtime.kv_needs import kv_bytes
 from tiermoe.runtime.load import resolve_for
-from tiermoe.runtime.loading import LazyTensor, loading_needs
 from tiermoe.runtime.memory_plan import MemoryPlan
 from tiermoe.runtime.needs import Need, Phase
 from tiermoe.runtime.plan import plan_memory

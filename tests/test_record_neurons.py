@@ -16,7 +16,6 @@ from small_traces import decode, layer, trace_of
 from tiermoe.errors import ModelError
 from tiermoe.profiles import Profile, to_json
 from tiermoe.runtime.recording.recorder import Recorder
-from tiermoe.runtime.shells import is_shell
 from tiermoe.simulate.costs import Costs
 from tiermoe.simulate.neuron_loads import NeuronLoads
 from tiermoe.store.neurons import record_place
@@ -40,7 +39,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @torch.inference_mode()
 def test_recorded_neurons_are_those_of_the_plain_models_gates(mixtral: Path) -> None:
     model, _ = tiermoe.load(mixtral, bits=16, preset="lru", cache="30%", lanes=1)
-    kernels = [kernel for m in model.modules() if is_shell(m) for kernel in m.run_experts._kernels.values()]
+    kernels = [kernel for layer in model.tiermoe.layers for kernel in layer.run._kernels.values()]
     before = [kernel._activation for kernel in kernels]
     with Recorder(model, theta=THETA) as recorder:
         assert "neurons" in recorder.holds

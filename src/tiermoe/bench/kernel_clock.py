@@ -17,7 +17,6 @@ import torch
 from tiermoe.model.decoder import Decoder
 from tiermoe.model.linear import PackedLinear
 from tiermoe.runtime.neuron_experts import NeuronLayerExperts
-from tiermoe.runtime.shells import is_shell
 
 
 class KernelClock:
@@ -37,10 +36,10 @@ class KernelClock:
     def __enter__(self) -> KernelClock:
         decoder = self._model.tiermoe.steps.decoder
         own = isinstance(decoder, Decoder)
+        for layer in self._model.tiermoe.layers:
+            self._watch_experts(layer.run)
         for module in self._model.modules():
-            if is_shell(module):
-                self._watch_experts(module.run_experts)
-            elif isinstance(module, torch.nn.Linear | PackedLinear) and not own:
+            if isinstance(module, torch.nn.Linear | PackedLinear) and not own:
                 self._watch_linear(module)
         if isinstance(decoder, Decoder):
             self._undo.append(decoder.watch(lambda part: _Timed(part, self, "dense_s")))

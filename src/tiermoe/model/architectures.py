@@ -20,7 +20,7 @@ from tiermoe.model.latent import LatentAttention
 from tiermoe.model.norms import LayerNorm, Norm, RootMeanSquare
 from tiermoe.model.rotary import TURNS, Rotary, rotary_of, yarn_scale
 from tiermoe.model.routers import Router, RouterRule
-from tiermoe.model.weights import ModuleWeights
+from tiermoe.model.weights import Weights
 
 
 def softmax_router(config: Any) -> RouterRule:
@@ -125,31 +125,41 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-def decoder_for(config: Any, weights: ModuleWeights, dtype: torch.dtype) -> Decoder | None:
+def decoder_for(config: Any, weights: Weights, dtype: torch.dtype) -> Decoder | None:
     """The decoder of a model with this transformers config; None where its family has none or the config asks for what
     the blocks do not compute."""
+    rotary = _rotary_for(config, dtype)
+    if rotary is None:
+        return None
+    return _Builder(ARCHITECTURES[config.model_type], config, weights, dtype).decoder(rotary)
+
+
+def decodes(config: Any) -> bool:
+    """Whether `decoder_for` has a decoder for models with this config."""
+    return _rotary_for(config, torch.float32) is not None
+
+
+def _rotary_for(config: Any, dtype: torch.dtype) -> Rotary | None:
+    """The rotary embedding of a config that the blocks can compute; None for any other."""
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None or config.hidden_act not in ACTIVATIONS:
         return None
-    builder = _Builder(architecture, config, weights, dtype)
-    rotary = builder.rotary()
-    return None if rotary is None else builder.decoder(rotary)
+    if architecture.latent:
+        columns = config.qk_rope_head_dim
+    else:
+        columns = int(_head_columns(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    return rotary_of(config, columns, torch.float32 if architecture.turn == "complex" else dtype)
+
+
+def _head_columns(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 class _Builder:
     """Blocks from a table entry, a config and weights."""
 
-    def __init__(self, architecture: Architecture, config: Any, weights: ModuleWeights, dtype: torch.dtype) -> None:
+    def __init__(self, architecture: Architecture, config: Any, weights: Weights, dtype: torch.dtype) -> None:
         self._of, self._config, self._weights, self._dtype = architecture, config, weights, dtype
-
-    def rotary(self) -> Rotary | None:
-        config = self._config
-        if self._of.latent:
-            columns = config.qk_rope_head_dim
-        else:
-            columns = int(self._head_columns() * config.rope_parameters.get("partial_rotary_factor", 1.0))
-        dtype = torch.float32 if self._of.turn == "complex" else self._dtype
-        return rotary_of(config, columns, dtype)
 
     def decoder(self, rotary: Rotary) -> Decoder:
         weights = self._weights
@@ -183,10 +193,6 @@ class _Builder:
             return LayerNorm(weight, self._weights.tensor(f"{path}.bias"), epsilon)
         return RootMeanSquare(weight, epsilon, self._of.late_norm)
 
-    def _head_columns(self) -> int:
-        config = self._config
-        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
     def _window(self, index: int) -> int | None:
         window = getattr(self._config, "sliding_window", None)
         slides = self._of.window == "all" or (
@@ -196,7 +202,7 @@ class _Builder:
 
     def _grouped(self, prefix: str, index: int) -> GroupedAttention:
         config, weights, part = self._config, self._weights, f"{prefix}.self_attn"
-        columns = self._head_columns()
+        columns = _head_columns(config)
         normed = weights.has(f"{part}.q_norm")
         scale = self._scale("attention_multiplier") if self._of.scales else columns**-0.5
         clip = getattr(config, "clip_qkv", None)

@@ -66,12 +66,12 @@ class GenericDecoder:
     verifies = False
 
     def __init__(self, model: Any, forward: Callable[..., Any]) -> None:
-        self._model = model
+        self.model = model
         self._forward = forward
 
     def new_cache(self, slabs: int, context: int, step: int) -> GenericCache:
         """A cache for `slabs` sequences of up to `context` tokens."""
-        return GenericCache(self._model.config, slabs, context)
+        return GenericCache(self.model.config, slabs, context)
 
     @torch.no_grad()
     def step(self, batch: Batch, cache: GenericCache, every: bool = False) -> Tensor:
@@ -81,7 +81,7 @@ class GenericDecoder:
         if held.get_seq_length() != row.first:
             cache.crop(row.slab, row.first)
         output = self._forward(
-            input_ids=torch.tensor([row.tokens], device=self._model.device),
+            input_ids=torch.tensor([row.tokens], device=self.model.device),
             past_key_values=held,
             use_cache=True,
             logits_to_keep=0 if every else 1,

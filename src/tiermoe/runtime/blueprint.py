@@ -92,6 +92,11 @@ class Blueprint:
         except (OSError, ValueError) as error:
             raise ModelError(f"{file} cannot be read ({error}); download it again") from error
 
+    def generation_settings(self) -> Any:
+        """The GenerationConfig that a transformers model of the checkpoint has: the checkpoint's, or what the config
+        says."""
+        return self.generation_config() or GenerationConfig.from_model_config(self.config)
+
     def leave_outline(self, root: Path) -> None:
         """Keeps the outline in the store at `root`, where it was not read from a store."""
         if self.known is None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from tiermoe.errors import StoreError
 from tiermoe.kernels import machine_layout
@@ -113,6 +114,19 @@ def ensure_packed(
             check_dense_file(store, dense)
 
 
+def is_packed(blueprint: Blueprint, resolved: Resolved, layout: str) -> bool:
+    """Whether the checkpoint's store has all that is asked for, and experts that are served from the checkpoint where
+    they lie."""
+    settings, unit = resolved.settings, resolved.composition.unit
+    precisions, dense = _packed(store_root(blueprint, settings.store))
+    for bits in resolved.precisions:
+        precision = precisions.get(precision_key(bits, settings.quantizer, layout, unit))
+        if precision is None or (precision.in_place and _moved(precision, blueprint)):
+            return False
+    bits = settings.dense_bits_used
+    return bits == 16 or recipe_key(blueprint, bits, layout) in dense
+
+
 def packing_needs(blueprint: Blueprint, resolved: Resolved, layout: str) -> list[Need]:
     """What packing holds beside the interpreter at its largest step; none where the store lacks nothing."""
     settings, unit = resolved.settings, resolved.composition.unit
@@ -133,12 +147,12 @@ def packing_needs(blueprint: Blueprint, resolved: Resolved, layout: str) -> list
     return [Need("packing", max(steps), Phase.PACKING)] if steps else []
 
 
-def _packed(root: Path) -> tuple[Iterable[str], Iterable[str]]:
+def _packed(root: Path) -> tuple[Mapping[str, Precision], Mapping[str, Any]]:
     """The precisions and the packed dense layers that the store at `root` has; none where it cannot be read."""
     try:
         store = open_store(root)
     except StoreError:
-        return (), ()
+        return {}, {}
     return store.precisions, store.dense
 
 
@@ -148,14 +162,18 @@ def _expert_bytes(layer: MoeLayer, blueprint: Blueprint) -> int:
 
 def _follow_checkpoint(precision: Precision, blueprint: Blueprint) -> None:
     """Experts that are served from the checkpoint lie where it lies now, should it have been moved since."""
-    extents = precision.layers[0].extents
-    if Path(extents[0].segments[0].file).parent == blueprint.directory:
+    if not _moved(precision, blueprint):
         return
     for index, layer in enumerate(precision.layers):
         for expert, extent in enumerate(layer.extents):
             segments = blueprint.experts.in_place(index, expert)
             if segments is not None:
                 layer.extents[expert] = Extent(tuple(segments), extent.checksum)
+
+
+def _moved(precision: Precision, blueprint: Blueprint) -> bool:
+    """Whether experts that are served from the checkpoint lay elsewhere when they were packed."""
+    return Path(precision.layers[0].extents[0].segments[0].file).parent != blueprint.directory
 
 
 def check_machine(root: Path, machine: str, layout: str) -> None:

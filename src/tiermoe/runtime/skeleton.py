@@ -134,7 +134,7 @@ class Skeleton:
             for path, source in tied.items()
             if path in parameters and source in parameters and parameters[path] is not parameters[source]
         )
-        return sum(seen.values()) - shared
+        return int(sum(seen.values()) - shared)
 
     def _gate(self) -> tuple[Any, ...] | None:
         """The name of what all experts have between their matrices."""

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from tiermoe.runtime.engine import engine_of
 from tiermoe.runtime.recording.recorder import Feed
-from tiermoe.runtime.shells import is_shell
 from tiermoe.trace import Times
 from tiermoe.types import Ready, Routed
 
@@ -38,7 +38,7 @@ def measure_times(model: Any, ids: torch.Tensor, prompt: int, decoded: int = 32)
         for position in range(prompt, min(prompt + decoded, len(ids))):
             feed.token(position)
             decodes.append(watch.lap())
-    return times_of(prefills[1:], decodes, prompt, model.tiermoe.settings.bits)
+    return times_of(prefills[1:], decodes, prompt, engine_of(model).settings.bits)
 
 
 def times_of(
@@ -78,23 +78,23 @@ class Stopwatch:
     """Times a model's passes and, within them, its experts, less what they waited for the link. A context."""
 
     def __init__(self, model: Any) -> None:
-        self._engine = model.tiermoe
-        self._shells = [module for module in model.modules() if is_shell(module)]
-        self._run = [shell.run_experts for shell in self._shells]
-        self._run_layer = self._engine.current.run_layer
-        self._device = model.device
+        engine = engine_of(model)
+        self._engine: Any = engine
+        self._run = [layer.run for layer in engine.layers]
+        self._run_layer = engine.current.run_layer
+        self._device = engine.device
         self._calls: list[tuple[float, torch.Tensor, int]] = []
         self._began = self._first = self._now()
 
     def __enter__(self) -> Stopwatch:
         self._engine.current.run_layer = self._noting_the_first
-        for shell, run in zip(self._shells, self._run, strict=True):
-            shell.run_experts = self._timed(run, shell.num_experts)
+        for layer, gate, run in zip(self._engine.layers, self._engine.gates, self._run, strict=True):
+            layer.run = self._timed(run, gate.experts)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for shell, run in zip(self._shells, self._run, strict=True):
-            shell.run_experts = run
+        for layer, run in zip(self._engine.layers, self._run, strict=True):
+            layer.run = run
         del self._engine.current.run_layer
 
     def lap(self) -> Lap:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from tiermoe.kernels.expert import Activation, separate_steps
-from tiermoe.runtime.neuron_experts import gate_activation_of
-from tiermoe.runtime.shells import is_shell
+from tiermoe.runtime.engine import engine_of
 from tiermoe.tiers.neuron_sets import to_bits
 from tiermoe.types import Ready, Routed
 
@@ -20,18 +19,19 @@ class NeuronWatch:
 
     def __init__(self, model: Any, theta: float) -> None:
         self._theta = theta
-        self._current = model.tiermoe.current
+        engine: Any = engine_of(model)
+        self._current = engine.current
         self._run_layer = self._current.run_layer
-        shells = [module for module in model.modules() if is_shell(module)]
-        self.active: list[dict[int, int]] = [{} for _ in shells]
+        self.active: list[dict[int, int]] = [{} for _ in engine.layers]
         """Per layer, of the last pass: expert → its active neurons as a bit set (neuron j is bit j)."""
-        gates = [gate_activation_of(shell) for shell in shells]
+        gates = [gate.alone() for gate in engine.gates]
         self._layer, self._expert = 0, 0
         self._watched: list[tuple[Any, Activation]] = []
         self._kernels: list[tuple[dict[int, Any], dict[int, Any]]] = []
         self._current.run_layer = self._following
-        for shell, gate in zip(shells, gates, strict=True):
-            kernels = shell.run_experts._kernels
+        for layer, gate in zip(engine.layers, gates, strict=True):
+            run: Any = layer.run
+            kernels = run._kernels
             self._kernels.append((kernels, dict(kernels)))
             for bits, kernel in self._kernels[-1][1].items():
                 steps = kernels[bits] = separate_steps(kernel)
