@@ -14,6 +14,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from tiermoe.errors import ModelError
 from tiermoe.families import Family, family_of
+from tiermoe.runtime import footprint
 from tiermoe.runtime.resolve import chosen_store_root
 from tiermoe.store.checkpoint import Checkpoint
 from tiermoe.store.outline import Outline, read_outline, write_outline
@@ -54,6 +55,7 @@ class Blueprint:
 
     @functools.cached_property
     def _built(self) -> Skeleton:
+        footprint.before_modelling_code()
         from tiermoe.runtime.skeleton import Skeleton  # late: it imports transformers' modelling code
 
         return Skeleton(self.family, self.config, self.dtype, self.checkpoint, self.name)

@@ -1,8 +1,9 @@
 """What the process itself holds besides the model: measured, kept small, and given back.
 
-`prepare` before torch and transformers are imported, `without_meta_references` around the construction of a
-model, `settle` after imports and after loading. The numbers behind each are in docs/notebook/process-memory.md.
-On systems other than Linux with glibc, `prepare` postpones imports and the rest does nothing.
+`prepare` before torch and transformers are imported, `before_modelling_code` where transformers' is needed,
+`without_meta_references` around the construction of a model, `settle` after imports and after loading. The numbers
+behind each are in docs/notebook/process-memory.md. On systems other than Linux with glibc, `before_modelling_code`
+postpones imports and the rest does nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
-
-from tiermoe.runtime import deferred_imports
 
 _MADV_DONTNEED = 4
 _M_MMAP_THRESHOLD = -3
@@ -40,14 +39,18 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ (\d+)\s+(\S.*)")
 
 
 def prepare() -> None:
-    """Postpones the imports of transformers that inference does not use (see `deferred_imports`).
-
-    Call it before transformers is imported; later it changes nothing that is imported already. Idempotent.
-    """
-    deferred_imports.install()
+    """Bounds what the allocator and torch's products keep. Call it before torch is imported. Idempotent."""
     _fix_mmap_threshold()
     for variable in _PRODUCT_CACHES:
         os.environ.setdefault(variable, str(_PRODUCT_SHAPES))
+
+
+def before_modelling_code() -> None:
+    """Postpones the imports of transformers' modelling code that inference does not use (see `deferred_imports`); later
+    it changes nothing that is imported already. A start over our own decoder alone needs none of it. Idempotent."""
+    from tiermoe.runtime import deferred_imports  # late: see above
+
+    deferred_imports.install()
 
 
 def import_libraries(own_process: bool = False) -> None:
@@ -63,8 +66,7 @@ def import_libraries(own_process: bool = False) -> None:
             importlib.import_module(library)
         _give_back()
     if own_process and missing:
-        gc.collect()
-        gc.freeze()
+        gc.freeze()  # without a search: what importing leaves behind is not worth 0.1 s either
 
 
 @contextlib.contextmanager

@@ -10,12 +10,12 @@ import contextlib
 import importlib
 import threading
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
 from transformers.activations import ACT2FN, SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
-from transformers.monkey_patching import register_patch_mapping, unregister_patch_mapping
 
 from tiermoe.families import Family
 from tiermoe.kernels.expert import Activation
@@ -26,30 +26,31 @@ IMPLEMENTATION = "tiermoe"
 _CLAMPED = "GptOssExperts._apply_gate"
 _SILU = (torch.nn.SiLU, SiLUActivation)
 
-# transformers' patch table and its patched modules are global to the process
-_patching = threading.Lock()
+# modelling modules are global to the process
+_building = threading.Lock()
 
 
 @contextlib.contextmanager
 def experts_left_out(family: Family, config: Any) -> Iterator[None]:
-    """While open, transformers builds `family`'s models with shells. Holds a process-wide lock; restores the modelling
-    module also where building fails (transformers' own patching does not)."""
+    """While open, transformers builds `family`'s models with shells: they stand in the modelling module in the place of
+    the classes that its blocks name. (`register_patch_mapping` does the same to every module of transformers, which
+    takes a second.) Holds a process-wide lock; restores the module also where building fails."""
     module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
-    own = {
-        name: cls for name, cls in vars(module).items() if isinstance(cls, type) and cls.__module__ == module.__name__
-    }
-    patches: dict[str, type[torch.nn.Module]] = {f"^{family.experts}$": shell_of(own[family.experts], family)}
-    if family.adapter:
-        # weight initialisation of these blocks reaches into the experts that are not there
-        blocks = {name: cls for name, cls in own.items() if name.endswith("SparseMLP")}
-        patches |= {f"^{name}$": _initialised(cls) for name, cls in blocks.items()}
-    with _patching:
-        register_patch_mapping(patches)
+    with _building:
+        own = {each.__name__: each for each in _classes_of(module)}
+        instead = {family.experts: shell_of(own[family.experts], family)}
+        if family.adapter:
+            # weight initialisation of these blocks reaches into the experts that are not there
+            instead |= {name: _initialised(cls) for name, cls in own.items() if name.endswith("SparseMLP")}
+        vars(module).update(instead)
         try:
             yield
         finally:
-            unregister_patch_mapping(list(patches))
-            vars(module).update(own)
+            vars(module).update({name: own[name] for name in instead})
+
+
+def _classes_of(module: ModuleType) -> list[type[torch.nn.Module]]:
+    return [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
 
 
 def shell_of(cls: type[torch.nn.Module], family: Family) -> type[torch.nn.Module]:
