@@ -12,7 +12,7 @@ import torch
 import tiermoe
 from fake_gpu import FakeGpu
 from tiermoe.kernels import machine_layout
-from tiermoe.runtime import engine, loading, plan, prepare_store
+from tiermoe.runtime import load, loading, plan, prepare_store, service
 from tiermoe.tiers.assemble import Tiers
 from tiermoe.tiers.gpu import GpuLink
 from tiermoe.tiers.slots import DeviceSlots, HostSlots
@@ -30,7 +30,7 @@ def gpu_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def layout_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """4-bit codes as a GPU's kernels take them; on the CPU the reference kernel computes with them."""
-    for module in (plan, prepare_store, loading, engine):
+    for module in (plan, prepare_store, load, loading, service):
         monkeypatch.setattr(module, "machine_layout", lambda device: machine_layout("cuda"))
 
 
@@ -48,7 +48,7 @@ def on_fake_gpu(layout_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Itera
             link = GpuLink(filler, host, slots, bytes_of, gpu, lanes)
             return Tiers(slots, link)
 
-        monkeypatch.setattr(engine, "assemble_tiers", assemble)
+        monkeypatch.setattr(service, "assemble_tiers", assemble)
         loaded, _ = tiermoe.load(directory, memory="4GiB", lanes=2, device="cpu", **{"dense_bits": 16, **options})
         made.append((loaded, gpu))
         return made[-1]

@@ -22,7 +22,7 @@ from tiermoe.controller import ELSEWHERE
 from tiermoe.errors import ConfigError, LoadError
 from tiermoe.kernels.reference import DecodedLinear
 from tiermoe.presets import compose
-from tiermoe.runtime import engine, plan
+from tiermoe.runtime import plan, service
 from tiermoe.runtime.cooperative import CpuHelper
 from tiermoe.runtime.experts import LayerExperts
 from tiermoe.runtime.units import require_device, unit_of
@@ -131,7 +131,7 @@ def cooperating(
         monkeypatch.setitem(kernels.KERNELS, (kind, "cuda"), DecodedLinear)
     monkeypatch.setattr("tiermoe.kernels.expert.grouped_experts", lambda form: None)
     monkeypatch.setattr(plan, "require_device", lambda composition, device: require_device(composition, "cuda"))
-    monkeypatch.setattr(engine, "unit_of", lambda composition, device: unit_of(composition, "cuda"))
+    monkeypatch.setattr(service, "unit_of", lambda composition, device: unit_of(composition, "cuda"))
 
     def make(directory: Path, host_slots: int, misses: str = "cpu", **options: Any) -> tuple[Any, FakeGpu]:
         return on_fake_gpu(directory, host_slots, set={"misses": misses}, **options)

@@ -17,7 +17,7 @@ from parity import logits, put_decoded_experts, tokens
 from tiermoe.errors import BudgetError, ConfigError, StoreError
 from tiermoe.kernels import machine_layout
 from tiermoe.quant.encodings import cpu_layout
-from tiermoe.runtime import engine, loading, plan, prepare_store
+from tiermoe.runtime import load, loading, plan, prepare_store, service
 from tiermoe.runtime.gpu_plan import LANES, RESERVE, GpuMemoryPlan
 from tiermoe.store.store import dense_key, machine_of, precision_key
 from tiermoe.tiers import cuda
@@ -84,7 +84,7 @@ def test_cpu_and_gpu_lie_side_by_side(gpu_model: Path, tmp_path: Path, monkeypat
     """Also the dense layers; 8 bits serve both."""
     ids, found = tokens(1, 5), {}
     for layout in (cpu_layout(), "rowmajor"):
-        for module in (plan, prepare_store, loading, engine):
+        for module in (plan, prepare_store, load, loading, service):
             monkeypatch.setattr(module, "machine_layout", lambda device, layout=layout: layout)
         for bits in (4, 8, 2):
             loaded, _ = tiermoe.load(

@@ -262,7 +262,8 @@ except SystemExit as ended:
     assert not ended.code, ended.code
 named = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
 named = [name for name in named if not name.startswith("transformers.models.auto.")]  # tables of names
-named += [name for name in ("transformers.modeling_utils", "torch._dynamo", "sympy") if name in sys.modules]
+more = ("transformers.modeling_utils", "torch._dynamo", "sympy", "tiermoe.runtime.deferred_imports")
+named += [name for name in more if name in sys.modules]
 print(json.dumps(named), file=sys.stderr)
 """
 
@@ -270,7 +271,7 @@ print(json.dumps(named), file=sys.stderr)
 def imported(*words: Any) -> list[str]:
     """What a command of its own process had imported of the modelling code."""
     command = [sys.executable, "-c", RUN, json.dumps([str(word) for word in words])]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(command, input="hi\n/bye\n", capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     found: list[str] = json.loads(ended.stderr.splitlines()[-1])
     return found
@@ -281,6 +282,7 @@ def test_commands_import_no_modelling_code(qwen: Case, tmp_path: Path) -> None:
     text.write_text("a few words that are told again and again. " * 30)
     shared = ["--store", qwen.store, "--bits", "16", "--memory", "4GiB", "--threads", "1"]
     assert imported("run", qwen.directory, "hi", "--max-tokens", "2", *shared) == []
+    assert imported("chat", qwen.directory, "--max-tokens", "2", *shared) == []
     assert imported("plan", qwen.directory, *shared[:-2]) == []
     sizes = ["--tokens", "16", "--window", "8", "--prompt", "4"]
     assert imported("eval", qwen.directory, "--text", text, *sizes, "--reference", "16bit", *shared) == []
