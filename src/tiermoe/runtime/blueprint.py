@@ -72,7 +72,7 @@ class Blueprint:
     @property
     def dense_keys(self) -> list[str]:
         """Checkpoint keys that are not of experts."""
-        return [key for key in self.checkpoint.tensors if key not in self.experts.expert_keys]
+        return list(self.outline.dense_keys)
 
     def dense_bytes(self) -> int:
         """Bytes of the parameters and buffers that stay resident at 16 bits (tied ones once)."""

@@ -113,7 +113,7 @@ def loading_needs(blueprint: Blueprint, dense: int) -> list[Need]:
     """Loading holds the `dense` bytes that stay and, at most, what is converted: of tensors that are taken as they are
     the rows that transformers' threads read at a time, of the others all that they are made of."""
     direct, stored = read_dtypes(blueprint), blueprint.checkpoint.tensors
-    converted = blueprint.outline.converted_bytes
+    converted = sum(stored[key].nbytes for key in blueprint.dense_keys if key not in direct)
     if any(stored[key].dtype != dtype for key, dtype in direct.items()):
         converted += _READERS * CONVERTED
     return [Need("dense", dense, Phase.LOADING), Need("conversion", converted, Phase.LOADING)]

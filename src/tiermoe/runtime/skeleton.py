@@ -46,7 +46,6 @@ class Skeleton:
         dense_keys = [key for key in checkpoint.tensors if key not in self.experts.expert_keys]
         tensors = self._tensors(checkpoint)
         tied = self._tied(tensors)
-        direct = {tensor.key for tensor in tensors.values() if tensor.read_as.is_floating_point}
         gate = self._gate()
         return Outline(
             layers=self.experts.layers,
@@ -55,7 +54,7 @@ class Skeleton:
             packable=tuple(self._packable(set(dense_keys), tensors)),
             table=self._table(tensors),
             dense_bytes=self._dense_bytes(),
-            converted_bytes=sum(checkpoint.tensors[key].nbytes for key in dense_keys if key not in direct),
+            dense_keys=tuple(dense_keys),
             gate=gate,
             whole=gate is not None and self._plain_embedding() and _taken_as_they_are(tensors, tied),
         )

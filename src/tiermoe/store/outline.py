@@ -44,9 +44,9 @@ class DenseTensor:
 class Outline:
     """tensors: by path in the model. tied: path → the path whose tensor it shares. packable: paths of the linear layers
     that `--dense-bits` packs. table: path of the input embedding's weight where its rows can be read one by one.
-    dense_bytes: that stay at 16 bits, tied ones once. converted_bytes: of the checkpoint's tensors that become dense
-    ones by more than a change of dtype. gate: what lies between an expert's matrices (`kernels.gates.gate_named`), None
-    for one that has no name. whole: our own decoders need nothing but these tensors."""
+    dense_bytes: that stay at 16 bits, tied ones once. dense_keys: of the checkpoint's tensors that are not experts'.
+    gate: what lies between an expert's matrices (`kernels.gates.gate_named`), None for one that has no name. whole: our
+    own decoders need nothing but these tensors."""
 
     layers: list[MoeLayer]
     tensors: Mapping[str, DenseTensor]
@@ -54,7 +54,7 @@ class Outline:
     packable: tuple[str, ...]
     table: str | None
     dense_bytes: int
-    converted_bytes: int
+    dense_keys: tuple[str, ...]
     gate: tuple[Any, ...] | None
     whole: bool
 
@@ -87,7 +87,7 @@ def write_outline(root: Path, fingerprint: str, transformers: str, outline: Outl
         "packable": outline.packable,
         "table": outline.table,
         "dense_bytes": outline.dense_bytes,
-        "converted_bytes": outline.converted_bytes,
+        "dense_keys": outline.dense_keys,
         "gate": outline.gate,
         "whole": outline.whole,
     }
@@ -102,7 +102,7 @@ def _from_json(document: dict[str, Any]) -> Outline:
         packable=tuple(document["packable"]),
         table=document["table"],
         dense_bytes=int(document["dense_bytes"]),
-        converted_bytes=int(document["converted_bytes"]),
+        dense_keys=tuple(map(str, document["dense_keys"])),
         gate=None if document["gate"] is None else tuple(document["gate"]),
         whole=bool(document["whole"]),
     )
