@@ -6,13 +6,11 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
-import transformers
 
 import tiny
 from commands import Command, command_runner
@@ -49,17 +47,6 @@ def _imports_are_no_garbage() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _quick_listing_of_transformers() -> Iterator[None]:
-    """Building a model without experts lists the names of all modules of transformers, in time that is quadratic in
-    them: a second at every load. The same names, from a set."""
-    lazy = type(transformers)
-    slow = lazy.__dir__
-    lazy.__dir__ = lambda module: list({*ModuleType.__dir__(module), *module.__all__})
-    yield
-    lazy.__dir__ = slow
 
 
 @pytest.fixture(scope="session")

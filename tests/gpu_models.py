@@ -12,7 +12,7 @@ import torch
 import tiermoe
 from fake_gpu import FakeGpu
 from tiermoe.kernels import machine_layout
-from tiermoe.runtime import engine, loading, plan, prepare_store, reading
+from tiermoe.runtime import load, loading, plan, prepare_store, reading, service
 from tiermoe.tiers.assemble import Tiers
 from tiermoe.tiers.gpu import GpuLink
 from tiermoe.tiers.slots import DeviceSlots, HostSlots
@@ -30,7 +30,7 @@ def gpu_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def layout_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """4-bit codes as a GPU's kernels take them; on the CPU the reference kernel computes with them."""
-    for module in (plan, prepare_store, reading, loading, engine):
+    for module in (plan, prepare_store, reading, load, loading, service):
         monkeypatch.setattr(module, "machine_layout", lambda device: machine_layout("cuda"))
 
 
@@ -49,7 +49,7 @@ def on_fake_gpu(layout_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Itera
             return Tiers(slots, link)
 
         monkeypatch.setattr(reading, "page_cache_room", lambda: 0)  # no slots in main memory that are mapped files
-        monkeypatch.setattr(engine, "assemble_tiers", assemble)
+        monkeypatch.setattr(service, "assemble_tiers", assemble)
         loaded, _ = tiermoe.load(directory, memory="4GiB", lanes=2, device="cpu", **{"dense_bits": 16, **options})
         made.append((loaded, gpu))
         return made[-1]

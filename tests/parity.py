@@ -32,7 +32,7 @@ def close(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
 def put_decoded_experts(engine: Any, plain: Any) -> None:
     """Overwrites the plain model's experts by what the store's precision stands for."""
     reader = ExtentReader()
-    packed = engine._packed[engine.settings.bits]
+    packed = engine.service.packed[engine.settings.bits]
     for index, layer in enumerate(engine.store.layers):
         form = packed.formats[index]
         for expert in range(layer.experts):

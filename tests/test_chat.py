@@ -181,7 +181,7 @@ def test_an_interruption_in_the_middle_of_a_layer_leaves_nothing_behind(
     one.reply("abc", greedy, lambda _: None)
     other.reply("abc", greedy, lambda _: None)
     with monkeypatch.context() as patched:
-        patched.setattr(model.model.layers[1].mlp.experts, "run_experts", interrupt)
+        patched.setattr(model.tiermoe.layers[1], "run", interrupt)
         with pytest.raises(KeyboardInterrupt):
             one.reply("never mind", greedy, lambda _: None)
     assert one.reply("def", greedy, lambda _: None).token_ids == other.reply("def", greedy, lambda _: None).token_ids

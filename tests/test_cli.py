@@ -17,7 +17,7 @@ import typer
 
 import tiermoe
 from commands import Command
-from tiermoe.cli.main import app
+from tiermoe.cli.main import add_commands, app
 from tiermoe.config import Settings
 from tiermoe.runtime import load
 from tiermoe.runtime.passes import CurrentPass
@@ -314,6 +314,7 @@ def test_every_command_has_the_defaults_of_the_settings() -> None:
     """Options of the engine are declared once: no command has a default of its own."""
     known = {field.name: field.default for field in dataclasses.fields(Settings)} | {"set": None}
     seen: dict[str, set[str]] = {}
+    add_commands([])
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
         for option in command.params:
             setting = option.name.removesuffix("_")

@@ -22,7 +22,7 @@ from tiermoe.controller import ELSEWHERE
 from tiermoe.errors import ConfigError, LoadError
 from tiermoe.kernels.reference import DecodedLinear
 from tiermoe.presets import compose
-from tiermoe.runtime import engine, plan
+from tiermoe.runtime import plan, service
 from tiermoe.runtime.cooperative import CpuHelper
 from tiermoe.runtime.experts import LayerExperts
 from tiermoe.runtime.units import require_device, unit_of
@@ -133,7 +133,7 @@ def cooperating(
         monkeypatch.setitem(kernels.KERNELS, (kind, "cuda"), DecodedLinear)
     monkeypatch.setattr("tiermoe.kernels.expert.grouped_experts", lambda form: None)
     monkeypatch.setattr(plan, "require_device", lambda composition, device: require_device(composition, "cuda"))
-    monkeypatch.setattr(engine, "unit_of", lambda composition, device: unit_of(composition, "cuda"))
+    monkeypatch.setattr(service, "unit_of", lambda composition, device: unit_of(composition, "cuda"))
 
     def make(directory: Path, host_slots: int, misses: str = "cpu", **options: Any) -> tuple[Any, FakeGpu]:
         return on_fake_gpu(directory, host_slots, set={"misses": misses}, **options)
@@ -198,7 +198,7 @@ def test_what_takes_less_is_done(
     gpu.copy_s = 1e6
     expected = within(60, lambda: generated(loaded, 1))
     engine = loaded.tiermoe
-    before, costs = engine.controller.counts.copy(), engine._unit.miss_costs()
+    before, costs = engine.controller.counts.copy(), engine.service.unit.miss_costs()
     assert engine.stats()["lossy"] == "misses=measured"
     assert costs.load_s >= 1e6 if copies_take_long else costs.load_s == 1e-9
     assert 0 < costs.elsewhere_s < 60  # one expert was tried

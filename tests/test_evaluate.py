@@ -255,7 +255,7 @@ def test_nothing_is_left_where_scoring_ends_early(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tiermoe.runtime.evaluation.evaluation.load_blueprint", interrupt)
+    monkeypatch.setattr("tiermoe.runtime.evaluation.evaluation.start", interrupt)
     before = set(sixteen.store.iterdir())
     with pytest.raises(KeyboardInterrupt):
         sixteen.run("16bit", nothing)
@@ -280,7 +280,7 @@ def test_a_budget_that_the_sixteen_bit_model_exceeds_names_the_way_out(
     def refuse(*_: Any) -> None:
         raise BudgetError("too little")
 
-    monkeypatch.setattr("tiermoe.runtime.evaluation.evaluation.load_blueprint", refuse)
+    monkeypatch.setattr("tiermoe.runtime.evaluation.evaluation.start", refuse)
     with pytest.raises(BudgetError, match=r"16-bit model .* too little .* for the logits .*--reference none"):
         sixteen.run("16bit", nothing)
 

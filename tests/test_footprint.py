@@ -27,8 +27,9 @@ from pathlib import Path
 from tiermoe.runtime import footprint
 trimmed, folder = sys.argv[1] == "trimmed", Path(sys.argv[2])
 if trimmed:
-    footprint.prepare()
-    footprint.prepare()
+    for _ in range(2):
+        footprint.prepare()
+        footprint.before_modelling_code()
 import torch
 torch.set_num_threads(1)
 given_back = [footprint.settle()] if trimmed else []

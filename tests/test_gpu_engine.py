@@ -17,7 +17,7 @@ from parity import logits, put_decoded_experts, tokens
 from tiermoe.errors import BudgetError, ConfigError, StoreError
 from tiermoe.kernels import machine_layout
 from tiermoe.quant.encodings import cpu_layout
-from tiermoe.runtime import engine, loading, plan, prepare_store, reading
+from tiermoe.runtime import load, loading, plan, prepare_store, reading, service
 from tiermoe.runtime.memory_plan import GpuMemoryPlan
 from tiermoe.runtime.plan import RESERVE
 from tiermoe.store.store import dense_key, machine_of, precision_key
@@ -75,7 +75,7 @@ def test_equals_the_decoded_weights(
     bits: int, kind: str, gpu_model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]
 ) -> None:
     loaded, _ = on_fake_gpu(gpu_model, 3, cache="40%", bits=bits)
-    encodings = {e.name for form in loaded.tiermoe._packed[bits].formats for e in form.encodings.values()}
+    encodings = {e.name for form in loaded.tiermoe.service.packed[bits].formats for e in form.encodings.values()}
     assert all(name.startswith(kind) for name in encodings)
     plain = oracle(gpu_model, FAMILY, torch.float32)
     put_decoded_experts(loaded.tiermoe, plain)
@@ -87,7 +87,7 @@ def test_cpu_and_gpu_lie_side_by_side(gpu_model: Path, tmp_path: Path, monkeypat
     """Also the dense layers; 8 bits serve both."""
     ids, found = tokens(1, 5), {}
     for layout in (cpu_layout(), "rowmajor"):
-        for module in (plan, prepare_store, reading, loading, engine):
+        for module in (plan, prepare_store, reading, load, loading, service):
             monkeypatch.setattr(module, "machine_layout", lambda device, layout=layout: layout)
         for bits in (4, 8, 2):
             loaded, _ = tiermoe.load(

@@ -25,10 +25,9 @@ from tiermoe.runtime.neuron_experts import (
     NeuronCounts,
     NeuronExpert,
     NeuronLayerExperts,
-    gate_activation_of,
     neuron_views,
 )
-from tiermoe.runtime.shells import is_shell
+from tiermoe.runtime.shells import gate_activation_of, is_shell
 from tiermoe.store.neurons import record_place
 from tiermoe.store.pack import pack_experts
 from tiermoe.store.store import Store, open_store

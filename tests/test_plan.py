@@ -21,12 +21,12 @@ from tiermoe.config import MIB, settings
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.families import FAMILIES
 from tiermoe.model import generic
-from tiermoe.runtime import loading, system
+from tiermoe.runtime import dense_weights, system
 from tiermoe.runtime import plan as plan_module
 from tiermoe.runtime.blueprint import Blueprint, inspect_model
 from tiermoe.runtime.dense import packable
+from tiermoe.runtime.dense_weights import LazyTensor, loading_needs
 from tiermoe.runtime.load import resolve_for
-from tiermoe.runtime.loading import LazyTensor, loading_needs
 from tiermoe.runtime.memory_plan import MemoryPlan
 from tiermoe.runtime.plan import plan_memory
 from tiermoe.types import Need, Phase, Workload
@@ -305,5 +305,5 @@ def test_loading_counts_what_is_converted(tmp_path: Path) -> None:
     key = "model.embed_tokens.weight"
     lazy = LazyTensor(found.checkpoint, key, torch.bfloat16, placeholder=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "_CONVERTED", 1024)  # a few rows at a time
+        patch.setattr(dense_weights, "CONVERTED", 1024)  # a few rows at a time
         assert torch.equal(lazy[...], found.checkpoint.read(key).bfloat16())

@@ -15,7 +15,13 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 import tiermoe
+from tiermoe.batch import Batch, prompt
+from tiermoe.config import settings
+from tiermoe.runtime.blueprint import inspect_model
+from tiermoe.runtime.load import load_blueprint, resolve_for, start, starts_lean
 from tiny import auto_class, write
+
+SETTINGS = settings(memory="4GiB", device="cpu", bits=16, cache="30%")
 
 
 def to_mxfp4(directory: Path) -> None:
@@ -85,6 +91,23 @@ def compare(directory: Path, model_type: str) -> None:
     packed.tiermoe.close()
 
 
+def started_alone(directory: Path) -> bool:
+    blueprint = inspect_model(directory, str(directory))
+    return starts_lean(blueprint, resolve_for(blueprint, SETTINGS))
+
+
+def assert_same_alone(directory: Path) -> None:
+    """An engine without transformers' modelling code has the logits of a loaded model's."""
+    assert started_alone(directory)
+    found = []
+    for make in (start, lambda *given: load_blueprint(*given).tiermoe):
+        engine = make(inspect_model(directory, str(directory)), SETTINGS)
+        cache = engine.new_cache()
+        found.append(engine.step(Batch((prompt(cache.open(), range(3, 30)),)), cache, every=True))
+        engine.close()
+    assert torch.equal(*found)
+
+
 def _dequantising(config: dict[str, Any]) -> Any:
     from transformers import FineGrainedFP8Config, Mxfp4Config
 
@@ -96,11 +119,13 @@ def _dequantising(config: dict[str, Any]) -> Any:
 def test_gpt_oss_mxfp4(tmp_path: Path) -> None:
     to_mxfp4(write(tmp_path, "gpt_oss", torch.bfloat16))
     compare(tmp_path, "gpt_oss")
+    assert_same_alone(tmp_path)  # its dense weights are as they are
 
 
 def test_deepseek_v3_fp8(tmp_path: Path) -> None:
     to_fp8(write(tmp_path, "deepseek_v3", torch.bfloat16))
     compare(tmp_path, "deepseek_v3")
+    assert not started_alone(tmp_path)  # its dense weights have to be converted
 
 
 def test_loading_experts_in_mxfp4_warns_of_nothing(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_all_that_fits_is_there_before_anything_runs(checkpoint: Path, tmp_path:
 
 def test_what_has_come_by_itself_is_settled(checkpoint: Path, tmp_path: Path) -> None:
     run = Run(checkpoint, tmp_path, dense_bits=4)
-    settled = [shell.run_experts.settled for shell in run.engine._shells]
+    settled = [layer.run.settled for layer in run.engine.layers]
     if any(each is None for each in settled):
         pytest.skip("no native kernels here")
     run.engine.controller.tell(24)

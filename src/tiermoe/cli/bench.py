@@ -96,7 +96,7 @@ def bench(
     with waiting("starting"):
         from tiermoe.runtime import footprint
 
-        footprint.import_libraries()
+        footprint.import_libraries(own_process=True)
         from tiermoe.bench.report import html_report
         from tiermoe.bench.session import Asked, Session, writable
     with writable(report, "--report"):

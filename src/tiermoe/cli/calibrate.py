@@ -48,7 +48,7 @@ def calibrate(
     with waiting("starting"):
         from tiermoe.runtime import footprint
 
-        footprint.import_libraries()
+        footprint.import_libraries(own_process=True)
         from tiermoe.runtime.calibration.calibration import prepare
         from tiermoe.runtime.calibration.make_profiles import Found, make_profiles
         from tiermoe.runtime.recording.sequences import Cut

@@ -49,7 +49,7 @@ def chat(
         note("this model has no chat template: what you type is continued as plain text")
     note("type /help for the commands, /bye to leave")
     _Chat(session, sampling).loop()
-    session.model.tiermoe.close()
+    session.engine.close()
 
 
 class _Chat:
@@ -60,7 +60,7 @@ class _Chat:
 
         self._session = session
         self._sampling = sampling
-        self._conversation = Conversation(session.model, session.tokenizer)
+        self._conversation = Conversation(session.engine, session.tokenizer)
 
     def loop(self) -> None:
         for line in _lines():
@@ -94,7 +94,7 @@ class _Chat:
             case ["/help"]:
                 note(HELP)
             case ["/stats"]:
-                note(_stats(self._session.model.tiermoe.stats()))
+                note(_stats(self._session.engine.stats()))
             case ["/clear"]:
                 self._conversation.clear()
                 note("forgotten")

@@ -43,7 +43,7 @@ def evaluate(
     with waiting("starting"):
         from tiermoe.runtime import footprint
 
-        footprint.import_libraries()
+        footprint.import_libraries(own_process=True)
         from tiermoe.runtime.evaluation.evaluation import prepare
         from tiermoe.runtime.evaluation.windows import Shape
 

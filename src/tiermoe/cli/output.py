@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from typing import TYPE_CHECKING, Any
 
 from tiermoe.config import format_size
 
@@ -25,34 +22,48 @@ def note(text: str) -> None:
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
     """A spinner on a terminal while something takes a few seconds; nothing elsewhere."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    if not sys.stderr.isatty():
         yield
         return
-    with console.status(what):
+    from rich.console import Console  # late: importing it takes a while, and most calls are not on a terminal
+
+    with Console(stderr=True).status(what):
         yield
 
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[ProgressCall]:
     """A callback that shows progress: a bar on a terminal, else one line at the beginning and one at the end."""
-    console = Console(stderr=True)
+    if not sys.stderr.isatty():
+        yield _lines()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    with Progress(
-        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
-    ) as bar:
-        tasks: dict[str, object] = {}
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        tasks: dict[str, Any] = {}
 
         def report(what: str, done: int, total: int) -> None:
             if what not in tasks:
                 tasks[what] = bar.add_task(what, total=total)
-                if not console.is_terminal:
-                    note(f"{what}: {total} to do")
-            bar.update(tasks[what], completed=done)  # type: ignore[arg-type]
-            if done == total and not console.is_terminal:
-                note(f"{what}: done")
+            bar.update(tasks[what], completed=done)
 
         yield report
+
+
+def _lines() -> ProgressCall:
+    """A callback that writes a line when something begins, and one when it is done."""
+    begun: set[str] = set()
+
+    def report(what: str, done: int, total: int) -> None:
+        if what not in begun:
+            begun.add(what)
+            note(f"{what}: {total} to do")
+        if done == total:
+            note(f"{what}: done")
+
+    return report
 
 
 def summary(report: Report) -> str:

@@ -30,7 +30,7 @@ def pack(
     with waiting("reading the checkpoint's headers"):
         from tiermoe.runtime import footprint
 
-        footprint.import_libraries()
+        footprint.import_libraries(own_process=True)
         from tiermoe.kernels import machine_layout
         from tiermoe.runtime.blueprint import inspect_model
         from tiermoe.runtime.dense import recipe_key
@@ -44,7 +44,7 @@ def pack(
         asked = [settings(bits=number, device=device, **options) for number in precisions]
         kernels = resolve_device(device) if device == "auto" else device
         layout = machine_layout(kernels)
-        blueprint = inspect_model(resolve_model(model), model)
+        blueprint = inspect_model(resolve_model(model), model, out)
         store = open_or_create(blueprint, store_root(blueprint, out), force)
         experts = {each.bits: precision_key(each.bits, each.quantizer, layout) for each in asked}
         dense = {each.bits: recipe_key(blueprint, each.dense_bits_used, layout) for each in asked}

@@ -25,7 +25,7 @@ def plan(
     with waiting("reading the checkpoint's headers"):
         from tiermoe.runtime import footprint
 
-        footprint.import_libraries()
+        footprint.import_libraries(own_process=True)
         from tiermoe.runtime.load import plan as plan_model
 
         result = plan_model(model, **options)

@@ -47,10 +47,10 @@ def run(
     from tiermoe.runtime.generate import generate
 
     show = (lambda _: None) if as_json else (lambda text: print(text, end="", flush=True))
-    report = generate(session.model, session.tokenizer, chosen["ids"], chosen["sampling"], show, session.load_s)
+    report = generate(session.engine, session.tokenizer, chosen["ids"], chosen["sampling"], show, session.load_s)
     if as_json:
         print(json.dumps(report.as_dict()))
     else:
         print(flush=True)
         note(summary(report))
-    session.model.tiermoe.close()
+    session.engine.close()

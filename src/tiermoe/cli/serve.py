@@ -67,13 +67,13 @@ def _run(
     from tiermoe.serve.served import Served
     from tiermoe.serve.worker import Worker
 
-    engine, config = session.model.tiermoe, session.model.generation_config
+    engine, config = session.engine, session.engine.generation_config
     ends = end_tokens(config)
     batcher = Batcher(
         engine, session.tokenizer, ends, engine.settings.batch,
         getattr(config, "repetition_penalty", None),
     )  # fmt: skip
-    grammars = Grammars(session.tokenizer, session.model.config.vocab_size, ends)
+    grammars = Grammars(session.tokenizer, engine.config.vocab_size, ends)
     metrics = Metrics(engine, batcher)
     worker = Worker(batcher, max_queue, metrics.ended)
     app = create_app(

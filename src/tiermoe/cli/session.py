@@ -12,9 +12,9 @@ from tiermoe.cli.output import note, progress_bar, waiting
 
 @dataclass(slots=True)
 class Session:
-    """A loaded model, its tokenizer, and what loading took in seconds."""
+    """A model's engine, its tokenizer, and what loading took in seconds."""
 
-    model: Any
+    engine: Any
     tokenizer: Any
     load_s: float
 
@@ -27,16 +27,16 @@ def open_session(model: str, options: dict[str, Any], context_for: Callable[[Any
     with waiting("starting"):
         from tiermoe.runtime import footprint
 
-        footprint.import_libraries()
+        footprint.import_libraries(own_process=True)
         from tiermoe.config import format_size, settings
         from tiermoe.runtime.blueprint import inspect_model
         from tiermoe.runtime.describe import loss_of
-        from tiermoe.runtime.load import load_blueprint
+        from tiermoe.runtime.load import start
         from tiermoe.runtime.resolve import load_tokenizer, resolve_model
 
-        settings(**options)
+        asked = settings(**options)
         directory = resolve_model(model)
-        blueprint = inspect_model(directory, model)
+        blueprint = inspect_model(directory, model, asked.store)
         tokenizer = load_tokenizer(directory)
         context = context_for(tokenizer, blueprint)
         if context is not None and options.get("context") is None:
@@ -48,23 +48,23 @@ def open_session(model: str, options: dict[str, Any], context_for: Callable[[Any
             packed.add(what)
             progress(what, done, total)
 
-        loaded = load_blueprint(blueprint, settings(**options), packing)
-    loss = loss_of(loaded.tiermoe, blueprint)
+        engine = start(blueprint, settings(**options), packing)
+    loss = loss_of(engine, blueprint)
     if packed and loss:
         note(loss)
-    plan = loaded.tiermoe.plan
+    plan = engine.plan
     if options.get("memory") is None:
         note(f"memory: {format_size(plan.budget)}, {plan.budget_source}; --memory sets another bound")
     for warning in plan.warnings:
         note(f"note: {warning}")
-    return Session(loaded, tokenizer, time.perf_counter() - started)
+    return Session(engine, tokenizer, time.perf_counter() - started)
 
 
 def make_sampling(**values: Any) -> Any:
     """`Sampling` of these values, checked. ConfigError where one is out of range."""
     from tiermoe.runtime import footprint
 
-    footprint.import_libraries()
+    footprint.import_libraries(own_process=True)
     from tiermoe.runtime.sampling import Sampling
 
     return Sampling(**values)

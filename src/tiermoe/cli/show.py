@@ -28,7 +28,7 @@ def show(
     with waiting("reading"):
         from tiermoe.runtime import footprint
 
-        footprint.import_libraries()
+        footprint.import_libraries(own_process=True)
         from tiermoe.runtime.describe import describe_model, describe_store
         from tiermoe.runtime.resolve import is_store
 

@@ -68,15 +68,15 @@ def trace(
     session = open_session(model, options, context_for)
     from tiermoe.runtime.recording.write_trace import made_from, write_trace
 
-    settings = session.model.tiermoe.settings
+    settings = session.engine.settings
     try:
         with progress_bar() as progress:
             write_trace(
-                out, session.model, cut_text["ids"], cut_text["shape"],
+                out, session.engine, cut_text["ids"], cut_text["shape"],
                 made_from(text.name, content, cut_text["shape"], settings), progress, little=little, theta=neurons,
             )  # fmt: skip
     finally:
-        session.model.tiermoe.close()
+        session.engine.close()
     recorded = cut_text["ids"].numel()
     note(f"[{recorded:,} tokens in {len(cut_text['ids'])} sequences, {format_size(out.stat().st_size)}]")
     print(out)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,3 +30,23 @@ class ClampedGate:
         gate = gate.clamp(min=None, max=self.limit)
         up = up.clamp(min=-self.limit, max=self.limit)
         return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+Gate = Callable[[Tensor], Tensor]
+
+
+def gate_name(gate: Gate) -> tuple[Any, ...] | None:
+    """What `gate_named` makes the gate of; None for one that is not of this module."""
+    if gate is silu_gate:
+        return ("silu",)
+    return ("clamped", gate.limit, gate.alpha) if isinstance(gate, ClampedGate) else None
+
+
+def gate_named(name: Sequence[Any]) -> Gate:
+    """The gate that `gate_name` named. ValueError for any other name."""
+    match tuple(name):
+        case ("silu",):
+            return silu_gate
+        case ("clamped", limit, alpha):
+            return ClampedGate(float(limit), float(alpha))
+    raise ValueError(f"no gate is called {name!r}")

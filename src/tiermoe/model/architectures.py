@@ -20,7 +20,7 @@ from tiermoe.model.latent import LatentAttention, LatentSizes
 from tiermoe.model.norms import LayerNorm, Norm, RootMeanSquare
 from tiermoe.model.rotary import TURNS, Rotary, knows_rotary, rotary_of, yarn_scale
 from tiermoe.model.routers import Router, RouterRule
-from tiermoe.model.weights import ModuleWeights
+from tiermoe.model.weights import Weights
 
 
 def softmax_router(config: Any) -> RouterRule:
@@ -125,22 +125,41 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-def decoder_for(config: Any, weights: ModuleWeights, dtype: torch.dtype) -> Decoder | None:
+def decoder_for(config: Any, weights: Weights, dtype: torch.dtype) -> Decoder | None:
     """The decoder of a model with this transformers config; None where its family has none or the config asks for what
     the blocks do not compute."""
-    architecture = ARCHITECTURES.get(config.model_type)
-    if architecture is None or config.hidden_act not in ACTIVATIONS:
+    rotary = _rotary_for(config, dtype)
+    if rotary is None:
         return None
-    builder = _Builder(architecture, config, weights, dtype)
-    rotary = builder.rotary()
-    return None if rotary is None else builder.decoder(rotary)
+    return _Builder(ARCHITECTURES[config.model_type], config, weights, dtype).decoder(rotary)
+
+
+def decodes(config: Any) -> bool:
+    """Whether `decoder_for` has a decoder for models with this config."""
+    return config.model_type in ARCHITECTURES and config.hidden_act in ACTIVATIONS and knows_rotary(config)
+
+
+def _rotary_for(config: Any, dtype: torch.dtype) -> Rotary | None:
+    """The rotary embedding of a config that the blocks can compute; None for any other."""
+    if not decodes(config):
+        return None
+    architecture = ARCHITECTURES[config.model_type]
+    if architecture.latent:
+        columns = config.qk_rope_head_dim
+    else:
+        columns = int(_head_columns(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    return rotary_of(config, columns, torch.float32 if architecture.turn == "complex" else dtype)
+
+
+def _head_columns(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def attention_sizes(config: Any, has: Callable[[str], bool]) -> list[GroupedSizes | LatentSizes] | None:
     """Of each layer of the decoder that a model with this config gets, what its attention asks memory for; None where
     it gets none of ours. has: whether the checkpoint holds a tensor of this name."""
     architecture = ARCHITECTURES.get(config.model_type)
-    if architecture is None or config.hidden_act not in ACTIVATIONS or not knows_rotary(config):
+    if architecture is None or not decodes(config):
         return None
     if architecture.latent:
         layer = LatentSizes(
@@ -163,10 +182,6 @@ def attention_sizes(config: Any, has: Callable[[str], bool]) -> list[GroupedSize
     ]
 
 
-def _head_columns(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
 def _window(architecture: Architecture, config: Any, index: int) -> int | None:
     window = getattr(config, "sliding_window", None)
     slides = architecture.window == "all" or (
@@ -178,17 +193,8 @@ def _window(architecture: Architecture, config: Any, index: int) -> int | None:
 class _Builder:
     """Blocks from a table entry, a config and weights."""
 
-    def __init__(self, architecture: Architecture, config: Any, weights: ModuleWeights, dtype: torch.dtype) -> None:
+    def __init__(self, architecture: Architecture, config: Any, weights: Weights, dtype: torch.dtype) -> None:
         self._of, self._config, self._weights, self._dtype = architecture, config, weights, dtype
-
-    def rotary(self) -> Rotary | None:
-        config = self._config
-        if self._of.latent:
-            columns = config.qk_rope_head_dim
-        else:
-            columns = int(_head_columns(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
-        dtype = torch.float32 if self._of.turn == "complex" else self._dtype
-        return rotary_of(config, columns, dtype)
 
     def decoder(self, rotary: Rotary) -> Decoder:
         weights = self._weights

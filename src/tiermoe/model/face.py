@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -152,14 +152,29 @@ def takes_own_cache(generation_config: Any, model_kwargs: dict[str, Any]) -> boo
     return default and not more and not given
 
 
+class Front(Protocol):
+    """What answers the calls of a transformers model."""
+
+    def forward(self, model: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """transformers' output object."""
+
+    def cache_for_generate(self, generation_config: Any, model_kwargs: dict[str, Any]) -> SlabCache | None:
+        """The cache that `generate()` begins with; None: one of transformers'."""
+
+
 def face_class(cls: type[Any]) -> type[Any]:
-    """A subclass of a transformers model class whose calls go to `tiermoe`, the engine that is attached to it."""
+    """A subclass of a transformers model class whose calls are answered by a front (`Front`). `serve` gives it one, and
+    the engine behind it, which is its attribute `tiermoe` from then on."""
+
+    def serve(self: Any, engine: Any, front: Front) -> None:
+        self.tiermoe, self.front = engine, front
 
     def forward(self: Any, *arguments: Any, **named: Any) -> Any:
-        return self.tiermoe.forward(self, arguments, named)
+        self.tiermoe.check_open()
+        return self.front.forward(self, arguments, named)
 
     def prepare(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any) -> None:
-        cache = self.tiermoe.cache_for_generate(generation_config, model_kwargs)
+        cache = self.front.cache_for_generate(generation_config, model_kwargs)
         if cache is None:
             cls._prepare_cache_for_generation(self, generation_config, model_kwargs, *rest)
         else:
@@ -172,12 +187,18 @@ def face_class(cls: type[Any]) -> type[Any]:
 
     forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
     members = {
+        "serve": serve,
         "forward": forward,
         "_prepare_cache_for_generation": prepare,
         "save_pretrained": save_pretrained,
         "__module__": cls.__module__,
     }
     return type(cls.__name__, (cls,), members)
+
+
+def face_base(cls: type[Any]) -> Any:
+    """The transformers class that `face_class` made a subclass of."""
+    return cls.__mro__[1]
 
 
 def _padding(mask: Any, ids: Tensor, cache: SlabCache) -> list[int] | None:

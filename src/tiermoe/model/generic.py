@@ -121,12 +121,12 @@ class GenericDecoder:
     verifies = False
 
     def __init__(self, model: Any, forward: Callable[..., Any]) -> None:
-        self._model = model
+        self.model = model
         self._forward = forward
 
     def new_cache(self, slabs: int, context: int, step: int) -> GenericCache:
         """A cache for `slabs` sequences of up to `context` tokens."""
-        return GenericCache(self._model.config, slabs, context)
+        return GenericCache(self.model.config, slabs, context)
 
     def time_linears(self, note: Callable[[float], None]) -> Callable[[], None]:
         """Calls `note` with the seconds of each call of a linear layer; returns what ends it."""
@@ -139,7 +139,7 @@ class GenericDecoder:
         def after(*_: Any) -> None:
             note(time.perf_counter() - began)
 
-        linears = [each for each in self._model.modules() if isinstance(each, torch.nn.Linear | PackedLinear)]
+        linears = [each for each in self.model.modules() if isinstance(each, torch.nn.Linear | PackedLinear)]
         handles = [each.register_forward_pre_hook(before) for each in linears]
         handles += [each.register_forward_hook(after) for each in linears]
 
@@ -157,7 +157,7 @@ class GenericDecoder:
         if held.get_seq_length() != row.first:
             cache.crop(row.slab, row.first)
         output = self._forward(
-            input_ids=torch.tensor([row.tokens], device=self._model.device),
+            input_ids=torch.tensor([row.tokens], device=self.model.device),
             past_key_values=held,
             use_cache=True,
             logits_to_keep=0 if every else 1,

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from tiermoe.model.linear import Linear, PackedLinear, PlainLinear
+
+
+class Weights(Protocol):
+    """Dense weights by the paths that they have in a transformers model."""
+
+    def has(self, path: str) -> bool:
+        """Whether there is such a module or parameter."""
+
+    def tensor(self, path: str) -> Tensor:
+        """A parameter or buffer."""
+
+    def linear(self, path: str) -> Linear:
+        """A linear layer, packed or not."""
+
+    def embedding(self, path: str) -> Callable[[Tensor], Tensor]:
+        """The input embedding: int64 (T) → (T, H)."""
 
 
 class ModuleWeights:

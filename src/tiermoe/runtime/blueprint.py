@@ -2,63 +2,81 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
-from transformers.quantizers import AutoHfQuantizer
+from transformers import AutoConfig, GenerationConfig
 
 from tiermoe.errors import ModelError
 from tiermoe.families import Family, family_of
-from tiermoe.runtime.conversion import CheckpointExperts
-from tiermoe.runtime.footprint import without_meta_references
-from tiermoe.runtime.shells import experts_left_out
+from tiermoe.runtime import footprint
+from tiermoe.runtime.resolve import chosen_store_root
 from tiermoe.store.checkpoint import Checkpoint
+from tiermoe.store.outline import Outline, read_outline, write_outline
 from tiermoe.types import MoeLayer
 
+if TYPE_CHECKING:
+    from tiermoe.runtime.conversion import CheckpointExperts
+    from tiermoe.runtime.skeleton import Skeleton
 
-@dataclass(slots=True)
+
+@dataclass
 class Blueprint:
-    """What `inspect_model` found. `skeleton` is the model on the meta device, with shells for experts."""
+    """What `inspect_model` found. known: the outline that the checkpoint's store has; None: transformers' modelling
+    code is asked where an outline is needed."""
 
     directory: Path
     name: str
     config: Any
     family: Family
     dtype: torch.dtype
-    skeleton: Any
     checkpoint: Checkpoint
-    experts: CheckpointExperts
-    quantized: bool
+    known: Outline | None
+
+    @functools.cached_property
+    def outline(self) -> Outline:
+        """Layers and dense tensors."""
+        return self.known or self._built.outline()
+
+    @property
+    def skeleton(self) -> Any:
+        """The model on the meta device, with shells for experts. Asking for it imports transformers' modelling code."""
+        return self._built.model
+
+    @property
+    def experts(self) -> CheckpointExperts:
+        """The experts in the checkpoint. Asking for them imports transformers' modelling code."""
+        return self._built.experts
+
+    @functools.cached_property
+    def _built(self) -> Skeleton:
+        footprint.before_modelling_code()
+        from tiermoe.runtime.skeleton import Skeleton  # late: it imports transformers' modelling code
+
+        return Skeleton(self.family, self.config, self.dtype, self.checkpoint, self.name)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the checkpoint comes quantised."""
+        return getattr(self.config, "quantization_config", None) is not None
 
     @property
     def layers(self) -> list[MoeLayer]:
-        return self.experts.layers
+        return self.outline.layers
 
     @property
     def dense_keys(self) -> list[str]:
         """Checkpoint keys that are not of experts."""
-        return [key for key in self.checkpoint.tensors if key not in self.experts.expert_keys]
+        return list(self.outline.dense_keys)
 
     def dense_bytes(self) -> int:
         """Bytes of the parameters and buffers that stay resident at 16 bits (tied ones once)."""
-        seen: dict[int, int] = {}
-        for tensor in [*self.skeleton.parameters(), *self.skeleton.buffers()]:
-            seen[id(tensor)] = tensor.numel() * tensor.element_size()
-        return sum(seen.values()) - self._tied_bytes()
-
-    def _tied_bytes(self) -> int:
-        tied = getattr(self.skeleton, "all_tied_weights_keys", None) or {}
-        parameters = dict(self.skeleton.named_parameters(remove_duplicate=False))
-        return sum(
-            parameters[key].numel() * parameters[key].element_size()
-            for key, source in tied.items()
-            if key in parameters and source in parameters and parameters[key] is not parameters[source]
-        )
+        return self.outline.dense_bytes
 
     def max_context(self) -> int | None:
         """Tokens the model was made for, None where its positions are relative and unbounded (Switch)."""
@@ -76,22 +94,29 @@ class Blueprint:
         except (OSError, ValueError) as error:
             raise ModelError(f"{file} cannot be read ({error}); download it again") from error
 
+    def generation_settings(self) -> Any:
+        """The GenerationConfig that a transformers model of the checkpoint has: the checkpoint's, or what the config
+        says."""
+        return self.generation_config() or GenerationConfig.from_model_config(self.config)
 
-def inspect_model(directory: Path, name: str) -> Blueprint:
-    """Reads config and headers of a checkpoint and builds its skeleton. ModelError: not a MoE model, an unsupported
-    family, missing or torn files."""
+    def leave_outline(self, root: Path) -> None:
+        """Keeps the outline in the store at `root`, where it was not read from a store."""
+        if self.known is None:
+            write_outline(root, self.checkpoint.fingerprint(), transformers.__version__, self.outline)
+
+
+def inspect_model(directory: Path, name: str, store: Path | None = None) -> Blueprint:
+    """Reads config and headers of a checkpoint, and the outline that its store keeps (in the folder `store`, by default
+    the one in the user's cache); builds the model's skeleton where there is none. ModelError: not a MoE model, an
+    unsupported family, missing or torn files."""
     config = read_config(directory)
-    family = family_of(config.model_type)
     checkpoint = Checkpoint(directory)
-    quantized = getattr(config, "quantization_config", None) is not None
-    quantizer = _dequantizer(config) if quantized else None
-    dtype = _dtype_of(config, checkpoint)
-    skeleton = _skeleton(family, config, dtype)
-    top_k = 1 if family.top_k is None else int(getattr(config, family.top_k))
-    experts = CheckpointExperts(skeleton, checkpoint, dtype, top_k, quantizer)
-    if not experts.layers:
-        raise ModelError(f"{name} ({config.model_type}) has no expert layers: it is not a Mixture-of-Experts model")
-    return Blueprint(directory, name, config, family, dtype, skeleton, checkpoint, experts, quantized)
+    fingerprint = checkpoint.fingerprint()
+    known = read_outline(chosen_store_root(directory, name, fingerprint, store), fingerprint, transformers.__version__)
+    family, dtype = family_of(config.model_type), _dtype_of(config, checkpoint)
+    blueprint = Blueprint(directory, name, config, family, dtype, checkpoint, known)
+    assert blueprint.outline
+    return blueprint
 
 
 def read_config(directory: Path) -> Any:
@@ -122,24 +147,8 @@ def read_config(directory: Path) -> Any:
         ) from error
 
 
-def auto_class(family: Family) -> Any:
-    """The transformers class that loads this family's models."""
-    return AutoModelForSeq2SeqLM if family.encoder_decoder else AutoModelForCausalLM
-
-
 def _looks_like_moe(raw: dict[str, Any]) -> bool:
     return any("expert" in key for key in raw) or raw.get("model_type") in ("mixtral", "switch_transformers")
-
-
-def _skeleton(family: Family, config: Any, dtype: torch.dtype) -> Any:
-    with experts_left_out(family, config), without_meta_references(), torch.device("meta"):
-        return auto_class(family).from_config(config, dtype=dtype, experts_implementation="eager")
-
-
-def _dequantizer(config: Any) -> Any:
-    settings = config.quantization_config
-    settings = settings if isinstance(settings, dict) else settings.to_dict()
-    return AutoHfQuantizer.from_config({**settings, "dequantize": True}, pre_quantized=True)
 
 
 def _dtype_of(config: Any, checkpoint: Checkpoint) -> torch.dtype:

@@ -6,20 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 from tiermoe.errors import PromptError
+from tiermoe.runtime.engine import engine_of
 from tiermoe.runtime.generate import Report, encode_chat, encode_prompt, generate
 from tiermoe.runtime.sampling import Sampling
 from tiermoe.runtime.sequence import Sequence
 
 
 class Conversation:
-    """The messages of a chat with `model`, and the keys and values of their tokens.
+    """The messages of a chat with `model` (or an engine), and the keys and values of their tokens.
 
     A reply runs only the tokens that follow the longest beginning that the key/value cache holds already. Where a reply
     was interrupted, the turn is dropped and the cache with it.
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
-        self._model = model
+        self._model, self._engine = model, engine_of(model)
         self._tokenizer = tokenizer
         self._messages: list[dict[str, str]] = []
         self._text = ""
@@ -44,14 +45,14 @@ class Conversation:
         return report
 
     def _answer(self, ids: Any, sampling: Sampling, on_text: Callable[[str], None]) -> Report:
-        sequence = self._sequence or Sequence(self._model.tiermoe, self._model.tiermoe.new_cache())
+        sequence = self._sequence or Sequence(self._engine, self._engine.new_cache())
         self._sequence = None  # until the reply is whole
         report = generate(self._model, self._tokenizer, ids, sampling, on_text, sequence=sequence)
         self._sequence = sequence
         return report
 
     def _check_room(self, tokens: int) -> None:
-        engine = self._model.tiermoe
+        engine = self._engine
         room = min(engine.plan.context, engine.longest_context or engine.plan.context)
         if tokens >= room:
             raise PromptError(

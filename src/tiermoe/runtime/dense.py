@@ -7,6 +7,7 @@ lose most keep 8.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +21,6 @@ from tiermoe.quant import row_blocks
 from tiermoe.quant.encodings import encoding_for
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.runtime.blueprint import Blueprint
-from tiermoe.runtime.shells import is_shell
 from tiermoe.store.atomic import whole_or_nothing
 from tiermoe.store.extent_file import ExtentWriter
 from tiermoe.store.layout import PAGE, ExpertFormat, align, relative_error
@@ -31,7 +31,6 @@ from tiermoe.tiers.mapped import MappedFiles, MappedReader
 from tiermoe.tiers.reader import ExtentReader, aligned_memory
 from tiermoe.types import ExpertKey
 
-_SMALLEST = 4096  # elements; smaller matrices save nothing worth a kernel call
 _KEPT_AT_8 = ("lm_head",)
 """Kinds of layers that 4 bits leave at 8. Of what packing all dense layers to 4 bits costs, the output layer is 60 %
 (`python -m benchmarks.dense_kinds`)."""
@@ -39,21 +38,8 @@ _KEPT_AT_8 = ("lm_head",)
 
 def packable(blueprint: Blueprint) -> dict[str, str]:
     """Linear layers that `--dense-bits` packs: module path → checkpoint key of its weight."""
-    model = blueprint.skeleton
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    inside = [
-        name for name, module in model.named_modules() if is_shell(module) or name.endswith(blueprint.family.router)
-    ]
-    keys = set(blueprint.dense_keys)
-    found = {}
-    for name, module in model.named_modules():
-        if type(module) is not torch.nn.Linear or module.weight.numel() < _SMALLEST:
-            continue
-        key = blueprint.experts.direct_key(f"{name}.weight")
-        routed = any(name == prefix or name.startswith(f"{prefix}.") for prefix in inside)
-        if key in keys and f"{name}.weight" not in tied and not routed:
-            found[name] = key
-    return found
+    outline = blueprint.outline
+    return {name: str(outline.tensors[f"{name}.weight"].key) for name in outline.packable}
 
 
 def kind_of(name: str) -> str:
@@ -79,8 +65,8 @@ def recipe_key(blueprint: Blueprint, bits: int, layout: str) -> str:
 def dense_format(blueprint: Blueprint, name: str, bits: int, layout: str) -> ExpertFormat:
     """How the linear layer at path `name` is packed for the kernels of `layout` where `bits` are asked for."""
     bits = bits_of(name, bits)
-    module = blueprint.skeleton.get_submodule(name)
-    layer = one_matrix(name, module.out_features, module.in_features)
+    out, in_ = blueprint.outline.tensors[f"{name}.weight"].shape
+    layer = one_matrix(name, out, in_)
     encoding = encoding_for(bits, *layer.parts[0].out_in, blueprint.dtype, layout, "hqq")
     return ExpertFormat(layer, bits, blueprint.dtype, {"weight": encoding})
 
@@ -98,7 +84,7 @@ def packed_bytes(blueprint: Blueprint, bits: int, layout: str) -> tuple[int, int
     """(bytes at 16 bits, bytes packed) of the layers that are packed at `bits`."""
     plain = packed = 0
     for name in packable(blueprint):
-        plain += blueprint.skeleton.get_submodule(name).weight.numel() * blueprint.dtype.itemsize
+        plain += math.prod(blueprint.outline.tensors[f"{name}.weight"].shape) * blueprint.dtype.itemsize
         packed += dense_format(blueprint, name, bits, layout).slot.nbytes
     return plain, packed
 
@@ -197,6 +183,26 @@ def attach_dense(
     `device`; returns their bytes. files: the store's, where the layers are used as they are mapped; None: they are read
     by `reader`."""
     total = 0
+    for name, layer in packed_linears(
+        store, key, reader, device, files, lambda name: model.get_submodule(name).bias
+    ):
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, layer)
+        total += store.dense_format(key, name).slot.nbytes
+    return total
+
+
+def packed_linears(
+    store: Store,
+    key: str,
+    reader: ExtentReader,
+    device: str,
+    files: MappedFiles | None,
+    bias_of: Callable[[str], torch.Tensor | None],
+) -> Iterator[tuple[str, PackedLinear]]:
+    """The packed linear layers that the store holds under `key`, each with its path, on `device` and given the bias
+    that `bias_of` has for its path. files: the store's, where the layers are used as they are mapped; None: they are
+    read by `reader`."""
     layers = store.dense[key]["layers"]
     places = _mapped(store, key, files) if files else _in_one_piece(store, key)
     source: Reader = MappedReader() if files else reader
@@ -212,14 +218,10 @@ def attach_dense(
             ) from error
         stored = torch.frombuffer(memory, dtype=torch.uint8)[: form.stored.nbytes]
         fields = form.slot.views(stored.to(device))["weight"]
-        parent, _, attribute = name.rpartition(".")
-        owner = model.get_submodule(parent)
         kernel = linear_for(packed["encoding"], torch.device(device).type, store.dtype)
-        bias, (out, in_) = getattr(owner, attribute).bias, packed["shape"]
-        matrix = PackedMatrix(form.encodings["weight"], fields, out, in_, bias)
-        setattr(owner, attribute, PackedLinear(kernel, matrix, store.dtype))
-        total += form.slot.nbytes
-    return total
+        out, in_ = packed["shape"]
+        matrix = PackedMatrix(form.encodings["weight"], fields, out, in_, bias_of(name))
+        yield name, PackedLinear(kernel, matrix, store.dtype)
 
 
 def _mapped(store: Store, key: str, files: MappedFiles) -> Iterator[memoryview]:

@@ -23,7 +23,7 @@ from tiermoe.types import ExpertKey, Extent, MoeLayer
 
 def describe_model(model: str, chosen: Path | None = None) -> dict[str, Any]:
     """Facts of a checkpoint and of its store, where it has one."""
-    blueprint = inspect_model(resolve_model(model), model)
+    blueprint = inspect_model(resolve_model(model), model, chosen)
     root = store_root(blueprint, chosen)
     store = open_store(root) if is_store(root) else None
     expert_weights = sum(layer.experts * layer.expert_elements for layer in blueprint.layers)

@@ -39,17 +39,8 @@ class EmbeddingOnDisk(torch.nn.Module):
 def embedding_key(blueprint: Blueprint) -> str | None:
     """The checkpoint key of the input embedding, if its rows can be read one by one: a plain table that nothing else
     uses and that the checkpoint holds as it is. None otherwise."""
-    model = blueprint.skeleton
-    module = model.get_input_embeddings()
-    if type(module) is not torch.nn.Embedding or module.max_norm is not None or blueprint.family.encoder_decoder:
-        return None
-    path = next(name for name, each in model.named_modules() if each is module)
-    parameter = f"{path}.weight"
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    if parameter in tied or parameter in tied.values():
-        return None
-    key = blueprint.experts.direct_key(parameter)
-    return key if key in blueprint.checkpoint.tensors else None
+    table = blueprint.outline.table
+    return None if table is None else blueprint.outline.tensors[table].key
 
 
 def embedding_bytes(blueprint: Blueprint) -> int:

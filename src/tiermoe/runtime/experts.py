@@ -12,7 +12,6 @@ from itertools import accumulate, chain
 from typing import Any
 
 import torch
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tiermoe.controller import ELSEWHERE
 from tiermoe.kernels.expert import ExpertKernel, InOneCall, Views, weighted_sum
@@ -20,7 +19,6 @@ from tiermoe.runtime.cooperative import OnCpu
 from tiermoe.runtime.few_tokens import compute_few
 from tiermoe.runtime.passes import CurrentPass
 from tiermoe.runtime.settled import SettledExperts
-from tiermoe.runtime.shells import IMPLEMENTATION
 from tiermoe.runtime.weighted_sums import Choices, sums_of
 from tiermoe.types import FEW_TOKENS, Ready, Routed
 
@@ -173,13 +171,3 @@ class LayerExperts:
             gates = [[row[k] for k in keep] if row else [] for row, keep in zip(gates, there, strict=True)]
             chosen = [[row[k] for k in keep] for row, keep in zip(chosen, there, strict=True)]
         return Routed(self._index, self._current.phase, chosen, gates)
-
-
-def register() -> None:
-    """Makes transformers' experts modules call `run_experts`, an attribute that the engine sets on each shell."""
-
-    def forward(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = module.run_experts(hidden, index, weights)
-        return result
-
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, forward)

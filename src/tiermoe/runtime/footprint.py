@@ -1,8 +1,9 @@
 """What the process itself holds besides the model: measured, kept small, and given back.
 
-`prepare` before torch and transformers are imported, `without_meta_references` around the construction of a
-model, `settle` after imports and after loading. The numbers behind each are in docs/notebook/process-memory.md.
-On systems other than Linux with glibc, `prepare` postpones imports and the rest does nothing.
+`prepare` before torch and transformers are imported, `before_modelling_code` where transformers' is needed,
+`without_meta_references` around the construction of a model, `settle` after imports and after loading. The numbers
+behind each are in docs/notebook/process-memory.md. On systems other than Linux with glibc, `before_modelling_code`
+postpones imports and the rest does nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
-
-from tiermoe.runtime import deferred_imports
 
 _MADV_DONTNEED = 4
 _M_MMAP_THRESHOLD = -3
@@ -44,24 +43,47 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ (\d+)\s+(\S.*)")
 
 
 def prepare() -> None:
-    """Postpones the imports of transformers that inference does not use (see `deferred_imports`).
-
-    Call it before transformers is imported; later it changes nothing that is imported already. Idempotent.
-    """
-    deferred_imports.install()
+    """Bounds what the allocator and torch's products keep. Call it before torch is imported. Idempotent."""
     _fix_mmap_threshold()
     for variable in _PRODUCT_CACHES:
         os.environ.setdefault(variable, str(_PRODUCT_SHAPES))
 
 
-def import_libraries() -> None:
-    """`prepare`, then torch and transformers, each followed by `settle`: what only their start needs is gone before
-    the next one comes, and the peak stays near that of torch alone. Does nothing where they are imported already."""
+def before_modelling_code() -> None:
+    """Postpones the imports of transformers' modelling code that inference does not use (see `deferred_imports`); later
+    it changes nothing that is imported already. A start over our own decoder alone needs none of it. Idempotent."""
+    from tiermoe.runtime import deferred_imports  # late: see above
+
+    deferred_imports.install()
+
+
+def import_libraries(own_process: bool = False) -> None:
+    """`prepare`, then torch and transformers: the pages that only torch's start needs are given back before
+    transformers comes, and the peak stays near that of torch alone. Does nothing where they are imported already.
+
+    own_process: nobody else's objects are here. What the libraries made stays for good then, and no later search for
+    garbage looks at it, which takes 0.1 s each time."""
     prepare()
-    for library in ("torch", "transformers"):
-        if library not in sys.modules:
+    missing = [library for library in ("torch", "transformers") if library not in sys.modules]
+    for library in missing:
+        with _without_collecting():
             importlib.import_module(library)
-            settle()
+        _give_back()
+    if own_process and missing:
+        gc.freeze()  # without a search: what importing leaves behind is not worth 0.1 s either
+
+
+@contextlib.contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Around imports: they make many objects that stay and hardly any garbage, for which Python would look again and
+    again."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _fix_mmap_threshold() -> None:
@@ -132,13 +154,18 @@ def settle() -> int:
     """
     before = resident_bytes()
     gc.collect()
+    _give_back()
+    return max(0, before - resident_bytes())
+
+
+def _give_back() -> None:
+    """Free heap, and pages of libraries that were only used to start."""
     _give_heap_back()
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         for start, end in _clean_library_pages():
             libc.madvise(start, end - start, _MADV_DONTNEED)
-    return max(0, before - resident_bytes())
 
 
 def _give_heap_back() -> None:

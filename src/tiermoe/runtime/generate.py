@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import TextStreamer, set_seed
+import transformers
+from transformers import TextStreamer
 
 from tiermoe.errors import PromptError
+from tiermoe.runtime.engine import engine_of, transformers_model
 from tiermoe.runtime.phases import Phase
 from tiermoe.runtime.sampler import Sampler
 from tiermoe.runtime.sampling import Sampling
@@ -104,28 +106,29 @@ def generate(
 ) -> Report:
     """Answers one prompt.
 
-    input_ids: (1, n). on_text: called with each piece of text as it is ready. sequence: holds a beginning of input_ids
-    already (a conversation's earlier turns). Raises LoadError where an expert is damaged.
+    model: a loaded transformers model, or an engine. input_ids: (1, n). on_text: called with each piece of text as it
+    is ready. sequence: holds a beginning of input_ids already (a conversation's earlier turns). Raises LoadError where
+    an expert is damaged.
     """
-    engine = model.tiermoe
+    engine = engine_of(model)
     max_tokens = check_length(input_ids.shape[1], sampling.max_tokens, engine.longest_context, engine.plan.context)
     streamer = _Streamer(tokenizer, on_text, engine)
     before = engine.snapshot()
     started = time.perf_counter()
     if model.config.is_encoder_decoder:
-        _answer_by_transformers(model, input_ids, sampling, max_tokens, streamer)
+        _answer_by_transformers(transformers_model(model), input_ids, sampling, max_tokens, streamer)
     else:
         _answer(model, input_ids[0].tolist(), sampling, max_tokens, streamer, sequence)
     ended = time.perf_counter()
     after = engine.snapshot()
-    return _report(model, streamer, before, after, started, ended, input_ids.shape[1], load_s)
+    return _report(engine, streamer, before, after, started, ended, input_ids.shape[1], load_s)
 
 
 def _answer(
     model: Any, ids: list[int], sampling: Sampling, max_tokens: int, streamer: _Streamer, sequence: Sequence | None
 ) -> None:
     """Our own loop: a step, a token, until an end token or enough of them."""
-    engine, config = model.tiermoe, model.generation_config
+    engine, config = engine_of(model), model.generation_config
     alone = sequence is None
     sequence = Sequence(engine, engine.new_cache()) if sequence is None else sequence
     sampler, ends = Sampler(sampling, getattr(config, "repetition_penalty", None)), end_tokens(config)
@@ -148,7 +151,7 @@ def _answer_by_transformers(
 ) -> None:
     """An encoder–decoder model, whose prompt is another model's input."""
     if sampling.seed is not None:
-        set_seed(sampling.seed)
+        transformers.set_seed(sampling.seed)
     options: dict[str, Any] = {"do_sample": False}
     if sampling.temperature > 0:
         options = {
@@ -192,7 +195,7 @@ class _Streamer(TextStreamer):  # type: ignore[misc]
 
 
 def _report(
-    model: Any,
+    engine: Any,
     streamer: _Streamer,
     before: Any,
     after: Any,
@@ -201,7 +204,6 @@ def _report(
     prompt: int,
     load_s: float,
 ) -> Report:
-    engine = model.tiermoe
     first_at = streamer.first_at or ended
     first = streamer.first_snapshot or after
     whole, decode = Phase(), Phase()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,21 +13,54 @@ from transformers.utils import logging
 
 from tiermoe.errors import ModelError
 from tiermoe.kernels import machine_layout
-from tiermoe.model.face import face_class
+from tiermoe.model.architectures import decoder_for
+from tiermoe.model.face import face_base, face_class
+from tiermoe.model.generic import GenericDecoder
+from tiermoe.model.weights import ModuleWeights
 from tiermoe.runtime import footprint
+from tiermoe.runtime.attachment import attach
 from tiermoe.runtime.blueprint import Blueprint
+from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.dense import attach_dense, recipe_key
+from tiermoe.runtime.dense_weights import LazyTensor, read_dtypes
 from tiermoe.runtime.embedding import embedding_key, leave_on_disk
-from tiermoe.runtime.experts import register
-from tiermoe.runtime.reading import Reading
-from tiermoe.runtime.shells import IMPLEMENTATION, experts_left_out
-from tiermoe.store.checkpoint import Checkpoint
+from tiermoe.runtime.engine import Engine, Model
+from tiermoe.runtime.forecasts import router_beside
+from tiermoe.runtime.hash_routing import token_tables
+from tiermoe.runtime.memory_plan import MemoryPlan
+from tiermoe.runtime.reading import Reading, rows_stay_on_disk
+from tiermoe.runtime.service import ExpertService
+from tiermoe.runtime.shells import IMPLEMENTATION, ShellGate, experts_left_out, register, shells_of
 from tiermoe.store.store import Store
+from tiermoe.tiers.cuda import resolve_device
 from tiermoe.tiers.reader import ExtentReader
-from tiermoe.types import Need, Phase
 
-_CONVERTED = 16 << 20  # bytes of a tensor that are there in two dtypes at a time
-_READERS = 4  # threads with which transformers reads a checkpoint
+
+def load_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: Resolved, reading: Reading) -> Any:
+    """A transformers model in evaluation mode, in front of its engine (`model.tiermoe`), whose decoder computes with
+    the weights that the model holds."""
+    settings, family = resolved.settings, blueprint.family
+    device = resolve_device(settings.device)
+    rows_on_disk = rows_stay_on_disk(blueprint, plan, reading)
+    model = load_dense(blueprint, store, settings.dense_bits_used, device, rows_on_disk, reading)
+    model.eval().requires_grad_(False)
+    footprint.settle()
+    hash_tables = token_tables(model, family)
+    own: Any = None
+    if settings.decoder != "generic" and not family.encoder_decoder and device == "cpu":
+        own = decoder_for(model.config, ModuleWeights(model), model.dtype)
+    shells, base = shells_of(model), face_base(type(model))
+    if own is not None:
+        routers = list(own.routers)
+    else:
+        called = [not family.adapter and layer not in hash_tables for layer in range(len(shells))]
+        routers = [router_beside(shell, model) if it else None for shell, it in zip(shells, called, strict=True)]
+    decoder = own or GenericDecoder(model, functools.partial(base.forward, model))
+    gates = [ShellGate(shell) for shell in shells]
+    service = ExpertService(store, plan, resolved, reading, hash_tables)
+    engine = Engine(service, Model(blueprint, decoder, gates, routers, model.generation_config))
+    attach(engine, model, family)
+    return model
 
 
 def load_dense(
@@ -37,10 +71,10 @@ def load_dense(
     register()
     key = recipe_key(blueprint, dense_bits, machine_layout(device))
     packed = set(store.dense[key]["layers"]) if dense_bits < 16 else set()
-    replaced = {blueprint.experts.direct_key(f"{name}.weight") for name in packed}
+    replaced = {blueprint.outline.tensors[f"{name}.weight"].key for name in packed}
     if embedding_on_disk:
         replaced.add(embedding_key(blueprint))
-    dtypes = _dtypes(blueprint)
+    dtypes = read_dtypes(blueprint)
     state = {
         name: LazyTensor(blueprint.checkpoint, name, dtypes.get(name), name in replaced)
         for name in blueprint.dense_keys
@@ -92,65 +126,13 @@ def _keep_output_whole(model: Any) -> None:
     model.set_output_embeddings(layer)
 
 
-class LazyTensor:
-    """A tensor of the checkpoint that transformers' loader reads when it takes it (`tensor[...]`), as `dtype`: some
-    rows at a time where that is another one, so that it is never there in both. dtype None: as it is stored. A
-    placeholder takes no memory and stands for a weight that is replaced by a packed one."""
-
-    def __init__(self, checkpoint: Checkpoint, key: str, dtype: torch.dtype | None, placeholder: bool) -> None:
-        entry = checkpoint.tensors[key]
-        self.shape, self.dtype = torch.Size(entry.shape), dtype or entry.dtype
-        self._checkpoint, self._key, self._placeholder = checkpoint, key, placeholder
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        if self._placeholder:
-            return torch.zeros(1, dtype=self.dtype).expand(self.shape)
-        entry = self._checkpoint.tensors[self._key]
-        if entry.dtype == self.dtype or not self.shape:
-            return self._checkpoint.read(self._key)[index]
-        rows = torch.empty(self.shape, dtype=self.dtype)
-        step = max(1, _CONVERTED * len(rows) // max(1, entry.nbytes))
-        for first in range(0, len(rows), step):
-            last = min(first + step, len(rows))
-            rows[first:last] = self._checkpoint.read_rows(self._key, first, last)
-        return rows[index]
-
-    def get_shape(self) -> list[int]:
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        return str(self.dtype)
-
-
-def _dtypes(blueprint: Blueprint) -> dict[str, torch.dtype]:
-    """Checkpoint key → the dtype that its parameter has in the model, of those that are taken as they are."""
-    parameters = blueprint.skeleton.state_dict()
-    keys = {blueprint.experts.direct_key(name): tensor for name, tensor in parameters.items()}
-    stored = blueprint.checkpoint.tensors
-    return {
-        key: tensor.dtype
-        for key, tensor in keys.items()
-        if key in stored and tensor.is_floating_point() and stored[key].dtype.is_floating_point
-    }
-
-
-def loading_needs(blueprint: Blueprint, dense: int) -> list[Need]:
-    """Loading holds the `dense` bytes that stay and, at most, what is converted: of tensors that are taken as they are
-    the rows that transformers' threads read at a time, of the others all that they are made of."""
-    direct, stored = _dtypes(blueprint), blueprint.checkpoint.tensors
-    converted = sum(stored[key].nbytes for key in blueprint.dense_keys if key not in direct)
-    if any(stored[key].dtype != dtype for key, dtype in direct.items()):
-        converted += _READERS * _CONVERTED
-    return [Need("dense", dense, Phase.LOADING), Need("conversion", converted, Phase.LOADING)]
-
-
 def _config_for_loading(blueprint: Blueprint) -> Any:
     """The config that transformers loads by. Where only experts are quantised it names no quantisation: transformers'
     quantiser would have nothing to do, and says on standard error what its kernels lack."""
     if not blueprint.quantized:
         return blueprint.config
     config = copy.deepcopy(blueprint.config)
-    direct = _dtypes(blueprint)
+    direct = read_dtypes(blueprint)
     if all(key in direct for key in blueprint.dense_keys):
         del config.quantization_config
         return config

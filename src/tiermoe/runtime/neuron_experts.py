@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from transformers.integrations.moe import _default_apply_gate
 
-from tiermoe.errors import ModelError
-from tiermoe.kernels.expert import Activation, Views
+from tiermoe.kernels.expert import Views
 from tiermoe.kernels.neurons import NeuronKernel
 from tiermoe.policy.neurons import whole
 from tiermoe.store.layout import ExpertFormat
@@ -114,14 +112,3 @@ class NeuronLayerExperts:
 def neuron_views(form: ExpertFormat, slot: torch.Tensor) -> Views:
     """Typed views of a slot, and the slot itself, into which missing neurons are read."""
     return {**form.slot.views(slot), _SLOT: {"bytes": slot}}
-
-
-def gate_activation_of(module: Any) -> Activation:
-    """act of an experts module whose experts are W2 (act(W1 x) * W3 x). ModelError where its class gates otherwise."""
-    if getattr(module, "has_gate", False) and type(module)._apply_gate is _default_apply_gate:
-        activation: Activation = module.act_fn
-        return activation
-    raise ModelError(
-        f"the neuron unit cannot take {type(module).__name__}: it does not compute act(W1 x) * W3 x; "
-        f"use the unit 'expert'"
-    )

@@ -18,9 +18,9 @@ from tiermoe.runtime.activations import decoder_needs, expanding_needs
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.dense import dense_bytes, recipe
+from tiermoe.runtime.dense_weights import loading_needs
 from tiermoe.runtime.embedding import embedding_bytes
 from tiermoe.runtime.footprint import resident_bytes
-from tiermoe.runtime.loading import loading_needs
 from tiermoe.runtime.memory_plan import GpuMemoryPlan, MemoryPlan, SlotPool, in_words, total
 from tiermoe.runtime.prepare_store import packing_needs
 from tiermoe.runtime.system import available_memory

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.dense import pack_dense, recipe_key
 from tiermoe.runtime.dense import packing_bytes as dense_packing_bytes
 from tiermoe.runtime.footprint import PACKING_HEAP, heap_for_packing
-from tiermoe.runtime.resolve import check_fingerprint, default_store_root
+from tiermoe.runtime.resolve import check_fingerprint, chosen_store_root
 from tiermoe.store.layout import expert_format
 from tiermoe.store.lock import exclusive
 from tiermoe.store.neurons import neuron_format
@@ -38,13 +39,18 @@ Progress = Callable[[str, int, int], None]
 
 def store_root(blueprint: Blueprint, chosen: Path | None) -> Path:
     """The folder of the blueprint's store: the chosen one, or the one in the user's cache."""
-    root = chosen or default_store_root(blueprint.directory, blueprint.name, blueprint.checkpoint.fingerprint())
-    return root.expanduser().absolute()
+    return chosen_store_root(blueprint.directory, blueprint.name, blueprint.checkpoint.fingerprint(), chosen)
 
 
 def open_or_create(blueprint: Blueprint, root: Path, force: bool = False) -> Store:
-    """The store at `root`, empty where there is none yet. StoreError where the store is damaged, another checkpoint's
-    or another version's; `force` makes an empty one of it then."""
+    """The store at `root`, empty where there is none yet, with the checkpoint's outline beside it. StoreError where the
+    store is damaged, another checkpoint's or another version's; `force` makes an empty one of it then."""
+    store = _opened_or_new(blueprint, root, force)
+    blueprint.leave_outline(root)
+    return store
+
+
+def _opened_or_new(blueprint: Blueprint, root: Path, force: bool) -> Store:
     if (root / TABLE).exists():
         try:
             return _open(blueprint, root)
@@ -114,6 +120,19 @@ def ensure_packed(
             check_dense_file(store, dense)
 
 
+def is_packed(blueprint: Blueprint, resolved: Resolved, layout: str) -> bool:
+    """Whether the checkpoint's store has all that is asked for, and experts that are served from the checkpoint where
+    they lie."""
+    settings, unit = resolved.settings, resolved.composition.unit
+    precisions, dense = _packed(store_root(blueprint, settings.store))
+    for bits in resolved.precisions:
+        precision = precisions.get(precision_key(bits, settings.quantizer, layout, unit))
+        if precision is None or (precision.in_place and _moved(precision, blueprint)):
+            return False
+    bits = settings.dense_bits_used
+    return bits == 16 or recipe_key(blueprint, bits, layout) in dense
+
+
 def packing_needs(blueprint: Blueprint, resolved: Resolved, layout: str, workers: int) -> list[Need]:
     """What packing by so many workers holds beside the interpreter at its largest step; none where the store lacks
     nothing."""
@@ -136,12 +155,12 @@ def packing_needs(blueprint: Blueprint, resolved: Resolved, layout: str, workers
     return [Need("packing", workers * (step + min(step, PACKING_HEAP)), Phase.PACKING)] if steps else []
 
 
-def _packed(root: Path) -> tuple[Iterable[str], Iterable[str]]:
+def _packed(root: Path) -> tuple[Mapping[str, Precision], Mapping[str, Any]]:
     """The precisions and the packed dense layers that the store at `root` has; none where it cannot be read."""
     try:
         store = open_store(root)
     except StoreError:
-        return (), ()
+        return {}, {}
     return store.precisions, store.dense
 
 
@@ -151,14 +170,18 @@ def _expert_bytes(layer: MoeLayer, blueprint: Blueprint) -> int:
 
 def _follow_checkpoint(precision: Precision, blueprint: Blueprint) -> None:
     """Experts that are served from the checkpoint lie where it lies now, should it have been moved since."""
-    extents = precision.layers[0].extents
-    if Path(extents[0].segments[0].file).parent == blueprint.directory:
+    if not _moved(precision, blueprint):
         return
     for index, layer in enumerate(precision.layers):
         for expert, extent in enumerate(layer.extents):
             segments = blueprint.experts.in_place(index, expert)
             if segments is not None:
                 layer.extents[expert] = Extent(tuple(segments), extent.checksum)
+
+
+def _moved(precision: Precision, blueprint: Blueprint) -> bool:
+    """Whether experts that are served from the checkpoint lay elsewhere when they were packed."""
+    return Path(precision.layers[0].extents[0].segments[0].file).parent != blueprint.directory
 
 
 def check_machine(root: Path, machine: str, layout: str) -> None:

@@ -12,6 +12,7 @@ from tiermoe.kernels import machine_layout
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.dense import recipe_key
+from tiermoe.runtime.embedding import embedding_key
 from tiermoe.runtime.footprint import resident_bytes
 from tiermoe.runtime.memory_plan import MemoryPlan
 from tiermoe.runtime.system import page_cache_room
@@ -31,9 +32,12 @@ class Reading:
     drive: DriveProbe
     files: MappedFiles | None = None
 
-    def close(self) -> None:
-        """Gives up what is mapped. An engine does so itself."""
-        if self.files is not None:
+    def __enter__(self) -> Reading:
+        return self
+
+    def __exit__(self, failure: object, *_: object) -> None:
+        """Gives up what is mapped where no engine came to be; an engine does so when it is closed."""
+        if failure is not None and self.files is not None:
             self.files.close()
 
 
@@ -73,6 +77,12 @@ def reading_for(plan: MemoryPlan, packed: Packed, resolved: Resolved, device: st
         if _has_room(plan, sum(extent.nbytes for extent in packed.extents)):
             return Reading(through_page_cache(packed.extents, lanes))
     return Reading(known_drive(packed.extents, lanes, packed.root / "drive.json"))
+
+
+def rows_stay_on_disk(blueprint: Blueprint, plan: MemoryPlan, reading: Reading) -> bool:
+    """Whether the input embedding is left on the drive: its memory is planned for experts, or nothing else is copied
+    and reading it whole is what loading would wait for."""
+    return plan.embedding_on_disk or (reading.files is not None and embedding_key(blueprint) is not None)
 
 
 def _packed(store: Store, resolved: Resolved, blueprint: Blueprint, device: str) -> Packed:

@@ -95,6 +95,11 @@ def default_store_root(directory: Path, name: str, fingerprint: str) -> Path:
     return root / f"{label}-{fingerprint}"
 
 
+def chosen_store_root(directory: Path, name: str, fingerprint: str, chosen: Path | None) -> Path:
+    """The folder of a checkpoint's store: the chosen one, or the one in the user's cache."""
+    return (chosen or default_store_root(directory, name, fingerprint)).expanduser().absolute()
+
+
 def _label(directory: Path, name: str) -> str:
     text = name if "/" in name and not Path(name).exists() else directory.name
     if directory.parent.name == "snapshots":  # a hub cache folder: models--org--name/snapshots/revision

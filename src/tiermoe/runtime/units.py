@@ -13,17 +13,16 @@ from tiermoe.kernels.neurons import NeuronKernel
 from tiermoe.policy.misses import MissCosts
 from tiermoe.presets import Composition
 from tiermoe.runtime.cooperative import CpuHelper
+from tiermoe.runtime.expert_gates import ExpertGate
 from tiermoe.runtime.experts import LayerExperts
 from tiermoe.runtime.neuron_experts import (
     NeuronCounts,
     NeuronExpert,
     NeuronLayerExperts,
-    gate_activation_of,
     neuron_views,
 )
 from tiermoe.runtime.passes import CurrentPass
 from tiermoe.runtime.settled import settled_experts
-from tiermoe.runtime.shells import activation_of
 from tiermoe.store.layout import ExpertFormat, expert_format
 from tiermoe.store.neurons import neuron_format
 from tiermoe.tiers.assemble import MeteredLink
@@ -74,18 +73,19 @@ class WholeExperts:
     def experts(
         self,
         index: int,
-        shell: Any,
+        gate: ExpertGate,
         formats: Mapping[int, ExpertFormat],
         current: CurrentPass,
         views_of: Callable[[int, int, int], Views],
         renormalise: bool,
     ) -> RunExperts:
-        """What runs in place of `shell`, the experts module of MoE layer `index`; `formats` by precision."""
-        activation = activation_of(shell)
+        """What computes the experts of MoE layer `index`, which compute `gate` between their matrices; `formats` by
+        precision."""
+        activation = gate.activation()
         kernels = {bits: expert_kernel(form, activation, self._device) for bits, form in formats.items()}
         on_cpu = self._helper.layer(index, formats, activation) if self._helper else None
-        settled = settled_experts(kernels, shell.num_experts, current)
-        return LayerExperts(index, shell.num_experts, kernels, current, views_of, renormalise, on_cpu, settled)
+        settled = settled_experts(kernels, gate.experts, current)
+        return LayerExperts(index, gate.experts, kernels, current, views_of, renormalise, on_cpu, settled)
 
     def stats(self) -> dict[str, float]:
         return {}
@@ -133,18 +133,18 @@ class ActiveNeurons:
     def experts(
         self,
         index: int,
-        shell: Any,
+        gate: ExpertGate,
         formats: Mapping[int, ExpertFormat],
         current: CurrentPass,
         views_of: Callable[[int, int, int], Views],
         renormalise: bool,
     ) -> RunExperts:
-        activation = gate_activation_of(shell)
+        activation = gate.alone()
         kernels = {}
         for bits, form in formats.items():
             self._kernels[bits, index] = kernel = NeuronKernel(form, activation, self._theta)
             kernels[bits] = NeuronExpert(kernel, self._filler, self._proceed, self._counts)
-        layer = LayerExperts(index, shell.num_experts, kernels, current, views_of, renormalise)
+        layer = LayerExperts(index, gate.experts, kernels, current, views_of, renormalise)
         return NeuronLayerExperts(index, layer, self._filler)
 
     def miss_costs(self) -> MissCosts:

@@ -27,6 +27,7 @@ from tiermoe.store.journal import Journal
 from tiermoe.store.layout import ExpertFormat, expert_format
 from tiermoe.store.lock import adding_to
 from tiermoe.store.neurons import NeuronSource, neuron_format
+from tiermoe.store.outline import NAME as OUTLINE
 from tiermoe.store.safetensors_file import file_name, write_header
 from tiermoe.store.store import (
     TABLE,
@@ -127,7 +128,7 @@ def forget(store: Store, precision: str, dense: str | None) -> None:
 
 def clear(root: Path) -> None:
     """Removes all that packing writes into a folder. For who holds its lock."""
-    for pattern in (TABLE, Journal.NAMES, file_name("*", "*"), dense_file_name("*")):
+    for pattern in (TABLE, OUTLINE, Journal.NAMES, file_name("*", "*"), dense_file_name("*")):
         for file in root.glob(pattern):
             file.unlink()
 

@@ -179,15 +179,7 @@ class Store:
                 "model_type": self.source.model_type,
                 "dtype": self.source.dtype,
             },
-            "layers": [
-                {
-                    "name": layer.name,
-                    "experts": layer.experts,
-                    "top_k": layer.top_k,
-                    "parts": [[part.name, list(part.shape), part.transposed] for part in layer.parts],
-                }
-                for layer in self.layers
-            ],
+            "layers": [layer_to_json(layer) for layer in self.layers],
             "precisions": {key: precision.to_json(self.root) for key, precision in self.precisions.items()},
             "dense": self.dense,
         }
@@ -221,7 +213,7 @@ def open_store(root: Path) -> Store:
         store = Store(
             root,
             Source(**document["source"]),
-            [_layer(entry) for entry in document["layers"]],
+            [layer_from_json(entry) for entry in document["layers"]],
             {key: Precision.from_json(entry, root) for key, entry in document["precisions"].items()},
             document["dense"],
         )
@@ -269,7 +261,14 @@ def _check_extents(extents: Iterable[Extent]) -> None:
             )
 
 
-def _layer(entry: dict[str, Any]) -> MoeLayer:
+def layer_to_json(layer: MoeLayer) -> dict[str, Any]:
+    """A MoE layer as tables hold it."""
+    parts = [[part.name, list(part.shape), part.transposed] for part in layer.parts]
+    return {"name": layer.name, "experts": layer.experts, "top_k": layer.top_k, "parts": parts}
+
+
+def layer_from_json(entry: dict[str, Any]) -> MoeLayer:
+    """What `layer_to_json` wrote."""
     parts = tuple(Part(name, tuple(shape), transposed) for name, shape, transposed in entry["parts"])
     return MoeLayer(entry["name"], entry["experts"], entry["top_k"], parts)
 

@@ -41,7 +41,7 @@ def find_theta(
             model(input_ids=row[None].to(model.device), use_cache=False, logits_to_keep=1)
     finally:
         model.tiermoe.observe(None)
-    activation = _activations(model)
+    activation = [gate.alone() for gate in model.tiermoe.gates]
     layers = []
     for index in range(len(blueprint.layers)):
         layers.append(_magnitudes(blueprint, index, sample.by_expert(index), activation[index]))
@@ -85,10 +85,6 @@ def _magnitudes(
         gate, _ = blueprint.experts.read(layer, expert)[name].float().chunk(2)
         found.append(activation(hidden @ gate.t()).abs().flatten())
     return torch.cat(found)
-
-
-def _activations(model: Any) -> list[Activation]:
-    return [module.act_fn for module in model.modules() if hasattr(module, "run_experts")]
 
 
 def _positions(blueprint: Blueprint, shape: torch.Size) -> list[int]:

@@ -94,7 +94,7 @@ class Calibration:
 
     def blueprint(self) -> Blueprint:
         """The checkpoint, unloaded."""
-        return inspect_model(self.directory, self.model)
+        return inspect_model(self.directory, self.model, self.settings.store)
 
     @property
     def settings(self) -> Settings:
@@ -123,7 +123,7 @@ def prepare(
     settings = make_settings(**options)
     make_settings(quantizer=bitwidth_quantizer)
     directory = resolve_model(model)
-    blueprint = inspect_model(directory, model)
+    blueprint = inspect_model(directory, model, settings.store)
     ids = cut(load_tokenizer(directory), text, shape, blueprint.max_context())
     return Calibration(
         directory, model, text, ids, shape, options, made_from(text_name, text, shape, settings),

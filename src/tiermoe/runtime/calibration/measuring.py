@@ -84,7 +84,7 @@ class Measuring:
             return
         self.close()
         pair = next(pair for pair in _PAIRS if needed <= set(pair))
-        blueprint = inspect_model(self._source.directory, self._source.name)
+        blueprint = inspect_model(self._source.directory, self._source.name, self._source.settings.store)
         self._model = load_resolved(blueprint, _holding(blueprint, self._source.settings, pair))
 
 

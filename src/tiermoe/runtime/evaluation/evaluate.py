@@ -14,6 +14,7 @@ import torch
 
 from tiermoe import batch
 from tiermoe.batch import Batch
+from tiermoe.runtime.engine import engine_of
 from tiermoe.runtime.evaluation import scoring
 from tiermoe.runtime.evaluation.reference import Reference
 from tiermoe.runtime.evaluation.scoring import TokenScores
@@ -33,14 +34,19 @@ def write_reference(model: Any, windows: Windows, reference: Reference, progress
     pass: an exact model's logits do not depend on its cache. Returns the windows' scores."""
     scores = []
     for done, window in enumerate(windows, 1):
-        logits = model(
-            input_ids=window.to(model.device), use_cache=False, logits_to_keep=windows.shape.window + 1
-        ).logits[0, :-1]
+        logits = _logits(model, window[0].tolist())[-windows.shape.window - 1 : -1]
         for rows in scoring.row_blocks(len(logits)):
             reference.append(scoring.log_probabilities(logits[rows]))
         scores.append(scoring.score_tokens(logits.cpu(), windows.targets(window)))
         progress("scoring the 16-bit weights", done, len(windows.scored))
     return scores
+
+
+def _logits(model: Any, ids: list[int]) -> torch.Tensor:
+    """(n, vocabulary) of a window's tokens, read at once."""
+    engine = engine_of(model)
+    cache = engine.new_cache(1, len(ids))
+    return engine.step(Batch((batch.prompt(cache.open(), ids),)), cache, every=True)
 
 
 def evaluate(model: Any, windows: Windows, reference: Reference | None, progress: Progress) -> dict[str, Any]:
@@ -63,7 +69,7 @@ def decode_window(
 ) -> None:
     """Feeds a window (1, n) to a model: `prompt` tokens in the engine's chunks, then one at a time but for the last.
     Writes the logits of each token after the prompt to `logits` (n - prompt, vocabulary), and adds to the phases."""
-    engine = model.tiermoe
+    engine = engine_of(model)
     ids = window[0].tolist()
     cache = engine.new_cache(1, len(ids))
     slab = cache.open()
@@ -76,7 +82,7 @@ def decode_window(
 
 
 def _speed(model: Any, prefill: Phase, decode: Phase) -> dict[str, Any]:
-    engine = model.tiermoe
+    engine = engine_of(model)
     plan, stats = engine.plan, engine.stats()
     return {
         "preset": engine.composition.name,

@@ -16,8 +16,7 @@ from tiermoe.runtime.evaluation.evaluate import evaluate, reserved_bytes, write_
 from tiermoe.runtime.evaluation.reference import Reference, opened_file, saved_file, temporary_file
 from tiermoe.runtime.evaluation.scoring import summarise
 from tiermoe.runtime.evaluation.windows import Shape, Windows, cut
-from tiermoe.runtime.load import load_blueprint, resolve_for
-from tiermoe.runtime.plan import plan_memory
+from tiermoe.runtime.load import plan_for, start
 from tiermoe.runtime.prepare_store import Progress, store_root
 from tiermoe.runtime.resolve import load_tokenizer, resolve_model
 
@@ -88,13 +87,13 @@ class Evaluation:
         config, itemsize = self.blueprint.config, self.blueprint.dtype.itemsize
         reserve = reserved_bytes(self.windows.shape.length, config.vocab_size, itemsize)
         try:
-            model = load_blueprint(self.blueprint, make_settings(**_without(options, reserve)), progress)
+            engine = start(self.blueprint, make_settings(**_without(options, reserve)), progress)
         except BudgetError as error:
             raise BudgetError(f"{error} (beside {format_size(reserve)} for the logits of a window)") from error
         try:
-            return use(model)
+            return use(engine)
         finally:
-            model.tiermoe.close()
+            engine.close()
 
     def _conditions(self) -> dict[str, Any]:
         shape = self.windows.shape
@@ -108,11 +107,11 @@ def prepare(model: str, text: str, shape: Shape, options: dict[str, Any]) -> Eva
     options = {**options, "context": shape.length}
     settings = make_settings(**options)
     directory = resolve_model(model)
-    blueprint = inspect_model(directory, model)
+    blueprint = inspect_model(directory, model, settings.store)
     _refuse_encoder_decoder(blueprint)
     shape.check_context(blueprint.max_context())
     windows = cut(load_tokenizer(directory), text, shape)
-    plan_memory(blueprint, resolve_for(blueprint, settings))
+    plan_for(blueprint, settings)
     return Evaluation(blueprint, windows, options, store_root(blueprint, settings.store))
 
 

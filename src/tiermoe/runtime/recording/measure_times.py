@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tiermoe.runtime.engine import engine_of
 from tiermoe.runtime.observer import Observer
 from tiermoe.runtime.recording.recorder import Feed
 from tiermoe.trace import Times
@@ -38,7 +39,7 @@ def measure_times(model: Any, ids: torch.Tensor, prompt: int, decoded: int = 32)
         for position in range(prompt, min(prompt + decoded, len(ids))):
             feed.token(position)
             decodes.append(watch.lap())
-    return times_of(prefills[1:], decodes, prompt, model.tiermoe.settings.bits)
+    return times_of(prefills[1:], decodes, prompt, engine_of(model).settings.bits)
 
 
 def times_of(
@@ -78,8 +79,9 @@ class Stopwatch(Observer):
     """Times a model's passes and, within them, its experts, less what they waited for the link. A context."""
 
     def __init__(self, model: Any) -> None:
-        self._engine = model.tiermoe
-        self._device = model.device
+        engine = engine_of(model)
+        self._engine: Any = engine
+        self._device = engine.device
         self._experts_s = 0.0
         self._used = self._active = 0
         self._first: float | None = None  # when the running layer's first expert could be computed

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from tiermoe.kernels.expert import separate_steps
-from tiermoe.runtime.neuron_experts import gate_activation_of
+from tiermoe.runtime.engine import engine_of
 from tiermoe.runtime.observer import Observer
-from tiermoe.runtime.shells import is_shell
 from tiermoe.tiers.neuron_sets import to_bits
 from tiermoe.types import Ready, Routed
 
@@ -19,9 +18,10 @@ class NeuronWatch(Observer):
     where they are not W2 (act(W1 x) * W3 x)."""
 
     def __init__(self, model: Any, theta: float) -> None:
-        self._engine = model.tiermoe
+        engine: Any = engine_of(model)
+        self._engine = engine
         self._theta = theta
-        self._gates = [gate_activation_of(shell) for shell in model.modules() if is_shell(shell)]
+        self._gates = [gate.alone() for gate in engine.gates]
         self._hidden: torch.Tensor | None = None
         self._chosen: set[int] = set()
         self.active: list[dict[int, int]] = []

@@ -16,6 +16,7 @@ from tiermoe.batch import Batch, decode, prompt
 from tiermoe.errors import ConfigError
 from tiermoe.families import family_of
 from tiermoe.policy.prediction.protocol import Ranked
+from tiermoe.runtime.engine import engine_of, transformers_model
 from tiermoe.runtime.observer import Observer
 from tiermoe.runtime.recording.neuron_watch import NeuronWatch
 from tiermoe.trace import LayerTrace, Little, Pass
@@ -41,7 +42,7 @@ class Recorder(Observer):
         self, model: Any, distances: Sequence[int] = DISTANCES, little: bool = True, theta: float | None = None
     ) -> None:
         self._model = model
-        self._engine = engine = model.tiermoe
+        self._engine = engine = engine_of(model)
         if engine.lossy:
             raise ConfigError(
                 f"preset {engine.composition.name} is lossy ({', '.join(engine.lossy)}); record with an exact preset"
@@ -142,10 +143,10 @@ class Feed:
     """Feeds one sequence (n,) to a model: its `first` tokens at once, the others one by one."""
 
     def __init__(self, model: Any, ids: torch.Tensor, first: int) -> None:
-        self._engine = model.tiermoe
+        self._engine = engine_of(model)
         self._ids: list[int] = ids.tolist()
         self._first = first
-        self._both = BothFeed(model, ids, first) if model.config.is_encoder_decoder else None
+        self._both = BothFeed(transformers_model(model), ids, first) if model.config.is_encoder_decoder else None
         self._cache: Any = None if self._both else self._engine.new_cache(1, len(self._ids))
         self._slab = self._cache.open() if self._cache is not None else 0
 

@@ -8,6 +8,7 @@ import torch
 
 from tiermoe.config import BITS, Settings
 from tiermoe.kernels import machine_layout
+from tiermoe.runtime.engine import engine_of
 from tiermoe.store.neurons import neuron_format, record_place
 from tiermoe.store.store import Store, precision_key
 from tiermoe.trace import Header, Times
@@ -22,21 +23,21 @@ def header_of(
 ) -> Header:
     """The header of a loaded model's trace. Where it holds neurons, ModelError or ConfigError for experts that the
     neuron unit cannot take."""
-    engine = model.tiermoe
+    engine = engine_of(model)
     store, plan = engine.store, engine.plan
     return Header(
         model=store.source.name,
         fingerprint=store.source.fingerprint,
         experts=[layer.experts for layer in store.layers],
         top_k=[layer.top_k for layer in store.layers],
-        expert_bytes=expert_bytes(store, engine.settings.quantizer, machine_layout(str(model.device))),
+        expert_bytes=expert_bytes(store, engine.settings.quantizer, machine_layout(str(engine.device))),
         times=times,
         holds=holds,
         forecast_distances=distances,
         dense_bytes=plan.dense,
         encoder_layers=sum(layer.name.startswith("encoder.") for layer in store.layers),
         made_from=made_from,
-        **(neuron_sizes(store, engine.settings, model.dtype) if "neurons" in holds else {}),
+        **(neuron_sizes(store, engine.settings, engine.dtype) if "neurons" in holds else {}),
     )
 
 

@@ -1,0 +1,118 @@
+"""What a checkpoint's model is made of, in a small file beside its store: what transformers' modelling code says of it,
+so that a later start need not import that code. A file that is torn, of another checkpoint or of another transformers
+is passed over, and one that cannot be written is done without."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tiermoe.store.run_record import replace_unlocked
+from tiermoe.store.store import layer_from_json, layer_to_json
+from tiermoe.types import MoeLayer
+
+FORMAT = "tiermoe-outline"
+VERSION = 1
+NAME = "outline.json"
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bfloat16, torch.float16, torch.float32, torch.float64,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class DenseTensor:
+    """A parameter or buffer that is not an expert's. key: of the checkpoint's tensor that becomes it as it is, None
+    where others are converted into it. It is read as `read_as` and kept as `dtype`."""
+
+    key: str | None
+    shape: tuple[int, ...]
+    read_as: torch.dtype
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """tensors: by path in the model. tied: path → the path whose tensor it shares. packable: paths of the linear layers
+    that `--dense-bits` packs. table: path of the input embedding's weight where its rows can be read one by one.
+    dense_bytes: that stay at 16 bits, tied ones once. dense_keys: of the checkpoint's tensors that are not experts'.
+    gate: what lies between an expert's matrices (`kernels.gates.gate_named`), None for one that has no name. whole: our
+    own decoders need nothing but these tensors."""
+
+    layers: list[MoeLayer]
+    tensors: Mapping[str, DenseTensor]
+    tied: Mapping[str, str]
+    packable: tuple[str, ...]
+    table: str | None
+    dense_bytes: int
+    dense_keys: tuple[str, ...]
+    gate: tuple[Any, ...] | None
+    whole: bool
+
+    def tensor(self, path: str) -> DenseTensor:
+        """A tensor, or the one that it is tied to."""
+        return self.tensors[self.tied.get(path, path)]
+
+
+def read_outline(root: Path, fingerprint: str, transformers: str) -> Outline | None:
+    """The outline in the store at `root` of a checkpoint with this fingerprint, as this version of transformers makes
+    it; None where there is none that can be used."""
+    try:
+        document = json.loads((root / NAME).read_bytes())
+        made = document["format"], document["version"], document["fingerprint"], document["transformers"]
+        return _from_json(document) if made == (FORMAT, VERSION, fingerprint, transformers) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def write_outline(root: Path, fingerprint: str, transformers: str, outline: Outline) -> None:
+    """Replaces the outline: a reader sees the old or the new one. Where it cannot be written nothing happens."""
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "fingerprint": fingerprint,
+        "transformers": transformers,
+        "layers": [layer_to_json(layer) for layer in outline.layers],
+        "tensors": {path: _tensor_to_json(tensor) for path, tensor in outline.tensors.items()},
+        "tied": outline.tied,
+        "packable": outline.packable,
+        "table": outline.table,
+        "dense_bytes": outline.dense_bytes,
+        "dense_keys": outline.dense_keys,
+        "gate": outline.gate,
+        "whole": outline.whole,
+    }
+    replace_unlocked(root / NAME, json.dumps(document, separators=(",", ":")).encode())
+
+
+def _from_json(document: dict[str, Any]) -> Outline:
+    return Outline(
+        layers=[layer_from_json(entry) for entry in document["layers"]],
+        tensors={str(path): _tensor_from_json(entry) for path, entry in document["tensors"].items()},
+        tied=dict(document["tied"]),
+        packable=tuple(document["packable"]),
+        table=document["table"],
+        dense_bytes=int(document["dense_bytes"]),
+        dense_keys=tuple(map(str, document["dense_keys"])),
+        gate=None if document["gate"] is None else tuple(document["gate"]),
+        whole=bool(document["whole"]),
+    )
+
+
+def _tensor_to_json(tensor: DenseTensor) -> list[Any]:
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in (tensor.read_as, tensor.dtype)]
+    return [tensor.key, list(tensor.shape), *dtypes]
+
+
+def _tensor_from_json(entry: list[Any]) -> DenseTensor:
+    key, shape, read_as, dtype = entry
+    return DenseTensor(key, tuple(map(int, shape)), _DTYPES[read_as], _DTYPES[dtype])

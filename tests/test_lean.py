@@ -1,0 +1,291 @@
+"""A start over our own decoder alone: no modelling code is imported, and the logits are those behind a transformers
+model, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from parity import close, logits
+from tiermoe.batch import Batch, decode, prompt
+from tiermoe.config import settings
+from tiermoe.errors import StoreError
+from tiermoe.kernels.gates import ClampedGate, gate_name, gate_named, silu_gate
+from tiermoe.model.architectures import ARCHITECTURES
+from tiermoe.runtime.blueprint import Blueprint, inspect_model
+from tiermoe.runtime.dense_weights import StoredWeights
+from tiermoe.runtime.embedding import EmbeddingOnDisk
+from tiermoe.runtime.engine import Engine
+from tiermoe.runtime.load import load_blueprint, resolve_for, start, starts_lean
+from tiermoe.runtime.prepare_store import open_or_create, store_root
+from tiermoe.store.outline import NAME, read_outline, write_outline
+from tiny import oracle, write
+
+IDS = [5, 9, 31, 77, 12, 64, 100, 3, 18, 42, 7]
+DECODED = 4  # of them
+
+
+@dataclass
+class Case:
+    """A tiny checkpoint and its store."""
+
+    directory: Path
+    store: Path
+    options: dict[str, Any]
+
+    def inspect(self) -> Blueprint:
+        return inspect_model(self.directory, "tiny", self.store)
+
+    @property
+    def settings(self) -> Any:
+        return settings(
+            **{"store": self.store, "warm": False, "lanes": 1, "memory": "4GiB", "device": "cpu", **self.options}
+        )
+
+    def is_lean(self) -> bool:
+        blueprint = self.inspect()
+        return starts_lean(blueprint, resolve_for(blueprint, self.settings))
+
+    def behind_a_model(self) -> Engine:
+        engine: Engine = load_blueprint(self.inspect(), self.settings).tiermoe
+        return engine
+
+    def alone(self) -> Engine:
+        assert self.is_lean()
+        return start(self.inspect(), self.settings)
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Callable[..., Case]:
+    """(family, dtype, bits, dense bits, what `tiny.write` takes) → a case that has been loaded once."""
+
+    def make(
+        family: str, dtype: torch.dtype = torch.bfloat16, bits: int = 16, dense_bits: int = 16, **changes: Any
+    ) -> Case:
+        directory = write(tmp_path / "model", family, dtype, **changes)
+        made = Case(directory, tmp_path / "store", {"bits": bits, "dense_bits": dense_bits})
+        assert not made.is_lean()
+        made.behind_a_model().close()
+        return made
+
+    return make
+
+
+@pytest.fixture
+def qwen(case: Callable[..., Case]) -> Case:
+    return case("qwen3_moe")
+
+
+def all_logits(engine: Engine) -> torch.Tensor:
+    """(tokens, vocabulary) of a prompt and of tokens decoded after it. Closes the engine."""
+    cache = engine.new_cache(1, len(IDS))
+    slab = cache.open()
+    found = [engine.step(Batch((prompt(slab, IDS[:-DECODED]),)), cache, every=True)]
+    for at in range(len(IDS) - DECODED, len(IDS)):
+        found.append(engine.step(Batch((decode(slab, at, IDS[at]),)), cache))
+    engine.close()
+    return torch.cat(found)
+
+
+# the same bits
+
+
+@pytest.mark.parametrize("family", sorted(ARCHITECTURES))
+@pytest.mark.parametrize(("bits", "dense_bits"), [(16, 16), (4, 4)])
+def test_every_decoder_gives_the_same_bits(case: Callable[..., Case], family: str, bits: int, dense_bits: int) -> None:
+    this = case(family, bits=bits, dense_bits=dense_bits)
+    assert torch.equal(all_logits(this.alone()), all_logits(this.behind_a_model()))
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "changes"),
+    [
+        ("deepseek_v3", torch.float32, {}),
+        ("deepseek_v3", torch.float16, {}),  # whose routers' bias transformers keeps in float32
+        ("deepseek_v2", torch.bfloat16, {"q_lora_rank": None}),
+        ("qwen3_moe", torch.bfloat16, {"tie_word_embeddings": True}),
+        ("qwen2_moe", torch.float32, {"attention_bias": True}),
+    ],
+)
+def test_other_checkpoints_give_the_same_bits(
+    case: Callable[..., Case], family: str, dtype: torch.dtype, changes: dict[str, Any]
+) -> None:
+    this = case(family, dtype, **changes)
+    assert torch.equal(all_logits(this.alone()), all_logits(this.behind_a_model()))
+
+
+def test_tensors_of_another_dtype_than_the_models_give_the_same_bits(case: Callable[..., Case]) -> None:
+    this = case("glm4_moe", torch.float32)
+    config = json.loads((this.directory / "config.json").read_text())
+    (this.directory / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    this = replace(this, store=this.store / "another")
+    this.behind_a_model().close()
+    assert torch.equal(all_logits(this.alone()), all_logits(this.behind_a_model()))
+
+
+def test_an_embedding_left_on_disk_gives_the_same_bits(case: Callable[..., Case]) -> None:
+    blueprint = case("mixtral", torch.float32).inspect()
+    store = open_or_create(blueprint, store_root(blueprint, None))
+    ids = torch.tensor(IDS)
+    apart, whole = (StoredWeights(blueprint, store, None, on_disk) for on_disk in (True, False))
+    found = apart.embedding("model.embed_tokens")
+    assert isinstance(found, EmbeddingOnDisk)
+    assert torch.equal(found(ids), whole.embedding("model.embed_tokens")(ids))
+
+
+def test_it_computes_what_transformers_does(case: Callable[..., Case]) -> None:
+    this = case("qwen3_moe", torch.float32)
+    plain = oracle(this.directory, "qwen3_moe", torch.float32)
+    assert close(all_logits(this.alone())[None], logits(plain, "qwen3_moe", torch.tensor([IDS])))
+
+
+# when it may
+
+
+@pytest.mark.parametrize(
+    "changes", [{"decoder": "generic"}, {"bits": 8, "dense_bits": 16}, {"bits": 16, "dense_bits": 8}]
+)
+def test_what_needs_more_is_not_started_so(qwen: Case, changes: dict[str, Any]) -> None:
+    assert qwen.is_lean()
+    other = replace(qwen, options=qwen.options | changes)
+    assert not other.is_lean()
+    engine = start(other.inspect(), other.settings)  # behind a transformers model, whose engine it is
+    assert all_logits(engine).shape == (len(IDS), 128)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v4", "switch_transformers"])
+def test_families_without_a_decoder_are_not_started_so(case: Callable[..., Case], family: str) -> None:
+    assert not case(family).is_lean()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3_moe", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+        ("olmoe", {"hidden_act": "gelu_new"}),
+        ("olmoe", {"hidden_act": "gelu"}),  # which the decoder takes, but whose experts' gate has no name
+    ],
+)
+def test_a_config_that_it_cannot_compute_is_not_started_so(
+    case: Callable[..., Case], family: str, changes: dict[str, Any]
+) -> None:
+    assert not case(family, **changes).is_lean()
+
+
+def test_a_store_without_an_outline_gets_one(qwen: Case) -> None:
+    (qwen.store / NAME).unlink()
+    assert not qwen.is_lean()
+    start(qwen.inspect(), qwen.settings).close()
+    assert qwen.is_lean()
+
+
+def test_packing_leaves_an_outline(case: Callable[..., Case], tiermoe_: Any, tmp_path: Path) -> None:
+    directory = write(tmp_path / "packed", "mixtral", torch.bfloat16)
+    assert tiermoe_("pack", directory, "--bits", "4", "--out", tmp_path / "out").code == 0
+    assert Case(directory, tmp_path / "out", {"bits": 4}).is_lean()
+
+
+def test_an_outline_of_another_transformers_is_passed_over(qwen: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "__version__", "0.0")
+    assert not qwen.is_lean()
+    start(qwen.inspect(), qwen.settings).close()
+    assert qwen.is_lean()
+    monkeypatch.undo()
+    assert not qwen.is_lean()
+
+
+def test_an_outline_of_another_checkpoint_is_passed_over(qwen: Case) -> None:
+    config = json.loads((qwen.directory / "config.json").read_text())
+    (qwen.directory / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    assert not qwen.is_lean()
+    with pytest.raises(StoreError, match="another checkpoint"):
+        start(qwen.inspect(), qwen.settings)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": "tiermoe-outline"}', "null"])
+def test_a_torn_outline_is_passed_over(qwen: Case, content: str) -> None:
+    (qwen.store / NAME).write_text(content)
+    assert not qwen.is_lean()
+
+
+@pytest.mark.parametrize("missing", ["layers", "tensors", "tied", "gate", "whole", "version"])
+def test_an_outline_that_lacks_something_is_passed_over(qwen: Case, missing: str) -> None:
+    document = json.loads((qwen.store / NAME).read_text())
+    del document[missing]
+    (qwen.store / NAME).write_text(json.dumps(document))
+    assert not qwen.is_lean()
+
+
+@pytest.mark.parametrize("family", sorted({*ARCHITECTURES, "deepseek_v4", "switch_transformers"}))
+def test_an_outline_is_read_as_it_was_written(tmp_path: Path, family: str) -> None:
+    outline = inspect_model(write(tmp_path / "model", family, torch.bfloat16), "tiny").outline
+    write_outline(tmp_path, "abc", "5", outline)
+    assert read_outline(tmp_path, "abc", "5") == outline
+    assert read_outline(tmp_path, "abd", "5") is None
+    assert read_outline(tmp_path, "abc", "6") is None
+
+
+def test_checkpoints_that_were_moved_are_not_started_so(case: Callable[..., Case], tmp_path: Path) -> None:
+    this = case("granitemoe")  # at 16 bits its experts are served from the checkpoint
+    moved = replace(this, directory=this.directory.rename(tmp_path / "moved"))
+    assert not moved.is_lean()
+    moved.behind_a_model().close()
+
+
+def test_gates_have_names() -> None:
+    gate = ClampedGate(7.0, 1.7)
+    assert gate_named(json.loads(json.dumps(gate_name(gate)))) == gate
+    assert gate_named(gate_name(silu_gate) or ()) is silu_gate
+    assert gate_name(torch.nn.functional.silu) is None
+    with pytest.raises(ValueError, match="no gate"):
+        gate_named(("another",))
+
+
+# what it imports
+
+RUN = """
+import sys, json
+from tiermoe.cli.main import main
+sys.argv = ["tiermoe", *json.loads(sys.argv[1])]
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code, ended.code
+named = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
+named = [name for name in named if not name.startswith("transformers.models.auto.")]  # tables of names
+more = ("transformers.modeling_utils", "torch._dynamo", "sympy", "tiermoe.runtime.deferred_imports")
+named += [name for name in more if name in sys.modules]
+print(json.dumps(named), file=sys.stderr)
+"""
+
+
+def imported(*words: Any) -> list[str]:
+    """What a command of its own process had imported of the modelling code."""
+    command = [sys.executable, "-c", RUN, json.dumps([str(word) for word in words])]
+    ended = subprocess.run(command, input="hi\n/bye\n", capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    found: list[str] = json.loads(ended.stderr.splitlines()[-1])
+    return found
+
+
+def test_commands_import_no_modelling_code(qwen: Case, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a few words that are told again and again. " * 30)
+    shared = ["--store", qwen.store, "--bits", "16", "--memory", "4GiB", "--threads", "1"]
+    assert imported("run", qwen.directory, "hi", "--max-tokens", "2", *shared) == []
+    assert imported("chat", qwen.directory, "--max-tokens", "2", *shared) == []
+    assert imported("plan", qwen.directory, *shared[:-2]) == []
+    sizes = ["--tokens", "16", "--window", "8", "--prompt", "4"]
+    assert imported("eval", qwen.directory, "--text", text, *sizes, "--reference", "16bit", *shared) == []
+    sizes = ["--tokens", "16", "--sequence", "16", "--prompt", "4", "--out", tmp_path / "trace"]
+    assert imported("trace", qwen.directory, "--text", text, *sizes, *shared) == []
+    assert "transformers.modeling_utils" in imported("run", qwen.directory, "hi", "--decoder", "generic", *shared)
