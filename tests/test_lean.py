@@ -106,6 +106,21 @@ def test_every_decoder_gives_the_same_bits(case: Callable[..., Case], family: st
     assert torch.equal(all_logits(this.alone()), all_logits(this.behind_a_model()))
 
 
+@pytest.mark.parametrize("family", sorted(ARCHITECTURES))
+def test_tensors_are_those_that_transformers_loads(case: Callable[..., Case], family: str) -> None:
+    this = case(family)
+    model = load_blueprint(this.inspect(), this.settings)
+    blueprint = this.inspect()
+    weights = StoredWeights(blueprint, model.tiermoe.store, None, False)
+    loaded = model.state_dict()
+    assert loaded.keys() == blueprint.outline.tensors.keys()
+    for path, tensor in loaded.items():
+        assert weights.tensor(path).dtype == tensor.dtype, path
+        assert torch.equal(weights.tensor(path), tensor), path
+        assert weights.has(path)
+    model.tiermoe.close()
+
+
 @pytest.mark.parametrize(
     ("family", "dtype", "changes"),
     [
