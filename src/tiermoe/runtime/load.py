@@ -13,6 +13,7 @@ from tiermoe.config import settings as make_settings
 from tiermoe.runtime import footprint
 from tiermoe.runtime.blueprint import Blueprint, inspect_model
 from tiermoe.runtime.composition import Resolved, resolve
+from tiermoe.runtime.embedding import embedding_key
 from tiermoe.runtime.engine import Engine
 from tiermoe.runtime.loading import load_dense
 from tiermoe.runtime.memory_plan import MemoryPlan
@@ -58,8 +59,10 @@ def load_resolved(blueprint: Blueprint, resolved: Resolved, progress: Progress |
     for bits in resolved.precisions:
         ensure_packed(store, blueprint, bits, settings.quantizer, settings.dense_bits_used, progress, device, unit)
     reading = open_reading(plan, store, resolved, blueprint, device)
+    # where nothing is copied, reading the whole embedding is what loading would wait for
+    rows_on_disk = plan.embedding_on_disk or (reading.files is not None and embedding_key(blueprint) is not None)
     try:
-        model = load_dense(blueprint, store, settings.dense_bits_used, device, plan.embedding_on_disk, reading)
+        model = load_dense(blueprint, store, settings.dense_bits_used, device, rows_on_disk, reading)
         model.eval().requires_grad_(False)
         footprint.settle()
         Engine(model, store, plan, resolved, blueprint, reading)
