@@ -1,0 +1,324 @@
+"""Slots that are the store's files, mapped: what a load does, what goes wrong, and when they are used."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiermoe
+from extent_files import EXPERTS, FORM, SIZE, bytes_of, write_experts
+from parity import logits, tokens
+from tiermoe.compose import Tables
+from tiermoe.config import Settings
+from tiermoe.errors import LoadError
+from tiermoe.presets import compose
+from tiermoe.quant.encodings import cpu_layout
+from tiermoe.runtime import reading
+from tiermoe.runtime.blueprint import inspect_model
+from tiermoe.runtime.composition import Resolved
+from tiermoe.runtime.footprint import resident_bytes
+from tiermoe.runtime.load import load_resolved, resolve_for
+from tiermoe.runtime.memory_plan import MemoryPlan, SlotPool
+from tiermoe.runtime.reading import Packed, open_reading, reading_for
+from tiermoe.store.layout import expert_format
+from tiermoe.store.store import open_store
+from tiermoe.tiers import mapped
+from tiermoe.tiers.assemble import Tiers, assemble_mapped
+from tiermoe.tiers.mapped import MappedFiles, populate
+from tiermoe.types import ExpertKey, Extent, Load, MoeLayer, Part, Segment
+
+FAMILIES = ["qwen3_moe", "gpt_oss"]
+linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is resident")
+
+
+def key(expert: int) -> ExpertKey:
+    return ExpertKey(0, expert, 16)
+
+
+def tiers_over(extents: list[Extent], lanes: int = 2) -> Tiers:
+    files = MappedFiles()
+    files.add([extents[0].segments[0].file])
+    return assemble_mapped(files, EXPERTS, lambda key: extents[key.expert], lambda _: FORM, lanes)
+
+
+def load(tiers: Tiers, expert: int, slot: int) -> Exception | None:
+    tiers.link.submit(Load(key(expert), slot, urgent=True))
+    return tiers.link.wait().error
+
+
+def change(path: Path, at: int) -> None:
+    with open(path, "r+b") as handle:
+        handle.seek(at)
+        byte = handle.read(1)[0]
+        handle.seek(at)
+        handle.write(bytes([byte ^ 1]))
+
+
+@pytest.fixture(params=["populated", "read"])
+def any_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that cannot be asked to bring pages in."""
+    if request.param == "read":
+        monkeypatch.setattr(mapped, "populate", lambda pages: False)
+
+
+# loads
+
+
+@pytest.mark.usefixtures("any_system")
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_a_slot_is_the_extent_of_its_expert(tmp_path: Path, lanes: int) -> None:
+    extents = write_experts(tmp_path / "experts", shift=4096)
+    tiers = tiers_over(extents, lanes)
+    for slot in range(EXPERTS):
+        tiers.link.submit(Load(key(EXPERTS - 1 - slot), slot, urgent=slot % 2 > 0))
+    assert [tiers.link.wait().error for _ in range(EXPERTS)] == [None] * EXPERTS
+    assert tiers.link.bytes_read == EXPERTS * SIZE
+    first = tiers.slots.buffer(EXPERTS - 1).data_ptr()
+    for slot in range(EXPERTS):
+        buffer, expert = tiers.slots.buffer(slot), EXPERTS - 1 - slot
+        assert buffer.numpy().tobytes() == bytes_of(tmp_path / "experts", extents[expert])
+        assert buffer.data_ptr() == first + expert * SIZE  # as in the file: nothing is copied
+    tiers.link.close()
+
+
+@pytest.mark.usefixtures("any_system")
+def test_a_damaged_extent_is_found_and_named_and_the_lane_lives_on(tmp_path: Path) -> None:
+    extents = write_experts(tmp_path / "experts")
+    tiers = tiers_over(extents, lanes=1)
+    change(tmp_path / "experts", 3 * SIZE + 77)
+    with pytest.raises(LoadError, match=r"expert 3 \(16 bits\) is damaged: its bytes in .*experts do not match"):
+        raise load(tiers, 3, slot=0) or AssertionError
+    assert load(tiers, 4, slot=0) is None
+    tiers.link.close()
+
+
+@pytest.mark.usefixtures("any_system")
+def test_a_file_that_was_cut_while_it_is_mapped_ends_no_process(tmp_path: Path) -> None:
+    extents = write_experts(tmp_path / "experts")
+    tiers = tiers_over(extents)
+    os.truncate(tmp_path / "experts", 4 * SIZE)
+    with pytest.raises(LoadError, match=r"reading layer 0, expert 4 .*experts: the file ends 8,192 bytes early"):
+        raise load(tiers, 4, slot=0) or AssertionError
+    assert load(tiers, 3, slot=0) is None
+    tiers.link.close()
+
+
+def test_a_file_that_was_cut_before_is_named(tmp_path: Path) -> None:
+    extents = write_experts(tmp_path / "experts")
+    os.truncate(tmp_path / "experts", 4 * SIZE)
+    tiers = tiers_over(extents)
+    with pytest.raises(LoadError, match=r"experts is truncated"):
+        raise load(tiers, 4, slot=0) or AssertionError
+    tiers.link.close()
+
+
+def test_a_file_that_is_replaced_stays_what_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "experts"
+    extents = write_experts(path)
+    expected = bytes_of(path, extents[1])
+    tiers = tiers_over(extents)
+    (tmp_path / "new").write_bytes(bytes(EXPERTS * SIZE))
+    os.replace(tmp_path / "new", path)
+    assert load(tiers, 1, slot=0) is None
+    assert tiers.slots.buffer(0).numpy().tobytes() == expected
+    path.unlink()
+    assert load(tiers, 2, slot=1) is None
+    tiers.link.close()
+
+
+def test_what_writes_into_a_slot_changes_no_file(tmp_path: Path) -> None:
+    extents = write_experts(tmp_path / "experts")
+    before = (tmp_path / "experts").read_bytes()
+    tiers = tiers_over(extents)
+    load(tiers, 1, slot=0)
+    tiers.slots.buffer(0).fill_(7)
+    assert (tmp_path / "experts").read_bytes() == before
+    tiers.link.close()
+
+
+def test_a_slot_in_use_is_given_to_no_other_expert(tmp_path: Path) -> None:
+    tiers = tiers_over(write_experts(tmp_path / "experts"))
+    assert load(tiers, 1, slot=0) is None
+    assert load(tiers, 2, slot=0) is None  # nobody has seen the first one
+    tiers.slots.buffer(0)
+    assert isinstance(load(tiers, 3, slot=0), RuntimeError)
+    tiers.link.close()
+
+
+@linux
+def test_reading_ahead_makes_pages_resident(tmp_path: Path) -> None:
+    with open(tmp_path / "large", "wb") as handle:
+        handle.truncate(96 << 20)
+    files = MappedFiles()
+    files.add([str(tmp_path / "large")])
+    before = resident_bytes()
+    files.read_ahead()
+    assert files._ahead is not None
+    files._ahead.join()
+    assert resident_bytes() - before > 90 << 20  # what a plan counts as slots is counted by the system too
+    files.close()
+    assert resident_bytes() - before < 8 << 20
+
+
+# when they are used
+
+
+def plan_of(slots: int = EXPERTS) -> MemoryPlan:
+    return MemoryPlan(
+        1 << 30, "--memory", interpreter=0, dense=0, kv_cache=0, activations=0, staging=0, slot_bytes=SIZE,
+        slots=slots, all_slots=EXPERTS, layer_slots=2, token_slots=2, context=64, pools=(SlotPool((4,), slots, SIZE),),
+    )  # fmt: skip
+
+
+def is_mapped(
+    root: Path, changes: dict[str, Any] | None = None, device: str = "cpu", slots: int = EXPERTS, **packed: Any
+) -> bool:
+    resolved = Resolved(Settings(lanes=1), compose("lru", {"store": "disk", **(changes or {})}), Tables(), (4,))
+    found = replace(Packed(root, write_experts(root / "experts", 4096), [FORM], own=True), **packed)
+    chosen = reading_for(plan_of(slots), found, resolved, device)
+    chosen.close()
+    assert chosen.files is None or chosen.drive.keep
+    return chosen.files is not None
+
+
+def test_they_are_used_where_all_fits_and_kernels_take_the_files_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extents = write_experts(tmp_path / "experts")
+    (segment,) = extents[0].segments
+    halves = Segment(segment.file, 0, SIZE // 2, 0), Segment(segment.file, SIZE // 2, SIZE // 2, SIZE // 2)
+    smaller = MoeLayer("other", EXPERTS // 2, 2, (Part("weight", (64, 32)),))
+    uneven = [FORM, expert_format(smaller, 16, torch.float32, "any", "")]
+    larger = MoeLayer("layer", EXPERTS, 2, (Part("weight", (64, 256)),))
+    two_bits = expert_format(larger, 2, torch.bfloat16, cpu_layout(), "hqq")
+    assert two_bits.widened
+    assert is_mapped(tmp_path)
+    assert not is_mapped(tmp_path, slots=EXPERTS - 1)
+    assert not is_mapped(tmp_path, {"store": "memory"})
+    assert not is_mapped(tmp_path, {"unit": "neuron", "theta": 0.1})
+    assert not is_mapped(tmp_path, device="cuda")
+    assert not is_mapped(tmp_path, own=False)
+    assert not is_mapped(tmp_path, extents=[Extent(halves, "")])
+    assert not is_mapped(tmp_path, extents=[Extent((replace(segment, offset=64),), "")])
+    assert not is_mapped(tmp_path, formats=[two_bits])
+    assert not is_mapped(tmp_path, {"allotment": "even"}, formats=uneven)
+    assert is_mapped(tmp_path, {"allotment": "pool"}, formats=uneven)
+    monkeypatch.setattr(reading, "resident_bytes", lambda: 0)
+    monkeypatch.setattr(reading, "page_cache_room", lambda: EXPERTS * SIZE * 10 // 9 + 9)
+    assert is_mapped(tmp_path)  # no copy needs room
+    monkeypatch.setattr(reading, "page_cache_room", lambda: EXPERTS * SIZE)
+    assert not is_mapped(tmp_path)
+
+
+def test_a_file_system_that_maps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError("no such device")
+
+    monkeypatch.setattr(mapped.mmap, "mmap", refused)
+    monkeypatch.setattr(reading, "through_page_cache", lambda *_: reading.DriveProbe(False, 1, 1.0, keep=True))
+    assert not is_mapped(tmp_path)
+
+
+# engines
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Any]]:
+    made: list[Any] = []
+
+    def open_(directory: Path, **options: Any) -> Any:
+        made.append(tiermoe.load(directory, memory="4GiB", device="cpu", lanes=2, **options)[0])
+        return made[-1]
+
+    yield open_
+    for model in made:
+        model.tiermoe.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_bit_depends_on_it(
+    family: str,
+    dtype: torch.dtype,
+    tiny_model: Callable[..., Path],
+    opened: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory, ids, found = tiny_model(family, dtype), tokens(1, 9), []
+    for room in (1 << 40, 0):
+        monkeypatch.setattr(reading, "page_cache_room", lambda room=room: room)
+        model = opened(directory, bits=4, dense_bits=4)
+        assert model.tiermoe.stats()["mapped"] is bool(room)
+        answer = model.generate(ids, max_new_tokens=12, do_sample=False)
+        found.append((logits(model, family, ids), answer))
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_what_does_not_fit_is_copied_and_evicted_as_before(
+    tiny_model: Callable[..., Path], opened: Callable[..., Any]
+) -> None:
+    directory, ids = tiny_model("qwen3_moe", torch.float32), tokens(1, 9)
+    half, whole = (opened(directory, bits=4, cache=cache, preset="lru") for cache in ("50%", "100%"))
+    assert [model.tiermoe.stats()["mapped"] for model in (half, whole)] == [False, True]
+    assert torch.equal(logits(half, "qwen3_moe", ids), logits(whole, "qwen3_moe", ids))
+
+
+def test_a_damaged_expert_stops_an_answer_and_not_the_engine(
+    tiny_model: Callable[..., Path], opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    directory, ids = tiny_model("qwen3_moe", torch.float32), tokens(1, 40)
+    store = tmp_path / "store"
+    opened(directory, bits=4, store=store).tiermoe.close()
+    extent = next(iter(open_store(store).precisions.values())).layers[0].extents[2]
+    change(Path(extent.segments[0].file), extent.segments[0].offset + 5)
+    model = opened(directory, bits=4, store=store)
+    assert model.tiermoe.stats()["mapped"]
+    with pytest.raises(LoadError, match=r"layer 0, expert 2 \(4 bits\) is damaged"):
+        logits(model, "qwen3_moe", ids)
+    change(Path(extent.segments[0].file), extent.segments[0].offset + 5)
+    logits(model, "qwen3_moe", ids)
+
+
+def test_a_damaged_dense_layer_is_named(
+    tiny_model: Callable[..., Path], opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    directory, store = tiny_model("qwen3_moe", torch.float32), tmp_path / "store"
+    opened(directory, bits=4, dense_bits=4, store=store).tiermoe.close()
+    change(next(store.glob("dense-*.bin")), 5)
+    with pytest.raises(LoadError, match=r"dense layer .* is damaged or cannot be read; 'tiermoe pack MODEL"):
+        opened(directory, bits=4, dense_bits=4, store=store)
+
+
+def test_files_are_read_ahead_where_loading_leaves_memory_for_it(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead: list[MappedFiles] = []
+    monkeypatch.setattr(MappedFiles, "read_ahead", lambda files: ahead.append(files))
+    blueprint = inspect_model(tiny_model("qwen3_moe", torch.float32), "")
+    resolved = resolve_for(blueprint, Settings(memory=4 << 30, lanes=1))
+    model = load_resolved(blueprint, resolved)
+    plan, store = model.tiermoe.plan, model.tiermoe.store
+    assert len(ahead) == 1
+    model.tiermoe.close()
+    for loading, expected in ((plan.budget - plan.experts, 2), (plan.budget - plan.experts + 1, 2)):
+        open_reading(replace(plan, loading=loading), store, resolved, blueprint, "cpu").close()
+        assert len(ahead) == expected
+
+
+@linux
+def test_populating_what_is_no_memory_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(8192))
+    files = MappedFiles()
+    files.add([str(tmp_path / "file")])
+    extent = Extent((Segment(str(tmp_path / "file"), 0, 8192, 0),), "")
+    assert populate(files.view(extent))
+    os.truncate(tmp_path / "file", 4096)
+    assert not populate(files.view(extent))
