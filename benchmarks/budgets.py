@@ -1,59 +1,87 @@
-"""Does the budget hold? One story at several --memory budgets, free and in a memory cgroup of that very size.
+"""Does the budget hold? `tiermoe run` in a memory cgroup equal to --memory, without swap: packing, and once packed.
 
-    python -m benchmarks.budgets MODEL [--budgets 450MiB,700MiB,1200MiB,2000MiB --dense-bits 4 --tokens 48]
+    python -m benchmarks.budgets MODEL --budgets 1200MiB,1400MiB,3GiB [--dense none,16,8,4] [--prompt-tokens 600]
 
-Prints for each budget: peak resident set against the budget, how the run in the cgroup ended (swap off), whether its
-text is the same, the bytes read, and what a miss costs.
+For each budget and each precision of the dense layers (none: the option left out) a run begins without a store and a
+second one finds what the first packed. Prints one JSON object a run: how it ended (answered, refused by the plan with
+its message, killed), the process's peak against the budget, and its speed; then a table on standard error. `--later`
+takes a packed store and leaves the first runs out.
 """
 
 import argparse
 import json
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.llamacpp import last_object
-from benchmarks.memory_limit import parse_size, run_limited
+from benchmarks.memory_limit import parse_size
+from benchmarks.rounds import print_table
+from tiermoe.bench.limit import joining, memory_group, usage
 
-ROOT = Path(__file__).resolve().parents[1]
-PROMPT = "Once upon a time there was a king who lived in a great house by the sea, and he had"
-
-
-def command(args: argparse.Namespace, budget: str) -> list[str]:
-    words = [sys.executable, "-m", "tiermoe", "run", str(args.model), PROMPT, "--json", "--memory", budget]
-    words += [
-        "--max-tokens",
-        str(args.tokens),
-        "--dense-bits",
-        str(args.dense_bits),
-        "--threads",
-        str(args.threads),
-    ]
-    return [*words, "--temperature", "0.8", "--seed", "7"]
+_TEXT = "Once upon a time there was a king who lived in a great house by the sea, and he had a little dog. "
+_REFUSAL = "are too little"  # what the plan's messages have in common
 
 
-def measure(args: argparse.Namespace, budget: str) -> dict[str, Any]:
-    """One budget: a free run, then the same run in a cgroup."""
-    free = subprocess.run(command(args, budget), capture_output=True, text=True, check=False)
-    if free.returncode:
-        return {"budget": budget, "refused": free.stderr.strip().splitlines()[-1]}
-    outcome = last_object(free.stdout)
-    limited, output = run_limited(command(args, budget), parse_size(budget), [], subprocess.PIPE)
-    inside = last_object(output) if limited.returncode == 0 else {}
-    return {
-        "budget": budget,
-        "peak_mib": round(outcome["peak_memory_bytes"] / 2**20, 1),
-        "within": outcome["peak_memory_bytes"] <= outcome["memory_budget_bytes"],
-        "cgroup_exit": limited.returncode,
-        "cgroup_oom_kills": limited.oom_kills,
-        "cgroup_peak_mib": round((limited.peak_bytes or 0) / 2**20, 1),
-        "same_text": inside.get("text") == outcome["text"],
-        "decode_tok_s": round(inside.get("decode_tok_s", 0.0), 2),
-        "hit_rate": round(inside.get("hit_rate", 0.0), 3),
-        "bytes_read": inside.get("bytes_read"),
-        "bytes_per_miss": inside["bytes_read"] / inside["expert_misses"] if inside else None,
-    }
+def prompt_of(model: Path, tokens: int) -> str:
+    """A text of so many tokens."""
+    from tiermoe.runtime.resolve import load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    ids = tokenizer(_TEXT * (1 + tokens // 8))["input_ids"][:tokens]
+    text: str = tokenizer.decode(ids, skip_special_tokens=True)
+    return text
+
+
+def command(args: argparse.Namespace, budget: str, dense: str, store: Path, prompt: str) -> list[str]:
+    words = [sys.executable, "-m", "tiermoe", "run", str(args.model), prompt, "--raw", "--json", "--memory", budget]
+    words += ["--store", str(store), "--max-tokens", str(args.tokens), "--threads", str(args.threads)]
+    return words + ([] if dense == "none" else ["--dense-bits", dense])
+
+
+def measure(words: Sequence[str], limit: int) -> dict[str, Any]:
+    """How a command ended in a cgroup of `limit` bytes."""
+    with memory_group(limit) as (version, group):
+        done = subprocess.run(joining(group, words), capture_output=True, text=True, check=False)
+        _, kills = usage(version, group)
+    said = done.stderr.strip().splitlines()
+    if done.returncode == 0:
+        found = last_object(done.stdout)
+        names = ("peak_memory_bytes", "memory_budget_bytes", "prompt_tokens", "decode_tok_s", "load_s", "hit_rate")
+        return {"ended": "answered", "oom_kills": kills, **{name: found.get(name) for name in names}}
+    if kills or done.returncode < 0:
+        return {"ended": "killed", "oom_kills": kills, "exit": done.returncode}
+    message = said[-1] if said else ""
+    return {"ended": "refused" if _REFUSAL in done.stderr else "failed", "oom_kills": 0, "message": message}
+
+
+def runs_of(args: argparse.Namespace, budget: str, dense: str, prompt: str) -> list[dict[str, Any]]:
+    """The first run, in an empty store, and the second; or one in the store that is given."""
+    limit = parse_size(budget)
+    with tempfile.TemporaryDirectory(prefix="budgets-", dir=args.scratch) as folder:
+        if args.later:
+            chosen = {"later": args.later}
+        else:
+            chosen = {"first": Path(folder) / "store", "second": Path(folder) / "store"}
+        found: list[dict[str, Any]] = []
+        for run, store in chosen.items():
+            if found and found[0]["ended"] != "answered":
+                break
+            result = measure(command(args, budget, dense, store, prompt), limit)
+            found.append({"budget": budget, "dense": dense, "run": run, **result})
+            print(json.dumps(found[-1]), flush=True)
+    return found
+
+
+def row_of(found: dict[str, Any]) -> list[str]:
+    """A line of the table."""
+    peak = found.get("peak_memory_bytes")
+    shown = f"{peak / 2**20:.0f} MiB" if peak else ""
+    within = "" if not peak else "yes" if peak <= found["memory_budget_bytes"] else "no"
+    return [found["budget"], found["dense"], found["run"], found["ended"], shown, within, found.get("message", "")]
 
 
 def main() -> None:
@@ -61,12 +89,22 @@ def main() -> None:
     top.formatter_class = argparse.RawDescriptionHelpFormatter
     top.add_argument("model", type=Path)
     top.add_argument("--budgets", default="450MiB,700MiB,1200MiB,2000MiB")
-    top.add_argument("--dense-bits", type=int, default=4)
-    top.add_argument("--tokens", type=int, default=48)
+    top.add_argument("--dense", default="none,16,8,4", help="precisions of the dense layers; none: no option")
+    top.add_argument("--prompt-tokens", type=int, default=600)
+    top.add_argument("--tokens", type=int, default=16)
     top.add_argument("--threads", type=int, default=2)
+    top.add_argument("--scratch", type=Path, help="where stores are packed and removed again")
+    top.add_argument("--later", type=Path, metavar="STORE", help="a packed store; no first runs")
     args = top.parse_args()
-    for budget in args.budgets.split(","):
-        print(json.dumps(measure(args, budget)), flush=True)
+    prompt = prompt_of(args.model, args.prompt_tokens)
+    found = [
+        run
+        for budget in args.budgets.split(",")
+        for dense in args.dense.split(",")
+        for run in runs_of(args, budget, dense, prompt)
+    ]
+    print_table(("budget", "dense", "run", "ended", "peak", "within", "message"), [row_of(each) for each in found])
+    sys.exit(any(each["ended"] in ("killed", "failed") or "no" in row_of(each)[5:6] for each in found))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,177 @@
+"""What owners of memory say they need, against what they take."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from tiermoe import native
+from tiermoe.config import settings
+from tiermoe.kernels.native.few_tokens_attention import Slabs, Step, few_tokens_workspace
+from tiermoe.model.architectures import ARCHITECTURES, attention_sizes, decoder_for
+from tiermoe.model.attention import GroupedSizes
+from tiermoe.model.decoder import Decoder
+from tiermoe.model.kv_cache import KVCache, needs
+from tiermoe.model.latent import LatentSizes
+from tiermoe.model.weights import ModuleWeights
+from tiermoe.native import _native
+from tiermoe.runtime.activations import expanding_needs
+from tiermoe.runtime.blueprint import inspect_model
+from tiermoe.runtime.load import resolve_for
+from tiermoe.runtime.memory_plan import total
+from tiermoe.runtime.plan import plan_memory
+from tiermoe.types import Phase, Workload
+from tiny import _COMMON, CONFIGS, auto_class, write
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+# columns that the native kernel takes
+SUITABLE: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"hidden_size": 128, "head_dim": 64},
+    "gpt_oss": {"hidden_size": 128, "head_dim": 64, "sliding_window": 300},
+    "deepseek_v2": {
+        "hidden_size": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "kv_lora_rank": 64,
+        "q_lora_rank": 64,
+    },
+}  # fmt: skip
+
+
+def model_of(kind: str, dtype: torch.dtype, **changes: Any) -> tuple[Any, Decoder, list[GroupedSizes | LatentSizes]]:
+    config = AutoConfig.for_model(kind, **{**_COMMON, **CONFIGS[kind], **changes})
+    model = auto_class(kind).from_config(config, dtype=dtype).eval()
+    names = set(model.state_dict())
+    sizes = attention_sizes(config, names.__contains__)
+    decoder = decoder_for(config, ModuleWeights(model), dtype)
+    assert decoder is not None
+    assert sizes is not None
+    return model, decoder, sizes
+
+
+@pytest.mark.parametrize("kind", sorted(set(ARCHITECTURES) & set(CONFIGS)))
+@pytest.mark.parametrize("window", [None, 8])
+def test_a_cache_needs_what_it_allocates(kind: str, window: int | None) -> None:
+    """Of every family with a decoder of ours: windows and latents too."""
+    _, decoder, sizes = model_of(kind, torch.bfloat16, **({"sliding_window": window} if window else {}))
+    assert [each.shape for each in sizes] == decoder.shapes
+    cache = decoder.new_cache(2, 40, 6)
+    assert isinstance(cache, KVCache)
+    taken = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
+    its = needs(decoder.shapes, Workload(40, 6, 2, 2, 1))
+    assert sum(need.nbytes for need in its if need.part == "kv cache") == taken > 0
+    if kind == "gpt_oss":
+        assert [each.sinks for each in sizes if isinstance(each, GroupedSizes)] == [True] * 3
+        assert len({tensor.shape[2] for tensor in cache.keys}) == (2 if window else 1)
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the native kernels")
+@pytest.mark.parametrize("kind", sorted(SUITABLE))
+@pytest.mark.parametrize(("tokens", "positions", "threads"), [(1, 1, 1), (16, 200, 2), (64, 256, 1), (64, 3000, 4)])
+def test_few_tokens_take_no_more_than_is_said(kind: str, tokens: int, positions: int, threads: int) -> None:
+    _, decoder, sizes = model_of(kind, torch.bfloat16, **SUITABLE[kind])
+    cache = decoder.new_cache(tokens, positions, 1)
+    last = torch.full((tokens,), positions - 1)
+    for layer, (each, its) in enumerate(zip(decoder.layers, sizes, strict=True)):
+        assert each.few is not None
+        slabs: Slabs = cache.native(layer)
+        turned = torch.zeros(tokens, 64, dtype=torch.bfloat16)
+        step = Step(torch.arange(tokens), last, turned, turned)
+        taken = _native.workspace(each.few._packed, step.packed, slabs.packed, threads)
+        said = its.few_tokens_bytes(tokens, positions, threads, 128)
+        assert taken <= said
+        if tokens == 64 and positions == 3000:
+            assert said <= 1.5 * taken
+
+
+def test_more_than_few_tokens_need_no_more() -> None:
+    """A longer step is none of the kernel's."""
+    args = (4096, 2, (32, 4, 128, 128), 2048, 0)
+    assert few_tokens_workspace(64, *args) == few_tokens_workspace(4096, *args) > 16 << 20
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the native kernels")
+def test_what_expands_latents_is_in_the_plan(tmp_path: Path) -> None:
+    _, decoder, sizes = model_of("deepseek_v2", torch.bfloat16, **SUITABLE["deepseek_v2"])
+    kept = 0
+    for layer in decoder.layers:
+        assert layer.few is not None
+        matrices = (layer.few.weights.key_up, layer.few.weights.value_up)  # type: ignore[union-attr]
+        kept += sum(matrix.fields["weight"].nbytes for matrix in matrices)
+    assert kept == sum(each.expanding_bytes for each in sizes if isinstance(each, LatentSizes)) > 0
+    blueprint = inspect_model(write(tmp_path, "deepseek_v2", torch.bfloat16, **SUITABLE["deepseek_v2"]), "latent")
+    resolved = resolve_for(blueprint, settings(memory="1GiB", device="cpu"))
+    assert sum(need.nbytes for need in expanding_needs(blueprint, resolved.settings, "cpu")) == kept
+    plan = plan_memory(blueprint, resolved)
+    assert plan.fixed == total(plan.needs, Phase.RUNNING) == sum(plan.parts().values()) - plan.experts
+    assert plan.loading == total(plan.needs, Phase.LOADING)
+    assert plan.packing == total(plan.needs, Phase.PACKING) > 0
+
+
+def test_latents_are_attended_to_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit what all heads at once give."""
+    from tiermoe.batch import prompt
+    from tiermoe.model import attention
+
+    generator = torch.Generator().manual_seed(5)
+    query, keys, values = (torch.randn(*shape, generator=generator) for shape in ((9, 5, 24), (5, 30, 24), (5, 30, 16)))
+    for row in (prompt(0, range(9), 21), prompt(0, range(9))):
+        held = row.end
+        found = []
+        for scores in (1 << 22, 1):
+            monkeypatch.setattr(attention, "_SCORES", scores)
+            found.append(attention.attend(query, keys[:, :held], values[:, :held], row, 0.2, None, None))
+        assert torch.equal(*found)
+
+
+RUN = r"""
+import json, sys
+from pathlib import Path
+import tiermoe
+from tiermoe.batch import Batch, decode, prompt
+from tiermoe.runtime.footprint import peak_resident_bytes, resident_bytes
+folder, memory = sys.argv[1], int(sys.argv[2])
+if not memory:
+    plan = tiermoe.plan(folder, memory="4GiB", device="cpu", threads=1, store=folder + "/store")
+    print(json.dumps({"total": plan.total}))
+    sys.exit()
+model, _ = tiermoe.load(folder, memory=memory, device="cpu", threads=1, store=folder + "/store", warm=False)
+engine = model.tiermoe
+cache = engine.new_cache()
+slab = cache.open()
+engine.step(Batch((prompt(slab, [5 + i % 90 for i in range(600)]),)), cache)
+for position in range(600, 604):
+    engine.step(Batch((decode(slab, position, 7),)), cache)
+print(json.dumps({"peak": peak_resident_bytes(), "budget": engine.plan.budget, "total": engine.plan.total}))
+"""
+
+
+def answer_of(folder: Path, memory: int) -> dict[str, int]:
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(folder), str(memory)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@linux
+@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v2"])
+def test_a_prompt_of_600_tokens_with_a_large_vocabulary_stays_within_the_plan(kind: str, tmp_path: Path) -> None:
+    """Of 300,000 words: the logits of all its tokens would take 343 MiB, the scores of all heads 176."""
+    changes = {
+        "vocab_size": 300_000,
+        "max_position_embeddings": 1024,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 64,
+    }
+    heads = {"num_key_value_heads": 64} if kind == "deepseek_v2" else {}
+    write(tmp_path, kind, torch.bfloat16, **{**changes, **heads})
+    planned = answer_of(tmp_path, 0)["total"]
+    found = answer_of(tmp_path, planned + (8 << 20))
+    assert found["peak"] <= found["budget"]
