@@ -89,6 +89,24 @@ def test_five_tokens_verified_at_once_by_native_kernels(native: Any) -> None:
     check_verifying(native)
 
 
+@pytest.mark.parametrize(("read", "beside"), [(7, 0), (0, 80)], ids=["long", "beside a prompt"])
+def test_tokens_among_too_many_for_one_call_are_verified_in_several(native: Any, read: int, beside: int) -> None:
+    """More than are computed as few; or few, but with a prompt's."""
+    if not native.steps.decoder.verifies:
+        pytest.skip("this machine has no native kernels")
+    ids = tokens(77)
+    first, count = (read, 70) if read else (70, 7)
+    want = alone(native, ids, first)
+    cache = native.new_cache(2)
+    slab = cache.open()
+    native.step(Batch((prompt(slab, ids[:first]),)), cache)
+    rows = [verify(slab, first, ids[first:])]
+    if beside:
+        rows.append(prompt(cache.open(), tokens(beside, seed=2)))
+    found = native.step(Batch(tuple(rows)), cache, every=True)
+    assert torch.equal(found[:count], want)
+
+
 def check_verifying(engine: Any) -> None:
     ids = tokens(12)
     expected = alone(engine, ids, 7)

@@ -37,6 +37,12 @@ class Counts:
     speculative_loads: int = 0
     warmed: int = 0
 
+    @property
+    def hit_rate(self) -> float | None:
+        """Hits of all that was asked for and not skipped; None where nothing was."""
+        asked = self.hits + self.misses
+        return self.hits / asked if asked else None
+
     def copy(self) -> Counts:
         return dataclasses.replace(self)
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from tiermoe.errors import TraceError
 from tiermoe.simulate.evictions import hits_of
-from tiermoe.simulate.result import hit_rate
 from tiermoe.trace import Header, LayerTrace, Pass, Trace
 
 
@@ -88,7 +87,7 @@ def ideal(routing: Routing, slots: int, warm_prompt: bool, warm_output: bool) ->
     best = hits_of(Trace(routing.header, passes), "belady", slots, routing.bits)["decode"]
     count = len(routing.decode)
     used = sum(len({e for row in layer.experts for e in row}) for passed in routing.decode for layer in passed.layers)
-    return Ideal(hit_rate(best.counts) or 0.0, best.nbytes / count, used / count)
+    return Ideal(best.counts.hit_rate or 0.0, best.nbytes / count, used / count)
 
 
 def _as(passed: Pass, phase: str, sequence: int) -> Pass:

@@ -95,7 +95,7 @@ def _device(folder: Path) -> Iterator[_Device]:
 
 
 def _feeding(model: Any, ids: Any, prompt: int) -> Any:
-    from tiermoe.bench.feeding_tiermoe import EngineFeeding
+    from tiermoe.bench.feeding import EngineFeeding
 
     return EngineFeeding(model.tiermoe, ids, prompt)
 

@@ -1,8 +1,10 @@
-"""A text's own tokens fed to a transformers model: the routing of real text, the same for every engine."""
+"""A text's own tokens fed to a transformers model or an engine: the routing of real text, the same for every engine."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from tiermoe.batch import Batch, decode, prompt
 
 
 class Feeding:
@@ -29,3 +31,25 @@ class Feeding:
             input_ids=self._ids[:, begin:end], past_key_values=self._cache, use_cache=True, logits_to_keep=1
         )
         self._cache = output.past_key_values
+
+
+class EngineFeeding:
+    """Rows of token ids `ids` (batch, prompt + output) for an engine, with an empty KV cache."""
+
+    def __init__(self, engine: Any, ids: Any, first: int) -> None:
+        self._engine = engine
+        self._ids: list[list[int]] = ids.tolist()
+        self._first = first
+        self._cache = engine.new_cache(len(self._ids), len(self._ids[0]))
+        self._slabs = [self._cache.open() for _ in self._ids]
+
+    def prompt(self) -> None:
+        """The rows' prompts."""
+        rows = [prompt(slab, ids[: self._first]) for slab, ids in zip(self._slabs, self._ids, strict=True)]
+        self._engine.step(Batch(tuple(rows)), self._cache)
+
+    def decode(self, until: int) -> None:
+        """The tokens from the prompt's end to position `until`, one of each row at a time."""
+        for at in range(self._first, until):
+            rows = [decode(slab, at, ids[at]) for slab, ids in zip(self._slabs, self._ids, strict=True)]
+            self._engine.step(Batch(tuple(rows)), self._cache)

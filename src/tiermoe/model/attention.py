@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiermoe.batch import Row
 from tiermoe.kernels.native.few_tokens_attention import few_tokens_workspace
 from tiermoe.model.kv_cache import LayerShape
 from tiermoe.model.linear import Linear
@@ -99,7 +98,6 @@ class GroupedAttention:
                 query[span.begin : span.end],
                 held(keys, span.row, self.window),
                 held(values, span.row, self.window),
-                span.row,
                 self.scale,
                 self.window,
                 self.sinks,
@@ -117,26 +115,10 @@ class GroupedAttention:
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, row: Row, scale: float, window: int | None, sinks: Tensor | None
-) -> Tensor:
-    """query (T, heads, columns) over keys and values (kv heads, n, columns) of which the last T are the tokens' own →
-    (T, heads, value columns).
-
-    Tokens that are verified are computed one by one, as they would have been decoded."""
-    if row.kind == "verify" and len(row.tokens) > 1:
-        ends = range(keys.shape[1] - len(row.tokens) + 1, keys.shape[1] + 1)
-        begins = [0 if window is None else max(0, end - window) for end in ends]
-        each = [
-            _attend(query[i : i + 1], keys[:, begin:end], values[:, begin:end], scale, window, sinks)
-            for i, (begin, end) in enumerate(zip(begins, ends, strict=True))
-        ]
-        return torch.cat(each)
-    return _attend(query, keys, values, scale, window, sinks)
-
-
-def _attend(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, sinks: Tensor | None
 ) -> Tensor:
+    """query (T, heads, columns) over keys and values (kv heads, n, columns) of which the last T are the tokens' own →
+    (T, heads, value columns)."""
     mask = _mask(query.shape[0], keys.shape[1], window, query.device)
     if sinks is not None:
         return _with_sinks(query, keys, values, scale, mask, sinks)

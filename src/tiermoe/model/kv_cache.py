@@ -57,9 +57,7 @@ class KVCache:
     `keys[layer]` (slabs, heads, room, key columns) and `values[layer]` alike: position p lies at p % room. A layer
     whose room is smaller than the context keeps its window alone."""
 
-    def __init__(
-        self, shapes: Sequence[LayerShape], slabs: int, context: int, step: int, dtype: torch.dtype, device: str = "cpu"
-    ) -> None:
+    def __init__(self, shapes: Sequence[LayerShape], slabs: int, context: int, step: int, dtype: torch.dtype) -> None:
         self.shapes, self.slabs, self.context, self.step = tuple(shapes), slabs, context, step
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -70,8 +68,8 @@ class KVCache:
         self._native: dict[int, Slabs] = {}
         for shape in shapes:
             each = slabs, shape.heads, shape.room(context, step)
-            self.keys.append(torch.empty((*each, shape.key_columns), dtype=dtype, device=device))
-            self.values.append(torch.empty((*each, shape.value_columns), dtype=dtype, device=device))
+            self.keys.append(torch.empty((*each, shape.key_columns), dtype=dtype))
+            self.values.append(torch.empty((*each, shape.value_columns), dtype=dtype))
 
     def open(self) -> int:
         """A slab for another sequence, empty. PromptError where all are taken."""
@@ -153,7 +151,7 @@ class KVCache:
 
     def select(self, chosen: Sequence[int]) -> None:
         """The sequence of slab i becomes that of slab chosen[i] (beam search)."""
-        index = torch.tensor(chosen, device=self.keys[0].device)
+        index = torch.tensor(chosen)
         for tensors in (self.keys, self.values):
             for tensor in tensors:
                 tensor[: len(index)] = tensor[index]

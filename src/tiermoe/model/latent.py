@@ -102,9 +102,7 @@ class LatentAttention:
         for span in step.spans:
             put(kept, span.row, new[span.begin : span.end])
             keys, values = self._expanded(held(kept, span.row, None)[0])
-            attended[span.begin : span.end] = attend(
-                query[span.begin : span.end], keys, values, span.row, self.scale, None, None
-            )
+            attended[span.begin : span.end] = attend(query[span.begin : span.end], keys, values, self.scale, None, None)
         return self.output(attended.flatten(1))
 
     def _expanded(self, kept: Tensor) -> tuple[Tensor, Tensor]:

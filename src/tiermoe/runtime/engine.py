@@ -181,7 +181,6 @@ class Engine:
     def stats(self) -> dict[str, float | int | str]:
         """Counters since loading: hits and misses of experts, bytes read, seconds waited for the link, memory."""
         counts, discarded = self.controller.counts, self.scheduler.discarded
-        asked = counts.hits + counts.misses
         return {
             "preset": self.composition.name,
             "lossy": ", ".join(self.lossy),
@@ -199,7 +198,7 @@ class Engine:
             "discarded_hits": discarded.hits,
             "discarded_misses": discarded.misses,
             "fallback_ratio": self._confident.fallback_ratio if self._confident else 0.0,
-            "hit_rate": counts.hits / asked if asked else 0.0,
+            "hit_rate": counts.hit_rate or 0.0,
             "bytes_read": self.link.bytes_read,
             "wait_s": self.wait_s,
             "cache_slots": self.plan.slots,

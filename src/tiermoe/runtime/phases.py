@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from tiermoe.controller import Counts
+
 
 @dataclass(slots=True)
 class Phase:
@@ -36,6 +38,10 @@ class Phase:
         self.bytes_read += after.bytes_read - before.bytes_read
         self.wait_s += after.wait_s - before.wait_s
 
+    def __add__(self, other: Phase) -> Phase:
+        """Both together."""
+        return Phase(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
     @property
     def tok_s(self) -> float:
         """Tokens per second."""
@@ -44,7 +50,7 @@ class Phase:
     @property
     def hit_rate(self) -> float:
         """Of the experts that the router asked for, the share already there."""
-        return hit_rate(self.hits, self.misses)
+        return Counts(hits=self.hits, misses=self.misses).hit_rate or 0.0
 
     @property
     def bytes_per_token(self) -> float:
@@ -56,8 +62,3 @@ class Phase:
         link_s = self.bytes_read / bandwidth if bandwidth else 0.0
         bound_s = max(self.seconds - self.wait_s, link_s)
         return self.tokens / bound_s if bound_s > 0 else 0.0
-
-
-def hit_rate(hits: int, misses: int) -> float:
-    """hits / (hits + misses), 0 where nothing was asked for."""
-    return hits / (hits + misses) if hits + misses else 0.0

@@ -7,15 +7,16 @@ from typing import Any
 from torch import Tensor
 
 from tiermoe.batch import Batch, decode, prompt
+from tiermoe.runtime.steps import SequenceCache
 
 
 class Sequence:
     """The tokens of a sequence whose keys and values lie in a slab of `cache`. `tokens`: those that have run."""
 
-    def __init__(self, engine: Any, cache: Any) -> None:
+    def __init__(self, engine: Any, cache: SequenceCache) -> None:
         self._engine = engine
         self._cache = cache
-        self._slab: int = cache.open()
+        self._slab = cache.open()
         self.tokens: list[int] = []
 
     def read(self, ids: list[int]) -> Tensor:

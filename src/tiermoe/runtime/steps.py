@@ -10,6 +10,7 @@ from torch import Tensor
 from tiermoe.batch import Batch, Kind, Row
 from tiermoe.runtime.fallback import ConfidentDecoding
 from tiermoe.runtime.passes import CurrentPass
+from tiermoe.types import FEW_TOKENS
 
 
 class SequenceCache(Protocol):
@@ -38,7 +39,7 @@ class AnyDecoder(Protocol):
     @property
     def verifies(self) -> bool: ...
 
-    def new_cache(self, slabs: int, context: int, step: int) -> Any: ...
+    def new_cache(self, slabs: int, context: int, step: int) -> SequenceCache: ...
 
     def step(self, batch: Batch, cache: Any, every: bool = False) -> Tensor: ...
 
@@ -71,22 +72,28 @@ class Steps:
         rows (T, vocabulary). Prompts run in chunks."""
         if len(batch.rows) > 1 and self._by_rows(batch):
             return torch.cat([self.step(Batch((row,)), cache, every) for row in batch.rows])
-        if self._one_by_one(batch.rows[0]):
-            return self._singly(batch.rows[0], cache, every)
+        row = batch.rows[0]
+        if row.kind is Kind.VERIFY and len(row.tokens) > self._verified_at_once:
+            return self._in_parts(row, cache, every)
         if max(len(row.tokens) for row in batch.rows) <= self.chunk:
             return self._pass(batch, cache, every)
         return self._in_chunks(batch, cache, every)
 
     def _by_rows(self, batch: Batch) -> bool:
-        """Whether rows run one after the other: the decoder takes one at a time, or has to verify tokens singly."""
-        return not self.decoder.rows_together or any(self._one_by_one(row) for row in batch.rows)
+        """Whether rows run one after the other: the decoder takes one at a time, or tokens that are verified would be
+        among too many others."""
+        verifies = any(row.kind is Kind.VERIFY and len(row.tokens) > 1 for row in batch.rows)
+        return not self.decoder.rows_together or (verifies and len(batch.tokens) > self._verified_at_once)
 
-    def _one_by_one(self, row: Row) -> bool:
-        return row.kind is Kind.VERIFY and len(row.tokens) > 1 and not self.decoder.verifies
+    @property
+    def _verified_at_once(self) -> int:
+        """Tokens of a pass in which each gets the bits that it gets alone."""
+        return min(FEW_TOKENS, self.chunk) if self.decoder.verifies else 1
 
-    def _singly(self, row: Row, cache: Any, every: bool) -> Tensor:
-        tokens = [Row(row.slab, row.first + i, (token,), row.kind) for i, token in enumerate(row.tokens)]
-        logits = [self._pass(Batch((token,)), cache, every) for token in tokens]
+    def _in_parts(self, row: Row, cache: Any, every: bool) -> Tensor:
+        size, tokens = self._verified_at_once, row.tokens
+        parts = [Row(row.slab, row.first + at, tokens[at : at + size], row.kind) for at in range(0, len(tokens), size)]
+        logits = [self._pass(Batch((part,)), cache, every) for part in parts]
         return torch.cat(logits) if every else logits[-1]
 
     def _in_chunks(self, batch: Batch, cache: Any, every: bool) -> Tensor:

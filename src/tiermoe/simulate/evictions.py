@@ -13,7 +13,7 @@ from tiermoe.policy.eviction import EVICTIONS
 from tiermoe.presets import Composition
 from tiermoe.simulate.costs import expert_bytes, run_bits
 from tiermoe.simulate.link import InstantLink
-from tiermoe.simulate.result import PhaseHits, headline, hit_rate
+from tiermoe.simulate.result import PhaseHits, headline
 from tiermoe.simulate.steps import Future, Recorded, steps_of
 from tiermoe.trace import Trace
 
@@ -60,7 +60,7 @@ def compare_evictions(
             if name != "belady":
                 counts = _phase_counts(hits_of(trace, name, slots, bits, settings, per_sequence, seed))
             rate, best = headline(counts), headline(belady)
-            rows.append(EvictionRow(name, slots / experts, slots, rate, hit_rate(counts["prefill"]), best))
+            rows.append(EvictionRow(name, slots / experts, slots, rate, counts["prefill"].hit_rate, best))
     return rows
 
 

@@ -124,7 +124,7 @@ class Result:
             cache_fraction=cache_fraction,
             slots={",".join(map(str, share.bits)): share.slots for share in slots},
             hit_rate=headline({name: phase.counts for name, phase in phases.items()}),
-            prefill_hit_rate=hit_rate(prefill.counts),
+            prefill_hit_rate=prefill.counts.hit_rate,
             belady_hit_rate=headline({name: phase.counts for name, phase in belady.items()}),
             decode_tok_s=_rate(decode.tokens, decode.seconds),
             prefill_tok_s=_rate(prefill.tokens, prefill.seconds),
@@ -147,15 +147,9 @@ class Result:
         )
 
 
-def hit_rate(counts: Counts) -> float | None:
-    """Hits of all that was asked for and not skipped; None where nothing was."""
-    asked = counts.hits + counts.misses
-    return counts.hits / asked if asked else None
-
-
 def headline(counts: Mapping[str, Counts]) -> float:
     """The hit rate of decoding, of the prompt where nothing is decoded."""
-    rates = (hit_rate(counts[phase]) for phase in ("decode", "prefill"))
+    rates = (counts[phase].hit_rate for phase in ("decode", "prefill"))
     return next((rate for rate in rates if rate is not None), 0.0)
 
 

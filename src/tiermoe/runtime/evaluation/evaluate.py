@@ -19,7 +19,7 @@ from tiermoe.runtime.evaluation import scoring
 from tiermoe.runtime.evaluation.reference import Reference
 from tiermoe.runtime.evaluation.scoring import TokenScores
 from tiermoe.runtime.evaluation.windows import Windows
-from tiermoe.runtime.phases import Phase, hit_rate
+from tiermoe.runtime.phases import Phase
 from tiermoe.runtime.prepare_store import Progress
 
 
@@ -83,7 +83,7 @@ def decode_window(
 
 def _speed(model: Any, prefill: Phase, decode: Phase) -> dict[str, Any]:
     engine = engine_of(model)
-    plan, stats = engine.plan, engine.stats()
+    plan, stats, both = engine.plan, engine.stats(), prefill + decode
     return {
         "preset": engine.composition.name,
         "lossy": engine.lossy,
@@ -91,15 +91,15 @@ def _speed(model: Any, prefill: Phase, decode: Phase) -> dict[str, Any]:
         "bits": engine.settings.bits,
         "dense_bits": engine.settings.dense_bits_used,
         "cache_fraction": plan.experts / (plan.all_slots * plan.slot_bytes),
-        "hit_rate": hit_rate(prefill.hits + decode.hits, prefill.misses + decode.misses),
+        "hit_rate": both.hit_rate,
         "prefill_hit_rate": prefill.hit_rate,
         "decode_hit_rate": decode.hit_rate,
         "prefill_tok_s": prefill.tok_s,
         "decode_tok_s": decode.tok_s,
         "bound_tok_s": decode.bound_tok_s(engine.bandwidth),
-        "bytes_read": prefill.bytes_read + decode.bytes_read,
+        "bytes_read": both.bytes_read,
         "bytes_per_token": decode.bytes_per_token,
-        "wait_s": prefill.wait_s + decode.wait_s,
+        "wait_s": both.wait_s,
         "decode_wait_s": decode.wait_s,
         "fallback_ratio": stats["fallback_ratio"],
         "threads": torch.get_num_threads(),
