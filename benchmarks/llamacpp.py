@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from tiermoe.bench.child import last_object
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -40,11 +42,6 @@ def run_peer(args: argparse.Namespace, *words: object) -> dict[str, Any]:
     if done.returncode:
         raise PeerFailed(f"{args.peer_python} ended with code {done.returncode}")
     return last_object(done.stdout)
-
-
-def last_object(text: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(text.strip().splitlines()[-1])
-    return result
 
 
 def save_ids(args: argparse.Namespace, directory: str, limit: int | None = None) -> Path:

@@ -11,13 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.perplexity import Logits, perplexity
+from tiermoe.bench import stretches
 
 
 def token_ids(model: Path, text: Path) -> npt.NDArray[np.int64]:
     """The tokens (N,) of a whole text file, without added special tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.model_max_length = 1 << 60  # the text is cut into windows later
-    ids = tokenizer(text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
+    ids = stretches.token_ids(AutoTokenizer.from_pretrained(model), text.read_text(encoding="utf-8"))
     return np.asarray(ids, dtype=np.int64)
 
 
