@@ -209,6 +209,14 @@ def test_packing_leaves_an_outline(case: Callable[..., Case], tiermoe_: Any, tmp
     assert Case(directory, tmp_path / "out", {"bits": 4}).is_lean()
 
 
+def test_a_store_that_is_made_anew_keeps_an_outline(qwen: Case) -> None:
+    (qwen.store / "store.json").write_text("torn")
+    blueprint = qwen.inspect()
+    assert blueprint.known is not None
+    open_or_create(blueprint, qwen.store, force=True)
+    assert qwen.inspect().known == blueprint.known
+
+
 def test_an_outline_of_another_transformers_is_passed_over(qwen: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers, "__version__", "0.0")
     assert not qwen.is_lean()

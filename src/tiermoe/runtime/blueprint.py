@@ -17,6 +17,7 @@ from tiermoe.families import Family, family_of
 from tiermoe.runtime import footprint
 from tiermoe.runtime.resolve import chosen_store_root
 from tiermoe.store.checkpoint import Checkpoint
+from tiermoe.store.outline import NAME as OUTLINE
 from tiermoe.store.outline import Outline, read_outline, write_outline
 from tiermoe.types import MoeLayer
 
@@ -100,8 +101,8 @@ class Blueprint:
         return self.generation_config() or GenerationConfig.from_model_config(self.config)
 
     def leave_outline(self, root: Path) -> None:
-        """Keeps the outline in the store at `root`, where it was not read from a store."""
-        if self.known is None:
+        """Keeps the outline in the store at `root`, where that has none that can be used."""
+        if self.known is None or not (root / OUTLINE).exists():
             write_outline(root, self.checkpoint.fingerprint(), transformers.__version__, self.outline)
 
 
