@@ -15,9 +15,9 @@ from typing import Any
 
 from benchmarks.rounds import about, at_least_one, parser_of, print_table, rates, shown, timed
 from tiermoe.compose import ModelShape, PrecisionSlots, assemble
+from tiermoe.composition import Composition
 from tiermoe.controller import Counts
 from tiermoe.policy.eviction import EVICTIONS
-from tiermoe.presets import Composition
 from tiermoe.scheduler import Scheduler
 from tiermoe.simulate.link import InstantLink
 from tiermoe.types import Routed

@@ -12,7 +12,7 @@ import argparse
 from collections import defaultdict
 from pathlib import Path
 
-from tiermoe.calibrate.recall_table import RecallRow, recall_table
+from benchmarks.recall_table import RecallRow, recall_table
 from tiermoe.trace_file import read_trace
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tiermoe.config import CacheSize
-from tiermoe.presets import compose
 from tiermoe.simulate import ReplaySettings, Result, replay
+from tiermoe.systems import compose
 from tiermoe.trace import Times, Trace
 
 TIMES = Times(dense=0.5, expert={4: 0.4}, prefill_token=0.1, prefill_expert={4: 0.05})

@@ -9,8 +9,8 @@ from fake_link import FakeLink
 from groups import each
 from tiermoe.compose import ModelShape, PrecisionSlots, assemble
 from tiermoe.policy.misses import MissCosts
-from tiermoe.presets import compose
 from tiermoe.scheduler import Scheduler
+from tiermoe.systems import compose
 from tiermoe.types import ExpertKey, Ready, Routed
 
 SHAPE = ModelShape(experts=[4, 4, 4], top_k=[2, 2, 2])

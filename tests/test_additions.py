@@ -26,6 +26,7 @@ from tiermoe import config
 from tiermoe.batch import Batch
 from tiermoe.batch import decode as decode_row
 from tiermoe.batch import prompt as prompt_row
+from tiermoe.composition import Composition
 from tiermoe.errors import ConfigError, TraceError
 from tiermoe.families import FAMILIES, Family
 from tiermoe.kernels import KERNELS, linear_for
@@ -35,10 +36,10 @@ from tiermoe.model.decoder import Decoder
 from tiermoe.policy.eviction import EVICTIONS
 from tiermoe.policy.precision import PRECISIONS
 from tiermoe.policy.prediction import PREDICTIONS
-from tiermoe.presets import PRESETS, Composition, compose
 from tiermoe.quant.encodings import FIXED, encoding_for, encoding_named
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.simulate.evictions import hits_of
+from tiermoe.systems import PRESETS, compose
 from tiermoe.trace import Trace
 from tiny import oracle
 

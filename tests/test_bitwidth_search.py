@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiermoe.calibrate.bitwidth_search import bounds, lowered, search
 from tiermoe.errors import ConfigError
+from tiermoe.systems.edgemoe import bounds, lowered, search
 
 PLACES = [(layer, expert) for layer in range(3) for expert in range(4)]
 unhurried = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tiermoe.calibrate import corm, fate, hobbit
-from tiermoe.calibrate.recall_table import recall_table
-from tiermoe.calibrate.routings import frequencies, routings
+from benchmarks.recall_table import recall_table
+from tiermoe.composition import Composition
 from tiermoe.errors import TraceError
 from tiermoe.policy.prediction import count_paths
-from tiermoe.presets import PRESETS, Composition
+from tiermoe.systems import PRESETS, corm, fate, hobbit
+from tiermoe.systems.routings import frequencies, routings
 from tiermoe.trace import LayerTrace, Little, Pass, Times, Trace
 from traces import decoded, layer, prompt, trace
 

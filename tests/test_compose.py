@@ -20,12 +20,13 @@ from tiermoe.compose import (
     precisions,
     tables,
 )
+from tiermoe.composition import Composition
 from tiermoe.config import CacheSize
 from tiermoe.errors import ProfileError
-from tiermoe.presets import PRESETS, Composition, compose
 from tiermoe.profiles import Profile
 from tiermoe.scheduler import Scheduler
 from tiermoe.simulate.link import InstantLink
+from tiermoe.systems import PRESETS, compose
 from tiermoe.types import ExpertKey
 
 SHAPE = ModelShape([8] * 4, [2] * 4)

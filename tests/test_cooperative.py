@@ -21,11 +21,11 @@ from tiermoe import kernels
 from tiermoe.controller import ELSEWHERE
 from tiermoe.errors import ConfigError, LoadError
 from tiermoe.kernels.reference import DecodedLinear
-from tiermoe.presets import compose
 from tiermoe.runtime import plan, service
 from tiermoe.runtime.cooperative import CpuHelper
 from tiermoe.runtime.experts import LayerExperts
 from tiermoe.runtime.units import require_device, unit_of
+from tiermoe.systems import compose
 from tiermoe.tiers.gpu import GpuLink
 from tiermoe.types import ExpertKey, Ready, Routed
 from watching import OnRoute

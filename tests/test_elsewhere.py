@@ -14,7 +14,7 @@ from schedules import HOBBIT, Said, keys, run, scheduler_with
 from tiermoe.controller import ELSEWHERE
 from tiermoe.errors import ConfigError
 from tiermoe.policy.misses import MissCosts, averaged, computed_elsewhere
-from tiermoe.presets import compose
+from tiermoe.systems import compose
 from tiermoe.types import Demand, ExpertKey, Ready, Routed
 
 

@@ -23,8 +23,8 @@ from tiermoe.policy.allotment import Pool
 from tiermoe.policy.filling import most_used, that_fit
 from tiermoe.policy.pools import Pools
 from tiermoe.policy.uses import WINDOW, Uses, merged
-from tiermoe.presets import PRESETS, compose
 from tiermoe.simulate.link import VirtualClock, VirtualLink
+from tiermoe.systems import PRESETS, compose
 from tiermoe.tiers.disk import DiskLink
 from tiermoe.tiers.lanes import Lanes
 from tiermoe.tiers.slots import HostSlots

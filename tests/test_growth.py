@@ -29,7 +29,7 @@ from tests import tiny
 from tiermoe.compose import ModelShape, cache_bytes
 from tiermoe.config import parse_cache
 from tiermoe.errors import ModelError
-from tiermoe.presets import PRESETS
+from tiermoe.systems import PRESETS
 
 TINY = Shape(experts=8, layers=2, top_k=2, hidden=128, inner=64, heads=4, kv_heads=2, head_dim=32, context=256)
 SMALL = [f"--{name.replace('_', '-')}={value}" for name, value in vars(TINY).items()]

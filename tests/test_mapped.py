@@ -18,7 +18,6 @@ from parity import logits, tokens
 from tiermoe.compose import Tables
 from tiermoe.config import Settings
 from tiermoe.errors import LoadError
-from tiermoe.presets import compose
 from tiermoe.quant.encodings import cpu_layout
 from tiermoe.runtime import reading
 from tiermoe.runtime.blueprint import inspect_model
@@ -29,6 +28,7 @@ from tiermoe.runtime.memory_plan import MemoryPlan, SlotPool
 from tiermoe.runtime.reading import Packed, open_reading, reading_for
 from tiermoe.store.layout import expert_format
 from tiermoe.store.store import open_store
+from tiermoe.systems import compose
 from tiermoe.tiers import mapped
 from tiermoe.tiers.assemble import Tiers, assemble_mapped
 from tiermoe.tiers.mapped import MappedFiles, populate

@@ -22,9 +22,9 @@ from small_traces import decode, layer, trace_of
 from tiermoe.cli.output import summary
 from tiermoe.compose import ModelShape, PrecisionSlots, assemble
 from tiermoe.policy.prediction.worth import PrefetchTrial, promising
-from tiermoe.presets import PRESETS, compose
 from tiermoe.runtime.generate import Report
 from tiermoe.simulate import Result
+from tiermoe.systems import PRESETS, compose
 from tiermoe.types import Routed
 from tiny import write
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from commands import Command
+from tiermoe.composition import POLICIES, Composition, declarations
 from tiermoe.errors import ConfigError
 from tiermoe.policy.settings import declared
-from tiermoe.presets import POLICIES, PRESETS, Composition, compose, declarations
+from tiermoe.systems import PRESETS, compose
 
 FIVE = ("hobbit", "edgemoe", "mobile", "fate", "corm")
 BASELINES = ("io-free", "load-on-demand", "io-qexp", "sti", "eap", "lru", "mixtral-offload")

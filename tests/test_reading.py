@@ -12,12 +12,12 @@ import pytest
 from extent_files import EXPERTS, FORM, SIZE, write_experts
 from tiermoe.compose import Tables
 from tiermoe.config import Settings
-from tiermoe.presets import compose
 from tiermoe.runtime import reading
 from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.memory_plan import MemoryPlan
 from tiermoe.runtime.reading import Packed, Reading
 from tiermoe.runtime.system import page_cache_room
+from tiermoe.systems import compose
 from tiermoe.tiers import probe as probes
 from tiermoe.tiers.probe import DriveProbe, known_drive
 from tiermoe.tiers.reader import ExtentReader, aligned_memory

@@ -19,7 +19,6 @@ from tiermoe.compose import filled
 from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError, ModelError
 from tiermoe.policy.precision import Fixed, PrecisionContext
-from tiermoe.presets import PRESETS
 from tiermoe.profiles import profile_path, read_profile
 from tiermoe.runtime.blueprint import inspect_model
 from tiermoe.runtime.calibration import calibration as calibration_module
@@ -31,6 +30,7 @@ from tiermoe.runtime.recording.recorder import Recorder
 from tiermoe.runtime.recording.sequences import Cut, cut
 from tiermoe.runtime.recording.trace_header import header_of
 from tiermoe.simulate import ReplaySettings, replay
+from tiermoe.systems import PRESETS
 from tiermoe.trace import Header, Pass, Times, Trace
 from tiermoe.trace_file import TraceWriter, read_trace
 

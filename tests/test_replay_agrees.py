@@ -14,7 +14,6 @@ import torch
 from tiermoe.compose import PrecisionSlots
 from tiermoe.config import CacheSize, settings
 from tiermoe.controller import Counts
-from tiermoe.presets import compose
 from tiermoe.runtime.blueprint import Blueprint, inspect_model
 from tiermoe.runtime.load import load_blueprint
 from tiermoe.runtime.phases import Phase
@@ -23,6 +22,7 @@ from tiermoe.runtime.recording.trace_header import header_of
 from tiermoe.runtime.resolve import load_tokenizer
 from tiermoe.simulate import BeladyHits, ReplaySettings, Result, replay
 from tiermoe.simulate.result import PhaseHits
+from tiermoe.systems import compose
 from tiermoe.trace import LayerTrace, Little, Pass, Times, Trace
 from tiermoe.types import Routed
 from watching import OnRoute

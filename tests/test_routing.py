@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermoe.policy.recall import baseline_uniform, recall
 from tiermoe.policy.routing import is_confident, little, speedup
 from tiermoe.runtime.passes import keep_half
+from tiermoe.systems.routings import baseline_uniform, recall
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ from fake_link import FakeLink
 from schedules import Said
 from tiermoe.compose import ModelShape, PrecisionSlots, assemble
 from tiermoe.policy.prediction.worth import PAIRS
-from tiermoe.presets import compose
 from tiermoe.runtime.history import History
 from tiermoe.scheduler import Scheduler
 from tiermoe.store.run_record import RunRecord, read_record, record_path, write_record
 from tiermoe.store.store import Source, Store
+from tiermoe.systems import compose
 from tiermoe.types import ExpertKey, MoeLayer, Routed
 from tiny import write
 

@@ -9,7 +9,7 @@ from groups import each
 from schedules import HOBBIT, SHAPE, Said, keys, run, scheduler_with
 from tiermoe.compose import PrecisionSlots, Tables, assemble
 from tiermoe.errors import ConfigError, ProfileError
-from tiermoe.presets import PRESETS, compose
+from tiermoe.systems import PRESETS, compose
 from tiermoe.types import ExpertKey, Routed
 
 

@@ -19,7 +19,6 @@ from small_traces import decode, layer, trace_of
 from tiermoe.cli.simulate import simulate
 from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError, ProfileError, TiermoeError, TraceError
-from tiermoe.presets import PRESETS, compose
 from tiermoe.profiles import Profile, to_json
 from tiermoe.simulate import (
     MACHINES,
@@ -31,6 +30,7 @@ from tiermoe.simulate import (
 from tiermoe.simulate.costs import expert_bytes, run_bits
 from tiermoe.simulate.evictions import hits_of
 from tiermoe.simulate.link import VirtualClock, VirtualLink
+from tiermoe.systems import PRESETS, compose
 from tiermoe.trace import LayerTrace, Little, Pass, Times, Trace
 from tiermoe.trace_file import TraceWriter, read_trace
 from tiermoe.types import ExpertKey, Load

@@ -12,10 +12,10 @@ import torch
 
 import tiermoe
 from tiermoe.policy.prediction import count_paths, paths_to_json
-from tiermoe.presets import PRESETS
 from tiermoe.profiles import Profile, profile_path, to_json
 from tiermoe.runtime.blueprint import inspect_model
 from tiermoe.runtime.prepare_store import store_root
+from tiermoe.systems import PRESETS
 from tiny import write
 
 FAMILIES = ["qwen2_moe", "deepseek_v2"]

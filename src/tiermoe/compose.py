@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from tiermoe.composition import Composition, parsed
 from tiermoe.config import CacheSize
 from tiermoe.controller import Controller
 from tiermoe.errors import ConfigError, ProfileError
@@ -21,7 +22,6 @@ from tiermoe.policy.precision import PRECISIONS, Precision, PrecisionContext
 from tiermoe.policy.prediction import PREDICTIONS, Paths, PredictionContext, paths_from_json
 from tiermoe.policy.prediction.context import Future, HashTable
 from tiermoe.policy.prediction.worth import PrefetchTrial
-from tiermoe.presets import Composition, parsed
 from tiermoe.profiles import Profile
 from tiermoe.scheduler import Scheduler
 

@@ -89,7 +89,7 @@ class Settings:
     torch's setting. device: 'cpu', 'cuda', or 'auto'. gpu_memory: bound on the GPU's allocations, None all but a
     reserve. decoder: 'auto' takes tiermoe's own where the family has one, 'generic' runs transformers' modelling code.
     store: folder of the expert store; None is the user's cache folder. preset: a named composition
-    (`tiermoe.presets`). set: its parts and settings to replace, as {'prefetch': 'none'}. warm: experts are read in the
+    (`tiermoe.systems`). set: its parts and settings to replace, as {'prefetch': 'none'}. warm: experts are read in the
     background from the moment of loading, by what earlier runs used, and this run's uses are kept for later ones; False
     begins with an empty cache and keeps nothing (measurements).
     """

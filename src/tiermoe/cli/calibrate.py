@@ -13,7 +13,7 @@ from tiermoe.cli.evaluate import read_text
 from tiermoe.cli.output import note, progress_bar, waiting
 from tiermoe.cli.trace import Prompt, Sequence, TextFile, Tokens
 from tiermoe.errors import ConfigError
-from tiermoe.presets import PRESETS
+from tiermoe.systems import PRESETS
 
 if TYPE_CHECKING:
     from tiermoe.runtime.calibration.make_profiles import Found

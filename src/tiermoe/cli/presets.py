@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tiermoe.presets import PRESETS, Composition, declarations, preset_named
+from tiermoe.composition import Composition, declarations
+from tiermoe.systems import PRESETS, preset_named
 
 
 def presets(

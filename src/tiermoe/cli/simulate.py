@@ -15,10 +15,10 @@ from rich.table import Table
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.output import note, waiting
+from tiermoe.composition import Composition, declarations, parsed
 from tiermoe.config import BITS, CacheSize, format_size, parse_cache
 from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.policy.eviction import EVICTIONS
-from tiermoe.presets import PRESETS, Composition, compose, declarations, parsed
 from tiermoe.profiles import Profile, read_profile
 from tiermoe.simulate import (
     MACHINES,
@@ -33,6 +33,7 @@ from tiermoe.simulate import (
     replay,
     spread,
 )
+from tiermoe.systems import PRESETS, compose
 from tiermoe.trace import Times, Trace
 from tiermoe.trace_file import read_trace
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tiermoe.compose import Tables, filled, precisions, require_settings, tables
+from tiermoe.composition import Composition
 from tiermoe.config import Settings
 from tiermoe.errors import ProfileError
-from tiermoe.presets import Composition, compose
 from tiermoe.profiles import profile_path, read_profile
+from tiermoe.systems import compose
 
 
 @dataclass(frozen=True, slots=True)

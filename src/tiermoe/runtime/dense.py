@@ -183,9 +183,7 @@ def attach_dense(
     `device`; returns their bytes. files: the store's, where the layers are used as they are mapped; None: they are read
     by `reader`."""
     total = 0
-    for name, layer in packed_linears(
-        store, key, reader, device, files, lambda name: model.get_submodule(name).bias
-    ):
+    for name, layer in packed_linears(store, key, reader, device, files, lambda name: model.get_submodule(name).bias):
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, layer)
         total += store.dense_format(key, name).slot.nbytes

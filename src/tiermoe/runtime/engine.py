@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from tiermoe.batch import Batch
+from tiermoe.composition import Composition
 from tiermoe.config import Settings
 from tiermoe.controller import Controller
 from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.kernels.expert import ExpertKernel, Views
 from tiermoe.model.decoder import Decoder
 from tiermoe.model.routers import Router
-from tiermoe.presets import Composition
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.expert_gates import ExpertGate
 from tiermoe.runtime.fallback import ConfidentDecoding

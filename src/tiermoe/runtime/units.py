@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from tiermoe.composition import Composition
 from tiermoe.errors import ConfigError
 from tiermoe.kernels.expert import SlotViews, Views, expert_kernel
 from tiermoe.kernels.neurons import NeuronKernel
 from tiermoe.policy.misses import MissCosts
-from tiermoe.presets import Composition
 from tiermoe.runtime.cooperative import CpuHelper
 from tiermoe.runtime.expert_gates import ExpertGate
 from tiermoe.runtime.experts import LayerExperts

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tiermoe.compose import Foresight, ModelShape, PrecisionSlots, assemble
+from tiermoe.composition import Composition
 from tiermoe.config import CacheSize
 from tiermoe.controller import Counts
 from tiermoe.policy.eviction import EVICTIONS
-from tiermoe.presets import Composition
 from tiermoe.simulate.costs import expert_bytes, run_bits
 from tiermoe.simulate.link import InstantLink
 from tiermoe.simulate.result import PhaseHits, headline

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tiermoe.compose import tables
+from tiermoe.composition import Composition
 from tiermoe.errors import ConfigError, ProfileError, TraceError
-from tiermoe.presets import Composition
 from tiermoe.profiles import Profile
 from tiermoe.trace import Header
 

@@ -17,9 +17,9 @@ from tiermoe.compose import (
     precisions,
     tables,
 )
+from tiermoe.composition import Composition
 from tiermoe.config import CacheSize
 from tiermoe.errors import TraceError
-from tiermoe.presets import Composition
 from tiermoe.profiles import Profile
 from tiermoe.simulate.costs import Costs, expert_bytes, run_bits
 from tiermoe.simulate.evictions import hits_of

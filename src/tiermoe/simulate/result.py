@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tiermoe.compose import PrecisionSlots
+from tiermoe.composition import Composition
 from tiermoe.controller import Counts
-from tiermoe.presets import Composition
 
 
 @dataclass(slots=True)

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tiermoe.composition import Composition
 from tiermoe.policy.prediction.protocol import Ranked
 from tiermoe.policy.routing import is_confident, little
-from tiermoe.presets import Composition
 from tiermoe.trace import LayerTrace, Pass, Trace
 from tiermoe.types import ExpertKey, Routed
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from tiermoe.calibrate.bitwidth_search import PRECISIONS, Loss, Place, search
 from tiermoe.config import Settings
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.calibration.importance import OTHERS, measure_alone
@@ -20,6 +19,7 @@ from tiermoe.runtime.calibration.measured import Measured
 from tiermoe.runtime.calibration.measuring import Measuring, Source, pack_all, places_of
 from tiermoe.runtime.calibration.tasks import Perplexity, Task
 from tiermoe.runtime.prepare_store import Progress
+from tiermoe.systems.edgemoe import PRECISIONS, Loss, Place, search
 
 
 def find_bitwidths(

@@ -9,12 +9,9 @@ from typing import Any
 
 import torch
 
-from tiermoe.calibrate import corm, fate, hobbit
-from tiermoe.calibrate.routings import frequencies, routings
 from tiermoe.errors import ModelError
 from tiermoe.policy.precision import Popularity, PrecisionContext
 from tiermoe.policy.prediction import count_paths, paths_to_json
-from tiermoe.presets import PRESETS
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.calibration.activations import find_theta
 from tiermoe.runtime.calibration.bitwidths import find_bitwidths
@@ -22,6 +19,8 @@ from tiermoe.runtime.calibration.calibration import Calibration
 from tiermoe.runtime.evaluation.scoring import log_probabilities, row_blocks
 from tiermoe.runtime.prepare_store import Progress
 from tiermoe.store.neurons import neuron_layer
+from tiermoe.systems import PRESETS, corm, fate, hobbit
+from tiermoe.systems.routings import frequencies, routings
 
 Made = tuple[dict[str, Any], dict[str, Any], dict[str, str]]
 """A profile's settings, its data, and what was found, for people."""

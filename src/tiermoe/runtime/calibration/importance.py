@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import torch
 
-from tiermoe.calibrate.bitwidth_search import Place
 from tiermoe.config import Settings
 from tiermoe.errors import ConfigError
 from tiermoe.runtime.calibration.measured import Measured
@@ -20,6 +19,7 @@ from tiermoe.runtime.calibration.measuring import Measuring, Source
 from tiermoe.runtime.calibration.tasks import Task
 from tiermoe.runtime.prepare_store import Progress
 from tiermoe.runtime.system import available_memory
+from tiermoe.systems.edgemoe import Place
 
 ALONE, OTHERS = 2, 4
 """One expert has ALONE bits while the others have OTHERS."""

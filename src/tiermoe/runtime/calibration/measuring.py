@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tiermoe.calibrate.bitwidth_search import PRECISIONS, Place
 from tiermoe.compose import Tables
+from tiermoe.composition import Composition
 from tiermoe.config import CacheSize, Settings
 from tiermoe.policy.precision import PrecisionContext, Table
-from tiermoe.presets import Composition
 from tiermoe.runtime.blueprint import Blueprint, inspect_model
 from tiermoe.runtime.calibration.tasks import Task
 from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.evaluation.evaluate import reserved_bytes
 from tiermoe.runtime.load import load_resolved
 from tiermoe.runtime.prepare_store import Progress, ensure_packed, open_or_create, store_root
+from tiermoe.systems.edgemoe import PRECISIONS, Place
 from tiermoe.tiers.cuda import resolve_device
 
 _PAIRS = ((4, 2), (16, 8), (8, 4))  # precisions that are held at once: one or two neighbours are asked for

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiermoe.errors import ConfigError, TiermoeError
-from tiermoe.presets import PRESETS, preset_named
+from tiermoe.systems import PRESETS, preset_named
 
 Measure = Callable[[str], dict[str, Any]]
 """Preset → the object that `tiermoe eval --json` prints. Raises a TiermoeError with the reason where it cannot."""

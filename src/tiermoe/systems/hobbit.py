@@ -1,19 +1,28 @@
-"""HOBBIT's thresholds, from the distribution of unimportance scores, and its cache's weights, from a replay."""
+"""HOBBIT: its preset; thresholds from the distribution of unimportance scores, and its cache's weights from a replay."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from tiermoe.calibrate.routings import decode_passes
 from tiermoe.compose import ModelShape, assemble, cache_bytes, divide
+from tiermoe.composition import Composition
 from tiermoe.config import CacheSize
 from tiermoe.policy.precision import thresholds, unimportance
-from tiermoe.presets import Composition
 from tiermoe.simulate.costs import expert_bytes
 from tiermoe.simulate.link import InstantLink
 from tiermoe.simulate.steps import Recorded, Step, steps_of
+from tiermoe.systems.routings import decode_passes
 from tiermoe.trace import Trace
+
+PRESET = Composition(
+    "hobbit",
+    "low precision or none for unimportant misses, stacked gates, a weighted cache in two pools",
+    "HOBBIT, mixed-precision expert loading (2024)",
+    precision="gate-score", prefetch="stacked-gates", cache="weighted", records="sequence", start="together",
+    profile="hobbit", low_share=0.2, own={"ahead": 3},
+)  # fmt: skip
+
 
 HIGH_SHARE, SKIP_SHARE = 0.67, 0.03
 """Of the scores, as the paper's thresholds split those of Mixtral (section 3.2: 67 % high, 30 % low, 3 % skipped)."""

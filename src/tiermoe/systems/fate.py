@@ -1,4 +1,4 @@
-"""Fate's boundary, from how often the next gate is right in each layer, and its window, from measured times."""
+"""Fate: its preset; its boundary, from how often the next gate is right in each layer, and its window, from measured times."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
-from tiermoe.calibrate.routings import decode_passes
+from tiermoe.composition import Composition
 from tiermoe.errors import TraceError
-from tiermoe.policy.recall import recall
 from tiermoe.simulate.costs import expert_bytes
+from tiermoe.systems.routings import decode_passes, recall
 from tiermoe.trace import Trace
+
+PRESET = Composition(
+    "fate",
+    "next gate above a percentile, shallow layers first, ARC per layer, 2 bits for unpopular ones in prefill",
+    "Fate (2025)",
+    precision="popularity", prefetch="percentile", cache="arc", allotment="shallow", profile="fate",
+)  # fmt: skip
 
 
 def accuracies(trace: Trace) -> list[float]:

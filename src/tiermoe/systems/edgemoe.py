@@ -1,5 +1,5 @@
-"""A bitwidth for each expert within a tolerated loss: EdgeMoE's offline search (section 3.2). No torch: what a table of
-bits costs is measured by whoever calls.
+"""EdgeMoE: its preset, and its offline search of a bitwidth for each expert within a tolerated loss (section 3.2). What a
+table of bits costs is measured by whoever calls.
 
 The paper bounds the bitwidths by measuring every precision for all experts, and then moves the K least important
 experts to the lower one: K grows while the loss stays within what is tolerated and shrinks otherwise. It names no step;
@@ -11,7 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tiermoe.composition import Composition
 from tiermoe.errors import ConfigError
+
+PRESET = Composition(
+    "edgemoe",
+    "a bitwidth per expert within a tolerated loss, activation paths, distance-by-frequency eviction",
+    "EdgeMoE (2023)",
+    precision="table", prefetch="path", cache="distance", profile="edgemoe", quantizer="linear",
+    own={"path": 2},
+)  # fmt: skip
+
 
 Place = tuple[int, int]
 """(MoE layer, expert)."""

@@ -1,12 +1,22 @@
-"""CORM's mixed quantisation by usage, and theta."""
+"""CORM: its preset; mixed quantisation by usage, and theta."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from tiermoe.calibrate.routings import frequencies
+from tiermoe.composition import Composition
+from tiermoe.systems.routings import frequencies
 from tiermoe.trace import Trace
+
+PRESET = Composition(
+    "corm",
+    "active neurons alone, two-level prediction and cache, rarely used experts in low precision",
+    "CORM (2025)",
+    precision="table", prefetch="neurons", cache="lru", allotment="even", unit="neuron",
+    on_mispredict="proceed", profile="corm",
+)  # fmt: skip
+
 
 BITS = 4
 """Of the others (section 5)."""

@@ -1,6 +1,6 @@
-"""Named compositions: which experts run, in which precision, what comes next, what stays, in what unit.
+"""A composition: which experts run, in which precision, what comes next, what stays, in what unit.
 
-A published system is one choice of each part. `PRESETS` is the one table; `compose` applies `--set` to one of them.
+A published system is one choice of each part (`tiermoe.systems`).
 """
 
 from __future__ import annotations
@@ -194,89 +194,6 @@ def declarations() -> dict[str, Declaration]:
     return found
 
 
-PRESETS: dict[str, Composition] = {
-    preset.name: preset
-    for preset in (
-        Composition(
-            "default",
-            "exact: recency and uses decide who leaves a layer, the next two's routers who comes if that is faster",
-            "the best exact composition measured, docs/systems.md",
-            prefetch="stacked-gates", speculate="measured", cache="weighted", allotment="even",
-            own={"ahead": 2, "weights": (0.25, 0.25, 0.25, 0.25)},
-        ),
-        Composition(
-            "frugal",
-            "what ranks behind 80 % of a token's gate weight is used where it is here and not fetched; no prefetch",
-            "HOBBIT's skipping (2024, section 3.2) without its low precision",
-            precision="gate-score", cache="weighted", allotment="even",
-            own={"t1": 0.8, "t2": 0.8, "weights": (0.25, 0.25, 0.25, 0.25)},
-        ),
-        Composition(
-            "hobbit",
-            "low precision or none for unimportant misses, stacked gates, a weighted cache in two pools",
-            "HOBBIT, mixed-precision expert loading (2024)",
-            precision="gate-score", prefetch="stacked-gates", cache="weighted", records="sequence", start="together",
-            profile="hobbit", low_share=0.2, own={"ahead": 3},
-        ),
-        Composition(
-            "edgemoe",
-            "a bitwidth per expert within a tolerated loss, activation paths, distance-by-frequency eviction",
-            "EdgeMoE (2023)",
-            precision="table", prefetch="path", cache="distance", profile="edgemoe", quantizer="linear",
-            own={"path": 2},
-        ),
-        Composition(
-            "mobile",
-            "K/2 experts, and all K again where the next token is unsure, prefetched from the discarded pass",
-            "MoBiLE (2025)",
-            routing="confident", prefetch="recalled", own={"ahead": 2},
-        ),
-        Composition(
-            "fate",
-            "next gate above a percentile, shallow layers first, ARC per layer, 2 bits for unpopular ones in prefill",
-            "Fate (2025)",
-            precision="popularity", prefetch="percentile", cache="arc", allotment="shallow", profile="fate",
-        ),
-        Composition(
-            "corm",
-            "active neurons alone, two-level prediction and cache, rarely used experts in low precision",
-            "CORM (2025)",
-            precision="table", prefetch="neurons", cache="lru", allotment="even", unit="neuron",
-            on_mispredict="proceed", profile="corm",
-        ),
-        Composition("io-free", "baseline: every expert in memory", "EdgeMoE, section 5", cache="all"),
-        Composition(
-            "load-on-demand", "baseline: no expert cache, room for one layer's K (LoD, IO-EXP)",
-            "Fate, section 5; EdgeMoE, section 5", cache="none",
-        ),
-        Composition(
-            "io-qexp", "baseline: load on demand with channel-wise 4 bits", "EdgeMoE, section 5",
-            cache="none", bits=4, quantizer="linear",
-        ),
-        Composition(
-            "sti", "baseline: layer by layer, everything quantised, EdgeMoE's memory", "EdgeMoE, section 5",
-            routing="layer", prefetch="layer", bits=4, dense_bits=4, quantizer="linear",
-        ),
-        Composition(
-            "eap", "baseline: prediction from the one previous block's choices, Fate's cache", "Fate, section 5",
-            prefetch="path", cache="arc", allotment="shallow", profile="fate", own={"path": 1},
-        ),
-        Composition("lru", "baseline: a plain LRU cache, no prefetch", ""),
-        Composition(
-            "mixtral-offload", "baseline: LRU with the next layer's gate", "Eliseev and Mazur (2023)",
-            prefetch="next-gate", allotment="even",
-        ),
-    )
-}  # fmt: skip
-
-
-def preset_named(name: str) -> Composition:
-    """ConfigError names the near ones where there is none of that name."""
-    if name in PRESETS:
-        return PRESETS[name]
-    raise ConfigError(f"unknown preset '{name}'{near(name, PRESETS)}")
-
-
 def parsed(changes: Mapping[str, Any]) -> dict[str, Any]:
     """Parts and settings by name, their values as text or not, as values. ConfigError for an unknown part or value."""
     known = declarations()
@@ -286,22 +203,20 @@ def parsed(changes: Mapping[str, Any]) -> dict[str, Any]:
     return {name: known[name].told.value(name, value) for name, value in changes.items()}
 
 
-def compose(name: str, changes: Mapping[str, Any] | None = None) -> Composition:
-    """A preset with parts and settings replaced: {'prefetch': 'none', 'gamma': '0.5'}, values also as text.
-    ConfigError for an unknown preset, part or value, for settings that do not go together, and for one that no part of
-    the result reads."""
-    preset = preset_named(name)
+def changed(composition: Composition, changes: Mapping[str, Any] | None = None) -> Composition:
+    """A composition with parts and settings replaced: {'prefetch': 'none', 'gamma': '0.5'}, values also as text.
+    ConfigError for an unknown part or value, for settings that do not go together, and for one that no part of the
+    result reads."""
     values = parsed(changes or {})
-    changed = preset.having(values)
+    result = composition.having(values)
     for part in POLICIES:
-        if check := getattr(changed.policy(part), "check", None):
-            check(changed.settings())
+        if check := getattr(result.policy(part), "check", None):
+            check(result.settings())
     known = declarations()
     for given in values:
         part, readers = known[given].part, known[given].values
-        if not known[given].is_read(changed):
+        if not known[given].is_read(result):
             raise ConfigError(
-                f"{given} does nothing with {part}={getattr(changed, part)}; it is read by {part}="
-                f"{' or '.join(readers)}"
+                f"{given} does nothing with {part}={getattr(result, part)}; it is read by {part}={' or '.join(readers)}"
             )
-    return changed
+    return result

@@ -1,8 +1,8 @@
-"""A trace, token by token."""
+"""A trace, token by token, and how right a prediction of its routing is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from tiermoe.trace import Pass, Trace
 
@@ -35,3 +35,17 @@ def frequencies(trace: Trace) -> list[list[int]]:
 def decode_passes(trace: Trace) -> list[Pass]:
     """The passes over one generated token."""
     return [passed for passed in trace.passes if passed.phase == "decode"]
+
+
+def recall(named: Collection[int], chosen: Collection[int]) -> float:
+    """Share (0 to 1) of the experts that the router chose that a prediction had named. ValueError where none was
+    chosen."""
+    if not chosen:
+        raise ValueError("recall needs at least one chosen expert")
+    named = set(named)
+    return sum(expert in named for expert in chosen) / len(chosen)
+
+
+def baseline_uniform(k: int, e: int) -> float:
+    """Expected recall of K experts named at random of E."""
+    return k / e

@@ -7,15 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from tiermoe.calibrate.routings import decode_passes, frequencies, routings
 from tiermoe.policy.prediction import PredictionContext, Predictor, count_paths
 from tiermoe.policy.prediction.gates import NextGate
 from tiermoe.policy.prediction.known import MostFrequent
 from tiermoe.policy.prediction.path import ActivationPath
 from tiermoe.policy.prediction.percentile import AbovePercentile
 from tiermoe.policy.prediction.recalled import Recalled
-from tiermoe.policy.recall import baseline_uniform, recall
 from tiermoe.simulate.steps import Recorded, Step
+from tiermoe.systems.routings import baseline_uniform, decode_passes, frequencies, recall, routings
 from tiermoe.trace import Header, Pass, Trace
 
 

@@ -1,0 +1,31 @@
+"""Named compositions: five published systems, one file each with the arithmetic of its calibration, the baselines of
+their papers, and ours. `PRESETS` is the one table; `compose` applies `--set` to one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tiermoe.composition import Composition, changed
+from tiermoe.errors import ConfigError
+from tiermoe.policy.settings import near
+from tiermoe.systems import corm, edgemoe, fate, hobbit, mobile
+from tiermoe.systems.baselines import BASELINES
+from tiermoe.systems.ours import OURS
+
+PRESETS: dict[str, Composition] = {
+    preset.name: preset
+    for preset in (*OURS, hobbit.PRESET, edgemoe.PRESET, mobile.PRESET, fate.PRESET, corm.PRESET, *BASELINES)
+}
+
+
+def preset_named(name: str) -> Composition:
+    """ConfigError names the near ones where there is none of that name."""
+    if name in PRESETS:
+        return PRESETS[name]
+    raise ConfigError(f"unknown preset '{name}'{near(name, PRESETS)}")
+
+
+def compose(name: str, changes: Mapping[str, Any] | None = None) -> Composition:
+    """A preset with parts and settings replaced. ConfigError for an unknown preset, and as `changed` raises it."""
+    return changed(preset_named(name), changes)

@@ -1,0 +1,12 @@
+"""MoBiLE: half of a token's experts, and all where the next token is unsure. Its gamma is the paper's."""
+
+from __future__ import annotations
+
+from tiermoe.composition import Composition
+
+PRESET = Composition(
+    "mobile",
+    "K/2 experts, and all K again where the next token is unsure, prefetched from the discarded pass",
+    "MoBiLE (2025)",
+    routing="confident", prefetch="recalled", own={"ahead": 2},
+)  # fmt: skip
