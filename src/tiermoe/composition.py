@@ -220,3 +220,15 @@ def changed(composition: Composition, changes: Mapping[str, Any] | None = None) 
                 f"{given} does nothing with {part}={getattr(result, part)}; it is read by {part}={' or '.join(readers)}"
             )
     return result
+
+
+def require_device(composition: Composition, device: str) -> None:
+    """ConfigError where a device type ('cpu', 'cuda') cannot run a composition: misses=cpu is help for a GPU, whose
+    kernels and copies know whole experts alone."""
+    if composition.misses != "load" and device == "cpu":
+        raise ConfigError(
+            f"misses={composition.misses} computes on the CPU what a GPU lacks, and no GPU is in use; "
+            f"use --set misses=load"
+        )
+    if composition.unit == "neuron" and device != "cpu":
+        raise ConfigError("unit=neuron runs on the CPU alone; use --device cpu or --set unit=expert")

@@ -13,9 +13,9 @@ from tiermoe.model.linear import Linear, PlainLinear
 from tiermoe.runtime.blueprint import Blueprint
 from tiermoe.runtime.dense import packed_linears
 from tiermoe.runtime.embedding import EmbeddingOnDisk, embedding_key
-from tiermoe.runtime.reading import Reading
 from tiermoe.store.checkpoint import Checkpoint
 from tiermoe.store.store import Store
+from tiermoe.tiers.mapped import MappedFiles
 from tiermoe.tiers.reader import ExtentReader
 from tiermoe.types import Need, Phase
 
@@ -56,11 +56,18 @@ class LazyTensor:
 
 class StoredWeights:
     """`model.weights.Weights` of a blueprint with a whole outline. dense: the key of the packed dense layers in the
-    store, None where all stay as the checkpoint has them. Packed layers are there at once, as views of mapped files
-    where `reading` maps them; tensors are read when they are asked for, each once."""
+    store, None where all stay as the checkpoint has them. Packed layers are there at once: views of `files`, the
+    store's where they are mapped, else read, through the page cache if `keep`. Tensors are read when they are asked
+    for, each once."""
 
     def __init__(
-        self, blueprint: Blueprint, store: Store, dense: str | None, embedding_on_disk: bool, reading: Reading
+        self,
+        blueprint: Blueprint,
+        store: Store,
+        dense: str | None,
+        embedding_on_disk: bool,
+        files: MappedFiles | None = None,
+        keep: bool = False,
     ) -> None:
         self._blueprint, self._outline = blueprint, blueprint.outline
         self._on_disk = embedding_on_disk
@@ -69,8 +76,7 @@ class StoredWeights:
         self._tensors: dict[str, Tensor] = {}
         self._packed: dict[str, Linear] = {}
         if dense is not None:
-            reader = ExtentReader(keep=reading.drive.keep)
-            self._packed.update(packed_linears(store, dense, reader, "cpu", reading.files, self._bias))
+            self._packed.update(packed_linears(store, dense, ExtentReader(keep=keep), "cpu", files, self._bias))
 
     def has(self, path: str) -> bool:
         return path in self._known

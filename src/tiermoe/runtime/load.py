@@ -120,7 +120,8 @@ def _lean_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: 
     """The decoder over weights that nothing else holds, and what goes with it."""
     bits = resolved.settings.dense_bits_used
     dense = recipe_key(blueprint, bits, machine_layout("cpu")) if bits < 16 else None
-    weights = StoredWeights(blueprint, store, dense, rows_stay_on_disk(blueprint, plan, reading), reading)
+    on_disk = rows_stay_on_disk(blueprint, plan, reading)
+    weights = StoredWeights(blueprint, store, dense, on_disk, reading.files, reading.drive.keep)
     decoder = decoder_for(blueprint.config, weights, blueprint.dtype)
     assert decoder is not None
     gates = named_gates(blueprint.outline)

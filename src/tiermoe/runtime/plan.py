@@ -10,6 +10,7 @@ import torch
 
 from tiermoe.compose import ModelShape, cache_bytes
 from tiermoe.compose import divide as divide_slots
+from tiermoe.composition import require_device
 from tiermoe.config import KIB, MIB, CacheSize, Settings, format_size
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.kernels import machine_layout
@@ -24,8 +25,8 @@ from tiermoe.runtime.footprint import resident_bytes
 from tiermoe.runtime.memory_plan import GpuMemoryPlan, MemoryPlan, SlotPool, in_words, total
 from tiermoe.runtime.prepare_store import packing_needs
 from tiermoe.runtime.system import available_memory
-from tiermoe.runtime.units import require_device, unit_format
 from tiermoe.store.layout import ExpertFormat
+from tiermoe.store.neurons import unit_format
 from tiermoe.tiers.cuda import free_memory, resolve_device
 from tiermoe.tiers.disk import LANES, staging_bytes
 from tiermoe.types import MoeLayer, Need, Phase, Workload

@@ -17,9 +17,8 @@ from tiermoe.runtime.dense import pack_dense, recipe_key
 from tiermoe.runtime.dense import packing_bytes as dense_packing_bytes
 from tiermoe.runtime.footprint import PACKING_HEAP, heap_for_packing
 from tiermoe.runtime.resolve import check_fingerprint, chosen_store_root
-from tiermoe.store.layout import expert_format
 from tiermoe.store.lock import exclusive
-from tiermoe.store.neurons import neuron_format
+from tiermoe.store.neurons import unit_format
 from tiermoe.store.pack import clear, pack_experts, packing_bytes
 from tiermoe.store.store import (
     TABLE,
@@ -145,8 +144,9 @@ def packing_needs(blueprint: Blueprint, resolved: Resolved, layout: str, workers
         if bits == 16:  # checksums at the most, or copies
             steps.append(2 * max(_expert_bytes(layer, blueprint) for layer in blueprint.layers))
             continue
-        make = neuron_format if unit == "neuron" else expert_format
-        formats = [make(layer, bits, blueprint.dtype, layout, settings.quantizer) for layer in blueprint.layers]
+        formats = [
+            unit_format(unit, layer, bits, blueprint.dtype, layout, settings.quantizer) for layer in blueprint.layers
+        ]
         steps.append(packing_bytes(formats, settings.quantizer, blueprint.experts.reading_bytes()))
     bits = settings.dense_bits_used
     if bits < 16 and recipe_key(blueprint, bits, layout) not in dense:

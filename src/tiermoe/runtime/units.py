@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from tiermoe.composition import Composition
-from tiermoe.errors import ConfigError
 from tiermoe.kernels.expert import SlotViews, Views, expert_kernel
 from tiermoe.kernels.neurons import NeuronKernel
 from tiermoe.policy.misses import MissCosts
@@ -23,26 +22,17 @@ from tiermoe.runtime.neuron_experts import (
 )
 from tiermoe.runtime.passes import CurrentPass
 from tiermoe.runtime.settled import settled_experts
-from tiermoe.store.layout import ExpertFormat, expert_format
-from tiermoe.store.neurons import neuron_format
+from tiermoe.store.layout import ExpertFormat
 from tiermoe.tiers.assemble import MeteredLink
 from tiermoe.tiers.disk import SlotFiller
 from tiermoe.tiers.gpu import GpuLink
 from tiermoe.tiers.neurons import DISK_GAP_BYTES, NeuronFiller, PartReader
-from tiermoe.types import ExpertKey, Extent, MoeLayer
+from tiermoe.types import ExpertKey, Extent
 
 ExtentOf = Callable[[ExpertKey], Extent]
 FormatOf = Callable[[ExpertKey], ExpertFormat]
 RunExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """hidden (T, H), index (T, K), weights (T, K) → (T, H)."""
-
-
-def unit_format(
-    unit: str, layer: MoeLayer, bits: int, dtype: torch.dtype, machine: str, quantizer: str
-) -> ExpertFormat:
-    """The format of a layer's experts in a unit. ModelError or ConfigError where the neuron unit cannot take them."""
-    make = neuron_format if unit == "neuron" else expert_format
-    return make(layer, bits, dtype, machine, quantizer)
 
 
 class WholeExperts:
@@ -165,18 +155,6 @@ class ActiveNeurons:
     def _active(self, key: ExpertKey, hidden: torch.Tensor, views: Any) -> torch.Tensor:
         kernel = self._kernels[key.bits, key.layer]
         return kernel.active(kernel.activations(hidden, views))[0]
-
-
-def require_device(composition: Composition, device: str) -> None:
-    """ConfigError where a device type ('cpu', 'cuda') cannot run a composition: misses=cpu is help for a GPU, whose
-    kernels and copies know whole experts alone."""
-    if composition.misses != "load" and device == "cpu":
-        raise ConfigError(
-            f"misses={composition.misses} computes on the CPU what a GPU lacks, and no GPU is in use; "
-            f"use --set misses=load"
-        )
-    if composition.unit == "neuron" and device != "cpu":
-        raise ConfigError("unit=neuron runs on the CPU alone; use --device cpu or --set unit=expert")
 
 
 def unit_of(composition: Composition, device: str) -> WholeExperts | ActiveNeurons:

@@ -32,9 +32,9 @@ class _Transfer:
 
 
 class VirtualLink:
-    """Implements `tiermoe.link.Link` as the real lanes do: each of `lanes` serves one load at a time, urgent before
-    speculative; one that has begun is not interrupted. A transfer takes `latency` seconds, then its bytes at an equal
-    share of `bandwidth` (bytes per second) with the others under way.
+    """Implements `tiermoe.link.Link` as the real lanes do: each of `lanes` serves one load at a time,
+    urgent before speculative; one that has begun is not interrupted. A transfer takes `latency` seconds, then its bytes
+    at an equal share of `bandwidth` (bytes per second) with the others under way.
 
     bytes_of: what a load moves, asked when it begins. wake: seconds from a transfer's end until the processor goes on
     that stood waiting for it. `wait_s`: time in which the clock stood at `wait` or `fetch`;

@@ -17,7 +17,7 @@ from tiermoe.errors import ModelError
 from tiermoe.quant.encodings import encoding_for, encoding_named
 from tiermoe.quant.records import Records, records_for, records_named
 from tiermoe.quant.sealed import Sealed
-from tiermoe.store.layout import PAGE, ExpertFormat
+from tiermoe.store.layout import PAGE, ExpertFormat, expert_format
 from tiermoe.types import MoeLayer, Part, Segment
 
 if TYPE_CHECKING:
@@ -113,3 +113,11 @@ def _why_not(layer: MoeLayer) -> str:
     if out != hidden or first != 2 * neurons:
         return "its experts have no gate, so that no neuron is known to be inactive before it is computed"
     return ""
+
+
+def unit_format(
+    unit: str, layer: MoeLayer, bits: int, dtype: torch.dtype, machine: str, quantizer: str
+) -> ExpertFormat:
+    """The format of a layer's experts in a unit. ModelError or ConfigError where the neuron unit cannot take them."""
+    make = neuron_format if unit == "neuron" else expert_format
+    return make(layer, bits, dtype, machine, quantizer)

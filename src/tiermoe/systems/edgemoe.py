@@ -1,5 +1,5 @@
-"""EdgeMoE: its preset, and its offline search of a bitwidth for each expert within a tolerated loss (section 3.2). What a
-table of bits costs is measured by whoever calls.
+"""EdgeMoE: its preset, and its offline search of a bitwidth for each expert within a tolerated loss (section 3.2). What
+a table of bits costs is measured by whoever calls.
 
 The paper bounds the bitwidths by measuring every precision for all experts, and then moves the K least important
 experts to the lower one: K grows while the loss stays within what is tolerated and shrinks otherwise. It names no step;

@@ -1,4 +1,4 @@
-"""Fate: its preset; its boundary, from how often the next gate is right in each layer, and its window, from measured times."""
+"""Fate: its preset; its boundary, from how often the next gate is right in each layer, and its window, from times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HOBBIT: its preset; thresholds from the distribution of unimportance scores, and its cache's weights from a replay."""
+"""HOBBIT: its preset; thresholds from the distribution of unimportance scores, its cache's weights from a replay."""
 
 from __future__ import annotations
 
