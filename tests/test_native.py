@@ -296,6 +296,7 @@ def test_settled_experts_count_as_hits_and_observers_see_them(model: Any) -> Non
 
 def test_the_switch_keeps_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.SWITCH, "0")
+    monkeypatch.delenv(native.ISA, raising=False)
     native.available.cache_clear()
     try:
         assert not native.takes(torch.bfloat16, native.Coding.INT4, 64, 64, 64)

@@ -29,7 +29,7 @@ ISA = "TIERMOE_ISA"
 """Environment variable: the instruction set whose kernels run, one of `KNOWN`; unset: the fastest that there is."""
 
 KNOWN = ("generic", "avx2", "avx512bf16")
-"""Instruction sets that there are kernels for: any machine; AVX2 with FMA and F16C; AVX-512 with BF16 and VBMI."""
+"""Instruction sets that there are kernels for: any machine; AVX2 with FMA; AVX-512 with BF16 and VBMI."""
 
 
 class Coding(IntEnum):

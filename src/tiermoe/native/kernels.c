@@ -4,13 +4,14 @@
 
 extern const Kernels kernels_generic;
 #if defined(__x86_64__)
-extern const Kernels kernels_avx512bf16;
+extern const Kernels kernels_avx512bf16, kernels_avx2;
 #endif
 
 /* The fastest first. */
 static const Kernels *const BUILT[] = {
 #if defined(__x86_64__)
     &kernels_avx512bf16,
+    &kernels_avx2,
 #endif
     &kernels_generic,
 };
