@@ -11,9 +11,11 @@
 enum {
     SPAN = 64,               /* columns */
     NIBBLES = 8,             /* of a word: registers of a block */
+    INT4_UNPACKED = 8,       /* more tokens share a span that is unpacked into memory */
     INT4_TOKENS = 24,        /* that share what is unpacked of a span */
-    INT4_TILE = 6,           /* of them, whose sums are in registers */
-    INT4_PAIR = 2,           /* registers of them */
+    INT4_FEW = 2,            /* of them, whose sums are in registers while codes are unpacked */
+    INT4_TILE = 6,           /* of them, whose sums are in registers when codes have been unpacked */
+    INT4_PAIR = 2,           /* registers of each of those */
     INT4_BYTES_AHEAD = 2048, /* of codes asked for ahead of their use */
 };
 
@@ -80,42 +82,53 @@ static inline void store_block(const float *totals, bf16 *out) {
     }
 }
 
-/* A block times one token: bound by memory, so what comes next is asked for in time. */
-static void int4_one(const Matrix *matrix, const uint8_t *codes, const uint32_t *pairs, const bf16 *x, const float *sums,
-                     bf16 *out) {
-    const size_t group = matrix->group, span = group < SPAN ? group : SPAN;
-    float totals[BLOCK] __attribute__((aligned(32))) = {0};
-    for (size_t g = 0; g < matrix->columns / group; g++, pairs += matrix->rows) {
-        Scales scales;
-        load_scales(pairs, &scales);
-        for (int r = 0; r < BLOCK; r += 16) _mm_prefetch((const char *)(pairs + 2 * matrix->rows + r), _MM_HINT_T0);
-        for (size_t s = 0; s < group; s += span, x += span) {
-            float values[SPAN];
-            __m256 part[NIBBLES];
-            int4_factors(x, span, values);
-            for (int n = 0; n < NIBBLES; n++) part[n] = _mm256_setzero_ps();
-            for (size_t c = 0; c < span; c += 2, codes += BLOCK) {
-                _mm_prefetch((const char *)(codes + INT4_BYTES_AHEAD), _MM_HINT_T1);
-                for (size_t i = 0; i < 2; i++) {
-                    const __m256i words = _mm256_loadu_si256((const void *)(codes + i * BLOCK / 2));
-                    const __m256 factor = _mm256_broadcast_ss(values + c + i);
-                    for (int n = 0; n < NIBBLES; n++) part[n] = _mm256_fmadd_ps(nibble_of(words, n), factor, part[n]);
-                }
-            }
-            for (int n = 0; n < NIBBLES; n++) {
-                const __m256 total = _mm256_load_ps(totals + 8 * n);
-                _mm256_store_ps(totals + 8 * n, _mm256_fmadd_ps(scales.scale[n], part[n], total));
+/* totals (tokens, 64) += a span of a block's codes times x (tokens, SPAN), scaled: few tokens, a number known when
+ * compiling. Codes are unpacked into registers, `at_once` nibbles at a time, and what comes next is asked for in time. */
+static inline __attribute__((always_inline)) void int4_span(size_t tokens, const uint8_t *codes, size_t span, const float *x,
+                                                            const Scales *scales, float *totals) {
+    const int at_once = tokens > 1 ? NIBBLES / 2 : NIBBLES;
+    for (int first = 0; first < NIBBLES; first += at_once) {
+        __m256 part[INT4_FEW][NIBBLES];
+        for (size_t m = 0; m < tokens; m++)
+            for (int n = 0; n < at_once; n++) part[m][n] = _mm256_setzero_ps();
+        for (size_t c = 0; c < span; c++) {
+            const __m256i words = _mm256_loadu_si256((const void *)(codes + c * BLOCK / 2));
+            if (c % 2 == 0) _mm_prefetch((const char *)(codes + c * BLOCK / 2 + INT4_BYTES_AHEAD), _MM_HINT_T1);
+            for (int n = 0; n < at_once; n++) {
+                const __m256 values = nibble_of(words, first + n);
+                for (size_t m = 0; m < tokens; m++)
+                    part[m][n] = _mm256_fmadd_ps(values, _mm256_broadcast_ss(x + m * SPAN + c), part[m][n]);
             }
         }
-        for (int n = 0; n < NIBBLES; n++) {
-            const __m256 total = _mm256_load_ps(totals + 8 * n);
-            _mm256_store_ps(totals + 8 * n, _mm256_fmadd_ps(scales.zero[n], _mm256_set1_ps(sums[g]), total));
-        }
+        for (size_t m = 0; m < tokens; m++)
+            for (int n = 0; n < at_once; n++) {
+                float *total = totals + m * BLOCK + 8 * (first + n);
+                _mm256_store_ps(total, _mm256_fmadd_ps(scales->scale[first + n], part[m][n], _mm256_load_ps(total)));
+            }
     }
-    store_block(totals, out);
 }
 
-/* totals (tokens, 64) += the span's codes times x (tokens, SPAN), scaled, for a number of tokens known when compiling. */
+#define INT4_SPAN_OF(n)                               \
+    case n:                                           \
+        int4_span(n, codes, span, x, scales, totals); \
+        break;
+
+static void int4_spans(size_t tokens, const uint8_t *codes, size_t span, const float *x, const Scales *scales, float *totals) {
+    for (size_t tiles = (tokens + INT4_FEW - 1) / INT4_FEW; tiles; tiles--) {
+        const size_t some = (tokens + tiles - 1) / tiles;
+        switch (some) { INT4_SPAN_OF(1) INT4_SPAN_OF(2) }
+        x += some * SPAN, totals += some * BLOCK, tokens -= some;
+    }
+}
+
+static void int4_unpack(const uint8_t *codes, size_t span, float *panel) {
+    for (size_t c = 0; c < span; c++) {
+        const __m256i words = _mm256_loadu_si256((const void *)(codes + c * BLOCK / 2));
+        for (int n = 0; n < NIBBLES; n++) _mm256_store_ps(panel + c * BLOCK + 8 * n, nibble_of(words, n));
+    }
+}
+
+/* The same of a span that has been unpacked. */
 static inline __attribute__((always_inline)) void int4_tile(size_t tokens, const float *panel, size_t span, const float *x,
                                                             const Scales *scales, float *totals) {
     for (int n = 0; n < NIBBLES; n += INT4_PAIR) {
@@ -153,30 +166,39 @@ static void int4_tiles(size_t tokens, const float *panel, size_t span, const flo
     }
 }
 
+/* totals (64) += zeros * sum */
+static inline void add_scaled(const __m256 zeros[NIBBLES], float sum, float *totals) {
+    for (int n = 0; n < NIBBLES; n++)
+        _mm256_store_ps(totals + 8 * n, _mm256_fmadd_ps(zeros[n], _mm256_set1_ps(sum), _mm256_load_ps(totals + 8 * n)));
+}
+
+/* totals (tokens, 64) += a span of a block's codes times x, whose tokens lie `columns` apart, scaled. */
+static void int4_add_span(const uint8_t *codes, size_t span, const bf16 *x, size_t columns, size_t tokens,
+                          const Scales *scales, float *totals) {
+    float values[INT4_TOKENS * SPAN], panel[SPAN * BLOCK] __attribute__((aligned(32)));
+    for (size_t m = 0; m < tokens; m++) int4_factors(x + m * columns, span, values + m * SPAN);
+    if (tokens <= INT4_UNPACKED) {
+        int4_spans(tokens, codes, span, values, scales, totals);
+        return;
+    }
+    int4_unpack(codes, span, panel);
+    int4_tiles(tokens, panel, span, values, scales, totals);
+}
+
 /* A block times at most INT4_TOKENS tokens. */
-static void int4_many(const Matrix *matrix, const uint8_t *codes, const uint32_t *pairs, const bf16 *x, const float *sums,
+static void int4_some(const Matrix *matrix, const uint8_t *codes, const uint32_t *pairs, const bf16 *x, const float *sums,
                       size_t tokens, bf16 *out, size_t stride) {
     const size_t columns = matrix->columns, group = matrix->group, span = group < SPAN ? group : SPAN;
-    float totals[INT4_TOKENS * BLOCK] __attribute__((aligned(32))), panel[SPAN * BLOCK] __attribute__((aligned(32)));
-    float values[INT4_TOKENS * SPAN];
+    float totals[INT4_TOKENS * BLOCK] __attribute__((aligned(32)));
     memset(totals, 0, tokens * BLOCK * sizeof *totals);
-    for (size_t begin = 0; begin < columns; begin += span, codes += span * BLOCK / 2) {
+    for (size_t g = 0; g < columns / group; g++, pairs += matrix->rows) {
         Scales scales;
-        load_scales(pairs + begin / group * matrix->rows, &scales);
-        for (size_t c = 0; c < span; c++) {
-            const __m256i words = _mm256_loadu_si256((const void *)(codes + c * BLOCK / 2));
-            for (int n = 0; n < NIBBLES; n++) _mm256_store_ps(panel + c * BLOCK + 8 * n, nibble_of(words, n));
-        }
-        for (size_t m = 0; m < tokens; m++) int4_factors(x + m * columns + begin, span, values + m * SPAN);
-        int4_tiles(tokens, panel, span, values, &scales, totals);
-        if ((begin + span) % group) continue;
-        for (size_t m = 0; m < tokens; m++) {
-            const __m256 sum = _mm256_set1_ps(sums[m * (columns / group) + begin / group]);
-            for (int n = 0; n < NIBBLES; n++) {
-                float *total = totals + m * BLOCK + 8 * n;
-                _mm256_store_ps(total, _mm256_fmadd_ps(scales.zero[n], sum, _mm256_load_ps(total)));
-            }
-        }
+        load_scales(pairs, &scales);
+        for (int r = 0; r < BLOCK; r += 16) _mm_prefetch((const char *)(pairs + 2 * matrix->rows + r), _MM_HINT_T0);
+        for (size_t s = 0; s < group; s += span, x += span, codes += span * BLOCK / 2)
+            int4_add_span(codes, span, x, columns, tokens, &scales, totals);
+        for (size_t m = 0; m < tokens; m++)
+            add_scaled(scales.zero, sums[m * (columns / group) + g], totals + m * BLOCK);
     }
     for (size_t m = 0; m < tokens; m++) store_block(totals + m * BLOCK, out + m * stride);
 }
@@ -186,13 +208,9 @@ static void int4_block(const Matrix *matrix, size_t block, const bf16 *x, const 
     const uint8_t *codes = (const uint8_t *)matrix->weights + block * BLOCK / 2 * matrix->columns;
     const uint32_t *pairs = (const uint32_t *)matrix->scales + block * BLOCK;
     const size_t groups = matrix->columns / matrix->group;
-    if (tokens == 1) {
-        int4_one(matrix, codes, pairs, x, sums, out);
-        return;
-    }
     for (size_t parts = (tokens + INT4_TOKENS - 1) / INT4_TOKENS; parts; parts--) {
         const size_t some = (tokens + parts - 1) / parts;
-        int4_many(matrix, codes, pairs, x, sums, some, out, stride);
+        int4_some(matrix, codes, pairs, x, sums, some, out, stride);
         x += some * matrix->columns, sums += some * groups, out += some * stride, tokens -= some;
     }
 }
