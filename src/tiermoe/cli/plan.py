@@ -26,16 +26,19 @@ def plan(
         from tiermoe.runtime import footprint
 
         footprint.import_libraries()
+        from tiermoe.kernels import cpu_kernels
         from tiermoe.runtime.load import plan as plan_model
 
         result = plan_model(model, **options)
     if as_json:
-        print(json.dumps(asdict(result) | {"total": result.total, "experts": result.experts}))
+        print(json.dumps(asdict(result) | {"total": result.total, "experts": result.experts, "kernels": cpu_kernels()}))
         return
     table = Table(
         title=f"{format_size(result.budget)} ({result.budget_source}), experts at {result.bits} bits, "
         f"other layers at {result.dense_bits}",
         title_justify="left",
+        caption=f"CPU kernels: {cpu_kernels()}",
+        caption_justify="left",
     )
     table.add_column("what")
     table.add_column("bytes", justify="right")
