@@ -20,7 +20,7 @@ help:
 
 env: $(STAMP)
 
-$(STAMP): pyproject.toml $(wildcard src/tiermoe/native/*.[ch])
+$(STAMP): pyproject.toml $(wildcard src/tiermoe/native/*.[ch] src/tiermoe/native/isa/*.c src/tiermoe/native/isa/*/*.h)
 	@tools/environment .venv
 	@touch $@
 

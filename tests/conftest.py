@@ -14,6 +14,7 @@ import torch
 
 import tiny
 from commands import Command, command_runner
+from tiermoe import native
 from tiermoe.tiers import probe
 
 pytest_plugins = ["gpu_models", "gpu_rig"]
@@ -68,6 +69,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def shipped() -> Path:
     """The model that the project ships."""
     return SHIPPED
+
+
+@pytest.fixture(scope="module", params=native.instruction_sets())
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Native kernels of one instruction set after the other, of those that this machine has."""
+    before = native.instruction_set()
+    assert before is not None
+    native.use(request.param)
+    yield request.param
+    native.use(before)
 
 
 @pytest.fixture

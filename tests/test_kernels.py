@@ -130,6 +130,27 @@ def test_a_large_matrix_at_8_bits_is_decoded_in_pieces(dtype, monkeypatch):
     assert taken == [(32, 48)] * 3 + [(4, 48)]
 
 
+@pytest.mark.parametrize("bits", [16, 8, 4, 2])
+@pytest.mark.parametrize("tokens", [1, 100])
+def test_no_product_in_bfloat16_where_the_processor_has_no_instructions_for_it(bits, tokens, monkeypatch):
+    random, multiplied = torch.Generator().manual_seed(0), []
+    product = torch.nn.functional.linear
+
+    def watched(x, weight):
+        multiplied.append({x.dtype, weight.dtype})
+        return product(x, weight)
+
+    monkeypatch.setattr(cpu, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(cpu, "is_torchs", lambda: False)
+    monkeypatch.setattr(cpu, "matrix_form", lambda *_: None)  # nor are there native kernels
+    monkeypatch.setattr(cpu.F, "linear", watched)
+    encoding, slot = slot_for(bits, torch.randn(64, 128, generator=random), torch.bfloat16)
+    x = torch.randn(tokens, 128, generator=random).bfloat16()
+    y = linear_for(encoding.name, "cpu", torch.bfloat16)(x, slot, 64, 128)
+    assert_close_to_decoded(y, x, encoding, slot, 64, 128)
+    assert multiplied == ([] if bits == 8 and tokens == 1 else [{torch.float32}])
+
+
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("tokens", [1, 100])
 def test_float16_sums_do_not_overflow_before_they_are_scaled(bits, tokens):

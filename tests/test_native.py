@@ -29,7 +29,10 @@ from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.ladders import widen
 from watching import OnRoute
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="needs AVX-512 with BF16 and VBMI, and a C compiler")
+pytestmark = [
+    pytest.mark.skipif(not native.available(), reason="needs the native kernels"),
+    pytest.mark.usefixtures("instruction_set"),
+]
 
 ROUNDING = 2.0**-8  # the most that rounding to bfloat16 changes a value, relative
 
@@ -230,7 +233,7 @@ def test_decoding_agrees_with_transformers_code_on_the_same_packed_weights(famil
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def model(tmp_path_factory: pytest.TempPathFactory, instruction_set: str) -> Iterator[Any]:
     directory = checkpoint(tmp_path_factory.mktemp("qwen"), "qwen3_moe")
     loaded, _ = tiermoe.load(directory, memory="4GiB", bits=4, dense_bits=4)
     yield loaded
@@ -297,6 +300,7 @@ def test_settled_experts_count_as_hits_and_observers_see_them(model: Any) -> Non
 
 def test_the_switch_keeps_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.SWITCH, "0")
+    monkeypatch.delenv(native.ISA, raising=False)
     native.available.cache_clear()
     try:
         assert not native.takes(torch.bfloat16, native.Coding.INT4, 64, 64, 64)

@@ -23,7 +23,10 @@ from tiermoe.quant.int8 import Int8
 from tiermoe.quant.plain import Plain
 from tiermoe.quant.quantizers import QUANTIZERS
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="needs AVX-512 with BF16 and VBMI, and a C compiler")
+pytestmark = [
+    pytest.mark.skipif(not native.available(), reason="needs the native kernels"),
+    pytest.mark.usefixtures("instruction_set"),
+]
 
 HIDDEN, LENGTH, TOGETHER = 128, 300, 50  # tokens of a sequence, of which a step takes so many; a tile has 256 positions
 AGREE = 0.02  # relative error of a token's outputs

@@ -20,7 +20,10 @@ from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.types import MoeLayer, Part
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="needs AVX-512 with BF16 and VBMI, and a C compiler")
+pytestmark = [
+    pytest.mark.skipif(not native.available(), reason="needs the native kernels"),
+    pytest.mark.usefixtures("instruction_set"),
+]
 
 HIDDEN, INNER, EXPERTS, K = 192, 128, 5, 3
 ENCODINGS: dict[int, Encoding | None] = {4: Int4(cpu_layout(), 64), 8: Int8(), 16: None}

@@ -17,7 +17,10 @@ from tiermoe.quant.int8 import Int8
 from tiermoe.quant.plain import Plain
 from tiermoe.quant.quantizers import QUANTIZERS
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="needs AVX-512 with BF16 and VBMI, and a C compiler")
+pytestmark = [
+    pytest.mark.skipif(not native.available(), reason="needs the native kernels"),
+    pytest.mark.usefixtures("instruction_set"),
+]
 
 ROUNDING = 2.0**-8  # the most that rounding to bfloat16 changes a value, relative
 ENCODINGS: dict[str, Encoding] = {"4 bits": Int4(cpu_layout(), 64), "8 bits": Int8(), "16 bits": Plain()}

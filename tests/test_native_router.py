@@ -20,7 +20,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwe
 from tiermoe import native
 from tiermoe.kernels.native.router import Router, Scoring, route
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="needs AVX-512 with BF16 and VBMI, and a C compiler")
+pytestmark = [
+    pytest.mark.skipif(not native.available(), reason="needs the native kernels"),
+    pytest.mark.usefixtures("instruction_set"),
+]
 
 HIDDEN, EXPERTS, TOKENS = 96, 32, 64
 Case = tuple[torch.nn.Module, Router, tuple[Any, ...]]

@@ -11,6 +11,7 @@ from benchmarks.rounds import rates, ratios, timed
 from tiermoe.kernels.native.linear import linear
 from tiermoe.kernels.native.matrix import matrix_form
 from tiermoe.quant.int4 import Int4
+from tiermoe.quant.int4_layout import is_torchs
 from tiermoe.quant.scratch import scratch
 
 NATIVE, TORCH, DECODED = "native", "torch int4", "decode + linear"
@@ -26,12 +27,10 @@ def products(encoding: Int4, out: int, in_: int) -> dict[str, Product]:
         into = scratch.take("weight", (out * in_,), torch.bfloat16)
         return F.linear(x, encoding.decode(fields, out, in_, torch.bfloat16, into=into))
 
-    found: dict[str, Product] = {
-        TORCH: lambda x, fields: torch._weight_int4pack_mm_for_cpu(
-            x, fields["codes"], group, fields["scales_and_zeros"]
-        ),
-        DECODED: decoded,
-    }
+    def torchs(x: torch.Tensor, fields: Fields) -> torch.Tensor:
+        return torch._weight_int4pack_mm_for_cpu(x, fields["codes"], group, fields["scales_and_zeros"])
+
+    found: dict[str, Product] = {TORCH: torchs, DECODED: decoded} if is_torchs() else {DECODED: decoded}
     form = matrix_form(encoding, out, in_, torch.bfloat16)
     return {NATIVE: lambda x, fields: linear(x, form, fields), **found} if form else found
 

@@ -1,10 +1,11 @@
 """One token through the large parts of models of known shapes: GB/s of weights, beside a plain read of memory.
 
     python -m benchmarks.kernels.shapes [--shapes qwen3-30b-a3b,gpt-oss-20b] [--threads 1,2] [--dense-bits 4]
+                                        [--isa avx512bf16,avx2]
 
 Weights are random bytes, taken in turn from more memory than the last cache holds (--megabytes). The plain read takes
 turns with the parts, so that `share`, a part's rate over that of the read of the same round, holds on a busy machine
-too. Prints one JSON object, and a table on standard error.
+too, and so do instruction sets that are compared (--isa). Prints one JSON object, and a table on standard error.
 """
 
 import json
@@ -16,6 +17,7 @@ import torch
 
 from benchmarks.kernels.weights import Fields, Turns, enough_bytes, nbytes, random
 from benchmarks.rounds import about, at_least_one, numbers, parser_of, print_table, rates, shown, timed
+from tiermoe import native
 from tiermoe.bench.machine import cores
 from tiermoe.bench.summary import spread
 from tiermoe.kernels import machine_layout
@@ -48,6 +50,8 @@ class Shape:
 SHAPES = {
     "qwen3-30b-a3b": Shape(2048, 768, 8, 32, 4, 128, 151936),
     "gpt-oss-20b": Shape(2880, 2880, 4, 64, 8, 64, 201088, clamped=True),
+    "mixtral-8x7b": Shape(4096, 14336, 2, 32, 8, 128, 32000),
+    "stories-7m-widened": Shape(2048, 1024, 4, 64, 32, 32, 4096),
 }
 
 
@@ -124,26 +128,45 @@ def filled(encoding: Encoding, out: int, in_: int) -> Fields:
 
 
 def measure(
-    shape: Shape, threads: int, dense_bits: int, head_bits: int, memory: int, rounds: int
+    shape: Shape, isas: list[str], threads: int, dense_bits: int, head_bits: int, memory: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """One row for each part."""
+    """One row for each part and instruction set."""
     torch.set_num_threads(threads)
     buffer = torch.ones(memory // 8, dtype=torch.int64)
     measured = parts(shape, dense_bits, head_bits, memory)
-    seconds = timed({READ: lambda: buffer.sum(), **{name: part.run for name, part in measured.items()}}, rounds)
+    turns = [(name, part, isa) for name, part in measured.items() for isa in isas]
+    runs = {f"{name}, {isa}": under(isa, part.run) for name, part, isa in turns}
+    seconds = timed({READ: lambda: buffer.sum(), **runs}, rounds)
     read = rates(seconds[READ], buffer.nbytes / 1e9)
     rows: list[dict[str, Any]] = [{"part": READ, "threads": threads, "gb_s": read}]
-    for name, part in measured.items():
-        whole = part.bytes / buffer.nbytes
-        share = spread([whole * plain / own for own, plain in zip(seconds[name], seconds[READ], strict=True)])
-        rows.append({"part": name, "threads": threads, "gb_s": rates(seconds[name], part.bytes / 1e9), "share": share})
+    for name, part, isa in turns:
+        took, whole = seconds[f"{name}, {isa}"], part.bytes / buffer.nbytes
+        share = spread([whole * plain / own for own, plain in zip(took, seconds[READ], strict=True)])
+        gb_s = rates(took, part.bytes / 1e9)
+        rows.append({"part": name, "isa": isa, "threads": threads, "gb_s": gb_s, "share": share})
     return rows
+
+
+def under(isa: str, run: Callable[[], None]) -> Callable[[], None]:
+    """`run` with the kernels of an instruction set."""
+
+    def under_it() -> None:
+        native.use(isa)
+        run()
+
+    return under_it
 
 
 def main() -> None:
     parser = parser_of("benchmarks.kernels.shapes", __doc__)
     parser.add_argument("--shapes", type=lambda text: text.split(","), default=list(SHAPES), help=", ".join(SHAPES))
     parser.add_argument("--threads", type=numbers, default=[1, cores()], help="default 1 and one a core")
+    parser.add_argument(
+        "--isa",
+        type=lambda text: text.split(","),
+        default=native.instruction_sets()[:1],
+        help=f"default the fastest of {', '.join(native.instruction_sets())}",
+    )
     parser.add_argument("--dense-bits", type=int, choices=(4, 8), default=4)
     parser.add_argument("--head-bits", type=int, choices=(4, 8), default=8)
     parser.add_argument(
@@ -152,22 +175,31 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.shapes) - set(SHAPES):
         parser.error(f"there are {', '.join(SHAPES)}, not {', '.join(sorted(unknown))}")
+    if unknown := set(args.isa) - set(native.instruction_sets()):
+        parser.error(f"this machine has {', '.join(native.instruction_sets())}, not {', '.join(sorted(unknown))}")
     document, table = about(args.rounds), []
     for name in args.shapes:
         document[name] = []
         for threads in dict.fromkeys(args.threads):
             try:
                 found = measure(
-                    SHAPES[name], threads, args.dense_bits, args.head_bits, args.megabytes << 20, args.rounds
+                    SHAPES[name], args.isa, threads, args.dense_bits, args.head_bits, args.megabytes << 20, args.rounds
                 )
             except ValueError as error:
                 parser.error(str(error))
             document[name] += found
             table += [
-                [f"{name}, {row['part']}", str(threads), shown(row["gb_s"]), shown(row.get("share"))] for row in found
+                [
+                    f"{name}, {row['part']}",
+                    row.get("isa", ""),
+                    str(threads),
+                    shown(row["gb_s"]),
+                    shown(row.get("share")),
+                ]
+                for row in found
             ]
     print(json.dumps(document))
-    print_table(["", "threads", "GB/s", "share of the read"], table)
+    print_table(["", "kernels", "threads", "GB/s", "share of the read"], table)
 
 
 if __name__ == "__main__":

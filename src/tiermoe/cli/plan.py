@@ -26,16 +26,20 @@ def plan(
         from tiermoe.runtime import footprint
 
         footprint.import_libraries(own_process=True)
+        from tiermoe.kernels import cpu_kernels
         from tiermoe.runtime.load import plan as plan_model
 
         result = plan_model(model, **options)
     if as_json:
-        print(json.dumps(asdict(result) | result.parts() | {"total": result.total, "peak": result.peak}))
+        more = {"total": result.total, "peak": result.peak, "kernels": cpu_kernels()}
+        print(json.dumps(asdict(result) | result.parts() | more))
         return
     table = Table(
         title=f"{format_size(result.budget)} ({result.budget_source}), experts at {result.bits} bits, "
         f"other layers at {result.dense_bits}",
         title_justify="left",
+        caption=f"CPU kernels: {cpu_kernels()}",
+        caption_justify="left",
     )
     table.add_column("what")
     table.add_column("bytes", justify="right")

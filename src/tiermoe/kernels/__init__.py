@@ -11,12 +11,12 @@ from tiermoe.errors import ConfigError
 from tiermoe.kernels import cpu, cuda
 from tiermoe.kernels.native.matrix import matrix_form
 from tiermoe.kernels.reference import DecodedLinear
-from tiermoe.native import available
+from tiermoe.native import available, instruction_set
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.encodings import ROW_MAJOR, cpu_layout, encoding_named
 from tiermoe.store.layout import ExpertFormat
 
-__all__ = ["KERNELS", "LinearKernel", "decoded_bytes", "decodes", "linear_for", "machine_layout"]
+__all__ = ["KERNELS", "LinearKernel", "cpu_kernels", "decoded_bytes", "decodes", "linear_for", "machine_layout"]
 
 _DECODING = 4 << 20  # temporaries of decoding a matrix
 
@@ -47,6 +47,12 @@ KERNELS: dict[tuple[str, str], Callable[[Encoding, torch.dtype], LinearKernel]] 
 def machine_layout(device: str) -> str:
     """The layout of 4- and 2-bit codes that the kernels of a device ('cpu', 'cuda', 'cuda:1') take."""
     return cpu_layout() if device == "cpu" else ROW_MAJOR
+
+
+def cpu_kernels() -> str:
+    """What computes on this CPU, for people: the instruction set of our own kernels, or torch. ConfigError as
+    `instruction_set`."""
+    return instruction_set() or "torch's operators"
 
 
 def decodes(encoding: Encoding | None, out: int, in_: int, dtype: torch.dtype) -> bool:

@@ -1,13 +1,14 @@
 """CPU kernels on packed weights.
 
-4 and 8 bits in bfloat16: our own kernels where this machine can run them (`native/`). Else few tokens: torch's
-operators on the packed weights, which read fewer bytes; many tokens: decode, then one matrix product. Which of them
-runs follows from the machine, the encoding, the dtype and the number of tokens alone, so that a result depends on
-neither timing nor what is cached.
+4 and 8 bits in bfloat16: our own kernels where there are any (`native/`). Else few tokens: torch's operators on the
+packed weights, which read fewer bytes; many tokens: decode, then one matrix product, in float32 where the processor
+has no instructions for bfloat16 (there torch multiplies number by number). Which of them runs follows from the machine,
+the encoding, the dtype and the number of tokens alone, so that a result depends on neither timing nor what is cached.
 """
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from tiermoe.kernels.native.matrix import matrix_form
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.int2 import Int2
 from tiermoe.quant.int4 import Int4
+from tiermoe.quant.int4_layout import is_torchs
 from tiermoe.quant.scratch import scratch
 
 # The most tokens for which the operator on packed weights is used; measured for (2048, 2048) and (1024, 2048)
@@ -37,12 +39,19 @@ class PlainLinear:
     """The checkpoint's own weights.
 
     One token in bfloat16 on a machine with AMX takes `torch.mv`: F.linear has a bad case there (6.7 against
-    14 GB/s of weights for (4096, 14336)). Without AMX F.linear is twice as fast as mv."""
+    14 GB/s of weights for (4096, 14336)). Without AMX F.linear is twice as fast as mv. Where torch has no bfloat16
+    products worth the name, our own kernels compute."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
         self._use_mv = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+        self._encoding = encoding
+        self._dtype = dtype
+        self._slow = dtype == torch.bfloat16 and not multiplies_bfloat16()
 
     def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        if self._slow:
+            form = matrix_form(self._encoding, out, in_, self._dtype)
+            return linear(x, form, slot) if form else F.linear(x.float(), slot["weight"].float()).to(x.dtype)
         if self._use_mv and x.shape[0] == 1:
             return torch.mv(slot["weight"], x[0])[None]
         return F.linear(x, slot["weight"])
@@ -81,13 +90,13 @@ class Int8Linear:
 
 
 class Int4Linear:
-    """Slots of Int4 in this machine's layout, and of Int2, which widens to it."""
+    """Slots of Int4 in the CPUs' layout, and of Int2, which widens to it."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
         in_slot = encoding.in_slot if isinstance(encoding, Int2) else encoding
         assert isinstance(in_slot, Int4)
         self._group = in_slot.group
-        self._tokens = INT4_TOKENS.get(dtype, 0)
+        self._tokens = INT4_TOKENS.get(dtype, 0) if is_torchs() else 0
         self._encoding = in_slot
         self._dtype = dtype
         self._product_dtype = _product_dtype(dtype)
@@ -111,6 +120,14 @@ def native_tokens() -> float:
     return NATIVE_TOKENS_BESIDE_AMX if torch.cpu._is_amx_tile_supported() else math.inf
 
 
+@lru_cache(maxsize=1)
+def multiplies_bfloat16() -> bool:
+    """Whether torch's matrix products in bfloat16 use instructions of this processor."""
+    return torch.backends.cpu.get_cpu_capability() != "AVX2" and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def _product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Products of decoded weights in float16 are taken in float32: faster on CPUs, and safe from overflow."""
-    return torch.float32 if dtype == torch.float16 else dtype
+    """Products of decoded weights in float16 are taken in float32: faster on CPUs, and safe from overflow. Likewise
+    those in bfloat16 where the processor has no instructions for them."""
+    slow = dtype == torch.float16 or (dtype == torch.bfloat16 and not multiplies_bfloat16())
+    return torch.float32 if slow else dtype

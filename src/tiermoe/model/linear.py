@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tiermoe.kernels import LinearKernel
+from tiermoe.kernels.cpu import multiplies_bfloat16
 from tiermoe.kernels.native.attention import PackedMatrix
 from tiermoe.kernels.native.linear import linear
 from tiermoe.kernels.native.matrix import matrix_form
@@ -51,13 +53,15 @@ class PackedLinear(torch.nn.Module):
 
 
 class PlainLinear:
-    """A linear layer on a weight (out, in) as the checkpoint has it. Few tokens take the native product."""
+    """A linear layer on a weight (out, in) as the checkpoint has it. Few tokens take the native product; all do where
+    torch has no good one."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         out, in_ = weight.shape
         self.packed = PackedMatrix(Plain(), {"weight": weight}, out, in_, bias)
         fits = weight.is_contiguous() and weight.device.type == "cpu"
         self._form = matrix_form(Plain(), out, in_, weight.dtype) if fits else None
+        self._tokens = FEW_TOKENS if multiplies_bfloat16() else math.inf
 
     @property
     def by_row(self) -> bool:
@@ -65,7 +69,7 @@ class PlainLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self.packed.fields["weight"], self.packed.bias
-        if self._form is None or x.shape[0] > FEW_TOKENS:
+        if self._form is None or x.shape[0] > self._tokens:
             return F.linear(x, weight, bias)
         result = linear(x, self._form, self.packed.fields)
         return result if bias is None else result + bias

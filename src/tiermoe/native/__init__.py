@@ -1,7 +1,7 @@
-"""Kernels of our own, in C, for machines with AVX-512, its BF16 and its VBMI (Zen 4, Sapphire Rapids and later).
+"""Kernels of our own, in C, for several instruction sets (isa/*.c), of which the process uses one.
 
 They compute in bfloat16 on weights of 4, 8 and 16 bits, never rounding a weight, and widen 2 bits to 4. A build without
-a C compiler lacks them, other machines cannot run them: torch's operators compute there (`kernels/cpu.py`).
+a C compiler lacks them: torch's operators compute there (`kernels/cpu.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from tiermoe.errors import ConfigError
+
 try:
     from tiermoe.native import _native
 except ImportError:
@@ -22,6 +24,12 @@ except ImportError:
 
 SWITCH = "TIERMOE_NATIVE"
 """Environment variable: 0 keeps these kernels out, so that they can be compared with torch's."""
+
+ISA = "TIERMOE_ISA"
+"""Environment variable: the instruction set whose kernels run, one of `KNOWN`; unset: the fastest that there is."""
+
+KNOWN = ("generic", "avx2", "avx512bf16")
+"""Instruction sets that there are kernels for: any machine; AVX2 with FMA; AVX-512 with BF16 and VBMI."""
 
 
 class Coding(IntEnum):
@@ -41,22 +49,50 @@ _PER_GROUP = 6  # floats of a group beside its weights (hqq.c)
 
 @lru_cache(maxsize=1)
 def available() -> bool:
-    """Whether this build has the kernels and this machine can run them."""
-    if os.environ.get(SWITCH) == "0" or _native is None or not _native.supported():
+    """Whether our own kernels compute in this process: those of the instruction set that TIERMOE_ISA names, else of the
+    fastest that this machine has. ConfigError for a name that is unknown, or whose instructions this machine lacks."""
+    asked, off = os.environ.get(ISA, ""), os.environ.get(SWITCH) == "0"
+    if asked:
+        _check(asked, off)
+    if _native is None or off:
         return False
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":  # 4-bit codes lie in another order
-        return False
+    if asked:
+        _native.use(asked)
     any(_native.join_team(path) for path in _openmp_libraries())
     return True
 
 
-@lru_cache(maxsize=1)
+def instruction_set() -> str | None:
+    """The instruction set whose kernels compute; None where torch's operators do. ConfigError as `available`."""
+    return _native.used() if available() else None
+
+
+def instruction_sets() -> list[str]:
+    """Those whose kernels this build has and this machine runs, the fastest first."""
+    return [] if _native is None else _native.instruction_sets()
+
+
+def use(name: str) -> None:
+    """Changes to the kernels of another of `instruction_sets`, while none runs. ValueError for any other name."""
+    if available():
+        _native.use(name)
+
+
+def _check(asked: str, off: bool) -> None:
+    here = instruction_sets()
+    if asked not in KNOWN:
+        raise ConfigError(f"{ISA}={asked!r} is unknown: this machine has {', '.join(here) or 'no native kernels'}")
+    if off:
+        raise ConfigError(f"{ISA}={asked} asks for native kernels and {SWITCH}=0 keeps them out: unset one of them")
+    if _native is None:
+        raise ConfigError(f"{ISA}={asked} asks for native kernels, and this build has none: install with a C compiler")
+    if asked not in here:
+        raise ConfigError(f"{ISA}={asked}: this machine lacks its instructions; it has {', '.join(here)}")
+
+
 def quantizes() -> bool:
     """Whether this build has `hqq`, which is plain C and runs on any machine."""
-    if os.environ.get(SWITCH) == "0" or _native is None:
-        return False
-    any(_native.join_team(path) for path in _openmp_libraries())
-    return True
+    return available()
 
 
 def takes(dtype: torch.dtype, coding: Coding, out: int, in_: int, group: int) -> bool:

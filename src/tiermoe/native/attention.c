@@ -3,8 +3,8 @@
 #include <string.h>
 
 #include "attention_job.h"
+#include "kernels.h"
 #include "team.h"
-#include "vector.h"
 
 enum { SMALLEST_GROUP = 32 };
 
@@ -133,7 +133,7 @@ void attention_multiply(const Job *job, const Projection *projection, size_t whi
     const size_t tokens = job->step->tokens;
     matrix_block(&projection->matrix, block, x, sums_of(job, which, thread), tokens, out, stride);
     for (size_t t = 0; projection->bias && t < tokens; t++)
-        add_rows(out + t * stride, projection->bias + block * BLOCK, BLOCK);
+        kernels->add(out + t * stride, 1, projection->bias + block * BLOCK, BLOCK);
 }
 
 /* What is computed of the hidden states; returns how many. */
@@ -193,22 +193,16 @@ static void attend(void *data, size_t thread, size_t task) {
     };
     const size_t tile = work->tile * TILE, position = (size_t)job->step->positions[token];
     (void)thread;
-    attend_tile(&positions, job->query + (token * layer->heads + head) * width, count,
-                larger(tile, begin_of(layer, job->step, token)), position < tile + TILE ? position + 1 : tile + TILE,
-                layer->scale, job->results + (work->place * layer->heads + head) * tile_result(positions.value_columns));
+    kernels->attend_tile(&positions, job->query + (token * layer->heads + head) * width, count,
+                         larger(tile, begin_of(layer, job->step, token)),
+                         position < tile + TILE ? position + 1 : tile + TILE, layer->scale,
+                         job->results + (work->place * layer->heads + head) * tile_result(positions.value_columns));
 }
 
 static void begin_outputs(void *data, size_t thread) {
     const Job *job = data;
     const Projection *output = &job->layer->output;
     attention_sums(job, &output, 1, job->attended, thread);
-}
-
-/* rows = x + multiplier * rows, rounded after each step. */
-TARGET static void add_residual(const bf16 *x, float multiplier, bf16 *rows) {
-    for (size_t i = 0; multiplier != 1 && i < BLOCK; i += 16)
-        store_bf16(rows + i, _mm512_mul_ps(load_bf16(rows + i), _mm512_set1_ps(multiplier)));
-    add_rows(rows, x, BLOCK);
 }
 
 static void add_output(void *data, size_t thread, size_t block) {
@@ -218,7 +212,7 @@ static void add_output(void *data, size_t thread, size_t block) {
     attention_multiply(job, &layer->output, 0, block, job->attended, thread, job->out + block * BLOCK, width);
     for (size_t t = 0; t < job->step->tokens; t++) {
         const size_t at = t * width + block * BLOCK;
-        add_residual(job->x + at, layer->residual_multiplier, job->out + at);
+        kernels->add(job->out + at, layer->residual_multiplier, job->x + at, BLOCK);
     }
 }
 

@@ -21,16 +21,26 @@ typedef struct {
     size_t room;
 } Positions;
 
+/* Where the rows of a tile begin. */
+typedef struct {
+    size_t first, room, count;
+} TileRows;
+
+/* The row of a tile's position i; beyond the last one: that one again. */
+static inline size_t tile_row(const TileRows *rows, size_t i) {
+    const size_t at = rows->first + (i < rows->count ? i : rows->count - 1);
+    return at < rows->room ? at : at - rows->room;
+}
+
 static inline size_t tile_result(size_t value_columns) { return TILE_HEADER + value_columns; }
 
-/* results (count, tile_result(value_columns)): for each of queries (count, key_columns) the largest score of positions
- * begin .. end - 1, all of one tile, the sum of e^(score - largest), each rounded to bfloat16, and the values weighted by
- * them. */
-void attend_tile(const Positions *positions, const bf16 *queries, size_t count, size_t begin, size_t end, float scale,
-                 float *results);
-
-/* out (value_columns) = a query's results of `tiles` tiles, `stride` floats apart, in one softmax. sink: a score without a
- * value that joins it; NULL: none. */
-void merge_tiles(const float *results, size_t tiles, size_t stride, size_t value_columns, const bf16 *sink, bf16 *out);
+/* What the kernels provide of it (kernels.h):
+ *
+ * attend_tile: results (count, tile_result(value_columns)): for each of queries (count, key_columns) the largest score of
+ * positions begin .. end - 1, all of one tile, the sum of e^(score - largest), each rounded to bfloat16, and the values
+ * weighted by them.
+ *
+ * merge_tiles: out (value_columns) = a query's results of `tiles` tiles, `stride` floats apart, in one softmax. sink: a
+ * score without a value that joins it; NULL: none. */
 
 #endif

@@ -2,9 +2,8 @@
 
 #include <string.h>
 
+#include "kernels.h"
 #include "product.h"
-#include "target.h"
-#include "vector.h"
 
 enum { TOKENS = 64 }; /* whose gate and up values of a block are kept on the stack */
 
@@ -14,44 +13,11 @@ typedef struct {
     bf16 *out;
 } Job;
 
-/* x / (1 + e^-slope) */
-TARGET static inline __m512 sigmoid_of(__m512 x, __m512 slope) {
-    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1), exponential(_mm512_sub_ps(_mm512_setzero_ps(), slope))));
-}
-
-TARGET static inline __m512 silu_gate(const bf16 *gate, const bf16 *up) {
-    const __m512 x = load_bf16(gate);
-    return _mm512_mul_ps(as_bf16(sigmoid_of(x, x)), load_bf16(up));
-}
-
-/* pairs: 16 of a gate and an up. */
-TARGET static inline __m512 clamped_gate(const bf16 *pairs, const Expert *expert) {
-    const __m512i both = _mm512_loadu_si512(pairs);
-    const __m512 limit = _mm512_set1_ps(expert->limit), one = _mm512_set1_ps(1);
-    __m512 gate = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
-    __m512 up = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xFFFF0000)));
-    gate = as_bf16(_mm512_min_ps(limit, gate)); /* the second operand where one is undefined */
-    up = as_bf16(_mm512_max_ps(_mm512_sub_ps(_mm512_setzero_ps(), limit), _mm512_min_ps(limit, up)));
-    const __m512 slope = as_bf16(_mm512_mul_ps(gate, _mm512_set1_ps(expert->alpha)));
-    const __m512 opening = as_bf16(_mm512_mul_ps(gate, as_bf16(sigmoid_of(one, slope))));
-    return _mm512_mul_ps(as_bf16(_mm512_add_ps(up, one)), opening);
-}
-
-/* A block of first(x) for each token: 64 rows of gate, then of up, or 64 pairs of both. */
-TARGET static void gate_rows(const bf16 (*values)[2 * BLOCK], const Expert *expert, size_t tokens, bf16 *out, size_t stride) {
-    for (size_t m = 0; m < tokens; m++)
-        for (int i = 0; i < BLOCK; i += 16) {
-            const __m512 gated = expert->gate == CLAMPED ? clamped_gate(values[m] + 2 * i, expert)
-                                                         : silu_gate(values[m] + i, values[m] + BLOCK + i);
-            store_bf16(out + m * stride + i, gated);
-        }
-}
-
 /* A block of rows of matrix times the tokens, plus the bias where there is one. */
 static void block_of(const Matrix *matrix, const bf16 *bias, size_t block, const bf16 *x, const float *sums, size_t tokens,
                      bf16 *out, size_t stride) {
     matrix_block(matrix, block, x, sums, tokens, out, stride);
-    for (size_t m = 0; bias && m < tokens; m++) add_rows(out + m * stride, bias + block * BLOCK, BLOCK);
+    for (size_t m = 0; bias && m < tokens; m++) kernels->add(out + m * stride, 1, bias + block * BLOCK, BLOCK);
 }
 
 static void sum_x(void *data, size_t thread, size_t task) {
@@ -77,7 +43,7 @@ static void first(void *data, size_t thread, size_t task) {
         const float *sums = sums_of(&job->x, thread) + row * groups;
         block_of(matrix, bias, one, x, sums, tokens, values[0], 2 * BLOCK);
         block_of(matrix, bias, other, x, sums, tokens, values[0] + BLOCK, 2 * BLOCK);
-        gate_rows(values, &share->expert, tokens, (bf16 *)job->inner.x + (share->to + m) * inner + block * BLOCK, inner);
+        kernels->gate(values, &share->expert, tokens, (bf16 *)job->inner.x + (share->to + m) * inner + block * BLOCK, inner);
     }
 }
 
@@ -115,16 +81,11 @@ void experts_run(const Share *shares, size_t count, const bf16 *x, size_t rows, 
     team_run(phases, 4, &job, threads, pool);
 }
 
-TARGET void experts_combine(const bf16 *const *rows, const float *weights, size_t count, size_t columns, bf16 *out) {
-    if (!count) memset(out, 0, columns * sizeof *out);
-    for (size_t i = 0; count && i < columns; i += 16) {
-        __m512 total = as_bf16(_mm512_mul_ps(load_bf16(rows[0] + i), _mm512_set1_ps(weights[0])));
-        for (size_t e = 1; e < count; e++) {
-            const __m512 value = as_bf16(_mm512_mul_ps(load_bf16(rows[e] + i), _mm512_set1_ps(weights[e])));
-            total = as_bf16(_mm512_add_ps(total, value));
-        }
-        store_bf16(out + i, total);
-    }
+void experts_combine(const bf16 *const *rows, const float *weights, size_t count, size_t columns, bf16 *out) {
+    if (count)
+        kernels->combine(rows, weights, count, columns, out);
+    else
+        memset(out, 0, columns * sizeof *out);
 }
 
 typedef struct {

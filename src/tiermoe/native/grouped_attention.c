@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "attention_job.h"
+#include "kernels.h"
 #include "rotary.h"
 
 /* Rows of one token's heads as projected, and their norm's factor where it spans all heads. */
@@ -55,6 +56,6 @@ void grouped_merge(void *data, size_t thread, size_t task) {
     const size_t token = task / layer->heads, head = task % layer->heads, width = layer->value_columns;
     const size_t each = tile_result(width), place = job->places[token];
     (void)thread;
-    merge_tiles(job->results + (place * layer->heads + head) * each, job->places[token + 1] - place, layer->heads * each,
+    kernels->merge_tiles(job->results + (place * layer->heads + head) * each, job->places[token + 1] - place, layer->heads * each,
                 width, layer->sinks ? layer->sinks + head : NULL, job->attended + task * width);
 }

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "attention_job.h"
+#include "kernels.h"
 #include "rotary.h"
 
 void latent_begin_queries(void *data, size_t thread) {
@@ -70,7 +71,7 @@ void latent_merge(void *data, size_t thread, size_t head) {
     const size_t latent = layer->latent_columns, each = tile_result(latent), stride = layer->heads * layer->value_columns;
     bf16 *one_head = job->one_head + thread * job->one_head_each;
     for (size_t t = 0; t < job->step->tokens; t++)
-        merge_tiles(job->results + (job->places[t] * layer->heads + head) * each, job->places[t + 1] - job->places[t],
+        kernels->merge_tiles(job->results + (job->places[t] * layer->heads + head) * each, job->places[t + 1] - job->places[t],
                     layer->heads * each, latent, layer->sinks ? layer->sinks + head : NULL, one_head + t * latent);
     multiply_head(job, &layer->value, head, thread, one_head, job->attended + head * layer->value_columns, stride);
 }

@@ -16,10 +16,26 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 enum { BLOCK = 64 }; /* rows of a block: what one task computes */
 
 typedef uint16_t bf16;
+
+static inline float from_bf16(bf16 value) {
+    const uint32_t bits = (uint32_t)value << 16;
+    float result;
+    memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+/* Rounded to the nearest, halves to the even one. */
+static inline bf16 to_bf16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    if (value != value) return (bf16)(bits >> 16 | 0x40); /* stays undefined */
+    return (bf16)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
 
 typedef enum { INT4, INT8, BF16, CODINGS } Coding;
 

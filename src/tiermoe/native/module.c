@@ -6,27 +6,38 @@
 #include "attention_binding.h"
 #include "expert.h"
 #include "hqq.h"
+#include "kernels.h"
 #include "moe_block.h"
 #include "norm.h"
 #include "product.h"
 #include "route.h"
-#include "vector.h"
-#include "widen.h"
 
 typedef unsigned long long Address;
 
 static void *at(Address address) { return (void *)(uintptr_t)address; }
 
-static PyObject *supported(PyObject *self, PyObject *none) {
+static PyObject *instruction_sets(PyObject *self, PyObject *none) {
+    PyObject *names = PyList_New(0);
     (void)self, (void)none;
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    return PyBool_FromLong(__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
-                           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                           __builtin_cpu_supports("avx512vl"));
-#else
-    Py_RETURN_FALSE;
-#endif
+    for (const Kernels *const *each = kernels_here(); names && *each; each++) {
+        PyObject *name = PyUnicode_FromString((*each)->name);
+        if (!name || PyList_Append(names, name)) Py_CLEAR(names);
+        Py_XDECREF(name);
+    }
+    return names;
+}
+
+static PyObject *use(PyObject *self, PyObject *args) {
+    const char *name;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "s", &name)) return NULL;
+    if (!kernels_use(name)) return PyErr_Format(PyExc_ValueError, "no kernels named %s run here", name);
+    Py_RETURN_NONE;
+}
+
+static PyObject *used(PyObject *self, PyObject *none) {
+    (void)self, (void)none;
+    return PyUnicode_FromString(kernels->name);
 }
 
 static PyObject *join_team(PyObject *self, PyObject *args) {
@@ -211,7 +222,7 @@ static PyObject *route(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-TARGET static PyObject *logits(PyObject *self, PyObject *args) {
+static PyObject *logits(PyObject *self, PyObject *args) {
     Address weight, x, out;
     Py_ssize_t experts, columns, tokens;
     (void)self;
@@ -221,7 +232,7 @@ TARGET static PyObject *logits(PyObject *self, PyObject *args) {
     float exact[experts];
     for (Py_ssize_t t = 0; t < tokens; t++) {
         route_logits(&plain, (bf16 *)at(x) + t * columns, exact);
-        for (Py_ssize_t e = 0; e < experts; e++) ((bf16 *)at(out))[t * experts + e] = round_bf16(exact[e]);
+        for (Py_ssize_t e = 0; e < experts; e++) ((bf16 *)at(out))[t * experts + e] = to_bf16(exact[e]);
     }
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
@@ -294,7 +305,7 @@ static PyObject *widen_codes(PyObject *self, PyObject *args) {
     (void)self;
     if (!PyArg_ParseTuple(args, "KKnnK", &pairs, &ladders, &count, &run, &codes)) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    widen(at(pairs), at(ladders), (size_t)count, (size_t)run, at(codes));
+    kernels->widen(at(pairs), at(ladders), (size_t)count, (size_t)run, at(codes));
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -344,7 +355,10 @@ static PyObject *sums(PyObject *self, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"supported", supported, METH_NOARGS, "supported() -> whether this machine has AVX-512 with BF16 and VBMI"},
+    {"instruction_sets", instruction_sets, METH_NOARGS,
+     "instruction_sets() -> names of those whose kernels this machine runs, the fastest first"},
+    {"use", use, METH_VARARGS, "use(name): the kernels of an instruction set, while none runs"},
+    {"used", used, METH_NOARGS, "used() -> the name of the instruction set whose kernels run"},
     {"join_team", join_team, METH_VARARGS, "join_team(path) -> whether the loaded OpenMP runtime at path can be used"},
     {"matrix", matrix, METH_VARARGS, "matrix(coding, weights, scales, rows, columns, group) -> bytes of a Matrix"},
     {"product", product, METH_VARARGS, "product(matrix, x, tokens, sums, out, threads, torchs)"},
@@ -376,4 +390,7 @@ static PyMethodDef methods[] = {
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", "Kernels on packed weights; see the .h files.", -1,
                                     methods, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__native(void) { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__native(void) {
+    kernels_use(kernels_here()[0]->name);
+    return PyModule_Create(&module);
+}

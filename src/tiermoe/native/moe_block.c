@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-#include "vector.h"
+#include "kernels.h"
 
 typedef struct {
     const MoeBlock *block;
@@ -101,6 +101,6 @@ size_t moe_block_run(const MoeBlock *block, const bf16 *x, const bf16 *residual,
     experts_run(job.shares, shares, tokens > 1 ? job.gathered : x, tokens > 1 ? choices : 1, choices, job.inner, job.sums,
                 job.outputs, threads, OWN);
     experts_combine_many(job.summands, job.weights, tokens, k, columns, out, threads, OWN);
-    if (residual) add_rows(out, residual, tokens * columns);
+    if (residual) kernels->add(out, 1, residual, tokens * columns);
     return shares;
 }

@@ -2,14 +2,13 @@
 
 #include <math.h>
 
-#include "vector.h"
+#include "kernels.h"
 
-TARGET void route_logits(const Router *router, const bf16 *x, float *logits) {
-    const bf16 *weight = router->weight;
-    for (size_t e = 0; e < router->experts; e++, weight += router->columns) {
-        float logit = _mm512_reduce_add_ps(products(weight, x, router->columns));
-        if (router->bias) logit += from_bf16(router->bias[e]);
-        logits[e] = router->exact_logits ? logit : from_bf16(round_bf16(logit));
+void route_logits(const Router *router, const bf16 *x, float *logits) {
+    kernels->logits(router->weight, x, router->experts, router->columns, logits);
+    for (size_t e = 0; e < router->experts; e++) {
+        if (router->bias) logits[e] += from_bf16(router->bias[e]);
+        if (!router->exact_logits) logits[e] = from_bf16(to_bf16(logits[e]));
     }
 }
 
@@ -73,6 +72,6 @@ void route_choose(const Router *router, float *logits, int64_t *chosen, float *w
     for (size_t i = 0; i < k; i++) {
         if (router->normalise) weights[i] /= kept + router->epsilon;
         weights[i] *= router->scale;
-        if (router->round_weights) weights[i] = from_bf16(round_bf16(weights[i]));
+        if (router->round_weights) weights[i] = from_bf16(to_bf16(weights[i]));
     }
 }

@@ -61,7 +61,7 @@ def _packed_for(bits: int, out: int, in_: int, layout: str, quantizer: str) -> E
     if quantizer not in INT4_GROUPS:
         raise ConfigError(f"unknown quantizer {quantizer!r}: choose one of {', '.join(INT4_GROUPS)}")
     if layout not in (ROW_MAJOR, cpu_layout()):
-        raise ConfigError(f"cannot pack int{bits} for {layout!r}: this machine packs for {cpu_layout()!r}")
+        raise ConfigError(f"cannot pack int{bits} for {layout!r}: there are {cpu_layout()!r} and {ROW_MAJOR!r}")
     group = next((group for group in INT4_GROUPS[quantizer] if in_ % group == 0), None)
     if group is None or (layout != ROW_MAJOR and out % int4_layout.ROWS):
         return FIXED[8]
@@ -86,7 +86,6 @@ def encoding_named(name: str) -> Encoding:
     bits, layout, group = int(found[1]), found[2], int(found[3])
     if layout not in (ROW_MAJOR, cpu_layout()):
         raise StoreError(
-            f"the store is packed for the int{bits} layout {layout!r}, this machine's is {cpu_layout()!r}; "
-            "pack it again here"
+            f"the store is packed for the int{bits} layout {layout!r}, CPUs take {cpu_layout()!r}; pack it again here"
         )
     return _packed(bits, layout, group)

@@ -1,4 +1,4 @@
-"""4 bits: the format of ``torch.ops.aten._weight_int4pack_mm_for_cpu``."""
+"""4 bits: codes in the order of `int4_layout`, and a scale and a zero for each group of a row."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ BLOCK_WEIGHTS = 1 << 20  # weights decoded at a time: bounds the temporaries to 
 
 @dataclass(frozen=True)
 class Int4(SameInSlot):
-    """Fields `codes` uint8 (N, K / 2) in the machine's order and `scales_and_zeros` (K / group, N, 2).
+    """Fields `codes` uint8 (N, K / 2) in the CPUs' order and `scales_and_zeros` (K / group, N, 2).
 
     w = (code - 8) * scale + zero."""
 
@@ -46,7 +46,7 @@ class Int4(SameInSlot):
         return {"codes": int4_layout.pack(codes), "scales_and_zeros": pairs}
 
     def rows_apart(self, columns: int, quantizer: Quantizer) -> int | None:
-        return math.lcm(int4_layout.block_rows(), quantizer.rows_apart(columns))
+        return math.lcm(int4_layout.BLOCK_ROWS, quantizer.rows_apart(columns))
 
     def decode(
         self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype, into: Tensor | None = None

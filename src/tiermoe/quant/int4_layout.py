@@ -1,20 +1,21 @@
-"""The order in which torch's CPU int4 operator keeps its codes.
+"""The order in which 4-bit codes are stored for CPUs: one for all of them.
 
-``aten::_convert_weight_to_int4pack_for_cpu`` packs blocks of rows: within a block, the column is the outer
-index and two rows share a byte. How many rows make a block, and which two share a byte, depends on the vector
-width of the kernels that torch picked for this machine. Both are found by packing known patterns.
+Blocks of 64 rows; within a block the column is the outer index, and two rows share a byte: rows j and 32 + j of a full
+block, rows 2 j and 2 j + 1 of the last one where it has fewer than 64. It is the order that torch's operator
+``_weight_int4pack_mm_for_cpu`` takes where torch runs on AVX-512, hence its name; our own kernels take it on every
+processor, and so does decoding.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from tiermoe.quant.scratch import scratch
 
-ROWS = 16  # the operator takes multiples of it
-PIECE_ROWS = 256  # a multiple of any block's rows
+ROWS = 16  # a matrix has a multiple of them
+BLOCK_ROWS = 64
+NAME = "cpu-avx512"
 
 
 @dataclass(frozen=True)
@@ -28,16 +29,26 @@ class Section:
 
 
 def cpu_layout() -> str:
-    """The name of this machine's order of int4 codes; a store packed for another one cannot be used here."""
-    capability = torch.backends.cpu.get_cpu_capability().lower()
-    return f"cpu-{capability}" if capability in ("avx512", "avx2") else "cpu-default"
+    """The name of the order of int4 codes that CPUs take; a store packed in another one cannot be used here."""
+    return NAME
+
+
+def is_torchs() -> bool:
+    """Whether torch's operator takes this order on this machine: it has an order of its own for each vector width."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Codes 0..15 (N, K), any integer dtype, in the operator's order: uint8 (N, K / 2)."""
-    operator = torch.ops.aten._convert_weight_to_int4pack_for_cpu
-    # in pieces that hold whole blocks: the operator wants 32 bits a code
-    return torch.cat([operator(part.int().contiguous(), 1) for part in torch.split(codes, PIECE_ROWS)])
+    """Codes 0..15 (N, K), any integer dtype, N a multiple of 16, in this order: uint8 (N, K / 2)."""
+    rows, columns = codes.shape
+    packed = torch.empty((rows, columns // 2), dtype=torch.uint8)
+    for section in sections(rows):
+        end = section.first + section.blocks * section.rows
+        half = section.rows // 2
+        source = codes[section.first : end].to(torch.uint8).view(section.blocks, section.rows, columns)
+        low, high = (source[:, :half], source[:, half:]) if section.split else (source[:, ::2], source[:, 1::2])
+        packed[section.first : end].view(section.blocks, columns, half).copy_((low | high << 4).transpose(1, 2))
+    return packed
 
 
 def unpack_transposed(packed: Tensor, first: int, last: int) -> Tensor:
@@ -67,33 +78,6 @@ def unpack_transposed(packed: Tensor, first: int, last: int) -> Tensor:
 
 def sections(rows: int) -> tuple[Section, ...]:
     """Full blocks, then the rest of the rows as one block."""
-    block = block_rows()
-    full, rest = divmod(rows, block)
-    found = []
-    if full:
-        found.append(Section(0, full, block, _is_split(block)))
-    if rest:
-        found.append(Section(full * block, 1, rest, _is_split(rest)))
-    return tuple(found)
-
-
-@lru_cache(maxsize=1)
-def block_rows() -> int:
-    """Rows of a full block, found by packing: the second of two columns begins where the first one ends."""
-    columns = torch.arange(2, dtype=torch.int32).expand(PIECE_ROWS, 2)
-    return int(pack(columns).flatten().argmax()) * 2
-
-
-@lru_cache
-def _is_split(rows: int) -> bool:
-    """Whether bytes of a block of `rows` hold rows j and rows/2 + j.
-
-    Raises NotImplementedError for an order that is neither of the two."""
-    index = torch.arange(rows, dtype=torch.int32)[:, None].expand(rows, 2)
-    low, high = (pack(digit).flatten()[: rows // 2].int() for digit in (index & 15, index >> 4))
-    order = torch.stack(((low & 15) + 16 * (high & 15), (low >> 4) + 16 * (high >> 4)))
-    if torch.equal(order, torch.arange(rows).view(2, -1)):
-        return True
-    if torch.equal(order, torch.arange(rows).view(-1, 2).t()):
-        return False
-    raise NotImplementedError(f"this torch packs int4 codes of {rows} rows in an unknown order")
+    full, rest = divmod(rows, BLOCK_ROWS)
+    found = [Section(0, full, BLOCK_ROWS, True)] if full else []
+    return (*found, Section(full * BLOCK_ROWS, 1, rest, False)) if rest else tuple(found)

@@ -1,13 +1,9 @@
-#include "rows.h"
-
-#include <immintrin.h>
-
-#include "target.h"
+/* Products with matrices that are kept row by row: INT8 and BF16. */
 #include "vector.h"
 
 enum {
     ROWS = 4,   /* whose sums are in registers at a time */
-    TILE = 6,   /* tokens, likewise; for more, codes are decoded once for all of them */
+    ROWS_TILE = 6, /* tokens, likewise; for more, codes are decoded once for all of them */
     PANEL = 16, /* rows that are then decoded at a time */
 };
 
@@ -33,14 +29,14 @@ static const uint8_t HIGH[128] __attribute__((aligned(64))) = {
 };
 
 /* All bits set, unknown to the compiler: it would write ~x with an instruction that waits for its old result. */
-TARGET static inline __m512i ones(void) {
+static inline __m512i ones(void) {
     __m512i ones = _mm512_set1_epi8(-1);
     __asm__("" : "+v"(ones));
     return ones;
 }
 
 /* 64 codes as bfloat16, plus 0.5. */
-TARGET static inline void decode(const int8_t *codes, __m512i values[2]) {
+static inline void decode(const int8_t *codes, __m512i values[2]) {
     /* unpacking interleaves within 128 bits: the halves that belong together go there first */
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     const __m512i bytes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes));
@@ -53,18 +49,18 @@ TARGET static inline void decode(const int8_t *codes, __m512i values[2]) {
     values[1] = _mm512_unpackhi_epi8(low, high);
 }
 
-TARGET static inline __m512 multiply_add(__m512 sum, __m512i weights, const bf16 *x) {
+static inline __m512 row_dot(__m512 sum, __m512i weights, const bf16 *x) {
     return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)_mm512_loadu_si512(x));
 }
 
 /* sums[m * BLOCK + r] = row r times x[m], for 4 rows and a number of tokens known when compiling. The last row comes
  * again where there are fewer. */
-TARGET static inline __attribute__((always_inline)) void four_rows(int coded, size_t tokens, const void *weights,
+static inline __attribute__((always_inline)) void four_rows(int coded, size_t tokens, const void *weights,
                                                                    size_t rows, const bf16 *x, size_t columns,
                                                                    float *sums) {
     const size_t bytes = coded ? 1 : sizeof(bf16);
     const uint8_t *row[ROWS];
-    __m512 totals[TILE][ROWS];
+    __m512 totals[ROWS_TILE][ROWS];
     for (size_t r = 0; r < ROWS; r++) {
         row[r] = (const uint8_t *)weights + (r < rows ? r : rows - 1) * columns * bytes;
         for (size_t m = 0; m < tokens; m++) totals[m][r] = _mm512_setzero_ps();
@@ -78,8 +74,8 @@ TARGET static inline __attribute__((always_inline)) void four_rows(int coded, si
             else
                 values[0] = _mm512_loadu_si512(row[r] + c * bytes);
             for (size_t m = 0; m < tokens; m++) {
-                totals[m][r] = multiply_add(totals[m][r], values[0], x + m * columns + c);
-                if (coded) totals[m][r] = multiply_add(totals[m][r], values[1], x + m * columns + c + 32);
+                totals[m][r] = row_dot(totals[m][r], values[0], x + m * columns + c);
+                if (coded) totals[m][r] = row_dot(totals[m][r], values[1], x + m * columns + c + 32);
             }
         }
     for (size_t m = 0; m < tokens; m++)
@@ -92,8 +88,8 @@ TARGET static inline __attribute__((always_inline)) void four_rows(int coded, si
             four_rows(coded, n, weights + r * row_bytes, rows - r, x, columns, sums + r); \
         break;
 
-/* sums[m * BLOCK + r] = row r times x[m], for at most TILE tokens. */
-TARGET static void tile(int coded, size_t tokens, const uint8_t *weights, size_t rows, const bf16 *x, size_t columns,
+/* sums[m * BLOCK + r] = row r times x[m], for at most ROWS_TILE tokens. */
+static void rows_tile(int coded, size_t tokens, const uint8_t *weights, size_t rows, const bf16 *x, size_t columns,
                         float *sums) {
     const size_t row_bytes = columns * (coded ? 1 : sizeof(bf16));
     if (coded)
@@ -103,7 +99,7 @@ TARGET static void tile(int coded, size_t tokens, const uint8_t *weights, size_t
 }
 
 /* out = scales * (sums - x_sum / 2) for codes, else sums. */
-TARGET static void store(const float *sums, const bf16 *scales, float x_sum, size_t rows, bf16 *out) {
+static void store_rows_of(const float *sums, const bf16 *scales, float x_sum, size_t rows, bf16 *out) {
     for (size_t r = 0; r < rows; r += 16) {
         const __mmask16 there = rows - r < 16 ? (__mmask16)((1u << (rows - r)) - 1) : 0xFFFF;
         __m512 values = _mm512_loadu_ps(sums + r);
@@ -117,20 +113,20 @@ TARGET static void store(const float *sums, const bf16 *scales, float x_sum, siz
 }
 
 /* `rows` rows times the tokens, a tile at a time. x_sums, scales: NULL where the weights are no codes. */
-TARGET static void tiles(int coded, const void *weights, size_t rows, const bf16 *x, size_t columns, const float *x_sums,
+static void tiles(int coded, const void *weights, size_t rows, const bf16 *x, size_t columns, const float *x_sums,
                          const bf16 *scales, size_t tokens, bf16 *out, size_t stride) {
-    float sums[TILE * BLOCK];
-    for (size_t left = (tokens + TILE - 1) / TILE; left; left--) {
+    float sums[ROWS_TILE * BLOCK];
+    for (size_t left = (tokens + ROWS_TILE - 1) / ROWS_TILE; left; left--) {
         const size_t some = (tokens + left - 1) / left;
-        tile(coded, some, weights, rows, x, columns, sums);
+        rows_tile(coded, some, weights, rows, x, columns, sums);
         for (size_t m = 0; m < some; m++)
-            store(sums + m * BLOCK, scales, scales ? x_sums[m] : 0, rows, out + m * stride);
+            store_rows_of(sums + m * BLOCK, scales, scales ? x_sums[m] : 0, rows, out + m * stride);
         x += some * columns, out += some * stride, tokens -= some;
         if (scales) x_sums += some;
     }
 }
 
-TARGET static void decoded_panels(const int8_t *codes, size_t rows, const bf16 *x, size_t columns, const float *x_sums,
+static void decoded_panels(const int8_t *codes, size_t rows, const bf16 *x, size_t columns, const float *x_sums,
                                   const bf16 *scales, size_t tokens, bf16 *out, size_t stride) {
     bf16 panel[PANEL * columns] __attribute__((aligned(64)));
     for (size_t r = 0; r < rows; r += PANEL) {
@@ -145,18 +141,25 @@ TARGET static void decoded_panels(const int8_t *codes, size_t rows, const bf16 *
     }
 }
 
-void rows_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
-                size_t stride) {
-    const size_t begin = block * BLOCK, columns = matrix->columns;
-    const size_t rows = matrix->rows - begin < BLOCK ? matrix->rows - begin : BLOCK;
-    if (matrix->coding == BF16) {
-        tiles(0, (const bf16 *)matrix->weights + begin * columns, rows, x, columns, NULL, NULL, tokens, out, stride);
-        return;
-    }
-    const int8_t *codes = (const int8_t *)matrix->weights + begin * columns;
-    const bf16 *scales = (const bf16 *)matrix->scales + begin;
-    if (tokens <= TILE)
-        tiles(1, codes, rows, x, columns, sums, scales, tokens, out, stride);
+static size_t rows_in(const Matrix *matrix, size_t block) {
+    const size_t rest = matrix->rows - block * BLOCK;
+    return rest < BLOCK ? rest : BLOCK;
+}
+
+static void bf16_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+                       size_t stride) {
+    const bf16 *weights = (const bf16 *)matrix->weights + block * BLOCK * matrix->columns;
+    (void)sums;
+    tiles(0, weights, rows_in(matrix, block), x, matrix->columns, NULL, NULL, tokens, out, stride);
+}
+
+static void int8_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+                       size_t stride) {
+    const int8_t *codes = (const int8_t *)matrix->weights + block * BLOCK * matrix->columns;
+    const bf16 *scales = (const bf16 *)matrix->scales + block * BLOCK;
+    const size_t rows = rows_in(matrix, block);
+    if (tokens <= ROWS_TILE)
+        tiles(1, codes, rows, x, matrix->columns, sums, scales, tokens, out, stride);
     else
-        decoded_panels(codes, rows, x, columns, sums, scales, tokens, out, stride);
+        decoded_panels(codes, rows, x, matrix->columns, sums, scales, tokens, out, stride);
 }

@@ -1,8 +1,5 @@
-#include "widen.h"
-
-#include <immintrin.h>
-
-#include "target.h"
+/* From 2 bits to 4: see quant/ladders.py. */
+#include "vector.h"
 
 /* The level that a 2-bit code c stands for on a packed ladder: at code + 4 * ladder, (step * c + (5 - step) * place),
  * where the ladder's low two bits are step - 2 and its high two bits place. */
@@ -14,7 +11,7 @@ static void fill(uint8_t levels[64]) {
         }
 }
 
-TARGET static inline __m512i nibbles(__m512i pair, __m512i low_ladder, __m512i high_ladder, __m512i levels) {
+static inline __m512i nibbles(__m512i pair, __m512i low_ladder, __m512i high_ladder, __m512i levels) {
     const __m512i code = _mm512_set1_epi8(3);
     const __m512i low = _mm512_or_si512(_mm512_and_si512(pair, code), low_ladder);
     const __m512i high = _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(pair, 4), code), high_ladder);
@@ -22,7 +19,7 @@ TARGET static inline __m512i nibbles(__m512i pair, __m512i low_ladder, __m512i h
     return _mm512_or_si512(_mm512_permutexvar_epi8(low, levels), above);
 }
 
-TARGET void widen(const uint8_t *pairs, const uint8_t *ladders, size_t count, size_t run, uint8_t *codes) {
+static void widen_codes(const uint8_t *pairs, const uint8_t *ladders, size_t count, size_t run, uint8_t *codes) {
     uint8_t table[64] __attribute__((aligned(64)));
     fill(table);
     const __m512i levels = _mm512_load_si512(table);

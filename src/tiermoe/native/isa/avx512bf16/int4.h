@@ -1,12 +1,8 @@
-/* A pair of a scale (low half) and a zero (high half) is read as one word. */
-#include "int4.h"
-
-#include <immintrin.h>
-
-#include "target.h"
+/* Products with matrices in INT4. A pair of a scale (low half) and a zero (high half) is read as one word. */
+#include "vector.h"
 
 enum {
-    TILE = 6,           /* tokens whose sums fit the registers */
+    INT4_TILE = 6,           /* tokens whose sums fit the registers */
     REGISTERS = 4,      /* of 16 rows: a block */
     PAIR_BYTES = 64,    /* of two columns of a block */
     GROUPS_AHEAD = 3,   /* whose scales are asked for ahead of their use */
@@ -27,7 +23,7 @@ static const uint8_t FIRST_HALF[64] __attribute__((aligned(64))) = {
 };
 
 /* The values of two columns: register r holds rows 16 r .. 16 r + 15, a lane both columns of its row. */
-TARGET static inline void unpack_pair(const uint8_t *pair, __m512i values[REGISTERS]) {
+static inline void unpack_pair(const uint8_t *pair, __m512i values[REGISTERS]) {
     const __m512i table = _mm512_load_si512(VALUES), first = _mm512_load_si512(FIRST_HALF);
     const __m512i bytes = _mm512_loadu_si512(pair);
     const __m512i low = _mm512_permutexvar_epi8(first, bytes);
@@ -38,13 +34,13 @@ TARGET static inline void unpack_pair(const uint8_t *pair, __m512i values[REGIST
     values[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(high, 4), table);
 }
 
-TARGET static inline __m512 multiply_add(__m512 sum, __m512i pairs, const bf16 *x) {
+static inline __m512 int4_dot(__m512 sum, __m512i pairs, const bf16 *x) {
     const __m512i both = _mm512_set1_epi32(*(const int32_t *)x);
     return _mm512_dpbf16_ps(sum, (__m512bh)both, (__m512bh)pairs);
 }
 
 /* total + scale * sum + zero * x_sum: what a group adds to 16 rows. */
-TARGET static inline __m512 add_group(__m512 total, __m512 sum, float x_sum, const uint32_t *scales) {
+static inline __m512 add_group(__m512 total, __m512 sum, float x_sum, const uint32_t *scales) {
     const __m512i both = _mm512_loadu_si512(scales);
     const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
     const __m512 zero = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xFFFF0000)));
@@ -52,22 +48,22 @@ TARGET static inline __m512 add_group(__m512 total, __m512 sum, float x_sum, con
     return _mm512_fmadd_ps(zero, _mm512_set1_ps(x_sum), total);
 }
 
-TARGET static inline void store_rows(const __m512 totals[REGISTERS], bf16 *out) {
+static inline void store_rows(const __m512 totals[REGISTERS], bf16 *out) {
     for (int r = 0; r < REGISTERS; r += 2)
         _mm512_storeu_si512(out + 16 * r, (__m512i)_mm512_cvtne2ps_pbh(totals[r + 1], totals[r]));
 }
 
 /* Few tokens, a number known when compiling: each pair of columns is unpacked into registers and multiplied with all of
  * them, which hides the unpacking. What comes next is asked for in time: one token is bound by memory. */
-TARGET static inline __attribute__((always_inline)) void tile(size_t tokens, const Matrix *matrix, const uint8_t *codes,
+static inline __attribute__((always_inline)) void int4_tile(size_t tokens, const Matrix *matrix, const uint8_t *codes,
                                                               const uint32_t *scales, const bf16 *x,
                                                               const float *sums, bf16 *out, size_t stride) {
     const size_t groups = matrix->columns / matrix->group, pairs = matrix->group / 2;
-    __m512 totals[TILE][REGISTERS];
+    __m512 totals[INT4_TILE][REGISTERS];
     for (size_t m = 0; m < tokens; m++)
         for (int r = 0; r < REGISTERS; r++) totals[m][r] = _mm512_setzero_ps();
     for (size_t g = 0; g < groups; g++, scales += matrix->rows) {
-        __m512 group[TILE][REGISTERS];
+        __m512 group[INT4_TILE][REGISTERS];
         for (int r = 0; r < REGISTERS; r++) {
             _mm_prefetch((const char *)(scales + GROUPS_AHEAD * matrix->rows + 16 * r), _MM_HINT_T0);
             for (size_t m = 0; m < tokens; m++) group[m][r] = _mm512_setzero_ps();
@@ -78,7 +74,7 @@ TARGET static inline __attribute__((always_inline)) void tile(size_t tokens, con
             unpack_pair(codes, values);
             for (size_t m = 0; m < tokens; m++)
                 for (int r = 0; r < REGISTERS; r++)
-                    group[m][r] = multiply_add(group[m][r], values[r], x + m * matrix->columns);
+                    group[m][r] = int4_dot(group[m][r], values[r], x + m * matrix->columns);
         }
         for (size_t m = 0; m < tokens; m++)
             for (int r = 0; r < REGISTERS; r++)
@@ -87,19 +83,19 @@ TARGET static inline __attribute__((always_inline)) void tile(size_t tokens, con
     for (size_t m = 0; m < tokens; m++) store_rows(totals[m], out + m * stride);
 }
 
-#define TILE_OF(n) \
+#define INT4_TILE_OF(n) \
     case n: \
-        tile(n, matrix, codes, scales, x, sums, out, stride); \
+        int4_tile(n, matrix, codes, scales, x, sums, out, stride); \
         break;
 
-TARGET void int4_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+static void int4_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
                        size_t stride) {
     const uint8_t *codes = (const uint8_t *)matrix->weights + block * BLOCK / 2 * matrix->columns;
     const uint32_t *scales = (const uint32_t *)matrix->scales + block * BLOCK;
     const size_t groups = matrix->columns / matrix->group;
-    for (size_t tiles = (tokens + TILE - 1) / TILE; tiles; tiles--) {
+    for (size_t tiles = (tokens + INT4_TILE - 1) / INT4_TILE; tiles; tiles--) {
         const size_t some = (tokens + tiles - 1) / tiles;
-        switch (some) { TILE_OF(1) TILE_OF(2) TILE_OF(3) TILE_OF(4) TILE_OF(5) TILE_OF(6) }
+        switch (some) { INT4_TILE_OF(1) INT4_TILE_OF(2) INT4_TILE_OF(3) INT4_TILE_OF(4) INT4_TILE_OF(5) INT4_TILE_OF(6) }
         x += some * matrix->columns, sums += some * groups, out += some * stride, tokens -= some;
     }
 }

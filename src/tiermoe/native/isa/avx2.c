@@ -1,0 +1,38 @@
+/* AVX2 with FMA: Haswell, Zen and later. */
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include "../kernels.h"
+
+static int runs(void) {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma")
+#endif
+
+#include "avx2/vector.h"
+
+#include "avx2/int4.h"
+#include "avx2/rows.h"
+#include "avx2/widen.h"
+#include "shared/exponential.h"
+#include "shared/norm.h"
+#include "shared/rotary.h"
+#include "shared/rows.h"
+#include "shared/weigh.h"
+
+#include "shared/tiles.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+#define KERNELS kernels_avx2
+#define NAME "avx2"
+#include "shared/table.h"
+#endif

@@ -1,0 +1,130 @@
+/* Products with matrices that are kept row by row: INT8 and BF16.
+ *
+ * A row's products are summed in 8 lanes over ROW_SPAN columns, then the lanes, then the spans. */
+#include "vector.h"
+
+enum {
+    ROW_SPAN = 256, /* columns */
+    ROW_TILE = 4,   /* rows whose sums are in registers at a time */
+    FEW_TOKENS = 3, /* likewise */
+    ROW_TOKENS = 18, /* that share what is unpacked of a span */
+};
+
+static inline size_t least(size_t a, size_t b) { return a < b ? a : b; }
+
+/* Eight weights or codes from column c of a row on. */
+static inline __attribute__((always_inline)) __m256 eight_weights(int coded, const uint8_t *row, size_t c) {
+    if (coded) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(row + c))));
+    return eight_of(_mm_loadu_si128((const void *)(row + c * sizeof(bf16))));
+}
+
+/* totals[m * BLOCK + r] += `width` columns of row r times those of token m, `stride` apart, for 4 rows and a number of
+ * tokens known when compiling. decoded: the rows are floats. */
+static inline __attribute__((always_inline)) void four_rows(int decoded, int coded, size_t tokens,
+                                                            const uint8_t *const row[ROW_TILE], const float *x, size_t stride,
+                                                            size_t width, float *totals) {
+    __m256 sums[FEW_TOKENS][ROW_TILE];
+    const size_t bytes = coded ? 1 : sizeof(bf16);
+    for (size_t m = 0; m < tokens; m++)
+        for (size_t r = 0; r < ROW_TILE; r++) sums[m][r] = _mm256_setzero_ps();
+    for (size_t c = 0; c < width; c += 8) {
+        __m256 values[FEW_TOKENS];
+        for (size_t m = 0; m < tokens; m++) values[m] = _mm256_loadu_ps(x + m * stride + c);
+        for (size_t r = 0; r < ROW_TILE; r++) {
+            if (!decoded && c * bytes % 64 == 0) _mm_prefetch((const char *)(row[r] + c * bytes + 512), _MM_HINT_T0);
+            const __m256 weights = decoded ? _mm256_loadu_ps((const float *)row[r] + c) : eight_weights(coded, row[r], c);
+            for (size_t m = 0; m < tokens; m++) sums[m][r] = _mm256_fmadd_ps(weights, values[m], sums[m][r]);
+        }
+    }
+    for (size_t m = 0; m < tokens; m++) {
+        const __m128 four = four_sums(sums[m][0], sums[m][1], sums[m][2], sums[m][3]);
+        _mm_storeu_ps(totals + m * BLOCK, _mm_add_ps(_mm_loadu_ps(totals + m * BLOCK), four));
+    }
+}
+
+#define ROWS_OF(n)                                                                \
+    case n:                                                                       \
+        four_rows(decoded, coded, n, row, x, stride, width, totals);              \
+        break;
+
+static inline __attribute__((always_inline)) void four_rows_of(int decoded, int coded, size_t tokens,
+                                                               const uint8_t *const row[ROW_TILE], const float *x,
+                                                               size_t stride, size_t width, float *totals) {
+    switch (tokens) { ROWS_OF(1) ROWS_OF(2) ROWS_OF(3) }
+}
+
+static inline void widen_x(const bf16 *x, size_t columns, float *values) {
+    for (size_t c = 0; c < columns; c += 8)
+        _mm256_storeu_ps(values + c, eight_of(_mm_loadu_si128((const void *)(x + c))));
+}
+
+/* Few tokens: four rows at a time from their first column to their last. totals (tokens, 64) */
+static inline __attribute__((always_inline)) void few_times(int coded, const uint8_t *weights, size_t rows, const bf16 *x,
+                                                            size_t columns, size_t tokens, float *totals) {
+    const size_t row_bytes = columns * (coded ? 1 : sizeof(bf16)), bytes = row_bytes / columns;
+    float values[tokens * columns];
+    widen_x(x, tokens * columns, values);
+    for (size_t r = 0; r < rows; r += ROW_TILE)
+        for (size_t begin = 0; begin < columns; begin += ROW_SPAN) {
+            const uint8_t *row[ROW_TILE]; /* the last one again where there are fewer */
+            for (size_t i = 0; i < ROW_TILE; i++) row[i] = weights + least(r + i, rows - 1) * row_bytes + begin * bytes;
+            four_rows_of(0, coded, tokens, row, values + begin, columns, least(ROW_SPAN, columns - begin), totals + r);
+        }
+}
+
+/* At most ROW_TOKENS tokens: a span of four rows is unpacked for all of them. */
+static inline __attribute__((always_inline)) void many_times(int coded, const uint8_t *weights, size_t rows, const bf16 *x,
+                                                             size_t columns, size_t tokens, float *totals) {
+    const size_t row_bytes = columns * (coded ? 1 : sizeof(bf16));
+    float values[ROW_TOKENS * ROW_SPAN], panel[ROW_TILE][ROW_SPAN] __attribute__((aligned(32)));
+    const uint8_t *const row[] = {(uint8_t *)panel[0], (uint8_t *)panel[1], (uint8_t *)panel[2], (uint8_t *)panel[3]};
+    for (size_t begin = 0; begin < columns; begin += ROW_SPAN) {
+        const size_t width = least(ROW_SPAN, columns - begin);
+        for (size_t m = 0; m < tokens; m++) widen_x(x + m * columns + begin, width, values + m * ROW_SPAN);
+        for (size_t r = 0; r < rows; r += ROW_TILE) {
+            for (size_t i = 0; i < ROW_TILE; i++)
+                for (size_t c = 0; c < width; c += 8)
+                    _mm256_store_ps(panel[i] + c, eight_weights(coded, weights + least(r + i, rows - 1) * row_bytes, begin + c));
+            for (size_t m = 0; m < tokens; m += FEW_TOKENS)
+                four_rows_of(1, coded, least(FEW_TOKENS, tokens - m), row, values + m * ROW_SPAN, ROW_SPAN, width,
+                             totals + m * BLOCK + r);
+        }
+    }
+}
+
+/* `rows` rows times the tokens. scales: NULL where the weights are no codes. */
+static inline __attribute__((always_inline)) void rows_times(int coded, const void *weights, const bf16 *scales, size_t rows,
+                                                             const bf16 *x, size_t columns, size_t tokens, bf16 *out,
+                                                             size_t stride) {
+    float totals[ROW_TOKENS * BLOCK];
+    for (size_t parts = (tokens + ROW_TOKENS - 1) / ROW_TOKENS; parts; parts--) {
+        const size_t some = (tokens + parts - 1) / parts;
+        memset(totals, 0, some * BLOCK * sizeof *totals);
+        if (some <= FEW_TOKENS)
+            few_times(coded, weights, rows, x, columns, some, totals);
+        else
+            many_times(coded, weights, rows, x, columns, some, totals);
+        for (size_t m = 0; m < some; m++)
+            for (size_t r = 0; r < rows; r += LANES) {
+                const Vector values = load(totals + m * BLOCK + r);
+                store_some(out + m * stride + r, rows - r, coded ? times(values, load_some(scales + r, rows - r)) : values);
+            }
+        x += some * columns, out += some * stride, tokens -= some;
+    }
+}
+
+static inline size_t rows_in(const Matrix *matrix, size_t block) { return least(BLOCK, matrix->rows - block * BLOCK); }
+
+static void bf16_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+                       size_t stride) {
+    (void)sums;
+    rows_times(0, (const bf16 *)matrix->weights + block * BLOCK * matrix->columns, NULL, rows_in(matrix, block), x,
+               matrix->columns, tokens, out, stride);
+}
+
+static void int8_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+                       size_t stride) {
+    (void)sums;
+    rows_times(1, (const int8_t *)matrix->weights + block * BLOCK * matrix->columns,
+               (const bf16 *)matrix->scales + block * BLOCK, rows_in(matrix, block), x, matrix->columns, tokens, out, stride);
+}

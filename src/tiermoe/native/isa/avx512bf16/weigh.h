@@ -1,0 +1,37 @@
+/* What a tile attends to: values weighted by the softened scores. */
+#include "vector.h"
+
+/* Columns 0 .. 15 and 16 .. 31 of two registers that hold four columns of each eight. */
+static inline void store_columns(__m512 low, __m512 high, float *out) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    _mm512_storeu_ps(out, _mm512_permutex2var_ps(low, first, high));
+    _mm512_storeu_ps(out + LANES, _mm512_permutex2var_ps(low, second, high));
+}
+
+/* results[q * stride + c] = the sum of weights[q][i] times column c of value i, for `width` columns from `begin`
+ * on: two positions at a time, whose columns become pairs. */
+static inline __attribute__((always_inline)) void weigh(size_t count, size_t width, const Positions *positions,
+                                                               const TileRows *rows, const bf16 (*weights)[TILE], size_t begin,
+                                                               float *results, size_t stride) {
+    __m512 sums[QUERIES][128 / LANES];
+    for (size_t q = 0; q < count; q++)
+        for (size_t r = 0; r < width / LANES; r++) sums[q][r] = _mm512_setzero_ps();
+    for (size_t i = 0; i < rows->count; i += 2) {
+        const bf16 *even = positions->values + tile_row(rows, i) * positions->value_stride + begin;
+        const bf16 *odd = positions->values + tile_row(rows, i + 1) * positions->value_stride + begin;
+        __m512i pairs[128 / LANES];
+        for (size_t r = 0; r < width / LANES; r += 2) {
+            const __m512i a = _mm512_loadu_si512(even + LANES * r), b = _mm512_loadu_si512(odd + LANES * r);
+            pairs[r] = _mm512_unpacklo_epi16(a, b), pairs[r + 1] = _mm512_unpackhi_epi16(a, b);
+        }
+        for (size_t q = 0; q < count; q++) {
+            const __m512bh both = (__m512bh)_mm512_set1_epi32(*(const int32_t *)(weights[q] + i));
+            for (size_t r = 0; r < width / LANES; r++)
+                sums[q][r] = _mm512_dpbf16_ps(sums[q][r], both, (__m512bh)pairs[r]);
+        }
+    }
+    for (size_t q = 0; q < count; q++)
+        for (size_t r = 0; r < width / LANES; r += 2)
+            store_columns(sums[q][r], sums[q][r + 1], results + q * stride + begin + LANES * r);
+}

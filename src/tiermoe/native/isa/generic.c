@@ -1,0 +1,20 @@
+/* Plain C, for any machine: the reference of the others. */
+#include "../kernels.h"
+
+static int runs(void) { return 1; }
+
+#include "generic/vector.h"
+
+#include "generic/products.h"
+#include "generic/widen.h"
+#include "shared/exponential.h"
+#include "shared/norm.h"
+#include "shared/rotary.h"
+#include "shared/rows.h"
+#include "shared/weigh.h"
+
+#include "shared/tiles.h"
+
+#define KERNELS kernels_generic
+#define NAME "generic"
+#include "shared/table.h"

@@ -1,0 +1,127 @@
+/* Sixteen numbers at a time, in plain C. */
+#ifndef TIERMOE_GENERIC_VECTOR_H
+#define TIERMOE_GENERIC_VECTOR_H
+
+#include <string.h>
+
+#include "../../matrix.h"
+
+enum {
+    LANES = 16,
+    DOT = 16, /* columns of a dot product at a time */
+};
+#define QUERIES 2 /* that share what is loaded of keys and values */
+#define WIDEST(queries) 32 /* columns of values whose sums are kept at a time */
+
+typedef struct {
+    float lane[LANES];
+} Vector;
+typedef Vector Dot;     /* lanes whose sum is a dot product */
+typedef Vector Columns; /* of one factor */
+
+#define EACH_LANE for (int i = 0; i < LANES; i++)
+
+static inline Vector load_some(const bf16 *from, size_t count) {
+    Vector v = {{0}};
+    for (size_t i = 0; i < count && i < LANES; i++) v.lane[i] = from_bf16(from[i]);
+    return v;
+}
+static inline void store_some(bf16 *to, size_t count, Vector v) {
+    for (size_t i = 0; i < count && i < LANES; i++) to[i] = to_bf16(v.lane[i]);
+}
+static inline Vector load_bf16(const bf16 *from) { return load_some(from, LANES); }
+static inline void store_bf16(bf16 *to, Vector v) { store_some(to, LANES, v); }
+
+/* `count` pairs: their first and their second numbers. */
+static inline void load_pairs(const bf16 *from, size_t count, Vector *first, Vector *second) {
+    *first = *second = (Vector){{0}};
+    for (size_t i = 0; i < count && i < LANES; i++)
+        first->lane[i] = from_bf16(from[2 * i]), second->lane[i] = from_bf16(from[2 * i + 1]);
+}
+
+/* Rounded to bfloat16: what a tensor of that dtype would hold between two operations. */
+static inline Vector as_bf16(Vector v) {
+    EACH_LANE v.lane[i] = from_bf16(to_bf16(v.lane[i]));
+    return v;
+}
+
+static inline Vector all(float value) {
+    Vector v;
+    EACH_LANE v.lane[i] = value;
+    return v;
+}
+static inline Vector zeros(void) { return all(0); }
+static inline Vector load(const float *from) {
+    Vector v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+static inline void store(float *to, Vector v) { memcpy(to, &v, sizeof v); }
+
+#define OPERATION(name, expression)                   \
+    static inline Vector name(Vector a, Vector b) {    \
+        EACH_LANE {                                    \
+            const float x = a.lane[i], y = b.lane[i]; \
+            a.lane[i] = expression;                    \
+        }                                              \
+        return a;                                      \
+    }
+OPERATION(plus, x + y)
+OPERATION(minus, x - y)
+OPERATION(times, x *y)
+OPERATION(over, x / y)
+OPERATION(smaller, x < y ? x : y) /* y where one is undefined */
+OPERATION(larger_of, x > y ? x : y) /* likewise */
+#undef OPERATION
+
+static inline Vector times_plus(Vector a, Vector b, Vector c) { return plus(times(a, b), c); }
+static inline Vector minus_times(Vector c, Vector a, Vector b) { return minus(c, times(a, b)); }
+
+/* The nearest ones, of |a| < 2^22. */
+static inline Vector to_integers(Vector a) { return minus(plus(a, all(12582912.0f)), all(12582912.0f)); }
+
+static inline float two_to(int n) {
+    const uint32_t bits = (uint32_t)(n + 127) << 23;
+    float result;
+    memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+/* a * 2^n for integers |n| <= 200: in two steps, since 2^n may be no normal number. */
+static inline Vector times_two_to(Vector a, Vector n) {
+    EACH_LANE {
+        const int whole = n.lane[i] == n.lane[i] ? (int)n.lane[i] : 0, half = whole / 2;
+        a.lane[i] = a.lane[i] * two_to(half) * two_to(whole - half);
+    }
+    return a;
+}
+
+static inline float sum_of(Vector a) {
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) a.lane[i] += a.lane[i + half];
+    return a.lane[0];
+}
+static inline float largest_of(Vector a) {
+    float largest = a.lane[0];
+    EACH_LANE largest = a.lane[i] > largest ? a.lane[i] : largest;
+    return largest;
+}
+static inline float first_of(Vector a) { return a.lane[0]; }
+
+/* 0 from lane `count` on. */
+static inline Vector keep(Vector a, size_t count) {
+    for (size_t i = count; i < LANES; i++) a.lane[i] = 0;
+    return a;
+}
+
+static inline Dot no_dot(void) { return zeros(); }
+static inline Columns load_columns(const bf16 *from) { return load_bf16(from); }
+static inline Dot dot(Dot sum, Columns a, Columns b) { return times_plus(a, b, sum); }
+static inline float sum_of_dot(Dot a) { return sum_of(a); }
+
+/* out[i] = scale * the sum of dots[i]. */
+static inline void four_dots(const Dot dots[4], float scale, float *out) {
+    for (int i = 0; i < 4; i++) out[i] = scale * sum_of(dots[i]);
+}
+
+#endif

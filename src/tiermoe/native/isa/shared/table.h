@@ -1,0 +1,18 @@
+/* The table of an instruction set: KERNELS is its symbol, NAME its name. */
+const Kernels KERNELS = {
+    .name = NAME,
+    .runs = runs,
+    .group_sums = group_sums,
+    .block = {[INT4] = int4_block, [INT8] = int8_block, [BF16] = bf16_block},
+    .gate = gate_rows,
+    .combine = combine,
+    .add = add,
+    .norm_scale = norm_factor,
+    .norm_part = norm_columns,
+    .layer_norm = layer_norm,
+    .rotate = rotate_columns,
+    .logits = logits_of,
+    .attend_tile = attend,
+    .merge_tiles = merge,
+    .widen = widen_codes,
+};

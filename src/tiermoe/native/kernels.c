@@ -1,0 +1,35 @@
+#include "kernels.h"
+
+#include <string.h>
+
+extern const Kernels kernels_generic;
+#if defined(__x86_64__)
+extern const Kernels kernels_avx512bf16, kernels_avx2;
+#endif
+
+/* The fastest first. */
+static const Kernels *const BUILT[] = {
+#if defined(__x86_64__)
+    &kernels_avx512bf16,
+    &kernels_avx2,
+#endif
+    &kernels_generic,
+};
+
+enum { COUNT = sizeof BUILT / sizeof *BUILT };
+
+const Kernels *kernels = &kernels_generic;
+
+const Kernels *const *kernels_here(void) {
+    static const Kernels *here[COUNT + 1];
+    size_t count = 0;
+    for (size_t i = 0; i < COUNT; i++)
+        if (BUILT[i]->runs()) here[count++] = BUILT[i];
+    return here;
+}
+
+int kernels_use(const char *name) {
+    for (const Kernels *const *each = kernels_here(); *each; each++)
+        if (!strcmp((*each)->name, name)) return kernels = *each, 1;
+    return 0;
+}

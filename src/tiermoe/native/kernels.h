@@ -1,0 +1,65 @@
+/* What an instruction set provides: one table each (isa/), of which the program uses one. Everything around them, the
+ * team of threads, the phases of a layer and the choice of experts, is compiled once and calls through `kernels`.
+ *
+ * Sums run in one order whatever the number of tokens, threads or blocks; the order may differ from one table to the
+ * next. Activations are bfloat16 and are never rounded further, weights are exact, sums are float32. */
+#ifndef TIERMOE_KERNELS_H
+#define TIERMOE_KERNELS_H
+
+#include "attention_tiles.h"
+#include "expert.h"
+#include "matrix.h"
+#include "norm_row.h"
+#include "route.h"
+
+typedef struct {
+    const char *name; /* in TIERMOE_ISA */
+    int (*runs)(void); /* whether this machine has the instructions */
+
+    /* sums[m * groups + g] = the sum of columns g * group .. of x[m], x (tokens, groups * group); group a multiple of 32. */
+    void (*group_sums)(const bf16 *x, size_t group, size_t groups, size_t tokens, float *sums);
+
+    /* matrix_block of each coding. */
+    void (*block[CODINGS])(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+                           size_t stride);
+
+    /* gated (tokens, 64), `stride` apart: a block of gate and up of each token through the expert's gate. */
+    void (*gate)(const bf16 (*values)[2 * BLOCK], const Expert *expert, size_t tokens, bf16 *out, size_t stride);
+
+    /* experts_combine of at least one row. */
+    void (*combine)(const bf16 *const *rows, const float *weights, size_t count, size_t columns, bf16 *out);
+
+    /* rows (columns) = rows * factor, rounded, plus others, rounded; columns a multiple of 16. */
+    void (*add)(bf16 *rows, float factor, const bf16 *others, size_t columns);
+
+    /* See norm_row.h. */
+    float (*norm_scale)(const bf16 *x, size_t width, float epsilon);
+    void (*norm_part)(const Norm *norm, const bf16 *x, float scale, size_t begin, size_t width, bf16 *out);
+    void (*layer_norm)(const Norm *norm, const bf16 *x, bf16 *out);
+
+    /* See rotary.h; the columns beyond the rotated ones are the caller's. */
+    void (*rotate)(const bf16 *head, const bf16 *cos, const bf16 *sin, size_t rotary, int interleaved, bf16 *out);
+
+    /* logits (rows) = weight (rows, columns) times x (columns); columns a multiple of 32. */
+    void (*logits)(const bf16 *weight, const bf16 *x, size_t rows, size_t columns, float *logits);
+
+    /* See attention_tiles.h. */
+    void (*attend_tile)(const Positions *positions, const bf16 *queries, size_t count, size_t begin, size_t end, float scale,
+                        float *results);
+    void (*merge_tiles)(const float *results, size_t tiles, size_t stride, size_t value_columns, const bf16 *sink, bf16 *out);
+
+    /* From 2 bits to 4 (quant/ladders.py): pairs (count, 4, run) and ladders (count, run) become codes (count, 8, run), all
+     * bytes of two nibbles. */
+    void (*widen)(const uint8_t *pairs, const uint8_t *ladders, size_t count, size_t run, uint8_t *codes);
+} Kernels;
+
+/* The tables of this build that this machine runs, the fastest first; ends with NULL. */
+const Kernels *const *kernels_here(void);
+
+/* The table in use: at first the fastest. Written by kernels_use alone, while no kernel runs. */
+extern const Kernels *kernels;
+
+/* Uses the table of that name; 0 where there is none that runs here. */
+int kernels_use(const char *name);
+
+#endif

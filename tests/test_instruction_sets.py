@@ -1,0 +1,123 @@
+"""The kernels of one instruction set beside those of another: the same store, results apart by the rounding of sums."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiermoe
+from commands import Command
+from feeding import logits_of_steps
+from native_experts import checkpoint, packed, tokens
+from tiermoe import native
+from tiermoe.errors import ConfigError
+from tiermoe.kernels.native.linear import linear
+from tiermoe.kernels.native.matrix import matrix_form
+from tiermoe.quant.encoding import Encoding
+from tiermoe.quant.int8 import Int8
+from tiermoe.quant.plain import Plain
+from tiermoe.quant.quantizers import QUANTIZERS
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native kernels")
+
+STEP = 2.0**-7  # from one bfloat16 to the next, relative, at most
+IDS = torch.randint(3, 128, (24,), generator=torch.Generator().manual_seed(0)).tolist()
+FAMILIES = {
+    "qwen3_moe": {},
+    "gpt_oss": {"sliding_window": 12},
+    "deepseek_v2": {
+        "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
+        "head_dim": 64, "q_lora_rank": None,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    before = native.instruction_set()
+    yield
+    native.available.cache_clear()
+    assert before is not None
+    native.use(before)
+
+
+def test_generic_c_runs_everywhere_and_the_fastest_is_taken() -> None:
+    found = native.instruction_sets()
+    assert found[-1] == "generic"
+    assert set(found) <= set(native.KNOWN)
+    for name in found:
+        native.use(name)
+        assert native.instruction_set() == name
+
+
+def test_what_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(name: str) -> str | None:
+        monkeypatch.setenv(native.ISA, name)
+        native.available.cache_clear()
+        return native.instruction_set()
+
+    assert asked("generic") == "generic"
+    here = ", ".join(native.instruction_sets())
+    with pytest.raises(ConfigError, match=f"TIERMOE_ISA='sse9' is unknown: this machine has {here}"):
+        asked("sse9")
+    monkeypatch.setattr(native, "instruction_sets", lambda: ["generic"])
+    with pytest.raises(ConfigError, match="TIERMOE_ISA=avx2: this machine lacks its instructions; it has generic"):
+        asked("avx2")
+    monkeypatch.setenv(native.SWITCH, "0")
+    with pytest.raises(ConfigError, match="TIERMOE_NATIVE=0 keeps them out"):
+        asked("generic")
+
+
+def test_a_plan_says_which_kernels_run(tiermoe_: Command, shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.ISA, "generic")
+    native.available.cache_clear()
+    done = tiermoe_("plan", shipped, "--cache", "25%", "--context", "256")
+    assert re.search(r"CPU kernels: generic\b", done.out)
+
+
+@pytest.mark.parametrize("encoding", [None, Int8(), Plain()], ids=["4 bits", "8 bits", "16 bits"])
+@pytest.mark.parametrize("count", [1, 2, 5, 30])
+def test_products_are_apart_by_a_rounding(encoding: Encoding | None, count: int) -> None:
+    out, in_ = 192, 640
+    weight = tokens(out, in_, 3) * 0.05
+    if encoding is None:
+        encoding, fields = packed(out, in_, 128, 3)
+    else:
+        fields = encoding.encode(weight, QUANTIZERS["linear"], torch.bfloat16)
+    form, x = matrix_form(encoding, out, in_, torch.bfloat16), tokens(count, in_)
+    assert form is not None
+    native.use("generic")
+    want = linear(x, form, fields).double()
+    for name in native.instruction_sets():
+        native.use(name)
+        apart = (linear(x, form, fields).double() - want).abs()
+        assert apart.le(want.abs() * STEP + 1e-5).all(), name
+        assert (apart == 0).double().mean() > 0.95, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_store_packed_under_one_runs_under_every_other(family: str, tmp_path: Path) -> None:
+    directory = checkpoint(tmp_path / "model", family, **FAMILIES[family])
+    packed_here, found = {}, {}
+    for name in native.instruction_sets():
+        native.use(name)
+        tiermoe.load(directory, store=tmp_path / name, bits=4, dense_bits=4, memory="4GiB")[0].tiermoe.close()
+        files = sorted((tmp_path / name).rglob("*.safetensors"))
+        packed_here[name] = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    assert len(set(packed_here.values())) == 1
+    for name in native.instruction_sets():
+        native.use(name)
+        for cache in ("100%", "40%"):
+            model, _ = tiermoe.load(directory, store=tmp_path / "generic", bits=4, dense_bits=4, cache=cache)
+            found[name, cache] = logits_of_steps(model.tiermoe, IDS, 12).float()
+            model.tiermoe.close()
+        assert torch.equal(found[name, "100%"], found[name, "40%"])  # whatever the cache holds
+    want = found["generic", "100%"]
+    for name in native.instruction_sets():
+        error = (found[name, "100%"] - want).norm(dim=-1) / want.norm(dim=-1)
+        assert error.median() < 0.02, name
