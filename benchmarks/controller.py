@@ -4,8 +4,8 @@
 
 Measured is all that is decided for a layer (`tiermoe.scheduler`, as the engine calls it): demands, what is
 here, whom to evict, bookkeeping. `resident`: a slot for every expert; `misses`: slots for a share of them, so that
-experts are loaded and leave. Experts are drawn at random, the same for every policy; nothing is prefetched. Prints one JSON object,
-and a table on standard error.
+experts are loaded and leave. Experts are drawn at random, the same for every policy; nothing is prefetched. Prints
+one JSON object, and a table on standard error.
 """
 
 import json

@@ -24,7 +24,7 @@ from tiermoe.runtime.blueprint import inspect_model
 from tiermoe.runtime.composition import Resolved
 from tiermoe.runtime.footprint import resident_bytes
 from tiermoe.runtime.load import load_resolved, resolve_for
-from tiermoe.runtime.memory_plan import MemoryPlan, SlotPool
+from tiermoe.runtime.memory_plan import MemoryPlan, SlotPool, total
 from tiermoe.runtime.reading import Packed, open_reading, reading_for
 from tiermoe.store.layout import expert_format
 from tiermoe.store.store import open_store
@@ -32,7 +32,7 @@ from tiermoe.systems import compose
 from tiermoe.tiers import mapped
 from tiermoe.tiers.assemble import Tiers, assemble_mapped
 from tiermoe.tiers.mapped import MappedFiles, populate
-from tiermoe.types import ExpertKey, Extent, Load, MoeLayer, Part, Segment
+from tiermoe.types import ExpertKey, Extent, Load, MoeLayer, Need, Part, Phase, Segment
 
 FAMILIES = ["qwen3_moe", "gpt_oss"]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is resident")
@@ -172,7 +172,7 @@ def test_reading_ahead_makes_pages_resident(tmp_path: Path) -> None:
 
 def plan_of(slots: int = EXPERTS) -> MemoryPlan:
     return MemoryPlan(
-        1 << 30, "--memory", interpreter=0, dense=0, kv_cache=0, activations=0, staging=0, slot_bytes=SIZE,
+        1 << 30, "--memory", (), slot_bytes=SIZE,
         slots=slots, all_slots=EXPERTS, layer_slots=2, token_slots=2, context=64, pools=(SlotPool((4,), slots, SIZE),),
     )  # fmt: skip
 
@@ -183,7 +183,8 @@ def is_mapped(
     resolved = Resolved(Settings(lanes=1), compose("lru", {"store": "disk", **(changes or {})}), Tables(), (4,))
     found = replace(Packed(root, write_experts(root / "experts", 4096), [FORM], own=True), **packed)
     chosen = reading_for(plan_of(slots), found, resolved, device)
-    chosen.close()
+    if chosen.files is not None:
+        chosen.files.close()
     assert chosen.files is None or chosen.drive.keep
     return chosen.files is not None
 
@@ -309,7 +310,11 @@ def test_files_are_read_ahead_where_loading_leaves_memory_for_it(
     assert len(ahead) == 1
     model.tiermoe.close()
     for loading, expected in ((plan.budget - plan.experts, 2), (plan.budget - plan.experts + 1, 2)):
-        open_reading(replace(plan, loading=loading), store, resolved, blueprint, "cpu").close()
+        running = [need for need in plan.needs if need.phase is not Phase.LOADING]
+        needs = (*running, Need("dense", loading - total(running, Phase.LOADING), Phase.LOADING))
+        opened = open_reading(replace(plan, needs=needs), store, resolved, blueprint, "cpu")
+        assert opened.files is not None
+        opened.files.close()
         assert len(ahead) == expected
 
 
