@@ -51,7 +51,7 @@ class PlainLinear:
     def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
         if self._slow:
             form = matrix_form(self._encoding, out, in_, self._dtype)
-            return linear(x, form, slot) if form else F.linear(x.float(), slot["weight"].float()).to(x.dtype)
+            return linear(x, form, slot) if form else product(x, slot["weight"])
         if self._use_mv and x.shape[0] == 1:
             return torch.mv(slot["weight"], x[0])[None]
         return F.linear(x, slot["weight"])
@@ -118,6 +118,14 @@ def native_tokens() -> float:
     """The most tokens for which the native kernels are used: with AMX, decoding and one product of torch's is faster
     for many."""
     return NATIVE_TOKENS_BESIDE_AMX if torch.cpu._is_amx_tile_supported() else math.inf
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """torch's x (M, in_) times a weight (out, in_) of its dtype → (M, out), in the dtype that the processor can
+    multiply in."""
+    if x.device.type != "cpu" or x.dtype != torch.bfloat16 or multiplies_bfloat16():
+        return F.linear(x, weight)
+    return F.linear(x.float(), weight.float()).to(x.dtype)
 
 
 @lru_cache(maxsize=1)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tiermoe.kernels import LinearKernel
-from tiermoe.kernels.cpu import multiplies_bfloat16
+from tiermoe.kernels.cpu import multiplies_bfloat16, product
 from tiermoe.kernels.native.attention import PackedMatrix
 from tiermoe.kernels.native.linear import linear
 from tiermoe.kernels.native.matrix import matrix_form
@@ -69,7 +69,10 @@ class PlainLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self.packed.fields["weight"], self.packed.bias
-        if self._form is None or x.shape[0] > self._tokens:
+        if self._form is not None and x.shape[0] <= self._tokens:
+            result = linear(x, self._form, self.packed.fields)
+        elif multiplies_bfloat16():
             return F.linear(x, weight, bias)
-        result = linear(x, self._form, self.packed.fields)
+        else:
+            result = product(x, weight)
         return result if bias is None else result + bias

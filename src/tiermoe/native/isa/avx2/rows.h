@@ -113,18 +113,13 @@ static inline __attribute__((always_inline)) void rows_times(int coded, const vo
     }
 }
 
-static inline size_t rows_in(const Matrix *matrix, size_t block) { return least(BLOCK, matrix->rows - block * BLOCK); }
-
-static void bf16_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+static void rows_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
                        size_t stride) {
+    const size_t begin = block * BLOCK, columns = matrix->columns, rows = least(BLOCK, matrix->rows - begin);
     (void)sums;
-    rows_times(0, (const bf16 *)matrix->weights + block * BLOCK * matrix->columns, NULL, rows_in(matrix, block), x,
-               matrix->columns, tokens, out, stride);
-}
-
-static void int8_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
-                       size_t stride) {
-    (void)sums;
-    rows_times(1, (const int8_t *)matrix->weights + block * BLOCK * matrix->columns,
-               (const bf16 *)matrix->scales + block * BLOCK, rows_in(matrix, block), x, matrix->columns, tokens, out, stride);
+    if (matrix->coding == BF16)
+        rows_times(0, (const bf16 *)matrix->weights + begin * columns, NULL, rows, x, columns, tokens, out, stride);
+    else
+        rows_times(1, (const int8_t *)matrix->weights + begin * columns, (const bf16 *)matrix->scales + begin, rows, x, columns,
+                   tokens, out, stride);
 }

@@ -141,25 +141,18 @@ static void decoded_panels(const int8_t *codes, size_t rows, const bf16 *x, size
     }
 }
 
-static size_t rows_in(const Matrix *matrix, size_t block) {
-    const size_t rest = matrix->rows - block * BLOCK;
-    return rest < BLOCK ? rest : BLOCK;
-}
-
-static void bf16_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+static void rows_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
                        size_t stride) {
-    const bf16 *weights = (const bf16 *)matrix->weights + block * BLOCK * matrix->columns;
-    (void)sums;
-    tiles(0, weights, rows_in(matrix, block), x, matrix->columns, NULL, NULL, tokens, out, stride);
-}
-
-static void int8_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
-                       size_t stride) {
-    const int8_t *codes = (const int8_t *)matrix->weights + block * BLOCK * matrix->columns;
-    const bf16 *scales = (const bf16 *)matrix->scales + block * BLOCK;
-    const size_t rows = rows_in(matrix, block);
+    const size_t begin = block * BLOCK, columns = matrix->columns;
+    const size_t rows = matrix->rows - begin < BLOCK ? matrix->rows - begin : BLOCK;
+    if (matrix->coding == BF16) {
+        tiles(0, (const bf16 *)matrix->weights + begin * columns, rows, x, columns, NULL, NULL, tokens, out, stride);
+        return;
+    }
+    const int8_t *codes = (const int8_t *)matrix->weights + begin * columns;
+    const bf16 *scales = (const bf16 *)matrix->scales + begin;
     if (tokens <= ROWS_TILE)
-        tiles(1, codes, rows, x, matrix->columns, sums, scales, tokens, out, stride);
+        tiles(1, codes, rows, x, columns, sums, scales, tokens, out, stride);
     else
-        decoded_panels(codes, rows, x, matrix->columns, sums, scales, tokens, out, stride);
+        decoded_panels(codes, rows, x, columns, sums, scales, tokens, out, stride);
 }

@@ -62,17 +62,14 @@ static void row_times(int coded, const void *weights, float scale, const bf16 *x
     }
 }
 
-static void int8_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+static void rows_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
                        size_t stride) {
+    const size_t columns = matrix->columns;
     (void)sums;
     for (size_t r = block * BLOCK; r < (block + 1) * BLOCK && r < matrix->rows; r++, out++)
-        row_times(1, (const int8_t *)matrix->weights + r * matrix->columns, from_bf16(((const bf16 *)matrix->scales)[r]), x,
-                  matrix->columns, tokens, out, stride);
-}
-
-static void bf16_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
-                       size_t stride) {
-    (void)sums;
-    for (size_t r = block * BLOCK; r < (block + 1) * BLOCK && r < matrix->rows; r++, out++)
-        row_times(0, (const bf16 *)matrix->weights + r * matrix->columns, 1, x, matrix->columns, tokens, out, stride);
+        if (matrix->coding == BF16)
+            row_times(0, (const bf16 *)matrix->weights + r * columns, 1, x, columns, tokens, out, stride);
+        else
+            row_times(1, (const int8_t *)matrix->weights + r * columns, from_bf16(((const bf16 *)matrix->scales)[r]), x, columns,
+                      tokens, out, stride);
 }
