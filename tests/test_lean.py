@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from parity import close, logits
 from tiermoe.batch import Batch, decode, prompt
@@ -144,6 +145,24 @@ def test_tensors_of_another_dtype_than_the_models_give_the_same_bits(case: Calla
     (this.directory / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     this = replace(this, store=this.store / "another")
     this.behind_a_model().close()
+    assert torch.equal(all_logits(this.alone()), all_logits(this.behind_a_model()))
+
+
+def test_a_bias_that_stays_in_float32_loses_nothing(case: Callable[..., Case]) -> None:
+    """DeepSeek-V3 publishes its correction in float32 beside weights in bfloat16, and chooses experts by it."""
+    this, name = case("deepseek_v3", torch.bfloat16), "e_score_correction_bias"
+    file = this.directory / "model.safetensors"
+    tensors = load_file(file)
+    biases = {key: torch.rand(tensor.shape) for key, tensor in tensors.items() if key.endswith(name)}
+    assert biases
+    save_file(tensors | biases, file, {"format": "pt"})
+    this = replace(this, store=this.store / "wide")
+    model = load_blueprint(this.inspect(), this.settings)
+    state, plain = model.state_dict(), oracle(this.directory, "deepseek_v3", torch.bfloat16).state_dict()
+    for key, bias in biases.items():
+        assert torch.equal(state[key], bias)
+        assert torch.equal(plain[key], bias)
+    model.tiermoe.close()
     assert torch.equal(all_logits(this.alone()), all_logits(this.behind_a_model()))
 
 

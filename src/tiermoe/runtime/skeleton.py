@@ -31,7 +31,7 @@ class Skeleton:
 
     def __init__(self, family: Family, config: Any, dtype: torch.dtype, checkpoint: Checkpoint, name: str) -> None:
         self._family, self._dtype = family, dtype
-        self._quantized = quantized = getattr(config, "quantization_config", None) is not None
+        quantized = getattr(config, "quantization_config", None) is not None
         with experts_left_out(family, config), without_meta_references(), torch.device("meta"):
             self.model = auto_class(family).from_config(config, dtype=dtype, experts_implementation="eager")
         top_k = 1 if family.top_k is None else int(getattr(config, family.top_k))
@@ -60,8 +60,8 @@ class Skeleton:
         )
 
     def _tensors(self, checkpoint: Checkpoint) -> dict[str, DenseTensor]:
-        """Of the state dict. A floating tensor is read in the dtype that it has here and kept in the one that
-        transformers' loader leaves it in."""
+        """Of the state dict. A floating tensor is read in the dtype that transformers' loader leaves it in: DeepSeek-V3
+        chooses by a bias in float32."""
         wide = self._kept_wide()
         found = {}
         for path, tensor in self.model.state_dict().items():
@@ -71,16 +71,12 @@ class Skeleton:
                 found[path] = DenseTensor(None, tuple(tensor.shape), tensor.dtype, tensor.dtype)
                 continue
             floating = tensor.is_floating_point() and stored.dtype.is_floating_point
-            read_as = tensor.dtype if floating else stored.dtype
             kept = torch.float32 if wide is not None and wide.search(path) else tensor.dtype
-            found[path] = DenseTensor(key, tuple(tensor.shape), read_as, kept)
+            found[path] = DenseTensor(key, tuple(tensor.shape), kept if floating else stored.dtype, kept)
         return found
 
     def _kept_wide(self) -> Any:
-        """The pattern of the parameters that transformers' loader keeps in float32; None where there are none. Of a
-        quantised checkpoint it leaves every tensor as it is read."""
-        if self._quantized:
-            return None
+        """The pattern of the parameters that transformers' loader keeps in float32; None where there are none."""
         names = set(self.model._keep_in_fp32_modules_strict or ()) if self._dtype.itemsize == 2 else set()
         if self._dtype == torch.float16:
             names |= set(self.model._keep_in_fp32_modules or ())
