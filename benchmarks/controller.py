@@ -2,7 +2,7 @@
 
     python -m benchmarks.controller [--layers 24 --experts 64 --top-k 6 --share 0.5] [--policies lru,arc]
 
-Measured is all that is decided for a layer (`tiermoe.scheduler`, as the engine calls it): demands, what is
+Measured is all that is decided for a layer (`tiermoe.decide.scheduler`, as the engine calls it): demands, what is
 here, whom to evict, bookkeeping. `resident`: a slot for every expert; `misses`: slots for a share of them, so that
 experts are loaded and leave. Experts are drawn at random, the same for every policy; nothing is prefetched. Prints
 one JSON object, and a table on standard error.
@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.rounds import about, at_least_one, parser_of, print_table, rates, shown, timed
-from tiermoe.compose import ModelShape, PrecisionSlots, assemble
-from tiermoe.composition import Composition
-from tiermoe.controller import Counts
-from tiermoe.policy.eviction import EVICTIONS
-from tiermoe.scheduler import Scheduler
+from tiermoe.decide.compose import ModelShape, PrecisionSlots, assemble
+from tiermoe.decide.composition import Composition
+from tiermoe.decide.controller import Counts
+from tiermoe.decide.eviction import EVICTIONS
+from tiermoe.decide.scheduler import Scheduler
 from tiermoe.simulate.link import InstantLink
 from tiermoe.types import Routed
 

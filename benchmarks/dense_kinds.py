@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from benchmarks.reference import load_eager, token_ids
-from tiermoe.quant.encodings import cpu_layout, encoding_for
+from tiermoe.model.blueprint import inspect_model
+from tiermoe.model.dense import kind_of, packable
 from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.runtime.blueprint import inspect_model
-from tiermoe.runtime.dense import kind_of, packable
+from tiermoe.quant.registry import cpu_layout, encoding_for
 
 OUTPUT = "lm_head"
 Recipe = dict[str, int]

@@ -76,8 +76,8 @@ def summary(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def first_run(args: argparse.Namespace) -> dict[str, Any]:
-    from tiermoe.runtime.generate import encode_prompt
-    from tiermoe.runtime.resolve import load_tokenizer
+    from tiermoe.generation.loop import encode_prompt
+    from tiermoe.model.hub import load_tokenizer
 
     def progress(what: str, done: int, total: int) -> None:
         if done == 0:

@@ -15,11 +15,11 @@ _IMPORTED = ("blueprint", "generate", "load", "resolve")  # what `run` imports a
 def answer(words: list[str]) -> dict[str, Any]:
     """words: what follows `tiermoe` on the command line, with `--json`. Raises SystemExit as the command does."""
     from tiermoe.cli.main import main as command
-    from tiermoe.runtime import footprint
+    from tiermoe.process import footprint
 
     footprint.import_libraries()
     for name in _IMPORTED:
-        importlib.import_module(f"tiermoe.runtime.{name}")
+        importlib.import_module(f"tiermoe.engine.{name}")
     imports_s = since_start()
     sys.argv[1:] = words
     with contextlib.redirect_stdout(io.StringIO()) as out:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from tiermoe.runtime.evaluation.compare import Measured, eval_in_process, measure_all
+from tiermoe.measure.compare import Measured, eval_in_process, measure_all
 
 WITHOUT: dict[str, dict[str, list[str]]] = {
     "default": {

@@ -16,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.perplexity import Logits, perplexity
-from tiermoe.bench.llama.convert import QUANTISED, convert_to
-from tiermoe.bench.llama.gguf_file import FILE_TYPES
-from tiermoe.bench.llama.llama_engine import ATTENTION, LlamaEngine
+from tiermoe.bench.llama.gguf_file import FILE_TYPES, QUANTISED, convert_to
+from tiermoe.bench.llama.measure import ATTENTION, LlamaEngine
 
 KINDS = [*FILE_TYPES, *QUANTISED]
 

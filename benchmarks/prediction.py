@@ -13,7 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from benchmarks.recall_table import RecallRow, recall_table
-from tiermoe.trace_file import read_trace
+from tiermoe.trace.file import read_trace
 
 
 def markdown(rows: list[RecallRow]) -> str:

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from tiermoe.policy.prediction import PredictionContext, Predictor, count_paths
-from tiermoe.policy.prediction.gates import NextGate
-from tiermoe.policy.prediction.known import MostFrequent
-from tiermoe.policy.prediction.path import ActivationPath
-from tiermoe.policy.prediction.percentile import AbovePercentile
-from tiermoe.policy.prediction.recalled import Recalled
+from tiermoe.decide.prediction import PredictionContext, Predictor, count_paths
+from tiermoe.decide.prediction.gates import NextGate
+from tiermoe.decide.prediction.known import MostFrequent
+from tiermoe.decide.prediction.path import ActivationPath
+from tiermoe.decide.prediction.percentile import AbovePercentile
+from tiermoe.decide.prediction.recalled import Recalled
 from tiermoe.simulate.steps import Recorded, Step
 from tiermoe.systems.routings import baseline_uniform, decode_passes, frequencies, recall, routings
-from tiermoe.trace import Header, Pass, Trace
+from tiermoe.trace.schema import Header, Pass, Trace
 
 
 @dataclass(frozen=True, slots=True)

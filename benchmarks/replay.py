@@ -22,15 +22,15 @@ from typing import Any
 
 import tiermoe
 from tiermoe.cli.options import changes
-from tiermoe.compose import PrecisionSlots
 from tiermoe.config import CacheSize
-from tiermoe.runtime.phases import Phase
-from tiermoe.runtime.recording.measure_times import Lap, Stopwatch, times_of
-from tiermoe.runtime.recording.recorder import Feed, Recorder
-from tiermoe.runtime.recording.sequences import Cut, cut, needed_chunk
-from tiermoe.runtime.recording.trace_header import header_of
+from tiermoe.decide.compose import PrecisionSlots
+from tiermoe.generation.phases import Phase
+from tiermoe.measure.measure_times import Lap, Stopwatch, times_of
+from tiermoe.measure.recorder import Feed, Recorder
+from tiermoe.measure.sequences import Cut, cut, needed_chunk
+from tiermoe.measure.write_trace import header_of
 from tiermoe.simulate import ReplaySettings, Result, replay
-from tiermoe.trace import Trace
+from tiermoe.trace.schema import Trace
 from tiermoe.types import ExpertKey, Load
 
 _HAND_OVERS = 32

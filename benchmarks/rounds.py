@@ -9,9 +9,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from tiermoe.bench.cases import alternating
-from tiermoe.bench.columns import number
 from tiermoe.bench.machine import describe
-from tiermoe.bench.summary import spread
+from tiermoe.bench.summary import number, spread
 
 Spread = dict[str, Any]
 """{median, low, high}."""

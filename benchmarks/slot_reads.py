@@ -20,9 +20,9 @@ from benchmarks.rounds import about, at_least_one, numbers, parser_of, print_tab
 from tiermoe.bench.limit import drop_from_page_cache
 from tiermoe.errors import TiermoeError
 from tiermoe.kernels import machine_layout
-from tiermoe.runtime.blueprint import inspect_model
-from tiermoe.runtime.prepare_store import ensure_packed, open_or_create, store_root
-from tiermoe.runtime.resolve import resolve_model
+from tiermoe.model.blueprint import inspect_model
+from tiermoe.model.hub import resolve_model
+from tiermoe.model.prepare_store import ensure_packed, open_or_create, store_root
 from tiermoe.store.store import Store, precision_key
 from tiermoe.tiers.disk import DiskLink, SlotFiller
 from tiermoe.tiers.reader import ExtentReader, aligned_memory

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiermoe.policy.allotment import Pool
-from tiermoe.policy.clock import Clock
-from tiermoe.policy.eviction import EVICTIONS, Eviction, EvictionContext
-from tiermoe.policy.pools import Pools
+from tiermoe.decide.allotment import Pool
+from tiermoe.decide.eviction import EVICTIONS, Eviction, EvictionContext
+from tiermoe.decide.eviction.protocol import Clock
+from tiermoe.decide.pools import Pools
 
 LAYERS = 16
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tiermoe.policy.clock import Clock
-from tiermoe.policy.eviction import EVICTIONS, Eviction, EvictionContext
+from tiermoe.decide.eviction import EVICTIONS, Eviction, EvictionContext
+from tiermoe.decide.eviction.protocol import Clock
 from tiermoe.types import Demand, ExpertKey
 
 LAYERS = 4

@@ -6,9 +6,9 @@ import random
 from collections import deque
 
 from caches import pools
-from tiermoe.controller import Controller
+from tiermoe.decide.controller import Controller
+from tiermoe.decide.link import Finished
 from tiermoe.errors import LoadError
-from tiermoe.link import Finished
 from tiermoe.types import Demand, ExpertKey, Load
 
 

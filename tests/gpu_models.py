@@ -11,8 +11,10 @@ import torch
 
 import tiermoe
 from fake_gpu import FakeGpu
+from tiermoe.engine import load, loading, reading, service
 from tiermoe.kernels import machine_layout
-from tiermoe.runtime import load, loading, plan, prepare_store, reading, service
+from tiermoe.memory import plan
+from tiermoe.model import prepare_store
 from tiermoe.tiers.assemble import Tiers
 from tiermoe.tiers.gpu import GpuLink
 from tiermoe.tiers.slots import DeviceSlots, HostSlots

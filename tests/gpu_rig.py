@@ -12,7 +12,7 @@ import pytest
 from caches import pools
 from fake_gpu import BYTES, FakeDisk, FakeGpu
 from groups import each
-from tiermoe.controller import Controller
+from tiermoe.decide.controller import Controller
 from tiermoe.tiers.gpu import GpuLink
 from tiermoe.tiers.slots import DeviceSlots, HostSlots
 from tiermoe.types import Demand, ExpertKey, Load

@@ -9,9 +9,9 @@ import torch
 
 import tiny
 from tiermoe.kernels.expert import SlotViews
-from tiermoe.quant.encodings import cpu_layout
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.quant.registry import cpu_layout
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.types import MoeLayer, Part
 

@@ -7,7 +7,7 @@ from typing import Any
 from tiermoe.config import CacheSize
 from tiermoe.simulate import ReplaySettings, Result, replay
 from tiermoe.systems import compose
-from tiermoe.trace import Times, Trace
+from tiermoe.trace.schema import Times, Trace
 
 TIMES = Times(dense=0.5, expert={4: 0.4}, prefill_token=0.1, prefill_expert={4: 0.05})
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from fake_link import FakeLink
 from groups import each
-from tiermoe.compose import ModelShape, PrecisionSlots, assemble
-from tiermoe.policy.misses import MissCosts
-from tiermoe.scheduler import Scheduler
+from tiermoe.decide.compose import ModelShape, PrecisionSlots, assemble
+from tiermoe.decide.misses import MissCosts
+from tiermoe.decide.scheduler import Scheduler
 from tiermoe.systems import compose
 from tiermoe.types import ExpertKey, Ready, Routed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tiermoe.trace import Header, LayerTrace, Pass, Times, Trace
+from tiermoe.trace.schema import Header, LayerTrace, Pass, Times, Trace
 
 EVERYTHING = frozenset({"weights", "forecasts", "little", "neurons", "tokens"})
 

@@ -26,21 +26,21 @@ from tiermoe import config
 from tiermoe.batch import Batch
 from tiermoe.batch import decode as decode_row
 from tiermoe.batch import prompt as prompt_row
-from tiermoe.composition import Composition
+from tiermoe.decide.composition import Composition
+from tiermoe.decide.eviction import EVICTIONS
+from tiermoe.decide.precision import PRECISIONS
+from tiermoe.decide.prediction import PREDICTIONS
 from tiermoe.errors import ConfigError, TraceError
 from tiermoe.families import FAMILIES, Family
 from tiermoe.kernels import KERNELS, linear_for
 from tiermoe.kernels.reference import DecodedLinear
 from tiermoe.model.architectures import ARCHITECTURES, Architecture, deepseek_v3_router
 from tiermoe.model.decoder import Decoder
-from tiermoe.policy.eviction import EVICTIONS
-from tiermoe.policy.precision import PRECISIONS
-from tiermoe.policy.prediction import PREDICTIONS
-from tiermoe.quant.encodings import FIXED, encoding_for, encoding_named
 from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.quant.registry import FIXED, encoding_for, encoding_named
 from tiermoe.simulate.evictions import hits_of
 from tiermoe.systems import PRESETS, compose
-from tiermoe.trace import Trace
+from tiermoe.trace.schema import Trace
 from tiny import oracle
 
 Model = Callable[..., Path]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiermoe.decide.allotment import ALLOTMENTS, Pool, Share, even, one_pool, shallow_first
 from tiermoe.errors import ConfigError
-from tiermoe.policy.allotment import ALLOTMENTS, Pool, Share, even, one_pool, shallow_first
 
 
 def sizes(pools: list[Pool]) -> list[int]:

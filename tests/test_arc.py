@@ -8,10 +8,10 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermoe.policy.cache import ExpertCache
-from tiermoe.policy.clock import Clock
-from tiermoe.policy.eviction import EvictionContext
-from tiermoe.policy.eviction.arc import AdaptiveReplacement
+from tiermoe.decide.cache import ExpertCache
+from tiermoe.decide.eviction import EvictionContext
+from tiermoe.decide.eviction.arc import AdaptiveReplacement
+from tiermoe.decide.eviction.protocol import Clock
 from tiermoe.types import Demand, ExpertKey
 
 

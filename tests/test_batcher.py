@@ -11,7 +11,7 @@ import torch
 
 import tiermoe
 from tiermoe.errors import PromptError
-from tiermoe.runtime.sampling import Sampling
+from tiermoe.generation.sampling import Sampling
 from tiermoe.serve.batcher import Batcher, Piece, Request
 from tiermoe.serve.detokenize import Detokenizer
 from tiny import write

@@ -17,19 +17,18 @@ from tiermoe.bench import child, child_tiermoe, session
 from tiermoe.bench.bounds import Ideal, ideal, read_routing, with_bounds
 from tiermoe.bench.cases import Condition
 from tiermoe.bench.child import Bounds, CaseFailed, last_object, run_child
-from tiermoe.bench.engines import Common
+from tiermoe.bench.engines import Accelerate, Common, not_installed
 from tiermoe.bench.feeding import Feeding
 from tiermoe.bench.kernel_clock import KernelClock
 from tiermoe.bench.limit import CannotLimit
 from tiermoe.bench.llama_peer import LlamaCpp, quantisation
 from tiermoe.bench.machine import describe
 from tiermoe.bench.measure import Journal, Measured, measure, plan
-from tiermoe.bench.peers import Accelerate, not_installed
 from tiermoe.bench.summary import summarise
 from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError, TraceError
 from tiermoe.simulate import compare_evictions
-from tiermoe.trace import Pass, Trace
+from tiermoe.trace.schema import Pass, Trace
 from tiny import write
 
 CONDITION = Condition(700 << 20, 16, 32)

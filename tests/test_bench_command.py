@@ -12,9 +12,9 @@ import pytest
 
 from commands import Command
 from tiermoe.bench import session
-from tiermoe.bench.columns import number
 from tiermoe.bench.measure import Step
 from tiermoe.bench.report import html_report
+from tiermoe.bench.summary import number
 
 SVG = "{http://www.w3.org/2000/svg}"
 CASE = dict.fromkeys(

@@ -17,13 +17,12 @@ import torch
 import tiermoe
 from channel_wise import round_experts
 from tiermoe.config import settings as make_settings
+from tiermoe.decide.profiles import Profile, profile_path, to_json
 from tiermoe.errors import ConfigError
-from tiermoe.profiles import Profile, profile_path, to_json
-from tiermoe.runtime.blueprint import inspect_model
-from tiermoe.runtime.calibration.bitwidths import find_bitwidths
-from tiermoe.runtime.calibration.measured import Measured
-from tiermoe.runtime.calibration.measuring import Measuring, places_of
-from tiermoe.runtime.calibration.tasks import Perplexity, Rouge2
+from tiermoe.measure.bitwidths import find_bitwidths
+from tiermoe.measure.measuring import Measured, Measuring, places_of
+from tiermoe.measure.tasks import Perplexity, Rouge2
+from tiermoe.model.blueprint import inspect_model
 from tiny import oracle, write
 
 FAMILY, LAYERS, EXPERTS = "olmoe", 2, 4

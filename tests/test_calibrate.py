@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.recall_table import recall_table
-from tiermoe.composition import Composition
+from tiermoe.decide.composition import Composition
+from tiermoe.decide.prediction import count_paths
 from tiermoe.errors import TraceError
-from tiermoe.policy.prediction import count_paths
 from tiermoe.systems import PRESETS, corm, fate, hobbit
 from tiermoe.systems.routings import frequencies, routings
-from tiermoe.trace import LayerTrace, Little, Pass, Times, Trace
+from tiermoe.trace.schema import LayerTrace, Little, Pass, Times, Trace
 from traces import decoded, layer, prompt, trace
 
 

@@ -11,9 +11,9 @@ import torch
 
 import tiermoe
 from commands import Command
-from tiermoe.runtime.conversation import Conversation
-from tiermoe.runtime.generate import _Streamer
-from tiermoe.runtime.passes import CurrentPass
+from tiermoe.engine.passes import CurrentPass
+from tiermoe.generation.chat import Conversation
+from tiermoe.generation.loop import _Streamer
 from tiny import TEMPLATE, write
 
 FAST = ("--memory", "4GiB", "--lanes", "1")

@@ -19,8 +19,8 @@ import tiermoe
 from commands import Command
 from tiermoe.cli.main import add_commands, app
 from tiermoe.config import Settings
-from tiermoe.runtime import load
-from tiermoe.runtime.passes import CurrentPass
+from tiermoe.engine import load
+from tiermoe.engine.passes import CurrentPass
 from tiermoe.store.store import open_store
 from tiny import TEMPLATE, oracle, write
 
@@ -373,7 +373,7 @@ def test_an_interrupted_command(tiermoe_: Command, tiny: Path, monkeypatch: pyte
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tiermoe.runtime.generate.generate", interrupted)
+    monkeypatch.setattr("tiermoe.generation.loop.generate", interrupted)
     outcome = tiermoe_("run", tiny, "hi", *FAST)
     assert outcome.code == 130
     assert "Traceback" not in outcome.err

@@ -14,8 +14,8 @@ import pytest
 from commands import Command
 from tiermoe.cli.chart import Axis, draw
 from tiermoe.errors import ConfigError, TiermoeError
-from tiermoe.runtime.evaluation import compare
-from tiermoe.runtime.evaluation.compare import Measured, eval_in_process, measure_all, presets_asked, summarise
+from tiermoe.measure import compare
+from tiermoe.measure.compare import Measured, eval_in_process, measure_all, presets_asked, summarise
 from tiermoe.systems import PRESETS
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermoe.compose import (
+from tiermoe.config import CacheSize
+from tiermoe.decide.compose import (
     Foresight,
     ModelShape,
     PrecisionSlots,
@@ -20,11 +21,10 @@ from tiermoe.compose import (
     precisions,
     tables,
 )
-from tiermoe.composition import Composition
-from tiermoe.config import CacheSize
+from tiermoe.decide.composition import Composition
+from tiermoe.decide.profiles import Profile
+from tiermoe.decide.scheduler import Scheduler
 from tiermoe.errors import ProfileError
-from tiermoe.profiles import Profile
-from tiermoe.scheduler import Scheduler
 from tiermoe.simulate.link import InstantLink
 from tiermoe.systems import PRESETS, compose
 from tiermoe.types import ExpertKey

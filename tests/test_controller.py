@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from caches import lru
 from fake_link import controller_with, demands
 from groups import each
+from tiermoe.decide.cache import ExpertCache
+from tiermoe.decide.link import Finished
 from tiermoe.errors import LoadError
-from tiermoe.link import Finished
-from tiermoe.policy.cache import ExpertCache
 from tiermoe.types import Demand, ExpertKey, Load
 
 

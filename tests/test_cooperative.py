@@ -18,14 +18,15 @@ from gpu_models import needs_gpu
 from gpu_rig import within
 from parity import tokens
 from tiermoe import kernels
-from tiermoe.composition import require_device
-from tiermoe.controller import ELSEWHERE
+from tiermoe.decide.composition import require_device
+from tiermoe.decide.controller import ELSEWHERE
+from tiermoe.engine import service
+from tiermoe.engine.cooperative import CpuHelper
+from tiermoe.engine.experts import LayerExperts
+from tiermoe.engine.units import unit_of
 from tiermoe.errors import ConfigError, LoadError
 from tiermoe.kernels.reference import DecodedLinear
-from tiermoe.runtime import plan, service
-from tiermoe.runtime.cooperative import CpuHelper
-from tiermoe.runtime.experts import LayerExperts
-from tiermoe.runtime.units import unit_of
+from tiermoe.memory import plan
 from tiermoe.systems import compose
 from tiermoe.tiers.gpu import GpuLink
 from tiermoe.types import ExpertKey, Ready, Routed

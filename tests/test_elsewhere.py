@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from fake_link import controller_with, demands
 from groups import each
 from schedules import HOBBIT, Said, keys, run, scheduler_with
-from tiermoe.controller import ELSEWHERE
+from tiermoe.decide.controller import ELSEWHERE
+from tiermoe.decide.misses import MissCosts, averaged, computed_elsewhere
 from tiermoe.errors import ConfigError
-from tiermoe.policy.misses import MissCosts, averaged, computed_elsewhere
 from tiermoe.systems import compose
 from tiermoe.types import Demand, ExpertKey, Ready, Routed
 

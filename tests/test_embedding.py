@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiermoe
 from tests import tiny
+from tiermoe.engine.loading import OutputLayer
 from tiermoe.errors import ModelError
-from tiermoe.runtime.blueprint import Blueprint, inspect_model
-from tiermoe.runtime.embedding import EmbeddingOnDisk, embedding_bytes, embedding_key
-from tiermoe.runtime.loading import OutputLayer
-from tiermoe.runtime.memory_plan import MemoryPlan
+from tiermoe.memory.memory_plan import MemoryPlan
+from tiermoe.model.blueprint import Blueprint, inspect_model
+from tiermoe.model.embedding import EmbeddingOnDisk, embedding_bytes, embedding_key
 
 KEY = "model.embed_tokens.weight"
 
@@ -62,8 +62,8 @@ def test_what_is_shared_or_scaled_stays_in_memory(tmp_path: Path) -> None:
 def test_a_model_gives_the_same_logits_with_its_embedding_on_disk(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiermoe.runtime.plan.resident_bytes", lambda: 300 << 20)
-    monkeypatch.setattr("tiermoe.runtime.reading.page_cache_room", lambda: 0)  # mapped, it stays on disk as well
+    monkeypatch.setattr("tiermoe.memory.plan.resident_bytes", lambda: 300 << 20)
+    monkeypatch.setattr("tiermoe.engine.reading.page_cache_room", lambda: 0)  # mapped, it stays on disk as well
     directory = tiny.write(tmp_path, family, torch.bfloat16, vocab_size=4096)
     ids = torch.randint(3, 4096, (2, 9), generator=torch.Generator().manual_seed(1))
 

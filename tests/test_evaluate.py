@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from commands import Command
 from tiermoe.errors import BudgetError, ConfigError, ModelError
-from tiermoe.runtime.evaluation.evaluation import Evaluation, prepare
-from tiermoe.runtime.evaluation.scoring import TokenScores, mean_over_windows, score_tokens, summarise
-from tiermoe.runtime.evaluation.windows import Shape, cut
-from tiermoe.runtime.phases import Phase
-from tiermoe.runtime.resolve import load_tokenizer
+from tiermoe.generation.phases import Phase
+from tiermoe.measure.evaluate import Evaluation, prepare
+from tiermoe.measure.scoring import TokenScores, mean_over_windows, score_tokens, summarise
+from tiermoe.measure.windows import Shape, cut
+from tiermoe.model.hub import load_tokenizer
 from tiny import oracle, write
 
 SHAPE = Shape(prompt=8, window=12, tokens=36)
@@ -255,7 +255,7 @@ def test_nothing_is_left_where_scoring_ends_early(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tiermoe.runtime.evaluation.evaluation.start", interrupt)
+    monkeypatch.setattr("tiermoe.measure.evaluate.start", interrupt)
     before = set(sixteen.store.iterdir())
     with pytest.raises(KeyboardInterrupt):
         sixteen.run("16bit", nothing)
@@ -280,7 +280,7 @@ def test_a_budget_that_the_sixteen_bit_model_exceeds_names_the_way_out(
     def refuse(*_: Any) -> None:
         raise BudgetError("too little")
 
-    monkeypatch.setattr("tiermoe.runtime.evaluation.evaluation.start", refuse)
+    monkeypatch.setattr("tiermoe.measure.evaluate.start", refuse)
     with pytest.raises(BudgetError, match=r"16-bit model .* too little .* for the logits .*--reference none"):
         sixteen.run("16bit", nothing)
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from evictions import LAYERS, context, key, made, order_of_leaving, use
+from tiermoe.decide.eviction import EVICTIONS, Eviction
+from tiermoe.decide.eviction.protocol import Clock
 from tiermoe.errors import ConfigError
-from tiermoe.policy.clock import Clock
-from tiermoe.policy.eviction import EVICTIONS, Eviction
 from tiermoe.types import ExpertKey
 
 

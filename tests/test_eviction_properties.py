@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evictions import LAYERS, context, key, made, order_of_leaving, use
-from tiermoe.policy.cache import ExpertCache
-from tiermoe.policy.clock import Clock
-from tiermoe.policy.eviction import EVICTIONS, Eviction
+from tiermoe.decide.cache import ExpertCache
+from tiermoe.decide.eviction import EVICTIONS, Eviction
+from tiermoe.decide.eviction.protocol import Clock
 from tiermoe.types import Demand, ExpertKey
 
 NAMES = sorted(EVICTIONS)

@@ -15,14 +15,13 @@ from feeding import logits_of_steps
 from native_experts import checkpoint, expert_format, expert_views, tokens
 from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt
+from tiermoe.engine.expert_sums import Choices, NativeSums, TorchSums, compute_few
 from tiermoe.kernels.expert import InOneCall, expert_kernel, weighted_sum
 from tiermoe.kernels.gates import silu_gate
 from tiermoe.kernels.native.experts import combine_many
 from tiermoe.kernels.native.moe_block import MoeBlock
 from tiermoe.kernels.native.norm import norm
 from tiermoe.kernels.native.router import Router, choose, logits_of
-from tiermoe.runtime.few_tokens import compute_few
-from tiermoe.runtime.weighted_sums import Choices, NativeSums, TorchSums
 from watching import OnRoute
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native kernels")
@@ -189,11 +188,11 @@ def test_few_tokens_are_computed_as_many_are(model: Any, monkeypatch: pytest.Mon
         calls.append(1)
         return compute_few(*arguments)
 
-    monkeypatch.setattr("tiermoe.runtime.experts.compute_few", counted)
+    monkeypatch.setattr("tiermoe.engine.experts.compute_few", counted)
     with torch.no_grad():
         few = model(ids).logits
         assert len(calls) == model.config.num_hidden_layers
-        monkeypatch.setattr("tiermoe.runtime.experts.FEW_TOKENS", 1)
+        monkeypatch.setattr("tiermoe.engine.experts.FEW_TOKENS", 1)
         many = model(ids).logits
     model.tiermoe.observe(None)
     assert torch.equal(few, many)

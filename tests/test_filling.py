@@ -17,12 +17,11 @@ from extent_files import EXPERTS, SIZE, bytes_of, filler, write_experts
 from fake_link import FakeLink, controller_with, demands
 from gpu_rig import Rig
 from groups import each
-from tiermoe.compose import ModelShape, PrecisionSlots, Tables, assemble
-from tiermoe.controller import Controller
-from tiermoe.policy.allotment import Pool
-from tiermoe.policy.filling import most_used, that_fit
-from tiermoe.policy.pools import Pools
-from tiermoe.policy.uses import WINDOW, Uses, merged
+from tiermoe.decide.allotment import Pool
+from tiermoe.decide.compose import ModelShape, PrecisionSlots, Tables, assemble
+from tiermoe.decide.controller import Controller
+from tiermoe.decide.filling import WINDOW, Uses, merged, most_used, that_fit
+from tiermoe.decide.pools import Pools
 from tiermoe.simulate.link import VirtualClock, VirtualLink
 from tiermoe.systems import PRESETS, compose
 from tiermoe.tiers.disk import DiskLink

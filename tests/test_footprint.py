@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tiermoe.runtime import deferred_imports, footprint
+from tiermoe.process import deferred_imports, footprint
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -24,7 +24,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 SCRIPT = r"""
 import contextlib, json, sys
 from pathlib import Path
-from tiermoe.runtime import footprint
+from tiermoe.process import footprint
 trimmed, folder = sys.argv[1] == "trimmed", Path(sys.argv[2])
 if trimmed:
     for _ in range(2):
@@ -66,7 +66,7 @@ for family, options in families.items():
     sampled = model.generate(ids, max_new_tokens=6, do_sample=True, top_p=0.9)
     logits = model(ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})).logits
     answer["tokens"][family] = [greedy.tolist(), sampled.tolist(), logits.double().sum().item()]
-from tiermoe.runtime import deferred_imports
+from tiermoe.process import deferred_imports
 answer["postponed"] = sorted(deferred_imports._states)
 answer["sympy"] = "sympy" in sys.modules
 answer["resident"], answer["peak"], answer["given_back"] = (

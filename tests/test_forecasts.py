@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tiermoe
-from tiermoe.runtime.forecasts import PassForecasts, router_beside
-from tiermoe.runtime.shells import is_shell
+from tiermoe.engine.forecasts import PassForecasts, router_beside
+from tiermoe.model.shells import is_shell
 from tiny import write
 
 ROUTED = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "phimoe"]

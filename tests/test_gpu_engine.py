@@ -14,12 +14,14 @@ import tiermoe
 from fake_gpu import FakeGpu
 from gpu_models import FAMILY, needs_gpu
 from parity import logits, put_decoded_experts, tokens
+from tiermoe.engine import load, loading, reading, service
 from tiermoe.errors import BudgetError, ConfigError, StoreError
 from tiermoe.kernels import machine_layout
-from tiermoe.quant.encodings import cpu_layout
-from tiermoe.runtime import load, loading, plan, prepare_store, reading, service
-from tiermoe.runtime.memory_plan import GpuMemoryPlan
-from tiermoe.runtime.plan import RESERVE
+from tiermoe.memory import plan
+from tiermoe.memory.memory_plan import GpuMemoryPlan
+from tiermoe.memory.plan import RESERVE
+from tiermoe.model import prepare_store
+from tiermoe.quant.registry import cpu_layout
 from tiermoe.store.store import dense_key, machine_of, precision_key
 from tiermoe.tiers import cuda
 from tiermoe.tiers.disk import LANES

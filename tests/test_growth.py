@@ -26,8 +26,8 @@ from benchmarks.growth.reasons import Facts, bends
 from benchmarks.growth.running import Asked, Running, cache_share, limited_by
 from benchmarks.random_moe import Shape, ensure
 from tests import tiny
-from tiermoe.compose import ModelShape, cache_bytes
 from tiermoe.config import parse_cache
+from tiermoe.decide.compose import ModelShape, cache_bytes
 from tiermoe.errors import ModelError
 from tiermoe.systems import PRESETS
 

@@ -11,8 +11,8 @@ import torch
 
 import tiermoe
 from links import finish
-from tiermoe.controller import Counts
-from tiermoe.scheduler import Scheduler
+from tiermoe.decide.controller import Counts
+from tiermoe.decide.scheduler import Scheduler
 from tiermoe.types import Routed
 from tiny import oracle, write
 from watching import OnRoute

@@ -9,8 +9,8 @@ from tiermoe.errors import ConfigError
 from tiermoe.kernels import cpu, linear_for
 from tiermoe.kernels.cpu import INT4_TOKENS, INT8_TOKENS
 from tiermoe.kernels.reference import DecodedLinear
-from tiermoe.quant.encodings import cpu_layout, encoding_for
 from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.quant.registry import cpu_layout, encoding_for
 
 ALIGNMENT = 64
 # of sum |x| |w|: the rounding of operands, of the accumulation and of the result

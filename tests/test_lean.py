@@ -19,15 +19,15 @@ from safetensors.torch import load_file, save_file
 from parity import close, logits
 from tiermoe.batch import Batch, decode, prompt
 from tiermoe.config import settings
+from tiermoe.engine.engine import Engine
+from tiermoe.engine.load import load_blueprint, resolve_for, start, starts_lean
 from tiermoe.errors import StoreError
 from tiermoe.kernels.gates import ClampedGate, gate_name, gate_named, silu_gate
 from tiermoe.model.architectures import ARCHITECTURES
-from tiermoe.runtime.blueprint import Blueprint, inspect_model
-from tiermoe.runtime.dense_weights import StoredWeights
-from tiermoe.runtime.embedding import EmbeddingOnDisk
-from tiermoe.runtime.engine import Engine
-from tiermoe.runtime.load import load_blueprint, resolve_for, start, starts_lean
-from tiermoe.runtime.prepare_store import open_or_create, store_root
+from tiermoe.model.blueprint import Blueprint, inspect_model
+from tiermoe.model.dense_weights import StoredWeights
+from tiermoe.model.embedding import EmbeddingOnDisk
+from tiermoe.model.prepare_store import open_or_create, store_root
 from tiermoe.store.outline import NAME, read_outline, write_outline
 from tiny import oracle, write
 
@@ -304,7 +304,7 @@ except SystemExit as ended:
     assert not ended.code, ended.code
 named = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
 named = [name for name in named if not name.startswith("transformers.models.auto.")]  # tables of names
-more = ("transformers.modeling_utils", "torch._dynamo", "sympy", "tiermoe.runtime.deferred_imports")
+more = ("transformers.modeling_utils", "torch._dynamo", "sympy", "tiermoe.process.deferred_imports")
 named += [name for name in more if name in sys.modules]
 print(json.dumps(named), file=sys.stderr)
 """

@@ -15,20 +15,20 @@ import torch
 import tiermoe
 from extent_files import EXPERTS, FORM, SIZE, bytes_of, write_experts
 from parity import logits, tokens
-from tiermoe.compose import Tables
 from tiermoe.config import Settings
+from tiermoe.decide.compose import Tables
+from tiermoe.engine import reading
+from tiermoe.engine.load import load_resolved, resolve_for
+from tiermoe.engine.reading import Packed, open_reading, reading_for
 from tiermoe.errors import LoadError
-from tiermoe.quant.encodings import cpu_layout
-from tiermoe.runtime import reading
-from tiermoe.runtime.blueprint import inspect_model
-from tiermoe.runtime.composition import Resolved
-from tiermoe.runtime.footprint import resident_bytes
-from tiermoe.runtime.load import load_resolved, resolve_for
-from tiermoe.runtime.memory_plan import MemoryPlan, SlotPool, total
-from tiermoe.runtime.reading import Packed, open_reading, reading_for
+from tiermoe.memory.memory_plan import MemoryPlan, SlotPool, total
+from tiermoe.model.blueprint import inspect_model
+from tiermoe.process.footprint import resident_bytes
+from tiermoe.quant.registry import cpu_layout
 from tiermoe.store.layout import expert_format
 from tiermoe.store.store import open_store
 from tiermoe.systems import compose
+from tiermoe.systems.resolved import Resolved
 from tiermoe.tiers import mapped
 from tiermoe.tiers.assemble import Tiers, assemble_mapped
 from tiermoe.tiers.mapped import MappedFiles, populate

@@ -9,8 +9,8 @@ import torch
 
 import tiermoe
 import tiny
-from tiermoe.runtime.recording.measure_times import Lap, Stopwatch, measure_times, times_of
-from tiermoe.trace import Times
+from tiermoe.measure.measure_times import Lap, Stopwatch, measure_times, times_of
+from tiermoe.trace.schema import Times
 
 
 def test_times_by_hand() -> None:

@@ -20,8 +20,8 @@ from benchmarks.kernels.weights import Turns, packed, random
 from benchmarks.rounds import ratios, timed
 from tests import tiny
 from tiermoe import native
+from tiermoe.decide.link import Finished
 from tiermoe.errors import LoadError
-from tiermoe.link import Finished
 from tiermoe.types import ExpertKey, Load
 
 

@@ -17,11 +17,11 @@ from tiermoe import native
 from tiermoe.kernels.native.attention import GroupedAttention, LatentAttention, Norm, PackedMatrix
 from tiermoe.kernels.native.few_tokens_attention import FewTokensAttention, Slabs, Step, few_tokens_attention
 from tiermoe.quant.encoding import Encoding
-from tiermoe.quant.encodings import cpu_layout
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.int8 import Int8
 from tiermoe.quant.plain import Plain
 from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.quant.registry import cpu_layout
 
 pytestmark = [
     pytest.mark.skipif(not native.available(), reason="needs the native kernels"),

@@ -7,16 +7,23 @@ import torch
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 
 from tiermoe import native
-from tiermoe.kernels.expert import InOneCall, OneTokenInOneCall, SeparateSteps, SlotViews, expert_kernel, weighted_sum
+from tiermoe.kernels.expert import (
+    InOneCall,
+    OneTokenInOneCall,
+    SeparateSteps,
+    SlotViews,
+    expert_kernel,
+    weighted_sum,
+)
 from tiermoe.kernels.gates import ClampedGate, silu_gate
 from tiermoe.kernels.native.experts import GatedExperts, gated_experts
 from tiermoe.kernels.native.moe_block import MoeBlock
 from tiermoe.kernels.native.router import Router, Scoring, route
 from tiermoe.quant.encoding import Encoding
-from tiermoe.quant.encodings import cpu_layout
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.int8 import Int8
 from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.quant.registry import cpu_layout
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.types import MoeLayer, Part
 

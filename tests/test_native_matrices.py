@@ -11,11 +11,11 @@ from tiermoe import native
 from tiermoe.kernels.native.linear import linear
 from tiermoe.kernels.native.matrix import MatrixForm, matrix_form
 from tiermoe.quant.encoding import Encoding
-from tiermoe.quant.encodings import cpu_layout
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.int8 import Int8
 from tiermoe.quant.plain import Plain
 from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.quant.registry import cpu_layout
 
 pytestmark = [
     pytest.mark.skipif(not native.available(), reason="needs the native kernels"),

@@ -14,19 +14,19 @@ from transformers import AutoConfig
 
 from tiermoe import native
 from tiermoe.config import settings
+from tiermoe.engine.load import resolve_for
 from tiermoe.kernels.native.few_tokens_attention import Slabs, Step, few_tokens_workspace
+from tiermoe.memory.activations import expanding_needs
+from tiermoe.memory.memory_plan import total
+from tiermoe.memory.plan import plan_memory
 from tiermoe.model.architectures import ARCHITECTURES, attention_sizes, decoder_for
 from tiermoe.model.attention import GroupedSizes
+from tiermoe.model.blueprint import inspect_model
 from tiermoe.model.decoder import Decoder
 from tiermoe.model.kv_cache import KVCache, needs
 from tiermoe.model.latent import LatentSizes
 from tiermoe.model.weights import ModuleWeights
 from tiermoe.native import _native
-from tiermoe.runtime.activations import expanding_needs
-from tiermoe.runtime.blueprint import inspect_model
-from tiermoe.runtime.load import resolve_for
-from tiermoe.runtime.memory_plan import total
-from tiermoe.runtime.plan import plan_memory
 from tiermoe.types import Phase, Workload
 from tiny import _COMMON, CONFIGS, auto_class, write
 
@@ -134,7 +134,7 @@ import json, sys
 from pathlib import Path
 import tiermoe
 from tiermoe.batch import Batch, decode, prompt
-from tiermoe.runtime.footprint import peak_resident_bytes, resident_bytes
+from tiermoe.process.footprint import peak_resident_bytes, resident_bytes
 folder, memory = sys.argv[1], int(sys.argv[2])
 if not memory:
     plan = tiermoe.plan(folder, memory="4GiB", device="cpu", threads=1, store=folder + "/store")

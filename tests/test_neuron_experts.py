@@ -16,25 +16,18 @@ from hypothesis import strategies as st
 import tiny
 from measures import relative_error
 from neuron_sources import EXPERTS, HIDDEN, NEURONS, GatedExperts, gated_store
+from tiermoe.decide.neurons import whole
+from tiermoe.engine.experts import LayerExperts
+from tiermoe.engine.neuron_experts import NeuronCounts, NeuronExpert, NeuronLayerExperts, neuron_views
 from tiermoe.errors import LoadError, ModelError
 from tiermoe.kernels.neurons import NeuronKernel
-from tiermoe.policy.neurons import whole
-from tiermoe.runtime.blueprint import inspect_model
-from tiermoe.runtime.experts import LayerExperts
-from tiermoe.runtime.neuron_experts import (
-    NeuronCounts,
-    NeuronExpert,
-    NeuronLayerExperts,
-    neuron_views,
-)
-from tiermoe.runtime.shells import gate_activation_of, is_shell
+from tiermoe.model.blueprint import inspect_model
+from tiermoe.model.shells import gate_activation_of, is_shell
 from tiermoe.store.neurons import record_place
 from tiermoe.store.pack import pack_experts
 from tiermoe.store.store import Store, open_store
-from tiermoe.tiers.held import HeldReader
-from tiermoe.tiers.neuron_sets import to_bits, to_indices
-from tiermoe.tiers.neurons import NeuronFiller, PartReader
-from tiermoe.tiers.reader import ExtentReader
+from tiermoe.tiers.neurons import NeuronFiller, PartReader, to_bits, to_indices
+from tiermoe.tiers.reader import ExtentReader, HeldReader
 from tiermoe.tiers.slots import HostSlots
 from tiermoe.types import ExpertKey, Extent, Ready
 

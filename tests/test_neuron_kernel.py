@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from measures import relative_error
 from tiermoe.kernels.neurons import NeuronKernel
-from tiermoe.quant.encodings import cpu_layout
 from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.quant.registry import cpu_layout
 from tiermoe.store.layout import ExpertFormat, PartViews
 from tiermoe.store.neurons import neuron_format
 from tiermoe.types import MoeLayer, Part

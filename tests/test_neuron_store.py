@@ -14,10 +14,10 @@ from measures import relative_error
 from neuron_sources import EXPERTS, HIDDEN, NEURONS, GatedExperts, gated_store
 from sources import contents
 from tiermoe.errors import ConfigError, ModelError, PackError
-from tiermoe.quant.encodings import cpu_layout
+from tiermoe.model.blueprint import inspect_model
+from tiermoe.quant.neuron_records import Records, Records2, Records4, checksum, records_for
 from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.quant.records import Records, Records2, Records4, checksum, records_for
-from tiermoe.runtime.blueprint import inspect_model
+from tiermoe.quant.registry import cpu_layout
 from tiermoe.store.neurons import NeuronSource, neuron_format, neuron_layer
 from tiermoe.store.pack import forget, pack_experts
 from tiermoe.store.store import Store, check_files, open_store, precision_key

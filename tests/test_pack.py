@@ -17,7 +17,7 @@ import pytest
 
 from sources import EXPERTS, RandomExperts, contents, empty_store
 from tiermoe.errors import ModelError, PackError
-from tiermoe.store import atomic, journal, lock, pack
+from tiermoe.store import files, journal, lock, pack
 from tiermoe.store.pack import forget, pack_experts
 from tiermoe.store.store import Store, open_store
 
@@ -88,7 +88,7 @@ def test_killed_between_any_two_renames(step: int, whole: dict[str, bytes], tmp_
                 os.kill(os.getpid(), signal.SIGKILL)
             replace(source, target)
 
-        atomic.os.replace = counted  # type: ignore[assignment]
+        files.os.replace = counted  # type: ignore[assignment]
         packed(root)
 
     status = in_a_process_of_its_own(work)

@@ -13,11 +13,11 @@ import xxhash
 
 from sources import contents
 from tiermoe.errors import StoreError
-from tiermoe.quant import hqq, row_blocks
-from tiermoe.quant.encodings import cpu_layout
-from tiermoe.runtime.blueprint import inspect_model
-from tiermoe.runtime.dense import pack_dense
-from tiermoe.runtime.prepare_store import ensure_packed, open_or_create
+from tiermoe.model.blueprint import inspect_model
+from tiermoe.model.dense import pack_dense
+from tiermoe.model.prepare_store import ensure_packed, open_or_create
+from tiermoe.quant import quantizers, row_blocks
+from tiermoe.quant.registry import cpu_layout
 from tiermoe.store import lock
 from tiermoe.store.store import open_store
 from tiny import write
@@ -126,7 +126,7 @@ def test_two_that_create_the_store_at_once(tiny_model: Any, tmp_path: Path, monk
         ensure_packed(open_or_create(blueprint, path), blueprint, 4, "hqq")
         return faster(path)
 
-    monkeypatch.setattr("tiermoe.runtime.prepare_store.exclusive", overtaken)
+    monkeypatch.setattr("tiermoe.model.prepare_store.exclusive", overtaken)
     assert set(open_or_create(blueprint, root).precisions) == {"4-hqq"}
     assert set(open_store(root).precisions) == {"4-hqq"}
 
@@ -137,7 +137,7 @@ def test_dense_layers_in_blocks_of_rows_are_those_packed_whole(
 ) -> None:
     blueprint: Any = tiny_model("qwen3_moe")
     steps: list[tuple[int, int]] = []
-    monkeypatch.setattr(hqq, "BLOCK_WEIGHTS", 64 * 64)  # so that a tiny matrix has several
+    monkeypatch.setattr(quantizers, "BLOCK_WEIGHTS", 64 * 64)  # so that a tiny matrix has several
     found = []
     for weights in (1, 1 << 22):
         monkeypatch.setattr(row_blocks, "BLOCK_WEIGHTS", weights)

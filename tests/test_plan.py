@@ -18,17 +18,17 @@ from transformers.cache_utils import DynamicCache
 
 from tiermoe import native
 from tiermoe.config import MIB, settings
+from tiermoe.engine.load import resolve_for
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.families import FAMILIES
-from tiermoe.model import generic
-from tiermoe.runtime import dense_weights, system
-from tiermoe.runtime import plan as plan_module
-from tiermoe.runtime.blueprint import Blueprint, inspect_model
-from tiermoe.runtime.dense import packable
-from tiermoe.runtime.dense_weights import LazyTensor, loading_needs
-from tiermoe.runtime.load import resolve_for
-from tiermoe.runtime.memory_plan import MemoryPlan
-from tiermoe.runtime.plan import plan_memory
+from tiermoe.memory import plan as plan_module
+from tiermoe.memory.memory_plan import MemoryPlan
+from tiermoe.memory.plan import plan_memory
+from tiermoe.model import dense_weights, generic
+from tiermoe.model.blueprint import Blueprint, inspect_model
+from tiermoe.model.dense import packable
+from tiermoe.model.dense_weights import LazyTensor, loading_needs
+from tiermoe.process import machine
 from tiermoe.types import Need, Phase, Workload
 from tiny import _COMMON, CONFIGS, auto_class, write
 
@@ -265,14 +265,14 @@ Pages wired down:                        100000.
 
 
 def test_free_memory_of_a_mac_is_what_can_be_taken_at_once() -> None:
-    assert system.vm_stat_available(VM_STAT) == 16384 * (10000 + 20000 + 300 + 40)
-    assert system.vm_stat_available("vm_stat: not here") is None
+    assert machine.vm_stat_available(VM_STAT) == 16384 * (10000 + 20000 + 300 + 40)
+    assert machine.vm_stat_available("vm_stat: not here") is None
 
 
 def test_where_a_system_does_not_say_what_is_free_all_of_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_linux_available", "_macos_available", "_posix_available", "_cgroup_left"):
-        monkeypatch.setattr(system, name, lambda: None)
-    free, source = system.available_memory()
+        monkeypatch.setattr(machine, name, lambda: None)
+    free, source = machine.available_memory()
     assert 0 < free <= 0.5 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert "50% of the machine's memory" in source
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from caches import lru, pools
-from tiermoe.policy.allotment import Pool
-from tiermoe.policy.pools import Pools
+from tiermoe.decide.allotment import Pool
+from tiermoe.decide.pools import Pools
 from tiermoe.types import Demand, ExpertKey
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiermoe.decide.precision import PRECISIONS, Precision, PrecisionContext, thresholds, unimportance
 from tiermoe.errors import ConfigError
-from tiermoe.policy.precision import PRECISIONS, Precision, PrecisionContext, thresholds, unimportance
 from tiermoe.types import Demand, Routed
 
 

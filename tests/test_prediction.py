@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermoe.errors import ConfigError, ProfileError
-from tiermoe.policy.prediction import (
+from tiermoe.decide.prediction import (
     PREDICTIONS,
     PredictionContext,
     Predictor,
@@ -21,6 +20,7 @@ from tiermoe.policy.prediction import (
     paths_from_json,
     paths_to_json,
 )
+from tiermoe.errors import ConfigError, ProfileError
 from tiermoe.types import Routed
 
 

@@ -20,9 +20,9 @@ from replays import replayed
 from schedules import Said, scheduler_with
 from small_traces import decode, layer, trace_of
 from tiermoe.cli.output import summary
-from tiermoe.compose import ModelShape, PrecisionSlots, assemble
-from tiermoe.policy.prediction.worth import PrefetchTrial, promising
-from tiermoe.runtime.generate import Report
+from tiermoe.decide.compose import ModelShape, PrecisionSlots, assemble
+from tiermoe.decide.prefetch_trial import PrefetchTrial, promising
+from tiermoe.generation.loop import Report
 from tiermoe.simulate import Result
 from tiermoe.systems import PRESETS, compose
 from tiermoe.types import Routed

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from commands import Command
-from tiermoe.composition import POLICIES, Composition, declarations
+from tiermoe.decide.composition import POLICIES, Composition, declarations
+from tiermoe.decide.settings import declared
 from tiermoe.errors import ConfigError
-from tiermoe.policy.settings import declared
 from tiermoe.systems import PRESETS, compose
 
 FIVE = ("hobbit", "edgemoe", "mobile", "fate", "corm")

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from measures import relative_error
 from tiermoe import native
 from tiermoe.errors import ConfigError, PackError, StoreError
-from tiermoe.quant import hqq, int2, int4, int4_layout, row_blocks
-from tiermoe.quant.encodings import cpu_layout, encoding_for, encoding_named
+from tiermoe.quant import int2, int4, int4_layout, quantizers, row_blocks
 from tiermoe.quant.ladders import choose
 from tiermoe.quant.quantized import Ladder, nearest
 from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.quant.registry import cpu_layout, encoding_for, encoding_named
 from tiermoe.quant.workers import in_order
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -164,7 +164,7 @@ def test_hqq_is_never_worse_than_plain_rounding_in_any_group(weight, precision):
     bits, group = precision
     found = HQQ(weight, bits, group)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hqq, "STEPS", 1)  # the first candidate alone: plain rounding between minimum and maximum
+        patch.setattr(quantizers, "STEPS", 1)  # the first candidate alone: plain rounding between minimum and maximum
         plain = HQQ(weight, bits, group)
     assert int(found.codes.max()) < 2**bits
     assert bool(
@@ -322,8 +322,8 @@ def test_int2_widens_in_blocks(layout, monkeypatch):
 
 
 def test_ladders_are_the_13_that_differ():
-    levels = {tuple(ladder.step * code + ladder.offset for code in range(4)) for ladder in hqq.LADDERS}
-    assert len(levels) == len(hqq.LADDERS) == 13
+    levels = {tuple(ladder.step * code + ladder.offset for code in range(4)) for ladder in quantizers.LADDERS}
+    assert len(levels) == len(quantizers.LADDERS) == 13
     assert all(0 <= level <= 15 for ladder in levels for level in ladder)
     assert (0, 5, 10, 15) in levels
     assert {(0, 2, 4, 6), (9, 11, 13, 15), (3, 7, 11, 15), (2, 5, 8, 11)} < levels
@@ -341,7 +341,7 @@ def test_int2_takes_the_best_ladder_and_the_nearest_levels(weight, dtype):
     scale, zero = pairs.unbind(-1)
     stripes = weight.float().view(rows, -1, 8, 8)  # row, group, eighth, stripe
     errors = []
-    for ladder in hqq.LADDERS:
+    for ladder in quantizers.LADDERS:
         levels = [(ladder.step * code + ladder.offset - 8) * scale + zero for code in range(4)]
         nearest = torch.stack([(level - stripes).abs() for level in levels]).amin(0)
         errors.append(nearest.square().sum(2))
@@ -512,7 +512,7 @@ ANY_MACHINE = """
 import hashlib
 import torch
 from tiermoe.quant import int4_layout
-from tiermoe.quant.encodings import encoding_named
+from tiermoe.quant.registry import encoding_named
 from tiermoe.quant.quantizers import QUANTIZERS
 stored_bytes = hashlib.sha256()
 for rows in (16, 48, 64, 112, 272):
@@ -551,7 +551,7 @@ def test_blocks_of_rows_are_those_of_the_whole_matrix(name, rows, monkeypatch):
     encoding, columns = encoding_named(name.format(cpu_layout())), 704
     weight = random_weight(rows, columns).bfloat16()
     monkeypatch.setattr(row_blocks, "BLOCK_WEIGHTS", 1)
-    monkeypatch.setattr(hqq, "BLOCK_WEIGHTS", 20 * columns)
+    monkeypatch.setattr(quantizers, "BLOCK_WEIGHTS", 20 * columns)
     got = {f.name: torch.empty(f.shape, dtype=f.dtype) for f in encoding.stored_fields(rows, columns, torch.bfloat16)}
 
     def write(field, first, value):

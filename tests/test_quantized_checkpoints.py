@@ -17,8 +17,8 @@ from transformers.utils import logging as transformers_logging
 import tiermoe
 from tiermoe.batch import Batch, prompt
 from tiermoe.config import settings
-from tiermoe.runtime.blueprint import inspect_model
-from tiermoe.runtime.load import load_blueprint, resolve_for, start, starts_lean
+from tiermoe.engine.load import load_blueprint, resolve_for, start, starts_lean
+from tiermoe.model.blueprint import inspect_model
 from tiny import auto_class, write
 
 SETTINGS = settings(memory="4GiB", device="cpu", bits=16, cache="30%")

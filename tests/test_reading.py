@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from extent_files import EXPERTS, FORM, SIZE, write_experts
-from tiermoe.compose import Tables
 from tiermoe.config import Settings
-from tiermoe.runtime import reading
-from tiermoe.runtime.composition import Resolved
-from tiermoe.runtime.memory_plan import MemoryPlan
-from tiermoe.runtime.reading import Packed, Reading
-from tiermoe.runtime.system import page_cache_room
+from tiermoe.decide.compose import Tables
+from tiermoe.engine import reading
+from tiermoe.engine.reading import Packed, Reading
+from tiermoe.memory.memory_plan import MemoryPlan
+from tiermoe.process.machine import page_cache_room
 from tiermoe.systems import compose
+from tiermoe.systems.resolved import Resolved
 from tiermoe.tiers import probe as probes
 from tiermoe.tiers.probe import DriveProbe, known_drive
 from tiermoe.tiers.reader import ExtentReader, aligned_memory

@@ -15,24 +15,24 @@ import tiny
 from tiermoe.cli.calibrate import calibrate as calibrate_command
 from tiermoe.cli.calibrate import parse_names, parse_percent
 from tiermoe.cli.trace import trace as trace_command
-from tiermoe.compose import filled
 from tiermoe.config import CacheSize
+from tiermoe.decide.compose import filled
+from tiermoe.decide.precision import Fixed, PrecisionContext
+from tiermoe.decide.profiles import profile_path, read_profile
 from tiermoe.errors import ConfigError, ModelError
-from tiermoe.policy.precision import Fixed, PrecisionContext
-from tiermoe.profiles import profile_path, read_profile
-from tiermoe.runtime.blueprint import inspect_model
-from tiermoe.runtime.calibration import calibration as calibration_module
-from tiermoe.runtime.calibration import calibrators
-from tiermoe.runtime.calibration.activations import find_theta
-from tiermoe.runtime.calibration.calibration import Calibration, prepare
-from tiermoe.runtime.calibration.make_profiles import Failed, Found, make_profiles
-from tiermoe.runtime.recording.recorder import Recorder
-from tiermoe.runtime.recording.sequences import Cut, cut
-from tiermoe.runtime.recording.trace_header import header_of
+from tiermoe.measure import calibration as calibration_module
+from tiermoe.measure import calibrators
+from tiermoe.measure.activations import find_theta
+from tiermoe.measure.calibration import Calibration, prepare
+from tiermoe.measure.make_profiles import Failed, Found, make_profiles
+from tiermoe.measure.recorder import Recorder
+from tiermoe.measure.sequences import Cut, cut
+from tiermoe.measure.write_trace import header_of
+from tiermoe.model.blueprint import inspect_model
 from tiermoe.simulate import ReplaySettings, replay
 from tiermoe.systems import PRESETS
-from tiermoe.trace import Header, Pass, Times, Trace
-from tiermoe.trace_file import TraceWriter, read_trace
+from tiermoe.trace.file import TraceWriter, read_trace
+from tiermoe.trace.schema import Header, Pass, Times, Trace
 
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen; Winston Smith slipped quickly. " * 8
 IDS = torch.tensor([5, 40, 77, 12, 9, 100, 33, 8, 61, 25, 90, 14])
@@ -192,7 +192,7 @@ def test_recording_a_lossy_preset_is_refused(mixtral: Path) -> None:
 
 
 def test_sequences_are_spread_over_the_text_and_refused_with_numbers(shipped: Path) -> None:
-    from tiermoe.runtime.resolve import load_tokenizer
+    from tiermoe.model.hub import load_tokenizer
 
     tokenizer = load_tokenizer(shipped)
     ids = tokenizer(TEXT, add_special_tokens=False).input_ids

@@ -13,15 +13,15 @@ import tiermoe
 import tiny
 from commands import Command
 from small_traces import decode, layer, trace_of
+from tiermoe.decide.profiles import Profile, to_json
 from tiermoe.errors import ModelError
-from tiermoe.profiles import Profile, to_json
-from tiermoe.runtime.recording.recorder import Recorder
+from tiermoe.measure.recorder import Recorder
 from tiermoe.simulate.costs import Costs
 from tiermoe.simulate.neuron_loads import NeuronLoads
 from tiermoe.store.neurons import record_place
 from tiermoe.store.store import open_store
-from tiermoe.trace import Times
-from tiermoe.trace_file import read_trace
+from tiermoe.trace.file import read_trace
+from tiermoe.trace.schema import Times
 from tiermoe.types import ExpertKey
 
 IDS = torch.tensor([5, 40, 77, 12, 9, 100, 33, 8, 61, 25, 90, 14])

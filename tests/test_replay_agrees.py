@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from tiermoe.compose import PrecisionSlots
 from tiermoe.config import CacheSize, settings
-from tiermoe.controller import Counts
-from tiermoe.runtime.blueprint import Blueprint, inspect_model
-from tiermoe.runtime.load import load_blueprint
-from tiermoe.runtime.phases import Phase
-from tiermoe.runtime.recording.recorder import Feed, Recorder
-from tiermoe.runtime.recording.trace_header import header_of
-from tiermoe.runtime.resolve import load_tokenizer
+from tiermoe.decide.compose import PrecisionSlots
+from tiermoe.decide.controller import Counts
+from tiermoe.engine.load import load_blueprint
+from tiermoe.generation.phases import Phase
+from tiermoe.measure.recorder import Feed, Recorder
+from tiermoe.measure.write_trace import header_of
+from tiermoe.model.blueprint import Blueprint, inspect_model
+from tiermoe.model.hub import load_tokenizer
 from tiermoe.simulate import BeladyHits, ReplaySettings, Result, replay
 from tiermoe.simulate.result import PhaseHits
 from tiermoe.systems import compose
-from tiermoe.trace import LayerTrace, Little, Pass, Times, Trace
+from tiermoe.trace.schema import LayerTrace, Little, Pass, Times, Trace
 from tiermoe.types import Routed
 from watching import OnRoute
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermoe.policy.routing import is_confident, little, speedup
-from tiermoe.runtime.passes import keep_half
+from tiermoe.decide.routing import is_confident, little, speedup
+from tiermoe.engine.passes import keep_half
 from tiermoe.systems.routings import baseline_uniform, recall
 
 

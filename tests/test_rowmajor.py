@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from measures import relative_error
 from tiermoe.errors import ConfigError
 from tiermoe.kernels import linear_for
-from tiermoe.quant.encodings import Int4, cpu_layout, encoding_for, encoding_named
 from tiermoe.quant.int2 import Int2, RowMajorInt2
 from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.quant.registry import Int4, cpu_layout, encoding_for, encoding_named
 from tiermoe.quant.rowmajor import RowMajorInt4
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -14,10 +14,10 @@ import torch
 import tiermoe
 from fake_link import FakeLink
 from schedules import Said
-from tiermoe.compose import ModelShape, PrecisionSlots, assemble
-from tiermoe.policy.prediction.worth import PAIRS
-from tiermoe.runtime.history import History
-from tiermoe.scheduler import Scheduler
+from tiermoe.decide.compose import ModelShape, PrecisionSlots, assemble
+from tiermoe.decide.prefetch_trial import PAIRS
+from tiermoe.decide.scheduler import Scheduler
+from tiermoe.engine.history import History
 from tiermoe.store.run_record import RunRecord, read_record, record_path, write_record
 from tiermoe.store.store import Source, Store
 from tiermoe.systems import compose

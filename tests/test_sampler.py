@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tiermoe.runtime.sampler import Sampler
-from tiermoe.runtime.sampling import Sampling
+from tiermoe.generation.sampling import Sampler, Sampling
 
 LOGITS = torch.log(torch.tensor([0.05, 0.4, 0.1, 0.3, 0.15]))
 DRAWS = 4000

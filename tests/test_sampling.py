@@ -13,7 +13,7 @@ from transformers import GenerationConfig, set_seed
 
 import tiermoe
 from commands import Command
-from tiermoe.runtime.sampling import Sampling, sampling_for
+from tiermoe.generation.sampling import Sampling, sampling_for
 from tiny import oracle, write
 
 FAST = ("--memory", "4GiB", "--lanes", "1", "--bits", "16")

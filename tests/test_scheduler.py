@@ -7,7 +7,7 @@ import pytest
 from fake_link import FakeLink
 from groups import each
 from schedules import HOBBIT, SHAPE, Said, keys, run, scheduler_with
-from tiermoe.compose import PrecisionSlots, Tables, assemble
+from tiermoe.decide.compose import PrecisionSlots, Tables, assemble
 from tiermoe.errors import ConfigError, ProfileError
 from tiermoe.systems import PRESETS, compose
 from tiermoe.types import ExpertKey, Routed

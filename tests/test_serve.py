@@ -20,7 +20,7 @@ import uvicorn
 
 import tiermoe
 from commands import Command
-from tiermoe.runtime.sampling import Sampling
+from tiermoe.generation.sampling import Sampling
 from tiermoe.serve.app import LARGEST_BODY, create_app
 from tiermoe.serve.batcher import Batcher, Piece, Request
 from tiermoe.serve.grammar import Grammars

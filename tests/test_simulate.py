@@ -18,21 +18,15 @@ from replays import TIMES, replayed
 from small_traces import decode, layer, trace_of
 from tiermoe.cli.simulate import simulate
 from tiermoe.config import CacheSize
+from tiermoe.decide.profiles import Profile, to_json
 from tiermoe.errors import ConfigError, ProfileError, TiermoeError, TraceError
-from tiermoe.profiles import Profile, to_json
-from tiermoe.simulate import (
-    MACHINES,
-    all_evictions,
-    compare_evictions,
-    parse_link,
-    spread,
-)
+from tiermoe.simulate import MACHINES, all_evictions, compare_evictions, parse_link, spread
 from tiermoe.simulate.costs import expert_bytes, run_bits
 from tiermoe.simulate.evictions import hits_of
 from tiermoe.simulate.link import VirtualClock, VirtualLink
 from tiermoe.systems import PRESETS, compose
-from tiermoe.trace import LayerTrace, Little, Pass, Times, Trace
-from tiermoe.trace_file import TraceWriter, read_trace
+from tiermoe.trace.file import TraceWriter, read_trace
+from tiermoe.trace.schema import LayerTrace, Little, Pass, Times, Trace
 from tiermoe.types import ExpertKey, Load
 
 # the link

@@ -13,10 +13,10 @@ from safetensors import safe_open
 
 from sources import EXPERTS, RandomExperts, empty_store
 from tiermoe.errors import StoreError
-from tiermoe.quant.encodings import cpu_layout
+from tiermoe.model.hub import check_fingerprint, is_store
+from tiermoe.model.prepare_store import check_machine
 from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.runtime.prepare_store import check_machine
-from tiermoe.runtime.resolve import check_fingerprint, is_store
+from tiermoe.quant.registry import cpu_layout
 from tiermoe.store.layout import expert_format
 from tiermoe.store.pack import pack_experts
 from tiermoe.store.store import Store, check_files, open_store

@@ -12,8 +12,8 @@ import torch
 import tiermoe
 from channel_wise import round_experts
 from links import finish
-from tiermoe.profiles import Profile, profile_path, to_json
-from tiermoe.runtime.blueprint import inspect_model
+from tiermoe.decide.profiles import Profile, profile_path, to_json
+from tiermoe.model.blueprint import inspect_model
 from tiermoe.types import ExpertKey, Load
 from tiny import oracle, write
 from watching import OnRoute

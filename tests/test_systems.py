@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import tiermoe
-from tiermoe.policy.prediction import count_paths, paths_to_json
-from tiermoe.profiles import Profile, profile_path, to_json
-from tiermoe.runtime.blueprint import inspect_model
-from tiermoe.runtime.prepare_store import store_root
+from tiermoe.decide.prediction import count_paths, paths_to_json
+from tiermoe.decide.profiles import Profile, profile_path, to_json
+from tiermoe.model.blueprint import inspect_model
+from tiermoe.model.prepare_store import store_root
 from tiermoe.systems import PRESETS
 from tiny import write
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from small_traces import decode, layer, trace_of
 from tiermoe.errors import TraceError
-from tiermoe.trace import Header, LayerTrace, Little, Pass, Times, Trace
-from tiermoe.trace_file import TraceWriter, read_trace
+from tiermoe.trace.file import TraceWriter, read_trace
+from tiermoe.trace.schema import Header, LayerTrace, Little, Pass, Times, Trace
 
 WEIGHT = st.floats(0, 1, allow_nan=False)
 TIMES = st.builds(Times, WEIGHT, st.just({4: 0.5}), WEIGHT, st.just({4: 0.25}))

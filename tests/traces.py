@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiermoe.trace import Header, LayerTrace, Pass, Times, Trace
+from tiermoe.trace.schema import Header, LayerTrace, Pass, Times, Trace
 
 Rows = Sequence[Sequence[int]]
 

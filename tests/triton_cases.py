@@ -9,9 +9,9 @@ import torch
 from triton.runtime import interpreter
 
 from tiermoe.kernels import linear_for
-from tiermoe.kernels.triton_linear import blocks, int4_linear
-from tiermoe.quant.encodings import Encoding, encoding_for
+from tiermoe.kernels.gpu.triton_linear import blocks, int4_linear
 from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.quant.registry import Encoding, encoding_for
 from triton_device import DEVICE, DTYPES, TOLERANCE, tokens
 
 # (bits, quantizer); linear takes the largest group that divides K, HQQ 64 or 32

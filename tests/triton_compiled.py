@@ -8,7 +8,7 @@ from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tiermoe.kernels import triton_grouped, triton_linear
+from tiermoe.kernels.gpu import triton_grouped, triton_linear
 
 SHARED_BYTES = 64 * 1024  # what a program may use on the smallest GPU named below
 CAPABILITIES = {75: ("fp16",), 80: ("bf16", "fp32"), 90: ("bf16",)}  # Turing, Ampere, Hopper

@@ -7,13 +7,13 @@ import torch
 from gpu_models import FAMILY
 from parity import logits
 from parity import tokens as tokens_of_text
-from tiermoe.kernels import triton_grouped
+from tiermoe.engine import units
 from tiermoe.kernels.expert import Grouped, SeparateSteps, SlotViews, expert_kernel, separate_steps
 from tiermoe.kernels.gates import silu_gate
+from tiermoe.kernels.gpu import triton_grouped
 from tiermoe.kernels.grouped import grouped_experts
-from tiermoe.quant.encodings import encoding_for, encoding_named
 from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.runtime import units
+from tiermoe.quant.registry import encoding_for, encoding_named
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.types import MoeLayer, Part
 from triton_device import DEVICE, DTYPES, TOLERANCE, tokens

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tiermoe.runtime.observer import Observer
+from tiermoe.engine.observer import Observer
 from tiermoe.types import Routed
 
 

@@ -7,8 +7,8 @@ from benchmarks.growth.reasons import Facts
 from benchmarks.random_moe import Shape
 from tiermoe.bench.bandwidth import last_cache_bytes
 from tiermoe.errors import ConfigError
-from tiermoe.runtime.blueprint import inspect_model
-from tiermoe.runtime.resolve import resolve_model
+from tiermoe.model.blueprint import inspect_model
+from tiermoe.model.hub import resolve_model
 
 _ITEM = 2  # bytes of a key's or value's number in bfloat16
 

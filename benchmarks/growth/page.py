@@ -6,8 +6,8 @@ from typing import Any
 
 from benchmarks.growth.costs import Row, cost, line, series_of
 from benchmarks.growth.plots import Curve, plot
-from tiermoe.bench.columns import number, share, size
 from tiermoe.bench.report import machine_words, page
+from tiermoe.bench.summary import number, share, size
 
 TITLES = {
     "experts": ("Number of experts", "experts in each layer"),

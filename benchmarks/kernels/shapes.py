@@ -26,7 +26,7 @@ from tiermoe.kernels.gates import ClampedGate, silu_gate
 from tiermoe.kernels.native.linear import linear
 from tiermoe.kernels.native.matrix import matrix_form
 from tiermoe.quant.encoding import Encoding
-from tiermoe.quant.encodings import encoding_for
+from tiermoe.quant.registry import encoding_for
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.types import MoeLayer, Part
 

@@ -7,9 +7,9 @@ import torch
 
 from tiermoe.bench.bandwidth import last_cache_bytes
 from tiermoe.kernels import machine_layout
-from tiermoe.quant.encodings import encoding_for
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.quant.registry import encoding_for
 
 Fields = dict[str, torch.Tensor]
 

@@ -25,10 +25,10 @@ from tiermoe.errors import (
 )
 
 if TYPE_CHECKING:
-    from tiermoe.runtime.generate import Report, generate
-    from tiermoe.runtime.load import load, plan
-    from tiermoe.runtime.memory_plan import MemoryPlan
-    from tiermoe.runtime.sampling import Sampling
+    from tiermoe.engine.load import load, plan
+    from tiermoe.generation.loop import Report, generate
+    from tiermoe.generation.sampling import Sampling
+    from tiermoe.memory.memory_plan import MemoryPlan
 
 __version__ = "0.1.0"
 
@@ -51,19 +51,19 @@ __all__ = [
 ]
 
 _HOMES = {
-    "load": "tiermoe.runtime.load",
-    "plan": "tiermoe.runtime.load",
-    "generate": "tiermoe.runtime.generate",
-    "Sampling": "tiermoe.runtime.sampling",
-    "Report": "tiermoe.runtime.generate",
-    "MemoryPlan": "tiermoe.runtime.memory_plan",
+    "load": "tiermoe.engine.load",
+    "plan": "tiermoe.engine.load",
+    "generate": "tiermoe.generation.loop",
+    "Sampling": "tiermoe.generation.sampling",
+    "Report": "tiermoe.generation.loop",
+    "MemoryPlan": "tiermoe.memory.memory_plan",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'tiermoe' has no attribute '{name}'")
-    from tiermoe.runtime import footprint
+    from tiermoe.process import footprint
 
     footprint.import_libraries()
     return getattr(importlib.import_module(_HOMES[name]), name)

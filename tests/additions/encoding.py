@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tiermoe.quant.encoding import Field, SameInSlot
-from tiermoe.quant.linear import LinearQuantizer
 from tiermoe.quant.quantized import Quantizer, nearest_codes
+from tiermoe.quant.quantizers import LinearQuantizer
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiermoe.policy.eviction import EvictionContext
-from tiermoe.policy.settings import setting
+from tiermoe.decide.eviction import EvictionContext
+from tiermoe.decide.settings import setting
 from tiermoe.types import Demand, ExpertKey
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tiermoe.policy.prediction import Forecasts, Here, LooksAhead
-from tiermoe.policy.settings import setting
+from tiermoe.decide.prediction import Forecasts, Here, LooksAhead
+from tiermoe.decide.settings import setting
 from tiermoe.types import Routed, Wanted
 
 

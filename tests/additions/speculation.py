@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tiermoe.batch import Batch, prompt, verify
-from tiermoe.runtime.sequence import shared
+from tiermoe.generation.sequence import shared
 
 
 def looked_up(tokens: list[int], most: int) -> list[int]:

@@ -31,7 +31,7 @@ BREAKAGES = (
     # exactness
     Breakage(
         "a token's experts are summed in falling order",
-        "src/tiermoe/runtime/weighted_sums.py",
+        "src/tiermoe/engine/expert_sums.py",
         "self.place = index.argsort(dim=1).argsort(dim=1)",
         "self.place = index.argsort(dim=1, descending=True).argsort(dim=1)",
         ("tests/test_parity.py::test_experts_per_token",),
@@ -88,49 +88,49 @@ BREAKAGES = (
     # slots, pins, protection
     Breakage(
         "a slot that is pinned is given away",
-        "src/tiermoe/policy/cache.py",
+        "src/tiermoe/decide/cache.py",
         "return key in self._resident and key not in self._pins",
         "return key in self._resident",
         ("tests/test_pools.py", "tests/test_controller.py"),
     ),
     Breakage(
         "slots are numbered from one",
-        "src/tiermoe/policy/cache.py",
+        "src/tiermoe/decide/cache.py",
         "list(range(first + slots - 1, first - 1, -1))",
         "list(range(first + slots, first, -1))",
         ("tests/test_pools.py",),
     ),
     Breakage(
         "a prediction evicts what another prediction protects",
-        "src/tiermoe/policy/cache.py",
+        "src/tiermoe/decide/cache.py",
         "if victim is None and (urgent or not protected):",
         "if victim is None:",
         ("tests/test_pools.py",),
     ),
     Breakage(
         "a copy in fewer bits satisfies a demand for more",
-        "src/tiermoe/policy/pools.py",
+        "src/tiermoe/decide/pools.py",
         "            if precision < bits:\n                return None\n",
         "",
         ("tests/test_pools.py",),
     ),
     Breakage(
         "an interrupted layer keeps its pins",
-        "src/tiermoe/controller.py",
+        "src/tiermoe/decide/controller.py",
         "        finally:\n            run.release()",
         "        finally:\n            pass",
         ("tests/test_controller.py",),
     ),
     Breakage(
         "an expert that is still on its way counts as a hit",
-        "src/tiermoe/controller.py",
+        "src/tiermoe/decide/controller.py",
         "elif self._cache.slot(key) is None:",
         "elif self._cache.slot(key) is None and not self._cache.in_flight(key):",
         ("tests/test_controller.py", "tests/test_simulate.py"),
     ),
     Breakage(
         "the most recently used expert leaves first",
-        "src/tiermoe/policy/eviction/lru.py",
+        "src/tiermoe/decide/eviction/lru.py",
         "next((key for key in self._order if evictable(key)), None)",
         "next((key for key in reversed(self._order) if evictable(key)), None)",
         ("tests/test_eviction.py", "tests/test_simulate.py"),
@@ -152,7 +152,7 @@ BREAKAGES = (
     ),
     Breakage(
         "a failed load's expert is taken for resident",
-        "src/tiermoe/controller.py",
+        "src/tiermoe/decide/controller.py",
         "        if finished.error is not None:\n            self._abandon(load.key)\n",
         "        if finished.error is not None:\n            self.cache.arrived(load.key)\n",
         ("tests/test_controller.py",),
@@ -188,7 +188,7 @@ BREAKAGES = (
     ),
     Breakage(
         "what an interrupted packing wrote stays under the final name",
-        "src/tiermoe/store/atomic.py",
+        "src/tiermoe/store/files.py",
         "temporary = path.with_suffix(PARTIAL)",
         "temporary = path",
         ("tests/test_pack.py",),
@@ -196,21 +196,21 @@ BREAKAGES = (
     # the plan and the traces
     Breakage(
         "the plan leaves the key/value cache out of the budget",
-        "src/tiermoe/runtime/plan.py",
+        "src/tiermoe/memory/plan.py",
         "room = min(base.budget - base.fixed, wanted)",
         "room = min(base.budget - base.fixed + base.kv_cache, wanted)",
         ("tests/test_plan.py",),
     ),
     Breakage(
         "a trace is off by one layer",
-        "src/tiermoe/runtime/recording/recorder.py",
+        "src/tiermoe/measure/recorder.py",
         "traced = self._layers[routed.layer]\n",
         "traced = self._layers[routed.layer - 1]\n",
         ("tests/test_record.py",),
     ),
     Breakage(
         "a trace that was cut short is read",
-        "src/tiermoe/trace_file.py",
+        "src/tiermoe/trace/file.py",
         'if footer.get("passes") != len(lines) - 2:',
         'if footer.get("passes") is None and len(lines) < 2:',
         ("tests/test_trace.py",),

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-_LEAST, _MOST = 256 << 20, 1 << 30
+_LEAST_READ, _MOST = 256 << 20, 1 << 30
 _CACHES = 8  # times that the buffer is the last cache
 _ROUNDS = 5
 _COLUMNS = 4096
@@ -31,7 +31,7 @@ def last_cache_bytes() -> int | None:
 
 def buffer_bytes(cache: int | None) -> int:
     """Bytes to read over."""
-    return min(max(_CACHES * (cache or 0), _LEAST), _MOST)
+    return min(max(_CACHES * (cache or 0), _LEAST_READ), _MOST)
 
 
 def measure(threads: int) -> dict[str, Any]:

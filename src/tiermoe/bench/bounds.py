@@ -16,7 +16,7 @@ from typing import Any
 
 from tiermoe.errors import TraceError
 from tiermoe.simulate.evictions import hits_of
-from tiermoe.trace import Header, LayerTrace, Pass, Trace
+from tiermoe.trace.schema import Header, LayerTrace, Pass, Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from tiermoe.bench.cases import OURS, Condition, named
-from tiermoe.bench.columns import number
-from tiermoe.bench.summary import case_of
+from tiermoe.bench.summary import case_of, number
 from tiermoe.svg import CENTRED, FAINT, INK, Axis, box, circle, line, picture, text
 
 _WIDTH, _HEIGHT = 860, 420

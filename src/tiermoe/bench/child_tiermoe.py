@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiermoe.bench.block_device import device_bytes_read
+from tiermoe.bench.machine import device_bytes_read
 from tiermoe.bench.started import since_start
 
 _SPLIT = 32  # decoded tokens at most in which kernels are timed
@@ -101,8 +101,8 @@ def _feeding(model: Any, ids: Any, prompt: int) -> Any:
 
 
 def _timed(model: Any, ids: Any, prompt: int, warm: int) -> _Measured:
-    from tiermoe.runtime.footprint import peak_resident_bytes
-    from tiermoe.runtime.phases import Phase
+    from tiermoe.generation.phases import Phase
+    from tiermoe.process.footprint import peak_resident_bytes
 
     engine, (rows, length) = model.tiermoe, ids.shape
     first_token_s = 0.0
@@ -126,9 +126,9 @@ def _record(model: Any, ids: Any, prompt: int, path: Path) -> None:
     engine = model.tiermoe
     if engine.lossy or len(engine.precisions) > 1 or engine.composition.unit != "expert":
         return
+    from tiermoe.engine.observer import Observer
     from tiermoe.kernels import machine_layout
-    from tiermoe.runtime.observer import Observer
-    from tiermoe.runtime.recording.trace_header import expert_bytes
+    from tiermoe.measure.write_trace import expert_bytes
 
     layers = engine.store.layers
     sizes = expert_bytes(engine.store, engine.settings.quantizer, machine_layout("cpu"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiermoe.runtime.observer import DENSE, EXPERTS, Observer
+from tiermoe.engine.observer import DENSE, EXPERTS, Observer
 
 
 class KernelClock(Observer):

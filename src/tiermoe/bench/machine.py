@@ -1,4 +1,4 @@
-"""What the measurements were taken on, in words and numbers."""
+"""What the measurements were taken on, in words and numbers, and what the kernel counted at a drive (Linux)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ from tiermoe.bench.limit import CannotLimit, memory_group
 _PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
 _LEAST = 1 << 30  # bytes of the cgroup that is tried
+
+
+def device_bytes_read(folder: Path) -> int | None:
+    """Bytes that the block device of `folder` has read since the machine started, for all processes
+    (/sys/dev/block/…/stat); None where nobody counts them."""
+    number = os.stat(folder).st_dev
+    try:
+        text = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}/stat").read_text()
+    except OSError:
+        return None
+    return int(text.split()[2]) * 512
 
 
 def describe() -> dict[str, Any]:

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from tiermoe.bench.charts import speed_over_budget, time_per_token
-from tiermoe.bench.columns import Column, failure, figures, heading, notes, speeds, spent, split_up
-from tiermoe.bench.summary import case_of
+from tiermoe.bench.summary import Column, case_of, failure, figures, heading, notes, speeds, spent, split_up
 from tiermoe.config import format_size
 
 _STYLE = """

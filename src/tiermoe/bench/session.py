@@ -17,12 +17,11 @@ import xxhash
 
 from tiermoe.bench.cases import ACCELERATE, LLAMA, OURS, TRANSFORMERS, Condition, named
 from tiermoe.bench.child import Bounds, run_child
-from tiermoe.bench.engines import BenchEngine, Common
+from tiermoe.bench.engines import Accelerate, BenchEngine, Common, Transformers
 from tiermoe.bench.llama_peer import LlamaCpp
 from tiermoe.bench.machine import describe
 from tiermoe.bench.measure import Journal, Measured, Step, measure, plan
 from tiermoe.bench.ours import Tiermoe
-from tiermoe.bench.peers import Accelerate, Transformers
 from tiermoe.bench.stretches import RANDOM, check_lengths
 from tiermoe.bench.subject import Subject
 from tiermoe.bench.summary import summarise

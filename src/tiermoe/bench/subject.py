@@ -11,12 +11,12 @@ import numpy as np
 from tiermoe.bench.cases import Condition
 from tiermoe.bench.stretches import random_ids, rows, token_ids
 from tiermoe.config import settings as make_settings
+from tiermoe.engine.load import resolve_for
 from tiermoe.errors import ModelError
 from tiermoe.kernels import machine_layout
-from tiermoe.runtime.blueprint import inspect_model
-from tiermoe.runtime.load import resolve_for
-from tiermoe.runtime.prepare_store import ensure_packed, open_or_create, store_root
-from tiermoe.runtime.resolve import load_tokenizer, resolve_model
+from tiermoe.model.blueprint import inspect_model
+from tiermoe.model.hub import load_tokenizer, resolve_model
+from tiermoe.model.prepare_store import ensure_packed, open_or_create, store_root
 from tiermoe.store.store import precision_key
 
 

@@ -1,4 +1,4 @@
-"""`tiermoe bench`: this program and its peers side by side, in one run."""
+"""`tiermoe bench`: this program and its peers side by side, in one run, as tables on a terminal."""
 
 from __future__ import annotations
 
@@ -8,22 +8,54 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 
-from tiermoe.bench.cases import budgets_asked, conditions, groups_asked, numbers_asked, peers_asked, starts_asked
-from tiermoe.bench.columns import notes
+from tiermoe.bench.cases import (
+    budgets_asked,
+    conditions,
+    groups_asked,
+    numbers_asked,
+    peers_asked,
+    starts_asked,
+)
 from tiermoe.bench.machine import cores
 from tiermoe.bench.stretches import RANDOM, text_file
+from tiermoe.bench.summary import Column, case_of, figures, notes, speeds, spent, split_up
 from tiermoe.cli import options as opt
-from tiermoe.cli.bench_table import print_tables
 from tiermoe.cli.evaluate import read_text
 from tiermoe.cli.output import note, progress_bar, waiting
 from tiermoe.config import settings
 from tiermoe.errors import ConfigError
-from tiermoe.runtime.evaluation.compare import presets_asked
+from tiermoe.measure.compare import presets_asked
 
 if TYPE_CHECKING:
     from tiermoe.bench.measure import Step
     from tiermoe.bench.session import Session
+
+
+_WIDE = 200  # columns of a table that goes to a file or a pipe
+
+
+def print_tables(document: dict[str, Any]) -> None:
+    """The speeds of every case that has figures, a rule between conditions; then where our own time went."""
+    console = Console()
+    console = console if console.is_terminal else Console(width=_WIDE)
+    for cases, columns in ((figures(document), speeds(document)), (split_up(document), spent())):
+        if cases:
+            console.print(_drawn(cases, [column for column in columns if any(map(column[1], cases))]))
+
+
+def _drawn(cases: list[dict[str, Any]], columns: list[Column]) -> Table:
+    found = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, (title, _) in enumerate(columns):
+        found.add_column(title, justify="right" if index else "left", no_wrap=not index)
+    for case, later in zip(cases, [*cases[1:], None], strict=True):
+        ends = later is not None and case_of(later).condition != case_of(case).condition
+        found.add_row(*(show(case) for _, show in columns), end_section=ends)
+    return found
+
 
 Rounds = Annotated[int, typer.Option(help="Times that each case is run, its engines alternating.")]
 Timeout = Annotated[float, typer.Option(help="Seconds that one run may take.")]
@@ -94,7 +126,7 @@ def bench(
     }  # fmt: skip
     _check(asked)
     with waiting("starting"):
-        from tiermoe.runtime import footprint
+        from tiermoe.process import footprint
 
         footprint.import_libraries(own_process=True)
         from tiermoe.bench.report import html_report

@@ -16,7 +16,7 @@ from tiermoe.errors import ConfigError
 from tiermoe.systems import PRESETS
 
 if TYPE_CHECKING:
-    from tiermoe.runtime.calibration.make_profiles import Found
+    from tiermoe.measure.make_profiles import Found
 
 NAMES = ("hobbit", "edgemoe", "fate", "corm")
 
@@ -46,12 +46,12 @@ def calibrate(
     loss = parse_percent(tolerated_loss)
     content = read_text(text)
     with waiting("starting"):
-        from tiermoe.runtime import footprint
+        from tiermoe.process import footprint
 
         footprint.import_libraries(own_process=True)
-        from tiermoe.runtime.calibration.calibration import prepare
-        from tiermoe.runtime.calibration.make_profiles import Found, make_profiles
-        from tiermoe.runtime.recording.sequences import Cut
+        from tiermoe.measure.calibration import prepare
+        from tiermoe.measure.make_profiles import Found, make_profiles
+        from tiermoe.measure.sequences import Cut
 
         shape = Cut(tokens, prompt, sequence)
         calibration = prepare(model, text.name, content, shape, options, loss, processes, bitwidth_quantizer)

@@ -56,7 +56,7 @@ class _Chat:
     """A conversation: its messages, its sampling settings, and the keys and values computed so far."""
 
     def __init__(self, session: Session, sampling: dict[str, Any]) -> None:
-        from tiermoe.runtime.conversation import Conversation
+        from tiermoe.generation.chat import Conversation
 
         self._session = session
         self._sampling = sampling

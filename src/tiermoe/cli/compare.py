@@ -18,7 +18,7 @@ from tiermoe.cli.evaluate import Prompt, TextFile, Tokens, Window, read_text, sc
 from tiermoe.cli.output import note, progress_bar, waiting
 from tiermoe.config import format_size, settings
 from tiermoe.errors import ConfigError
-from tiermoe.runtime.evaluation.compare import BASELINES, eval_in_process, measure_all, presets_asked, summarise
+from tiermoe.measure.compare import BASELINES, eval_in_process, measure_all, presets_asked, summarise
 
 _WIDE = 200  # columns of a table that goes to a file or a pipe
 

@@ -41,11 +41,11 @@ def evaluate(
     """Score a text: perplexity, KL divergence and same top-1 against the 16-bit weights, with standard errors."""
     content = read_text(text)
     with waiting("starting"):
-        from tiermoe.runtime import footprint
+        from tiermoe.process import footprint
 
         footprint.import_libraries(own_process=True)
-        from tiermoe.runtime.evaluation.evaluation import prepare
-        from tiermoe.runtime.evaluation.windows import Shape
+        from tiermoe.measure.evaluate import prepare
+        from tiermoe.measure.windows import Shape
 
         evaluation = prepare(model, content, Shape(prompt, window, tokens), options)
     with progress_bar() as progress:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from tiermoe.config import format_size
 
 if TYPE_CHECKING:
-    from tiermoe.runtime.generate import Report
-    from tiermoe.runtime.prepare_store import Progress as ProgressCall
+    from tiermoe.generation.loop import Report
+    from tiermoe.model.prepare_store import Progress as ProgressCall
 
 
 def note(text: str) -> None:

@@ -28,15 +28,15 @@ def pack(
     """Pack a checkpoint's experts into a store. Interrupted, it picks up where it stopped when run again."""
     precisions = _parse_bits(bits)
     with waiting("reading the checkpoint's headers"):
-        from tiermoe.runtime import footprint
+        from tiermoe.process import footprint
 
         footprint.import_libraries(own_process=True)
+        from tiermoe.engine.describe import packing_loss
         from tiermoe.kernels import machine_layout
-        from tiermoe.runtime.blueprint import inspect_model
-        from tiermoe.runtime.dense import recipe_key
-        from tiermoe.runtime.describe import packing_loss
-        from tiermoe.runtime.prepare_store import ensure_packed, open_or_create, store_root
-        from tiermoe.runtime.resolve import resolve_model
+        from tiermoe.model.blueprint import inspect_model
+        from tiermoe.model.dense import recipe_key
+        from tiermoe.model.hub import resolve_model
+        from tiermoe.model.prepare_store import ensure_packed, open_or_create, store_root
         from tiermoe.store.pack import forget
         from tiermoe.store.store import precision_key
         from tiermoe.tiers.cuda import resolve_device

@@ -23,11 +23,11 @@ def plan(
 ) -> None:
     """Show how a memory budget would be used, without loading or packing anything."""
     with waiting("reading the checkpoint's headers"):
-        from tiermoe.runtime import footprint
+        from tiermoe.process import footprint
 
         footprint.import_libraries(own_process=True)
+        from tiermoe.engine.load import plan as plan_model
         from tiermoe.kernels import cpu_kernels
-        from tiermoe.runtime.load import plan as plan_model
 
         result = plan_model(model, **options)
     if as_json:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tiermoe.composition import Composition, declarations
+from tiermoe.decide.composition import Composition, declarations
 from tiermoe.systems import PRESETS, preset_named
 
 

@@ -36,7 +36,7 @@ def run(
     chosen: dict[str, Any] = {}
 
     def context_for(tokenizer: Any, blueprint: Any) -> int:
-        from tiermoe.runtime.generate import check_length, encode_prompt
+        from tiermoe.generation.loop import check_length, encode_prompt
 
         chosen["sampling"] = choose_sampling(blueprint, named, make_sampling())
         chosen["ids"] = ids = encode_prompt(tokenizer, prompt, raw)
@@ -44,7 +44,7 @@ def run(
         return int(ids.shape[1]) + length
 
     session = open_session(model, options, context_for)
-    from tiermoe.runtime.generate import generate
+    from tiermoe.generation.loop import generate
 
     show = (lambda _: None) if as_json else (lambda text: print(text, end="", flush=True))
     report = generate(session.engine, session.tokenizer, chosen["ids"], chosen["sampling"], show, session.load_s)

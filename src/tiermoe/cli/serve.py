@@ -59,7 +59,7 @@ def _run(
 ) -> None:
     import uvicorn
 
-    from tiermoe.runtime.sequence import end_tokens
+    from tiermoe.generation.sequence import end_tokens
     from tiermoe.serve.app import create_app
     from tiermoe.serve.batcher import Batcher
     from tiermoe.serve.grammar import Grammars

@@ -25,14 +25,14 @@ def open_session(model: str, options: dict[str, Any], context_for: Callable[[Any
     The plan's warnings go to standard error."""
     started = time.perf_counter()
     with waiting("starting"):
-        from tiermoe.runtime import footprint
+        from tiermoe.process import footprint
 
         footprint.import_libraries(own_process=True)
         from tiermoe.config import format_size, settings
-        from tiermoe.runtime.blueprint import inspect_model
-        from tiermoe.runtime.describe import loss_of
-        from tiermoe.runtime.load import start
-        from tiermoe.runtime.resolve import load_tokenizer, resolve_model
+        from tiermoe.engine.describe import loss_of
+        from tiermoe.engine.load import start
+        from tiermoe.model.blueprint import inspect_model
+        from tiermoe.model.hub import load_tokenizer, resolve_model
 
         asked = settings(**options)
         directory = resolve_model(model)
@@ -62,10 +62,10 @@ def open_session(model: str, options: dict[str, Any], context_for: Callable[[Any
 
 def make_sampling(**values: Any) -> Any:
     """`Sampling` of these values, checked. ConfigError where one is out of range."""
-    from tiermoe.runtime import footprint
+    from tiermoe.process import footprint
 
     footprint.import_libraries(own_process=True)
-    from tiermoe.runtime.sampling import Sampling
+    from tiermoe.generation.sampling import Sampling
 
     return Sampling(**values)
 
@@ -73,7 +73,7 @@ def make_sampling(**values: Any) -> Any:
 def choose_sampling(blueprint: Any, named: dict[str, Any], otherwise: Any) -> Any:
     """`Sampling` for a model: as `named`, as its generation_config.json says, or as `otherwise`. A line on standard
     error tells of the file's where it makes the answer random."""
-    from tiermoe.runtime.sampling import sampling_for
+    from tiermoe.generation.sampling import sampling_for
 
     config = blueprint.generation_config()
     sampling = sampling_for(config, named, otherwise)

@@ -26,11 +26,11 @@ def show(
 ) -> None:
     """Show family, layers, experts, bytes, precisions and provenance."""
     with waiting("reading"):
-        from tiermoe.runtime import footprint
+        from tiermoe.process import footprint
 
         footprint.import_libraries(own_process=True)
-        from tiermoe.runtime.describe import describe_model, describe_store
-        from tiermoe.runtime.resolve import is_store
+        from tiermoe.engine.describe import describe_model, describe_store
+        from tiermoe.model.hub import is_store
 
         path = Path(model)
         facts = describe_store(path) if is_store(path) else describe_model(model, store)
@@ -67,7 +67,7 @@ def _print(facts: dict[str, Any]) -> None:
 
 
 def _verify(facts: dict[str, Any], as_json: bool) -> None:
-    from tiermoe.runtime.describe import verify_store
+    from tiermoe.engine.describe import verify_store
 
     if not facts["store"]:
         raise StoreError("there is no store to verify; 'tiermoe pack MODEL' makes one")

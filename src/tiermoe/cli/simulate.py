@@ -15,11 +15,11 @@ from rich.table import Table
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.output import note, waiting
-from tiermoe.composition import Composition, declarations, parsed
 from tiermoe.config import BITS, CacheSize, format_size, parse_cache
+from tiermoe.decide.composition import Composition, declarations, parsed
+from tiermoe.decide.eviction import EVICTIONS
+from tiermoe.decide.profiles import Profile, read_profile
 from tiermoe.errors import ConfigError, TiermoeError
-from tiermoe.policy.eviction import EVICTIONS
-from tiermoe.profiles import Profile, read_profile
 from tiermoe.simulate import (
     MACHINES,
     BeladyHits,
@@ -34,8 +34,8 @@ from tiermoe.simulate import (
     spread,
 )
 from tiermoe.systems import PRESETS, compose
-from tiermoe.trace import Times, Trace
-from tiermoe.trace_file import read_trace
+from tiermoe.trace.file import read_trace
+from tiermoe.trace.schema import Times, Trace
 
 TraceFile = Annotated[Path, typer.Argument(help="A file of tiermoe trace, or a route_trace CSV.", show_default=False)]
 Caches = Annotated[str, typer.Option(help="Cache sizes, like 20% or 10%,20%,3GiB.")]

@@ -53,7 +53,7 @@ def trace(
     cut_text: dict[str, Any] = {}
 
     def context_for(tokenizer: Any, blueprint: Any) -> int:
-        from tiermoe.runtime.recording.sequences import Cut, cut, needed_chunk
+        from tiermoe.measure.sequences import Cut, cut, needed_chunk
         from tiermoe.store.neurons import neuron_layer
 
         if neurons is not None:
@@ -66,7 +66,7 @@ def trace(
         return sequence + 1
 
     session = open_session(model, options, context_for)
-    from tiermoe.runtime.recording.write_trace import made_from, write_trace
+    from tiermoe.measure.write_trace import made_from, write_trace
 
     settings = session.engine.settings
     try:

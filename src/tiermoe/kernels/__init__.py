@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from tiermoe.errors import ConfigError
-from tiermoe.kernels import cpu, cuda
+from tiermoe.kernels import cpu
+from tiermoe.kernels.gpu import cuda
 from tiermoe.kernels.native.matrix import matrix_form
 from tiermoe.kernels.reference import DecodedLinear
 from tiermoe.native import available, instruction_set
 from tiermoe.quant.encoding import Encoding
-from tiermoe.quant.encodings import ROW_MAJOR, cpu_layout, encoding_named
+from tiermoe.quant.registry import ROW_MAJOR, cpu_layout, encoding_named
 from tiermoe.store.layout import ExpertFormat
 
 __all__ = ["KERNELS", "LinearKernel", "cpu_kernels", "decoded_bytes", "decodes", "linear_for", "machine_layout"]

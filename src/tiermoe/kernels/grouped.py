@@ -38,7 +38,7 @@ class GroupedExperts:
     """Experts of one format: two packed matrices and nothing else."""
 
     def __init__(self, form: ExpertFormat, first: PackedMatrix, second: PackedMatrix) -> None:
-        from tiermoe.kernels.triton_grouped import grouped_linear
+        from tiermoe.kernels.gpu.triton_grouped import grouped_linear
 
         self._first, self._second = first, second
         self._multiply = grouped_linear

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from tiermoe.kernels import linear_for
 from tiermoe.kernels.expert import Activation, Views
-from tiermoe.quant.records import Records
+from tiermoe.quant.neuron_records import Records, Sealed
 from tiermoe.quant.scratch import scratch
-from tiermoe.quant.sealed import Sealed
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.store.neurons import GATE, NEURONS
 

@@ -118,7 +118,7 @@ def hqq(
     thresholds: Sequence[float],
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> list[int]:
-    """Half-quadratic quantization (`quant.hqq`) of weights, float32 (rows, columns), in blocks of `block` rows.
+    """Half-quadratic quantization (`quant.quantizers`) of weights, float32 (rows, columns), in blocks of `block` rows.
 
     thresholds: for each step the size up to which errors are shrunk to nothing. found: codes uint8 (rows, columns),
     scales and offsets float32 (rows, columns / group), to be filled. Returns the blocks that are not solved, since an

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sse_starlette import EventSourceResponse
 
 from tiermoe.errors import ConfigError
-from tiermoe.runtime.sampling import Sampling
+from tiermoe.generation.sampling import Sampling
 from tiermoe.serve.answers import KEEP_ALIVE_S, begun, together, with_first
 from tiermoe.serve.batcher import Piece, Request
 from tiermoe.serve.errors import Refused

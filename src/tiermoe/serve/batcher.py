@@ -17,9 +17,8 @@ from torch import Tensor
 
 from tiermoe.batch import Batch, decode, prompt
 from tiermoe.errors import PromptError
-from tiermoe.runtime.sampler import Sampler, log_probabilities
-from tiermoe.runtime.sampling import Sampling
-from tiermoe.runtime.sequence import shared
+from tiermoe.generation.sampling import Sampler, Sampling, log_probabilities
+from tiermoe.generation.sequence import shared
 from tiermoe.serve.detokenize import Detokenizer
 from tiermoe.serve.grammar import Grammar
 

@@ -13,7 +13,7 @@ from fastapi import FastAPI, Response
 from sse_starlette import EventSourceResponse
 
 from tiermoe.errors import ConfigError
-from tiermoe.runtime.sampling import Sampling
+from tiermoe.generation.sampling import Sampling
 from tiermoe.serve.answers import KEEP_ALIVE_S, begun, together, with_first
 from tiermoe.serve.batcher import Piece, Request, TokenLogprob
 from tiermoe.serve.errors import Refused

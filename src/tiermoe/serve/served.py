@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiermoe.runtime.sampling import Sampling
+from tiermoe.generation.sampling import Sampling
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.grammar import Grammars
 from tiermoe.serve.metrics import Metrics

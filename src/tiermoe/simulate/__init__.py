@@ -1,8 +1,7 @@
 """Replays of routing traces on a virtual clock and link, through the decisions that the engine takes."""
 
-from tiermoe.simulate.costs import spread
+from tiermoe.simulate.costs import MACHINES, Machine, parse_link, spread
 from tiermoe.simulate.evictions import EvictionRow, all_evictions, compare_evictions
-from tiermoe.simulate.machines import MACHINES, Machine, parse_link
 from tiermoe.simulate.replay import BeladyHits, ReplaySettings, replay
 from tiermoe.simulate.result import Result
 

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tiermoe.compose import Foresight, ModelShape, PrecisionSlots, assemble
-from tiermoe.composition import Composition
 from tiermoe.config import CacheSize
-from tiermoe.controller import Counts
-from tiermoe.policy.eviction import EVICTIONS
+from tiermoe.decide.compose import Foresight, ModelShape, PrecisionSlots, assemble
+from tiermoe.decide.composition import Composition
+from tiermoe.decide.controller import Counts
+from tiermoe.decide.eviction import EVICTIONS
 from tiermoe.simulate.costs import expert_bytes, run_bits
 from tiermoe.simulate.link import InstantLink
 from tiermoe.simulate.result import PhaseHits, headline
 from tiermoe.simulate.steps import Future, Recorded, steps_of
-from tiermoe.trace import Trace
+from tiermoe.trace.schema import Trace
 
 _EVEN = (0.25, 0.25, 0.25, 0.25)
 

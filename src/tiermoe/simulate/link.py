@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiermoe.link import Finished
+from tiermoe.decide.link import Finished
 from tiermoe.types import ExpertKey, Load
 
 
@@ -32,7 +32,7 @@ class _Transfer:
 
 
 class VirtualLink:
-    """Implements `tiermoe.link.Link` as the real lanes do: each of `lanes` serves one load at a time,
+    """Implements `tiermoe.decide.link.Link` as the real lanes do: each of `lanes` serves one load at a time,
     urgent before speculative; one that has begun is not interrupted. A transfer takes `latency` seconds, then its bytes
     at an equal share of `bandwidth` (bytes per second) with the others under way.
 
@@ -181,7 +181,7 @@ class VirtualLink:
 
 
 class InstantLink:
-    """Implements `tiermoe.link.Link` without time: what is submitted is there. For hit rates alone."""
+    """Implements `tiermoe.decide.link.Link` without time: what is submitted is there. For hit rates alone."""
 
     def __init__(self, bytes_of: Callable[[ExpertKey], int]) -> None:
         self.bytes_read = 0

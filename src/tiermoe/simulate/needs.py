@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tiermoe.compose import tables
-from tiermoe.composition import Composition
+from tiermoe.decide.compose import tables
+from tiermoe.decide.composition import Composition
+from tiermoe.decide.profiles import Profile
 from tiermoe.errors import ConfigError, ProfileError, TraceError
-from tiermoe.profiles import Profile
-from tiermoe.trace import Header
+from tiermoe.trace.schema import Header
 
 _TABLES = {"bits": "table of bits per expert", "paths": "activation paths", "frequencies": "frequencies of experts"}
 _LITTLE = (("routing", "confident"), ("prefetch", "recalled"))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tiermoe.policy.neurons import NeuronCache, to_load, whole
+from tiermoe.decide.neurons import NeuronCache, to_load, whole
 from tiermoe.simulate.costs import Costs
-from tiermoe.trace import Trace
+from tiermoe.trace.schema import Trace
 from tiermoe.types import ExpertKey
 
 

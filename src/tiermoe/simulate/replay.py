@@ -6,7 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from itertools import chain
 
-from tiermoe.compose import (
+from tiermoe.config import CacheSize
+from tiermoe.decide.compose import (
     Foresight,
     ModelShape,
     PrecisionSlots,
@@ -17,10 +18,9 @@ from tiermoe.compose import (
     precisions,
     tables,
 )
-from tiermoe.composition import Composition
-from tiermoe.config import CacheSize
+from tiermoe.decide.composition import Composition
+from tiermoe.decide.profiles import Profile
 from tiermoe.errors import TraceError
-from tiermoe.profiles import Profile
 from tiermoe.simulate.costs import Costs, expert_bytes, run_bits
 from tiermoe.simulate.evictions import hits_of
 from tiermoe.simulate.link import VirtualClock, VirtualLink
@@ -28,7 +28,7 @@ from tiermoe.simulate.needs import require, require_calibration
 from tiermoe.simulate.neuron_loads import NeuronLoads
 from tiermoe.simulate.result import PhaseCosts, PhaseHits, Result
 from tiermoe.simulate.steps import Future, Recorded, Step, steps_of
-from tiermoe.trace import Header, Times, Trace
+from tiermoe.trace.schema import Header, Times, Trace
 from tiermoe.types import ExpertKey
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tiermoe.compose import PrecisionSlots
-from tiermoe.composition import Composition
-from tiermoe.controller import Counts
+from tiermoe.decide.compose import PrecisionSlots
+from tiermoe.decide.composition import Composition
+from tiermoe.decide.controller import Counts
 
 
 @dataclass(slots=True)

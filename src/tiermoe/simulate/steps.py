@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tiermoe.composition import Composition
-from tiermoe.policy.prediction.protocol import Ranked
-from tiermoe.policy.routing import is_confident, little
-from tiermoe.trace import LayerTrace, Pass, Trace
+from tiermoe.decide.composition import Composition
+from tiermoe.decide.prediction.protocol import Ranked
+from tiermoe.decide.routing import is_confident, little
+from tiermoe.trace.schema import LayerTrace, Pass, Trace
 from tiermoe.types import ExpertKey, Routed
 
 

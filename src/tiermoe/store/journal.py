@@ -6,9 +6,8 @@ import json
 import os
 from pathlib import Path
 
-from tiermoe.store.atomic import write_atomically
+from tiermoe.store.files import file_name, write_atomically
 from tiermoe.store.layout import ExpertFormat
-from tiermoe.store.safetensors_file import file_name
 from tiermoe.store.store import VERSION, PackedLayer, Source
 from tiermoe.types import Extent
 

@@ -14,8 +14,8 @@ from functools import cached_property
 import torch
 
 from tiermoe.quant import row_blocks
-from tiermoe.quant.encodings import Encoding, Field, encoding_for, encoding_named
 from tiermoe.quant.quantizers import Quantizer
+from tiermoe.quant.registry import Encoding, Field, encoding_for, encoding_named
 from tiermoe.types import MoeLayer, Part
 
 PAGE = 4096

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tiermoe.config import format_size
 from tiermoe.errors import PackError
-from tiermoe.store.atomic import PARTIAL
+from tiermoe.store.files import PARTIAL
 from tiermoe.store.store import Store
 
 _ELSEWHERE = "choose another folder with --out (or --store)"

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tiermoe.errors import ModelError
-from tiermoe.quant.encodings import encoding_for, encoding_named
-from tiermoe.quant.records import Records, records_for, records_named
-from tiermoe.quant.sealed import Sealed
+from tiermoe.quant.neuron_records import Records, Sealed, records_for, records_named
+from tiermoe.quant.registry import encoding_for, encoding_named
 from tiermoe.store.layout import PAGE, ExpertFormat, expert_format
 from tiermoe.types import MoeLayer, Part, Segment
 

@@ -19,16 +19,15 @@ import xxhash
 from tiermoe.config import format_size
 from tiermoe.errors import ModelError, PackError
 from tiermoe.quant import row_blocks
-from tiermoe.quant.encodings import cpu_layout
 from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.quant.registry import cpu_layout
 from tiermoe.quant.workers import in_order
-from tiermoe.store.atomic import whole_or_nothing
+from tiermoe.store.files import file_name, whole_or_nothing, write_header
 from tiermoe.store.journal import Journal
 from tiermoe.store.layout import ExpertFormat, expert_format
 from tiermoe.store.lock import adding_to
 from tiermoe.store.neurons import NeuronSource, neuron_format
 from tiermoe.store.outline import NAME as OUTLINE
-from tiermoe.store.safetensors_file import file_name, write_header
 from tiermoe.store.store import (
     TABLE,
     PackedLayer,

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from tiermoe.errors import StoreError
-from tiermoe.quant.encodings import ROW_MAJOR
-from tiermoe.store.atomic import write_atomically
+from tiermoe.quant.registry import ROW_MAJOR
+from tiermoe.store.files import write_atomically
 from tiermoe.store.layout import ExpertFormat, format_from_names
 from tiermoe.store.neurons import is_neuron_key, neuron_format_from_names, neuron_key
 from tiermoe.types import Extent, MoeLayer, Part, Segment

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tiermoe.composition import Composition, changed
+from tiermoe.decide.composition import Composition, changed
+from tiermoe.decide.settings import near
 from tiermoe.errors import ConfigError
-from tiermoe.policy.settings import near
 from tiermoe.systems import corm, edgemoe, fate, hobbit, mobile
 from tiermoe.systems.baselines import BASELINES
 from tiermoe.systems.ours import OURS

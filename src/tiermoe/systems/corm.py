@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from tiermoe.composition import Composition
+from tiermoe.decide.composition import Composition
 from tiermoe.systems.routings import frequencies
-from tiermoe.trace import Trace
+from tiermoe.trace.schema import Trace
 
 PRESET = Composition(
     "corm",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tiermoe.composition import Composition
+from tiermoe.decide.composition import Composition
 from tiermoe.errors import ConfigError
 
 PRESET = Composition(

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
-from tiermoe.composition import Composition
+from tiermoe.decide.composition import Composition
 from tiermoe.errors import TraceError
 from tiermoe.simulate.costs import expert_bytes
 from tiermoe.systems.routings import decode_passes, recall
-from tiermoe.trace import Trace
+from tiermoe.trace.schema import Trace
 
 PRESET = Composition(
     "fate",

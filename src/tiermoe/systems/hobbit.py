@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from tiermoe.compose import ModelShape, assemble, cache_bytes, divide
-from tiermoe.composition import Composition
 from tiermoe.config import CacheSize
-from tiermoe.policy.precision import thresholds, unimportance
+from tiermoe.decide.compose import ModelShape, assemble, cache_bytes, divide
+from tiermoe.decide.composition import Composition
+from tiermoe.decide.precision import thresholds, unimportance
 from tiermoe.simulate.costs import expert_bytes
 from tiermoe.simulate.link import InstantLink
 from tiermoe.simulate.steps import Recorded, Step, steps_of
 from tiermoe.systems.routings import decode_passes
-from tiermoe.trace import Trace
+from tiermoe.trace.schema import Trace
 
 PRESET = Composition(
     "hobbit",

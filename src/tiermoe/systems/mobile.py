@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiermoe.composition import Composition
+from tiermoe.decide.composition import Composition
 
 PRESET = Composition(
     "mobile",

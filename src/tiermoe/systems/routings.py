@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from tiermoe.trace import Pass, Trace
+from tiermoe.trace.schema import Pass, Trace
 
 
 def routings(trace: Trace) -> Iterator[list[list[int]]]:

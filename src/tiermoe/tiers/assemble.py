@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tiermoe.link import Link
+from tiermoe.decide.link import Link
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.tiers.cuda import CudaCopier, peak_memory
 from tiermoe.tiers.disk import DiskLink, SlotFiller, Slots

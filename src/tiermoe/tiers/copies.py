@@ -8,7 +8,7 @@ from collections import deque
 
 import torch
 
-from tiermoe.policy.misses import averaged
+from tiermoe.decide.misses import averaged
 from tiermoe.tiers.copier import Copier, Mark, Ticket
 from tiermoe.types import ExpertKey
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from tiermoe.link import Finished
+from tiermoe.decide.link import Finished
 from tiermoe.store.layout import PAGE, ExpertFormat, align
 from tiermoe.tiers.lanes import Lanes
 from tiermoe.tiers.reader import aligned_memory
@@ -46,7 +46,7 @@ class FilledSlots(Slots, Protocol):
 
 
 class Reader(Protocol):
-    """Reads the extents of experts (`tiers.reader.ExtentReader`, `tiers.held.HeldReader`)."""
+    """Reads the extents of experts (`tiers.reader.ExtentReader`, `tiers.reader.HeldReader`)."""
 
     bytes_read: int
 
@@ -123,7 +123,7 @@ class SlotFiller:
 
 
 class DiskLink:
-    """Implements `tiermoe.link.Link` with lanes that read experts into `slots`."""
+    """Implements `tiermoe.decide.link.Link` with lanes that read experts into `slots`."""
 
     def __init__(self, filler: SlotFiller, slots: FilledSlots, lanes: int) -> None:
         self.wait_s = 0.0

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiermoe.link import Finished
+from tiermoe.decide.link import Finished
 from tiermoe.tiers.copier import Copier, Mark, Ticket
 from tiermoe.tiers.copies import CopyQueue
 from tiermoe.tiers.host_cache import Filler, HostCache
@@ -33,7 +33,7 @@ class _Arrival:
 
 
 class GpuLink:
-    """Implements `tiermoe.link.Link` with lanes that read experts into `host` slots and copies from there to
+    """Implements `tiermoe.decide.link.Link` with lanes that read experts into `host` slots and copies from there to
     `device` slots. bytes_of: bytes of an expert in its slot.
 
     `wait_s` adds up the time that the caller spent in `wait`, which does not wait for copies.

@@ -7,10 +7,10 @@ from typing import Protocol
 
 import torch
 
-from tiermoe.policy.cache import ExpertCache
-from tiermoe.policy.clock import Clock
-from tiermoe.policy.eviction import EVICTIONS, EvictionContext
-from tiermoe.policy.misses import averaged
+from tiermoe.decide.cache import ExpertCache
+from tiermoe.decide.eviction import EVICTIONS, EvictionContext
+from tiermoe.decide.eviction.protocol import Clock
+from tiermoe.decide.misses import averaged
 from tiermoe.tiers.copier import Mark, Ticket
 from tiermoe.tiers.copies import CopyQueue
 from tiermoe.tiers.slots import HostSlots

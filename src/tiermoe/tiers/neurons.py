@@ -1,7 +1,8 @@
 """Loads experts of the neuron unit: W1 first, then the active neurons alone (CORM, sections 4.1 and 4.2).
 
 A load is one piece of work for a reading lane: read W1, compute act(W1 x) for the hidden state that runs, or that
-predicts, and read the records of the neurons above the threshold, or all of them above the upper limit.
+predicts, and read the records of the neurons above the threshold, or all of them above the upper limit. Sets of neurons
+are ints to policies and tensors to kernels.
 """
 
 from __future__ import annotations
@@ -10,15 +11,14 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from tiermoe.policy.neurons import NeuronCache, runs, to_load, whole
-from tiermoe.quant.records import holds
-from tiermoe.quant.sealed import Sealed
+from tiermoe.decide.neurons import NeuronCache, runs, to_load, whole
+from tiermoe.quant.neuron_records import Sealed, holds
 from tiermoe.store.layout import ExpertFormat, PartViews
 from tiermoe.store.neurons import GATE, RecordPlace, record_place
 from tiermoe.tiers.disk import Reader, SlotFiller
-from tiermoe.tiers.neuron_sets import to_bits
 from tiermoe.tiers.reader import damaged, verify
 from tiermoe.types import ExpertKey, Extent, Segment
 
@@ -26,6 +26,18 @@ DISK_GAP_BYTES = 128 << 10
 """The gap for drives. Reading through it takes no longer than another read: with 45 % of the neurons active at random,
 smaller gaps took 1.5 to 4 times as long on an NVMe drive, whatever they saved in bytes
 (docs/notebook/reading-neurons.md)."""
+
+
+def to_bits(mask: torch.Tensor) -> int:
+    """A mask, bool (I,), as an int whose bit j is mask[j]."""
+    return int.from_bytes(np.packbits(mask.numpy(), bitorder="little").tobytes(), "little")
+
+
+def to_indices(bits: int) -> torch.Tensor:
+    """The set's neurons in ascending order, int64 (n,)."""
+    packed = np.frombuffer(bits.to_bytes(-(-bits.bit_length() // 8), "little"), dtype=np.uint8)
+    return torch.from_numpy(np.flatnonzero(np.unpackbits(packed, bitorder="little")))
+
 
 ActiveOf = Callable[[ExpertKey, torch.Tensor, dict[str, PartViews]], torch.Tensor]
 """(expert, hidden state (1, H), views of its slot) → which neurons are active, bool (I,)."""

@@ -1,14 +1,18 @@
-"""Write a checkpoint as a GGUF file for llama.cpp: one tensor in memory at a time. Weights keep their values."""
+"""Writes a checkpoint as a GGUF file for llama.cpp: one tensor in memory at a time. Weights keep their values; the
+quantised types go through a bf16 file, removed afterwards."""
+
+from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
 
 import gguf
+import llama_cpp
 import numpy as np
 
 from tiermoe.bench.llama.architectures import add_metadata, architecture_of
-from tiermoe.bench.llama.checkpoint import Checkpoint
+from tiermoe.bench.llama.checkpoint import Checkpoint, is_mxfp4
 from tiermoe.bench.llama.tensors import tensors
 
 FILE_TYPES = {
@@ -77,3 +81,29 @@ def write_gguf(directory: Path, out: Path, file_type: str, keep_mxfp4: bool = Fa
     for tensor, kind in planned:
         writer.write_tensor_data(np.ascontiguousarray(tensor.array(checkpoint, kind)))
     writer.close()
+
+
+QUANTISED = {
+    "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+    "mxfp4": llama_cpp.LLAMA_FTYPE_MOSTLY_MXFP4_MOE,
+}
+"""`mxfp4` keeps experts that are published so and puts the rest in 8 bits, as the files do that people download."""
+
+
+def convert_to(model: Path, out: Path, kind: str, threads: int) -> None:
+    """Writes `out`. ValueError for a checkpoint that llama.cpp would compute otherwise, RuntimeError where it fails."""
+    if kind in FILE_TYPES:
+        write_gguf(model, out, kind)
+        return
+    if kind == "mxfp4" and not is_mxfp4(model):
+        raise ValueError(f"the experts of {model} are not stored in MXFP4; choose another type")
+    whole = out.with_suffix(".bf16.gguf")
+    try:
+        write_gguf(model, whole, "bf16", keep_mxfp4=kind == "mxfp4")
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype, params.nthread = QUANTISED[kind], threads
+        if llama_cpp.llama_model_quantize(str(whole).encode(), str(out).encode(), params):
+            raise RuntimeError(f"llama.cpp could not quantise {whole} to {kind}")
+    finally:
+        whole.unlink(missing_ok=True)

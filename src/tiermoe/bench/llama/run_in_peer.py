@@ -26,7 +26,7 @@ def _importable() -> None:
 
 def convert(job: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint to a GGUF of `type`."""
-    from tiermoe.bench.llama.convert import convert_to
+    from tiermoe.bench.llama.gguf_file import convert_to
 
     convert_to(Path(job["model"]), Path(job["out"]), job["type"], job["threads"])
     return {"bytes": Path(job["out"]).stat().st_size}

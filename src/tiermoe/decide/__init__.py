@@ -1,0 +1,1 @@
+"""Decisions: who comes, in which precision, who leaves. No tensors, no files."""

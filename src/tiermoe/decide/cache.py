@@ -1,0 +1,98 @@
+"""What is here, what is on its way, and who leaves: the bookkeeping of one pool of slots. No weights, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from tiermoe.decide.eviction import Eviction
+from tiermoe.types import Demand, ExpertKey
+
+
+class ExpertCache:
+    """`slots` equal slots, numbered from `first`, under one eviction policy.
+
+    A key is absent, in flight (it owns a slot that is being filled) or resident. A pinned key and a key in flight are
+    never victims: a layer may compute from the slot, or a lane may write into it.
+    """
+
+    def __init__(self, slots: int, eviction: Eviction, first: int = 0) -> None:
+        if slots < 1:
+            raise ValueError(f"a cache needs at least one slot, got {slots}")
+        self.slots = slots
+        self._eviction = eviction
+        self._free = list(range(first + slots - 1, first - 1, -1))
+        self._resident: dict[ExpertKey, int] = {}
+        self._in_flight: dict[ExpertKey, int] = {}
+        self._pins: dict[ExpertKey, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._resident)
+
+    @property
+    def free(self) -> int:
+        """Slots that nothing lies in or is on its way to."""
+        return len(self._free)
+
+    def slot(self, key: ExpertKey) -> int | None:
+        """The slot of a resident key, None where it is absent or in flight."""
+        return self._resident.get(key)
+
+    def in_flight(self, key: ExpertKey) -> bool:
+        return key in self._in_flight
+
+    def pin(self, key: ExpertKey) -> None:
+        """Keeps a resident or arriving key until `unpin`; pins count."""
+        self._pins[key] = self._pins.get(key, 0) + 1
+
+    def unpin(self, key: ExpertKey) -> None:
+        pins = self._pins.pop(key)
+        if pins > 1:
+            self._pins[key] = pins - 1
+
+    def reserve(self, key: ExpertKey, protected: Container[ExpertKey] = (), urgent: bool = True) -> int | None:
+        """A slot for an absent key, which is in flight from now on; a victim is evicted where no slot is free.
+        None where every slot is pinned or in flight. `protected` keys leave last, and never for a load that is not
+        `urgent`."""
+        if key in self._resident or key in self._in_flight:
+            raise ValueError(f"{key} already has a slot")
+        if self._free:
+            slot = self._free.pop()
+        else:
+            victim = self._victim(key, protected, urgent)
+            if victim is None:
+                return None
+            slot = self._resident.pop(victim)
+            self._eviction.removed(victim)
+        self._in_flight[key] = slot
+        self._eviction.admitted(key)
+        return slot
+
+    def arrived(self, key: ExpertKey) -> int:
+        """A key in flight is resident now; returns its slot."""
+        slot = self._in_flight.pop(key)
+        self._resident[key] = slot
+        return slot
+
+    def abandon(self, key: ExpertKey) -> None:
+        """A key in flight will not arrive: its slot is free again."""
+        self._free.append(self._in_flight.pop(key))
+        self._eviction.removed(key)
+
+    def used(self, key: ExpertKey, demand: Demand) -> None:
+        """Tells the eviction policy that a resident key is computed with."""
+        self._eviction.used(key, demand)
+
+    def new_sequence(self) -> None:
+        """Tells the eviction policy that another request begins."""
+        self._eviction.new_sequence()
+
+    def _victim(self, incoming: ExpertKey, protected: Container[ExpertKey], urgent: bool) -> ExpertKey | None:
+        victim = None
+        if protected:
+            victim = self._eviction.victim(incoming, lambda key: self._evictable(key) and key not in protected)
+        if victim is None and (urgent or not protected):
+            victim = self._eviction.victim(incoming, self._evictable)
+        return victim
+
+    def _evictable(self, key: ExpertKey) -> bool:
+        return key in self._resident and key not in self._pins

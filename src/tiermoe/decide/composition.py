@@ -1,0 +1,234 @@
+"""A composition: which experts run, in which precision, what comes next, what stays, in what unit.
+
+A published system is one choice of each part (`tiermoe.systems`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import ChainMap
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from tiermoe.config import BITS, DENSE_BITS
+from tiermoe.decide.allotment import ALLOTMENTS
+from tiermoe.decide.eviction import EVICTIONS
+from tiermoe.decide.precision import PRECISIONS
+from tiermoe.decide.prediction import PREDICTIONS
+from tiermoe.decide.settings import Setting, declared, near, setting
+from tiermoe.errors import ConfigError
+
+POLICIES: dict[str, Mapping[str, Any]] = {"precision": PRECISIONS, "prefetch": PREDICTIONS, "cache": EVICTIONS}
+"""The parts whose values are classes, which declare settings of their own."""
+
+
+def _part(default: str, choices: Collection[str]) -> Any:
+    return setting(default, read=str, one_of=choices)
+
+
+def _flag(given: Any) -> bool:
+    return {"true": True, "false": False}[str(given).lower()]
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """One system. The first fields name its parts, the others set them; what is None and calibrated is filled from the
+    profile `profile` (`tiermoe calibrate`). `own`: settings that the chosen policies declare themselves (`POLICIES`).
+    `composition[name]` is the value of any part or setting. `exact_bits`: a demand is met by a copy in its very bits
+    alone, to measure what bits cost; no preset has it.
+
+    routing: 'all' K experts; 'half' the K/2 of the largest weights, rounded up; 'confident' half, and again with all
+    where the likeliest next token has a probability of at most `gamma` (MoBiLE); 'layer' every expert of the layer is
+    fetched, routed or not (STI).
+    precision: `decide/precision.py`. prefetch: `decide/prediction/`.
+    speculate: 'measured' prefetches in decode only where passes are measured to be faster for it, and goes on measuring
+    (`decide/prefetch_trial.py`); prefill always prefetches. By itself it changes no token.
+    cache: eviction policy (`decide/eviction/`); 'none' room for one layer's K, 'all' every expert stays. `records`:
+    forgotten at each sequence or kept for the model.
+    allotment: 'pool' one for all layers, 'even' the same for each, 'shallow' all of the layers below `boundary` first;
+    'pool' too where slots do not give every layer its K.
+    `low_share`: of the cache's bytes, for a pool of low-precision copies.
+    unit: 'expert', or 'neuron' where |act(W1 x)| > `theta` decides which rows are loaded, all above the share
+    `upper_limit` (CORM).
+    store: experts are read from 'disk', or copied from a store that is held in main memory whole ('memory').
+    start: compute what is here while the rest arrives, or only when all is there ('together', HOBBIT).
+    on_mispredict: 'proceed' runs a layer with the experts that were predicted (CORM).
+    misses: 'cpu' computes an expert that is missing in decode on the CPU, from its copy in main memory, while the GPU
+    computes what it has (HOBBIT, section 4); prefill and prefetches load. Needs a GPU. It changes rounding alone, but
+    where an expert is computed then depends on what is cached, so it counts as lossy. 'measured' computes so many of a
+    layer's misses on the CPU that these end when the loads of the others do, by what both have taken so far.
+    mask: predicted experts are kept from eviction until their layer has run.
+    bits, dense_bits, quantizer: overrides of the engine's own settings, None leaves them.
+    """
+
+    name: str
+    summary: str
+    source: str = ""
+
+    routing: str = _part("all", ("all", "half", "confident", "layer"))
+    precision: str = _part("fixed", PRECISIONS.keys())
+    prefetch: str = _part("none", PREDICTIONS.keys())
+    speculate: str = _part("always", ("always", "measured"))
+    cache: str = _part("lru", ChainMap[str, Any](EVICTIONS, {"none": None, "all": None}).keys())
+    allotment: str = _part("pool", ALLOTMENTS.keys())
+    records: str = _part("model", ("model", "sequence"))
+    unit: str = _part("expert", ("expert", "neuron"))
+    store: str = _part("disk", ("disk", "memory"))
+    start: str = _part("arrival", ("arrival", "together"))
+    on_mispredict: str = _part("reload", ("reload", "proceed"))
+    misses: str = _part("load", ("load", "cpu", "measured"))
+    mask: bool = setting(True, read=_flag, kind="true or false")
+
+    profile: str = setting("", read=str)
+    gamma: float = setting(0.7, low=0, high=1, read_by=("routing", "confident"))
+    own: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    exact_bits: bool = field(default=False, kw_only=True)
+    boundary: int | None = setting(
+        None, read=int, low=0, high=1 << 16, calibrated=True, read_by=("allotment", "shallow")
+    )
+    low_share: float = setting(0.0, low=0, high=0.9)
+    theta: float | None = setting(None, low=0, high=1e9, calibrated=True, read_by=("unit", "neuron"))
+    upper_limit: float = setting(0.75, low=0, high=1, read_by=("unit", "neuron"))
+    bits: int | None = setting(None, read=int, one_of=BITS)
+    dense_bits: int | None = setting(None, read=int, one_of=DENSE_BITS)
+    quantizer: str | None = setting(None, read=str, one_of=("hqq", "linear"))
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of a part or setting. KeyError for a name that is none."""
+        return self.settings()[name]
+
+    def settings(self) -> dict[str, Any]:
+        """Every part and setting by name."""
+        own = dict(self.own)
+        for part in POLICIES:
+            own = {name: default for name, (_, default) in declared(self.policy(part)).items()} | own
+        return {
+            name: own.get(name, declaration.default) if declaration.policies else getattr(self, name)
+            for name, declaration in declarations().items()
+        }
+
+    def having(self, values: Mapping[str, Any]) -> Composition:
+        """The same with other values of parts and settings, by name."""
+        fields = {name: value for name, value in values.items() if name in self.__dataclass_fields__}
+        own = {name: value for name, value in values.items() if name not in fields}
+        return replace(self, own={**self.own, **own}, **fields)
+
+    def policy(self, part: str) -> Any:
+        """The class that `part` names; None where it names none ('none' and 'all' of cache)."""
+        return POLICIES[part].get(getattr(self, part))
+
+    def options(self, part: str) -> dict[str, Any]:
+        """What the policy of `part` is made with beside its context: its settings, but for those that have no value."""
+        return {name: self.own[name] for name in declared(self.policy(part)) if self.own.get(name) is not None}
+
+    @property
+    def lossy(self) -> list[str]:
+        """The parts that can change tokens, as they would be set; empty: exact."""
+        parts = []
+        if self.routing in ("half", "confident"):
+            parts.append(f"routing={self.routing}")
+        if self.precision != "fixed":
+            parts.append(f"precision={self.precision}")
+        if self.unit == "neuron":
+            parts.append("unit=neuron")
+        if self.on_mispredict == "proceed":
+            parts.append("on_mispredict=proceed")
+        if self.misses != "load":
+            parts.append(f"misses={self.misses}")
+        return parts
+
+    def exact(self) -> Composition:
+        """The same composition with every lossy part off: the exact preset's tokens, bit for bit."""
+        routing = "all" if self.routing in ("half", "confident") else self.routing
+        prefetch = {"recalled": "next-gate", "neurons": "next-gate"}.get(self.prefetch, self.prefetch)
+        return replace(
+            self, routing=routing, precision="fixed", prefetch=prefetch, low_share=0.0, unit="expert",
+            on_mispredict="reload", misses="load",
+        )  # fmt: skip
+
+    def missing(self) -> list[str]:
+        """Settings that a calibration must fill and has not."""
+        values = self.settings()
+        return [
+            name
+            for name, declaration in declarations().items()
+            if declaration.told.calibrated and values[name] is None and declaration.is_read(self)
+        ]
+
+    @property
+    def needs_profile(self) -> bool:
+        """True where a setting is open or a part reads a calibrated table."""
+        return bool(self.missing() or self.policy("precision").reads_table or self.policy("prefetch").reads_table)
+
+
+class Declaration(NamedTuple):
+    """One part or setting. `part`: what reads it, with any of `values`; empty: whatever is chosen. `policies`: these
+    have declared it, not `Composition`."""
+
+    told: Setting
+    default: Any
+    part: str = ""
+    values: tuple[str, ...] = ()
+    policies: bool = False
+
+    def is_read(self, composition: Composition) -> bool:
+        return not self.part or getattr(composition, self.part) in self.values
+
+
+def declarations() -> dict[str, Declaration]:
+    """Every part and setting that there is: those of `Composition`, with the policies' in the place of `own`."""
+    found: dict[str, Declaration] = {}
+    ours = declared(Composition)
+    for each in dataclasses.fields(Composition):
+        if each.name in ours:
+            told, default = ours[each.name]
+            part, value = told.read_by or ("", "")
+            found[each.name] = Declaration(told, default, part, (value,))
+        elif each.name == "own":
+            for part, policies in POLICIES.items():
+                for value, policy in policies.items():
+                    for name, (told, default) in declared(policy).items():
+                        others = found[name].values if name in found else ()
+                        found[name] = Declaration(told, default, part, (*others, value), True)
+    return found
+
+
+def parsed(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Parts and settings by name, their values as text or not, as values. ConfigError for an unknown part or value."""
+    known = declarations()
+    for name in changes:
+        if name not in known:
+            raise ConfigError(f"unknown part or setting '{name}'{near(name, known)}")
+    return {name: known[name].told.value(name, value) for name, value in changes.items()}
+
+
+def changed(composition: Composition, changes: Mapping[str, Any] | None = None) -> Composition:
+    """A composition with parts and settings replaced: {'prefetch': 'none', 'gamma': '0.5'}, values also as text.
+    ConfigError for an unknown part or value, for settings that do not go together, and for one that no part of the
+    result reads."""
+    values = parsed(changes or {})
+    result = composition.having(values)
+    for part in POLICIES:
+        if check := getattr(result.policy(part), "check", None):
+            check(result.settings())
+    known = declarations()
+    for given in values:
+        part, readers = known[given].part, known[given].values
+        if not known[given].is_read(result):
+            raise ConfigError(
+                f"{given} does nothing with {part}={getattr(result, part)}; it is read by {part}={' or '.join(readers)}"
+            )
+    return result
+
+
+def require_device(composition: Composition, device: str) -> None:
+    """ConfigError where a device type ('cpu', 'cuda') cannot run a composition: misses=cpu is help for a GPU, whose
+    kernels and copies know whole experts alone."""
+    if composition.misses != "load" and device == "cpu":
+        raise ConfigError(
+            f"misses={composition.misses} computes on the CPU what a GPU lacks, and no GPU is in use; "
+            f"use --set misses=load"
+        )
+    if composition.unit == "neuron" and device != "cpu":
+        raise ConfigError("unit=neuron runs on the CPU alone; use --device cpu or --set unit=expert")

@@ -1,0 +1,29 @@
+"""Least frequently used."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tiermoe.decide.eviction.protocol import EvictionContext
+from tiermoe.decide.eviction.ranking import Scored
+from tiermoe.types import Demand, ExpertKey
+
+
+class LeastFrequentlyUsed(Scored):
+    """Evicts the expert with the fewest uses, one for each token that it served; of those, the least recently used."""
+
+    def __init__(self, context: EvictionContext) -> None:
+        super().__init__(context)
+        self._uses: Counter[ExpertKey] = Counter()
+
+    def record(self, key: ExpertKey, demand: Demand) -> None:
+        self._uses[key] += demand.tokens
+
+    def forget(self) -> None:
+        self._uses.clear()
+
+    def worth(self, key: ExpertKey) -> float:
+        return self._uses[key]
+
+    def score(self, layer: int, worth: float) -> float:
+        return worth

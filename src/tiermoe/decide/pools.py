@@ -1,0 +1,116 @@
+"""Several pools of slots that look like one cache: per layer, or for high and low precision.
+
+A pool's slots are numbered after those of the pools before it. Each pool evicts by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tiermoe.decide.allotment import Pool
+from tiermoe.decide.cache import ExpertCache
+from tiermoe.decide.eviction import Eviction
+from tiermoe.types import Demand, ExpertKey
+
+
+class Pools:
+    """What the controller sees of the cache. `precisions`: the bits that experts are loaded in. exact_bits: a copy in
+    more bits than are asked for does not stand for one in these.
+
+    Predicted keys can be protected: they leave after all others, and never for another prediction, until their layer
+    has run.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[Pool],
+        eviction: Callable[[Pool], Eviction],
+        precisions: Sequence[int],
+        exact_bits: bool = False,
+    ) -> None:
+        self.slots = sum(pool.slots for pool in pools)
+        self._precisions = sorted(precisions, reverse=True)
+        self._exact_bits = exact_bits
+        self._caches: list[ExpertCache] = []
+        first = 0
+        for pool in pools:
+            self._caches.append(ExpertCache(pool.slots, eviction(pool), first))
+            first += pool.slots
+        self._by_place: dict[tuple[int, int], ExpertCache] = {}
+        self._numbers: dict[tuple[int, int], int] = {}
+        for number, pool in enumerate(pools):
+            for layer in pool.layers:
+                for bits in pool.bits or self._precisions:
+                    self._by_place[layer, bits] = self._caches[number]
+                    self._numbers[layer, bits] = number
+        self._protected: set[ExpertKey] = set()
+
+    def __len__(self) -> int:
+        return sum(len(cache) for cache in self._caches)
+
+    def find(self, layer: int, expert: int, bits: int) -> ExpertKey | None:
+        """The resident copy of the highest precision that is at least `bits`; None where there is none."""
+        return self._first(layer, expert, bits, lambda key: self.slot(key) is not None)
+
+    def arriving(self, layer: int, expert: int, bits: int) -> ExpertKey | None:
+        """The copy on its way, of the highest precision that is at least `bits`; None where there is none."""
+        return self._first(layer, expert, bits, self.in_flight)
+
+    def slot(self, key: ExpertKey) -> int | None:
+        return self._cache(key).slot(key)
+
+    def in_flight(self, key: ExpertKey) -> bool:
+        return self._cache(key).in_flight(key)
+
+    def pool(self, key: ExpertKey) -> int:
+        """The number of the pool that the key belongs to."""
+        return self._numbers[key.layer, key.bits]
+
+    def free(self, pool: int) -> int:
+        """Slots of a pool that nothing lies in or is on its way to."""
+        return self._caches[pool].free
+
+    def pin(self, key: ExpertKey) -> None:
+        self._cache(key).pin(key)
+
+    def unpin(self, key: ExpertKey) -> None:
+        self._cache(key).unpin(key)
+
+    def reserve(self, key: ExpertKey, urgent: bool = True) -> int | None:
+        """As `ExpertCache.reserve`, in the pool that the key belongs to."""
+        return self._cache(key).reserve(key, self._protected, urgent)
+
+    def arrived(self, key: ExpertKey) -> int:
+        return self._cache(key).arrived(key)
+
+    def abandon(self, key: ExpertKey) -> None:
+        self._cache(key).abandon(key)
+
+    def used(self, key: ExpertKey, demand: Demand) -> None:
+        self._cache(key).used(key, demand)
+
+    def protect(self, key: ExpertKey) -> None:
+        """Keeps a predicted key until `release_layer` of its layer."""
+        self._protected.add(key)
+
+    def release_layer(self, layer: int) -> None:
+        """Layer `layer` has run: what was predicted for it, and for layers before it, is kept no longer."""
+        if self._protected:
+            self._protected = {key for key in self._protected if key.layer > layer}
+
+    def new_sequence(self) -> None:
+        self._protected.clear()
+        for cache in self._caches:
+            cache.new_sequence()
+
+    def _first(self, layer: int, expert: int, bits: int, there: Callable[[ExpertKey], bool]) -> ExpertKey | None:
+        for precision in (bits,) if self._exact_bits else self._precisions:
+            if precision < bits:
+                return None
+            key = ExpertKey(layer, expert, precision)
+            if there(key):
+                return key
+        return None
+
+    def _cache(self, key: ExpertKey) -> ExpertCache:
+        return self._by_place[key.layer, key.bits]

@@ -1,0 +1,177 @@
+"""A composition at work: what the router chose becomes demands, demands become experts in slots, and what comes next is
+read ahead. The engine and the simulator run this very code, over a real and a virtual link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tiermoe.decide.controller import Controller, Counts
+from tiermoe.decide.eviction.protocol import Clock
+from tiermoe.decide.filling import Uses, most_used
+from tiermoe.decide.precision import Precision
+from tiermoe.decide.prediction.protocol import Forecasts, Predictor
+from tiermoe.decide.prefetch_trial import PrefetchTrial
+from tiermoe.types import FEW_TOKENS, Demand, ExpertKey, Ready, Routed
+
+_TOLD_A_PASS = 64  # experts that the background has brought: 50 µs each where kernels are told of them
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """One model's layers under one composition.
+
+    together: a layer computes when all its loads are there. whole_layer: every expert of a layer is fetched, routed or
+    not; `experts` is how many each layer has. proceed: a layer runs with the experts that were predicted, where any
+    were (CORM's misprediction). elsewhere: in decode, how many of a layer's misses are computed elsewhere and not
+    loaded (HOBBIT, section 4, cooperative computing). settles: what has come stays, in the one precision there is, and
+    nothing is predicted: where all that a token chose has come there is nothing to decide. trial: says which decode
+    passes prefetch, by what they take from `begin_pass` to the end of the last layer; None: all do, as prefills always
+    do. fills: whether the background may read experts into free slots, for it changes nothing but hits; `everything`:
+    all of them fit. uses: counted since the beginning.
+    """
+
+    controller: Controller
+    clock: Clock
+    precision: Precision
+    prediction: Predictor
+    experts: list[int]
+    fixed_bits: int
+    mask: bool = True
+    together: bool = False
+    whole_layer: bool = False
+    proceed: bool = False
+    elsewhere: Callable[[int], int] | None = None
+    settles: bool = False
+    trial: PrefetchTrial | None = None
+    fills: bool = False
+    everything: bool = False
+    uses: Uses = field(init=False)
+    discarded: Counts = field(default_factory=Counts)
+    _before_pass: Counts = field(default_factory=Counts)
+    _pass_tokens: int = 0
+    _began: float | None = None  # when the running pass did, where the trial is told
+    _waited: float = 0.0  # by then, for experts
+    _took: tuple[float, float] | None = None  # by the last one, a token and a layer, until known not to be discarded
+
+    def __post_init__(self) -> None:
+        self.uses = Uses(self.experts)
+
+    @property
+    def prefetching(self) -> str:
+        """What the trial has decided, with its figures; empty where there is none or it has not ended."""
+        return str(self.trial or "")
+
+    def fill(self, uses: Sequence[Sequence[float]]) -> None:
+        """Begins to read experts into free slots, in the background: all of them where all fit, else those that earlier
+        runs used most. uses: theirs, a row of experts for each layer; empty where nothing is known."""
+        if self.fills and (uses or self.everything):
+            self.controller.fill(most_used(self.experts, self.fixed_bits, uses, self.everything))
+
+    def new_sequence(self) -> None:
+        """Another request begins: records that are kept per sequence are forgotten."""
+        self.clock.new_sequence()
+        self.prediction.new_sequence()
+        self.controller.cache.new_sequence()
+
+    @contextlib.contextmanager
+    def ruled_by(self, precision: Precision) -> Iterator[None]:
+        """Passes within it ask for the bits that another rule says."""
+        before, self.precision = self.precision, precision
+        try:
+            yield
+        finally:
+            self.precision = before
+
+    def begin_pass(self, tokens: int, forecasts: Forecasts, phase: str, first: int = 0) -> None:
+        """A forward pass over `tokens` tokens begins (all rows of a batch counted). phase: 'prefill' or 'decode'.
+        first: its first MoE layer, not 0 in a decoder behind an encoder."""
+        self.controller.collect()
+        self.controller.tell(_TOLD_A_PASS)
+        self._before_pass = self.controller.counts.copy()
+        self._pass_tokens = tokens
+        self.clock.advance(tokens)
+        self._begin_timing(phase)
+        self._prefetch(first - 1, forecasts)
+
+    def discard_pass(self) -> None:
+        """The last pass does not count: its hits and misses are kept apart, and its token is run again (MoBiLE)."""
+        counts = self.controller.counts
+        passed = counts.minus(self._before_pass)
+        self.discarded.add(passed)
+        self.controller.counts = self._before_pass.copy()
+        self.clock.token -= self._pass_tokens
+        self._took = None
+
+    def run_layer(self, routed: Routed, forecasts: Forecasts) -> Iterator[list[Ready]]:
+        """Yields the experts of a layer in groups, as they can be computed (`Controller.run_layer`)."""
+        self.clock.layer = routed.layer
+        self.prediction.observe(routed)
+        demands = self._demands(routed)
+        self.uses.note(routed.layer, demands)
+
+        def speculate() -> None:
+            self._prefetch(routed.layer, forecasts)
+
+        elsewhere = self.elsewhere if routed.phase == "decode" else None
+        few = len(routed.experts) <= FEW_TOKENS
+        yield from self.controller.run_layer(routed.layer, demands, speculate, self.together, elsewhere, few)
+        if self._began is not None and routed.layer == len(self.experts) - 1:
+            elapsed = self.controller.link.now() - self._began
+            computed = elapsed - (self.controller.waited_s - self._waited)
+            self._took = elapsed / self._pass_tokens, computed / len(self.experts)
+
+    def _begin_timing(self, phase: str) -> None:
+        if self.trial is None:
+            return
+        if self._took is not None:
+            self.trial.note(*self._took)
+            self._took = None
+        self._began = self.controller.link.now() if phase == "decode" else None
+        self._waited = self.controller.waited_s
+
+    def _demands(self, routed: Routed) -> list[Demand]:
+        demands = self.precision.demands(routed)
+        if self.proceed and routed.phase == "decode":
+            demands = self._as_predicted(routed.layer, demands)
+        if self.whole_layer:
+            asked = {demand.expert for demand in demands}
+            rest = (expert for expert in range(self.experts[routed.layer]) if expert not in asked)
+            demands += [Demand(expert, 0, self.fixed_bits) for expert in rest]
+        return demands
+
+    def _as_predicted(self, layer: int, demands: list[Demand]) -> list[Demand]:
+        """Where at least one demanded expert is here or on its way, the others are skipped."""
+        cache = self.controller.cache
+
+        def there(demand: Demand) -> bool:
+            place = (layer, demand.expert, demand.bits)
+            return cache.find(*place) is not None or cache.arriving(*place) is not None
+
+        if not any(there(demand) for demand in demands):
+            return demands
+        return [demand if there(demand) else Demand(demand.expert, demand.tokens, 0) for demand in demands]
+
+    def _prefetch(self, layer: int, forecasts: Forecasts) -> None:
+        if self.trial is not None and self._began is not None and not self.trial.on:
+            return
+        cache, precision = self.controller.cache, self.precision
+
+        def bits_of(target: int, expert: int) -> int:
+            ranked = forecasts.ranked(target) if precision.reads_forecasts else ()
+            return precision.predicted(target, ranked, expert)
+
+        def here(target: int, expert: int) -> bool:
+            bits = bits_of(target, expert)
+            there = cache.find(target, expert, bits) or cache.arriving(target, expert, bits)
+            return there is not None or not bits  # what would be skipped need not come
+
+        def keys() -> Iterator[ExpertKey]:
+            for wanted in self.prediction.candidates(layer, forecasts, here):
+                bits = bits_of(wanted.layer, wanted.expert)
+                if bits:
+                    yield ExpertKey(wanted.layer, wanted.expert, bits)
+
+        self.controller.prefetch(keys(), self.mask)

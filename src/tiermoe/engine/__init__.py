@@ -1,0 +1,1 @@
+"""A loaded model at work: passes, steps, experts, and what loads it."""

@@ -1,0 +1,93 @@
+"""A transformers model in front of an engine: its experts are the engine's, its calls are steps."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiermoe.engine.engine import Engine
+from tiermoe.engine.fallback import SavedCache
+from tiermoe.engine.passes import CurrentPass, given_tokens, past_tokens
+from tiermoe.engine.steps import Steps
+from tiermoe.families import Family
+from tiermoe.model.decoder import Decoder
+from tiermoe.model.face import Face, SlabCache, face_base, takes_own_cache
+from tiermoe.model.shells import shells_of
+
+
+def attach(engine: Engine, model: Any, family: Family) -> None:
+    """Puts a model whose class `face.face_class` made in front of its engine, until that is closed."""
+    for shell, experts in zip(shells_of(model), engine.layers, strict=True):
+        shell.run_experts = experts
+    if family.encoder_decoder:
+        for hook in engine.current.follow_both(model):
+            engine.before_closing(hook.remove)
+    own = isinstance(engine.steps.decoder, Decoder)
+    front = Front(engine.steps, engine.current, face_base(type(model)), own, bool(model.config.use_cache))
+    model.serve(engine, front)
+
+
+class Front:
+    """What a transformers model with an engine does when it is called: a step where the decoder answers, else the code
+    of its own class, whose passes are told apart by their lengths.
+
+    own: the decoder is one of ours. base: the class whose code runs otherwise."""
+
+    def __init__(self, steps: Steps, current: CurrentPass, base: Any, own: bool, use_cache: bool) -> None:
+        self._steps = steps
+        self._current = current
+        self._base = base
+        self._parameters = [name for name in inspect.signature(base.forward).parameters if name != "self"]
+        self._face = Face(self._parameters, use_cache, steps.new_cache) if own else None
+
+    def forward(self, model: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """transformers' output object."""
+        asked = self._face.asked(arguments, named) if self._face is not None else None
+        if asked is not None and self._face is not None:
+            asked.cache.kv.reserve(max(row.end for row in asked.batch.rows))
+            logits = self._steps.step(asked.batch, asked.cache.kv, every=asked.keep != 1)
+            return self._face.answer(asked, logits)
+        return self._by_transformers(model, arguments, named)
+
+    def cache_for_generate(self, generation_config: Any, model_kwargs: dict[str, Any]) -> SlabCache | None:
+        """The cache that `generate()` begins with; None: one of transformers'."""
+        if self._face is None or not takes_own_cache(generation_config, model_kwargs):
+            return None
+        return self._face.new_cache()
+
+    def _by_transformers(self, model: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if model.config.is_encoder_decoder:
+            return self._base.forward(model, *arguments, **named)
+        given = {**dict(zip(self._parameters, arguments, strict=False)), **named}
+        ids, rows, length = given_tokens((), given)
+        cache = given.get("past_key_values")
+        if ids is not None and cache is not None and length > self._steps.chunk:
+            return self._in_chunks(model, given, ids, cache)
+        self._current.begin_call(ids, rows, length, past_tokens(given), prompt=False)
+        confident = self._steps.confident
+        if confident is None or self._current.phase != "decode":
+            return self._base.forward(model, **given)
+        saved = SavedCache(cache)
+        return confident.decode(lambda: self._base.forward(model, **given), lambda output: output.logits, saved.restore)
+
+    def _in_chunks(self, model: Any, given: dict[str, Any], ids: Tensor, cache: Any) -> Any:
+        """A prompt, some of it at a time. The last output has the logits of all."""
+        past, length, chunk = past_tokens(given), ids.shape[1], self._steps.chunk
+        keep = given.get("logits_to_keep") or 0
+        kept: list[Tensor] = []
+        for begin in range(0, length, chunk):
+            end = min(begin + chunk, length)
+            part = {**given, "input_ids": ids[:, begin:end], "logits_to_keep": min(keep, end - begin)}
+            if given.get("attention_mask") is not None and given["attention_mask"].ndim == 2:
+                part["attention_mask"] = given["attention_mask"][:, : past + end]
+            if given.get("position_ids") is not None:
+                part["position_ids"] = given["position_ids"][:, begin:end]
+            self._current.begin_call(ids[:, begin:end], ids.shape[0], end - begin, past + begin, prompt=True)
+            output = self._base.forward(model, **part)
+            kept.append(output.logits)
+        if keep != 1:
+            output.logits = torch.cat(kept, dim=1)[:, -keep:]
+        return output

@@ -1,0 +1,156 @@
+"""What a running layer's hidden state says about later layers: their routers, called on it.
+
+HOBBIT (section 3.3), Fate (section 4.2) and CORM (section 4.2) report that the inputs of neighbouring layers'
+routers are alike. The router itself is called, so that its own selection is predicted (biases and groups included).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tiermoe.decide.prediction.protocol import Ranked
+from tiermoe.kernels.native import router as native_router
+from tiermoe.model.routers import Router
+
+Remembered = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Forecaster:
+    """Calls a model's routers on other layers' inputs.
+
+    routers: one per MoE layer; a None names no experts by index (Switch) or is a hash of the token (whose prediction is
+    another), and nothing is forecast for it. whole: rank all experts of a layer, not only the chosen ones (percentiles,
+    popularity, traces).
+
+    A router of transformers' is called with what its block gives it beside the input (MiniMax-M2's correction bias), as
+    seen in the model's own last call; before the first one nothing is forecast. stacked: so many layers ahead are one
+    product (HOBBIT, section 3.3), for routers that are a matrix and nothing else; 1 calls each router.
+    """
+
+    def __init__(self, routers: Sequence[Any], whole: bool, stacked: int = 1) -> None:
+        self._routers = list(routers)
+        self.whole = whole
+        self._stack = _stacked(self._routers) if stacked > 1 else None
+        self._ahead = stacked
+        own = {layer for layer, router in enumerate(self._routers) if isinstance(router, Router)}
+        self._beside_input: dict[int, Remembered] = {layer: ((), {}) for layer in own}
+        self._hooks = [
+            router.register_forward_pre_hook(self._remember(layer), with_kwargs=True)
+            for layer, router in enumerate(self._routers)
+            if router is not None and layer not in own
+        ]
+
+    def ranked(self, target: int, hidden: torch.Tensor) -> Ranked:
+        """The router of layer `target` on `hidden` (T, H): experts with weights, likeliest first; weights are summed
+        over the tokens. The chosen ones come first for a single token."""
+        if target >= len(self._routers) or target not in self._beside_input:
+            return ()
+        arguments, named = self._beside_input[target]
+        logits, weights, index = self._routers[target](hidden, *arguments, **named)
+        if not self.whole:
+            return _chosen(weights, index, logits.shape[-1])
+        probabilities = logits.float().softmax(-1)
+        if hidden.shape[0] > 1:
+            return _descending(probabilities.sum(0))
+        chosen = index[0].tolist()
+        listed = probabilities[0].tolist()
+        rest = sorted(set(range(len(listed))) - set(chosen), key=lambda expert: -listed[expert])
+        first = sorted(chosen, key=lambda expert: -listed[expert])
+        return [(expert, listed[expert]) for expert in [*first, *rest]]
+
+    def ranked_ahead(self, target: int, hidden: torch.Tensor) -> dict[int, Ranked]:
+        """`ranked` of `target`, and of the layers behind it that come with it in one product."""
+        if self._stack is None or self.whole or hidden.shape[0] > 1 or target >= len(self._routers):
+            return {target: self.ranked(target, hidden)}
+        layers = range(target, min(target + self._ahead, len(self._routers)))
+        k = max(self._routers[layer].top_k for layer in layers)
+        weights, experts = _largest(self._stack[layers.start : layers.stop], hidden, k)
+        rows = zip(layers, experts.tolist(), weights.tolist(), strict=True)
+        return {layer: list(zip(chosen, gates, strict=True)) for layer, chosen, gates in rows}
+
+    def close(self) -> None:
+        """Takes its hooks off the model's routers."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _remember(self, layer: int) -> Callable[..., None]:
+        def remember(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self._beside_input[layer] = (arguments[1:], named)
+
+        return remember
+
+
+class PassForecasts:
+    """`decide.prediction.Forecasts` of one pass: `hidden` (T, H) is the running layer's input, None before the first
+    layer. `little`: layer → what its router said in the discarded little pass."""
+
+    def __init__(self, forecaster: Forecaster | None) -> None:
+        self.tokens: list[int] = []
+        self.little: dict[int, Ranked] = {}
+        self._forecaster = forecaster
+        self._hidden: torch.Tensor | None = None
+        self._known: dict[int, Ranked] = {}
+
+    def at(self, hidden: torch.Tensor | None) -> None:
+        """Another layer runs, on `hidden`."""
+        self._hidden = hidden
+        self._known.clear()
+
+    def ranked(self, target: int) -> Ranked:
+        if self._hidden is None or self._forecaster is None:
+            return ()
+        if target not in self._known:
+            self._known |= self._forecaster.ranked_ahead(target, self._hidden)
+        return self._known[target]
+
+    def token_ids(self) -> Sequence[int]:
+        return self.tokens
+
+    def recalled(self, target: int) -> Ranked:
+        return self.little.get(target, ())
+
+
+def _largest(stack: torch.Tensor, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest probabilities of each router in stack (layers, E, H) for hidden (1, H), and their experts: (layers,
+    k), the largest first."""
+    matrix = stack.flatten(0, 1)
+    if native_router.takes(matrix) and hidden.dtype == torch.bfloat16:
+        logits = native_router.logits_of(matrix, hidden.contiguous()).view(len(stack), -1)
+        return native_router.choose(logits, k, normalise=False)
+    logits = torch.nn.functional.linear(hidden, matrix)
+    weights, experts = logits.view(len(stack), -1).float().softmax(-1).topk(k, dim=-1)
+    return weights, experts
+
+
+def _stacked(routers: list[Any]) -> torch.Tensor:
+    """The routers' matrices in one tensor (layers, E, H), of which each router's own becomes a view: it takes no memory
+    of its own. They must be of one shape."""
+    stack = torch.stack([router.weight.data for router in routers])
+    for router, weight in zip(routers, stack, strict=True):
+        router.weight.data = weight
+    return stack
+
+
+def router_beside(shell: Any, model: Any) -> Any:
+    """The router in the block of an experts module. LookupError where there is none."""
+    for module in model.modules():
+        if getattr(module, "experts", None) is shell:
+            return getattr(module, "gate", None) or module.router
+    raise LookupError("the experts module has no router beside it")
+
+
+def _chosen(weights: torch.Tensor, index: torch.Tensor, experts: int) -> Ranked:
+    if index.shape[0] > 1:
+        summed = torch.zeros(experts).index_add_(0, index.reshape(-1), weights.float().reshape(-1))
+        return [entry for entry in _descending(summed) if entry[1] > 0]
+    pairs = zip(index[0].tolist(), weights[0].tolist(), strict=True)
+    return sorted(pairs, key=lambda pair: -pair[1])
+
+
+def _descending(values: torch.Tensor) -> Ranked:
+    order = values.argsort(descending=True, stable=True).tolist()
+    listed = values.tolist()
+    return [(expert, listed[expert]) for expert in order]

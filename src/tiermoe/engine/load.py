@@ -1,0 +1,151 @@
+"""From a checkpoint to an engine: alone, for the commands, or behind a transformers model, as `tiermoe.load` gives it.
+
+An engine alone needs no modelling code of transformers where the family has a decoder of ours, the store lacks nothing
+and keeps the checkpoint's outline (`starts_lean`). Everything else is built around a transformers model."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tiermoe.config import Settings
+from tiermoe.config import settings as make_settings
+from tiermoe.engine.engine import Engine, Model
+from tiermoe.engine.reading import Reading, open_reading, rows_stay_on_disk
+from tiermoe.engine.service import ExpertService
+from tiermoe.kernels import machine_layout
+from tiermoe.memory.memory_plan import MemoryPlan
+from tiermoe.memory.plan import plan_memory
+from tiermoe.model.architectures import decoder_for, decodes
+from tiermoe.model.blueprint import Blueprint, inspect_model
+from tiermoe.model.dense import recipe_key
+from tiermoe.model.dense_weights import StoredWeights
+from tiermoe.model.expert_gates import named_gates
+from tiermoe.model.hub import load_tokenizer, resolve_model
+from tiermoe.model.prepare_store import Progress, ensure_packed, is_packed, open_or_create, store_root
+from tiermoe.process import footprint
+from tiermoe.store.store import Store
+from tiermoe.systems.resolved import Resolved, resolve
+from tiermoe.tiers.cuda import resolve_device
+
+
+def load(model: str | os.PathLike[str], *, progress: Progress | None = None, **options: Any) -> tuple[Any, Any]:
+    """Loads a MoE model within a memory budget.
+
+    model: a directory or a hub id. options: the fields of `tiermoe.config.Settings`, sizes also as text
+    (`memory="6GiB"`, `bits=4`, `cache="25%"`, …). progress: called with (what, done, total) while experts are packed,
+    which happens once per checkpoint and precision.
+
+    Returns (model, tokenizer): a transformers model in evaluation mode, with `model.tiermoe` for statistics, and its
+    tokenizer. Raises a TiermoeError that says what to do where the model, the budget or an option is not usable.
+    """
+    settings = make_settings(**options)
+    directory = resolve_model(model)
+    blueprint = inspect_model(directory, os.fspath(model), settings.store)
+    tokenizer = load_tokenizer(directory)
+    return load_blueprint(blueprint, settings, progress), tokenizer
+
+
+def load_blueprint(blueprint: Blueprint, settings: Settings, progress: Progress | None = None) -> Any:
+    """The transformers model of an inspected checkpoint, planned, packed where needed, in front of its engine."""
+    return load_resolved(blueprint, resolve_for(blueprint, settings), progress)
+
+
+def load_resolved(blueprint: Blueprint, resolved: Resolved, progress: Progress | None = None) -> Any:
+    """`load_blueprint` with a composition that is ready."""
+    store, plan = _prepared(blueprint, resolved, progress, lean=False)
+    from tiermoe.engine.loading import load_model  # late: it imports transformers' modelling code
+
+    with open_reading(plan, store, resolved, blueprint, resolve_device(resolved.settings.device)) as reading:
+        return load_model(blueprint, store, plan, resolved, reading)
+
+
+def start(blueprint: Blueprint, settings: Settings, progress: Progress | None = None) -> Engine:
+    """The engine of an inspected checkpoint, planned, and packed where needed."""
+    resolved = resolve_for(blueprint, settings)
+    if not starts_lean(blueprint, resolved):
+        engine: Engine = load_resolved(blueprint, resolved, progress).tiermoe
+        return engine
+    store, plan = _prepared(blueprint, resolved, progress, lean=True)
+    with open_reading(plan, store, resolved, blueprint, "cpu") as reading:
+        service = ExpertService(store, plan, resolved, reading, {})
+        return Engine(service, _lean_model(blueprint, store, plan, resolved, reading))
+
+
+def starts_lean(blueprint: Blueprint, resolved: Resolved) -> bool:
+    """Whether `start` needs no modelling code of transformers."""
+    settings = resolved.settings
+    ours = settings.decoder != "generic" and resolve_device(settings.device) == "cpu" and decodes(blueprint.config)
+    known = blueprint.known is not None and blueprint.known.whole
+    return ours and known and is_packed(blueprint, resolved, machine_layout("cpu"))
+
+
+def _prepared(
+    blueprint: Blueprint, resolved: Resolved, progress: Progress | None, lean: bool
+) -> tuple[Store, MemoryPlan]:
+    """The plan, and the store with all that it asks for. Nothing of the model is loaded, nor are experts."""
+    settings = resolved.settings
+    device = resolve_device(settings.device)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    plan = _planned(blueprint, resolved, lean)
+    store = open_or_create(blueprint, store_root(blueprint, settings.store))
+    unit = resolved.composition.unit
+    for bits in resolved.precisions:
+        ensure_packed(
+            store,
+            blueprint,
+            bits,
+            settings.quantizer,
+            settings.dense_bits_used,
+            progress,
+            device,
+            unit,
+            plan.packers,
+        )
+    return store, plan
+
+
+def _planned(blueprint: Blueprint, resolved: Resolved, lean: bool) -> MemoryPlan:
+    if not lean:
+        assert blueprint.skeleton is not None  # imports what this process is going to hold, before it is measured
+    footprint.settle()
+    return plan_memory(blueprint, resolved)
+
+
+def _lean_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: Resolved, reading: Reading) -> Model:
+    """The decoder over weights that nothing else holds, and what goes with it."""
+    bits = resolved.settings.dense_bits_used
+    dense = recipe_key(blueprint, bits, machine_layout("cpu")) if bits < 16 else None
+    on_disk = rows_stay_on_disk(blueprint, plan, reading)
+    weights = StoredWeights(blueprint, store, dense, on_disk, reading.files, reading.drive.keep)
+    decoder = decoder_for(blueprint.config, weights, blueprint.dtype)
+    assert decoder is not None
+    gates = named_gates(blueprint.outline)
+    return Model(blueprint, decoder, gates, decoder.routers, blueprint.generation_settings())
+
+
+def resolve_for(blueprint: Blueprint, settings: Settings) -> Resolved:
+    """The settings' preset, made ready for a checkpoint. The default one asks no routers where they name no experts by
+    index (Switch), and shares its slots where an encoder's layers run only once."""
+    if settings.preset == Settings().preset and blueprint.family.adapter:
+        settings = replace(settings, set={"prefetch": "none", "allotment": "pool", **settings.set})
+    root = store_root(blueprint, settings.store)
+    return resolve(settings, root, blueprint.checkpoint.fingerprint(), blueprint.name)
+
+
+def plan(model: str | os.PathLike[str], **options: Any) -> MemoryPlan:
+    """What would go where for `tiermoe run` and `chat` with these options of `tiermoe.load`, without loading or
+    packing anything."""
+    settings = make_settings(**options)
+    blueprint = inspect_model(resolve_model(model), os.fspath(model), settings.store)
+    return plan_for(blueprint, settings)
+
+
+def plan_for(blueprint: Blueprint, settings: Settings) -> MemoryPlan:
+    """What `start` would put where."""
+    resolved = resolve_for(blueprint, settings)
+    return _planned(blueprint, resolved, starts_lean(blueprint, resolved))

@@ -1,0 +1,163 @@
+"""Loads the dense part of a model: what stays resident, and no second copy of it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from tiermoe.engine.attachment import attach
+from tiermoe.engine.engine import Engine, Model
+from tiermoe.engine.forecasts import router_beside
+from tiermoe.engine.hash_routing import token_tables
+from tiermoe.engine.reading import Reading, rows_stay_on_disk
+from tiermoe.engine.service import ExpertService
+from tiermoe.errors import ModelError
+from tiermoe.kernels import machine_layout
+from tiermoe.memory.memory_plan import MemoryPlan
+from tiermoe.model.architectures import decoder_for
+from tiermoe.model.blueprint import Blueprint
+from tiermoe.model.dense import attach_dense, recipe_key
+from tiermoe.model.dense_weights import LazyTensor, read_dtypes
+from tiermoe.model.embedding import embedding_key, leave_on_disk
+from tiermoe.model.face import face_base, face_class
+from tiermoe.model.generic import GenericDecoder
+from tiermoe.model.shells import IMPLEMENTATION, ShellGate, experts_left_out, register, shells_of
+from tiermoe.model.weights import ModuleWeights
+from tiermoe.process import footprint
+from tiermoe.store.store import Store
+from tiermoe.systems.resolved import Resolved
+from tiermoe.tiers.cuda import resolve_device
+from tiermoe.tiers.reader import ExtentReader
+
+
+def load_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: Resolved, reading: Reading) -> Any:
+    """A transformers model in evaluation mode, in front of its engine (`model.tiermoe`), whose decoder computes with
+    the weights that the model holds."""
+    settings, family = resolved.settings, blueprint.family
+    device = resolve_device(settings.device)
+    rows_on_disk = rows_stay_on_disk(blueprint, plan, reading)
+    model = load_dense(blueprint, store, settings.dense_bits_used, device, rows_on_disk, reading)
+    model.eval().requires_grad_(False)
+    footprint.settle()
+    hash_tables = token_tables(model, family)
+    own: Any = None
+    if settings.decoder != "generic" and not family.encoder_decoder and device == "cpu":
+        own = decoder_for(model.config, ModuleWeights(model), model.dtype)
+    shells, base = shells_of(model), face_base(type(model))
+    if own is not None:
+        routers = list(own.routers)
+    else:
+        called = [not family.adapter and layer not in hash_tables for layer in range(len(shells))]
+        routers = [router_beside(shell, model) if it else None for shell, it in zip(shells, called, strict=True)]
+    decoder = own or GenericDecoder(model, functools.partial(base.forward, model))
+    gates = [ShellGate(shell) for shell in shells]
+    service = ExpertService(store, plan, resolved, reading, hash_tables)
+    engine = Engine(service, Model(blueprint, decoder, gates, routers, model.generation_config))
+    attach(engine, model, family)
+    return model
+
+
+def load_dense(
+    blueprint: Blueprint, store: Store, dense_bits: int, device: str, embedding_on_disk: bool, reading: Reading
+) -> Any:
+    """A model on `device` with its dense weights and no experts. Weights that are packed, or left on disk, are never
+    read at 16 bits. Packed ones are views of mapped files where `reading` maps them."""
+    register()
+    key = recipe_key(blueprint, dense_bits, machine_layout(device))
+    packed = set(store.dense[key]["layers"]) if dense_bits < 16 else set()
+    replaced = {blueprint.outline.tensors[f"{name}.weight"].key for name in packed}
+    if embedding_on_disk:
+        replaced.add(embedding_key(blueprint))
+    dtypes = read_dtypes(blueprint)
+    state = {
+        name: LazyTensor(blueprint.checkpoint, name, dtypes.get(name), name in replaced)
+        for name in blueprint.dense_keys
+    }
+    config = _config_for_loading(blueprint)
+    with experts_left_out(blueprint.family, config), footprint.without_meta_references(), _quiet_loading():
+        model, info = face_class(type(blueprint.skeleton)).from_pretrained(
+            None,
+            config=config,
+            state_dict=state,
+            dtype=blueprint.dtype,
+            experts_implementation=IMPLEMENTATION,
+            output_loading_info=True,
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"the checkpoint in {blueprint.directory} lacks {len(missing)} weights, the first is {missing[0]}; "
+            f"download it again"
+        )
+    blueprint.checkpoint.close()
+    _take_from_directory(model, blueprint)
+    if packed:
+        attach_dense(model, store, key, ExtentReader(keep=reading.drive.keep), device, reading.files)
+    if embedding_on_disk:
+        leave_on_disk(model, blueprint)
+    _keep_output_whole(model)
+    return model.to(device)
+
+
+class OutputLayer(torch.nn.Linear):
+    """An output layer that takes its rows (..., in_features) as one matrix.
+
+    transformers hands it a prompt's last token as a slice of all of them. For an input of three dimensions whose rows
+    lie apart torch multiplies in batches, with a copy of the whole weight: 1.1 GB for gpt-oss, and a minute."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.nn.functional.linear(x.reshape(-1, self.in_features), self.weight, self.bias)
+        return rows.view(*x.shape[:-1], self.out_features)
+
+
+def _keep_output_whole(model: Any) -> None:
+    """Replaces a plain output layer by one that copies no weight."""
+    plain = model.get_output_embeddings()
+    if type(plain) is not torch.nn.Linear:
+        return
+    layer = OutputLayer(plain.in_features, plain.out_features, plain.bias is not None, device="meta")
+    layer.weight, layer.bias = plain.weight, plain.bias
+    model.set_output_embeddings(layer)
+
+
+def _config_for_loading(blueprint: Blueprint) -> Any:
+    """The config that transformers loads by. Where only experts are quantised it names no quantisation: transformers'
+    quantiser would have nothing to do, and says on standard error what its kernels lack."""
+    if not blueprint.quantized:
+        return blueprint.config
+    config = copy.deepcopy(blueprint.config)
+    direct = read_dtypes(blueprint)
+    if all(key in direct for key in blueprint.dense_keys):
+        del config.quantization_config
+        return config
+    quantization = config.quantization_config
+    settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    config.quantization_config = {**settings, "dequantize": True}
+    return config
+
+
+@contextlib.contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """Without transformers' progress bar, which would be drawn wherever standard error goes."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _take_from_directory(model: Any, blueprint: Blueprint) -> None:
+    """What transformers takes from a model's directory, which a state dict does not have: its path and its generation
+    settings."""
+    generation_config = blueprint.generation_config()
+    if generation_config is not None:
+        model.generation_config = generation_config
+    model.name_or_path = model.config.name_or_path = str(blueprint.directory)

@@ -1,0 +1,157 @@
+"""The forward pass that runs: its phase, which experts its tokens may use, and who is told what the routers chose."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tiermoe.batch import Batch
+from tiermoe.decide.routing import little
+from tiermoe.decide.scheduler import Scheduler
+from tiermoe.engine.forecasts import PassForecasts
+from tiermoe.engine.observer import Observer
+from tiermoe.types import Ready, Routed
+
+
+class CurrentPass:
+    """The pass that runs: told when one begins, it hands the model's layers to the scheduler.
+
+    encoder_layers: MoE layers of an encoder, which run first (0: a decoder alone). `needs_weights`, `may_skip`,
+    `proceed`: what the composition asks of the layers. `unsure`: in a fallback pass, the rows of the batch that run
+    with all K; None runs every row with all K, an empty list none (the little pass). `observer`: told of the layers.
+    """
+
+    def __init__(self, scheduler: Scheduler, forecasts: PassForecasts, encoder_layers: int) -> None:
+        self.scheduler = scheduler
+        self.forecasts = forecasts
+        self.phase = "prefill"
+        self.needs_weights = False
+        self.may_skip = False
+        self.proceed = scheduler.proceed
+        self.unsure: list[int] | None = None
+        self.observer: Observer | None = None
+        self._encoder_layers = encoder_layers
+        self._encoded = False
+
+    def begin(self, batch: Batch) -> None:
+        """A pass over a batch begins."""
+        if any(row.first == 0 for row in batch.rows):
+            self.scheduler.new_sequence()
+        self._begin(batch.phase, batch.tokens, len(batch.tokens), 0)
+
+    def begin_call(self, ids: torch.Tensor | None, rows: int, length: int, past: int, prompt: bool) -> None:
+        """A pass of transformers' own code begins, over `rows` sequences of `length` tokens after `past` ones. ids: the
+        tokens, where there are any. prompt: they belong to a prompt; else a single token is a generated one."""
+        if past == 0:
+            self.scheduler.new_sequence()
+        phase = "decode" if length == 1 and past > 0 and not prompt else "prefill"
+        self._begin(phase, _listed(ids), rows * length, 0)
+
+    def follow_both(self, model: Any) -> list[Any]:
+        """Hooks that begin passes of an encoder and of the decoder behind it, which `generate()` calls apart; returns
+        their handles."""
+        return [
+            model.get_encoder().register_forward_pre_hook(self.before_encoder, with_kwargs=True),
+            model.get_decoder().register_forward_pre_hook(self.before_decoder, with_kwargs=True),
+        ]
+
+    def before_encoder(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Another request begins, and its prompt is read at once."""
+        ids, rows, length = given_tokens(arguments, named)
+        self.scheduler.new_sequence()
+        self._encoded = True
+        self._begin("prefill", _listed(ids), rows * length, 0)
+
+    def before_decoder(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """The first token of a decoder behind an encoder is a generated one too."""
+        ids, rows, length = given_tokens(arguments, named)
+        if past_tokens(named) == 0 and not self._encoded:
+            self.scheduler.new_sequence()  # what was encoded before is decoded again
+        self._encoded = False
+        self._begin("decode" if length == 1 else "prefill", _listed(ids), rows * length, self._encoder_layers)
+
+    @contextlib.contextmanager
+    def halved(self, unsure: list[int]) -> Iterator[None]:
+        """Decode passes within it run with K/2 experts, but for the rows `unsure`."""
+        self.unsure = unsure
+        try:
+            yield
+        finally:
+            self.unsure = None
+
+    def route(
+        self, layer: int, index: torch.Tensor, weights: torch.Tensor, none: int, renormalise: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts that run: all K of a token, or K/2 where the pass is a little one for it. none: an index that
+        names no expert."""
+        if self.unsure is None or self.phase != "decode":
+            return index, weights
+        if not self.unsure:
+            self._note_little(layer, index, weights)
+        return keep_half(index, weights, self.unsure, none, renormalise)
+
+    def run_layer(self, routed: Routed, hidden: torch.Tensor) -> Iterator[list[Ready]]:
+        """`Scheduler.run_layer` for a layer whose input is `hidden` (T, H)."""
+        self.forecasts.at(hidden)
+        if self.observer is None:
+            return self.scheduler.run_layer(routed, self.forecasts)
+        return self._observed(self.observer, routed, hidden)
+
+    def _observed(self, observer: Observer, routed: Routed, hidden: torch.Tensor) -> Iterator[list[Ready]]:
+        observer.on_route(routed, hidden)
+        for group in self.scheduler.run_layer(routed, self.forecasts):
+            for ready in group:
+                observer.on_ready(routed.layer, ready)
+            yield group
+
+    def _begin(self, phase: str, tokens: list[int], count: int, first: int) -> None:
+        """A pass over `count` tokens begins, whose first MoE layer is `first`."""
+        self.phase = phase
+        self.forecasts.tokens = tokens
+        self.forecasts.at(None)
+        self.scheduler.begin_pass(count, self.forecasts, phase, first)
+
+    def _note_little(self, layer: int, index: torch.Tensor, weights: torch.Tensor) -> None:
+        """What the router said in the little pass, of all K: summed over the rows of a batch."""
+        totals: dict[int, float] = {}
+        for chosen, gates in zip(index.tolist(), weights.tolist(), strict=True):
+            for expert, gate in zip(chosen, gates, strict=True):
+                totals[expert] = totals.get(expert, 0.0) + gate
+        self.forecasts.little[layer] = sorted(totals.items(), key=lambda pair: -pair[1])
+
+
+def given_tokens(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[torch.Tensor | None, int, int]:
+    """(token ids where there are any, rows, tokens of each) of a forward call."""
+    ids = arguments[0] if arguments else named.get("input_ids")
+    given = ids if ids is not None else named["inputs_embeds"]
+    return ids, given.shape[0], given.shape[1]
+
+
+def _listed(ids: torch.Tensor | None) -> list[int]:
+    return ids.reshape(-1).tolist() if ids is not None else []
+
+
+def past_tokens(named: dict[str, Any]) -> int:
+    """Tokens that the key/value cache of a forward call holds already."""
+    cache = named.get("past_key_values")
+    return int(cache.get_seq_length()) if cache is not None else 0
+
+
+def keep_half(
+    index: torch.Tensor, weights: torch.Tensor, whole_rows: list[int], none: int, renormalise: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """index, weights (T, K) with those of each row's experts that are not in the little pass replaced by `none`, except
+    in `whole_rows`.
+    What is left is scaled to the row's sum where the model normalises over the chosen ones."""
+    halves = torch.tensor([little(gates) for gates in weights.tolist()], device=index.device)
+    dropped = torch.ones_like(index, dtype=torch.bool).scatter_(1, halves, False)
+    dropped[whole_rows] = False
+    kept = weights.masked_fill(dropped, 0)
+    if renormalise:
+        scale = weights.sum(1, keepdim=True) / kept.sum(1, keepdim=True)
+        scale[whole_rows] = 1
+        kept = kept * scale
+    return index.masked_fill(dropped, none), kept

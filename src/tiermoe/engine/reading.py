@@ -1,0 +1,125 @@
+"""How a store is read: past the page cache, through it where it has room for all experts beside what is planned, or not
+at all: mapped, where that room is enough for the experts themselves."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiermoe.kernels import machine_layout
+from tiermoe.memory.memory_plan import MemoryPlan
+from tiermoe.model.blueprint import Blueprint
+from tiermoe.model.dense import recipe_key
+from tiermoe.model.embedding import embedding_key
+from tiermoe.process.footprint import resident_bytes
+from tiermoe.process.machine import page_cache_room
+from tiermoe.store.layout import PAGE, ExpertFormat
+from tiermoe.store.store import Store, precision_key
+from tiermoe.systems.resolved import Resolved
+from tiermoe.tiers.mapped import MappedFiles
+from tiermoe.tiers.probe import DriveProbe, known_drive, through_page_cache
+from tiermoe.types import Extent
+
+_ROOM_USED = 0.9  # of the room at most: others need some too
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a store is read. `files`: its files, mapped, where slots are their extents; None: slots hold copies."""
+
+    drive: DriveProbe
+    files: MappedFiles | None = None
+
+    def __enter__(self) -> Reading:
+        return self
+
+    def __exit__(self, failure: object, *_: object) -> None:
+        """Gives up what is mapped where no engine came to be; an engine does so when it is closed."""
+        if failure is not None and self.files is not None:
+            self.files.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What is read of the store at `root`: the extents of all experts in all precisions, with the format of each layer,
+    and the file of the packed dense layers (`dense`), if any. `own`: all lies in the store's own files."""
+
+    root: Path
+    extents: Sequence[Extent]
+    formats: Sequence[ExpertFormat]
+    own: bool
+    dense: Path | None = None
+
+
+def open_reading(plan: MemoryPlan, store: Store, resolved: Resolved, blueprint: Blueprint, device: str) -> Reading:
+    """How the engine of a plan reads what is packed of a model for a device. Files that are mapped are read ahead from
+    now on where loading leaves memory for it."""
+    packed = _packed(store, resolved, blueprint, device)
+    reading = reading_for(plan, packed, resolved, device)
+    if reading.files is not None and plan.loading + plan.experts <= plan.budget:
+        reading.files.read_ahead()
+    return reading
+
+
+def reading_for(plan: MemoryPlan, packed: Packed, resolved: Resolved, device: str) -> Reading:
+    """Where each expert is read once: mapped, or through the page cache where a second copy of all of them can stay
+    there, so that the next process finds them; else as the drive is fastest."""
+    lanes = resolved.settings.lanes
+    everything = plan.slots >= plan.all_slots and len(resolved.precisions) == 1
+    if everything and resolved.composition.store == "disk":
+        if device == "cpu" and _can_be_slots(packed, resolved) and _has_room(plan, 0):
+            files = MappedFiles()
+            with contextlib.suppress(OSError):  # a file system that maps no files: copies do as well
+                files.add(_files(packed))
+                return Reading(through_page_cache(packed.extents, lanes), files)
+        if _has_room(plan, sum(extent.nbytes for extent in packed.extents)):
+            return Reading(through_page_cache(packed.extents, lanes))
+    return Reading(known_drive(packed.extents, lanes, packed.root / "drive.json"))
+
+
+def rows_stay_on_disk(blueprint: Blueprint, plan: MemoryPlan, reading: Reading) -> bool:
+    """Whether the input embedding is left on the drive: its memory is planned for experts, or nothing else is copied
+    and reading it whole is what loading would wait for."""
+    return plan.embedding_on_disk or (reading.files is not None and embedding_key(blueprint) is not None)
+
+
+def _packed(store: Store, resolved: Resolved, blueprint: Blueprint, device: str) -> Packed:
+    unit, quantizer, layout = resolved.composition.unit, resolved.settings.quantizer, machine_layout(device)
+    dense_bits = resolved.settings.dense_bits_used
+    dense = store.dense[recipe_key(blueprint, dense_bits, layout)] if dense_bits < 16 else None
+    keys = [precision_key(bits, quantizer, layout, unit) for bits in resolved.precisions]
+    precisions = [store.precisions[key] for key in keys]
+    return Packed(
+        store.root,
+        [extent for precision in precisions for layer in precision.layers for extent in layer.extents],
+        [store.expert_format(key, layer) for key in keys for layer in range(len(store.layers))],
+        not any(precision.in_place for precision in precisions),
+        store.root / dense["file"] if dense else None,
+    )
+
+
+def _can_be_slots(packed: Packed, resolved: Resolved) -> bool:
+    """Whether kernels can compute from the extents as they lie in the files, and every expert keeps its slot."""
+    alike = len({form.layer.experts for form in packed.formats}) == 1  # else a layer may have fewer slots than experts
+    return (
+        packed.own
+        and resolved.composition.unit == "expert"
+        and (alike or resolved.composition.allotment == "pool")
+        and not any(form.widened for form in packed.formats)
+        and all(len(each.segments) == 1 and each.segments[0].offset % PAGE == 0 for each in packed.extents)
+    )
+
+
+def _files(packed: Packed) -> list[str]:
+    """In the order in which they are needed."""
+    dense = [] if packed.dense is None else [str(packed.dense)]
+    return [*dense, *dict.fromkeys(segment.file for extent in packed.extents for segment in extent.segments)]
+
+
+def _has_room(plan: MemoryPlan, copies: int) -> bool:
+    """Whether the page cache can hold `copies` bytes beside all that the plan names, in the machine and in every memory
+    cgroup around the process, with nothing else pushed out."""
+    to_come = max(plan.total - resident_bytes(), 0)
+    return copies + to_come <= _ROOM_USED * page_cache_room()

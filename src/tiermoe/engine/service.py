@@ -1,0 +1,171 @@
+"""The experts of one loaded model on their way: the store they lie in, the slots they come to, the link between, and
+the scheduler that decides what comes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from tiermoe.decide.compose import PrecisionSlots, assemble
+from tiermoe.decide.prediction.protocol import HashTable
+from tiermoe.decide.prefetch_trial import PrefetchTrial, promising
+from tiermoe.decide.scheduler import Scheduler
+from tiermoe.engine.history import History
+from tiermoe.engine.passes import CurrentPass
+from tiermoe.engine.reading import Reading
+from tiermoe.engine.units import RunExperts, unit_of
+from tiermoe.kernels import machine_layout
+from tiermoe.kernels.expert import Views
+from tiermoe.memory.memory_plan import GpuMemoryPlan, MemoryPlan
+from tiermoe.memory.plan import shape_of
+from tiermoe.model.expert_gates import ExpertGate
+from tiermoe.process.machine import processors
+from tiermoe.store.layout import ExpertFormat, Layout
+from tiermoe.store.store import Store, precision_key
+from tiermoe.systems.resolved import Resolved
+from tiermoe.tiers.assemble import Tiers, assemble_mapped
+from tiermoe.tiers.assemble import assemble as assemble_tiers
+from tiermoe.tiers.cuda import resolve_device
+from tiermoe.tiers.mapped import MappedFiles
+from tiermoe.tiers.probe import DriveProbe
+from tiermoe.tiers.reader import ExtentReader, HeldReader
+from tiermoe.types import ExpertKey, Extent
+
+_LONG_ENOUGH = 0.25  # seconds of reading that say more than the probe
+
+
+class ExpertService:
+    """Brings experts into slots. hash_tables: MoE layer → token id → its experts, of the layers that have one."""
+
+    def __init__(
+        self,
+        store: Store,
+        plan: MemoryPlan,
+        resolved: Resolved,
+        reading: Reading,
+        hash_tables: Mapping[int, HashTable],
+    ) -> None:
+        self.store, self.plan, self.resolved = store, plan, resolved
+        self.device = resolve_device(resolved.settings.device)
+        self.packed = {bits: PackedExperts(store, self._key_of(bits)) for bits in resolved.precisions}
+        self.drive: DriveProbe = reading.drive
+        self.mapped = reading.files is not None
+        self.unit = unit_of(resolved.composition, torch.device(self.device).type)
+        tiers = self._tiers(reading.files)
+        self._slots, self.link, self.tier_stats = tiers.slots, tiers.link, tiers.stats
+        self.unit.over(tiers.link)
+        self._views: dict[tuple[int, int], Views] = {}
+        self._layouts = _numbered_layouts(self.packed)
+        history = self._earlier_runs() if resolved.settings.warm else None
+        self.scheduler = self._schedule(hash_tables, self._trial(history))
+        if history is not None:
+            self.scheduler.fill(history.uses)
+        self._leave_record = history.keep(self, self.scheduler) if history is not None else None
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of the link: the probe's at loading, or more where reading has been faster since."""
+        busy = self.link.busy_s
+        return max(self.drive.bandwidth, self.link.bytes_read / busy if busy > _LONG_ENOUGH else 0.0)
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds in which the computing thread waited for experts, or parts of them."""
+        return self.link.wait_s + self.unit.wait_s
+
+    def experts(self, index: int, gate: ExpertGate, current: CurrentPass, renormalise: bool) -> RunExperts:
+        """What computes MoE layer `index` in the pass that is `current`."""
+        formats = {bits: packed.formats[index] for bits, packed in self.packed.items()}
+        return self.unit.experts(index, gate, formats, current, self._views_of, renormalise)
+
+    def close(self) -> None:
+        """Ends the reading lanes and gives the slots back."""
+        if self._leave_record is not None:
+            self._leave_record()
+        self.unit.close()
+        self.link.close()
+        self._views.clear()
+        del self._slots
+
+    def _tiers(self, files: MappedFiles | None) -> Tiers:
+        if files is not None:
+            return assemble_mapped(files, self.plan.slots, self._extent_of, self._format_of, self.drive.lanes)
+        return assemble_tiers(
+            [(pool.slots, pool.slot_bytes) for pool in self.plan.pools],
+            self.unit.filler(self._reader(), self._extent_of, self._format_of),
+            self.drive.lanes,
+            lambda key: self._format_of(key).slot.nbytes,
+            self.device,
+            self.plan.host_slots if isinstance(self.plan, GpuMemoryPlan) else 0,
+        )
+
+    def _extent_of(self, key: ExpertKey) -> Extent:
+        return self.packed[key.bits].extents[key.layer][key.expert]
+
+    def _format_of(self, key: ExpertKey) -> ExpertFormat:
+        return self.packed[key.bits].formats[key.layer]
+
+    def _reader(self) -> ExtentReader | HeldReader:
+        reader = ExtentReader(self.drive.direct, self.drive.keep)
+        if self.resolved.composition.store == "disk":
+            return reader
+        places = (
+            ExpertKey(layer, expert, bits)
+            for bits, packed in self.packed.items()
+            for layer, extents in enumerate(packed.extents)
+            for expert in range(len(extents))
+        )
+        return HeldReader(reader, ((key, self._extent_of(key)) for key in places))
+
+    def _key_of(self, bits: int) -> str:
+        settings, unit = self.resolved.settings, self.resolved.composition.unit
+        return precision_key(bits, settings.quantizer, machine_layout(self.device), unit)
+
+    def _schedule(self, hash_tables: Mapping[int, HashTable], trial: PrefetchTrial) -> Scheduler:
+        shape = replace(shape_of(self.store.layers), hash_tables=hash_tables)
+        slots = [PrecisionSlots(pool.bits, pool.slots) for pool in self.plan.pools]
+        return assemble(
+            self.resolved.composition, shape, slots, self.link, self.resolved.settings.bits, self.resolved.tables,
+            miss_costs=self.unit.miss_costs, trial=lambda: trial,
+        )  # fmt: skip
+
+    def _earlier_runs(self) -> History:
+        share, prefetch = round(20 * self.plan.slots / self.plan.all_slots) * 5, self.resolved.composition.prefetch
+        circumstances = f"prefetch={prefetch}, {share} % of the experts, {torch.get_num_threads()} threads"
+        return History(self.store, self._key_of(self.resolved.precisions[0]), circumstances)
+
+    def _trial(self, history: History | None) -> PrefetchTrial:
+        load_s = self.plan.slot_bytes / self.drive.bandwidth if self.drive.bandwidth else math.inf
+        spare = processors() > torch.get_num_threads()
+
+        def promises(layer_s: float) -> bool:
+            return promising(layer_s, load_s, spare)
+
+        return history.trial(promises) if history is not None else PrefetchTrial(None, promises)
+
+    def _views_of(self, layer: int, bits: int, slot: int) -> Views:
+        layout = self._layouts[bits][layer]
+        views = self._views.get((layout, slot))
+        if views is None:
+            views = self.unit.views(self.packed[bits].formats[layer], self._slots.buffer(slot))
+            self._views[layout, slot] = views
+        return views
+
+
+class PackedExperts:
+    """One precision of a store: `extents[layer][expert]` and `formats[layer]`."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self.extents = [layer.extents for layer in store.precisions[key].layers]
+        self.formats = [store.expert_format(key, index) for index in range(len(store.layers))]
+
+
+def _numbered_layouts(packed: Mapping[int, PackedExperts]) -> dict[int, list[int]]:
+    """Precision → a number per layer, the same where slots are laid out alike, so that these share views."""
+    known: dict[Layout, int] = {}
+    return {
+        bits: [known.setdefault(form.slot, len(known)) for form in experts.formats] for bits, experts in packed.items()
+    }

@@ -1,0 +1,1 @@
+"""One answer: prompts to tokens, tokens to text, conversations."""

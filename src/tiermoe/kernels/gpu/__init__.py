@@ -1,0 +1,1 @@
+"""A GPU's kernels on packed weights, in Triton."""

@@ -1,0 +1,1 @@
+"""Recording, calibrating and evaluating loaded models."""

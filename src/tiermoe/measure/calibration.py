@@ -1,0 +1,132 @@
+"""What profiles are made from: a checkpoint, and the recording of a text, which is made once and kept."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tiermoe.config import Settings
+from tiermoe.config import settings as make_settings
+from tiermoe.decide.profiles import FOLDER
+from tiermoe.engine.load import load_blueprint
+from tiermoe.errors import ConfigError, TraceError
+from tiermoe.families import Family
+from tiermoe.measure.evaluate import reserved_bytes
+from tiermoe.measure.sequences import Cut, cut
+from tiermoe.measure.write_trace import MadeFrom, made_from, write_trace
+from tiermoe.model.blueprint import Blueprint, inspect_model
+from tiermoe.model.hub import load_tokenizer, resolve_model
+from tiermoe.model.prepare_store import Progress, store_root
+from tiermoe.trace.file import read_trace
+from tiermoe.trace.schema import Trace
+
+LEAST_TOKENS = 1024
+"""Fewer say too little of how a model routes."""
+
+TRACE = "calibration.trace"
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What calibrating starts from; made by `prepare`. ids: (sequences, length). tolerated_loss: of perplexity, for
+    EdgeMoE's bitwidths, which `bitwidth_quantizer` makes ('linear' is the paper's). processes: that measure the
+    importance of experts side by side, None: one."""
+
+    directory: Path
+    model: str
+    text: str
+    ids: torch.Tensor
+    shape: Cut
+    options: dict[str, Any]
+    made_from: MadeFrom
+    fingerprint: str
+    store: Path
+    family: Family
+    tolerated_loss: float = 0.05
+    processes: int | None = None
+    bitwidth_quantizer: str = "linear"
+
+    def trace(self, progress: Progress) -> Trace:
+        """The recording of the text: the one that is kept, where it was made from the same."""
+        path = self.store / FOLDER / TRACE
+        try:
+            trace = read_trace(path)
+            if trace.header.made_from == self.made_from and trace.header.fingerprint == self.fingerprint:
+                return trace
+        except TraceError:
+            pass
+        self.on_model(
+            {},
+            lambda model, _: write_trace(
+                path, model, self.ids, self.shape, self.made_from, progress, distances=(1,), little=False
+            ),
+            progress,
+        )
+        return read_trace(path)
+
+    def on_model(
+        self, changes: dict[str, Any], use: Callable[[Any, Blueprint], Any], progress: Progress, logits: bool = False
+    ) -> Any:
+        """What `use` makes of the model and its checkpoint, loaded with the settings of the calibration and `changes`:
+        of the plain LRU preset's parts. logits: keep room for those of a whole sequence in a memory budget that is
+        named. Nothing of the model is left afterwards."""
+        chunk = max(Settings().chunk, self.shape.sequence + 1)  # the text is read as it was cut
+        options = {**self.options, "preset": "lru", "set": changes, "context": self.shape.sequence + 1, "warm": False}
+        blueprint = self.blueprint()
+        if not self.family.encoder_decoder:
+            options["chunk"] = chunk
+        settings = make_settings(**options)
+        if logits and settings.memory is not None:
+            needed = reserved_bytes(self.shape.sequence, blueprint.config.vocab_size, blueprint.dtype.itemsize)
+            settings = replace(settings, memory=max(settings.memory - needed, 1))
+        model = load_blueprint(blueprint, settings, progress)
+        try:
+            return use(model, blueprint)
+        finally:
+            model.tiermoe.close()
+            del model
+            gc.collect()
+
+    def blueprint(self) -> Blueprint:
+        """The checkpoint, unloaded."""
+        return inspect_model(self.directory, self.model, self.settings.store)
+
+    @property
+    def settings(self) -> Settings:
+        return make_settings(**self.options)
+
+
+def prepare(
+    model: str,
+    text_name: str,
+    text: str,
+    shape: Cut,
+    options: dict[str, Any],
+    tolerated_loss: float = 0.05,
+    processes: int | None = None,
+    bitwidth_quantizer: str = "linear",
+) -> Calibration:
+    """A calibration whose model and text were checked. options: of `tiermoe.load`. Raises a TiermoeError that says
+    what to do where one of them cannot be used."""
+    if shape.sequences * shape.sequence < LEAST_TOKENS:
+        raise ConfigError(
+            f"{shape.sequences * shape.sequence:,} tokens in whole sequences of {shape.sequence:,} are too few to "
+            f"calibrate from: at least {LEAST_TOKENS:,} are needed; raise --tokens"
+        )
+    if not 0 < tolerated_loss < 1:
+        raise ConfigError(f"tolerated-loss must be above 0% and below 100%, got {tolerated_loss:.3g}; write it like 5%")
+    settings = make_settings(**options)
+    make_settings(quantizer=bitwidth_quantizer)
+    directory = resolve_model(model)
+    blueprint = inspect_model(directory, model, settings.store)
+    ids = cut(load_tokenizer(directory), text, shape, blueprint.max_context())
+    return Calibration(
+        directory, model, text, ids, shape, options, made_from(text_name, text, shape, settings),
+        blueprint.checkpoint.fingerprint(), store_root(blueprint, settings.store), blueprint.family,
+        tolerated_loss, processes, bitwidth_quantizer,
+    )  # fmt: skip

@@ -1,0 +1,195 @@
+"""How each profile is made: from the recording alone where that is enough, else on the loaded model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tiermoe.decide.precision import Popularity, PrecisionContext
+from tiermoe.decide.prediction import count_paths, paths_to_json
+from tiermoe.errors import ModelError
+from tiermoe.measure.activations import find_theta
+from tiermoe.measure.bitwidths import find_bitwidths
+from tiermoe.measure.calibration import Calibration
+from tiermoe.measure.scoring import log_probabilities, row_blocks
+from tiermoe.model.blueprint import Blueprint
+from tiermoe.model.prepare_store import Progress
+from tiermoe.store.neurons import neuron_layer
+from tiermoe.systems import PRESETS, corm, fate, hobbit
+from tiermoe.systems.routings import frequencies, routings
+
+Made = tuple[dict[str, Any], dict[str, Any], dict[str, str]]
+"""A profile's settings, its data, and what was found, for people."""
+
+SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+"""Of the active experts, that are tried at low precision."""
+
+TOLERATED = 0.01
+"""The loss in perplexity that Fate's share stays below (section 4.5)."""
+
+
+def calibrate_hobbit(calibration: Calibration, progress: Progress) -> Made:
+    """Thresholds, and the weights of its cache."""
+    _refuse_encoder_decoder(calibration, "hobbit")
+    trace = calibration.trace(progress)
+    t1, t2 = hobbit.thresholds_of(trace)
+    split = hobbit.Split.of(trace, t1, t2)
+    composition = PRESETS["hobbit"].having({"t1": t1, "t2": t2})
+    found = hobbit.find_weights(
+        trace, composition, calibration.settings.bits,
+        progress=lambda done, total: progress("weighing the cache", done, total),
+    )  # fmt: skip
+    settings = {"t1": t1, "t2": t2, "weights": list(found.weights)}
+    data = {"penalty": found.penalty, "lru_penalty": found.lru_penalty, "lfu_penalty": found.lfu_penalty}
+    facts = {
+        "t1, t2": f"{t1:.4g}, {t2:.4g} ({split.high:.0%} high, {split.low:.0%} low, {split.skipped:.0%} skipped)",
+        "weights": ", ".join(f"{weight:g}" for weight in found.weights),
+        "miss penalty": f"{found.penalty:,.0f} (LRU {found.lru_penalty:,.0f}, LFU {found.lfu_penalty:,.0f})",
+    }
+    return settings, data, facts
+
+
+def calibrate_edgemoe(calibration: Calibration, progress: Progress) -> Made:
+    """Activation paths over two layers, frequencies, and a bitwidth per expert."""
+    paths, used = _paths(calibration, 2, progress)
+    quantizer = calibration.bitwidth_quantizer
+    resume = calibration.store / "profiles" / f"edgemoe-importance-{quantizer}.json"
+    bitwidths = find_bitwidths(
+        calibration.blueprint(),
+        replace(calibration.settings, quantizer=quantizer),
+        calibration.ids,
+        calibration.tolerated_loss,
+        progress,
+        calibration.processes,
+        resume,
+    )
+    table = bitwidths["table"]
+    data = {"paths": paths_to_json(paths), "frequencies": used, **bitwidths}
+    kinds = sorted({bits for row in table for bits in row})
+    counts = ", ".join(f"{sum(row.count(bits) for row in table)} experts at {bits} bits" for bits in kinds)
+    facts = {
+        "paths": f"{sum(map(len, paths.values())):,}",
+        "bitwidths": counts,
+        "loss": f"{bitwidths['loss']:.2%} of {calibration.tolerated_loss:.2%} tolerated",
+    }
+    return {"quantizer": quantizer}, data, facts
+
+
+def calibrate_fate(calibration: Calibration, progress: Progress) -> Made:
+    """Boundary, window, and the share of low-precision experts in prefill; paths of one layer for EAP."""
+    _refuse_encoder_decoder(calibration, "fate")
+    low_bits = PRESETS["fate"]["low_bits"]
+
+    def on_model(model: Any, _: Blueprint) -> tuple[list[tuple[float, float]], float]:
+        losses = popularity_losses(model, calibration.ids, low_bits, progress)
+        return losses, model.tiermoe.bandwidth
+
+    losses, bandwidth = calibration.on_model(
+        {"precision": "popularity", "low_popularity": 0.0, "low_bits": low_bits, "cache": "none"},
+        on_model,
+        progress,
+        logits=True,
+    )
+    trace = calibration.trace(progress)  # after the model is gone: it takes memory too
+    accuracy = fate.accuracies(trace)
+    settings = {
+        "boundary": fate.boundary(accuracy),
+        "window": fate.window(trace, calibration.settings.bits, bandwidth),
+        "low_popularity": fate.largest_share(losses, TOLERATED),
+    }
+    data = {
+        "paths": paths_to_json(count_paths(routings(trace), 1)), "frequencies": frequencies(trace),
+        "accuracies": accuracy, "losses": losses, "bandwidth": bandwidth,
+    }  # fmt: skip
+    facts = {
+        "boundary": f"{settings['boundary']} (next gate right: " + " ".join(f"{share:.0%}" for share in accuracy) + ")",
+        "window": f"{settings['window']} at {bandwidth / 1e6:,.0f} MB/s",
+        "low_popularity": f"{settings['low_popularity']:g} ("
+        + ", ".join(f"{share:g}: {loss:+.2%}" for share, loss in losses)
+        + ")",
+    }
+    return settings, data, facts
+
+
+def calibrate_corm(calibration: Calibration, progress: Progress) -> Made:
+    """Bits per expert by usage, and theta."""
+    _refuse_encoder_decoder(calibration, "corm")
+    for layer in calibration.blueprint().layers:
+        neuron_layer(layer)  # refuses before anything is measured
+    preset = PRESETS["corm"]
+    theta = calibration.on_model(
+        {},
+        lambda model, blueprint: find_theta(
+            model, blueprint, calibration.ids, corm.INACTIVE_SHARE,
+            lambda done, total: progress("measuring neurons", done, total),
+        ),
+        progress,
+    )  # fmt: skip
+    trace = calibration.trace(progress)
+    table = corm.bits_by_usage(trace, preset.bits or corm.BITS, preset["low_bits"])
+    usage = corm.low_usage(trace, table)
+    data = {"table": table, "active_share": theta.active_share, "frequencies": frequencies(trace)}
+    active = theta.active_share
+    facts = {
+        "theta": f"{theta.theta:.4g} (active in a layer: {min(active):.0%} to {max(active):.0%})",
+        "low precision": f"{corm.LOW_SHARE:.0%} of the experts, {usage:.1%} of their uses",
+    }
+    return {"theta": theta.theta}, data, facts
+
+
+def _paths(calibration: Calibration, order: int, progress: Progress) -> tuple[Any, list[list[int]]]:
+    """Activation paths and frequencies; the recording itself is let go."""
+    trace = calibration.trace(progress)
+    return count_paths(routings(trace), order), frequencies(trace)
+
+
+CALIBRATORS: dict[str, Callable[[Calibration, Progress], Made]] = {
+    "hobbit": calibrate_hobbit,
+    "edgemoe": calibrate_edgemoe,
+    "fate": calibrate_fate,
+    "corm": calibrate_corm,
+}
+
+
+@torch.inference_mode()
+def popularity_losses(model: Any, ids: torch.Tensor, low_bits: int, progress: Progress) -> list[tuple[float, float]]:
+    """(share, loss in perplexity) of each of `SHARES` in order, up to the first that loses `TOLERATED`: each sequence
+    of `ids` (n, length) in one prefill pass, against all experts at high precision. The model must have both, and room
+    for one layer's K experts alone: a cached high copy would serve where a low one is asked for, and hide the loss."""
+    engine = model.tiermoe
+    top_k = [layer.top_k for layer in engine.store.layers]
+    losses: list[tuple[float, float]] = []
+    base = 0.0
+    for done, share in enumerate((0.0, *SHARES), 1):
+        context = PrecisionContext(engine.settings.bits, top_k)
+        with engine.scheduler.ruled_by(Popularity(context, low_bits=low_bits, low_popularity=share)):
+            nll = _mean_nll(model, ids)
+        if not share:
+            base = nll
+        else:
+            losses.append((share, math.expm1(nll - base)))
+        progress("lowering unpopular experts", done, 1 + len(SHARES))
+        if losses and losses[-1][1] >= TOLERATED:
+            break
+    progress("lowering unpopular experts", 1 + len(SHARES), 1 + len(SHARES))
+    return losses
+
+
+def _mean_nll(model: Any, ids: torch.Tensor) -> float:
+    total = 0.0
+    for sequence in ids:
+        logits = model(input_ids=sequence[None].to(model.device), use_cache=False).logits[0, :-1].cpu()
+        for rows in row_blocks(len(logits)):
+            targets = sequence[1:][rows]
+            total -= float(log_probabilities(logits[rows]).gather(-1, targets[:, None]).sum())
+    return total / (len(ids) * (ids.shape[1] - 1))
+
+
+def _refuse_encoder_decoder(calibration: Calibration, name: str) -> None:
+    family = calibration.family
+    if family.encoder_decoder:
+        raise ModelError(f"preset {name} is made for decoder-only models, not {family.name}; calibrate edgemoe alone")

@@ -1,0 +1,109 @@
+"""What each expert costs alone at few bits: the full enumeration that EdgeMoE makes (section 3.2), in one process or
+several side by side."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+
+import torch
+
+from tiermoe.config import Settings
+from tiermoe.errors import ConfigError
+from tiermoe.measure.measuring import Measured, Measuring, Source
+from tiermoe.measure.tasks import Task
+from tiermoe.model.prepare_store import Progress
+from tiermoe.process.machine import available_memory
+from tiermoe.systems.edgemoe import Place
+
+ALONE, OTHERS = 2, 4
+"""One expert has ALONE bits while the others have OTHERS."""
+
+_SHARE_OF_FREE = 0.8
+
+
+def measure_alone(
+    measuring: Measuring,
+    source: Source,
+    task: Task,
+    places: Sequence[Place],
+    measured: Measured,
+    processes: int,
+    progress: Progress,
+) -> tuple[dict[Place, float], float | None]:
+    """The task's metric with each expert alone at ALONE bits, and the seconds that each took (None where all were
+    known). What `measured` holds is not measured again. With several processes `measuring` lets its model go: they
+    share its memory. ConfigError where one of them is killed."""
+    left = [place for place in places if measured.get(_name(place)) is None]
+    values = (
+        _one_by_one(measuring, left, places)
+        if processes == 1 or not left
+        else _side_by_side(measuring, source, task, left, places, processes)
+    )
+    begin, done = time.perf_counter(), len(places) - len(left)
+    for place, value in values:
+        measured.add(_name(place), value)
+        done += 1
+        progress("measuring each expert alone", done, len(places))
+    took = (time.perf_counter() - begin) / len(left) if left else None
+    found = {place: measured.get(_name(place)) for place in places}
+    return {place: value for place, value in found.items() if value is not None}, took
+
+
+def _name(place: Place) -> str:
+    return f"alone {place[0]} {place[1]}"
+
+
+def _table(place: Place, places: Sequence[Place]) -> dict[Place, int]:
+    return {**dict.fromkeys(places, OTHERS), place: ALONE}
+
+
+def _one_by_one(measuring: Measuring, left: Sequence[Place], places: Sequence[Place]) -> Iterator[tuple[Place, float]]:
+    for place in left:
+        yield place, measuring.value(_table(place, places))
+
+
+def _side_by_side(
+    measuring: Measuring, source: Source, task: Task, left: Sequence[Place], places: Sequence[Place], processes: int
+) -> Iterator[tuple[Place, float]]:
+    measuring.close()
+    shared = replace(source, settings=_shared(source, processes))
+    # spawn: a forked process would have torch's threads in an unknown state
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin_worker, (shared, task, places))
+    try:
+        running = {pool.submit(_in_worker, place): place for place in left}
+        for finished in as_completed(running):
+            yield running[finished], finished.result()
+    except BrokenProcessPool:
+        raise ConfigError(
+            f"one of {processes} measuring processes was killed, most likely for want of memory; what is measured is "
+            f"kept: run again with fewer --processes"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _shared(source: Source, processes: int) -> Settings:
+    """The settings of one of several processes: its share of the memory and of the threads."""
+    settings = source.settings
+    memory = settings.memory if settings.memory is not None else int(available_memory()[0] * _SHARE_OF_FREE)
+    threads = settings.threads or torch.get_num_threads()
+    return replace(settings, memory=memory // processes, threads=max(threads // processes, 1))
+
+
+_worker: tuple[Measuring, Sequence[Place]] | None = None  # of a process that `_side_by_side` started
+
+
+def _begin_worker(source: Source, task: Task, places: Sequence[Place]) -> None:
+    global _worker
+    _worker = Measuring(source, task), places
+
+
+def _in_worker(place: Place) -> float:
+    assert _worker is not None
+    measuring, places = _worker
+    return measuring.value(_table(place, places))

@@ -1,0 +1,1 @@
+"""What goes where: the sum of what each owner says it needs."""

@@ -1,0 +1,103 @@
+"""What a step of tokens needs between and inside the layers, beside weights and cache: each part from its owner.
+
+Checked against measured peaks (docs/results.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tiermoe import native
+from tiermoe.config import Settings
+from tiermoe.kernels import decoded_bytes
+from tiermoe.model import generic, kv_cache
+from tiermoe.model.architectures import attention_sizes
+from tiermoe.model.attention import GroupedSizes
+from tiermoe.model.blueprint import Blueprint
+from tiermoe.model.latent import LatentSizes
+from tiermoe.store.layout import ExpertFormat
+from tiermoe.types import Need, Phase, Workload
+
+_ALLOCATOR = 1.15  # what the allocator holds beyond the tensors that live, measured
+_PACKED_OPERATOR_TOKENS = 12  # from more tokens on, kernels may decode a matrix first (kernels/cpu.py)
+_LOGIT_BYTES = 16  # of a token's logits: in the model's dtype, as float32, and what a draw makes of them
+
+
+def decoder_needs(
+    blueprint: Blueprint, formats: Sequence[ExpertFormat], settings: Settings, load: Workload, device: str
+) -> list[Need]:
+    """Key/value cache and activations of the decoder that a model gets on a device, for a workload."""
+    sizes = sizes_of(blueprint, settings, device)
+    if sizes is None:
+        eager = getattr(blueprint.skeleton.config, "_attn_implementation", None) == "eager"
+        its = generic.needs(blueprint.config, load, blueprint.family.latent_kv, eager)
+        heads, _, head_dim = generic.attention_shape(blueprint.config)
+        columns = heads * head_dim
+    else:
+        its = kv_cache.needs([each.shape for each in sizes], load) + _attention_needs(blueprint, sizes, load)
+        columns = max(each.token_columns for each in sizes)
+    return its + _layer_needs(blueprint, formats, settings, load, columns)
+
+
+def sizes_of(blueprint: Blueprint, settings: Settings, device: str) -> Sequence[GroupedSizes | LatentSizes] | None:
+    """Of each layer of our own decoder, what its attention asks memory for; None where transformers' code runs."""
+    if settings.decoder == "generic" or blueprint.family.encoder_decoder or device != "cpu":
+        return None
+    return attention_sizes(blueprint.config, blueprint.checkpoint.__contains__)
+
+
+def expanding_needs(blueprint: Blueprint, settings: Settings, device: str) -> list[Need]:
+    """Dense weights that a decoder makes of others and keeps: latent attention's for the native kernel."""
+    sizes = sizes_of(blueprint, settings, device)
+    if sizes is None or blueprint.dtype != torch.bfloat16 or not native.available():
+        return []
+    held = sum(each.expanding_bytes for each in sizes if isinstance(each, LatentSizes))
+    return [Need("dense", held, Phase.RUNNING, "matrices that expand latents")] if held else []
+
+
+def _attention_needs(blueprint: Blueprint, sizes: Sequence[GroupedSizes | LatentSizes], load: Workload) -> list[Need]:
+    """One layer's attention, of one sequence after the other, or of few tokens by the native kernel."""
+    tokens, hidden = min(load.chunk, load.context), int(blueprint.config.hidden_size)
+    widest = max(hidden, int(getattr(blueprint.config, "q_lora_rank", None) or 0))
+    many = max(each.prompt_bytes(tokens, load.context, load.itemsize) for each in sizes)
+    few = max(each.few_tokens_bytes(load.tokens, load.context, load.threads, widest) for each in sizes)
+    return [
+        Need("activations", many, Phase.RUNNING, "attention"),
+        Need("activations", few, Phase.RUNNING, "attention of few tokens"),
+    ]
+
+
+def _layer_needs(
+    blueprint: Blueprint, formats: Sequence[ExpertFormat], settings: Settings, load: Workload, columns: int
+) -> list[Need]:
+    """A layer's tensors that live at the same time (those of a norm with its float32 copies, of its projections or of
+    its feed-forward part), one decoded matrix where many tokens meet packed weights, and the logits. columns: of a
+    token's queries."""
+    config, item = blueprint.config, load.itemsize
+    tokens = load.context * load.sequences if blueprint.family.encoder_decoder else load.tokens
+    hidden = int(getattr(config, "hidden_size", 0) or config.d_model)
+    matrices = [part.out_in for form in formats for part in form.layer.parts if part.is_matrix]
+    top_k = max(layer.top_k for layer in blueprint.layers)
+    norm = hidden * (item + 3 * 4)
+    attention = columns * (8 * item + 3 * 4)
+    experts = (hidden * (top_k + 3) + 3 * max(map(max, matrices))) * item
+    dense = 3 * _widest_dense(blueprint) * item
+    decoded = decoded_bytes(formats, settings.dense_bits_used, blueprint.dtype)
+    return [
+        Need(
+            "activations",
+            int(tokens * (2 * hidden * item + max(norm, attention, experts, dense)) * _ALLOCATOR),
+            Phase.RUNNING,
+            "of one prefill chunk",
+        ),
+        Need("activations", decoded if tokens > _PACKED_OPERATOR_TOKENS else 0, Phase.RUNNING, "a decoded matrix"),
+        Need("activations", load.sequences * int(config.vocab_size) * _LOGIT_BYTES, Phase.RUNNING, "logits"),
+    ]
+
+
+def _widest_dense(blueprint: Blueprint) -> int:
+    """Columns of what a dense matrix gives at the most, embedding and output layer apart: they give a row a token."""
+    vocabulary, stored = int(blueprint.config.vocab_size), blueprint.checkpoint.tensors
+    shapes = [stored[key].shape for key in blueprint.dense_keys]
+    return max((max(shape) for shape in shapes if len(shape) == 2 and vocabulary not in shape), default=0)

@@ -1,0 +1,165 @@
+"""A model before anything is loaded: family, layers, experts, dense parameters, and where their bytes lie."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers import AutoConfig, GenerationConfig
+
+from tiermoe.errors import ModelError
+from tiermoe.families import Family, family_of
+from tiermoe.model.hub import chosen_store_root
+from tiermoe.process import footprint
+from tiermoe.store.checkpoint import Checkpoint
+from tiermoe.store.outline import NAME as OUTLINE
+from tiermoe.store.outline import Outline, read_outline, write_outline
+from tiermoe.types import MoeLayer
+
+if TYPE_CHECKING:
+    from tiermoe.model.conversion import CheckpointExperts
+    from tiermoe.model.skeleton import Skeleton
+
+
+@dataclass
+class Blueprint:
+    """What `inspect_model` found. known: the outline that the checkpoint's store has; None: transformers' modelling
+    code is asked where an outline is needed."""
+
+    directory: Path
+    name: str
+    config: Any
+    family: Family
+    dtype: torch.dtype
+    checkpoint: Checkpoint
+    known: Outline | None
+
+    @functools.cached_property
+    def outline(self) -> Outline:
+        """Layers and dense tensors."""
+        return self.known or self._built.outline()
+
+    @property
+    def skeleton(self) -> Any:
+        """The model on the meta device, with shells for experts. Asking for it imports transformers' modelling code."""
+        return self._built.model
+
+    @property
+    def experts(self) -> CheckpointExperts:
+        """The experts in the checkpoint. Asking for them imports transformers' modelling code."""
+        return self._built.experts
+
+    @functools.cached_property
+    def _built(self) -> Skeleton:
+        footprint.before_modelling_code()
+        from tiermoe.model.skeleton import Skeleton  # late: it imports transformers' modelling code
+
+        return Skeleton(self.family, self.config, self.dtype, self.checkpoint, self.name)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the checkpoint comes quantised."""
+        return getattr(self.config, "quantization_config", None) is not None
+
+    @property
+    def layers(self) -> list[MoeLayer]:
+        return self.outline.layers
+
+    @property
+    def dense_keys(self) -> list[str]:
+        """Checkpoint keys that are not of experts."""
+        return list(self.outline.dense_keys)
+
+    def dense_bytes(self) -> int:
+        """Bytes of the parameters and buffers that stay resident at 16 bits (tied ones once)."""
+        return self.outline.dense_bytes
+
+    def max_context(self) -> int | None:
+        """Tokens the model was made for, None where its positions are relative and unbounded (Switch)."""
+        value = getattr(self.config, "max_position_embeddings", None)
+        return int(value) if value else None
+
+    def generation_config(self) -> Any:
+        """transformers' GenerationConfig of the checkpoint, None where it has none. ModelError where it cannot be
+        read."""
+        file = self.directory / "generation_config.json"
+        if not file.exists():
+            return None
+        try:
+            return GenerationConfig.from_pretrained(self.directory)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{file} cannot be read ({error}); download it again") from error
+
+    def generation_settings(self) -> Any:
+        """The GenerationConfig that a transformers model of the checkpoint has: the checkpoint's, or what the config
+        says."""
+        return self.generation_config() or GenerationConfig.from_model_config(self.config)
+
+    def leave_outline(self, root: Path) -> None:
+        """Keeps the outline in the store at `root`, where that has none that can be used."""
+        if self.known is None or not (root / OUTLINE).exists():
+            write_outline(root, self.checkpoint.fingerprint(), transformers.__version__, self.outline)
+
+
+def inspect_model(directory: Path, name: str, store: Path | None = None) -> Blueprint:
+    """Reads config and headers of a checkpoint, and the outline that its store keeps (in the folder `store`, by default
+    the one in the user's cache); builds the model's skeleton where there is none. ModelError: not a MoE model, an
+    unsupported family, missing or torn files."""
+    config = read_config(directory)
+    checkpoint = Checkpoint(directory)
+    fingerprint = checkpoint.fingerprint()
+    known = read_outline(chosen_store_root(directory, name, fingerprint, store), fingerprint, transformers.__version__)
+    family, dtype = family_of(config.model_type), _dtype_of(config, checkpoint)
+    blueprint = Blueprint(directory, name, config, family, dtype, checkpoint, known)
+    assert blueprint.outline
+    return blueprint
+
+
+def read_config(directory: Path) -> Any:
+    """transformers' config of a checkpoint directory. ModelError where there is none, or it is not a MoE family's."""
+    file = directory / "config.json"
+    if not file.exists():
+        raise ModelError(f"{directory} has no config.json: it is not a Hugging Face model directory")
+    try:
+        raw = json.loads(file.read_text())
+        model_type = raw.get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"{file} cannot be read ({error}); download it again") from error
+    if not model_type:
+        raise ModelError(f"{file} names no model_type: transformers cannot tell what model it is")
+    if not _looks_like_moe(raw):
+        raise ModelError(
+            f"{directory} is a '{model_type}' model without experts: tiermoe runs Mixture-of-Experts models; "
+            f"transformers itself or llama.cpp run a dense one"
+        )
+    family_of(model_type)
+    try:
+        return AutoConfig.from_pretrained(directory)
+    except Exception as error:
+        cause = str(error) or type(error).__name__
+        raise ModelError(
+            f"transformers {transformers.__version__} cannot read {file} ({cause}); download it again, or a model that "
+            f"this version knows"
+        ) from error
+
+
+def _looks_like_moe(raw: dict[str, Any]) -> bool:
+    return any("expert" in key for key in raw) or raw.get("model_type") in ("mixtral", "switch_transformers")
+
+
+def _dtype_of(config: Any, checkpoint: Checkpoint) -> torch.dtype:
+    """The compute dtype: the config's, else that of the checkpoint's first ordinary floating tensor."""
+    named = getattr(config, "dtype", None)
+    if isinstance(named, torch.dtype):
+        dtype = named
+    else:
+        usual = (torch.bfloat16, torch.float16, torch.float32)
+        dtype = next((entry.dtype for entry in checkpoint.tensors.values() if entry.dtype in usual), torch.float32)
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ModelError(f"{checkpoint.directory} asks for {dtype}; bfloat16, float16 and float32 are supported")
+    return dtype

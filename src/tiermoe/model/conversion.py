@@ -1,0 +1,182 @@
+"""One expert at a time through transformers' own checkpoint conversion, and byte ranges where none is needed.
+
+transformers' conversion mapping says how a family's checkpoint becomes its parameters: renames, merges of separate
+gate and up projections, transposes, dequantisation (MXFP4, FP8). Fed with the tensors of a single expert it yields that
+expert, so no naming or layout is known here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from tiermoe.errors import ModelError
+from tiermoe.model.shells import is_shell
+from tiermoe.store.checkpoint import Checkpoint
+from tiermoe.store.layout import expert_format
+from tiermoe.types import MoeLayer, Part, Segment
+
+_CONVERTED = 8  # bytes a weight: as stored, at most float32, merged, and in the compute dtype
+_DEQUANTIZED = 24  # the same where values are looked up by 64-bit indices (MXFP4)
+
+Sources = dict[str | None, list[str]]
+"""Pattern of the converter that takes them (None: taken as they are) → checkpoint keys, in expert order."""
+
+
+class CheckpointExperts:
+    """The experts of a checkpoint (`store.pack.ExpertSource`).
+
+    `model` is built on the meta device with shells; `quantizer` is transformers' quantiser for checkpoints that come
+    quantised, None otherwise. ModelError where the checkpoint lacks an expert's tensors.
+    """
+
+    def __init__(
+        self, model: Any, checkpoint: Checkpoint, dtype: torch.dtype, top_k: int, quantizer: Any = None
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self._model = model
+        self._quantizer = quantizer
+        shells = {name: module for name, module in model.named_modules() if is_shell(module)}
+        self.layers = [_layer_of(name, shell, top_k) for name, shell in shells.items()]
+        self._stacked = [not hasattr(shell, "expert_template") for shell in shells.values()]
+        mapping = get_model_conversion_mapping(model, hf_quantizer=quantizer)
+        self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        self._by_pattern = {pattern: entry for entry in self._converters for pattern in entry.source_patterns}
+        self._sources: dict[str, Sources] = {}
+        self.expert_keys: set[str] = set()
+        self._direct: dict[str, str] = {}
+        self._resolve()
+
+    def read(self, layer: int, expert: int) -> Mapping[str, torch.Tensor]:
+        return {part.name: self._read_part(layer, expert, part).to(self.dtype) for part in self.layers[layer].parts}
+
+    def reading_bytes(self) -> int:
+        """The most that `read` holds beside what it returns: a part as it is stored and as it is converted, and what
+        widening a quantised one takes."""
+        largest = max(math.prod(part.shape) for layer in self.layers for part in layer.parts)
+        return largest * (_DEQUANTIZED if self._quantizer is not None else _CONVERTED)
+
+    def direct_key(self, parameter: str) -> str | None:
+        """The checkpoint key that becomes a dense parameter unchanged, None where several are converted into it."""
+        return self._direct.get(parameter)
+
+    def in_place(self, layer: int, expert: int) -> list[Segment] | None:
+        form = expert_format(self.layers[layer], 16, self.dtype, "any", "")
+        offsets = {placed.part: placed.offset for placed in form.stored.fields}
+        segments: list[Segment] = []
+        for part in self.layers[layer].parts:
+            found = self._part_in_place(layer, expert, part, offsets[part.name])
+            if found is None:
+                return None
+            segments += found
+        return segments
+
+    def _resolve(self) -> None:
+        targets = {
+            self._target(i, e, part)
+            for i, layer in enumerate(self.layers)
+            for e in self._rows(i)
+            for part in layer.parts
+        }
+        known = dict.fromkeys([*self._model.state_dict(), *targets], 1)
+        # the converters' order: the position of a key among its pattern's keys is its expert
+        for key in sorted(self.checkpoint.tensors, key=dot_natural_key):
+            name, pattern = rename_source_key(
+                key, self._renamings, self._converters, self._model.base_model_prefix, known
+            )
+            if name in targets:
+                self._sources.setdefault(name, {}).setdefault(pattern, []).append(key)
+                self.expert_keys.add(key)
+            elif pattern is None:
+                self._direct[name] = key
+        missing = sorted(targets - set(self._sources))
+        if missing:
+            raise ModelError(
+                f"the checkpoint in {self.checkpoint.directory} lacks the weights of {len(missing)} expert "
+                f"parameters, the first is {missing[0]}; download it again"
+            )
+
+    def _rows(self, layer: int) -> range:
+        return range(1) if self._stacked[layer] else range(self.layers[layer].experts)
+
+    def _target(self, layer: int, expert: int, part: Part) -> str:
+        prefix = self.layers[layer].name
+        return f"{prefix}.{part.name}" if self._stacked[layer] else f"{prefix}.expert_{expert}.{part.name}"
+
+    def _read_part(self, layer: int, expert: int, part: Part) -> torch.Tensor:
+        target = self._target(layer, expert, part)
+        sources = self._sources[target]
+        if None in sources:
+            key = sources[None][0]
+            return self.checkpoint.read(key, expert)[0] if self._stacked[layer] else self.checkpoint.read(key)
+        template = self._by_pattern[next(iter(sources))]
+        converter = template.copy(
+            list(template._original_source_patterns),
+            list(template._original_target_patterns),
+            operations=template.operations,
+        )
+        for pattern, keys in sources.items():
+            merged = len(keys) == 1  # one tensor with all experts along its first dimension
+            tensor = self.checkpoint.read(keys[0], expert) if merged else self.checkpoint.read(keys[expert])
+            converter.add_tensor(target, keys[0 if merged else expert], pattern, tensor)
+        converted = converter.convert(
+            target, model=self._model, config=self._model.config, hf_quantizer=self._quantizer
+        )
+        value = next(iter(converted.values()))
+        value = value[0] if isinstance(value, list) else value
+        result: torch.Tensor = value[0]
+        if tuple(result.shape) != part.shape:
+            raise ModelError(
+                f"{target} of expert {expert} has shape {tuple(result.shape)} in the checkpoint, the config asks for "
+                f"{part.shape}; config.json and weights do not belong together"
+            )
+        return result
+
+    def _part_in_place(self, layer: int, expert: int, part: Part, at: int) -> list[Segment] | None:
+        sources = self._sources[self._target(layer, expert, part)]
+        if None in sources:
+            key = sources[None][0]
+            if self.checkpoint.tensors[key].dtype != self.dtype:
+                return None
+            return [self.checkpoint.segment(key, expert if self._stacked[layer] else None, at)]
+        converter = self._by_pattern[next(iter(sources))]
+        if not _only_stacks_rows(converter, len(sources)):
+            return None
+        segments = []
+        for pattern in converter.source_patterns:
+            key = sources[pattern][expert]
+            if self.checkpoint.tensors[key].dtype != self.dtype:
+                return None
+            segments.append(self.checkpoint.segment(key, None, at))
+            at += segments[-1].nbytes
+        return segments
+
+
+def _only_stacks_rows(converter: WeightConverter, patterns: int) -> bool:
+    """True where the conversion of one expert is the concatenation of the rows of its tensors."""
+    operations = converter.operations
+    stacks = isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
+    if patterns == 1:
+        return stacks and len(operations) == 1
+    return stacks and len(operations) == 2 and isinstance(operations[1], Concatenate) and operations[1].dim == 1
+
+
+def _layer_of(name: str, shell: Any, top_k: int) -> MoeLayer:
+    parts = tuple(
+        Part(part, shape, bool(shell.is_transposed) and len(shape) == 2) for part, shape in shell.expert_shapes.items()
+    )
+    return MoeLayer(name, shell.num_experts, top_k, parts)

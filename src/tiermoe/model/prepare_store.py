@@ -1,0 +1,193 @@
+"""Opens the store of a checkpoint, packing what it lacks. One place for run, chat, pack and load."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tiermoe.errors import StoreError
+from tiermoe.kernels import machine_layout
+from tiermoe.model.blueprint import Blueprint
+from tiermoe.model.dense import pack_dense, recipe_key
+from tiermoe.model.dense import packing_bytes as dense_packing_bytes
+from tiermoe.model.hub import check_fingerprint, chosen_store_root
+from tiermoe.process.footprint import PACKING_HEAP, heap_for_packing
+from tiermoe.store.lock import exclusive
+from tiermoe.store.neurons import unit_format
+from tiermoe.store.pack import clear, pack_experts, packing_bytes
+from tiermoe.store.store import (
+    TABLE,
+    Precision,
+    Source,
+    Store,
+    check_dense_file,
+    check_files,
+    open_store,
+    precision_key,
+)
+from tiermoe.systems.resolved import Resolved
+from tiermoe.types import Extent, MoeLayer, Need, Phase
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is packed, done, in all)."""
+
+
+def store_root(blueprint: Blueprint, chosen: Path | None) -> Path:
+    """The folder of the blueprint's store: the chosen one, or the one in the user's cache."""
+    return chosen_store_root(blueprint.directory, blueprint.name, blueprint.checkpoint.fingerprint(), chosen)
+
+
+def open_or_create(blueprint: Blueprint, root: Path, force: bool = False) -> Store:
+    """The store at `root`, empty where there is none yet, with the checkpoint's outline beside it. StoreError where the
+    store is damaged, another checkpoint's or another version's; `force` makes an empty one of it then."""
+    store = _opened_or_new(blueprint, root, force)
+    blueprint.leave_outline(root)
+    return store
+
+
+def _opened_or_new(blueprint: Blueprint, root: Path, force: bool) -> Store:
+    if (root / TABLE).exists():
+        try:
+            return _open(blueprint, root)
+        except StoreError:
+            if not force:
+                raise
+    with exclusive(root):
+        if force:
+            clear(root)
+        elif (root / TABLE).exists():  # another process was faster
+            return _open(blueprint, root)
+        store = Store(root, _source(blueprint), blueprint.layers)
+        store.save()
+    return store
+
+
+def _source(blueprint: Blueprint) -> Source:
+    dtype = str(blueprint.dtype).removeprefix("torch.")
+    return Source(blueprint.name, blueprint.checkpoint.fingerprint(), blueprint.family.model_type, dtype)
+
+
+def _open(blueprint: Blueprint, root: Path) -> Store:
+    store = open_store(root)
+    check_fingerprint(root, store.source.fingerprint, blueprint.checkpoint.fingerprint())
+    if store.layers != blueprint.layers or store.dtype != blueprint.dtype:
+        raise StoreError(
+            f"the store in {root} does not describe the layers of {blueprint.name} as this transformers does; "
+            f"pack the model again (tiermoe pack MODEL --force)"
+        )
+    return store
+
+
+def ensure_packed(
+    store: Store,
+    blueprint: Blueprint,
+    bits: int,
+    quantizer: str,
+    dense_bits: int = 16,
+    progress: Progress | None = None,
+    device: str = "cpu",
+    unit: str = "expert",
+    workers: int | None = None,
+) -> None:
+    """Packs the asked precision, and the dense layers, where the store lacks them, for the kernels of `device`;
+    `workers` pieces at a time, None: as many as torch has threads. StoreError where it holds
+    them for another machine's kernels."""
+    layout, workers = machine_layout(device), workers or torch.get_num_threads()
+    key = precision_key(bits, quantizer, layout, unit)
+    precision = store.precisions.get(key)
+    if precision is None:
+        report = (lambda done, total: progress("packing experts (once)", done, total)) if progress else None
+        with heap_for_packing():
+            pack_experts(store, blueprint.experts, bits, quantizer, layout, report, unit, workers)
+    else:
+        check_machine(store.root, precision.machine, layout)
+        if precision.in_place:
+            _follow_checkpoint(precision, blueprint)
+        check_files(precision)
+    if dense_bits < 16:
+        dense = recipe_key(blueprint, dense_bits, layout)
+        if dense not in store.dense:
+            report = (lambda done, total: progress("packing dense layers (once)", done, total)) if progress else None
+            with heap_for_packing():
+                pack_dense(store, blueprint, dense_bits, layout, report, workers)
+        else:
+            check_machine(store.root, store.dense[dense]["machine"], layout)
+            check_dense_file(store, dense)
+
+
+def is_packed(blueprint: Blueprint, resolved: Resolved, layout: str) -> bool:
+    """Whether the checkpoint's store has all that is asked for, and experts that are served from the checkpoint where
+    they lie."""
+    settings, unit = resolved.settings, resolved.composition.unit
+    precisions, dense = _packed(store_root(blueprint, settings.store))
+    for bits in resolved.precisions:
+        precision = precisions.get(precision_key(bits, settings.quantizer, layout, unit))
+        if precision is None or (precision.in_place and _moved(precision, blueprint)):
+            return False
+    bits = settings.dense_bits_used
+    return bits == 16 or recipe_key(blueprint, bits, layout) in dense
+
+
+def packing_needs(blueprint: Blueprint, resolved: Resolved, layout: str, workers: int) -> list[Need]:
+    """What packing by so many workers holds beside the interpreter at its largest step; none where the store lacks
+    nothing."""
+    settings, unit = resolved.settings, resolved.composition.unit
+    precisions, dense = _packed(store_root(blueprint, settings.store))
+    steps = []
+    for bits in resolved.precisions:
+        if precision_key(bits, settings.quantizer, layout, unit) in precisions:
+            continue
+        if bits == 16:  # checksums at the most, or copies
+            steps.append(2 * max(_expert_bytes(layer, blueprint) for layer in blueprint.layers))
+            continue
+        formats = [
+            unit_format(unit, layer, bits, blueprint.dtype, layout, settings.quantizer) for layer in blueprint.layers
+        ]
+        steps.append(packing_bytes(formats, settings.quantizer, blueprint.experts.reading_bytes()))
+    bits = settings.dense_bits_used
+    if bits < 16 and recipe_key(blueprint, bits, layout) not in dense:
+        steps.append(dense_packing_bytes(blueprint, bits, layout))
+    step = max(steps, default=0)
+    return [Need("packing", workers * (step + min(step, PACKING_HEAP)), Phase.PACKING)] if steps else []
+
+
+def _packed(root: Path) -> tuple[Mapping[str, Precision], Mapping[str, Any]]:
+    """The precisions and the packed dense layers that the store at `root` has; none where it cannot be read."""
+    try:
+        store = open_store(root)
+    except StoreError:
+        return {}, {}
+    return store.precisions, store.dense
+
+
+def _expert_bytes(layer: MoeLayer, blueprint: Blueprint) -> int:
+    return sum(math.prod(part.shape) for part in layer.parts) * blueprint.dtype.itemsize
+
+
+def _follow_checkpoint(precision: Precision, blueprint: Blueprint) -> None:
+    """Experts that are served from the checkpoint lie where it lies now, should it have been moved since."""
+    if not _moved(precision, blueprint):
+        return
+    for index, layer in enumerate(precision.layers):
+        for expert, extent in enumerate(layer.extents):
+            segments = blueprint.experts.in_place(index, expert)
+            if segments is not None:
+                layer.extents[expert] = Extent(tuple(segments), extent.checksum)
+
+
+def _moved(precision: Precision, blueprint: Blueprint) -> bool:
+    """Whether experts that are served from the checkpoint lay elsewhere when they were packed."""
+    return Path(precision.layers[0].extents[0].segments[0].file).parent != blueprint.directory
+
+
+def check_machine(root: Path, machine: str, layout: str) -> None:
+    """StoreError where experts were packed for other kernels than those of `layout`."""
+    if machine not in ("any", layout):
+        raise StoreError(
+            f"the store in {root} is packed for {machine}, this machine needs {layout}; "
+            f"pack it here into another folder with --out, or anew with --force"
+        )

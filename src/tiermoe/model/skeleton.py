@@ -1,0 +1,156 @@
+"""A model on the meta device, built by transformers' modelling code, and what it says of a checkpoint.
+
+Importing and running that code takes seconds. A later start of a family with a decoder of our own reads the outline
+that `outline_of` made instead (`store/outline.py`)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers.core_model_loading import build_glob_alternation
+from transformers.quantizers import AutoHfQuantizer
+
+from tiermoe.errors import ModelError
+from tiermoe.families import Family
+from tiermoe.kernels.gates import gate_name
+from tiermoe.model.conversion import CheckpointExperts
+from tiermoe.model.shells import activation_of, experts_left_out, is_shell
+from tiermoe.process.footprint import without_meta_references
+from tiermoe.store.checkpoint import Checkpoint
+from tiermoe.store.outline import DenseTensor, Outline
+
+_SMALLEST = 4096  # elements of a linear layer; packing a smaller one saves nothing worth a kernel call
+
+
+class Skeleton:
+    """The `model` of a config with shells for experts, and its `experts` in the checkpoint. ModelError where the
+    checkpoint is not of such a model, or the model has no experts."""
+
+    def __init__(self, family: Family, config: Any, dtype: torch.dtype, checkpoint: Checkpoint, name: str) -> None:
+        self._family, self._dtype = family, dtype
+        quantized = getattr(config, "quantization_config", None) is not None
+        with experts_left_out(family, config), without_meta_references(), torch.device("meta"):
+            self.model = auto_class(family).from_config(config, dtype=dtype, experts_implementation="eager")
+        top_k = 1 if family.top_k is None else int(getattr(config, family.top_k))
+        quantizer = _dequantizer(config) if quantized else None
+        self.experts = CheckpointExperts(self.model, checkpoint, dtype, top_k, quantizer)
+        if not self.experts.layers:
+            raise ModelError(f"{name} ({config.model_type}) has no expert layers: it is not a Mixture-of-Experts model")
+
+    def outline(self) -> Outline:
+        """What a start without the modelling code needs to know."""
+        checkpoint = self.experts.checkpoint
+        dense_keys = [key for key in checkpoint.tensors if key not in self.experts.expert_keys]
+        tensors = self._tensors(checkpoint)
+        tied = self._tied(tensors)
+        gate = self._gate()
+        return Outline(
+            layers=self.experts.layers,
+            tensors=tensors,
+            tied=tied,
+            packable=tuple(self._packable(set(dense_keys), tensors)),
+            table=self._table(tensors),
+            dense_bytes=self._dense_bytes(),
+            dense_keys=tuple(dense_keys),
+            gate=gate,
+            whole=gate is not None and self._plain_embedding() and _taken_as_they_are(tensors, tied),
+        )
+
+    def _tensors(self, checkpoint: Checkpoint) -> dict[str, DenseTensor]:
+        """Of the state dict. A floating tensor is read in the dtype that transformers' loader leaves it in: DeepSeek-V3
+        chooses by a bias in float32."""
+        wide = self._kept_wide()
+        found = {}
+        for path, tensor in self.model.state_dict().items():
+            key = self.experts.direct_key(path)
+            stored = checkpoint.tensors.get(key) if key is not None else None
+            if stored is None:
+                found[path] = DenseTensor(None, tuple(tensor.shape), tensor.dtype, tensor.dtype)
+                continue
+            floating = tensor.is_floating_point() and stored.dtype.is_floating_point
+            kept = torch.float32 if wide is not None and wide.search(path) else tensor.dtype
+            found[path] = DenseTensor(key, tuple(tensor.shape), kept if floating else stored.dtype, kept)
+        return found
+
+    def _kept_wide(self) -> Any:
+        """The pattern of the parameters that transformers' loader keeps in float32; None where there are none."""
+        names = set(self.model._keep_in_fp32_modules_strict or ()) if self._dtype.itemsize == 2 else set()
+        if self._dtype == torch.float16:
+            names |= set(self.model._keep_in_fp32_modules or ())
+        return build_glob_alternation(sorted(names))[0] if names else None
+
+    def _tied(self, tensors: dict[str, DenseTensor]) -> dict[str, str]:
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        return {path: source for path, source in tied.items() if path in tensors and source in tensors}
+
+    def _packable(self, dense_keys: set[str], tensors: dict[str, DenseTensor]) -> list[str]:
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
+        routers = self._family.router
+        modules = list(self.model.named_modules())
+        inside = [name for name, module in modules if is_shell(module) or name.endswith(routers)]
+        found = []
+        for name, module in modules:
+            if type(module) is not torch.nn.Linear or module.weight.numel() < _SMALLEST:
+                continue
+            weight = f"{name}.weight"
+            routed = any(name == prefix or name.startswith(f"{prefix}.") for prefix in inside)
+            if tensors[weight].key in dense_keys and weight not in tied and not routed:
+                found.append(name)
+        return found
+
+    def _table(self, tensors: dict[str, DenseTensor]) -> str | None:
+        """The input embedding, if its rows can be read one by one: a plain table that nothing else uses and that the
+        checkpoint holds as it is."""
+        if not self._plain_embedding() or self._family.encoder_decoder:
+            return None
+        module = self.model.get_input_embeddings()
+        path = next(name for name, each in self.model.named_modules() if each is module) + ".weight"
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        if path in tied or path in tied.values():
+            return None
+        return path if tensors[path].key is not None else None
+
+    def _plain_embedding(self) -> bool:
+        module = self.model.get_input_embeddings()
+        return type(module) is torch.nn.Embedding and module.max_norm is None
+
+    def _dense_bytes(self) -> int:
+        """Bytes of the parameters and buffers that stay resident at 16 bits (tied ones once)."""
+        seen: dict[int, int] = {}
+        for tensor in [*self.model.parameters(), *self.model.buffers()]:
+            seen[id(tensor)] = tensor.numel() * tensor.element_size()
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        shared = sum(
+            math.prod(parameters[path].shape) * parameters[path].element_size()
+            for path, source in tied.items()
+            if path in parameters and source in parameters and parameters[path] is not parameters[source]
+        )
+        return int(sum(seen.values()) - shared)
+
+    def _gate(self) -> tuple[Any, ...] | None:
+        """The name of what all experts have between their matrices."""
+        names = {gate_name(activation_of(module)) for module in self.model.modules() if is_shell(module)}
+        return names.pop() if len(names) == 1 else None
+
+
+def auto_class(family: Family) -> Any:
+    """The transformers class that loads this family's models."""
+    return AutoModelForSeq2SeqLM if family.encoder_decoder else AutoModelForCausalLM
+
+
+def _dequantizer(config: Any) -> Any:
+    settings = config.quantization_config
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    return AutoHfQuantizer.from_config({**settings, "dequantize": True}, pre_quantized=True)
+
+
+def _taken_as_they_are(tensors: dict[str, DenseTensor], tied: dict[str, str]) -> bool:
+    """Whether every tensor is one of the checkpoint's. One that is tied must not be there beside its source: which of
+    both counts is transformers' to say."""
+    return all((tensor.key is None) == (path in tied) for path, tensor in tensors.items()) and all(
+        source not in tied for source in tied.values()
+    )

@@ -1,0 +1,1 @@
+"""This process and the machine it runs on: what it holds, what is free."""

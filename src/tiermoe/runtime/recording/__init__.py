@@ -1,1 +1,0 @@
-"""A loaded model and a text to a routing trace with computing times."""

@@ -1,0 +1,136 @@
+"""Writing files: whole or not there, however the writing ends; extents field by field; experts as a safetensors file.
+
+The data of a file of experts starts at a 4 KiB boundary, extent after extent. The safetensors format allows a header
+padded with spaces, and wants no holes between tensors: the gaps inside an extent are named `….padding.N` tensors, so
+any safetensors reader opens the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import xxhash
+
+from tiermoe.quant.encoding import Field
+from tiermoe.store.layout import PAGE, Layout, align
+
+PARTIAL = ".partial"
+
+_READ = 4 << 20  # bytes read back at a time for the checksum
+
+
+@contextlib.contextmanager
+def whole_or_nothing(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write, and to read back, that becomes `path` once it is whole and synced, and is removed where writing
+    fails. For who holds the lock of the folder: the unfinished file always has the same name."""
+    temporary = path.with_suffix(PARTIAL)
+    try:
+        with open(temporary, "w+b") as handle:
+            yield handle
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the name too survives a power failure, before another file speaks of it
+    finally:
+        os.close(folder)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replaces the content of `path`: a reader sees the old or the new one."""
+    with whole_or_nothing(path) as handle:
+        handle.write(content)
+
+
+class ExtentWriter:
+    """Appends extents of one matrix each to a file. Gaps between fields are zeros."""
+
+    def __init__(self, handle: IO[bytes]) -> None:
+        self._descriptor = handle.fileno()
+        self._offset = self._end = 0
+        self._places: dict[str, int] = {}
+
+    def begin(self, layout: Layout) -> int:
+        """Makes room for the next extent and returns its offset."""
+        self._offset, self._end = self._end, self._end + layout.nbytes
+        os.ftruncate(self._descriptor, self._end)
+        self._places = {placed.field.name: self._offset + placed.offset for placed in layout.fields}
+        return self._offset
+
+    def write(self, field: Field, first: int, value: torch.Tensor) -> None:
+        """Writes the values of `field` for some rows of the matrix, of which `first` is the first."""
+        before, after = field.shape[: field.rows_at], field.shape[field.rows_at + 1 :]
+        row = torch.Size(after).numel() * field.dtype.itemsize
+        runs = value.contiguous().view(torch.Size(before).numel(), -1).view(torch.uint8).numpy()
+        for index, run in enumerate(runs):
+            at = self._places[field.name] + (index * field.shape[field.rows_at] + first) * row
+            _write_fully(self._descriptor, run.data, at)
+
+    def checksum(self) -> str:
+        """The checksum of the extent begun last, read back from the file."""
+        digest = xxhash.xxh3_64()
+        start = self._offset
+        while start < self._end:
+            content = os.pread(self._descriptor, min(_READ, self._end - start), start)
+            digest.update(content)
+            start += len(content)
+        return str(digest.hexdigest())
+
+
+def _write_fully(descriptor: int, content: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(content):
+        done += os.pwrite(descriptor, content[done:], offset + done)
+
+
+_NAMES = {
+    torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
+    torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
+}  # fmt: skip
+
+
+def header_of(layout: Layout, layer: int, experts: int) -> bytes:
+    """The file's first bytes (length prefix, JSON, spaces), a multiple of 4 KiB long."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt", "tiermoe": "expert-store"}}
+    for expert in range(experts):
+        begin, gap = expert * layout.nbytes, 0
+        end = begin
+        for placed in layout.fields:
+            start = begin + placed.offset
+            if start > end:
+                table[f"layers.{layer}.experts.{expert}.padding.{gap}"] = _entry("U8", [start - end], end, start)
+                gap += 1
+            end = start + placed.field.nbytes
+            name = f"layers.{layer}.experts.{expert}.{placed.part}.{placed.field.name}"
+            table[name] = _entry(_NAMES[placed.field.dtype], list(placed.field.shape), start, end)
+        if begin + layout.nbytes > end:
+            stop = begin + layout.nbytes
+            table[f"layers.{layer}.experts.{expert}.padding.{gap}"] = _entry("U8", [stop - end], end, stop)
+    text = json.dumps(table, separators=(",", ":")).encode()
+    length = align(8 + len(text), PAGE) - 8
+    return struct.pack("<Q", length) + text.ljust(length, b" ")
+
+
+def write_header(handle: IO[bytes], layout: Layout, layer: int, experts: int) -> int:
+    """Writes the header and returns the offset of expert 0."""
+    return handle.write(header_of(layout, layer, experts))
+
+
+def file_name(key: str, layer: int | str) -> str:
+    """The file of one layer's experts in precision `key`; a pattern of such names where either is '*'."""
+    return f"experts-{key}-layer{layer:0>3}.safetensors" if layer != "*" else f"experts-{key}-layer*.safetensors"
+
+
+def _entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}

@@ -1,0 +1,1 @@
+"""What a routing trace holds, and its files."""
