@@ -5,6 +5,7 @@
 
 enum {
     ROW_SPAN = 256, /* columns */
+    LINE = 64,      /* bytes of a cache line; a row has a multiple of them */
     ROW_TILE = 4,   /* rows whose sums are in registers at a time */
     FEW_TOKENS = 3, /* likewise */
     ROW_TOKENS = 18, /* that share what is unpacked of a span */
@@ -19,21 +20,24 @@ static inline __attribute__((always_inline)) __m256 eight_weights(int coded, con
 }
 
 /* totals[m * BLOCK + r] += `width` columns of row r times those of token m, `stride` apart, for 4 rows and a number of
- * tokens known when compiling. decoded: the rows are floats. */
-static inline __attribute__((always_inline)) void four_rows(int decoded, int coded, size_t tokens,
+ * tokens known when compiling. decoded: the rows are floats; else those `ahead` bytes on are asked for meanwhile. */
+static inline __attribute__((always_inline)) void four_rows(int decoded, int coded, size_t ahead, size_t tokens,
                                                             const uint8_t *const row[ROW_TILE], const float *x, size_t stride,
                                                             size_t width, float *totals) {
     __m256 sums[FEW_TOKENS][ROW_TILE];
-    const size_t bytes = coded ? 1 : sizeof(bf16);
+    const size_t bytes = coded ? 1 : sizeof(bf16), line = LINE / bytes;
     for (size_t m = 0; m < tokens; m++)
         for (size_t r = 0; r < ROW_TILE; r++) sums[m][r] = _mm256_setzero_ps();
-    for (size_t c = 0; c < width; c += 8) {
-        __m256 values[FEW_TOKENS];
-        for (size_t m = 0; m < tokens; m++) values[m] = _mm256_loadu_ps(x + m * stride + c);
-        for (size_t r = 0; r < ROW_TILE; r++) {
-            if (!decoded && c * bytes % 64 == 0) _mm_prefetch((const char *)(row[r] + c * bytes + 512), _MM_HINT_T0);
-            const __m256 weights = decoded ? _mm256_loadu_ps((const float *)row[r] + c) : eight_weights(coded, row[r], c);
-            for (size_t m = 0; m < tokens; m++) sums[m][r] = _mm256_fmadd_ps(weights, values[m], sums[m][r]);
+    for (size_t begin = 0; begin < width; begin += line) {
+        for (size_t r = 0; !decoded && r < ROW_TILE; r++)
+            _mm_prefetch((const char *)(row[r] + begin * bytes + ahead), _MM_HINT_T1);
+        for (size_t c = begin; c < begin + line; c += 8) {
+            __m256 values[FEW_TOKENS];
+            for (size_t m = 0; m < tokens; m++) values[m] = _mm256_loadu_ps(x + m * stride + c);
+            for (size_t r = 0; r < ROW_TILE; r++) {
+                const __m256 weights = decoded ? _mm256_loadu_ps((const float *)row[r] + c) : eight_weights(coded, row[r], c);
+                for (size_t m = 0; m < tokens; m++) sums[m][r] = _mm256_fmadd_ps(weights, values[m], sums[m][r]);
+            }
         }
     }
     for (size_t m = 0; m < tokens; m++) {
@@ -44,10 +48,10 @@ static inline __attribute__((always_inline)) void four_rows(int decoded, int cod
 
 #define ROWS_OF(n)                                                                \
     case n:                                                                       \
-        four_rows(decoded, coded, n, row, x, stride, width, totals);              \
+        four_rows(decoded, coded, ahead, n, row, x, stride, width, totals);              \
         break;
 
-static inline __attribute__((always_inline)) void four_rows_of(int decoded, int coded, size_t tokens,
+static inline __attribute__((always_inline)) void four_rows_of(int decoded, int coded, size_t ahead, size_t tokens,
                                                                const uint8_t *const row[ROW_TILE], const float *x,
                                                                size_t stride, size_t width, float *totals) {
     switch (tokens) { ROWS_OF(1) ROWS_OF(2) ROWS_OF(3) }
@@ -68,7 +72,8 @@ static inline __attribute__((always_inline)) void few_times(int coded, const uin
         for (size_t begin = 0; begin < columns; begin += ROW_SPAN) {
             const uint8_t *row[ROW_TILE]; /* the last one again where there are fewer */
             for (size_t i = 0; i < ROW_TILE; i++) row[i] = weights + least(r + i, rows - 1) * row_bytes + begin * bytes;
-            four_rows_of(0, coded, tokens, row, values + begin, columns, least(ROW_SPAN, columns - begin), totals + r);
+            four_rows_of(0, coded, ROW_TILE * row_bytes, tokens, row, values + begin, columns, least(ROW_SPAN, columns - begin),
+                         totals + r);
         }
 }
 
@@ -86,7 +91,7 @@ static inline __attribute__((always_inline)) void many_times(int coded, const ui
                 for (size_t c = 0; c < width; c += 8)
                     _mm256_store_ps(panel[i] + c, eight_weights(coded, weights + least(r + i, rows - 1) * row_bytes, begin + c));
             for (size_t m = 0; m < tokens; m += FEW_TOKENS)
-                four_rows_of(1, coded, least(FEW_TOKENS, tokens - m), row, values + m * ROW_SPAN, ROW_SPAN, width,
+                four_rows_of(1, coded, 0, least(FEW_TOKENS, tokens - m), row, values + m * ROW_SPAN, ROW_SPAN, width,
                              totals + m * BLOCK + r);
         }
     }
