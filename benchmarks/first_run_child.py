@@ -9,7 +9,7 @@ from typing import Any
 
 from tiermoe.bench.started import since_start
 
-_IMPORTED = ("blueprint", "generate", "load", "resolve")  # what `run` imports as it goes
+_IMPORTED = ("model.blueprint", "model.hub", "engine.load", "generation.loop")  # what `run` imports as it goes
 
 
 def answer(words: list[str]) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def answer(words: list[str]) -> dict[str, Any]:
 
     footprint.import_libraries()
     for name in _IMPORTED:
-        importlib.import_module(f"tiermoe.engine.{name}")
+        importlib.import_module(f"tiermoe.{name}")
     imports_s = since_start()
     sys.argv[1:] = words
     with contextlib.redirect_stdout(io.StringIO()) as out:

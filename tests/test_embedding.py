@@ -63,7 +63,7 @@ def test_a_model_gives_the_same_logits_with_its_embedding_on_disk(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tiermoe.memory.plan.resident_bytes", lambda: 300 << 20)
-    monkeypatch.setattr("tiermoe.engine.reading.page_cache_room", lambda: 0)  # mapped, it stays on disk as well
+    monkeypatch.setattr("tiermoe.engine.reading.page_cache_room", lambda: -1)  # mapped, it stays on disk as well
     directory = tiny.write(tmp_path, family, torch.bfloat16, vocab_size=4096)
     ids = torch.randint(3, 4096, (2, 9), generator=torch.Generator().manual_seed(1))
 

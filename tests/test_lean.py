@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from parity import close, logits
@@ -23,6 +22,7 @@ from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import load_blueprint, resolve_for, start, starts_lean
 from tiermoe.errors import StoreError
 from tiermoe.kernels.gates import ClampedGate, gate_name, gate_named, silu_gate
+from tiermoe.model import blueprint as blueprint_module
 from tiermoe.model.architectures import ARCHITECTURES
 from tiermoe.model.blueprint import Blueprint, inspect_model
 from tiermoe.model.dense_weights import StoredWeights
@@ -237,7 +237,7 @@ def test_a_store_that_is_made_anew_keeps_an_outline(qwen: Case) -> None:
 
 
 def test_an_outline_of_another_transformers_is_passed_over(qwen: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "0.0")
+    monkeypatch.setattr(blueprint_module.transformers, "__version__", "0.0")
     assert not qwen.is_lean()
     start(qwen.inspect(), qwen.settings).close()
     assert qwen.is_lean()

@@ -24,7 +24,7 @@ from benchmark_commands import benchmark_runner
 from benchmarks.random_model import KINDS, config_of, write
 from tests import tiny
 from tiermoe.bench.llama.checkpoint import Checkpoint
-from tiermoe.bench.llama.tensors import dequantise, ggml_blocks
+from tiermoe.bench.llama.mxfp4 import dequantise, ggml_blocks
 
 PEER = os.environ.get("TIERMOE_PEER_PYTHON", sys.executable)
 MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
