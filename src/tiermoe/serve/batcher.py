@@ -74,10 +74,6 @@ class _Row:
     answer: list[int] = field(default_factory=list)
     cached: int = 0
 
-    @property
-    def tokens(self) -> list[int]:
-        return self.request.ids + self.answer
-
 
 @dataclass(slots=True)
 class Counts:
@@ -249,7 +245,7 @@ class Batcher:
         told: tuple[TokenLogprob, ...] = ()
         if row.grammar is not None:
             logits = row.grammar.restrict(logits)
-        token = row.sampler.choose(logits, row.tokens, len(row.answer))
+        token = row.sampler.choose(logits, row.held, len(row.answer))
         if request.logprobs is not None:
             told = (TokenLogprob(token, *log_probabilities(logits, token, request.logprobs)),)
         row.answer.append(token)
@@ -258,7 +254,7 @@ class Batcher:
             row.grammar.accept(token)
         ended = token in self._ends
         text = "" if ended else row.text.add(token)
-        full = len(row.answer) >= request.sampling.max_tokens or len(row.tokens) >= self.context
+        full = len(row.answer) >= request.sampling.max_tokens or len(row.held) + 1 >= self.context
         whole = row.grammar is not None and row.grammar.ended
         finish = "stop" if ended or whole or row.text.stopped_by else "length" if full else None
         if finish is not None:

@@ -50,11 +50,11 @@ class Detokenizer:
             at, self.stopped_by = min(found)
             self._held = ""
             return text[:at]
-        kept = max((_overlap(text, stop) for stop in self._stops), default=0)
+        kept = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The longest end of `text` that `stop` begins with."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

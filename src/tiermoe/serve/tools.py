@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tiermoe.serve.detokenize import overlap
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
@@ -136,7 +138,7 @@ class CallReader:
         while True:
             before, begin, rest = self._held.partition(self._form.begin)
             if not begin:
-                kept = 0 if last else _overlap(self._held, self._form.begin)
+                kept = 0 if last else overlap(self._held, self._form.begin)
                 said += self._held[: len(self._held) - kept]
                 self._held = self._held[len(self._held) - kept :]
                 break
@@ -155,8 +157,3 @@ class CallReader:
             said = said.strip("\n") if not said.strip() else said  # line breaks between calls
         self.calls += new
         return said, new
-
-
-def _overlap(text: str, mark: str) -> int:
-    """The longest end of `text` that `mark` begins with."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
