@@ -23,11 +23,12 @@ from tiermoe.engine.load import load_blueprint, resolve_for, start, starts_lean
 from tiermoe.errors import StoreError
 from tiermoe.kernels.gates import ClampedGate, gate_name, gate_named, silu_gate
 from tiermoe.model import blueprint as blueprint_module
+from tiermoe.model import prepare_store
 from tiermoe.model.architectures import ARCHITECTURES
 from tiermoe.model.blueprint import Blueprint, inspect_model
 from tiermoe.model.dense_weights import StoredWeights
 from tiermoe.model.embedding import EmbeddingOnDisk
-from tiermoe.model.prepare_store import open_or_create, store_root
+from tiermoe.model.prepare_store import found_store, open_or_create, store_root
 from tiermoe.store.outline import NAME, read_outline, write_outline
 from tiny import oracle, write
 
@@ -54,7 +55,7 @@ class Case:
 
     def is_lean(self) -> bool:
         blueprint = self.inspect()
-        return starts_lean(blueprint, resolve_for(blueprint, self.settings))
+        return starts_lean(blueprint, resolve_for(blueprint, self.settings), found_store(blueprint, self.store))
 
     def behind_a_model(self) -> Engine:
         engine: Engine = load_blueprint(self.inspect(), self.settings).tiermoe
@@ -213,6 +214,16 @@ def test_a_config_that_it_cannot_compute_is_not_started_so(
     case: Callable[..., Case], family: str, changes: dict[str, Any]
 ) -> None:
     assert not case(family, **changes).is_lean()
+
+
+@pytest.mark.parametrize("lean", [True, False])
+def test_a_table_that_lacks_nothing_is_read_once(qwen: Case, lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    open_store = prepare_store.open_store
+    monkeypatch.setattr(prepare_store, "open_store", lambda root: read.append(root) or open_store(root))
+    engine = start(qwen.inspect(), qwen.settings) if lean else qwen.behind_a_model()
+    engine.close()
+    assert read == [qwen.store]
 
 
 def test_a_store_without_an_outline_gets_one(qwen: Case) -> None:

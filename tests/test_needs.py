@@ -107,7 +107,7 @@ def test_what_expands_latents_is_in_the_plan(tmp_path: Path) -> None:
     blueprint = inspect_model(write(tmp_path, "deepseek_v2", torch.bfloat16, **SUITABLE["deepseek_v2"]), "latent")
     resolved = resolve_for(blueprint, settings(memory="1GiB", device="cpu"))
     assert sum(need.nbytes for need in expanding_needs(blueprint, resolved.settings, "cpu")) == kept
-    plan = plan_memory(blueprint, resolved)
+    plan = plan_memory(blueprint, resolved, None)
     assert plan.fixed == total(plan.needs, Phase.RUNNING) == sum(plan.parts().values()) - plan.experts
     assert plan.loading == total(plan.needs, Phase.LOADING)
     assert plan.packing == total(plan.needs, Phase.PACKING) > 0

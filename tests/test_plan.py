@@ -48,7 +48,7 @@ def planned(blueprint: Blueprint, monkeypatch: pytest.MonkeyPatch) -> Planner:
     """Plans with an interpreter of a fixed size."""
     monkeypatch.setattr(plan_module, "resident_bytes", lambda: INTERPRETER)
     return lambda **options: plan_memory(
-        blueprint, resolve_for(blueprint, settings(**{"memory": "1GiB", "device": "cpu", **options}))
+        blueprint, resolve_for(blueprint, settings(**{"memory": "1GiB", "device": "cpu", **options})), None
     )
 
 

@@ -19,6 +19,7 @@ from tiermoe.batch import Batch, prompt
 from tiermoe.config import settings
 from tiermoe.engine.load import load_blueprint, resolve_for, start, starts_lean
 from tiermoe.model.blueprint import inspect_model
+from tiermoe.model.prepare_store import found_store
 from tiny import auto_class, write
 
 SETTINGS = settings(memory="4GiB", device="cpu", bits=16, cache="30%")
@@ -93,7 +94,7 @@ def compare(directory: Path, model_type: str) -> None:
 
 def started_alone(directory: Path) -> bool:
     blueprint = inspect_model(directory, str(directory))
-    return starts_lean(blueprint, resolve_for(blueprint, SETTINGS))
+    return starts_lean(blueprint, resolve_for(blueprint, SETTINGS), found_store(blueprint, None))
 
 
 def assert_same_alone(directory: Path) -> None:

@@ -25,7 +25,7 @@ from tiermoe.model.dense import recipe_key
 from tiermoe.model.dense_weights import StoredWeights
 from tiermoe.model.expert_gates import named_gates
 from tiermoe.model.hub import load_tokenizer, resolve_model
-from tiermoe.model.prepare_store import Progress, ensure_packed, is_packed, open_or_create, store_root
+from tiermoe.model.prepare_store import Progress, ensure_packed, found_store, is_packed, open_or_create, store_root
 from tiermoe.process import footprint
 from tiermoe.store.store import Store
 from tiermoe.systems.resolved import Resolved, resolve
@@ -56,7 +56,11 @@ def load_blueprint(blueprint: Blueprint, settings: Settings, progress: Progress 
 
 def load_resolved(blueprint: Blueprint, resolved: Resolved, progress: Progress | None = None) -> Any:
     """`load_blueprint` with a composition that is ready."""
-    store, plan = _prepared(blueprint, resolved, progress, lean=False)
+    return _load_found(blueprint, resolved, found_store(blueprint, resolved.settings.store), progress)
+
+
+def _load_found(blueprint: Blueprint, resolved: Resolved, found: Store | None, progress: Progress | None) -> Any:
+    store, plan = _prepared(blueprint, resolved, found, progress, lean=False)
     from tiermoe.engine.loading import load_model  # late: it imports transformers' modelling code
 
     with open_reading(plan, store, resolved, blueprint, resolve_device(resolved.settings.device)) as reading:
@@ -66,33 +70,34 @@ def load_resolved(blueprint: Blueprint, resolved: Resolved, progress: Progress |
 def start(blueprint: Blueprint, settings: Settings, progress: Progress | None = None) -> Engine:
     """The engine of an inspected checkpoint, planned, and packed where needed."""
     resolved = resolve_for(blueprint, settings)
-    if not starts_lean(blueprint, resolved):
-        engine: Engine = load_resolved(blueprint, resolved, progress).tiermoe
+    found = found_store(blueprint, settings.store)
+    if not starts_lean(blueprint, resolved, found):
+        engine: Engine = _load_found(blueprint, resolved, found, progress).tiermoe
         return engine
-    store, plan = _prepared(blueprint, resolved, progress, lean=True)
+    store, plan = _prepared(blueprint, resolved, found, progress, lean=True)
     with open_reading(plan, store, resolved, blueprint, "cpu") as reading:
         service = ExpertService(store, plan, resolved, reading, {})
         return Engine(service, _lean_model(blueprint, store, plan, resolved, reading))
 
 
-def starts_lean(blueprint: Blueprint, resolved: Resolved) -> bool:
-    """Whether `start` needs no modelling code of transformers."""
+def starts_lean(blueprint: Blueprint, resolved: Resolved, store: Store | None) -> bool:
+    """Whether `start` needs no modelling code of transformers. store: the checkpoint's, as it is (`found_store`)."""
     settings = resolved.settings
     ours = settings.decoder != "generic" and resolve_device(settings.device) == "cpu" and decodes(blueprint.config)
     known = blueprint.known is not None and blueprint.known.whole
-    return ours and known and is_packed(blueprint, resolved, machine_layout("cpu"))
+    return ours and known and is_packed(store, blueprint, resolved, machine_layout("cpu"))
 
 
 def _prepared(
-    blueprint: Blueprint, resolved: Resolved, progress: Progress | None, lean: bool
+    blueprint: Blueprint, resolved: Resolved, found: Store | None, progress: Progress | None, lean: bool
 ) -> tuple[Store, MemoryPlan]:
     """The plan, and the store with all that it asks for. Nothing of the model is loaded, nor are experts."""
     settings = resolved.settings
     device = resolve_device(settings.device)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    plan = _planned(blueprint, resolved, lean)
-    store = open_or_create(blueprint, store_root(blueprint, settings.store))
+    plan = _planned(blueprint, resolved, found, lean)
+    store = open_or_create(blueprint, store_root(blueprint, settings.store), found=found)
     unit = resolved.composition.unit
     for bits in resolved.precisions:
         ensure_packed(
@@ -109,11 +114,11 @@ def _prepared(
     return store, plan
 
 
-def _planned(blueprint: Blueprint, resolved: Resolved, lean: bool) -> MemoryPlan:
+def _planned(blueprint: Blueprint, resolved: Resolved, store: Store | None, lean: bool) -> MemoryPlan:
     if not lean:
         assert blueprint.skeleton is not None  # imports what this process is going to hold, before it is measured
     footprint.settle()
-    return plan_memory(blueprint, resolved)
+    return plan_memory(blueprint, resolved, store)
 
 
 def _lean_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: Resolved, reading: Reading) -> Model:
@@ -148,4 +153,5 @@ def plan(model: str | os.PathLike[str], **options: Any) -> MemoryPlan:
 def plan_for(blueprint: Blueprint, settings: Settings) -> MemoryPlan:
     """What `start` would put where."""
     resolved = resolve_for(blueprint, settings)
-    return _planned(blueprint, resolved, starts_lean(blueprint, resolved))
+    store = found_store(blueprint, settings.store)
+    return _planned(blueprint, resolved, store, starts_lean(blueprint, resolved, store))

@@ -26,6 +26,7 @@ from tiermoe.process.footprint import resident_bytes
 from tiermoe.process.machine import available_memory
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.store.neurons import unit_format
+from tiermoe.store.store import Store
 from tiermoe.systems.resolved import Resolved
 from tiermoe.tiers.cuda import free_memory, resolve_device
 from tiermoe.tiers.disk import LANES, staging_bytes
@@ -40,7 +41,7 @@ _VARIES = 4 * MIB  # by how much the interpreter's size differs from run to run
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """What the needs follow from. process: bytes that the process holds already."""
+    """What the needs follow from. process: bytes that the process holds already. store: as it was found, or none."""
 
     blueprint: Blueprint
     resolved: Resolved
@@ -48,6 +49,7 @@ class _Model:
     context: int
     device: str
     process: int
+    store: Store | None
 
     @property
     def settings(self) -> Settings:
@@ -58,9 +60,9 @@ class _Model:
         return [form for forms in self.formats.values() for form in forms]
 
 
-def plan_memory(blueprint: Blueprint, resolved: Resolved) -> MemoryPlan:
-    """Divides the budget. BudgetError, with the numbers and the nearest setting that would do, where what must be
-    there and one layer's experts do not fit."""
+def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None) -> MemoryPlan:
+    """Divides the budget. store: the checkpoint's, as it is (`found_store`). BudgetError, with the numbers and the
+    nearest setting that would do, where what must be there and one layer's experts do not fit."""
     settings, composition = resolved.settings, resolved.composition
     device = resolve_device(settings.device)
     require_device(composition, device.partition(":")[0])
@@ -69,7 +71,7 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved) -> MemoryPlan:
     budget, source = _budget(settings)
     model = _Model(
         blueprint, resolved, _formats(blueprint, resolved, machine_layout(device)), context_of(blueprint, settings),
-        device, resident_bytes(),
+        device, resident_bytes(), store,
     )  # fmt: skip
     sizes = {bits: max(form.slot.nbytes for form in forms) for bits, forms in model.formats.items()}
     wanted = cache_bytes(composition, settings.cache or CacheSize(fraction=1.0), shape_of(blueprint.layers), sizes)
@@ -182,7 +184,7 @@ def _packing(model: _Model, budget: int) -> tuple[int, list[Need]]:
     layout = machine_layout(model.device)
     process = Need("interpreter", model.process + _FIRST_USE, Phase.PACKING)
     for workers in range(model.settings.threads or torch.get_num_threads(), 0, -1):
-        needs = packing_needs(model.blueprint, model.resolved, layout, workers)
+        needs = packing_needs(model.store, model.blueprint, model.resolved, layout, workers)
         if not needs:
             return workers, []
         needs = [process, *needs]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -41,10 +40,20 @@ def store_root(blueprint: Blueprint, chosen: Path | None) -> Path:
     return chosen_store_root(blueprint.directory, blueprint.name, blueprint.checkpoint.fingerprint(), chosen)
 
 
-def open_or_create(blueprint: Blueprint, root: Path, force: bool = False) -> Store:
-    """The store at `root`, empty where there is none yet, with the checkpoint's outline beside it. StoreError where the
-    store is damaged, another checkpoint's or another version's; `force` makes an empty one of it then."""
-    store = _opened_or_new(blueprint, root, force)
+def found_store(blueprint: Blueprint, chosen: Path | None) -> Store | None:
+    """What lies in the folder of the blueprint's store, whichever checkpoint it is of; None where nothing that can be
+    read does."""
+    try:
+        return open_store(store_root(blueprint, chosen))
+    except StoreError:
+        return None
+
+
+def open_or_create(blueprint: Blueprint, root: Path, force: bool = False, found: Store | None = None) -> Store:
+    """The store at `root`, empty where there is none yet, with the checkpoint's outline beside it. found: what was just
+    read there, which is not read again. StoreError where the store is damaged, another checkpoint's or another
+    version's; `force` makes an empty one of it then."""
+    store = _opened_or_new(blueprint, root, force) if found is None else _checked(found, blueprint)
     blueprint.leave_outline(root)
     return store
 
@@ -52,7 +61,7 @@ def open_or_create(blueprint: Blueprint, root: Path, force: bool = False) -> Sto
 def _opened_or_new(blueprint: Blueprint, root: Path, force: bool) -> Store:
     if (root / TABLE).exists():
         try:
-            return _open(blueprint, root)
+            return _checked(open_store(root), blueprint)
         except StoreError:
             if not force:
                 raise
@@ -60,7 +69,7 @@ def _opened_or_new(blueprint: Blueprint, root: Path, force: bool) -> Store:
         if force:
             clear(root)
         elif (root / TABLE).exists():  # another process was faster
-            return _open(blueprint, root)
+            return _checked(open_store(root), blueprint)
         store = Store(root, _source(blueprint), blueprint.layers)
         store.save()
     return store
@@ -71,12 +80,11 @@ def _source(blueprint: Blueprint) -> Source:
     return Source(blueprint.name, blueprint.checkpoint.fingerprint(), blueprint.family.model_type, dtype)
 
 
-def _open(blueprint: Blueprint, root: Path) -> Store:
-    store = open_store(root)
-    check_fingerprint(root, store.source.fingerprint, blueprint.checkpoint.fingerprint())
+def _checked(store: Store, blueprint: Blueprint) -> Store:
+    check_fingerprint(store.root, store.source.fingerprint, blueprint.checkpoint.fingerprint())
     if store.layers != blueprint.layers or store.dtype != blueprint.dtype:
         raise StoreError(
-            f"the store in {root} does not describe the layers of {blueprint.name} as this transformers does; "
+            f"the store in {store.root} does not describe the layers of {blueprint.name} as this transformers does; "
             f"pack the model again (tiermoe pack MODEL --force)"
         )
     return store
@@ -119,24 +127,28 @@ def ensure_packed(
             check_dense_file(store, dense)
 
 
-def is_packed(blueprint: Blueprint, resolved: Resolved, layout: str) -> bool:
-    """Whether the checkpoint's store has all that is asked for, and experts that are served from the checkpoint where
-    they lie."""
+def is_packed(store: Store | None, blueprint: Blueprint, resolved: Resolved, layout: str) -> bool:
+    """Whether the checkpoint's store (`found_store`) has all that is asked for, and experts that are served from the
+    checkpoint where they lie."""
+    if store is None:
+        return False
     settings, unit = resolved.settings, resolved.composition.unit
-    precisions, dense = _packed(store_root(blueprint, settings.store))
     for bits in resolved.precisions:
-        precision = precisions.get(precision_key(bits, settings.quantizer, layout, unit))
+        precision = store.precisions.get(precision_key(bits, settings.quantizer, layout, unit))
         if precision is None or (precision.in_place and _moved(precision, blueprint)):
             return False
     bits = settings.dense_bits_used
-    return bits == 16 or recipe_key(blueprint, bits, layout) in dense
+    return bits == 16 or recipe_key(blueprint, bits, layout) in store.dense
 
 
-def packing_needs(blueprint: Blueprint, resolved: Resolved, layout: str, workers: int) -> list[Need]:
-    """What packing by so many workers holds beside the interpreter at its largest step; none where the store lacks
-    nothing."""
+def packing_needs(
+    store: Store | None, blueprint: Blueprint, resolved: Resolved, layout: str, workers: int
+) -> list[Need]:
+    """What packing into the checkpoint's store (`found_store`) by so many workers holds beside the interpreter at its
+    largest step; none where the store lacks nothing."""
     settings, unit = resolved.settings, resolved.composition.unit
-    precisions, dense = _packed(store_root(blueprint, settings.store))
+    precisions: Collection[str] = store.precisions if store else ()
+    dense: Collection[str] = store.dense if store else ()
     steps = []
     for bits in resolved.precisions:
         if precision_key(bits, settings.quantizer, layout, unit) in precisions:
@@ -153,15 +165,6 @@ def packing_needs(blueprint: Blueprint, resolved: Resolved, layout: str, workers
         steps.append(dense_packing_bytes(blueprint, bits, layout))
     step = max(steps, default=0)
     return [Need("packing", workers * (step + min(step, PACKING_HEAP)), Phase.PACKING)] if steps else []
-
-
-def _packed(root: Path) -> tuple[Mapping[str, Precision], Mapping[str, Any]]:
-    """The precisions and the packed dense layers that the store at `root` has; none where it cannot be read."""
-    try:
-        store = open_store(root)
-    except StoreError:
-        return {}, {}
-    return store.precisions, store.dense
 
 
 def _expert_bytes(layer: MoeLayer, blueprint: Blueprint) -> int:
