@@ -84,6 +84,17 @@ def test_a_model_gives_the_same_logits_with_its_embedding_on_disk(
     assert not any(str(directory) in os.readlink(f"/proc/self/fd/{each}") for each in open_files())
 
 
+def test_a_mapped_start_leaves_the_table_on_disk_as_its_plan_says(tmp_path: Path) -> None:
+    directory = tiny.write(tmp_path, "qwen3_moe", torch.bfloat16, vocab_size=4096)
+    model, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=4, context=64, chunk=16)
+    table = model.get_input_embeddings()
+    assert model.tiermoe.plan.unless_mapped == table.weight.nbytes == 4096 * 64 * 2
+    assert table.weight.is_meta
+    ids = torch.tensor([[3, 4000]])
+    assert torch.equal(table(ids), inspect_model(directory, "tiny").checkpoint.read(KEY)[ids])
+    model.tiermoe.close()
+
+
 def open_files() -> list[str]:
     """Descriptors that are open, without the one that lists them."""
     return [each for each in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{each}")]

@@ -23,7 +23,7 @@ from tiermoe.engine.load import load_blueprint, resolve_for, start, starts_lean
 from tiermoe.errors import StoreError
 from tiermoe.kernels.gates import ClampedGate, gate_name, gate_named, silu_gate
 from tiermoe.model import blueprint as blueprint_module
-from tiermoe.model import prepare_store
+from tiermoe.model import prepare_store, skeleton
 from tiermoe.model.architectures import ARCHITECTURES
 from tiermoe.model.blueprint import Blueprint, inspect_model
 from tiermoe.model.dense_weights import StoredWeights
@@ -224,6 +224,18 @@ def test_a_table_that_lacks_nothing_is_read_once(qwen: Case, lean: bool, monkeyp
     engine = start(qwen.inspect(), qwen.settings) if lean else qwen.behind_a_model()
     engine.close()
     assert read == [qwen.store]
+
+
+@pytest.mark.parametrize("family", sorted({*ARCHITECTURES, "deepseek_v4", "switch_transformers"}))
+def test_a_model_s_class_is_known_without_making_one(tmp_path: Path, family: str) -> None:
+    found = inspect_model(write(tmp_path / "model", family, torch.bfloat16), "tiny")
+    assert found.model_class is type(found.skeleton)
+
+
+def test_a_model_is_loaded_without_another_one_made(qwen: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all is packed and the outline says the rest."""
+    monkeypatch.setattr(skeleton, "Skeleton", lambda *_: pytest.fail("a skeleton is made"))
+    qwen.behind_a_model().close()
 
 
 def test_a_store_without_an_outline_gets_one(qwen: Case) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from transformers.cache_utils import DynamicCache
 
 from tiermoe import native
-from tiermoe.config import MIB, settings
+from tiermoe.config import MIB, format_size, settings
 from tiermoe.engine.load import resolve_for
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.families import FAMILIES
@@ -139,6 +139,13 @@ def test_the_embedding_stays_on_disk_only_where_experts_need_its_room(planned: P
     assert short.embedding_on_disk
     assert roomy.dense - short.dense == EMBEDDING
     assert not planned(memory=all_fit - 1, cache="30%").embedding_on_disk  # asked for less than there is room for
+    assert (roomy.unless_mapped, short.unless_mapped) == (EMBEDDING, 0)
+    notes = [{what: note for what, _, note in plan.rows()}["dense weights"] for plan in (roomy, short)]
+    assert notes == [
+        f"resident; where the store is mapped {format_size(EMBEDDING)} of embedding stay on disk",
+        "resident; the embedding on disk",
+    ]
+    assert not planned(cache="30%").unless_mapped  # slots are copies
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])

@@ -40,7 +40,11 @@ def load(model: str | os.PathLike[str], *, progress: Progress | None = None, **o
     which happens once per checkpoint and precision.
 
     Returns (model, tokenizer): a transformers model in evaluation mode, with `model.tiermoe` for statistics, and its
-    tokenizer. Raises a TiermoeError that says what to do where the model, the budget or an option is not usable.
+    tokenizer. Its modules are made by transformers' modelling code even where our own decoder computes, because
+    `generate()`, pipelines and calls that the decoder does not answer need them; the commands make none (`start`).
+    `model.get_input_embeddings()` looks up tokens' rows. Where the table stays on disk (memory is short, or the store's
+    files are mapped) its `weight` has a shape and a dtype and no values: it is on the meta device.
+    Raises a TiermoeError that says what to do where the model, the budget or an option is not usable.
     """
     settings = make_settings(**options)
     directory = resolve_model(model)
@@ -82,10 +86,13 @@ def start(blueprint: Blueprint, settings: Settings, progress: Progress | None = 
 
 def starts_lean(blueprint: Blueprint, resolved: Resolved, store: Store | None) -> bool:
     """Whether `start` needs no modelling code of transformers. store: the checkpoint's, as it is (`found_store`)."""
-    settings = resolved.settings
-    ours = settings.decoder != "generic" and resolve_device(settings.device) == "cpu" and decodes(blueprint.config)
     known = blueprint.known is not None and blueprint.known.whole
+    ours = _has_own_decoder(blueprint, resolved.settings)
     return ours and known and is_packed(store, blueprint, resolved, machine_layout("cpu"))
+
+
+def _has_own_decoder(blueprint: Blueprint, settings: Settings) -> bool:
+    return settings.decoder != "generic" and resolve_device(settings.device) == "cpu" and decodes(blueprint.config)
 
 
 def _prepared(
@@ -116,9 +123,18 @@ def _prepared(
 
 def _planned(blueprint: Blueprint, resolved: Resolved, store: Store | None, lean: bool) -> MemoryPlan:
     if not lean:
-        assert blueprint.skeleton is not None  # imports what this process is going to hold, before it is measured
+        _import_modelling(blueprint, resolved, store)
     footprint.settle()
     return plan_memory(blueprint, resolved, store)
+
+
+def _import_modelling(blueprint: Blueprint, resolved: Resolved, store: Store | None) -> None:
+    """Imports and makes what this process is going to hold for a transformers model, before it is measured. Its
+    skeleton is asked by packing, and by the plan of the generic decoder."""
+    assert blueprint.model_class is not None
+    layout = machine_layout(resolve_device(resolved.settings.device))
+    if not _has_own_decoder(blueprint, resolved.settings) or not is_packed(store, blueprint, resolved, layout):
+        assert blueprint.skeleton is not None
 
 
 def _lean_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: Resolved, reading: Reading) -> Model:

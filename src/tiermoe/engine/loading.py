@@ -81,7 +81,7 @@ def load_dense(
     }
     config = _config_for_loading(blueprint)
     with experts_left_out(blueprint.family, config), footprint.without_meta_references(), _quiet_loading():
-        model, info = face_class(type(blueprint.skeleton)).from_pretrained(
+        model, info = face_class(blueprint.model_class).from_pretrained(
             None,
             config=config,
             state_dict=state,

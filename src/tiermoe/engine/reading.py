@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tiermoe.kernels import machine_layout
 from tiermoe.memory.memory_plan import MemoryPlan
+from tiermoe.memory.plan import holds_everything
 from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.dense import recipe_key
 from tiermoe.model.embedding import embedding_key
@@ -67,8 +68,7 @@ def reading_for(plan: MemoryPlan, packed: Packed, resolved: Resolved, device: st
     """Where each expert is read once: mapped, or through the page cache where a second copy of all of them can stay
     there, so that the next process finds them; else as the drive is fastest."""
     lanes = resolved.settings.lanes
-    everything = plan.slots >= plan.all_slots and len(resolved.precisions) == 1
-    if everything and resolved.composition.store == "disk":
+    if holds_everything(plan, resolved):
         if device == "cpu" and _can_be_slots(packed, resolved) and _has_room(plan, 0):
             files = MappedFiles()
             with contextlib.suppress(OSError):  # a file system that maps no files: copies do as well

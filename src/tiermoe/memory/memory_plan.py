@@ -24,6 +24,7 @@ class MemoryPlan:
     `slots` in all, in `pools` that share them where precisions have slots of their own; `slot_bytes` is a slot's size
     at the highest precision. `all_slots` is how many experts there are, `token_slots` what one token uses in all layers
     together. `embedding_on_disk`: the input embedding's rows are read as they are asked for, and `dense` is without it.
+    `unless_mapped`: bytes of the input embedding in `dense` that a start which maps the store's files leaves on disk.
     `dense_bits`: the precision of the dense layers, for people ('4 (lm_head 8)'). `packers`: how many pieces are packed
     at a time."""
 
@@ -38,6 +39,7 @@ class MemoryPlan:
     context: int
     dense_bits: str = "16"
     embedding_on_disk: bool = False
+    unless_mapped: int = 0
     packers: int = 1
     pools: tuple[SlotPool, ...] = ()
     warnings: list[str] = field(default_factory=list, init=False)
@@ -117,15 +119,21 @@ class MemoryPlan:
         share = self._share(self.slots)
         if len(self.pools) > 1:
             share = ", ".join(f"{pool.slots} at {' or '.join(map(str, pool.bits))} bits" for pool in self.pools)
-        where = "resident; the embedding on disk" if self.embedding_on_disk else "always resident"
         return [
             ("interpreter and libraries", self.interpreter, "measured in this process"),
-            ("dense weights", self.dense, where),
+            ("dense weights", self.dense, self._where()),
             ("key/value cache", self.kv_cache, f"{self.context} tokens of context"),
             ("activations", self.activations, "of one prefill chunk"),
             ("staging", self.staging, "reading lanes"),
             ("expert cache", self.experts, share),
         ]
+
+    def _where(self) -> str:
+        if self.embedding_on_disk:
+            return "resident; the embedding on disk"
+        if self.unless_mapped:
+            return f"resident; where the store is mapped {format_size(self.unless_mapped)} of embedding stay on disk"
+        return "always resident"
 
     def _share(self, slots: int) -> str:
         return f"{slots} of {self.all_slots} experts ({slots / self.all_slots:.0%})"

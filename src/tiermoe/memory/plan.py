@@ -97,11 +97,19 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None) -
     )
     if gpu is None:
         plan = _divided(base, wanted, model, sizes)
+        if not on_disk and holds_everything(plan, resolved) and composition.unit == "expert":
+            plan = replace(plan, unless_mapped=embedding_bytes(blueprint))
         plan.warnings.extend(_warnings(plan))
         return plan
     on_gpu = _divided_with_gpu(base, wanted // base.slot_bytes, resolved, sizes, device, gpu)
     on_gpu.warnings.extend(_gpu_warnings(on_gpu))
     return on_gpu
+
+
+def holds_everything(plan: MemoryPlan, resolved: Resolved) -> bool:
+    """Whether each expert is read from the drive once: all have slots, in one precision."""
+    everything = plan.slots >= plan.all_slots and len(resolved.precisions) == 1
+    return everything and resolved.composition.store == "disk"
 
 
 def _check_options(blueprint: Blueprint, resolved: Resolved) -> None:

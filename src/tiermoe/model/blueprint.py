@@ -45,6 +45,14 @@ class Blueprint:
         return self.known or self._built.outline()
 
     @property
+    def model_class(self) -> Any:
+        """transformers' class of the model. Asking for it imports transformers' modelling code."""
+        footprint.before_modelling_code()
+        if self.family.encoder_decoder:
+            return transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(self.config)]
+        return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
+
+    @property
     def skeleton(self) -> Any:
         """The model on the meta device, with shells for experts. Asking for it imports transformers' modelling code."""
         return self._built.model
