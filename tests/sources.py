@@ -19,7 +19,7 @@ def layers(count: int = 3) -> list[MoeLayer]:
 
 
 class RandomExperts:
-    """`store.pack.ExpertSource`; `before` is called before each read and may raise."""
+    """`store.source.ExpertSource`; `before` is called before each read and may raise."""
 
     def __init__(self, count: int = 3, seed: int = 0, before: Callable[[int, int], None] = lambda *_: None) -> None:
         self.layers = layers(count)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tiermoe.kernels.gpu.slot_matrix import SlotMatrix
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.int2 import RowMajorInt2
 from tiermoe.quant.int8 import Int8
@@ -18,26 +18,10 @@ from tiermoe.types import Part
 Views = Mapping[str, Mapping[str, Tensor]]
 
 
-@dataclass(frozen=True)
-class PackedMatrix:
-    """A packed matrix (rows, columns) in a slot. `codes`, `scale`, `zero`: where its fields begin, in bytes from the
-    slot's first one, multiples of 16. bits 4: fields as `triton_linear.int4_linear` takes them, `group` columns to a
-    scale; bits 8: as `int8_linear` does, `group` and `zero` unused. `dtype` is that of scales and zeros."""
-
-    rows: int
-    columns: int
-    bits: int
-    group: int
-    dtype: torch.dtype
-    codes: int
-    scale: int
-    zero: int
-
-
 class GroupedExperts:
     """Experts of one format: two packed matrices and nothing else."""
 
-    def __init__(self, form: ExpertFormat, first: PackedMatrix, second: PackedMatrix) -> None:
+    def __init__(self, form: ExpertFormat, first: SlotMatrix, second: SlotMatrix) -> None:
         from tiermoe.kernels.gpu.triton_grouped import grouped_linear
 
         self._first, self._second = first, second
@@ -64,13 +48,13 @@ def grouped_experts(form: ExpertFormat) -> GroupedExperts | None:
     return GroupedExperts(form, *matrices) if len(matrices) == len(found) == 2 else None
 
 
-def _packed_matrix(form: ExpertFormat, part: Part) -> PackedMatrix | None:
+def _packed_matrix(form: ExpertFormat, part: Part) -> SlotMatrix | None:
     taken = _bits_and_group(form.encodings.get(part.name))
     if taken is None:
         return None
     at = {placed.field.name: placed.offset for placed in form.slot.fields if placed.part == part.name}
     codes, zero = ("codes", "zero") if taken[0] == 4 else ("weight", "scale")
-    return PackedMatrix(*part.out_in, *taken, form.dtype, at[codes], at["scale"], at[zero])
+    return SlotMatrix(*part.out_in, *taken, form.dtype, at[codes], at["scale"], at[zero])
 
 
 def _bits_and_group(encoding: Encoding | None) -> tuple[int, int] | None:

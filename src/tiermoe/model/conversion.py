@@ -36,7 +36,7 @@ Sources = dict[str | None, list[str]]
 
 
 class CheckpointExperts:
-    """The experts of a checkpoint (`store.pack.ExpertSource`).
+    """The experts of a checkpoint (`store.source.ExpertSource`).
 
     `model` is built on the meta device with shells; `quantizer` is transformers' quantiser for checkpoints that come
     quantised, None otherwise. ModelError where the checkpoint lacks an expert's tensors.

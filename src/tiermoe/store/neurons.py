@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -17,10 +17,8 @@ from tiermoe.errors import ModelError
 from tiermoe.quant.neuron_records import Records, Sealed, records_for, records_named
 from tiermoe.quant.registry import encoding_for, encoding_named
 from tiermoe.store.layout import PAGE, ExpertFormat, expert_format
+from tiermoe.store.source import ExpertSource
 from tiermoe.types import MoeLayer, Part, Segment
-
-if TYPE_CHECKING:
-    from tiermoe.store.pack import ExpertSource
 
 GATE, NEURONS = "gate", "neurons"
 _SUFFIX = "-neuron"
@@ -85,7 +83,7 @@ def record_place(form: ExpertFormat) -> RecordPlace:
 
 
 class NeuronSource:
-    """Hands a checkpoint's experts to packing as the parts of the neuron unit (`store.pack.ExpertSource`)."""
+    """Hands a checkpoint's experts to packing as the parts of the neuron unit (`store.source.ExpertSource`)."""
 
     def __init__(self, source: ExpertSource) -> None:
         self.layers = [neuron_layer(layer) for layer in source.layers]

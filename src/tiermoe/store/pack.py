@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import xxhash
@@ -28,6 +27,7 @@ from tiermoe.store.layout import ExpertFormat, expert_format
 from tiermoe.store.lock import adding_to
 from tiermoe.store.neurons import NeuronSource, neuron_format
 from tiermoe.store.outline import NAME as OUTLINE
+from tiermoe.store.source import ExpertSource
 from tiermoe.store.store import (
     TABLE,
     PackedLayer,
@@ -41,18 +41,6 @@ from tiermoe.types import Extent, MoeLayer, Segment
 
 Progress = Callable[[int, int], None]
 """Called with (experts done, experts in all)."""
-
-
-class ExpertSource(Protocol):
-    """What packing reads: the experts of a checkpoint, one at a time, through transformers' own conversion."""
-
-    layers: list[MoeLayer]
-
-    def read(self, layer: int, expert: int) -> Mapping[str, torch.Tensor]:
-        """Part name → values, each of the part's shape, in the model's compute dtype."""
-
-    def in_place(self, layer: int, expert: int) -> list[Segment] | None:
-        """Where the checkpoint holds the expert's bytes just as a slot wants them at 16 bits, else None."""
 
 
 def pack_experts(

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tiermoe.kernels.gpu.slot_matrix import SlotMatrix
 from tiermoe.kernels.gpu.triton_linear import FUSE, aligned, blocks
 from tiermoe.kernels.gpu.triton_tiles import row_sums
-from tiermoe.kernels.grouped import PackedMatrix
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -44,7 +44,7 @@ def _grouped_kernel(
     tl.store(y + expert * N + rows, total.to(y.dtype.element_ty), mask=rows < N)
 
 
-def grouped_linear(x: Tensor, slots: Tensor, matrix: PackedMatrix, shared: bool) -> Tensor:
+def grouped_linear(x: Tensor, slots: Tensor, matrix: SlotMatrix, shared: bool) -> Tensor:
     """y[e] = W_e @ x_e -> (E, N) in the type of x, the values of one call of `triton_linear` for each expert.
 
     x (1, K) where `shared`, for all experts; otherwise (E, K), a row for each. `slots` (E,) int64: the addresses of the

@@ -1,0 +1,23 @@
+"""A packed matrix where it lies in an expert's slot, as one launch for several experts takes it (`triton_grouped`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class SlotMatrix:
+    """A packed matrix (rows, columns) in a slot. `codes`, `scale`, `zero`: where its fields begin, in bytes from the
+    slot's first one, multiples of 16. bits 4: fields as `triton_linear.int4_linear` takes them, `group` columns to a
+    scale; bits 8: as `int8_linear` does, `group` and `zero` unused. `dtype` is that of scales and zeros."""
+
+    rows: int
+    columns: int
+    bits: int
+    group: int
+    dtype: torch.dtype
+    codes: int
+    scale: int
+    zero: int
