@@ -13,7 +13,7 @@ import tiermoe
 from fake_gpu import FakeGpu
 from tiermoe.engine import load, loading, reading, service
 from tiermoe.kernels import machine_layout
-from tiermoe.memory import plan
+from tiermoe.memory import needs, plan
 from tiermoe.model import prepare_store
 from tiermoe.tiers.assemble import Tiers
 from tiermoe.tiers.gpu import GpuLink
@@ -32,7 +32,7 @@ def gpu_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def layout_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """4-bit codes as a GPU's kernels take them; on the CPU the reference kernel computes with them."""
-    for module in (plan, prepare_store, reading, load, loading, service):
+    for module in (plan, needs, prepare_store, reading, load, loading, service):
         monkeypatch.setattr(module, "machine_layout", lambda device: machine_layout("cuda"))
 
 

@@ -66,7 +66,7 @@ for family, options in families.items():
     sampled = model.generate(ids, max_new_tokens=6, do_sample=True, top_p=0.9)
     logits = model(ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})).logits
     answer["tokens"][family] = [greedy.tolist(), sampled.tolist(), logits.double().sum().item()]
-from tiermoe.process import deferred_imports
+from tiermoe.process import deferred_imports, postponed
 answer["postponed"] = sorted(deferred_imports._states)
 answer["sympy"] = "sympy" in sys.modules
 answer["resident"], answer["peak"], answer["given_back"] = (
@@ -110,7 +110,7 @@ assert all(type(style) is not deferred_imports.StandInCall for style in gc.get_o
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 assert masking_utils.TransformGetItemToIndex is TransformGetItemToIndex
 assert deferred_imports._states == {}, deferred_imports._states
-for name in deferred_imports.POSTPONED:
+for name in postponed.POSTPONED:
     module = importlib.import_module(name)
     assert type(module) is not deferred_imports.PostponedModule and module.__spec__.name == name
 function = eager_paged.eager_paged_attention_forward

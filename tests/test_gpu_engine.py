@@ -18,8 +18,8 @@ from tiermoe.engine import load, loading, reading, service
 from tiermoe.errors import BudgetError, ConfigError, StoreError
 from tiermoe.kernels import machine_layout
 from tiermoe.memory import plan
+from tiermoe.memory.gpu_plan import RESERVE
 from tiermoe.memory.memory_plan import GpuMemoryPlan
-from tiermoe.memory.plan import RESERVE
 from tiermoe.model import prepare_store
 from tiermoe.quant.registry import cpu_layout
 from tiermoe.store.store import dense_key, machine_of, precision_key
@@ -162,7 +162,7 @@ def test_plan_of_a_small_gpu(gpu_model: Path, gpu_of_8_gib: None) -> None:
     with pytest.raises(BudgetError, match=r"on cuda are too little: .* Use --gpu-memory \d+MiB or more"):
         tiermoe.plan(gpu_model, memory="4GiB", gpu_memory=whole.gpu_fixed + whole.slot_bytes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "_loading_needs", lambda *args: [Need("dense", 5 * GIB, Phase.LOADING)])
+        patch.setattr(plan, "while_loading", lambda *args: [Need("dense", 5 * GIB, Phase.LOADING)])
         with pytest.raises(BudgetError, match=r"are too little: loading needs 5 GiB .* Use --memory \d+MiB or more"):
             tiermoe.plan(gpu_model, memory="4GiB")  # weights come through main memory
     with pytest.raises(BudgetError, match=r"4 pinned experts .* Use --memory \d+MiB or more"):

@@ -292,7 +292,7 @@ def test_packing_and_loading_are_held_against_the_budget(
     assert 0 < plan.loading <= plan.total
     assert [what for what, _, _ in plan.phases()] == ["while packing"]
     much = {phase: [Need("something", 2 << 30, phase)] for phase in (Phase.PACKING, Phase.LOADING)}
-    for name, needs in (("_packing", (1, much[Phase.PACKING])), ("_loading_needs", much[Phase.LOADING])):
+    for name, needs in (("while_packing", (1, much[Phase.PACKING])), ("while_loading", much[Phase.LOADING])):
         with monkeypatch.context() as patch:
             patch.setattr(plan_module, name, lambda *args, needs=needs: needs)
             with pytest.raises(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tiermoe.config import format_size
+from tiermoe.decide.compose import divide as divide_slots
+from tiermoe.systems.resolved import Resolved
 from tiermoe.types import Need, Phase
 
 
@@ -190,6 +192,12 @@ class GpuMemoryPlan(MemoryPlan):
             ("staging", self.staging, "reading lanes"),
             ("pinned expert cache", self.host_experts, self._share(self.host_slots)),
         ]
+
+
+def slot_pools(room: int, resolved: Resolved, sizes: Mapping[int, int], all_slots: int) -> tuple[SlotPool, ...]:
+    """The slots that fit `room` bytes. sizes: precision → bytes of a slot."""
+    shares = divide_slots(room, resolved.composition, sizes, resolved.tables.bits.values(), all_slots)
+    return tuple(SlotPool(bits, slots, max(sizes[value] for value in bits)) for bits, slots in shares)
 
 
 def total(needs: Iterable[Need], phase: Phase) -> int:
