@@ -27,6 +27,7 @@ from tiermoe.bench.measure import Journal, Measured, measure, plan
 from tiermoe.bench.summary import summarise
 from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError, TraceError
+from tiermoe.model.blueprint import Blueprint
 from tiermoe.simulate import compare_evictions
 from tiermoe.trace.schema import Pass, Trace
 from tiny import write
@@ -229,7 +230,7 @@ def recorded(shipped: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     ids = torch.arange(40, 60).view(2, 10)
     path = tmp_path_factory.mktemp("routing") / "routing.jsonl"
     with torch.inference_mode():
-        child_tiermoe._record(model, ids, 6, path)
+        child_tiermoe._record(model.tiermoe, ids, 6, path)
     return path, model, ids
 
 
@@ -369,6 +370,13 @@ def test_one_run_of_ours(shipped: Path, tmp_path: Path, length: int) -> None:
     assert routing is not None
     assert len(routing.decode) == length - 6
     assert (ideal(routing, 64, True, False) is None) == (length == 6)
+
+
+def test_a_run_of_ours_needs_no_transformers_model(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"bits": 4, "dense_bits": 8, "device": "cpu", "warm": False}
+    child_tiermoe._started(str(shipped), options).close()  # packs what is not there
+    monkeypatch.setattr(Blueprint, "model_class", property(lambda _: pytest.fail("modelling code is imported")))
+    child_tiermoe._started(str(shipped), options).close()
 
 
 def test_a_report_is_checked_before_the_work(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def test_sequences_are_spread_over_the_text_and_refused_with_numbers(shipped: Pa
 def test_theta_is_the_quantile_of_the_gates_activations(mixtral: Path) -> None:
     model, _ = tiermoe.load(mixtral, bits=16, preset="lru")
     ids = IDS[None]
-    theta = find_theta(model, inspect_model(mixtral, "tiny"), ids, 0.55, lambda done, total: None)
+    theta = find_theta(model.tiermoe, inspect_model(mixtral, "tiny"), ids, 0.55, lambda done, total: None)
     model.tiermoe.close()
     plain = tiny.oracle(mixtral, "mixtral", torch.float32)
     captured = Captured(plain)
@@ -253,13 +253,13 @@ def test_losses_of_popularity_are_of_perplexity(mixtral: Path, monkeypatch: pyte
     with model.tiermoe.scheduler.ruled_by(Fixed(PrecisionContext(4, [2] * 3))):
         expected = math.exp(low - nll()) - 1
     monkeypatch.setattr(calibrators, "TOLERATED", math.inf)
-    losses = calibrators.popularity_losses(model, ids, 2, _quiet)
+    losses = calibrators.popularity_losses(model.tiermoe, ids, 2, _quiet)
     assert [share for share, _ in losses] == list(calibrators.SHARES)
     assert dict(losses)[0.3] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert expected != 0
     assert model.tiermoe.scheduler.precision is before
     monkeypatch.setattr(calibrators, "TOLERATED", -math.inf)
-    assert len(calibrators.popularity_losses(model, ids, 2, _quiet)) == 1
+    assert len(calibrators.popularity_losses(model.tiermoe, ids, 2, _quiet)) == 1
     model.tiermoe.close()
 
 
@@ -313,12 +313,12 @@ class Recordings:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         self._fingerprint = ""
-        monkeypatch.setattr(Calibration, "on_model", self._on_model)
+        monkeypatch.setattr(Calibration, "on_engine", self._on_engine)
         monkeypatch.setattr(calibration_module, "write_trace", self._write)
         for name in ("hobbit", "fate"):
             monkeypatch.setitem(calibrators.CALIBRATORS, name, self.calibrate)
 
-    def _on_model(self, changes: Any, use: Any, progress: Any, logits: bool = False) -> Any:
+    def _on_engine(self, changes: Any, use: Any, progress: Any, logits: bool = False) -> Any:
         return use(None, None)
 
     def _write(self, path: Path, model: Any, ids: Any, shape: Cut, made_from: Any, progress: Any, **_: Any) -> None:

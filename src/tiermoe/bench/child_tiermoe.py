@@ -36,21 +36,19 @@ class _Measured:
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """job: `model`, `options` of `tiermoe.load`, `ids` (a .npy of (batch, prompt + output) token ids), `prompt`, `warm`
     (tokens of each row that run once before the clock starts), `routing` (a file to write, or None)."""
-    import tiermoe
-
-    model, _ = tiermoe.load(job["model"], **{"warm": False, **job["options"]})
+    engine = _started(job["model"], {"warm": False, **job["options"]})
     load_s = since_start()
     import numpy as np
     import torch
 
     ids = torch.from_numpy(np.load(job["ids"]))
-    engine, (rows, length) = model.tiermoe, ids.shape
+    rows, length = ids.shape
     with torch.inference_mode():
-        measured = _timed(model, ids, job["prompt"], job["warm"])
+        measured = _timed(engine, ids, job["prompt"], job["warm"])
         bandwidth = engine.bandwidth
         if job["routing"]:
-            _record(model, ids, job["prompt"], Path(job["routing"]))
-        kernel_s = _kernels(model, ids, job["prompt"])
+            _record(engine, ids, job["prompt"], Path(job["routing"]))
+        kernel_s = _kernels(engine, ids, job["prompt"])
     phase = measured.decode if length > job["prompt"] else measured.prefill
     stats = engine.stats()
     return {
@@ -70,7 +68,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "slots": engine.plan.slots,
         "slot_bytes": engine.plan.slot_bytes,
         "all_experts": engine.plan.all_slots,
-        "dense_bytes": _dense_bytes(model),
+        "dense_bytes": engine.plan.dense - engine.plan.looked_up,  # read whole for each pass
         "planned_bytes": engine.plan.total,
         "lossy": engine.lossy,
         "lanes": stats["lanes"],
@@ -94,24 +92,33 @@ def _device(folder: Path) -> Iterator[_Device]:
     found.nbytes = None if before is None or after is None else after - before
 
 
-def _feeding(model: Any, ids: Any, prompt: int) -> Any:
+def _started(model: str, options: dict[str, Any]) -> Any:
+    """The engine that `tiermoe run` has with these options."""
+    from tiermoe.process import footprint
+
+    footprint.import_libraries(own_process=True)
+    from tiermoe.config import settings
+    from tiermoe.engine.load import start
+    from tiermoe.model.blueprint import inspect_model
+    from tiermoe.model.hub import resolve_model
+
+    asked = settings(**options)
+    return start(inspect_model(resolve_model(model), model, asked.store), asked)
+
+
+def _timed(engine: Any, ids: Any, prompt: int, warm: int) -> _Measured:
     from tiermoe.bench.feeding import EngineFeeding
-
-    return EngineFeeding(model.tiermoe, ids, prompt)
-
-
-def _timed(model: Any, ids: Any, prompt: int, warm: int) -> _Measured:
     from tiermoe.generation.phases import Phase
     from tiermoe.process.footprint import peak_resident_bytes
 
-    engine, (rows, length) = model.tiermoe, ids.shape
+    rows, length = ids.shape
     first_token_s = 0.0
     if warm:
-        feeding = _feeding(model, ids, prompt)
+        feeding = EngineFeeding(engine, ids, prompt)
         feeding.prompt()
         first_token_s = since_start()
         feeding.decode(warm)
-    feeding, prefill, decode = _feeding(model, ids, prompt), Phase(), Phase()
+    feeding, prefill, decode = EngineFeeding(engine, ids, prompt), Phase(), Phase()
     with prefill.measured(engine, rows * prompt):
         feeding.prompt()
     first_token_s = first_token_s or since_start()
@@ -120,12 +127,12 @@ def _timed(model: Any, ids: Any, prompt: int, warm: int) -> _Measured:
     return _Measured(prefill, decode, first_token_s, peak_resident_bytes(), decoding.nbytes)
 
 
-def _record(model: Any, ids: Any, prompt: int, path: Path) -> None:
+def _record(engine: Any, ids: Any, prompt: int, path: Path) -> None:
     """One line of JSON for each layer of each pass, written as it runs: memory is what is being measured. The first
     line says what the model is; there is none of them where no one cache of equal experts serves it exactly."""
-    engine = model.tiermoe
     if engine.lossy or len(engine.precisions) > 1 or engine.composition.unit != "expert":
         return
+    from tiermoe.bench.feeding import EngineFeeding
     from tiermoe.engine.observer import Observer
     from tiermoe.kernels import machine_layout
     from tiermoe.measure.write_trace import expert_bytes
@@ -146,20 +153,21 @@ def _record(model: Any, ids: Any, prompt: int, path: Path) -> None:
                 file.write(json.dumps([routed.layer, routed.phase, list(routed.experts)]) + "\n")
 
         engine.observe(Written())
-        feeding = _feeding(model, ids, prompt)
+        feeding = EngineFeeding(engine, ids, prompt)
         feeding.prompt()
         feeding.decode(ids.shape[1])
         engine.observe(None)
 
 
-def _kernels(model: Any, ids: Any, prompt: int) -> float:
+def _kernels(engine: Any, ids: Any, prompt: int) -> float:
     """Seconds of kernels for each token of the phase that is measured."""
+    from tiermoe.bench.feeding import EngineFeeding
     from tiermoe.bench.kernel_clock import KernelClock
 
     rows, length = ids.shape
     until = min(length, prompt + _SPLIT)
-    feeding = _feeding(model, ids, prompt)
-    with KernelClock(model.tiermoe) as clock:
+    feeding = EngineFeeding(engine, ids, prompt)
+    with KernelClock(engine) as clock:
         feeding.prompt()
         before = clock.seconds
         if length == prompt:
@@ -170,14 +178,6 @@ def _kernels(model: Any, ids: Any, prompt: int) -> float:
 
 def _each(nbytes: int | None, tokens: int) -> float | None:
     return nbytes / tokens if nbytes is not None and tokens else None
-
-
-def _dense_bytes(model: Any) -> int:
-    """Bytes of all that is no expert and is read whole for each pass: of an embedding of its own only rows are."""
-    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    tied = embedding.data_ptr() == output.data_ptr()
-    looked_up = 0 if tied else embedding.nbytes
-    return int(model.tiermoe.plan.dense) - looked_up
 
 
 def main() -> None:

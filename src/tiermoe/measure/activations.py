@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from tiermoe.batch import Batch, prompt
+from tiermoe.engine.engine import Engine
 from tiermoe.engine.observer import Observer
 from tiermoe.kernels.expert import Activation
 from tiermoe.model.blueprint import Blueprint
@@ -30,18 +31,19 @@ class Theta:
 
 @torch.inference_mode()
 def find_theta(
-    model: Any, blueprint: Blueprint, ids: torch.Tensor, inactive: float, progress: Callable[[int, int], None]
+    engine: Engine, blueprint: Blueprint, ids: torch.Tensor, inactive: float, progress: Callable[[int, int], None]
 ) -> Theta:
     """The threshold on a sample of tokens spread over the sequences `ids` (n, length) and their chosen experts, whose
     layers the neuron unit can take (`store.neurons.neuron_layer`)."""
     sample = _Sample(_positions(blueprint, ids.shape))
-    model.tiermoe.observe(sample)
+    engine.observe(sample)
     try:
         for row in ids:
-            model(input_ids=row[None].to(model.device), use_cache=False, logits_to_keep=1)
+            cache = engine.new_cache(1, len(row))
+            engine.step(Batch((prompt(cache.open(), row.tolist()),)), cache)
     finally:
-        model.tiermoe.observe(None)
-    activation = [gate.alone() for gate in model.tiermoe.gates]
+        engine.observe(None)
+    activation = [gate.alone() for gate in engine.gates]
     layers = []
     for index in range(len(blueprint.layers)):
         layers.append(_magnitudes(blueprint, index, sample.by_expert(index), activation[index]))

@@ -13,7 +13,8 @@ import torch
 from tiermoe.config import Settings
 from tiermoe.config import settings as make_settings
 from tiermoe.decide.profiles import FOLDER
-from tiermoe.engine.load import load_blueprint
+from tiermoe.engine.engine import Engine
+from tiermoe.engine.load import start
 from tiermoe.errors import ConfigError, TraceError
 from tiermoe.families import Family
 from tiermoe.measure.evaluate import reserved_bytes
@@ -60,21 +61,21 @@ class Calibration:
                 return trace
         except TraceError:
             pass
-        self.on_model(
+        self.on_engine(
             {},
-            lambda model, _: write_trace(
-                path, model, self.ids, self.shape, self.made_from, progress, distances=(1,), little=False
+            lambda engine, _: write_trace(
+                path, engine, self.ids, self.shape, self.made_from, progress, distances=(1,), little=False
             ),
             progress,
         )
         return read_trace(path)
 
-    def on_model(
-        self, changes: dict[str, Any], use: Callable[[Any, Blueprint], Any], progress: Progress, logits: bool = False
+    def on_engine(
+        self, changes: dict[str, Any], use: Callable[[Engine, Blueprint], Any], progress: Progress, logits: bool = False
     ) -> Any:
-        """What `use` makes of the model and its checkpoint, loaded with the settings of the calibration and `changes`:
+        """What `use` makes of an engine and its checkpoint, started with the settings of the calibration and `changes`:
         of the plain LRU preset's parts. logits: keep room for those of a whole sequence in a memory budget that is
-        named. Nothing of the model is left afterwards."""
+        named. Nothing of the engine is left afterwards."""
         chunk = max(Settings().chunk, self.shape.sequence + 1)  # the text is read as it was cut
         options = {**self.options, "preset": "lru", "set": changes, "context": self.shape.sequence + 1, "warm": False}
         blueprint = self.blueprint()
@@ -84,12 +85,12 @@ class Calibration:
         if logits and settings.memory is not None:
             needed = reserved_bytes(self.shape.sequence, blueprint.config.vocab_size, blueprint.dtype.itemsize)
             settings = replace(settings, memory=max(settings.memory - needed, 1))
-        model = load_blueprint(blueprint, settings, progress)
+        engine = start(blueprint, settings, progress)
         try:
-            return use(model, blueprint)
+            return use(engine, blueprint)
         finally:
-            model.tiermoe.close()
-            del model
+            engine.close()
+            del engine
             gc.collect()
 
     def blueprint(self) -> Blueprint:

@@ -1,4 +1,4 @@
-"""How each profile is made: from the recording alone where that is enough, else on the loaded model."""
+"""How each profile is made: from the recording alone where that is enough, else on an engine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import torch
 
 from tiermoe.decide.precision import Popularity, PrecisionContext
 from tiermoe.decide.prediction import count_paths, paths_to_json
+from tiermoe.engine.engine import Engine
 from tiermoe.errors import ModelError
 from tiermoe.measure.activations import find_theta
 from tiermoe.measure.bitwidths import find_bitwidths
 from tiermoe.measure.calibration import Calibration
+from tiermoe.measure.evaluate import prompt_logits
 from tiermoe.measure.scoring import log_probabilities, row_blocks
 from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.prepare_store import Progress
@@ -84,17 +86,16 @@ def calibrate_fate(calibration: Calibration, progress: Progress) -> Made:
     _refuse_encoder_decoder(calibration, "fate")
     low_bits = PRESETS["fate"]["low_bits"]
 
-    def on_model(model: Any, _: Blueprint) -> tuple[list[tuple[float, float]], float]:
-        losses = popularity_losses(model, calibration.ids, low_bits, progress)
-        return losses, model.tiermoe.bandwidth
+    def on_engine(engine: Engine, _: Blueprint) -> tuple[list[tuple[float, float]], float]:
+        return popularity_losses(engine, calibration.ids, low_bits, progress), engine.bandwidth
 
-    losses, bandwidth = calibration.on_model(
+    losses, bandwidth = calibration.on_engine(
         {"precision": "popularity", "low_popularity": 0.0, "low_bits": low_bits, "cache": "none"},
-        on_model,
+        on_engine,
         progress,
         logits=True,
     )
-    trace = calibration.trace(progress)  # after the model is gone: it takes memory too
+    trace = calibration.trace(progress)  # after the engine is gone: it takes memory too
     accuracy = fate.accuracies(trace)
     settings = {
         "boundary": fate.boundary(accuracy),
@@ -121,10 +122,10 @@ def calibrate_corm(calibration: Calibration, progress: Progress) -> Made:
     for layer in calibration.blueprint().layers:
         neuron_layer(layer)  # refuses before anything is measured
     preset = PRESETS["corm"]
-    theta = calibration.on_model(
+    theta = calibration.on_engine(
         {},
-        lambda model, blueprint: find_theta(
-            model, blueprint, calibration.ids, corm.INACTIVE_SHARE,
+        lambda engine, blueprint: find_theta(
+            engine, blueprint, calibration.ids, corm.INACTIVE_SHARE,
             lambda done, total: progress("measuring neurons", done, total),
         ),
         progress,
@@ -156,18 +157,19 @@ CALIBRATORS: dict[str, Callable[[Calibration, Progress], Made]] = {
 
 
 @torch.inference_mode()
-def popularity_losses(model: Any, ids: torch.Tensor, low_bits: int, progress: Progress) -> list[tuple[float, float]]:
+def popularity_losses(
+    engine: Engine, ids: torch.Tensor, low_bits: int, progress: Progress
+) -> list[tuple[float, float]]:
     """(share, loss in perplexity) of each of `SHARES` in order, up to the first that loses `TOLERATED`: each sequence
-    of `ids` (n, length) in one prefill pass, against all experts at high precision. The model must have both, and room
+    of `ids` (n, length) in one prefill pass, against all experts at high precision. The engine must have both, and room
     for one layer's K experts alone: a cached high copy would serve where a low one is asked for, and hide the loss."""
-    engine = model.tiermoe
     top_k = [layer.top_k for layer in engine.store.layers]
     losses: list[tuple[float, float]] = []
     base = 0.0
     for done, share in enumerate((0.0, *SHARES), 1):
         context = PrecisionContext(engine.settings.bits, top_k)
         with engine.scheduler.ruled_by(Popularity(context, low_bits=low_bits, low_popularity=share)):
-            nll = _mean_nll(model, ids)
+            nll = _mean_nll(engine, ids)
         if not share:
             base = nll
         else:
@@ -179,10 +181,10 @@ def popularity_losses(model: Any, ids: torch.Tensor, low_bits: int, progress: Pr
     return losses
 
 
-def _mean_nll(model: Any, ids: torch.Tensor) -> float:
+def _mean_nll(engine: Engine, ids: torch.Tensor) -> float:
     total = 0.0
     for sequence in ids:
-        logits = model(input_ids=sequence[None].to(model.device), use_cache=False).logits[0, :-1].cpu()
+        logits = prompt_logits(engine, sequence.tolist())[:-1].cpu()
         for rows in row_blocks(len(logits)):
             targets = sequence[1:][rows]
             total -= float(log_probabilities(logits[rows]).gather(-1, targets[:, None]).sum())

@@ -48,7 +48,7 @@ def write_reference(model: Any, windows: Windows, reference: Reference, progress
     pass: an exact model's logits do not depend on its cache. Returns the windows' scores."""
     scores = []
     for done, window in enumerate(windows, 1):
-        logits = _logits(model, window[0].tolist())[-windows.shape.window - 1 : -1]
+        logits = prompt_logits(model, window[0].tolist())[-windows.shape.window - 1 : -1]
         for rows in scoring.row_blocks(len(logits)):
             reference.append(scoring.log_probabilities(logits[rows]))
         scores.append(scoring.score_tokens(logits.cpu(), windows.targets(window)))
@@ -56,8 +56,8 @@ def write_reference(model: Any, windows: Windows, reference: Reference, progress
     return scores
 
 
-def _logits(model: Any, ids: list[int]) -> torch.Tensor:
-    """(n, vocabulary) of a window's tokens, read at once."""
+def prompt_logits(model: Any, ids: list[int]) -> torch.Tensor:
+    """Logits (n, vocabulary) of a loaded model, or of an engine, on a text's n tokens, read as a prompt."""
     engine = engine_of(model)
     cache = engine.new_cache(1, len(ids))
     return engine.step(Batch((batch.prompt(cache.open(), ids),)), cache, every=True)

@@ -26,7 +26,8 @@ class MemoryPlan:
     `slots` in all, in `pools` that share them where precisions have slots of their own; `slot_bytes` is a slot's size
     at the highest precision. `all_slots` is how many experts there are, `token_slots` what one token uses in all layers
     together. `embedding_on_disk`: the input embedding's rows are read as they are asked for, and `dense` is without it.
-    `unless_mapped`: bytes of the input embedding in `dense` that a start which maps the store's files leaves on disk.
+    `looked_up`: bytes in `dense` of an input embedding of which each token reads a row; `unless_mapped`: as many where
+    a start may map the store's files, which leaves them on disk.
     `dense_bits`: the precision of the dense layers, for people ('4 (lm_head 8)'). `packers`: how many pieces are packed
     at a time."""
 
@@ -41,6 +42,7 @@ class MemoryPlan:
     context: int
     dense_bits: str = "16"
     embedding_on_disk: bool = False
+    looked_up: int = 0
     unless_mapped: int = 0
     packers: int = 1
     pools: tuple[SlotPool, ...] = ()

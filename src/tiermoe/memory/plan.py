@@ -63,12 +63,13 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None) -
         context=model.context,
         dense_bits=_dense_bits(blueprint, settings.dense_bits_used),
         embedding_on_disk=on_disk > 0,
+        looked_up=0 if on_disk else embedding_bytes(blueprint),
         packers=packers,
     )
     if gpu is None:
         plan = _divided(base, wanted, model, sizes)
-        if not on_disk and holds_everything(plan, resolved) and composition.unit == "expert":
-            plan = replace(plan, unless_mapped=embedding_bytes(blueprint))
+        if holds_everything(plan, resolved) and composition.unit == "expert":
+            plan = replace(plan, unless_mapped=plan.looked_up)
         plan.warnings.extend(_warnings(plan))
         return plan
     on_gpu = divided_with_gpu(base, wanted // base.slot_bytes, resolved, sizes, device, gpu)
