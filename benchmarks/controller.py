@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.rounds import about, at_least_one, parser_of, print_table, rates, shown, timed
 from tiermoe.decide.compose import ModelShape, PrecisionSlots, assemble
 from tiermoe.decide.composition import Composition
-from tiermoe.decide.controller import Counts
+from tiermoe.decide.counts import Counts
 from tiermoe.decide.eviction import EVICTIONS
 from tiermoe.decide.scheduler import Scheduler
 from tiermoe.simulate.link import InstantLink

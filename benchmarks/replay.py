@@ -24,7 +24,7 @@ import tiermoe
 from tiermoe.cli.options import changes
 from tiermoe.config import CacheSize
 from tiermoe.decide.compose import PrecisionSlots
-from tiermoe.generation.phases import Phase
+from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.measure.measure_times import Lap, Stopwatch, times_of
 from tiermoe.measure.recorder import Feed, Recorder
 from tiermoe.measure.sequences import Cut, cut, needed_chunk
@@ -50,20 +50,20 @@ class MeasuredRun:
         self.bandwidth = (engine.link.bytes_read - nbytes) / (engine.link.busy_s - busy_s)
         self.times = times_of(self._laps["prefill"], self._laps["decode"], prompt, engine.settings.bits, fmean)
 
-    def _feed(self, sequences: Any) -> dict[str, Phase]:
+    def _feed(self, sequences: Any) -> dict[str, PhaseCosts]:
         import torch
 
-        phases = {"prefill": Phase(), "decode": Phase()}
+        phases = {"prefill": PhaseCosts(), "decode": PhaseCosts()}
         self._laps = {"prefill": [], "decode": []}
         with torch.inference_mode(), Stopwatch(self._model) as watch:
             for ids in sequences:
                 feed = Feed(self._model, ids, self._prompt)
                 watch.lap()
-                with phases["prefill"].measured(self._engine, self._prompt):
+                with phases["prefill"].measured(self._engine.snapshot, self._prompt):
                     feed.prompt()
                 self._laps["prefill"].append(watch.lap())
                 for at in range(self._prompt, len(ids)):
-                    with phases["decode"].measured(self._engine, 1):
+                    with phases["decode"].measured(self._engine.snapshot, 1):
                         feed.token(at)
                     self._laps["decode"].append(watch.lap())
         return phases
@@ -122,8 +122,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _of_run(phase: Phase) -> dict[str, float]:
-    return _row(phase.tokens, phase.hits, phase.misses, phase.seconds, phase.wait_s)
+def _of_run(phase: PhaseCosts) -> dict[str, float]:
+    return _row(phase.tokens, phase.counts.hits, phase.counts.misses, phase.seconds, phase.wait_s)
 
 
 def _of_replays(whole: Result, warming: Result) -> dict[str, dict[str, float]]:

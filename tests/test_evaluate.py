@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commands import Command
+from tiermoe.decide.counts import Counts
+from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.errors import BudgetError, ConfigError, ModelError
-from tiermoe.generation.phases import Phase
 from tiermoe.measure.evaluate import Evaluation, prepare
 from tiermoe.measure.scoring import TokenScores, mean_over_windows, score_tokens, summarise
 from tiermoe.measure.windows import Shape, cut
@@ -111,7 +112,7 @@ def test_the_loss_is_paired_window_by_window() -> None:
 
 
 def test_the_bound_is_the_slower_of_computing_and_reading() -> None:
-    phase = Phase(tokens=10, seconds=4.0, hits=3, misses=1, bytes_read=600, wait_s=3.0)
+    phase = PhaseCosts(4.0, 1.0, 3.0, bytes_read=600, tokens=10, counts=Counts(hits=3, misses=1))
     assert phase.bound_tok_s(bandwidth=300.0) == pytest.approx(5)  # 2 s of reading, 1 s of computing
     assert phase.bound_tok_s(bandwidth=6000.0) == pytest.approx(10)
     assert (phase.tok_s, phase.hit_rate, phase.bytes_per_token) == (2.5, 0.75, 60)

@@ -11,7 +11,7 @@ import torch
 
 import tiermoe
 from links import finish
-from tiermoe.decide.controller import Counts
+from tiermoe.decide.counts import Counts
 from tiermoe.decide.scheduler import Scheduler
 from tiermoe.types import Routed
 from tiny import oracle, write

@@ -292,8 +292,8 @@ def test_settled_experts_count_as_hits_and_observers_see_them(model: Any) -> Non
     engine.observe(OnRoute(lambda routed, _: seen.append(routed.layer)))
     observed = logits_of_steps(engine, LISTED, 6)
     engine.observe(None)
-    after = engine.snapshot()
-    assert (middle.hits - before.hits, middle.misses - before.misses) == (after.hits - middle.hits, 0)
+    first, second = middle.since(before).counts, engine.snapshot().since(middle).counts
+    assert (first.hits, first.misses) == (second.hits, 0)
     assert len(seen) == 3 * (1 + len(LISTED) - 6)
     assert torch.equal(observed, want)  # the observed way takes the separate calls
 

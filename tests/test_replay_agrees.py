@@ -13,15 +13,13 @@ import torch
 
 from tiermoe.config import CacheSize, settings
 from tiermoe.decide.compose import PrecisionSlots
-from tiermoe.decide.controller import Counts
+from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.engine.load import load_blueprint
-from tiermoe.generation.phases import Phase
 from tiermoe.measure.recorder import Feed, Recorder
 from tiermoe.measure.write_trace import header_of
 from tiermoe.model.blueprint import Blueprint, inspect_model
 from tiermoe.model.hub import load_tokenizer
 from tiermoe.simulate import BeladyHits, ReplaySettings, Result, replay
-from tiermoe.simulate.result import PhaseHits
 from tiermoe.systems import compose
 from tiermoe.trace.schema import LayerTrace, Little, Pass, Times, Trace
 from tiermoe.types import Routed
@@ -65,7 +63,7 @@ class Run:
         model = load_blueprint(blueprint, options)
         self._engine = engine = model.tiermoe
         engine.observe(OnRoute(self._note, weights=True))
-        self.phases = {"prefill": Phase(), "decode": Phase()}
+        self.phases = {"prefill": PhaseCosts(), "decode": PhaseCosts()}
         self._passes: list[Pass] = []
         for number, ids in enumerate(sequences):
             feed = Feed(model, ids, PROMPT)
@@ -83,7 +81,7 @@ class Run:
         self._little = self._nothing()
         passed = Pass(phase, sequence, ids.tolist(), self._nothing())
         self._passes.append(passed)
-        with self.phases[phase].measured(self._engine, len(ids)):
+        with self.phases[phase].measured(self._engine.snapshot, len(ids)):
             run()
         if self._little[0].experts:
             fell_back = bool(passed.layers[0].experts)
@@ -109,16 +107,16 @@ class Run:
 class NoBelady(BeladyHits):
     """Takes no time."""
 
-    def of(self, slots: int, bits: int) -> dict[str, PhaseHits]:
-        return {phase: PhaseHits(Counts(), 0) for phase in ("prefill", "decode")}
+    def of(self, slots: int, bits: int) -> dict[str, PhaseCosts]:
+        return {phase: PhaseCosts() for phase in ("prefill", "decode")}
 
 
 def assert_agree(run: Run, result: Result) -> None:
     for name, phase in run.phases.items():
         found = result.phases[name]
-        assert (found.counts.hits, found.counts.misses) == (phase.hits, phase.misses)
+        assert (found.counts.hits, found.counts.misses) == (phase.counts.hits, phase.counts.misses)
         assert found.bytes_read == phase.bytes_read
-        assert phase.misses
+        assert phase.counts.misses
     for name in ("low_loads", "discarded_hits", "discarded_misses"):
         assert getattr(result, name) == run.stats[name]
     assert result.skipped == run.stats["expert_skips"]
@@ -143,7 +141,7 @@ def test_an_exact_run_hits_as_the_recorded_trace(
     changes: dict[str, Any], blueprint: Blueprint, sequences: torch.Tensor, recorded: Trace
 ) -> None:
     run = Run(blueprint, sequences, "lru", changes)
-    assert run.phases["decode"].hits
+    assert run.phases["decode"].counts.hits
     assert _routing(run.trace) == _routing(recorded)
     result = run.replayed(recorded)
     assert_agree(run, result)

@@ -87,7 +87,7 @@ def ideal(routing: Routing, slots: int, warm_prompt: bool, warm_output: bool) ->
     best = hits_of(Trace(routing.header, passes), "belady", slots, routing.bits)["decode"]
     count = len(routing.decode)
     used = sum(len({e for row in layer.experts for e in row}) for passed in routing.decode for layer in passed.layers)
-    return Ideal(best.counts.hit_rate or 0.0, best.nbytes / count, used / count)
+    return Ideal(best.counts.hit_rate or 0.0, best.bytes_read / count, used / count)
 
 
 def _as(passed: Pass, phase: str, sequence: int) -> Pass:

@@ -108,7 +108,7 @@ def _started(model: str, options: dict[str, Any]) -> Any:
 
 def _timed(engine: Any, ids: Any, prompt: int, warm: int) -> _Measured:
     from tiermoe.bench.feeding import EngineFeeding
-    from tiermoe.generation.phases import Phase
+    from tiermoe.decide.phase_costs import PhaseCosts
     from tiermoe.process.footprint import peak_resident_bytes
 
     rows, length = ids.shape
@@ -118,11 +118,11 @@ def _timed(engine: Any, ids: Any, prompt: int, warm: int) -> _Measured:
         feeding.prompt()
         first_token_s = since_start()
         feeding.decode(warm)
-    feeding, prefill, decode = EngineFeeding(engine, ids, prompt), Phase(), Phase()
-    with prefill.measured(engine, rows * prompt):
+    feeding, prefill, decode = EngineFeeding(engine, ids, prompt), PhaseCosts(), PhaseCosts()
+    with prefill.measured(engine.snapshot, rows * prompt):
         feeding.prompt()
     first_token_s = first_token_s or since_start()
-    with _device(engine.store.root) as decoding, decode.measured(engine, rows * (length - prompt)):
+    with _device(engine.store.root) as decoding, decode.measured(engine.snapshot, rows * (length - prompt)):
         feeding.decode(length)
     return _Measured(prefill, decode, first_token_s, peak_resident_bytes(), decoding.nbytes)
 

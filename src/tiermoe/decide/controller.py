@@ -5,11 +5,10 @@ The engine gives the controller a real link, a simulator a virtual one: both run
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
+from tiermoe.decide.counts import Counts
 from tiermoe.decide.filling import Background, that_fit
 from tiermoe.decide.link import Finished, Link
 from tiermoe.decide.pools import Pools
@@ -17,43 +16,6 @@ from tiermoe.types import Demand, ExpertKey, Load, Ready
 
 ELSEWHERE = -1
 """The slot of an expert that is yielded without one: whoever computes it does so from another copy."""
-
-
-@dataclass(slots=True)
-class Counts:
-    """What happened so far, of experts that tokens were routed to. `hits` were there, in a precision that satisfies the
-    demand, when the router asked, `prefetched` of them by a prefetch; `misses` were not (also where a prefetch was
-    still on its way), `elsewhere` of them yielded to be computed elsewhere; `skipped` were neither there nor worth a
-    load. `low_loads`: loads below the highest precision. `warmed`: experts that the background has
-    brought."""
-
-    hits: int = 0
-    prefetched: int = 0
-    misses: int = 0
-    elsewhere: int = 0
-    skipped: int = 0
-    loads: int = 0
-    low_loads: int = 0
-    speculative_loads: int = 0
-    warmed: int = 0
-
-    @property
-    def hit_rate(self) -> float | None:
-        """Hits of all that was asked for and not skipped; None where nothing was."""
-        asked = self.hits + self.misses
-        return self.hits / asked if asked else None
-
-    def copy(self) -> Counts:
-        return dataclasses.replace(self)
-
-    def minus(self, earlier: Counts) -> Counts:
-        """What has happened since `earlier`."""
-        names = [field.name for field in dataclasses.fields(self)]
-        return Counts(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
-
-    def add(self, other: Counts) -> None:
-        for field in dataclasses.fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
 class Controller:

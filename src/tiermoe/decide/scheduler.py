@@ -8,7 +8,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tiermoe.decide.controller import Controller, Counts
+from tiermoe.decide.controller import Controller
+from tiermoe.decide.counts import Counts
 from tiermoe.decide.eviction.protocol import Clock
 from tiermoe.decide.filling import Uses, most_used
 from tiermoe.decide.precision import Precision

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from tiermoe.batch import Batch
 from tiermoe.config import Settings
 from tiermoe.decide.composition import Composition
 from tiermoe.decide.controller import Controller
+from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.decide.scheduler import Scheduler
 from tiermoe.engine.experts import SettledExperts
 from tiermoe.engine.fallback import ConfidentDecoding
@@ -34,16 +36,6 @@ from tiermoe.store.store import Store
 from tiermoe.tiers.assemble import MeteredLink
 from tiermoe.tiers.probe import DriveProbe
 from tiermoe.types import FEW_TOKENS, ExpertKey, Ready
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """Counters at one moment."""
-
-    hits: int
-    misses: int
-    bytes_read: int
-    wait_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +165,11 @@ class Engine:
         """Seconds in which the computing thread waited for experts, or parts of them."""
         return self.service.wait_s
 
-    def snapshot(self) -> Snapshot:
-        """The counters now; two of them tell what happened between."""
-        counts = self.controller.counts
-        return Snapshot(counts.hits, counts.misses, self.link.bytes_read, self.wait_s)
+    def snapshot(self) -> PhaseCosts:
+        """The clock and the counters now; two of them tell what happened between. Tokens are the caller's to count."""
+        seconds, wait_s = time.perf_counter(), self.wait_s
+        counts, discarded = self.controller.counts.copy(), self.scheduler.discarded.copy()
+        return PhaseCosts(seconds, seconds - wait_s, wait_s, self.link.bytes_read, 0, counts, discarded)
 
     def stats(self) -> dict[str, float | int | str]:
         """Counters since loading: hits and misses of experts, bytes read, seconds waited for the link, memory."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,9 +10,9 @@ import torch
 import transformers
 from transformers import TextStreamer
 
+from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.engine.engine import engine_of, transformers_model
 from tiermoe.errors import PromptError
-from tiermoe.generation.phases import Phase
 from tiermoe.generation.sampling import Sampler, Sampling
 from tiermoe.generation.sequence import Sequence, end_tokens
 
@@ -113,14 +112,11 @@ def generate(
     max_tokens = check_length(input_ids.shape[1], sampling.max_tokens, engine.longest_context, engine.plan.context)
     streamer = _Streamer(tokenizer, on_text, engine)
     before = engine.snapshot()
-    started = time.perf_counter()
     if model.config.is_encoder_decoder:
         _answer_by_transformers(transformers_model(model), input_ids, sampling, max_tokens, streamer)
     else:
         _answer(model, input_ids[0].tolist(), sampling, max_tokens, streamer, sequence)
-    ended = time.perf_counter()
-    after = engine.snapshot()
-    return _report(engine, streamer, before, after, started, ended, input_ids.shape[1], load_s)
+    return _report(engine, streamer, before, engine.snapshot(), input_ids.shape[1], load_s)
 
 
 def _answer(
@@ -165,15 +161,14 @@ def _answer_by_transformers(
 
 
 class _Streamer(TextStreamer):  # type: ignore[misc]
-    """Passes text on, and notes the tokens and when the first one came."""
+    """Passes text on, and notes the tokens and what had been when the `first` one came."""
 
     def __init__(self, tokenizer: Any, on_text: Callable[[str], None], engine: Any) -> None:
         super().__init__(tokenizer, skip_prompt=False, skip_special_tokens=True)
         self.skip_start = False
         self.token_ids: list[int] = []
         self.pieces: list[str] = []
-        self.first_at: float | None = None
-        self.first_snapshot: Any = None
+        self.first: PhaseCosts | None = None
         self._on_text = on_text
         self._engine = engine
 
@@ -181,9 +176,8 @@ class _Streamer(TextStreamer):  # type: ignore[misc]
         if self.skip_start:  # generate() begins with what the decoder was given
             self.skip_start = False
             return
-        if self.first_at is None:
-            self.first_at = time.perf_counter()
-            self.first_snapshot = self._engine.snapshot()
+        if self.first is None:
+            self.first = self._engine.snapshot()
         self.token_ids.extend(value.reshape(-1).tolist())
         super().put(value)
 
@@ -194,20 +188,11 @@ class _Streamer(TextStreamer):  # type: ignore[misc]
 
 
 def _report(
-    engine: Any,
-    streamer: _Streamer,
-    before: Any,
-    after: Any,
-    started: float,
-    ended: float,
-    prompt: int,
-    load_s: float,
+    engine: Any, streamer: _Streamer, before: PhaseCosts, after: PhaseCosts, prompt: int, load_s: float
 ) -> Report:
-    first_at = streamer.first_at or ended
-    first = streamer.first_snapshot or after
-    whole, decode = Phase(), Phase()
-    whole.add(prompt + len(streamer.token_ids), ended - started, before, after)
-    decode.add(max(len(streamer.token_ids) - 1, 0), ended - first_at, first, after)
+    first = streamer.first or after
+    whole, until_first, decode = after.since(before), first.since(before), after.since(first)
+    decode.tokens = max(len(streamer.token_ids) - 1, 0)
     stats = engine.stats()
     return Report(
         text="".join(streamer.pieces),
@@ -215,12 +200,12 @@ def _report(
         prompt_tokens=prompt,
         completion_tokens=len(streamer.token_ids),
         load_s=load_s,
-        ttft_s=first_at - started,
-        prefill_tok_s=prompt / (first_at - started),
+        ttft_s=until_first.seconds,
+        prefill_tok_s=prompt / until_first.seconds,
         decode_tok_s=decode.tok_s,
         hit_rate=whole.hit_rate,
-        expert_hits=whole.hits,
-        expert_misses=whole.misses,
+        expert_hits=whole.counts.hits,
+        expert_misses=whole.counts.misses,
         bytes_read=whole.bytes_read,
         wait_s=whole.wait_s,
         peak_memory_bytes=stats["peak_memory_bytes"],

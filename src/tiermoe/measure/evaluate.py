@@ -21,10 +21,10 @@ from tiermoe import batch
 from tiermoe.batch import Batch
 from tiermoe.config import format_size, parse_size
 from tiermoe.config import settings as make_settings
+from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.engine.engine import engine_of
 from tiermoe.engine.load import plan_for, start
 from tiermoe.errors import BudgetError, ModelError
-from tiermoe.generation.phases import Phase
 from tiermoe.measure import scoring
 from tiermoe.measure.reference import Reference, opened_file, saved_file, temporary_file
 from tiermoe.measure.scoring import TokenScores, summarise
@@ -66,8 +66,8 @@ def prompt_logits(model: Any, ids: list[int]) -> torch.Tensor:
 def evaluate(model: Any, windows: Windows, reference: Reference | None, progress: Progress) -> dict[str, Any]:
     """Scores and speed of a loaded model on a text's windows, by the names that `--json` prints."""
     logits = torch.empty(windows.shape.window, model.config.vocab_size, dtype=model.dtype)
-    decode_window(model, windows.warming[None], windows.shape.prompt, logits, Phase(), Phase())
-    prefill, decode = Phase(), Phase()
+    decode_window(model, windows.warming[None], windows.shape.prompt, logits, PhaseCosts(), PhaseCosts())
+    prefill, decode = PhaseCosts(), PhaseCosts()
     scores = []
     for index, window in enumerate(windows):
         decode_window(model, window, windows.shape.prompt, logits, prefill, decode)
@@ -79,7 +79,7 @@ def evaluate(model: Any, windows: Windows, reference: Reference | None, progress
 
 @torch.inference_mode()
 def decode_window(
-    model: Any, window: torch.Tensor, prompt: int, logits: torch.Tensor, prefill: Phase, decode: Phase
+    model: Any, window: torch.Tensor, prompt: int, logits: torch.Tensor, prefill: PhaseCosts, decode: PhaseCosts
 ) -> None:
     """Feeds a window (1, n) to a model: `prompt` tokens in the engine's chunks, then one at a time but for the last.
     Writes the logits of each token after the prompt to `logits` (n - prompt, vocabulary), and adds to the phases."""
@@ -87,15 +87,15 @@ def decode_window(
     ids = window[0].tolist()
     cache = engine.new_cache(1, len(ids))
     slab = cache.open()
-    with prefill.measured(engine, prompt):
+    with prefill.measured(engine.snapshot, prompt):
         logits[0] = engine.step(Batch((batch.prompt(slab, ids[:prompt]),)), cache)[0]
-    with decode.measured(engine, len(logits) - 1):
+    with decode.measured(engine.snapshot, len(logits) - 1):
         for row in range(1, len(logits)):
             at = prompt + row - 1
             logits[row] = engine.step(Batch((batch.decode(slab, at, ids[at]),)), cache)[0]
 
 
-def _speed(model: Any, prefill: Phase, decode: Phase) -> dict[str, Any]:
+def _speed(model: Any, prefill: PhaseCosts, decode: PhaseCosts) -> dict[str, Any]:
     engine = engine_of(model)
     plan, stats, both = engine.plan, engine.stats(), prefill + decode
     return {

@@ -9,11 +9,12 @@ from typing import Any
 from tiermoe.config import CacheSize
 from tiermoe.decide.compose import Foresight, ModelShape, PrecisionSlots, assemble
 from tiermoe.decide.composition import Composition
-from tiermoe.decide.controller import Counts
+from tiermoe.decide.counts import Counts
 from tiermoe.decide.eviction import EVICTIONS
+from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.simulate.costs import expert_bytes, run_bits
 from tiermoe.simulate.link import InstantLink
-from tiermoe.simulate.result import PhaseHits, headline
+from tiermoe.simulate.result import headline
 from tiermoe.simulate.steps import Future, Recorded, steps_of
 from tiermoe.trace.schema import Trace
 
@@ -72,7 +73,7 @@ def hits_of(
     settings: Mapping[str, Any] | None = None,
     per_sequence: bool = False,
     seed: int = 0,
-) -> dict[str, PhaseHits]:
+) -> dict[str, PhaseCosts]:
     """What one pool of `slots` equal units under policy `name` hits and misses, by phase. With 'belady' the most that
     any policy can hit there."""
     header = trace.header
@@ -84,7 +85,7 @@ def hits_of(
     shape = ModelShape(header.experts, header.top_k, header.encoder_layers)
     foresight = Foresight(future.next_use, future.choices)
     scheduler = assemble(composition, shape, [PrecisionSlots((bits,), slots)], link, bits, None, foresight, seed)
-    phases = {"prefill": PhaseHits(Counts(), 0), "decode": PhaseHits(Counts(), 0)}
+    phases = {"prefill": PhaseCosts(), "decode": PhaseCosts()}
     sequence: int | None = None
     for number, step in enumerate(steps):
         if step.sequence != sequence:
@@ -98,9 +99,8 @@ def hits_of(
             future.at(layer)
             for _ in scheduler.run_layer(step.routed(layer), forecasts):
                 pass
-        phase = phases[step.phase]
-        phase.counts.add(scheduler.controller.counts.minus(before))
-        phases[step.phase] = PhaseHits(phase.counts, phase.nbytes + link.bytes_read - read)
+        used = PhaseCosts(bytes_read=link.bytes_read - read, counts=scheduler.controller.counts.minus(before))
+        phases[step.phase].add(used, step.size)
     return phases
 
 
@@ -109,5 +109,5 @@ def all_evictions() -> list[str]:
     return [*(name for name in EVICTIONS if name != "belady"), "belady"]
 
 
-def _phase_counts(phases: dict[str, PhaseHits]) -> dict[str, Counts]:
+def _phase_counts(phases: dict[str, PhaseCosts]) -> dict[str, Counts]:
     return {name: phase.counts for name, phase in phases.items()}

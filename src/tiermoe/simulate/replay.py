@@ -19,6 +19,7 @@ from tiermoe.decide.compose import (
     tables,
 )
 from tiermoe.decide.composition import Composition
+from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.decide.profiles import Profile
 from tiermoe.errors import TraceError
 from tiermoe.simulate.costs import Costs, expert_bytes, run_bits
@@ -26,7 +27,7 @@ from tiermoe.simulate.evictions import hits_of
 from tiermoe.simulate.link import VirtualClock, VirtualLink
 from tiermoe.simulate.needs import require, require_calibration
 from tiermoe.simulate.neuron_loads import NeuronLoads
-from tiermoe.simulate.result import PhaseCosts, PhaseHits, Result
+from tiermoe.simulate.result import Result
 from tiermoe.simulate.steps import Future, Recorded, Step, steps_of
 from tiermoe.trace.schema import Header, Times, Trace
 from tiermoe.types import ExpertKey
@@ -78,9 +79,9 @@ class BeladyHits:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._known: dict[tuple[int, int], dict[str, PhaseHits]] = {}
+        self._known: dict[tuple[int, int], dict[str, PhaseCosts]] = {}
 
-    def of(self, slots: int, bits: int) -> dict[str, PhaseHits]:
+    def of(self, slots: int, bits: int) -> dict[str, PhaseCosts]:
         """Phase → hits in one pool of `slots` slots for experts in `bits`."""
         slots = min(slots, sum(self._trace.header.experts))
         if (slots, bits) not in self._known:

@@ -3,53 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tiermoe.decide.compose import PrecisionSlots
 from tiermoe.decide.composition import Composition
-from tiermoe.decide.controller import Counts
-
-
-@dataclass(slots=True)
-class PhaseCosts:
-    """What the passes of a phase took: `seconds` in all, `compute_s` and `wait_s` of them computing and waiting for the
-    link, `bytes_read`, `tokens` that were kept, `counts` of the passes that were kept and `discarded` of the others."""
-
-    seconds: float = 0.0
-    compute_s: float = 0.0
-    wait_s: float = 0.0
-    bytes_read: int = 0
-    tokens: int = 0
-    counts: Counts = field(default_factory=Counts)
-    discarded: Counts = field(default_factory=Counts)
-
-    def since(self, earlier: PhaseCosts) -> PhaseCosts:
-        """What has been added since `earlier`."""
-        return PhaseCosts(
-            self.seconds - earlier.seconds,
-            self.compute_s - earlier.compute_s,
-            self.wait_s - earlier.wait_s,
-            self.bytes_read - earlier.bytes_read,
-            counts=self.counts.minus(earlier.counts),
-        )
-
-    def add(self, used: PhaseCosts, tokens: int, discarded: bool) -> None:
-        """Another pass of this phase, over `tokens` tokens that are kept."""
-        self.seconds += used.seconds
-        self.compute_s += used.compute_s
-        self.wait_s += used.wait_s
-        self.bytes_read += used.bytes_read
-        self.tokens += tokens
-        (self.discarded if discarded else self.counts).add(used.counts)
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseHits:
-    """Of one phase of a replay without time: counts and bytes missed."""
-
-    counts: Counts
-    nbytes: int
+from tiermoe.decide.counts import Counts
+from tiermoe.decide.phase_costs import PhaseCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +68,13 @@ class Result:
         cache_fraction: float,
         slots: Sequence[PrecisionSlots],
         phases: Mapping[str, PhaseCosts],
-        belady: Mapping[str, PhaseHits],
+        belady: Mapping[str, PhaseCosts],
         bandwidth: float,
         prefetching: str = "",
     ) -> Result:
-        """The sum of what the phases cost, beside Belady's hits on the same trace."""
+        """The sum of what the phases cost, beside Belady's hits on the same trace, which take no time."""
         prefill, decode = phases["prefill"], phases["decode"]
+        best = replace(decode, bytes_read=belady["decode"].bytes_read)
         counts, discarded = Counts(), Counts()
         for phase in phases.values():
             counts.add(phase.counts)
@@ -126,12 +87,12 @@ class Result:
             hit_rate=headline({name: phase.counts for name, phase in phases.items()}),
             prefill_hit_rate=prefill.counts.hit_rate,
             belady_hit_rate=headline({name: phase.counts for name, phase in belady.items()}),
-            decode_tok_s=_rate(decode.tokens, decode.seconds),
-            prefill_tok_s=_rate(prefill.tokens, prefill.seconds),
-            bound_tok_s=_rate(decode.tokens, max(decode.compute_s, decode.bytes_read / bandwidth)),
-            belady_bound_tok_s=_rate(decode.tokens, max(decode.compute_s, belady["decode"].nbytes / bandwidth)),
+            decode_tok_s=decode.tok_s or None,
+            prefill_tok_s=prefill.tok_s or None,
+            bound_tok_s=decode.bound_tok_s(bandwidth) or None,
+            belady_bound_tok_s=best.bound_tok_s(bandwidth) or None,
             bytes_read=prefill.bytes_read + decode.bytes_read,
-            bytes_per_token=decode.bytes_read / decode.tokens if decode.tokens else None,
+            bytes_per_token=decode.bytes_per_token if decode.tokens else None,
             wait_s=prefill.wait_s + decode.wait_s,
             hits=counts.hits,
             prefetched_hits=counts.prefetched,
@@ -151,7 +112,3 @@ def headline(counts: Mapping[str, Counts]) -> float:
     """The hit rate of decoding, of the prompt where nothing is decoded."""
     rates = (counts[phase].hit_rate for phase in ("decode", "prefill"))
     return next((rate for rate in rates if rate is not None), 0.0)
-
-
-def _rate(tokens: int, seconds: float) -> float | None:
-    return tokens / seconds if tokens and seconds else None
