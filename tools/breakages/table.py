@@ -123,7 +123,7 @@ BREAKAGES = (
     ),
     Breakage(
         "an expert that is still on its way counts as a hit",
-        "src/tiermoe/decide/controller.py",
+        "src/tiermoe/decide/layer_run.py",
         "elif self._cache.slot(key) is None:",
         "elif self._cache.slot(key) is None and not self._cache.in_flight(key):",
         ("tests/test_controller.py", "tests/test_simulate.py"),
@@ -152,7 +152,7 @@ BREAKAGES = (
     ),
     Breakage(
         "a failed load's expert is taken for resident",
-        "src/tiermoe/decide/controller.py",
+        "src/tiermoe/decide/loads.py",
         "        if finished.error is not None:\n            self._abandon(load.key)\n",
         "        if finished.error is not None:\n            self.cache.arrived(load.key)\n",
         ("tests/test_controller.py",),
