@@ -41,15 +41,14 @@ def kernel() -> InOneCall:
 def test_rows_of_several_experts_are_those_of_a_call_for_each(counts: list[int], kernel: InOneCall) -> None:
     views, x = [expert_views(128, 64, seed) for seed in range(len(counts))], tokens(sum(counts), 128)
     alone = [kernel(row[None], each) for rows, each in zip(x.split(counts), views, strict=True) for row in rows]
-    for quiet in (True, False):
-        assert torch.equal(kernel.apart(x, counts, views, quiet), torch.cat(alone))
+    assert torch.equal(kernel.apart(x, counts, views), torch.cat(alone))
 
 
 def test_counts_that_do_not_fit_the_rows_are_refused(kernel: InOneCall) -> None:
     views, x = [expert_views(128, 64, seed) for seed in range(2)], tokens(3, 128)
     for counts in ([1, 1], [3], [2, 2]):
         with pytest.raises(ValueError, match="counts"):
-            kernel.apart(x, counts, views, alone=True)
+            kernel.apart(x, counts, views)
 
 
 @pytest.mark.parametrize("count", [1, 70, 200])

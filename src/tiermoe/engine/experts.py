@@ -122,7 +122,7 @@ class LayerExperts:
         x = sums.rows(experts)
         if tokens > FEW_TOKENS:
             return kernel(x, views[0])
-        return kernel.apart(x, sums.counts(experts), views, alone=self._current.phase == "decode")
+        return kernel.apart(x, sums.counts(experts), views)
 
     def _sent(self, group: list[Ready], sums: Sums) -> list[tuple[Future[torch.Tensor], list[int]]]:
         """Experts that the CPU computes beside this device, and their outputs to come."""

@@ -37,9 +37,9 @@ class ExpertKernel(Protocol):
         by one gives (`OneTokenInOneCall`: but for the last bits)."""
         ...
 
-    def apart(self, x: torch.Tensor, counts: list[int], views: Sequence[Views], alone: bool) -> torch.Tensor:
+    def apart(self, x: torch.Tensor, counts: list[int], views: Sequence[Views]) -> torch.Tensor:
         """Several experts of a few tokens, each with rows of its own: counts[i] of x (M, hidden), one after the other,
-        are the i-th's → (M, hidden). alone: little of torch's runs beside it, which changes no value."""
+        are the i-th's → (M, hidden)."""
         ...
 
 
@@ -101,9 +101,9 @@ class InOneCall:
     def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
         return self.native(x, [self.packed(each) for each in views], among_others=False)[:, 0]
 
-    def apart(self, x: torch.Tensor, counts: list[int], views: Sequence[Views], alone: bool) -> torch.Tensor:
+    def apart(self, x: torch.Tensor, counts: list[int], views: Sequence[Views]) -> torch.Tensor:
         """In one call; the values that a call for each gives."""
-        return self.native.apart(x, counts, [self.packed(each) for each in views], among_others=not alone)
+        return self.native.apart(x, counts, [self.packed(each) for each in views])
 
     def packed(self, views: Views) -> bytes:
         """What the native kernel is told of the expert."""
@@ -123,7 +123,7 @@ class OneTokenInOneCall:
     def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
         return self.native(x, [_packed(self.native, each) for each in views], among_others=False)[:, 0]
 
-    def apart(self, x: torch.Tensor, counts: list[int], views: Sequence[Views], alone: bool) -> torch.Tensor:
+    def apart(self, x: torch.Tensor, counts: list[int], views: Sequence[Views]) -> torch.Tensor:
         return one_by_one(self, x, counts, views)
 
 
@@ -150,7 +150,7 @@ class Grouped:
     def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
         return self._grouped(x, views, self._activation)
 
-    def apart(self, x: torch.Tensor, counts: list[int], views: Sequence[Views], alone: bool) -> torch.Tensor:
+    def apart(self, x: torch.Tensor, counts: list[int], views: Sequence[Views]) -> torch.Tensor:
         return one_by_one(self, x, counts, views)
 
 
@@ -173,7 +173,7 @@ class SeparateSteps:
     def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
         return torch.cat([self(x, each) for each in views])
 
-    def apart(self, x: torch.Tensor, counts: list[int], views: Sequence[Views], alone: bool) -> torch.Tensor:
+    def apart(self, x: torch.Tensor, counts: list[int], views: Sequence[Views]) -> torch.Tensor:
         return one_by_one(self, x, counts, views)
 
 
