@@ -25,6 +25,7 @@ from tiermoe.engine.cooperative import CpuHelper
 from tiermoe.engine.experts import LayerExperts
 from tiermoe.engine.units import unit_of
 from tiermoe.errors import ConfigError, LoadError
+from tiermoe.kernels.expert import one_by_one
 from tiermoe.kernels.reference import DecodedLinear
 from tiermoe.memory import plan
 from tiermoe.systems import compose
@@ -56,6 +57,9 @@ class Kernel:
     def together(self, x: torch.Tensor, slots: list[Any]) -> torch.Tensor:
         return torch.cat([self(x, slot) for slot in slots])
 
+    def apart(self, x: torch.Tensor, counts: list[int], slots: list[Any]) -> torch.Tensor:
+        return one_by_one(self, x, counts, slots)
+
 
 class Layer:
     """An experts module of three experts whose outputs are 1e8, -1e8 and 1: 1 only where they are added in ascending
@@ -68,7 +72,7 @@ class Layer:
         self._away, self._left = away, 2
         current = SimpleNamespace(
             route=lambda layer, index, weights, *_: (index, weights),
-            run_layer=self._run, phase="decode", needs_weights=False, may_skip=False, proceed=False,
+            run_layer=self._run, phase="decode", needs_weights=False, proceed=False,
             observer=None,
         )  # fmt: skip
         views = lambda layer, bits, slot: slot  # noqa: E731

@@ -15,7 +15,7 @@ from feeding import logits_of_steps
 from native_experts import checkpoint, expert_format, expert_views, tokens
 from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt
-from tiermoe.engine.expert_sums import Choices, NativeSums, TorchSums, compute_few
+from tiermoe.engine.expert_sums import Choices, FewSums, NativeSums, TorchSums
 from tiermoe.kernels.expert import InOneCall, expert_kernel, weighted_sum
 from tiermoe.kernels.gates import silu_gate
 from tiermoe.kernels.native.experts import combine_many
@@ -41,15 +41,14 @@ def kernel() -> InOneCall:
 def test_rows_of_several_experts_are_those_of_a_call_for_each(counts: list[int], kernel: InOneCall) -> None:
     views, x = [expert_views(128, 64, seed) for seed in range(len(counts))], tokens(sum(counts), 128)
     alone = [kernel(row[None], each) for rows, each in zip(x.split(counts), views, strict=True) for row in rows]
-    for quiet in (True, False):
-        assert torch.equal(kernel.apart(x, counts, views, quiet), torch.cat(alone))
+    assert torch.equal(kernel.apart(x, counts, views), torch.cat(alone))
 
 
 def test_counts_that_do_not_fit_the_rows_are_refused(kernel: InOneCall) -> None:
     views, x = [expert_views(128, 64, seed) for seed in range(2)], tokens(3, 128)
     for counts in ([1, 1], [3], [2, 2]):
         with pytest.raises(ValueError, match="counts"):
-            kernel.apart(x, counts, views, alone=True)
+            kernel.apart(x, counts, views)
 
 
 @pytest.mark.parametrize("count", [1, 70, 200])
@@ -67,23 +66,24 @@ def test_sums_of_many_tokens_are_each_token_s_sum(count: int) -> None:
 
 
 @pytest.mark.parametrize("tokens_of_first", [0, 3, 9])
-def test_native_and_torchs_sums_agree_bit_for_bit(tokens_of_first: int) -> None:
+def test_sums_in_lists_native_and_torchs_agree_bit_for_bit(tokens_of_first: int) -> None:
     """Choices that name no expert, and an expert whose outputs never come."""
     generator = torch.Generator().manual_seed(5)
     index = torch.stack([torch.randperm(7, generator=generator)[:3] for _ in range(9)])  # 6 names none of the experts
     weights, hidden = torch.rand(9, 3, generator=generator), tokens(9, 96)
     index[:tokens_of_first][index[:tokens_of_first] == 6] = 5
-    choices = Choices(index, weights, 6)
-    sums = [NativeSums(choices, hidden), TorchSums(choices, hidden, complete=False)]
-    end = 0
-    for expert, count in enumerate(choices.counts):
-        rows, end = slice(end, end + count), end + count
-        if expert != 2:
-            for each in sums:
-                each.keep(tokens(count, 96, expert), rows)
-    native_total, torch_total = (each.total() for each in sums)
-    assert torch.equal(native_total, torch_total)
-    assert native_total.any()
+    choices = Choices(index, weights)
+    few = FewSums(hidden, index.tolist(), weights, native=True)
+    sums = [few, NativeSums(choices, hidden), TorchSums(choices, hidden)]
+    assert few.counts([*range(6), 99]) == choices.counts([*range(6), 99])
+    for some in ([5, 0], [3], [1, 4]):  # in any order, several at a time
+        for each in sums:
+            parts = torch.split(each.rows(some), each.counts(some))
+            each.keep(some, torch.cat([part * (expert + 0.5) for expert, part in zip(some, parts, strict=True)]))
+    totals = [each.total() for each in sums]
+    assert torch.equal(totals[0], totals[2])
+    assert torch.equal(totals[1], totals[2])
+    assert totals[2].any()
 
 
 @pytest.mark.parametrize("count", [2, 5, 12])
@@ -184,15 +184,17 @@ def test_few_tokens_are_computed_as_many_are(model: Any, monkeypatch: pytest.Mon
     calls: list[int] = []
     model.tiermoe.observe(OnRoute(lambda *_: None))  # a block whose experts have all come would be one call
 
-    def counted(*arguments: Any) -> torch.Tensor:
-        calls.append(1)
-        return compute_few(*arguments)
+    class Counted(FewSums):
+        def total(self) -> torch.Tensor:
+            calls.append(1)
+            return super().total()
 
-    monkeypatch.setattr("tiermoe.engine.experts.compute_few", counted)
+    monkeypatch.setattr("tiermoe.engine.expert_sums.FewSums", Counted)
     with torch.no_grad():
         few = model(ids).logits
         assert len(calls) == model.config.num_hidden_layers
         monkeypatch.setattr("tiermoe.engine.experts.FEW_TOKENS", 1)
+        monkeypatch.setattr("tiermoe.engine.expert_sums.FEW_TOKENS", 1)
         many = model(ids).logits
     model.tiermoe.observe(None)
     assert torch.equal(few, many)

@@ -249,7 +249,7 @@ def test_proceeding_leaves_out_what_was_not_predicted_for_that_token_alone(store
 class _Pass:
     """Loads every expert when it is asked for."""
 
-    phase, needs_weights, proceed, may_skip, observer = "decode", False, False, False, None
+    phase, needs_weights, proceed, observer = "decode", False, False, None
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit

@@ -264,9 +264,7 @@ class Engine:
 
     def _passes(self) -> CurrentPass:
         encoder_layers = shape_of(self.store.layers).encoder_layers
-        current = CurrentPass(self.scheduler, PassForecasts(self.forecaster), encoder_layers)
-        current.may_skip = self.scheduler.precision.skips or self.composition.on_mispredict == "proceed"
-        return current
+        return CurrentPass(self.scheduler, PassForecasts(self.forecaster), encoder_layers)
 
     def _stacked_layers(self) -> int:
         """Layers whose routers are evaluated in one product."""

@@ -1,101 +1,144 @@
-"""Tokens' sums of their chosen experts, whose outputs come group by group: each token's in ascending order of the
-experts, rounded to the outputs' dtype after each product and each sum, as transformers' eager experts do.
-
-Of a few tokens all experts that are here are one call, however many of the tokens each has.
+"""Tokens' sums of their chosen experts, whose outputs come expert by expert in any order: each token's in ascending
+order of the experts, rounded to the outputs' dtype after each product and each sum, as transformers' eager experts do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 
-from tiermoe.kernels.expert import InOneCall, Views
+from tiermoe.kernels.expert import weighted_sum
 from tiermoe.kernels.native.experts import combine_many, combines
-from tiermoe.types import Ready
-
-
-def compute_few(
-    hidden: torch.Tensor,
-    chosen: Sequence[Sequence[int]],
-    weights: Sequence[Sequence[float]],
-    run: Iterable[list[Ready]],
-    kernels: Mapping[int, InOneCall],
-    views_of: Callable[[Ready], Views],
-    alone: bool,
-) -> torch.Tensor:
-    """hidden (T, H) → (T, H), each token's sum of its chosen experts in ascending order, rounded after each step: what
-    a call for each expert gives, and what each token gives by itself.
-
-    chosen, weights: of each token (an index that names no expert never comes). run: the experts in groups, as they
-    become available. alone: little of torch's runs beside it (`InOneCall.apart`)."""
-    tokens_of: dict[int, list[int]] = {}
-    for token, experts in enumerate(chosen):
-        for expert in experts:
-            tokens_of.setdefault(expert, []).append(token)
-    outputs: list[torch.Tensor] = []  # kept alive for their addresses
-    address: dict[tuple[int, int], int] = {}  # of an expert's output for a token
-    for group in run:
-        asked = [ready for ready in group if ready.expert in tokens_of]
-        for bits in {ready.bits for ready in asked}:
-            alike = [ready for ready in asked if ready.bits == bits]
-            places = [(token, ready.expert) for ready in alike for token in tokens_of[ready.expert]]
-            counts = [len(tokens_of[ready.expert]) for ready in alike]
-            gathered = hidden[[token for token, _ in places]]
-            output = kernels[bits].apart(gathered, counts, [views_of(ready) for ready in alike], alone)
-            outputs.append(output)
-            first, each = output.data_ptr(), output.stride(0) * output.element_size()
-            address.update((place, first + row * each) for row, place in enumerate(places))
-    ordered = [sorted(zip(*each, strict=True)) for each in zip(chosen, weights, strict=True)]
-    addresses = [[address.get((token, expert), 0) for expert, _ in row] for token, row in enumerate(ordered)]
-    gates = [[gate for _, gate in row] for row in ordered]
-    return combine_many(torch.tensor(addresses), torch.tensor(gates, dtype=torch.float32), hidden.shape[1])
+from tiermoe.types import FEW_TOKENS
 
 
 class Sums(Protocol):
-    """Choices are numbered by expert: `keep` takes a run of them."""
+    """The sums of some tokens: says which rows of the hidden states an expert computes, and keeps what it gives."""
 
-    def keep(self, output: torch.Tensor, rows: slice) -> None:
-        """output (rows, H): what an expert gives for the tokens of these choices."""
+    def counts(self, experts: Sequence[int]) -> list[int]:
+        """Of how many tokens each of the experts is one."""
+
+    def rows(self, experts: Sequence[int]) -> torch.Tensor:
+        """The hidden states (M, H) of the tokens of the first expert, then of the second's, and so on."""
+
+    def keep(self, experts: Sequence[int], outputs: torch.Tensor) -> None:
+        """outputs (M, H): what the experts give for `rows(experts)`."""
 
     def total(self) -> torch.Tensor:
-        """(T, H). A choice that was not kept adds nothing."""
+        """(T, H). An expert whose outputs were not kept adds nothing."""
+
+
+def sums_of(hidden: torch.Tensor, chosen: list[list[int]], index: torch.Tensor, weights: torch.Tensor) -> Sums:
+    """The sums of tokens hidden (T, H). index, weights (T, K): each token's experts, in any order; an index that names
+    no expert never comes. chosen: the index, as lists."""
+    native, tokens = combines(hidden[0]), len(chosen)
+    if tokens == 1 or (native and tokens <= FEW_TOKENS):
+        return FewSums(hidden, chosen, weights, native)
+    choices = Choices(index, weights)
+    return NativeSums(choices, hidden) if native else TorchSums(choices, hidden)
+
+
+class FewSums:
+    """Of one token, or of a few whose outputs the native sum takes: in Python's lists, which are faster for few.
+
+    native: `combines` takes the outputs."""
+
+    def __init__(self, hidden: torch.Tensor, chosen: list[list[int]], weights: torch.Tensor, native: bool) -> None:
+        self._hidden, self._chosen, self._weights, self._native = hidden, chosen, weights, native
+        self._tokens_of: dict[int, list[int]] = {}
+        for token, experts in enumerate(chosen):
+            for expert in experts:
+                self._tokens_of.setdefault(expert, []).append(token)
+        self._outputs: list[torch.Tensor] = []  # kept alive for their addresses
+        self._row: dict[tuple[int, int], torch.Tensor] = {}  # by token and expert, where torch adds
+        self._address: dict[tuple[int, int], int] = {}  # where the native sum does
+
+    def counts(self, experts: Sequence[int]) -> list[int]:
+        return [len(self._tokens_of.get(expert, ())) for expert in experts]
+
+    def rows(self, experts: Sequence[int]) -> torch.Tensor:
+        return self._hidden[[token for expert in experts for token in self._tokens_of[expert]]]
+
+    def keep(self, experts: Sequence[int], outputs: torch.Tensor) -> None:
+        places = [(token, expert) for expert in experts for token in self._tokens_of[expert]]
+        if not self._native:
+            self._row.update(zip(places, outputs, strict=True))
+            return
+        self._outputs.append(outputs)
+        first, each = outputs.data_ptr(), outputs.stride(0) * outputs.element_size()
+        self._address.update((place, first + row * each) for row, place in enumerate(places))
+
+    def total(self) -> torch.Tensor:
+        if not self._native:
+            return self._added()
+        gates = self._weights.tolist()
+        ordered = [sorted(zip(*each, strict=True)) for each in zip(self._chosen, gates, strict=True)]
+        addresses = [[self._address.get((token, expert), 0) for expert, _ in row] for token, row in enumerate(ordered)]
+        factors = torch.tensor([[gate for _, gate in row] for row in ordered], dtype=torch.float32)
+        return combine_many(torch.tensor(addresses), factors, self._hidden.shape[1])
+
+    def _added(self) -> torch.Tensor:
+        """The one token's sum."""
+        came = sorted(expert for _, expert in self._row)
+        if not came:
+            return torch.zeros_like(self._hidden)
+        places = [self._chosen[0].index(expert) for expert in came]
+        return weighted_sum([self._row[0, expert] for expert in came], self._weights[0], places)
 
 
 class Choices:
-    """index, weights (T, K), where an index of `experts` or more names none. Choices by ascending expert, each (T K):
-    `token`, `gates`, and `place` among its token's experts in ascending order. `counts`: choices of each expert."""
+    """index, weights (T, K). Choices by ascending expert, each (T K): `token`, `gates`, and `place` among its token's
+    experts in ascending order. `count`: choices of each expert; `of`: where an expert's lie."""
 
-    def __init__(self, index: torch.Tensor, weights: torch.Tensor, experts: int) -> None:
+    def __init__(self, index: torch.Tensor, weights: torch.Tensor) -> None:
         # positions in (k, token) order, as transformers' eager experts gather their rows
         by_expert = index.t().reshape(-1).argsort(stable=True)
         self.shape = index.shape
         self.token = by_expert % index.shape[0]
         self.place = index.argsort(dim=1).argsort(dim=1).t().reshape(-1)[by_expert]
         self.gates = weights.t().reshape(-1)[by_expert]
-        self.counts = torch.bincount(index.reshape(-1), minlength=experts).tolist()[:experts]
+        self.count = torch.bincount(index.reshape(-1)).tolist()
+        self._ends = list(accumulate(self.count))
+
+    def counts(self, experts: Sequence[int]) -> list[int]:
+        return [self.count[expert] if expert < len(self.count) else 0 for expert in experts]
+
+    def of(self, expert: int) -> slice:
+        return slice(self._ends[expert] - self.count[expert], self._ends[expert])
+
+    def tokens(self, experts: Sequence[int]) -> torch.Tensor:
+        """(M): the tokens of the first expert, then the second's, and so on."""
+        return torch.cat([self.token[self.of(expert)] for expert in experts])
 
 
-def sums_of(choices: Choices, hidden: torch.Tensor, complete: bool) -> Sums:
-    """Sums for tokens hidden (T, H). complete: every choice will be kept."""
-    return NativeSums(choices, hidden) if combines(hidden[0]) else TorchSums(choices, hidden, complete)
+class _ManySums:
+    def __init__(self, choices: Choices, hidden: torch.Tensor) -> None:
+        self._choices, self._hidden = choices, hidden
+
+    def counts(self, experts: Sequence[int]) -> list[int]:
+        return self._choices.counts(experts)
+
+    def rows(self, experts: Sequence[int]) -> torch.Tensor:
+        return self._hidden[self._choices.tokens(experts)]
 
 
-class TorchSums:
+class TorchSums(_ManySums):
     """Products are kept by place, (K, T, H), and added when all are there."""
 
-    def __init__(self, choices: Choices, hidden: torch.Tensor, complete: bool) -> None:
+    def __init__(self, choices: Choices, hidden: torch.Tensor) -> None:
         tokens, k = choices.shape
-        self._choices = choices
-        self._kept = (torch.empty if complete else torch.zeros)(
-            (k, tokens, hidden.shape[1]), dtype=hidden.dtype, device=hidden.device
-        )
+        super().__init__(choices, hidden)
+        self._kept = torch.zeros((k, tokens, hidden.shape[1]), dtype=hidden.dtype, device=hidden.device)
 
-    def keep(self, output: torch.Tensor, rows: slice) -> None:
+    def keep(self, experts: Sequence[int], outputs: torch.Tensor) -> None:
         choices = self._choices
-        product = (output * choices.gates[rows, None]).to(output.dtype)
-        self._kept[choices.place[rows], choices.token[rows]] = product
+        for expert, output in zip(experts, torch.split(outputs, self.counts(experts)), strict=True):
+            rows = choices.of(expert)
+            product = (output * choices.gates[rows, None]).to(output.dtype)
+            self._kept[choices.place[rows], choices.token[rows]] = product
 
     def total(self) -> torch.Tensor:
         total = self._kept[0]
@@ -104,23 +147,26 @@ class TorchSums:
         return total
 
 
-class NativeSums:
+class NativeSums(_ManySums):
     """Outputs stay where they are until all are there; one call reads each once."""
 
     def __init__(self, choices: Choices, hidden: torch.Tensor) -> None:
-        self._choices = choices
-        self._columns = hidden.shape[1]
+        super().__init__(choices, hidden)
         self._outputs: list[torch.Tensor] = []  # kept alive for their addresses
         self._addresses = torch.zeros(choices.shape, dtype=torch.int64)
         self._gates = torch.zeros(choices.shape, dtype=torch.float32)
 
-    def keep(self, output: torch.Tensor, rows: slice) -> None:
-        output = output.contiguous()
-        self._outputs.append(output)
-        where = self._choices.token[rows], self._choices.place[rows]
-        row_bytes = output.shape[1] * output.element_size()
-        self._addresses[where] = output.data_ptr() + torch.arange(len(output)) * row_bytes
-        self._gates[where] = self._choices.gates[rows].float()
+    def keep(self, experts: Sequence[int], outputs: torch.Tensor) -> None:
+        outputs = outputs.contiguous()
+        self._outputs.append(outputs)
+        row_bytes, choices, first = outputs.shape[1] * outputs.element_size(), self._choices, outputs.data_ptr()
+        for expert in experts:
+            rows = choices.of(expert)
+            where = choices.token[rows], choices.place[rows]
+            count = rows.stop - rows.start
+            self._addresses[where] = first + torch.arange(count) * row_bytes
+            self._gates[where] = choices.gates[rows].float()
+            first += count * row_bytes
 
     def total(self) -> torch.Tensor:
-        return combine_many(self._addresses, self._gates, self._columns)
+        return combine_many(self._addresses, self._gates, self._hidden.shape[1])

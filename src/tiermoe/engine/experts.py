@@ -7,18 +7,17 @@ block of a few tokens is one call (`SettledExperts`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from itertools import accumulate, chain
 from typing import Any
 
 import torch
 
 from tiermoe.decide.controller import ELSEWHERE
 from tiermoe.engine.cooperative import OnCpu
-from tiermoe.engine.expert_sums import Choices, compute_few, sums_of
+from tiermoe.engine.expert_sums import Sums, sums_of
 from tiermoe.engine.passes import CurrentPass
-from tiermoe.kernels.expert import ExpertKernel, InOneCall, Views, weighted_sum
+from tiermoe.kernels.expert import ExpertKernel, InOneCall, Views
 from tiermoe.kernels.native.moe_block import MoeBlock
 from tiermoe.kernels.native.router import Router
 from tiermoe.types import FEW_TOKENS, Ready, Routed
@@ -30,7 +29,8 @@ class LayerExperts:
     kernels: one per precision. views_of: (layer, bits, slot) → typed views of what the slot holds. renormalise: whether
     the model scales the chosen experts' weights to a fixed sum, so that those of fewer experts are scaled too. on_cpu:
     computes the experts that come without a slot (`controller.ELSEWHERE`), beside this device. settled: told of every
-    expert that comes, where those stay.
+    expert that comes, where those stay. by_row: whether a token's result does not depend on the others of a call of few
+    tokens.
     """
 
     def __init__(
@@ -52,28 +52,32 @@ class LayerExperts:
         self._renormalise = renormalise
         self._on_cpu = on_cpu
         self.settled = settled
-        in_one_call = {bits: kernel for bits, kernel in kernels.items() if isinstance(kernel, InOneCall)}
-        self._few = in_one_call if len(in_one_call) == len(kernels) else None
-
-    @property
-    def by_row(self) -> bool:
-        """Whether a token's result does not depend on the others of a call of few tokens."""
-        return self._few is not None
+        self.by_row = all(isinstance(kernel, InOneCall) for kernel in kernels.values())
 
     @torch.no_grad()
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """hidden (T, H), index (T, K) of the chosen experts (a value of `experts` or more: none), weights (T, K)
         → (T, H)."""
-        index, weights = self._current.route(self._index, index, weights, self._experts, self._renormalise)
-        if hidden.shape[0] == 1:
-            result = self._one_token(hidden, index, weights)
-        elif self._few is not None and hidden.shape[0] <= FEW_TOKENS:
-            result = self._few_tokens(self._few, hidden, index, weights)
-        else:
-            result = self._many_tokens(hidden, index, weights)
-        if self._current.observer is not None:
-            self._current.observer.on_computed(self._index)
-        return result
+        current = self._current
+        index, weights = current.route(self._index, index, weights, self._experts, self._renormalise)
+        chosen = index.tolist()
+        sums, came = sums_of(hidden, chosen, index, weights), set[int]()
+        away: list[tuple[Future[torch.Tensor], list[int]]] = []
+        for group in self._groups(self._routed(chosen, weights), hidden, sums):
+            experts = [ready.expert for ready in group]
+            came.update(experts)
+            if group[0].slot == ELSEWHERE:
+                away += self._sent(group, sums)
+            else:
+                sums.keep(experts, self._outputs(group, hidden, sums))
+        for future, experts in away:
+            sums.keep(experts, future.result().to(hidden.device))
+        total = sums.total()
+        if current.proceed and self._renormalise:
+            total = total * _left_out(index, weights, came).to(total.dtype)
+        if current.observer is not None:
+            current.observer.on_computed(self._index)
+        return total
 
     def held(self, ready: Ready) -> tuple[ExpertKernel, Views]:
         """What computes an expert that is ready, and what it computes with."""
@@ -81,13 +85,12 @@ class LayerExperts:
 
     def watch(self, wrap: Callable[[Any], Any]) -> Callable[[], None]:
         """Puts wrap(kernel), which is called as the kernel is, in the place of each; returns what puts them back."""
-        kernels, few = self._kernels, self._few
+        kernels = self._kernels
         self._kernels = {bits: wrap(kernel) for bits, kernel in kernels.items()}
-        self._few = None if few is None else {bits: wrap(kernel) for bits, kernel in few.items()}
         undo_settled = self.settled.watch(wrap) if self.settled is not None else None
 
         def undo() -> None:
-            self._kernels, self._few = kernels, few
+            self._kernels = kernels
             if undo_settled is not None:
                 undo_settled()
 
@@ -98,38 +101,37 @@ class LayerExperts:
         if self.settled is not None:
             self.settled.note(expert, self._views_of(self._index, bits, slot))
 
-    def _one_token(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        position = {expert: k for k, expert in enumerate(index[0].tolist()) if expert < self._experts}
-        gates = weights[0].tolist() if self._current.needs_weights else []
-        kept = [gates[k] for k in position.values()] if gates else []
-        routed = Routed(self._index, self._current.phase, [list(position)], [kept])
-        results: dict[int, torch.Tensor] = {}
-        away: dict[int, Future[torch.Tensor]] = {}
+    def _groups(self, routed: Routed, hidden: torch.Tensor, sums: Sums) -> Iterator[list[Ready]]:
+        """The experts that tokens chose, as they come: those of one precision that can be computed in one call."""
+        few = hidden.shape[0] <= FEW_TOKENS
         for group in self._current.run_layer(routed, hidden):
-            if group[0].slot == ELSEWHERE:
-                assert self._on_cpu is not None
-                if not away:
-                    host = hidden.cpu()
-                away.update((ready.expert, self._on_cpu(ready.expert, ready.bits, host)) for ready in group)
-            else:
-                self._compute([ready for ready in group if ready.expert in position], hidden, results)
-        for expert, future in away.items():
-            results[expert] = future.result()[0].to(hidden.device)
-        if self._current.proceed and self._renormalise and 0 < len(results) < len(position):
-            loaded = weights[0, [position[expert] for expert in results]]
-            weights = weights * (weights.sum() / loaded.sum())
-        if not results:
-            return torch.zeros_like(hidden)
-        order = sorted(results)
-        return weighted_sum([results[expert] for expert in order], weights[0], [position[expert] for expert in order])
+            asked = sums.counts([ready.expert for ready in group])
+            here = [ready for ready, tokens in zip(group, asked, strict=True) if tokens]
+            if not few:
+                yield from ([ready] for ready in here)
+                continue
+            for bits in {ready.bits for ready in here}:
+                yield [ready for ready in here if ready.bits == bits]
 
-    def _compute(self, group: list[Ready], hidden: torch.Tensor, results: dict[int, torch.Tensor]) -> None:
-        """The outputs (H) of experts that are all here, those of one precision in one call."""
-        for bits in {ready.bits for ready in group}:
-            alike = [ready for ready in group if ready.bits == bits]
-            views = [self._views(ready) for ready in alike]
-            outputs = self._kernels[bits].together(hidden, views).unbind()
-            results.update(zip((ready.expert for ready in alike), outputs, strict=True))
+    def _outputs(self, group: list[Ready], hidden: torch.Tensor, sums: Sums) -> torch.Tensor:
+        """What experts of one precision give, (M, H), for the rows that `sums` says."""
+        kernel, views, tokens = self._kernels[group[0].bits], [self._views(ready) for ready in group], hidden.shape[0]
+        if tokens == 1:
+            return kernel.together(hidden, views)
+        experts = [ready.expert for ready in group]
+        x = sums.rows(experts)
+        if tokens > FEW_TOKENS:
+            return kernel(x, views[0])
+        return kernel.apart(x, sums.counts(experts), views)
+
+    def _sent(self, group: list[Ready], sums: Sums) -> list[tuple[Future[torch.Tensor], list[int]]]:
+        """Experts that the CPU computes beside this device, and their outputs to come."""
+        assert self._on_cpu is not None
+        experts = [ready.expert for ready in group]
+        parts = torch.split(sums.rows(experts).cpu(), sums.counts(experts))
+        return [
+            (self._on_cpu(ready.expert, ready.bits, x), [ready.expert]) for ready, x in zip(group, parts, strict=True)
+        ]
 
     def _views(self, ready: Ready) -> Views:
         views = self._views_of(self._index, ready.bits, ready.slot)
@@ -137,41 +139,21 @@ class LayerExperts:
             self.settled.note(ready.expert, views)
         return views
 
-    def _few_tokens(
-        self, kernels: Mapping[int, InOneCall], hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        run = self._current.run_layer(self._routed(index, weights), hidden)
-        alone = self._current.phase == "decode"
-        return compute_few(hidden, index.tolist(), weights.tolist(), run, kernels, self._views, alone)
-
-    def _many_tokens(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        choices = Choices(index, weights, self._experts)
-        counts, ends = choices.counts, list(accumulate(choices.counts))
-        sums = sums_of(choices, hidden, ends[-1] == index.numel() and not self._current.may_skip)
-        away: list[tuple[Future[torch.Tensor], slice]] = []
-        for ready in chain.from_iterable(self._current.run_layer(self._routed(index, weights), hidden)):
-            expert = ready.expert
-            if not counts[expert]:
-                continue
-            rows = slice(ends[expert] - counts[expert], ends[expert])
-            x = hidden[choices.token[rows]]
-            if ready.slot == ELSEWHERE:
-                assert self._on_cpu is not None
-                away.append((self._on_cpu(expert, ready.bits, x.cpu()), rows))
-            else:
-                sums.keep(self._kernels[ready.bits](x, self._views(ready)), rows)
-        for future, rows in away:
-            sums.keep(future.result().to(hidden.device), rows)
-        return sums.total()
-
-    def _routed(self, index: torch.Tensor, weights: torch.Tensor) -> Routed:
-        chosen = index.tolist()
+    def _routed(self, chosen: list[list[int]], weights: torch.Tensor) -> Routed:
         gates = weights.tolist() if self._current.needs_weights else [[]] * len(chosen)
-        if int(index.max()) >= self._experts:
+        if max(map(max, chosen)) >= self._experts:
             there = [[k for k, expert in enumerate(row) if expert < self._experts] for row in chosen]
             gates = [[row[k] for k in keep] if row else [] for row, keep in zip(gates, there, strict=True)]
             chosen = [[row[k] for k in keep] for row, keep in zip(chosen, there, strict=True)]
         return Routed(self._index, self._current.phase, chosen, gates)
+
+
+def _left_out(index: torch.Tensor, weights: torch.Tensor, came: set[int]) -> torch.Tensor:
+    """(T, 1): what scales the sums of tokens some of whose experts were left out, for a model that scales the chosen
+    experts' weights to a fixed sum."""
+    there = torch.isin(index, torch.tensor(sorted(came), dtype=index.dtype, device=index.device))
+    kept = weights.masked_fill(~there, 0).sum(1, keepdim=True)
+    return torch.where(kept > 0, weights.sum(1, keepdim=True) / kept, 1)
 
 
 class SettledExperts:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from tiermoe.decide.neurons import whole
-from tiermoe.kernels.expert import Views
+from tiermoe.kernels.expert import Views, one_by_one
 from tiermoe.kernels.neurons import NeuronKernel
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.tiers.neurons import NeuronFiller, to_bits, to_indices
@@ -77,6 +77,10 @@ class NeuronExpert:
     def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
         """One token x (1, H) through each of several experts → (experts, H)."""
         return torch.cat([self(x, each) for each in views])
+
+    def apart(self, x: torch.Tensor, counts: list[int], views: Sequence[Views]) -> torch.Tensor:
+        """Several experts, each with rows of its own: counts[i] of x (M, H) are the i-th's → (M, H)."""
+        return one_by_one(self, x, counts, views)
 
     def _bring(self, key: ExpertKey, slot: torch.Tensor, active: int) -> None:
         missing = self._filler.neurons.missing(key, active)

@@ -19,9 +19,9 @@ from tiermoe.types import Ready, Routed
 class CurrentPass:
     """The pass that runs: told when one begins, it hands the model's layers to the scheduler.
 
-    encoder_layers: MoE layers of an encoder, which run first (0: a decoder alone). `needs_weights`, `may_skip`,
-    `proceed`: what the composition asks of the layers. `unsure`: in a fallback pass, the rows of the batch that run
-    with all K; None runs every row with all K, an empty list none (the little pass). `observer`: told of the layers.
+    encoder_layers: MoE layers of an encoder, which run first (0: a decoder alone). `needs_weights`, `proceed`: what the
+    composition asks of the layers. `unsure`: in a fallback pass, the rows of the batch that run with all K; None runs
+    every row with all K, an empty list none (the little pass). `observer`: told of the layers.
     """
 
     def __init__(self, scheduler: Scheduler, forecasts: PassForecasts, encoder_layers: int) -> None:
@@ -29,7 +29,6 @@ class CurrentPass:
         self.forecasts = forecasts
         self.phase = "prefill"
         self.needs_weights = False
-        self.may_skip = False
         self.proceed = scheduler.proceed
         self.unsure: list[int] | None = None
         self.observer: Observer | None = None

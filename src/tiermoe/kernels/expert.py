@@ -37,6 +37,11 @@ class ExpertKernel(Protocol):
         by one gives (`OneTokenInOneCall`: but for the last bits)."""
         ...
 
+    def apart(self, x: torch.Tensor, counts: list[int], views: Sequence[Views]) -> torch.Tensor:
+        """Several experts of a few tokens, each with rows of its own: counts[i] of x (M, hidden), one after the other,
+        are the i-th's → (M, hidden)."""
+        ...
+
 
 def weighted_sum(outputs: Sequence[torch.Tensor], weights: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
     """sum of outputs[i] * weights[places[i]], in their order, rounded to the outputs' dtype after each product and each
@@ -52,6 +57,13 @@ def weighted_sum(outputs: Sequence[torch.Tensor], weights: torch.Tensor, places:
         total = part if total is None else total + part
     assert total is not None
     return total[None]
+
+
+def one_by_one(
+    kernel: Callable[[torch.Tensor, Views], torch.Tensor], x: torch.Tensor, counts: list[int], views: Sequence[Views]
+) -> torch.Tensor:
+    """`ExpertKernel.apart`, in a call for each expert."""
+    return torch.cat([kernel(rows, each) for rows, each in zip(torch.split(x, counts), views, strict=True)])
 
 
 def expert_kernel(form: ExpertFormat, activation: Activation, device: str) -> ExpertKernel:
@@ -89,10 +101,9 @@ class InOneCall:
     def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
         return self.native(x, [self.packed(each) for each in views], among_others=False)[:, 0]
 
-    def apart(self, x: torch.Tensor, counts: list[int], views: Sequence[Views], alone: bool) -> torch.Tensor:
-        """Several experts of rows of their own in one call: counts[i] of x (M, hidden), one after the other, are the
-        i-th's → (M, hidden), the values that a call for each gives. alone: little of torch's runs beside it."""
-        return self.native.apart(x, counts, [self.packed(each) for each in views], among_others=not alone)
+    def apart(self, x: torch.Tensor, counts: list[int], views: Sequence[Views]) -> torch.Tensor:
+        """In one call; the values that a call for each gives."""
+        return self.native.apart(x, counts, [self.packed(each) for each in views])
 
     def packed(self, views: Views) -> bytes:
         """What the native kernel is told of the expert."""
@@ -111,6 +122,9 @@ class OneTokenInOneCall:
 
     def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
         return self.native(x, [_packed(self.native, each) for each in views], among_others=False)[:, 0]
+
+    def apart(self, x: torch.Tensor, counts: list[int], views: Sequence[Views]) -> torch.Tensor:
+        return one_by_one(self, x, counts, views)
 
 
 def _packed(native: GatedExperts, views: Views) -> bytes:
@@ -136,6 +150,9 @@ class Grouped:
     def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
         return self._grouped(x, views, self._activation)
 
+    def apart(self, x: torch.Tensor, counts: list[int], views: Sequence[Views]) -> torch.Tensor:
+        return one_by_one(self, x, counts, views)
+
 
 class SeparateSteps:
     """First matrix, activation, second matrix, each in a call of its own."""
@@ -155,6 +172,9 @@ class SeparateSteps:
 
     def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
         return torch.cat([self(x, each) for each in views])
+
+    def apart(self, x: torch.Tensor, counts: list[int], views: Sequence[Views]) -> torch.Tensor:
+        return one_by_one(self, x, counts, views)
 
 
 def _matrix(form: ExpertFormat, part: Part, device: str) -> Callable[[torch.Tensor, Views], torch.Tensor]:

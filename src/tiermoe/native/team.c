@@ -2,15 +2,10 @@
 #include "team.h"
 
 #include <dlfcn.h>
-#include <immintrin.h>
-#include <linux/futex.h>
 #include <pthread.h>
-#include <sched.h>
-#include <stdatomic.h>
-#include <stdint.h>
-#include <sys/syscall.h>
 #include <time.h>
-#include <unistd.h>
+
+#include "waiting.h"
 
 enum {
     PAUSES = 64,        /* before a waiting thread offers its core to others */
@@ -49,7 +44,7 @@ int team_join(const char *path) {
 
 static void rest(size_t round) {
     if (round < PAUSES)
-        _mm_pause();
+        TIERMOE_PAUSE();
     else
         sched_yield();
 }
@@ -83,7 +78,7 @@ static uint32_t next_call(uint32_t seen) {
         if (!begin) begin = now();
         if (now() - begin < AWAKE_NS) continue;
         atomic_fetch_add(&team.asleep, 1);
-        syscall(SYS_futex, &team.calls, FUTEX_WAIT_PRIVATE, calls, NULL, NULL, 0);
+        sleep_while(&team.calls, calls);
         atomic_fetch_sub(&team.asleep, 1);
         begin = 0;
     }
@@ -110,6 +105,7 @@ static void forget(void) {
     atomic_store(&team.calls, 0);
     atomic_store(&team.asleep, 0);
     atomic_store(&team.inside, 0);
+    forget_sleepers();
 }
 
 static void hire(size_t threads) {
@@ -137,7 +133,7 @@ void team_run(const Phase *phases, size_t count, void *data, size_t threads, Poo
     hire(threads);
     team.job = &job;
     atomic_fetch_add(&team.calls, 1);
-    if (atomic_load(&team.asleep)) syscall(SYS_futex, &team.calls, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
+    if (atomic_load(&team.asleep)) wake_all(&team.calls);
     work(&job, 0);
     atomic_fetch_add(&team.calls, 1);
     for (size_t round = 0; atomic_load(&team.inside); round++) rest(round);

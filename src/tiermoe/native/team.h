@@ -17,7 +17,7 @@ typedef struct {
 
 enum { MOST_PHASES = 8, MOST_THREADS = 256 };
 
-/* OWN: threads of ours, for one token, where little of torch's runs between two calls. TORCHS: those of the OpenMP runtime
+/* OWN: threads of ours, for few tokens, where little of torch's runs between two calls. TORCHS: those of the OpenMP runtime
  * that torch uses, for many tokens: they stay awake for milliseconds after each of torch's operations, and other threads
  * would wait for their cores. */
 typedef enum { OWN, TORCHS } Pool;

@@ -10,6 +10,7 @@ from torch import Tensor
 from tiermoe.kernels.native.matrix import MatrixForm
 from tiermoe.native import _native
 from tiermoe.quant.scratch import scratch
+from tiermoe.types import FEW_TOKENS
 
 
 def linear(x: Tensor, form: MatrixForm, fields: Mapping[str, Tensor]) -> Tensor:
@@ -24,5 +25,5 @@ def linear(x: Tensor, form: MatrixForm, fields: Mapping[str, Tensor]) -> Tensor:
     result = torch.empty((tokens, form.out), dtype=torch.bfloat16)
     packed, threads = form.pack(fields), torch.get_num_threads()
     sums = scratch.address("sums", _native.sums(packed, tokens, tokens, threads))
-    _native.product(packed, x.data_ptr(), tokens, sums, result.data_ptr(), threads, tokens > 1)
+    _native.product(packed, x.data_ptr(), tokens, sums, result.data_ptr(), threads, tokens > FEW_TOKENS)
     return result
