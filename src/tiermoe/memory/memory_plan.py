@@ -24,7 +24,7 @@ class MemoryPlan:
     `slots` in all, in `pools` that share them where precisions have slots of their own; `slot_bytes` is a slot's size
     at the highest precision. `all_slots` is how many experts there are, `token_slots` what one token uses in all layers
     together. `embedding_on_disk`: the input embedding's rows are read as they are asked for, and `dense` is without it.
-    `dense_bits`: the precision of the dense layers, for people ('4 (lm_head 8)'). `packers`: how many pieces are packed
+    `dense_bits`: the precision of the dense layers, for people ('4 (lm_head 6)'). `packers`: how many pieces are packed
     at a time."""
 
     budget: int
