@@ -2,7 +2,7 @@
 
 python -m benchmarks.dense_kinds models/stories-7m [--kinds v_proj,o_proj --tokens 24576 --experts 16]
 
-Each kind of linear layer (`q_proj`, `lm_head`, ...) is packed alone, at 4 bits and at 8, then mixtures are; the experts
+Each kind of linear layer (`q_proj`, `lm_head`, ...) is packed alone, at 4, 6 and 8 bits, then mixtures are; the experts
 stay at 16 bits, or are at 4 in every row (`--experts 4`). A weight is replaced by what its packed form decodes to, and
 transformers' eager model computes in float32, so that a row differs from the next by the weights alone. An output layer
 tied to the embedding is measured as if it had weights of its own. Prints one JSON object, and a table on standard error
@@ -80,10 +80,11 @@ class Model:
 def recipes(kinds: list[str]) -> dict[str, Recipe]:
     """Each kind alone, then together, then with kinds above the others."""
     found: dict[str, Recipe] = {"all at 16": {}}
-    found |= {f"{kind} at {bits}": {kind: bits} for kind in kinds for bits in (4, 8)}
+    found |= {f"{kind} at {bits}": {kind: bits} for kind in kinds for bits in (4, 6, 8)}
     layers = [kind for kind in kinds if kind != OUTPUT]
     four = dict.fromkeys(kinds, 4)
-    found |= {"all at 8": dict.fromkeys(kinds, 8), "all at 4": four, f"4, {OUTPUT} 8": four | {OUTPUT: 8}}
+    found |= {"all at 8": dict.fromkeys(kinds, 8), "all at 4": four}
+    found |= {f"4, {OUTPUT} {bits}": four | {OUTPUT: bits} for bits in (6, 8)}
     found |= {f"4, {OUTPUT} and {kind} 8": four | {OUTPUT: 8, kind: 8} for kind in layers}
     attention = {kind: 8 for kind in layers if kind in ("v_proj", "o_proj")}
     return found | {f"4, {OUTPUT}, {' and '.join(attention)} 8": four | {OUTPUT: 8} | attention}

@@ -13,7 +13,7 @@ import torch
 import tiermoe
 import tiny
 from additions.batching import serve
-from additions.encoding import Int6
+from additions.encoding import Int5
 from additions.eviction import MostRecentlyUsed
 from additions.precision import FirstHigh
 from additions.prediction import LikeliestExpert, SameAgain
@@ -220,34 +220,34 @@ def test_a_family_of_two_table_entries(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.fixture
-def six_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FIXED, 6, Int6())
-    monkeypatch.setitem(KERNELS, ("int6", "cpu"), DecodedLinear)
-    monkeypatch.setattr(config, "BITS", (*config.BITS, 6))
+def five_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FIXED, 5, Int5())
+    monkeypatch.setitem(KERNELS, ("int5", "cpu"), DecodedLinear)
+    monkeypatch.setattr(config, "BITS", (*config.BITS, 5))
 
 
-@pytest.mark.usefixtures("six_bits")
+@pytest.mark.usefixtures("five_bits")
 def test_a_matrix_in_a_weight_format() -> None:
     """Every weight within half a step of what it was, computed weight by weight from the packed bits."""
     weight = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
-    encoding = encoding_for(6, 6, 8, torch.float32, "rowmajor")
+    encoding = encoding_for(5, 6, 8, torch.float32, "rowmajor")
     assert encoding_named(encoding.name) == encoding
     fields = encoding.encode(weight, QUANTIZERS["hqq"], torch.float32)
-    assert sum(field.nbytes for field in encoding.stored_fields(6, 8, torch.float32)) == 6 * (8 * 6 // 8 + 4)
+    assert sum(field.nbytes for field in encoding.stored_fields(6, 8, torch.float32)) == 6 * (8 * 5 // 8 + 4)
     bits = "".join(f"{byte:08b}"[::-1] for byte in fields["codes"].flatten().tolist())
-    codes = torch.tensor([int(bits[at : at + 6][::-1], 2) for at in range(0, len(bits), 6)]).view(6, 8)
-    expected = (codes - 32) * fields["scale"][:, None]
+    codes = torch.tensor([int(bits[at : at + 5][::-1], 2) for at in range(0, len(bits), 5)]).view(6, 8)
+    expected = (codes - 16) * fields["scale"][:, None]
     assert torch.equal(encoding.decode(fields, 6, 8, torch.float32), expected)
     assert bool(((expected - weight).abs() <= fields["scale"][:, None] * 0.5001).all())
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(linear_for("int6", "cpu", torch.float32)(x, fields, 6, 8), x @ expected.t())
+    assert torch.equal(linear_for("int5", "cpu", torch.float32)(x, fields, 6, 8), x @ expected.t())
 
 
-@pytest.mark.usefixtures("six_bits")
+@pytest.mark.usefixtures("five_bits")
 def test_a_weight_format_in_the_engine(tmp_path: Path) -> None:
-    """Packed, read into slots and computed, against the plain model with the weights that 6 bits stand for."""
+    """Packed, read into slots and computed, against the plain model with the weights that 5 bits stand for."""
     directory = tiny.write(tmp_path, "qwen3_moe", torch.float32)
-    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=6, dense_bits=16, cache="40%", lanes=1)
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=5, dense_bits=16, cache="40%", lanes=1)
     plain = oracle(directory, "qwen3_moe", torch.float32)
     ids = tokens(2, 9)
     assert not close(logits(ours, "qwen3_moe", ids), logits(plain, "qwen3_moe", ids))
@@ -258,7 +258,7 @@ def test_a_weight_format_in_the_engine(tmp_path: Path) -> None:
 
 def test_bits_without_a_format_are_refused() -> None:
     with pytest.raises(ConfigError, match="bits must be one of"):
-        config.settings(bits=6)
+        config.settings(bits=5)
 
 
 # speculation and a batch policy

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from tiermoe import native
 from tiermoe.kernels.native.linear import linear
 from tiermoe.kernels.native.matrix import MatrixForm, matrix_form
+from tiermoe.quant import int6_layout
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.int4 import Int4
+from tiermoe.quant.int6 import Int6
 from tiermoe.quant.int8 import Int8
 from tiermoe.quant.plain import Plain
 from tiermoe.quant.quantizers import QUANTIZERS
@@ -23,7 +25,12 @@ pytestmark = [
 ]
 
 ROUNDING = 2.0**-8  # the most that rounding to bfloat16 changes a value, relative
-ENCODINGS: dict[str, Encoding] = {"4 bits": Int4(cpu_layout(), 64), "8 bits": Int8(), "16 bits": Plain()}
+ENCODINGS: dict[str, Encoding] = {
+    "4 bits": Int4(cpu_layout(), 64),
+    "6 bits": Int6(cpu_layout(), 64),
+    "8 bits": Int8(),
+    "16 bits": Plain(),
+}
 
 
 def random(rows: int, columns: int, seed: int) -> torch.Tensor:
@@ -64,6 +71,39 @@ def test_a_product_is_the_decoded_weights_rounded_once(
     assert_rounded_once(linear(x, form, fields), exact(x, encoding, fields, out), x, 0.25)
 
 
+@pytest.mark.parametrize("bits", [4, 6])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@settings(max_examples=15, deadline=None)
+@given(
+    blocks=st.integers(1, 4),
+    groups=st.integers(1, 4),
+    count=st.one_of(st.integers(1, 14), st.sampled_from([25, 60])),
+    seed=st.integers(0, 100),
+)
+def test_a_product_of_blocks_is_the_decoded_weights_rounded_once(
+    bits: int, group: int, blocks: int, groups: int, count: int, seed: int
+) -> None:
+    encoding = Int4(cpu_layout(), group) if bits == 4 else Int6(cpu_layout(), group)
+    form, fields = encoded(encoding, 64 * blocks, group * groups, seed)
+    x = random(count, group * groups, seed + 1)
+    assert_rounded_once(linear(x, form, fields), exact(x, encoding, fields, 64 * blocks), x, 0.25)
+
+
+def test_every_code_of_6_bits() -> None:
+    """One token takes one column, in every place that a code can have, under scales of both signs."""
+    codes = torch.stack([torch.arange(64, dtype=torch.uint8).roll(shift) for shift in range(64)])
+    scales = torch.linspace(-2, 2, 128).bfloat16().view(64, 2)  # (N, G)
+    weight = torch.cat((codes, codes.flip(0)), 1)
+    stored = scales.t().contiguous().view(64, 2)  # one block: (G, 64)
+    fields = {"codes": int6_layout.pack(weight), "scales": stored}
+    form = matrix_form(Int6(cpu_layout(), 64), 64, 128, torch.bfloat16)
+    assert form is not None
+    want = ((weight.float() - 32) * scales.float().repeat_interleave(64, 1)).bfloat16()
+    x = torch.eye(128).bfloat16()
+    assert torch.equal(linear(x, form, fields), want.t())
+    assert torch.equal(torch.cat([linear(one[None], form, fields) for one in x]), want.t())
+
+
 def test_every_code_of_8_bits() -> None:
     codes = torch.arange(-128, 128, dtype=torch.int8).repeat(64, 1)
     codes = torch.stack([row.roll(shift) for shift, row in enumerate(codes)])
@@ -101,7 +141,9 @@ def test_what_is_no_token_of_the_matrix_is_refused(bits: str) -> None:
         linear(torch.zeros(1, 64).bfloat16(), form, fields)
 
 
-@pytest.mark.parametrize(("bits", "in_"), [("4 bits", 96), ("8 bits", 96), ("16 bits", 48), ("8 bits", 1 << 16)])
+@pytest.mark.parametrize(
+    ("bits", "in_"), [("4 bits", 96), ("6 bits", 96), ("8 bits", 96), ("16 bits", 48), ("8 bits", 1 << 16)]
+)
 def test_widths_that_the_kernels_do_not_take(bits: str, in_: int) -> None:
     assert matrix_form(ENCODINGS[bits], 64, in_, torch.bfloat16) is None
     assert matrix_form(ENCODINGS[bits], 64, 256, torch.float32) is None

@@ -164,11 +164,11 @@ def test_too_little_is_refused_with_what_is_enough(bits: int, dense_bits: int, p
 
 
 def test_dense_layers_follow_the_experts_bits(planned: Planner) -> None:
-    """What is left out is what is named, and the plan says which; an output layer keeps 8 bits."""
+    """What is left out is what is named, and the plan says which; an output layer keeps 6 bits."""
     named = {2: 4, 4: 4, 8: 8, 16: 16}
     for bits, dense_bits in named.items():
         assert planned(bits=bits) == planned(bits=bits, dense_bits=dense_bits)
-    assert [planned(bits=bits).dense_bits for bits in named] == ["4 (lm_head 8)", "4 (lm_head 8)", "8", "16"]
+    assert [planned(bits=bits).dense_bits for bits in named] == ["4 (lm_head 6)", "4 (lm_head 6)", "8", "16"]
     assert planned(set={"bits": 16}).dense == planned(dense_bits=16).dense
     assert planned(bits=16, set={"dense_bits": 4}).dense == planned().dense
 

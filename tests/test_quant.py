@@ -409,6 +409,7 @@ def test_bytes_of_a_matrix():
     weights = 2048 * 1024
     assert nbytes(16) == 2 * weights
     assert nbytes(8) == weights + 2048 * 2
+    assert nbytes(6) == nbytes(6, slot=True) == weights * 3 // 4 + weights // 64 * 2
     assert nbytes(4) == nbytes(4, slot=True) == weights // 2 + weights // 64 * 4
     assert nbytes(4, quantizer="linear") == weights // 2 + weights // 256 * 4
     assert nbytes(2) == weights * 3 // 8
@@ -416,24 +417,24 @@ def test_bytes_of_a_matrix():
     assert nbytes(2, slot=True) == nbytes(4)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", [8, 6, 4, 2])
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("value", [0.0, 0.375, -0.375])
 def test_equal_weights_are_kept(bits, quantizer, dtype, value):
-    weight = torch.full((16, 64), value, dtype=dtype)
-    encoding = encoding_for(bits, 16, 64, dtype, cpu_layout(), quantizer)
+    weight = torch.full((64, 64), value, dtype=dtype)
+    encoding = encoding_for(bits, 64, 64, dtype, cpu_layout(), quantizer)
     _, decoded = encoded_and_decoded(weight, encoding, QUANTIZERS[quantizer], dtype)
     torch.testing.assert_close(decoded, weight.float(), rtol=0.01, atol=0)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", [8, 6, 4, 2])
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_undefined_weights_are_refused(bits, quantizer, value):
-    weight = random_weight(16, 64)
+    weight = random_weight(64, 64)
     weight[3, 5] = value
-    encoding = encoding_for(bits, 16, 64, torch.float32, cpu_layout(), quantizer)
+    encoding = encoding_for(bits, 64, 64, torch.float32, cpu_layout(), quantizer)
     with pytest.raises(PackError, match="infinite or undefined"):
         encoding.encode(weight, QUANTIZERS[quantizer], torch.float32)
 
@@ -443,6 +444,8 @@ def test_undefined_weights_are_refused(bits, quantizer, value):
     [
         (16, 7, 33, "hqq", "plain"),
         (8, 7, 33, "hqq", "int8"),
+        (6, 64, 128, "hqq", "int6/{}/g64"),
+        (6, 64, 96, "linear", "int6/{}/g32"),
         (4, 64, 128, "hqq", "int4/{}/g64"),
         (4, 64, 96, "hqq", "int4/{}/g32"),
         (4, 64, 1024, "linear", "int4/{}/g256"),
@@ -467,16 +470,17 @@ def test_what_cannot_be_encoded_is_refused():
         encoding_for(3, 64, 64, torch.bfloat16, cpu_layout())
     with pytest.raises(ConfigError, match="float64"):
         encoding_for(4, 64, 64, torch.float64, cpu_layout())
-    for bits in (4, 2):
+    for bits in (6, 4, 2):
         with pytest.raises(ConfigError, match=f"int{bits} for 'cpu-other'"):
             encoding_for(bits, 64, 64, torch.bfloat16, "cpu-other")
+    for bits in (4, 2):
         with pytest.raises(ConfigError, match="unknown quantizer 'gptq'"):
             encoding_for(bits, 64, 64, torch.bfloat16, cpu_layout(), "gptq")
 
 
 def test_names_of_other_machines_and_versions_are_refused():
     other = "cpu-avx2"
-    for bits in (4, 2):
+    for bits in (6, 4, 2):
         with pytest.raises(StoreError, match=f"int{bits} layout '{other}', CPUs take '{cpu_layout()}'"):
             encoding_named(f"int{bits}/{other}/g64")
     for name in ("int3", "int4/cpu-avx2/g48", "int4", "int2/g16", "int8/cpu-avx2/g64"):

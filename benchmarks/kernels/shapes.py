@@ -168,7 +168,7 @@ def main() -> None:
         help=f"default the fastest of {', '.join(native.instruction_sets())}",
     )
     parser.add_argument("--dense-bits", type=int, choices=(4, 8), default=4)
-    parser.add_argument("--head-bits", type=int, choices=(4, 8), default=8)
+    parser.add_argument("--head-bits", type=int, choices=(4, 6, 8), default=6)
     parser.add_argument(
         "--megabytes", type=at_least_one, default=enough_bytes() >> 20, help="MiB of weights; default 4 last caches"
     )

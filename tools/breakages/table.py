@@ -58,6 +58,20 @@ BREAKAGES = (
         ("tests/test_quant.py",),
     ),
     Breakage(
+        "6 bits are decoded with another block's scales",
+        "src/tiermoe/quant/int6.py",
+        "weight.mul_(blocks.movedim(1, 0)",
+        "weight.mul_(blocks.roll(1, 0).movedim(1, 0)",
+        ("tests/test_int6.py",),
+    ),
+    Breakage(
+        "6 bits take the high bits of the other half's row",
+        "src/tiermoe/quant/int6_layout.py",
+        "((0, 0, 2), (0, 1, 0), (1, 0, 6), (1, 1, 4))",
+        "((0, 0, 0), (0, 1, 2), (1, 0, 6), (1, 1, 4))",
+        ("tests/test_int6.py",),
+    ),
+    Breakage(
         "8 bits are decoded without their scale",
         "src/tiermoe/quant/int8.py",
         'return slot["weight"].to(dtype).mul_(slot["scale"][:, None].to(dtype))',

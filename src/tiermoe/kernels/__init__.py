@@ -34,6 +34,7 @@ class LinearKernel(Protocol):
 KERNELS: dict[tuple[str, str], Callable[[Encoding, torch.dtype], LinearKernel]] = {
     ("plain", "cpu"): cpu.PlainLinear,
     ("int8", "cpu"): cpu.Int8Linear,
+    ("int6", "cpu"): cpu.Int6Linear,
     ("int4", "cpu"): cpu.Int4Linear,
     ("int2", "cpu"): cpu.Int4Linear,
     ("int4/rowmajor", "cpu"): DecodedLinear,
@@ -46,7 +47,7 @@ KERNELS: dict[tuple[str, str], Callable[[Encoding, torch.dtype], LinearKernel]] 
 
 
 def machine_layout(device: str) -> str:
-    """The layout of 4- and 2-bit codes that the kernels of a device ('cpu', 'cuda', 'cuda:1') take."""
+    """The layout of codes below 8 bits that the kernels of a device ('cpu', 'cuda', 'cuda:1') take."""
     return cpu_layout() if device == "cpu" else ROW_MAJOR
 
 

@@ -1,6 +1,6 @@
 """CPU kernels on packed weights.
 
-4 and 8 bits in bfloat16: our own kernels where there are any (`native/`). Else few tokens: torch's operators on the
+4, 6 and 8 bits in bfloat16: our own kernels where there are any (`native/`). Else few tokens: torch's operators on the
 packed weights, which read fewer bytes; many tokens: decode, then one matrix product, in float32 where the processor
 has no instructions for bfloat16 (there torch multiplies number by number). Which of them runs follows from the machine,
 the encoding, the dtype and the number of tokens alone, so that a result depends on neither timing nor what is cached.
@@ -20,6 +20,8 @@ from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.int2 import Int2
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.int4_layout import is_torchs
+from tiermoe.quant.int6 import Int6
+from tiermoe.quant.int6_layout import BLOCK_ROWS
 from tiermoe.quant.scratch import scratch
 
 # The most tokens for which the operator on packed weights is used; measured for (2048, 2048) and (1024, 2048)
@@ -32,6 +34,7 @@ NATIVE_TOKENS_BESIDE_AMX = 48
 DECODED_WEIGHTS = (
     1 << 24
 )  # of a matrix at 8 bits decoded at a time: an output layer is larger, an expert's matrix is not
+DECODED_6_BITS = 1 << 20  # likewise: what is decoded stays in the cache
 INT8_COLUMNS = 16  # with another multiple the operator reads past the end of the rows in 16-bit dtypes
 
 
@@ -87,6 +90,30 @@ class Int8Linear:
         dtype = self._product_dtype
         weight = scratch.take("weight", tuple(codes.shape), dtype).copy_(codes)
         return F.linear(x.to(dtype), weight).mul_(scale.to(dtype)).to(x.dtype)
+
+
+class Int6Linear:
+    """Slots of Int6. torch has no operator on such weights."""
+
+    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
+        assert isinstance(encoding, Int6)
+        self._encoding = encoding
+        self._dtype = dtype
+        self._product_dtype = _product_dtype(dtype)
+        self._native_tokens = native_tokens()
+
+    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        form = matrix_form(self._encoding, out, in_, self._dtype) if x.shape[0] <= self._native_tokens else None
+        if form:
+            return linear(x, form, slot)
+        dtype, result = self._product_dtype, torch.empty((x.shape[0], out), dtype=x.dtype)
+        rows = max(1, DECODED_6_BITS // (in_ * BLOCK_ROWS)) * BLOCK_ROWS
+        for first in range(0, out, rows):
+            last = min(first + rows, out)
+            into = scratch.take("weight", ((last - first) * in_,), dtype)
+            weight = self._encoding.decode_rows(slot, first, last, in_, dtype, into)
+            result[:, first:last] = F.linear(x.to(dtype), weight)
+        return result
 
 
 class Int4Linear:

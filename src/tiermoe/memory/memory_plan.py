@@ -28,7 +28,7 @@ class MemoryPlan:
     together. `embedding_on_disk`: the input embedding's rows are read as they are asked for, and `dense` is without it.
     `looked_up`: bytes in `dense` of an input embedding of which each token reads a row; `unless_mapped`: as many where
     a start may map the store's files, which leaves them on disk.
-    `dense_bits`: the precision of the dense layers, for people ('4 (lm_head 8)'). `packers`: how many pieces are packed
+    `dense_bits`: the precision of the dense layers, for people ('4 (lm_head 6)'). `packers`: how many pieces are packed
     at a time."""
 
     budget: int

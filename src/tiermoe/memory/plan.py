@@ -61,7 +61,7 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None) -
         layer_slots=max(layer.top_k for layer in blueprint.layers),
         token_slots=sum(layer.top_k for layer in blueprint.layers),
         context=model.context,
-        dense_bits=_dense_bits(blueprint, settings.dense_bits_used),
+        dense_bits=_dense_bits(blueprint, settings.dense_bits_used, machine_layout(device)),
         embedding_on_disk=on_disk > 0,
         looked_up=0 if on_disk else embedding_bytes(blueprint),
         packers=packers,
@@ -142,8 +142,8 @@ def _budget(settings: Settings) -> tuple[int, str]:
     return int(free * _SHARE_OF_FREE) + resident_bytes(), f"{_SHARE_OF_FREE:.0%} of the {format_size(free)} {source}"
 
 
-def _dense_bits(blueprint: Blueprint, bits: int) -> str:
-    more = ", ".join(f"{kind} {own}" for kind, own in sorted(recipe(blueprint, bits).items()))
+def _dense_bits(blueprint: Blueprint, bits: int, layout: str) -> str:
+    more = ", ".join(f"{kind} {own}" for kind, own in sorted(recipe(blueprint, bits, layout).items()))
     return f"{bits} ({more})" if more else str(bits)
 
 

@@ -2,7 +2,7 @@
 
 Each linear layer is packed like a one-matrix expert, into one file of the store. Routers, embeddings and an output
 layer tied to the embedding stay as they are: a changed router would choose other experts. At 4 bits the layers that
-lose most keep 8.
+lose most keep 6.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from tiermoe.tiers.mapped import MappedFiles, MappedReader
 from tiermoe.tiers.reader import ExtentReader, aligned_memory
 from tiermoe.types import ExpertKey
 
-_KEPT_AT_8 = ("lm_head",)
-"""Kinds of layers that 4 bits leave at 8. Of what packing all dense layers to 4 bits costs, the output layer is 60 %
-(`python -m benchmarks.dense_kinds`)."""
+_KEPT_AT_6 = ("lm_head",)
+"""Kinds of layers that 4 bits leave at 6, or at 8 where 6 bits do not take the shape and for a GPU, which has no kernel
+for them. Of what packing all dense layers to 4 bits costs, the output layer is 60 %; at 6 bits it loses a twelfth of
+that (`python -m benchmarks.dense_kinds`)."""
 
 
 def packable(blueprint: Blueprint) -> dict[str, str]:
@@ -46,24 +47,28 @@ def kind_of(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def bits_of(name: str, bits: int) -> int:
-    """The precision of the linear layer at path `name` where `bits` are asked for."""
-    return max(bits, 8) if kind_of(name) in _KEPT_AT_8 else bits
+def bits_of(blueprint: Blueprint, name: str, bits: int, layout: str) -> int:
+    """The precision of the linear layer at path `name` for the kernels of `layout` where `bits` are asked for."""
+    if kind_of(name) not in _KEPT_AT_6:
+        return bits
+    out, in_ = blueprint.outline.tensors[f"{name}.weight"].shape
+    return max(bits, encoding_for(6, out, in_, blueprint.dtype, layout).bits)
 
 
-def recipe(blueprint: Blueprint, bits: int) -> dict[str, int]:
+def recipe(blueprint: Blueprint, bits: int, layout: str) -> dict[str, int]:
     """The kinds of dense layers that have other bits where `bits` are asked for, and these."""
-    return {kind_of(name): bits_of(name, bits) for name in packable(blueprint) if bits_of(name, bits) != bits}
+    found = {kind_of(name): bits_of(blueprint, name, bits, layout) for name in packable(blueprint)}
+    return {kind: its for kind, its in found.items() if its != bits}
 
 
 def recipe_key(blueprint: Blueprint, bits: int, layout: str) -> str:
     """The name in a store of the dense layers packed at `bits`."""
-    return dense_key(bits, layout, [f"{kind}{more}" for kind, more in sorted(recipe(blueprint, bits).items())])
+    return dense_key(bits, layout, [f"{kind}{more}" for kind, more in sorted(recipe(blueprint, bits, layout).items())])
 
 
 def dense_format(blueprint: Blueprint, name: str, bits: int, layout: str) -> ExpertFormat:
     """How the linear layer at path `name` is packed for the kernels of `layout` where `bits` are asked for."""
-    bits = bits_of(name, bits)
+    bits = bits_of(blueprint, name, bits, layout)
     out, in_ = blueprint.outline.tensors[f"{name}.weight"].shape
     layer = one_matrix(name, out, in_)
     encoding = encoding_for(bits, *layer.parts[0].out_in, blueprint.dtype, layout, "hqq")
@@ -211,7 +216,7 @@ def packed_linears(
         except LoadError as error:
             raise LoadError(
                 f"dense layer {name} ({form.bits} bits) in {store.root} is damaged or cannot be read; "
-                f"'tiermoe pack MODEL --dense-bits {form.bits} --force' packs anew"
+                f"'tiermoe pack MODEL --dense-bits {key.partition('-')[0]} --force' packs anew"
             ) from error
         stored = torch.frombuffer(memory, dtype=torch.uint8)[: form.stored.nbytes]
         fields = form.slot.views(stored.to(device))["weight"]

@@ -119,12 +119,25 @@ def ensure_packed(
     if dense_bits < 16:
         dense = recipe_key(blueprint, dense_bits, layout)
         if dense not in store.dense:
-            report = (lambda done, total: progress("packing dense layers (once)", done, total)) if progress else None
+            what = f"packing dense layers (once{_instead_of(store, dense, layout)})"
+            report = (lambda done, total: progress(what, done, total)) if progress else None
             with heap_for_packing():
                 pack_dense(store, blueprint, dense_bits, layout, report, workers)
         else:
             check_machine(store.root, store.dense[dense]["machine"], layout)
             check_dense_file(store, dense)
+
+
+def _instead_of(store: Store, key: str, layout: str) -> str:
+    """Why dense layers are packed that the store holds under another key than `key`; empty where it holds none of such
+    bits."""
+    bits = key.partition("-")[0]
+    older = [
+        other
+        for other, dense in store.dense.items()
+        if other.partition("-")[0] == bits and dense["machine"] in ("any", layout)
+    ]
+    return f": the store has them as {' and '.join(older)}, this version takes {key}" if older else ""
 
 
 def is_packed(store: Store | None, blueprint: Blueprint, resolved: Resolved, layout: str) -> bool:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 import torch
 
 from tiermoe.errors import ConfigError, StoreError
-from tiermoe.quant import int4_layout
+from tiermoe.quant import int4_layout, int6_layout
 from tiermoe.quant.encoding import COMPUTE_DTYPES, Encoding, Field
 from tiermoe.quant.int2 import Int2, RowMajorInt2
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.int4_layout import cpu_layout
+from tiermoe.quant.int6 import Int6
 from tiermoe.quant.int8 import Int8
 from tiermoe.quant.plain import Plain
 from tiermoe.quant.rowmajor import LAYOUT as ROW_MAJOR
@@ -39,13 +40,16 @@ PACKED: dict[int, tuple[Callable[[str, int], Encoding], Callable[[int], Encoding
 # least.
 INT4_GROUPS: dict[str, tuple[int, ...]] = {"hqq": (64, 32), "linear": (256, 128, 64, 32)}
 
+INT6_GROUPS = (64, 32)  # of 6 bits, in order of choice
+
 
 def encoding_for(bits: int, out: int, in_: int, dtype: torch.dtype, layout: str, quantizer: str = "hqq") -> Encoding:
-    """The encoding of a matrix of `out` rows and `in_` columns at so many bits (`FIXED`, `PACKED`).
+    """The encoding of a matrix of `out` rows and `in_` columns at so many bits (`FIXED`, `PACKED`, 6).
 
-    `layout` is the order of 4- and 2-bit codes: `cpu_layout()`, or "rowmajor" for the kernels of a GPU.
+    `layout` is the order of codes below 8 bits: `cpu_layout()`, or "rowmajor" for the kernels of a GPU, which take no
+    6 bits.
 
-    A shape that the 4- or 2-bit format cannot take gets 8 bits, visible in the result's `bits` and `name`.
+    A shape or layout that has no such format gets 8 bits, visible in the result's `bits` and `name`.
     Raises ConfigError for other bits, another machine's layout, an unknown quantizer, or a dtype that no
     kernel computes in."""
     if dtype not in COMPUTE_DTYPES:
@@ -54,18 +58,32 @@ def encoding_for(bits: int, out: int, in_: int, dtype: torch.dtype, layout: str,
         return FIXED[bits]
     if bits in PACKED:
         return _packed_for(bits, out, in_, layout, quantizer)
-    raise ConfigError(f"no {bits}-bit encoding: choose one of {', '.join(map(str, (*FIXED, *PACKED)))}")
+    if bits == Int6.bits:
+        return _six_bits_for(out, in_, layout)
+    raise ConfigError(f"no {bits}-bit encoding: choose one of {', '.join(map(str, (*FIXED, Int6.bits, *PACKED)))}")
 
 
 def _packed_for(bits: int, out: int, in_: int, layout: str, quantizer: str) -> Encoding:
     if quantizer not in INT4_GROUPS:
         raise ConfigError(f"unknown quantizer {quantizer!r}: choose one of {', '.join(INT4_GROUPS)}")
-    if layout not in (ROW_MAJOR, cpu_layout()):
-        raise ConfigError(f"cannot pack int{bits} for {layout!r}: there are {cpu_layout()!r} and {ROW_MAJOR!r}")
+    _check_layout(bits, layout)
     group = next((group for group in INT4_GROUPS[quantizer] if in_ % group == 0), None)
     if group is None or (layout != ROW_MAJOR and out % int4_layout.ROWS):
         return FIXED[8]
     return _packed(bits, layout, group)
+
+
+def _check_layout(bits: int, layout: str) -> None:
+    if layout not in (ROW_MAJOR, cpu_layout()):
+        raise ConfigError(f"cannot pack int{bits} for {layout!r}: there are {cpu_layout()!r} and {ROW_MAJOR!r}")
+
+
+def _six_bits_for(out: int, in_: int, layout: str) -> Encoding:
+    _check_layout(Int6.bits, layout)
+    group = next((group for group in INT6_GROUPS if in_ % group == 0), None)
+    if group is None or layout == ROW_MAJOR or out % int6_layout.BLOCK_ROWS:
+        return FIXED[8]
+    return Int6(layout, group)
 
 
 def _packed(bits: int, layout: str, group: int) -> Encoding:
@@ -76,11 +94,11 @@ def _packed(bits: int, layout: str, group: int) -> Encoding:
 def encoding_named(name: str) -> Encoding:
     """The encoding that a store names.
 
-    Raises StoreError for an unknown name and for another machine's layout of 4 or 2 bits."""
+    Raises StoreError for an unknown name and for another machine's layout of 6, 4 or 2 bits."""
     fixed = next((encoding for encoding in FIXED.values() if encoding.name == name), None)
     if fixed is not None:
         return fixed
-    found = re.fullmatch(r"int([42])/([a-z0-9-]+)/g(32|64|128|256)", name)
+    found = re.fullmatch(r"int([642])/([a-z0-9-]+)/g(32|64|128|256)", name)
     if not found:
         raise StoreError(f"unknown encoding {name!r}: the store was written by another version; pack it again")
     bits, layout, group = int(found[1]), found[2], int(found[3])
@@ -88,4 +106,4 @@ def encoding_named(name: str) -> Encoding:
         raise StoreError(
             f"the store is packed for the int{bits} layout {layout!r}, CPUs take {cpu_layout()!r}; pack it again here"
         )
-    return _packed(bits, layout, group)
+    return Int6(layout, group) if bits == Int6.bits else _packed(bits, layout, group)

@@ -12,12 +12,14 @@ from tiermoe.native import Coding, _native, takes
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.int2 import Int2
 from tiermoe.quant.int4 import Int4
+from tiermoe.quant.int6 import Int6
 from tiermoe.quant.int8 import Int8
 from tiermoe.quant.plain import Plain
 
 # the slot's fields that hold weights and scales
 _FIELDS = {
     Coding.INT4: ("codes", "scales_and_zeros"),
+    Coding.INT6: ("codes", "scales"),
     Coding.INT8: ("weight", "scale"),
     Coding.BF16: ("weight", None),
 }
@@ -25,7 +27,7 @@ _FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class MatrixForm:
-    """Matrices (out, in_) of one coding; `group` columns of a row share a scale, all of them except at 4 bits."""
+    """Matrices (out, in_) of one coding; `group` columns of a row share a scale, all of them except at 4 and 6 bits."""
 
     coding: Coding
     out: int
@@ -49,8 +51,8 @@ def matrix_form(encoding: Encoding, out: int, in_: int, dtype: torch.dtype) -> M
     """The form of matrices (out, in_) in an encoding, for products in `dtype`; None where the kernels do not take
     them."""
     in_slot = encoding.in_slot if isinstance(encoding, Int2) else encoding
-    if isinstance(in_slot, Int4):
-        coding, group = Coding.INT4, in_slot.group
+    if isinstance(in_slot, Int4 | Int6):
+        coding, group = Coding.INT4 if isinstance(in_slot, Int4) else Coding.INT6, in_slot.group
     elif isinstance(in_slot, Int8 | Plain):
         coding, group = Coding.INT8 if isinstance(in_slot, Int8) else Coding.BF16, in_
     else:

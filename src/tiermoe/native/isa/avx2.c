@@ -17,7 +17,7 @@ static int runs(void) {
 
 #include "avx2/vector.h"
 
-#include "avx2/int4.h"
+#include "avx2/blocks.h"
 #include "avx2/rows.h"
 #include "avx2/widen.h"
 #include "shared/exponential.h"

@@ -17,7 +17,7 @@ static int runs(void) {
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,fma")
 #endif
 
-#include "avx512bf16/int4.h"
+#include "avx512bf16/blocks.h"
 #include "avx512bf16/rows.h"
 #include "avx512bf16/vector.h"
 #include "avx512bf16/weigh.h"

@@ -3,16 +3,35 @@
 
 enum { TOGETHER = 4 }; /* tokens for which a weight is unpacked once */
 
-/* sums (count, 64) = a group's columns of codes - 8, times those of x (count, columns). */
-static void int4_group(const uint8_t *codes, size_t group, const bf16 *x, size_t columns, size_t count,
-                       float sums[TOGETHER][BLOCK]) {
+/* The codes of column c of a block, less the middle one. */
+static inline void int4_unpack(const uint8_t *codes, size_t c, float values[BLOCK]) {
+    for (size_t r = 0; r < BLOCK / 2; r++) {
+        const uint8_t both = codes[c * BLOCK / 2 + r];
+        values[r] = (float)((both & 15) - 8);
+        values[BLOCK / 2 + r] = (float)((both >> 4) - 8);
+    }
+}
+
+static inline void int6_unpack(const uint8_t *codes, size_t c, float values[BLOCK]) {
+    const uint8_t *four = codes + c / 4 * BLOCK * 3, *low = four + c % 4 * BLOCK / 2;
+    const uint8_t *high = four + BLOCK * 2 + c % 4 / 2 * BLOCK / 2;
+    for (size_t r = 0; r < BLOCK / 2; r++) {
+        const int both = high[r] >> c % 2 * 4;
+        values[r] = (float)((low[r] & 15) + (both >> 2 & 3) * 16 - 32);
+        values[BLOCK / 2 + r] = (float)((low[r] >> 4) + (both & 3) * 16 - 32);
+    }
+}
+
+/* sums (count, 64) = a group's columns of codes, less the middle one, times those of x (count, columns). */
+static inline __attribute__((always_inline)) void block_group(Coding coding, const uint8_t *codes, size_t group, const bf16 *x,
+                                                              size_t columns, size_t count, float sums[TOGETHER][BLOCK]) {
     memset(sums, 0, TOGETHER * sizeof *sums);
-    for (size_t c = 0; c < group; c++, codes += BLOCK / 2) {
+    for (size_t c = 0; c < group; c++) {
         float values[BLOCK];
-        for (size_t r = 0; r < BLOCK / 2; r++) {
-            values[r] = (float)((codes[r] & 15) - 8);
-            values[BLOCK / 2 + r] = (float)((codes[r] >> 4) - 8);
-        }
+        if (coding == INT4)
+            int4_unpack(codes, c, values);
+        else
+            int6_unpack(codes, c, values);
         for (size_t m = 0; m < count; m++) {
             const float factor = from_bf16(x[m * columns + c]);
             for (size_t r = 0; r < BLOCK; r++) sums[m][r] += values[r] * factor;
@@ -20,25 +39,46 @@ static void int4_group(const uint8_t *codes, size_t group, const bf16 *x, size_t
     }
 }
 
-static void int4_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
-                       size_t stride) {
+/* totals (64) += a group's sums, scaled; INT4: and its zeros times the sum of x. */
+static inline void int4_group(const bf16 *pairs, const float sums[BLOCK], float x_sum, float totals[BLOCK]) {
+    for (size_t r = 0; r < BLOCK; r++) totals[r] += from_bf16(pairs[2 * r]) * sums[r] + from_bf16(pairs[2 * r + 1]) * x_sum;
+}
+
+static inline void int6_group(const bf16 *scales, const float sums[BLOCK], float totals[BLOCK]) {
+    for (size_t r = 0; r < BLOCK; r++) totals[r] += from_bf16(scales[r]) * sums[r];
+}
+
+static inline __attribute__((always_inline)) void block_times(Coding coding, const Matrix *matrix, size_t block, const bf16 *x,
+                                                              const float *sums, size_t tokens, bf16 *out, size_t stride) {
     const size_t columns = matrix->columns, group = matrix->group, groups = columns / group;
-    const uint8_t *codes = (const uint8_t *)matrix->weights + block * BLOCK / 2 * columns;
-    const bf16 *scales = (const bf16 *)matrix->scales + 2 * block * BLOCK;
+    const size_t column = coding == INT4 ? BLOCK / 2 : BLOCK * 3 / 4; /* bytes */
+    const uint8_t *codes = (const uint8_t *)matrix->weights + block * column * columns;
+    const bf16 *scales = matrix->scales;
+    scales += block * BLOCK * (coding == INT4 ? 2 : groups);
     for (size_t first = 0; first < tokens; first += TOGETHER) {
         const size_t count = tokens - first < TOGETHER ? tokens - first : TOGETHER;
         float totals[TOGETHER][BLOCK] = {{0}}, part[TOGETHER][BLOCK];
         for (size_t g = 0; g < groups; g++) {
-            const bf16 *pairs = scales + 2 * g * matrix->rows;
-            int4_group(codes + g * group * BLOCK / 2, group, x + first * columns + g * group, columns, count, part);
+            block_group(coding, codes + g * group * column, group, x + first * columns + g * group, columns, count, part);
             for (size_t m = 0; m < count; m++)
-                for (size_t r = 0; r < BLOCK; r++)
-                    totals[m][r] += from_bf16(pairs[2 * r]) * part[m][r] +
-                                    from_bf16(pairs[2 * r + 1]) * sums[(first + m) * groups + g];
+                if (coding == INT4)
+                    int4_group(scales + 2 * g * matrix->rows, part[m], sums[(first + m) * groups + g], totals[m]);
+                else
+                    int6_group(scales + g * BLOCK, part[m], totals[m]);
         }
         for (size_t m = 0; m < count; m++)
             for (size_t r = 0; r < BLOCK; r++) out[(first + m) * stride + r] = to_bf16(totals[m][r]);
     }
+}
+
+static void int4_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+                       size_t stride) {
+    block_times(INT4, matrix, block, x, sums, tokens, out, stride);
+}
+
+static void int6_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+                       size_t stride) {
+    block_times(INT6, matrix, block, x, sums, tokens, out, stride);
 }
 
 static inline Vector load_codes(const int8_t *from) {
