@@ -99,6 +99,21 @@ BREAKAGES = (
         "result = part * sin + swapped * cos",
         ("tests/test_parity.py",),
     ),
+    # kernels for GPUs
+    Breakage(
+        "experts of one launch all read the first one's slot",
+        "src/tiermoe/kernels/gpu/triton_grouped.py",
+        "slot = tl.load(slots + expert)",
+        "slot = tl.load(slots)",
+        ("tests/test_triton.py",),
+    ),
+    Breakage(
+        "blocks of tokens all take the first block's",
+        "src/tiermoe/kernels/gpu/triton_linear.py",
+        "tokens = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)",
+        "tokens = tl.arange(0, BM).to(tl.int64)",
+        ("tests/test_triton.py",),
+    ),
     # slots, pins, protection
     Breakage(
         "a slot that is pinned is given away",
