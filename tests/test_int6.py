@@ -178,7 +178,7 @@ def put_dense_decoded(store: Any, key: str, plain: Any) -> None:
         layer = plain.get_submodule(name)
         layer.weight.data = decoded.to(layer.weight.dtype)
         found[name] = entry["encoding"]
-    assert found["lm_head"] == f"int6/{cpu_layout()}/g64"
+    assert found["lm_head"] == f"int6/{cpu_layout()}/g32"
 
 
 def test_a_store_with_the_output_layer_at_8_bits_gets_it_at_6(

@@ -444,7 +444,7 @@ def test_undefined_weights_are_refused(bits, quantizer, value):
     [
         (16, 7, 33, "hqq", "plain"),
         (8, 7, 33, "hqq", "int8"),
-        (6, 64, 128, "hqq", "int6/{}/g64"),
+        (6, 64, 128, "hqq", "int6/{}/g32"),
         (6, 64, 96, "linear", "int6/{}/g32"),
         (4, 64, 128, "hqq", "int4/{}/g64"),
         (4, 64, 96, "hqq", "int4/{}/g32"),

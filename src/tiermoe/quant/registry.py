@@ -40,7 +40,8 @@ PACKED: dict[int, tuple[Callable[[str, int], Encoding], Callable[[int], Encoding
 # least.
 INT4_GROUPS: dict[str, tuple[int, ...]] = {"hqq": (64, 32), "linear": (256, 128, 64, 32)}
 
-INT6_GROUPS = (64, 32)  # of 6 bits, in order of choice
+INT6_GROUP = 32
+"""Columns to a scale of 6 bits: with 64 an output layer lost .09 % of perplexity, with 32 .01 %."""
 
 
 def encoding_for(bits: int, out: int, in_: int, dtype: torch.dtype, layout: str, quantizer: str = "hqq") -> Encoding:
@@ -80,10 +81,9 @@ def _check_layout(bits: int, layout: str) -> None:
 
 def _six_bits_for(out: int, in_: int, layout: str) -> Encoding:
     _check_layout(Int6.bits, layout)
-    group = next((group for group in INT6_GROUPS if in_ % group == 0), None)
-    if group is None or layout == ROW_MAJOR or out % int6_layout.BLOCK_ROWS:
+    if in_ % INT6_GROUP or layout == ROW_MAJOR or out % int6_layout.BLOCK_ROWS:
         return FIXED[8]
-    return Int6(layout, group)
+    return Int6(layout, INT6_GROUP)
 
 
 def _packed(bits: int, layout: str, group: int) -> Encoding:
