@@ -14,7 +14,7 @@ from groups import each
 from tiermoe.decide.cache import ExpertCache
 from tiermoe.decide.link import Finished
 from tiermoe.errors import LoadError
-from tiermoe.types import Demand, ExpertKey, Load
+from tiermoe.types import Demand, ExpertKey
 
 
 def test_misses_are_loaded_and_hits_are_not() -> None:
@@ -115,11 +115,54 @@ def test_a_late_prefetch_is_a_miss_but_not_a_second_load() -> None:
     assert len(link.submitted) == 1
 
 
-def test_prefetches_that_have_not_begun_make_room() -> None:
-    controller, _ = controller_with(2)
+def test_candidates_wait_without_a_slot_and_as_many_are_under_way_as_lanes() -> None:
+    """What is not read makes nobody leave: a predictor that names more than lanes can begin empties no cache."""
+    controller, link = controller_with(4, lanes=2)
+    list(controller.run_layer(0, demands(0, 1, 2, 3)))
+    link.poll = lambda: link._finished.popleft() if link._finished else None  # type: ignore[method-assign]
+    assert controller.prefetch([ExpertKey(1, expert, 4) for expert in range(4)])
+    assert [load.key.expert for load in link.submitted[4:]] == [0, 1]
+    assert len(controller.cache) == 2  # two have left, for what is read
+    controller.go_on()
+    assert len(link.submitted) == 6  # nothing has arrived
+    link.step()
+    controller.go_on()
+    assert [load.key.expert for load in link.submitted[4:]] == [0, 1, 2]  # in order, one for the one that has arrived
+    assert [expert for expert, *_ in each(controller.run_layer(2, demands(9)))] == [9]
+    controller.drain()
+    assert len(link.submitted) == 8  # what waited was dropped when the next layer asked
+    assert controller.counts.speculative_loads == 3
+
+
+def test_what_waits_begins_while_a_layer_computes() -> None:
+    controller, link = controller_with(8, lanes=1)
+    list(controller.run_layer(0, demands(0, 1, 2)))
+
+    def speculate() -> None:
+        controller.prefetch([ExpertKey(1, expert, 4) for expert in (5, 6, 7)])
+
+    for number, _ in enumerate(each(controller.run_layer(0, demands(0, 1, 2), speculate)), 1):
+        assert [load.key.expert for load in link.submitted[3:]] == [5, 6, 7][:number]
+        link.step()
+
+
+def test_a_candidate_that_has_come_by_another_way_is_passed() -> None:
+    controller, link = controller_with(4, lanes=1)
+    controller.prefetch([ExpertKey(1, 5, 4), ExpertKey(1, 6, 4), ExpertKey(1, 7, 4)])
+    controller.load(ExpertKey(1, 6, 4), urgent=True)
+    while not link.is_idle():
+        link.step()
+        controller.go_on()
+        controller.collect()
+    assert [load.key.expert for load in link.submitted] == [5, 6, 7]
+
+
+def test_prefetches_that_have_not_begun_take_no_slot() -> None:
+    controller, _ = controller_with(2, lanes=1)
     controller.prefetch([ExpertKey(1, 5, 4), ExpertKey(1, 6, 4)])
     seen = [expert for expert, *_ in each(controller.run_layer(0, demands(1, 2)))]
     assert sorted(seen) == [1, 2]
+    assert controller.cache.slot(ExpertKey(1, 6, 4)) is None
 
 
 def test_wrong_prefetches_in_every_slot_are_waited_for() -> None:
@@ -142,9 +185,10 @@ def test_no_prediction_makes_another_leave() -> None:
 
 def test_no_prefetch_while_the_link_is_busy() -> None:
     controller, link = controller_with(4)
-    link.submit(Load(ExpertKey(9, 9, 4), 3, urgent=True))
     link.poll = lambda: None  # type: ignore[method-assign]
-    controller.prefetch([ExpertKey(1, 5, 4)])
+    controller.load(ExpertKey(9, 9, 4), urgent=True)
+    assert not controller.prefetch([ExpertKey(1, 5, 4)])
+    controller.go_on()
     assert len(link.submitted) == 1
 
 
@@ -171,13 +215,14 @@ def test_a_failed_prefetch_is_asked_for_again() -> None:
     slots=st.integers(3, 30),
     prefetch=st.booleans(),
     fill=st.booleans(),
+    lanes=st.integers(1, 4),
     layers=st.lists(st.sets(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=12),
 )
 def test_every_demand_is_served_from_a_slot_that_holds_it(
-    seed: int, slots: int, prefetch: bool, fill: bool, layers: list[set[int]]
+    seed: int, slots: int, prefetch: bool, fill: bool, lanes: int, layers: list[set[int]]
 ) -> None:
     """Invariant 3: while an expert is yielded its slot holds it, whatever arrives and is evicted meanwhile."""
-    controller, link = controller_with(slots, seed=seed)
+    controller, link = controller_with(slots, seed=seed, lanes=lanes)
     chance = random.Random(seed)
     everything = [ExpertKey(layer, expert, 4) for layer in range(3) for expert in range(10)]
     told: dict[ExpertKey, int] = {}
@@ -187,7 +232,12 @@ def test_every_demand_is_served_from_a_slot_that_holds_it(
     for number, experts in enumerate(layers):
         layer = number % 3
         served = []
-        for expert, slot, *_ in each(controller.run_layer(layer, demands(*experts))):
+
+        def speculate(after: int = layer) -> None:
+            controller.prefetch(ExpertKey((after + 1) % 3, chance.randrange(10), 4) for _ in range(6))
+
+        ahead = speculate if prefetch else None
+        for expert, slot, *_ in each(controller.run_layer(layer, demands(*experts), ahead)):
             assert link.contents[slot] == ExpertKey(layer, expert, 4)
             link.step()  # transfers go on while the expert is computed with
             assert link.contents[slot] == ExpertKey(layer, expert, 4)
@@ -198,6 +248,8 @@ def test_every_demand_is_served_from_a_slot_that_holds_it(
         if fill and chance.random() < 0.3:
             controller.fill(chance.sample(everything, 3))
         assert len(controller.cache) <= slots
+        begun = [*link._speculative, *link._running]
+        assert sum(not (load.urgent or load.background) for load in begun) <= lanes
     controller.drain()
     controller.tell(1000)
     assert link.is_idle()

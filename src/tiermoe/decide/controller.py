@@ -67,6 +67,10 @@ class Controller:
         self.waited_s = 0.0
         self._high_bits = high_bits
         self._unused_prefetches: set[ExpertKey] = set()
+        self._candidates: deque[ExpertKey] = deque()  # to be read ahead, in their order
+        self._protects = False  # the candidates whose reads begin
+        self._under_way = 0  # loads that have not ended, background loads apart
+        self._read_ahead = 0  # speculative ones of them
         self._background = Background(cache)
         self._on_warmed: Callable[[ExpertKey, int], None] | None = None
         self._untold: deque[tuple[ExpertKey, int]] = deque()
@@ -131,30 +135,54 @@ class Controller:
         finally:
             run.release()
 
-    def prefetch(self, keys: Iterable[ExpertKey], protect: bool = False) -> None:
-        """Begins speculative loads of absent `keys` in their order, only while the link has nothing else to do, and
-        only into slots that can be had without disturbing what is pinned, in flight or protected. `protect` keeps them
-        from eviction until their layer has run (HOBBIT: masking): first those that are here already, so that no
-        prediction makes another leave."""
+    def prefetch(self, keys: Iterable[ExpertKey], protect: bool = False) -> bool:
+        """Reads absent `keys` ahead in their order, while no layer waits for the link: as many at once as it has lanes,
+        the others wait without a slot, so that what is not begun makes nobody leave. Each begins where one before it
+        has arrived (`go_on`), and only into a slot that can be had without disturbing what is pinned, in flight or
+        protected. What waited before is dropped. `protect` keeps them from eviction until their layer has run (HOBBIT:
+        masking): first those that are here already, so that no prediction makes another leave. False, and nothing is
+        read, where no lane is free for it."""
         self.collect()
         named = {key: self.cache.find(*key) or self.cache.arriving(*key) for key in keys}
         if protect:
             for here in named.values():
                 if here is not None:
                     self.cache.protect(here)
-        if not self.link.is_idle():
-            return
-        for key, here in named.items():
-            if here is not None and not self.withdraw(here):
-                continue
-            if not self.load(key, urgent=False):
-                return
-            if protect:
-                self.cache.protect(key)
+        if not self.can_prefetch:
+            return False
+        self._candidates, self._protects = deque(named), protect
+        self._begin_prefetches()
+        return True
+
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether a lane is free for a prefetch: no layer waits for the link, and fewer are under way than lanes."""
+        return self._under_way == self._read_ahead < self.link.lanes
+
+    def go_on(self) -> None:
+        """Begins what waits to be read ahead, where lanes have become free for it."""
+        if self._candidates:
+            self.collect()
+            self._begin_prefetches()
+
+    def drop_candidates(self) -> None:
+        """What waits to be read ahead is wanted no longer."""
+        self._candidates.clear()
+
+    def _begin_prefetches(self) -> None:
+        while self._candidates and self.can_prefetch:
+            key = self._candidates[0]
+            here = self.cache.find(*key) or self.cache.arriving(*key)
+            if here is None or self.withdraw(here):
+                if not self.load(key, urgent=False):
+                    return
+                if self._protects:
+                    self.cache.protect(key)
+            self._candidates.popleft()
 
     def drain(self) -> None:
-        """Waits until nothing is under way; what has not begun and is not urgent is taken back."""
-        self.recall()
+        """Waits until nothing is under way; background loads that have not begun are taken back."""
+        self.drop_candidates()
         for key in self._background:
             self.withdraw(key)
         while not self.link.is_idle() or self._background:
@@ -170,6 +198,8 @@ class Controller:
         else:
             self.counts.speculative_loads += 1
             self._unused_prefetches.add(key)
+            self._read_ahead += 1
+        self._under_way += 1
         if key.bits < self._high_bits:
             self.counts.low_loads += 1
         self.link.submit(Load(key, slot, urgent))
@@ -180,12 +210,6 @@ class Controller:
         prefetched = key in self._unused_prefetches
         self._unused_prefetches.discard(key)
         return prefetched
-
-    def recall(self) -> None:
-        """Takes idle speculation back from the link; its slots are free again."""
-        if not self.link.is_idle():
-            for load in self.link.recall():
-                self._abandon(load.key)
 
     def collect(self) -> None:
         """Notes what has finished meanwhile. A load that failed here belongs to nobody any more (a prefetch, one in the
@@ -199,6 +223,9 @@ class Controller:
         load = finished.load
         if load.background:
             self._background.remove(load.key)
+        else:
+            self._under_way -= 1
+            self._read_ahead -= not load.urgent
         if finished.error is not None:
             self._abandon(load.key)
             return
@@ -262,7 +289,7 @@ class _LayerRun:
         while together and self._awaited:
             self._receive()
         while self._here or self._awaited or self._missing:
-            self._begin_speculation()
+            self._look_ahead()
             if self._here:
                 group = [self._here.popleft() for _ in range(len(self._here) if grouped and not self._missing else 1)]
                 yield [self._use(key) for key in group]
@@ -276,7 +303,7 @@ class _LayerRun:
             else:
                 self._receive()
             self._submit()
-        self._begin_speculation()
+        self._look_ahead()
         self._cache.release_layer(self._layer)
 
     def _receive(self) -> None:
@@ -307,10 +334,10 @@ class _LayerRun:
         self._pinned.clear()
 
     def _take_stock(self) -> None:
-        """Pins what is here or on its way, counts hits and misses, takes idle speculation back from the link."""
+        """Pins what is here or on its way, counts hits and misses; what was to be read ahead is asked for anew."""
         controller, cache = self._controller, self._cache
+        controller.drop_candidates()
         controller.collect()
-        controller.recall()
         missed: list[ExpertKey] = []  # by falling number of tokens
         for demand in self._ordered:
             key = cache.find(self._layer, demand.expert, demand.bits)
@@ -354,10 +381,16 @@ class _LayerRun:
             self._pin(key)
             self._awaited.add(key)
 
-    def _begin_speculation(self) -> None:
-        if self._speculate is not None and not self._missing and not self._awaited and self._controller.link.is_idle():
-            speculate, self._speculate = self._speculate, None
-            speculate()
+    def _look_ahead(self) -> None:
+        """Asks what comes next, once this layer needs nothing more from the link; then goes on with that."""
+        controller = self._controller
+        if self._speculate is None:
+            controller.go_on()
+        elif not self._missing and not self._awaited:
+            controller.collect()
+            if controller.can_prefetch:
+                speculate, self._speculate = self._speculate, None
+                speculate()
 
     def _use(self, key: ExpertKey) -> Ready:
         slot = self._cache.slot(key)
