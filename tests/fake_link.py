@@ -15,8 +15,7 @@ from tiermoe.types import Demand, ExpertKey, Load
 class FakeLink:
     """Finishes one load a time step, in random order; keeps what each slot holds, like a disk would fill it."""
 
-    def __init__(self, seed: int = 0, failing: frozenset[ExpertKey] = frozenset(), lanes: int = 4) -> None:
-        self.lanes = lanes
+    def __init__(self, seed: int = 0, failing: frozenset[ExpertKey] = frozenset()) -> None:
         self.contents: dict[int, ExpertKey] = {}
         self.submitted: list[Load] = []
         self.failing = failing
@@ -60,6 +59,10 @@ class FakeLink:
         if self._random.random() < 0.5:
             self.step()
         return self._finished.popleft() if self._finished else None
+
+    def recall(self) -> list[Load]:
+        loads, self._speculative = self._speculative, []
+        return loads
 
     def withdraw(self, key: ExpertKey) -> bool:
         before = len(self._background)

@@ -115,54 +115,51 @@ def test_a_late_prefetch_is_a_miss_but_not_a_second_load() -> None:
     assert len(link.submitted) == 1
 
 
-def test_candidates_wait_without_a_slot_and_as_many_are_under_way_as_lanes() -> None:
-    """What is not read makes nobody leave: a predictor that names more than lanes can begin empties no cache."""
-    controller, link = controller_with(4, lanes=2)
-    list(controller.run_layer(0, demands(0, 1, 2, 3)))
+def test_a_prefetch_that_is_taken_back_costs_no_resident() -> None:
+    """A predictor that names more than is read in time empties no cache and changes no order of leaving."""
+    controller, link = controller_with(4)
+    for expert in (3, 2, 1, 0):
+        list(controller.run_layer(0, demands(expert)))
     link.poll = lambda: link._finished.popleft() if link._finished else None  # type: ignore[method-assign]
-    assert controller.prefetch([ExpertKey(1, expert, 4) for expert in range(4)])
-    assert [load.key.expert for load in link.submitted[4:]] == [0, 1]
-    assert len(controller.cache) == 2  # two have left, for what is read
-    controller.go_on()
-    assert len(link.submitted) == 6  # nothing has arrived
-    link.step()
-    controller.go_on()
-    assert [load.key.expert for load in link.submitted[4:]] == [0, 1, 2]  # in order, one for the one that has arrived
-    assert [expert for expert, *_ in each(controller.run_layer(2, demands(9)))] == [9]
+    assert controller.prefetch([ExpertKey(1, expert, 4) for expert in range(6)])
+    assert len(link._speculative) == 4  # as many as there are slots
+    link._running.append(link._speculative.pop(0))  # one has begun
+    assert [expert for expert, *_ in each(controller.run_layer(0, demands(0, 1, 2)))] == [0, 1, 2]
+    assert (controller.counts.hits, controller.counts.speculative_loads) == (3, 1)
+    assert controller.cache.slot(ExpertKey(0, 3, 4)) is None  # its place was taken
     controller.drain()
-    assert len(link.submitted) == 8  # what waited was dropped when the next layer asked
-    assert controller.counts.speculative_loads == 3
+    assert controller.cache.slot(ExpertKey(1, 0, 4)) is not None
+    list(controller.run_layer(0, demands(7)))
+    assert controller.cache.slot(ExpertKey(1, 0, 4)) is None  # the oldest of those that are left
 
 
-def test_what_waits_begins_while_a_layer_computes() -> None:
-    controller, link = controller_with(8, lanes=1)
-    list(controller.run_layer(0, demands(0, 1, 2)))
-
-    def speculate() -> None:
-        controller.prefetch([ExpertKey(1, expert, 4) for expert in (5, 6, 7)])
-
-    for number, _ in enumerate(each(controller.run_layer(0, demands(0, 1, 2), speculate)), 1):
-        assert [load.key.expert for load in link.submitted[3:]] == [5, 6, 7][:number]
-        link.step()
+def test_another_prediction_takes_the_place_of_what_waited() -> None:
+    controller, link = controller_with(4)
+    link.poll = lambda: None  # type: ignore[method-assign]
+    controller.prefetch([ExpertKey(1, 5, 4), ExpertKey(1, 6, 4)])
+    link._running.append(link._speculative.pop(0))  # 5 has begun
+    assert controller.prefetch([ExpertKey(1, 7, 4)]), "though a lane reads for no layer"
+    assert [load.key.expert for load in link._speculative] == [7]
+    assert controller.counts.speculative_loads == 1
 
 
-def test_a_candidate_that_has_come_by_another_way_is_passed() -> None:
-    controller, link = controller_with(4, lanes=1)
-    controller.prefetch([ExpertKey(1, 5, 4), ExpertKey(1, 6, 4), ExpertKey(1, 7, 4)])
-    controller.load(ExpertKey(1, 6, 4), urgent=True)
+def test_who_is_to_leave_for_two_prefetches_leaves_for_one() -> None:
+    controller, link = controller_with(2)
+    list(controller.run_layer(0, demands(0, 1)))
+    controller.prefetch([ExpertKey(1, 5, 4), ExpertKey(1, 6, 4)])
+    assert len({load.slot for load in link._speculative}) == 2
     while not link.is_idle():
         link.step()
-        controller.go_on()
         controller.collect()
-    assert [load.key.expert for load in link.submitted] == [5, 6, 7]
+    assert [controller.cache.slot(ExpertKey(1, expert, 4)) is not None for expert in (5, 6)] == [True, True]
+    assert len(controller.cache) == 2
 
 
-def test_prefetches_that_have_not_begun_take_no_slot() -> None:
-    controller, _ = controller_with(2, lanes=1)
+def test_prefetches_that_have_not_begun_make_room() -> None:
+    controller, _ = controller_with(2)
     controller.prefetch([ExpertKey(1, 5, 4), ExpertKey(1, 6, 4)])
     seen = [expert for expert, *_ in each(controller.run_layer(0, demands(1, 2)))]
     assert sorted(seen) == [1, 2]
-    assert controller.cache.slot(ExpertKey(1, 6, 4)) is None
 
 
 def test_wrong_prefetches_in_every_slot_are_waited_for() -> None:
@@ -188,7 +185,6 @@ def test_no_prefetch_while_the_link_is_busy() -> None:
     link.poll = lambda: None  # type: ignore[method-assign]
     controller.load(ExpertKey(9, 9, 4), urgent=True)
     assert not controller.prefetch([ExpertKey(1, 5, 4)])
-    controller.go_on()
     assert len(link.submitted) == 1
 
 
@@ -215,14 +211,13 @@ def test_a_failed_prefetch_is_asked_for_again() -> None:
     slots=st.integers(3, 30),
     prefetch=st.booleans(),
     fill=st.booleans(),
-    lanes=st.integers(1, 4),
     layers=st.lists(st.sets(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=12),
 )
 def test_every_demand_is_served_from_a_slot_that_holds_it(
-    seed: int, slots: int, prefetch: bool, fill: bool, lanes: int, layers: list[set[int]]
+    seed: int, slots: int, prefetch: bool, fill: bool, layers: list[set[int]]
 ) -> None:
     """Invariant 3: while an expert is yielded its slot holds it, whatever arrives and is evicted meanwhile."""
-    controller, link = controller_with(slots, seed=seed, lanes=lanes)
+    controller, link = controller_with(slots, seed=seed)
     chance = random.Random(seed)
     everything = [ExpertKey(layer, expert, 4) for layer in range(3) for expert in range(10)]
     told: dict[ExpertKey, int] = {}
@@ -248,8 +243,6 @@ def test_every_demand_is_served_from_a_slot_that_holds_it(
         if fill and chance.random() < 0.3:
             controller.fill(chance.sample(everything, 3))
         assert len(controller.cache) <= slots
-        begun = [*link._speculative, *link._running]
-        assert sum(not (load.urgent or load.background) for load in begun) <= lanes
     controller.drain()
     controller.tell(1000)
     assert link.is_idle()

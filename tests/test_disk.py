@@ -91,13 +91,15 @@ def test_every_load_arrives_once_with_its_bytes(tmp_path: Path, lanes: int) -> N
     link.close()
 
 
-def test_urgent_loads_go_first(tmp_path: Path) -> None:
+def test_urgent_loads_go_first_and_speculation_can_be_taken_back(tmp_path: Path) -> None:
     path = tmp_path / "experts"
     extents = write_experts(path)
     link = DiskLink(filler(extents), HostSlots(EXPERTS, SIZE), lanes=0)
     for expert in range(4):
         link.submit(Load(ExpertKey(0, expert, 16), expert, urgent=expert >= 2))
-    assert [link._lanes._take().key.expert for _ in range(4)] == [2, 3, 0, 1]  # type: ignore[union-attr]
+    assert [link._lanes._take().key.expert for _ in range(2)] == [2, 3]  # type: ignore[union-attr]
+    assert [load.key.expert for load in link.recall()] == [0, 1]
+    assert link.recall() == []
     link.close()
 
 

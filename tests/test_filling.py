@@ -226,7 +226,8 @@ def test_lanes_take_the_background_last_and_keep_one_lane_free() -> None:
     for expert, urgent in ((0, False), (1, True), (2, False)):
         lanes.submit(Load(key(0, expert), expert, urgent, background=expert == 0))
     lanes.submit(Load(key(0, 3), 3, urgent=False, background=True))
-    assert [lanes._take().key.expert for _ in range(4)] == [1, 2, 0, 3]  # type: ignore[union-attr]
+    assert [load.key.expert for load in lanes.recall()] == [2]
+    assert [lanes._take().key.expert for _ in range(3)] == [1, 0, 3]  # type: ignore[union-attr]
     lanes.submit(Load(key(0, 4), 4, urgent=False, background=True))
     assert not lanes._may_begin_background()
     assert lanes.withdraw(key(0, 3)) is None  # it has begun

@@ -121,14 +121,20 @@ def test_a_refused_copy_comes_back_and_the_link_goes_on(rig: Callable[..., Rig])
     assert one.disk.reads[key(0, 0)] == 1
 
 
-def test_urgent_first(rig: Callable[..., Rig]) -> None:
+def test_recall_and_urgent_first(rig: Callable[..., Rig]) -> None:
     one = rig(5, 5, 1)
     one.disk.gate.clear()
     one.link.submit(load(0, 0, urgent=False))
     while not one.disk.order:
         threading.Event().wait(0.001)
-    one.link.submit(load(1, 1, urgent=False))
+    speculative = [load(expert, expert, urgent=False) for expert in (1, 2)]
+    for each in speculative:
+        one.link.submit(each)
     one.link.submit(load(3, 3))
+    one.link.submit(speculative_again := load(4, 4, urgent=False))
+    assert one.link.recall() == [*speculative, speculative_again]
+    assert one.link.recall() == []
+    one.link.submit(speculative[0])
     one.disk.gate.set()
     assert {within(10, one.link.wait).load.slot for _ in range(3)} == {0, 1, 3}
     assert one.disk.order == [key(0, 0), key(0, 3), key(0, 1)]
@@ -136,19 +142,23 @@ def test_urgent_first(rig: Callable[..., Rig]) -> None:
 
 
 def test_speculative_copies_run_one_by_one(rig: Callable[..., Rig]) -> None:
-    """As many as there are lanes, also where nothing has to be read: those behind take no slot before."""
-    one = rig(4, 4, 1)
-    one.layer(0, [0, 1, 2])
-    one.layer(1, [0, 1, 2, 3])  # main memory keeps those of layer 0 no longer: a read and a copy each
+    """So that those behind can be recalled, also where nothing has to be read."""
+    one = rig(3, 3, 1)
+    for expert in range(3):
+        one.link.submit(load(expert, expert))
+        within(10, one.link.wait)
     one.gpu.hold()
-    within(10, lambda: one.controller.prefetch([key(0, expert) for expert in range(3)]))
-    asked = len(one.gpu.asked)
+    for expert in range(3):
+        one.link.submit(load(expert, expert, urgent=False))
+    while len(one.gpu.asked) < 4:
+        threading.Event().wait(0.001)
     threading.Event().wait(0.05)
-    one.controller.go_on()
-    assert one.controller.counts.speculative_loads == 1
-    assert len(one.gpu.asked) <= asked + 1
-    assert len(one.controller.cache) == 3
+    assert len(one.gpu.asked) == 4
+    assert [each.slot for each in one.link.recall()] == [1, 2]
+    one.link.submit(load(1, 1))  # urgent: begins at once
+    assert len(one.gpu.asked) == 5
     one.gpu.release()
+    assert {within(10, one.link.wait).load.slot for _ in range(2)} == {0, 1}
 
 
 def test_device_slots_share_one_tensor() -> None:

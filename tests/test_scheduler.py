@@ -107,36 +107,34 @@ def test_corm_proceeds_with_what_was_predicted() -> None:
 
 def test_corm_loads_everything_where_nothing_was_predicted() -> None:
     """Layer 0, a layer that no forecast names, one whose experts are all others: nothing was mispredicted there."""
-    scheduler, _ = scheduler_with("lru", slots=12, **CORM)
+    scheduler, _ = scheduler_with("lru", slots=11, **CORM)
     for _ in range(2):  # some are here in the second pass, which is no prediction
         scheduler.begin_pass(1, Said(), "decode")
         run(scheduler, 0, [0, 1], [0.5, 0.5])
-        run(scheduler, 1, [0, 1], [0.5, 0.5], Said({2: [(2, 0.7), (3, 0.3)]}))
+        run(scheduler, 1, [0, 1], [0.5, 0.5], Said({2: [(2, 1.0)]}))
         run(scheduler, 2, [0, 1], [0.5, 0.5])
     scheduler.begin_pass(1, Said(), "decode")
     assert [one.expert for one in run(scheduler, 0, [1, 2], [0.5, 0.5])] == [1, 2]
     assert [one.expert for one in run(scheduler, 1, [1, 2], [0.5, 0.5])] == [1, 2]
-    assert [one.expert for one in run(scheduler, 2, [1, 2], [0.5, 0.5])] == [1, 2], "a prediction of an earlier pass"
+    assert [one.expert for one in run(scheduler, 2, [1, 3], [0.5, 0.5])] == [1, 3], "a prediction of an earlier pass"
     assert scheduler.controller.counts.skipped == 0
 
 
 def test_corm_loads_what_was_predicted_and_has_not_begun() -> None:
     scheduler, link = scheduler_with("lru", slots=9, **CORM)
-    link.lanes = 1
-    link.poll = lambda: None  # type: ignore[method-assign]
     scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [0, 1], [0.5, 0.5], Said({1: [(2, 0.7), (3, 0.3)]}))
-    assert keys(link, urgent=False) == [ExpertKey(1, 2, 4)]
+    assert [load.key.expert for load in link._speculative] == [2, 3]
     assert [one.expert for one in run(scheduler, 1, [2, 3], [0.5, 0.5])] == [2, 3]
 
 
-def test_corm_loads_everything_where_no_lane_was_free_for_its_prefetch() -> None:
+def test_corm_loads_everything_where_its_prefetch_was_not_issued() -> None:
     scheduler, link = scheduler_with("lru", slots=9, **CORM)
-    link.lanes = 1
     link.poll = lambda: None  # type: ignore[method-assign]
     scheduler.begin_pass(1, Said(), "decode")
-    run(scheduler, 0, [0, 1], [0.5, 0.5], Said({1: [(2, 0.7), (3, 0.3)]}))
-    run(scheduler, 0, [0, 1], [0.5, 0.5], Said({2: [(2, 0.7), (3, 0.3)]}))  # 2 of layer 1 is still on its way
+    scheduler.controller.load(ExpertKey(0, 3, 4), urgent=True)  # of a request that has ended with an error
+    run(scheduler, 1, [], [], Said({2: [(2, 0.7), (3, 0.3)]}))
+    assert keys(link, urgent=False) == []
     assert {one.expert for one in run(scheduler, 2, [2, 0], [0.5, 0.5])} == {0, 2}
     assert scheduler.controller.counts.skipped == 0
 

@@ -83,6 +83,15 @@ def test_urgent_before_speculative_and_what_has_begun_is_not_interrupted() -> No
     assert [link_.wait().load.slot for _ in range(3)] == [0, 2, 1]
 
 
+def test_recall_takes_what_has_not_begun() -> None:
+    _, link_ = link()
+    for load_ in (load(0, urgent=False), load(1, urgent=False), load(2)):
+        link_.submit(load_)
+    assert link_.recall() == [load(1, urgent=False)]
+    assert [link_.wait().load.slot for _ in range(2)] == [0, 2]
+    assert link_.is_idle()
+
+
 def test_polling_moves_no_clock() -> None:
     clock, link_ = link()
     link_.submit(load(0))

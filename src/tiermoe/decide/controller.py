@@ -67,10 +67,8 @@ class Controller:
         self.waited_s = 0.0
         self._high_bits = high_bits
         self._unused_prefetches: set[ExpertKey] = set()
-        self._candidates: deque[ExpertKey] = deque()  # to be read ahead, in their order
-        self._protects = False  # the candidates whose reads begin
-        self._under_way = 0  # loads that have not ended, background loads apart
-        self._read_ahead = 0  # speculative ones of them
+        self._lent: dict[ExpertKey, None] = {}  # prefetches that may not have begun, in their order
+        self._urgent = 0  # urgent loads that have not ended
         self._background = Background(cache)
         self._on_warmed: Callable[[ExpertKey, int], None] | None = None
         self._untold: deque[tuple[ExpertKey, int]] = deque()
@@ -136,53 +134,32 @@ class Controller:
             run.release()
 
     def prefetch(self, keys: Iterable[ExpertKey], protect: bool = False) -> bool:
-        """Reads absent `keys` ahead in their order, while no layer waits for the link: as many at once as it has lanes,
-        the others wait without a slot, so that what is not begun makes nobody leave. Each begins where one before it
-        has arrived (`go_on`), and only into a slot that can be had without disturbing what is pinned, in flight or
-        protected. What waited before is dropped. `protect` keeps them from eviction until their layer has run (HOBBIT:
-        masking): first those that are here already, so that no prediction makes another leave. False, and nothing is
-        read, where no lane is free for it."""
+        """Has absent `keys` read ahead in their order, while no layer waits for the link (else False, and nothing is
+        read), and only into slots that can be had without disturbing what is pinned, in flight or protected. As many
+        are read at once as the link has lanes. Those behind them wait, and nobody leaves for them before they begin;
+        what waited before is taken back. `protect` keeps them from eviction until their layer has run (HOBBIT:
+        masking): first those that are here already, so that no prediction makes another leave."""
+        self.recall()
         self.collect()
         named = {key: self.cache.find(*key) or self.cache.arriving(*key) for key in keys}
         if protect:
             for here in named.values():
                 if here is not None:
                     self.cache.protect(here)
-        if not self.can_prefetch:
+        if self._urgent:
             return False
-        self._candidates, self._protects = deque(named), protect
-        self._begin_prefetches()
+        for key, here in named.items():
+            if here is not None and not self.withdraw(here):
+                continue
+            if not self.load(key, urgent=False):
+                break
+            if protect:
+                self.cache.protect(key)
         return True
 
-    @property
-    def can_prefetch(self) -> bool:
-        """Whether a lane is free for a prefetch: no layer waits for the link, and fewer are under way than lanes."""
-        return self._under_way == self._read_ahead < self.link.lanes
-
-    def go_on(self) -> None:
-        """Begins what waits to be read ahead, where lanes have become free for it."""
-        if self._candidates:
-            self.collect()
-            self._begin_prefetches()
-
-    def drop_candidates(self) -> None:
-        """What waits to be read ahead is wanted no longer."""
-        self._candidates.clear()
-
-    def _begin_prefetches(self) -> None:
-        while self._candidates and self.can_prefetch:
-            key = self._candidates[0]
-            here = self.cache.find(*key) or self.cache.arriving(*key)
-            if here is None or self.withdraw(here):
-                if not self.load(key, urgent=False):
-                    return
-                if self._protects:
-                    self.cache.protect(key)
-            self._candidates.popleft()
-
     def drain(self) -> None:
-        """Waits until nothing is under way; background loads that have not begun are taken back."""
-        self.drop_candidates()
+        """Waits until nothing is under way; what has not begun and is not urgent is taken back."""
+        self.recall()
         for key in self._background:
             self.withdraw(key)
         while not self.link.is_idle() or self._background:
@@ -193,15 +170,11 @@ class Controller:
         slot = self._reserve(key, urgent)
         if slot is None:
             return False
+        self._urgent += urgent
         if urgent:
-            self.counts.loads += 1
+            self._count_load(key, urgent)
         else:
-            self.counts.speculative_loads += 1
-            self._unused_prefetches.add(key)
-            self._read_ahead += 1
-        self._under_way += 1
-        if key.bits < self._high_bits:
-            self.counts.low_loads += 1
+            self._lent[key] = None
         self.link.submit(Load(key, slot, urgent))
         return True
 
@@ -210,6 +183,29 @@ class Controller:
         prefetched = key in self._unused_prefetches
         self._unused_prefetches.discard(key)
         return prefetched
+
+    def recall(self) -> None:
+        """Takes prefetches that have not begun back from the link, as if they had not been asked for. Before anybody
+        asks what is here: then it is known who has left for the others."""
+        if not self._lent:
+            return
+        for load in self.link.recall():
+            self.cache.give_back(load.key)
+            self._lent.pop(load.key)
+        for key in list(self._lent):
+            self._begun(key)
+
+    def _begun(self, key: ExpertKey) -> None:
+        """A prefetch has: it is counted, and who had to leave for it is gone."""
+        del self._lent[key]
+        self.cache.take(key)
+        self._unused_prefetches.add(key)
+        self._count_load(key, urgent=False)
+
+    def _count_load(self, key: ExpertKey, urgent: bool) -> None:
+        self.counts.loads += urgent
+        self.counts.speculative_loads += not urgent
+        self.counts.low_loads += key.bits < self._high_bits
 
     def collect(self) -> None:
         """Notes what has finished meanwhile. A load that failed here belongs to nobody any more (a prefetch, one in the
@@ -221,11 +217,11 @@ class Controller:
     def settle(self, finished: Finished) -> None:
         """Notes the end of a load that the link has told of; the slot of one that failed is free again."""
         load = finished.load
+        self._urgent -= load.urgent
         if load.background:
             self._background.remove(load.key)
-        else:
-            self._under_way -= 1
-            self._read_ahead -= not load.urgent
+        elif load.key in self._lent:
+            self._begun(load.key)
         if finished.error is not None:
             self._abandon(load.key)
             return
@@ -236,13 +232,13 @@ class Controller:
                 self._untold.append((load.key, slot))
 
     def _reserve(self, key: ExpertKey, urgent: bool) -> int | None:
-        """`Pools.reserve`, but before anything leaves the background gives up what it has not begun."""
+        """A slot for an absent key; before anything leaves for it the background gives up what it has not begun."""
         pool = self.cache.pool(key)
         if self._background and not self.cache.free(pool):
             for other in self._background.least_wanted(pool):
                 if self.withdraw(other):
                     break
-        return self.cache.reserve(key, urgent)
+        return self.cache.reserve(key) if urgent else self.cache.lend(key)
 
     def withdraw(self, key: ExpertKey) -> bool:
         """Takes a background load back that has not begun: the key is absent again."""
@@ -289,7 +285,7 @@ class _LayerRun:
         while together and self._awaited:
             self._receive()
         while self._here or self._awaited or self._missing:
-            self._look_ahead()
+            self._begin_speculation()
             if self._here:
                 group = [self._here.popleft() for _ in range(len(self._here) if grouped and not self._missing else 1)]
                 yield [self._use(key) for key in group]
@@ -303,7 +299,7 @@ class _LayerRun:
             else:
                 self._receive()
             self._submit()
-        self._look_ahead()
+        self._begin_speculation()
         self._cache.release_layer(self._layer)
 
     def _receive(self) -> None:
@@ -334,9 +330,9 @@ class _LayerRun:
         self._pinned.clear()
 
     def _take_stock(self) -> None:
-        """Pins what is here or on its way, counts hits and misses; what was to be read ahead is asked for anew."""
+        """Pins what is here or on its way, counts hits and misses, takes idle speculation back from the link."""
         controller, cache = self._controller, self._cache
-        controller.drop_candidates()
+        controller.recall()
         controller.collect()
         missed: list[ExpertKey] = []  # by falling number of tokens
         for demand in self._ordered:
@@ -381,16 +377,10 @@ class _LayerRun:
             self._pin(key)
             self._awaited.add(key)
 
-    def _look_ahead(self) -> None:
-        """Asks what comes next, once this layer needs nothing more from the link; then goes on with that."""
-        controller = self._controller
-        if self._speculate is None:
-            controller.go_on()
-        elif not self._missing and not self._awaited:
-            controller.collect()
-            if controller.can_prefetch:
-                speculate, self._speculate = self._speculate, None
-                speculate()
+    def _begin_speculation(self) -> None:
+        if self._speculate is not None and not self._missing and not self._awaited:
+            speculate, self._speculate = self._speculate, None
+            speculate()
 
     def _use(self, key: ExpertKey) -> Ready:
         slot = self._cache.slot(key)

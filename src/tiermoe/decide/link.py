@@ -20,10 +20,6 @@ class Link(Protocol):
     """Brings experts into slots. Urgent loads go before speculative ones that have not begun, and these before those in
     the background."""
 
-    @property
-    def lanes(self) -> int:
-        """Loads that are under way at once; those behind them wait."""
-
     def submit(self, load: Load) -> None:
         """Queues a load; returns at once."""
 
@@ -32,6 +28,9 @@ class Link(Protocol):
 
     def poll(self) -> Finished | None:
         """A finished load, or None without waiting."""
+
+    def recall(self) -> list[Load]:
+        """Takes back the speculative loads that have not begun, but none in the background."""
 
     def withdraw(self, key: ExpertKey) -> bool:
         """Takes back the background load of `key`; False where it has begun."""

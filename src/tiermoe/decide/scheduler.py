@@ -150,6 +150,7 @@ class Scheduler:
         predicted = self._predicted.get(layer)
         if predicted is None:
             return demands
+        self.controller.recall()
         cache = self.controller.cache
 
         def runs(demand: Demand) -> bool:
@@ -164,6 +165,7 @@ class Scheduler:
         if self.trial is not None and self._began is not None and not self.trial.on:
             return
         cache, precision = self.controller.cache, self.precision
+        named: list[ExpertKey] = []
 
         def bits_of(target: int, expert: int) -> int:
             ranked = forecasts.ranked(target) if precision.reads_forecasts else ()
@@ -178,9 +180,9 @@ class Scheduler:
             for wanted in self.prediction.candidates(layer, forecasts, here):
                 bits = bits_of(wanted.layer, wanted.expert)
                 if bits:
-                    yield ExpertKey(wanted.layer, wanted.expert, bits)
+                    named.append(ExpertKey(wanted.layer, wanted.expert, bits))
+                    yield named[-1]
 
-        named = list(keys())
-        if self.controller.prefetch(named, self.mask) and self.proceed:
+        if self.controller.prefetch(keys(), self.mask) and self.proceed:
             for key in named:
                 self._predicted.setdefault(key.layer, set()).add(key.expert)

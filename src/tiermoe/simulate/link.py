@@ -57,7 +57,7 @@ class VirtualLink:
         self._bandwidth = bandwidth
         self._bytes_of = bytes_of
         self._latency = latency
-        self.lanes = lanes
+        self._lanes = lanes
         self._wake = wake
         self._at = 0.0  # the link is simulated up to here
         self._fetches: deque[_Transfer] = deque()
@@ -86,6 +86,13 @@ class VirtualLink:
         self._run_to(self._clock.now)
         return self._taken() if self._finished else None
 
+    def recall(self) -> list[Load]:
+        self._run_to(self._clock.now)
+        loads = list(self._speculative)
+        self._speculative.clear()
+        self._outstanding -= len(loads)
+        return loads
+
     def withdraw(self, key: ExpertKey) -> bool:
         self._run_to(self._clock.now)
         return self._background.pop(key, None) is not None
@@ -110,7 +117,7 @@ class VirtualLink:
         return finished
 
     def _begin(self) -> None:
-        while len(self._active) < self.lanes:
+        while len(self._active) < self._lanes:
             if self._fetches:
                 self._active.append(self._fetches.popleft())
             elif (load := self._next_load()) is not None:
@@ -124,7 +131,7 @@ class VirtualLink:
         if self._urgent or self._speculative:
             return self._urgent.popleft() if self._urgent else self._speculative.popleft()
         begun = sum(active.load is not None and active.load.background for active in self._active)
-        if self._background and begun < max(1, self.lanes - 1):
+        if self._background and begun < max(1, self._lanes - 1):
             return self._background.popitem(last=False)[1]
         return None
 
@@ -176,8 +183,6 @@ class VirtualLink:
 class InstantLink:
     """Implements `tiermoe.decide.link.Link` without time: what is submitted is there. For hit rates alone."""
 
-    lanes = 1
-
     def __init__(self, bytes_of: Callable[[ExpertKey], int]) -> None:
         self.bytes_read = 0
         self._bytes_of = bytes_of
@@ -192,6 +197,9 @@ class InstantLink:
 
     def poll(self) -> Finished | None:
         return self._finished.popleft() if self._finished else None
+
+    def recall(self) -> list[Load]:
+        return []
 
     def withdraw(self, key: ExpertKey) -> bool:
         return False

@@ -130,12 +130,8 @@ class DiskLink:
         self._filler = filler
         self._slots = slots
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
-        self._outstanding = 0  # submitted and not taken, background loads apart
+        self._outstanding = 0  # submitted, and neither taken nor recalled, background loads apart
         self._lanes = Lanes(lanes, self._work)
-
-    @property
-    def lanes(self) -> int:
-        return self._lanes.count
 
     @property
     def busy_s(self) -> float:
@@ -165,6 +161,11 @@ class DiskLink:
             return None
         self._outstanding -= not finished.load.background
         return finished
+
+    def recall(self) -> list[Load]:
+        loads = self._lanes.recall()
+        self._outstanding -= len(loads)
+        return loads
 
     def withdraw(self, key: ExpertKey) -> bool:
         return self._lanes.withdraw(key) is not None

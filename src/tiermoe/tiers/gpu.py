@@ -3,7 +3,7 @@
 Main memory is the second-level cache (`host_cache`). Copies run beside the computation and are ordered against it by
 events: a copy starts after the kernels launched before its load was submitted (they may still read the slot),
 and the kernels launched after a load is handed out start after its copy. A lane waits for a copy where it
-needs the pinned slot that is copied from; nobody waits for the device as a whole.
+needs the pinned slot that is copied from, and for speculative ones; nobody waits for the device as a whole.
 """
 
 from __future__ import annotations
@@ -56,13 +56,10 @@ class GpuLink:
         self.host = HostCache(filler, host, self._copies)
         self._marks: dict[int, Mark] = {}
         self._arrivals: deque[_Arrival] = deque()
-        self._outstanding = 0  # submitted and not taken, background loads apart
+        self._outstanding = 0  # submitted, and neither taken nor recalled, background loads apart
         self._changed = threading.Condition()
         self._lanes = Lanes(lanes, self._work)
-
-    @property
-    def lanes(self) -> int:
-        return self._lanes.count
+        self._lane_count = lanes
 
     @property
     def seconds_per_load(self) -> float | None:
@@ -72,7 +69,7 @@ class GpuLink:
             return None
         host = self.host
         read = host.misses / max(1, host.hits + host.misses)
-        return self._copies.seconds + read * host.read_s / self.lanes
+        return self._copies.seconds + read * host.read_s / self._lane_count
 
     @property
     def busy_s(self) -> float:
@@ -120,6 +117,14 @@ class GpuLink:
             self._arrivals.remove(arrival)
         return self._hand_out(arrival)
 
+    def recall(self) -> list[Load]:
+        loads = self._lanes.recall()
+        with self._changed:
+            for load in loads:
+                del self._marks[load.slot]
+        self._outstanding -= len(loads)
+        return loads
+
     def withdraw(self, key: ExpertKey) -> bool:
         load = self._lanes.withdraw(key)
         if load is None:
@@ -161,16 +166,19 @@ class GpuLink:
         except Exception as failure:  # handed to whoever waits for the load
             self._arrived(_Arrival(load, error=failure))
             return
-        self._copy(load, mark)
+        ticket = self._copy(load, mark)
+        if ticket is not None and not load.urgent:
+            self._copies.wait_out(ticket)  # so that the speculative loads behind it can still be recalled
 
-    def _copy(self, load: Load, mark: Mark) -> None:
-        """Asks for the copy of an expert that is pinned in main memory."""
+    def _copy(self, load: Load, mark: Mark) -> Ticket | None:
+        """Asks for the copy of an expert that is pinned in main memory; None where that fails."""
         try:
             ticket = self.host.copy(load.key, self._bytes_of(load.key), self._device.buffer(load.slot), mark)
         except Exception as failure:  # handed to whoever waits for the load
             self._arrived(_Arrival(load, error=failure))
-            return
+            return None
         self._arrived(_Arrival(load, ticket))
+        return ticket
 
     def _arrived(self, arrival: _Arrival) -> None:
         with self._changed:

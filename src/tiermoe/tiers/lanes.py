@@ -15,7 +15,6 @@ class Lanes:
     these; where there is one lane, for the one that has begun."""
 
     def __init__(self, count: int, work: Callable[[Load], None]) -> None:
-        self.count = count
         self._work = work
         self._urgent: deque[Load] = deque()
         self._speculative: deque[Load] = deque()
@@ -37,6 +36,13 @@ class Lanes:
             else:
                 (self._urgent if load.urgent else self._speculative).append(load)
             self._changed.notify()
+
+    def recall(self) -> list[Load]:
+        """Takes back the speculative loads that have not begun."""
+        with self._changed:
+            loads = list(self._speculative)
+            self._speculative.clear()
+            return loads
 
     def withdraw(self, key: ExpertKey) -> Load | None:
         """Takes back the background load of `key`; None where it has begun."""
