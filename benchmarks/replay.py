@@ -23,7 +23,6 @@ from typing import Any
 import tiermoe
 from tiermoe.cli.options import changes
 from tiermoe.config import CacheSize
-from tiermoe.decide.compose import PrecisionSlots
 from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.measure.measure_times import Lap, Stopwatch, times_of
 from tiermoe.measure.recorder import Feed, Recorder
@@ -97,9 +96,10 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         passes = [passed for number, row in enumerate(ids) for passed in recorder.passes(row, args.prompt, number)]
         holds = recorder.holds
     header = header_of(model, run.times, holds, (), {})
-    slots = tuple(PrecisionSlots(pool.bits, pool.slots) for pool in engine.plan.pools)
+    pools = engine.plan.pools
+    cache = engine.settings.cache or CacheSize(nbytes=sum(pool.slots * pool.slot_bytes for pool in pools))
     wake = hand_over(engine)
-    settings = ReplaySettings(CacheSize(fraction=1.0), run.bandwidth, lanes=engine.drive.lanes, slots=slots, wake=wake)
+    settings = ReplaySettings(cache, run.bandwidth, lanes=engine.drive.lanes, wake=wake)
     warming = Trace(header, [passed for passed in passes if passed.sequence == 0])
     replays = [replay(trace, engine.composition, settings) for trace in (Trace(header, passes), warming)]
     found = {
@@ -107,7 +107,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "command": " ".join(sys.argv),
         "preset": args.preset,
         "set": options["set"],
-        "slots": {",".join(map(str, pool.bits)): pool.slots for pool in slots},
+        "slots": {",".join(map(str, pool.bits)): pool.slots for pool in pools},
         "lanes": engine.drive.lanes,
         "bandwidth": run.bandwidth,
         "wake": wake,

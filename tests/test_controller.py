@@ -14,7 +14,7 @@ from groups import each
 from tiermoe.decide.cache import ExpertCache
 from tiermoe.decide.link import Finished
 from tiermoe.errors import LoadError
-from tiermoe.types import Demand, ExpertKey, Load
+from tiermoe.types import Demand, ExpertKey
 
 
 def test_misses_are_loaded_and_hits_are_not() -> None:
@@ -115,6 +115,46 @@ def test_a_late_prefetch_is_a_miss_but_not_a_second_load() -> None:
     assert len(link.submitted) == 1
 
 
+def test_a_prefetch_that_is_taken_back_costs_no_resident() -> None:
+    """A predictor that names more than is read in time empties no cache and changes no order of leaving."""
+    controller, link = controller_with(4)
+    for expert in (3, 2, 1, 0):
+        list(controller.run_layer(0, demands(expert)))
+    link.poll = lambda: link._finished.popleft() if link._finished else None  # type: ignore[method-assign]
+    assert controller.prefetch([ExpertKey(1, expert, 4) for expert in range(6)])
+    assert len(link._speculative) == 4  # as many as there are slots
+    link._running.append(link._speculative.pop(0))  # one has begun
+    assert [expert for expert, *_ in each(controller.run_layer(0, demands(0, 1, 2)))] == [0, 1, 2]
+    assert (controller.counts.hits, controller.counts.speculative_loads) == (3, 1)
+    assert controller.cache.slot(ExpertKey(0, 3, 4)) is None  # its place was taken
+    controller.drain()
+    assert controller.cache.slot(ExpertKey(1, 0, 4)) is not None
+    list(controller.run_layer(0, demands(7)))
+    assert controller.cache.slot(ExpertKey(1, 0, 4)) is None  # the oldest of those that are left
+
+
+def test_another_prediction_takes_the_place_of_what_waited() -> None:
+    controller, link = controller_with(4)
+    link.poll = lambda: None  # type: ignore[method-assign]
+    controller.prefetch([ExpertKey(1, 5, 4), ExpertKey(1, 6, 4)])
+    link._running.append(link._speculative.pop(0))  # 5 has begun
+    assert controller.prefetch([ExpertKey(1, 7, 4)]), "though a lane reads for no layer"
+    assert [load.key.expert for load in link._speculative] == [7]
+    assert controller.counts.speculative_loads == 1
+
+
+def test_who_is_to_leave_for_two_prefetches_leaves_for_one() -> None:
+    controller, link = controller_with(2)
+    list(controller.run_layer(0, demands(0, 1)))
+    controller.prefetch([ExpertKey(1, 5, 4), ExpertKey(1, 6, 4)])
+    assert len({load.slot for load in link._speculative}) == 2
+    while not link.is_idle():
+        link.step()
+        controller.collect()
+    assert [controller.cache.slot(ExpertKey(1, expert, 4)) is not None for expert in (5, 6)] == [True, True]
+    assert len(controller.cache) == 2
+
+
 def test_prefetches_that_have_not_begun_make_room() -> None:
     controller, _ = controller_with(2)
     controller.prefetch([ExpertKey(1, 5, 4), ExpertKey(1, 6, 4)])
@@ -142,9 +182,9 @@ def test_no_prediction_makes_another_leave() -> None:
 
 def test_no_prefetch_while_the_link_is_busy() -> None:
     controller, link = controller_with(4)
-    link.submit(Load(ExpertKey(9, 9, 4), 3, urgent=True))
     link.poll = lambda: None  # type: ignore[method-assign]
-    controller.prefetch([ExpertKey(1, 5, 4)])
+    controller.load(ExpertKey(9, 9, 4), urgent=True)
+    assert not controller.prefetch([ExpertKey(1, 5, 4)])
     assert len(link.submitted) == 1
 
 
@@ -187,7 +227,12 @@ def test_every_demand_is_served_from_a_slot_that_holds_it(
     for number, experts in enumerate(layers):
         layer = number % 3
         served = []
-        for expert, slot, *_ in each(controller.run_layer(layer, demands(*experts))):
+
+        def speculate(after: int = layer) -> None:
+            controller.prefetch(ExpertKey((after + 1) % 3, chance.randrange(10), 4) for _ in range(6))
+
+        ahead = speculate if prefetch else None
+        for expert, slot, *_ in each(controller.run_layer(layer, demands(*experts), ahead)):
             assert link.contents[slot] == ExpertKey(layer, expert, 4)
             link.step()  # transfers go on while the expert is computed with
             assert link.contents[slot] == ExpertKey(layer, expert, 4)

@@ -17,7 +17,7 @@ import tiermoe
 from fake_link import FakeLink
 from groups import each
 from replays import replayed
-from schedules import Said, scheduler_with
+from schedules import Said, keys, scheduler_with
 from small_traces import decode, layer, trace_of
 from tiermoe.cli.output import summary
 from tiermoe.decide.compose import ModelShape, PrecisionSlots, assemble
@@ -196,14 +196,14 @@ class Passes:
         return [[0, 1], [2, 3]][(self.number + layer) % 2]
 
     def run(self, layers: Sequence[int] = (0, 1, 2), phase: str = "decode", tokens: int = 1) -> int:
-        """Runs layers of the pass; → speculative loads."""
-        before = self.scheduler.controller.counts.speculative_loads
+        """Runs layers of the pass; → speculative loads that were submitted."""
+        before = len(keys(self.link, urgent=False))
         for layer_ in layers:
             routed = Routed(layer_, phase, [self.experts(layer_)] * tokens, [[0.5, 0.5]] * tokens)
             ready = [one.expert for one in each(self.scheduler.run_layer(routed, self.said))]
             self.link.time += 0.5 if layer_ < 2 else 100.0  # what comes after the last layer does not count
             self.chosen.append(sorted(ready))
-        return self.scheduler.controller.counts.speculative_loads - before
+        return len(keys(self.link, urgent=False)) - before
 
     def decode(self) -> tuple[bool, int]:
         """One pass: whether it may prefetch, and its speculative loads; what is prefetched costs time."""

@@ -13,11 +13,12 @@ import tiermoe
 import tiny
 from commands import Command
 from small_traces import decode, layer, trace_of
+from tiermoe.decide.composition import Composition
 from tiermoe.decide.profiles import Profile, to_json
 from tiermoe.errors import ModelError
 from tiermoe.measure.recorder import Recorder
 from tiermoe.simulate.costs import Costs
-from tiermoe.simulate.neuron_loads import NeuronLoads
+from tiermoe.simulate.neuron_loads import RECALL, NeuronLoads
 from tiermoe.store.neurons import record_place
 from tiermoe.store.store import open_store
 from tiermoe.trace.file import read_trace
@@ -134,14 +135,46 @@ def test_a_bad_threshold_is_refused(mixtral: Path, tmp_path: Path, tiermoe_: Com
 
 def test_bytes_of_whole_experts_in_a_prompt_and_of_active_neurons_after_it() -> None:
     trace = trace_of([decode(layer([0, 1], neurons={0: 0b1, 1: 0b111}))], head_bytes=40, neuron_bytes=15, neurons=4)
-    loads = NeuronLoads(trace, Costs(trace.header, Times(0, {4: 0}, 0, {4: 0})), 0.9)
+    loads = NeuronLoads(trace, Costs(trace.header, Times(0, {4: 0}, 0, {4: 0})), composition(upper_limit=0.9))
     active = [passed.neurons for passed in trace.passes[0].layers]
     keys = [ExpertKey(0, expert, 4) for expert in range(3)]
     loads.begin(active, 1)
+    loads.at(0)
     # of 100 bytes 40 are W1 and 15 each neuron; expert 2 was not chosen: the mean is two neurons
     assert [loads.load(key) for key in keys] == [55, 85, 70]
     loads.begin([{0: 0b1001}], 1)
+    loads.at(0)
     assert loads.complete(keys[0]) == 15
     loads.begin(active, 3)
     assert loads.complete(keys[1]) == 15  # what is missing of all four
     assert loads.load(keys[0]) == 100
+
+
+def composition(**changes: Any) -> Composition:
+    return Composition("neurons", "", unit="neuron", theta=0.1, **changes)
+
+
+def test_what_is_read_ahead_brings_other_neurons_than_those_that_are_active() -> None:
+    """A replay knows what was active; an earlier layer's state would have named most of it, and as many others."""
+    active = (1 << 40) - 1  # of 100 neurons, each a byte, without W1
+    trace = trace_of(
+        [decode(layer([0], neurons={0: active}), layer([0], neurons={0: active}))],
+        top_k=1, head_bytes=0, neuron_bytes=1, neurons=100,
+    )  # fmt: skip
+    key, costs = ExpertKey(1, 0, 4), Costs(trace.header, Times(0, {4: 0}, 0, {4: 0}))
+    passed = [each.neurons for each in trace.passes[0].layers]
+
+    loads = NeuronLoads(trace, costs, composition())
+    loads.begin(passed, 1)
+    loads.at(0)
+    assert loads.load(key) == 40  # as many as are active
+    loads.at(1)
+    assert loads.complete(key) == round((1 - RECALL) * 40)  # the active ones among them that it did not name
+    assert loads.complete(key) == 0
+    going_on = NeuronLoads(trace, costs, composition(on_mispredict="proceed"))
+    going_on.begin(passed, 1)
+    going_on.at(0)
+    assert going_on.load(key) == 40
+    going_on.at(1)
+    assert going_on.complete(key) == 0  # it goes on with what was predicted
+    assert going_on.complete(key) == round((1 - RECALL) * 40)  # and fetches the rest when it is asked for again

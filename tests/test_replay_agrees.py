@@ -100,8 +100,10 @@ class Run:
         return [LayerTrace([], []) for _ in self._engine.store.layers]
 
     def replayed(self, trace: Trace) -> Result:
-        """The replay of a trace in this run's slots, whatever its time."""
-        return replay(trace, self.composition, ReplaySettings(CACHE, 1e8, slots=self.slots), NoBelady(trace))
+        """The replay of a trace with this run's cache, whatever its time, in slots that it divides by itself."""
+        result = replay(trace, self.composition, ReplaySettings(CACHE, 1e8), NoBelady(trace))
+        assert result.slots == {",".join(map(str, bits)): slots for bits, slots in self.slots}
+        return result
 
 
 class NoBelady(BeladyHits):
@@ -143,10 +145,7 @@ def test_an_exact_run_hits_as_the_recorded_trace(
     run = Run(blueprint, sequences, "lru", changes)
     assert run.phases["decode"].counts.hits
     assert _routing(run.trace) == _routing(recorded)
-    result = run.replayed(recorded)
-    assert_agree(run, result)
-    divided = replay(recorded, run.composition, ReplaySettings(CACHE, 1e8), NoBelady(recorded))
-    assert divided == result  # the engine's slots are those that a replay finds by itself
+    assert_agree(run, run.replayed(recorded))
 
 
 @pytest.mark.parametrize("preset", ["load-on-demand", "io-qexp"])
@@ -164,6 +163,17 @@ def test_high_and_low_pools_agree(blueprint: Blueprint, sequences: torch.Tensor)
     assert [pool.bits for pool in run.slots] == [(4,), (2,)]
     assert run.stats["low_loads"]
     assert run.stats["expert_skips"]
+    assert_agree(run, run.replayed(run.trace))
+
+
+def test_precisions_in_slots_of_the_largest_agree(blueprint: Blueprint, sequences: torch.Tensor) -> None:
+    """Fate without prefetch: 2 bits take less of the store than 4, and as much of the cache."""
+    changes = {"prefetch": "none", "low_popularity": 0.5, "mispredicted": "low", "allotment": "even"}
+    run = Run(blueprint, sequences, "fate", changes)
+    assert [pool.bits for pool in run.slots] == [(4, 2)]
+    assert run.stats["low_loads"]
+    header = run.trace.header
+    assert header.expert_bytes[2][0] < header.slot_bytes[2][0] == header.copied_bytes[2][0]
     assert_agree(run, run.replayed(run.trace))
 
 

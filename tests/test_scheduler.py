@@ -91,12 +91,52 @@ def test_sti_fetches_the_whole_layer_and_asks_for_the_routed_alone() -> None:
     assert scheduler.controller.counts.misses == 2
 
 
+CORM = {"prefetch": "next-gate", "on_mispredict": "proceed"}
+
+
 def test_corm_proceeds_with_what_was_predicted() -> None:
-    scheduler, _ = scheduler_with("lru", on_mispredict="proceed")
+    scheduler, _ = scheduler_with("lru", slots=9, **CORM)
     scheduler.begin_pass(1, Said(), "decode")
-    assert len(run(scheduler, 0, [0, 1], [0.5, 0.5])) == 2  # nothing is there: all are loaded
-    assert [one.expert for one in run(scheduler, 0, [1, 2], [0.5, 0.5])] == [1]
+    run(scheduler, 0, [0, 1], [0.5, 0.5], Said({1: [(2, 0.7), (3, 0.3)]}))
+    assert [one.expert for one in run(scheduler, 1, [2, 0], [0.5, 0.5])] == [2]
     assert scheduler.controller.counts.skipped == 1
+    scheduler.begin_pass(1, Said(), "decode")
+    run(scheduler, 0, [0, 1], [0.5, 0.5], Said({1: [(1, 0.7), (0, 0.3)]}))
+    assert [one.expert for one in run(scheduler, 1, [1, 2], [0.5, 0.5])] == [1, 2], "one is here, though not predicted"
+
+
+def test_corm_loads_everything_where_nothing_was_predicted() -> None:
+    """Layer 0, a layer that no forecast names, one whose experts are all others: nothing was mispredicted there."""
+    scheduler, _ = scheduler_with("lru", slots=11, **CORM)
+    for _ in range(2):  # some are here in the second pass, which is no prediction
+        scheduler.begin_pass(1, Said(), "decode")
+        run(scheduler, 0, [0, 1], [0.5, 0.5])
+        run(scheduler, 1, [0, 1], [0.5, 0.5], Said({2: [(2, 1.0)]}))
+        run(scheduler, 2, [0, 1], [0.5, 0.5])
+    scheduler.begin_pass(1, Said(), "decode")
+    assert [one.expert for one in run(scheduler, 0, [1, 2], [0.5, 0.5])] == [1, 2]
+    assert [one.expert for one in run(scheduler, 1, [1, 2], [0.5, 0.5])] == [1, 2]
+    assert [one.expert for one in run(scheduler, 2, [1, 3], [0.5, 0.5])] == [1, 3], "a prediction of an earlier pass"
+    assert scheduler.controller.counts.skipped == 0
+
+
+def test_corm_loads_what_was_predicted_and_has_not_begun() -> None:
+    scheduler, link = scheduler_with("lru", slots=9, **CORM)
+    scheduler.begin_pass(1, Said(), "decode")
+    run(scheduler, 0, [0, 1], [0.5, 0.5], Said({1: [(2, 0.7), (3, 0.3)]}))
+    assert [load.key.expert for load in link._speculative] == [2, 3]
+    assert [one.expert for one in run(scheduler, 1, [2, 3], [0.5, 0.5])] == [2, 3]
+
+
+def test_corm_loads_everything_where_its_prefetch_was_not_issued() -> None:
+    scheduler, link = scheduler_with("lru", slots=9, **CORM)
+    link.poll = lambda: None  # type: ignore[method-assign]
+    scheduler.begin_pass(1, Said(), "decode")
+    scheduler.controller.load(ExpertKey(0, 3, 4), urgent=True)  # of a request that has ended with an error
+    run(scheduler, 1, [], [], Said({2: [(2, 0.7), (3, 0.3)]}))
+    assert keys(link, urgent=False) == []
+    assert {one.expert for one in run(scheduler, 2, [2, 0], [0.5, 0.5])} == {0, 2}
+    assert scheduler.controller.counts.skipped == 0
 
 
 def test_load_on_demand_never_hits() -> None:

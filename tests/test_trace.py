@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 
 from small_traces import decode, layer, trace_of
 from tiermoe.errors import TraceError
+from tiermoe.simulate.costs import Costs, copied_bytes, slot_sizes
 from tiermoe.trace.file import TraceWriter, read_trace
 from tiermoe.trace.schema import Header, LayerTrace, Little, Pass, Times, Trace
+from tiermoe.types import ExpertKey
 
 WEIGHT = st.floats(0, 1, allow_nan=False)
 TIMES = st.builds(Times, WEIGHT, st.just({4: 0.5}), WEIGHT, st.just({4: 0.25}))
@@ -51,6 +54,7 @@ def test_what_is_written_is_read(tmp_path: Path, recorded: list[Pass], times: Ti
     header = Header(
         "m", "f", [8, 8], [2, 2], {4: [10, 12]}, times, frozenset({"weights", "neurons"}), [1, 3],
         head_bytes=1, neuron_bytes=2, neurons=71, dense_bytes=3, encoder_layers=1, made_from={"text": "a", "tokens": 3},
+        slot_bytes={4: [11, 13], 2: [11, 13]}, copied_bytes={4: [12, 14]}, neuron_slot_bytes={2: 9},
     )  # fmt: skip
     assert read_trace(write(tmp_path / "t", Trace(header, recorded))) == Trace(header, recorded)
 
@@ -196,3 +200,27 @@ def test_a_damaged_csv_is_refused(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(TraceError, match=cause):
             read_trace(file)
+
+
+def test_a_file_without_the_bytes_of_slots_takes_stored_ones(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "t", trace_of([decode(layer([0, 1]))]).header):
+        pass
+    lines = gzip.decompress((tmp_path / "t").read_bytes()).decode().splitlines()
+    header = json.loads(lines[0])
+    for name in ("slot_bytes", "copied_bytes", "neuron_slot_bytes"):
+        del header[name]
+    (tmp_path / "old").write_bytes(gzip.compress("\n".join([json.dumps(header), *lines[1:]]).encode()))
+    found = read_trace(tmp_path / "old").header
+    assert slot_sizes(found, [4, 2]) == {4: 100, 2: 50}
+    assert copied_bytes(found, 0, 2) == 50
+
+
+def test_slots_copies_and_what_is_stored_are_told_apart() -> None:
+    header = replace(
+        trace_of([decode(layer([0, 1]))]).header,
+        slot_bytes={4: [100], 2: [101]}, copied_bytes={4: [90], 2: [91]}, neuron_slot_bytes={4: 120},
+    )  # fmt: skip
+    assert slot_sizes(header, [4, 2]) == {4: 100, 2: 101}
+    assert slot_sizes(header, [4, 2], "neuron") == {4: 120, 2: 101}
+    costs = [Costs(header, Times(0, {4: 0}, 0, {4: 0}), copies) for copies in (False, True)]
+    assert [each.nbytes(ExpertKey(0, 0, 2)) for each in costs] == [50, 91]

@@ -132,8 +132,8 @@ BREAKAGES = (
     Breakage(
         "a prediction evicts what another prediction protects",
         "src/tiermoe/decide/cache.py",
-        "if victim is None and (urgent or not protected):",
-        "if victim is None:",
+        "victim = self._victim(key, protected)\n            if victim is None:\n                return None\n",
+        "victim = self._victim(key, ())\n            if victim is None:\n                return None\n",
         ("tests/test_pools.py",),
     ),
     Breakage(
@@ -148,6 +148,13 @@ BREAKAGES = (
         "src/tiermoe/decide/controller.py",
         "        finally:\n            run.release()",
         "        finally:\n            pass",
+        ("tests/test_controller.py",),
+    ),
+    Breakage(
+        "a prefetch that is taken back has made somebody leave",
+        "src/tiermoe/decide/loads.py",
+        "            self.cache.give_back(load.key)\n",
+        "            self.cache.take(load.key)\n            self.cache.abandon(load.key)\n",
         ("tests/test_controller.py",),
     ),
     Breakage(

@@ -155,7 +155,7 @@ class _Replays:
             profile = self._profile(composition)
             settings = ReplaySettings(
                 cache, self._machine.bandwidth, self._machine.latency, self._lanes, self._bits, self._times, profile,
-                seed=self._seed,
+                seed=self._seed, copies=self._machine.copies,
             )  # fmt: skip
             return replay(self._trace, composition, settings, self._belady)
         except TiermoeError as error:

@@ -13,6 +13,9 @@ class ExpertCache:
 
     A key is absent, in flight (it owns a slot that is being filled) or resident. A pinned key and a key in flight are
     never victims: a layer may compute from the slot, or a lane may write into it.
+
+    A slot can be lent for a load that may still be taken back: who would leave for it is resident until `take`, and its
+    eviction policy hears of nothing before.
     """
 
     def __init__(self, slots: int, eviction: Eviction, first: int = 0) -> None:
@@ -24,6 +27,8 @@ class ExpertCache:
         self._resident: dict[ExpertKey, int] = {}
         self._in_flight: dict[ExpertKey, int] = {}
         self._pins: dict[ExpertKey, int] = {}
+        self._lent: dict[ExpertKey, ExpertKey | None] = {}  # in flight → who leaves for it, if somebody must
+        self._leaving: set[ExpertKey] = set()
 
     def __len__(self) -> int:
         return len(self._resident)
@@ -49,16 +54,16 @@ class ExpertCache:
         if pins > 1:
             self._pins[key] = pins - 1
 
-    def reserve(self, key: ExpertKey, protected: Container[ExpertKey] = (), urgent: bool = True) -> int | None:
+    def reserve(self, key: ExpertKey, protected: Container[ExpertKey] = ()) -> int | None:
         """A slot for an absent key, which is in flight from now on; a victim is evicted where no slot is free.
-        None where every slot is pinned or in flight. `protected` keys leave last, and never for a load that is not
-        `urgent`."""
-        if key in self._resident or key in self._in_flight:
-            raise ValueError(f"{key} already has a slot")
+        None where every slot is pinned, in flight or lent. `protected` keys leave last."""
+        self._check_absent(key)
         if self._free:
             slot = self._free.pop()
         else:
-            victim = self._victim(key, protected, urgent)
+            victim = self._victim(key, protected)
+            if victim is None and protected:
+                victim = self._victim(key, ())
             if victim is None:
                 return None
             slot = self._resident.pop(victim)
@@ -66,6 +71,44 @@ class ExpertCache:
         self._in_flight[key] = slot
         self._eviction.admitted(key)
         return slot
+
+    def lend(self, key: ExpertKey, protected: Container[ExpertKey] = ()) -> int | None:
+        """As `reserve`, but never in place of a `protected` key, and nobody leaves before `take`; `give_back` undoes
+        it. Whoever lends says one of the two before the next key is looked for here: a load that has begun has
+        changed the slot's bytes."""
+        self._check_absent(key)
+        victim = None
+        if self._free:
+            slot = self._free.pop()
+        else:
+            victim = self._victim(key, protected)
+            if victim is None:
+                return None
+            slot = self._resident[victim]
+            self._leaving.add(victim)
+        self._in_flight[key] = slot
+        self._lent[key] = victim
+        return slot
+
+    def take(self, key: ExpertKey) -> None:
+        """The load of a key that a slot was lent to has begun, if it was: who was to leave leaves."""
+        if key not in self._lent:
+            return
+        victim = self._lent.pop(key)
+        if victim is not None:
+            self._eviction.victim(key, {victim}.__contains__)  # policies learn from being asked: again, at the end
+            self._leaving.discard(victim)
+            del self._resident[victim]
+            self._eviction.removed(victim)
+        self._eviction.admitted(key)
+
+    def give_back(self, key: ExpertKey) -> None:
+        """The load of a key that a slot was lent to will not begin: all is as before."""
+        slot, victim = self._in_flight.pop(key), self._lent.pop(key)
+        if victim is None:
+            self._free.append(slot)
+        else:
+            self._leaving.discard(victim)
 
     def arrived(self, key: ExpertKey) -> int:
         """A key in flight is resident now; returns its slot."""
@@ -86,13 +129,14 @@ class ExpertCache:
         """Tells the eviction policy that another request begins."""
         self._eviction.new_sequence()
 
-    def _victim(self, incoming: ExpertKey, protected: Container[ExpertKey], urgent: bool) -> ExpertKey | None:
-        victim = None
-        if protected:
-            victim = self._eviction.victim(incoming, lambda key: self._evictable(key) and key not in protected)
-        if victim is None and (urgent or not protected):
-            victim = self._eviction.victim(incoming, self._evictable)
-        return victim
+    def _check_absent(self, key: ExpertKey) -> None:
+        if key in self._resident or key in self._in_flight:
+            raise ValueError(f"{key} already has a slot")
+
+    def _victim(self, incoming: ExpertKey, protected: Container[ExpertKey]) -> ExpertKey | None:
+        if not protected:
+            return self._eviction.victim(incoming, self._evictable)
+        return self._eviction.victim(incoming, lambda key: self._evictable(key) and key not in protected)
 
     def _evictable(self, key: ExpertKey) -> bool:
-        return key in self._resident and key not in self._pins
+        return key in self._resident and key not in self._pins and key not in self._leaving

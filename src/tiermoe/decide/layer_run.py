@@ -91,8 +91,8 @@ class LayerRun:
     def _take_stock(self) -> None:
         """Pins what is here or on its way, counts hits and misses, takes idle speculation back from the link."""
         controller, cache = self._controller, self._cache
-        controller.collect()
         controller.recall()
+        controller.collect()
         missed: list[ExpertKey] = []  # by falling number of tokens
         for demand in self._ordered:
             key = cache.find(self._layer, demand.expert, demand.bits)
@@ -137,7 +137,7 @@ class LayerRun:
             self._awaited.add(key)
 
     def _begin_speculation(self) -> None:
-        if self._speculate is not None and not self._missing and not self._awaited and self._controller.link.is_idle():
+        if self._speculate is not None and not self._missing and not self._awaited:
             speculate, self._speculate = self._speculate, None
             speculate()
 

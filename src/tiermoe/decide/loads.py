@@ -23,6 +23,8 @@ class Loads:
         self.waited_s = 0.0
         self._high_bits = high_bits
         self._unused_prefetches: set[ExpertKey] = set()
+        self._lent: dict[ExpertKey, None] = {}  # prefetches that may not have begun, in their order
+        self._urgent = 0  # urgent loads that have not ended
         self._background = Background(cache)
         self._on_warmed: Callable[[ExpertKey, int], None] | None = None
         self._untold: deque[tuple[ExpertKey, int]] = deque()
@@ -60,26 +62,29 @@ class Loads:
         for key in sorted(fitting, key=lambda key: key.layer):
             self.link.submit(Load(key, slots[key], urgent=False, background=True))
 
-    def prefetch(self, keys: Iterable[ExpertKey], protect: bool = False) -> None:
-        """Begins speculative loads of absent `keys` in their order, only while the link has nothing else to do, and
-        only into slots that can be had without disturbing what is pinned, in flight or protected. `protect` keeps them
-        from eviction until their layer has run (HOBBIT: masking): first those that are here already, so that no
-        prediction makes another leave."""
+    def prefetch(self, keys: Iterable[ExpertKey], protect: bool = False) -> bool:
+        """Has absent `keys` read ahead in their order, while no layer waits for the link (else False, and nothing is
+        read), and only into slots that can be had without disturbing what is pinned, in flight or protected. As many
+        are read at once as the link has lanes. Those behind them wait, and nobody leaves for them before they begin;
+        what waited before is taken back. `protect` keeps them from eviction until their layer has run (HOBBIT:
+        masking): first those that are here already, so that no prediction makes another leave."""
+        self.recall()
         self.collect()
         named = {key: self.cache.find(*key) or self.cache.arriving(*key) for key in keys}
         if protect:
             for here in named.values():
                 if here is not None:
                     self.cache.protect(here)
-        if not self.link.is_idle():
-            return
+        if self._urgent:
+            return False
         for key, here in named.items():
             if here is not None and not self.withdraw(here):
                 continue
             if not self.load(key, urgent=False):
-                return
+                break
             if protect:
                 self.cache.protect(key)
+        return True
 
     def drain(self) -> None:
         """Waits until nothing is under way; what has not begun and is not urgent is taken back."""
@@ -94,13 +99,11 @@ class Loads:
         slot = self._reserve(key, urgent)
         if slot is None:
             return False
+        self._urgent += urgent
         if urgent:
-            self.counts.loads += 1
+            self._count_load(key, urgent)
         else:
-            self.counts.speculative_loads += 1
-            self._unused_prefetches.add(key)
-        if key.bits < self._high_bits:
-            self.counts.low_loads += 1
+            self._lent[key] = None
         self.link.submit(Load(key, slot, urgent))
         return True
 
@@ -111,10 +114,27 @@ class Loads:
         return prefetched
 
     def recall(self) -> None:
-        """Takes idle speculation back from the link; its slots are free again."""
-        if not self.link.is_idle():
-            for load in self.link.recall():
-                self._abandon(load.key)
+        """Takes prefetches that have not begun back from the link, as if they had not been asked for. Before anybody
+        asks what is here: then it is known who has left for the others."""
+        if not self._lent:
+            return
+        for load in self.link.recall():
+            self.cache.give_back(load.key)
+            self._lent.pop(load.key)
+        for key in list(self._lent):
+            self._begun(key)
+
+    def _begun(self, key: ExpertKey) -> None:
+        """A prefetch has: it is counted, and who had to leave for it is gone."""
+        del self._lent[key]
+        self.cache.take(key)
+        self._unused_prefetches.add(key)
+        self._count_load(key, urgent=False)
+
+    def _count_load(self, key: ExpertKey, urgent: bool) -> None:
+        self.counts.loads += urgent
+        self.counts.speculative_loads += not urgent
+        self.counts.low_loads += key.bits < self._high_bits
 
     def collect(self) -> None:
         """Notes what has finished meanwhile. A load that failed here belongs to nobody any more (a prefetch, one in the
@@ -126,8 +146,11 @@ class Loads:
     def settle(self, finished: Finished) -> None:
         """Notes the end of a load that the link has told of; the slot of one that failed is free again."""
         load = finished.load
+        self._urgent -= load.urgent
         if load.background:
             self._background.remove(load.key)
+        elif load.key in self._lent:
+            self._begun(load.key)
         if finished.error is not None:
             self._abandon(load.key)
             return
@@ -138,13 +161,13 @@ class Loads:
                 self._untold.append((load.key, slot))
 
     def _reserve(self, key: ExpertKey, urgent: bool) -> int | None:
-        """`Pools.reserve`, but before anything leaves the background gives up what it has not begun."""
+        """A slot for an absent key; before anything leaves for it the background gives up what it has not begun."""
         pool = self.cache.pool(key)
         if self._background and not self.cache.free(pool):
             for other in self._background.least_wanted(pool):
                 if self.withdraw(other):
                     break
-        return self.cache.reserve(key, urgent)
+        return self.cache.reserve(key) if urgent else self.cache.lend(key)
 
     def withdraw(self, key: ExpertKey) -> bool:
         """Takes a background load back that has not begun: the key is absent again."""

@@ -76,9 +76,19 @@ class Pools:
     def unpin(self, key: ExpertKey) -> None:
         self._cache(key).unpin(key)
 
-    def reserve(self, key: ExpertKey, urgent: bool = True) -> int | None:
+    def reserve(self, key: ExpertKey) -> int | None:
         """As `ExpertCache.reserve`, in the pool that the key belongs to."""
-        return self._cache(key).reserve(key, self._protected, urgent)
+        return self._cache(key).reserve(key, self._protected)
+
+    def lend(self, key: ExpertKey) -> int | None:
+        """As `ExpertCache.lend`, in the pool that the key belongs to."""
+        return self._cache(key).lend(key, self._protected)
+
+    def take(self, key: ExpertKey) -> None:
+        self._cache(key).take(key)
+
+    def give_back(self, key: ExpertKey) -> None:
+        self._cache(key).give_back(key)
 
     def arrived(self, key: ExpertKey) -> int:
         return self._cache(key).arrived(key)

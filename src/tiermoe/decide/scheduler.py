@@ -25,8 +25,9 @@ class Scheduler:
     """One model's layers under one composition.
 
     together: a layer computes when all its loads are there. whole_layer: every expert of a layer is fetched, routed or
-    not; `experts` is how many each layer has. proceed: a layer runs with the experts that were predicted, where any
-    were (CORM's misprediction). elsewhere: in decode, how many of a layer's misses are computed elsewhere and not
+    not; `experts` is how many each layer has. proceed: a decoding layer that was predicted leaves out the experts that
+    were not, as far as they are not here (CORM's misprediction); where nothing was predicted for it in its pass, or
+    none of its experts, all come. elsewhere: in decode, how many of a layer's misses are computed elsewhere and not
     loaded (HOBBIT, section 4, cooperative computing). settles: what has come stays, in the one precision there is, and
     nothing is predicted: where all that a token chose has come there is nothing to decide. trial: says which decode
     passes prefetch, by what they take from `begin_pass` to the end of the last layer; None: all do, as prefills always
@@ -52,6 +53,7 @@ class Scheduler:
     uses: Uses = field(init=False)
     discarded: Counts = field(default_factory=Counts)
     _before_pass: Counts = field(default_factory=Counts)
+    _predicted: dict[int, set[int]] = field(default_factory=dict)  # layer → experts, in the running pass
     _pass_tokens: int = 0
     _began: float | None = None  # when the running pass did, where the trial is told
     _waited: float = 0.0  # by then, for experts
@@ -93,6 +95,7 @@ class Scheduler:
         self.controller.tell(_TOLD_A_PASS)
         self._before_pass = self.controller.counts.copy()
         self._pass_tokens = tokens
+        self._predicted.clear()
         self.clock.advance(tokens)
         self._begin_timing(phase)
         self._prefetch(first - 1, forecasts)
@@ -144,21 +147,26 @@ class Scheduler:
         return demands
 
     def _as_predicted(self, layer: int, demands: list[Demand]) -> list[Demand]:
-        """Where at least one demanded expert is here or on its way, the others are skipped."""
+        """Of a layer that was predicted, experts that were not and are not here are skipped, but never all."""
+        predicted = self._predicted.get(layer)
+        if predicted is None:
+            return demands
+        self.controller.recall()
         cache = self.controller.cache
 
-        def there(demand: Demand) -> bool:
+        def runs(demand: Demand) -> bool:
             place = (layer, demand.expert, demand.bits)
-            return cache.find(*place) is not None or cache.arriving(*place) is not None
+            return demand.expert in predicted or bool(cache.find(*place) or cache.arriving(*place))
 
-        if not any(there(demand) for demand in demands):
+        if not any(map(runs, demands)):
             return demands
-        return [demand if there(demand) else Demand(demand.expert, demand.tokens, 0) for demand in demands]
+        return [demand if runs(demand) else Demand(demand.expert, demand.tokens, 0) for demand in demands]
 
     def _prefetch(self, layer: int, forecasts: Forecasts) -> None:
         if self.trial is not None and self._began is not None and not self.trial.on:
             return
         cache, precision = self.controller.cache, self.precision
+        named: list[ExpertKey] = []
 
         def bits_of(target: int, expert: int) -> int:
             ranked = forecasts.ranked(target) if precision.reads_forecasts else ()
@@ -173,6 +181,9 @@ class Scheduler:
             for wanted in self.prediction.candidates(layer, forecasts, here):
                 bits = bits_of(wanted.layer, wanted.expert)
                 if bits:
-                    yield ExpertKey(wanted.layer, wanted.expert, bits)
+                    named.append(ExpertKey(wanted.layer, wanted.expert, bits))
+                    yield named[-1]
 
-        self.controller.prefetch(keys(), self.mask)
+        if self.controller.prefetch(keys(), self.mask) and self.proceed:
+            for key in named:
+                self._predicted.setdefault(key.layer, set()).add(key.expert)

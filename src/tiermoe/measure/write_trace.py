@@ -18,6 +18,7 @@ from tiermoe.measure.measure_times import measure_times
 from tiermoe.measure.recorder import DISTANCES, Recorder
 from tiermoe.measure.sequences import Cut
 from tiermoe.model.prepare_store import Progress
+from tiermoe.store.layout import expert_format
 from tiermoe.store.neurons import neuron_format, record_place
 from tiermoe.store.store import Store, precision_key
 from tiermoe.trace.file import TraceWriter
@@ -37,12 +38,16 @@ def header_of(
     neuron unit cannot take."""
     engine = engine_of(model)
     store, plan = engine.store, engine.plan
+    layout = machine_layout(str(engine.device))
+    slots = slot_bytes(store, engine.settings.quantizer, layout)
     return Header(
         model=store.source.name,
         fingerprint=store.source.fingerprint,
         experts=[layer.experts for layer in store.layers],
         top_k=[layer.top_k for layer in store.layers],
-        expert_bytes=expert_bytes(store, engine.settings.quantizer, machine_layout(str(engine.device))),
+        expert_bytes=expert_bytes(store, engine.settings.quantizer, layout),
+        slot_bytes=slots,
+        copied_bytes=slots,  # a copy to a GPU fills the slot
         times=times,
         holds=holds,
         forecast_distances=distances,
@@ -53,13 +58,19 @@ def header_of(
     )
 
 
-def neuron_sizes(store: Store, settings: Settings, dtype: torch.dtype) -> dict[str, int]:
-    """`head_bytes`, `neuron_bytes` and `neurons` of a header: of the first MoE layer (all are of one shape), as the
-    neuron unit stores it in the settings' bits, in 4 where there is no such unit of them."""
-    bits = settings.bits if settings.bits in (4, 2) else 4
-    form = neuron_format(store.layers[0], bits, dtype, machine_layout("cpu"), settings.quantizer)
-    place = record_place(form)
-    return {"head_bytes": place.stored_at, "neuron_bytes": place.record_bytes, "neurons": place.neurons}
+def neuron_sizes(store: Store, settings: Settings, dtype: torch.dtype) -> dict[str, Any]:
+    """`head_bytes`, `neuron_bytes`, `neurons` and `neuron_slot_bytes` of a header: of the first MoE layer (all are of
+    one shape), as the neuron unit stores it in the settings' bits, in 4 where there is no such unit of them."""
+    forms = {
+        bits: neuron_format(store.layers[0], bits, dtype, machine_layout("cpu"), settings.quantizer) for bits in (4, 2)
+    }
+    place = record_place(forms.get(settings.bits, forms[4]))
+    return {
+        "head_bytes": place.stored_at,
+        "neuron_bytes": place.record_bytes,
+        "neurons": place.neurons,
+        "neuron_slot_bytes": {bits: form.slot.nbytes for bits, form in forms.items()},
+    }
 
 
 def expert_bytes(store: Store, quantizer: str, layout: str) -> dict[int, list[int]]:
@@ -70,6 +81,14 @@ def expert_bytes(store: Store, quantizer: str, layout: str) -> dict[int, list[in
         if packed is not None:
             found[bits] = [max(extent.nbytes for extent in layer.extents) for layer in packed.layers]
     return found
+
+
+def slot_bytes(store: Store, quantizer: str, layout: str) -> dict[int, list[int]]:
+    """Bits → bytes of the slot that an expert of each layer takes, of every precision: it is a matter of shapes."""
+    return {
+        bits: [expert_format(layer, bits, store.dtype, layout, quantizer).slot.nbytes for layer in store.layers]
+        for bits in BITS
+    }
 
 
 def write_trace(

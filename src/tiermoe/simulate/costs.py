@@ -5,6 +5,7 @@ machine at hand is better than any of them."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiermoe.config import parse_size
@@ -15,14 +16,16 @@ from tiermoe.types import ExpertKey
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Bytes and seconds of one model on one machine."""
+    """Bytes and seconds of one model on one machine. copies: its link moves copies to a GPU, not stored bytes."""
 
     header: Header
     times: Times
+    copies: bool = False
 
     def nbytes(self, key: ExpertKey) -> int:
-        """Bytes of an expert. A precision that the trace has no size for is taken in proportion from the nearest."""
-        return expert_bytes(self.header, key.layer, key.bits)
+        """Bytes that a load moves. A precision that the trace has no size for is taken in proportion from the
+        nearest."""
+        return (copied_bytes if self.copies else expert_bytes)(self.header, key.layer, key.bits)
 
     def dense_s(self, phase: str, tokens: int) -> float:
         """Seconds of everything but experts in a pass over `tokens` tokens."""
@@ -37,11 +40,29 @@ class Costs:
 
 
 def expert_bytes(header: Header, layer: int, bits: int) -> int:
-    """Bytes of one expert of `layer`, see `Costs.nbytes`."""
-    if bits in header.expert_bytes:
-        return header.expert_bytes[bits][layer]
-    nearest = min(header.expert_bytes, key=lambda known: (abs(known - bits), known))
-    return header.expert_bytes[nearest][layer] * bits // nearest
+    """Stored bytes of one expert of `layer`, see `Costs.nbytes`."""
+    return _sized(header.expert_bytes, layer, bits)
+
+
+def copied_bytes(header: Header, layer: int, bits: int) -> int:
+    """Bytes that a copy of one expert of `layer` to a GPU moves; its stored bytes where the trace has no others."""
+    return _sized(header.copied_bytes or header.expert_bytes, layer, bits)
+
+
+def slot_sizes(header: Header, precisions: Iterable[int], unit: str = "expert") -> dict[int, int]:
+    """Bits → bytes of a slot, as the engine's plan has them: of the layer that takes most. Stored bytes where the trace
+    has no others. unit: 'expert' or 'neuron'."""
+    known = header.slot_bytes or header.expert_bytes
+    own = header.neuron_slot_bytes if unit == "neuron" else {}
+    layers = range(len(header.experts))
+    return {bits: own.get(bits) or max(_sized(known, layer, bits) for layer in layers) for bits in precisions}
+
+
+def _sized(known: Mapping[int, Sequence[int]], layer: int, bits: int) -> int:
+    if bits in known:
+        return known[bits][layer]
+    nearest = min(known, key=lambda other: (abs(other - bits), other))
+    return known[nearest][layer] * bits // nearest
 
 
 def run_bits(header: Header) -> int:
@@ -70,21 +91,23 @@ def _nearest(times: dict[int, float], bits: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A link: `bandwidth` in bytes per second, `latency` in seconds before a transfer's first byte."""
+    """A link: `bandwidth` in bytes per second, `latency` in seconds before a transfer's first byte. copies: it moves
+    what a slot on a GPU holds, else what a store does."""
 
     name: str
     bandwidth: float
     latency: float
     source: str
+    copies: bool = False
 
 
 MACHINES: dict[str, Machine] = {
     machine.name: machine
     for machine in (
         # PCIe: 80 % of the nominal rate, which is about what pinned copies reach; 10 us for a copy's start
-        Machine("pcie1", 3.2e9, 1e-5, "PCIe 1.0 x16, 4 GB/s nominal (Fate, low-end PC), taken at 80 %"),
-        Machine("pcie3", 12.8e9, 1e-5, "PCIe 3.0 x16, 16 GB/s nominal (Fate, high-end PC), taken at 80 %"),
-        Machine("pcie4", 25.6e9, 1e-5, "PCIe 4.0 x16, 32 GB/s nominal (HOBBIT, CORM), taken at 80 %"),
+        Machine("pcie1", 3.2e9, 1e-5, "PCIe 1.0 x16, 4 GB/s nominal (Fate, low-end PC), taken at 80 %", True),
+        Machine("pcie3", 12.8e9, 1e-5, "PCIe 3.0 x16, 16 GB/s nominal (Fate, high-end PC), taken at 80 %", True),
+        Machine("pcie4", 25.6e9, 1e-5, "PCIe 4.0 x16, 32 GB/s nominal (HOBBIT, CORM), taken at 80 %", True),
         Machine("nvme", 3.0e9, 1e-4, "Samsung 980 PRO, 7 GB/s nominal, 'around 3,000 MB/s in practice' (HOBBIT)"),
         Machine("sata", 5.2e8, 1e-4, "Samsung 860 EVO, 550 MB/s nominal (EdgeMoE, Jetson TX2), taken at 95 %"),
         Machine("sdcard", 4.0e7, 1e-3, "SanDisk Ultra (EdgeMoE) in a Raspberry Pi 4B: 50 MB/s nominal, at 80 %"),

@@ -12,7 +12,7 @@ from tiermoe.decide.composition import Composition
 from tiermoe.decide.counts import Counts
 from tiermoe.decide.eviction import EVICTIONS
 from tiermoe.decide.phase_costs import PhaseCosts
-from tiermoe.simulate.costs import expert_bytes, run_bits
+from tiermoe.simulate.costs import expert_bytes, run_bits, slot_sizes
 from tiermoe.simulate.link import InstantLink
 from tiermoe.simulate.result import headline
 from tiermoe.simulate.steps import Future, Recorded, steps_of
@@ -49,7 +49,7 @@ def compare_evictions(
     of 'weighted' are equal ones where none are given."""
     header = trace.header
     bits = run_bits(header)
-    unit = max(expert_bytes(header, layer, bits) for layer in range(len(header.experts)))
+    unit = slot_sizes(header, [bits])[bits]
     experts = sum(header.experts)
     rows = []
     for cache in caches:

@@ -10,7 +10,6 @@ from tiermoe.config import CacheSize
 from tiermoe.decide.compose import (
     Foresight,
     ModelShape,
-    PrecisionSlots,
     assemble,
     cache_bytes,
     divide,
@@ -22,7 +21,7 @@ from tiermoe.decide.composition import Composition
 from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.decide.profiles import Profile
 from tiermoe.errors import TraceError
-from tiermoe.simulate.costs import Costs, expert_bytes, run_bits
+from tiermoe.simulate.costs import Costs, run_bits, slot_sizes
 from tiermoe.simulate.evictions import hits_of
 from tiermoe.simulate.link import VirtualClock, VirtualLink
 from tiermoe.simulate.needs import require, require_calibration
@@ -37,8 +36,8 @@ from tiermoe.types import ExpertKey
 class ReplaySettings:
     """The machine and what is given beside the trace. `bandwidth` in bytes per second, `latency` in seconds, `lanes`
     transfers at once, `wake` seconds until whoever waits for one goes on after its end. `bits`: of the experts, None
-    those that the traced model ran in. `times`: None takes the trace's own. `slots`: None divides `cache` as the engine
-    does."""
+    those that the traced model ran in. `times`: None takes the trace's own. `copies`: the link moves copies to a GPU
+    (`Header.copied_bytes`), not what a drive stores."""
 
     cache: CacheSize
     bandwidth: float
@@ -47,9 +46,9 @@ class ReplaySettings:
     bits: int | None = None
     times: Times | None = None
     profile: Profile | None = None
-    slots: tuple[PrecisionSlots, ...] | None = None
     seed: int = 0
     wake: float = 0.0
+    copies: bool = False
 
 
 def replay(
@@ -65,10 +64,10 @@ def replay(
     times = settings.times or header.times
     if times is None:
         raise TraceError(f"the trace of {header.model} holds no computing times; give them with --compute 20ms")
-    run = _Run(trace, composition, settings, Costs(header, times))
+    run = _Run(trace, composition, settings, Costs(header, times, settings.copies))
     for number, step in enumerate(run.steps):
         run.step(number, step)
-    unit = max(expert_bytes(header, layer, run.bits) for layer in range(len(header.experts)))
+    unit = slot_sizes(header, [run.bits], composition.unit)[run.bits]
     best = (belady or BeladyHits(trace)).of(max(run.nbytes // unit, 1), run.bits)
     fraction = run.nbytes / (unit * sum(header.experts))
     return Result.of(composition, fraction, run.slots, run.phases, best, settings.bandwidth, run.prefetching)
@@ -115,15 +114,13 @@ class _Run:
         self.steps = steps_of(trace, composition)
         self.phases = {"prefill": PhaseCosts(), "decode": PhaseCosts()}
         self.bits = composition.bits or settings.bits or run_bits(header)
-        layers = range(len(header.experts))
-        loaded = precisions(composition, self.bits, found.bits)
-        sizes = {bits: max(expert_bytes(header, layer, bits) for layer in layers) for bits in loaded}
+        sizes = slot_sizes(header, precisions(composition, self.bits, found.bits), composition.unit)
         self.nbytes = cache_bytes(composition, settings.cache, shape_of(header), sizes)
-        self.slots = settings.slots or divide(self.nbytes, composition, sizes, found.bits.values(), sum(header.experts))
+        self.slots = divide(self.nbytes, composition, sizes, found.bits.values(), sum(header.experts))
         self._costs = costs
         self._future = Future(self.steps, len(header.experts))
         self._clock = VirtualClock()
-        self._neurons = NeuronLoads(trace, costs, composition.upper_limit) if composition.unit == "neuron" else None
+        self._neurons = NeuronLoads(trace, costs, composition) if composition.unit == "neuron" else None
         nbytes_of = self._neurons.load if self._neurons else costs.nbytes
         self._link = VirtualLink(
             self._clock, settings.bandwidth, nbytes_of, settings.latency, settings.lanes, settings.wake
@@ -153,6 +150,8 @@ class _Run:
         for layer in running:
             self._clock.compute(self._costs.dense_s(step.phase, step.size) / len(running))
             self._future.at(layer)
+            if self._neurons:
+                self._neurons.at(layer)
             forecasts.layer = layer
             self._layer(step, layer, forecasts)
         used = self._meter().since(before)

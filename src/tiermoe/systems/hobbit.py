@@ -9,7 +9,7 @@ from tiermoe.config import CacheSize
 from tiermoe.decide.compose import ModelShape, assemble, cache_bytes, divide
 from tiermoe.decide.composition import Composition
 from tiermoe.decide.precision import thresholds, unimportance
-from tiermoe.simulate.costs import expert_bytes
+from tiermoe.simulate.costs import slot_sizes
 from tiermoe.simulate.link import InstantLink
 from tiermoe.simulate.steps import Recorded, Step, steps_of
 from tiermoe.systems.routings import decode_passes
@@ -124,9 +124,7 @@ class _Penalty:
         self._composition = replace(composition, prefetch="none")
         self._bits = bits
         self._shape = ModelShape(header.experts, header.top_k, header.encoder_layers)
-        layers = range(len(header.experts))
-        wanted = sorted({bits, composition["low_bits"]})
-        sizes = {value: max(expert_bytes(header, layer, value) for layer in layers) for value in wanted}
+        sizes = slot_sizes(header, sorted({bits, composition["low_bits"]}))
         nbytes = cache_bytes(composition, CacheSize(fraction=cache), self._shape, sizes)
         self._slots = divide(nbytes, composition, sizes, (), sum(header.experts))
 

@@ -18,6 +18,7 @@ FORMAT = "tiermoe-trace"
 _COMMAND = "tiermoe trace MODEL --text FILE --out TRACE"
 _AGAIN = f"make it again with {_COMMAND}"
 _GZIP = b"\x1f\x8b"
+_LATER = ("slot_bytes", "copied_bytes", "neuron_slot_bytes")  # files of earlier versions of tiermoe lack them
 
 
 class TraceWriter:
@@ -131,11 +132,13 @@ def _header_to_json(header: Header) -> dict[str, Any]:
         "dense_bytes": header.dense_bytes,
         "encoder_layers": header.encoder_layers,
         "made_from": header.made_from,
+        **{name: getattr(header, name) for name in _LATER},
     }
 
 
 def _header_from_json(document: dict[str, Any]) -> Header:
-    values = {name: document[name] for name in Header.__slots__}
+    values = {name: document[name] for name in Header.__slots__ if name not in _LATER}
+    values |= {name: _by_number(document.get(name, {})) for name in _LATER}
     if len(values["experts"]) != len(values["top_k"]):
         raise ValueError(f"{len(values['experts'])} layers of experts and {len(values['top_k'])} of top_k")
     unknown = set(values["holds"]) - set(HOLDS)

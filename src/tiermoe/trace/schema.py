@@ -64,10 +64,12 @@ class Times:
 @dataclass(frozen=True, slots=True)
 class Header:
     """What a trace was made from and holds. `experts`, `top_k`: per layer. `expert_bytes`: bits → bytes of one expert
-    per layer. `times`: None where none were measured. `holds`: of `HOLDS`. `forecast_distances`: layers ahead.
-    `head_bytes`, `neuron_bytes`, `neurons`: bytes of W1, of one neuron's rows, and neurons of an expert (0 where
-    unknown). `dense_bytes`: of all that is no expert (0 where unknown). `encoder_layers`: how many of the MoE layers
-    are an encoder's, the first ones. `made_from`: for people."""
+    per layer as it is stored, and read from a drive; `slot_bytes`: that it takes in memory; `copied_bytes`: that a copy
+    to a GPU moves (of both, none: as many as stored). `times`: None where none were measured. `holds`: of `HOLDS`.
+    `forecast_distances`: layers ahead. `head_bytes`, `neuron_bytes`, `neurons`: bytes of W1, of one neuron's rows, and
+    neurons of an expert (0 where unknown). `neuron_slot_bytes`: bits → bytes of a slot of the neuron unit (none: as of
+    whole experts). `dense_bytes`: of all that is no expert (0 where unknown). `encoder_layers`: how many of the MoE
+    layers are an encoder's, the first ones. `made_from`: for people."""
 
     model: str
     fingerprint: str
@@ -83,6 +85,9 @@ class Header:
     dense_bytes: int = 0
     encoder_layers: int = 0
     made_from: dict[str, str | int | float] = field(default_factory=dict)
+    slot_bytes: dict[int, list[int]] = field(default_factory=dict)
+    copied_bytes: dict[int, list[int]] = field(default_factory=dict)
+    neuron_slot_bytes: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
