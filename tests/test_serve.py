@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,63 +14,13 @@ import anthropic
 import httpx
 import openai
 import pytest
-import torch
-import uvicorn
 
-import tiermoe
 from commands import Command
-from tiermoe.generation.sampling import Sampling
+from serving import KEY, Scripted
 from tiermoe.serve.app import LARGEST_BODY, create_app
-from tiermoe.serve.batcher import Batcher, Piece, Request
-from tiermoe.serve.grammar import Grammars
-from tiermoe.serve.metrics import Metrics
 from tiermoe.serve.served import Served
-from tiermoe.serve.worker import Worker
-from tiny import write, write_tokenizer
 
-KEY = "secret"
 PROMPT = "once upon a time"
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    directory = write(tmp_path_factory.mktemp("served"), "qwen3_moe", torch.float32)
-    write_tokenizer(directory)
-    model, tokenizer = tiermoe.load(
-        directory, device="cpu", lanes=1, bits=16, dense_bits=16, memory="4GiB", batch=4, context=64
-    )
-    batcher = Batcher(model.tiermoe, tokenizer, set(), 4)
-    metrics = Metrics(model.tiermoe, batcher)
-    worker = Worker(batcher, 8, metrics.ended)
-    yield Served(
-        "tiny", tokenizer, worker, metrics, model.tiermoe, Sampling(max_tokens=16), 1, Grammars(tokenizer, 128, set())
-    )
-    worker.close(1)
-    model.tiermoe.close()
-
-
-@pytest.fixture(scope="module")
-def address(served: Served) -> Iterator[str]:
-    server = uvicorn.Server(uvicorn.Config(create_app(served, KEY), port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
-
-
-@pytest.fixture(scope="module")
-def client(address: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def http(address: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=address, headers={"Authorization": f"Bearer {KEY}"}) as client:
-        yield client
 
 
 def greedy(client: openai.OpenAI, **more: Any) -> Any:
@@ -265,19 +214,6 @@ def test_messages_that_are_refused(claude: anthropic.Anthropic, change: dict[str
     body: Any = refused.value.body
     assert body["type"] == "error"
     assert why in body["error"]["message"]
-
-
-class Scripted:
-    """A worker whose answers are given."""
-
-    def __init__(self, served: Served, text: str) -> None:
-        self.batcher, self.asked, self._text = served.worker.batcher, list[Request](), text
-
-    async def answer(self, request: Request) -> AsyncIterator[Piece]:
-        self.asked.append(request)
-        for letter in self._text:
-            yield Piece(1, letter, (1,))
-        yield Piece(1, "", (2,), finish="stop")
 
 
 TEMPLATE = (

@@ -13,8 +13,9 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from tiermoe.serve import anthropic, openai
+from tiermoe.serve import anthropic, openai, responses
 from tiermoe.serve.errors import Refused
+from tiermoe.serve.openai_answers import error_body
 from tiermoe.serve.openai_fields import Message
 from tiermoe.serve.served import Served
 
@@ -46,6 +47,7 @@ def create_app(served: Served, key: str | None = None) -> FastAPI:
     _guards(app, key)
     _state(app, served)
     openai.routes(app, served)
+    responses.routes(app, served)
     anthropic.routes(app, served)
     return app
 
@@ -58,7 +60,7 @@ def _errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: HttpRequest, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
+        first = max(error.errors(), key=lambda each: len(each["loc"]))  # of a choice of shapes, the one that came closest
         place = [str(part) for part in first["loc"][1:]]
         param = ".".join(place) or None
         return await refused(request, Refused(400, f"{param or 'body'}: {first['msg']}", place[0] if place else None))
@@ -134,4 +136,4 @@ def _body(request: HttpRequest, error: Refused) -> dict[str, Any]:
     """The error in the shape of the dialect that was spoken."""
     if request.url.path.startswith(anthropic.PATH):
         return anthropic.error_body(error)
-    return openai.error_body(error)
+    return error_body(error)
