@@ -6,18 +6,18 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
+import torch
 
 from commands import Command
 from serving import KEY, Scripted
 from tiermoe.serve.app import LARGEST_BODY, create_app
+from tiermoe.serve.grammar import Grammar
 from tiermoe.serve.served import Served
 
 PROMPT = "once upon a time"
@@ -162,60 +162,6 @@ def test_a_client_that_leaves_frees_its_row(http: httpx.Client, served: Served) 
     assert not served.worker.busy
 
 
-@pytest.fixture(scope="module")
-def claude(address: str) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=address, api_key=KEY, max_retries=0) as client:
-        yield client
-
-
-MESSAGES: dict[str, Any] = {
-    "model": "tiny", "system": [{"type": "text", "text": "be brief"}], "max_tokens": 6,
-    "extra_body": {"temperature": 0},
-    "messages": [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}],
-}  # fmt: skip
-
-
-def test_a_message(claude: anthropic.Anthropic, client: openai.OpenAI) -> None:
-    answer = claude.messages.create(**MESSAGES)
-    chat = client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "system", "content": "be brief"}, {"role": "user", "content": PROMPT}],
-        temperature=0,
-        max_tokens=6,
-    )
-    assert answer.content[0].text == chat.choices[0].message.content
-    assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 6)
-    counted = claude.messages.count_tokens(**{name: MESSAGES[name] for name in ("model", "system", "messages")})
-    assert counted.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
-
-
-def test_a_streamed_message(claude: anthropic.Anthropic) -> None:
-    whole = claude.messages.create(**MESSAGES)
-    with claude.messages.stream(**MESSAGES) as stream:
-        assert "".join(stream.text_stream) == whole.content[0].text
-        assert stream.get_final_message().stop_reason == "max_tokens"
-    stop = whole.content[0].text[2:4]
-    stopped = claude.messages.create(**MESSAGES, stop_sequences=["never", stop])
-    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stop)
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"tools": [{"name": "a", "input_schema": {}}]}, "tools"),
-        ({"model": "other"}, "this server has 'tiny'"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "user"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-    ],
-)
-def test_messages_that_are_refused(claude: anthropic.Anthropic, change: dict[str, Any], why: str) -> None:
-    with pytest.raises(anthropic.APIStatusError) as refused:
-        claude.messages.create(**{**MESSAGES, **change})
-    body: Any = refused.value.body
-    assert body["type"] == "error"
-    assert why in body["error"]["message"]
-
-
 TEMPLATE = (
     "{% for tool in tools or [] %}<tool_call>{{ tool.function.name }}{% endfor %}{% for m in messages %}{{ m.role }}:"
     "{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.arguments.city }}{% endfor %}{% endfor %}"
@@ -253,6 +199,43 @@ def test_tools_are_called(served: Served, monkeypatch: pytest.MonkeyPatch) -> No
     assert prompts[0].startswith("<tool_call>weather")
     assert prompts[2].endswith("Let me look.Bonntool:sun")
     assert (again.finish_reason, again.message.content) == ("stop", "Let me look." + CALL)  # none may be called
+
+
+def followed(served: Served, grammar: Grammar, text: str) -> bool:
+    """Whether a grammar lets a text pass, to its end."""
+    for token in served.tokenizer(text, add_special_tokens=False).input_ids:
+        if grammar.restrict(torch.zeros(128))[token] != 0:
+            return False
+        grammar.accept(token)
+    return grammar.ended
+
+
+NAMED: Any = {"type": "function", "function": {"name": "other"}}
+
+
+@pytest.mark.parametrize(("choice", "names"), [("required", ("weather", "other")), (NAMED, ("other",))])
+def test_a_call_is_forced(served: Served, monkeypatch: pytest.MonkeyPatch, choice: Any, names: tuple[str, ...]) -> None:
+    monkeypatch.setattr(served.tokenizer, "chat_template", TEMPLATE + "<think>{% if 0 %}</think>{% endif %}")
+    scripted: Any = Scripted(served, "look</think>" + CALL)
+    app = create_app(replace(served, worker=scripted))
+
+    async def asked(choice: Any) -> Any:
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
+        async with openai.AsyncOpenAI(base_url="http://test/v1", api_key="any", http_client=http) as client:
+            messages: Any = [{"role": "user", "content": "how is it in Bonn"}]
+            return await client.chat.completions.create(
+                model="tiny", messages=messages, tools=[TOOL, NAMED], tool_choice=choice
+            )
+
+    answer = asyncio.run(asked(choice)).choices[0]
+    assert (answer.message.reasoning_content, answer.finish_reason) == ("look", "tool_calls")
+    grammar = scripted.asked[-1].grammar
+    for name in ("weather", "other", "third"):
+        text = 'well</think>\n<tool_call>{"name":"NAME","arguments":{}}</tool_call>'.replace("NAME", name)
+        assert followed(served, grammar(), text) is (name in names)
+    assert not followed(served, grammar(), "well</think>hello")
+    with pytest.raises(openai.BadRequestError, match="not among the tools"):
+        asyncio.run(asked({"type": "function", "function": {"name": "third"}}))
 
 
 REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str]] = [

@@ -60,7 +60,8 @@ def _errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: HttpRequest, error: RequestValidationError) -> JSONResponse:
-        first = max(error.errors(), key=lambda each: len(each["loc"]))  # of a choice of shapes, the one that came closest
+        # of a choice of shapes, the one that came closest
+        first = max(error.errors(), key=lambda each: len(each["loc"]))
         place = [str(part) for part in first["loc"][1:]]
         param = ".".join(place) or None
         return await refused(request, Refused(400, f"{param or 'body'}: {first['msg']}", place[0] if place else None))
