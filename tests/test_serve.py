@@ -16,6 +16,8 @@ import torch
 
 from commands import Command
 from serving import KEY, Scripted
+from tiermoe.batch import Batch
+from tiermoe.batch import prompt as row
 from tiermoe.serve.app import LARGEST_BODY, create_app
 from tiermoe.serve.grammar import Grammar
 from tiermoe.serve.served import Served
@@ -104,6 +106,38 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
     )
     entries = chat.choices[0].logprobs.content
     assert [len(entry.top_logprobs) for entry in entries] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tokens", [0, 1, 3])
+def test_a_prompt_is_scored(client: openai.OpenAI, served: Served, tokens: int, stream: bool) -> None:
+    """What lm-eval's `local-completions` asks for, by token ids. The oracle: a step of the engine by itself."""
+    prompts = [[5, 6, 7, 8, 9, 30], [40, 41, 42]]
+    asked: dict[str, Any] = {"prompt": prompts, "echo": True, "logprobs": 2, "max_tokens": tokens, "seed": 1234}
+    usage: Any = {"include_usage": True} if stream else None
+    answer = greedy(client, stream=stream, stream_options=usage, **asked)
+    chunks = list(answer) if stream else [answer]
+    assert chunks[-1].usage.completion_tokens == 2 * tokens
+    for index, prompt in enumerate(prompts):
+        told = [c for chunk in chunks for c in chunk.choices if c.index == index and c.logprobs]
+        scores, tops, names = (
+            [each for c in told for each in getattr(c.logprobs, name)]
+            for name in ("token_logprobs", "top_logprobs", "tokens")
+        )
+        cache = served.engine.new_cache(1)
+        logits = served.engine.step(Batch((row(cache.open(), prompt),)), cache, True)
+        logs = torch.log_softmax(logits.float(), -1)
+        assert (scores[0], tops[0], len(scores)) == (None, None, len(prompt) + tokens)
+        assert scores[1 : len(prompt)] == [float(logs[at, token]) for at, token in enumerate(prompt[1:])]
+        assert [max(top.values()) for top in tops[1 : len(prompt)]] == logs.max(-1).values[:-1].tolist()
+        text = "".join(c.text for chunk in chunks for c in chunk.choices if c.index == index)
+        assert text.startswith(served.tokenizer.decode(prompt))
+        assert names[: len(prompt)] == [served.tokenizer.decode([token]) for token in prompt]
+
+
+def test_echo_without_scores(client: openai.OpenAI) -> None:
+    alone = greedy(client).choices[0].text
+    assert greedy(client, echo=True).choices[0].text == PROMPT + alone
 
 
 SCHEMA = {
@@ -246,6 +280,9 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "temperature", "greater than or equal to 0"),
     ("/v1/completions", {"prompt": "a", "temperature": "hot"}, 400, "temperature", "number"),
     ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix", "not supported"),
+    ("/v1/completions", {"prompt": "a", "min_tokens": 3}, 400, "min_tokens", "not supported"),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "needs echo"),
+    ("/v1/completions", {"prompt": "\ud800"}, 400, "prompt", "surrogate"),
     ("/v1/completions", {"prompt": "a", "logit_bias": {"99999": 1}}, 400, "logit_bias", "no token"),
     ("/v1/completions", {}, 400, "prompt", "required"),
     ("/v1/completions", {"prompt": "a", "response_format": {"type": "json_schema"}}, 400, "response_format", "needs"),
@@ -268,7 +305,7 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
 def test_refusals_name_the_cause(
     http: httpx.Client, path: str, body: dict[str, Any], status: int, param: str | None, why: str
 ) -> None:
-    response = http.post(path, json=body)
+    response = http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (status, param)
     assert why in error["message"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,8 @@ def sampling_of(asked: Common, default: Sampling, most: int) -> Sampling:
         values["top_k"] = 0
     kept = {name: getattr(default, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     wanted = getattr(asked, "max_completion_tokens", None) or asked.max_tokens
-    return Sampling(max_tokens=min(wanted or most, most), **{**kept, **values})
+    wanted = most if wanted is None else max(wanted, 1)
+    return Sampling(max_tokens=min(wanted, most), **{**kept, **values})
 
 
 def requests_of(ids: list[int], asked: Common, sampling: Sampling, more: Mapping[str, Any]) -> list[Request]:
@@ -59,6 +60,8 @@ def routes(app: FastAPI, served: Served) -> None:
     async def complete(asked: CompletionRequest) -> Response | dict[str, Any]:
         check_fields(asked)
         served.check_model(asked.model)
+        if asked.max_tokens == 0 and not asked.echo:
+            raise Refused(400, "max_tokens of 0 needs echo=true: there would be nothing to tell", "max_tokens")
         grammar = grammar_of(served, asked.answer_schema)
         prompts = [Prepared(ids, grammar=grammar) for ids in _prompts(served, asked.prompt)]
         return await _answer(served, asked, prompts, asked.logprobs)
@@ -68,6 +71,7 @@ async def _answer(
     served: Served, asked: Common, prompts: Sequence[Prepared], logprobs: int | None
 ) -> Response | dict[str, Any]:
     chat = isinstance(asked, ChatRequest)
+    echo = isinstance(asked, CompletionRequest) and asked.echo
     requests: list[Request] = []
     readings: dict[int, Reading] = {}
     for each in prompts:
@@ -77,25 +81,35 @@ async def _answer(
             sampling = sampling_of(asked, served.sampling, max(room, 1))
         except ConfigError as error:
             raise Refused(400, str(error)) from error
-        for request in requests_of(each.ids, asked, sampling, {"logprobs": logprobs, "grammar": each.grammar}):
-            readings[len(requests)] = Reading(Logprobs(served.tokenizer, chat), each.reader())
+        more = {"logprobs": logprobs, "grammar": each.grammar, "prompt_logprobs": echo and logprobs is not None}
+        text = served.tokenizer.decode(each.ids, skip_special_tokens=True) if echo else ""
+        for request in requests_of(each.ids, asked, sampling, more):
+            readings[len(requests)] = Reading(Logprobs(served.tokenizer, chat), each.reader(), text)
             requests.append(request)
     if asked.logit_bias is not None:
         served.check_ids(list(asked.logit_bias), "logit_bias")
     answers = together(served.worker, requests)
-    first = await begun(answers)  # what is refused is refused before a stream begins
+    told = with_first(await begun(answers), answers)  # what is refused is refused before a stream begins
+    if asked.max_tokens == 0:
+        told = _prompts_alone(told)
     form, count = shape_of(served.name, chat), sum(len(each.ids) for each in prompts)
     if asked.stream:
         usage = asked.stream_options is not None and asked.stream_options.include_usage
-        events = stream(form, with_first(first, answers), count, readings, usage)
+        events = stream(form, told, count, readings, usage)
         return EventSourceResponse(events, ping=KEEP_ALIVE_S, sep="\n")
     pieces: list[list[Piece]] = [[] for _ in requests]
-    async for index, piece in with_first(first, answers):
+    async for index, piece in told:
         if piece.error is not None:
             raise Refused(500, str(piece.error), kind="server_error")
         pieces[index].append(piece)
     choices = [choice(index, chat, its, readings[index]) for index, its in enumerate(pieces)]
     return form.whole(choices, usage_of(count, [piece for its in pieces for piece in its], readings.values()))
+
+
+async def _prompts_alone(answers: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[tuple[int, Piece]]:
+    """Answers of no tokens: the batch makes one at least, from the logits that the prompt's last token has anyway."""
+    async for index, piece in answers:
+        yield index, replace(piece, text="", tokens=(), logprobs=())
 
 
 def _prompts(served: Served, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:

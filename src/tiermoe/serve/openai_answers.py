@@ -82,11 +82,19 @@ class Logprobs:
         return {
             "tokens": names,
             "token_logprobs": [each.logprob for each in told],
-            "top_logprobs": [{self._name(token): value for token, value in each.top} for each in told],
+            "top_logprobs": [self._top(each) for each in told],
             "text_offset": offsets,
         }
 
-    def _named(self, token: int, value: float) -> dict[str, Any]:
+    def _top(self, each: TokenLogprob) -> dict[str, float] | None:
+        if each.logprob is None:
+            return None
+        found: dict[str, float] = {}
+        for token, value in each.top:
+            found.setdefault(self._name(token), value)  # of tokens that read alike, the likeliest
+        return found
+
+    def _named(self, token: int, value: float | None) -> dict[str, Any]:
         name = self._name(token)
         return {"token": name, "logprob": value, "bytes": list(name.encode())}
 
@@ -97,10 +105,11 @@ class Logprobs:
 
 @dataclass(slots=True)
 class Reading:
-    """One choice, as its pieces come."""
+    """One choice, as its pieces come. echo: the prompt's text, where it is told before the answer's."""
 
     logprobs: Logprobs
     reader: Reader
+    echo: str = ""
     _calls: int = 0
 
     def add(self, piece: Piece) -> tuple[dict[str, Any], str | None]:
@@ -108,7 +117,8 @@ class Reading:
         said = self.reader.add(piece)
         calls = [_call(call, self._calls + index) for index, call in enumerate(said.calls)]
         self._calls += len(calls)
-        parts = {"reasoning_content": said.thought, "content": said.text, "tool_calls": calls}
+        text, self.echo = self.echo + said.text, ""
+        parts = {"reasoning_content": said.thought, "content": text, "tool_calls": calls}
         return {name: part for name, part in parts.items() if part}, said.finish
 
 
@@ -121,7 +131,7 @@ def choice(index: int, chat: bool, pieces: Sequence[Piece], reading: Reading) ->
     """A whole choice."""
     read = [reading.add(piece) for piece in pieces]
     text, thought = ("".join(said.get(name, "") for said, _ in read) for name in ("content", "reasoning_content"))
-    told = reading.logprobs.of([each for piece in pieces for each in piece.logprobs])
+    told = reading.logprobs.of([each for piece in pieces for each in (*piece.prompt, *piece.logprobs)])
     end = {"logprobs": told, "finish_reason": read[-1][1]}
     if not chat:
         return {"index": index, "text": text} | end
@@ -157,7 +167,7 @@ async def stream(
         if piece.error is not None:
             yield json.dumps(error_body(Refused(500, str(piece.error), kind="server_error")))
             return
-        told = readings[index].logprobs.of(piece.logprobs)
+        told = readings[index].logprobs.of((*piece.prompt, *piece.logprobs))
         said, finish = readings[index].add(piece)
         if said or told:
             yield chunk(index, {"delta": said} if shape.chat else {"text": said.get("content", "")}, told)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -32,7 +32,7 @@ class Common(BaseModel):
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
     response_format: ResponseFormat | None = None
     n: int | None = Field(None, ge=1, le=128)
     max_tokens: int | None = Field(None, ge=1)
@@ -168,18 +168,27 @@ def told_of(effort: str | None) -> dict[str, Any]:
 class CompletionRequest(Common):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
+    max_tokens: int | None = Field(None, ge=0)
 
 
 _KEPT = ("tool_call_id", "name", "reasoning_content")
-_HARMLESS = {"best_of": (1,), "echo": (False,)}
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,), "function_call": ("none",), "modalities": (["text"],), "repetition_penalty": (1,),
+}  # fmt: skip
 """Field → values that ask for nothing."""
-REFUSED = ("functions", "suffix", "best_of", "echo", "audio", "modalities", "prediction")
+REFUSED = (
+    "functions", "function_call", "suffix", "best_of", "audio", "modalities", "web_search_options",
+    "repetition_penalty", "stop_token_ids", "min_tokens", "ignore_eos", "use_beam_search", "structured_outputs",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+)  # fmt: skip
+"""Fields of OpenAI's, and of other servers', that would change the answer."""
 
 
 def check_fields(asked: Common) -> None:
     """Refused where a field asks for what this server does not do."""
     for name in REFUSED:
         value = (asked.model_extra or {}).get(name)
-        if not value or value in _HARMLESS.get(name, ()) or (name == "modalities" and value == ["text"]):
+        if not value or value in _HARMLESS.get(name, ()):
             continue
         raise Refused(400, f"{name} is not supported by this server; leave it out", name)
