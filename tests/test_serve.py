@@ -18,8 +18,9 @@ from commands import Command
 from serving import KEY, Scripted
 from tiermoe.batch import Batch
 from tiermoe.batch import prompt as row
-from tiermoe.serve.app import LARGEST_BODY, create_app
+from tiermoe.serve.app import create_app
 from tiermoe.serve.grammar import Grammar
+from tiermoe.serve.guards import LARGEST_BODY
 from tiermoe.serve.served import Served
 
 PROMPT = "once upon a time"
@@ -314,6 +315,9 @@ def test_refusals_name_the_cause(
 def test_broken_and_large_bodies(http: httpx.Client) -> None:
     assert http.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"}).status_code == 400
     assert http.post("/v1/completions", content=b" " * (LARGEST_BODY + 1)).status_code == 413
+    pieces = (b" " * (1 << 20) for _ in range(17))  # in chunks, without a length
+    response = http.post("/v1/completions", content=pieces, headers={"Content-Type": "application/json"})
+    assert (response.status_code, next(pieces, None)) == (413, None)
     assert http.get("/v1/nothing").json()["error"]["message"] == "Not Found"
 
 
@@ -358,7 +362,13 @@ def test_models_tokens_and_metrics(http: httpx.Client, client: openai.OpenAI) ->
     lines = dict(line.rsplit(" ", 1) for line in http.get("/metrics").text.splitlines() if line[0] != "#")
     assert float(lines["tiermoe:generation_tokens_total"]) >= 8
     assert float(lines['tiermoe:request_success_total{finished_reason="length"}']) >= 1
-    assert http.get("/stats").json()["expert_hits"] > 0
+    stats = http.get("/stats").json()
+    assert stats["expert_hits"] > 0
+    assert (stats["rows"], stats["running"], stats["generated_tokens"] >= 8) == (4, 0, True)
+    layers = http.get("/experts").json()["layers"]
+    assert [len(layer["bits"]) for layer in layers] == [8, 8, 8]
+    assert {bits for layer in layers for bits in layer["bits"]} == {16}  # all are in memory
+    assert all(len(layer["uses"]) == len(layer["arriving"]) == 8 for layer in layers)
     assert "/v1/completions" in http.get("/openapi.json").json()["paths"]
 
 

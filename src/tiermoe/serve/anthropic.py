@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Response
+from fastapi import Request as HttpRequest
 from sse_starlette import EventSourceResponse
 
-from tiermoe.serve.answers import KEEP_ALIVE_S, begun, together, with_first
+from tiermoe.serve.answers import KEEP_ALIVE_S, begun, failure, together, whole
 from tiermoe.serve.anthropic_events import Growing
 from tiermoe.serve.anthropic_fields import CountRequest, MessagesRequest
 from tiermoe.serve.batcher import Piece, Request
@@ -38,19 +39,14 @@ def routes(app: FastAPI, served: Served) -> None:
     """Adds the endpoints."""
 
     @app.post(PATH, response_model=None)
-    async def messages(asked: MessagesRequest) -> Response | dict[str, Any]:
+    async def messages(asked: MessagesRequest, http: HttpRequest) -> Response | dict[str, Any]:
         prepared = _prepared(served, asked)
         answers = together(served.worker, [_request(served, asked, prepared)])
-        first = await begun(answers)
-        pieces = with_first(first, answers)
+        pieces = await begun(http, answers)
         growing = Growing(served.name, prepared.reader(), len(prepared.ids))
         if asked.stream:
             return EventSourceResponse(_stream(growing, pieces), ping=KEEP_ALIVE_S, sep="\n")
-        async for _, piece in pieces:
-            if piece.error is not None:
-                raise Refused(500, str(piece.error), kind="server_error")
-            for _ in growing.add(piece):
-                pass
+        await whole(http, pieces, lambda _, piece: list(growing.add(piece)))
         return growing.message
 
     @app.post(f"{PATH}/count_tokens")
@@ -75,7 +71,7 @@ async def _stream(growing: Growing, pieces: AsyncIterator[tuple[int, Piece]]) ->
         yield _sent(event)
     async for _, piece in pieces:
         if piece.error is not None:
-            yield _sent(error_body(Refused(500, str(piece.error))))
+            yield _sent(error_body(failure(piece.error)))
             return
         for event in growing.add(piece):
             yield _sent(event)

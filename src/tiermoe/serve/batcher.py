@@ -92,6 +92,7 @@ class Counts:
     cached_tokens: int = 0
     generated_tokens: int = 0
     steps: int = 0
+    failed: int = 0
 
 
 class Batcher:
@@ -166,18 +167,23 @@ class Batcher:
                     self._leave(row)
 
     def step(self) -> list[Piece]:
-        """Runs the engine once. An error that the engine raises ends the requests of this step, and no other."""
-        self._admit()
+        """Runs the engine once. An error ends the request that it is found at, and no other: where several rows have
+        run together, each runs again by itself."""
+        pieces = list(self._admit())
         read = bool(self._reading) and not (self._read_last and self._answering)
         self._read_last = read
         if read:
-            return list(self._read(self._reading[0]))
-        return list(self._answer()) if self._answering else []
+            return [*pieces, *self._read(self._reading[0])]
+        return [*pieces, *(self._answer(list(self._answering)) if self._answering else ())]
 
-    def _admit(self) -> None:
+    def _admit(self) -> Iterator[Piece]:
         while self._waiting and self.running < self.rows:
             row = self._waiting.popleft()
-            row.slab, row.held = self._slab_for([] if row.request.prompt_logprobs else row.request.ids)
+            try:
+                row.slab, row.held = self._slab_for([] if row.request.prompt_logprobs else row.request.ids)
+            except Exception as error:
+                yield from self._failed([row], error)
+                continue
             row.cached = len(row.held)
             self.counts.cached_tokens += row.cached
             self._reading.append(row)
@@ -235,7 +241,7 @@ class Batcher:
             self._reading.append(row)
             return
         self._answering.append(row)
-        yield self._chosen(row, logits[-1])
+        yield from self._chosen(row, logits[-1])
 
     def _scores(self, request: Request, logits: Tensor, first: int) -> Iterator[TokenLogprob]:
         """Of the tokens of a prompt that follow those from `first` on, by the logits of these."""
@@ -245,21 +251,29 @@ class Batcher:
         for its, token in zip(logits, following, strict=False):
             yield TokenLogprob(token, *log_probabilities(its, token, request.logprobs or 0))
 
-    def _answer(self) -> Iterator[Piece]:
-        """A token of every answer."""
-        rows = list(self._answering)
+    def _answer(self, rows: list[_Row]) -> Iterator[Piece]:
+        """A token of each answer."""
         batch = Batch(tuple(decode(row.slab, len(row.held), row.answer[-1]) for row in rows))
         try:
             logits = self._engine.step(batch, self._cache)
         except Exception as error:
-            yield from self._failed(rows, error)
+            if len(rows) == 1:
+                yield from self._failed(rows, error)
+            for row in rows if len(rows) > 1 else ():  # one of them needs what cannot be had
+                yield from self._answer([row])
             return
         self.counts.steps += 1
         for row, its in zip(rows, logits, strict=True):
             row.held.append(row.answer[-1])
-            yield self._chosen(row, its)
+            yield from self._chosen(row, its)
 
-    def _chosen(self, row: _Row, logits: Tensor) -> Piece:
+    def _chosen(self, row: _Row, logits: Tensor) -> Iterator[Piece]:
+        try:
+            yield self._next(row, logits)
+        except Exception as error:  # a grammar or a tokenizer that fails is no reason for the others to end
+            yield from self._failed([row], error)
+
+    def _next(self, row: _Row, logits: Tensor) -> Piece:
         """The next token of an answer, by the logits of the one before."""
         request = row.request
         told: tuple[TokenLogprob, ...] = ()
@@ -288,6 +302,7 @@ class Batcher:
     def _failed(self, rows: list[_Row], error: Exception) -> Iterator[Piece]:
         for row in rows:
             self.cancel(row.number)
+            self.counts.failed += 1
             yield Piece(row.number, finish="error", error=error, cached=row.cached)
 
     def _leave(self, row: _Row) -> None:

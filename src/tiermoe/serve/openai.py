@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Response
+from fastapi import Request as HttpRequest
 from sse_starlette import EventSourceResponse
 
 from tiermoe.errors import ConfigError
 from tiermoe.generation.sampling import Sampling
-from tiermoe.serve.answers import KEEP_ALIVE_S, begun, together, with_first
+from tiermoe.serve.answers import KEEP_ALIVE_S, begun, together, whole
 from tiermoe.serve.batcher import Piece, Request
 from tiermoe.serve.chats import Chat, Prepared, grammar_of, prepare
 from tiermoe.serve.errors import Refused
@@ -42,7 +43,7 @@ def routes(app: FastAPI, served: Served) -> None:
     """Adds the endpoints."""
 
     @app.post("/v1/chat/completions", response_model=None)
-    async def chat(asked: ChatRequest) -> Response | dict[str, Any]:
+    async def chat(asked: ChatRequest, http: HttpRequest) -> Response | dict[str, Any]:
         check_fields(asked)
         served.check_model(asked.model)
         if asked.top_logprobs is not None and not asked.logprobs:
@@ -54,21 +55,21 @@ def routes(app: FastAPI, served: Served) -> None:
         tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
         prepared = prepare(served, Chat(messages, tools, asked.choice, asked.answer_schema, asked.told))
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-        return await _answer(served, asked, [prepared], logprobs)
+        return await _answer(http, served, asked, [prepared], logprobs)
 
     @app.post("/v1/completions", response_model=None)
-    async def complete(asked: CompletionRequest) -> Response | dict[str, Any]:
+    async def complete(asked: CompletionRequest, http: HttpRequest) -> Response | dict[str, Any]:
         check_fields(asked)
         served.check_model(asked.model)
         if asked.max_tokens == 0 and not asked.echo:
             raise Refused(400, "max_tokens of 0 needs echo=true: there would be nothing to tell", "max_tokens")
         grammar = grammar_of(served, asked.answer_schema)
         prompts = [Prepared(ids, grammar=grammar) for ids in _prompts(served, asked.prompt)]
-        return await _answer(served, asked, prompts, asked.logprobs)
+        return await _answer(http, served, asked, prompts, asked.logprobs)
 
 
 async def _answer(
-    served: Served, asked: Common, prompts: Sequence[Prepared], logprobs: int | None
+    http: HttpRequest, served: Served, asked: Common, prompts: Sequence[Prepared], logprobs: int | None
 ) -> Response | dict[str, Any]:
     chat = isinstance(asked, ChatRequest)
     echo = isinstance(asked, CompletionRequest) and asked.echo
@@ -89,7 +90,7 @@ async def _answer(
     if asked.logit_bias is not None:
         served.check_ids(list(asked.logit_bias), "logit_bias")
     answers = together(served.worker, requests)
-    told = with_first(await begun(answers), answers)  # what is refused is refused before a stream begins
+    told = await begun(http, answers)
     if asked.max_tokens == 0:
         told = _prompts_alone(told)
     form, count = shape_of(served.name, chat), sum(len(each.ids) for each in prompts)
@@ -98,15 +99,12 @@ async def _answer(
         events = stream(form, told, count, readings, usage)
         return EventSourceResponse(events, ping=KEEP_ALIVE_S, sep="\n")
     pieces: list[list[Piece]] = [[] for _ in requests]
-    async for index, piece in told:
-        if piece.error is not None:
-            raise Refused(500, str(piece.error), kind="server_error")
-        pieces[index].append(piece)
+    await whole(http, told, lambda index, piece: pieces[index].append(piece))
     choices = [choice(index, chat, its, readings[index]) for index, its in enumerate(pieces)]
     return form.whole(choices, usage_of(count, [piece for its in pieces for piece in its], readings.values()))
 
 
-async def _prompts_alone(answers: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[tuple[int, Piece]]:
+async def _prompts_alone(answers: AsyncGenerator[tuple[int, Piece]]) -> AsyncGenerator[tuple[int, Piece]]:
     """Answers of no tokens: the batch makes one at least, from the logits that the prompt's last token has anyway."""
     async for index, piece in answers:
         yield index, replace(piece, text="", tokens=(), logprobs=())

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tiermoe.serve.answers import failure
 from tiermoe.serve.batcher import Piece, TokenLogprob
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.reading import Reader
@@ -165,7 +166,7 @@ async def stream(
     async for index, piece in answers:
         pieces.append(piece)
         if piece.error is not None:
-            yield json.dumps(error_body(Refused(500, str(piece.error), kind="server_error")))
+            yield json.dumps(error_body(failure(piece.error)))
             return
         told = readings[index].logprobs.of((*piece.prompt, *piece.logprobs))
         said, finish = readings[index].add(piece)

@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Response
+from fastapi import Request as HttpRequest
 from sse_starlette import EventSourceResponse
 
-from tiermoe.serve.answers import KEEP_ALIVE_S, begun, together, with_first
+from tiermoe.serve.answers import KEEP_ALIVE_S, begun, together, whole
 from tiermoe.serve.batcher import Piece, Request
 from tiermoe.serve.chats import Chat, Prepared, prepare
 from tiermoe.serve.errors import Refused
@@ -26,7 +27,7 @@ def routes(app: FastAPI, served: Served) -> None:
     """Adds the endpoint."""
 
     @app.post("/v1/responses", response_model=None)
-    async def responses(asked: ResponsesRequest) -> Response | dict[str, Any]:
+    async def responses(asked: ResponsesRequest, http: HttpRequest) -> Response | dict[str, Any]:
         asked.check()
         served.check_model(asked.model)
         try:
@@ -35,17 +36,12 @@ def routes(app: FastAPI, served: Served) -> None:
             raise Refused(400, f"the arguments of a function call are no JSON: {error}", "input") from error
         prepared = prepare(served, Chat(messages, asked.functions, asked.choice, asked.answer_schema, asked.told))
         answers = together(served.worker, [_request(served, asked, prepared)])
-        first = await begun(answers)
+        pieces = await begun(http, answers)
         logprobs = Logprobs(served.tokenizer, chat=True)
         growing = Growing(_response(served, asked), prepared.reader(), logprobs, len(prepared.ids))
-        pieces = with_first(first, answers)
         if asked.stream:
             return EventSourceResponse(_stream(growing, pieces), ping=KEEP_ALIVE_S, sep="\n")
-        async for _, piece in pieces:
-            if piece.error is not None:
-                raise Refused(500, str(piece.error), kind="server_error")
-            for _ in growing.add(piece):
-                pass
+        await whole(http, pieces, lambda _, piece: list(growing.add(piece)))
         return growing.response
 
 

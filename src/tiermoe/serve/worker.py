@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import deque
@@ -103,7 +104,8 @@ class Worker:
             return bool(self._orders) or not self.batcher.idle
 
     def close(self, grace_s: float) -> None:
-        """Takes no more requests, gives those that run so many seconds, and ends the thread."""
+        """Takes no more requests, gives those that run so many seconds, tells the rest that the server ends, and ends
+        the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -111,6 +113,11 @@ class Worker:
             self._ended = True
             self._changed.notify_all()
         self._thread.join()
+        while self._orders:
+            self._orders.popleft()()
+        for number in list(self._streams):
+            with contextlib.suppress(RuntimeError):  # the loop that asked has ended before us
+                self._hand_on(Piece(number, finish="error", error=ClosingError("the server has ended")))
 
     def _order(self, order: Callable[[], None]) -> None:
         self._orders.append(order)
