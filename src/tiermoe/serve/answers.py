@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
 
 from fastapi import Request as HttpRequest
 
@@ -12,6 +13,10 @@ from tiermoe.serve.batcher import Piece, Request
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.worker import ClosingError, QueueFullError, Worker
 
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer, whole or as a stream", "content": {"text/event-stream": {}}}
+}
+"""What the documentation tells of an endpoint that streams where it is asked to."""
 KEEP_ALIVE_S = 15
 """Between comments in a stream that has nothing to tell."""
 

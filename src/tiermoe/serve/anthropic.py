@@ -11,7 +11,7 @@ from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
 from sse_starlette import EventSourceResponse
 
-from tiermoe.serve.answers import KEEP_ALIVE_S, begun, failure, together, whole
+from tiermoe.serve.answers import ANSWERS, KEEP_ALIVE_S, begun, failure, together, whole
 from tiermoe.serve.anthropic_events import Growing
 from tiermoe.serve.anthropic_fields import CountRequest, MessagesRequest
 from tiermoe.serve.batcher import Piece, Request
@@ -38,7 +38,7 @@ def error_body(error: Refused) -> dict[str, Any]:
 def routes(app: FastAPI, served: Served) -> None:
     """Adds the endpoints."""
 
-    @app.post(PATH, response_model=None)
+    @app.post(PATH, response_model=None, responses=ANSWERS)
     async def messages(asked: MessagesRequest, http: HttpRequest) -> Response | dict[str, Any]:
         prepared = _prepared(served, asked)
         answers = together(served.worker, [_request(served, asked, prepared)])

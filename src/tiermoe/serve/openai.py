@@ -12,7 +12,7 @@ from sse_starlette import EventSourceResponse
 
 from tiermoe.errors import ConfigError
 from tiermoe.generation.sampling import Sampling
-from tiermoe.serve.answers import KEEP_ALIVE_S, begun, together, whole
+from tiermoe.serve.answers import ANSWERS, KEEP_ALIVE_S, begun, together, whole
 from tiermoe.serve.batcher import Piece, Request
 from tiermoe.serve.chats import Chat, Prepared, grammar_of, prepare
 from tiermoe.serve.errors import Refused
@@ -42,7 +42,7 @@ def requests_of(ids: list[int], asked: Common, sampling: Sampling, more: Mapping
 def routes(app: FastAPI, served: Served) -> None:
     """Adds the endpoints."""
 
-    @app.post("/v1/chat/completions", response_model=None)
+    @app.post("/v1/chat/completions", response_model=None, responses=ANSWERS)
     async def chat(asked: ChatRequest, http: HttpRequest) -> Response | dict[str, Any]:
         check_fields(asked)
         served.check_model(asked.model)
@@ -57,7 +57,7 @@ def routes(app: FastAPI, served: Served) -> None:
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         return await _answer(http, served, asked, [prepared], logprobs)
 
-    @app.post("/v1/completions", response_model=None)
+    @app.post("/v1/completions", response_model=None, responses=ANSWERS)
     async def complete(asked: CompletionRequest, http: HttpRequest) -> Response | dict[str, Any]:
         check_fields(asked)
         served.check_model(asked.model)

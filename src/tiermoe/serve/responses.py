@@ -13,7 +13,7 @@ from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
 from sse_starlette import EventSourceResponse
 
-from tiermoe.serve.answers import KEEP_ALIVE_S, begun, together, whole
+from tiermoe.serve.answers import ANSWERS, KEEP_ALIVE_S, begun, together, whole
 from tiermoe.serve.batcher import Piece, Request
 from tiermoe.serve.chats import Chat, Prepared, prepare
 from tiermoe.serve.errors import Refused
@@ -26,7 +26,7 @@ from tiermoe.serve.served import Served
 def routes(app: FastAPI, served: Served) -> None:
     """Adds the endpoint."""
 
-    @app.post("/v1/responses", response_model=None)
+    @app.post("/v1/responses", response_model=None, responses=ANSWERS)
     async def responses(asked: ResponsesRequest, http: HttpRequest) -> Response | dict[str, Any]:
         asked.check()
         served.check_model(asked.model)
