@@ -85,6 +85,7 @@ class Scripted:
 
     def __init__(self, served: Any, text: str) -> None:
         self.batcher, self.asked, self._text = served.worker.batcher, list[Any](), text
+        self.most_waiting = 8
 
     async def answer(self, request: Any) -> AsyncIterator[Any]:
         from tiermoe.serve.batcher import Piece

@@ -281,6 +281,7 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "temperature", "greater than or equal to 0"),
     ("/v1/completions", {"prompt": "a", "temperature": "hot"}, 400, "temperature", "number"),
     ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix", "not supported"),
+    ("/v1/completions", {"prompt": ["a", "b"], "n": 5}, 400, "n", "10 answers are asked for, 8 at most"),
     ("/v1/completions", {"prompt": "a", "min_tokens": 3}, 400, "min_tokens", "not supported"),
     ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "needs echo"),
     ("/v1/completions", {"prompt": "\ud800"}, 400, "prompt", "surrogate"),
@@ -330,7 +331,7 @@ def test_a_key_is_asked_for(address: str) -> None:
 
 
 def test_a_full_queue_asks_to_come_again(served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served.worker, "_most_waiting", 0)
+    monkeypatch.setattr(served.worker, "most_waiting", 0)
     response = http.post("/v1/completions", json={"prompt": "a"})
     assert (response.status_code, response.headers["Retry-After"]) == (503, "5")
 

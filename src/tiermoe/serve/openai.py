@@ -87,6 +87,9 @@ async def _answer(
         for request in requests_of(each.ids, asked, sampling, more):
             readings[len(requests)] = Reading(Logprobs(served.tokenizer, chat), each.reader(), text)
             requests.append(request)
+    most = served.worker.most_waiting
+    if len(requests) > max(1, most):  # more than ever wait at once
+        raise Refused(400, f"{len(requests)} answers are asked for, {most} at most may wait; lower n", "n")
     if asked.logit_bias is not None:
         served.check_ids(list(asked.logit_bias), "logit_bias")
     answers = together(served.worker, requests)

@@ -56,7 +56,7 @@ class Worker:
 
     def __init__(self, batcher: Batcher, most_waiting: int, on_end: Callable[[Piece, Times], None]) -> None:
         self.batcher = batcher
-        self._most_waiting = most_waiting
+        self.most_waiting = most_waiting
         self._on_end = on_end
         self._streams: dict[int, _Stream] = {}
         self._orders: deque[Callable[[], None]] = deque()
@@ -77,7 +77,7 @@ class Worker:
             if self._closing:
                 raise ClosingError("the server is about to end")
             waiting = self.batcher.waiting + self._queued
-            if waiting >= self._most_waiting:
+            if waiting >= self.most_waiting:
                 raise QueueFullError(f"{waiting} requests wait already; ask again later, or raise --max-queue")
             self._queued += 1
 
