@@ -17,7 +17,7 @@ from commands import Command, command_runner
 from tiermoe import native
 from tiermoe.tiers import probe
 
-pytest_plugins = ["gpu_models", "gpu_rig"]
+pytest_plugins = ["gpu_models", "gpu_rig", "serving"]
 torch.set_num_threads(1)
 os.environ["HF_HUB_OFFLINE"] = "1"
 hypothesis.settings.register_profile("whatever the machine does beside", deadline=None)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 import tiermoe
+from tiermoe.batch import Batch
 from tiermoe.errors import PromptError
 from tiermoe.generation.sampling import Sampling
 from tiermoe.serve.batcher import Batcher, Piece, Request
 from tiermoe.serve.detokenize import Detokenizer
+from tiermoe.serve.worker import ClosingError, Worker
 from tiny import write
 
 NATIVE = {"hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32}
@@ -163,6 +166,84 @@ def test_an_error_ends_the_requests_of_its_step_and_no_other(loaded: Any, monkey
     assert ends[reading].finish == "error"
     assert ends[answering].finish == "length"
     assert len(found[answering]) == 4
+
+
+class Partly:
+    """An engine that cannot compute a slab's tokens."""
+
+    def __init__(self, engine: Any, broken: int) -> None:
+        self._engine, self._broken = engine, broken
+
+    def step(self, rows: Batch, cache: Any, every: bool = False) -> Any:
+        if rows.phase == "decode" and self._broken in [row.slab for row in rows.rows]:
+            raise RuntimeError("an expert cannot be read")
+        return self._engine.step(rows, cache, every)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def test_rows_that_do_not_need_what_is_broken_go_on(loaded: Any) -> None:
+    asked = [request(ids(6, seed), 5) for seed in range(3)]
+    batch = Batcher(Partly(loaded, 1), Letters(), set(), 4)  # slabs are given in their order
+    numbers, pieces = [batch.add(each) for each in asked], list[Piece]()
+    found = answers(batch, pieces)
+    ends = {piece.number: piece.finish for piece in pieces if piece.finish}
+    assert sorted(ends.values()) == ["error", "length", "length"]
+    (broken,) = [number for number in numbers if ends[number] == "error"]
+    assert [found[number] for number in numbers if number != broken] == [
+        alone(loaded, each) for number, each in zip(numbers, asked, strict=True) if number != broken
+    ]
+    assert batch.counts.failed == 1
+    assert batch.idle
+
+
+class Tearing:
+    """A grammar that fails at its second token."""
+
+    ended = False
+
+    def __init__(self) -> None:
+        self._accepted = 0
+
+    def restrict(self, logits: Any) -> Any:
+        return logits
+
+    def accept(self, token: int) -> None:
+        self._accepted += 1
+        if self._accepted == 2:
+            raise RuntimeError("torn")
+
+
+def test_what_fails_beside_the_engine_ends_one_request(loaded: Any) -> None:
+    batch, pieces = batcher(loaded), list[Piece]()
+    torn = batch.add(Request(ids(6, 1), Sampling(max_tokens=5), grammar=cast(Any, Tearing)))
+    other = batch.add(request(ids(6, 2), 5))
+    found = answers(batch, pieces)
+    ends = {piece.number: piece for piece in pieces if piece.finish}
+    assert (str(ends[torn].error), ends[torn].finish) == ("torn", "error")
+    assert found[other] == alone(loaded, request(ids(6, 2), 5))
+
+
+def test_the_end_of_a_server_is_told_to_who_still_waits(loaded: Any) -> None:
+    async def asked(grace_s: float) -> tuple[list[Piece], str]:
+        worker, pieces = Worker(batcher(loaded, 1), 8, lambda *_: None), list[Piece]()
+        answer = worker.answer(request(ids(9, 1), 60))
+        pieces.append(await anext(answer))
+        closing = asyncio.get_running_loop().run_in_executor(None, worker.close, grace_s)
+        pieces += [piece async for piece in answer]
+        await closing
+        try:
+            await anext(worker.answer(request(ids(9, 1))))
+        except ClosingError as error:
+            return pieces, str(error)
+        return pieces, ""
+
+    pieces, refused = asyncio.run(asked(60))
+    assert (pieces[-1].finish, sum(len(piece.tokens) for piece in pieces)) == ("length", 60)
+    assert "about to end" in refused
+    pieces, _ = asyncio.run(asked(0))
+    assert isinstance(pieces[-1].error, ClosingError)
 
 
 def test_ends(loaded: Any) -> None:

@@ -5,73 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
 import torch
-import uvicorn
 
-import tiermoe
 from commands import Command
-from tiermoe.generation.sampling import Sampling
-from tiermoe.serve.app import LARGEST_BODY, create_app
-from tiermoe.serve.batcher import Batcher, Piece, Request
-from tiermoe.serve.grammar import Grammars
-from tiermoe.serve.metrics import Metrics
+from serving import KEY, Scripted
+from tiermoe.batch import Batch
+from tiermoe.batch import prompt as row
+from tiermoe.serve.app import create_app
+from tiermoe.serve.grammar import Grammar
+from tiermoe.serve.guards import LARGEST_BODY
 from tiermoe.serve.served import Served
-from tiermoe.serve.worker import Worker
-from tiny import write, write_tokenizer
 
-KEY = "secret"
 PROMPT = "once upon a time"
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    directory = write(tmp_path_factory.mktemp("served"), "qwen3_moe", torch.float32)
-    write_tokenizer(directory)
-    model, tokenizer = tiermoe.load(
-        directory, device="cpu", lanes=1, bits=16, dense_bits=16, memory="4GiB", batch=4, context=64
-    )
-    batcher = Batcher(model.tiermoe, tokenizer, set(), 4)
-    metrics = Metrics(model.tiermoe, batcher)
-    worker = Worker(batcher, 8, metrics.ended)
-    yield Served(
-        "tiny", tokenizer, worker, metrics, model.tiermoe, Sampling(max_tokens=16), 1, Grammars(tokenizer, 128, set())
-    )
-    worker.close(1)
-    model.tiermoe.close()
-
-
-@pytest.fixture(scope="module")
-def address(served: Served) -> Iterator[str]:
-    server = uvicorn.Server(uvicorn.Config(create_app(served, KEY), port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
-
-
-@pytest.fixture(scope="module")
-def client(address: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def http(address: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=address, headers={"Authorization": f"Bearer {KEY}"}) as client:
-        yield client
 
 
 def greedy(client: openai.OpenAI, **more: Any) -> Any:
@@ -157,6 +109,38 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
     assert [len(entry.top_logprobs) for entry in entries] == [2, 2, 2]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tokens", [0, 1, 3])
+def test_a_prompt_is_scored(client: openai.OpenAI, served: Served, tokens: int, stream: bool) -> None:
+    """What lm-eval's `local-completions` asks for, by token ids. The oracle: a step of the engine by itself."""
+    prompts = [[5, 6, 7, 8, 9, 30], [40, 41, 42]]
+    asked: dict[str, Any] = {"prompt": prompts, "echo": True, "logprobs": 2, "max_tokens": tokens, "seed": 1234}
+    usage: Any = {"include_usage": True} if stream else None
+    answer = greedy(client, stream=stream, stream_options=usage, **asked)
+    chunks = list(answer) if stream else [answer]
+    assert chunks[-1].usage.completion_tokens == 2 * tokens
+    for index, prompt in enumerate(prompts):
+        told = [c for chunk in chunks for c in chunk.choices if c.index == index and c.logprobs]
+        scores, tops, names = (
+            [each for c in told for each in getattr(c.logprobs, name)]
+            for name in ("token_logprobs", "top_logprobs", "tokens")
+        )
+        cache = served.engine.new_cache(1)
+        logits = served.engine.step(Batch((row(cache.open(), prompt),)), cache, True)
+        logs = torch.log_softmax(logits.float(), -1)
+        assert (scores[0], tops[0], len(scores)) == (None, None, len(prompt) + tokens)
+        assert scores[1 : len(prompt)] == [float(logs[at, token]) for at, token in enumerate(prompt[1:])]
+        assert [max(top.values()) for top in tops[1 : len(prompt)]] == logs.max(-1).values[:-1].tolist()
+        text = "".join(c.text for chunk in chunks for c in chunk.choices if c.index == index)
+        assert text.startswith(served.tokenizer.decode(prompt))
+        assert names[: len(prompt)] == [served.tokenizer.decode([token]) for token in prompt]
+
+
+def test_echo_without_scores(client: openai.OpenAI) -> None:
+    alone = greedy(client).choices[0].text
+    assert greedy(client, echo=True).choices[0].text == PROMPT + alone
+
+
 SCHEMA = {
     "type": "object",
     "properties": {"kind": {"enum": ["cat", "dog"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -213,73 +197,6 @@ def test_a_client_that_leaves_frees_its_row(http: httpx.Client, served: Served) 
     assert not served.worker.busy
 
 
-@pytest.fixture(scope="module")
-def claude(address: str) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=address, api_key=KEY, max_retries=0) as client:
-        yield client
-
-
-MESSAGES: dict[str, Any] = {
-    "model": "tiny", "system": [{"type": "text", "text": "be brief"}], "max_tokens": 6,
-    "extra_body": {"temperature": 0},
-    "messages": [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}],
-}  # fmt: skip
-
-
-def test_a_message(claude: anthropic.Anthropic, client: openai.OpenAI) -> None:
-    answer = claude.messages.create(**MESSAGES)
-    chat = client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "system", "content": "be brief"}, {"role": "user", "content": PROMPT}],
-        temperature=0,
-        max_tokens=6,
-    )
-    assert answer.content[0].text == chat.choices[0].message.content
-    assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 6)
-    counted = claude.messages.count_tokens(**{name: MESSAGES[name] for name in ("model", "system", "messages")})
-    assert counted.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
-
-
-def test_a_streamed_message(claude: anthropic.Anthropic) -> None:
-    whole = claude.messages.create(**MESSAGES)
-    with claude.messages.stream(**MESSAGES) as stream:
-        assert "".join(stream.text_stream) == whole.content[0].text
-        assert stream.get_final_message().stop_reason == "max_tokens"
-    stop = whole.content[0].text[2:4]
-    stopped = claude.messages.create(**MESSAGES, stop_sequences=["never", stop])
-    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stop)
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"tools": [{"name": "a", "input_schema": {}}]}, "tools"),
-        ({"model": "other"}, "this server has 'tiny'"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "user"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-    ],
-)
-def test_messages_that_are_refused(claude: anthropic.Anthropic, change: dict[str, Any], why: str) -> None:
-    with pytest.raises(anthropic.APIStatusError) as refused:
-        claude.messages.create(**{**MESSAGES, **change})
-    body: Any = refused.value.body
-    assert body["type"] == "error"
-    assert why in body["error"]["message"]
-
-
-class Scripted:
-    """A worker whose answers are given."""
-
-    def __init__(self, served: Served, text: str) -> None:
-        self.batcher, self.asked, self._text = served.worker.batcher, list[Request](), text
-
-    async def answer(self, request: Request) -> AsyncIterator[Piece]:
-        self.asked.append(request)
-        for letter in self._text:
-            yield Piece(1, letter, (1,))
-        yield Piece(1, "", (2,), finish="stop")
-
-
 TEMPLATE = (
     "{% for tool in tools or [] %}<tool_call>{{ tool.function.name }}{% endfor %}{% for m in messages %}{{ m.role }}:"
     "{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.arguments.city }}{% endfor %}{% endfor %}"
@@ -319,6 +236,43 @@ def test_tools_are_called(served: Served, monkeypatch: pytest.MonkeyPatch) -> No
     assert (again.finish_reason, again.message.content) == ("stop", "Let me look." + CALL)  # none may be called
 
 
+def followed(served: Served, grammar: Grammar, text: str) -> bool:
+    """Whether a grammar lets a text pass, to its end."""
+    for token in served.tokenizer(text, add_special_tokens=False).input_ids:
+        if grammar.restrict(torch.zeros(128))[token] != 0:
+            return False
+        grammar.accept(token)
+    return grammar.ended
+
+
+NAMED: Any = {"type": "function", "function": {"name": "other"}}
+
+
+@pytest.mark.parametrize(("choice", "names"), [("required", ("weather", "other")), (NAMED, ("other",))])
+def test_a_call_is_forced(served: Served, monkeypatch: pytest.MonkeyPatch, choice: Any, names: tuple[str, ...]) -> None:
+    monkeypatch.setattr(served.tokenizer, "chat_template", TEMPLATE + "<think>{% if 0 %}</think>{% endif %}")
+    scripted: Any = Scripted(served, "look</think>" + CALL)
+    app = create_app(replace(served, worker=scripted))
+
+    async def asked(choice: Any) -> Any:
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
+        async with openai.AsyncOpenAI(base_url="http://test/v1", api_key="any", http_client=http) as client:
+            messages: Any = [{"role": "user", "content": "how is it in Bonn"}]
+            return await client.chat.completions.create(
+                model="tiny", messages=messages, tools=[TOOL, NAMED], tool_choice=choice
+            )
+
+    answer = asyncio.run(asked(choice)).choices[0]
+    assert (answer.message.reasoning_content, answer.finish_reason) == ("look", "tool_calls")
+    grammar = scripted.asked[-1].grammar
+    for name in ("weather", "other", "third"):
+        text = 'well</think>\n<tool_call>{"name":"NAME","arguments":{}}</tool_call>'.replace("NAME", name)
+        assert followed(served, grammar(), text) is (name in names)
+    assert not followed(served, grammar(), "well</think>hello")
+    with pytest.raises(openai.BadRequestError, match="not among the tools"):
+        asyncio.run(asked({"type": "function", "function": {"name": "third"}}))
+
+
 REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("/v1/completions", {"prompt": "a", "model": "other"}, 404, "model", "this server has 'tiny'"),
     ("/v1/completions", {"prompt": []}, 400, "prompt", "empty"),
@@ -327,6 +281,10 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "temperature", "greater than or equal to 0"),
     ("/v1/completions", {"prompt": "a", "temperature": "hot"}, 400, "temperature", "number"),
     ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix", "not supported"),
+    ("/v1/completions", {"prompt": ["a", "b"], "n": 5}, 400, "n", "10 answers are asked for, 8 at most"),
+    ("/v1/completions", {"prompt": "a", "min_tokens": 3}, 400, "min_tokens", "not supported"),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "needs echo"),
+    ("/v1/completions", {"prompt": "\ud800"}, 400, "prompt", "surrogate"),
     ("/v1/completions", {"prompt": "a", "logit_bias": {"99999": 1}}, 400, "logit_bias", "no token"),
     ("/v1/completions", {}, 400, "prompt", "required"),
     ("/v1/completions", {"prompt": "a", "response_format": {"type": "json_schema"}}, 400, "response_format", "needs"),
@@ -349,7 +307,7 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
 def test_refusals_name_the_cause(
     http: httpx.Client, path: str, body: dict[str, Any], status: int, param: str | None, why: str
 ) -> None:
-    response = http.post(path, json=body)
+    response = http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (status, param)
     assert why in error["message"]
@@ -358,6 +316,9 @@ def test_refusals_name_the_cause(
 def test_broken_and_large_bodies(http: httpx.Client) -> None:
     assert http.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"}).status_code == 400
     assert http.post("/v1/completions", content=b" " * (LARGEST_BODY + 1)).status_code == 413
+    pieces = (b" " * (1 << 20) for _ in range(17))  # in chunks, without a length
+    response = http.post("/v1/completions", content=pieces, headers={"Content-Type": "application/json"})
+    assert (response.status_code, next(pieces, None)) == (413, None)
     assert http.get("/v1/nothing").json()["error"]["message"] == "Not Found"
 
 
@@ -370,7 +331,7 @@ def test_a_key_is_asked_for(address: str) -> None:
 
 
 def test_a_full_queue_asks_to_come_again(served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served.worker, "_most_waiting", 0)
+    monkeypatch.setattr(served.worker, "most_waiting", 0)
     response = http.post("/v1/completions", json={"prompt": "a"})
     assert (response.status_code, response.headers["Retry-After"]) == (503, "5")
 
@@ -402,7 +363,13 @@ def test_models_tokens_and_metrics(http: httpx.Client, client: openai.OpenAI) ->
     lines = dict(line.rsplit(" ", 1) for line in http.get("/metrics").text.splitlines() if line[0] != "#")
     assert float(lines["tiermoe:generation_tokens_total"]) >= 8
     assert float(lines['tiermoe:request_success_total{finished_reason="length"}']) >= 1
-    assert http.get("/stats").json()["expert_hits"] > 0
+    stats = http.get("/stats").json()
+    assert stats["expert_hits"] > 0
+    assert (stats["rows"], stats["running"], stats["generated_tokens"] >= 8) == (4, 0, True)
+    layers = http.get("/experts").json()["layers"]
+    assert [len(layer["bits"]) for layer in layers] == [8, 8, 8]
+    assert {bits for layer in layers for bits in layer["bits"]} == {16}  # all are in memory
+    assert all(len(layer["uses"]) == len(layer["arriving"]) == 8 for layer in layers)
     assert "/v1/completions" in http.get("/openapi.json").json()["paths"]
 
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
 
+from tiermoe.serve.grammar import Grammars
 from tiermoe.serve.tools import FORMATS, CallReader, Format, format_of, types_of
+from tiny import write_tokenizer
 
 TOOLS = [
     {
@@ -73,3 +78,57 @@ def test_a_string_stays_a_string() -> None:
 def test_the_format_is_found_in_the_template(form: Format) -> None:
     assert format_of(f"… {form.mark} … {form.begin}") is form
     assert format_of("no tools") is format_of(None) is None
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("letters")
+    write_tokenizer(directory)
+    return PreTrainedTokenizerFast.from_pretrained(directory)
+
+
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "enum": ["Bonn", "Ulm"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "where": {"$ref": "#/$defs/place"},
+        "note": {"type": "string"},
+    },
+    "required": ["city", "days", "where", "note"],
+    "additionalProperties": False,
+    "$defs": {"place": {"enum": [1, 2]}},
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_forced_call_can_be_read(form: Format, tokenizer: Any, seed: int) -> None:
+    """Random tokens, of those that the rule lets pass, make a call that follows its schema."""
+    functions = [{"name": "weather", "parameters": PARAMETERS}]
+    rule = form.rule(functions)
+    grammar = Grammars(tokenizer, 128, {2}).of(f"start: call\n{rule}")()
+    chance, written = torch.Generator().manual_seed(seed), list[int]()
+    likely = tokenizer('"</parameter></arg_value>' + "\n", add_special_tokens=False).input_ids
+    rare = tokenizer(" ", add_special_tokens=False).input_ids
+    while not grammar.ended and len(written) < 1500:
+        logits = torch.randn(128, generator=chance)
+        logits[likely] += 4
+        logits[rare] -= 20
+        chosen = [int(grammar.restrict(logits).argmax())]
+        if form.tags and len(written) % 40 == 39:  # chance alone would not find what ends a value between tags
+            chosen = tokenizer(form.tags.value_end, add_special_tokens=False).input_ids
+        for token in chosen:
+            written.append(token)
+            if grammar.restrict(torch.zeros(128))[token] < 0:
+                written.pop()
+                written.append(int(grammar.restrict(logits).argmax()))
+            grammar.accept(written[-1])
+            if grammar.ended:
+                break
+    _, calls = read(form, tokenizer.decode(written), 1)
+    ((name, arguments),) = calls
+    assert name == "weather"
+    assert arguments["city"] in ("Bonn", "Ulm")
+    assert arguments["days"] in range(1, 10)
+    assert arguments["where"] in (1, 2)
+    assert isinstance(arguments["note"], str)

@@ -95,7 +95,7 @@ def write_tokenizer(directory: Path, vocabulary: int = 128) -> None:
     from transformers import PreTrainedTokenizerFast
 
     letters = [chr(code) for code in range(33, 127)]
-    words = ["<pad>", "<s>", "</s>", "<unk>", "Ġ", *letters]
+    words = ["<pad>", "<s>", "</s>", "<unk>", "Ġ", *letters, "Ċ"]
     words += [f"<extra{index}>" for index in range(vocabulary - len(words))]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +19,7 @@ from tiermoe.cli.session import choose_sampling, make_sampling, open_session
 from tiermoe.errors import ConfigError
 
 GRACE_S = 30  # for answers under way when the server ends
+LAST_WORDS_S = 5  # for connections after that
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -50,15 +55,35 @@ def serve(
             raise ConfigError(f"{model} is an encoder–decoder model, which serve does not answer with; use tiermoe run")
         chosen["sampling"] = choose_sampling(blueprint, {}, make_sampling(temperature=1.0))
 
-    session = open_session(model, {**options, "batch": max_batch}, context_for)
-    _run(session, listener, name or (Path(model).name if Path(model).exists() else model), api_key, max_queue, chosen)
+    shown = name or (Path(model).name if Path(model).exists() else model)
+    with _answering(listener) as gate:
+        session = open_session(model, {**options, "batch": max_batch}, context_for, gate.report)
+        _run(session, gate, listener, shown, api_key, max_queue, chosen["sampling"])
+
+
+@contextmanager
+def _answering(listener: socket.socket) -> Iterator[Any]:
+    """Answers from a thread of its own while the model is loaded and runs: this thread waits for signals. Yields what
+    answers until there is a model."""
+    import uvicorn
+
+    from tiermoe.serve.gate import Gate
+
+    gate = Gate()
+    config = uvicorn.Config(gate, log_level="warning", lifespan="off", timeout_graceful_shutdown=LAST_WORDS_S)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="tiermoe-http", daemon=True)
+    thread.start()
+    try:
+        yield gate
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def _run(
-    session: Any, listener: socket.socket, name: str, key: str | None, max_queue: int, chosen: dict[str, Any]
+    session: Any, gate: Any, listener: socket.socket, name: str, key: str | None, max_queue: int, sampling: Any
 ) -> None:
-    import uvicorn
-
     from tiermoe.generation.sequence import end_tokens
     from tiermoe.serve.app import create_app
     from tiermoe.serve.batcher import Batcher
@@ -76,17 +101,30 @@ def _run(
     grammars = Grammars(session.tokenizer, engine.config.vocab_size, ends)
     metrics = Metrics(engine, batcher)
     worker = Worker(batcher, max_queue, metrics.ended)
-    app = create_app(
-        Served(name, session.tokenizer, worker, metrics, engine, chosen["sampling"], int(time.time()), grammars), key
-    )
+    served = Served(name, session.tokenizer, worker, metrics, engine, sampling, int(time.time()), grammars)
+    gate.app = create_app(served, key)
     host, port = listener.getsockname()[:2]
     note(f"{name} at http://{host}:{port}/v1; Ctrl-C ends the server")
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_S))
     try:
-        server.run(sockets=[listener])
-    finally:
+        _wait_for_a_signal()
         worker.close(GRACE_S)
+    finally:
+        worker.close(0)
         engine.close()
+
+
+def _wait_for_a_signal() -> None:
+    """Until SIGTERM or Ctrl-C; another one ends the program without waiting for answers."""
+    ended = threading.Event()
+
+    def end(*_: Any) -> None:
+        if ended.is_set():
+            raise KeyboardInterrupt
+        ended.set()
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, end)
+    ended.wait()
 
 
 def _need_libraries() -> None:

@@ -19,10 +19,15 @@ class Session:
     load_s: float
 
 
-def open_session(model: str, options: dict[str, Any], context_for: Callable[[Any, Any], int | None]) -> Session:
+def open_session(
+    model: str,
+    options: dict[str, Any],
+    context_for: Callable[[Any, Any], int | None],
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> Session:
     """Loads `model`. `context_for(tokenizer, blueprint)` gives the tokens to reserve memory for where no
-    context is asked for; it may refuse the prompt before anything heavy happens.
-    The plan's warnings go to standard error."""
+    context is asked for; it may refuse the prompt before anything heavy happens. on_progress: told of packing as the
+    terminal is. The plan's warnings go to standard error."""
     started = time.perf_counter()
     with waiting("starting"):
         from tiermoe.process import footprint
@@ -47,6 +52,8 @@ def open_session(model: str, options: dict[str, Any], context_for: Callable[[Any
         def packing(what: str, done: int, total: int) -> None:
             packed.add(what)
             progress(what, done, total)
+            if on_progress is not None:
+                on_progress(what, done, total)
 
         engine = start(blueprint, settings(**options), packing)
     loss = loss_of(engine, blueprint)

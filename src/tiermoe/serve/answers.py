@@ -3,33 +3,98 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from fastapi import Request as HttpRequest
 
 from tiermoe.errors import PromptError
 from tiermoe.serve.batcher import Piece, Request
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.worker import ClosingError, QueueFullError, Worker
 
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer, whole or as a stream", "content": {"text/event-stream": {}}}
+}
+"""What the documentation tells of an endpoint that streams where it is asked to."""
 KEEP_ALIVE_S = 15
 """Between comments in a stream that has nothing to tell."""
 
 
-async def begun(answers: AsyncIterator[tuple[int, Piece]]) -> tuple[int, Piece]:
-    """The first piece: what is refused is refused before a stream begins."""
+_PATIENCE_S = 2  # for what may be refused, before a stream begins and keeps the connection alive
+
+
+async def begun(http: HttpRequest, answers: AsyncGenerator[tuple[int, Piece]]) -> AsyncGenerator[tuple[int, Piece]]:
+    """The pieces, once there is one or it takes long: what is refused is refused before a stream begins. Refused where
+    the client leaves meanwhile; then the answers are dropped."""
+    first = asyncio.ensure_future(anext(answers))
+    gone = asyncio.ensure_future(_gone(http))
     try:
-        return await anext(answers)
-    except PromptError as error:
-        raise Refused(400, str(error), "prompt", "invalid_request_error") from error
-    except (QueueFullError, ClosingError) as error:
-        raise Refused(503, str(error), kind="server_error") from error
+        await asyncio.wait({first, gone}, timeout=_PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        first.cancel()
+        raise
+    finally:
+        gone.cancel()
+    if gone.done() and not first.done():
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        raise _left()
+    if first.done() and (error := first.exception()) is not None:
+        raise failure(error) from error
+    return _with_first(first, answers)
 
 
-async def with_first(
-    first: tuple[int, Piece], rest: AsyncIterator[tuple[int, Piece]]
-) -> AsyncIterator[tuple[int, Piece]]:
-    yield first
-    async for each in rest:
-        yield each
+async def _with_first(
+    first: asyncio.Future[tuple[int, Piece]], rest: AsyncGenerator[tuple[int, Piece]]
+) -> AsyncGenerator[tuple[int, Piece]]:
+    try:
+        yield await first
+        async for each in rest:
+            yield each
+    finally:
+        await rest.aclose()
+
+
+def failure(error: BaseException) -> Refused:
+    """What a client is told of an error."""
+    if isinstance(error, PromptError):
+        return Refused(400, str(error), "prompt")
+    status = 503 if isinstance(error, QueueFullError | ClosingError) else 500
+    return Refused(status, str(error), kind="server_error")
+
+
+async def whole(
+    http: HttpRequest, pieces: AsyncGenerator[tuple[int, Piece]], add: Callable[[int, Piece], object]
+) -> None:
+    """Gives all pieces to `add`. Refused where computing fails, or the client leaves: then the answers are dropped."""
+
+    async def read() -> None:
+        async for index, piece in pieces:
+            if piece.error is not None:
+                raise failure(piece.error) from piece.error
+            add(index, piece)
+
+    reading, gone = asyncio.ensure_future(read()), asyncio.ensure_future(_gone(http))
+    try:
+        await asyncio.wait({reading, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():
+            raise _left()
+        reading.result()
+    finally:
+        gone.cancel()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await pieces.aclose()
+
+
+async def _gone(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _left() -> Refused:
+    return Refused(499, "the client has left")  # nobody reads it
 
 
 async def together(worker: Worker, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Piece]]:

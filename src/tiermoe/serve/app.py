@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-import hmac
+import json
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Response
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from tiermoe.serve import anthropic, openai
-from tiermoe.serve.errors import Refused
+from tiermoe.serve import anthropic, openai, responses
+from tiermoe.serve.errors import RETRY_S, Refused
+from tiermoe.serve.experts import experts_of
+from tiermoe.serve.guards import Guard
+from tiermoe.serve.openai_answers import error_body
 from tiermoe.serve.openai_fields import Message
 from tiermoe.serve.served import Served
 
-LARGEST_BODY = 16 << 20  # bytes
-_OPEN = ("/health", "/metrics")  # asked without a key
-_RETRY_S = 5
+_REFUSALS: dict[int | str, str] = {
+    400: "What was asked for cannot be done; the message says why",
+    401: "The API key is missing or wrong",
+    404: "There is no such model",
+    413: "The body is too large",
+    500: "Computing failed",
+    503: "The model is being loaded, the queue is full, or the server is about to end",
+}
 
 
 class TokenizeRequest(BaseModel):
@@ -35,7 +44,15 @@ class DetokenizeRequest(BaseModel):
 
 def create_app(served: Served, key: str | None = None) -> FastAPI:
     """The routes over a model. key: what clients must name, by Bearer or X-Api-Key; None: nothing."""
-    app = FastAPI(title="tiermoe", version="1", docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="tiermoe",
+        version="1",
+        docs_url=None,
+        redoc_url=None,
+        default_response_class=Ascii,
+        responses={status: {"description": text} for status, text in _REFUSALS.items()},
+    )
+    app.add_middleware(Guard, key=key, body=_body)
     app.add_middleware(
         CORSMiddleware,
         allow_origin_regex=r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?",
@@ -43,44 +60,38 @@ def create_app(served: Served, key: str | None = None) -> FastAPI:
         allow_headers=["*"],
     )
     _errors(app)
-    _guards(app, key)
     _state(app, served)
     openai.routes(app, served)
+    responses.routes(app, served)
     anthropic.routes(app, served)
     return app
+
+
+class Ascii(JSONResponse):
+    """JSON that can tell back whatever JSON asked, half surrogate pairs among it."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, separators=(",", ":")).encode()
 
 
 def _errors(app: FastAPI) -> None:
     @app.exception_handler(Refused)
     async def refused(request: HttpRequest, error: Refused) -> JSONResponse:
-        headers = {"Retry-After": str(_RETRY_S)} if error.status == 503 else None
-        return JSONResponse(_body(request, error), error.status, headers)
+        headers = {"Retry-After": str(RETRY_S)} if error.status == 503 else None
+        return Ascii(_body(request.url.path, error), error.status, headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: HttpRequest, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
+        # of a choice of shapes, the one that came closest
+        first = max(error.errors(), key=lambda each: len(each["loc"]))
         place = [str(part) for part in first["loc"][1:]]
         param = ".".join(place) or None
         return await refused(request, Refused(400, f"{param or 'body'}: {first['msg']}", place[0] if place else None))
 
     @app.exception_handler(StarletteHTTPException)
     async def http(request: HttpRequest, error: HTTPException) -> JSONResponse:
-        return await refused(request, Refused(error.status_code, str(error.detail)))
-
-
-def _guards(app: FastAPI, key: str | None) -> None:
-    @app.middleware("http")
-    async def guard(request: HttpRequest, call_next: Any) -> Any:
-        if key is not None and request.url.path not in _OPEN and request.method != "OPTIONS":
-            given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), key.encode()):
-                error = Refused(401, "the API key is missing or wrong", kind="authentication_error")
-                return JSONResponse(_body(request, error), 401)
-        length = request.headers.get("content-length", "0")
-        if length.isdigit() and int(length) > LARGEST_BODY:
-            error = Refused(413, f"the body has {int(length):,} bytes, {LARGEST_BODY:,} at most")
-            return JSONResponse(_body(request, error), 413)
-        return await call_next(request)
+        body = _body(request.url.path, Refused(error.status_code, str(error.detail)))
+        return Ascii(body, error.status_code, error.headers)
 
 
 def _state(app: FastAPI, served: Served) -> None:
@@ -96,14 +107,19 @@ def _state(app: FastAPI, served: Served) -> None:
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(served.metrics.text(), media_type="text/plain; version=0.0.4")
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
-        found: dict[str, Any] = served.engine.stats()
-        return found
+        batcher = served.worker.batcher
+        rows = {"rows": batcher.rows, "running": batcher.running, "waiting": batcher.waiting}
+        return {**served.engine.stats(), **rows, **asdict(batcher.counts)}
+
+    @app.get("/experts")
+    def experts() -> dict[str, Any]:
+        return experts_of(served.engine)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -130,8 +146,8 @@ def _state(app: FastAPI, served: Served) -> None:
         return {"prompt": served.tokenizer.decode(asked.tokens)}
 
 
-def _body(request: HttpRequest, error: Refused) -> dict[str, Any]:
+def _body(path: str, error: Refused) -> dict[str, Any]:
     """The error in the shape of the dialect that was spoken."""
-    if request.url.path.startswith(anthropic.PATH):
+    if path.startswith(anthropic.PATH):
         return anthropic.error_body(error)
-    return openai.error_body(error)
+    return error_body(error)

@@ -22,33 +22,39 @@ from tiermoe.generation.sequence import shared
 from tiermoe.serve.detokenize import Detokenizer
 from tiermoe.serve.grammar import Grammar
 
+_LOGITS = 128 << 20  # bytes of logits that a step of a prompt may give where all its tokens are scored
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """What is to be answered: token ids of the prompt, how tokens are chosen (`sampling.max_tokens` at most), strings
     that end the answer. logprobs: of so many of the likeliest tokens at each place; None: none are told.
-    grammar: makes what the answer must follow."""
+    grammar: makes what the answer must follow. prompt_logprobs: those of the prompt's tokens are told as well; then
+    all of it is read."""
 
     ids: list[int]
     sampling: Sampling
     stops: tuple[str, ...] = ()
     logprobs: int | None = None
     grammar: Callable[[], Grammar] | None = None
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token of an answer, its log probability, and the likeliest tokens in its place with theirs."""
+    """A token of an answer, its log probability, and the likeliest tokens in its place with theirs. The first token of
+    a prompt has none."""
 
     token: int
-    logprob: float
+    logprob: float | None
     top: list[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What a step adds to an answer. finish: 'stop', 'length' or 'error' in the last piece. cached: tokens of the
-    prompt that did not have to be read. stopped_by: the stop string that ended it."""
+    prompt that did not have to be read. stopped_by: the stop string that ended it. prompt: of the prompt's tokens, in
+    the first piece, where that is asked for."""
 
     number: int
     text: str = ""
@@ -58,6 +64,7 @@ class Piece:
     error: Exception | None = None
     cached: int = 0
     stopped_by: str | None = None
+    prompt: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(slots=True)
@@ -73,6 +80,7 @@ class _Row:
     held: list[int] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
     cached: int = 0
+    prompt: list[TokenLogprob] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -84,6 +92,7 @@ class Counts:
     cached_tokens: int = 0
     generated_tokens: int = 0
     steps: int = 0
+    failed: int = 0
 
 
 class Batcher:
@@ -99,6 +108,7 @@ class Batcher:
         self.context: int = min(engine.plan.context, engine.longest_context or engine.plan.context)
         self._engine = engine
         self._chunk: int = engine.settings.chunk
+        self._scored = max(1, min(self._chunk, _LOGITS // (4 * engine.config.vocab_size)))
         self._tokenizer = tokenizer
         self._ends = ends
         self._penalty = penalty
@@ -157,18 +167,23 @@ class Batcher:
                     self._leave(row)
 
     def step(self) -> list[Piece]:
-        """Runs the engine once. An error that the engine raises ends the requests of this step, and no other."""
-        self._admit()
+        """Runs the engine once. An error ends the request that it is found at, and no other: where several rows have
+        run together, each runs again by itself."""
+        pieces = list(self._admit())
         read = bool(self._reading) and not (self._read_last and self._answering)
         self._read_last = read
         if read:
-            return list(self._read(self._reading[0]))
-        return list(self._answer()) if self._answering else []
+            return [*pieces, *self._read(self._reading[0])]
+        return [*pieces, *(self._answer(list(self._answering)) if self._answering else ())]
 
-    def _admit(self) -> None:
+    def _admit(self) -> Iterator[Piece]:
         while self._waiting and self.running < self.rows:
             row = self._waiting.popleft()
-            row.slab, row.held = self._slab_for(row.request.ids)
+            try:
+                row.slab, row.held = self._slab_for([] if row.request.prompt_logprobs else row.request.ids)
+            except Exception as error:
+                yield from self._failed([row], error)
+                continue
             row.cached = len(row.held)
             self.counts.cached_tokens += row.cached
             self._reading.append(row)
@@ -209,37 +224,56 @@ class Batcher:
     def _read(self, row: _Row) -> Iterator[Piece]:
         """The next chunk of a prompt; after it other prompts have their turn."""
         first = len(row.held)
-        part = row.request.ids[first : first + self._chunk]
+        every = row.request.prompt_logprobs
+        part = row.request.ids[first : first + (self._scored if every else self._chunk)]
         try:
-            logits = self._engine.step(Batch((prompt(row.slab, part, first),)), self._cache)
+            logits = self._engine.step(Batch((prompt(row.slab, part, first),)), self._cache, every)
         except Exception as error:
             yield from self._failed([row], error)
             return
         self.counts.steps += 1
         self.counts.prompt_tokens += len(part)
         row.held = row.held + part
+        if every:
+            row.prompt += self._scores(row.request, logits, first)
         self._reading.popleft()
         if len(row.held) < len(row.request.ids):
             self._reading.append(row)
             return
         self._answering.append(row)
-        yield self._chosen(row, logits[0])
+        yield from self._chosen(row, logits[-1])
 
-    def _answer(self) -> Iterator[Piece]:
-        """A token of every answer."""
-        rows = list(self._answering)
+    def _scores(self, request: Request, logits: Tensor, first: int) -> Iterator[TokenLogprob]:
+        """Of the tokens of a prompt that follow those from `first` on, by the logits of these."""
+        if first == 0:
+            yield TokenLogprob(request.ids[0], None, [])
+        following = request.ids[first + 1 : first + 1 + len(logits)]
+        for its, token in zip(logits, following, strict=False):
+            yield TokenLogprob(token, *log_probabilities(its, token, request.logprobs or 0))
+
+    def _answer(self, rows: list[_Row]) -> Iterator[Piece]:
+        """A token of each answer."""
         batch = Batch(tuple(decode(row.slab, len(row.held), row.answer[-1]) for row in rows))
         try:
             logits = self._engine.step(batch, self._cache)
         except Exception as error:
-            yield from self._failed(rows, error)
+            if len(rows) == 1:
+                yield from self._failed(rows, error)
+            for row in rows if len(rows) > 1 else ():  # one of them needs what cannot be had
+                yield from self._answer([row])
             return
         self.counts.steps += 1
         for row, its in zip(rows, logits, strict=True):
             row.held.append(row.answer[-1])
-            yield self._chosen(row, its)
+            yield from self._chosen(row, its)
 
-    def _chosen(self, row: _Row, logits: Tensor) -> Piece:
+    def _chosen(self, row: _Row, logits: Tensor) -> Iterator[Piece]:
+        try:
+            yield self._next(row, logits)
+        except Exception as error:  # a grammar or a tokenizer that fails is no reason for the others to end
+            yield from self._failed([row], error)
+
+    def _next(self, row: _Row, logits: Tensor) -> Piece:
         """The next token of an answer, by the logits of the one before."""
         request = row.request
         told: tuple[TokenLogprob, ...] = ()
@@ -262,11 +296,13 @@ class Batcher:
             finish = "stop" if row.text.stopped_by else finish
             self._answering.remove(row)
             self._leave(row)
-        return Piece(row.number, text, (token,), told, finish, None, row.cached, row.text.stopped_by)
+        scored, row.prompt = tuple(row.prompt), []
+        return Piece(row.number, text, (token,), told, finish, None, row.cached, row.text.stopped_by, scored)
 
     def _failed(self, rows: list[_Row], error: Exception) -> Iterator[Piece]:
         for row in rows:
             self.cancel(row.number)
+            self.counts.failed += 1
             yield Piece(row.number, finish="error", error=error, cached=row.cached)
 
     def _leave(self, row: _Row) -> None:

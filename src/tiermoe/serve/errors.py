@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+RETRY_S = 5  # after which a client may ask again
+
 
 class Refused(Exception):
     """status: HTTP's. param: the field that is the cause. kind: as OpenAI names it."""

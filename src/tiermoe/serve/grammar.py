@@ -1,9 +1,9 @@
-"""Answers that must be JSON, or JSON of a schema: at each place only tokens that lead to one (llguidance)."""
+"""Answers that must follow a grammar (JSON, a call): at each place only tokens that lead to one (llguidance)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,11 @@ from tiermoe.errors import ConfigError
 _BETWEEN = r"\n? {0,16}"  # a model may not go on with blanks for ever
 
 
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """What stands for JSON of a schema in the rules of a grammar."""
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _BETWEEN}})}"
+
+
 class Grammars:
     """Grammars over a tokenizer whose model has logits for `vocabulary` tokens. ends: tokens that end an answer."""
 
@@ -22,18 +27,15 @@ class Grammars:
         self._vocabulary = vocabulary
         self._ends = sorted(ends)
 
-    def of_schema(self, schema: dict[str, Any] | None) -> Callable[[], Grammar]:
-        """Makes the grammar of one answer: JSON of a schema, None: any JSON object. ConfigError where the schema cannot
-        be followed."""
+    def of(self, rules: str) -> Callable[[], Grammar]:
+        """Makes the grammar of one answer, by rules in llguidance's form of Lark. ConfigError where they, or a JSON
+        schema in them, cannot be followed."""
         import llguidance
 
-        text = llguidance.LLMatcher.grammar_from_json_schema(
-            json.dumps(schema or {"type": "object"}), overrides={"whitespace_pattern": _BETWEEN}
-        )
-        wrong = llguidance.LLMatcher.validate_grammar(text, self._tokens)
+        wrong = llguidance.LLMatcher.validate_grammar(rules, self._tokens)
         if wrong:
             raise ConfigError(f"the JSON schema cannot be followed: {wrong}")
-        return lambda: Grammar(llguidance.LLMatcher(self._tokens, text), self._vocabulary)
+        return lambda: Grammar(llguidance.LLMatcher(self._tokens, rules), self._vocabulary)
 
     @cached_property
     def _tokens(self) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -31,10 +32,15 @@ class Common(BaseModel):
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
     response_format: ResponseFormat | None = None
     n: int | None = Field(None, ge=1, le=128)
     max_tokens: int | None = Field(None, ge=1)
+
+    @property
+    def answer_schema(self) -> Mapping[str, Any] | None:
+        """Of JSON that the answer must be. Refused where none is named and one is needed."""
+        return None if self.response_format is None else self.response_format.asked
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -76,6 +82,15 @@ class Tool(BaseModel):
     function: Function
 
 
+class FunctionName(BaseModel):
+    name: str
+
+
+class NamedTool(BaseModel):
+    type: Literal["function"]
+    function: FunctionName
+
+
 class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
@@ -84,6 +99,7 @@ class Message(BaseModel):
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning_content: str | None = None
 
     @property
     def text(self) -> str:
@@ -97,7 +113,7 @@ class Message(BaseModel):
         plain: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.tool_calls:
             plain["tool_calls"] = [call.plain for call in self.tool_calls]
-        return plain | {name: value for name in ("tool_call_id", "name") if (value := getattr(self, name))}
+        return plain | {name: value for name in _KEPT if (value := getattr(self, name))}
 
 
 class JsonSchema(BaseModel):
@@ -110,6 +126,16 @@ class ResponseFormat(BaseModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
+    @property
+    def asked(self) -> Mapping[str, Any] | None:
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return {"type": "object"}
+        if self.json_schema is None:
+            raise Refused(400, "a response_format of type json_schema needs json_schema", "response_format")
+        return self.json_schema.schema_
+
 
 class ChatRequest(Common):
     messages: list[Message] = Field(min_length=1)
@@ -117,23 +143,52 @@ class ChatRequest(Common):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+    @property
+    def choice(self) -> str:
+        """As `Chat` has it."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice or "auto"
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What the template is told."""
+        return told_of(self.reasoning_effort) | (self.chat_template_kwargs or {})
+
+
+def told_of(effort: str | None) -> dict[str, Any]:
+    """What a template is told of how much to think."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 class CompletionRequest(Common):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
+    max_tokens: int | None = Field(None, ge=0)
 
 
-_HARMLESS = {"best_of": (1,), "echo": (False,)}
+_KEPT = ("tool_call_id", "name", "reasoning_content")
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,), "function_call": ("none",), "modalities": (["text"],), "repetition_penalty": (1,),
+}  # fmt: skip
 """Field → values that ask for nothing."""
-REFUSED = ("functions", "suffix", "best_of", "echo", "audio", "modalities", "prediction")
+REFUSED = (
+    "functions", "function_call", "suffix", "best_of", "audio", "modalities", "web_search_options",
+    "repetition_penalty", "stop_token_ids", "min_tokens", "ignore_eos", "use_beam_search", "structured_outputs",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+)  # fmt: skip
+"""Fields of OpenAI's, and of other servers', that would change the answer."""
 
 
 def check_fields(asked: Common) -> None:
     """Refused where a field asks for what this server does not do."""
     for name in REFUSED:
         value = (asked.model_extra or {}).get(name)
-        if not value or value in _HARMLESS.get(name, ()) or (name == "modalities" and value == ["text"]):
+        if not value or value in _HARMLESS.get(name, ()):
             continue
         raise Refused(400, f"{name} is not supported by this server; leave it out", name)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,6 @@ from tiermoe.generation.sampling import Sampling
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.grammar import Grammars
 from tiermoe.serve.metrics import Metrics
-from tiermoe.serve.tools import CallReader, format_of, types_of
 from tiermoe.serve.worker import Worker
 
 
@@ -32,6 +32,12 @@ class Served:
         """Most tokens of a request, prompt and answer."""
         return self.worker.batcher.context
 
+    @property
+    def template(self) -> str | None:
+        """The model's chat template."""
+        found: str | None = getattr(self.tokenizer, "chat_template", None) or None
+        return found
+
     def check_model(self, name: str) -> None:
         """Refused where a client names another model than this one."""
         if name and name != self.name:
@@ -46,30 +52,29 @@ class Served:
 
     def text_ids(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text, with the tokens that every text begins with unless not `special`."""
-        ids: list[int] = self.tokenizer(text, add_special_tokens=special).input_ids
+        try:
+            ids: list[int] = self.tokenizer(text, add_special_tokens=special).input_ids
+        except (UnicodeEncodeError, TypeError) as error:  # half a surrogate pair: JSON has it, UTF-8 does not
+            raise Refused(400, "the text has half a surrogate pair, which is no character", "prompt") from error
         return ids
 
-    def call_readers(self, tools: Sequence[dict[str, Any]]) -> Callable[[], CallReader | None]:
-        """Makes what reads the calls of one answer; None without tools. Refused where it is not known how the model
-        writes them."""
-        if not tools:
-            return lambda: None
-        form, types = format_of(getattr(self.tokenizer, "chat_template", None)), types_of(tools)
-        if form is None:
-            raise Refused(
-                400, f"{self.name} has no chat template with tools in a format that this server reads", "tools"
-            )
-        return lambda: CallReader(form, types)
-
-    def chat_ids(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+    def chat_ids(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
+        told: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Token ids of a conversation (role, content) in the model's chat template, ready for the answer. A model of
-        texts, without a template, is given what was said, one after the other. Refused where the template does not take
-        the messages."""
-        if not getattr(self.tokenizer, "chat_template", None):
+        texts, without a template, is given what was said, one after the other. told: variables of the template;
+        those that it does not know are left out. Refused where the template does not take the messages."""
+        template, render = self.template, self.tokenizer.apply_chat_template
+        if template is None:
             return self.text_ids("\n".join(message["content"] for message in messages))
+        own = inspect.signature(render).parameters
+        variables = {name: value for name, value in (told or {}).items() if name in template and name not in own}
         try:
-            encoded = self.tokenizer.apply_chat_template(
-                messages, tools=list(tools) or None, add_generation_prompt=True, return_dict=True
+            encoded = render(
+                messages, tools=list(tools) or None, add_generation_prompt=True, return_dict=True, **variables
             )
         except Exception as error:  # a template refuses what it does not know with errors of its own
             raise Refused(

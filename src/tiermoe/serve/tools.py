@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiermoe.serve.detokenize import overlap
+from tiermoe.serve.grammar import json_rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +32,78 @@ Types = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
+class Tags:
+    """What stands before a call's parameters, before and after each value, and after them all."""
+
+    head: str
+    key: str
+    value_end: str
+    tail: str
+
+    def rules(self, function: Mapping[str, Any], name: str) -> str:
+        """The rule `name` of a grammar: the call of a function, its parameters in the order of its schema."""
+        schema = function.get("parameters") or {}
+        required, parts, rules = schema.get("required") or (), [_text(self.head.format(function["name"]))], []
+        for number, (key, its) in enumerate(_properties(schema).items()):
+            value = f"{name}v{number}"
+            before = _text(self.key.format(key))
+            if its.get("type") == "string" and "enum" not in its:
+                rules.append(f"{value}[suffix={_text(self.value_end)}]: /(.|\\n)*/")
+                part = f"{before} {value}"
+            else:
+                rules.append(f"{value}: {self._value(its, schema)}")
+                part = f"{before} {value} {_text(self.value_end)}"
+            parts.append(part if key in required else f"({part})?")
+        parts += [_text(self.tail)] if self.tail else []
+        return "\n".join([f"{name}: {' '.join(parts)}", *rules])
+
+    def _value(self, its: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+        words = its.get("enum")
+        if words and all(isinstance(word, str) for word in words):
+            return " | ".join(_text(word) for word in words)
+        return json_rule({**its, **_definitions(schema)})
+
+
+def _json_rule(function: Mapping[str, Any], name: str) -> str:
+    schema = {"type": "object", **(function.get("parameters") or {})}
+    its = {"name": {"const": function["name"]}, "arguments": schema}
+    whole = {"type": "object", "properties": its, "required": list(its), "additionalProperties": False}
+    return f"{name}: {json_rule({**whole, **_definitions(schema)})}"
+
+
+def _properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Parameter → its schema; what is no schema with words restricts nothing."""
+    found = schema.get("properties")
+    its = found.items() if isinstance(found, dict) else ()
+    return {key: value if isinstance(value, dict) else {} for key, value in its}
+
+
+def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """What references within a schema point to: they count from the outermost one."""
+    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Format:
     """Calls stand between `begin` and `end`. mark: what a chat template of this format has in it. read: the text
-    between → calls; ValueError where it is none."""
+    between → calls; ValueError where it is none. tags: how a call is written where it is no JSON."""
 
     mark: str
     begin: str
     end: str
     read: Callable[[str, Types], list[ToolCall]]
+    tags: Tags | None = None
+
+    def rule(self, functions: Sequence[Mapping[str, Any]]) -> str:
+        """The rule `call` of a grammar: one call of one of the functions."""
+        bodies = [self.tags.rules(f, f"f{n}") if self.tags else _json_rule(f, f"f{n}") for n, f in enumerate(functions)]
+        either = " | ".join(f"f{number}" for number in range(len(functions)))
+        call = f"call: {_text(self.begin)} /\\n?/ ({either}) /\\n?/ {_text(self.end)}"
+        return "\n".join([call, *bodies])
 
 
 def _json_call(text: str, _: Types) -> list[ToolCall]:
@@ -90,6 +155,7 @@ FORMATS = (
             _regex(r'<invoke name="?([^">]+)"?>(.*?)</invoke>'),
             _regex(r'<parameter name="?([^">]+)"?>(.*?)</parameter>'),
         ),
+        Tags('<invoke name="{}">\n', '<parameter name="{}">', "</parameter>\n", "</invoke>"),
     ),
     Format(
         "<arg_key>", "<tool_call>", "</tool_call>",
@@ -97,6 +163,7 @@ FORMATS = (
             _regex(r"^\s*([\w.-]+)\s*((?:<arg_key>.*)?)$"),
             _regex(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"),
         ),
+        Tags("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", ""),
     ),
     Format(
         "<function=", "<tool_call>", "</tool_call>",
@@ -104,6 +171,7 @@ FORMATS = (
             _regex(r"<function=([^>]+)>(.*?)</function>"),
             _regex(r"<parameter=([^>]+)>(.*?)</parameter>"),
         ),
+        Tags("<function={}>\n", "<parameter={}>\n", "\n</parameter>\n", "</function>"),
     ),
     Format("<tool_call>", "<tool_call>", "</tool_call>", _json_call),
 )  # fmt: skip
@@ -117,9 +185,7 @@ def format_of(template: str | None) -> Format | None:
 
 def types_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Of tools as OpenAI has them."""
-    return {
-        tool["function"]["name"]: (tool["function"].get("parameters") or {}).get("properties") or {} for tool in tools
-    }
+    return {tool["function"]["name"]: _properties(tool["function"].get("parameters") or {}) for tool in tools}
 
 
 class CallReader:

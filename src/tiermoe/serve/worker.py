@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import deque
@@ -55,7 +56,7 @@ class Worker:
 
     def __init__(self, batcher: Batcher, most_waiting: int, on_end: Callable[[Piece, Times], None]) -> None:
         self.batcher = batcher
-        self._most_waiting = most_waiting
+        self.most_waiting = most_waiting
         self._on_end = on_end
         self._streams: dict[int, _Stream] = {}
         self._orders: deque[Callable[[], None]] = deque()
@@ -76,7 +77,7 @@ class Worker:
             if self._closing:
                 raise ClosingError("the server is about to end")
             waiting = self.batcher.waiting + self._queued
-            if waiting >= self._most_waiting:
+            if waiting >= self.most_waiting:
                 raise QueueFullError(f"{waiting} requests wait already; ask again later, or raise --max-queue")
             self._queued += 1
 
@@ -103,7 +104,8 @@ class Worker:
             return bool(self._orders) or not self.batcher.idle
 
     def close(self, grace_s: float) -> None:
-        """Takes no more requests, gives those that run so many seconds, and ends the thread."""
+        """Takes no more requests, gives those that run so many seconds, tells the rest that the server ends, and ends
+        the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -111,6 +113,11 @@ class Worker:
             self._ended = True
             self._changed.notify_all()
         self._thread.join()
+        while self._orders:
+            self._orders.popleft()()
+        for number in list(self._streams):
+            with contextlib.suppress(RuntimeError):  # the loop that asked has ended before us
+                self._hand_on(Piece(number, finish="error", error=ClosingError("the server has ended")))
 
     def _order(self, order: Callable[[], None]) -> None:
         self._orders.append(order)

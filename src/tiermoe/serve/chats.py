@@ -1,0 +1,96 @@
+"""A conversation that wants an answer, as every dialect asks for one, and what the batch needs to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiermoe.errors import ConfigError
+from tiermoe.serve.errors import Refused
+from tiermoe.serve.grammar import Grammar, json_rule
+from tiermoe.serve.reading import Reader
+from tiermoe.serve.served import Served
+from tiermoe.serve.thoughts import END, ThoughtReader, opened, thinks
+from tiermoe.serve.tools import CallReader, Format, format_of, types_of
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """messages: as chat templates take them. tools: as OpenAI has them. choice: 'none', 'auto', 'required' or the name
+    of the function that must be called. schema: of JSON that the answer must be; None: it is free. told: what else the
+    template is told (`enable_thinking`, …)."""
+
+    messages: Sequence[dict[str, Any]]
+    tools: Sequence[dict[str, Any]] = ()
+    choice: str = "auto"
+    schema: Mapping[str, Any] | None = None
+    told: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """ids: of the prompt. reader: makes what reads an answer. grammar: makes what an answer must follow."""
+
+    ids: list[int]
+    reader: Callable[[], Reader] = Reader
+    grammar: Callable[[], Grammar] | None = None
+
+
+def prepare(served: Served, chat: Chat) -> Prepared:
+    """Refused where the model's template does not take it, or what is asked for cannot be followed."""
+    tools = [] if chat.choice == "none" else list(chat.tools)
+    form = _format(served, tools) if tools else None
+    ids = served.chat_ids(chat.messages, tools, chat.told)
+    thinking = thinks(served.template)
+    inside = thinking and opened(served.tokenizer.decode(ids[-8:]))
+    types = types_of(tools)
+
+    def reader() -> Reader:
+        return Reader(ThoughtReader(inside) if thinking else None, CallReader(form, types) if form else None)
+
+    return Prepared(ids, reader, _grammar(served, chat, form, tools, inside))
+
+
+def _format(served: Served, tools: Sequence[dict[str, Any]]) -> Format:
+    form = format_of(served.template)
+    if form is None:
+        raise Refused(400, f"{served.name} has no chat template with tools in a format that this server reads", "tools")
+    return form
+
+
+def _grammar(
+    served: Served, chat: Chat, form: Format | None, tools: Sequence[dict[str, Any]], inside: bool
+) -> Callable[[], Grammar] | None:
+    """What the answer must be: one call, JSON, or either where tools may be called as well. A thought comes first where
+    the prompt has opened one."""
+    forced = chat.choice not in ("none", "auto")
+    named = [tool for tool in tools if chat.choice in ("auto", "required", tool["function"]["name"])]
+    if forced and not named:
+        raise Refused(400, f"tool_choice asks for '{chat.choice}', which is not among the tools", "tool_choice")
+    if not forced and chat.schema is None:
+        return None
+    rules, said = [], []
+    if form is not None and named:
+        rules.append(form.rule([tool["function"] for tool in named]))
+        said.append("call")
+    if not forced and chat.schema is not None:
+        rules.append(f"json: {json_rule(chat.schema)}")
+        said.append("json")
+    start = f"start: {' | '.join(said)}"
+    if inside:
+        start = f"start: thought /\\n{{0,2}}/ ({' | '.join(said)})"
+        rules.append(f'thought[suffix="{END}"]: /(.|\\n)*/')
+    return _followed(served, "\n".join([start, *rules]), "tools" if forced else "response_format")
+
+
+def grammar_of(served: Served, schema: Mapping[str, Any] | None) -> Callable[[], Grammar] | None:
+    """Of a text that is continued. Refused where the schema cannot be followed."""
+    return None if schema is None else _followed(served, f"start: {json_rule(schema)}", "response_format")
+
+
+def _followed(served: Served, rules: str, param: str) -> Callable[[], Grammar]:
+    try:
+        return served.grammars.of(rules)
+    except ConfigError as error:
+        raise Refused(400, str(error), param) from error

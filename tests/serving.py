@@ -1,0 +1,96 @@
+"""A server over a tiny model, and workers whose answers are given."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+KEY = "secret"
+
+
+@contextmanager
+def running(app: Any) -> Iterator[str]:
+    """Serves an app from a thread; its address."""
+    import uvicorn
+
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A tiny model of texts, four rows of up to 64 tokens."""
+    import torch
+
+    import tiermoe
+    from tiermoe.generation.sampling import Sampling
+    from tiermoe.serve.batcher import Batcher
+    from tiermoe.serve.grammar import Grammars
+    from tiermoe.serve.metrics import Metrics
+    from tiermoe.serve.served import Served
+    from tiermoe.serve.worker import Worker
+    from tiny import write
+
+    directory = write(tmp_path_factory.mktemp("served"), "qwen3_moe", torch.float32)
+    model, tokenizer = tiermoe.load(
+        directory, device="cpu", lanes=1, bits=16, dense_bits=16, memory="4GiB", batch=4, context=64
+    )
+    batcher = Batcher(model.tiermoe, tokenizer, set(), 4)
+    metrics = Metrics(model.tiermoe, batcher)
+    worker = Worker(batcher, 8, metrics.ended)
+    yield Served(
+        "tiny", tokenizer, worker, metrics, model.tiermoe, Sampling(max_tokens=16), 1, Grammars(tokenizer, 128, set())
+    )
+    worker.close(1)
+    model.tiermoe.close()
+
+
+@pytest.fixture(scope="module")
+def address(served: Any) -> Iterator[str]:
+    from tiermoe.serve.app import create_app
+
+    with running(create_app(served, KEY)) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> Iterator[Any]:
+    import openai
+
+    with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def http(address: str) -> Iterator[Any]:
+    import httpx
+
+    with httpx.Client(base_url=address, headers={"Authorization": f"Bearer {KEY}"}) as client:
+        yield client
+
+
+class Scripted:
+    """A worker whose answers are given: a piece for each letter. asked: what it was asked for."""
+
+    def __init__(self, served: Any, text: str) -> None:
+        self.batcher, self.asked, self._text = served.worker.batcher, list[Any](), text
+        self.most_waiting = 8
+
+    async def answer(self, request: Any) -> AsyncIterator[Any]:
+        from tiermoe.serve.batcher import Piece
+
+        self.asked.append(request)
+        for letter in self._text:
+            yield Piece(1, letter, (1,))
+        yield Piece(1, "", (2,), finish="stop")

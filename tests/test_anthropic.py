@@ -1,0 +1,136 @@
+"""Anthropic's endpoints, as its client meets them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from serving import KEY, Scripted, running
+from tiermoe.serve.app import create_app
+from tiermoe.serve.served import Served
+
+PROMPT = "once upon a time"
+
+
+@pytest.fixture(scope="module")
+def claude(address: str) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=address, api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+MESSAGES: dict[str, Any] = {
+    "model": "tiny", "system": [{"type": "text", "text": "be brief"}], "max_tokens": 6,
+    "extra_body": {"temperature": 0},
+    "messages": [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}],
+}  # fmt: skip
+
+
+def test_a_message(claude: anthropic.Anthropic, client: openai.OpenAI) -> None:
+    answer = claude.messages.create(**MESSAGES)
+    chat = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "system", "content": "be brief"}, {"role": "user", "content": PROMPT}],
+        temperature=0,
+        max_tokens=6,
+    )
+    assert answer.content[0].text == chat.choices[0].message.content
+    assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 6)
+    counted = claude.messages.count_tokens(**{name: MESSAGES[name] for name in ("model", "system", "messages")})
+    assert counted.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+
+
+def test_a_streamed_message(claude: anthropic.Anthropic) -> None:
+    whole = claude.messages.create(**MESSAGES)
+    with claude.messages.stream(**MESSAGES) as stream:
+        assert "".join(stream.text_stream) == whole.content[0].text
+        assert stream.get_final_message().stop_reason == "max_tokens"
+    stop = whole.content[0].text[2:4]
+    stopped = claude.messages.create(**MESSAGES, stop_sequences=["never", stop])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stop)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"tools": [{"name": "a", "input_schema": {}}]}, "tools"),
+        ({"tools": [{"name": "web_search", "type": "web_search_20250305"}]}, "tools"),
+        ({"tool_choice": {"type": "tool"}}, "needs name"),
+        ({"model": "other"}, "this server has 'tiny'"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "user"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "content"),
+    ],
+)
+def test_messages_that_are_refused(claude: anthropic.Anthropic, change: dict[str, Any], why: str) -> None:
+    with pytest.raises(anthropic.APIStatusError) as refused:
+        claude.messages.create(**{**MESSAGES, **change})
+    body: Any = refused.value.body
+    assert body["type"] == "error"
+    assert why in body["error"]["message"]
+
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}<tool_call>{{ tool.function.name }}{% endfor %}{% for m in messages %}{{ m.role }}:"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}({{ call.function.arguments.city }}){% endfor %};{% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}quick{% endif %}"
+)
+TOOL: Any = {"name": "weather", "input_schema": {"type": "object"}}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'
+
+
+def test_thoughts_and_calls_are_blocks(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.tokenizer, "chat_template", TEMPLATE)
+    scripted: Any = Scripted(served, f"<think>Bonn, then.</think>Let me look.{CALL}{CALL}")
+    first: Any = {"role": "user", "content": "how is it in Bonn"}
+
+    async def asked(address: str) -> tuple[Any, list[Any], Any]:
+        async with anthropic.AsyncAnthropic(base_url=address, api_key="any") as client:
+            options: Any = {"model": "tiny", "max_tokens": 99, "tools": [TOOL]}
+            whole = await client.messages.create(messages=[first], **options)
+            async with client.messages.stream(messages=[first], **options) as stream:
+                events = [event async for event in stream]
+                summed = await stream.get_final_message()
+            results: Any = [
+                {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "sun"}]}
+                for block in whole.content[2:]
+            ]
+            said: Any = {"role": "assistant", "content": whole.content}
+            more: Any = {"role": "user", "content": [*results, {"type": "text", "text": "and then?"}]}
+            await client.messages.create(messages=[first, said, more], thinking={"type": "disabled"}, **options)
+        return whole, events, summed
+
+    with running(create_app(replace(served, worker=scripted))) as address:
+        whole, events, summed = asyncio.run(asked(address))
+    thought, text, call, _ = whole.content
+    assert (thought.thinking, text.text, whole.stop_reason) == ("Bonn, then.", "Let me look.", "tool_use")
+    assert (call.name, call.input) == ("weather", {"city": "Bonn"})
+    assert [block.type for block in summed.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert [block.input for block in summed.content[2:]] == [{"city": "Bonn"}] * 2
+    deltas = [event.delta for event in events if event.type == "content_block_delta"]
+    assert [json.loads(delta.partial_json) for delta in deltas if delta.type == "input_json_delta"] == [
+        {"city": "Bonn"}
+    ] * 2
+    prompt = served.tokenizer.decode(scripted.asked[-1].ids)
+    assert prompt == (
+        "<tool_call>weatheruser:how is it in Bonn;assistant:<think>Bonn, then.</think>Let me look.(Bonn)(Bonn);"
+        "tool:sun;tool:sun;user:and then?;quick"
+    )
+
+
+def test_an_answer_without_text_has_an_empty_block(served: Served) -> None:
+    scripted: Any = Scripted(served, "")
+    messages: Any = [{"role": "user", "content": "a"}]
+    with (
+        running(create_app(replace(served, worker=scripted))) as address,
+        anthropic.Anthropic(base_url=address, api_key="any") as client,
+        client.messages.stream(model="tiny", max_tokens=9, messages=messages) as stream,
+    ):
+        answer = stream.get_final_message()
+    assert (answer.content[0].text, answer.stop_reason) == ("", "end_turn")
