@@ -9,4 +9,4 @@ def finish(model: Any) -> None:
     """Waits until all that was submitted has arrived, prefetches too: as if the link were fast enough."""
     controller = model.tiermoe.controller
     while not controller.link.is_idle():
-        controller.prefetch([])
+        controller.settle(controller.link.wait())

@@ -53,7 +53,7 @@ def test_chat_with_piped_input(tiermoe_: Command, tiny: Path) -> None:
     ]
     outcome = tiermoe_("chat", tiny, *FAST, stdin="\n".join(lines))
     assert outcome.code == 0
-    assert len(outcome.out.splitlines()) == 2  # two answers
+    assert len(outcome.out.split()) == 2  # two answers, of a word and perhaps newlines
     said = outcome.err
     for wanted in (
         r"this model has no chat template: what you type is continued",

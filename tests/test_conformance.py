@@ -12,7 +12,7 @@ from schemathesis.specs.openapi.checks import content_type_conformance, status_c
 from tiermoe.serve.app import create_app
 from tiermoe.serve.served import Served
 
-CASES = 10  # of each endpoint
+CASES = 6  # of each endpoint
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance]
 
 
@@ -24,7 +24,11 @@ def test_every_answer_is_documented(served: Served) -> None:
         modes = list(schemathesis.GenerationMode)
 
         @hypothesis.settings(
-            max_examples=CASES, derandomize=True, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+            max_examples=CASES,
+            derandomize=True,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(hypothesis.HealthCheck),
         )
         @hypothesis.given(case=hypothesis.strategies.one_of([operation.as_strategy(mode) for mode in modes]))
         def check(case: Any) -> None:

@@ -409,7 +409,7 @@ def test_bytes_of_a_matrix():
     weights = 2048 * 1024
     assert nbytes(16) == 2 * weights
     assert nbytes(8) == weights + 2048 * 2
-    assert nbytes(6) == nbytes(6, slot=True) == weights * 3 // 4 + weights // 64 * 2
+    assert nbytes(6) == nbytes(6, slot=True) == weights * 3 // 4 + weights // 32 * 2
     assert nbytes(4) == nbytes(4, slot=True) == weights // 2 + weights // 64 * 4
     assert nbytes(4, quantizer="linear") == weights // 2 + weights // 256 * 4
     assert nbytes(2) == weights * 3 // 8
