@@ -109,7 +109,7 @@ def test_interrupting_at_the_prompt_changes_nothing(
     monkeypatch.setattr("builtins.input", read)
     outcome = tiermoe_("chat", tiny, *FAST)
     assert outcome.code == 0
-    assert len(outcome.out.splitlines()) == 1
+    assert len(outcome.out.split()) == 1
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
