@@ -13,6 +13,9 @@ SOURCES = Path(__file__).parent.parent / "src" / "tiermoe" / "native"
 FILES = sorted(str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.c"))
 BINDINGS = {"module.c", "attention_binding.c"}  # these include Python's headers, which are this machine's
 ELSEWHERE = ["-U__linux__", "-Ulinux"]  # a system of POSIX alone
+CHECKED = [str(SOURCES / name) for name in FILES if name.startswith("isa") or name in ("kernels.c", "matrix.c")]
+CHECK = [str(Path(__file__).parent / "kernels_check.c"), f"-I{SOURCES}", *CHECKED, "-lm", "-o"]
+STRICT = ["-std=gnu11", "-ffp-contract=off", "-Wall", "-Wextra"]
 CALLS = """
 #include <unistd.h>
 #include "team.h"
@@ -39,22 +42,29 @@ def compiler(name: str) -> str:
     return found
 
 
-def check(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def built(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if "cannot find -l" in done.stderr or "cannot find /usr" in done.stderr:
+        pytest.skip("needs the sanitizers' libraries")
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def ran(command: list[str]) -> list[str]:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
+    return done.stdout.split()
 
 
 @pytest.mark.parametrize("options", [[], ELSEWHERE], ids=["here", "another system"])
 def test_no_file_has_a_warning(options: list[str]) -> None:
-    strict = ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", "-isystem"]
     files = [str(SOURCES / name) for name in FILES]
-    check([compiler("cc"), *strict, sysconfig.get_path("include"), *options, *files])
+    python = ["-isystem", sysconfig.get_path("include")]
+    built([compiler("cc"), *STRICT, "-O1", "-Werror", "-fsyntax-only", *python, *options, *files])
 
 
 def test_no_file_has_a_warning_on_arm() -> None:
     files = [str(SOURCES / name) for name in FILES if name not in BINDINGS]
-    strict = ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
-    check([compiler("aarch64-linux-gnu-gcc"), *strict, *files])
+    built([compiler("aarch64-linux-gnu-gcc"), *STRICT, "-O1", "-Werror", "-fsyntax-only", *files])
 
 
 @pytest.mark.parametrize("options", [[], ELSEWHERE], ids=["here", "another system"])
@@ -62,11 +72,17 @@ def test_threads_wait_for_each_other_without_a_race(options: list[str], tmp_path
     program = tmp_path / "calls.c"
     program.write_text("#include <stdatomic.h>\n" + CALLS)
     build = [compiler("cc"), "-std=gnu11", "-g", "-O1", "-fsanitize=thread", *options, f"-I{SOURCES}", str(program)]
-    built = subprocess.run(
-        [*build, str(SOURCES / "team.c"), "-lpthread", "-ldl", "-o", str(tmp_path / "calls")],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    if "cannot find" in built.stderr:
-        pytest.skip("needs the thread sanitizer's library")
-    assert built.returncode == 0, built.stderr[-2000:]
-    check([str(tmp_path / "calls")])
+    built([*build, str(SOURCES / "team.c"), "-lpthread", "-ldl", "-o", str(tmp_path / "calls")])
+    ran([str(tmp_path / "calls")])
+
+
+def test_every_instruction_set_is_right_under_sanitizers(tmp_path: Path) -> None:
+    program = str(tmp_path / "check")
+    built([compiler("cc"), *STRICT, "-O1", "-g", "-fsanitize=address,undefined", *CHECK, program])
+    assert ran([program])[-1] == "generic"
+
+
+def test_neon_is_right_in_an_emulator(tmp_path: Path) -> None:
+    program, emulator = str(tmp_path / "check"), compiler("qemu-aarch64-static")
+    built([compiler("aarch64-linux-gnu-gcc"), *STRICT, "-O2", "-static", *CHECK, program])
+    assert ran([emulator, program]) == ["neon", "generic"]

@@ -28,8 +28,8 @@ SWITCH = "TIERMOE_NATIVE"
 ISA = "TIERMOE_ISA"
 """Environment variable: the instruction set whose kernels run, one of `KNOWN`; unset: the fastest that there is."""
 
-KNOWN = ("generic", "avx2", "avx512bf16")
-"""Instruction sets that there are kernels for: any machine; AVX2 with FMA; AVX-512 with BF16 and VBMI."""
+KNOWN = ("generic", "neon", "avx2", "avx512bf16")
+"""Instruction sets that there are kernels for: any machine; 64-bit Arm; AVX2 with FMA; AVX-512 with BF16 and VBMI."""
 
 
 class Coding(IntEnum):

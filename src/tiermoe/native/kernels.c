@@ -5,6 +5,8 @@
 extern const Kernels kernels_generic;
 #if defined(__x86_64__)
 extern const Kernels kernels_avx512bf16, kernels_avx2;
+#elif defined(__aarch64__)
+extern const Kernels kernels_neon;
 #endif
 
 /* The fastest first. */
@@ -12,6 +14,8 @@ static const Kernels *const BUILT[] = {
 #if defined(__x86_64__)
     &kernels_avx512bf16,
     &kernels_avx2,
+#elif defined(__aarch64__)
+    &kernels_neon,
 #endif
     &kernels_generic,
 };

@@ -17,8 +17,8 @@ static int runs(void) {
 
 #include "avx2/vector.h"
 
-#include "avx2/blocks.h"
-#include "avx2/rows.h"
+#include "shared/eight_blocks.h"
+#include "shared/eight_rows.h"
 #include "avx2/widen.h"
 #include "shared/exponential.h"
 #include "shared/norm.h"

@@ -1,4 +1,4 @@
-/* Sixteen numbers at a time, in two registers of AVX2; products fused (FMA). */
+/* Sixteen numbers at a time, in two registers of AVX2, and eight in one (shared/eight_*.h); products fused (FMA). */
 #ifndef TIERMOE_AVX2_VECTOR_H
 #define TIERMOE_AVX2_VECTOR_H
 
@@ -154,6 +154,69 @@ static inline __m128 four_sums(__m256 a, __m256 b, __m256 c, __m256 d) {
 /* out[i] = scale * the sum of dots[i]. */
 static inline void four_dots(const Dot dots[4], float scale, float *out) {
     _mm_storeu_ps(out, _mm_mul_ps(four_sums(dots[0], dots[1], dots[2], dots[3]), _mm_set1_ps(scale)));
+}
+
+/* totals[i] += the sum of the lanes of eights[i]. */
+static inline void add_four_sums(float *totals, const __m256 eights[4]) {
+    const __m128 four = four_sums(eights[0], eights[1], eights[2], eights[3]);
+    _mm_storeu_ps(totals, _mm_add_ps(_mm_loadu_ps(totals), four));
+}
+
+/* Eight numbers, and eight words of 32 bits, for the products. */
+typedef __m256 Eight;
+typedef __m256i Words;
+
+static inline Eight eight_zeros(void) { return _mm256_setzero_ps(); }
+static inline Eight eight_all(float value) { return _mm256_set1_ps(value); }
+static inline Eight eight_from(const float *from) { return _mm256_loadu_ps(from); }
+static inline void eight_to(float *to, Eight a) { _mm256_storeu_ps(to, a); }
+static inline Eight eight_times(Eight a, Eight b) { return _mm256_mul_ps(a, b); }
+static inline Eight eight_times_plus(Eight a, Eight b, Eight c) { return _mm256_fmadd_ps(a, b, c); }
+static inline Eight eight_minus_times(Eight c, Eight a, Eight b) { return _mm256_fnmadd_ps(a, b, c); }
+static inline Eight eight_of_bf16(const bf16 *from) { return eight_of(_mm_loadu_si128((const void *)from)); }
+static inline Eight eight_of_int8(const uint8_t *from) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)from)));
+}
+static inline Eight eight_of_words(Words words) { return _mm256_cvtepi32_ps(words); }
+static inline Eight eight_bits(Words words) { return _mm256_castsi256_ps(words); }
+
+static inline Words words_from(const void *from) { return _mm256_loadu_si256(from); }
+static inline Words words_and(Words words, uint32_t mask) { return _mm256_and_si256(words, _mm256_set1_epi32((int)mask)); }
+static inline Words words_or(Words a, Words b) { return _mm256_or_si256(a, b); }
+#define WORDS_LEFT(words, n) _mm256_slli_epi32(words, n)
+#define WORDS_RIGHT(words, n) _mm256_srli_epi32(words, n)
+
+/* The rows of four registers, (k, 4 of rows 4 k ..; 4 of rows 16 + 4 k ..), to lanes (row % 4, row / 4), and back. */
+static inline void transpose(Words v[4]) {
+    const __m256i a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpackhi_epi32(v[0], v[1]);
+    const __m256i c = _mm256_unpacklo_epi32(v[2], v[3]), d = _mm256_unpackhi_epi32(v[2], v[3]);
+    v[0] = _mm256_unpacklo_epi64(a, c), v[1] = _mm256_unpackhi_epi64(a, c);
+    v[2] = _mm256_unpacklo_epi64(b, d), v[3] = _mm256_unpackhi_epi64(b, d);
+}
+
+/* v[b], lane l: number 4 l + b of 32. */
+static inline void words_by_lane(const uint32_t *from, Words v[4]) {
+    for (int k = 0; k < 4; k++)
+        v[k] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const void *)(from + 4 * k))),
+                                       _mm_loadu_si128((const void *)(from + 16 + 4 * k)), 1);
+    transpose(v);
+}
+static inline void halves_by_lane(const uint16_t *from, Words v[4]) {
+    for (int k = 0; k < 4; k++)
+        v[k] = _mm256_cvtepu16_epi32(_mm_unpacklo_epi64(_mm_loadl_epi64((const void *)(from + 4 * k)),
+                                                        _mm_loadl_epi64((const void *)(from + 16 + 4 * k))));
+    transpose(v);
+}
+
+/* to (32), rounded: number 4 l + b is lane l of eights[b]. */
+static inline void store_by_row(bf16 *to, const Eight eights[4]) {
+    Words v[4];
+    for (int b = 0; b < 4; b++) v[b] = _mm256_castps_si256(eights[b]);
+    transpose(v);
+    const __m256i first[] = {_mm256_permute2x128_si256(v[0], v[1], 0x20), _mm256_permute2x128_si256(v[2], v[3], 0x20)};
+    const __m256i last[] = {_mm256_permute2x128_si256(v[0], v[1], 0x31), _mm256_permute2x128_si256(v[2], v[3], 0x31)};
+    store_bf16(to, (Vector){_mm256_castsi256_ps(first[0]), _mm256_castsi256_ps(first[1])});
+    store_bf16(to + 16, (Vector){_mm256_castsi256_ps(last[0]), _mm256_castsi256_ps(last[1])});
 }
 
 #endif

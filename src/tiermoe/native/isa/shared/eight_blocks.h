@@ -1,4 +1,4 @@
-/* Products with matrices that are kept in blocks of rows: INT4 and INT6.
+/* Products with matrices that are kept in blocks of rows, over Eight: INT4 and INT6.
  *
  * The 32 bytes of a column in INT4 are read as 8 words. Nibble n of the words, kept in its place, is the code times 16^n: it
  * becomes a float without being shifted. x is multiplied by 16^-6, so that nothing overflows, and the scale by 16^(6 - n).
@@ -8,8 +8,6 @@
  *
  * Codes are summed as they are, from 0 on: the 8 or 32 that is to be taken away joins the zero. Sums are scaled after at
  * most SPAN columns, for one token as for many. */
-#include "vector.h"
-
 enum {
     SPAN = 64,               /* columns */
     SUMS = 8,                /* registers of a block */
@@ -26,16 +24,8 @@ static inline size_t bytes_of(Coding coding, size_t columns) { return columns * 
 
 /* A group's, of the rows of a block. */
 typedef struct {
-    __m256 scale[SUMS], zero[SUMS];
+    Eight scale[SUMS], zero[SUMS];
 } Scales;
-
-/* The rows of four registers, (k, 4 of rows 4 k ..; 4 of rows 16 + 4 k ..), to lanes (row % 4, row / 4), and back. */
-static inline void transpose(__m256i v[4]) {
-    const __m256i a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpackhi_epi32(v[0], v[1]);
-    const __m256i c = _mm256_unpacklo_epi32(v[2], v[3]), d = _mm256_unpackhi_epi32(v[2], v[3]);
-    v[0] = _mm256_unpacklo_epi64(a, c), v[1] = _mm256_unpackhi_epi64(a, c);
-    v[2] = _mm256_unpacklo_epi64(b, d), v[3] = _mm256_unpackhi_epi64(b, d);
-}
 
 #define SIXTEEN_TO_6 16777216.0f
 
@@ -46,33 +36,26 @@ static const float INT6_PLACES[SUMS] = {SIXTEEN_TO_6, SIXTEEN_TO_6, 1 << 16, 1 <
 
 /* pairs: of a scale (low half) and a zero (high half), of 64 rows. */
 static inline void int4_scales(const uint32_t *pairs, Scales *scales) {
-    for (int h = 0; h < 2; h++, pairs += BLOCK / 2) {
-        __m256i v[4];
-        for (int k = 0; k < 4; k++)
-            v[k] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const void *)(pairs + 4 * k))),
-                                           _mm_loadu_si128((const void *)(pairs + 16 + 4 * k)), 1);
-        transpose(v);
+    for (int h = 0; h < 2; h++) {
+        Words v[4];
+        words_by_lane(pairs + h * BLOCK / 2, v);
         for (int b = 0; b < 4; b++) {
-            const __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(v[b], 16));
-            const __m256 zero = _mm256_castsi256_ps(_mm256_and_si256(v[b], _mm256_set1_epi32((int)0xFFFF0000)));
-            scales->scale[2 * b + h] = _mm256_mul_ps(scale, _mm256_set1_ps(INT4_PLACES[2 * b + h]));
-            scales->zero[2 * b + h] = _mm256_fnmadd_ps(_mm256_set1_ps(8), scale, zero);
+            const Eight scale = eight_bits(WORDS_LEFT(v[b], 16)), zero = eight_bits(words_and(v[b], 0xFFFF0000));
+            scales->scale[2 * b + h] = eight_times(scale, eight_all(INT4_PLACES[2 * b + h]));
+            scales->zero[2 * b + h] = eight_minus_times(zero, eight_all(8), scale);
         }
     }
 }
 
 /* from: of 64 rows. */
 static inline void int6_scales(const bf16 *from, Scales *scales) {
-    for (int h = 0; h < 2; h++, from += BLOCK / 2) {
-        __m256i v[4];
-        for (int k = 0; k < 4; k++)
-            v[k] = _mm256_cvtepu16_epi32(_mm_unpacklo_epi64(_mm_loadl_epi64((const void *)(from + 4 * k)),
-                                                            _mm_loadl_epi64((const void *)(from + 16 + 4 * k))));
-        transpose(v);
+    for (int h = 0; h < 2; h++) {
+        Words v[4];
+        halves_by_lane(from + h * BLOCK / 2, v);
         for (int b = 0; b < 4; b++) {
-            const __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(v[b], 16));
-            scales->scale[2 * b + h] = _mm256_mul_ps(scale, _mm256_set1_ps(INT6_PLACES[2 * b + h]));
-            scales->zero[2 * b + h] = _mm256_mul_ps(scale, _mm256_set1_ps(-32));
+            const Eight scale = eight_bits(WORDS_LEFT(v[b], 16));
+            scales->scale[2 * b + h] = eight_times(scale, eight_all(INT6_PLACES[2 * b + h]));
+            scales->zero[2 * b + h] = eight_times(scale, eight_all(-32));
         }
     }
 }
@@ -82,49 +65,44 @@ static inline size_t together_in(Coding coding) { return coding == INT4 ? 1 : 4;
 
 /* The words of column c + next, c a multiple of together_in(coding). In INT4 they hold all registers of the column, in INT6
  * those of one half of the rows, a code in each byte. */
-static inline __attribute__((always_inline)) __m256i words_of(Coding coding, int half, const uint8_t *codes, size_t c,
-                                                              size_t next) {
-    if (coding == INT4) return _mm256_loadu_si256((const void *)(codes + c * BLOCK / 2));
+static inline __attribute__((always_inline)) Words words_of(Coding coding, int half, const uint8_t *codes, size_t c,
+                                                            size_t next) {
+    if (coding == INT4) return words_from(codes + c * BLOCK / 2);
     const uint8_t *four = codes + c / 4 * 3 * BLOCK;
-    __m256i words = _mm256_loadu_si256((const void *)(four + next * BLOCK / 2));
-    __m256i high = _mm256_loadu_si256((const void *)(four + 2 * BLOCK + next / 2 * BLOCK / 2));
-    if (half) words = _mm256_srli_epi16(words, 4);
-    if (next % 2 == 0) high = _mm256_slli_epi16(high, half ? 4 : 2);
-    if (next % 2 == 1 && !half) high = _mm256_srli_epi16(high, 2);
-    return _mm256_or_si256(_mm256_and_si256(words, _mm256_set1_epi8(15)), _mm256_and_si256(high, _mm256_set1_epi8(0x30)));
+    Words words = words_from(four + next * BLOCK / 2), high = words_from(four + 2 * BLOCK + next / 2 * BLOCK / 2);
+    if (half) words = WORDS_RIGHT(words, 4);
+    if (next % 2 == 0 && half) high = WORDS_LEFT(high, 4);
+    if (next % 2 == 0 && !half) high = WORDS_LEFT(high, 2);
+    if (next % 2 == 1 && !half) high = WORDS_RIGHT(high, 2);
+    return words_or(words_and(words, 0x0F0F0F0F), words_and(high, 0x30303030));
 }
 
 /* Asks for the codes of some columns in time. */
 static inline __attribute__((always_inline)) void ask_ahead(Coding coding, const uint8_t *codes, size_t c) {
     if (coding == INT4 && c % 2) return;
     const uint8_t *ahead = codes + bytes_of(coding, COLUMNS_AHEAD) + bytes_of(coding, c);
-    _mm_prefetch((const char *)ahead, _MM_HINT_T1);
-    if (coding == INT6) _mm_prefetch((const char *)(ahead + 64), _MM_HINT_T1), _mm_prefetch((const char *)(ahead + 128), _MM_HINT_T1);
+    __builtin_prefetch(ahead, 0, 2);
+    if (coding == INT6) __builtin_prefetch(ahead + 64, 0, 2), __builtin_prefetch(ahead + 128, 0, 2);
 }
 
 /* Register n of a column, times 1 over its place. */
-static inline __attribute__((always_inline)) __m256 values_of(Coding coding, __m256i words, int n) {
-    if (coding == INT6) return _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(255 << n / 2 * 8)));
-    return _mm256_cvtepi32_ps(n == SUMS - 1 ? _mm256_srli_epi32(words, 28) : _mm256_and_si256(words, _mm256_set1_epi32(15 << 4 * n)));
+static inline __attribute__((always_inline)) Eight values_of(Coding coding, Words words, int n) {
+    if (coding == INT6) return eight_of_words(words_and(words, 255u << n / 2 * 8));
+    return eight_of_words(n == SUMS - 1 ? WORDS_RIGHT(words, 28) : words_and(words, 15u << 4 * n));
 }
 
 /* values = x * 16^-6 */
 static inline void factors_of(const bf16 *x, size_t columns, float *values) {
-    const __m256 place = _mm256_set1_ps(1 / SIXTEEN_TO_6);
-    for (size_t c = 0; c < columns; c += 8)
-        _mm256_storeu_ps(values + c, _mm256_mul_ps(place, eight_of(_mm_loadu_si128((const void *)(x + c)))));
+    const Eight place = eight_all(1 / SIXTEEN_TO_6);
+    for (size_t c = 0; c < columns; c += 8) eight_to(values + c, eight_times(place, eight_of_bf16(x + c)));
 }
 
 /* out (64) = the totals of a block, rounded. */
 static inline void store_block(const float *totals, bf16 *out) {
-    for (int h = 0; h < 2; h++, out += BLOCK / 2) {
-        __m256i v[4];
-        for (int b = 0; b < 4; b++) v[b] = _mm256_loadu_si256((const void *)(totals + 8 * (2 * b + h)));
-        transpose(v);
-        const __m256i first[] = {_mm256_permute2x128_si256(v[0], v[1], 0x20), _mm256_permute2x128_si256(v[2], v[3], 0x20)};
-        const __m256i last[] = {_mm256_permute2x128_si256(v[0], v[1], 0x31), _mm256_permute2x128_si256(v[2], v[3], 0x31)};
-        store_bf16(out, (Vector){_mm256_castsi256_ps(first[0]), _mm256_castsi256_ps(first[1])});
-        store_bf16(out + 16, (Vector){_mm256_castsi256_ps(last[0]), _mm256_castsi256_ps(last[1])});
+    for (int h = 0; h < 2; h++) {
+        Eight eights[4];
+        for (int b = 0; b < 4; b++) eights[b] = eight_from(totals + 8 * (2 * b + h));
+        store_by_row(out + h * BLOCK / 2, eights);
     }
 }
 
@@ -132,24 +110,24 @@ static inline void store_block(const float *totals, bf16 *out) {
 static inline __attribute__((always_inline)) void span_part(Coding coding, int half, int first, int step, int count,
                                                             size_t tokens, const uint8_t *codes, size_t span, const float *x,
                                                             const Scales *scales, float *totals) {
-    __m256 part[BLOCK_FEW][SUMS];
+    Eight part[BLOCK_FEW][SUMS];
     for (size_t m = 0; m < tokens; m++)
-        for (int i = 0; i < count; i++) part[m][i] = _mm256_setzero_ps();
+        for (int i = 0; i < count; i++) part[m][i] = eight_zeros();
     for (size_t c = 0; c < span; c += together_in(coding)) {
         ask_ahead(coding, codes, c);
         for (size_t next = 0; next < together_in(coding); next++) {
-            const __m256i words = words_of(coding, half, codes, c, next);
+            const Words words = words_of(coding, half, codes, c, next);
             for (int i = 0; i < count; i++) {
-                const __m256 values = values_of(coding, words, first + i * step);
+                const Eight values = values_of(coding, words, first + i * step);
                 for (size_t m = 0; m < tokens; m++)
-                    part[m][i] = _mm256_fmadd_ps(values, _mm256_broadcast_ss(x + m * SPAN + c + next), part[m][i]);
+                    part[m][i] = eight_times_plus(values, eight_all(x[m * SPAN + c + next]), part[m][i]);
             }
         }
     }
     for (size_t m = 0; m < tokens; m++)
         for (int i = 0; i < count; i++) {
             float *total = totals + m * BLOCK + 8 * (first + i * step);
-            _mm256_store_ps(total, _mm256_fmadd_ps(scales->scale[first + i * step], part[m][i], _mm256_load_ps(total)));
+            eight_to(total, eight_times_plus(scales->scale[first + i * step], part[m][i], eight_from(total)));
         }
 }
 
@@ -186,8 +164,8 @@ static inline __attribute__((always_inline)) void few_spans(Coding coding, size_
 static inline __attribute__((always_inline)) void span_unpack(Coding coding, const uint8_t *codes, size_t span, float *panel) {
     for (size_t c = 0; c < span; c += together_in(coding))
         for (size_t next = 0; next < together_in(coding); next++, panel += BLOCK) {
-            const __m256i halves[] = {words_of(coding, 0, codes, c, next), words_of(coding, 1, codes, c, next)};
-            for (int n = 0; n < SUMS; n++) _mm256_store_ps(panel + 8 * n, values_of(coding, halves[n % 2], n));
+            const Words halves[] = {words_of(coding, 0, codes, c, next), words_of(coding, 1, codes, c, next)};
+            for (int n = 0; n < SUMS; n++) eight_to(panel + 8 * n, values_of(coding, halves[n % 2], n));
         }
 }
 
@@ -195,21 +173,21 @@ static inline __attribute__((always_inline)) void span_unpack(Coding coding, con
 static inline __attribute__((always_inline)) void panel_tile(size_t tokens, const float *panel, size_t span, const float *x,
                                                              const Scales *scales, float *totals) {
     for (int n = 0; n < SUMS; n += BLOCK_PAIR) {
-        __m256 part[BLOCK_TILE][BLOCK_PAIR];
+        Eight part[BLOCK_TILE][BLOCK_PAIR];
         for (size_t m = 0; m < tokens; m++)
-            for (int i = 0; i < BLOCK_PAIR; i++) part[m][i] = _mm256_setzero_ps();
+            for (int i = 0; i < BLOCK_PAIR; i++) part[m][i] = eight_zeros();
         for (size_t c = 0; c < span; c++) {
-            __m256 values[BLOCK_PAIR];
-            for (int i = 0; i < BLOCK_PAIR; i++) values[i] = _mm256_load_ps(panel + c * BLOCK + 8 * (n + i));
+            Eight values[BLOCK_PAIR];
+            for (int i = 0; i < BLOCK_PAIR; i++) values[i] = eight_from(panel + c * BLOCK + 8 * (n + i));
             for (size_t m = 0; m < tokens; m++) {
-                const __m256 factor = _mm256_broadcast_ss(x + m * SPAN + c);
-                for (int i = 0; i < BLOCK_PAIR; i++) part[m][i] = _mm256_fmadd_ps(values[i], factor, part[m][i]);
+                const Eight factor = eight_all(x[m * SPAN + c]);
+                for (int i = 0; i < BLOCK_PAIR; i++) part[m][i] = eight_times_plus(values[i], factor, part[m][i]);
             }
         }
         for (size_t m = 0; m < tokens; m++)
             for (int i = 0; i < BLOCK_PAIR; i++) {
                 float *total = totals + m * BLOCK + 8 * (n + i);
-                _mm256_store_ps(total, _mm256_fmadd_ps(scales->scale[n + i], part[m][i], _mm256_load_ps(total)));
+                eight_to(total, eight_times_plus(scales->scale[n + i], part[m][i], eight_from(total)));
             }
     }
 }
@@ -230,9 +208,9 @@ static void panel_tiles(size_t tokens, const float *panel, size_t span, const fl
 }
 
 /* totals (64) += zeros * sum */
-static inline void add_scaled(const __m256 zeros[SUMS], float sum, float *totals) {
+static inline void add_scaled(const Eight zeros[SUMS], float sum, float *totals) {
     for (int n = 0; n < SUMS; n++)
-        _mm256_store_ps(totals + 8 * n, _mm256_fmadd_ps(zeros[n], _mm256_set1_ps(sum), _mm256_load_ps(totals + 8 * n)));
+        eight_to(totals + 8 * n, eight_times_plus(zeros[n], eight_all(sum), eight_from(totals + 8 * n)));
 }
 
 /* totals (tokens, 64) += a span of a block's codes times x, whose tokens lie `columns` apart, scaled. */
@@ -265,7 +243,7 @@ static inline __attribute__((always_inline)) void block_some(Coding coding, cons
             int4_scales((const uint32_t *)pairs, &scales);
         else
             int6_scales(pairs, &scales);
-        for (size_t r = 0; r < row * BLOCK; r += 32) _mm_prefetch((const char *)(pairs + 2 * apart + r), _MM_HINT_T0);
+        for (size_t r = 0; r < row * BLOCK; r += 32) __builtin_prefetch(pairs + 2 * apart + r, 0, 3);
         for (size_t s = 0; s < group; s += span, x += span, codes += bytes_of(coding, span))
             add_span(coding, codes, span, x, columns, tokens, &scales, totals);
         for (size_t m = 0; m < tokens; m++) add_scaled(scales.zero, sums[m * groups + g], totals + m * BLOCK);

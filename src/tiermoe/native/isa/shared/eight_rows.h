@@ -1,8 +1,6 @@
-/* Products with matrices that are kept row by row: INT8 and BF16.
+/* Products with matrices that are kept row by row, over Eight: INT8 and BF16.
  *
  * A row's products are summed in 8 lanes over ROW_SPAN columns, then the lanes, then the spans. */
-#include "vector.h"
-
 enum {
     ROW_SPAN = 256, /* columns */
     LINE = 64,      /* bytes of a cache line; a row has a multiple of them */
@@ -14,9 +12,8 @@ enum {
 static inline size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
 /* Eight weights or codes from column c of a row on. */
-static inline __attribute__((always_inline)) __m256 eight_weights(int coded, const uint8_t *row, size_t c) {
-    if (coded) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(row + c))));
-    return eight_of(_mm_loadu_si128((const void *)(row + c * sizeof(bf16))));
+static inline __attribute__((always_inline)) Eight eight_weights(int coded, const uint8_t *row, size_t c) {
+    return coded ? eight_of_int8(row + c) : eight_of_bf16((const bf16 *)row + c);
 }
 
 /* totals[m * BLOCK + r] += `width` columns of row r times those of token m, `stride` apart, for 4 rows and a number of
@@ -24,26 +21,23 @@ static inline __attribute__((always_inline)) __m256 eight_weights(int coded, con
 static inline __attribute__((always_inline)) void four_rows(int decoded, int coded, size_t ahead, size_t tokens,
                                                             const uint8_t *const row[ROW_TILE], const float *x, size_t stride,
                                                             size_t width, float *totals) {
-    __m256 sums[FEW_TOKENS][ROW_TILE];
+    Eight sums[FEW_TOKENS][ROW_TILE];
     const size_t bytes = coded ? 1 : sizeof(bf16), line = LINE / bytes;
     for (size_t m = 0; m < tokens; m++)
-        for (size_t r = 0; r < ROW_TILE; r++) sums[m][r] = _mm256_setzero_ps();
+        for (size_t r = 0; r < ROW_TILE; r++) sums[m][r] = eight_zeros();
     for (size_t begin = 0; begin < width; begin += line) {
         for (size_t r = 0; !decoded && r < ROW_TILE; r++)
-            _mm_prefetch((const char *)(row[r] + begin * bytes + ahead), _MM_HINT_T1);
+            __builtin_prefetch(row[r] + begin * bytes + ahead, 0, 2);
         for (size_t c = begin; c < begin + line; c += 8) {
-            __m256 values[FEW_TOKENS];
-            for (size_t m = 0; m < tokens; m++) values[m] = _mm256_loadu_ps(x + m * stride + c);
+            Eight values[FEW_TOKENS];
+            for (size_t m = 0; m < tokens; m++) values[m] = eight_from(x + m * stride + c);
             for (size_t r = 0; r < ROW_TILE; r++) {
-                const __m256 weights = decoded ? _mm256_loadu_ps((const float *)row[r] + c) : eight_weights(coded, row[r], c);
-                for (size_t m = 0; m < tokens; m++) sums[m][r] = _mm256_fmadd_ps(weights, values[m], sums[m][r]);
+                const Eight weights = decoded ? eight_from((const float *)row[r] + c) : eight_weights(coded, row[r], c);
+                for (size_t m = 0; m < tokens; m++) sums[m][r] = eight_times_plus(weights, values[m], sums[m][r]);
             }
         }
     }
-    for (size_t m = 0; m < tokens; m++) {
-        const __m128 four = four_sums(sums[m][0], sums[m][1], sums[m][2], sums[m][3]);
-        _mm_storeu_ps(totals + m * BLOCK, _mm_add_ps(_mm_loadu_ps(totals + m * BLOCK), four));
-    }
+    for (size_t m = 0; m < tokens; m++) add_four_sums(totals + m * BLOCK, sums[m]);
 }
 
 #define ROWS_OF(n)                                                                \
@@ -59,7 +53,7 @@ static inline __attribute__((always_inline)) void four_rows_of(int decoded, int 
 
 static inline void widen_x(const bf16 *x, size_t columns, float *values) {
     for (size_t c = 0; c < columns; c += 8)
-        _mm256_storeu_ps(values + c, eight_of(_mm_loadu_si128((const void *)(x + c))));
+        eight_to(values + c, eight_of_bf16(x + c));
 }
 
 /* Few tokens: four rows at a time from their first column to their last. totals (tokens, 64) */
@@ -89,7 +83,7 @@ static inline __attribute__((always_inline)) void many_times(int coded, const ui
         for (size_t r = 0; r < rows; r += ROW_TILE) {
             for (size_t i = 0; i < ROW_TILE; i++)
                 for (size_t c = 0; c < width; c += 8)
-                    _mm256_store_ps(panel[i] + c, eight_weights(coded, weights + least(r + i, rows - 1) * row_bytes, begin + c));
+                    eight_to(panel[i] + c, eight_weights(coded, weights + least(r + i, rows - 1) * row_bytes, begin + c));
             for (size_t m = 0; m < tokens; m += FEW_TOKENS)
                 four_rows_of(1, coded, 0, least(FEW_TOKENS, tokens - m), row, values + m * ROW_SPAN, ROW_SPAN, width,
                              totals + m * BLOCK + r);

@@ -1,0 +1,25 @@
+/* NEON, which every 64-bit Arm has. */
+#if defined(__aarch64__)
+#include <arm_neon.h>
+
+#include "../kernels.h"
+
+static int runs(void) { return 1; }
+
+#include "neon/vector.h"
+
+#include "generic/widen.h"
+#include "shared/eight_blocks.h"
+#include "shared/eight_rows.h"
+#include "shared/exponential.h"
+#include "shared/norm.h"
+#include "shared/rotary.h"
+#include "shared/rows.h"
+#include "shared/weigh.h"
+
+#include "shared/tiles.h"
+
+#define KERNELS kernels_neon
+#define NAME "neon"
+#include "shared/table.h"
+#endif

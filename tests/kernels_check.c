@@ -1,0 +1,197 @@
+/* Every instruction set's kernels that this machine runs, against plain sums in double precision: products of each coding,
+ * gates, weighted sums, norms, rotary embedding, routers' logits, attention, widening. A token's bits do not depend on the
+ * tokens beside it. Built and run by test_native_build.py, with sanitizers and in an emulator: no Python, no torch.
+ *
+ * Prints a line for each set; ends with 1 where a value is wrong. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "kernels.h"
+
+enum { ROWS = 192, COLUMNS = 512, TOKENS = 41 };
+
+static uint64_t state = 1;
+static int wrong;
+
+static uint32_t bits(void) { return (uint32_t)((state = state * 6364136223846793005u + 1442695040888963407u) >> 33); }
+static float number(void) { return (float)((int)(bits() % 2001) - 1000) / 500; }
+static void numbers(bf16 *to, size_t count, float scale) {
+    for (size_t i = 0; i < count; i++) to[i] = to_bf16(scale * number());
+}
+
+/* Reports a value that is further from `want` than roundings to bfloat16 of numbers of `size` take it. */
+static void expect(const char *set, const char *what, double got, double want, double size) {
+    if (fabs(got - want) <= 0.008 * fabs(want) + 1e-4 * size) return;
+    if (wrong++ < 20) printf("%s, %s: %g instead of %g\n", set, what, got, want);
+}
+
+static double weight_of(const Matrix *matrix, size_t r, size_t c) {
+    const uint8_t *codes = matrix->weights;
+    const bf16 *scales = matrix->scales;
+    const size_t block = r / BLOCK, in = r % BLOCK, j = in % 32, high = in / 32, g = c / matrix->group;
+    if (matrix->coding == BF16) return from_bf16(((const bf16 *)matrix->weights)[r * COLUMNS + c]);
+    if (matrix->coding == INT8) return (double)((const int8_t *)codes)[r * COLUMNS + c] * from_bf16(scales[r]);
+    if (matrix->coding == INT4) {
+        const int code = codes[block * 32 * COLUMNS + c * 32 + j] >> 4 * high & 15;
+        const bf16 *pair = scales + 2 * (g * matrix->rows + r);
+        return (code - 8) * (double)from_bf16(pair[0]) + from_bf16(pair[1]);
+    }
+    const uint8_t *four = codes + block * 48 * COLUMNS + c / 4 * 192;
+    const int low = four[c % 4 * 32 + j] >> 4 * high & 15;
+    const int two = four[128 + c % 4 / 2 * 32 + j] >> (c % 2 * 4 + (high ? 0 : 2)) & 3;
+    return (low + 16 * two - 32) * (double)from_bf16(scales[block * BLOCK * (COLUMNS / matrix->group) + g * BLOCK + in]);
+}
+
+static void products(const Kernels *set, Coding coding, size_t rows, size_t group) {
+    static const char *const NAMES[] = {"4 bits", "8 bits", "16 bits", "6 bits"};
+    static const size_t COUNTS[] = {1, 2, 3, 7, 9, 25, TOKENS};
+    const size_t groups = coding == BF16 ? 0 : COLUMNS / group, room = rows * COLUMNS * 2;
+    uint8_t *weights = malloc(room); /* of its own size, so that reading past it is found */
+    bf16 *scales = malloc(2 * sizeof *scales * rows * (groups ? groups : 1));
+    bf16 *x = malloc(sizeof *x * TOKENS * COLUMNS), *out = calloc(TOKENS * rows, sizeof *out), alone[BLOCK];
+    float *sums = malloc(sizeof *sums * TOKENS * (groups ? groups : 1));
+    for (size_t i = 0; i < room; i++) weights[i] = (uint8_t)bits();
+    if (coding == BF16) numbers((bf16 *)weights, rows * COLUMNS, 0.1f);
+    numbers(scales, 2 * rows * (groups ? groups : 1), 0.01f);
+    numbers(x, TOKENS * COLUMNS, 1);
+    const Matrix matrix = {coding, weights, scales, rows, COLUMNS, group};
+    const size_t blocks = (rows + BLOCK - 1) / BLOCK;
+    for (size_t n = 0; n < sizeof COUNTS / sizeof *COUNTS; n++) {
+        const size_t tokens = COUNTS[n];
+        if (groups) set->group_sums(x, group, groups, tokens, sums);
+        for (size_t b = 0; b < blocks; b++) set->block[coding](&matrix, b, x, sums, tokens, out + b * BLOCK, rows);
+        for (size_t b = 0; b < blocks; b++) {
+            const size_t m = tokens - 1, width = rows - b * BLOCK < BLOCK ? rows - b * BLOCK : BLOCK;
+            set->block[coding](&matrix, b, x + m * COLUMNS, sums + m * groups, 1, alone, rows);
+            if (memcmp(alone, out + m * rows + b * BLOCK, width * sizeof *out))
+                wrong++, printf("%s, %s: a token among %zu has other bits than alone\n", set->name, NAMES[coding], tokens);
+        }
+    }
+    for (size_t m = 0; m < TOKENS; m += 8)
+        for (size_t r = 0; r < rows; r++) {
+            double want = 0, size = 0;
+            for (size_t c = 0; c < COLUMNS; c++) {
+                const double part = weight_of(&matrix, r, c) * from_bf16(x[m * COLUMNS + c]);
+                want += part, size += fabs(part);
+            }
+            expect(set->name, NAMES[coding], from_bf16(out[m * rows + r]), want, size);
+        }
+    free(weights), free(scales), free(x), free(out), free(sums);
+}
+
+static void gates(const Kernels *set) {
+    bf16 values[3][2 * BLOCK], out[3 * BLOCK];
+    numbers(values[0], sizeof values / sizeof **values, 3);
+    for (int gate = SILU; gate < GATES; gate++) {
+        const Expert expert = {.gate = gate, .limit = 2, .alpha = 1.702f};
+        set->gate((const bf16(*)[2 * BLOCK])values, &expert, 3, out, BLOCK);
+        for (int m = 0; m < 3; m++)
+            for (int i = 0; i < BLOCK; i++) {
+                double g = from_bf16(values[m][gate == SILU ? i : 2 * i]), up = from_bf16(values[m][gate == SILU ? BLOCK + i : 2 * i + 1]);
+                if (gate == CLAMPED) g = fmin(g, 2), up = fmax(-2, fmin(up, 2));
+                const double want = gate == SILU ? g / (1 + exp(-g)) * up : (up + 1) * g / (1 + exp(-expert.alpha * g));
+                expect(set->name, "a gate", from_bf16(out[m * BLOCK + i]), want, 400 * fabs(want)); /* rounded three times on the way */
+            }
+    }
+}
+
+static void rows(const Kernels *set) {
+    enum { WIDTH = 96, HALF = 20 };
+    bf16 x[3][WIDTH], weight[WIDTH], bias[WIDTH], out[WIDTH], cos[WIDTH], sin[WIDTH];
+    float logits[3];
+    numbers(x[0], 3 * WIDTH, 1), numbers(weight, WIDTH, 1), numbers(bias, WIDTH, 1), numbers(cos, WIDTH, 0.5f), numbers(sin, WIDTH, 0.5f);
+    const bf16 *const three[] = {x[0], x[1], x[2]};
+    const float factors[] = {0.5f, -1.25f, 2};
+    set->combine(three, factors, 3, WIDTH, out);
+    for (int i = 0; i < WIDTH; i++) {
+        double want = 0, size = 0;
+        for (int e = 0; e < 3; e++) want += factors[e] * from_bf16(x[e][i]), size += fabs(factors[e] * from_bf16(x[e][i]));
+        expect(set->name, "a weighted sum", from_bf16(out[i]), want, 100 * size);
+    }
+    double squares = 0, mean = 0, variance = 0;
+    for (int i = 0; i < WIDTH; i++) squares += pow(from_bf16(x[0][i]), 2) / WIDTH, mean += from_bf16(x[0][i]) / WIDTH;
+    for (int i = 0; i < WIDTH; i++) variance += pow(from_bf16(x[0][i]) - mean, 2) / WIDTH;
+    const float scale = set->norm_scale(x[0], WIDTH, 1e-5f);
+    expect(set->name, "a norm's factor", scale, 1 / sqrt(squares + 1e-5), 1);
+    for (int kind = RMS_NORM; kind <= LAYER_NORM; kind++) {
+        const Norm norm = {weight, bias, WIDTH, 1e-5f, kind};
+        if (kind == LAYER_NORM)
+            set->layer_norm(&norm, x[0], out);
+        else
+            set->norm_part(&norm, x[0], scale, 0, WIDTH, out);
+        for (int i = 0; i < WIDTH; i++) {
+            const double value = from_bf16(x[0][i]), w = from_bf16(weight[i]);
+            const double want = kind == LAYER_NORM ? w * (value - mean) / sqrt(variance + 1e-5) + from_bf16(bias[i]) : w * value * scale;
+            expect(set->name, "a norm", from_bf16(out[i]), want, 200);
+        }
+    }
+    for (int interleaved = 0; interleaved < 2; interleaved++) {
+        set->rotate(x[0], cos, sin, 2 * HALF, interleaved, out);
+        for (int i = 0; i < HALF; i++) {
+            const double a = from_bf16(x[0][interleaved ? 2 * i : i]), b = from_bf16(x[0][interleaved ? 2 * i + 1 : HALF + i]);
+            expect(set->name, "rotary", from_bf16(out[i]), a * from_bf16(cos[i]) - b * from_bf16(sin[i]), 200);
+            expect(set->name, "rotary", from_bf16(out[HALF + i]), b * from_bf16(cos[HALF + i]) + a * from_bf16(sin[HALF + i]), 200);
+        }
+    }
+    set->logits(x[0], weight, 3, WIDTH, logits);
+    for (int r = 0; r < 3; r++) {
+        double want = 0;
+        for (int i = 0; i < WIDTH; i++) want += (double)from_bf16(x[r][i]) * from_bf16(weight[i]);
+        expect(set->name, "a router's logit", logits[r], want, 10);
+    }
+}
+
+static void attention(const Kernels *set) {
+    enum { KEY = 96, VALUE = 160, ROOM = 300, QUERIES_HERE = 7, END = 290 };
+    static bf16 keys[ROOM * KEY], values[ROOM * VALUE], queries[QUERIES_HERE * KEY], out[VALUE];
+    static float results[2][QUERIES_HERE * (TILE_HEADER + VALUE)], in_order[2 * (TILE_HEADER + VALUE)];
+    const size_t each = tile_result(VALUE);
+    numbers(keys, ROOM * KEY, 1), numbers(values, ROOM * VALUE, 1), numbers(queries, QUERIES_HERE * KEY, 1);
+    const Positions positions = {keys, values, KEY, VALUE, KEY, VALUE, ROOM};
+    set->attend_tile(&positions, queries, QUERIES_HERE, 3, TILE, 0.1f, results[0]);
+    set->attend_tile(&positions, queries, QUERIES_HERE, TILE, END, 0.1f, results[1]);
+    for (int q = 0; q < QUERIES_HERE; q++) {
+        double scores[END], sum = 0, most = -1e30;
+        for (int p = 3; p < END; p++) {
+            scores[p] = 0;
+            for (int c = 0; c < KEY; c++) scores[p] += 0.1 * from_bf16(queries[q * KEY + c]) * from_bf16(keys[p * KEY + c]);
+            most = fmax(most, scores[p]);
+        }
+        for (int p = 3; p < END; p++) sum += exp(scores[p] - most);
+        for (int t = 0; t < 2; t++) memcpy(in_order + t * each, results[t] + q * each, each * sizeof(float));
+        set->merge_tiles(in_order, 2, each, VALUE, NULL, out);
+        for (int c = 0; c < VALUE; c++) {
+            double want = 0;
+            for (int p = 3; p < END; p++) want += exp(scores[p] - most) / sum * from_bf16(values[p * VALUE + c]);
+            expect(set->name, "attention", from_bf16(out[c]), want, 20);
+        }
+    }
+}
+
+static void widening(const Kernels *set) {
+    enum { COUNT = 3, RUN = 70 };
+    uint8_t pairs[COUNT * 4 * RUN], ladders[COUNT * RUN], codes[COUNT * 8 * RUN];
+    for (size_t i = 0; i < sizeof pairs; i++) pairs[i] = (uint8_t)bits();
+    for (size_t i = 0; i < sizeof ladders; i++) ladders[i] = (uint8_t)(bits() % 4 * 4 + bits() % 4) * 0x11;
+    set->widen(pairs, ladders, COUNT, RUN, codes);
+    for (size_t n = 0; n < COUNT; n++)
+        for (size_t i = 0; i < 8; i++)
+            for (size_t r = 0; r < RUN; r++) {
+                const unsigned ladder = ladders[n * RUN + r] & 15, step = (ladder & 3) + 2, place = ladder >> 2;
+                const unsigned pair = pairs[(n * 4 + i % 4) * RUN + r] >> (i < 4 ? 0 : 2), base = (5 - step) * place;
+                const unsigned want = (step * (pair & 3) + base) | (step * (pair >> 4 & 3) + base) << 4;
+                expect(set->name, "widening", codes[(n * 8 + i) * RUN + r], want, 0);
+            }
+}
+
+int main(void) {
+    for (const Kernels *const *set = kernels_here(); *set; set++) {
+        for (size_t group = 32; group <= 256; group *= 2) products(*set, INT4, ROWS, group), products(*set, INT6, ROWS, group);
+        products(*set, INT8, ROWS, COLUMNS), products(*set, BF16, ROWS, COLUMNS);
+        products(*set, INT8, ROWS - 30, COLUMNS), products(*set, BF16, ROWS - 30, COLUMNS);
+        gates(*set), rows(*set), attention(*set), widening(*set);
+        printf("%s\n", (*set)->name);
+    }
+    return wrong != 0;
+}
