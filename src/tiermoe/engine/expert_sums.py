@@ -111,6 +111,8 @@ class Choices:
 
     def tokens(self, experts: Sequence[int]) -> torch.Tensor:
         """(M): the tokens of the first expert, then the second's, and so on."""
+        if len(experts) == 1:
+            return self.token[self.of(experts[0])]
         return torch.cat([self.token[self.of(expert)] for expert in experts])
 
 
