@@ -88,7 +88,7 @@ class Scripted:
         self.most_waiting = 8
 
     async def answer(self, request: Any) -> AsyncIterator[Any]:
-        from tiermoe.serve.batcher import Piece
+        from tiermoe.serve.request import Piece
 
         self.asked.append(request)
         for letter in self._text:

@@ -14,8 +14,9 @@ import tiermoe
 from tiermoe.batch import Batch
 from tiermoe.errors import PromptError
 from tiermoe.generation.sampling import Sampling
-from tiermoe.serve.batcher import Batcher, Piece, Request
+from tiermoe.serve.batcher import Batcher
 from tiermoe.serve.detokenize import Detokenizer
+from tiermoe.serve.request import Piece, Request
 from tiermoe.serve.worker import ClosingError, Worker
 from tiny import write
 

@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import Request as HttpRequest
 
 from tiermoe.errors import PromptError
-from tiermoe.serve.batcher import Piece, Request
 from tiermoe.serve.errors import Refused
+from tiermoe.serve.request import Piece, Request
 from tiermoe.serve.worker import ClosingError, QueueFullError, Worker
 
 ANSWERS: dict[int | str, dict[str, Any]] = {

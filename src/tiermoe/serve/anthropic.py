@@ -14,9 +14,9 @@ from sse_starlette import EventSourceResponse
 from tiermoe.serve.answers import ANSWERS, KEEP_ALIVE_S, begun, failure, together, whole
 from tiermoe.serve.anthropic_events import Growing
 from tiermoe.serve.anthropic_fields import CountRequest, MessagesRequest
-from tiermoe.serve.batcher import Piece, Request
 from tiermoe.serve.chats import Chat, Prepared, prepare
 from tiermoe.serve.errors import Refused
+from tiermoe.serve.request import Piece, Request
 from tiermoe.serve.served import Served
 
 PATH = "/v1/messages"

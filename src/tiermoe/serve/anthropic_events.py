@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from tiermoe.serve.batcher import Piece
 from tiermoe.serve.reading import Reader
+from tiermoe.serve.request import Piece
 from tiermoe.serve.tools import ToolCall
 
 Event = dict[str, Any]

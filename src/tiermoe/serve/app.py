@@ -20,6 +20,7 @@ from tiermoe.serve.experts import experts_of
 from tiermoe.serve.guards import Guard
 from tiermoe.serve.openai_answers import error_body
 from tiermoe.serve.openai_fields import Message
+from tiermoe.serve.page import page
 from tiermoe.serve.served import Served
 
 _REFUSALS: dict[int | str, str] = {
@@ -102,6 +103,10 @@ def _state(app: FastAPI, served: Served) -> None:
         "owned_by": "tiermoe",
         "max_model_len": served.context,
     }
+
+    @app.get("/", include_in_schema=False)
+    async def shown() -> Response:
+        return page()
 
     @app.get("/health")
     async def health() -> dict[str, str]:

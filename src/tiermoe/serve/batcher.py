@@ -8,7 +8,7 @@ and tokens that are generated together have the bits that each has alone.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -17,54 +17,12 @@ from torch import Tensor
 
 from tiermoe.batch import Batch, decode, prompt
 from tiermoe.errors import PromptError
-from tiermoe.generation.sampling import Sampler, Sampling, log_probabilities
+from tiermoe.generation.sampling import Sampler, log_probabilities
 from tiermoe.generation.sequence import shared
 from tiermoe.serve.detokenize import Detokenizer
 from tiermoe.serve.grammar import Grammar
-
-_LOGITS = 128 << 20  # bytes of logits that a step of a prompt may give where all its tokens are scored
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What is to be answered: token ids of the prompt, how tokens are chosen (`sampling.max_tokens` at most), strings
-    that end the answer. logprobs: of so many of the likeliest tokens at each place; None: none are told.
-    grammar: makes what the answer must follow. prompt_logprobs: those of the prompt's tokens are told as well; then
-    all of it is read."""
-
-    ids: list[int]
-    sampling: Sampling
-    stops: tuple[str, ...] = ()
-    logprobs: int | None = None
-    grammar: Callable[[], Grammar] | None = None
-    prompt_logprobs: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """A token of an answer, its log probability, and the likeliest tokens in its place with theirs. The first token of
-    a prompt has none."""
-
-    token: int
-    logprob: float | None
-    top: list[tuple[int, float]]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What a step adds to an answer. finish: 'stop', 'length' or 'error' in the last piece. cached: tokens of the
-    prompt that did not have to be read. stopped_by: the stop string that ended it. prompt: of the prompt's tokens, in
-    the first piece, where that is asked for."""
-
-    number: int
-    text: str = ""
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    finish: str | None = None
-    error: Exception | None = None
-    cached: int = 0
-    stopped_by: str | None = None
-    prompt: tuple[TokenLogprob, ...] = ()
+from tiermoe.serve.request import Piece, Request, TokenLogprob
+from tiermoe.serve.scoring import prompt_scores, scored_tokens
 
 
 @dataclass(slots=True)
@@ -108,7 +66,7 @@ class Batcher:
         self.context: int = min(engine.plan.context, engine.longest_context or engine.plan.context)
         self._engine = engine
         self._chunk: int = engine.settings.chunk
-        self._scored = max(1, min(self._chunk, _LOGITS // (4 * engine.config.vocab_size)))
+        self._scored = min(self._chunk, scored_tokens(engine.config.vocab_size))
         self._tokenizer = tokenizer
         self._ends = ends
         self._penalty = penalty
@@ -235,21 +193,13 @@ class Batcher:
         self.counts.prompt_tokens += len(part)
         row.held = row.held + part
         if every:
-            row.prompt += self._scores(row.request, logits, first)
+            row.prompt += prompt_scores(row.request, logits, first)
         self._reading.popleft()
         if len(row.held) < len(row.request.ids):
             self._reading.append(row)
             return
         self._answering.append(row)
         yield from self._chosen(row, logits[-1])
-
-    def _scores(self, request: Request, logits: Tensor, first: int) -> Iterator[TokenLogprob]:
-        """Of the tokens of a prompt that follow those from `first` on, by the logits of these."""
-        if first == 0:
-            yield TokenLogprob(request.ids[0], None, [])
-        following = request.ids[first + 1 : first + 1 + len(logits)]
-        for its, token in zip(logits, following, strict=False):
-            yield TokenLogprob(token, *log_probabilities(its, token, request.logprobs or 0))
 
     def _answer(self, rows: list[_Row]) -> Iterator[Piece]:
         """A token of each answer."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tiermoe.serve.errors import RETRY_S
+from tiermoe.serve.page import page
 
 
 class Gate:
-    """An ASGI app in front of another one, `app`, that is set once it is there. Until then everything is answered with
-    status 503, `/health` with what is being done."""
+    """An ASGI app in front of another one, `app`, that is set once it is there. Until then the page is shown, and
+    everything else is answered with status 503, `/health` with what is being done."""
 
     def __init__(self) -> None:
         self.app: ASGIApp | None = None
@@ -28,7 +29,9 @@ class Gate:
         elif scope["type"] == "http":
             await self._loading(scope["path"])(scope, receive, send)
 
-    def _loading(self, path: str) -> JSONResponse:
+    def _loading(self, path: str) -> Response:
+        if path == "/":
+            return page()
         body: dict[str, Any] = {"status": "loading", "progress": self._progress}
         if path != "/health":
             message = "the model is being loaded; /health says how far it is"

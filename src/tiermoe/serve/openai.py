@@ -13,11 +13,11 @@ from sse_starlette import EventSourceResponse
 from tiermoe.errors import ConfigError
 from tiermoe.generation.sampling import Sampling
 from tiermoe.serve.answers import ANSWERS, KEEP_ALIVE_S, begun, together, whole
-from tiermoe.serve.batcher import Piece, Request
 from tiermoe.serve.chats import Chat, Prepared, grammar_of, prepare
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.openai_answers import Logprobs, Reading, choice, shape_of, stream, usage_of
 from tiermoe.serve.openai_fields import ChatRequest, Common, CompletionRequest, check_fields
+from tiermoe.serve.request import Piece, Request
 from tiermoe.serve.served import Served
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiermoe.serve.answers import failure
-from tiermoe.serve.batcher import Piece, TokenLogprob
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.reading import Reader
+from tiermoe.serve.request import Piece, TokenLogprob
 from tiermoe.serve.tools import ToolCall
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tiermoe.serve.batcher import Piece
+from tiermoe.serve.request import Piece
 from tiermoe.serve.thoughts import ThoughtReader
 from tiermoe.serve.tools import CallReader, ToolCall
 

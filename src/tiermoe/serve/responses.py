@@ -14,10 +14,10 @@ from fastapi import Request as HttpRequest
 from sse_starlette import EventSourceResponse
 
 from tiermoe.serve.answers import ANSWERS, KEEP_ALIVE_S, begun, together, whole
-from tiermoe.serve.batcher import Piece, Request
 from tiermoe.serve.chats import Chat, Prepared, prepare
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.openai_answers import Logprobs
+from tiermoe.serve.request import Piece, Request
 from tiermoe.serve.responses_events import Growing
 from tiermoe.serve.responses_fields import ResponsesRequest
 from tiermoe.serve.served import Served

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
-from tiermoe.serve.batcher import Piece
 from tiermoe.serve.openai_answers import Logprobs
 from tiermoe.serve.reading import Reader
+from tiermoe.serve.request import Piece
 from tiermoe.serve.tools import ToolCall
 
 Event = dict[str, Any]

@@ -11,7 +11,8 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 from tiermoe.errors import TiermoeError
-from tiermoe.serve.batcher import Batcher, Piece, Request
+from tiermoe.serve.batcher import Batcher
+from tiermoe.serve.request import Piece, Request
 
 
 class QueueFullError(TiermoeError):

@@ -1,0 +1,133 @@
+"""Clients that leave before their answer is whole: what they asked for ends with the step that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tiermoe.batch import Batch
+from tiermoe.serve.app import create_app
+from tiermoe.serve.batcher import Batcher
+from tiermoe.serve.served import Served
+from tiermoe.serve.worker import Worker
+
+
+class Held:
+    """An engine that waits in each step of `phase` until that is let go. reached: such a step has begun."""
+
+    def __init__(self, engine: Any, phase: str) -> None:
+        self.reached, self._steps = threading.Event(), threading.Semaphore(0)
+        self._engine, self._phase = engine, phase
+
+    def step(self, rows: Batch, cache: Any, every: bool = False) -> Any:
+        if rows.phase == self._phase:
+            self.reached.set()
+            self._steps.acquire()
+        return self._engine.step(rows, cache, every)
+
+    def let_go(self, steps: int = 1000) -> None:
+        self._steps.release(steps)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+class Ended(list[str]):
+    """The reasons of ends that a worker tells of."""
+
+    def __call__(self, piece: Any, _: Any) -> None:
+        self.append(piece.finish)
+
+
+@pytest.fixture
+def held(served: Served, request: pytest.FixtureRequest) -> Iterator[tuple[Held, Worker, Ended, Any]]:
+    """An engine held in a phase, a worker of one row over it, the ends that it tells of, and the app."""
+    engine, ended = Held(served.engine, request.param), Ended()
+    worker = Worker(Batcher(engine, served.tokenizer, set(), 1), 8, ended)
+    yield engine, worker, ended, create_app(replace(served, worker=worker))
+    engine.let_go()
+    worker.close(1)
+
+
+class Client:
+    """Asks an app for a completion, and may leave. sent: what the app has answered."""
+
+    def __init__(self, app: Any, tokens: int) -> None:
+        self.sent: list[Any] = []
+        self._gone = asyncio.Event()
+        self._body: bytes | None = json.dumps({"prompt": [5, 6, 7], "max_tokens": tokens, "temperature": 0}).encode()
+        headers = [(b"content-type", b"application/json")]
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions",
+            "headers": headers, "query_string": b"", "http_version": "1.1", "scheme": "http", "server": ("test", 80),
+        }  # fmt: skip
+        self._task = asyncio.ensure_future(app(scope, self._receive, self._send))
+
+    async def leave(self) -> None:
+        """Returns once the app has given the request up."""
+        self._gone.set()
+        await self._task
+
+    async def answer(self) -> Any:
+        await self._task
+        return json.loads(b"".join(each.get("body", b"") for each in self.sent))
+
+    async def _receive(self) -> Any:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+async def until(happened: Any) -> None:
+    while not happened():
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("held", ["prefill", "decode"], indirect=True)
+def test_a_client_that_waits_for_a_whole_answer_leaves(held: tuple[Held, Worker, Ended, Any]) -> None:
+    engine, worker, ended, app = held
+
+    async def asked() -> Client:
+        client = Client(app, 50)
+        await until(engine.reached.is_set)
+        await client.leave()
+        engine.let_go()
+        await until(lambda: not worker.busy)
+        return client
+
+    client = asyncio.run(asked())
+    assert [each["status"] for each in client.sent if "status" in each] == [499]
+    assert not ended
+    assert worker.batcher.counts.generated_tokens <= 2
+
+
+@pytest.mark.parametrize("held", ["decode"], indirect=True)
+def test_a_client_leaves_the_queue(held: tuple[Held, Worker, Ended, Any]) -> None:
+    engine, worker, ended, app = held
+
+    async def asked() -> Any:
+        first = Client(app, 50)
+        await until(engine.reached.is_set)
+        second, third = Client(app, 50), Client(app, 3)
+        while worker.batcher.waiting < 2:  # they are taken up between two steps
+            engine.let_go(1)
+            await asyncio.sleep(0.02)
+        await second.leave()
+        engine.let_go()
+        return await first.answer(), await third.answer()
+
+    answers = asyncio.run(asked())
+    assert [answer["usage"]["completion_tokens"] for answer in answers] == [50, 3]
+    worker.close(60)
+    assert ended == ["length", "length"]
