@@ -163,7 +163,8 @@ def test_one_share_serves_every_precision() -> None:
 
 
 def test_no_cache_is_one_pool_whatever_the_allotment() -> None:
-    none = compose("load-on-demand", {"allotment": "even"})
+    none = compose("mixtral-offload", {"cache": "none", "prefetch": "none"})
+    assert none.allotment == "even"
     assert assembled(none, [PrecisionSlots((4,), 2)]).controller.cache.slots == 2
 
 
