@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tiermoe.config import CacheSize
-from tiermoe.decide.allotment import ALLOTMENTS, Pool, Share
+from tiermoe.decide.allotment import ALLOTMENTS, Pool, Share, shallow_and_shared
 from tiermoe.decide.composition import Composition, parsed
 from tiermoe.decide.controller import Controller
 from tiermoe.decide.eviction import EVICTIONS, Eviction, EvictionContext
@@ -222,13 +222,18 @@ def _elsewhere(composition: Composition, costs: Callable[[], MissCosts] | None) 
 
 def _allotted(composition: Composition, shape: ModelShape, share: PrecisionSlots, only: bool) -> list[Pool]:
     """The pools of one precision. Slots that do not give every layer room for its K are one pool, in which the running
-    layer has them all. Where the cache is divided by precision, so are those that do not go round the layers."""
+    layer has them all; shallow-first, that is what the shallow layers leave. Where the cache is divided by precision,
+    so are those that do not go round the layers."""
     kept = composition.cache in ("none", "all")
-    scarce = share.slots < len(shape.experts) * (max(shape.top_k) if only else 1)
+    needed = max(shape.top_k) if only else 1
+    scarce = share.slots < len(shape.experts) * needed
     allotment = "pool" if kept or scarce else composition.allotment
     pools = 1 if allotment == "pool" else len(shape.experts)
     minimum = max(1, min(max(shape.top_k), share.slots // pools))
     bits = None if only else frozenset(share.bits)
+    if scarce and composition.allotment == "shallow" and not kept:
+        minimum = min(needed, share.slots)
+        return shallow_and_shared(Share(share.slots, shape.experts, composition.boundary or 0, minimum, bits))
     return ALLOTMENTS[allotment](Share(share.slots, shape.experts, composition.boundary or 0, minimum, bits))
 
 
