@@ -13,6 +13,7 @@ from tiermoe.decide.composition import Composition, parsed
 from tiermoe.decide.controller import Controller
 from tiermoe.decide.eviction import EVICTIONS, Eviction, EvictionContext
 from tiermoe.decide.eviction.protocol import Clock, NextUse
+from tiermoe.decide.eviction.undoable import Undoable
 from tiermoe.decide.link import Link
 from tiermoe.decide.misses import MissCosts, computed_elsewhere
 from tiermoe.decide.pools import Pools
@@ -160,12 +161,17 @@ def assemble(
     clock = Clock()
     loaded = sorted({precision for share in slots for precision in share.bits}, reverse=True)
     shared: dict[range, Eviction] = {}
+    undoable: list[Undoable] = []
 
     def eviction(pool: Pool) -> Eviction:
-        made = shared.get(pool.layers) or _eviction(
-            composition, shape, pool, clock, loaded[0], found, foresight, seed, len(loaded) == 1
-        )
-        if getattr(type(made), "spans_precisions", False):
+        if pool.layers in shared:
+            return shared[pool.layers]
+        context = _eviction_context(composition, shape, pool, clock, loaded[0], found, foresight, seed)
+        policy = made = _eviction(composition, shape, context, pool, len(loaded) == 1)
+        if composition.routing == "confident":
+            made = Undoable(policy, context)
+            undoable.append(made)
+        if getattr(type(policy), "spans_precisions", False):
             shared[pool.layers] = made
         return made
 
@@ -196,6 +202,7 @@ def assemble(
         elsewhere=elsewhere,
         fills=_fills(composition, loaded),
         everything=held,
+        undoable=undoable,
         settles=held and not elsewhere and composition.routing == "all",
         trial=trial() if predicts and composition.speculate == "measured" else None,
     )
@@ -237,7 +244,7 @@ def _allotted(composition: Composition, shape: ModelShape, share: PrecisionSlots
     return ALLOTMENTS[allotment](Share(share.slots, shape.experts, composition.boundary or 0, minimum, bits))
 
 
-def _eviction(
+def _eviction_context(
     composition: Composition,
     shape: ModelShape,
     pool: Pool,
@@ -246,9 +253,8 @@ def _eviction(
     found: Tables,
     foresight: Foresight | None,
     seed: int,
-    single: bool,
-) -> Eviction:
-    context = EvictionContext(
+) -> EvictionContext:
+    return EvictionContext(
         clock,
         pool.slots,
         len(shape.experts),
@@ -259,6 +265,11 @@ def _eviction(
         seed=seed,
         frequencies=found.frequencies,
     )
+
+
+def _eviction(
+    composition: Composition, shape: ModelShape, context: EvictionContext, pool: Pool, single: bool
+) -> Eviction:
     # where nothing or everything stays, no choice is left: the policy that costs least will do
     if composition.cache in ("none", "all") or (single and pool.slots >= sum(shape.experts[i] for i in pool.layers)):
         return EVICTIONS["fifo"](context)
