@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermoe.decide.allotment import ALLOTMENTS, Pool, Share, even, one_pool, shallow_first
+from tiermoe.decide.allotment import ALLOTMENTS, Pool, Share, even, one_pool, shallow_and_shared, shallow_first
 from tiermoe.errors import ConfigError
 
 
@@ -33,6 +33,23 @@ def test_shallow_layers_are_filled_in_order_where_memory_is_short() -> None:
     # one slot each for six layers, 20 left: 15 make layer 0 whole, 5 go to layer 1
     assert sizes(shallow_first(26, [16] * 6, boundary=3)) == [16, 6, 1, 1, 1, 1]
     assert sizes(shallow_first(26, [16] * 6, boundary=3, minimum=2)) == [16, 2, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("slots", "expected"),
+    [
+        (23, [(6, range(1)), (6, range(1, 2)), (11, range(2, 6))]),
+        (14, [(6, range(1)), (4, range(1, 2)), (4, range(2, 6))]),
+        (13, [(6, range(1)), (7, range(1, 6))]),  # three are no room for a layer's four
+        (9, [(5, range(1)), (4, range(1, 6))]),
+        (7, [(7, range(6))]),
+    ],
+)
+def test_below_a_layers_k_each_the_shallow_come_first_and_the_others_share_a_pool(
+    slots: int, expected: list[tuple[int, range]]
+) -> None:
+    pools = shallow_and_shared(Share(slots, [6] * 6, boundary=2, minimum=4))
+    assert [(pool.slots, pool.layers) for pool in pools] == expected
 
 
 def test_layers_of_different_sizes_are_whole_at_their_own_size() -> None:

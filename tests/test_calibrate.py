@@ -93,17 +93,26 @@ def test_accuracy_needs_forecasts() -> None:
         fate.accuracies(trace([decoded(layer([[0]]))], [4], [1]))
 
 
-@pytest.mark.parametrize(("bandwidth", "expected"), [(1e8, 2), (2e8, 5), (1e6, 1)])
-def test_window_is_a_layers_time_by_an_experts(bandwidth: float, expected: int) -> None:
-    """.04 s over four layers and two experts of 5 ms: 20 ms a layer; 0.8 MB take 8, 4 and 800 ms."""
+@pytest.mark.parametrize(("bandwidth", "expected"), [(1e8, [2, 2, 2, 0]), (2e8, [5, 5, 5, 0]), (1e6, [0, 0, 0, 0])])
+def test_windows_are_a_layers_time_by_an_experts(bandwidth: float, expected: list[int]) -> None:
+    """.04 s over four layers and two experts of 5 ms: 20 ms a layer; 0.8 MB take 8, 4 and 800 ms. Behind the last layer
+    nothing is read."""
     times = Times(0.04, {4: 0.005}, 0.0, {4: 0.0})
     found = trace([], [8] * 4, [2] * 4, times, nbytes={4: 800_000})
-    assert fate.window(found, 4, bandwidth) == expected
+    assert fate.windows(found, 4, bandwidth) == expected
+
+
+def test_each_layer_has_its_own_window() -> None:
+    """10 ms and 1, 2 or 4 experts of 5 ms: 15, 20 and 30 ms; the experts of the layers behind take 8, 4 and 2 ms."""
+    times = Times(0.04, {4: 0.005}, 0.0, {4: 0.0})
+    found = trace([], [8] * 4, [1, 2, 4, 4], times, nbytes={4: 800_000})
+    found.header.expert_bytes[4] = [800_000, 800_000, 400_000, 200_000]
+    assert fate.windows(found, 4, 1e8) == [1, 5, 15, 0]
 
 
 def test_window_needs_times() -> None:
     with pytest.raises(TraceError, match="no computing times"):
-        fate.window(trace([], [8], [2]), 4, 1e8)
+        fate.windows(trace([], [8], [2]), 4, 1e8)
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,8 @@ def test_one_share_serves_every_precision() -> None:
 
 
 def test_no_cache_is_one_pool_whatever_the_allotment() -> None:
-    none = compose("load-on-demand", {"allotment": "even"})
+    none = compose("mixtral-offload", {"cache": "none", "prefetch": "none"})
+    assert none.allotment == "even"
     assert assembled(none, [PrecisionSlots((4,), 2)]).controller.cache.slots == 2
 
 
@@ -174,6 +175,19 @@ def test_slots_that_do_not_give_every_layer_its_k_are_one_pool(preset: str) -> N
         return sum(cache.reserve(ExpertKey(0, expert, 4)) is not None for expert in range(8))
 
     assert [of_layer_0(slots) for slots in (2, 7, 8, 9)] == [2, 7, 2, 3]
+
+
+def test_below_a_layers_k_each_shallow_layers_still_come_first() -> None:
+    """Six slots for four layers of K = 2: the shallow one has four, the others share two; seven: all but those two."""
+
+    def room(slots: int) -> list[int]:
+        fate = compose("fate", {"precision": "fixed", "boundary": 1, "window": 2})
+        cache = assembled(fate, [PrecisionSlots((4,), slots)]).controller.cache
+        return [
+            sum(cache.reserve(ExpertKey(layer, expert, 4)) is not None for expert in range(8)) for layer in range(4)
+        ]
+
+    assert [room(slots) for slots in (3, 4, 6, 7)] == [[3, 0, 0, 0], [2, 2, 0, 0], [4, 2, 0, 0], [5, 2, 0, 0]]
 
 
 def test_a_precision_whose_slots_do_not_go_round_is_one_pool() -> None:

@@ -141,6 +141,9 @@ def test_popularity_lowers_the_least_popular_in_prefill() -> None:
     assert bits == {0: 4, 1: 4, 2: 4, 3: 2, 4: 2}
     ranked = [(4, 9.0), (2, 7.0), (0, 2.0), (1, 1.5), (3, 0.5)]
     assert [precision.predicted(1, ranked, expert) for expert in range(5)] == [4, 2, 4, 2, 4]
+    more = [*ranked, (6, 0.4), (5, 0.3)]  # five are active in a layer: two of these are low, and what is behind them
+    assert [precision.predicted(1, more, expert) for expert in range(7)] == [4, 2, 4, 2, 4, 2, 2]
+    assert precision.predicted(1, (), 0) == 4, "nothing is known"
     nearly = make("popularity", low_popularity=0.39).demands(Routed(0, "prefill", experts, weights))
     assert [d.expert for d in nearly if d.bits == 2] == [4], "rounded down"
     none = make("popularity", low_popularity=0.0)

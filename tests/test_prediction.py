@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiermoe.decide.composition import parsed
 from tiermoe.decide.prediction import (
     PREDICTIONS,
     PredictionContext,
@@ -149,6 +150,31 @@ def test_the_window_bounds_transfers_in_decode() -> None:
     assert len(names(predictor, 0, Said({1: ranked}))) == 15, "no window in prefill"
     predictor.observe(routed(0, *[[1, 2, 3, 4]] * 3, phase="prefill"))
     assert len(names(predictor, 0, Said({1: ranked}))) == 45, "fifteen for each of three tokens"
+
+
+def test_a_window_of_each_layer_and_of_nothing() -> None:
+    ranked = [(expert, 1.0 / (expert + 1)) for expert in range(60)]
+    said = Said({1: ranked, 2: ranked})
+    of_three = context(layers=3, experts=[60] * 3, top_k=[4] * 3)
+    predictor = PREDICTIONS["percentile"](of_three, window=(0, 3, 0))
+    predictor.observe(routed(0, [1, 2, 3, 4]))
+    assert names(predictor, 0, said, frozenset({(1, 7)})) == [(1, 7)], "what is here is kept, nothing is read"
+    assert names(predictor, 1, said) == [(2, 0), (2, 1), (2, 2)]
+    with pytest.raises(ConfigError, match="window has 2 numbers and the model 3 MoE layers"):
+        PREDICTIONS["percentile"](of_three, window=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("given", "value"), [("3", 3), ("0", 0), (4, 4), ("3,2,0", (3, 2, 0)), ([1, 0], (1, 0)), ([2], 2)]
+)
+def test_a_window_is_one_number_or_one_for_each_layer(given: Any, value: Any) -> None:
+    assert parsed({"window": given}) == {"window": value}
+
+
+@pytest.mark.parametrize("given", ["-1", "2,-1", "two", "", "1e9", "99999", []])
+def test_what_is_no_window_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="window must be transfers from 0 to 65536"):
+        parsed({"window": given})
 
 
 TOKENS = [

@@ -154,7 +154,7 @@ def test_the_default_preset_measures_and_the_published_ones_do_not() -> None:
 
 
 def test_nothing_is_tried_where_nothing_is_predicted() -> None:
-    assert trial_of("lru", 11, {"speculate": "measured"}) is None
+    assert trial_of("default", 11, {"prefetch": "none"}) is None
     assert trial_of("default", 12, {}) is None  # all are held
 
 

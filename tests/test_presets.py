@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from commands import Command
-from tiermoe.decide.composition import POLICIES, Composition, declarations
+from tiermoe.decide.composition import POLICIES, Composition, declarations, unread
 from tiermoe.decide.settings import declared
 from tiermoe.errors import ConfigError
 from tiermoe.systems import PRESETS, compose
@@ -25,7 +25,7 @@ def test_a_preset_is_what_could_be_given(name: str) -> None:
     changed = {part: value for part, value in preset.settings().items() if value != PRESETS["lru"][part]}
     assert compose("lru", changed).settings() == preset.settings()
     known = declarations()
-    assert all(known[own].policies and known[own].is_read(preset) for own in preset.own)
+    assert all(known[own].part and unread(own, preset) is None for own in preset.own)
 
 
 def test_no_two_parts_declare_a_setting_of_one_name() -> None:

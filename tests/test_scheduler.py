@@ -77,6 +77,50 @@ def test_a_discarded_pass_is_counted_apart_and_its_token_once() -> None:
     assert scheduler.clock.token == 1
 
 
+@pytest.mark.parametrize("cache", ["lru", "lfu", "lhu", "weighted", "distance", "arc", "random", "fifo", "fld"])
+def test_a_discarded_pass_leaves_no_use_behind(cache: str) -> None:
+    """Who leaves after a discarded pass, whose expert was here, is who leaves without one."""
+    weights = {"weights": "0.4,0.3,0.2,0.1"} if cache == "weighted" else {}
+
+    def leaving(discarded: bool) -> list[ExpertKey]:
+        scheduler, link = scheduler_with("mobile", slots=4, cache=cache, prefetch="none", **weights)
+        for expert in (0, 1, 2, 3, 1, 2, 2, 3, 3):
+            scheduler.begin_pass(1, Said(), "decode")
+            run(scheduler, 0, [expert], [1.0])
+        if discarded:
+            scheduler.begin_pass(1, Said(), "decode")
+            run(scheduler, 0, [0, 1], [0.5, 0.5])
+            scheduler.discard_pass()
+        before = set(link.contents.values())
+        left = []
+        for number in range(4):
+            scheduler.begin_pass(1, Said(), "decode")
+            run(scheduler, 1, [number], [1.0])
+            now = set(link.contents.values())
+            left += sorted(before - now)
+            before = now
+        return left
+
+    assert leaving(True) == leaving(False)
+    assert len(leaving(False)) == 4
+
+
+def test_what_came_in_a_discarded_pass_is_here_and_was_not_used() -> None:
+    scheduler, _ = scheduler_with("mobile", slots=3, cache="lfu", prefetch="none")
+    for layer in range(3):
+        scheduler.begin_pass(1, Said(), "decode")
+        run(scheduler, layer, [0], [1.0])
+    scheduler.begin_pass(1, Said(), "decode")
+    run(scheduler, 0, [1], [1.0])
+    scheduler.discard_pass()
+    cache = scheduler.controller.cache
+    assert cache.find(0, 1, 4) is not None
+    assert scheduler.uses.counts[0] == [1, 0, 0, 0]
+    scheduler.begin_pass(1, Said(), "decode")
+    run(scheduler, 0, [2], [1.0])
+    assert cache.find(0, 1, 4) is None, "of no use so far, it leaves first"
+
+
 def test_the_big_pass_is_prefetched_from_before_its_first_layer() -> None:
     scheduler, link = scheduler_with("mobile")
     scheduler.begin_pass(1, Said(recalled={0: [(3, 0.6), (2, 0.4)], 1: [(1, 1.0)]}), "decode")

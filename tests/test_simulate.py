@@ -341,7 +341,7 @@ BARE = trace_of([decode(layer([0, 1]), layer([0, 1]))], holds=frozenset(), times
         ("corm", {}, "forecasts .* and no active neurons"),
         ("mixtral-offload", {}, "forecasts"),
         ("lru", {"routing": "half"}, "gate weights"),
-        ("lru", {"prefetch": "recalled"}, "little passes"),
+        ("lru", {"routing": "confident"}, "little passes"),
         ("lru", {"prefetch": "hash"}, "hash tables"),
     ],
 )
@@ -524,6 +524,8 @@ def test_the_tables_name_what_was_replayed(file: Path, profiles: Path, capsys: p
         ({"evictions": "lru,best"}, "unknown eviction policy 'best'"),
         ({"evictions": "lru", "link": "nvme"}, "--link has no effect"),
         ({"evictions": "lru", "set_": ["prefetch=none"]}, "--set prefetch has no effect"),
+        ({"evictions": "lru,fld", "set_": ["records=sequence"]}, "records does nothing with --evictions lru,fld"),
+        ({"evictions": "lru,lfu", "set_": ["weights=1,0,0,0"]}, "it is read by weighted"),
         ({"preset": "lru", "link": "nvme", "compute": "20"}, "'20' is not a time"),
         ({"preset": "lru", "link": "nvme", "prefill_compute": "20ms"}, "needs --compute"),
         ({"preset": "lru", "link": "nvme", "cache": "10%,x"}, "not a size"),

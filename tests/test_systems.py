@@ -150,7 +150,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, answer: Any) -> Any:
 
 
 PARTS = [
-    {"prefetch": part} for part in ("none", "next-gate", "stacked-gates", "recalled", "layer")
+    {"prefetch": part} for part in ("none", "next-gate", "stacked-gates", "layer")
 ] + [{"cache": part} for part in ("random", "fifo", "lfu", "lhu", "fld", "distance", "arc")] + [
     {"prefetch": "percentile", "window": 2}, {"cache": "weighted", "weights": "0.25,0.25,0.25,0.25"},
     {"allotment": "even"}, {"allotment": "shallow", "boundary": 1}, {"start": "together"}, {"records": "sequence"},

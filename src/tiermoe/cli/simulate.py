@@ -16,7 +16,7 @@ from rich.table import Table
 from tiermoe.cli import options as opt
 from tiermoe.cli.output import note, waiting
 from tiermoe.config import BITS, CacheSize, format_size, parse_cache
-from tiermoe.decide.composition import Composition, declarations, parsed
+from tiermoe.decide.composition import Composition, declarations, parsed, unread
 from tiermoe.decide.eviction import EVICTIONS
 from tiermoe.decide.profiles import Profile, read_profile
 from tiermoe.errors import ConfigError, TiermoeError
@@ -175,10 +175,23 @@ def _evictions(
     trace: Trace, evictions: str, caches: list[CacheSize], changes: dict[str, str], seed: int
 ) -> list[EvictionRow]:
     settings = parsed(changes)
-    per_sequence = settings.pop("records", "model") == "sequence"
     names = _names(evictions, list(EVICTIONS), "eviction policy")
     names = all_evictions() if evictions == "all" else names
+    _refuse_unread(settings, names)
+    per_sequence = settings.pop("records", "model") == "sequence"
     return compare_evictions(trace, names, caches, settings, per_sequence, seed)
+
+
+def _refuse_unread(settings: dict[str, Any], names: list[str]) -> None:
+    known = declarations()
+    for setting, value in settings.items():
+        if known[setting].told.off and value == known[setting].default:
+            continue
+        readers = [name for name in EVICTIONS if unread(setting, Composition(name, "", cache=name)) is None]
+        if not set(readers) & set(names):
+            raise ConfigError(
+                f"{setting} does nothing with --evictions {','.join(names)}; it is read by {' and '.join(readers)}"
+            )
 
 
 def _refuse_without_effect(options: dict[str, Any], changes: dict[str, str]) -> None:

@@ -50,8 +50,7 @@ def shallow_first(
     can run; what is left where every layer is shallow and whole is shared evenly. ConfigError where there are too few
     slots, or fewer layers than `boundary`."""
     layers = len(experts)
-    if not 0 <= boundary <= layers:
-        raise ConfigError(f"boundary must be from 0 to {layers}, the model's MoE layers, got {boundary}")
+    _check_boundary(boundary, layers)
     _check(slots, layers, minimum, f"a pool for each of {layers} MoE layers")
     sizes = [minimum] * layers
     left = slots - minimum * layers
@@ -63,6 +62,21 @@ def shallow_first(
     for layer, extra in enumerate(_evenly(left, layers - first), first):
         sizes[layer] += extra
     return _pools(sizes, bits)
+
+
+def shallow_and_shared(share: Share) -> list[Pool]:
+    """`shallow_first` for slots that do not give every layer its minimum: layers below the boundary whole, in order as
+    far as the slots go, and one pool for all behind them, in which the running layer has its minimum. No layer is set
+    apart where that leaves less. ConfigError where there are fewer slots than one minimum."""
+    _check_boundary(share.boundary, len(share.experts))
+    _check(share.slots, 1, share.minimum, "one pool for all MoE layers")
+    sizes: list[int] = []
+    left = share.slots - share.minimum
+    while len(sizes) < share.boundary and left >= share.minimum:
+        sizes.append(min(share.experts[len(sizes)], left))
+        left -= sizes[-1]
+    rest = Pool(left + share.minimum, share.bits, range(len(sizes), len(share.experts)))
+    return [*_pools(sizes, share.bits), rest]
 
 
 ALLOTMENTS: dict[str, Callable[[Share], list[Pool]]] = {
@@ -79,6 +93,11 @@ def _evenly(slots: int, layers: int) -> list[int]:
 
 def _pools(sizes: Sequence[int], bits: frozenset[int] | None) -> list[Pool]:
     return [Pool(size, bits, range(layer, layer + 1)) for layer, size in enumerate(sizes)]
+
+
+def _check_boundary(boundary: int, layers: int) -> None:
+    if not 0 <= boundary <= layers:
+        raise ConfigError(f"boundary must be from 0 to {layers}, the model's MoE layers, got {boundary}")
 
 
 def _check(slots: int, pools: int, minimum: int, what: str) -> None:

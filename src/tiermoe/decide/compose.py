@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tiermoe.config import CacheSize
-from tiermoe.decide.allotment import ALLOTMENTS, Pool, Share
+from tiermoe.decide.allotment import ALLOTMENTS, Pool, Share, shallow_and_shared
 from tiermoe.decide.composition import Composition, parsed
 from tiermoe.decide.controller import Controller
 from tiermoe.decide.eviction import EVICTIONS, Eviction, EvictionContext
 from tiermoe.decide.eviction.protocol import Clock, NextUse
+from tiermoe.decide.eviction.undoable import Undoable
 from tiermoe.decide.link import Link
 from tiermoe.decide.misses import MissCosts, computed_elsewhere
 from tiermoe.decide.pools import Pools
@@ -160,12 +161,17 @@ def assemble(
     clock = Clock()
     loaded = sorted({precision for share in slots for precision in share.bits}, reverse=True)
     shared: dict[range, Eviction] = {}
+    undoable: list[Undoable] = []
 
     def eviction(pool: Pool) -> Eviction:
-        made = shared.get(pool.layers) or _eviction(
-            composition, shape, pool, clock, loaded[0], found, foresight, seed, len(loaded) == 1
-        )
-        if getattr(type(made), "spans_precisions", False):
+        if pool.layers in shared:
+            return shared[pool.layers]
+        context = _eviction_context(composition, shape, pool, clock, loaded[0], found, foresight, seed)
+        policy = made = _eviction(composition, shape, context, pool, len(loaded) == 1)
+        if composition.routing == "confident":
+            made = Undoable(policy, context)
+            undoable.append(made)
+        if getattr(type(policy), "spans_precisions", False):
             shared[pool.layers] = made
         return made
 
@@ -196,6 +202,7 @@ def assemble(
         elsewhere=elsewhere,
         fills=_fills(composition, loaded),
         everything=held,
+        undoable=undoable,
         settles=held and not elsewhere and composition.routing == "all",
         trial=trial() if predicts and composition.speculate == "measured" else None,
     )
@@ -222,17 +229,22 @@ def _elsewhere(composition: Composition, costs: Callable[[], MissCosts] | None) 
 
 def _allotted(composition: Composition, shape: ModelShape, share: PrecisionSlots, only: bool) -> list[Pool]:
     """The pools of one precision. Slots that do not give every layer room for its K are one pool, in which the running
-    layer has them all. Where the cache is divided by precision, so are those that do not go round the layers."""
+    layer has them all; shallow-first, that is what the shallow layers leave. Where the cache is divided by precision,
+    so are those that do not go round the layers."""
     kept = composition.cache in ("none", "all")
-    scarce = share.slots < len(shape.experts) * (max(shape.top_k) if only else 1)
+    needed = max(shape.top_k) if only else 1
+    scarce = share.slots < len(shape.experts) * needed
     allotment = "pool" if kept or scarce else composition.allotment
     pools = 1 if allotment == "pool" else len(shape.experts)
     minimum = max(1, min(max(shape.top_k), share.slots // pools))
     bits = None if only else frozenset(share.bits)
+    if scarce and composition.allotment == "shallow" and not kept:
+        minimum = min(needed, share.slots)
+        return shallow_and_shared(Share(share.slots, shape.experts, composition.boundary or 0, minimum, bits))
     return ALLOTMENTS[allotment](Share(share.slots, shape.experts, composition.boundary or 0, minimum, bits))
 
 
-def _eviction(
+def _eviction_context(
     composition: Composition,
     shape: ModelShape,
     pool: Pool,
@@ -241,9 +253,8 @@ def _eviction(
     found: Tables,
     foresight: Foresight | None,
     seed: int,
-    single: bool,
-) -> Eviction:
-    context = EvictionContext(
+) -> EvictionContext:
+    return EvictionContext(
         clock,
         pool.slots,
         len(shape.experts),
@@ -254,6 +265,11 @@ def _eviction(
         seed=seed,
         frequencies=found.frequencies,
     )
+
+
+def _eviction(
+    composition: Composition, shape: ModelShape, context: EvictionContext, pool: Pool, single: bool
+) -> Eviction:
     # where nothing or everything stays, no choice is left: the policy that costs least will do
     if composition.cache in ("none", "all") or (single and pool.slots >= sum(shape.experts[i] for i in pool.layers)):
         return EVICTIONS["fifo"](context)

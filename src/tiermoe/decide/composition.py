@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import ChainMap
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -23,8 +23,47 @@ POLICIES: dict[str, Mapping[str, Any]] = {"precision": PRECISIONS, "prefetch": P
 """The parts whose values are classes, which declare settings of their own."""
 
 
-def _part(default: str, choices: Collection[str]) -> Any:
-    return setting(default, read=str, one_of=choices)
+def _part(default: str, choices: Collection[str], **told: Any) -> Any:
+    return setting(default, read=str, one_of=choices, **told)
+
+
+def _is(part: str, value: str) -> tuple[str, Callable[[Composition], bool]]:
+    return part, lambda composition: getattr(composition, part) == value
+
+
+def _predicts(composition: Composition) -> bool:
+    return composition.prefetch != "none"
+
+
+def _errs(composition: Composition) -> bool:
+    """Whether what is predicted may lack what the router chooses: an expert, one that was thought to be skipped, or
+    neurons of one."""
+    missed = composition.policy("prefetch").errs or composition.policy("precision").skips
+    return _predicts(composition) and (missed or composition.unit == "neuron")
+
+
+def _absent(composition: Composition) -> bool:
+    """Whether an expert that has come may be absent again, or never comes."""
+    return composition.cache != "all" or composition.precision != "fixed" or composition.misses != "load"
+
+
+def _known_before(composition: Composition) -> bool:
+    """Whether there is a discarded pass to recall, where that is what predicts."""
+    return composition.prefetch != "recalled" or composition.routing == "confident"
+
+
+def _keeps(composition: Composition) -> bool:
+    """Whether there is somebody to evict, and who stays is a choice."""
+    return composition.cache in EVICTIONS
+
+
+def _forgets(composition: Composition) -> bool:
+    return getattr(composition.policy("cache"), "forgets", False)
+
+
+def _several(composition: Composition) -> bool:
+    """Whether experts are loaded in more than one precision."""
+    return composition.precision != "fixed"
 
 
 def _flag(given: Any) -> bool:
@@ -68,28 +107,30 @@ class Composition:
 
     routing: str = _part("all", ("all", "half", "confident", "layer"))
     precision: str = _part("fixed", PRECISIONS.keys())
-    prefetch: str = _part("none", PREDICTIONS.keys())
-    speculate: str = _part("always", ("always", "measured"))
+    prefetch: str = _part(
+        "none", PREDICTIONS.keys(), read_by=(("cache", _absent), ("routing", _known_before)), off=True
+    )
+    speculate: str = _part("always", ("always", "measured"), read_by=(("prefetch", _predicts),), off=True)
     cache: str = _part("lru", ChainMap[str, Any](EVICTIONS, {"none": None, "all": None}).keys())
-    allotment: str = _part("pool", ALLOTMENTS.keys())
-    records: str = _part("model", ("model", "sequence"))
+    allotment: str = _part("pool", ALLOTMENTS.keys(), read_by=(("cache", _keeps),), off=True)
+    records: str = _part("model", ("model", "sequence"), read_by=(("cache", _forgets),), off=True)
     unit: str = _part("expert", ("expert", "neuron"))
     store: str = _part("disk", ("disk", "memory"))
     start: str = _part("arrival", ("arrival", "together"))
-    on_mispredict: str = _part("reload", ("reload", "proceed"))
+    on_mispredict: str = _part("reload", ("reload", "proceed"), read_by=(("prefetch", _errs),), off=True)
     misses: str = _part("load", ("load", "cpu", "measured"))
-    mask: bool = setting(True, read=_flag, kind="true or false")
+    mask: bool = setting(True, read=_flag, kind="true or false", read_by=(("prefetch", _predicts),), off=True)
 
     profile: str = setting("", read=str)
-    gamma: float = setting(0.7, low=0, high=1, read_by=("routing", "confident"))
+    gamma: float = setting(0.7, low=0, high=1, read_by=(_is("routing", "confident"),))
     own: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     exact_bits: bool = field(default=False, kw_only=True)
     boundary: int | None = setting(
-        None, read=int, low=0, high=1 << 16, calibrated=True, read_by=("allotment", "shallow")
+        None, read=int, low=0, high=1 << 16, calibrated=True, read_by=(_is("allotment", "shallow"),)
     )
-    low_share: float = setting(0.0, low=0, high=0.9)
-    theta: float | None = setting(None, low=0, high=1e9, calibrated=True, read_by=("unit", "neuron"))
-    upper_limit: float = setting(0.75, low=0, high=1, read_by=("unit", "neuron"))
+    low_share: float = setting(0.0, low=0, high=0.9, read_by=(("precision", _several),), off=True)
+    theta: float | None = setting(None, low=0, high=1e9, calibrated=True, read_by=(_is("unit", "neuron"),))
+    upper_limit: float = setting(0.75, low=0, high=1, read_by=(_is("unit", "neuron"),))
     bits: int | None = setting(None, read=int, one_of=BITS)
     dense_bits: int | None = setting(None, read=int, one_of=DENSE_BITS)
     quantizer: str | None = setting(None, read=str, one_of=("hqq", "linear"))
@@ -104,7 +145,7 @@ class Composition:
         for part in POLICIES:
             own = {name: default for name, (_, default) in declared(self.policy(part)).items()} | own
         return {
-            name: own.get(name, declaration.default) if declaration.policies else getattr(self, name)
+            name: own.get(name, declaration.default) if declaration.part else getattr(self, name)
             for name, declaration in declarations().items()
         }
 
@@ -149,11 +190,11 @@ class Composition:
 
     def missing(self) -> list[str]:
         """Settings that a calibration must fill and has not."""
-        values = self.settings()
+        values, known = self.settings(), declarations()
         return [
             name
-            for name, declaration in declarations().items()
-            if declaration.told.calibrated and values[name] is None and declaration.is_read(self)
+            for name, declaration in known.items()
+            if declaration.told.calibrated and values[name] is None and unread(name, self, known) is None
         ]
 
     @property
@@ -163,17 +204,20 @@ class Composition:
 
 
 class Declaration(NamedTuple):
-    """One part or setting. `part`: what reads it, with any of `values`; empty: whatever is chosen. `policies`: these
-    have declared it, not `Composition`."""
+    """One part or setting. `part`: whose policies have declared it, and `values` those that have; empty where it is
+    `Composition`'s own."""
 
     told: Setting
     default: Any
     part: str = ""
     values: tuple[str, ...] = ()
-    policies: bool = False
 
-    def is_read(self, composition: Composition) -> bool:
-        return not self.part or getattr(composition, self.part) in self.values
+    @property
+    def read_by(self) -> tuple[tuple[str, Callable[[Composition], bool]], ...]:
+        """(a part, whether a composition reads this as far as that part goes), of every part that matters."""
+        if self.part:
+            return ((self.part, lambda composition: getattr(composition, self.part) in self.values),)
+        return self.told.read_by
 
 
 def declarations() -> dict[str, Declaration]:
@@ -182,16 +226,30 @@ def declarations() -> dict[str, Declaration]:
     ours = declared(Composition)
     for each in dataclasses.fields(Composition):
         if each.name in ours:
-            told, default = ours[each.name]
-            part, value = told.read_by or ("", "")
-            found[each.name] = Declaration(told, default, part, (value,))
+            found[each.name] = Declaration(*ours[each.name])
         elif each.name == "own":
             for part, policies in POLICIES.items():
                 for value, policy in policies.items():
                     for name, (told, default) in declared(policy).items():
                         others = found[name].values if name in found else ()
-                        found[name] = Declaration(told, default, part, (*others, value), True)
+                        found[name] = Declaration(told, default, part, (*others, value))
     return found
+
+
+def unread(
+    name: str, composition: Composition, known: Mapping[str, Declaration] | None = None
+) -> tuple[str, list[str]] | None:
+    """Why a part or setting does nothing in a composition: the part that would have to change, and its values with
+    which something reads `name`, or would if no other part were in the way. None where it is read. known: all
+    declarations, for who has them."""
+    known = known or declarations()
+    for part, reads in known[name].read_by:
+        if not reads(composition):
+            readers = (value for value in known[part].told.one_of if reads(composition.having({part: value})))
+            return part, list(readers)
+        if further := unread(part, composition, known):
+            return further
+    return None
 
 
 def parsed(changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,12 +271,15 @@ def changed(composition: Composition, changes: Mapping[str, Any] | None = None) 
         if check := getattr(result.policy(part), "check", None):
             check(result.settings())
     known = declarations()
-    for given in values:
-        part, readers = known[given].part, known[given].values
-        if not known[given].is_read(result):
-            raise ConfigError(
-                f"{given} does nothing with {part}={getattr(result, part)}; it is read by {part}={' or '.join(readers)}"
-            )
+    for name, value in values.items():
+        told, default = known[name].told, known[name].default
+        if (told.off and value == default) or not (why := unread(name, result, known)):
+            continue
+        part, readers = why
+        given = f"{name}={value}" if told.one_of else name
+        raise ConfigError(
+            f"{given} does nothing with {part}={getattr(result, part)}; it is read by {part}={' or '.join(readers)}"
+        )
     return result
 
 

@@ -73,12 +73,27 @@ class Uses:
 
     def __init__(self, experts: Sequence[int]) -> None:
         self.counts = [[0] * count for count in experts]
+        self._noted: list[tuple[int, Sequence[Demand]]] = []  # in the running pass
 
-    def note(self, layer: int, demands: Iterable[Demand]) -> None:
+    def begin_pass(self) -> None:
+        """What was noted before stays."""
+        self._noted.clear()
+
+    def note(self, layer: int, demands: Sequence[Demand]) -> None:
         """The router of a layer has spoken."""
+        self._noted.append((layer, demands))
+        self._add(layer, demands, 1)
+
+    def take_back(self) -> None:
+        """The running pass does not count."""
+        for layer, demands in self._noted:
+            self._add(layer, demands, -1)
+        self._noted.clear()
+
+    def _add(self, layer: int, demands: Sequence[Demand], times: int) -> None:
         row = self.counts[layer]
         for demand in demands:
-            row[demand.expert] += demand.tokens
+            row[demand.expert] += times * demand.tokens
 
 
 def merged(earlier: Sequence[Sequence[float]], uses: Sequence[Sequence[float]]) -> list[list[float]]:

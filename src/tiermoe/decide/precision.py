@@ -171,9 +171,10 @@ class GateScore(HighAndLow):
 @dataclass(eq=False)
 class Popularity(HighAndLow):
     """In prefill the `low_popularity` share of the active experts that serve the fewest tokens is low, rounded down,
-    of equals the higher index first; all are high in decode (Fate, section 4.5). Of a prediction it is the end of the
-    ranking. `mispredicted`: 'low' loads what no prediction has brought low in decode (Fate, for small machines).
-    Raises ConfigError without the share."""
+    of equals the higher index first; all are high in decode (Fate, section 4.5). A prediction takes as many experts of
+    its layer for active as were in the one that runs: low is the end of these, and what ranks behind them.
+    `mispredicted`: 'low' loads what no prediction has brought low in decode (Fate, for small machines). Raises
+    ConfigError without the share."""
 
     low_popularity: float | None = setting(None, low=0, high=1, calibrated=True)
     mispredicted: str = setting("high", read=str, one_of=("high", "low"))
@@ -188,24 +189,27 @@ class Popularity(HighAndLow):
             )
         self._bits, self._share = self.context.bits, self.low_popularity
         self._phase = "prefill"
+        self._active = 0  # experts, in the running layer
         self._decode_bits = self.low_bits if self.mispredicted == "low" else self._bits
 
     def demands(self, routed: Routed) -> list[Demand]:
         self._phase = routed.phase
         counts = routed.tokens_per_expert()
+        self._active = len(counts)
         if routed.phase == "decode":
             return [Demand(e, tokens, self._decode_bits) for e, tokens in counts.items()]
         ascending = sorted(counts, key=lambda expert: (counts[expert], -expert))
-        low = set(ascending[: self._low_count(len(counts))])
+        low = set(ascending[: self._low_count()])
         return [Demand(e, tokens, self.low_bits if e in low else self._bits) for e, tokens in counts.items()]
 
     def predicted(self, layer: int, ranked: Sequence[tuple[int, float]], expert: int) -> int:
-        unpopular = ranked[len(ranked) - self._low_count(len(ranked)) :]
-        return self.low_bits if any(expert == low for low, _ in unpopular) else self._bits
+        low = self._low_count() if self._phase == "prefill" else 0
+        unpopular = ranked[self._active - low :] if low else ()
+        return self.low_bits if any(expert == other for other, _ in unpopular) else self._bits
 
-    def _low_count(self, active: int) -> int:
+    def _low_count(self) -> int:
         # 1e-9: 0.29 of 100 experts are 29 of them, whatever their product is rounded to
-        return math.floor(self._share * active + 1e-9) if self._phase == "prefill" else 0
+        return math.floor(self._share * self._active + 1e-9)
 
 
 class Table(Precision):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from tiermoe.decide.controller import Controller
 from tiermoe.decide.counts import Counts
 from tiermoe.decide.eviction.protocol import Clock
+from tiermoe.decide.eviction.undoable import Undoable
 from tiermoe.decide.filling import Uses, most_used
 from tiermoe.decide.precision import Precision
 from tiermoe.decide.prediction.protocol import Forecasts, Predictor
@@ -32,7 +33,8 @@ class Scheduler:
     nothing is predicted: where all that a token chose has come there is nothing to decide. trial: says which decode
     passes prefetch, by what they take from `begin_pass` to the end of the last layer; None: all do, as prefills always
     do. fills: whether the background may read experts into free slots, for it changes nothing but hits; `everything`:
-    all of them fit. uses: counted since the beginning.
+    all of them fit. undoable: the eviction policies, where a decode pass may be discarded. uses: counted since the
+    beginning.
     """
 
     controller: Controller
@@ -50,11 +52,13 @@ class Scheduler:
     trial: PrefetchTrial | None = None
     fills: bool = False
     everything: bool = False
+    undoable: Sequence[Undoable] = ()
     uses: Uses = field(init=False)
     discarded: Counts = field(default_factory=Counts)
     _before_pass: Counts = field(default_factory=Counts)
     _predicted: dict[int, set[int]] = field(default_factory=dict)  # layer → experts, in the running pass
     _pass_tokens: int = 0
+    _repeats: bool = False  # the next pass, one that was discarded
     _began: float | None = None  # when the running pass did, where the trial is told
     _waited: float = 0.0  # by then, for experts
     _took: tuple[float, float] | None = None  # by the last one, a token and a layer, until known not to be discarded
@@ -98,16 +102,25 @@ class Scheduler:
         self._predicted.clear()
         self.clock.advance(tokens)
         self._begin_timing(phase)
+        for policy in self.undoable:
+            policy.begin() if phase == "decode" and not self._repeats else policy.keep()
+        self._repeats = False
+        self.uses.begin_pass()
         self._prefetch(first - 1, forecasts)
 
     def discard_pass(self) -> None:
-        """The last pass does not count: its hits and misses are kept apart, and its token is run again (MoBiLE)."""
+        """The last pass does not count: its hits and misses are kept apart, it used nothing, and its token is run again
+        (MoBiLE)."""
         counts = self.controller.counts
         passed = counts.minus(self._before_pass)
         self.discarded.add(passed)
         self.controller.counts = self._before_pass.copy()
         self.clock.token -= self._pass_tokens
         self._took = None
+        self.uses.take_back()
+        for policy in self.undoable:
+            policy.undo()
+        self._repeats = True
 
     def run_layer(self, routed: Routed, forecasts: Forecasts) -> Iterator[list[Ready]]:
         """Yields the experts of a layer in groups, as they can be computed (`Controller.run_layer`)."""

@@ -20,8 +20,9 @@ from tiermoe.errors import ConfigError
 class Setting:
     """What may be given for a setting. read: makes a value of a text or another value; ValueError, TypeError or
     KeyError where it cannot. kind: what that is, for people. low, high: the range of a number. one_of: all there is to
-    choose from. calibrated: has no value until it is given or a calibration has found one. read_by: (part, value), what
-    reads it, where that is no policy with a class of its own."""
+    choose from. calibrated: has no value until it is given or a calibration has found one. read_by: (a part, whether a
+    composition with its value reads the setting), for every part that this takes; empty: whatever is chosen, or the
+    policy that declares it. off: the default changes nothing, and may be given where nothing reads it."""
 
     read: Callable[[Any], Any] = float
     kind: str = "a number"
@@ -29,7 +30,8 @@ class Setting:
     high: float = math.inf
     one_of: Collection[Any] = ()
     calibrated: bool = False
-    read_by: tuple[str, str] | None = None
+    read_by: tuple[tuple[str, Callable[[Any], bool]], ...] = ()
+    off: bool = False
 
     def value(self, name: str, given: Any) -> Any:
         """What was given for the setting `name`, as its type. ConfigError for what it cannot be."""

@@ -97,9 +97,10 @@ def calibrate_fate(calibration: Calibration, progress: Progress) -> Made:
     )
     trace = calibration.trace(progress)  # after the engine is gone: it takes memory too
     accuracy = fate.accuracies(trace)
+    windows = fate.windows(trace, calibration.settings.bits, bandwidth)
     settings = {
         "boundary": fate.boundary(accuracy),
-        "window": fate.window(trace, calibration.settings.bits, bandwidth),
+        "window": windows,
         "low_popularity": fate.largest_share(losses, TOLERATED),
     }
     data = {
@@ -108,7 +109,7 @@ def calibrate_fate(calibration: Calibration, progress: Progress) -> Made:
     }  # fmt: skip
     facts = {
         "boundary": f"{settings['boundary']} (next gate right: " + " ".join(f"{share:.0%}" for share in accuracy) + ")",
-        "window": f"{settings['window']} at {bandwidth / 1e6:,.0f} MB/s",
+        "window": f"{' '.join(map(str, windows))} at {bandwidth / 1e6:,.0f} MB/s",
         "low_popularity": f"{settings['low_popularity']:g} ("
         + ", ".join(f"{share:g}: {loss:+.2%}" for share, loss in losses)
         + ")",

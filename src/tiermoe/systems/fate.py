@@ -1,4 +1,4 @@
-"""Fate: its preset; its boundary, from how often the next gate is right in each layer, and its window, from times."""
+"""Fate: its preset; its boundary, from how often the next gate is right in each layer, and its windows, from times."""
 
 from __future__ import annotations
 
@@ -48,18 +48,22 @@ def boundary(accuracy: Sequence[float]) -> int:
     return next(layer for layer in range(1, len(accuracy)) if accuracy[layer] >= mean - 1e-12)
 
 
-def window(trace: Trace, bits: int, bandwidth: float) -> int:
-    """N_prefetch = floor(T_window / T_io) with T_window = T_moe + T_gate + T_attn, a layer's share of a decode pass
-    (Fate, section 4.3); at least 1, where the paper's formula would end all prefetching. bandwidth: of the link, bytes
-    per second. TraceError without times."""
+def windows(trace: Trace, bits: int, bandwidth: float) -> list[int]:
+    """N_prefetch = floor(T_window / T_io) of each layer, with T_window = T_moe + T_gate + T_attn, its share of a decode
+    pass, and T_io of an expert of the layer behind it (Fate, section 4.3). 0 where no expert can be read meanwhile, and
+    of the last layer, behind which nothing is read. bandwidth: of the link, bytes per second. TraceError without
+    times."""
     header = trace.header
     if header.times is None:
         raise TraceError(f"the trace of {header.model} holds no computing times; make it again with tiermoe trace")
-    layers = range(len(header.experts))
+    layers = len(header.experts)
     expert = header.times.expert[min(header.times.expert, key=lambda known: (abs(known - bits), known))]
-    t_window = header.times.dense / len(layers) + fmean(header.top_k) * expert
-    t_io = fmean(expert_bytes(header, layer, bits) for layer in layers) / bandwidth
-    return max(1, math.floor(t_window / t_io))
+    found = []
+    for layer in range(layers - 1):
+        t_window = header.times.dense / layers + header.top_k[layer] * expert
+        t_io = expert_bytes(header, layer + 1, bits) / bandwidth
+        found.append(math.floor(t_window / t_io))
+    return [*found, 0]
 
 
 def largest_share(losses: Sequence[tuple[float, float]], tolerated: float = 0.01) -> float:

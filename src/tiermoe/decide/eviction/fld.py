@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from tiermoe.decide.eviction.protocol import EvictionContext
 from tiermoe.decide.eviction.ranking import Scored
 from tiermoe.types import Demand, ExpertKey
@@ -9,6 +11,8 @@ from tiermoe.types import Demand, ExpertKey
 
 class FarthestLayer(Scored):
     """Evicts from the layer that runs last from now on; within it, the least recently used."""
+
+    forgets: ClassVar[bool] = False
 
     def __init__(self, context: EvictionContext) -> None:
         super().__init__(context)

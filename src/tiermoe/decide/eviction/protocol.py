@@ -16,7 +16,8 @@ NextUse = Callable[[ExpertKey], float]
 class Eviction(Protocol):
     """Who leaves one pool of slots. A policy sees uses, arrivals and removals, and names victims; it holds no
     weights. Its class may be a dataclass that declares settings (`decide.settings`), and may say `spans_precisions`:
-    one instance then serves the pools of all precisions, since an expert's uses count for each of its copies."""
+    one instance then serves the pools of all precisions, since an expert's uses count for each of its copies; and
+    `forgets`: it reads `per_sequence` (records=sequence)."""
 
     def admitted(self, key: ExpertKey) -> None:
         """`key` has taken a slot (its load has begun)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Callable
+from typing import ClassVar
 
 from tiermoe.decide.eviction.protocol import EvictionContext
 from tiermoe.types import Demand, ExpertKey
@@ -72,6 +73,8 @@ class Scored(ABC):
     """Evicts the key of the lowest score. A policy says what it records of uses, what a key is worth by its record
     alone, and how the running layer turns that into a score. Records outlive a stay in the cache: they are of the
     expert. With `context.per_sequence` they are forgotten at each new sequence."""
+
+    forgets: ClassVar[bool] = True
 
     def __init__(self, context: EvictionContext) -> None:
         self._per_sequence = context.per_sequence

@@ -41,6 +41,8 @@ class MostFrequent(LooksAhead):
 class WholeLayer(LooksAhead):
     """Every expert of the next layers in index order (STI, as EdgeMoE, section 4.1 describes it)."""
 
+    errs: ClassVar[bool] = False
+
     def candidates(self, layer: int, forecasts: Forecasts, here: Here) -> Iterator[Wanted]:
         for target in self.targets(layer) if layer >= 0 else ():
             for expert in range(self.context.experts[target]):
@@ -51,6 +53,8 @@ class HashRouted(LooksAhead):
     """The experts of layers that are routed by the token alone, exactly, from before the first layer on (EdgeMoE,
     section 3.1; DeepSeek-V4's first layers): those of most tokens first, ties by index. Raises ConfigError for a model
     without such layers."""
+
+    errs: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not self.context.hash_tables:
@@ -72,6 +76,8 @@ class HashRouted(LooksAhead):
 class Oracle(LooksAhead):
     """The experts that the next layers will choose: the bound of every prediction. Raises ConfigError outside a
     replay."""
+
+    errs: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.context.future is None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from tiermoe.decide.prediction.protocol import Forecasts, Here, LooksAhead
 from tiermoe.decide.settings import setting
+from tiermoe.errors import ConfigError
 from tiermoe.types import Wanted
 
 
@@ -18,22 +19,45 @@ def count_above(percentile: float, experts: int) -> int:
     return experts - 1 - math.floor(percentile * (experts - 1) / 100)
 
 
+_MOST = 1 << 16
+
+
+def _window(given: Any) -> int | tuple[int, ...]:
+    """3, or 3,2,2,0. ValueError for what no number of transfers is."""
+    several = given.split(",") if isinstance(given, str) else given if isinstance(given, list | tuple) else [given]
+    numbers = tuple(map(int, several))
+    if not numbers or min(numbers) < 0 or max(numbers) > _MOST:
+        raise ValueError
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
 @dataclass(eq=False)
 class AbovePercentile(LooksAhead):
     """By falling weight, in decode at most `window` that are not here: N_prefetch = floor(T_window / T_io) transfers
-    fit the time (Fate, sections 4.2 and 4.3). In prefill no time bounds it, and each token has its own experts above
-    the percentile: as many as these can be together, by summed weight. `percentile`: 0 to 100. `window`: transfers,
-    None: no bound."""
+    fit the time of the running layer (Fate, sections 4.2 and 4.3). In prefill no time bounds it, and each token has its
+    own experts above the percentile: as many as these can be together, by summed weight. `percentile`: 0 to 100.
+    `window`: transfers while a layer runs, of each MoE layer or one number for all; 0: none, None: no bound. Raises
+    ConfigError for a window of another number of layers."""
 
     percentile: float = setting(75.0, low=0, high=100)
-    window: int | None = setting(None, read=int, low=0, high=1 << 16, calibrated=True)
+    window: int | tuple[int, ...] | None = setting(
+        None, read=_window, kind=f"transfers from 0 to {_MOST}, one number or one for each MoE layer like 3,2,2,0",
+        calibrated=True,
+    )  # fmt: skip
     asks_routers: ClassVar[bool] = True
     ranks_all: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.window, tuple) and len(self.window) != self.context.layers:
+            raise ConfigError(
+                f"window has {len(self.window)} numbers and the model {self.context.layers} MoE layers; give one for "
+                f"each, or one for all"
+            )
 
     def candidates(self, layer: int, forecasts: Forecasts, here: Here) -> Iterator[Wanted]:
         if layer < 0:
             return
-        transfers = self.window if self.phase == "decode" else None
+        transfers = self._transfers(layer) if self.phase == "decode" else None
         for target in self.targets(layer):
             count = self.most(count_above(self.percentile, self.context.experts[target]))
             for expert, weight in forecasts.ranked(target)[:count]:
@@ -42,3 +66,6 @@ class AbovePercentile(LooksAhead):
                         continue
                     transfers -= 1
                 yield Wanted(target, expert, weight)
+
+    def _transfers(self, layer: int) -> int | None:
+        return self.window[layer] if isinstance(self.window, tuple) else self.window

@@ -75,7 +75,8 @@ class Predictor(ABC):
     (`decide.settings`).
 
     `asks_routers`: it calls `Forecasts.ranked` or `recalled`, which not every model and trace answers. `ranks_all`: it
-    needs the weights of all experts, not of the K alone. `in_one_product`: of one layer after the other, so that their
+    needs the weights of all experts, not of the K alone. `errs`: of a layer that it predicts it may leave out an expert
+    that is chosen. `in_one_product`: of one layer after the other, so that their
     routers are evaluated in one product. `reads_table`: the calibrated table without which it cannot be made."""
 
     context: PredictionContext
@@ -83,6 +84,7 @@ class Predictor(ABC):
     phase: str = field(default="prefill", init=False)
     asks_routers: ClassVar[bool] = False
     ranks_all: ClassVar[bool] = False
+    errs: ClassVar[bool] = True
     in_one_product: ClassVar[bool] = False
     reads_table: ClassVar[str] = ""
 
