@@ -31,7 +31,7 @@ def winogrande(data: str | None = None, **_: Any) -> dict[str, Dataset]:
 def _folder(data: str | None) -> Path:
     folder = data or os.environ.get("TIERMOE_EVAL_DATA")
     if not folder:
-        raise SystemExit("name the folder of the data: --metadata '{\"data\": \"FOLDER\"}', or TIERMOE_EVAL_DATA")
+        raise SystemExit('name the folder of the data: --metadata \'{"data": "FOLDER"}\', or TIERMOE_EVAL_DATA')
     return Path(folder)
 
 
