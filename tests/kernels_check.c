@@ -32,6 +32,15 @@ static double weight_of(const Matrix *matrix, size_t r, size_t c) {
     const size_t block = r / BLOCK, in = r % BLOCK, j = in % 32, high = in / 32, g = c / matrix->group;
     if (matrix->coding == BF16) return from_bf16(((const bf16 *)matrix->weights)[r * COLUMNS + c]);
     if (matrix->coding == INT8) return (double)((const int8_t *)codes)[r * COLUMNS + c] * from_bf16(scales[r]);
+    if (matrix->coding == INT2) { /* group by group, eighths of its columns; the nibble of a pair, and that of its ladder */
+        const size_t width = matrix->group / 8, eighth = c % matrix->group / width, q = c % width;
+        const size_t run = (block * (COLUMNS / matrix->group) + g), byte = q * 32 + j, bytes = width * 32;
+        const unsigned pair = codes[(run * 4 + eighth % 4) * bytes + byte] >> 4 * high >> (eighth < 4 ? 0 : 2) & 3;
+        const unsigned ladder = ((const uint8_t *)matrix->ladders)[run * bytes + byte] >> 4 * high & 15;
+        const int step = (int)(ladder & 3) + 2, level = step * (int)pair + (5 - step) * (int)(ladder >> 2);
+        const bf16 *of_level = scales + 2 * (g * matrix->rows + r);
+        return (level - 8) * (double)from_bf16(of_level[0]) + from_bf16(of_level[1]);
+    }
     if (matrix->coding == INT4) {
         const int code = codes[block * 32 * COLUMNS + c * 32 + j] >> 4 * high & 15;
         const bf16 *pair = scales + 2 * (g * matrix->rows + r);
@@ -44,10 +53,10 @@ static double weight_of(const Matrix *matrix, size_t r, size_t c) {
 }
 
 static void products(const Kernels *set, Coding coding, size_t rows, size_t group) {
-    static const char *const NAMES[] = {"4 bits", "8 bits", "16 bits", "6 bits"};
+    static const char *const NAMES[] = {"4 bits", "8 bits", "16 bits", "6 bits", "2 bits"};
     static const size_t COUNTS[] = {1, 2, 3, 7, 9, 25, TOKENS};
-    const size_t groups = coding == BF16 ? 0 : COLUMNS / group, room = rows * COLUMNS * 2;
-    uint8_t *weights = malloc(room); /* of its own size, so that reading past it is found */
+    const size_t groups = coding == BF16 ? 0 : COLUMNS / group, room = coding == INT2 ? rows * COLUMNS / 4 : rows * COLUMNS * 2;
+    uint8_t *ladders = malloc(rows * COLUMNS / 16), *weights = malloc(room); /* of its own size, so that reading past it is found */
     bf16 *scales = malloc(2 * sizeof *scales * rows * (groups ? groups : 1));
     bf16 *x = malloc(sizeof *x * TOKENS * COLUMNS), *out = calloc(TOKENS * rows, sizeof *out), alone[BLOCK];
     float *sums = malloc(sizeof *sums * TOKENS * (groups ? groups : 1));
@@ -55,7 +64,8 @@ static void products(const Kernels *set, Coding coding, size_t rows, size_t grou
     if (coding == BF16) numbers((bf16 *)weights, rows * COLUMNS, 0.1f);
     numbers(scales, 2 * rows * (groups ? groups : 1), 0.01f);
     numbers(x, TOKENS * COLUMNS, 1);
-    const Matrix matrix = {coding, weights, scales, rows, COLUMNS, group};
+    for (size_t i = 0; i < rows * COLUMNS / 16; i++) ladders[i] = (uint8_t)bits();
+    const Matrix matrix = {coding, weights, scales, rows, COLUMNS, group, ladders};
     const size_t blocks = (rows + BLOCK - 1) / BLOCK;
     for (size_t n = 0; n < sizeof COUNTS / sizeof *COUNTS; n++) {
         const size_t tokens = COUNTS[n];
@@ -77,7 +87,7 @@ static void products(const Kernels *set, Coding coding, size_t rows, size_t grou
             }
             expect(set->name, NAMES[coding], from_bf16(out[m * rows + r]), want, size);
         }
-    free(weights), free(scales), free(x), free(out), free(sums);
+    free(weights), free(ladders), free(scales), free(x), free(out), free(sums);
 }
 
 static void gates(const Kernels *set) {
@@ -187,7 +197,9 @@ static void widening(const Kernels *set) {
 
 int main(void) {
     for (const Kernels *const *set = kernels_here(); *set; set++) {
-        for (size_t group = 32; group <= 256; group *= 2) products(*set, INT4, ROWS, group), products(*set, INT6, ROWS, group);
+        for (size_t group = 32; group <= 256; group *= 2) {
+            products(*set, INT4, ROWS, group), products(*set, INT6, ROWS, group), products(*set, INT2, ROWS, group);
+        }
         products(*set, INT8, ROWS, COLUMNS), products(*set, BF16, ROWS, COLUMNS);
         products(*set, INT8, ROWS - 30, COLUMNS), products(*set, BF16, ROWS - 30, COLUMNS);
         gates(*set), rows(*set), attention(*set), widening(*set);

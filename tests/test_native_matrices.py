@@ -12,6 +12,7 @@ from tiermoe.kernels.native.linear import linear
 from tiermoe.kernels.native.matrix import MatrixForm, matrix_form
 from tiermoe.quant import int6_layout
 from tiermoe.quant.encoding import Encoding
+from tiermoe.quant.int2 import Int2
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.int6 import Int6
 from tiermoe.quant.int8 import Int8
@@ -26,6 +27,7 @@ pytestmark = [
 
 ROUNDING = 2.0**-8  # the most that rounding to bfloat16 changes a value, relative
 ENCODINGS: dict[str, Encoding] = {
+    "2 bits": Int2(cpu_layout(), 64),
     "4 bits": Int4(cpu_layout(), 64),
     "6 bits": Int6(cpu_layout(), 64),
     "8 bits": Int8(),
@@ -40,7 +42,8 @@ def random(rows: int, columns: int, seed: int) -> torch.Tensor:
 def encoded(encoding: Encoding, out: int, in_: int, seed: int = 0) -> tuple[MatrixForm, dict[str, torch.Tensor]]:
     form = matrix_form(encoding, out, in_, torch.bfloat16)
     assert form is not None
-    return form, encoding.encode(random(out, in_, seed) * 0.05, QUANTIZERS["linear"], torch.bfloat16)
+    quantizer = QUANTIZERS["hqq" if encoding.bits == 2 else "linear"]  # of linear, 2 bits have one ladder
+    return form, encoding.encode(random(out, in_, seed) * 0.05, quantizer, torch.bfloat16)
 
 
 def exact(x: torch.Tensor, encoding: Encoding, fields: dict[str, torch.Tensor], out: int) -> torch.Tensor:
@@ -71,7 +74,7 @@ def test_a_product_is_the_decoded_weights_rounded_once(
     assert_rounded_once(linear(x, form, fields), exact(x, encoding, fields, out), x, 0.25)
 
 
-@pytest.mark.parametrize("bits", [4, 6])
+@pytest.mark.parametrize("encoding_of", [Int2, Int4, Int6])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @settings(max_examples=15, deadline=None)
 @given(
@@ -81,9 +84,9 @@ def test_a_product_is_the_decoded_weights_rounded_once(
     seed=st.integers(0, 100),
 )
 def test_a_product_of_blocks_is_the_decoded_weights_rounded_once(
-    bits: int, group: int, blocks: int, groups: int, count: int, seed: int
+    encoding_of: type[Int2 | Int4 | Int6], group: int, blocks: int, groups: int, count: int, seed: int
 ) -> None:
-    encoding = Int4(cpu_layout(), group) if bits == 4 else Int6(cpu_layout(), group)
+    encoding = encoding_of(cpu_layout(), group)
     form, fields = encoded(encoding, 64 * blocks, group * groups, seed)
     x = random(count, group * groups, seed + 1)
     assert_rounded_once(linear(x, form, fields), exact(x, encoding, fields, 64 * blocks), x, 0.25)
@@ -102,6 +105,17 @@ def test_every_code_of_6_bits() -> None:
     x = torch.eye(128).bfloat16()
     assert torch.equal(linear(x, form, fields), want.t())
     assert torch.equal(torch.cat([linear(one[None], form, fields) for one in x]), want.t())
+
+
+def test_2_bits_have_the_products_of_the_4_bits_that_they_widen_to() -> None:
+    encoding = ENCODINGS["2 bits"]
+    assert isinstance(encoding, Int2)
+    form, fields = encoded(encoding, 192, 256)
+    in_4 = matrix_form(encoding.widened, 192, 256, torch.bfloat16)
+    assert in_4 is not None
+    x = random(30, 256, 1)
+    for count in (1, 3, 30):
+        assert torch.equal(linear(x[:count], form, fields), linear(x[:count], in_4, encoding.widen_codes(fields)))
 
 
 def test_every_code_of_8_bits() -> None:
@@ -142,7 +156,8 @@ def test_what_is_no_token_of_the_matrix_is_refused(bits: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bits", "in_"), [("4 bits", 96), ("6 bits", 96), ("8 bits", 96), ("16 bits", 48), ("8 bits", 1 << 16)]
+    ("bits", "in_"),
+    [("4 bits", 96), ("6 bits", 96), ("8 bits", 96), ("16 bits", 48), ("8 bits", 1 << 16), ("2 bits", 1 << 16)],
 )
 def test_widths_that_the_kernels_do_not_take(bits: str, in_: int) -> None:
     assert matrix_form(ENCODINGS[bits], 64, in_, torch.bfloat16) is None

@@ -14,6 +14,7 @@ from tiermoe.kernels.native.matrix import matrix_form
 from tiermoe.kernels.reference import DecodedLinear
 from tiermoe.native import available, instruction_set
 from tiermoe.quant.encoding import Encoding
+from tiermoe.quant.int2 import Int2
 from tiermoe.quant.registry import ROW_MAJOR, cpu_layout, encoding_named
 from tiermoe.store.layout import ExpertFormat
 
@@ -36,7 +37,7 @@ KERNELS: dict[tuple[str, str], Callable[[Encoding, torch.dtype], LinearKernel]] 
     ("int8", "cpu"): cpu.Int8Linear,
     ("int6", "cpu"): cpu.Int6Linear,
     ("int4", "cpu"): cpu.Int4Linear,
-    ("int2", "cpu"): cpu.Int4Linear,
+    ("int2", "cpu"): cpu.Int2Linear,
     ("int4/rowmajor", "cpu"): DecodedLinear,
     ("int2/rowmajor", "cpu"): DecodedLinear,
     ("plain", "cuda"): cuda.PlainLinear,
@@ -76,7 +77,9 @@ def decoded_bytes(formats: Sequence[ExpertFormat], dense_bits: int, dtype: torch
         for form, part in parts
         if dense or decodes(form.encodings.get(part.name), *part.out_in, dtype)
     ]
-    return max(decoded) * dtype.itemsize + _DECODING if decoded else 0
+    widened = any(encoding.bits == Int2.bits for form, _ in parts for encoding in form.encodings.values())
+    codes = max(decoded) // 2 if decoded and widened else 0  # 2 bits are decoded through the codes of 4
+    return max(decoded) * dtype.itemsize + codes + _DECODING if decoded else 0
 
 
 def linear_for(encoding_name: str, device_type: str, dtype: torch.dtype) -> LinearKernel:

@@ -1,6 +1,6 @@
 """CPU kernels on packed weights.
 
-4, 6 and 8 bits in bfloat16: our own kernels where there are any (`native/`). Else few tokens: torch's operators on the
+2 to 8 bits in bfloat16: our own kernels where there are any (`native/`). Else few tokens: torch's operators on the
 packed weights, which read fewer bytes; many tokens: decode, then one matrix product, in float32 where the processor
 has no instructions for bfloat16 (there torch multiplies number by number). Which of them runs follows from the machine,
 the encoding, the dtype and the number of tokens alone, so that a result depends on neither timing nor what is cached.
@@ -117,14 +117,13 @@ class Int6Linear:
 
 
 class Int4Linear:
-    """Slots of Int4 in the CPUs' layout, and of Int2, which widens to it."""
+    """Slots of Int4 in the CPUs' layout."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
-        in_slot = encoding.in_slot if isinstance(encoding, Int2) else encoding
-        assert isinstance(in_slot, Int4)
-        self._group = in_slot.group
+        assert isinstance(encoding, Int4)
+        self._group = encoding.group
         self._tokens = INT4_TOKENS.get(dtype, 0) if is_torchs() else 0
-        self._encoding = in_slot
+        self._encoding = encoding
         self._dtype = dtype
         self._product_dtype = _product_dtype(dtype)
         self._native_tokens = native_tokens()
@@ -139,6 +138,23 @@ class Int4Linear:
         dtype = self._product_dtype
         weight = self._encoding.decode(slot, out, in_, dtype, into=scratch.take("weight", (out * in_,), dtype))
         return F.linear(x.to(dtype), weight).to(x.dtype)
+
+
+class Int2Linear:
+    """Slots of Int2: where the native kernels do not compute, a matrix is widened to Int4 first."""
+
+    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
+        assert isinstance(encoding, Int2)
+        self._encoding = encoding
+        self._dtype = dtype
+        self._native_tokens = native_tokens()
+        self._widened = Int4Linear(encoding.widened, dtype)
+
+    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        form = matrix_form(self._encoding, out, in_, self._dtype) if x.shape[0] <= self._native_tokens else None
+        if form:
+            return linear(x, form, slot)
+        return self._widened(x, self._encoding.widen_codes(slot), out, in_)
 
 
 def native_tokens() -> float:

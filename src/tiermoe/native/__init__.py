@@ -1,7 +1,7 @@
 """Kernels of our own, in C, for several instruction sets (isa/*.c), of which the process uses one.
 
-They compute in bfloat16 on weights of 4, 6, 8 and 16 bits, never rounding a weight, and widen 2 bits to 4. A build
-without a C compiler lacks them: torch's operators compute there (`kernels/cpu.py`).
+They compute in bfloat16 on weights of 2, 4, 6, 8 and 16 bits, never rounding a weight, and widen a GPU's 2 bits to 4.
+A build without a C compiler lacks them: torch's operators compute there (`kernels/cpu.py`).
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ class Coding(IntEnum):
     INT8 = 1
     BF16 = 2
     INT6 = 3
+    INT2 = 4
 
 
-ROWS = 64  # at 4 and 6 bits a matrix has a multiple of them
-GROUPS = (32, 64, 128, 256)  # weights of a row that share a scale at 4 and 6 bits
+ROWS = 64  # at 2, 4 and 6 bits a matrix has a multiple of them
+GROUPS = (32, 64, 128, 256)  # weights of a row that share a scale at 2, 4 and 6 bits
 COLUMNS = {Coding.INT8: 64, Coding.BF16: 32}  # a matrix has a multiple of them
-MOST_COLUMNS = 1 << 15  # at 8 bits: some rows are decoded on a thread's stack
+MOST_COLUMNS = 1 << 15  # at 2 and 8 bits: some rows are decoded on a thread's stack
 _PER_GROUP = 6  # floats of a group beside its weights (hqq.c)
 
 
@@ -98,8 +99,9 @@ def quantizes() -> bool:
 
 def takes(dtype: torch.dtype, coding: Coding, out: int, in_: int, group: int) -> bool:
     """Whether the kernels compute products with a matrix (out, in_) in `dtype`. group: columns that share a scale."""
-    if coding in (Coding.INT4, Coding.INT6):
+    if coding in (Coding.INT2, Coding.INT4, Coding.INT6):
         fits = out % ROWS == 0 and group in GROUPS and in_ % group == 0
+        fits = fits and (coding != Coding.INT2 or in_ <= MOST_COLUMNS)
     else:
         fits = in_ % COLUMNS[coding] == 0 and in_ <= MOST_COLUMNS
     return dtype == torch.bfloat16 and fits and available()

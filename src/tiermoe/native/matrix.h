@@ -5,6 +5,9 @@
  *   Within a block the column is the outer index: 32 bytes a column, byte j holds row j (low nibble) and row 32 + j (high
  *   nibble). Every `group` columns of a row share a scale and a zero, bfloat16 pairs (K / group, N, 2):
  *   w = (code - 8) * scale + zero. K is a multiple of the group, the group of 32.
+ * INT2: 2-bit codes that each choose among four of the 16 levels of INT4, in blocks of 64 rows; N is a multiple of 64. Each
+ *   group of a block has 4 runs of 4 * group bytes of codes, and beside them, in a second array, one run of ladders: from
+ *   one run of ladders and these four, kernels.h widen makes the codes of INT4. Scales and zeros are those of INT4.
  * INT6: 6-bit codes in blocks of 64 rows; N is a multiple of 64. Within a block four columns after each other fill 192
  *   bytes. First their low four bits, as in INT4. Then the high two: 32 bytes for the first two columns, 32 for the other
  *   two. Byte j holds in bits 0 and 1 those of row 32 + j in the first of the two columns, in bits 2 and 3 those of row j
@@ -42,14 +45,15 @@ static inline bf16 to_bf16(float value) {
     return (bf16)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-typedef enum { INT4, INT8, BF16, INT6, CODINGS } Coding;
+typedef enum { INT4, INT8, BF16, INT6, INT2, CODINGS } Coding;
 
 typedef struct {
     Coding coding;
     const void *weights; /* codes or weights */
-    const void *scales;  /* INT4: pairs of scale and zero; INT6, INT8: scales; BF16: unused */
+    const void *scales;  /* INT4, INT2: pairs of scale and zero; INT6, INT8: scales; BF16: unused */
     size_t rows, columns;
     size_t group; /* columns that share a scale: K in INT8 and BF16 */
+    const void *ladders; /* INT2 alone */
 } Matrix;
 
 /* Blocks of rows; the last one may have fewer than 64 in INT8 and BF16. */

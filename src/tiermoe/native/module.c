@@ -49,12 +49,13 @@ static PyObject *join_team(PyObject *self, PyObject *args) {
 
 static PyObject *matrix(PyObject *self, PyObject *args) {
     int coding;
-    Address weights, scales;
+    Address weights, scales, ladders;
     Py_ssize_t rows, columns, group;
     (void)self;
-    if (!PyArg_ParseTuple(args, "iKKnnn", &coding, &weights, &scales, &rows, &columns, &group)) return NULL;
+    if (!PyArg_ParseTuple(args, "iKKnnnK", &coding, &weights, &scales, &rows, &columns, &group, &ladders)) return NULL;
     if (coding < 0 || coding >= CODINGS) return PyErr_Format(PyExc_ValueError, "%d is not a coding", coding);
-    const Matrix packed = {(Coding)coding, at(weights), at(scales), (size_t)rows, (size_t)columns, (size_t)group};
+    const size_t shape[] = {(size_t)rows, (size_t)columns, (size_t)group};
+    const Matrix packed = {(Coding)coding, at(weights), at(scales), shape[0], shape[1], shape[2], at(ladders)};
     return PyBytes_FromStringAndSize((const char *)&packed, sizeof packed);
 }
 

@@ -1,7 +1,8 @@
-"""2 bits whose slot is the 4-bit format: widened to 4-bit codes while loading.
+"""2 bits within the levels of the 4-bit format: 3 bits a weight at group 64, 2 of code, half a bit of ladder (see
+`ladders`), half a bit of scale and zero.
 
-So a cache that holds 4-bit and 2-bit copies needs no larger slot for either, and one kernel computes both. 3 bits a
-weight are stored at group 64: 2 of code, half a bit of ladder (see `ladders`), half a bit of scale and zero.
+A CPU's slot holds them as they are stored, and kernels widen a block of rows where they compute with it. A GPU's slot
+is that of 4 bits: codes are widened while loading, and one kernel computes both.
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tiermoe.quant import int4_layout, ladders
-from tiermoe.quant.encoding import Field
+from tiermoe.quant.encoding import Field, SameInSlot
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.quantized import Quantizer
 from tiermoe.quant.rowmajor import LAYOUT as ROW_MAJOR
@@ -23,12 +24,11 @@ BLOCK_WEIGHTS = 1 << 20  # weights widened at a time: bounds the temporaries to 
 
 
 @dataclass(frozen=True)
-class Int2:
-    """Stored: `codes` uint8 (N, K / 4), `ladders` uint8 (N, K / 16), and Int4's `scales_and_zeros` (K / group, N, 2).
-    Slot: the fields of Int4 with the same layout and group.
+class Int2(SameInSlot):
+    """Fields `codes` uint8 (N, K / 4), `ladders` uint8 (N, K / 16), and Int4's `scales_and_zeros` (K / group, N, 2).
 
     `codes` are the nibbles of `ladders.pair` and `ladders` the packed ladders, each in the machine's order for a matrix
-    of K / 2 and K / 8 columns: their nibbles then stand as those of the slot do."""
+    of K / 2 and K / 8 columns: their nibbles then stand as those of Int4 do."""
 
     layout: str
     group: int
@@ -39,8 +39,8 @@ class Int2:
         return f"int2/{self.layout}/g{self.group}"
 
     @property
-    def in_slot(self) -> Int4:
-        """The encoding of what a slot holds."""
+    def widened(self) -> Int4:
+        """The encoding that `widen_codes` gives."""
         return Int4(self.layout, self.group)
 
     def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
@@ -49,9 +49,6 @@ class Int2:
             Field("ladders", torch.uint8, (out, in_ // 16)),
             Field("scales_and_zeros", dtype, (in_ // self.group, out, 2), rows_at=1),
         )
-
-    def slot_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
-        return self.in_slot.stored_fields(out, in_, dtype)
 
     def encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> dict[str, Tensor]:
         scale, zero, pairs, chosen = _quantize(weight, quantizer, dtype, self.group)
@@ -62,24 +59,26 @@ class Int2:
         }
 
     def rows_apart(self, columns: int, quantizer: Quantizer) -> int | None:
-        return self.in_slot.rows_apart(columns, quantizer)
+        return self.widened.rows_apart(columns, quantizer)
 
-    def widen(self, stored: Mapping[str, Tensor], slot: Mapping[str, Tensor]) -> None:
-        slot["scales_and_zeros"].copy_(stored["scales_and_zeros"])
-        rows, groups = len(stored["codes"]), len(stored["scales_and_zeros"])
-        for section in int4_layout.sections(rows):
+    def widen_codes(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same weights in the fields of Int4; the codes lie in a scratch buffer that the next call uses again."""
+        stored, groups = fields["codes"], len(fields["scales_and_zeros"])
+        widened = scratch.take("widened", (len(stored), 2 * stored.shape[1]), torch.uint8)
+        for section in int4_layout.sections(len(stored)):
             part = slice(section.first, section.first + section.blocks * section.rows)
             count = section.blocks * groups
-            codes = stored["codes"][part].view(count, 4, -1)
-            chosen = stored["ladders"][part].view(count, 1, -1)
-            target = slot["codes"][part].view(count, 8, -1)
+            codes = stored[part].view(count, 4, -1)
+            chosen = fields["ladders"][part].view(count, 1, -1)
+            target = widened[part].view(count, 8, -1)
             block = max(1, BLOCK_WEIGHTS // (self.group * section.rows))
             for first in range(0, count, block):
                 some = slice(first, first + block)
                 ladders.widen(codes[some], chosen[some], target[some])
+        return {"codes": widened, "scales_and_zeros": fields["scales_and_zeros"]}
 
     def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
-        return self.in_slot.decode(slot, out, in_, dtype)
+        return self.widened.decode(self.widen_codes(slot), out, in_, dtype)
 
 
 @dataclass(frozen=True)

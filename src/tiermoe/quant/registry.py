@@ -30,7 +30,7 @@ __all__ = [
 # bits -> the encoding of every shape, on every machine
 FIXED: dict[int, Encoding] = {16: Plain(), 8: Int8()}
 
-# bits -> the encoding of a CPU's layout and group, that of a GPU's group; at 2 bits the slot is that of 4 bits
+# bits -> the encoding of a CPU's layout and group, that of a GPU's group
 PACKED: dict[int, tuple[Callable[[str, int], Encoding], Callable[[int], Encoding]]] = {
     4: (Int4, RowMajorInt4),
     2: (Int2, RowMajorInt2),

@@ -2,7 +2,7 @@
 
 An extent is one run of bytes: every field of every part (codes, scales, biases) at a 64-byte boundary, in the order
 of the layer's parts, padded to 4 KiB so that O_DIRECT reads it in one go. A slot holds the same bytes, except where a
-precision is widened while loading (2 bits).
+precision is widened while loading (2 bits, for a GPU).
 """
 
 from __future__ import annotations

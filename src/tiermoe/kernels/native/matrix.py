@@ -16,18 +16,20 @@ from tiermoe.quant.int6 import Int6
 from tiermoe.quant.int8 import Int8
 from tiermoe.quant.plain import Plain
 
-# the slot's fields that hold weights and scales
-_FIELDS = {
-    Coding.INT4: ("codes", "scales_and_zeros"),
-    Coding.INT6: ("codes", "scales"),
-    Coding.INT8: ("weight", "scale"),
-    Coding.BF16: ("weight", None),
+# the slot's fields that hold weights, scales and ladders
+_FIELDS: dict[Coding, tuple[str, str | None, str | None]] = {
+    Coding.INT2: ("codes", "scales_and_zeros", "ladders"),
+    Coding.INT4: ("codes", "scales_and_zeros", None),
+    Coding.INT6: ("codes", "scales", None),
+    Coding.INT8: ("weight", "scale", None),
+    Coding.BF16: ("weight", None, None),
 }
+_PACKED: dict[type[Int2 | Int4 | Int6], Coding] = {Int2: Coding.INT2, Int4: Coding.INT4, Int6: Coding.INT6}
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixForm:
-    """Matrices (out, in_) of one coding; `group` columns of a row share a scale, all of them except at 4 and 6 bits."""
+    """Matrices (out, in_) of one coding; `group` columns of a row share a scale, all of them at 8 and 16 bits."""
 
     coding: Coding
     out: int
@@ -36,25 +38,24 @@ class MatrixForm:
 
     def pack(self, fields: Mapping[str, Tensor]) -> bytes:
         """What the kernels are told of a matrix whose fields a slot holds; valid as long as those tensors live."""
-        weights, scales = _FIELDS[self.coding]
-        return self._packed(fields[weights].data_ptr(), fields[scales].data_ptr() if scales else 0)
+        weights, *others = _FIELDS[self.coding]
+        return self._packed(fields[weights].data_ptr(), *(fields[name].data_ptr() if name else 0 for name in others))
 
     def absent(self) -> bytes:
         """What they are told in the place of a matrix that is not here."""
-        return self._packed(0, 0)
+        return self._packed(0, 0, 0)
 
-    def _packed(self, weights: int, scales: int) -> bytes:
-        return _native.matrix(self.coding, weights, scales, self.out, self.in_, self.group)
+    def _packed(self, weights: int, scales: int, ladders: int) -> bytes:
+        return _native.matrix(self.coding, weights, scales, self.out, self.in_, self.group, ladders)
 
 
 def matrix_form(encoding: Encoding, out: int, in_: int, dtype: torch.dtype) -> MatrixForm | None:
     """The form of matrices (out, in_) in an encoding, for products in `dtype`; None where the kernels do not take
     them."""
-    in_slot = encoding.in_slot if isinstance(encoding, Int2) else encoding
-    if isinstance(in_slot, Int4 | Int6):
-        coding, group = Coding.INT4 if isinstance(in_slot, Int4) else Coding.INT6, in_slot.group
-    elif isinstance(in_slot, Int8 | Plain):
-        coding, group = Coding.INT8 if isinstance(in_slot, Int8) else Coding.BF16, in_
+    if isinstance(encoding, Int2 | Int4 | Int6):
+        coding, group = _PACKED[type(encoding)], encoding.group
+    elif isinstance(encoding, Int8 | Plain):
+        coding, group = Coding.INT8 if isinstance(encoding, Int8) else Coding.BF16, in_
     else:
         return None
     return MatrixForm(coding, out, in_, group) if takes(dtype, coding, out, in_, group) else None

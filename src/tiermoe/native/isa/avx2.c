@@ -21,6 +21,7 @@ static int runs(void) {
 #include "shared/eight_rows.h"
 #include "avx2/widen.h"
 #include "shared/exponential.h"
+#include "shared/ladders.h"
 #include "shared/norm.h"
 #include "shared/rotary.h"
 #include "shared/rows.h"

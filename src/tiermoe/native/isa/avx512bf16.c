@@ -23,6 +23,7 @@ static int runs(void) {
 #include "avx512bf16/weigh.h"
 #include "avx512bf16/widen.h"
 #include "shared/exponential.h"
+#include "shared/ladders.h"
 #include "shared/norm.h"
 #include "shared/rotary.h"
 #include "shared/rows.h"

@@ -8,6 +8,7 @@ static int runs(void) { return 1; }
 #include "generic/products.h"
 #include "generic/widen.h"
 #include "shared/exponential.h"
+#include "shared/ladders.h"
 #include "shared/norm.h"
 #include "shared/rotary.h"
 #include "shared/rows.h"

@@ -12,6 +12,7 @@ static int runs(void) { return 1; }
 #include "shared/eight_blocks.h"
 #include "shared/eight_rows.h"
 #include "shared/exponential.h"
+#include "shared/ladders.h"
 #include "shared/norm.h"
 #include "shared/rotary.h"
 #include "shared/rows.h"

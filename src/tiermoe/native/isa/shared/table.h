@@ -3,7 +3,7 @@ const Kernels KERNELS = {
     .name = NAME,
     .runs = runs,
     .group_sums = group_sums,
-    .block = {[INT4] = int4_block, [INT8] = rows_block, [BF16] = rows_block, [INT6] = int6_block},
+    .block = {[INT4] = int4_block, [INT8] = rows_block, [BF16] = rows_block, [INT6] = int6_block, [INT2] = int2_block},
     .gate = gate_rows,
     .combine = combine,
     .add = add,
