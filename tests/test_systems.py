@@ -153,8 +153,8 @@ PARTS = [
     {"prefetch": part} for part in ("none", "next-gate", "stacked-gates", "layer")
 ] + [{"cache": part} for part in ("random", "fifo", "lfu", "lhu", "fld", "distance", "arc")] + [
     {"prefetch": "percentile", "window": 2}, {"cache": "weighted", "weights": "0.25,0.25,0.25,0.25"},
-    {"allotment": "even"}, {"allotment": "shallow", "boundary": 1}, {"start": "together"}, {"cache": "lfu", "records": "sequence"},
-    {"mask": "false", "prefetch": "next-gate"},
+    {"allotment": "even"}, {"allotment": "shallow", "boundary": 1}, {"start": "together"},
+    {"cache": "lfu", "records": "sequence"}, {"mask": "false", "prefetch": "next-gate"},
 ]  # fmt: skip
 
 
