@@ -24,7 +24,6 @@ from tiermoe.errors import LoadError
 from tiermoe.memory.memory_plan import MemoryPlan, SlotPool, total
 from tiermoe.model.blueprint import inspect_model
 from tiermoe.process.footprint import resident_bytes
-from tiermoe.quant.registry import cpu_layout
 from tiermoe.store.layout import expert_format
 from tiermoe.store.store import open_store
 from tiermoe.systems import compose
@@ -198,8 +197,8 @@ def test_they_are_used_where_all_fits_and_kernels_take_the_files_as_they_are(
     smaller = MoeLayer("other", EXPERTS // 2, 2, (Part("weight", (64, 32)),))
     uneven = [FORM, expert_format(smaller, 16, torch.float32, "any", "")]
     larger = MoeLayer("layer", EXPERTS, 2, (Part("weight", (64, 256)),))
-    two_bits = expert_format(larger, 2, torch.bfloat16, cpu_layout(), "hqq")
-    assert two_bits.widened
+    two_bits = expert_format(larger, 2, torch.bfloat16, "rowmajor", "hqq")
+    assert two_bits.widened  # as a GPU takes them
     assert is_mapped(tmp_path)
     assert not is_mapped(tmp_path, slots=EXPERTS - 1)
     assert not is_mapped(tmp_path, {"store": "memory"})
