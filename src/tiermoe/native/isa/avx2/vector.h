@@ -43,18 +43,7 @@ static inline void store_bf16(bf16 *to, Vector v) {
     _mm256_storeu_si256((void *)to, _mm256_permute4x64_epi64(both, 0xD8));
 }
 
-/* The first `count` of them, at most 16. */
-static inline Vector load_some(const bf16 *from, size_t count) {
-    if (count >= LANES) return load_bf16(from);
-    bf16 some[LANES] = {0};
-    memcpy(some, from, count * sizeof *some);
-    return load_bf16(some);
-}
-static inline void store_some(bf16 *to, size_t count, Vector v) {
-    bf16 some[LANES];
-    store_bf16(some, v);
-    memcpy(to, some, (count < LANES ? count : LANES) * sizeof *some);
-}
+#include "../shared/some.h"
 
 /* `count` pairs: their first and their second numbers. */
 static inline void load_pairs(const bf16 *from, size_t count, Vector *first, Vector *second) {
