@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiermoe.generation.sampling import Sampler, Sampling
 
@@ -57,6 +59,31 @@ def test_a_nucleus_of_more_tokens_than_are_looked_at_first() -> None:
     sampler = Sampler(Sampling(temperature=1.0, top_p=0.5, seed=2))
     drawn = {sampler.choose(logits) for _ in range(DRAWS)}
     assert 1500 < len(drawn) <= 2501
+
+
+class _Threads(TorchDispatchMode):
+    """Keeps how many threads torch has at each operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(torch.get_num_threads())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_p": 0.9}])
+def test_drawing_wakes_no_thread_of_torch_and_leaves_their_number(options: dict[str, float]) -> None:
+    threads, logits, sampler = torch.get_num_threads(), torch.zeros(1000), Sampler(Sampling(**options))  # type: ignore[arg-type]
+    torch.set_num_threads(2)
+    try:
+        with _Threads() as found:
+            sampler.choose(logits)
+        assert found.seen == {1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_seed_names_an_answer() -> None:

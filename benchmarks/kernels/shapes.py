@@ -9,6 +9,7 @@ too, and so do instruction sets that are compared (--isa). Prints one JSON objec
 """
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -136,7 +137,7 @@ def measure(
     measured = parts(shape, dense_bits, head_bits, memory)
     turns = [(name, part, isa) for name, part in measured.items() for isa in isas]
     runs = {f"{name}, {isa}": under(isa, part.run) for name, part, isa in turns}
-    seconds = timed({READ: lambda: buffer.sum(), **runs}, rounds)
+    seconds = timed({READ: lambda: buffer.sum(), **runs}, rounds, before=settled)
     read = rates(seconds[READ], buffer.nbytes / 1e9)
     rows: list[dict[str, Any]] = [{"part": READ, "threads": threads, "gb_s": read}]
     for name, part, isa in turns:
@@ -145,6 +146,14 @@ def measure(
         gb_s = rates(took, part.bytes / 1e9)
         rows.append({"part": name, "isa": isa, "threads": threads, "gb_s": gb_s, "share": share})
     return rows
+
+
+def settled() -> None:
+    """Waits, at work so that this core keeps its clock, until the threads of torch that a plain read wakes have left
+    the other cores to the kernels' own."""
+    until = time.perf_counter() + 0.015
+    while time.perf_counter() < until:
+        pass
 
 
 def under(isa: str, run: Callable[[], None]) -> Callable[[], None]:

@@ -26,14 +26,15 @@ class EmbeddingOnDisk(torch.nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens: ids of any shape → (..., hidden) on their device. IndexError for an id that has no row, ModelError
         where it cannot be read."""
-        asked, place = torch.unique(tokens, return_inverse=True)
-        ids = asked.tolist()
-        if ids and not 0 <= ids[0] <= ids[-1] < self.num_embeddings:
-            raise IndexError(f"token ids from {ids[0]} to {ids[-1]} for an embedding of {self.num_embeddings} rows")
+        ids = tokens.flatten().tolist()
+        if ids and not 0 <= min(ids) <= max(ids) < self.num_embeddings:
+            raise IndexError(f"token ids from {min(ids)} to {max(ids)} for an embedding of {self.num_embeddings} rows")
         if not ids:
             return torch.empty((*tokens.shape, self.embedding_dim), dtype=self.weight.dtype, device=tokens.device)
-        rows = torch.cat([self._checkpoint.read(self._key, row) for row in ids])
-        return rows.to(tokens.device, self.weight.dtype)[place]
+        rows = {row: self._checkpoint.read(self._key, row) for row in sorted(set(ids))}
+        # by hand: indexing a tensor wakes torch's threads for one token, and they stay awake on cores that ours need
+        found = torch.cat([rows[row] for row in ids])
+        return found.to(tokens.device, self.weight.dtype).view(*tokens.shape, self.embedding_dim)
 
 
 def embedding_key(blueprint: Blueprint) -> str | None:

@@ -8,6 +8,7 @@
 #include "waiting.h"
 
 enum {
+    SHARES = 4,         /* a thread takes this part of what would be its own of the tasks that are left */
     PAUSES = 64,        /* before a waiting thread offers its core to others */
     AWAKE_NS = 2000000, /* for which a thread without work stays awake: the calls of one token follow each other closely */
 };
@@ -49,14 +50,29 @@ static void rest(size_t round) {
         sched_yield();
 }
 
+/* Tasks that follow each other, for one thread: returns the first and sets *end; *end is the first where none is left.
+ * What they read often lies one after the other, so that a thread does better with several; they become fewer towards
+ * the end, so that all threads finish together. */
+static size_t take(Job *job, size_t p, size_t *end) {
+    const size_t tasks = job->phases[p].tasks;
+    size_t begin = atomic_load(&job->progress[p].next), some;
+    do {
+        if (begin >= tasks) return *end = begin;
+        some = (tasks - begin) / (SHARES * job->threads);
+        *end = begin + (some ? some : 1);
+    } while (!atomic_compare_exchange_weak(&job->progress[p].next, &begin, *end));
+    return begin;
+}
+
 static void work(Job *job, size_t thread) {
     for (size_t p = 0; p < job->count; p++) {
         const Phase *phase = &job->phases[p];
         int begun = phase->begin == NULL;
-        for (size_t task; (task = atomic_fetch_add(&job->progress[p].next, 1)) < phase->tasks;) {
+        for (size_t task, end; (task = take(job, p, &end)) < end;) {
+            const size_t count = end - task;
             if (!begun) phase->begin(job->data, thread), begun = 1;
-            phase->task(job->data, thread, task);
-            atomic_fetch_add(&job->progress[p].done, 1);
+            for (; task < end; task++) phase->task(job->data, thread, task);
+            atomic_fetch_add(&job->progress[p].done, count);
         }
         for (size_t round = 0; atomic_load(&job->progress[p].done) < phase->tasks; round++) rest(round);
     }

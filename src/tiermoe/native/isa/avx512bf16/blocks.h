@@ -7,7 +7,7 @@ enum {
     PAIR_BYTES = 64,    /* of two columns of a block: the low four bits of their codes */
     HIGH_BYTES = 32,    /* likewise: the high two bits */
     GROUPS_AHEAD = 3,   /* whose scales are asked for ahead of their use */
-    BYTES_AHEAD = 2048, /* of codes asked for ahead of their use */
+    BYTES_AHEAD = 4096, /* of codes asked for ahead of their use */
 };
 
 /* bfloat16 of code - 8, twice: the table is indexed by 5 bits, of which the highest belongs to the next nibble. */
