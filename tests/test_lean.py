@@ -29,6 +29,7 @@ from tiermoe.model.blueprint import Blueprint, inspect_model
 from tiermoe.model.dense_weights import StoredWeights
 from tiermoe.model.embedding import EmbeddingOnDisk
 from tiermoe.model.prepare_store import found_store, open_or_create, store_root
+from tiermoe.process import footprint
 from tiermoe.store.outline import NAME, read_outline, write_outline
 from tiny import oracle, write
 
@@ -214,6 +215,15 @@ def test_a_config_that_it_cannot_compute_is_not_started_so(
     case: Callable[..., Case], family: str, changes: dict[str, Any]
 ) -> None:
     assert not case(family, **changes).is_lean()
+
+
+@pytest.mark.parametrize("lean", [True, False])
+def test_memory_of_activations_is_kept_as_planned(qwen: Case, lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(footprint, "keep_activations", lambda planned, idle: told.append((planned, idle)))
+    engine = qwen.alone() if lean else qwen.behind_a_model()
+    assert told == [(engine.plan.activations, footprint.ACTIVATIONS_HEAP)]
+    engine.close()
 
 
 @pytest.mark.parametrize("lean", [True, False])

@@ -29,6 +29,7 @@ from tiermoe.model.blueprint import Blueprint, inspect_model
 from tiermoe.model.dense import packable
 from tiermoe.model.dense_weights import LazyTensor, loading_needs
 from tiermoe.process import machine
+from tiermoe.process.footprint import ACTIVATIONS_HEAP
 from tiermoe.types import Need, Phase, Workload
 from tiny import _COMMON, CONFIGS, auto_class, write
 
@@ -127,13 +128,26 @@ EMBEDDING = 128 * 64 * 2
 
 def least(plan: Any) -> int:
     """Bytes with which the tiny model just runs: its embedding on disk."""
-    return plan.fixed + plan.layer_slots * plan.slot_bytes - (0 if plan.embedding_on_disk else EMBEDDING)
+    fixed = plan.fixed - plan.idle_activations
+    return int(fixed + plan.layer_slots * plan.slot_bytes - (0 if plan.embedding_on_disk else EMBEDDING))
+
+
+def test_memory_of_activations_stays_only_where_experts_have_theirs(planned: Planner) -> None:
+    roomy = planned()
+    assert roomy.idle_activations == ACTIVATIONS_HEAP
+    assert roomy.activations > ACTIVATIONS_HEAP
+    all_fit = roomy.fixed + roomy.all_slots * roomy.slot_bytes
+    assert planned(memory=all_fit).idle_activations == ACTIVATIONS_HEAP
+    short = planned(memory=all_fit - 1)
+    assert short.idle_activations == 0
+    assert short.slots == short.all_slots
+    assert short.activations == roomy.activations - ACTIVATIONS_HEAP
 
 
 def test_the_embedding_stays_on_disk_only_where_experts_need_its_room(planned: Planner) -> None:
     roomy = planned()
     assert not roomy.embedding_on_disk
-    all_fit = roomy.fixed + roomy.all_slots * roomy.slot_bytes
+    all_fit = roomy.fixed - roomy.idle_activations + roomy.all_slots * roomy.slot_bytes
     assert not planned(memory=all_fit).embedding_on_disk
     short = planned(memory=all_fit - 1)
     assert short.embedding_on_disk
@@ -197,9 +211,10 @@ def test_a_cache_below_one_layer_s_experts_is_refused(cache: Any, planned: Plann
 def test_caches_by_share_and_by_size(planned: Planner) -> None:
     assert planned(cache="50%").slots == 12
     assert planned(cache="100%").slots == planned(cache="1GiB").slots == 24
-    slot = planned().slot_bytes
+    roomy = planned()
+    slot = roomy.slot_bytes
     assert planned(cache=7 * slot + 1).slots == 7
-    short = planned().fixed - EMBEDDING + 5 * slot
+    short = roomy.fixed - roomy.idle_activations - EMBEDDING + 5 * slot
     assert planned(cache="50%", memory=short).slots == 5  # --memory stays the bound
 
 

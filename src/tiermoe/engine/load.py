@@ -68,7 +68,9 @@ def _load_found(blueprint: Blueprint, resolved: Resolved, found: Store | None, p
     from tiermoe.engine.loading import load_model  # late: it imports transformers' modelling code
 
     with open_reading(plan, store, resolved, blueprint, resolve_device(resolved.settings.device)) as reading:
-        return load_model(blueprint, store, plan, resolved, reading)
+        model = load_model(blueprint, store, plan, resolved, reading)
+    footprint.keep_activations(plan.activations, plan.idle_activations)
+    return model
 
 
 def start(blueprint: Blueprint, settings: Settings, progress: Progress | None = None) -> Engine:
@@ -81,7 +83,9 @@ def start(blueprint: Blueprint, settings: Settings, progress: Progress | None = 
     store, plan = _prepared(blueprint, resolved, found, progress, lean=True)
     with open_reading(plan, store, resolved, blueprint, "cpu") as reading:
         service = ExpertService(store, plan, resolved, reading, {})
-        return Engine(service, _lean_model(blueprint, store, plan, resolved, reading))
+        engine = Engine(service, _lean_model(blueprint, store, plan, resolved, reading))
+    footprint.keep_activations(plan.activations, plan.idle_activations)
+    return engine
 
 
 def starts_lean(blueprint: Blueprint, resolved: Resolved, store: Store | None) -> bool:

@@ -29,7 +29,8 @@ class MemoryPlan:
     `looked_up`: bytes in `dense` of an input embedding of which each token reads a row; `unless_mapped`: as many where
     a start may map the store's files, which leaves them on disk.
     `dense_bits`: the precision of the dense layers, for people ('4 (lm_head 6)'). `packers`: how many pieces are packed
-    at a time."""
+    at a time. `idle_activations`: bytes in `activations` for memory that stays in the process between passes; 0: all is
+    given back."""
 
     budget: int
     budget_source: str
@@ -45,6 +46,7 @@ class MemoryPlan:
     looked_up: int = 0
     unless_mapped: int = 0
     packers: int = 1
+    idle_activations: int = 0
     pools: tuple[SlotPool, ...] = ()
     warnings: list[str] = field(default_factory=list, init=False)
 

@@ -19,7 +19,7 @@ from tiermoe.memory.refusals import check_phases, refuse
 from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.dense import recipe
 from tiermoe.model.embedding import embedding_bytes
-from tiermoe.process.footprint import resident_bytes
+from tiermoe.process.footprint import ACTIVATIONS_HEAP, resident_bytes
 from tiermoe.process.machine import available_memory
 from tiermoe.store.store import Store
 from tiermoe.systems.resolved import Resolved
@@ -49,6 +49,8 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None) -
     on_disk = embedding_bytes(blueprint) if gpu is None and budget - total(needs, Phase.RUNNING) < wanted else 0
     if on_disk:
         needs.append(Need("dense", -on_disk, Phase.RUNNING, "the embedding on disk"))
+    idle = ACTIVATIONS_HEAP if gpu is None and budget - total(needs, Phase.RUNNING) - wanted >= ACTIVATIONS_HEAP else 0
+    needs.append(Need("activations", idle, Phase.RUNNING, "what may lie idle between them"))
     packers, packing = while_packing(model, budget)
     needs += packing + while_loading(model, on_disk)
     base = MemoryPlan(
@@ -65,6 +67,7 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None) -
         embedding_on_disk=on_disk > 0,
         looked_up=0 if on_disk else embedding_bytes(blueprint),
         packers=packers,
+        idle_activations=idle,
     )
     if gpu is None:
         plan = _divided(base, wanted, model, sizes)

@@ -27,6 +27,8 @@ _MMAP_THRESHOLD = 128 << 10  # glibc's own initial value, also of what it gives 
 # While packing: what is smaller stays in the process when it is freed, as fresh pages cost more than the arithmetic.
 _PACKING_THRESHOLD = 4 << 20
 PACKING_HEAP = 64 << 20  # what may stay so beside what is in use: 60 MiB measured for gpt-oss, 20 for Qwen3
+_ACTIVATIONS_THRESHOLD = 32 << 20  # the most that glibc takes
+ACTIVATIONS_HEAP = 96 << 20  # what may lie idle between activations: 78 MiB measured with glibc's own thresholds
 # Loaded together with torch._C and never unloaded, as Python's extension modules are.
 _TORCH_LIBRARIES = (
     "libtorch_cpu.so",
@@ -109,6 +111,20 @@ def heap_for_packing() -> Iterator[None]:
     try:
         yield
     finally:
+        _fix_mmap_threshold()
+        _give_heap_back()
+
+
+def keep_activations(planned: int, idle: int) -> None:
+    """Whether memory of activations stays in the process for the next pass. idle: bytes that the plan has for what may
+    lie idle between them, `ACTIVATIONS_HEAP`; 0: each gives its memory back when it goes. planned: bytes of activations
+    in the plan.
+
+    Fresh pages are a fifth of the time of a prompt: 130,000 of them for 512 tokens of Qwen3's shape in six layers
+    (docs/notebook/process-memory.md)."""
+    if idle:
+        _set_thresholds(_ACTIVATIONS_THRESHOLD, planned + idle)
+    else:
         _fix_mmap_threshold()
         _give_heap_back()
 
