@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tiermoe.model.hub import check_fingerprint, is_store
 from tiermoe.model.prepare_store import check_machine
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.quant.registry import cpu_layout
+from tiermoe.store import files
 from tiermoe.store.layout import expert_format
 from tiermoe.store.pack import pack_experts
 from tiermoe.store.store import Store, check_files, open_store
@@ -219,3 +221,27 @@ def test_another_checkpoint_and_another_machine(tmp_path: Path) -> None:
         StoreError, match=r"packed for cpu-avx512, this machine needs cpu-avx2; .*--out, or anew with --force"
     ):
         check_machine(tmp_path, "cpu-avx512", "cpu-avx2")
+
+
+@pytest.mark.parametrize(
+    "sizes", [[10], [files.PIECE], [100, files.PIECE - 100, 1], [3 * files.PIECE + 5, 7, files.PIECE]]
+)
+def test_files_are_written_in_whole_pieces(sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = [os.urandom(size) for size in sizes]
+    written: list[tuple[int, int]] = []
+    pwrite = os.pwrite
+
+    def counted(descriptor: int, some: memoryview, at: int) -> int:
+        written.append((at, len(some)))
+        return pwrite(descriptor, some, at)
+
+    monkeypatch.setattr(os, "pwrite", counted)
+    with files.whole_or_nothing(tmp_path / "file") as handle:
+        pieces = files.Pieces(handle)
+        assert [pieces.write(some) for some in content] == sizes
+        pieces.finish()
+    assert (tmp_path / "file").read_bytes() == b"".join(content)
+    whole, rest = divmod(sum(sizes), files.PIECE)
+    assert written == [(i * files.PIECE, files.PIECE) for i in range(whole)] + (
+        [(whole * files.PIECE, rest)] if rest else []
+    )

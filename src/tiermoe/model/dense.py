@@ -21,7 +21,7 @@ from tiermoe.model.linear import PackedLinear
 from tiermoe.quant import row_blocks
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.quant.registry import encoding_for
-from tiermoe.store.files import ExtentWriter, whole_or_nothing
+from tiermoe.store.files import ExtentWriter, forget_cached, whole_or_nothing
 from tiermoe.store.layout import PAGE, ExpertFormat, align, relative_error
 from tiermoe.store.lock import adding_to
 from tiermoe.store.store import Store, dense_file_name, dense_key, machine_of, one_matrix
@@ -123,6 +123,7 @@ def pack_dense(
 
                 table[name] = _pack_layer(file, blueprint, source, form, report, workers)
                 done += _blocks(form)
+            forget_cached(handle)
         store.dense[key] = {"file": path.name, "machine": machine_of(bits, layout), "layers": table}
         store.save()
 

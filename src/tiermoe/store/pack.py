@@ -21,7 +21,7 @@ from tiermoe.quant import row_blocks
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.quant.registry import cpu_layout
 from tiermoe.quant.workers import in_order
-from tiermoe.store.files import file_name, whole_or_nothing, write_header
+from tiermoe.store.files import Pieces, file_name, whole_or_nothing, write_header
 from tiermoe.store.journal import Journal
 from tiermoe.store.layout import ExpertFormat, expert_format
 from tiermoe.store.lock import adding_to
@@ -167,15 +167,17 @@ def _write_layer(job: _Job, index: int, report: Callable[[int], None]) -> Packed
     extents: list[Extent] = []
     errors: list[float] = []
     with whole_or_nothing(path) as handle:
-        offset = write_header(handle, form.stored, index, form.layer.experts)
+        file = Pieces(handle)
+        offset = write_header(file, form.stored, index, form.layer.experts)
         for buffer, error in in_order(encoded, form.layer.experts, job.workers):
             errors.append(error)
             content = buffer.numpy().data
-            handle.write(content)
+            file.write(content)
             segment = Segment(str(path), offset, len(content), 0)
             extents.append(Extent((segment,), xxhash.xxh3_64_hexdigest(content)))
             offset += len(content)
             report(len(extents))
+        file.finish()
     names = {part: encoding.name for part, encoding in form.encodings.items()}
     return PackedLayer(names, extents, errors)
 
