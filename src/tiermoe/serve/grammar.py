@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
+import numpy
+import torch
 from torch import Tensor
 
 from tiermoe.errors import ConfigError
@@ -35,7 +37,7 @@ class Grammars:
         wrong = llguidance.LLMatcher.validate_grammar(rules, self._tokens)
         if wrong:
             raise ConfigError(f"the JSON schema cannot be followed: {wrong}")
-        return lambda: Grammar(llguidance.LLMatcher(self._tokens, rules), self._vocabulary)
+        return lambda: Grammar(llguidance.LLMatcher(self._tokens, rules))
 
     @cached_property
     def _tokens(self) -> Any:
@@ -47,11 +49,8 @@ class Grammars:
 class Grammar:
     """Where one answer is. `ended`: it is whole and nothing may follow but its end."""
 
-    def __init__(self, matcher: Any, vocabulary: int) -> None:
-        from llguidance.torch import allocate_token_bitmask
-
+    def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
-        self._mask = allocate_token_bitmask(1, vocabulary)
 
     @property
     def ended(self) -> bool:
@@ -60,12 +59,11 @@ class Grammar:
 
     def restrict(self, logits: Tensor) -> Tensor:
         """logits (vocabulary), minus infinity for what must not come next."""
-        from llguidance.torch import apply_token_bitmask_inplace, fill_next_token_bitmask
-
-        fill_next_token_bitmask(self._matcher, self._mask)
-        kept = logits.float()[None].clone()
-        apply_token_bitmask_inplace(kept, self._mask)
-        return kept[0]
+        # by hand: llguidance.torch has torch compile a kernel while the server answers, which needs a compiler, and with
+        # torch held to AVX2 that kernel let other tokens pass
+        bits = numpy.frombuffer(self._matcher.compute_bitmask(), dtype=numpy.uint8)
+        allowed = numpy.unpackbits(bits, bitorder="little", count=len(logits))
+        return logits.float().masked_fill(torch.from_numpy(allowed == 0), -torch.inf)
 
     def accept(self, token: int) -> None:
         """The token that was chosen."""
