@@ -59,8 +59,8 @@ class Grammar:
 
     def restrict(self, logits: Tensor) -> Tensor:
         """logits (vocabulary), minus infinity for what must not come next."""
-        # by hand: llguidance.torch has torch compile a kernel while the server answers, which needs a compiler, and with
-        # torch held to AVX2 that kernel let other tokens pass
+        # by hand: llguidance.torch has torch compile a kernel while the server answers. That needs a compiler, and with
+        # torch held to AVX2 the kernel let other tokens pass.
         bits = numpy.frombuffer(self._matcher.compute_bitmask(), dtype=numpy.uint8)
         allowed = numpy.unpackbits(bits, bitorder="little", count=len(logits))
         return logits.float().masked_fill(torch.from_numpy(allowed == 0), -torch.inf)
