@@ -14,7 +14,8 @@ from tiermoe.kernels.native.matrix import matrix_form
 from tiermoe.kernels.reference import DecodedLinear
 from tiermoe.native import available, instruction_set
 from tiermoe.quant.encoding import Encoding
-from tiermoe.quant.int2 import Int2
+from tiermoe.quant.gguf import Gguf
+from tiermoe.quant.int2 import Int2, RowMajorInt2
 from tiermoe.quant.registry import ROW_MAJOR, cpu_layout, encoding_named
 from tiermoe.store.layout import ExpertFormat
 
@@ -38,6 +39,7 @@ KERNELS: dict[tuple[str, str], Callable[[Encoding, torch.dtype], LinearKernel]] 
     ("int6", "cpu"): cpu.Int6Linear,
     ("int4", "cpu"): cpu.Int4Linear,
     ("int2", "cpu"): cpu.Int2Linear,
+    ("gguf", "cpu"): cpu.GgufLinear,
     ("int4/rowmajor", "cpu"): DecodedLinear,
     ("int2/rowmajor", "cpu"): DecodedLinear,
     ("plain", "cuda"): cuda.PlainLinear,
@@ -62,7 +64,7 @@ def decodes(encoding: Encoding | None, out: int, in_: int, dtype: torch.dtype) -
     """Whether the CPU's kernel makes a decoded copy of a matrix (out, in_) for many tokens."""
     if encoding is None or encoding.bits == 16:
         return False
-    if math.isfinite(cpu.native_tokens()):
+    if math.isfinite(cpu.native_tokens()) and not isinstance(encoding, Gguf):
         return True
     return matrix_form(encoding, out, in_, dtype) is None
 
@@ -77,7 +79,8 @@ def decoded_bytes(formats: Sequence[ExpertFormat], dense_bits: int, dtype: torch
         for form, part in parts
         if dense or decodes(form.encodings.get(part.name), *part.out_in, dtype)
     ]
-    widened = any(encoding.bits == Int2.bits for form, _ in parts for encoding in form.encodings.values())
+    encodings = [encoding for form, _ in parts for encoding in form.encodings.values()]
+    widened = any(isinstance(encoding, Int2 | RowMajorInt2) for encoding in encodings)
     codes = max(decoded) // 2 if decoded and widened else 0  # 2 bits are decoded through the codes of 4
     return max(decoded) * dtype.itemsize + codes + _DECODING if decoded else 0
 

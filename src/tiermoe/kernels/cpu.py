@@ -17,6 +17,7 @@ from torch import Tensor
 from tiermoe.kernels.native.linear import linear
 from tiermoe.kernels.native.matrix import matrix_form
 from tiermoe.quant.encoding import Encoding
+from tiermoe.quant.gguf import Gguf
 from tiermoe.quant.int2 import Int2
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.int4_layout import is_torchs
@@ -113,6 +114,25 @@ class Int6Linear:
             into = scratch.take("weight", ((last - first) * in_,), dtype)
             weight = self._encoding.decode_rows(slot, first, last, in_, dtype, into)
             result[:, first:last] = F.linear(x.to(dtype), weight)
+        return result
+
+
+class GgufLinear:
+    """Slots of a GGUF file's blocks. Where the native kernels do not compute, some rows at a time are decoded to
+    float32, which holds every weight as it is."""
+
+    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
+        assert isinstance(encoding, Gguf)
+        self._encoding = encoding
+        self._dtype = dtype
+
+    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        form = matrix_form(self._encoding, out, in_, self._dtype)
+        if form:
+            return linear(x, form, slot)
+        x, result = x.float(), torch.empty((x.shape[0], out), dtype=x.dtype)
+        for first, weight in self._encoding.decoded(slot, in_):
+            result[:, first : first + weight.shape[0]] = F.linear(x, weight)
         return result
 
 

@@ -19,14 +19,16 @@ def silu_gate(gate_up: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ClampedGate:
-    """gpt-oss's gate: columns of gate and up take turns; gate is at most `limit`, up between -limit and limit."""
+    """gpt-oss's gate: gate is at most `limit`, up between -limit and limit. `halves`: columns of gate come before those
+    of up, as in GGUF files; else they take turns."""
 
     limit: float
     alpha: float
+    halves: bool = False
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         """(M, 2 I) → (M, I), by the operations of transformers' `GptOssExperts`."""
-        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        gate, up = gate_up.tensor_split(2, dim=-1) if self.halves else (gate_up[..., ::2], gate_up[..., 1::2])
         gate = gate.clamp(min=None, max=self.limit)
         up = up.clamp(min=-self.limit, max=self.limit)
         return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
@@ -39,7 +41,9 @@ def gate_name(gate: Gate) -> tuple[Any, ...] | None:
     """What `gate_named` makes the gate of; None for one that is not of this module."""
     if gate is silu_gate:
         return ("silu",)
-    return ("clamped", gate.limit, gate.alpha) if isinstance(gate, ClampedGate) else None
+    if isinstance(gate, ClampedGate):
+        return ("clamped in halves" if gate.halves else "clamped", gate.limit, gate.alpha)
+    return None
 
 
 def gate_named(name: Sequence[Any]) -> Gate:
@@ -49,4 +53,6 @@ def gate_named(name: Sequence[Any]) -> Gate:
             return silu_gate
         case ("clamped", limit, alpha):
             return ClampedGate(float(limit), float(alpha))
+        case ("clamped in halves", limit, alpha):
+            return ClampedGate(float(limit), float(alpha), halves=True)
     raise ValueError(f"no gate is called {name!r}")

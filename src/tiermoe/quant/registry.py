@@ -8,6 +8,8 @@ import torch
 from tiermoe.errors import ConfigError, StoreError
 from tiermoe.quant import int4_layout, int6_layout
 from tiermoe.quant.encoding import COMPUTE_DTYPES, Encoding, Field
+from tiermoe.quant.gguf import PREFIX as GGUF
+from tiermoe.quant.gguf import gguf_encoding
 from tiermoe.quant.int2 import Int2, RowMajorInt2
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.int4_layout import cpu_layout
@@ -92,9 +94,11 @@ def _packed(bits: int, layout: str, group: int) -> Encoding:
 
 
 def encoding_named(name: str) -> Encoding:
-    """The encoding that a store names.
+    """The encoding that a store names, or that the blocks of a GGUF file have ("gguf/q4_k").
 
     Raises StoreError for an unknown name and for another machine's layout of 6, 4 or 2 bits."""
+    if name.startswith(GGUF):
+        return gguf_encoding(name)
     fixed = next((encoding for encoding in FIXED.values() if encoding.name == name), None)
     if fixed is not None:
         return fixed

@@ -1,0 +1,68 @@
+"""The blocks of GGUF files as encodings: their sizes, what they stand for, products without native kernels."""
+
+import pytest
+import torch
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import GGMLQuantizationType
+
+import gguf_blocks
+from measures import relative_error
+from tiermoe.errors import ConfigError, StoreError
+from tiermoe.kernels import linear_for
+from tiermoe.native import SWITCH, available
+from tiermoe.quant import gguf
+from tiermoe.quant.gguf import TYPES, gguf_encoding
+from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.quant.registry import encoding_named
+
+NAMES = [each.type for each in TYPES]
+
+
+@pytest.mark.parametrize("each", TYPES, ids=NAMES)
+def test_blocks_have_the_sizes_that_the_gguf_package_knows(each):
+    assert GGML_QUANT_SIZES[GGMLQuantizationType[each.type.upper()]] == (each.columns, each.nbytes)
+    assert encoding_named(each.name) is each is gguf_encoding(each.type.upper())
+    (field,) = each.stored_fields(3, 512, torch.bfloat16)
+    assert (field.dtype, field.shape) == (torch.uint8, (3, 512 // each.columns * each.nbytes))
+    assert each.slot_fields(3, 512, torch.bfloat16) == (field,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("type", NAMES)
+def test_decodes_to_what_the_gguf_package_dequantises(type, dtype, monkeypatch):
+    monkeypatch.setattr(gguf, "DECODED_WEIGHTS", 1024)  # two rows at a time, the last one alone
+    slot = gguf_blocks.random_blocks(type, 5, 512)
+    decoded = gguf_encoding(type).decode(slot, 5, 512, dtype)
+    assert torch.equal(decoded, gguf_blocks.weights(type, slot).to(dtype))
+    assert decoded.isfinite().all()
+    assert decoded.float().std() > 0
+
+
+@pytest.fixture
+def without_native(monkeypatch):
+    monkeypatch.setenv(SWITCH, "0")
+    available.cache_clear()
+    yield
+    monkeypatch.undo()
+    available.cache_clear()
+
+
+@pytest.mark.usefixtures("without_native")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("type", NAMES)
+def test_products_without_native_kernels(type, dtype):
+    slot = gguf_blocks.random_blocks(type, 70, 256)
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = linear_for(f"gguf/{type}", "cpu", dtype)(x, slot, 70, 256)
+    assert found.dtype == dtype
+    expected = x.double() @ gguf_blocks.weights(type, slot).double().t()
+    assert relative_error(found.double(), expected) < {torch.float32: 1e-6, torch.float16: 1e-3}.get(dtype, 4e-3)
+
+
+def test_what_it_cannot_do_is_refused():
+    with pytest.raises(ConfigError, match=r"Q4_K is read from GGUF files and never packed"):
+        gguf_encoding("q4_k").encode(torch.zeros(1, 256), QUANTIZERS["linear"], torch.bfloat16)
+    with pytest.raises(StoreError, match=r"row of 320 columns is no whole number of Q6_K blocks of 256"):
+        gguf_encoding("q6_k").stored_fields(1, 320, torch.bfloat16)
+    with pytest.raises(StoreError, match=r"type 'IQ2_XXS': choose a file of Q8_0, Q4_0"):
+        encoding_named("gguf/iq2_xxs")
