@@ -17,7 +17,7 @@ from tiermoe.errors import ConfigError
 def pack(
     model: opt.Model,
     options: dict[str, Any],
-    bits: Annotated[str, typer.Option(help="Precisions to pack, like 4 or 4,2.")] = str(Settings().bits),
+    bits: Annotated[str, typer.Option(help="Precisions to pack, like 4 or 4,2.")] = str(Settings().bits_used),
     device: Annotated[str, typer.Option(help="Pack for cpu, for cuda (here or not), or auto.")] = "auto",
     out: Annotated[
         Path | None,
@@ -46,14 +46,14 @@ def pack(
         layout = machine_layout(kernels)
         blueprint = inspect_model(resolve_model(model), model, out)
         store = open_or_create(blueprint, store_root(blueprint, out), force)
-        experts = {each.bits: precision_key(each.bits, each.quantizer, layout) for each in asked}
-        dense = {each.bits: recipe_key(blueprint, each.dense_bits_used, layout) for each in asked}
+        experts = {each.bits_used: precision_key(each.bits_used, each.quantizer, layout) for each in asked}
+        dense = {each.bits_used: recipe_key(blueprint, each.dense_bits_used, layout) for each in asked}
         if force:
             for each in asked:
-                forget(store, experts[each.bits], dense[each.bits])
+                forget(store, experts[each.bits_used], dense[each.bits_used])
     with progress_bar() as progress:
         for each in asked:
-            ensure_packed(store, blueprint, each.bits, each.quantizer, each.dense_bits_used, progress, kernels)
+            ensure_packed(store, blueprint, each.bits_used, each.quantizer, each.dense_bits_used, progress, kernels)
     for precision, key in experts.items():
         packed = store.precisions[key]
         nbytes = sum(extent.nbytes for layer in packed.layers for extent in layer.extents)

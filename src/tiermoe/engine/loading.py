@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.dense import attach_dense, recipe_key
 from tiermoe.model.dense_weights import LazyTensor, read_dtypes
 from tiermoe.model.embedding import embedding_key, leave_on_disk
+from tiermoe.model.expert_gates import ExpertGate, named_gates
 from tiermoe.model.face import face_base, face_class
 from tiermoe.model.generic import GenericDecoder
 from tiermoe.model.shells import IMPLEMENTATION, ShellGate, experts_left_out, register, shells_of
@@ -56,7 +57,9 @@ def load_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: R
         called = [not family.adapter and layer not in hash_tables for layer in range(len(shells))]
         routers = [router_beside(shell, model) if it else None for shell, it in zip(shells, called, strict=True)]
     decoder = own or GenericDecoder(model, functools.partial(base.forward, model))
-    gates = [ShellGate(shell) for shell in shells]
+    gates: Sequence[ExpertGate] = [ShellGate(shell) for shell in shells]
+    if blueprint.own_experts is not None and blueprint.outline.gate is not None:
+        gates = named_gates(blueprint.outline)
     service = ExpertService(store, plan, resolved, reading, hash_tables)
     engine = Engine(service, Model(blueprint, decoder, gates, routers, model.generation_config))
     attach(engine, model, family)

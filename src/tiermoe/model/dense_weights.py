@@ -13,7 +13,7 @@ from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.dense import packed_linears
 from tiermoe.model.embedding import EmbeddingOnDisk, embedding_key
 from tiermoe.model.linear import Linear, PlainLinear
-from tiermoe.store.checkpoint import Checkpoint
+from tiermoe.store.source import TensorSource
 from tiermoe.store.store import Store
 from tiermoe.tiers.mapped import MappedFiles
 from tiermoe.tiers.reader import ExtentReader
@@ -29,7 +29,9 @@ class LazyTensor:
     that is another one, so that it is never there in both. dtype None: as it is stored. A placeholder takes no memory
     and stands for a weight that is replaced by a packed one. transformers' loader takes such tensors."""
 
-    def __init__(self, checkpoint: Checkpoint, key: str, dtype: torch.dtype | None, placeholder: bool = False) -> None:
+    def __init__(
+        self, checkpoint: TensorSource, key: str, dtype: torch.dtype | None, placeholder: bool = False
+    ) -> None:
         entry = checkpoint.tensors[key]
         self.shape, self.dtype = torch.Size(entry.shape), dtype or entry.dtype
         self._checkpoint, self._key, self._placeholder = checkpoint, key, placeholder

@@ -90,7 +90,7 @@ class GatedExperts:
 def gated_experts(form: ExpertFormat, activation: Callable[[Tensor], Tensor]) -> GatedExperts | None:
     """The kernel of experts of a format; None where it cannot take their matrices, biases or activation."""
     first, second = (_matrix(form, part) for part in form.layer.parts if part.is_matrix)
-    clamped = isinstance(activation, ClampedGate)
+    clamped = isinstance(activation, ClampedGate) and not activation.apart
     if first is None or second is None or not (clamped or activation is silu_gate):
         return None
     named = {first.name, second.name, first.bias, second.bias}
