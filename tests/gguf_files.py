@@ -15,7 +15,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import gguf_blocks
 import tiny
@@ -52,12 +52,10 @@ def kinds(experts: str, down: str | None = None, dense: str | None = None) -> Ki
 def model_of(family: str, **changes: Any) -> Any:
     """transformers' eager model with random weights in float32, as `tiny.write` makes them."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        family, **{**tiny._COMMON, **tiny.CONFIGS[family], **FIXED.get(family, {}), **changes}
-    )
+    config = tiny.config_of(family, **{**FIXED.get(family, {}), **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager").eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=0.15)
             else:
@@ -79,8 +77,8 @@ FIXED: dict[str, dict[str, Any]] = {
 def write(
     out: Path, model: Any, family: str, kind: Kinds, shards: int = 0, vocabulary: Path | None = None, **entries: Any
 ) -> Path:
-    """Writes `model` as GGUF and puts what the file stands for into its weights. entries: replace the writer's own; None
-    leaves one out."""
+    """Writes `model` as GGUF and puts what the file stands for into its weights. entries: replace the writer's own;
+    None leaves one out."""
     arch = ARCHITECTURES[family]
     config = model.config.to_dict()
     writer = gguf.GGUFWriter(out, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=shards)
@@ -151,7 +149,7 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH) -> Views:
             to_keys, to_values = each[:, :keys].transpose(1, 2), each[:, keys:]
             yield name_of(path.replace("kv_b_proj", "k_b_proj")), to_keys, tuple(to_keys.shape)
             yield name_of(path.replace("kv_b_proj", "v_b_proj")), to_values, tuple(to_values.shape)
-        elif family == "mixtral" and (stem.endswith("q_proj") or stem.endswith("k_proj")):
+        elif family == "mixtral" and stem.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
             turned = value.view(heads, 2, value.shape[0] // heads // 2, *value.shape[1:]).swapaxes(1, 2)
             yield name_of(path), turned, tuple(value.shape)

@@ -61,11 +61,13 @@ def greedy(engine: Any, ids: list[int], count: int) -> list[int]:
 
 
 def eager_greedy(model: Any, ids: list[int], count: int) -> list[int]:
+    found, cache, given = [], None, ids
     with torch.no_grad():
-        whole = model.generate(
-            torch.tensor([ids]), max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
-        )
-    return whole[0, len(ids) :].tolist()
+        while len(found) < count:
+            output = model(torch.tensor([given]), past_key_values=cache, use_cache=True)
+            found.append(int(output.logits[0, -1].argmax()))
+            cache, given = output.past_key_values, found[-1:]
+    return found
 
 
 @pytest.mark.parametrize("name", MODELS)
