@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "gguf_weights.h"
 #include "kernels.h"
 
 enum { ROWS = 192, COLUMNS = 512, TOKENS = 41 };
@@ -52,9 +53,10 @@ static double weight_of(const Matrix *matrix, size_t r, size_t c) {
     return (low + 16 * two - 32) * (double)from_bf16(scales[block * BLOCK * (COLUMNS / matrix->group) + g * BLOCK + in]);
 }
 
+static const size_t COUNTS[] = {1, 2, 3, 7, 9, 25, TOKENS};
+
 static void products(const Kernels *set, Coding coding, size_t rows, size_t group) {
     static const char *const NAMES[] = {"4 bits", "8 bits", "16 bits", "6 bits", "2 bits"};
-    static const size_t COUNTS[] = {1, 2, 3, 7, 9, 25, TOKENS};
     const size_t groups = coding == BF16 ? 0 : COLUMNS / group, room = coding == INT2 ? rows * COLUMNS / 4 : rows * COLUMNS * 2;
     uint8_t *ladders = malloc(rows * COLUMNS / 16), *weights = malloc(room); /* of its own size, so that reading past it is found */
     bf16 *scales = malloc(2 * sizeof *scales * rows * (groups ? groups : 1));
@@ -90,6 +92,44 @@ static void products(const Kernels *set, Coding coding, size_t rows, size_t grou
     free(weights), free(ladders), free(scales), free(x), free(out), free(sums);
 }
 
+static void gguf_products(const Kernels *set, Coding coding, size_t rows, size_t columns) {
+    static const char *const NAMES[] = {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1",   "Q2_K",   "Q3_K",
+                                        "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"};
+    const char *name = NAMES[coding - Q8_0];
+    const size_t group = coding == Q2_K || coding == Q3_K || coding == Q6_K ? 16 : 32, each = gguf_columns(coding);
+    const size_t row_bytes = columns / each * gguf_bytes(coding);
+    uint8_t *room = malloc(rows * row_bytes + 1), *weights = room + 1; /* blocks begin at any byte */
+    for (size_t i = 0; i < rows * row_bytes; i++) weights[i] = (uint8_t)bits();
+    for (size_t i = 0; i < rows * row_bytes; i += gguf_bytes(coding)) gguf_scales(coding, weights + i, bits());
+    const Matrix matrix = {coding, weights, NULL, rows, columns, group, NULL};
+    const size_t blocks = matrix_blocks(&matrix), groups = matrix_groups(&matrix);
+    bf16 *x = malloc(sizeof *x * TOKENS * columns), *out = calloc(TOKENS * rows, sizeof *out), alone[BLOCK];
+    float *sums = malloc(sizeof *sums * (TOKENS * groups + 1));
+    numbers(x, TOKENS * columns, 1);
+    for (size_t n = 0; n < sizeof COUNTS / sizeof *COUNTS; n++) {
+        const size_t tokens = COUNTS[n], m = tokens - 1;
+        set->group_sums(x, group, groups, tokens, sums);
+        for (size_t b = 0; b < blocks; b++) {
+            const size_t width = rows - b * BLOCK < BLOCK ? rows - b * BLOCK : BLOCK;
+            set->block[coding](&matrix, b, x, sums, tokens, out + b * BLOCK, rows);
+            set->block[coding](&matrix, b, x + m * columns, sums + m * groups, 1, alone, rows);
+            if (memcmp(alone, out + m * rows + b * BLOCK, width * sizeof *out))
+                wrong++, printf("%s, %s: a token among %zu has other bits than alone\n", set->name, name, tokens);
+        }
+    }
+    for (size_t m = 0; m < TOKENS; m += 8)
+        for (size_t r = 0; r < rows; r++) {
+            double want = 0, size = 0;
+            for (size_t c = 0; c < columns; c++) {
+                const uint8_t *block = weights + r * row_bytes + c / each * gguf_bytes(coding);
+                const double part = gguf_weight(coding, block, c % each) * from_bf16(x[m * columns + c]);
+                want += part, size += fabs(part);
+            }
+            expect(set->name, name, from_bf16(out[m * rows + r]), want, size);
+        }
+    free(room), free(x), free(out), free(sums);
+}
+
 static void gates(const Kernels *set) {
     bf16 values[3][2 * BLOCK], out[3 * BLOCK];
     numbers(values[0], sizeof values / sizeof **values, 3);
@@ -98,8 +138,9 @@ static void gates(const Kernels *set) {
         set->gate((const bf16(*)[2 * BLOCK])values, &expert, 3, out, BLOCK);
         for (int m = 0; m < 3; m++)
             for (int i = 0; i < BLOCK; i++) {
-                double g = from_bf16(values[m][gate == SILU ? i : 2 * i]), up = from_bf16(values[m][gate == SILU ? BLOCK + i : 2 * i + 1]);
-                if (gate == CLAMPED) g = fmin(g, 2), up = fmax(-2, fmin(up, 2));
+                const int pairs = gate == CLAMPED;
+                double g = from_bf16(values[m][pairs ? 2 * i : i]), up = from_bf16(values[m][pairs ? 2 * i + 1 : BLOCK + i]);
+                if (gate != SILU) g = fmin(g, 2), up = fmax(-2, fmin(up, 2));
                 const double want = gate == SILU ? g / (1 + exp(-g)) * up : (up + 1) * g / (1 + exp(-expert.alpha * g));
                 expect(set->name, "a gate", from_bf16(out[m * BLOCK + i]), want, 400 * fabs(want)); /* rounded three times on the way */
             }
@@ -202,6 +243,10 @@ int main(void) {
         }
         products(*set, INT8, ROWS, COLUMNS), products(*set, BF16, ROWS, COLUMNS);
         products(*set, INT8, ROWS - 30, COLUMNS), products(*set, BF16, ROWS - 30, COLUMNS);
+        for (Coding coding = FIRST_GGUF; coding <= LAST_GGUF; coding++) {
+            gguf_products(*set, coding, 2 * BLOCK, 512), gguf_products(*set, coding, BLOCK + 7, 256);
+            if (gguf_columns(coding) == 32) gguf_products(*set, coding, BLOCK + 3, 32), gguf_products(*set, coding, 9, 416);
+        }
         gates(*set), rows(*set), attention(*set), widening(*set);
         printf("%s\n", (*set)->name);
     }

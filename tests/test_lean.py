@@ -307,8 +307,8 @@ def test_checkpoints_that_were_moved_are_not_started_so(case: Callable[..., Case
 
 
 def test_gates_have_names() -> None:
-    gate = ClampedGate(7.0, 1.7)
-    assert gate_named(json.loads(json.dumps(gate_name(gate)))) == gate
+    for gate in (ClampedGate(7.0, 1.7), ClampedGate(7.0, 1.7, halves=True)):
+        assert gate_named(json.loads(json.dumps(gate_name(gate)))) == gate
     assert gate_named(gate_name(silu_gate) or ()) is silu_gate
     assert gate_name(torch.nn.functional.silu) is None
     with pytest.raises(ValueError, match="no gate"):

@@ -34,7 +34,11 @@ pytestmark = [
 
 HIDDEN, INNER, EXPERTS, K = 192, 128, 5, 3
 ENCODINGS: dict[int, Encoding | None] = {4: Int4(cpu_layout(), 64), 8: Int8(), 16: None}
-GATES = {"silu": silu_gate, "clamped": ClampedGate(7.0, 1.702)}
+GATES = {
+    "silu": silu_gate,
+    "clamped": ClampedGate(7.0, 1.702),
+    "clamped halves": ClampedGate(7.0, 1.702, halves=True),
+}
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:
@@ -42,7 +46,7 @@ def random(*shape: int, seed: int) -> torch.Tensor:
 
 
 def expert_format(bits: int, gate: str) -> ExpertFormat:
-    biased = gate == "clamped"
+    biased = gate != "silu"
     parts = [Part("gate_up", (2 * INNER, HIDDEN)), Part("down", (HIDDEN, INNER))]
     parts += [Part("gate_up_bias", (2 * INNER,)), Part("down_bias", (HIDDEN,))] if biased else []
     encoding = ENCODINGS[bits]

@@ -19,16 +19,16 @@ def silu_gate(gate_up: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ClampedGate:
-    """gpt-oss's gate: columns of gate and up take turns, or are halves where they are `apart` (GGUF files); gate is at
-    most `limit`, up between -limit and limit."""
+    """gpt-oss's gate: gate is at most `limit`, up between -limit and limit. `halves`: columns of gate come before those
+    of up, as in GGUF files; else they take turns."""
 
     limit: float
     alpha: float
-    apart: bool = False
+    halves: bool = False
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         """(M, 2 I) → (M, I), by the operations of transformers' `GptOssExperts`."""
-        gate, up = gate_up.chunk(2, dim=-1) if self.apart else (gate_up[..., ::2], gate_up[..., 1::2])
+        gate, up = gate_up.tensor_split(2, dim=-1) if self.halves else (gate_up[..., ::2], gate_up[..., 1::2])
         gate = gate.clamp(min=None, max=self.limit)
         up = up.clamp(min=-self.limit, max=self.limit)
         return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
@@ -41,14 +41,14 @@ def gate_name(gate: Gate) -> tuple[Any, ...] | None:
     """What `gate_named` makes the gate of; None for one that is not of this module."""
     if gate is silu_gate:
         return ("silu",)
-    if not isinstance(gate, ClampedGate):
-        return None
-    return ("clamped apart" if gate.apart else "clamped", gate.limit, gate.alpha)
+    if isinstance(gate, ClampedGate):
+        return ("clamped in halves" if gate.halves else "clamped", gate.limit, gate.alpha)
+    return None
 
 
-def apart(name: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The name of a gate whose gate and up are halves: of one that takes them so already, the same."""
-    return ("clamped apart", *name[1:]) if name[0] == "clamped" else name
+def in_halves(name: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The name of the gate of the same values where columns of gate come before those of up."""
+    return ("clamped in halves", *name[1:]) if name[0] == "clamped" else name
 
 
 def gate_named(name: Sequence[Any]) -> Gate:
@@ -56,6 +56,8 @@ def gate_named(name: Sequence[Any]) -> Gate:
     match tuple(name):
         case ("silu",):
             return silu_gate
-        case ("clamped" | "clamped apart" as kind, limit, alpha):
-            return ClampedGate(float(limit), float(alpha), apart=kind == "clamped apart")
+        case ("clamped", limit, alpha):
+            return ClampedGate(float(limit), float(alpha))
+        case ("clamped in halves", limit, alpha):
+            return ClampedGate(float(limit), float(alpha), halves=True)
     raise ValueError(f"no gate is called {name!r}")

@@ -15,7 +15,7 @@ from transformers.quantizers import AutoHfQuantizer
 
 from tiermoe.errors import ModelError
 from tiermoe.families import Family
-from tiermoe.kernels.gates import apart, gate_name
+from tiermoe.kernels.gates import gate_name, in_halves
 from tiermoe.model.conversion import CheckpointExperts
 from tiermoe.model.gguf.experts import GgufExperts
 from tiermoe.model.shells import activation_of, experts_left_out, is_shell
@@ -145,7 +145,7 @@ class Skeleton:
         names = {gate_name(activation_of(module)) for module in self.model.modules() if is_shell(module)}
         name = names.pop() if len(names) == 1 else None
         if isinstance(self.experts, GgufExperts) and name is not None:
-            return apart(name)
+            return in_halves(name)
         return name
 
 

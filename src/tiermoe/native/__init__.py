@@ -1,6 +1,7 @@
 """Kernels of our own, in C, for several instruction sets (isa/*.c), of which the process uses one.
 
-They compute in bfloat16 on weights of 2, 4, 6, 8 and 16 bits, never rounding a weight, and widen a GPU's 2 bits to 4.
+They compute in bfloat16 on weights of 2, 4, 6, 8 and 16 bits and on the blocks of GGUF files, never rounding a weight,
+and widen a GPU's 2 bits to 4.
 A build without a C compiler lacks them: torch's operators compute there (`kernels/cpu.py`).
 """
 
@@ -40,12 +41,28 @@ class Coding(IntEnum):
     BF16 = 2
     INT6 = 3
     INT2 = 4
+    Q8_0 = 5
+    Q4_0 = 6
+    Q4_1 = 7
+    Q5_0 = 8
+    Q5_1 = 9
+    Q2_K = 10
+    Q3_K = 11
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
+    IQ4_NL = 15
+    IQ4_XS = 16
+    MXFP4 = 17
 
 
 ROWS = 64  # at 2, 4 and 6 bits a matrix has a multiple of them
 GROUPS = (32, 64, 128, 256)  # weights of a row that share a scale at 2, 4 and 6 bits
 COLUMNS = {Coding.INT8: 64, Coding.BF16: 32}  # a matrix has a multiple of them
-MOST_COLUMNS = 1 << 15  # at 2 and 8 bits: some rows are decoded on a thread's stack
+_GROUPS_OF_16 = (Coding.Q2_K, Coding.Q3_K, Coding.Q6_K)
+GGUF_GROUPS = {coding: 16 if coding in _GROUPS_OF_16 else 32 for coding in Coding if coding >= Coding.Q8_0}
+"""Weights of a row that share a scale in the blocks of GGUF files."""
+MOST_COLUMNS = 1 << 15  # but at 4 and 6 bits of our own: some rows are decoded on a thread's stack
 _PER_GROUP = 6  # floats of a group beside its weights (hqq.c)
 
 
@@ -103,7 +120,7 @@ def takes(dtype: torch.dtype, coding: Coding, out: int, in_: int, group: int) ->
         fits = out % ROWS == 0 and group in GROUPS and in_ % group == 0
         fits = fits and (coding != Coding.INT2 or in_ <= MOST_COLUMNS)
     else:
-        fits = in_ % COLUMNS[coding] == 0 and in_ <= MOST_COLUMNS
+        fits = in_ % COLUMNS.get(coding, group) == 0 and in_ <= MOST_COLUMNS
     return dtype == torch.bfloat16 and fits and available()
 
 

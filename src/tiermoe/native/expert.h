@@ -10,6 +10,7 @@ enum { MOST_EXPERTS = 256 }; /* of a token */
 typedef enum {
     SILU,    /* silu(gate) * up; gate and up are the halves */
     CLAMPED, /* (up + 1) * gate * sigmoid(alpha * gate); gate and up take turns. gate at most limit, up -limit .. limit */
+    CLAMPED_HALVES, /* the same; gate and up are the halves */
     GATES
 } Gate;
 
@@ -18,7 +19,7 @@ typedef struct {
     Matrix second;                         /* (H, I) */
     const bf16 *first_bias, *second_bias; /* NULL: none */
     Gate gate;
-    float limit, alpha; /* CLAMPED */
+    float limit, alpha; /* CLAMPED, CLAMPED_HALVES */
 } Expert;
 
 /* An expert and the tokens that it computes: `tokens` rows of x from row `from` on, whose results are rows of out from

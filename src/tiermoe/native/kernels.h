@@ -16,7 +16,8 @@ typedef struct {
     const char *name; /* in TIERMOE_ISA */
     int (*runs)(void); /* whether this machine has the instructions */
 
-    /* sums[m * groups + g] = the sum of columns g * group .. of x[m], x (tokens, groups * group); group a multiple of 32. */
+    /* sums[m * groups + g] = the sum of columns g * group .. of x[m], x (tokens, groups * group); group 16 or a
+     * multiple of 32. */
     void (*group_sums)(const bf16 *x, size_t group, size_t groups, size_t tokens, float *sums);
 
     /* matrix_block of each coding. */

@@ -4,7 +4,7 @@
 
 size_t matrix_blocks(const Matrix *matrix) { return (matrix->rows + BLOCK - 1) / BLOCK; }
 
-size_t matrix_groups(const Matrix *matrix) { return matrix->coding == BF16 ? 0 : matrix->columns / matrix->group; }
+size_t matrix_groups(const Matrix *matrix) { return has_offsets(matrix->coding) ? matrix->columns / matrix->group : 0; }
 
 void matrix_group_sums(const Matrix *matrix, const bf16 *x, size_t tokens, float *sums) {
     kernels->group_sums(x, matrix->group, matrix_groups(matrix), tokens, sums);

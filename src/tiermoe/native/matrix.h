@@ -15,6 +15,8 @@
  *   each block (K / group, 64): w = (code - 32) * scale. K is a multiple of the group, the group of 32.
  * INT8: signed bytes (N, K) and a bfloat16 scale for each row (N): w = code * scale. K is a multiple of 64.
  * BF16: bfloat16 weights (N, K). K is a multiple of 32.
+ * Q8_0 to MXFP4: rows of the blocks of GGUF files, as isa/shared/gguf.h takes them apart: scales lie within the blocks, of
+ *   32 or 256 columns, which begin at any byte. K is a multiple of a block's columns.
  *
  * Codes are exact in bfloat16 and their products are summed in float32 before a scale is applied: no weight is rounded.
  * Every output is summed in one order, whatever the number of tokens, threads or blocks.
@@ -45,18 +47,32 @@ static inline bf16 to_bf16(float value) {
     return (bf16)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-typedef enum { INT4, INT8, BF16, INT6, INT2, CODINGS } Coding;
+typedef enum {
+    INT4, INT8, BF16, INT6, INT2,
+    Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4,
+    CODINGS,
+    FIRST_GGUF = Q8_0,
+    LAST_GGUF = MXFP4
+} Coding;
+
+/* Whether a product takes the sums of x's columns: of what is added to codes, or taken away, once they are scaled. */
+static inline int has_offsets(Coding coding) {
+    switch (coding) {
+        case BF16: case Q8_0: case Q4_0: case Q5_0: case Q3_K: case Q6_K: case IQ4_NL: case IQ4_XS: case MXFP4: return 0;
+        default: return 1;
+    }
+}
 
 typedef struct {
     Coding coding;
     const void *weights; /* codes or weights */
     const void *scales;  /* INT4, INT2: pairs of scale and zero; INT6, INT8: scales; BF16: unused */
     size_t rows, columns;
-    size_t group; /* columns that share a scale: K in INT8 and BF16 */
+    size_t group; /* columns that share a scale: K in INT8 and BF16; in blocks of GGUF files 32, or 16 */
     const void *ladders; /* INT2 alone */
 } Matrix;
 
-/* Blocks of rows; the last one may have fewer than 64 in INT8 and BF16. */
+/* Blocks of rows; the last one may have fewer than 64 in INT8, BF16 and blocks of GGUF files. */
 size_t matrix_blocks(const Matrix *matrix);
 
 /* How many sums of x's columns a product needs for each token. */

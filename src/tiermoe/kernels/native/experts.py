@@ -25,6 +25,7 @@ class Gate(IntEnum):
 
     SILU = 0
     CLAMPED = 1
+    CLAMPED_HALVES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class GatedExperts:
         """gate: None for `gates.silu_gate`."""
         self._first, self._second = first, second
         self._hidden, self._inner = second.form.out, second.form.in_
-        self._gate = (Gate.CLAMPED, gate.limit, gate.alpha) if gate else (Gate.SILU, 0.0, 0.0)
+        clamped = Gate.CLAMPED_HALVES if gate and gate.halves else Gate.CLAMPED
+        self._gate = (clamped, gate.limit, gate.alpha) if gate else (Gate.SILU, 0.0, 0.0)
         self.plain = Coding.BF16 in (first.form.coding, second.form.coding)
 
     def pack(self, views: Views) -> bytes:
@@ -90,7 +92,7 @@ class GatedExperts:
 def gated_experts(form: ExpertFormat, activation: Callable[[Tensor], Tensor]) -> GatedExperts | None:
     """The kernel of experts of a format; None where it cannot take their matrices, biases or activation."""
     first, second = (_matrix(form, part) for part in form.layer.parts if part.is_matrix)
-    clamped = isinstance(activation, ClampedGate) and not activation.apart
+    clamped = isinstance(activation, ClampedGate)
     if first is None or second is None or not (clamped or activation is silu_gate):
         return None
     named = {first.name, second.name, first.bias, second.bias}

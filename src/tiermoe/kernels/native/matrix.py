@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiermoe.native import Coding, _native, takes
+from tiermoe.native import GGUF_GROUPS, Coding, _native, takes
 from tiermoe.quant.encoding import Encoding
+from tiermoe.quant.gguf import Gguf
 from tiermoe.quant.int2 import Int2
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.int6 import Int6
@@ -23,13 +24,14 @@ _FIELDS: dict[Coding, tuple[str, str | None, str | None]] = {
     Coding.INT6: ("codes", "scales", None),
     Coding.INT8: ("weight", "scale", None),
     Coding.BF16: ("weight", None, None),
+    **dict.fromkeys(GGUF_GROUPS, ("blocks", None, None)),
 }
 _PACKED: dict[type[Int2 | Int4 | Int6], Coding] = {Int2: Coding.INT2, Int4: Coding.INT4, Int6: Coding.INT6}
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixForm:
-    """Matrices (out, in_) of one coding; `group` columns of a row share a scale, all of them at 8 and 16 bits."""
+    """Matrices (out, in_) of one coding; `group` columns of a row share a scale, all of them at our 8 and 16 bits."""
 
     coding: Coding
     out: int
@@ -56,6 +58,9 @@ def matrix_form(encoding: Encoding, out: int, in_: int, dtype: torch.dtype) -> M
         coding, group = _PACKED[type(encoding)], encoding.group
     elif isinstance(encoding, Int8 | Plain):
         coding, group = Coding.INT8 if isinstance(encoding, Int8) else Coding.BF16, in_
+    elif isinstance(encoding, Gguf) and in_ % encoding.columns == 0:
+        coding = Coding[encoding.type.upper()]
+        group = GGUF_GROUPS[coding]
     else:
         return None
     return MatrixForm(coding, out, in_, group) if takes(dtype, coding, out, in_, group) else None

@@ -10,15 +10,16 @@ static int runs(void) {
 }
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 #endif
 
 #include "avx2/vector.h"
 
 #include "shared/eight_blocks.h"
 #include "shared/eight_rows.h"
+#include "shared/eight_gguf.h"
 #include "avx2/widen.h"
 #include "shared/exponential.h"
 #include "shared/ladders.h"

@@ -11,14 +11,15 @@ static int runs(void) {
 }
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,fma"))), \
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,fma,f16c"))), \
                              apply_to = function)
 #else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,fma")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,fma,f16c")
 #endif
 
 #include "avx512bf16/blocks.h"
 #include "avx512bf16/rows.h"
+#include "avx512bf16/gguf.h"
 #include "avx512bf16/vector.h"
 #include "avx512bf16/weigh.h"
 #include "avx512bf16/widen.h"

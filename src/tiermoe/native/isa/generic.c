@@ -7,6 +7,7 @@ static int runs(void) { return 1; }
 
 #include "generic/products.h"
 #include "generic/widen.h"
+#include "shared/eight_gguf.h"
 #include "shared/exponential.h"
 #include "shared/ladders.h"
 #include "shared/norm.h"

@@ -10,6 +10,7 @@ static int runs(void) { return 1; }
 
 #include "generic/widen.h"
 #include "shared/eight_blocks.h"
+#include "shared/eight_gguf.h"
 #include "shared/eight_rows.h"
 #include "shared/exponential.h"
 #include "shared/ladders.h"

@@ -119,6 +119,66 @@ static inline Columns load_columns(const bf16 *from) { return load_bf16(from); }
 static inline Dot dot(Dot sum, Columns a, Columns b) { return times_plus(a, b, sum); }
 static inline float sum_of_dot(Dot a) { return sum_of(a); }
 
+/* Eight numbers, for the products with blocks of GGUF files. */
+typedef struct {
+    float lane[8];
+} Eight;
+
+#define EACH_OF_EIGHT for (int i = 0; i < 8; i++)
+
+static inline Eight eight_all(float value) {
+    Eight v;
+    EACH_OF_EIGHT v.lane[i] = value;
+    return v;
+}
+static inline Eight eight_zeros(void) { return eight_all(0); }
+static inline Eight eight_from(const float *from) {
+    Eight v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+static inline void eight_to(float *to, Eight v) { memcpy(to, &v, sizeof v); }
+static inline Eight eight_times_plus(Eight a, Eight b, Eight c) {
+    EACH_OF_EIGHT c.lane[i] += a.lane[i] * b.lane[i];
+    return c;
+}
+static inline Eight eight_of_bf16(const bf16 *from) {
+    Eight v;
+    EACH_OF_EIGHT v.lane[i] = from_bf16(from[i]);
+    return v;
+}
+static inline Eight eight_of_int8(const uint8_t *from) {
+    Eight v;
+    EACH_OF_EIGHT v.lane[i] = (int8_t)from[i];
+    return v;
+}
+
+/* totals[i] += the sum of the lanes of eights[i]. */
+static inline void add_four_sums(float *totals, const Eight eights[4]) {
+    for (int k = 0; k < 4; k++) {
+        float sum = 0;
+        EACH_OF_EIGHT sum += eights[k].lane[i];
+        totals[k] += sum;
+    }
+}
+
+/* The float16 at an address. */
+static inline float from_half(const uint8_t *at) {
+    uint16_t half;
+    memcpy(&half, at, sizeof half);
+    const uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 31, rest = half & 1023;
+    if (exponent == 0) return (sign ? -1.0f : 1.0f) * (float)rest * two_to(-24);
+    const uint32_t bits = sign | (exponent == 31 ? 255 : exponent + 112) << 23 | rest << 13;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* What the nibbles of 16 bytes stand for. */
+static inline void look_up(const int8_t codes[16], const uint8_t *from, int8_t *low, int8_t *high) {
+    for (int i = 0; i < 16; i++) low[i] = codes[from[i] & 15], high[i] = codes[from[i] >> 4];
+}
+
 /* out[i] = scale * the sum of dots[i]. */
 static inline void four_dots(const Dot dots[4], float scale, float *out) {
     for (int i = 0; i < 4; i++) out[i] = scale * sum_of(dots[i]);

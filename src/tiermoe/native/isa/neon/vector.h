@@ -231,4 +231,19 @@ static inline void add_four_sums(float *totals, const Eight eights[4]) {
     vst1q_f32(totals, vaddq_f32(vld1q_f32(totals), four_sums(sums[0], sums[1], sums[2], sums[3])));
 }
 
+/* The float16 at an address. */
+static inline float from_half(const uint8_t *at) {
+    uint16_t half;
+    memcpy(&half, at, sizeof half);
+    return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(half))), 0);
+}
+
+/* What the nibbles of 16 bytes stand for. */
+static inline void look_up(const int8_t codes[16], const uint8_t *from, int8_t *low, int8_t *high) {
+    const int8x16_t table = vld1q_s8(codes);
+    const uint8x16_t bytes = vld1q_u8(from);
+    vst1q_s8(low, vqtbl1q_s8(table, vandq_u8(bytes, vdupq_n_u8(15))));
+    vst1q_s8(high, vqtbl1q_s8(table, vshrq_n_u8(bytes, 4)));
+}
+
 #endif

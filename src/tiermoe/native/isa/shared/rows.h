@@ -10,11 +10,8 @@ static inline Vector silu_gate(const bf16 *gate, const bf16 *up) {
     return times(as_bf16(sigmoid_of(x, x)), load_bf16(up));
 }
 
-/* pairs: 16 of a gate and an up. */
-static inline Vector clamped_gate(const bf16 *pairs, const Expert *expert) {
+static inline Vector clamped_gate(Vector gate, Vector up, const Expert *expert) {
     const Vector limit = all(expert->limit), one = all(1);
-    Vector gate, up;
-    load_pairs(pairs, LANES, &gate, &up);
     gate = as_bf16(smaller(limit, gate)); /* the second operand where one is undefined */
     up = as_bf16(larger_of(minus(zeros(), limit), smaller(limit, up)));
     const Vector slope = as_bf16(times(gate, all(expert->alpha)));
@@ -22,13 +19,17 @@ static inline Vector clamped_gate(const bf16 *pairs, const Expert *expert) {
     return times(as_bf16(plus(up, one)), opening);
 }
 
+/* Of 16 columns of a block from column i on. */
+static inline Vector gate_of(const bf16 values[2 * BLOCK], int i, const Expert *expert) {
+    if (expert->gate == SILU) return silu_gate(values + i, values + BLOCK + i);
+    Vector gate = load_bf16(values + i), up = load_bf16(values + BLOCK + i);
+    if (expert->gate == CLAMPED) load_pairs(values + 2 * i, LANES, &gate, &up);
+    return clamped_gate(gate, up, expert);
+}
+
 static void gate_rows(const bf16 (*values)[2 * BLOCK], const Expert *expert, size_t tokens, bf16 *out, size_t stride) {
     for (size_t m = 0; m < tokens; m++)
-        for (int i = 0; i < BLOCK; i += LANES) {
-            const Vector gated = expert->gate == CLAMPED ? clamped_gate(values[m] + 2 * i, expert)
-                                                         : silu_gate(values[m] + i, values[m] + BLOCK + i);
-            store_bf16(out + m * stride + i, gated);
-        }
+        for (int i = 0; i < BLOCK; i += LANES) store_bf16(out + m * stride + i, gate_of(values[m], i, expert));
 }
 
 static void combine(const bf16 *const *rows, const float *weights, size_t count, size_t columns, bf16 *out) {
@@ -60,6 +61,10 @@ static void group_sums(const bf16 *x, size_t group, size_t groups, size_t tokens
     static const bf16 ONES[DOT] = {[0 ... DOT - 1] = 0x3F80};
     const Columns ones = load_columns(ONES);
     for (size_t i = 0; i < tokens * groups; i++, x += group) {
+        if (group == LANES) {
+            sums[i] = sum_of(load_bf16(x));
+            continue;
+        }
         Dot sum = no_dot();
         for (size_t c = 0; c < group; c += DOT) sum = dot(sum, load_columns(x + c), ones);
         sums[i] = sum_of_dot(sum);

@@ -1,0 +1,347 @@
+/* Products with the blocks of GGUF files (shared/gguf.h), a row at a time over its columns.
+ *
+ * 64 columns are unpacked into two registers of bfloat16: those at even places and those at odd ones, in the order of the
+ * tokens that arrange() makes. So the 16-bit words of a block's bytes are two columns each, and both registers' lanes belong
+ * to the same groups: 4 lanes to 16 columns, 8 to 32. A group's codes are summed in its lanes, scaled, and the lanes are added
+ * up at the end of a row: for one token as for many. */
+#include "vector.h"
+
+#include "../shared/gguf.h"
+
+enum {
+    SPREAD = 64,        /* columns unpacked at a time */
+    ROW_GROUP = 4,      /* rows whose sums are in registers at a time */
+    SPREAD_TILE = 6,    /* tokens, likewise, of rows that have been unpacked */
+    SPREAD_PANEL = 8,   /* rows that are unpacked for several tokens */
+    SPREAD_TOKENS = 48, /* that share them */
+    SPREAD_ROOM = 1 << 18, /* columns of tokens that are arranged at a time, unless they are very wide */
+};
+
+/* bfloat16 of 0 to 31; of 0 to 15, of those less 8, and of what the nibbles of IQ4 and FP4 stand for, twice: the tables are
+ * indexed by 5 bits, of which the highest belongs to the next nibble. */
+static const bf16 FIVE_BITS[32] __attribute__((aligned(64))) = {
+    0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
+    0x4180, 0x4188, 0x4190, 0x4198, 0x41A0, 0x41A8, 0x41B0, 0x41B8, 0x41C0, 0x41C8, 0x41D0, 0x41D8, 0x41E0, 0x41E8, 0x41F0, 0x41F8,
+};
+static const bf16 NIBBLES[32] __attribute__((aligned(64))) = {
+    0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
+    0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
+};
+static const bf16 NIBBLES_LESS_8[32] __attribute__((aligned(64))) = {
+    0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0,
+    0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0,
+};
+static const bf16 IQ4_VALUES[32] __attribute__((aligned(64))) = {
+    0xC2FE, 0xC2D0, 0xC2A6, 0xC282, 0xC244, 0xC20C, 0xC1B0, 0xC120, 0x3F80, 0x4150, 0x41C8, 0x4218, 0x4254, 0x428A, 0x42B2, 0x42E2,
+    0xC2FE, 0xC2D0, 0xC2A6, 0xC282, 0xC244, 0xC20C, 0xC1B0, 0xC120, 0x3F80, 0x4150, 0x41C8, 0x4218, 0x4254, 0x428A, 0x42B2, 0x42E2,
+};
+static const bf16 FP4_VALUES[32] __attribute__((aligned(64))) = {
+    0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40C0, 0x4100, 0x4140, 0x0000, 0xBF80, 0xC000, 0xC040, 0xC080, 0xC0C0, 0xC100, 0xC140,
+    0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40C0, 0x4100, 0x4140, 0x0000, 0xBF80, 0xC000, 0xC040, 0xC080, 0xC0C0, 0xC100, 0xC140,
+};
+
+/* The low and high bytes of the bfloat16 0 to 127. */
+static const uint8_t SIZE_LOW[128] __attribute__((aligned(64))) = {
+    0x00, 0x80, 0x00, 0x40, 0x80, 0xA0, 0xC0, 0xE0, 0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0x80, 0x88, 0x90, 0x98,
+    0xA0, 0xA8, 0xB0, 0xB8, 0xC0, 0xC8, 0xD0, 0xD8, 0xE0, 0xE8, 0xF0, 0xF8, 0x00, 0x04, 0x08, 0x0C, 0x10, 0x14, 0x18, 0x1C,
+    0x20, 0x24, 0x28, 0x2C, 0x30, 0x34, 0x38, 0x3C, 0x40, 0x44, 0x48, 0x4C, 0x50, 0x54, 0x58, 0x5C, 0x60, 0x64, 0x68, 0x6C,
+    0x70, 0x74, 0x78, 0x7C, 0x80, 0x82, 0x84, 0x86, 0x88, 0x8A, 0x8C, 0x8E, 0x90, 0x92, 0x94, 0x96, 0x98, 0x9A, 0x9C, 0x9E,
+    0xA0, 0xA2, 0xA4, 0xA6, 0xA8, 0xAA, 0xAC, 0xAE, 0xB0, 0xB2, 0xB4, 0xB6, 0xB8, 0xBA, 0xBC, 0xBE, 0xC0, 0xC2, 0xC4, 0xC6,
+    0xC8, 0xCA, 0xCC, 0xCE, 0xD0, 0xD2, 0xD4, 0xD6, 0xD8, 0xDA, 0xDC, 0xDE, 0xE0, 0xE2, 0xE4, 0xE6, 0xE8, 0xEA, 0xEC, 0xEE,
+    0xF0, 0xF2, 0xF4, 0xF6, 0xF8, 0xFA, 0xFC, 0xFE,
+};
+static const uint8_t SIZE_HIGH[128] __attribute__((aligned(64))) = {
+    0x00, 0x3F, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41,
+    0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42,
+    0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42,
+    0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42,
+    0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42,
+    0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42,
+    0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42,
+};
+
+/* 0 in the words of a register's first half, `second` in the others. */
+static inline __m512i halves(int second) {
+    return _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16((short)second), 1);
+}
+
+/* bits of a where mask has ones, of b elsewhere */
+static inline __m512i chosen(__m512i mask, __m512i a, __m512i b) { return _mm512_ternarylogic_epi64(mask, a, b, 0xCA); }
+
+/* Each byte signed, -128 too. */
+static inline void spread_bytes(__m512i codes, __m512i values[2]) {
+    const __m512i sizes = _mm512_abs_epi8(codes), word = _mm512_set1_epi16(0xFF), sign = _mm512_set1_epi8((char)0x80);
+    const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(SIZE_LOW), sizes, _mm512_load_si512(SIZE_LOW + 64));
+    __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(SIZE_HIGH), sizes, _mm512_load_si512(SIZE_HIGH + 64));
+    high = _mm512_mask_mov_epi8(high, _mm512_movepi8_mask(sizes), _mm512_set1_epi8(0x43)); /* of 128 */
+    high = _mm512_ternarylogic_epi64(high, codes, sign, 0xF8);                              /* high | (codes & sign) */
+    values[0] = chosen(word, low, _mm512_slli_epi16(high, 8));
+    values[1] = chosen(word, _mm512_srli_epi16(low, 8), high);
+}
+
+/* Nibbles of words, each already shifted so that its column's is lowest, as a table has them. */
+static inline void spread_nibbles(__m512i words, const bf16 table[32], __m512i values[2]) {
+    const __m512i of = _mm512_load_si512(table);
+    values[0] = _mm512_permutexvar_epi16(words, of);
+    values[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), of);
+}
+
+/* 32 bytes, of which the low nibbles are 32 columns and the high ones the next 32. */
+static inline __m512i wide_nibbles(const uint8_t *at) {
+    return _mm512_srlv_epi16(_mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)at)), halves(4));
+}
+
+/* Twice 16 bytes, likewise of 16 columns each. */
+static inline __m512i narrow_nibbles(const uint8_t *one, const uint8_t *other) {
+    const __m512i first = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)one));
+    const __m512i both = _mm512_mask_broadcast_i32x4(first, 0xFF00, _mm_loadu_si128((const void *)other));
+    return _mm512_srlv_epi16(both, _mm512_set_epi64(0x0004000400040004, 0x0004000400040004, 0, 0, 0x0004000400040004,
+                                                    0x0004000400040004, 0, 0));
+}
+
+static inline void spread_q5_k(const uint8_t *block, size_t p, __m512i values[2]) {
+    const __m512i words = wide_nibbles(block + 48 + 32 * p), nibble = _mm512_set1_epi16(15);
+    const __m512i shifts = _mm512_add_epi16(halves(1), _mm512_set1_epi16((short)(2 * p))); /* to the lowest bit */
+    const __m512i fifth = _mm512_srlv_epi16(_mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)(block + 16))), shifts);
+    const __m512i table = _mm512_load_si512(FIVE_BITS);
+    values[0] = _mm512_permutexvar_epi16(chosen(nibble, words, _mm512_slli_epi16(fifth, 4)), table);
+    values[1] = _mm512_permutexvar_epi16(chosen(nibble, _mm512_srli_epi16(words, 8), _mm512_srli_epi16(fifth, 4)), table);
+}
+
+/* An index counts by its 6 lowest bits: four of `low`, two of `high`. */
+static inline void spread_q6_k(const uint8_t *block, size_t p, __m512i values[2]) {
+    const __m512i first = _mm512_load_si512(VALUES_OF_6), last = _mm512_load_si512(VALUES_OF_6 + 32);
+    const __m512i nibble = _mm512_set1_epi16(15), low = _mm512_loadu_si512(block + p / 2 * 64);
+    const __m256i bits = _mm256_loadu_si256((const void *)(block + 128 + p / 2 * 32));
+    const __m512i high = _mm512_srlv_epi16(_mm512_broadcast_i64x4(bits), halves(2));
+    const __m512i even = p % 2 ? chosen(nibble, _mm512_srli_epi16(low, 4), high)
+                               : chosen(nibble, low, _mm512_slli_epi16(high, 4));
+    const __m512i odd = p % 2 ? chosen(nibble, _mm512_srli_epi16(low, 12), _mm512_srli_epi16(high, 8))
+                              : chosen(nibble, _mm512_srli_epi16(low, 8), _mm512_srli_epi16(high, 4));
+    values[0] = _mm512_permutex2var_epi16(first, even, last);
+    values[1] = _mm512_permutex2var_epi16(first, odd, last);
+}
+
+/* Whether the codes of a strip are brought to bytes first. */
+static inline int by_bytes(Coding coding) {
+    return coding == Q5_0 || coding == Q5_1 || coding == Q2_K || coding == Q3_K;
+}
+
+/* Columns 64 p .. of a strip of a row that begins at `at`. other: 1 where all 64 are there, 0 where there are 32: then the
+ * second half is of no account. codes: of the strip, by_bytes. */
+static inline __attribute__((always_inline)) void spread(Coding coding, const uint8_t *at, size_t p, size_t other,
+                                                         const int8_t *codes, __m512i values[2]) {
+    const uint8_t *one = at + 2 * p * block_bytes(coding), *two = one + other * block_bytes(coding);
+    switch (coding) {
+        case Q4_K: spread_nibbles(wide_nibbles(at + 16 + 32 * p), NIBBLES, values); return;
+        case Q5_K: spread_q5_k(at, p, values); return;
+        case Q6_K: spread_q6_k(at, p, values); return;
+        case Q8_0: {
+            const __m512i first = _mm512_castsi256_si512(_mm256_loadu_si256((const void *)(one + 2)));
+            spread_bytes(_mm512_inserti64x4(first, _mm256_loadu_si256((const void *)(two + 2)), 1), values);
+            return;
+        }
+        case Q4_0: spread_nibbles(narrow_nibbles(one + 2, two + 2), NIBBLES_LESS_8, values); return;
+        case Q4_1: spread_nibbles(narrow_nibbles(one + 4, two + 4), NIBBLES, values); return;
+        case IQ4_NL: spread_nibbles(narrow_nibbles(one + 2, two + 2), IQ4_VALUES, values); return;
+        case IQ4_XS: spread_nibbles(narrow_nibbles(at + 8 + 32 * p, at + 24 + 32 * p), IQ4_VALUES, values); return;
+        case MXFP4: spread_nibbles(narrow_nibbles(one + 1, two + 1), FP4_VALUES, values); return;
+        default: spread_bytes(_mm512_load_si512(codes + SPREAD * p), values);
+    }
+}
+
+/* The scale of each lane of columns 64 p .. of a strip. */
+static inline __m512 lane_scales(size_t group, __m512 scales, size_t p) {
+    const __m512i of_32 = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    const __m512i of_16 = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    const int first = (int)(p * (SPREAD / group));
+    return _mm512_permutexvar_ps(_mm512_add_epi32(group == 32 ? of_32 : of_16, _mm512_set1_epi32(first)), scales);
+}
+
+static inline __mmask16 groups_of(size_t width, size_t group) { return (__mmask16)((1u << width / group) - 1); }
+
+/* to (tokens, columns rounded up to 64) = x (tokens, columns), even columns of each 64 before the odd ones; 0 behind them. */
+static void arrange(const bf16 *x, size_t columns, size_t tokens, bf16 *to) {
+    uint16_t places[32];
+    for (int i = 0; i < 32; i++) places[i] = (uint16_t)(2 * i);
+    const __m512i even = _mm512_loadu_si512(places), odd = _mm512_add_epi16(even, _mm512_set1_epi16(1));
+    for (size_t m = 0; m < tokens; m++, x += columns)
+        for (size_t c = 0; c < columns; c += SPREAD, to += SPREAD) {
+            const __m512i a = _mm512_loadu_si512(x + c);
+            const __m512i b = columns - c > 32 ? _mm512_loadu_si512(x + c + 32) : _mm512_setzero_si512();
+            _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, even, b));
+            _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi16(a, odd, b));
+        }
+}
+
+/* total + scale * (values times 64 columns of x) */
+static inline __m512 spread_dot(__m512 total, __m512 scale, const __m512i values[2], const bf16 *x) {
+    const __m512 part = _mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)values[0], (__m512bh)_mm512_loadu_si512(x));
+    return _mm512_fmadd_ps(scale, _mm512_dpbf16_ps(part, (__m512bh)values[1], (__m512bh)_mm512_loadu_si512(x + 32)), total);
+}
+
+/* results[r] = row r times one token, arranged; the last row comes again where there are fewer than four. */
+static inline __attribute__((always_inline)) void spread_rows(Coding coding, size_t group, const uint8_t *weights, size_t rows,
+                                                              const bf16 *x, size_t columns, const float *sums,
+                                                              float *results) {
+    const size_t row_bytes = row_bytes_of(coding, columns);
+    const int offsets = has_offsets(coding);
+    int8_t codes[ROW_GROUP][STRIP] __attribute__((aligned(64)));
+    StripScales of[ROW_GROUP];
+    const uint8_t *row[ROW_GROUP];
+    __m512 totals[ROW_GROUP];
+    if (by_bytes(coding)) memset(codes, 0, sizeof codes);
+    for (size_t r = 0; r < ROW_GROUP; r++)
+        row[r] = weights + (r < rows ? r : rows - 1) * row_bytes, totals[r] = _mm512_setzero_ps();
+    for (size_t begin = 0; begin < columns; begin += STRIP) {
+        const size_t width = columns - begin < STRIP ? columns - begin : STRIP, bytes = row_bytes_of(coding, width);
+        const __mmask16 groups = groups_of(width, group);
+        __m512 scales[ROW_GROUP];
+        for (size_t r = 0; r < ROW_GROUP; r++) {
+            for (size_t ahead = 0; ahead < bytes; ahead += 64)
+                _mm_prefetch((const char *)(row[r] + ROW_GROUP * row_bytes + ahead), _MM_HINT_T1);
+            if (by_bytes(coding)) strip_codes(coding, row[r], width, codes[r]);
+            strip_scales(coding, row[r], width, &of[r]);
+            scales[r] = _mm512_maskz_loadu_ps(groups, of[r].scales);
+            if (offsets)
+                totals[r] = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(groups, of[r].offsets),
+                                            _mm512_maskz_loadu_ps(groups, sums + begin / group), totals[r]);
+        }
+        for (size_t p = 0; p * SPREAD < width; p++) {
+            const size_t other = width - p * SPREAD > 32;
+            for (size_t r = 0; r < ROW_GROUP; r++) {
+                __m512i values[2];
+                spread(coding, row[r], p, other, codes[r], values);
+                totals[r] = spread_dot(totals[r], lane_scales(group, scales[r], p), values, x + begin + p * SPREAD);
+            }
+        }
+        for (size_t r = 0; r < ROW_GROUP; r++) row[r] += bytes;
+    }
+    _mm_storeu_ps(results, four_sums(totals[0], totals[1], totals[2], totals[3]));
+}
+
+/* What several tokens share of some rows: the values of each 64 columns beside the scales of their lanes, the offsets of each
+ * strip. */
+typedef struct {
+    __m512i values[2];
+    __m512 scale;
+} Spread;
+
+static inline __attribute__((always_inline)) void spread_panel(Coding coding, size_t group, const uint8_t *row, size_t columns,
+                                                               Spread *panel, __m512 *offsets) {
+    int8_t codes[STRIP] __attribute__((aligned(64)));
+    StripScales of;
+    if (by_bytes(coding)) memset(codes, 0, sizeof codes);
+    for (size_t begin = 0; begin < columns; begin += STRIP, offsets++) {
+        const size_t width = columns - begin < STRIP ? columns - begin : STRIP;
+        const __mmask16 groups = groups_of(width, group);
+        if (by_bytes(coding)) strip_codes(coding, row, width, codes);
+        strip_scales(coding, row, width, &of);
+        const __m512 scales = _mm512_maskz_loadu_ps(groups, of.scales);
+        *offsets = has_offsets(coding) ? _mm512_maskz_loadu_ps(groups, of.offsets) : _mm512_setzero_ps();
+        for (size_t p = 0; p * SPREAD < width; p++, panel++) {
+            spread(coding, row, p, width - p * SPREAD > 32, codes, panel->values);
+            panel->scale = lane_scales(group, scales, p);
+        }
+        row += row_bytes_of(coding, width);
+    }
+}
+
+/* results[m * BLOCK + r] = unpacked row r times token m, for four rows and a number of tokens known when compiling. */
+static inline __attribute__((always_inline)) void panel_rows(size_t tokens, const Matrix *matrix, const Spread *panel,
+                                                             const __m512 *offsets, const bf16 *x, const float *sums,
+                                                             float *results) {
+    const size_t columns = matrix->columns, group = matrix->group, spreads = (columns + SPREAD - 1) / SPREAD;
+    const size_t strips = (columns + STRIP - 1) / STRIP, all_groups = matrix_groups(matrix);
+    __m512 totals[SPREAD_TILE][ROW_GROUP];
+    for (size_t m = 0; m < tokens; m++)
+        for (size_t r = 0; r < ROW_GROUP; r++) totals[m][r] = _mm512_setzero_ps();
+    for (size_t s = 0; s < strips; s++) {
+        const size_t begin = s * STRIP, width = columns - begin < STRIP ? columns - begin : STRIP;
+        for (size_t m = 0; all_groups && m < tokens; m++) {
+            const __m512 of = _mm512_maskz_loadu_ps(groups_of(width, group), sums + m * all_groups + begin / group);
+            for (size_t r = 0; r < ROW_GROUP; r++) totals[m][r] = _mm512_fmadd_ps(offsets[r * strips + s], of, totals[m][r]);
+        }
+        for (size_t c = begin; c < begin + width; c += SPREAD)
+            for (size_t r = 0; r < ROW_GROUP; r++) {
+                const Spread *at = panel + r * spreads + c / SPREAD;
+                const __m512i values[] = {at->values[0], at->values[1]};
+                for (size_t m = 0; m < tokens; m++)
+                    totals[m][r] = spread_dot(totals[m][r], at->scale, values, x + m * spreads * SPREAD + c);
+            }
+    }
+    for (size_t m = 0; m < tokens; m++)
+        _mm_storeu_ps(results + m * BLOCK, four_sums(totals[m][0], totals[m][1], totals[m][2], totals[m][3]));
+}
+
+#define PANEL_ROWS_OF(n)                                                                                                     \
+    case n:                                                                                                                  \
+        for (size_t r = 0; r < rows; r += ROW_GROUP)                                                                         \
+            panel_rows(n, matrix, panel + r * spreads, offsets + r * strips, x, sums, results + r);                          \
+        break;
+
+/* Some tokens, arranged, times at most SPREAD_PANEL unpacked rows. */
+static void panel_times(const Matrix *matrix, const Spread *panel, const __m512 *offsets, size_t rows, const bf16 *x,
+                        const float *sums, size_t tokens, bf16 *out, size_t stride) {
+    const size_t spreads = (matrix->columns + SPREAD - 1) / SPREAD, strips = (matrix->columns + STRIP - 1) / STRIP;
+    float results[SPREAD_TILE * BLOCK];
+    for (size_t tiles = (tokens + SPREAD_TILE - 1) / SPREAD_TILE; tiles; tiles--) {
+        const size_t some = (tokens + tiles - 1) / tiles;
+        switch (some) {
+            PANEL_ROWS_OF(1) PANEL_ROWS_OF(2) PANEL_ROWS_OF(3) PANEL_ROWS_OF(4) PANEL_ROWS_OF(5) PANEL_ROWS_OF(6)
+        }
+        for (size_t m = 0; m < some; m++) store_rows_of(results + m * BLOCK, NULL, 0, rows, out + m * stride);
+        x += some * spreads * SPREAD, sums += some * matrix_groups(matrix), out += some * stride, tokens -= some;
+    }
+}
+
+/* `rows` rows of a block times the tokens. */
+static inline __attribute__((always_inline)) void spread_block(Coding coding, size_t group, const Matrix *matrix,
+                                                               const uint8_t *weights, size_t rows, const bf16 *x,
+                                                               const float *sums, size_t tokens, bf16 *out, size_t stride) {
+    const size_t columns = matrix->columns, spreads = (columns + SPREAD - 1) / SPREAD, row_bytes = row_bytes_of(coding, columns);
+    const size_t strips = (columns + STRIP - 1) / STRIP;
+    bf16 arranged[tokens * spreads * SPREAD] __attribute__((aligned(64)));
+    arrange(x, columns, tokens, arranged);
+    if (tokens == 1) {
+        float results[BLOCK];
+        for (size_t r = 0; r < rows; r += ROW_GROUP)
+            spread_rows(coding, group, weights + r * row_bytes, rows - r, arranged, columns, sums, results + r);
+        store_rows_of(results, NULL, 0, rows, out);
+        return;
+    }
+    Spread panel[SPREAD_PANEL * spreads];
+    __m512 offsets[SPREAD_PANEL * strips];
+    for (size_t first = 0; first < rows; first += SPREAD_PANEL) {
+        const size_t some = rows - first < SPREAD_PANEL ? rows - first : SPREAD_PANEL;
+        for (size_t r = 0; r < (some + ROW_GROUP - 1) / ROW_GROUP * ROW_GROUP; r++) /* the last one again */
+            spread_panel(coding, group, weights + (first + (r < some ? r : some - 1)) * row_bytes, columns, panel + r * spreads,
+                         offsets + r * strips);
+        panel_times(matrix, panel, offsets, some, arranged, sums, tokens, out + first, stride);
+    }
+}
+
+#define SPREAD_CASE(coding, group)                                                                      \
+    case coding:                                                                                        \
+        spread_block(coding, group, matrix, weights, rows, x, sums, some, out, stride);                 \
+        break;
+
+static void gguf_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+                       size_t stride) {
+    const size_t begin = block * BLOCK, columns = matrix->columns;
+    const size_t rows = matrix->rows - begin < BLOCK ? matrix->rows - begin : BLOCK;
+    const uint8_t *weights = (const uint8_t *)matrix->weights + begin * row_bytes_of(matrix->coding, columns);
+    size_t most = SPREAD_ROOM / columns;
+    if (most < SPREAD_TILE) most = SPREAD_TILE;
+    if (most > SPREAD_TOKENS) most = SPREAD_TOKENS;
+    for (size_t parts = (tokens + most - 1) / most; parts; parts--) {
+        const size_t some = (tokens + parts - 1) / parts;
+        switch (matrix->coding) {
+            SPREAD_CASE(Q8_0, 32) SPREAD_CASE(Q4_0, 32) SPREAD_CASE(Q4_1, 32) SPREAD_CASE(Q5_0, 32) SPREAD_CASE(Q5_1, 32)
+            SPREAD_CASE(Q2_K, 16) SPREAD_CASE(Q3_K, 16) SPREAD_CASE(Q4_K, 32) SPREAD_CASE(Q5_K, 32) SPREAD_CASE(Q6_K, 16)
+            SPREAD_CASE(IQ4_NL, 32) SPREAD_CASE(IQ4_XS, 32)
+            default: spread_block(MXFP4, 32, matrix, weights, rows, x, sums, some, out, stride);
+        }
+        x += some * columns, sums += some * matrix_groups(matrix), out += some * stride, tokens -= some;
+    }
+}

@@ -1,0 +1,151 @@
+/* Products with the blocks of GGUF files, over Eight.
+ *
+ * A group's codes are summed in 8 lanes before its scale is applied, the lanes are added up after a strip, then the strips:
+ * for one token as for many. */
+#include "gguf.h"
+
+enum {
+    STRIP_ROWS = 4,    /* that are unpacked at a time */
+    STRIP_FEW = 3,     /* tokens whose sums are in registers at a time */
+    STRIP_TOKENS = 18, /* that share what is unpacked of a strip */
+};
+
+/* What is unpacked of four rows. */
+typedef struct {
+    int8_t codes[STRIP_ROWS][STRIP] __attribute__((aligned(32)));
+    float values[STRIP_ROWS][STRIP] __attribute__((aligned(32))); /* the codes, where many tokens share them */
+    StripScales of[STRIP_ROWS];
+} Strips;
+
+/* totals[m * BLOCK + r] += a strip of row r times that of token m, for a number of tokens known when compiling, x lying
+ * `stride` apart, its sums of groups `sums_stride`. */
+static inline __attribute__((always_inline)) void strips_times(int shared, int offsets, size_t group, size_t tokens,
+                                                               const Strips *strips, size_t width, const float *x,
+                                                               size_t stride, const float *sums, size_t sums_stride,
+                                                               float *totals) {
+    Eight lanes[STRIP_FEW][STRIP_ROWS];
+    for (size_t m = 0; m < tokens; m++) {
+        float of_groups[STRIP_GROUPS] = {0};
+        if (offsets) memcpy(of_groups, sums + m * sums_stride, width / group * sizeof *sums);
+        for (size_t r = 0; r < STRIP_ROWS; r++) {
+            lanes[m][r] = eight_zeros();
+            for (size_t g = 0; offsets && g < STRIP / group; g += 8)
+                lanes[m][r] = eight_times_plus(eight_from(strips->of[r].offsets + g), eight_from(of_groups + g), lanes[m][r]);
+        }
+    }
+    for (size_t g = 0; g < width / group; g++) {
+        Eight part[STRIP_FEW][STRIP_ROWS];
+        for (size_t m = 0; m < tokens; m++)
+            for (size_t r = 0; r < STRIP_ROWS; r++) part[m][r] = eight_zeros();
+        for (size_t c = g * group; c < (g + 1) * group; c += 8)
+            for (size_t r = 0; r < STRIP_ROWS; r++) {
+                const Eight codes = shared ? eight_from(strips->values[r] + c)
+                                           : eight_of_int8((const uint8_t *)strips->codes[r] + c);
+                for (size_t m = 0; m < tokens; m++)
+                    part[m][r] = eight_times_plus(codes, eight_from(x + m * stride + c), part[m][r]);
+            }
+        for (size_t r = 0; r < STRIP_ROWS; r++) {
+            const Eight scale = eight_all(strips->of[r].scales[g]);
+            for (size_t m = 0; m < tokens; m++) lanes[m][r] = eight_times_plus(scale, part[m][r], lanes[m][r]);
+        }
+    }
+    for (size_t m = 0; m < tokens; m++) add_four_sums(totals + m * BLOCK, lanes[m]);
+}
+
+#define STRIPS_OF(n)                                                                                             \
+    case n:                                                                                                      \
+        strips_times(shared, offsets, group, n, strips, width, x, stride, sums, sums_stride, totals);            \
+        break;
+
+static inline __attribute__((always_inline)) void strips_of(int shared, int offsets, size_t group, size_t tokens,
+                                                            const Strips *strips, size_t width, const float *x, size_t stride,
+                                                            const float *sums, size_t sums_stride, float *totals) {
+    switch (tokens) { STRIPS_OF(1) STRIPS_OF(2) STRIPS_OF(3) }
+}
+
+#define STRIPS_KIND(kind)                                                                                                   \
+    case kind:                                                                                                              \
+        strips_of(kind >> 2, kind >> 1 & 1, kind & 1 ? 16 : 32, tokens, strips, width, x, stride, sums, sums_stride, totals); \
+        break;
+
+/* The same for at most STRIP_FEW tokens of a strip that begins at column `begin`. sums: from the tokens' first column on. */
+static void strips_some(int shared, const Matrix *matrix, size_t tokens, const Strips *strips, size_t begin, size_t width,
+                        const float *x, size_t stride, const float *sums, float *totals) {
+    const int offsets = has_offsets(matrix->coding);
+    const size_t sums_stride = matrix_groups(matrix);
+    if (offsets) sums += begin / matrix->group;
+    switch (4 * shared + 2 * offsets + (matrix->group == 16)) {
+        STRIPS_KIND(0) STRIPS_KIND(1) STRIPS_KIND(2) STRIPS_KIND(3) STRIPS_KIND(4) STRIPS_KIND(5) STRIPS_KIND(6) STRIPS_KIND(7)
+    }
+}
+
+/* The strip from column `begin` on of four of a block's rows, from r on; the last one again where there are fewer. */
+static void strips_unpack(const Matrix *matrix, const uint8_t *weights, size_t rows, size_t r, size_t begin, size_t width,
+                          Strips *strips) {
+    const size_t row_bytes = row_bytes_of(matrix->coding, matrix->columns);
+    for (size_t i = 0; i < STRIP_ROWS; i++) {
+        const size_t row = r + i < rows ? r + i : rows - 1;
+        const uint8_t *at = weights + row * row_bytes + row_bytes_of(matrix->coding, begin);
+        for (size_t ahead = 0; ahead < row_bytes_of(matrix->coding, width); ahead += 64)
+            __builtin_prefetch(at + STRIP_ROWS * row_bytes + ahead, 0, 2);
+        strip_scales(matrix->coding, at, width, &strips->of[i]);
+        strip_codes(matrix->coding, at, width, strips->codes[i]);
+    }
+}
+
+static inline void floats_of(const bf16 *x, size_t columns, float *values) {
+    for (size_t c = 0; c < columns; c += 8) eight_to(values + c, eight_of_bf16(x + c));
+}
+
+/* Few tokens: four rows at a time from their first column to their last. */
+static void strips_few(const Matrix *matrix, const uint8_t *weights, size_t rows, const bf16 *x, const float *sums,
+                       size_t tokens, Strips *strips, float *totals) {
+    const size_t columns = matrix->columns;
+    float values[tokens * columns];
+    floats_of(x, tokens * columns, values);
+    for (size_t r = 0; r < rows; r += STRIP_ROWS)
+        for (size_t begin = 0; begin < columns; begin += STRIP) {
+            const size_t width = columns - begin < STRIP ? columns - begin : STRIP;
+            strips_unpack(matrix, weights, rows, r, begin, width, strips);
+            strips_some(0, matrix, tokens, strips, begin, width, values + begin, columns, sums, totals + r);
+        }
+}
+
+/* At most STRIP_TOKENS tokens: a strip of four rows is unpacked for all of them. */
+static void strips_many(const Matrix *matrix, const uint8_t *weights, size_t rows, const bf16 *x, const float *sums,
+                        size_t tokens, Strips *strips, float *totals) {
+    const size_t columns = matrix->columns, groups = matrix_groups(matrix);
+    float values[STRIP_TOKENS * STRIP];
+    for (size_t begin = 0; begin < columns; begin += STRIP) {
+        const size_t width = columns - begin < STRIP ? columns - begin : STRIP;
+        for (size_t m = 0; m < tokens; m++) floats_of(x + m * columns + begin, width, values + m * STRIP);
+        for (size_t r = 0; r < rows; r += STRIP_ROWS) {
+            strips_unpack(matrix, weights, rows, r, begin, width, strips);
+            for (size_t i = 0; i < STRIP_ROWS; i++)
+                for (size_t c = 0; c < width; c += 8)
+                    eight_to(strips->values[i] + c, eight_of_int8((const uint8_t *)strips->codes[i] + c));
+            for (size_t m = 0; m < tokens; m += STRIP_FEW) {
+                const size_t some = tokens - m < STRIP_FEW ? tokens - m : STRIP_FEW;
+                strips_some(1, matrix, some, strips, begin, width, values + m * STRIP, STRIP, sums + m * groups,
+                            totals + m * BLOCK + r);
+            }
+        }
+    }
+}
+
+static void gguf_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+                       size_t stride) {
+    const size_t begin = block * BLOCK, rows = matrix->rows - begin < BLOCK ? matrix->rows - begin : BLOCK;
+    const uint8_t *weights = (const uint8_t *)matrix->weights + begin * row_bytes_of(matrix->coding, matrix->columns);
+    float totals[STRIP_TOKENS * BLOCK];
+    Strips strips;
+    memset(strips.of, 0, sizeof strips.of);
+    for (size_t parts = (tokens + STRIP_TOKENS - 1) / STRIP_TOKENS; parts; parts--) {
+        const size_t some = (tokens + parts - 1) / parts;
+        memset(totals, 0, some * BLOCK * sizeof *totals);
+        (some <= STRIP_FEW ? strips_few : strips_many)(matrix, weights, rows, x, sums, some, &strips, totals);
+        for (size_t m = 0; m < some; m++)
+            for (size_t r = 0; r < rows; r++) out[m * stride + r] = to_bf16(totals[m * BLOCK + r]);
+        x += some * matrix->columns, sums += some * matrix_groups(matrix), out += some * stride, tokens -= some;
+    }
+}

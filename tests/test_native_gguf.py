@@ -1,0 +1,126 @@
+"""The native products on the blocks of GGUF files against what the gguf package dequantises, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gguf_blocks
+from tiermoe import native
+from tiermoe.kernels import linear_for
+from tiermoe.kernels.expert import InOneCall, expert_kernel
+from tiermoe.kernels.gates import ClampedGate, Gate, silu_gate
+from tiermoe.kernels.native.linear import linear
+from tiermoe.kernels.native.matrix import matrix_form
+from tiermoe.quant.gguf import TYPES, gguf_encoding
+from tiermoe.store.layout import ExpertFormat
+from tiermoe.types import MoeLayer, Part
+
+pytestmark = [
+    pytest.mark.skipif(not native.available(), reason="needs the native kernels"),
+    pytest.mark.usefixtures("instruction_set"),
+]
+
+NAMES = [each.type for each in TYPES]
+ROUNDING = 2.0**-8  # the most that rounding to bfloat16 changes a value, relative
+
+
+def random(rows: int, columns: int, seed: int) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.mark.parametrize("type", NAMES)
+@settings(max_examples=12, deadline=None)
+@given(
+    out=st.one_of(st.integers(1, 200), st.sampled_from([64, 128])),
+    blocks=st.integers(1, 20),
+    count=st.one_of(st.integers(1, 14), st.sampled_from([40, 100])),
+    seed=st.integers(0, 100),
+)
+def test_a_product_is_the_dequantised_weights_rounded_once(
+    type: str, out: int, blocks: int, count: int, seed: int
+) -> None:
+    encoding = gguf_encoding(type)
+    in_ = blocks * encoding.columns if encoding.columns == 32 else (blocks % 3 + 1) * encoding.columns
+    slot, x = gguf_blocks.random_blocks(type, out, in_, seed), random(count, in_, seed + 1)
+    form = matrix_form(encoding, out, in_, torch.bfloat16)
+    assert form is not None
+    weight = gguf_blocks.weights(type, slot).double()
+    want = x.double() @ weight.t()
+    allowed = want.abs() * ROUNDING + 2e-6 * x.double().abs() @ weight.abs().t()
+    assert (linear(x, form, slot).double() - want).abs().le(allowed).all()
+
+
+@pytest.mark.parametrize("type", NAMES)
+def test_a_tokens_product_depends_on_no_other_token_and_no_thread(type: str) -> None:
+    slot, x, before = gguf_blocks.random_blocks(type, 192, 512), random(53, 512, 1), torch.get_num_threads()
+    form = matrix_form(gguf_encoding(type), 192, 512, torch.bfloat16)
+    assert form is not None
+    try:
+        torch.set_num_threads(1)
+        alone = torch.cat([linear(token[None], form, slot) for token in x])
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            for count in (*range(1, 12), 19, 26, 49, 53):
+                assert torch.equal(linear(x[:count], form, slot), alone[:count])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("type", NAMES)
+def test_every_code_in_every_place(type: str) -> None:
+    """Each token takes one column: what a weight is, alone and beside others."""
+    encoding = gguf_encoding(type)
+    out, in_ = 64, max(encoding.columns, 64)
+    slot, x = gguf_blocks.random_blocks(type, out, in_, 5), torch.eye(in_).bfloat16()
+    form = matrix_form(encoding, out, in_, torch.bfloat16)
+    assert form is not None
+    want = gguf_blocks.weights(type, slot).t()
+    for got in (linear(x, form, slot), torch.cat([linear(one[None], form, slot) for one in x])):
+        assert (got.float() - want).abs().le(want.abs() * ROUNDING + 1e-7).all()
+
+
+def test_the_kernel_of_a_linear_layer_is_native() -> None:
+    slot, x = gguf_blocks.random_blocks("q6_k", 70, 256), random(3, 256, 1)
+    form = matrix_form(gguf_encoding("q6_k"), 70, 256, torch.bfloat16)
+    assert form is not None
+    assert torch.equal(linear_for("gguf/q6_k", "cpu", torch.bfloat16)(x, slot, 70, 256), linear(x, form, slot))
+    assert matrix_form(gguf_encoding("q6_k"), 70, 256, torch.float32) is None
+
+
+HIDDEN, INNER = 256, 512
+GATES: dict[str, Gate] = {"silu": silu_gate, "clamped": ClampedGate(7.0, 1.702, halves=True)}
+
+
+def gated(gate: str, features: torch.Tensor) -> torch.Tensor:
+    """What GGML computes of gate and up, in its order."""
+    first, up = features[:, :INNER], features[:, INNER:]
+    if gate == "silu":
+        return first * torch.sigmoid(first) * up
+    first, up = first.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * first * torch.sigmoid(1.702 * first)
+
+
+@pytest.mark.parametrize(
+    ("up", "down", "gate"),
+    [("q4_k", "q6_k", "silu"), ("q4_k", "q4_k", "silu"), ("mxfp4", "mxfp4", "clamped"), ("q2_k", "q3_k", "silu")],
+)
+@pytest.mark.parametrize("count", [1, 5, 100])
+def test_an_expert_of_a_mixture_of_types(up: str, down: str, gate: str, count: int) -> None:
+    parts = (Part("gate_up", (2 * INNER, HIDDEN)), Part("down", (HIDDEN, INNER)))
+    encodings = {"gate_up": gguf_encoding(up), "down": gguf_encoding(down)}
+    form = ExpertFormat(MoeLayer("experts", 4, 2, parts), 4, torch.bfloat16, encodings)
+    views = form.slot.views(torch.zeros(form.slot.nbytes, dtype=torch.uint8))
+    for seed, (name, type) in enumerate((("gate_up", up), ("down", down))):
+        out, in_ = next(part.out_in for part in parts if part.name == name)
+        views[name]["blocks"].copy_(gguf_blocks.random_blocks(type, out, in_, seed)["blocks"])
+    kernel, x = expert_kernel(form, GATES[gate], "cpu"), random(count, HIDDEN, 9)
+    assert isinstance(kernel, InOneCall)
+    features = x.float() @ gguf_blocks.weights(up, views["gate_up"]).t()
+    want = gated(gate, features) @ gguf_blocks.weights(down, views["down"]).t()
+    got = kernel(x, views).float()
+    assert (got - want).norm() <= 0.01 * want.norm()
+    assert torch.equal(kernel.together(x[:1], [views, views])[1].float(), got[0])
+    assert (kernel.separate(x, views).float() - want).norm() <= 0.01 * want.norm()
