@@ -46,7 +46,8 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None) -
     sizes = {bits: max(form.slot.nbytes for form in forms) for bits, forms in model.formats.items()}
     wanted = cache_bytes(composition, settings.cache or CacheSize(fraction=1.0), shape_of(blueprint.layers), sizes)
     needs = while_running(model)
-    on_disk = embedding_bytes(blueprint) if gpu is None and budget - total(needs, Phase.RUNNING) < wanted else 0
+    tight = budget - total(needs, Phase.RUNNING) < wanted
+    on_disk = embedding_bytes(blueprint) if gpu is None and (tight or blueprint.in_gguf) else 0
     if on_disk:
         needs.append(Need("dense", -on_disk, Phase.RUNNING, "the embedding on disk"))
     packers, packing = while_packing(model, budget)

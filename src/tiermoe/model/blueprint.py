@@ -99,6 +99,11 @@ class Blueprint:
         return [unit_format(unit, layer, bits, self.dtype, layout, quantizer) for layer in self.layers]
 
     @property
+    def in_gguf(self) -> bool:
+        """Whether the checkpoint is a GGUF file."""
+        return isinstance(self.checkpoint, GgufCheckpoint)
+
+    @property
     def quantized(self) -> bool:
         """Whether the checkpoint comes quantised."""
         return getattr(self.config, "quantization_config", None) is not None

@@ -24,7 +24,7 @@ def resolve_model(model: str | os.PathLike[str]) -> Path:
     if path.exists() and is_gguf(path):
         return path.resolve()
     if path.exists():
-        raise ModelError(f"{path} is a file; name a GGUF file, or the directory that holds config.json and the weights")
+        raise ModelError(f"{path} is a file; name the directory that holds config.json and the weights, or a GGUF file")
     if text.startswith((".", "/", "~")) or text.count("/") != 1:
         raise ModelError(f"{text} does not exist; name a model directory or a hub id like Qwen/Qwen3-30B-A3B")
     return _from_hub(text)

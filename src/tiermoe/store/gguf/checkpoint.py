@@ -59,6 +59,12 @@ class GgufCheckpoint:
         assert isinstance(parameter, Rows)
         return parameter.blocks(self._read, 0, parameter.shape[0])
 
+    def stored_bytes(self, name: str) -> int:
+        """Bytes of such a matrix as it lies."""
+        parameter = self.parameters[name]
+        assert isinstance(parameter, Rows)
+        return parameter.tensor.nbytes
+
     def in_place(self, name: str, expert: int, at: int) -> list[Segment]:
         """Where the bytes of `name` of one expert lie, to be placed at byte `at` of an extent and on."""
         parameter = self.parameters[name]
