@@ -19,6 +19,7 @@ from tiermoe.memory.refusals import check_phases, refuse
 from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.dense import recipe
 from tiermoe.model.embedding import embedding_bytes
+from tiermoe.model.own_linears import own_linears, types_of
 from tiermoe.process.footprint import resident_bytes
 from tiermoe.process.machine import available_memory
 from tiermoe.store.store import Store
@@ -66,6 +67,7 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None) -
         embedding_on_disk=on_disk > 0,
         looked_up=0 if on_disk else embedding_bytes(blueprint),
         packers=packers,
+        types=blueprint.own_types(),
     )
     if gpu is None:
         plan = _divided(base, wanted, model, sizes)
@@ -144,6 +146,8 @@ def _budget(settings: Settings) -> tuple[int, str]:
 
 
 def _dense_bits(blueprint: Blueprint, bits: int, layout: str) -> str:
+    if bits == 16 and (own := own_linears(blueprint, "cpu" if layout == machine_layout("cpu") else layout)):
+        return f"16, or as the file has them ({types_of(blueprint, own.values())})"
     more = ", ".join(f"{kind} {own}" for kind, own in sorted(recipe(blueprint, bits, layout).items()))
     return f"{bits} ({more})" if more else str(bits)
 

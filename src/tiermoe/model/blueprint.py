@@ -18,6 +18,7 @@ from tiermoe.model.gguf.architectures import config_of
 from tiermoe.model.gguf.parameters import compute_dtype, open_checkpoint
 from tiermoe.model.hub import chosen_store_root
 from tiermoe.process import footprint
+from tiermoe.quant.gguf import PREFIX
 from tiermoe.store.checkpoint import Checkpoint
 from tiermoe.store.gguf.checkpoint import GgufCheckpoint
 from tiermoe.store.gguf.file import is_gguf, open_gguf
@@ -87,6 +88,13 @@ class Blueprint:
             return own_precision(self.checkpoint, self.layers, self.dtype)
         except ModelError:  # who asks for them is told why (`engine.load.resolve_for`)
             return None
+
+    def own_types(self) -> str:
+        """The types that the experts of a GGUF file lie in, for people: 'Q4_K, Q6_K'; empty where none are in place."""
+        layers = self.own_experts.layers if self.own_experts is not None else []
+        names = {name for layer in layers for name in layer.encodings.values() if name.startswith(PREFIX)}
+        plain = str(self.dtype).removeprefix("torch.")
+        return ", ".join(sorted(name.removeprefix(PREFIX).upper() for name in names)) or (plain if layers else "")
 
     def expert_formats(self, bits: int, unit: str, layout: str, quantizer: str) -> list[ExpertFormat]:
         """The format of each layer's experts at `bits`, for the kernels of `layout`: the file's own where it has them

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from tiermoe.kernels import linear_for
 from tiermoe.kernels.native.attention import PackedMatrix
 from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.linear import PackedLinear
+from tiermoe.quant.gguf import PREFIX
 from tiermoe.quant.registry import encoding_named
 from tiermoe.store.gguf.checkpoint import GgufCheckpoint
 from tiermoe.store.gguf.parameter import Rows
@@ -36,6 +37,13 @@ def shared_table(blueprint: Blueprint, device: str) -> str | None:
     file, and nothing else needs it."""
     tied = {path.removesuffix(".weight") for path in blueprint.outline.tied}
     return next((key for path, key in own_linears(blueprint, device).items() if path in tied), None)
+
+
+def types_of(blueprint: Blueprint, keys: Iterable[str]) -> str:
+    """The types of parameters, for people: 'Q4_K, Q6_K'."""
+    assert isinstance(blueprint.checkpoint, GgufCheckpoint)
+    names = {str(blueprint.checkpoint.parameters[key].encoding()) for key in keys}
+    return ", ".join(sorted(name.removeprefix(PREFIX).upper() for name in names))
 
 
 def own_bytes(blueprint: Blueprint, device: str) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from tiermoe.store.gguf.header import GgufTensor
 from tiermoe.store.gguf.parameter import Expanding, Parameter, Rows, Stacked
 from tiermoe.store.gguf.values import whole
 
-_IN_BLOCK = re.compile(r"blk\.(\d+)\.(\w+?)(?:\.(weight|bias))?")
+_IN_BLOCK = re.compile(r"blk\.(\d+)\.([\w.]+?)(?:\.(weight|bias))?")
 _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
 _EXPERTS = re.compile(r"ffn_(gate_up|gate|up|down)_exps")
 _TURNED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}

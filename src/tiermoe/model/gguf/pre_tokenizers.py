@@ -34,6 +34,10 @@ _CASED_LETTERS = (
 _GPT2 = (_WORDS,)
 _LLAMA3 = (rf"{_SHORT}|{_LETTERS}|\p{{N}}{{1,3}}{_REST}",)
 _QWEN2 = (rf"{_SHORT}|{_LETTERS}|\p{{N}}{_REST}",)
+_QWEN35 = (
+    rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 _GPT4O = (rf"{_CASED[0]}{_SHORT}?|{_CASED[1]}{_SHORT}?|\p{{N}}{{1,3}}{_CASED_REST}",)
 _TEKKEN = (rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}{_CASED_REST}",)
 _STARCODER = (r"\p{N}", _WORDS)
@@ -59,6 +63,7 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "dbrx", "smaug-bpe"), _LLAMA3),
     **dict.fromkeys(("chatglm-bpe", "glm4"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"), _QWEN2),
+    "qwen35": _QWEN35,
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _GPT4O),
     "tekken": _TEKKEN,
     **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), _STARCODER),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tiermoe.errors import ModelError
 from tiermoe.model.gguf.ends import token_id
@@ -89,8 +89,10 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> Tokenizer:
         facts["merges"] = file.strings(_PREFIX + "merges")
     backend: Tokenizer
     backend, _ = convert_gguf_tokenizer(file.architecture, facts)
-    if not file.entries.get("tokenizer.ggml.add_space_prefix", True):
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="never", split=False)
+    # transformers prepends no space to a text that begins with one
+    prefix = [normalizers.Prepend("▁")] if file.entries.get("tokenizer.ggml.add_space_prefix", True) else []
+    backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
+    backend.pre_tokenizer = None
     return backend
 
 
