@@ -65,13 +65,18 @@ def auto_class(model_type: str) -> Any:
     return AutoModelForSeq2SeqLM if model_type == "switch_transformers" else AutoModelForCausalLM
 
 
+def config_of(model_type: str, **changes: Any) -> Any:
+    """transformers' config of a tiny model."""
+    return AutoConfig.for_model(model_type, **{**_COMMON, **CONFIGS[model_type], **changes})
+
+
 def write(
     directory: Path, model_type: str, dtype: torch.dtype, shard: str = "5GB", seed: int = 0, **changes: Any
 ) -> Path:
     """Writes a random checkpoint into `directory` and returns it. Weights are large enough that routing and logits are
     not flat."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type, **{**_COMMON, **CONFIGS[model_type], **changes})
+    config = config_of(model_type, **changes)
     model = auto_class(model_type).from_config(config, dtype=dtype, experts_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():

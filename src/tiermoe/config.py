@@ -27,6 +27,7 @@ _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-zA-Z]*)\s*")
 
 BITS = (16, 8, 4, 2)
 DENSE_BITS = (16, 8, 4)
+DEFAULT_BITS = 4
 
 
 def parse_size(text: str | int, what: str = "size") -> int:
@@ -80,8 +81,8 @@ class Settings:
     """Everything that `tiermoe.load` and the commands can be asked for, and the defaults of all of them.
 
     memory: bound on the whole process in bytes; None takes it from what the machine has free.
-    bits: precision of the experts (16 is the checkpoint's own). dense_bits: of the other linear layers, of which some
-    are kept at more (`tiermoe.model.dense`); None follows `bits`.
+    bits: precision of the experts (16 is the checkpoint's own); None takes 4, and of a GGUF file its own. dense_bits:
+    of the other linear layers, of which some are kept at more (`tiermoe.model.dense`); None follows `bits`.
     quantizer: 'hqq' or 'linear', for 4 and 2 bits. cache: size of the expert cache alone (experiments).
     chunk: tokens of a prompt that run at once. context: tokens (prompt and answer) to reserve key/value memory for;
     None takes the smaller of 4096 and the model's own. batch: sequences that run at once.
@@ -95,7 +96,7 @@ class Settings:
     """
 
     memory: int | None = None
-    bits: int = 4
+    bits: int | None = None
     dense_bits: int | None = None
     quantizer: str = "hqq"
     cache: CacheSize | None = None
@@ -120,7 +121,7 @@ class Settings:
             fits = isinstance(value, kind) and not isinstance(value, bool)
             _require(fits or (optional and value is None), f"{name} must be {written}, got {value!r}")
         _require(isinstance(self.warm, bool), f"warm must be True or False, got {self.warm!r}")
-        _require(self.bits in BITS, f"bits must be one of {BITS}, got {self.bits}")
+        _require(self.bits is None or self.bits in BITS, f"bits must be one of {BITS}, got {self.bits}")
         _require(
             self.dense_bits is None or self.dense_bits in DENSE_BITS,
             f"dense_bits must be one of {DENSE_BITS}, got {self.dense_bits}",
@@ -141,9 +142,14 @@ class Settings:
         )
 
     @property
+    def bits_used(self) -> int:
+        """`bits`, or the default."""
+        return self.bits or DEFAULT_BITS
+
+    @property
     def dense_bits_used(self) -> int:
         """`dense_bits`, or what follows from `bits`: the same, but never below 4."""
-        return self.dense_bits or max(self.bits, min(DENSE_BITS))
+        return self.dense_bits or max(self.bits_used, min(DENSE_BITS))
 
 
 _KINDS: dict[str, tuple[Any, str]] = {

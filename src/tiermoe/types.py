@@ -135,7 +135,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where the stored bytes of one expert lie, with the xxh3-64 checksum of them in the order of `segments`."""
+    """Where the stored bytes of one expert lie, with the xxh3-64 checksum of them in the order of `segments`; an empty
+    one where nobody has taken it."""
 
     segments: tuple[Segment, ...]
     checksum: str

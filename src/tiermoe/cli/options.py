@@ -17,7 +17,9 @@ import typer
 from tiermoe.config import Settings
 from tiermoe.errors import ConfigError
 
-Model = Annotated[str, typer.Argument(help="A model directory or a Hugging Face hub id.", show_default=False)]
+Model = Annotated[
+    str, typer.Argument(help="A model directory, a GGUF file or a Hugging Face hub id.", show_default=False)
+]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", help="Replace a part or setting of the preset, like prefetch=none.", show_default=False),
@@ -42,7 +44,14 @@ ENGINE: dict[str, Any] = {
             show_default=False,
         ),
     ],
-    "bits": Annotated[int, typer.Option(help="Precision of the experts: 16 (the checkpoint's own), 8, 4 or 2 bits.")],
+    "bits": Annotated[
+        int | None,
+        typer.Option(
+            help="Precision of the experts: 16 (the checkpoint's own), 8, 4 or 2 bits. Default: 4; of a GGUF file its "
+            "own.",
+            show_default=False,
+        ),
+    ],
     "dense_bits": Annotated[
         int | None,
         typer.Option(

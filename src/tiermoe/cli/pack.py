@@ -17,7 +17,12 @@ from tiermoe.errors import ConfigError
 def pack(
     model: opt.Model,
     options: dict[str, Any],
-    bits: Annotated[str, typer.Option(help="Precisions to pack, like 4 or 4,2.")] = str(Settings().bits),
+    bits: Annotated[
+        str | None,
+        typer.Option(
+            help="Precisions to pack, like 4 or 4,2. Default: 4; a GGUF file is used as it is.", show_default=False
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="Pack for cpu, for cuda (here or not), or auto.")] = "auto",
     out: Annotated[
         Path | None,
@@ -26,7 +31,7 @@ def pack(
     force: Annotated[bool, typer.Option("--force", help="Pack anew what the store holds already.")] = False,
 ) -> None:
     """Pack a checkpoint's experts into a store. Interrupted, it picks up where it stopped when run again."""
-    precisions = _parse_bits(bits)
+    precisions = _parse_bits(bits) if bits is not None else None
     with waiting("reading the checkpoint's headers"):
         from tiermoe.process import footprint
 
@@ -37,23 +42,25 @@ def pack(
         from tiermoe.model.dense import recipe_key
         from tiermoe.model.hub import resolve_model
         from tiermoe.model.prepare_store import ensure_packed, open_or_create, store_root
+        from tiermoe.store.gguf.placement import OWN_BITS
         from tiermoe.store.pack import forget
         from tiermoe.store.store import precision_key
         from tiermoe.tiers.cuda import resolve_device
 
-        asked = [settings(bits=number, device=device, **options) for number in precisions]
         kernels = resolve_device(device) if device == "auto" else device
         layout = machine_layout(kernels)
         blueprint = inspect_model(resolve_model(model), model, out)
+        usual = OWN_BITS if blueprint.in_gguf else Settings().bits_used
+        asked = [settings(bits=number, device=device, **options) for number in precisions or [usual]]
         store = open_or_create(blueprint, store_root(blueprint, out), force)
-        experts = {each.bits: precision_key(each.bits, each.quantizer, layout) for each in asked}
-        dense = {each.bits: recipe_key(blueprint, each.dense_bits_used, layout) for each in asked}
+        experts = {each.bits_used: precision_key(each.bits_used, each.quantizer, layout) for each in asked}
+        dense = {each.bits_used: recipe_key(blueprint, each.dense_bits_used, layout) for each in asked}
         if force:
             for each in asked:
-                forget(store, experts[each.bits], dense[each.bits])
+                forget(store, experts[each.bits_used], dense[each.bits_used])
     with progress_bar() as progress:
         for each in asked:
-            ensure_packed(store, blueprint, each.bits, each.quantizer, each.dense_bits_used, progress, kernels)
+            ensure_packed(store, blueprint, each.bits_used, each.quantizer, each.dense_bits_used, progress, kernels)
     for precision, key in experts.items():
         packed = store.precisions[key]
         nbytes = sum(extent.nbytes for layer in packed.layers for extent in layer.extents)

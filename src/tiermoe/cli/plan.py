@@ -35,8 +35,7 @@ def plan(
         print(json.dumps(asdict(result) | result.parts() | more))
         return
     table = Table(
-        title=f"{format_size(result.budget)} ({result.budget_source}), experts at {result.bits} bits, "
-        f"other layers at {result.dense_bits}",
+        title=f"{format_size(result.budget)} ({result.budget_source}), {result.precision}",
         title_justify="left",
         caption=f"CPU kernels: {cpu_kernels()}",
         caption_justify="left",

@@ -13,7 +13,7 @@ from tiermoe.kernels import machine_layout
 from tiermoe.model.blueprint import Blueprint, inspect_model
 from tiermoe.model.dense import kind_of, recipe_key
 from tiermoe.model.hub import is_store, resolve_model
-from tiermoe.model.prepare_store import store_root
+from tiermoe.model.prepare_store import found_store, store_root
 from tiermoe.quant.registry import encoding_named
 from tiermoe.store.store import Store, open_store, precision_key
 from tiermoe.tiers.cuda import resolve_device
@@ -26,6 +26,8 @@ def describe_model(model: str, chosen: Path | None = None) -> dict[str, Any]:
     blueprint = inspect_model(resolve_model(model), model, chosen)
     root = store_root(blueprint, chosen)
     store = open_store(root) if is_store(root) else None
+    if blueprint.own_experts is not None:
+        store = found_store(blueprint, chosen)
     expert_weights = sum(layer.experts * layer.expert_elements for layer in blueprint.layers)
     dense_bytes = blueprint.dense_bytes()
     return {
@@ -39,7 +41,7 @@ def describe_model(model: str, chosen: Path | None = None) -> dict[str, Any]:
         "context": blueprint.max_context() or "unbounded",
         "checkpoint": str(blueprint.directory),
         "fingerprint": blueprint.checkpoint.fingerprint(),
-        "store": str(root) if store else "",
+        "store": str(root) if is_store(root) else "",
         "precisions": _precision_facts(store) if store else [],
     }
 

@@ -177,7 +177,7 @@ class Engine:
         return {
             "preset": self.composition.name,
             "lossy": ", ".join(self.lossy),
-            "bits": self.settings.bits,
+            "bits": self.settings.bits_used,
             "dense_bits": self.settings.dense_bits_used,
             "expert_hits": counts.hits,
             "expert_misses": counts.misses,

@@ -27,6 +27,8 @@ from tiermoe.model.expert_gates import named_gates
 from tiermoe.model.hub import load_tokenizer, resolve_model
 from tiermoe.model.prepare_store import Progress, ensure_packed, found_store, is_packed, open_or_create, store_root
 from tiermoe.process import footprint
+from tiermoe.store.gguf.checkpoint import GgufCheckpoint
+from tiermoe.store.gguf.placement import OWN_BITS, own_precision
 from tiermoe.store.store import Store
 from tiermoe.systems.resolved import Resolved, resolve
 from tiermoe.tiers.cuda import resolve_device
@@ -155,9 +157,13 @@ def _lean_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: 
 
 def resolve_for(blueprint: Blueprint, settings: Settings) -> Resolved:
     """The settings' preset, made ready for a checkpoint. The default one asks no routers where they name no experts by
-    index (Switch), and shares its slots where an encoder's layers run only once."""
+    index (Switch), and shares its slots where an encoder's layers run only once. A GGUF file's weights stay in their
+    types where no bits are asked for, which a CPU alone has kernels for; ModelError where experts cannot."""
     if settings.preset == Settings().preset and blueprint.family.adapter:
         settings = replace(settings, set={"prefetch": "none", "allotment": "pool", **settings.set})
+    if settings.bits is None and isinstance(blueprint.checkpoint, GgufCheckpoint):
+        assert blueprint.own_experts or own_precision(blueprint.checkpoint, blueprint.layers, blueprint.dtype)
+        settings = replace(settings, bits=OWN_BITS, device="cpu" if settings.device == "auto" else settings.device)
     root = store_root(blueprint, settings.store)
     return resolve(settings, root, blueprint.checkpoint.fingerprint(), blueprint.name)
 

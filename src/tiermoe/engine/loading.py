@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,11 @@ from tiermoe.model.architectures import decoder_for
 from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.dense import attach_dense, recipe_key
 from tiermoe.model.dense_weights import LazyTensor, read_dtypes
-from tiermoe.model.embedding import embedding_key, leave_on_disk
+from tiermoe.model.embedding import EmbeddingOnDisk, embedding_key, leave_on_disk
+from tiermoe.model.expert_gates import ExpertGate, named_gates
 from tiermoe.model.face import face_base, face_class
 from tiermoe.model.generic import GenericDecoder
+from tiermoe.model.own_linears import attach_own, own_linears, shared_table
 from tiermoe.model.shells import IMPLEMENTATION, ShellGate, experts_left_out, register, shells_of
 from tiermoe.model.weights import ModuleWeights
 from tiermoe.process import footprint
@@ -56,7 +58,9 @@ def load_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: R
         called = [not family.adapter and layer not in hash_tables for layer in range(len(shells))]
         routers = [router_beside(shell, model) if it else None for shell, it in zip(shells, called, strict=True)]
     decoder = own or GenericDecoder(model, functools.partial(base.forward, model))
-    gates = [ShellGate(shell) for shell in shells]
+    gates: Sequence[ExpertGate] = [ShellGate(shell) for shell in shells]
+    if blueprint.own_experts is not None and blueprint.outline.gate is not None:
+        gates = named_gates(blueprint.outline)
     service = ExpertService(store, plan, resolved, reading, hash_tables)
     engine = Engine(service, Model(blueprint, decoder, gates, routers, model.generation_config))
     attach(engine, model, family)
@@ -71,7 +75,9 @@ def load_dense(
     register()
     key = recipe_key(blueprint, dense_bits, machine_layout(device))
     packed = set(store.dense[key]["layers"]) if dense_bits < 16 else set()
-    replaced = {blueprint.outline.tensors[f"{name}.weight"].key for name in packed}
+    own = own_linears(blueprint, device) if dense_bits == 16 else {}
+    shared = shared_table(blueprint, device) if own else None
+    replaced = {blueprint.outline.tensors[f"{name}.weight"].key for name in (*packed, *own)} | {shared}
     if embedding_on_disk:
         replaced.add(embedding_key(blueprint))
     dtypes = read_dtypes(blueprint)
@@ -99,6 +105,10 @@ def load_dense(
     _take_from_directory(model, blueprint)
     if packed:
         attach_dense(model, store, key, ExtentReader(keep=reading.drive.keep), device, reading.files)
+    if own:
+        attach_own(model, blueprint, device)
+    if shared is not None:
+        model.set_input_embeddings(EmbeddingOnDisk(blueprint.checkpoint, shared, blueprint.dtype))
     if embedding_on_disk:
         leave_on_disk(model, blueprint)
     _keep_output_whole(model)

@@ -128,7 +128,7 @@ class ExpertService:
         shape = replace(shape_of(self.store.layers), hash_tables=hash_tables)
         slots = [PrecisionSlots(pool.bits, pool.slots) for pool in self.plan.pools]
         return assemble(
-            self.resolved.composition, shape, slots, self.link, self.resolved.settings.bits, self.resolved.tables,
+            self.resolved.composition, shape, slots, self.link, self.resolved.settings.bits_used, self.resolved.tables,
             miss_costs=self.unit.miss_costs, trial=lambda: trial,
         )  # fmt: skip
 

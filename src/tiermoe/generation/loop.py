@@ -211,7 +211,7 @@ def _report(
         peak_memory_bytes=stats["peak_memory_bytes"],
         memory_budget_bytes=engine.plan.budget,
         preset=engine.composition.name,
-        bits=engine.settings.bits,
+        bits=engine.settings.bits_used,
         dense_bits=engine.settings.dense_bits_used,
         bound_tok_s=decode.bound_tok_s(engine.bandwidth),
         prefetching=stats["prefetching"],

@@ -90,5 +90,7 @@ def linear_for(encoding_name: str, device_type: str, dtype: torch.dtype) -> Line
     kind, with_layout = encoding_name.partition("/")[0], encoding_name.rpartition("/g")[0]
     factory = KERNELS.get((with_layout, device_type)) or KERNELS.get((kind, device_type))
     if factory is None:
-        raise ConfigError(f"no kernel for {encoding_name!r} on {device_type!r}")
+        raise ConfigError(
+            f"no kernel for {encoding_name!r} on {device_type!r}; --bits 4 packs for it, --device cpu has one"
+        )
     return factory(encoding_named(encoding_name), dtype)

@@ -46,6 +46,11 @@ def gate_name(gate: Gate) -> tuple[Any, ...] | None:
     return None
 
 
+def in_halves(name: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The name of the gate of the same values where columns of gate come before those of up."""
+    return ("clamped in halves", *name[1:]) if name[0] == "clamped" else name
+
+
 def gate_named(name: Sequence[Any]) -> Gate:
     """The gate that `gate_name` named. ValueError for any other name."""
     match tuple(name):

@@ -42,7 +42,7 @@ def calibrate_hobbit(calibration: Calibration, progress: Progress) -> Made:
     split = hobbit.Split.of(trace, t1, t2)
     composition = PRESETS["hobbit"].having({"t1": t1, "t2": t2})
     found = hobbit.find_weights(
-        trace, composition, calibration.settings.bits,
+        trace, composition, calibration.settings.bits_used,
         progress=lambda done, total: progress("weighing the cache", done, total),
     )  # fmt: skip
     settings = {"t1": t1, "t2": t2, "weights": list(found.weights)}
@@ -97,7 +97,7 @@ def calibrate_fate(calibration: Calibration, progress: Progress) -> Made:
     )
     trace = calibration.trace(progress)  # after the engine is gone: it takes memory too
     accuracy = fate.accuracies(trace)
-    windows = fate.windows(trace, calibration.settings.bits, bandwidth)
+    windows = fate.windows(trace, calibration.settings.bits_used, bandwidth)
     settings = {
         "boundary": fate.boundary(accuracy),
         "window": windows,
@@ -168,7 +168,7 @@ def popularity_losses(
     losses: list[tuple[float, float]] = []
     base = 0.0
     for done, share in enumerate((0.0, *SHARES), 1):
-        context = PrecisionContext(engine.settings.bits, top_k)
+        context = PrecisionContext(engine.settings.bits_used, top_k)
         with engine.scheduler.ruled_by(Popularity(context, low_bits=low_bits, low_popularity=share)):
             nll = _mean_nll(engine, ids)
         if not share:

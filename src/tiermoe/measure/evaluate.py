@@ -102,7 +102,7 @@ def _speed(model: Any, prefill: PhaseCosts, decode: PhaseCosts) -> dict[str, Any
         "preset": engine.composition.name,
         "lossy": engine.lossy,
         "set": dict(engine.settings.set),
-        "bits": engine.settings.bits,
+        "bits": engine.settings.bits_used,
         "dense_bits": engine.settings.dense_bits_used,
         "cache_fraction": plan.experts / (plan.all_slots * plan.slot_bytes),
         "hit_rate": both.hit_rate,

@@ -39,7 +39,7 @@ def measure_times(model: Any, ids: torch.Tensor, prompt: int, decoded: int = 32)
         for position in range(prompt, min(prompt + decoded, len(ids))):
             feed.token(position)
             decodes.append(watch.lap())
-    return times_of(prefills[1:], decodes, prompt, engine_of(model).settings.bits)
+    return times_of(prefills[1:], decodes, prompt, engine_of(model).settings.bits_used)
 
 
 def times_of(

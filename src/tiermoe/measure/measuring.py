@@ -109,7 +109,7 @@ class Measuring:
         self._hold(set(table.values()))
         engine = self._model.tiermoe
         top_k = [layer.top_k for layer in engine.store.layers]
-        with engine.scheduler.ruled_by(Table(PrecisionContext(engine.settings.bits, top_k, table))):
+        with engine.scheduler.ruled_by(Table(PrecisionContext(engine.settings.bits_used, top_k, table))):
             return self._task.value(self._model)
 
     def close(self) -> None:

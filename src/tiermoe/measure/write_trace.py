@@ -64,7 +64,7 @@ def neuron_sizes(store: Store, settings: Settings, dtype: torch.dtype) -> dict[s
     forms = {
         bits: neuron_format(store.layers[0], bits, dtype, machine_layout("cpu"), settings.quantizer) for bits in (4, 2)
     }
-    place = record_place(forms.get(settings.bits, forms[4]))
+    place = record_place(forms.get(settings.bits_used, forms[4]))
     return {
         "head_bytes": place.stored_at,
         "neuron_bytes": place.record_bytes,
@@ -127,7 +127,7 @@ def made_from(text_name: str, text: str, shape: Cut, settings: Settings) -> Made
         "tokens": shape.sequences * shape.sequence,
         "prompt": shape.prompt,
         "sequence": shape.sequence,
-        "bits": settings.bits,
+        "bits": settings.bits_used,
         "dense_bits": settings.dense_bits_used,
         "quantizer": settings.quantizer,
         "version": __version__,

@@ -30,7 +30,7 @@ class MemoryPlan:
     a start may map the store's files, which leaves them on disk.
     `dense_bits`: the precision of the dense layers, for people ('4 (lm_head 6)'). `packers`: how many pieces are packed
     at a time. `idle_activations`: bytes in `activations` for memory that stays in the process between passes; 0: all is
-    given back."""
+    given back. `types`: what the weights of a GGUF file lie in where they stay so, else empty."""
 
     budget: int
     budget_source: str
@@ -47,6 +47,7 @@ class MemoryPlan:
     unless_mapped: int = 0
     packers: int = 1
     idle_activations: int = 0
+    types: str = ""
     pools: tuple[SlotPool, ...] = ()
     warnings: list[str] = field(default_factory=list, init=False)
 
@@ -96,6 +97,13 @@ class MemoryPlan:
         return " or ".join(
             str(bits) for bits in sorted({bits for pool in self.pools for bits in pool.bits}, reverse=True)
         )
+
+    @property
+    def precision(self) -> str:
+        """The precisions of all weights, for people."""
+        if self.types and self.bits == "16":
+            return f"experts as the file has them ({self.types}), other layers at {self.dense_bits}"
+        return f"experts at {self.bits} bits, other layers at {self.dense_bits}"
 
     @property
     def total(self) -> int:

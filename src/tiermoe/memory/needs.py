@@ -16,7 +16,6 @@ from tiermoe.model.dense import dense_bytes
 from tiermoe.model.dense_weights import loading_needs
 from tiermoe.model.prepare_store import packing_needs
 from tiermoe.store.layout import ExpertFormat
-from tiermoe.store.neurons import unit_format
 from tiermoe.store.store import Store
 from tiermoe.systems.resolved import Resolved
 from tiermoe.tiers.disk import LANES, staging_bytes
@@ -51,10 +50,7 @@ class Inputs:
 def formats_of(blueprint: Blueprint, resolved: Resolved, layout: str) -> dict[int, list[ExpertFormat]]:
     """Precision → the format of each layer's experts."""
     unit, quantizer = resolved.composition.unit, resolved.settings.quantizer
-    return {
-        bits: [unit_format(unit, layer, bits, blueprint.dtype, layout, quantizer) for layer in blueprint.layers]
-        for bits in resolved.precisions
-    }
+    return {bits: blueprint.expert_formats(bits, unit, layout, quantizer) for bits in resolved.precisions}
 
 
 def while_running(model: Inputs) -> list[Need]:

@@ -19,6 +19,7 @@ from tiermoe.memory.refusals import check_phases, refuse
 from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.dense import recipe
 from tiermoe.model.embedding import embedding_bytes
+from tiermoe.model.own_linears import own_linears, types_of
 from tiermoe.process.footprint import ACTIVATIONS_HEAP, resident_bytes
 from tiermoe.process.machine import available_memory
 from tiermoe.store.store import Store
@@ -46,7 +47,8 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None) -
     sizes = {bits: max(form.slot.nbytes for form in forms) for bits, forms in model.formats.items()}
     wanted = cache_bytes(composition, settings.cache or CacheSize(fraction=1.0), shape_of(blueprint.layers), sizes)
     needs = while_running(model)
-    on_disk = embedding_bytes(blueprint) if gpu is None and budget - total(needs, Phase.RUNNING) < wanted else 0
+    tight = budget - total(needs, Phase.RUNNING) < wanted
+    on_disk = embedding_bytes(blueprint) if gpu is None and (tight or blueprint.in_gguf) else 0
     if on_disk:
         needs.append(Need("dense", -on_disk, Phase.RUNNING, "the embedding on disk"))
     idle = ACTIVATIONS_HEAP if gpu is None and budget - total(needs, Phase.RUNNING) - wanted >= ACTIVATIONS_HEAP else 0
@@ -68,6 +70,7 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None) -
         looked_up=0 if on_disk else embedding_bytes(blueprint),
         packers=packers,
         idle_activations=idle,
+        types=blueprint.own_types(),
     )
     if gpu is None:
         plan = _divided(base, wanted, model, sizes)
@@ -146,6 +149,8 @@ def _budget(settings: Settings) -> tuple[int, str]:
 
 
 def _dense_bits(blueprint: Blueprint, bits: int, layout: str) -> str:
+    if bits == 16 and (own := own_linears(blueprint, "cpu" if layout == machine_layout("cpu") else layout)):
+        return f"16, or as the file has them ({types_of(blueprint, own.values())})"
     more = ", ".join(f"{kind} {own}" for kind, own in sorted(recipe(blueprint, bits, layout).items()))
     return f"{bits} ({more})" if more else str(bits)
 

@@ -14,29 +14,39 @@ from transformers import AutoConfig, GenerationConfig
 
 from tiermoe.errors import ModelError
 from tiermoe.families import Family, family_of
+from tiermoe.model.gguf.architectures import config_of
+from tiermoe.model.gguf.parameters import compute_dtype, open_checkpoint
 from tiermoe.model.hub import chosen_store_root
 from tiermoe.process import footprint
+from tiermoe.quant.gguf import PREFIX
 from tiermoe.store.checkpoint import Checkpoint
+from tiermoe.store.gguf.checkpoint import GgufCheckpoint
+from tiermoe.store.gguf.file import is_gguf, open_gguf
+from tiermoe.store.gguf.placement import OWN_BITS, own_precision
+from tiermoe.store.layout import ExpertFormat, format_from_names
+from tiermoe.store.neurons import unit_format
 from tiermoe.store.outline import NAME as OUTLINE
 from tiermoe.store.outline import Outline, read_outline, write_outline
+from tiermoe.store.store import Precision
 from tiermoe.types import MoeLayer
 
 if TYPE_CHECKING:
     from tiermoe.model.conversion import CheckpointExperts
+    from tiermoe.model.gguf.experts import GgufExperts
     from tiermoe.model.skeleton import Skeleton
 
 
 @dataclass
 class Blueprint:
-    """What `inspect_model` found. known: the outline that the checkpoint's store has; None: transformers' modelling
-    code is asked where an outline is needed."""
+    """What `inspect_model` found. directory: of the checkpoint, or its GGUF file. known: the outline that the
+    checkpoint's store has; None: transformers' modelling code is asked where an outline is needed."""
 
     directory: Path
     name: str
     config: Any
     family: Family
     dtype: torch.dtype
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | GgufCheckpoint
     known: Outline | None
 
     @functools.cached_property
@@ -58,7 +68,7 @@ class Blueprint:
         return self._built.model
 
     @property
-    def experts(self) -> CheckpointExperts:
+    def experts(self) -> CheckpointExperts | GgufExperts:
         """The experts in the checkpoint. Asking for them imports transformers' modelling code."""
         return self._built.experts
 
@@ -68,6 +78,38 @@ class Blueprint:
         from tiermoe.model.skeleton import Skeleton  # late: it imports transformers' modelling code
 
         return Skeleton(self.family, self.config, self.dtype, self.checkpoint, self.name)
+
+    @functools.cached_property
+    def own_experts(self) -> Precision | None:
+        """The experts as a GGUF file has them; None for other checkpoints, and where no kernel takes them so."""
+        if not isinstance(self.checkpoint, GgufCheckpoint):
+            return None
+        try:
+            return own_precision(self.checkpoint, self.layers, self.dtype)
+        except ModelError:  # who asks for them is told why (`engine.load.resolve_for`)
+            return None
+
+    def own_types(self) -> str:
+        """The types that the experts of a GGUF file lie in, for people: 'Q4_K, Q6_K'; empty where none are in place."""
+        layers = self.own_experts.layers if self.own_experts is not None else []
+        names = {name for layer in layers for name in layer.encodings.values() if name.startswith(PREFIX)}
+        plain = str(self.dtype).removeprefix("torch.")
+        return ", ".join(sorted(name.removeprefix(PREFIX).upper() for name in names)) or (plain if layers else "")
+
+    def expert_formats(self, bits: int, unit: str, layout: str, quantizer: str) -> list[ExpertFormat]:
+        """The format of each layer's experts at `bits`, for the kernels of `layout`: the file's own where it has them
+        in place."""
+        if bits == OWN_BITS and unit == "expert" and self.own_experts is not None:
+            return [
+                format_from_names(layer, bits, self.dtype, packed.encodings)
+                for layer, packed in zip(self.layers, self.own_experts.layers, strict=True)
+            ]
+        return [unit_format(unit, layer, bits, self.dtype, layout, quantizer) for layer in self.layers]
+
+    @property
+    def in_gguf(self) -> bool:
+        """Whether the checkpoint is a GGUF file."""
+        return isinstance(self.checkpoint, GgufCheckpoint)
 
     @property
     def quantized(self) -> bool:
@@ -115,11 +157,15 @@ class Blueprint:
 
 
 def inspect_model(directory: Path, name: str, store: Path | None = None) -> Blueprint:
-    """Reads config and headers of a checkpoint, and the outline that its store keeps (in the folder `store`, by default
-    the one in the user's cache); builds the model's skeleton where there is none. ModelError: not a MoE model, an
-    unsupported family, missing or torn files."""
-    config = read_config(directory)
-    checkpoint = Checkpoint(directory)
+    """Reads config and headers of a checkpoint, or of a GGUF file, and the outline that its store keeps (in the folder
+    `store`, by default the one in the user's cache); builds the model's skeleton where there is none. ModelError: not a
+    MoE model, an unsupported family, missing or torn files."""
+    checkpoint: Checkpoint | GgufCheckpoint
+    if is_gguf(directory):
+        checkpoint = open_checkpoint(open_gguf(directory))
+        config = gguf_config(checkpoint)
+    else:
+        config, checkpoint = read_config(directory), Checkpoint(directory)
     fingerprint = checkpoint.fingerprint()
     known = read_outline(chosen_store_root(directory, name, fingerprint, store), fingerprint, transformers.__version__)
     family, dtype = family_of(config.model_type), _dtype_of(config, checkpoint)
@@ -156,11 +202,27 @@ def read_config(directory: Path) -> Any:
         ) from error
 
 
+def gguf_config(checkpoint: GgufCheckpoint) -> Any:
+    """transformers' config of the model in a GGUF file. ModelError where the file lacks an entry, or transformers
+    refuses what it says."""
+    fields = config_of(checkpoint.file)
+    model_type = fields.pop("model_type")
+    family_of(model_type)
+    try:
+        return AutoConfig.for_model(model_type, **fields, dtype=compute_dtype(checkpoint))
+    except Exception as error:
+        cause = str(error) or type(error).__name__
+        raise ModelError(
+            f"transformers {transformers.__version__} refuses what {checkpoint.directory} says of its model ({cause}); "
+            f"download it again, or another file of the model"
+        ) from error
+
+
 def _looks_like_moe(raw: dict[str, Any]) -> bool:
     return any("expert" in key for key in raw) or raw.get("model_type") in ("mixtral", "switch_transformers")
 
 
-def _dtype_of(config: Any, checkpoint: Checkpoint) -> torch.dtype:
+def _dtype_of(config: Any, checkpoint: Checkpoint | GgufCheckpoint) -> torch.dtype:
     """The compute dtype: the config's, else that of the checkpoint's first ordinary floating tensor."""
     named = getattr(config, "dtype", None)
     if isinstance(named, torch.dtype):

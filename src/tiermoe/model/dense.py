@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from tiermoe.errors import LoadError
-from tiermoe.kernels import linear_for
+from tiermoe.kernels import linear_for, machine_layout
 from tiermoe.kernels.native.attention import PackedMatrix
 from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.linear import PackedLinear
+from tiermoe.model.own_linears import own_bytes
 from tiermoe.quant import row_blocks
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.quant.registry import encoding_for
@@ -79,7 +80,8 @@ def dense_bytes(blueprint: Blueprint, bits: int, layout: str) -> int:
     """Bytes of everything but the experts, with the layers that `bits` packs."""
     dense = blueprint.dense_bytes()
     if bits == 16:
-        return dense
+        plain, packed = own_bytes(blueprint, "cpu" if layout == machine_layout("cpu") else layout)
+        return dense - plain + packed
     plain, packed = packed_bytes(blueprint, bits, layout)
     return dense - plain + packed
 

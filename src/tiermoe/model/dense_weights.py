@@ -13,7 +13,8 @@ from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.dense import packed_linears
 from tiermoe.model.embedding import EmbeddingOnDisk, embedding_key
 from tiermoe.model.linear import Linear, PlainLinear
-from tiermoe.store.checkpoint import Checkpoint
+from tiermoe.model.own_linears import read_own, shared_table
+from tiermoe.store.source import TensorSource
 from tiermoe.store.store import Store
 from tiermoe.tiers.mapped import MappedFiles
 from tiermoe.tiers.reader import ExtentReader
@@ -29,7 +30,9 @@ class LazyTensor:
     that is another one, so that it is never there in both. dtype None: as it is stored. A placeholder takes no memory
     and stands for a weight that is replaced by a packed one. transformers' loader takes such tensors."""
 
-    def __init__(self, checkpoint: Checkpoint, key: str, dtype: torch.dtype | None, placeholder: bool = False) -> None:
+    def __init__(
+        self, checkpoint: TensorSource, key: str, dtype: torch.dtype | None, placeholder: bool = False
+    ) -> None:
         entry = checkpoint.tensors[key]
         self.shape, self.dtype = torch.Size(entry.shape), dtype or entry.dtype
         self._checkpoint, self._key, self._placeholder = checkpoint, key, placeholder
@@ -56,9 +59,9 @@ class LazyTensor:
 
 class StoredWeights:
     """`model.weights.Weights` of a blueprint with a whole outline. dense: the key of the packed dense layers in the
-    store, None where all stay as the checkpoint has them. Packed layers are there at once: views of `files`, the
-    store's where they are mapped, else read, through the page cache if `keep`. Tensors are read when they are asked
-    for, each once."""
+    store, None where all stay as the checkpoint has them: in a GGUF file's types. Packed layers are there at once:
+    views of `files`, the store's where they are mapped, else read, through the page cache if `keep`. Tensors are read
+    when they are asked for, each once."""
 
     def __init__(
         self,
@@ -71,12 +74,15 @@ class StoredWeights:
     ) -> None:
         self._blueprint, self._outline = blueprint, blueprint.outline
         self._on_disk = embedding_on_disk
+        self._shared = shared_table(blueprint, "cpu") if dense is None else None
         paths = [*self._outline.tensors, *self._outline.tied]
         self._known = {".".join(names[:end]) for names in (path.split(".") for path in paths) for end in _ends(names)}
         self._tensors: dict[str, Tensor] = {}
         self._packed: dict[str, Linear] = {}
         if dense is not None:
             self._packed.update(packed_linears(store, dense, ExtentReader(keep=keep), "cpu", files, self._bias))
+        else:
+            self._packed.update(read_own(blueprint, "cpu", self._bias))
 
     def has(self, path: str) -> bool:
         return path in self._known
@@ -93,7 +99,7 @@ class StoredWeights:
         return PlainLinear(self.tensor(f"{path}.weight"), self._bias(path))
 
     def embedding(self, path: str) -> Callable[[Tensor], Tensor]:
-        key = embedding_key(self._blueprint) if self._on_disk else None
+        key = embedding_key(self._blueprint) if self._on_disk else self._shared
         if key is not None:
             return EmbeddingOnDisk(self._blueprint.checkpoint, key, self._blueprint.dtype)
         weight = self.tensor(f"{path}.weight")

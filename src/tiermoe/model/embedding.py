@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from tiermoe.model.blueprint import Blueprint
-from tiermoe.store.checkpoint import Checkpoint
+from tiermoe.store.source import TensorSource
 
 
 class EmbeddingOnDisk(torch.nn.Module):
     """An embedding (rows, hidden) whose values are read from the checkpoint, in the model's dtype. `weight` answers
     questions about shape and dtype only."""
 
-    def __init__(self, checkpoint: Checkpoint, key: str, dtype: torch.dtype) -> None:
+    def __init__(self, checkpoint: TensorSource, key: str, dtype: torch.dtype) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = checkpoint.tensors[key].shape
         self.weight = torch.empty((self.num_embeddings, self.embedding_dim), dtype=dtype, device="meta")

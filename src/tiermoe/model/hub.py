@@ -8,21 +8,24 @@ from typing import Any
 
 from tiermoe.errors import ModelError, StoreError
 from tiermoe.store.checkpoint import Checkpoint
+from tiermoe.store.gguf.file import SUFFIX, is_gguf, open_gguf
 from tiermoe.store.store import TABLE
 
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "tokenizer*"]
 
 
 def resolve_model(model: str | os.PathLike[str]) -> Path:
-    """The directory of a checkpoint. A hub id is looked up in the local hub cache first and downloaded only where it is
-    not complete there. ModelError says what was looked for."""
+    """The directory of a checkpoint, or its GGUF file. A hub id is looked up in the local hub cache first and
+    downloaded only where it is not complete there. ModelError says what was looked for."""
     text = os.fspath(model)
     path = Path(text).expanduser()
     if path.is_dir():
         return path.resolve()
+    if path.exists() and is_gguf(path):
+        return path.resolve()
     if path.exists():
-        raise ModelError(f"{path} is a file; name the directory that holds config.json and the weights")
-    if text.startswith((".", "/", "~")) or text.count("/") != 1:
+        raise ModelError(f"{path} is a file; name the directory that holds config.json and the weights, or a GGUF file")
+    if text.startswith((".", "/", "~")) or text.count("/") != 1 or is_gguf(path):
         raise ModelError(f"{text} does not exist; name a model directory or a hub id like Qwen/Qwen3-30B-A3B")
     return _from_hub(text)
 
@@ -65,7 +68,9 @@ def _first_line(error: Exception) -> str:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The model's tokenizer. ModelError where the directory has none."""
+    """The model's tokenizer. ModelError where the directory, or the GGUF file, has none."""
+    if is_gguf(directory):
+        return _from_gguf(directory)
     from transformers import AutoTokenizer
 
     names = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "tokenizer_config.json")
@@ -79,6 +84,17 @@ def load_tokenizer(directory: Path) -> Any:
         raise ModelError(
             f"the tokenizer in {directory} cannot be loaded ({_first_line(error)}); download it again"
         ) from error
+
+
+def _from_gguf(file: Path) -> Any:
+    from tiermoe.model.gguf.tokenizer import load_tokenizer as from_entries
+
+    try:
+        return from_entries(open_gguf(file))
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"the tokenizer in {file} cannot be used ({_first_line(error)}); download it again") from error
 
 
 def is_store(path: Path) -> bool:
@@ -101,7 +117,7 @@ def chosen_store_root(directory: Path, name: str, fingerprint: str, chosen: Path
 
 
 def _label(directory: Path, name: str) -> str:
-    text = name if "/" in name and not Path(name).exists() else directory.name
+    text = name if "/" in name and not Path(name).exists() else directory.name.removesuffix(SUFFIX)
     if directory.parent.name == "snapshots":  # a hub cache folder: models--org--name/snapshots/revision
         text = directory.parent.parent.name.removeprefix("models--")
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in text).strip("-.") or "model"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -15,8 +16,8 @@ from tiermoe.model.dense import pack_dense, recipe_key
 from tiermoe.model.dense import packing_bytes as dense_packing_bytes
 from tiermoe.model.hub import check_fingerprint, chosen_store_root
 from tiermoe.process.footprint import PACKING_HEAP, heap_for_packing
+from tiermoe.store.gguf.placement import OWN_BITS
 from tiermoe.store.lock import exclusive
-from tiermoe.store.neurons import unit_format
 from tiermoe.store.pack import clear, pack_experts, packing_bytes
 from tiermoe.store.store import (
     TABLE,
@@ -42,11 +43,14 @@ def store_root(blueprint: Blueprint, chosen: Path | None) -> Path:
 
 def found_store(blueprint: Blueprint, chosen: Path | None) -> Store | None:
     """What lies in the folder of the blueprint's store, whichever checkpoint it is of; None where nothing that can be
-    read does."""
+    read does. A GGUF file's experts lie in place, and its store need not be there."""
+    root = store_root(blueprint, chosen)
     try:
-        return open_store(store_root(blueprint, chosen))
+        return _with_own(open_store(root), blueprint)
     except StoreError:
-        return None
+        if blueprint.own_experts is None or (root / TABLE).exists():
+            return None
+        return _with_own(_new(blueprint, root), blueprint)
 
 
 def open_or_create(blueprint: Blueprint, root: Path, force: bool = False, found: Store | None = None) -> Store:
@@ -54,7 +58,16 @@ def open_or_create(blueprint: Blueprint, root: Path, force: bool = False, found:
     read there, which is not read again. StoreError where the store is damaged, another checkpoint's or another
     version's; `force` makes an empty one of it then."""
     store = _opened_or_new(blueprint, root, force) if found is None else _checked(found, blueprint)
+    with contextlib.suppress(OSError):
+        root.mkdir(parents=True, exist_ok=True)
     blueprint.leave_outline(root)
+    return _with_own(store, blueprint)
+
+
+def _with_own(store: Store, blueprint: Blueprint) -> Store:
+    """The store, with the experts of a GGUF file where they lie."""
+    if blueprint.own_experts is not None and store.source.fingerprint == blueprint.checkpoint.fingerprint():
+        store.precisions[precision_key(OWN_BITS, "")] = blueprint.own_experts
     return store
 
 
@@ -70,9 +83,13 @@ def _opened_or_new(blueprint: Blueprint, root: Path, force: bool) -> Store:
             clear(root)
         elif (root / TABLE).exists():  # another process was faster
             return _checked(open_store(root), blueprint)
-        store = Store(root, _source(blueprint), blueprint.layers)
+        store = _new(blueprint, root)
         store.save()
     return store
+
+
+def _new(blueprint: Blueprint, root: Path) -> Store:
+    return Store(root, _source(blueprint), blueprint.layers)
 
 
 def _source(blueprint: Blueprint) -> Source:
@@ -113,7 +130,7 @@ def ensure_packed(
             pack_experts(store, blueprint.experts, bits, quantizer, layout, report, unit, workers)
     else:
         check_machine(store.root, precision.machine, layout)
-        if precision.in_place:
+        if precision.in_place and not precision.derived:
             _follow_checkpoint(precision, blueprint)
         check_files(precision)
     if dense_bits < 16:
@@ -169,9 +186,7 @@ def packing_needs(
         if bits == 16:  # checksums at the most, or copies
             steps.append(2 * max(_expert_bytes(layer, blueprint) for layer in blueprint.layers))
             continue
-        formats = [
-            unit_format(unit, layer, bits, blueprint.dtype, layout, settings.quantizer) for layer in blueprint.layers
-        ]
+        formats = blueprint.expert_formats(bits, unit, layout, settings.quantizer)
         steps.append(packing_bytes(formats, settings.quantizer, blueprint.experts.reading_bytes()))
     bits = settings.dense_bits_used
     if bits < 16 and recipe_key(blueprint, bits, layout) not in dense:
@@ -197,7 +212,8 @@ def _follow_checkpoint(precision: Precision, blueprint: Blueprint) -> None:
 
 def _moved(precision: Precision, blueprint: Blueprint) -> bool:
     """Whether experts that are served from the checkpoint lay elsewhere when they were packed."""
-    return Path(precision.layers[0].extents[0].segments[0].file).parent != blueprint.directory
+    where = Path(precision.layers[0].extents[0].segments[0].file).parent
+    return not precision.derived and where != blueprint.directory
 
 
 def check_machine(root: Path, machine: str, layout: str) -> None:

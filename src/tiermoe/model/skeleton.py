@@ -15,12 +15,15 @@ from transformers.quantizers import AutoHfQuantizer
 
 from tiermoe.errors import ModelError
 from tiermoe.families import Family
-from tiermoe.kernels.gates import gate_name
+from tiermoe.kernels.gates import gate_name, in_halves
 from tiermoe.model.conversion import CheckpointExperts
+from tiermoe.model.gguf.experts import GgufExperts
 from tiermoe.model.shells import activation_of, experts_left_out, is_shell
 from tiermoe.process.footprint import without_meta_references
 from tiermoe.store.checkpoint import Checkpoint
+from tiermoe.store.gguf.checkpoint import GgufCheckpoint
 from tiermoe.store.outline import DenseTensor, Outline
+from tiermoe.store.source import TensorSource
 
 _SMALLEST = 4096  # elements of a linear layer; packing a smaller one saves nothing worth a kernel call
 
@@ -29,14 +32,20 @@ class Skeleton:
     """The `model` of a config with shells for experts, and its `experts` in the checkpoint. ModelError where the
     checkpoint is not of such a model, or the model has no experts."""
 
-    def __init__(self, family: Family, config: Any, dtype: torch.dtype, checkpoint: Checkpoint, name: str) -> None:
+    def __init__(
+        self, family: Family, config: Any, dtype: torch.dtype, checkpoint: Checkpoint | GgufCheckpoint, name: str
+    ) -> None:
         self._family, self._dtype = family, dtype
         quantized = getattr(config, "quantization_config", None) is not None
         with experts_left_out(family, config), without_meta_references(), torch.device("meta"):
             self.model = auto_class(family).from_config(config, dtype=dtype, experts_implementation="eager")
         top_k = 1 if family.top_k is None else int(getattr(config, family.top_k))
         quantizer = _dequantizer(config) if quantized else None
-        self.experts = CheckpointExperts(self.model, checkpoint, dtype, top_k, quantizer)
+        self.experts: CheckpointExperts | GgufExperts
+        if isinstance(checkpoint, GgufCheckpoint):
+            self.experts = GgufExperts(self.model, checkpoint, dtype, top_k)
+        else:
+            self.experts = CheckpointExperts(self.model, checkpoint, dtype, top_k, quantizer)
         if not self.experts.layers:
             raise ModelError(f"{name} ({config.model_type}) has no expert layers: it is not a Mixture-of-Experts model")
 
@@ -59,7 +68,7 @@ class Skeleton:
             whole=gate is not None and self._plain_embedding() and _taken_as_they_are(tensors, tied),
         )
 
-    def _tensors(self, checkpoint: Checkpoint) -> dict[str, DenseTensor]:
+    def _tensors(self, checkpoint: TensorSource) -> dict[str, DenseTensor]:
         """Of the state dict. A floating tensor is read in the dtype that transformers' loader leaves it in: DeepSeek-V3
         chooses by a bias in float32."""
         wide = self._kept_wide()
@@ -134,7 +143,10 @@ class Skeleton:
     def _gate(self) -> tuple[Any, ...] | None:
         """The name of what all experts have between their matrices."""
         names = {gate_name(activation_of(module)) for module in self.model.modules() if is_shell(module)}
-        return names.pop() if len(names) == 1 else None
+        name = names.pop() if len(names) == 1 else None
+        if isinstance(self.experts, GgufExperts) and name is not None:
+            return in_halves(name)
+        return name
 
 
 def auto_class(family: Family) -> Any:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ class Checkpoint:
         self.shards = _shards(directory)
         self.tensors: dict[str, TensorEntry] = {}
         self._headers: list[bytes] = []
-        self._descriptors: dict[Path, int] = {}
+        self._descriptors = Descriptors()
         self._fingerprint: str | None = None
         for shard in self.shards:
             self._read_header(shard)
@@ -71,22 +72,7 @@ class Checkpoint:
 
     def _read(self, name: str, shape: tuple[int, ...], offset: int, nbytes: int) -> torch.Tensor:
         entry = self.tensors[name]
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
-        view = buffer.numpy().data
-        done = 0
-        while done < nbytes:
-            try:
-                count = os.preadv(self._descriptor(entry.file), [view[done:]], offset + done)
-            except OSError as error:
-                raise ModelError(
-                    f"reading {name} from {entry.file} failed: {error.strerror}; check the drive"
-                ) from error
-            if count == 0:
-                raise ModelError(
-                    f"{entry.file} ended {nbytes - done:,} bytes early while reading {name}; download it again"
-                )
-            done += count
-        return buffer.view(entry.dtype).view(shape)
+        return self._descriptors.read(entry.file, offset, nbytes, name).view(entry.dtype).view(shape)
 
     def segment(self, name: str, row: int | None, at: int) -> Segment:
         """Where the bytes of `name` (or one row of it) lie, to be placed at byte `at` of an extent."""
@@ -102,35 +88,15 @@ class Checkpoint:
         Taken once, at the first call.
         """
         if self._fingerprint is None:
-            self._fingerprint = self._take_fingerprint()
+            config = self.directory / "config.json"
+            more = config.read_bytes() if config.exists() else b""
+            shards = zip(self.shards, self._headers, strict=True)
+            self._fingerprint = fingerprint_of(more, shards, self._descriptors)
         return self._fingerprint
-
-    def _take_fingerprint(self) -> str:
-        digest = xxhash.xxh3_64()
-        config = self.directory / "config.json"
-        if config.exists():
-            digest.update(config.read_bytes())
-        for shard, header in zip(self.shards, self._headers, strict=True):
-            size = os.path.getsize(shard)
-            digest.update(f"{shard.name}:{size}:".encode() + header)
-            for sample in range(_SAMPLES):
-                offset = (size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1)
-                digest.update(os.pread(self._descriptor(shard), _SAMPLE_BYTES, max(offset, 0)))
-        return digest.hexdigest()
 
     def close(self) -> None:
         """Closes the shards; reading opens them again."""
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
-
-    def _descriptor(self, file: Path) -> int:
-        if file not in self._descriptors:
-            try:
-                self._descriptors[file] = os.open(file, os.O_RDONLY)
-            except OSError as error:
-                raise ModelError(f"cannot open {file}: {error.strerror}") from error
-        return self._descriptors[file]
+        self._descriptors.close()
 
     def _read_header(self, shard: Path) -> None:
         header, start = read_header(shard)
@@ -153,6 +119,54 @@ class Checkpoint:
                 self.tensors[name] = TensorEntry(shard, dtype, shape, start + begin, end - begin)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{shard} has a malformed safetensors header ({error}); download it again") from error
+
+
+class Descriptors:
+    """Open files of a checkpoint, each opened when it is first read."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, int] = {}
+
+    def read(self, file: Path, offset: int, nbytes: int, what: str = "it") -> torch.Tensor:
+        """A fresh uint8 tensor of `nbytes` bytes of a file. ModelError where they cannot be read."""
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        view = buffer.numpy().data
+        done = 0
+        while done < nbytes:
+            try:
+                count = os.preadv(self.of(file), [view[done:]], offset + done)
+            except OSError as error:
+                raise ModelError(f"reading {what} from {file} failed: {error.strerror}; check the drive") from error
+            if count == 0:
+                raise ModelError(f"{file} ended {nbytes - done:,} bytes early while reading {what}; download it again")
+            done += count
+        return buffer
+
+    def of(self, file: Path) -> int:
+        """The descriptor of a file. ModelError where it cannot be opened."""
+        if file not in self._open:
+            try:
+                self._open[file] = os.open(file, os.O_RDONLY)
+            except OSError as error:
+                raise ModelError(f"cannot open {file}: {error.strerror}") from error
+        return self._open[file]
+
+    def close(self) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+
+def fingerprint_of(more: bytes, files: Iterable[tuple[Path, bytes]], descriptors: Descriptors) -> str:
+    """16 hex digits over `more` and, of each file, its header, its size and 32 samples of 4 KiB."""
+    digest = xxhash.xxh3_64(more)
+    for file, header in files:
+        size = os.path.getsize(file)
+        digest.update(f"{file.name}:{size}:".encode() + header)
+        for sample in range(_SAMPLES):
+            offset = (size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1)
+            digest.update(os.pread(descriptors.of(file), _SAMPLE_BYTES, max(offset, 0)))
+    return digest.hexdigest()
 
 
 def read_header(file: Path) -> tuple[bytes, int]:

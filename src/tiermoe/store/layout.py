@@ -7,8 +7,9 @@ precision is widened while loading (2 bits, for a GPU).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -20,6 +21,8 @@ from tiermoe.types import MoeLayer, Part
 
 PAGE = 4096
 _FIELD_ALIGNMENT = 64
+
+_VECTORS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 PartViews = dict[str, torch.Tensor]
 
@@ -59,13 +62,15 @@ class Layout:
 class ExpertFormat:
     """The encodings of one layer's experts in one precision. `encodings` maps matrices to their encoding; biases and
     16-bit matrices are raw values of `dtype` in the checkpoint's orientation, in a field called 'weight'.
-    `part_alignment`: every part starts at a multiple of so many bytes (4 KiB: a part can be read alone)."""
+    `part_alignment`: every part starts at a multiple of so many bytes (4 KiB: a part can be read alone).
+    `vectors`: biases that are stored in another dtype than `dtype`, and rounded to it in the slot (`settle`)."""
 
     layer: MoeLayer
     bits: int
     dtype: torch.dtype
     encodings: Mapping[str, Encoding]
     part_alignment: int = _FIELD_ALIGNMENT
+    vectors: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     @cached_property
     def stored(self) -> Layout:
@@ -77,8 +82,8 @@ class ExpertFormat:
 
     @cached_property
     def widened(self) -> bool:
-        """True where a slot holds other bytes than the store."""
-        return self.stored != self.slot
+        """True where a slot holds other bytes than the store, biases apart."""
+        return self.stored != self.slot and not self.vectors
 
     @torch.no_grad()
     def encode(self, tensors: Mapping[str, torch.Tensor], quantizer: Quantizer, buffer: torch.Tensor) -> float:
@@ -118,20 +123,30 @@ class ExpertFormat:
             else:
                 encoding.widen(source[part.name], target[part.name])
 
+    def settle(self, slot: torch.Tensor) -> None:
+        """Rounds the biases of a slot (uint8) that was filled with stored bytes, each in its place."""
+        if not self.vectors:
+            return
+        stored, settled = self.stored.views(slot), self.slot.views(slot)
+        for name in self.vectors:
+            settled[name]["weight"].copy_(stored[name]["weight"].to(self.dtype))
+
     def _layout(self, slot: bool) -> Layout:
         fields: list[PlacedField] = []
         offset = 0
         for part in self.layer.parts:
             offset = align(offset, self.part_alignment)
-            for field in self._fields(part, slot):
-                fields.append(PlacedField(part.name, field, offset))
-                offset = align(offset + field.nbytes, _FIELD_ALIGNMENT)
+            for field_ in self._fields(part, slot):
+                fields.append(PlacedField(part.name, field_, offset))
+                room = math.prod(part.shape) * self.vectors[part.name].itemsize if part.name in self.vectors else 0
+                offset = align(offset + max(field_.nbytes, room), _FIELD_ALIGNMENT)
         return Layout(tuple(fields), align(offset, PAGE))
 
     def _fields(self, part: Part, slot: bool) -> tuple[Field, ...]:
         encoding = self.encodings.get(part.name)
         if encoding is None:
-            return (Field("weight", self.dtype, part.shape),)
+            stored = self.dtype if slot else self.vectors.get(part.name, self.dtype)
+            return (Field("weight", stored, part.shape),)
         out, in_ = part.out_in
         return (encoding.slot_fields if slot else encoding.stored_fields)(out, in_, self.dtype)
 
@@ -152,5 +167,9 @@ def expert_format(layer: MoeLayer, bits: int, dtype: torch.dtype, machine: str, 
 
 
 def format_from_names(layer: MoeLayer, bits: int, dtype: torch.dtype, names: Mapping[str, str]) -> ExpertFormat:
-    """The format that a store records: part name → encoding name."""
-    return ExpertFormat(layer, bits, dtype, {part: encoding_named(name) for part, name in names.items()})
+    """The format that a store records: part name → encoding name, or dtype of a bias that is stored in another than
+    the slot's."""
+    biases = {part.name for part in layer.parts if not part.is_matrix}
+    encodings = {part: encoding_named(name) for part, name in names.items() if part not in biases}
+    vectors = {part: _VECTORS[name] for part, name in names.items() if part in biases}
+    return ExpertFormat(layer, bits, dtype, encodings, vectors=vectors)

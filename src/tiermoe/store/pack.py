@@ -101,8 +101,12 @@ def packing_bytes(formats: Sequence[ExpertFormat], quantizer: str, reading: int)
 
 
 def forget(store: Store, precision: str, dense: str | None) -> None:
-    """Takes a precision, and the dense layers packed under `dense`, out of the store and removes their files."""
+    """Takes a precision, and the dense layers packed under `dense`, out of the store and removes their files. A
+    precision that the store does not hold itself stays."""
     with adding_to(store):
+        kept = store.precisions.get(precision)
+        if kept is not None and kept.derived:
+            return
         known = store.precisions.pop(precision, None), store.dense.pop(dense or "", None)
         if known != (None, None):
             store.save()

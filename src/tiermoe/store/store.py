@@ -92,13 +92,15 @@ class PackedLayer:
 
 @dataclass(slots=True)
 class Precision:
-    """One packed precision of all layers. `machine` is its kernels' layout ('cpu-avx512', 'rowmajor', 'any')."""
+    """One packed precision of all layers. `machine` is its kernels' layout ('cpu-avx512', 'rowmajor', 'any').
+    `derived`: it follows from the checkpoint's headers, and is not kept in the table."""
 
     bits: int
     quantizer: str
     machine: str
     in_place: bool
     layers: list[PackedLayer]
+    derived: bool = False
 
     def to_json(self, root: Path) -> dict[str, Any]:
         return {
@@ -147,7 +149,8 @@ class Store:
         current = open_store(self.root)
         if current.source.fingerprint != self.source.fingerprint:
             raise StoreError(f"{self.root} was packed from another checkpoint meanwhile; run again")
-        self.precisions, self.dense = current.precisions, current.dense
+        derived = {key: precision for key, precision in self.precisions.items() if precision.derived}
+        self.precisions, self.dense = current.precisions | derived, current.dense
 
     def expert_format(self, key: str, layer: int) -> ExpertFormat:
         """The format of MoE layer `layer` in precision `key`."""
@@ -180,7 +183,9 @@ class Store:
                 "dtype": self.source.dtype,
             },
             "layers": [layer_to_json(layer) for layer in self.layers],
-            "precisions": {key: precision.to_json(self.root) for key, precision in self.precisions.items()},
+            "precisions": {
+                key: precision.to_json(self.root) for key, precision in self.precisions.items() if not precision.derived
+            },
             "dense": self.dense,
         }
         write_atomically(self.root / TABLE, json.dumps(document, separators=(",", ":")).encode())

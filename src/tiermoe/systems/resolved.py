@@ -41,9 +41,9 @@ def resolve(settings: Settings, store: Path, fingerprint: str, model: str) -> Re
     require_settings(composition, model)
     settings = replace(
         settings,
-        bits=composition.bits or settings.bits,
+        bits=composition.bits or settings.bits_used,
         dense_bits=composition.dense_bits or settings.dense_bits,
         quantizer=composition.quantizer or settings.quantizer,
     )
     found = tables(profile)
-    return Resolved(settings, composition, found, precisions(composition, settings.bits, found.bits))
+    return Resolved(settings, composition, found, precisions(composition, settings.bits_used, found.bits))

@@ -109,6 +109,7 @@ class SlotFiller:
         extent, form = self._extent_of(key), self._format_of(key)
         if not form.widened:
             self._reader.read(extent, slot.numpy().data, key)
+            form.settle(slot)
             return
         staging = self._staged(form.stored.nbytes)
         self._reader.read(extent, staging, key)

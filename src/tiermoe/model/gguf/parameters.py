@@ -1,0 +1,118 @@
+"""Which tensors of a GGUF file are which parameters of transformers' model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+
+from tiermoe.errors import ModelError
+from tiermoe.model.gguf.architectures import BLOCK, TOP, GgufArchitecture, architecture_of, blocks, dense_layers
+from tiermoe.store.gguf.checkpoint import GgufCheckpoint
+from tiermoe.store.gguf.file import GgufFile
+from tiermoe.store.gguf.header import GgufTensor
+from tiermoe.store.gguf.parameter import Expanding, Parameter, Rows, Stacked
+from tiermoe.store.gguf.values import whole
+
+_IN_BLOCK = re.compile(r"blk\.(\d+)\.([\w.]+?)(?:\.(weight|bias))?")
+_OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
+_EXPERTS = re.compile(r"ffn_(gate_up|gate|up|down)_exps")
+_TURNED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
+_BARE = ("self_attn.sinks", "mlp.gate.e_score_correction_bias")
+"""Parameters whose own name is their path's end."""
+
+FIRST, SECOND = "gate_up_proj", "down_proj"
+"""What all families call the stacked matrices of a layer's experts."""
+
+
+def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
+    """The checkpoint in a file. ModelError for a tensor that its architecture does not have, and where experts lack
+    one."""
+    architecture = architecture_of(file)
+    parameters: dict[str, Parameter] = {}
+    for name, tensor in file.tensors.items():
+        if (path := _outside(name)) is not None:
+            parameters[path] = Rows(tensor, tensor.shape)
+        elif (found := _IN_BLOCK.fullmatch(name)) and int(found[1]) < blocks(file):
+            parameters |= _in_block(file, architecture, tensor, int(found[1]), found[2], found[3])
+        elif not found:
+            raise _unknown(file, name)
+    dense = set(dense_layers(file))
+    for layer in range(blocks(file)):
+        parameters |= _expanding(file, layer)
+        if layer not in dense:
+            parameters |= _experts(file, layer)
+    return GgufCheckpoint(file, parameters)
+
+
+def compute_dtype(checkpoint: GgufCheckpoint) -> torch.dtype:
+    """What a model in a GGUF file is computed in: in the dtype of its experts where that is one, else in bfloat16."""
+    dtypes = {
+        tensor.kind.dtype
+        for parameter in checkpoint.parameters.values()
+        if isinstance(parameter, Stacked) and len(parameter.shape) == 3
+        for tensor in parameter.tensors
+    }
+    only = dtypes.pop() if len(dtypes) == 1 else None
+    return only or torch.bfloat16
+
+
+def _outside(name: str) -> str | None:
+    found = _OUTSIDE.fullmatch(name)
+    return f"{TOP[found[1]]}.{found[2]}" if found and found[1] in TOP else None
+
+
+def _in_block(
+    file: GgufFile, architecture: GgufArchitecture, tensor: GgufTensor, layer: int, stem: str, suffix: str | None
+) -> dict[str, Parameter]:
+    if _EXPERTS.fullmatch(stem) or stem in ("attn_k_b", "attn_v_b"):
+        return {}  # of several tensors each
+    path = {**BLOCK, **architecture.more}.get(stem)
+    if path is None:
+        raise _unknown(file, f"blk.{layer}.{stem}" + (f".{suffix}" if suffix else ""))
+    turned = whole(file, _TURNED[stem]) if architecture.turned and stem in _TURNED else 0
+    shape = (1, *tensor.shape) if path.endswith("shared_expert_gate") and len(tensor.shape) == 1 else tensor.shape
+    full = path if path in _BARE else f"{path}.{suffix}"
+    return {f"model.layers.{layer}.{full}": Rows(tensor, shape, turned)}
+
+
+def _experts(file: GgufFile, layer: int) -> dict[str, Parameter]:
+    """The stacked matrices and biases of a layer's experts. ModelError where one is missing."""
+    found: dict[str, Parameter] = {}
+    for suffix, end in (("weight", ""), ("bias", "_bias")):
+        there = {
+            matrix: file.tensors[name]
+            for matrix in ("gate_up", "gate", "up", "down")
+            if (name := f"blk.{layer}.ffn_{matrix}_exps.{suffix}") in file.tensors
+        }
+        if suffix == "bias" and not there:
+            continue
+        first = [there[matrix] for matrix in ("gate_up", "gate", "up") if matrix in there]
+        if "down" not in there or there.keys() - {"down"} not in ({"gate_up"}, {"gate", "up"}):
+            raise ModelError(
+                f"{file.path} holds of layer {layer}'s experts {_named(there)} ({suffix}), not gate, up and down; "
+                f"download it again, or convert the model with a current llama.cpp"
+            )
+        prefix = f"model.layers.{layer}.mlp.experts"
+        found |= {f"{prefix}.{FIRST}{end}": Stacked(tuple(first)), f"{prefix}.{SECOND}{end}": Stacked((there["down"],))}
+    return found
+
+
+def _named(there: Mapping[str, GgufTensor]) -> str:
+    return ", ".join(there) or "nothing"
+
+
+def _expanding(file: GgufFile, layer: int) -> dict[str, Parameter]:
+    """DeepSeek's kv_b_proj, where the file has it in two."""
+    keys, values = (file.tensors.get(f"blk.{layer}.attn_{part}_b.weight") for part in "kv")
+    if keys is None or values is None:
+        return {}
+    return {f"model.layers.{layer}.self_attn.kv_b_proj.weight": Expanding(keys, values)}
+
+
+def _unknown(file: GgufFile, name: str) -> ModelError:
+    return ModelError(
+        f"{file.path} holds the tensor {name}, which no model of the architecture '{file.architecture}' that tiermoe "
+        f"computes has; take the model's safetensors"
+    )

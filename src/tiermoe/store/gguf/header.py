@@ -1,0 +1,252 @@
+"""The header of one GGUF file, read in blocks: never mapped, and no tensor is touched.
+
+A file is: 'GGUF', version, number of tensors and of entries, entries (key, type, value), tensors (name, sizes, type,
+offset), padding, and the tensors' bytes. All little-endian. The gguf package's reader makes several arrays of each
+string of a vocabulary, which takes seconds for 150,000 of them. Here a vocabulary stays in the file until it is asked
+for.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import xxhash
+
+from tiermoe.errors import ModelError
+from tiermoe.store.gguf.types import TYPES, UNREAD, GgmlType, supported
+
+T = TypeVar("T")
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_ALIGNMENT = 32  # where general.alignment says nothing
+_MOST = 512 << 20  # bytes of a header: 200,000 tokens and as many merges take 10 MB
+_AT_ONCE = 4 << 20  # bytes read at a time
+_DIMENSIONS = 4
+_FEW = 256  # numbers of an array that are a list
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor of a file: `shape` in torch's order, `offset` from the start of the file."""
+
+    file: Path
+    kind: GgmlType
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape[:-1]) * self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row: of the last dimension."""
+        return self.kind.row_bytes(self.shape[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Strings:
+    """An array of `count` strings that lies at byte `offset` of a file."""
+
+    file: Path
+    offset: int
+    count: int
+
+    def read(self) -> list[str]:
+        """ModelError where they cannot be read."""
+        return _opened(self.file, lambda reader: reader.strings(self.offset, self.count))
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says before its tensors' bytes; `digest` is of the bytes that say it. Arrays of strings are
+    `Strings`."""
+
+    entries: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+    digest: bytes
+
+
+def read_header(file: Path) -> Header:
+    """ModelError names the file and what is wrong: not a GGUF, cut short, of another version or endianness, a type that
+    is not read."""
+    return _opened(file, lambda reader: reader.header())
+
+
+def _opened(file: Path, ask: Callable[[_Reader], T]) -> T:
+    try:
+        with open(file, "rb", buffering=0) as handle:
+            return ask(_Reader(file, handle.fileno()))
+    except OSError as error:
+        raise ModelError(f"cannot read {file}: {error.strerror}") from error
+
+
+class _Reader:
+    """Values one after the other, from a buffer that grows with what is asked for."""
+
+    def __init__(self, file: Path, descriptor: int) -> None:
+        self._file, self._descriptor = file, descriptor
+        self._size = os.fstat(descriptor).st_size
+        self._buffer = bytearray()  # from byte `_begin` on
+        self._begin = self._at = 0
+
+    def header(self) -> Header:
+        tensors, entries = self._counts()
+        metadata: dict[str, Any] = {}
+        for _ in range(entries):
+            key = self._string()
+            if key in metadata:
+                raise self._malformed(f"the entry {key} is there twice")
+            metadata[key] = self._value(self._number("I"))
+        found: dict[str, tuple[GgmlType, tuple[int, ...], int]] = {}
+        for _ in range(tensors):
+            name = self._string()
+            if name in found:
+                raise self._malformed(f"the tensor {name} is there twice")
+            found[name] = self._tensor(name)
+        digest = xxhash.xxh3_64(memoryview(self._buffer)[: self._at]).digest()
+        start = self._begin_of_tensors(metadata)
+        return Header(metadata, {name: self._placed(name, start, *tensor) for name, tensor in found.items()}, digest)
+
+    def strings(self, offset: int, count: int) -> list[str]:
+        """`count` strings from a byte on."""
+        self._at, self._begin = 0, offset
+        return [self._string() for _ in range(count)]
+
+    def _counts(self) -> tuple[int, int]:
+        if self._size < 4 or self._take(4) != MAGIC:
+            raise ModelError(f"{self._file} is not a GGUF file: it does not begin with 'GGUF'")
+        version: int = self._number("I")
+        if version not in VERSIONS:
+            if version.bit_length() > 16:  # the bytes the other way round
+                raise ModelError(
+                    f"{self._file} is a big-endian GGUF; take the little-endian file, or convert it with gguf's "
+                    f"gguf_convert_endian.py"
+                )
+            raise ModelError(
+                f"{self._file} is GGUF version {version}, versions {' and '.join(map(str, VERSIONS))} are read; "
+                f"convert the model again with a current llama.cpp"
+            )
+        tensors, entries = self._number("Q"), self._number("Q")
+        return tensors, entries
+
+    def _tensor(self, name: str) -> tuple[GgmlType, tuple[int, ...], int]:
+        dimensions = self._number("I")
+        if not 1 <= dimensions <= _DIMENSIONS:
+            raise self._malformed(f"{name} has {dimensions} dimensions")
+        shape = tuple(reversed(self._numbers("Q", dimensions)))
+        kind, offset = self._number("I"), self._number("Q")
+        if kind not in TYPES:
+            raise ModelError(
+                f"{self._file}: {name} is stored as {UNREAD.get(kind, f'type {kind}')}, which tiermoe does not read; "
+                f"take a file with these types only: {supported()}"
+            )
+        if shape[-1] % TYPES[kind].block or not all(shape):
+            raise self._malformed(f"{name} of shape {shape} cannot be {TYPES[kind].name}")
+        return TYPES[kind], shape, offset
+
+    def _begin_of_tensors(self, entries: dict[str, Any]) -> int:
+        alignment = entries.get("general.alignment", _ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 8 or alignment % 8:
+            raise self._malformed(f"an alignment of {alignment!r}")
+        return -(-self._at // alignment) * alignment
+
+    def _placed(self, name: str, start: int, kind: GgmlType, shape: tuple[int, ...], offset: int) -> GgufTensor:
+        tensor = GgufTensor(self._file, kind, shape, start + offset)
+        end = tensor.offset + tensor.nbytes
+        if end > self._size:
+            raise ModelError(
+                f"{self._file} is cut short: {name} ends at byte {end:,}, the file has {self._size:,}; download it "
+                f"again"
+            )
+        return tensor
+
+    def _value(self, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self._number(_SCALARS[kind])
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            raise self._malformed(f"an entry of type {kind}")
+        of, count = self._number("I"), self._number("Q")
+        if of in _SCALARS:
+            return self._scalars(_SCALARS[of], count)
+        if of == _STRING:
+            return self._skipped(count)
+        if of != _ARRAY:
+            raise self._malformed(f"an array of type {of}")
+        return [self._value(of) for _ in range(count)]
+
+    def _scalars(self, code: str, count: int) -> Sequence[Any]:
+        if count <= _FEW:
+            return list(self._numbers(code, count))
+        values = array("B" if code == "?" else code)
+        values.frombytes(self._take(count * struct.calcsize(f"<{code}")))
+        return values
+
+    def _skipped(self, count: int) -> Strings:
+        found = Strings(self._file, self._at, count)
+        for _ in range(count):
+            at = self._at
+            if at + 8 > len(self._buffer):
+                self._fill(8)
+            self._at = at + 8 + int.from_bytes(self._buffer[at : at + 8], "little")
+        self._fill(0)
+        return found
+
+    def _number(self, code: str) -> Any:
+        return self._numbers(code, 1)[0]
+
+    def _numbers(self, code: str, count: int) -> tuple[Any, ...]:
+        return struct.unpack(f"<{count}{code}", self._take(count * struct.calcsize(f"<{code}")))
+
+    def _string(self) -> str:
+        at = self._at
+        if at + 8 > len(self._buffer):
+            self._fill(8)
+        length = int.from_bytes(self._buffer[at : at + 8], "little")
+        end = at + 8 + length
+        if end > len(self._buffer):
+            self._fill(8 + length)
+        self._at = end
+        try:
+            return self._buffer[at + 8 : end].decode()
+        except UnicodeDecodeError as error:
+            raise self._malformed(f"text that is not UTF-8 ({error})") from error
+
+    def _take(self, nbytes: int) -> bytes:
+        at = self._at
+        if at + nbytes > len(self._buffer):
+            self._fill(nbytes)
+        self._at = at + nbytes
+        return bytes(self._buffer[at : self._at])
+
+    def _fill(self, nbytes: int) -> None:
+        """Reads on until `nbytes` are there from the present place."""
+        needed = self._at + nbytes
+        if self._begin + needed > self._size:
+            raise ModelError(
+                f"{self._file} is cut short: its header goes on beyond its {self._size:,} bytes; download it again"
+            )
+        if needed > _MOST:
+            raise self._malformed(f"more than {_MOST:,} bytes of header")
+        while len(self._buffer) < needed:
+            end = self._begin + len(self._buffer)
+            read = os.pread(self._descriptor, max(_AT_ONCE, needed - len(self._buffer)), end)
+            if not read:
+                raise ModelError(f"{self._file} ended at byte {end:,} while it was read; download it again")
+            self._buffer += read
+
+    def _malformed(self, what: str) -> ModelError:
+        return ModelError(f"{self._file} has a malformed GGUF header ({what}); download it again")

@@ -1,0 +1,48 @@
+"""Engines of GGUF files for tests, and what transformers' model is asked for beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tiermoe.batch import Batch, prompt
+from tiermoe.config import settings
+from tiermoe.engine.load import start
+from tiermoe.generation.sequence import Sequence
+from tiermoe.model.blueprint import inspect_model
+
+
+def engine_of(file: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """The engine of a file, computing in `dtype`."""
+    asked = settings(threads=1, **options)
+    blueprint = inspect_model(file, str(file), asked.store)
+    if dtype != blueprint.dtype:
+        blueprint = dataclasses.replace(blueprint, dtype=dtype, known=None)
+    return start(blueprint, asked)
+
+
+def logits_of(engine: Any, ids: list[int]) -> torch.Tensor:
+    cache = engine.steps.new_cache(1, len(ids))
+    found: torch.Tensor = engine.step(Batch((prompt(cache.open(), ids),)), cache, every=True)
+    return found
+
+
+def greedy(engine: Any, ids: list[int], count: int) -> list[int]:
+    sequence = Sequence(engine, engine.steps.new_cache(1, len(ids) + count))
+    found = [int(sequence.read(ids).argmax())]
+    while len(found) < count:
+        found.append(int(sequence.add(found[-1]).argmax()))
+    return found
+
+
+def eager_greedy(model: Any, ids: list[int], count: int) -> list[int]:
+    found, cache, given = [], None, ids
+    with torch.no_grad():
+        while len(found) < count:
+            output = model(torch.tensor([given]), past_key_values=cache, use_cache=True)
+            found.append(int(output.logits[0, -1].argmax()))
+            cache, given = output.past_key_values, found[-1:]
+    return found

@@ -1,0 +1,273 @@
+"""Tiny random models as GGUF files, written with the gguf package by the rules of llama.cpp's converter.
+
+`write` returns the file and transformers' eager model, whose weights are what the gguf package dequantises of the
+file's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize, quantize
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import gguf_blocks
+import tiny
+from tiermoe.quant.gguf import TYPES
+
+BLOCKS = {each.type: each.columns for each in TYPES}
+ARCHITECTURES = {
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
+    "olmoe": gguf.MODEL_ARCH.OLMOE,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
+    "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
+}
+_WRITABLE = {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "mxfp4"}
+"""Types that the gguf package quantises to."""
+
+Views = Iterator[tuple[str, Tensor, tuple[int, ...]]]
+Kinds = Callable[[str], str]
+
+
+def kinds(experts: str, down: str | None = None, dense: str | None = None) -> Kinds:
+    """A type for matrices by their name: of experts, of experts' second matrix, of all others."""
+
+    def kind(name: str) -> str:
+        if "ffn_down_exps" in name:
+            return down or experts
+        return experts if "_exps" in name else dense or experts
+
+    return kind
+
+
+def model_of(family: str, **changes: Any) -> Any:
+    """transformers' eager model with random weights in float32, as `tiny.write` makes them."""
+    torch.manual_seed(0)
+    config = tiny.config_of(family, **{**FIXED.get(family, {}), **changes})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.15)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(buffer, std=0.05)
+    return model
+
+
+FIXED: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"norm_topk_prob": True, "mlp_only_layers": []},
+    "qwen2_moe": {"mlp_only_layers": []},
+    "gpt_oss": {"sliding_window": 32},
+}
+"""What llama.cpp takes for granted of a family."""
+
+
+def write(
+    out: Path, model: Any, family: str, kind: Kinds, shards: int = 0, vocabulary: Path | None = None, **entries: Any
+) -> Path:
+    """Writes `model` as GGUF and puts what the file stands for into its weights. entries: replace the writer's own;
+    None leaves one out."""
+    arch = ARCHITECTURES[family]
+    config = model.config.to_dict()
+    writer = gguf.GGUFWriter(out, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=shards)
+    _metadata(writer, family, config)
+    if vocabulary is not None:
+        add_vocabulary(writer, vocabulary, config["vocab_size"])
+    for key, value in entries.items():
+        name = key.replace("__", ".")
+        fields = next(each for each in writer.kv_data if name in each or each)
+        fields.pop(name, None)
+        if value is not None:
+            fields[name] = value
+    with torch.no_grad():
+        for name, view, shape in _tensors(model, family, arch):
+            _add(writer, name, view, shape, _kind_of(name, shape, kind))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+def _kind_of(name: str, shape: tuple[int, ...], kind: Kinds) -> str:
+    """Norms, routers, biases and sinks are float32; rows that are no whole blocks are float16."""
+    if len(shape) == 1 or not name.endswith(".weight") or "ffn_gate_inp" in name or "sinks" in name:
+        return "f32"
+    chosen = kind(name)
+    return chosen if shape[-1] % BLOCKS.get(chosen, 1) == 0 else "f16"
+
+
+def _add(writer: gguf.GGUFWriter, name: str, view: Tensor, shape: tuple[int, ...], kind: str) -> None:
+    values = view.reshape(shape).numpy()
+    type = Kind[kind.upper()]
+    if kind in _WRITABLE:
+        raw = quantize(values, type) if kind not in ("f32", "f16") else values.astype({"f32": "f4", "f16": "f2"}[kind])
+        wide = dequantize(raw, type) if kind not in ("f32", "f16") else raw.astype(np.float32)
+    else:
+        rows, columns = int(np.prod(shape[:-1])), shape[-1]
+        blocks = gguf_blocks.random_blocks(kind, rows, columns, seed=len(name))["blocks"].numpy()
+        wide = dequantize(blocks, type) * np.float32(1)
+        raw = blocks.reshape(*shape[:-1], -1)
+    if kind in ("f32", "f16"):
+        writer.add_tensor(name, raw)
+    else:
+        writer.add_tensor(name, raw, raw_dtype=type)
+    view.copy_(torch.from_numpy(np.ascontiguousarray(wide)).view(view.shape))
+
+
+def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH) -> Views:
+    """(name in the file, a view of the model's parameter with its values in the file's order, shape in the file)."""
+    config = model.config
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+
+    def name_of(path: str) -> str:
+        found = names.get_name(path, (".weight", ".bias"))
+        assert found is not None, path
+        return str(found)
+
+    state = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if "correction" in n}}
+    for path, parameter in state.items():
+        value = parameter.data
+        stem, _, last = path.rpartition(".")
+        if ".experts." in path:
+            yield from _experts(stem, last, value, family, name_of)
+        elif path.endswith("kv_b_proj.weight"):
+            heads, keys = config.num_attention_heads, config.qk_nope_head_dim
+            each = value.view(heads, -1, value.shape[-1])
+            to_keys, to_values = each[:, :keys].transpose(1, 2), each[:, keys:]
+            yield name_of(path.replace("kv_b_proj", "k_b_proj")), to_keys, tuple(to_keys.shape)
+            yield name_of(path.replace("kv_b_proj", "v_b_proj")), to_values, tuple(to_values.shape)
+        elif family == "mixtral" and stem.endswith(("q_proj", "k_proj")):
+            heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
+            turned = value.view(heads, 2, value.shape[0] // heads // 2, *value.shape[1:]).swapaxes(1, 2)
+            yield name_of(path), turned, tuple(value.shape)
+        elif path.endswith("shared_expert_gate.weight"):
+            yield name_of(path), value[0], tuple(value.shape[1:])
+        elif path.endswith("sinks"):
+            yield name_of(f"{path}.weight"), value, tuple(value.shape)
+        elif path.endswith("e_score_correction_bias"):
+            yield name_of(path.replace("_correction_bias", "_correction.bias")), value, tuple(value.shape)
+        elif family == "mixtral" and path.endswith("mlp.gate.weight"):
+            yield name_of(path.replace("mlp", "block_sparse_moe")), value, tuple(value.shape)
+        else:
+            yield name_of(path), value, tuple(value.shape)
+
+
+def _experts(stem: str, last: str, value: Tensor, family: str, name_of: Callable[[str], str]) -> Views:
+    matrix, _, bias = last.partition("_proj")
+    suffix = "bias" if bias else "weight"
+    if family == "gpt_oss" and not bias:
+        value = value.transpose(1, 2)
+    if matrix == "down":
+        halves = {"down": value}
+    elif family == "gpt_oss":
+        halves = {"gate": value[:, 0::2], "up": value[:, 1::2]}
+    else:
+        rows = value.shape[1] // 2
+        halves = {"gate": value[:, :rows], "up": value[:, rows:]}
+    called = {"gate": "w1", "up": "w3", "down": "w2"}
+    for each, half in halves.items():
+        path = f"{stem}.{each}_proj.{suffix}"
+        if family == "mixtral":  # LlamaModel.modify_tensors
+            path = stem.removeprefix("model.").replace("mlp", "feed_forward") + f".{called[each]}.{suffix}"
+        yield name_of(path), half, tuple(half.shape)
+
+
+def _metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> None:
+    """`TextModel.set_gguf_parameters` and what each class adds."""
+    rope = config["rope_parameters"]
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    experts = ("num_local_experts", "num_experts", "n_routed_experts")
+    writer.add_expert_count(next(config[name] for name in experts if name in config))
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    if family.startswith("deepseek"):
+        _latent_metadata(writer, family, config)
+        return
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    if config.get("head_dim") is not None:
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    if family == "mixtral":
+        writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+        writer.add_vocab_size(config["vocab_size"])
+    if family in ("qwen2_moe", "qwen3_moe"):
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if family == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if family == "gpt_oss":
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+
+
+def _latent_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> None:
+    """`DeepseekV2Model.set_gguf_parameters`."""
+    latent, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    writer.add_head_count_kv(1)
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_vocab_size(config["vocab_size"])
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(latent)
+    writer.add_key_length(latent + rotary)
+    writer.add_value_length(latent)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotary)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    if config["norm_topk_prob"]:
+        writer.add_expert_weights_norm(True)
+    if config["n_group"] is not None:
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+    sigmoid = family == "deepseek_v3"
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX)
+    writer.add_rope_dimension_count(rotary)
+    if (scale := config["rope_parameters"].get("mscale_all_dim")) is not None:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * scale)
+
+
+def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Path, size: int) -> None:
+    """The byte-level BPE of a tokenizer.json, cut or padded to `size` tokens."""
+    import json
+
+    document = json.loads(tokenizer.read_text())
+    special = {added["id"]: added["content"] for added in document["added_tokens"] if added["special"]}
+    by_id = {index: token for token, index in document["model"]["vocab"].items()} | special
+    ids = range(size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([by_id.get(index, f"[PAD{index}]") for index in ids])
+    kinds_ = gguf.TokenType
+    writer.add_token_types(
+        [kinds_.CONTROL if i in special else kinds_.NORMAL if i in by_id else kinds_.UNUSED for i in ids]
+    )
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in document["model"]["merges"]]
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    writer.add_add_bos_token(False)

@@ -1,0 +1,159 @@
+"""Tokenizers that GGUF files describe: the ids that llama.cpp gives a text, how they are decoded, which end an answer.
+
+llama.cpp's ids need llama-cpp-python, here or in the interpreter that TIERMOE_PEER_PYTHON names."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+import gguf_files
+from gguf_files import kinds
+from tiermoe.errors import ModelError
+from tiermoe.model.gguf.ends import end_ids
+from tiermoe.model.gguf.pre_tokenizers import PRE_TOKENIZERS
+from tiermoe.model.gguf.tokenizer import load_tokenizer
+from tiermoe.model.hub import load_tokenizer as load_any
+from tiermoe.store.gguf.file import GgufFile, open_gguf
+
+PEER = os.environ.get("TIERMOE_PEER_PYTHON", sys.executable)
+_COMBINING = "Việt Nam ไทย हिन्दी"
+TEXTS = [
+    "Hello world", "Hello  world   three", "1 22 333 4444 55555 3.14 1,000,000", "naïve Straße ñandú élan déjà",
+    "🚀 😶‍🌫️ ✅🦙 emoji", "def f(x):\n    return x**2  # ok\n\n\tif x: y=1\r\n", "I'm you've don't HE'LL 'tis",
+    "我想在apple工作1314天～ Привет мир こんにちは", "  leading and trailing  ", "\n\n\n a\n\nb \n", "",
+    "foo_bar-baz@x.com http://a.b/c?d=e&f=g", '!!!??? ... --- === "quoted" `tick`', _COMBINING,
+    "x=[1,2,3];{}()<>|\\/", "CamelCaseWord ALLCAPS iPhone",
+]  # fmt: skip
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<｜end▁of▁sentence｜>"]
+_ASK = """
+import json, sys, llama_cpp
+job = json.load(sys.stdin)
+model = llama_cpp.Llama(job["file"], vocab_only=True, verbose=False)
+print(json.dumps([model.tokenize(text.encode(), add_bos=True, special=True) for text in job["texts"]]))
+"""
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> dict[str, Any]:
+    """A byte-level BPE of a thousand merges learned from the texts: tokens and merges."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=1256, initial_alphabet=alphabet, show_progress=False, min_frequency=1)
+    tokenizer.train_from_iterator([text for text in TEXTS for _ in range(3)], trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    return {"tokens": [*model["vocab"]], "merges": [" ".join(merge) for merge in model["merges"]]}
+
+
+def write(out: Path, vocabulary: dict[str, Any], pre: str | None, **flags: bool) -> GgufFile:
+    """A file with a vocabulary and nothing else."""
+    writer = gguf.GGUFWriter(out, "qwen3moe")
+    kinds_ = [gguf.TokenType.NORMAL] * len(vocabulary["tokens"])
+    writer.add_tokenizer_model("gpt2")
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
+    writer.add_token_list([*vocabulary["tokens"], *SPECIAL, "<think>"])
+    writer.add_token_types([*kinds_, *[gguf.TokenType.CONTROL] * len(SPECIAL), gguf.TokenType.USER_DEFINED])
+    writer.add_token_merges(vocabulary["merges"])
+    writer.add_bos_token_id(len(kinds_))
+    writer.add_eos_token_id(len(kinds_) + 2)
+    for name, value in flags.items():
+        getattr(writer, f"add_{name}")(value)
+    writer.add_chat_template("{{ messages[0].content }}")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return open_gguf(out)
+
+
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+def test_every_text_comes_back(pre: str, vocabulary: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write(tmp_path / "v.gguf", vocabulary, pre, add_bos_token=False))
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    ids = tokenizer("a<|im_end|>b<think>c")["input_ids"]
+    names = ["a", "<|im_end|>", "b", "<think>", "c"]
+    assert tokenizer.convert_ids_to_tokens(ids) == names
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "ab<think>c"
+
+
+def test_ends_of_a_text_and_of_an_answer(vocabulary: dict[str, Any], tmp_path: Path) -> None:
+    count = len(vocabulary["tokens"])
+    both = write(tmp_path / "v.gguf", vocabulary, "qwen2", add_bos_token=True, add_eos_token=True)
+    ids = load_tokenizer(both)("a")["input_ids"]
+    assert (ids[0], ids[-1], len(ids)) == (count, count + 2, 3)
+    assert len(load_tokenizer(write(tmp_path / "w.gguf", vocabulary, "qwen2"))("a")["input_ids"]) == 1
+    begun = load_tokenizer(write(tmp_path / "x.gguf", vocabulary, "llama-bpe"))  # by its kind
+    assert begun("a")["input_ids"][0] == count
+    assert begun.chat_template == "{{ messages[0].content }}"
+    assert end_ids(both) == [count + 2, count + 1, count + 3]
+
+
+def test_what_splits_text_must_be_known(vocabulary: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="splits text as 'kimi-k2' does, which tiermoe does not know from GGUF files"):
+        load_tokenizer(write(tmp_path / "v.gguf", vocabulary, "kimi-k2"))
+
+
+def _peer(file: Path) -> list[list[int]]:
+    job = json.dumps({"file": str(file), "texts": TEXTS})
+    done = subprocess.run([PEER, "-c", _ASK], input=job, capture_output=True, text=True, check=False)
+    if "No module named" in done.stderr:
+        pytest.skip(f"{PEER} has no llama-cpp-python")
+    assert done.returncode == 0, done.stderr
+    found: list[list[int]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "gpt-2", "llama-bpe", "gpt-4o", "deepseek-llm", "deepseek-v3", "olmo", None])
+def test_ids_are_llama_cpps(pre: str | None, vocabulary: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "v.gguf"
+    tokenizer = load_tokenizer(write(file, vocabulary, pre))
+    # llama.cpp has no expression for marks that combine there, and splits before them; the model's own does not
+    left_out = {_COMBINING} if pre == "gpt-4o" else set()
+    for text, wanted in zip(TEXTS, _peer(file), strict=True):
+        assert text in left_out or tokenizer(text)["input_ids"] == wanted, text
+
+
+def test_ids_of_a_sentencepiece_vocabulary_are_llama_cpps(tmp_path: Path) -> None:
+    pieces = [(text[:end], -float(end)) for text in TEXTS for end in range(1, 6) if text[:end]]
+    words = {"▁" + word[:end]: -10.0 * end for text in TEXTS for word in text.split() for end in range(1, 8)}
+    letters = {letter: -1000.0 for text in TEXTS for letter in text if letter != " "} | {"▁": -1000.0, "▁▁": -2.0}
+    scores = letters | {piece.replace(" ", "▁"): score for piece, score in pieces} | words
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *scores]
+    kind = gguf.TokenType
+    types = [kind.UNKNOWN, kind.CONTROL, kind.CONTROL, *[kind.BYTE] * 256, *[kind.NORMAL] * len(scores)]
+    file = tmp_path / "v.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * 259 + [*scores.values()])
+    writer.add_token_types(types)
+    for name, token in (("bos", 1), ("eos", 2), ("unk", 0)):
+        getattr(writer, f"add_{name}_token_id")(token)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tokenizer = load_tokenizer(open_gguf(file))
+    texts = [text for text in TEXTS if text]
+    found = [tokenizer(text)["input_ids"] for text in texts]
+    wanted = dict(zip(TEXTS, _peer(file), strict=True))
+    assert found == [wanted[text] for text in texts]
+
+
+def test_a_model_s_tokenizer_is_its_file_s(tmp_path: Path, shipped: Path) -> None:
+    model = gguf_files.model_of("qwen3_moe", vocab_size=4096)
+    file = gguf_files.write(
+        tmp_path / "m.gguf", model, "qwen3_moe", kinds("q8_0"), vocabulary=shipped / "tokenizer.json"
+    )
+    mine, theirs = load_any(file), load_any(shipped)
+    for text in TEXTS:
+        assert mine(text)["input_ids"] == theirs(text)["input_ids"]
