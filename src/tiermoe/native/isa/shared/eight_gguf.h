@@ -36,13 +36,14 @@ static inline __attribute__((always_inline)) void strips_times(int shared, size_
         Eight part[STRIP_FEW][STRIP_ROWS];
         for (size_t m = 0; m < tokens; m++)
             for (size_t r = 0; r < STRIP_ROWS; r++) part[m][r] = eight_zeros();
-        for (size_t c = g * group; c < (g + 1) * group; c += 8)
-            for (size_t r = 0; r < STRIP_ROWS; r++) {
-                const Eight codes = shared ? eight_from(strips->values[r] + c)
-                                           : eight_of_int8((const uint8_t *)strips->codes[r] + c);
-                for (size_t m = 0; m < tokens; m++)
-                    part[m][r] = eight_times_plus(codes, eight_from(x + m * stride + c), part[m][r]);
-            }
+        for (size_t begin = g * group; begin < (g + 1) * group; begin += 16)
+            for (size_t c = begin; c < begin + 16; c += 8)
+                for (size_t r = 0; r < STRIP_ROWS; r++) {
+                    const Eight codes = shared ? eight_from(strips->values[r] + c)
+                                               : eight_of_int8((const uint8_t *)strips->codes[r] + c);
+                    for (size_t m = 0; m < tokens; m++)
+                        part[m][r] = eight_times_plus(codes, eight_from(x + m * stride + c), part[m][r]);
+                }
         for (size_t r = 0; r < STRIP_ROWS; r++) {
             const Eight scale = eight_all(strips->of[r].scales[g]);
             for (size_t m = 0; m < tokens; m++) lanes[m][r] = eight_times_plus(scale, part[m][r], lanes[m][r]);
@@ -68,14 +69,14 @@ static inline __attribute__((always_inline)) void strips_some(int shared, const 
 /* The strip from column `begin` on of four of a block's rows, from r on; the last one again where there are fewer. */
 static void strips_unpack(const Matrix *matrix, const uint8_t *weights, size_t rows, size_t r, size_t begin, size_t width,
                           Strips *strips) {
-    const size_t row_bytes = row_bytes_of(matrix->coding, matrix->columns);
+    const Coding coding = matrix->coding;
+    const size_t row_bytes = row_bytes_of(coding, matrix->columns);
+    const size_t before = row_bytes_of(coding, begin), bytes = row_bytes_of(coding, width);
     for (size_t i = 0; i < STRIP_ROWS; i++) {
-        const size_t row = r + i < rows ? r + i : rows - 1;
-        const uint8_t *at = weights + row * row_bytes + row_bytes_of(matrix->coding, begin);
-        for (size_t ahead = 0; ahead < row_bytes_of(matrix->coding, width); ahead += 64)
-            __builtin_prefetch(at + STRIP_ROWS * row_bytes + ahead, 0, 2);
-        strip_scales(matrix->coding, at, width, &strips->of[i]);
-        strip_codes(matrix->coding, at, width, strips->codes[i]);
+        const uint8_t *at = weights + (r + i < rows ? r + i : rows - 1) * row_bytes + before;
+        for (size_t ahead = 0; ahead < bytes; ahead += 64) __builtin_prefetch(at + STRIP_ROWS * row_bytes + ahead, 0, 2);
+        strip_scales(coding, at, width, &strips->of[i]);
+        strip_codes(coding, at, width, strips->codes[i]);
     }
 }
 
