@@ -127,6 +127,12 @@ static inline int by_bytes(Coding coding) {
     return coding == Q5_0 || coding == Q5_1 || coding == Q2_K || coding == Q3_K;
 }
 
+/* Those codes; 0 in what is missing of the last 64. */
+static inline void bytes_of_strip(Coding coding, const uint8_t *at, size_t width, int8_t *codes) {
+    strip_codes(coding, at, width, codes);
+    if (width % SPREAD) memset(codes + width, 0, 32);
+}
+
 /* Columns 64 p .. of a strip of a row that begins at `at`. other: 1 where all 64 are there, 0 where there are 32: then the
  * second half is of no account. codes: of the strip, by_bytes. */
 static inline __attribute__((always_inline)) void spread(Coding coding, const uint8_t *at, size_t p, size_t other,
@@ -160,6 +166,64 @@ static inline __m512 lane_scales(size_t group, __m512 scales, size_t p) {
 
 static inline __mmask16 groups_of(size_t width, size_t group) { return (__mmask16)((1u << width / group) - 1); }
 
+/* Eight scales of Q4_K or Q5_K, and behind them its eight minima, negative. */
+static inline __m512 k_lanes(const uint8_t *block) {
+    uint64_t low;
+    uint32_t last, halves_at;
+    memcpy(&halves_at, block, 4), memcpy(&low, block + 4, 8), memcpy(&last, block + 12, 4);
+    const uint64_t high = ((last | (uint64_t)last << 28) & 0x0F0F0F0F0F0F0F0F) | (low >> 2 & 0x3030303030303030);
+    const __m128i mixed = _mm_set_epi64x((int64_t)high, (int64_t)(low & 0x3F3F3F3F3F3F3F3F));
+    const __m512i integers = _mm512_cvtepu8_epi32(_mm_shuffle_epi32(mixed, 0xD8)); /* scales before minima */
+    const __m128 both = _mm_xor_ps(_mm_cvtph_ps(_mm_cvtsi32_si128((int)halves_at)), _mm_setr_ps(0, -0.0f, 0, 0));
+    const __m512i of = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    return _mm512_mul_ps(_mm512_permutexvar_ps(of, _mm512_castps128_ps512(both)), _mm512_cvtepi32_ps(integers));
+}
+
+/* Eight float16 that lie `apart` bytes apart. */
+static inline __m512 eight_halves(const uint8_t *at, size_t apart) {
+    uint16_t halves_at[8];
+    for (size_t i = 0; i < 8; i++) memcpy(halves_at + i, at + i * apart, 2);
+    const __m128i all_halves = _mm_setr_epi16((short)halves_at[0], (short)halves_at[1], (short)halves_at[2], (short)halves_at[3],
+                                              (short)halves_at[4], (short)halves_at[5], (short)halves_at[6], (short)halves_at[7]);
+    return _mm512_zextps256_ps512(_mm256_cvtph_ps(all_halves));
+}
+
+/* Eight scales of MXFP4. */
+static inline __m512 eight_exponents(const uint8_t *at) {
+    uint64_t bytes = 0;
+    for (int i = 7; i >= 0; i--) bytes = bytes << 8 | at[17 * i];
+    const __m256i exponents = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
+    const __m256i usual = _mm256_slli_epi32(_mm256_sub_epi32(exponents, _mm256_set1_epi32(1)), 23);
+    const __mmask8 small = _mm256_cmplt_epi32_mask(exponents, _mm256_set1_epi32(2));
+    const __m256i bits = _mm256_mask_sllv_epi32(usual, small, _mm256_set1_epi32(0x00200000), exponents);
+    return _mm512_zextps256_ps512(_mm256_castsi256_ps(bits));
+}
+
+/* The scales and offsets of a strip's groups, in order, as strip_scales finds them; 0 behind them. For most types they do not
+ * go through memory, which a wide load would have to wait for. */
+static inline __attribute__((always_inline)) void groups_from(Coding coding, size_t group, const uint8_t *at, size_t width,
+                                                              __m512 *scales, __m512 *offsets) {
+    *offsets = _mm512_setzero_ps();
+    if (coding == Q4_K || coding == Q5_K) {
+        const __m512 both = k_lanes(at);
+        *scales = both; /* the second half is asked for by no column */
+        *offsets = _mm512_zextps256_ps512(_mm512_extractf32x8_ps(both, 1));
+    } else if (coding == Q6_K) {
+        const __m512i integers = _mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(at + 192)));
+        *scales = _mm512_mul_ps(_mm512_set1_ps(from_half(at + 208)), _mm512_cvtepi32_ps(integers));
+    } else if (width == STRIP && (coding == Q8_0 || coding == Q4_0 || coding == IQ4_NL)) {
+        *scales = eight_halves(at, block_bytes(coding));
+    } else if (width == STRIP && coding == MXFP4) {
+        *scales = eight_exponents(at);
+    } else {
+        StripScales of;
+        const __mmask16 groups = groups_of(width, group);
+        strip_scales(coding, at, width, &of);
+        *scales = _mm512_maskz_loadu_ps(groups, of.scales);
+        if (has_offsets(coding)) *offsets = _mm512_maskz_loadu_ps(groups, of.offsets);
+    }
+}
+
 /* to (tokens, columns rounded up to 64) = x (tokens, columns), even columns of each 64 before the odd ones; 0 behind them. */
 static void arrange(const bf16 *x, size_t columns, size_t tokens, bf16 *to) {
     uint16_t places[32];
@@ -180,43 +244,43 @@ static inline __m512 spread_dot(__m512 total, __m512 scale, const __m512i values
     return _mm512_fmadd_ps(scale, _mm512_dpbf16_ps(part, (__m512bh)values[1], (__m512bh)_mm512_loadu_si512(x + 32)), total);
 }
 
+/* totals[r] += a strip of four rows, which begin at row[r], times that of one token. sums: of x's groups, if asked for. */
+static inline __attribute__((always_inline)) void spread_strip(Coding coding, size_t group, size_t width, size_t row_bytes,
+                                                               const uint8_t *row[ROW_GROUP], const bf16 *x,
+                                                               const float *sums, __m512 totals[ROW_GROUP]) {
+    const size_t bytes = row_bytes_of(coding, width);
+    int8_t codes[ROW_GROUP][STRIP] __attribute__((aligned(64)));
+    __m512 scales[ROW_GROUP], x_sums = _mm512_setzero_ps();
+    if (has_offsets(coding)) x_sums = _mm512_maskz_loadu_ps(groups_of(width, group), sums);
+    for (size_t r = 0; r < ROW_GROUP; r++) {
+        __m512 of_groups;
+        for (size_t ahead = 0; ahead < bytes; ahead += 64)
+            _mm_prefetch((const char *)(row[r] + ROW_GROUP * row_bytes + ahead), _MM_HINT_T1);
+        if (by_bytes(coding)) bytes_of_strip(coding, row[r], width, codes[r]);
+        groups_from(coding, group, row[r], width, &scales[r], &of_groups);
+        if (has_offsets(coding)) totals[r] = _mm512_fmadd_ps(of_groups, x_sums, totals[r]);
+    }
+    for (size_t p = 0; p * SPREAD < width; p++)
+        for (size_t r = 0; r < ROW_GROUP; r++) {
+            __m512i values[2];
+            spread(coding, row[r], p, width - p * SPREAD > 32, codes[r], values);
+            totals[r] = spread_dot(totals[r], lane_scales(group, scales[r], p), values, x + p * SPREAD);
+        }
+    for (size_t r = 0; r < ROW_GROUP; r++) row[r] += bytes;
+}
+
 /* results[r] = row r times one token, arranged; the last row comes again where there are fewer than four. */
 static inline __attribute__((always_inline)) void spread_rows(Coding coding, size_t group, const uint8_t *weights, size_t rows,
                                                               const bf16 *x, size_t columns, const float *sums,
                                                               float *results) {
-    const size_t row_bytes = row_bytes_of(coding, columns);
-    const int offsets = has_offsets(coding);
-    int8_t codes[ROW_GROUP][STRIP] __attribute__((aligned(64)));
-    StripScales of[ROW_GROUP];
+    const size_t row_bytes = row_bytes_of(coding, columns), all_groups = has_offsets(coding) ? STRIP / group : 0;
     const uint8_t *row[ROW_GROUP];
     __m512 totals[ROW_GROUP];
-    if (by_bytes(coding)) memset(codes, 0, sizeof codes);
     for (size_t r = 0; r < ROW_GROUP; r++)
         row[r] = weights + (r < rows ? r : rows - 1) * row_bytes, totals[r] = _mm512_setzero_ps();
-    for (size_t begin = 0; begin < columns; begin += STRIP) {
-        const size_t width = columns - begin < STRIP ? columns - begin : STRIP, bytes = row_bytes_of(coding, width);
-        const __mmask16 groups = groups_of(width, group);
-        __m512 scales[ROW_GROUP];
-        for (size_t r = 0; r < ROW_GROUP; r++) {
-            for (size_t ahead = 0; ahead < bytes; ahead += 64)
-                _mm_prefetch((const char *)(row[r] + ROW_GROUP * row_bytes + ahead), _MM_HINT_T1);
-            if (by_bytes(coding)) strip_codes(coding, row[r], width, codes[r]);
-            strip_scales(coding, row[r], width, &of[r]);
-            scales[r] = _mm512_maskz_loadu_ps(groups, of[r].scales);
-            if (offsets)
-                totals[r] = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(groups, of[r].offsets),
-                                            _mm512_maskz_loadu_ps(groups, sums + begin / group), totals[r]);
-        }
-        for (size_t p = 0; p * SPREAD < width; p++) {
-            const size_t other = width - p * SPREAD > 32;
-            for (size_t r = 0; r < ROW_GROUP; r++) {
-                __m512i values[2];
-                spread(coding, row[r], p, other, codes[r], values);
-                totals[r] = spread_dot(totals[r], lane_scales(group, scales[r], p), values, x + begin + p * SPREAD);
-            }
-        }
-        for (size_t r = 0; r < ROW_GROUP; r++) row[r] += bytes;
-    }
+    for (; columns >= STRIP; columns -= STRIP, x += STRIP, sums += all_groups)
+        spread_strip(coding, group, STRIP, row_bytes, row, x, sums, totals);
+    if (block_columns(coding) < STRIP && columns) spread_strip(coding, group, columns, row_bytes, row, x, sums, totals);
     _mm_storeu_ps(results, four_sums(totals[0], totals[1], totals[2], totals[3]));
 }
 
@@ -230,15 +294,11 @@ typedef struct {
 static inline __attribute__((always_inline)) void spread_panel(Coding coding, size_t group, const uint8_t *row, size_t columns,
                                                                Spread *panel, __m512 *offsets) {
     int8_t codes[STRIP] __attribute__((aligned(64)));
-    StripScales of;
-    if (by_bytes(coding)) memset(codes, 0, sizeof codes);
     for (size_t begin = 0; begin < columns; begin += STRIP, offsets++) {
         const size_t width = columns - begin < STRIP ? columns - begin : STRIP;
-        const __mmask16 groups = groups_of(width, group);
-        if (by_bytes(coding)) strip_codes(coding, row, width, codes);
-        strip_scales(coding, row, width, &of);
-        const __m512 scales = _mm512_maskz_loadu_ps(groups, of.scales);
-        *offsets = has_offsets(coding) ? _mm512_maskz_loadu_ps(groups, of.offsets) : _mm512_setzero_ps();
+        __m512 scales;
+        if (by_bytes(coding)) bytes_of_strip(coding, row, width, codes);
+        groups_from(coding, group, row, width, &scales, offsets);
         for (size_t p = 0; p * SPREAD < width; p++, panel++) {
             spread(coding, row, p, width - p * SPREAD > 32, codes, panel->values);
             panel->scale = lane_scales(group, scales, p);

@@ -18,18 +18,17 @@ typedef struct {
 } Strips;
 
 /* totals[m * BLOCK + r] += a strip of row r times that of token m, for a number of tokens known when compiling, x lying
- * `stride` apart, its sums of groups `sums_stride`. */
-static inline __attribute__((always_inline)) void strips_times(int shared, int offsets, size_t group, size_t tokens,
-                                                               const Strips *strips, size_t width, const float *x,
-                                                               size_t stride, const float *sums, size_t sums_stride,
-                                                               float *totals) {
+ * `stride` apart. sums: those of x's groups, `all_groups` to a token, 0 where none are needed. */
+static inline __attribute__((always_inline)) void strips_times(int shared, size_t tokens, const Strips *strips, size_t group,
+                                                               size_t width, const float *x, size_t stride, const float *sums,
+                                                               size_t all_groups, float *totals) {
     Eight lanes[STRIP_FEW][STRIP_ROWS];
     for (size_t m = 0; m < tokens; m++) {
         float of_groups[STRIP_GROUPS] = {0};
-        if (offsets) memcpy(of_groups, sums + m * sums_stride, width / group * sizeof *sums);
+        if (all_groups) memcpy(of_groups, sums + m * all_groups, width / group * sizeof *sums);
         for (size_t r = 0; r < STRIP_ROWS; r++) {
             lanes[m][r] = eight_zeros();
-            for (size_t g = 0; offsets && g < STRIP / group; g += 8)
+            for (size_t g = 0; all_groups && g < STRIP / group; g += 8)
                 lanes[m][r] = eight_times_plus(eight_from(strips->of[r].offsets + g), eight_from(of_groups + g), lanes[m][r]);
         }
     }
@@ -37,13 +36,14 @@ static inline __attribute__((always_inline)) void strips_times(int shared, int o
         Eight part[STRIP_FEW][STRIP_ROWS];
         for (size_t m = 0; m < tokens; m++)
             for (size_t r = 0; r < STRIP_ROWS; r++) part[m][r] = eight_zeros();
-        for (size_t c = g * group; c < (g + 1) * group; c += 8)
-            for (size_t r = 0; r < STRIP_ROWS; r++) {
-                const Eight codes = shared ? eight_from(strips->values[r] + c)
-                                           : eight_of_int8((const uint8_t *)strips->codes[r] + c);
-                for (size_t m = 0; m < tokens; m++)
-                    part[m][r] = eight_times_plus(codes, eight_from(x + m * stride + c), part[m][r]);
-            }
+        for (size_t begin = g * group; begin < (g + 1) * group; begin += 16)
+            for (size_t c = begin; c < begin + 16; c += 8)
+                for (size_t r = 0; r < STRIP_ROWS; r++) {
+                    const Eight codes = shared ? eight_from(strips->values[r] + c)
+                                               : eight_of_int8((const uint8_t *)strips->codes[r] + c);
+                    for (size_t m = 0; m < tokens; m++)
+                        part[m][r] = eight_times_plus(codes, eight_from(x + m * stride + c), part[m][r]);
+                }
         for (size_t r = 0; r < STRIP_ROWS; r++) {
             const Eight scale = eight_all(strips->of[r].scales[g]);
             for (size_t m = 0; m < tokens; m++) lanes[m][r] = eight_times_plus(scale, part[m][r], lanes[m][r]);
@@ -52,44 +52,31 @@ static inline __attribute__((always_inline)) void strips_times(int shared, int o
     for (size_t m = 0; m < tokens; m++) add_four_sums(totals + m * BLOCK, lanes[m]);
 }
 
-#define STRIPS_OF(n)                                                                                             \
-    case n:                                                                                                      \
-        strips_times(shared, offsets, group, n, strips, width, x, stride, sums, sums_stride, totals);            \
-        break;
-
-static inline __attribute__((always_inline)) void strips_of(int shared, int offsets, size_t group, size_t tokens,
-                                                            const Strips *strips, size_t width, const float *x, size_t stride,
-                                                            const float *sums, size_t sums_stride, float *totals) {
-    switch (tokens) { STRIPS_OF(1) STRIPS_OF(2) STRIPS_OF(3) }
-}
-
-#define STRIPS_KIND(kind)                                                                                                   \
-    case kind:                                                                                                              \
-        strips_of(kind >> 2, kind >> 1 & 1, kind & 1 ? 16 : 32, tokens, strips, width, x, stride, sums, sums_stride, totals); \
+#define STRIPS_OF(n)                                                                                  \
+    case n:                                                                                           \
+        strips_times(shared, n, strips, matrix->group, width, x, stride, sums, all_groups, totals); \
         break;
 
 /* The same for at most STRIP_FEW tokens of a strip that begins at column `begin`. sums: from the tokens' first column on. */
-static void strips_some(int shared, const Matrix *matrix, size_t tokens, const Strips *strips, size_t begin, size_t width,
-                        const float *x, size_t stride, const float *sums, float *totals) {
-    const int offsets = has_offsets(matrix->coding);
-    const size_t sums_stride = matrix_groups(matrix);
-    if (offsets) sums += begin / matrix->group;
-    switch (4 * shared + 2 * offsets + (matrix->group == 16)) {
-        STRIPS_KIND(0) STRIPS_KIND(1) STRIPS_KIND(2) STRIPS_KIND(3) STRIPS_KIND(4) STRIPS_KIND(5) STRIPS_KIND(6) STRIPS_KIND(7)
-    }
+static inline __attribute__((always_inline)) void strips_some(int shared, const Matrix *matrix, size_t tokens,
+                                                              const Strips *strips, size_t begin, size_t width, const float *x,
+                                                              size_t stride, const float *sums, float *totals) {
+    const size_t all_groups = matrix_groups(matrix);
+    if (all_groups) sums += begin / matrix->group;
+    switch (tokens) { STRIPS_OF(1) STRIPS_OF(2) STRIPS_OF(3) }
 }
 
 /* The strip from column `begin` on of four of a block's rows, from r on; the last one again where there are fewer. */
 static void strips_unpack(const Matrix *matrix, const uint8_t *weights, size_t rows, size_t r, size_t begin, size_t width,
                           Strips *strips) {
-    const size_t row_bytes = row_bytes_of(matrix->coding, matrix->columns);
+    const Coding coding = matrix->coding;
+    const size_t row_bytes = row_bytes_of(coding, matrix->columns);
+    const size_t before = row_bytes_of(coding, begin), bytes = row_bytes_of(coding, width);
     for (size_t i = 0; i < STRIP_ROWS; i++) {
-        const size_t row = r + i < rows ? r + i : rows - 1;
-        const uint8_t *at = weights + row * row_bytes + row_bytes_of(matrix->coding, begin);
-        for (size_t ahead = 0; ahead < row_bytes_of(matrix->coding, width); ahead += 64)
-            __builtin_prefetch(at + STRIP_ROWS * row_bytes + ahead, 0, 2);
-        strip_scales(matrix->coding, at, width, &strips->of[i]);
-        strip_codes(matrix->coding, at, width, strips->codes[i]);
+        const uint8_t *at = weights + (r + i < rows ? r + i : rows - 1) * row_bytes + before;
+        for (size_t ahead = 0; ahead < bytes; ahead += 64) __builtin_prefetch(at + STRIP_ROWS * row_bytes + ahead, 0, 2);
+        strip_scales(coding, at, width, &strips->of[i]);
+        strip_codes(coding, at, width, strips->codes[i]);
     }
 }
 

@@ -48,24 +48,26 @@ static inline float mxfp4_scale(uint8_t exponent) {
 }
 
 /* Q4_K and Q5_K: eight scales and eight minima of 6 bits in 12 bytes. */
-static inline void k_scales(const uint8_t *block, float *scales, float *offsets) {
-    uint32_t words[3];
-    memcpy(words, block + 4, sizeof words);
-    const uint32_t low = 0x3F3F3F3F, nibbles = 0x0F0F0F0F, high = 0x30303030;
-    const uint32_t both[4] = {words[0] & low, (words[2] & nibbles) | (words[0] >> 2 & high), words[1] & low,
-                              (words[2] >> 4 & nibbles) | (words[1] >> 2 & high)};
+static inline void k_scales(const uint8_t *restrict block, float *restrict scales, float *restrict offsets) {
+    uint64_t low;
+    uint32_t last;
+    memcpy(&low, block + 4, sizeof low), memcpy(&last, block + 12, sizeof last);
+    const uint64_t high = ((last | (uint64_t)last << 28) & 0x0F0F0F0F0F0F0F0F) | (low >> 2 & 0x3030303030303030);
+    low &= 0x3F3F3F3F3F3F3F3F; /* the first four scales before the first four minima, as in `high` the last ones */
+    uint64_t both[2] = {(uint32_t)low | high << 32, low >> 32 | (high >> 32 << 32)};
+    __asm__("" : "+m"(both)); /* else the compiler takes the words apart byte by byte */
     const float scale = from_half(block), least = -from_half(block + 2);
-    uint8_t bytes[16];
-    memcpy(bytes, both, sizeof bytes);
-    for (int g = 0; g < 8; g++) scales[g] = scale * bytes[g], offsets[g] = least * bytes[8 + g];
+    const uint8_t *bytes = (const uint8_t *)both;
+    for (int g = 0; g < 8; g++) scales[g] = scale * bytes[g];
+    for (int g = 0; g < 8; g++) offsets[g] = least * bytes[8 + g];
 }
 
-static inline void q2_k_scales(const uint8_t *block, float *scales, float *offsets) {
+static inline void q2_k_scales(const uint8_t *restrict block, float *restrict scales, float *restrict offsets) {
     const float scale = from_half(block + 80), least = -from_half(block + 82);
     for (int g = 0; g < 16; g++) scales[g] = scale * (block[g] & 15), offsets[g] = least * (block[g] >> 4);
 }
 
-static inline void q3_k_scales(const uint8_t *block, float *scales) {
+static inline void q3_k_scales(const uint8_t *restrict block, float *restrict scales) {
     const uint8_t *low = block + 96, *high = block + 104;
     const float scale = from_half(block + 108);
     for (int g = 0; g < 16; g++) {
@@ -74,12 +76,12 @@ static inline void q3_k_scales(const uint8_t *block, float *scales) {
     }
 }
 
-static inline void q6_k_scales(const uint8_t *block, float *scales) {
+static inline void q6_k_scales(const uint8_t *restrict block, float *restrict scales) {
     const float scale = from_half(block + 208);
     for (int g = 0; g < 16; g++) scales[g] = scale * (int8_t)block[192 + g];
 }
 
-static inline void iq4_xs_scales(const uint8_t *block, float *scales) {
+static inline void iq4_xs_scales(const uint8_t *restrict block, float *restrict scales) {
     const float scale = from_half(block);
     for (int g = 0; g < 8; g++) {
         const int nibble = block[4 + g / 2] >> g % 2 * 4 & 15, two = block[2 + g / 4] >> g % 4 * 2 & 3;
