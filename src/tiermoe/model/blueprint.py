@@ -114,12 +114,14 @@ class Blueprint:
             write_outline(root, self.checkpoint.fingerprint(), transformers.__version__, self.outline)
 
 
-def inspect_model(directory: Path, name: str, store: Path | None = None) -> Blueprint:
+def inspect_model(
+    directory: Path, name: str, store: Path | None = None, checkpoint: Checkpoint | None = None
+) -> Blueprint:
     """Reads config and headers of a checkpoint, and the outline that its store keeps (in the folder `store`, by default
-    the one in the user's cache); builds the model's skeleton where there is none. ModelError: not a MoE model, an
-    unsupported family, missing or torn files."""
+    the one in the user's cache); builds the model's skeleton where there is none. checkpoint: where its headers are
+    known already. ModelError: not a MoE model, an unsupported family, missing or torn files."""
     config = read_config(directory)
-    checkpoint = Checkpoint(directory)
+    checkpoint = checkpoint or Checkpoint(directory)
     fingerprint = checkpoint.fingerprint()
     known = read_outline(chosen_store_root(directory, name, fingerprint, store), fingerprint, transformers.__version__)
     family, dtype = family_of(config.model_type), _dtype_of(config, checkpoint)
