@@ -77,7 +77,7 @@ def positive(spread: dict[str, float]) -> bool:
 
 
 def test_kernels_prints_every_part(run_: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiermoe.bench.bandwidth.measure", lambda threads: {"bandwidth": 1e10})
+    monkeypatch.setattr("tiermoe.process.bandwidth.measure", lambda threads: {"bandwidth": 1e10})
     words = {"tokens": "1,6", "megabytes": 1, "gflop": 0.01, "out": 128, "hidden": 128, "inner": 64, "experts": 8,
              "top-k": 2, "heads": 4, "kv-heads": 2, "head-dim": 32, "past": 7, "threads": 1, "rounds": 2}  # fmt: skip
     found, err = run_("benchmarks.kernels.__main__", *(f"--{name}={value}" for name, value in words.items()))

@@ -5,10 +5,10 @@ from typing import Any
 from benchmarks.growth.points import Model, random_model
 from benchmarks.growth.reasons import Facts
 from benchmarks.random_moe import Shape
-from tiermoe.bench.bandwidth import last_cache_bytes
 from tiermoe.errors import ConfigError
 from tiermoe.model.blueprint import inspect_model
 from tiermoe.model.hub import resolve_model
+from tiermoe.process.bandwidth import last_cache_bytes
 
 _ITEM = 2  # bytes of a key's or value's number in bfloat16
 

@@ -130,7 +130,7 @@ class Running:
 
 def memory_bandwidth(threads: int, timeout: float) -> float:
     """Bytes per second that memory gives, measured in a process of its own."""
-    command = [sys.executable, "-m", "tiermoe.bench.bandwidth", str(threads)]
+    command = [sys.executable, "-m", "tiermoe.process.bandwidth", str(threads)]
     return float(run_child(command, Bounds(None, timeout))["bandwidth"])
 
 

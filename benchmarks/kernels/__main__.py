@@ -18,8 +18,8 @@ from benchmarks.kernels import attention, experts, product
 from benchmarks.kernels.weights import enough_bytes
 from benchmarks.rounds import about, at_least_one, numbers, parser_of, print_table, shown
 from tiermoe import native
-from tiermoe.bench import bandwidth
 from tiermoe.bench.machine import cores
+from tiermoe.process import bandwidth
 
 PARTS = ("product", "experts", "attention", "router")
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from tiermoe.bench.bandwidth import last_cache_bytes
 from tiermoe.kernels import machine_layout
+from tiermoe.process.bandwidth import last_cache_bytes
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.quant.registry import encoding_for

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tiermoe import __version__
-from tiermoe.bench.bandwidth import last_cache_bytes
 from tiermoe.bench.limit import CannotLimit, memory_group
+from tiermoe.process.bandwidth import last_cache_bytes
 
 _PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")

@@ -102,7 +102,7 @@ class Session:
         return {"model": subject.fingerprint, "text": text, "threads": self.asked.threads, **options}
 
     def _memory_bandwidth(self) -> float:
-        command = [sys.executable, "-m", "tiermoe.bench.bandwidth", str(self.asked.threads)]
+        command = [sys.executable, "-m", "tiermoe.process.bandwidth", str(self.asked.threads)]
         return float(run_child(command, Bounds(None, self.asked.timeout))["bandwidth"])
 
     def _engines(self, subject: Subject, common: Common) -> Iterator[BenchEngine]:

@@ -1,10 +1,11 @@
-"""`tiermoe plan`: what would go where, before anything is loaded."""
+"""`tiermoe plan`: what would go where, and what to expect, before anything is downloaded or loaded."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,33 +13,95 @@ from rich.table import Table
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.output import note, waiting
-from tiermoe.config import format_size
+from tiermoe.config import Settings, format_size
+from tiermoe.config import settings as make_settings
+from tiermoe.errors import ConfigError
+from tiermoe.simulate.machines import Rates, named_rates, with_drive
+
+if TYPE_CHECKING:
+    from tiermoe.engine.preview import Preview
+    from tiermoe.memory.expectation import Expectation, Range
+
+Machine = Annotated[
+    str | None,
+    typer.Option(
+        help="What to expect on another machine, like macbook-air-m2 or laptop-ddr5, or on this one with another "
+        "drive: nvme, sata, sdcard. An unknown name lists all. Default: this machine, measured once.",
+        show_default=False,
+    ),
+]
 
 
 @opt.engine_options(without=["threads"])
 def plan(
     model: opt.Model,
     options: dict[str, Any],
+    machine: Machine = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> None:
-    """Show how a memory budget would be used, without loading or packing anything."""
-    with waiting("reading the checkpoint's headers"):
+    """Show how a memory budget would be used and how fast it would run. Nothing is loaded or packed, and of a model on
+    the hub only the config and the headers are read."""
+    elsewhere = _elsewhere(machine, options)
+    with waiting("reading headers and measuring this machine"):
         from tiermoe.process import footprint
 
         footprint.import_libraries(own_process=True)
-        from tiermoe.engine.load import plan as plan_model
-        from tiermoe.kernels import cpu_kernels
+        from tiermoe.engine.preview import preview
 
-        result = plan_model(model, **options)
+        settings = make_settings(**options)
+        found = preview(model, settings, _rates(settings, machine, elsewhere))
     if as_json:
-        more = {"total": result.total, "peak": result.peak, "kernels": cpu_kernels()}
-        print(json.dumps(asdict(result) | result.parts() | more))
+        print(json.dumps(_document(found)))
         return
+    _print_plan(found)
+    for warning in found.plan.warnings:
+        note(f"note: {warning}")
+
+
+def _elsewhere(machine: str | None, options: dict[str, Any]) -> Rates | None:
+    """The rates of a computer by name; None for this one. ConfigError for an unknown name, or without a budget: nobody
+    knows how much is free there."""
+    rates = None if machine is None else named_rates(machine)
+    if rates is not None and options.get("memory") is None:
+        raise ConfigError(f"how much memory may the model take on {machine}? give --memory beside --machine")
+    return rates
+
+
+def _rates(settings: Settings, machine: str | None, elsewhere: Rates | None) -> Callable[[], Rates]:
+    def rates() -> Rates:
+        if elsewhere is not None:
+            return elsewhere
+        from tiermoe.measure.machine_rates import machine_rates
+        from tiermoe.model.hub import cache_folder
+
+        here = machine_rates(cache_folder(), settings.threads)
+        return here if machine is None else with_drive(here, machine)
+
+    return rates
+
+
+def _document(found: Preview) -> dict[str, Any]:
+    """What `--json` prints."""
+    plan = found.plan
+    return {
+        **asdict(plan),
+        **plan.parts(),
+        "total": plan.total,
+        "peak": plan.peak,
+        "kernels": found.runs.kernels,
+        "decoder": found.runs.decoder,
+        "download": found.download and asdict(found.download),
+        "to_pack_bytes": found.to_pack,
+        "expectation": found.expectation and asdict(found.expectation),
+        "no_expectation": found.unknown,
+    }
+
+
+def _print_plan(found: Preview) -> None:
+    result, console = found.plan, Console()
     table = Table(
         title=f"{format_size(result.budget)} ({result.budget_source}), {result.precision}",
         title_justify="left",
-        caption=f"CPU kernels: {cpu_kernels()}",
-        caption_justify="left",
     )
     table.add_column("what")
     table.add_column("bytes", justify="right")
@@ -49,6 +112,58 @@ def plan(
     for what, nbytes, remark in result.phases():
         table.add_row(what, format_size(nbytes), remark)
     table.add_row("in all", format_size(result.total), f"one token uses {result.token_slots} experts")
-    Console().print(table)
-    for warning in result.warnings:
-        note(f"note: {warning}")
+    console.print(table)
+    lines = Table.grid(padding=(0, 2, 0, 0))
+    for label, text in _lines(found):
+        lines.add_row(label, text)
+    console.print(lines)
+
+
+def _lines(found: Preview) -> Iterator[tuple[str, str]]:
+    """(label, text) of what stands below the table."""
+    if found.download is not None:
+        yield "download:", f"{format_size(found.download.nbytes)} in {_files(found.download.files)}; none is here yet"
+    if found.to_pack:
+        yield "packing:", f"writes {format_size(found.to_pack)} of experts, once"
+    yield "decoder:", found.runs.decoder
+    yield "CPU kernels:", found.runs.kernels
+    if found.expectation is None:
+        yield "expect:", f"not known: {found.unknown}"
+    else:
+        yield from _expected(found.expectation)
+
+
+def _files(count: int) -> str:
+    return f"{count} files" if count > 1 else "1 file"
+
+
+def _expected(expected: Expectation) -> Iterator[tuple[str, str]]:
+    rates, drive = expected.rates, expected.drive_bytes
+    yield (
+        "expect:",
+        f"{_range(expected.decode_tok_s)} tokens a second; first token {_range(expected.first_token_s)} s after a "
+        f"prompt of {expected.prompt} tokens, once loaded",
+    )
+    low, high = expected.hit_rate.low, expected.hit_rate.high
+    missed = f"; {low:.0%} to {high:.0%} of its experts are in the cache, the drive reads {_sizes(drive)}"
+    yield "a token:", f"reads {format_size(expected.memory_bytes)} of memory{missed if drive.high else ''}"
+    yield (
+        "machine:",
+        f"memory {rates.memory / 1e9:.3g} GB/s, drive {rates.drive / 1e9:.2g} GB/s, products "
+        f"{rates.arithmetic / 1e9:.3g} GFLOP/s: {rates.source}",
+    )
+    yield "assumed:", expected.assumptions
+
+
+def _range(numbers: Range) -> str:
+    low, high = _number(numbers.low), _number(numbers.high)
+    return low if low == high else f"{low} to {high}"
+
+
+def _number(value: float) -> str:
+    """Two digits of what is small: nobody believes more of an estimate."""
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _sizes(nbytes: Range) -> str:
+    return f"{format_size(nbytes.low)} to {format_size(nbytes.high)}"

@@ -7,13 +7,17 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from tiermoe.config import Settings
+from tiermoe.engine.load import resolve_for
+from tiermoe.engine.what_runs import what_runs
 from tiermoe.errors import LoadError
 from tiermoe.families import FAMILIES
 from tiermoe.kernels import machine_layout
-from tiermoe.model.blueprint import Blueprint, inspect_model
+from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.dense import kind_of, recipe_key
-from tiermoe.model.hub import is_store, resolve_model
+from tiermoe.model.hub import is_store
 from tiermoe.model.prepare_store import found_store, store_root
+from tiermoe.model.remote import inspect_without_download
 from tiermoe.quant.registry import encoding_named
 from tiermoe.store.store import Store, open_store, precision_key
 from tiermoe.tiers.cuda import resolve_device
@@ -22,8 +26,9 @@ from tiermoe.types import ExpertKey, Extent, MoeLayer
 
 
 def describe_model(model: str, chosen: Path | None = None) -> dict[str, Any]:
-    """Facts of a checkpoint and of its store, where it has one."""
-    blueprint = inspect_model(resolve_model(model), model, chosen)
+    """Facts of a checkpoint and of its store, where it has one. Of a model on the hub headers alone are read."""
+    blueprint, download = inspect_without_download(model, chosen)
+    runs = what_runs(blueprint, resolve_for(blueprint, Settings(store=chosen)))
     root = store_root(blueprint, chosen)
     store = open_store(root) if is_store(root) else None
     if blueprint.own_experts is not None:
@@ -39,8 +44,10 @@ def describe_model(model: str, chosen: Path | None = None) -> dict[str, Any]:
         "dense_weights_bytes": dense_bytes,
         "experts_at_16_bits_bytes": expert_weights * blueprint.dtype.itemsize,
         "context": blueprint.max_context() or "unbounded",
-        "checkpoint": str(blueprint.directory),
-        "fingerprint": blueprint.checkpoint.fingerprint(),
+        "decoder": runs.decoder,
+        "kernels": runs.kernels,
+        **({"download_bytes": download.nbytes} if download else {"checkpoint": str(blueprint.directory)}),
+        "fingerprint": "" if download else blueprint.checkpoint.fingerprint(),
         "store": str(root) if is_store(root) else "",
         "precisions": _precision_facts(store) if store else [],
     }

@@ -26,6 +26,7 @@ from tiermoe.model.dense_weights import StoredWeights
 from tiermoe.model.expert_gates import named_gates
 from tiermoe.model.hub import load_tokenizer, resolve_model
 from tiermoe.model.prepare_store import Progress, ensure_packed, found_store, is_packed, open_or_create, store_root
+from tiermoe.model.remote import inspect_without_download
 from tiermoe.process import footprint
 from tiermoe.store.gguf.checkpoint import GgufCheckpoint
 from tiermoe.store.gguf.placement import OWN_BITS, own_precision
@@ -169,10 +170,10 @@ def resolve_for(blueprint: Blueprint, settings: Settings) -> Resolved:
 
 
 def plan(model: str | os.PathLike[str], **options: Any) -> MemoryPlan:
-    """What would go where for `tiermoe run` and `chat` with these options of `tiermoe.load`, without loading or
-    packing anything."""
+    """What would go where for `tiermoe run` and `chat` with these options of `tiermoe.load`, without downloading,
+    loading or packing anything."""
     settings = make_settings(**options)
-    blueprint = inspect_model(resolve_model(model), os.fspath(model), settings.store)
+    blueprint, _ = inspect_without_download(model, settings.store)
     return plan_for(blueprint, settings)
 
 

@@ -156,16 +156,18 @@ class Blueprint:
             write_outline(root, self.checkpoint.fingerprint(), transformers.__version__, self.outline)
 
 
-def inspect_model(directory: Path, name: str, store: Path | None = None) -> Blueprint:
+def inspect_model(
+    directory: Path, name: str, store: Path | None = None, checkpoint: Checkpoint | GgufCheckpoint | None = None
+) -> Blueprint:
     """Reads config and headers of a checkpoint, or of a GGUF file, and the outline that its store keeps (in the folder
-    `store`, by default the one in the user's cache); builds the model's skeleton where there is none. ModelError: not a
-    MoE model, an unsupported family, missing or torn files."""
-    checkpoint: Checkpoint | GgufCheckpoint
+    `store`, by default the one in the user's cache); builds the model's skeleton where there is none. checkpoint: where
+    its headers are known already. ModelError: not a MoE model, an unsupported family, missing or torn files."""
     if is_gguf(directory):
         checkpoint = open_checkpoint(open_gguf(directory))
         config = gguf_config(checkpoint)
     else:
-        config, checkpoint = read_config(directory), Checkpoint(directory)
+        config = read_config(directory)
+        checkpoint = checkpoint or Checkpoint(directory)
     fingerprint = checkpoint.fingerprint()
     known = read_outline(chosen_store_root(directory, name, fingerprint, store), fingerprint, transformers.__version__)
     family, dtype = family_of(config.model_type), _dtype_of(config, checkpoint)

@@ -7,16 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from tiermoe.errors import ModelError, StoreError
+from tiermoe.model.download import download
+from tiermoe.model.repository import first_line
 from tiermoe.store.checkpoint import Checkpoint
 from tiermoe.store.gguf.file import SUFFIX, is_gguf, open_gguf
 from tiermoe.store.store import TABLE
 
-_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "tokenizer*"]
-
 
 def resolve_model(model: str | os.PathLike[str]) -> Path:
     """The directory of a checkpoint, or its GGUF file. A hub id is looked up in the local hub cache first and
-    downloaded only where it is not complete there. ModelError says what was looked for."""
+    downloaded only where it is not complete there; a line on standard error says how much beforehand. ModelError says
+    what was looked for."""
+    return local_model(model) or download(os.fspath(model))
+
+
+def local_model(model: str | os.PathLike[str]) -> Path | None:
+    """The directory of a checkpoint that is here, or its GGUF file; None for a hub id that is not complete in the local
+    hub cache. ModelError for what is neither."""
     text = os.fspath(model)
     path = Path(text).expanduser()
     if path.is_dir():
@@ -27,31 +34,21 @@ def resolve_model(model: str | os.PathLike[str]) -> Path:
         raise ModelError(f"{path} is a file; name the directory that holds config.json and the weights, or a GGUF file")
     if text.startswith((".", "/", "~")) or text.count("/") != 1 or is_gguf(path):
         raise ModelError(f"{text} does not exist; name a model directory or a hub id like Qwen/Qwen3-30B-A3B")
-    return _from_hub(text)
+    return _in_cache(text)
 
 
-def _from_hub(repository: str) -> Path:
+def _in_cache(repository: str) -> Path | None:
+    """The folder of a repository in the local hub cache, if its weights are there."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    found: Path | None = None
-    try:
-        found = Path(snapshot_download(repository, allow_patterns=_PATTERNS, local_files_only=True))
-        if _is_complete(found):
-            return found
+    try:  # the folder alone: which of its files are needed its index says
+        found = Path(snapshot_download(repository, allow_patterns=["config.json"], local_files_only=True))
     except LocalEntryNotFoundError:
-        pass
-    except Exception as error:
-        raise ModelError(f"'{repository}' is neither a directory nor a valid hub id: {_first_line(error)}") from error
-    try:
-        return Path(snapshot_download(repository, allow_patterns=_PATTERNS))
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        if found is not None:
-            return found  # whoever reads it says which file is missing
-        raise ModelError(
-            f"'{repository}' is no local directory, is not in the local hub cache, and cannot be downloaded "
-            f"({_first_line(error)}); check the name, go online, or name a model directory"
-        ) from error
+        return None
+    except HFValidationError as error:
+        raise ModelError(f"'{repository}' is neither a directory nor a valid hub id: {first_line(error)}") from error
+    return found if _is_complete(found) else None
 
 
 def _is_complete(snapshot: Path) -> bool:
@@ -60,11 +57,6 @@ def _is_complete(snapshot: Path) -> bool:
         return bool(Checkpoint(snapshot).tensors)
     except ModelError:
         return False
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -82,7 +74,7 @@ def load_tokenizer(directory: Path) -> Any:
         return AutoTokenizer.from_pretrained(directory)
     except Exception as error:
         raise ModelError(
-            f"the tokenizer in {directory} cannot be loaded ({_first_line(error)}); download it again"
+            f"the tokenizer in {directory} cannot be loaded ({first_line(error)}); download it again"
         ) from error
 
 
@@ -94,7 +86,7 @@ def _from_gguf(file: Path) -> Any:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"the tokenizer in {file} cannot be used ({_first_line(error)}); download it again") from error
+        raise ModelError(f"the tokenizer in {file} cannot be used ({first_line(error)}); download it again") from error
 
 
 def is_store(path: Path) -> bool:
@@ -102,13 +94,16 @@ def is_store(path: Path) -> bool:
     return (path / TABLE).exists()
 
 
-def default_store_root(directory: Path, name: str, fingerprint: str) -> Path:
-    """Where a checkpoint's store lives: the user's cache folder (TIERMOE_CACHE, or XDG_CACHE_HOME/tiermoe, or
-    ~/.cache/tiermoe), in a folder named for the model and the checkpoint's fingerprint."""
+def cache_folder() -> Path:
+    """The user's cache folder: TIERMOE_CACHE, or XDG_CACHE_HOME/tiermoe, or ~/.cache/tiermoe."""
     base = os.environ.get("TIERMOE_CACHE")
-    root = Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tiermoe"
-    label = _label(directory, name)
-    return root / f"{label}-{fingerprint}"
+    return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tiermoe"
+
+
+def default_store_root(directory: Path, name: str, fingerprint: str) -> Path:
+    """Where a checkpoint's store lives: in the user's cache folder, in a folder named for the model and the
+    checkpoint's fingerprint."""
+    return cache_folder() / f"{_label(directory, name)}-{fingerprint}"
 
 
 def chosen_store_root(directory: Path, name: str, fingerprint: str, chosen: Path | None) -> Path:

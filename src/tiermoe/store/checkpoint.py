@@ -101,24 +101,31 @@ class Checkpoint:
     def _read_header(self, shard: Path) -> None:
         header, start = read_header(shard)
         self._headers.append(header)
-        size = os.path.getsize(shard)
-        try:
-            entries: dict[str, Any] = json.loads(header)
-            for name, entry in entries.items():
-                if name == "__metadata__":
-                    continue
-                begin, end = entry["data_offsets"]
-                dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-                if begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
-                    raise ValueError(f"{name} of shape {shape} cannot lie in bytes {begin} to {end}")
-                if start + end > size:
-                    raise ModelError(
-                        f"{shard} is truncated: {name} ends at byte {start + end:,}, the file has {size:,}; "
-                        f"download it again"
-                    )
-                self.tensors[name] = TensorEntry(shard, dtype, shape, start + begin, end - begin)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{shard} has a malformed safetensors header ({error}); download it again") from error
+        self.tensors |= entries_of(shard, header, start, os.path.getsize(shard))
+
+
+def entries_of(shard: Path, header: bytes, start: int, size: int) -> dict[str, TensorEntry]:
+    """The tensors that the JSON header of a shard names. start: offset of its data; size: bytes of the file.
+    ModelError where the header is malformed, or the file shorter than it says."""
+    found = {}
+    try:
+        entries: dict[str, Any] = json.loads(header)
+        for name, entry in entries.items():
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+            if begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
+                raise ValueError(f"{name} of shape {shape} cannot lie in bytes {begin} to {end}")
+            if start + end > size:
+                raise ModelError(
+                    f"{shard} is truncated: {name} ends at byte {start + end:,}, the file has {size:,}; "
+                    f"download it again"
+                )
+            found[name] = TensorEntry(shard, dtype, shape, start + begin, end - begin)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{shard} has a malformed safetensors header ({error}); download it again") from error
+    return found
 
 
 class Descriptors:

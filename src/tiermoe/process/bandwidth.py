@@ -1,6 +1,6 @@
 """What memory gives to a number of threads, in bytes per second: the best of several streaming reads.
 
-    python -m tiermoe.bench.bandwidth THREADS
+    python -m tiermoe.process.bandwidth THREADS
 
 torch's sum, dot product and matrix-vector product of float32, each over a buffer that is several times as large as the
 last cache, five times: the fastest counts, as a bound must not be one that kernels can exceed.

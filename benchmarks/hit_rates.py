@@ -1,0 +1,51 @@
+"""The table of `tiermoe.simulate.recorded`: what the default preset hits on recorded routing, without prefetch.
+
+    python -m benchmarks.hit_rates TRACE [TRACE...]
+
+Traces of one shape, of `tiermoe trace` or as route_trace CSVs. For each share of the experts that the cache holds: the
+lowest and the highest hit rate of 64 decoded tokens that follow each other, the first ones with a cache that the
+prompt has left."""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+from tiermoe.config import CacheSize
+from tiermoe.decide.counts import Counts
+from tiermoe.simulate import ReplaySettings, replay, spread
+from tiermoe.systems import compose
+from tiermoe.trace.file import read_trace
+from tiermoe.trace.schema import Trace
+
+SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
+WINDOW = 64
+
+
+def windows(trace: Trace, share: float) -> list[float]:
+    """The hit rate of each window of decoded tokens. A replay tells its sums alone: those of the trace up to a window's
+    end, less those up to its beginning."""
+    decoded = [index for index, each in enumerate(trace.passes) if each.phase == "decode"]
+    ends = [decoded[count - 1] + 1 for count in range(WINDOW, len(decoded) + 1, WINDOW)]
+    sums = [Counts(), *(_counts(Trace(trace.header, trace.passes[:end]), share) for end in ends)]
+    return [after.minus(before).hit_rate or 0.0 for before, after in pairwise(sums)]
+
+
+def _counts(trace: Trace, share: float) -> Counts:
+    composition = compose("default", {"prefetch": "none"})
+    settings = ReplaySettings(CacheSize(fraction=share), bandwidth=1e9, times=spread(trace.header, 1e-2, 1e-3))
+    return replay(trace, composition, settings).phases["decode"].counts
+
+
+def main() -> None:
+    """Prints the table's lines."""
+    traces = [read_trace(Path(name)) for name in sys.argv[1:]]
+    print(f"{traces[0].header.model}: {max(traces[0].header.experts)} experts, {max(traces[0].header.top_k)} a token")
+    for share in SHARES:
+        rates = [rate for trace in traces for rate in windows(trace, share)]
+        print(f"({share}, {min(rates):.3f}, {max(rates):.3f}),", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Which decoder and which kernels run a model here, and why not faster ones, in words."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from tiermoe import native
+from tiermoe.kernels import cpu_kernels
+from tiermoe.kernels.native.matrix import matrix_form
+from tiermoe.memory.needs import formats_of
+from tiermoe.model.architectures import ARCHITECTURES, decodes
+from tiermoe.model.blueprint import Blueprint
+from tiermoe.quant.registry import cpu_layout
+from tiermoe.systems.resolved import Resolved
+from tiermoe.tiers.cuda import resolve_device
+
+_LACKS = {
+    "avx2": "this processor has no AVX-512 with BF16 and VBMI",
+    "generic": "this processor has neither AVX2 nor NEON",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """What computes, for people; `ours`: a decoder of our own."""
+
+    decoder: str
+    kernels: str
+    ours: bool
+
+
+def what_runs(blueprint: Blueprint, resolved: Resolved) -> Runs:
+    """What an engine of this model with these settings computes with. ConfigError as `native.available`."""
+    device = resolve_device(resolved.settings.device)
+    why = _why_transformers(blueprint, resolved.settings.decoder, device)
+    decoder = f"transformers' code ({why}): slower" if why else f"tiermoe's own, for {blueprint.config.model_type}"
+    kernels = _kernels(blueprint, resolved) if device == "cpu" else f"Triton, on {device}"
+    return Runs(decoder, kernels, not why)
+
+
+def _why_transformers(blueprint: Blueprint, asked: str, device: str) -> str:
+    """Why our decoder does not run; empty where it does."""
+    config = blueprint.config
+    if asked == "generic":
+        return "--decoder generic"
+    if device != "cpu":
+        return "tiermoe's own decoders compute on a CPU"
+    if blueprint.family.encoder_decoder or config.model_type not in ARCHITECTURES:
+        return f"tiermoe has no decoder of its own for {config.model_type}"
+    if not decodes(config):
+        rotary = getattr(config, "rope_parameters", None) or {}
+        kind = rotary.get("rope_type", "unknown")
+        return f"tiermoe's decoder does not compute this config: {config.hidden_act}, rotary embedding '{kind}'"
+    return ""
+
+
+def _kernels(blueprint: Blueprint, resolved: Resolved) -> str:
+    found = cpu_kernels()
+    if not native.available():
+        off = os.environ.get(native.SWITCH) == "0"
+        return f"{found}: {f'{native.SWITCH}=0' if off else 'this build has no native kernels'}, slower"
+    if blueprint.dtype != torch.bfloat16:
+        dtype = str(blueprint.dtype).removeprefix("torch.")
+        return f"torch's operators: the native kernels ({found}) compute in bfloat16, the checkpoint is in {dtype}"
+    left_out = _left_out(blueprint, resolved)
+    if left_out:
+        return f"{found}; torch's operators for experts' matrices of {left_out}, which it does not take: slower"
+    asked = os.environ.get(native.ISA)
+    if asked:
+        return f"{found}: {native.ISA}={asked}"
+    return f"{found}: {_LACKS[found]}" if found in _LACKS else found
+
+
+def _left_out(blueprint: Blueprint, resolved: Resolved) -> str:
+    """The first matrix of an expert that the native kernels do not take, as '96 x 64 at 4 bits'; empty where they take
+    all."""
+    for bits, forms in formats_of(blueprint, resolved, cpu_layout()).items():
+        for form in forms:
+            for part in form.layer.parts:
+                encoding = form.encodings.get(part.name)
+                if encoding is not None and matrix_form(encoding, *part.out_in, form.dtype) is None:
+                    return "{} x {} at {} bits".format(*part.out_in, bits)
+    return ""

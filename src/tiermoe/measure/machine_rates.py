@@ -1,0 +1,117 @@
+"""How fast this machine is, measured in a few seconds and kept beside the stores: its drive, its memory, its
+arithmetic."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from tiermoe.config import MIB
+from tiermoe.kernels.cpu import multiplies_bfloat16
+from tiermoe.process import bandwidth
+from tiermoe.simulate.machines import Rates
+from tiermoe.store.run_record import replace_unlocked
+from tiermoe.tiers.probe import probe_drive
+from tiermoe.types import Extent, Segment
+
+NAME = "machine.json"
+_READ = 4 * MIB  # about an expert
+_LEAST_FILE, _SCRATCH = 64 * MIB, 128 * MIB
+_DAYS = 30
+_PRODUCT = (512, 2048)  # tokens, columns of a square weight
+_SECONDS = 0.2  # of products
+
+
+def machine_rates(folder: Path, threads: int | None = None) -> Rates:
+    """This machine's, with the drive of `folder`: as measured in the last 30 days by as many threads, or now, which
+    takes a few seconds. threads: that compute; None: torch's number."""
+    threads = threads or torch.get_num_threads()
+    folder.mkdir(parents=True, exist_ok=True)
+    case = f"{os.stat(folder).st_dev}:{threads}"
+    kept = _read(folder / NAME)
+    if case not in kept or (date.today() - kept[case].day).days > _DAYS:
+        kept[case] = _measure(folder, threads)
+        replace_unlocked(folder / NAME, json.dumps({name: each.as_json() for name, each in kept.items()}).encode())
+    found = kept[case]
+    source = f"measured on {found.day} with {threads} threads, kept in {folder / NAME}"
+    return Rates(found.memory, found.drive, found.arithmetic, source)
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    memory: float
+    drive: float
+    arithmetic: float
+    day: date
+
+    def as_json(self) -> dict[str, float | str]:
+        return {
+            "memory": self.memory, "drive": self.drive, "arithmetic": self.arithmetic, "day": self.day.isoformat()
+        }  # fmt: skip
+
+
+def _read(path: Path) -> dict[str, _Measured]:
+    """What is kept; nothing where the file is missing or torn."""
+    try:
+        return {case: _checked(entry) for case, entry in json.loads(path.read_bytes()).items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _checked(entry: dict[str, str | float]) -> _Measured:
+    memory, drive, arithmetic = (float(entry[name]) for name in ("memory", "drive", "arithmetic"))
+    if not min(memory, drive, arithmetic) > 0:
+        raise ValueError("not a machine's rates")
+    return _Measured(memory, drive, arithmetic, date.fromisoformat(str(entry["day"])))
+
+
+def _measure(folder: Path, threads: int) -> _Measured:
+    before = torch.get_num_threads()
+    with _sample(folder) as file:
+        size = file.stat().st_size // _READ
+        extents = [Extent((Segment(str(file), index * _READ, _READ, 0),), "") for index in range(size)]
+        drive = probe_drive(extents).bandwidth
+    try:
+        memory = float(bandwidth.measure(threads)["bandwidth"])
+        arithmetic = _products()
+    finally:
+        torch.set_num_threads(before)
+    return _Measured(memory, drive, arithmetic, date.today())
+
+
+@contextlib.contextmanager
+def _sample(folder: Path) -> Iterator[Path]:
+    """A large file on the drive of `folder`: the largest of its stores', or one that is written for the purpose."""
+    files = [file for file in folder.glob("*/*") if file.is_file() and file.stat().st_dev == folder.stat().st_dev]
+    largest = max(files, key=lambda file: file.stat().st_size, default=None)
+    if largest is not None and largest.stat().st_size >= _LEAST_FILE:
+        yield largest
+        return
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as scratch:
+        block = os.urandom(_READ)
+        for _ in range(_SCRATCH // _READ):
+            scratch.write(block)
+        scratch.flush()
+        os.fsync(scratch.fileno())
+        yield Path(scratch.name)
+
+
+def _products() -> float:
+    """Float operations a second of the fastest matrix product, in the dtype that this processor multiplies in."""
+    dtype = torch.bfloat16 if multiplies_bfloat16() else torch.float32
+    tokens, columns = _PRODUCT
+    x, weight = torch.ones(tokens, columns, dtype=dtype), torch.ones(columns, columns, dtype=dtype)
+    fastest, until = float("inf"), time.perf_counter() + _SECONDS
+    while (began := time.perf_counter()) < until or fastest == float("inf"):
+        torch.nn.functional.linear(x, weight)
+        fastest = min(fastest, time.perf_counter() - began)
+    return 2 * tokens * columns * columns / fastest

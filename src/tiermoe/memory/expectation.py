@@ -1,0 +1,127 @@
+"""What to expect of a plan on a machine, as a range: arithmetic over bytes, rates and hit rates of recorded routing.
+
+A decoded token reads the dense layers and its experts from memory, and from the drive those of its experts that are not
+in the cache. At best both happen at the same time, at the rates that were measured and with the best recorded hit rate;
+at worst one after the other, at a share of the rates, with the worst. A prompt reads each expert that any of its tokens
+uses once a chunk, and computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tiermoe.simulate.machines import Rates
+from tiermoe.simulate.recorded import hit_rates
+
+MEMORY_SHARE = 0.5  # of memory's rate that kernels reach at worst (docs/results.md, "Weights a second")
+DRIVE_SHARE = 0.6  # of the drive's rate where reads of single experts wait for each other
+ARITHMETIC_SHARE = 0.3  # of a plain matrix product's rate
+PROMPT = 512
+_DISTINCT = 0.5  # of the experts that evenly spread routing would use in a prompt: at best
+_OURS = (0.0, 3e-4)  # seconds of a layer beside its weights, decoding, at best and at worst: our decoders
+_TRANSFORMERS = (5e-4, 4e-3)  # transformers' code
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """One MoE layer that decodes: `experts`, of which a token uses `top_k`; bytes of one in its slot and as stored."""
+
+    experts: int
+    top_k: int
+    slot_bytes: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a token costs. dense_bytes: read from memory for each; kv_bytes: of keys and values a token of context;
+    operations: float operations a token of a prompt; share: of the experts that have a slot; chunk: tokens of a prompt
+    that run at once; context: most tokens; layers: of the whole model; ours: a decoder of our own runs."""
+
+    moe: Sequence[LayerWork]
+    dense_bytes: int
+    kv_bytes: float
+    operations: float
+    share: float
+    chunk: int
+    context: int
+    layers: int
+    ours: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """From the least to the most."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """Of one sequence, the cache filled. `decode_tok_s`: tokens a second; `first_token_s`: seconds from a prompt of
+    `prompt` tokens to the first token, the model loaded; `hit_rate`: of a token's experts those in the cache;
+    `memory_bytes`, `drive_bytes`: that a token reads. `routing`: whose recorded routing the hit rates are of."""
+
+    decode_tok_s: Range
+    first_token_s: Range
+    prompt: int
+    hit_rate: Range
+    memory_bytes: float
+    drive_bytes: Range
+    routing: str
+    rates: Rates
+
+    @property
+    def assumptions(self) -> str:
+        """For people, in a line or two."""
+        hits = f"hit rates as in recorded routing of {self.routing}" if self.routing else "every expert has its slot"
+        return (
+            f"kernels reach {MEMORY_SHARE:.0%} to 100% of the memory's rate, loads {DRIVE_SHARE:.0%} to 100% of the "
+            f"drive's; {hits}; nothing else runs"
+        )
+
+
+def expect(work: Work, rates: Rates) -> Expectation:
+    """The range for a plan's work on a machine."""
+    typical = max(work.moe, key=lambda layer: layer.experts)
+    hits, routing = hit_rates(typical.experts, typical.top_k, work.share)
+    prompt = max(1, min(PROMPT, work.context - 1))
+    memory = work.dense_bytes + sum(layer.top_k * layer.slot_bytes for layer in work.moe) + work.kv_bytes * prompt
+    used = sum(layer.top_k * layer.stored_bytes for layer in work.moe)
+    missed = Range(used * (1 - hits[1]), used * (1 - hits[0]))
+    least, most = _OURS if work.ours else _TRANSFORMERS
+    best = max(memory / rates.memory, missed.low / rates.drive) + least * work.layers
+    worst = memory / (rates.memory * MEMORY_SHARE) + missed.high / (rates.drive * DRIVE_SHARE) + most * work.layers
+    return Expectation(
+        decode_tok_s=Range(1 / worst, 1 / best),
+        first_token_s=_first_token(work, rates, prompt, (best, worst)),
+        prompt=prompt,
+        hit_rate=Range(*hits),
+        memory_bytes=memory,
+        drive_bytes=missed,
+        routing=routing,
+        rates=rates,
+    )
+
+
+def _first_token(work: Work, rates: Rates, prompt: int, token_s: tuple[float, float]) -> Range:
+    """A prompt in chunks, then a token: at best with the cache as an earlier answer left it and everything at the same
+    time, at worst with an empty one and one after the other."""
+    computing = work.operations * prompt / rates.arithmetic
+    warm = cold = 0.0  # bytes
+    for first in range(0, prompt, work.chunk):
+        tokens = min(work.chunk, prompt - first)
+        used = sum(_distinct(layer, tokens) * layer.stored_bytes for layer in work.moe)
+        warm += used * _DISTINCT * (1 - work.share)
+        cold += used * (1 - work.share) if first else used
+    best, worst = token_s
+    return Range(
+        max(computing, warm / rates.drive) + best,
+        computing / ARITHMETIC_SHARE + cold / (rates.drive * DRIVE_SHARE) + worst,
+    )
+
+
+def _distinct(layer: LayerWork, tokens: int) -> float:
+    """Experts of a layer that so many tokens use where routing is spread evenly."""
+    return layer.experts * (1 - (1 - layer.top_k / layer.experts) ** tokens)
