@@ -1,0 +1,216 @@
+/* The blocks of GGUF files (shared/gguf.h) in registers.
+ *
+ * 64 columns are unpacked into two registers of bfloat16: those at even places and those at odd ones. So the 16-bit words of a
+ * block's bytes are two columns each, and both registers' lanes belong to the same groups: 4 lanes to 16 columns, 8 to 32. */
+#include "vector.h"
+
+#include "../shared/gguf.h"
+
+enum { SPREAD = 64 }; /* columns unpacked at a time */
+
+/* bfloat16 of 0 to 31; of 0 to 15, of those less 8, and of what the nibbles of IQ4 and FP4 stand for, twice: the tables are
+ * indexed by 5 bits, of which the highest belongs to the next nibble. */
+static const bf16 FIVE_BITS[32] __attribute__((aligned(64))) = {
+    0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
+    0x4180, 0x4188, 0x4190, 0x4198, 0x41A0, 0x41A8, 0x41B0, 0x41B8, 0x41C0, 0x41C8, 0x41D0, 0x41D8, 0x41E0, 0x41E8, 0x41F0, 0x41F8,
+};
+static const bf16 NIBBLES[32] __attribute__((aligned(64))) = {
+    0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
+    0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
+};
+static const bf16 NIBBLES_LESS_8[32] __attribute__((aligned(64))) = {
+    0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0,
+    0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0,
+};
+static const bf16 IQ4_VALUES[32] __attribute__((aligned(64))) = {
+    0xC2FE, 0xC2D0, 0xC2A6, 0xC282, 0xC244, 0xC20C, 0xC1B0, 0xC120, 0x3F80, 0x4150, 0x41C8, 0x4218, 0x4254, 0x428A, 0x42B2, 0x42E2,
+    0xC2FE, 0xC2D0, 0xC2A6, 0xC282, 0xC244, 0xC20C, 0xC1B0, 0xC120, 0x3F80, 0x4150, 0x41C8, 0x4218, 0x4254, 0x428A, 0x42B2, 0x42E2,
+};
+static const bf16 FP4_VALUES[32] __attribute__((aligned(64))) = {
+    0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40C0, 0x4100, 0x4140, 0x0000, 0xBF80, 0xC000, 0xC040, 0xC080, 0xC0C0, 0xC100, 0xC140,
+    0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40C0, 0x4100, 0x4140, 0x0000, 0xBF80, 0xC000, 0xC040, 0xC080, 0xC0C0, 0xC100, 0xC140,
+};
+
+/* The low and high bytes of the bfloat16 0 to 127. */
+static const uint8_t SIZE_LOW[128] __attribute__((aligned(64))) = {
+    0x00, 0x80, 0x00, 0x40, 0x80, 0xA0, 0xC0, 0xE0, 0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0x80, 0x88, 0x90, 0x98,
+    0xA0, 0xA8, 0xB0, 0xB8, 0xC0, 0xC8, 0xD0, 0xD8, 0xE0, 0xE8, 0xF0, 0xF8, 0x00, 0x04, 0x08, 0x0C, 0x10, 0x14, 0x18, 0x1C,
+    0x20, 0x24, 0x28, 0x2C, 0x30, 0x34, 0x38, 0x3C, 0x40, 0x44, 0x48, 0x4C, 0x50, 0x54, 0x58, 0x5C, 0x60, 0x64, 0x68, 0x6C,
+    0x70, 0x74, 0x78, 0x7C, 0x80, 0x82, 0x84, 0x86, 0x88, 0x8A, 0x8C, 0x8E, 0x90, 0x92, 0x94, 0x96, 0x98, 0x9A, 0x9C, 0x9E,
+    0xA0, 0xA2, 0xA4, 0xA6, 0xA8, 0xAA, 0xAC, 0xAE, 0xB0, 0xB2, 0xB4, 0xB6, 0xB8, 0xBA, 0xBC, 0xBE, 0xC0, 0xC2, 0xC4, 0xC6,
+    0xC8, 0xCA, 0xCC, 0xCE, 0xD0, 0xD2, 0xD4, 0xD6, 0xD8, 0xDA, 0xDC, 0xDE, 0xE0, 0xE2, 0xE4, 0xE6, 0xE8, 0xEA, 0xEC, 0xEE,
+    0xF0, 0xF2, 0xF4, 0xF6, 0xF8, 0xFA, 0xFC, 0xFE,
+};
+static const uint8_t SIZE_HIGH[128] __attribute__((aligned(64))) = {
+    0x00, 0x3F, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41,
+    0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42,
+    0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42,
+    0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42,
+    0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42,
+    0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42,
+    0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42,
+};
+
+/* 0 in the words of a register's first half, `second` in the others. */
+static inline __m512i halves(int second) {
+    return _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16((short)second), 1);
+}
+
+/* bits of a where mask has ones, of b elsewhere */
+static inline __m512i chosen(__m512i mask, __m512i a, __m512i b) { return _mm512_ternarylogic_epi64(mask, a, b, 0xCA); }
+
+/* Each byte signed, -128 too. */
+static inline void spread_bytes(__m512i codes, __m512i values[2]) {
+    const __m512i sizes = _mm512_abs_epi8(codes), word = _mm512_set1_epi16(0xFF), sign = _mm512_set1_epi8((char)0x80);
+    const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(SIZE_LOW), sizes, _mm512_load_si512(SIZE_LOW + 64));
+    __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(SIZE_HIGH), sizes, _mm512_load_si512(SIZE_HIGH + 64));
+    high = _mm512_mask_mov_epi8(high, _mm512_movepi8_mask(sizes), _mm512_set1_epi8(0x43)); /* of 128 */
+    high = _mm512_ternarylogic_epi64(high, codes, sign, 0xF8);                              /* high | (codes & sign) */
+    values[0] = chosen(word, low, _mm512_slli_epi16(high, 8));
+    values[1] = chosen(word, _mm512_srli_epi16(low, 8), high);
+}
+
+/* Nibbles of words, each already shifted so that its column's is lowest, as a table has them. */
+static inline void spread_nibbles(__m512i words, const bf16 table[32], __m512i values[2]) {
+    const __m512i of = _mm512_load_si512(table);
+    values[0] = _mm512_permutexvar_epi16(words, of);
+    values[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), of);
+}
+
+/* 32 bytes, of which the low nibbles are 32 columns and the high ones the next 32. */
+static inline __m512i wide_nibbles(const uint8_t *at) {
+    return _mm512_srlv_epi16(_mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)at)), halves(4));
+}
+
+/* Twice 16 bytes, likewise of 16 columns each. */
+static inline __m512i narrow_nibbles(const uint8_t *one, const uint8_t *other) {
+    const __m512i first = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)one));
+    const __m512i both = _mm512_mask_broadcast_i32x4(first, 0xFF00, _mm_loadu_si128((const void *)other));
+    return _mm512_srlv_epi16(both, _mm512_set_epi64(0x0004000400040004, 0x0004000400040004, 0, 0, 0x0004000400040004,
+                                                    0x0004000400040004, 0, 0));
+}
+
+static inline void spread_q5_k(const uint8_t *block, size_t p, __m512i values[2]) {
+    const __m512i words = wide_nibbles(block + 48 + 32 * p), nibble = _mm512_set1_epi16(15);
+    const __m512i shifts = _mm512_add_epi16(halves(1), _mm512_set1_epi16((short)(2 * p))); /* to the lowest bit */
+    const __m512i fifth = _mm512_srlv_epi16(_mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)(block + 16))), shifts);
+    const __m512i table = _mm512_load_si512(FIVE_BITS);
+    values[0] = _mm512_permutexvar_epi16(chosen(nibble, words, _mm512_slli_epi16(fifth, 4)), table);
+    values[1] = _mm512_permutexvar_epi16(chosen(nibble, _mm512_srli_epi16(words, 8), _mm512_srli_epi16(fifth, 4)), table);
+}
+
+/* An index counts by its 6 lowest bits: four of `low`, two of `high`. */
+static inline void spread_q6_k(const uint8_t *block, size_t p, __m512i values[2]) {
+    const __m512i first = _mm512_load_si512(VALUES_OF_6), last = _mm512_load_si512(VALUES_OF_6 + 32);
+    const __m512i nibble = _mm512_set1_epi16(15), low = _mm512_loadu_si512(block + p / 2 * 64);
+    const __m256i bits = _mm256_loadu_si256((const void *)(block + 128 + p / 2 * 32));
+    const __m512i high = _mm512_srlv_epi16(_mm512_broadcast_i64x4(bits), halves(2));
+    const __m512i even = p % 2 ? chosen(nibble, _mm512_srli_epi16(low, 4), high)
+                               : chosen(nibble, low, _mm512_slli_epi16(high, 4));
+    const __m512i odd = p % 2 ? chosen(nibble, _mm512_srli_epi16(low, 12), _mm512_srli_epi16(high, 8))
+                              : chosen(nibble, _mm512_srli_epi16(low, 8), _mm512_srli_epi16(high, 4));
+    values[0] = _mm512_permutex2var_epi16(first, even, last);
+    values[1] = _mm512_permutex2var_epi16(first, odd, last);
+}
+
+/* Whether the codes of a strip are brought to bytes first. */
+static inline int by_bytes(Coding coding) {
+    return coding == Q5_0 || coding == Q5_1 || coding == Q2_K || coding == Q3_K;
+}
+
+/* Those codes; 0 in what is missing of the last 64. */
+static inline void bytes_of_strip(Coding coding, const uint8_t *at, size_t width, int8_t *codes) {
+    strip_codes(coding, at, width, codes);
+    if (width % SPREAD) memset(codes + width, 0, 32);
+}
+
+/* Columns 64 p .. of a strip of a row that begins at `at`. other: 1 where all 64 are there, 0 where there are 32: then the
+ * second half is of no account. codes: of the strip, by_bytes. */
+static inline __attribute__((always_inline)) void spread(Coding coding, const uint8_t *at, size_t p, size_t other,
+                                                         const int8_t *codes, __m512i values[2]) {
+    const uint8_t *one = at + 2 * p * block_bytes(coding), *two = one + other * block_bytes(coding);
+    switch (coding) {
+        case Q4_K: spread_nibbles(wide_nibbles(at + 16 + 32 * p), NIBBLES, values); return;
+        case Q5_K: spread_q5_k(at, p, values); return;
+        case Q6_K: spread_q6_k(at, p, values); return;
+        case Q8_0: {
+            const __m512i first = _mm512_castsi256_si512(_mm256_loadu_si256((const void *)(one + 2)));
+            spread_bytes(_mm512_inserti64x4(first, _mm256_loadu_si256((const void *)(two + 2)), 1), values);
+            return;
+        }
+        case Q4_0: spread_nibbles(narrow_nibbles(one + 2, two + 2), NIBBLES_LESS_8, values); return;
+        case Q4_1: spread_nibbles(narrow_nibbles(one + 4, two + 4), NIBBLES, values); return;
+        case IQ4_NL: spread_nibbles(narrow_nibbles(one + 2, two + 2), IQ4_VALUES, values); return;
+        case IQ4_XS: spread_nibbles(narrow_nibbles(at + 8 + 32 * p, at + 24 + 32 * p), IQ4_VALUES, values); return;
+        case MXFP4: spread_nibbles(narrow_nibbles(one + 1, two + 1), FP4_VALUES, values); return;
+        default: spread_bytes(_mm512_load_si512(codes + SPREAD * p), values);
+    }
+}
+
+/* The scale of each lane of columns 64 p .. of a strip. */
+static inline __m512 lane_scales(size_t group, __m512 scales, size_t p) {
+    const __m512i of_32 = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    const __m512i of_16 = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    const int first = (int)(p * (SPREAD / group));
+    return _mm512_permutexvar_ps(_mm512_add_epi32(group == 32 ? of_32 : of_16, _mm512_set1_epi32(first)), scales);
+}
+
+static inline __mmask16 groups_of(size_t width, size_t group) { return (__mmask16)((1u << width / group) - 1); }
+
+/* Eight scales of Q4_K or Q5_K, and behind them its eight minima, negative. */
+static inline __m512 k_lanes(const uint8_t *block) {
+    uint64_t low;
+    uint32_t last, halves_at;
+    memcpy(&halves_at, block, 4), memcpy(&low, block + 4, 8), memcpy(&last, block + 12, 4);
+    const uint64_t high = ((last | (uint64_t)last << 28) & 0x0F0F0F0F0F0F0F0F) | (low >> 2 & 0x3030303030303030);
+    const __m128i mixed = _mm_set_epi64x((int64_t)high, (int64_t)(low & 0x3F3F3F3F3F3F3F3F));
+    const __m512i integers = _mm512_cvtepu8_epi32(_mm_shuffle_epi32(mixed, 0xD8)); /* scales before minima */
+    const __m128 both = _mm_xor_ps(_mm_cvtph_ps(_mm_cvtsi32_si128((int)halves_at)), _mm_setr_ps(0, -0.0f, 0, 0));
+    const __m512i of = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    return _mm512_mul_ps(_mm512_permutexvar_ps(of, _mm512_castps128_ps512(both)), _mm512_cvtepi32_ps(integers));
+}
+
+/* Eight float16 that lie `apart` bytes apart. */
+static inline __m512 eight_halves(const uint8_t *at, size_t apart) {
+    uint16_t halves_at[8];
+    for (size_t i = 0; i < 8; i++) memcpy(halves_at + i, at + i * apart, 2);
+    const __m128i all_halves = _mm_setr_epi16((short)halves_at[0], (short)halves_at[1], (short)halves_at[2], (short)halves_at[3],
+                                              (short)halves_at[4], (short)halves_at[5], (short)halves_at[6], (short)halves_at[7]);
+    return _mm512_zextps256_ps512(_mm256_cvtph_ps(all_halves));
+}
+
+/* Eight scales of MXFP4. */
+static inline __m512 eight_exponents(const uint8_t *at) {
+    uint64_t bytes = 0;
+    for (int i = 7; i >= 0; i--) bytes = bytes << 8 | at[17 * i];
+    const __m256i exponents = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
+    const __m256i usual = _mm256_slli_epi32(_mm256_sub_epi32(exponents, _mm256_set1_epi32(1)), 23);
+    const __mmask8 small = _mm256_cmplt_epi32_mask(exponents, _mm256_set1_epi32(2));
+    const __m256i bits = _mm256_mask_sllv_epi32(usual, small, _mm256_set1_epi32(0x00200000), exponents);
+    return _mm512_zextps256_ps512(_mm256_castsi256_ps(bits));
+}
+
+/* The scales and offsets of a strip's groups, in order, as strip_scales finds them; 0 behind them. For most types they do not
+ * go through memory, which a wide load would have to wait for. */
+static inline __attribute__((always_inline)) void groups_from(Coding coding, size_t group, const uint8_t *at, size_t width,
+                                                              __m512 *scales, __m512 *offsets) {
+    *offsets = _mm512_setzero_ps();
+    if (coding == Q4_K || coding == Q5_K) {
+        const __m512 both = k_lanes(at);
+        *scales = both; /* the second half is asked for by no column */
+        *offsets = _mm512_zextps256_ps512(_mm512_extractf32x8_ps(both, 1));
+    } else if (coding == Q6_K) {
+        const __m512i integers = _mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(at + 192)));
+        *scales = _mm512_mul_ps(_mm512_set1_ps(from_half(at + 208)), _mm512_cvtepi32_ps(integers));
+    } else if (width == STRIP && (coding == Q8_0 || coding == Q4_0 || coding == IQ4_NL)) {
+        *scales = eight_halves(at, block_bytes(coding));
+    } else if (width == STRIP && coding == MXFP4) {
+        *scales = eight_exponents(at);
+    } else {
+        StripScales of;
+        const __mmask16 groups = groups_of(width, group);
+        strip_scales(coding, at, width, &of);
+        *scales = _mm512_maskz_loadu_ps(groups, of.scales);
+        if (has_offsets(coding)) *offsets = _mm512_maskz_loadu_ps(groups, of.offsets);
+    }
+}
