@@ -156,3 +156,8 @@ def test_commands(tmp_path: Path, shipped: Path, tiermoe_: Command) -> None:
     assert "experts as the file has them (Q4_0, Q8_0)" in " ".join(plan.out.split())
     show = tiermoe_("show", file, "--store", tmp_path / "store")
     assert "gguf/q4_0" in show.out
+    for more in ((), ("--force",)):
+        packed = tiermoe_("pack", file, "--out", tmp_path / "store", *more)
+        assert packed.code == 0, packed
+        assert "served from the checkpoint, no copy" in packed.err
+    assert not list((tmp_path / "store").glob("experts-*"))

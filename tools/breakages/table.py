@@ -251,4 +251,33 @@ BREAKAGES = (
         'if footer.get("passes") is None and len(lines) < 2:',
         ("tests/test_trace.py",),
     ),
+    # GGUF files
+    Breakage(
+        "the halves of a head of a GGUF file's queries stay in turns",
+        "src/tiermoe/store/gguf/parameter.py",
+        "rows.view(self.turned, -1, 2).swapaxes(1, 2).flatten()",
+        "rows.view(self.turned, -1, 2).flatten()",
+        ("tests/test_gguf_files.py",),
+    ),
+    Breakage(
+        "an expert in a GGUF file is the one before",
+        "src/tiermoe/store/gguf/checkpoint.py",
+        "tensor.offset + expert * nbytes",
+        "tensor.offset + max(expert - 1, 0) * nbytes",
+        ("tests/test_gguf_models.py",),
+    ),
+    Breakage(
+        "biases of a GGUF file stay in float32 in the slot",
+        "src/tiermoe/tiers/disk.py",
+        "            form.settle(slot)\n",
+        "",
+        ("tests/test_gguf_runs.py::test_biases_in_float32_are_rounded_in_the_slot",),
+    ),
+    Breakage(
+        "a GGUF file that was cut short is read",
+        "src/tiermoe/store/gguf/header.py",
+        "if end > self._size:",
+        "if end > 2 * self._size:",
+        ("tests/test_gguf_files.py",),
+    ),
 )  # fmt: skip
