@@ -1,4 +1,4 @@
-/* AVX2 with FMA: Haswell, Zen and later. */
+/* AVX2 with FMA and F16C (which each processor with AVX2 has): Haswell, Zen and later. */
 #if defined(__x86_64__)
 #include <immintrin.h>
 
