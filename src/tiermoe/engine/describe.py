@@ -37,6 +37,7 @@ def describe_model(model: str, chosen: Path | None = None) -> dict[str, Any]:
         "dense_weights_bytes": dense_bytes,
         "experts_at_16_bits_bytes": expert_weights * blueprint.dtype.itemsize,
         "context": blueprint.max_context() or "unbounded",
+        "not_read": blueprint.unread,
         "checkpoint": str(blueprint.directory),
         "fingerprint": blueprint.checkpoint.fingerprint(),
         "store": str(root) if store else "",

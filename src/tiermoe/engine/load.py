@@ -152,8 +152,9 @@ def _lean_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: 
 def resolve_for(blueprint: Blueprint, settings: Settings) -> Resolved:
     """The settings' preset, made ready for a checkpoint. The default one asks no routers where they name no experts by
     index (Switch), and shares its slots where an encoder's layers run only once."""
-    if settings.preset == Settings().preset and blueprint.family.adapter:
-        settings = replace(settings, set={"prefetch": "none", "allotment": "pool", **settings.set})
+    if settings.preset == Settings().preset and not blueprint.family.forecasts:
+        changes = {"prefetch": "none"} | ({"allotment": "pool"} if blueprint.family.encoder_decoder else {})
+        settings = replace(settings, set={**changes, **settings.set})
     root = store_root(blueprint, settings.store)
     return resolve(settings, root, blueprint.checkpoint.fingerprint(), blueprint.name)
 
