@@ -194,7 +194,7 @@ def test_a_setting_of_an_addition_is_known_everywhere(tiermoe_: Command, monkeyp
 
 # a model family
 
-SOLAR_OPEN = Family("Solar Open", "solar_open", "SolarOpenExperts")
+SOLAR_OPEN = Family("Solar Open", "solar_open")
 SOLAR_OPEN_LAYERS = Architecture(deepseek_v3_router, shared="shared_experts", correction="gate.e_score_correction_bias")
 
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import JambaConfig, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, OpenAIPrivacyFilterConfig
 
 import tiermoe
 from commands import Command
+from tiermoe.families import REFUSED
 from tiny import write, write_tokenizer
 
 RUN = ("--memory", "4GiB", "--max-tokens", "4", "--lanes", "1")
@@ -63,11 +64,20 @@ def test_a_model_without_experts(tiermoe_: Command, tmp_path: Path) -> None:
         )
 
 
-def test_a_family_that_is_not_supported(tiermoe_: Command, tmp_path: Path) -> None:
-    JambaConfig().save_pretrained(tmp_path)
+@pytest.mark.parametrize("model_type", sorted(REFUSED))
+def test_a_family_that_is_refused(model_type: str, tiermoe_: Command, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "num_experts": 8}))
     write_tokenizer(tmp_path)
+    for command in (("run", tmp_path, "hi"), ("plan", tmp_path), ("show", tmp_path)):
+        cause = tiermoe_(*command).cause
+        assert f"models of the family '{model_type}' are refused: {REFUSED[model_type]}" in cause
+
+
+def test_a_model_that_does_not_continue_a_text(tiermoe_: Command, tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_moe", torch.float32)
+    OpenAIPrivacyFilterConfig().save_pretrained(tmp_path)
     cause = tiermoe_("run", tmp_path, "hi").cause
-    assert "model family 'jamba' is not supported; supported model types: deepseek_v2, deepseek_v3" in cause
+    assert "has no class that continues a text for the model type 'openai_privacy_filter'" in cause
 
 
 def test_a_config_that_is_missing_or_torn(tiermoe_: Command, model: Path) -> None:

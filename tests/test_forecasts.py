@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tiermoe
-from tiermoe.engine.forecasts import PassForecasts, router_beside
-from tiermoe.model.shells import is_shell
+from tiermoe.engine.forecasts import PassForecasts
+from tiermoe.model.shells import routers_of
 from tiny import write
 
 ROUTED = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "phimoe"]
@@ -21,7 +21,7 @@ def load(tmp_path: Path, family: str, **options: Any) -> tuple[Any, list[Any]]:
     directory = write(tmp_path, family, torch.float32, num_hidden_layers=4)
     model, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="50%", **options)
     model(torch.tensor([[5, 6, 7]]))
-    return model, [router_beside(module, model) for module in model.modules() if is_shell(module)]
+    return model, [router for _, router in routers_of(model)]
 
 
 def choice(router: Any, hidden: torch.Tensor) -> list[int]:

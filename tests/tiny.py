@@ -73,11 +73,18 @@ def config_of(model_type: str, **changes: Any) -> Any:
 def write(
     directory: Path, model_type: str, dtype: torch.dtype, shard: str = "5GB", seed: int = 0, **changes: Any
 ) -> Path:
-    """Writes a random checkpoint into `directory` and returns it. Weights are large enough that routing and logits are
-    not flat."""
+    """Writes a random checkpoint (`make_random`) into `directory` and returns it."""
     torch.manual_seed(seed)
     config = config_of(model_type, **changes)
     model = auto_class(model_type).from_config(config, dtype=dtype, experts_implementation="eager")
+    make_random(model)
+    model.save_pretrained(directory, max_shard_size=shard)
+    write_tokenizer(directory)
+    return directory
+
+
+def make_random(model: Any) -> None:
+    """Gives a model weights that are large enough that routing and logits are not flat."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -86,12 +93,9 @@ def write(
                 torch.nn.init.normal_(parameter, std=0.05)
         for name, buffer in model.named_buffers():
             if name.endswith("tid2eid"):
-                buffer.copy_(torch.rand(len(buffer), config.num_local_experts).argsort(1)[:, : buffer.shape[1]])
+                buffer.copy_(torch.rand(len(buffer), model.config.num_local_experts).argsort(1)[:, : buffer.shape[1]])
             elif name.endswith("e_score_correction_bias"):
                 torch.nn.init.normal_(buffer, std=0.05)
-    model.save_pretrained(directory, max_shard_size=shard)
-    write_tokenizer(directory)
-    return directory
 
 
 def write_tokenizer(directory: Path, vocabulary: int = 128) -> None:

@@ -1,8 +1,8 @@
-"""What each model family calls its parts: the one table to extend for a new family. Standard library only.
+"""What is stated of a model family: the one table to extend where transformers' code does not say it. Standard library
+only.
 
-`experts` is the class that is replaced; its parameters, activation and gate come from transformers' own code, so a
-family needs no more than these names unless its experts lie outside transformers' experts interface (`adapter`).
-"""
+Every causal family of transformers whose experts go through its experts interface runs without an entry: classes,
+routers, sizes and caches are found from the model (`model/discovery.py`)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from tiermoe.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One supported model family of transformers.
+    """One model family of transformers.
 
-    model_type: `model_type` of config.json.
-    experts: name of the experts class in the family's modelling module.
-    router: attribute of the router beside `experts` in the MoE block.
-    top_k: name of the config's entry for the number of experts a token uses; None where it is fixed at 1.
+    model_type: `model_type` of config.json, of its text part where it has others.
     encoder_decoder: generates through an encoder and a decoder.
-    adapter: the experts are a ModuleDict of small modules called with one-hot masks (Switch), not stacked tensors
-        under transformers' experts interface.
+    adapter: of `model/adapters.py`, for experts that lie outside transformers' experts interface.
+    forecasts: its routers, called on another layer's input, say which experts that layer would choose.
+    continues: transformers' code can read several tokens after others; else they follow one by one (Jamba's scan begins
+        anew).
     latent_kv: attention caches one compressed latent a token and expands it a layer at a time (multi-head latent
         attention, DeepSeek-V2, section 2.1).
     hash_table: attribute of a router whose experts follow from the token alone: its table (vocabulary, K) of experts.
@@ -32,11 +31,10 @@ class Family:
 
     name: str
     model_type: str
-    experts: str
-    router: str = "gate"
-    top_k: str | None = "num_experts_per_tok"
     encoder_decoder: bool = False
-    adapter: bool = False
+    adapter: str | None = None
+    forecasts: bool = True
+    continues: bool = True
     latent_kv: bool = False
     hash_table: str | None = None
     normalised: bool | None = None
@@ -50,38 +48,47 @@ class Family:
 
 
 _TABLE = (
-    Family("Mixtral", "mixtral", "MixtralExperts", normalised=True, plain_router=True),
-    Family("Phi-MoE", "phimoe", "PhimoeExperts", router="router", normalised=False),
-    Family("Qwen2-MoE (Qwen1.5-MoE)", "qwen2_moe", "Qwen2MoeExperts", plain_router=True),
-    Family("Qwen3-MoE", "qwen3_moe", "Qwen3MoeExperts", plain_router=True),
-    Family("OLMoE", "olmoe", "OlmoeExperts", plain_router=True),
-    Family("DeepSeek-V2", "deepseek_v2", "DeepseekV2Experts", latent_kv=True, normalised=False),
-    Family("DeepSeek-V3", "deepseek_v3", "DeepseekV3Experts", latent_kv=True),
-    Family("DeepSeek-V4", "deepseek_v4", "DeepseekV4Experts", hash_table="tid2eid", normalised=True),
-    Family("GLM4-MoE", "glm4_moe", "Glm4MoeExperts"),
-    Family("dots.llm1", "dots1", "Dots1Experts"),
-    Family("gpt-oss", "gpt_oss", "GptOssExperts", router="router", normalised=True),
-    Family("GraniteMoE", "granitemoe", "GraniteMoeExperts", router="router", normalised=True),
-    Family("MiniMax-M2", "minimax_m2", "MiniMaxM2Experts", normalised=True),
-    Family(
-        "Switch Transformers",
-        "switch_transformers",
-        "SwitchTransformersExperts",
-        router="router",
-        top_k=None,
-        encoder_decoder=True,
-        adapter=True,
-        normalised=False,
-    ),
+    Family("Mixtral", "mixtral", normalised=True, plain_router=True),
+    Family("Phi-MoE", "phimoe", normalised=False),
+    Family("Qwen2-MoE (Qwen1.5-MoE)", "qwen2_moe", plain_router=True),
+    Family("Qwen3-MoE", "qwen3_moe", plain_router=True),
+    Family("OLMoE", "olmoe", plain_router=True),
+    Family("DeepSeek-V2", "deepseek_v2", latent_kv=True, normalised=False),
+    Family("DeepSeek-V3", "deepseek_v3", latent_kv=True),
+    Family("DeepSeek-V4", "deepseek_v4", hash_table="tid2eid", normalised=True),
+    Family("GLM4-MoE", "glm4_moe"),
+    Family("dots.llm1", "dots1"),
+    Family("gpt-oss", "gpt_oss", normalised=True),
+    Family("GraniteMoE", "granitemoe", normalised=True),
+    Family("MiniMax-M2", "minimax_m2", normalised=True),
+    Family("DBRX", "dbrx", adapter="dbrx", forecasts=False, normalised=True),
+    Family("Jamba", "jamba", continues=False, normalised=False),
+    Family("JetMoE", "jetmoe", adapter="jetmoe", forecasts=False, normalised=True),
+    Family("Llama 4", "llama4", adapter="llama4", normalised=False),
+    Family("LongCat-Flash", "longcat_flash", adapter="longcat", normalised=False),
+    Family("ZAYA1", "zaya", forecasts=False, normalised=False),
+    Family("Switch Transformers", "switch_transformers", True, adapter="switch", forecasts=False, normalised=False),
 )
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _TABLE}
 
+REFUSED = {
+    "diffusion_gemma": "it fills in blocks of tokens rather than continue a text",
+    "doge": "its experts are single rows of an embedding, of which a token adds up thousands: there are no matrices to "
+    "load one by one",
+    "ernie4_5_vl_moe": "its checkpoint has the experts for text and for pictures in one list, which tiermoe does not "
+    "take apart",
+    "minimax": "transformers 5.23 computes something else for a token that follows others than for the same token "
+    "inside of a prompt",
+    "nllb_moe": "transformers 5.23 computes only its first two experts",
+}
+"""model_type → why no model of this family runs."""
+
 
 def family_of(model_type: str) -> Family:
-    """The family of a config's `model_type`; ModelError names the supported ones when there is none."""
-    try:
-        return FAMILIES[model_type]
-    except KeyError:
-        supported = ", ".join(sorted(FAMILIES))
-        raise ModelError(f"model family '{model_type}' is not supported; supported model types: {supported}") from None
+    """The family of a config's `model_type`: what the table states, or one of which nothing is stated. ModelError with
+    the reason for one that is refused."""
+    if model_type in REFUSED:
+        raise ModelError(f"models of the family '{model_type}' are refused: {REFUSED[model_type]}")
+    name = model_type.removesuffix("_text")
+    return FAMILIES.get(model_type) or FAMILIES.get(name) or Family(name, model_type)

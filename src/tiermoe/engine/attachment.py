@@ -15,6 +15,7 @@ from tiermoe.engine.steps import Steps
 from tiermoe.families import Family
 from tiermoe.model.decoder import Decoder
 from tiermoe.model.face import Face, SlabCache, face_base, takes_own_cache
+from tiermoe.model.generic import pieces
 from tiermoe.model.shells import shells_of
 
 
@@ -26,7 +27,8 @@ def attach(engine: Engine, model: Any, family: Family) -> None:
         for hook in engine.current.follow_both(model):
             engine.before_closing(hook.remove)
     own = isinstance(engine.steps.decoder, Decoder)
-    front = Front(engine.steps, engine.current, face_base(type(model)), own, bool(model.config.use_cache))
+    use_cache = bool(getattr(model.config.get_text_config(), "use_cache", True))
+    front = Front(engine.steps, engine.current, face_base(type(model)), own, use_cache, family.continues)
     model.serve(engine, front)
 
 
@@ -34,9 +36,12 @@ class Front:
     """What a transformers model with an engine does when it is called: a step where the decoder answers, else the code
     of its own class, whose passes are told apart by their lengths.
 
-    own: the decoder is one of ours. base: the class whose code runs otherwise."""
+    own: the decoder is one of ours. base: the class whose code runs otherwise. continues: see `generic.pieces`."""
 
-    def __init__(self, steps: Steps, current: CurrentPass, base: Any, own: bool, use_cache: bool) -> None:
+    def __init__(
+        self, steps: Steps, current: CurrentPass, base: Any, own: bool, use_cache: bool, continues: bool
+    ) -> None:
+        self._continues = continues
         self._steps = steps
         self._current = current
         self._base = base
@@ -64,8 +69,10 @@ class Front:
         given = {**dict(zip(self._parameters, arguments, strict=False)), **named}
         ids, rows, length = given_tokens((), given)
         cache = given.get("past_key_values")
-        if ids is not None and cache is not None and length > self._steps.chunk:
-            return self._in_chunks(model, given, ids, cache)
+        if ids is not None and cache is not None:
+            ends = pieces(past_tokens(given), length, self._steps.chunk, self._continues)
+            if len(ends) > 1:
+                return self._in_chunks(model, given, ids, ends)
         self._current.begin_call(ids, rows, length, past_tokens(given), prompt=False)
         confident = self._steps.confident
         if confident is None or self._current.phase != "decode":
@@ -73,18 +80,17 @@ class Front:
         saved = SavedCache(cache)
         return confident.decode(lambda: self._base.forward(model, **given), lambda output: output.logits, saved.restore)
 
-    def _in_chunks(self, model: Any, given: dict[str, Any], ids: Tensor, cache: Any) -> Any:
+    def _in_chunks(self, model: Any, given: dict[str, Any], ids: Tensor, ends: list[tuple[int, int]]) -> Any:
         """A prompt, some of it at a time. The last output has the logits of all."""
-        past, length, chunk = past_tokens(given), ids.shape[1], self._steps.chunk
+        past = past_tokens(given)
         keep = given.get("logits_to_keep") or 0
         kept: list[Tensor] = []
-        for begin in range(0, length, chunk):
-            end = min(begin + chunk, length)
+        for begin, end in ends:
             part = {**given, "input_ids": ids[:, begin:end], "logits_to_keep": min(keep, end - begin)}
             if given.get("attention_mask") is not None and given["attention_mask"].ndim == 2:
                 part["attention_mask"] = given["attention_mask"][:, : past + end]
             if given.get("position_ids") is not None:
-                part["position_ids"] = given["position_ids"][:, begin:end]
+                part["position_ids"] = given["position_ids"][..., begin:end]
             self._current.begin_call(ids[:, begin:end], ids.shape[0], end - begin, past + begin, prompt=True)
             output = self._base.forward(model, **part)
             kept.append(output.logits)

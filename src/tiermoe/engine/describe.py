@@ -44,6 +44,7 @@ def describe_model(model: str, chosen: Path | None = None) -> dict[str, Any]:
         "dense_weights_bytes": dense_bytes,
         "experts_at_16_bits_bytes": expert_weights * blueprint.dtype.itemsize,
         "context": blueprint.max_context() or "unbounded",
+        "not_read": blueprint.unread,
         "decoder": runs.decoder,
         "kernels": runs.kernels,
         **({"download_bytes": download.nbytes} if download else {"checkpoint": str(blueprint.directory)}),

@@ -78,7 +78,8 @@ class Engine:
         self.gates = list(model.gates)
         self.generation_config = model.generation_config
         self._blueprint = model.blueprint
-        self.forecaster = Forecaster(model.routers, False, self._stacked_layers())
+        experts = [gate.experts for gate in self.gates]
+        self.forecaster = Forecaster(model.routers, experts, False, self._stacked_layers())
         self.current = self._passes()
         renormalise = self._blueprint.family.renormalises(self.config)
         self.layers = [
@@ -89,7 +90,7 @@ class Engine:
             self.controller.tell_warmed(_told([layer.run for layer in self.layers]))
         if isinstance(model.decoder, Decoder):
             model.decoder.attach(self.layers)
-        self._confident = self._decode_little_first()
+        self._confident = self._decode_little_first(model.decoder.rewinds)
         self.steps = Steps(model.decoder, self.current, self._confident, self.settings.chunk, self.plan.context)
         self._undo: list[Callable[[], None]] = []
         self._unwatch: list[Undo] = []
@@ -133,6 +134,11 @@ class Engine:
     def longest_context(self) -> int | None:
         """Tokens the model was made for; None: unbounded."""
         return self._blueprint.max_context()
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether a sequence's last tokens can be taken back."""
+        return self.steps.decoder.rewinds
 
     @property
     def drive(self) -> DriveProbe:
@@ -272,7 +278,7 @@ class Engine:
         stacked = self.composition.policy("prefetch").in_one_product and self._blueprint.family.plain_router and alike
         return int(self.composition["ahead"]) if stacked else 1
 
-    def _decode_little_first(self) -> ConfidentDecoding | None:
+    def _decode_little_first(self, rewinds: bool) -> ConfidentDecoding | None:
         if self.composition.routing not in ("half", "confident"):
             return None
         if max(layer.top_k for layer in self.store.layers) < 2:
@@ -281,6 +287,11 @@ class Engine:
                 f"use another preset or --set routing=all"
             )
         gamma = self.composition.gamma if self.composition.routing == "confident" else None
+        if gamma is not None and not rewinds:
+            raise ConfigError(
+                f"routing=confident runs a token again where it is unsure, and {self._blueprint.family.name} keeps a "
+                f"recurrent state that cannot be wound back; use --set routing=half or routing=all"
+            )
         return ConfidentDecoding(self.current, gamma)
 
 

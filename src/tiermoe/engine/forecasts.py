@@ -22,21 +22,26 @@ class Forecaster:
     """Calls a model's routers on other layers' inputs.
 
     routers: one per MoE layer; a None names no experts by index (Switch) or is a hash of the token (whose prediction is
-    another), and nothing is forecast for it. whole: rank all experts of a layer, not only the chosen ones (percentiles,
-    popularity, traces).
+    another), and nothing is forecast for it. experts: how many each layer has; a router may name more, which compute
+    nothing (LongCat). whole: rank all experts of a layer, not only the chosen ones (percentiles, popularity, traces).
 
     A router of transformers' is called with what its block gives it beside the input (MiniMax-M2's correction bias), as
-    seen in the model's own last call; before the first one nothing is forecast. stacked: so many layers ahead are one
-    product (HOBBIT, section 3.3), for routers that are a matrix and nothing else; 1 calls each router.
+    seen in the model's own last call; before the first one nothing is forecast. It is asked about what the running
+    layer's own router was given, which is not always what its experts are (Gemma 4, Nemotron-H). stacked: so many
+    layers ahead are one product (HOBBIT, section 3.3), for routers that are a matrix and nothing else; 1 calls each
+    router.
     """
 
-    def __init__(self, routers: Sequence[Any], whole: bool, stacked: int = 1) -> None:
+    def __init__(self, routers: Sequence[Any], experts: Sequence[int], whole: bool, stacked: int = 1) -> None:
         self._routers = list(routers)
+        self._experts = list(experts)
+        self._asked: torch.Tensor | None = None
         self.whole = whole
         self._stack = _stacked(self._routers) if stacked > 1 else None
         self._ahead = stacked
         own = {layer for layer, router in enumerate(self._routers) if isinstance(router, Router)}
         self._beside_input: dict[int, Remembered] = {layer: ((), {}) for layer in own}
+        self._flat = dict.fromkeys(own, True)  # of each layer seen: whether its router takes (T, H), or (1, T, H)
         self._hooks = [
             router.register_forward_pre_hook(self._remember(layer), with_kwargs=True)
             for layer, router in enumerate(self._routers)
@@ -49,13 +54,17 @@ class Forecaster:
         if target >= len(self._routers) or target not in self._beside_input:
             return ()
         arguments, named = self._beside_input[target]
-        logits, weights, index = self._routers[target](hidden, *arguments, **named)
+        experts = self._experts[target]
+        router = self._routers[target]
+        call = router.forward if isinstance(router, torch.nn.Module) else router  # past the hooks
+        rows = hidden if self._flat[target] else hidden[None]
+        logits, weights, index = call(rows, *arguments, **named)[:3]
         if not self.whole:
-            return _chosen(weights, index, logits.shape[-1])
-        probabilities = logits.float().softmax(-1)
+            return [pair for pair in _chosen(weights, index, logits.shape[-1]) if pair[0] < experts]
+        probabilities = logits.float().softmax(-1)[:, :experts]
         if hidden.shape[0] > 1:
             return _descending(probabilities.sum(0))
-        chosen = index[0].tolist()
+        chosen = [expert for expert in index[0].tolist() if expert < experts]
         listed = probabilities[0].tolist()
         rest = sorted(set(range(len(listed))) - set(chosen), key=lambda expert: -listed[expert])
         first = sorted(chosen, key=lambda expert: -listed[expert])
@@ -71,6 +80,12 @@ class Forecaster:
         rows = zip(layers, experts.tolist(), weights.tolist(), strict=True)
         return {layer: list(zip(chosen, gates, strict=True)) for layer, chosen, gates in rows}
 
+    def given(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the router of the layer that runs was given, (T, H): `hidden`, its experts' input, where it is one of
+        our own."""
+        asked, self._asked = self._asked, None
+        return hidden if asked is None else asked.reshape(-1, asked.shape[-1])
+
     def close(self) -> None:
         """Takes its hooks off the model's routers."""
         for hook in self._hooks:
@@ -79,6 +94,8 @@ class Forecaster:
     def _remember(self, layer: int) -> Callable[..., None]:
         def remember(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
             self._beside_input[layer] = (arguments[1:], named)
+            self._flat[layer] = arguments[0].ndim == 2
+            self._asked = arguments[0]
 
         return remember
 
@@ -96,6 +113,8 @@ class PassForecasts:
 
     def at(self, hidden: torch.Tensor | None) -> None:
         """Another layer runs, on `hidden`."""
+        if hidden is not None and self._forecaster is not None:
+            hidden = self._forecaster.given(hidden)
         self._hidden = hidden
         self._known.clear()
 
@@ -132,14 +151,6 @@ def _stacked(routers: list[Any]) -> torch.Tensor:
     for router, weight in zip(routers, stack, strict=True):
         router.weight.data = weight
     return stack
-
-
-def router_beside(shell: Any, model: Any) -> Any:
-    """The router in the block of an experts module. LookupError where there is none."""
-    for module in model.modules():
-        if getattr(module, "experts", None) is shell:
-            return getattr(module, "gate", None) or module.router
-    raise LookupError("the experts module has no router beside it")
 
 
 def _chosen(weights: torch.Tensor, index: torch.Tensor, experts: int) -> Ranked:

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from tiermoe.engine.forecasts import router_beside
 from tiermoe.families import Family
-from tiermoe.model.shells import is_shell
+from tiermoe.model.shells import routers_of
 
 
 class TokenTable:
@@ -27,6 +26,5 @@ def token_tables(model: Any, family: Family) -> dict[int, TokenTable]:
     """MoE layer → the table of its router, of the layers that have one."""
     if family.hash_table is None:
         return {}
-    routers = [router_beside(shell, model) for shell in model.modules() if is_shell(shell)]
-    tables = {layer: getattr(router, family.hash_table, None) for layer, router in enumerate(routers)}
+    tables = {layer: getattr(router, family.hash_table, None) for layer, (_, router) in enumerate(routers_of(model))}
     return {layer: TokenTable(table) for layer, table in tables.items() if table is not None}

@@ -160,8 +160,9 @@ def resolve_for(blueprint: Blueprint, settings: Settings) -> Resolved:
     """The settings' preset, made ready for a checkpoint. The default one asks no routers where they name no experts by
     index (Switch), and shares its slots where an encoder's layers run only once. A GGUF file's weights stay in their
     types where no bits are asked for, which a CPU alone has kernels for; ModelError where experts cannot."""
-    if settings.preset == Settings().preset and blueprint.family.adapter:
-        settings = replace(settings, set={"prefetch": "none", "allotment": "pool", **settings.set})
+    if settings.preset == Settings().preset and not blueprint.family.forecasts:
+        changes = {"prefetch": "none"} | ({"allotment": "pool"} if blueprint.family.encoder_decoder else {})
+        settings = replace(settings, set={**changes, **settings.set})
     if settings.bits is None and isinstance(blueprint.checkpoint, GgufCheckpoint):
         assert blueprint.own_experts or own_precision(blueprint.checkpoint, blueprint.layers, blueprint.dtype)
         settings = replace(settings, bits=OWN_BITS, device="cpu" if settings.device == "auto" else settings.device)

@@ -13,7 +13,6 @@ from transformers.utils import logging
 
 from tiermoe.engine.attachment import attach
 from tiermoe.engine.engine import Engine, Model
-from tiermoe.engine.forecasts import router_beside
 from tiermoe.engine.hash_routing import token_tables
 from tiermoe.engine.reading import Reading, rows_stay_on_disk
 from tiermoe.engine.service import ExpertService
@@ -24,12 +23,13 @@ from tiermoe.model.architectures import decoder_for
 from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.dense import attach_dense, recipe_key
 from tiermoe.model.dense_weights import LazyTensor, read_dtypes
+from tiermoe.model.discovery import text_config
 from tiermoe.model.embedding import EmbeddingOnDisk, embedding_key, leave_on_disk
 from tiermoe.model.expert_gates import ExpertGate, named_gates
 from tiermoe.model.face import face_base, face_class
 from tiermoe.model.generic import GenericDecoder
 from tiermoe.model.own_linears import attach_own, own_linears, shared_table
-from tiermoe.model.shells import IMPLEMENTATION, ShellGate, experts_left_out, register, shells_of
+from tiermoe.model.shells import IMPLEMENTATION, ShellGate, experts_left_out, register, routers_of, shells_of
 from tiermoe.model.weights import ModuleWeights
 from tiermoe.process import footprint
 from tiermoe.store.store import Store
@@ -50,14 +50,15 @@ def load_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: R
     hash_tables = token_tables(model, family)
     own: Any = None
     if settings.decoder != "generic" and not family.encoder_decoder and device == "cpu":
-        own = decoder_for(model.config, ModuleWeights(model), model.dtype)
+        own = decoder_for(blueprint.config, ModuleWeights(model), model.dtype)
     shells, base = shells_of(model), face_base(type(model))
     if own is not None:
         routers = list(own.routers)
     else:
-        called = [not family.adapter and layer not in hash_tables for layer in range(len(shells))]
-        routers = [router_beside(shell, model) if it else None for shell, it in zip(shells, called, strict=True)]
-    decoder = own or GenericDecoder(model, functools.partial(base.forward, model))
+        beside = enumerate(routers_of(model))
+        routers = [router if family.forecasts and at not in hash_tables else None for at, (_, router) in beside]
+    numbered = blueprint.built is not blueprint.config
+    decoder = own or GenericDecoder(model, functools.partial(base.forward, model), family.continues, numbered)
     gates: Sequence[ExpertGate] = [ShellGate(shell) for shell in shells]
     if blueprint.own_experts is not None and blueprint.outline.gate is not None:
         gates = named_gates(blueprint.outline)
@@ -86,7 +87,7 @@ def load_dense(
         for name in blueprint.dense_keys
     }
     config = _config_for_loading(blueprint)
-    with experts_left_out(blueprint.family, config), footprint.without_meta_references(), _quiet_loading():
+    with experts_left_out(blueprint.family, text_config(config)), footprint.without_meta_references(), _quiet_loading():
         model, info = face_class(blueprint.model_class).from_pretrained(
             None,
             config=config,
@@ -140,8 +141,8 @@ def _config_for_loading(blueprint: Blueprint) -> Any:
     """The config that transformers loads by. Where only experts are quantised it names no quantisation: transformers'
     quantiser would have nothing to do, and says on standard error what its kernels lack."""
     if not blueprint.quantized:
-        return blueprint.config
-    config = copy.deepcopy(blueprint.config)
+        return blueprint.built
+    config = copy.deepcopy(blueprint.built)
     direct = read_dtypes(blueprint)
     if all(key in direct for key in blueprint.dense_keys):
         del config.quantization_config

@@ -31,13 +31,16 @@ class AnyDecoder(Protocol):
     """Computes batches (`model.decoder.Decoder`, `model.generic.GenericDecoder`).
 
     rows_together: several rows in one step. verifies: tokens that are verified together get the bits that each gets
-    alone."""
+    alone. rewinds: a sequence's last tokens can be taken back."""
 
     @property
     def rows_together(self) -> bool: ...
 
     @property
     def verifies(self) -> bool: ...
+
+    @property
+    def rewinds(self) -> bool: ...
 
     def new_cache(self, slabs: int, context: int, step: int) -> SequenceCache: ...
 

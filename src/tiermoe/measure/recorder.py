@@ -52,9 +52,9 @@ class Recorder(Observer):
         layers = engine.store.layers
         self._experts = [layer.experts for layer in layers]
         self._top_k = [layer.top_k for layer in layers]
-        adapter = family_of(model.config.model_type).adapter
-        self.little = little and not model.config.is_encoder_decoder and max(self._top_k) > 1
-        self.distances = () if adapter else tuple(d for d in distances if d < len(layers))
+        family = family_of(engine.config.model_type)
+        self.little = little and not family.encoder_decoder and engine.rewinds and max(self._top_k) > 1
+        self.distances = () if not family.forecasts else tuple(d for d in distances if d < len(layers))
         self._layers: list[LayerTrace] = []
         self._neurons = None if theta is None else NeuronWatch(model, theta)
         engine.observe(self)

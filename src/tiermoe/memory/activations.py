@@ -11,7 +11,7 @@ import torch
 from tiermoe import native
 from tiermoe.config import Settings
 from tiermoe.kernels import decoded_bytes
-from tiermoe.model import generic, kv_cache
+from tiermoe.model import cache_probe, generic, kv_cache
 from tiermoe.model.architectures import attention_sizes
 from tiermoe.model.attention import GroupedSizes
 from tiermoe.model.blueprint import Blueprint
@@ -21,6 +21,7 @@ from tiermoe.types import Need, Phase, Workload
 
 _ALLOCATOR = 1.15  # what the allocator holds beyond the tensors that live, measured
 _PACKED_OPERATOR_TOKENS = 12  # from more tokens on, kernels may decode a matrix first (kernels/cpu.py)
+_PROBED = 256  # tokens after which every layer keeps something, a compressed cache too
 _LOGIT_BYTES = 16  # of a token's logits: in the model's dtype, as float32, and what a draw makes of them
 
 
@@ -31,7 +32,9 @@ def decoder_needs(
     sizes = sizes_of(blueprint, settings, device)
     if sizes is None:
         eager = getattr(blueprint.skeleton.config, "_attn_implementation", None) == "eager"
-        its = generic.needs(blueprint.config, load, blueprint.family.latent_kv, eager)
+        latent = blueprint.family.latent_kv or generic.expands_latents(blueprint.config)
+        grown = None if blueprint.family.encoder_decoder else cache_probe.measured(blueprint.skeleton, _PROBED)
+        its = generic.needs(blueprint.config, load, latent, eager, grown)
         heads, _, head_dim = generic.attention_shape(blueprint.config)
         columns = heads * head_dim
     else:

@@ -76,10 +76,10 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None) -
         plan = _divided(base, wanted, model, sizes)
         if holds_everything(plan, resolved) and composition.unit == "expert":
             plan = replace(plan, unless_mapped=plan.looked_up)
-        plan.warnings.extend(_warnings(plan))
+        plan.warnings.extend(_warnings(plan) + _unread(blueprint))
         return plan
     on_gpu = divided_with_gpu(base, wanted // base.slot_bytes, resolved, sizes, device, gpu)
-    on_gpu.warnings.extend(gpu_warnings(on_gpu))
+    on_gpu.warnings.extend(gpu_warnings(on_gpu) + _unread(blueprint))
     return on_gpu
 
 
@@ -92,10 +92,10 @@ def holds_everything(plan: MemoryPlan, resolved: Resolved) -> bool:
 def _check_options(blueprint: Blueprint, resolved: Resolved) -> None:
     """ConfigError for an option that would do nothing for this family."""
     prefetch = resolved.composition.prefetch
-    if blueprint.family.adapter and PREDICTIONS[prefetch].asks_routers:
+    if not blueprint.family.forecasts and PREDICTIONS[prefetch].asks_routers:
         raise ConfigError(
-            f"prefetch={prefetch} does not apply to {blueprint.family.name}: its router names no experts by index; "
-            f"use --set prefetch=path or none"
+            f"prefetch={prefetch} does not apply to {blueprint.family.name}: its routers cannot be asked about another "
+            f"layer's input; use --set prefetch=path or none"
         )
     if not blueprint.family.encoder_decoder:
         return
@@ -162,3 +162,7 @@ def _warnings(plan: MemoryPlan) -> list[str]:
             f"hits almost never; from {format_size(plan.fixed + plan.token_slots * plan.slot_bytes)} on it does"
         ]
     return []
+
+
+def _unread(blueprint: Blueprint) -> list[str]:
+    return [f"only the text part of this model runs: it does not read {blueprint.unread}"] if blueprint.unread else []

@@ -14,6 +14,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from tiermoe.errors import ModelError
 from tiermoe.families import Family, family_of
+from tiermoe.model.discovery import model_class, text_class_is_apart, text_config, text_only, text_tensors, unread
 from tiermoe.model.gguf.architectures import config_of
 from tiermoe.model.gguf.parameters import compute_dtype, open_checkpoint
 from tiermoe.model.hub import chosen_store_root
@@ -38,12 +39,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Blueprint:
-    """What `inspect_model` found. directory: of the checkpoint, or its GGUF file. known: the outline that the
-    checkpoint's store has; None: transformers' modelling code is asked where an outline is needed."""
+    """What `inspect_model` found. directory: of the checkpoint, or its GGUF file. whole: the checkpoint's config;
+    config: that of its text part, itself where there is no other. apart: transformers has a class for the text part
+    alone; the checkpoint's tensors are then that class's. known: the outline that the checkpoint's store has; None:
+    transformers' modelling code is asked where an outline is needed."""
 
     directory: Path
     name: str
+    whole: Any
     config: Any
+    apart: bool
     family: Family
     dtype: torch.dtype
     checkpoint: Checkpoint | GgufCheckpoint
@@ -58,9 +63,18 @@ class Blueprint:
     def model_class(self) -> Any:
         """transformers' class of the model. Asking for it imports transformers' modelling code."""
         footprint.before_modelling_code()
-        if self.family.encoder_decoder:
-            return transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(self.config)]
-        return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
+        cls = model_class(self.family, self.built)
+        return cls if self.built is self.config else text_only(cls)
+
+    @property
+    def built(self) -> Any:
+        """The config that `model_class` takes."""
+        return self.config if self.apart else self.whole
+
+    @property
+    def unread(self) -> str:
+        """What the model's other parts read and tiermoe does not: 'pictures and sound', empty for a text model."""
+        return unread(self.whole)
 
     @property
     def skeleton(self) -> Any:
@@ -77,7 +91,7 @@ class Blueprint:
         footprint.before_modelling_code()
         from tiermoe.model.skeleton import Skeleton  # late: it imports transformers' modelling code
 
-        return Skeleton(self.family, self.config, self.dtype, self.checkpoint, self.name)
+        return Skeleton(self.family, self.model_class, self.built, self.dtype, self.checkpoint, self.name)
 
     @functools.cached_property
     def own_experts(self) -> Precision | None:
@@ -164,14 +178,18 @@ def inspect_model(
     its headers are known already. ModelError: not a MoE model, an unsupported family, missing or torn files."""
     if is_gguf(directory):
         checkpoint = open_checkpoint(open_gguf(directory))
-        config = gguf_config(checkpoint)
+        whole = config = gguf_config(checkpoint)
+        apart = False
     else:
-        config = read_config(directory)
-        checkpoint = checkpoint or Checkpoint(directory)
+        whole = read_config(directory)
+        config, checkpoint = text_config(whole), checkpoint or Checkpoint(directory)
+        apart = text_class_is_apart(whole, config)
+        if apart and isinstance(checkpoint, Checkpoint):
+            checkpoint.tensors = text_tensors(checkpoint.tensors)
     fingerprint = checkpoint.fingerprint()
     known = read_outline(chosen_store_root(directory, name, fingerprint, store), fingerprint, transformers.__version__)
     family, dtype = family_of(config.model_type), _dtype_of(config, checkpoint)
-    blueprint = Blueprint(directory, name, config, family, dtype, checkpoint, known)
+    blueprint = Blueprint(directory, name, whole, config, apart, family, dtype, checkpoint, known)
     assert blueprint.outline
     return blueprint
 
@@ -221,7 +239,9 @@ def gguf_config(checkpoint: GgufCheckpoint) -> Any:
 
 
 def _looks_like_moe(raw: dict[str, Any]) -> bool:
-    return any("expert" in key for key in raw) or raw.get("model_type") in ("mixtral", "switch_transformers")
+    inside = [value for value in raw.values() if isinstance(value, dict)]
+    named = any("expert" in key for key in raw) or raw.get("model_type") in ("mixtral", "switch_transformers")
+    return named or any(map(_looks_like_moe, inside))
 
 
 def _dtype_of(config: Any, checkpoint: Checkpoint | GgufCheckpoint) -> torch.dtype:

@@ -8,7 +8,7 @@ expert, so no naming or layout is known here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -38,19 +38,26 @@ Sources = dict[str | None, list[str]]
 class CheckpointExperts:
     """The experts of a checkpoint (`store.source.ExpertSource`).
 
-    `model` is built on the meta device with shells; `quantizer` is transformers' quantiser for checkpoints that come
-    quantised, None otherwise. ModelError where the checkpoint lacks an expert's tensors.
+    `model` is built on the meta device with shells; top_k: index of a decoder layer → experts that a token uses in it;
+    `quantizer` is transformers' quantiser for checkpoints that come quantised, None otherwise. ModelError where the
+    checkpoint lacks an expert's tensors.
     """
 
     def __init__(
-        self, model: Any, checkpoint: Checkpoint, dtype: torch.dtype, top_k: int, quantizer: Any = None
+        self,
+        model: Any,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        top_k: Callable[[int], int],
+        quantizer: Any = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.dtype = dtype
         self._model = model
         self._quantizer = quantizer
         shells = {name: module for name, module in model.named_modules() if is_shell(module)}
-        self.layers = [_layer_of(name, shell, top_k) for name, shell in shells.items()]
+        self.layers = [_layer_of(name, shell, top_k(_decoder_layer(name))) for name, shell in shells.items()]
+        self._rows_of = [getattr(shell, "expert_rows", {}) for shell in shells.values()]
         self._stacked = [not hasattr(shell, "expert_template") for shell in shells.values()]
         mapping = get_model_conversion_mapping(model, hf_quantizer=quantizer)
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -58,6 +65,7 @@ class CheckpointExperts:
         self._by_pattern = {pattern: entry for entry in self._converters for pattern in entry.source_patterns}
         self._sources: dict[str, Sources] = {}
         self.expert_keys: set[str] = set()
+        self.dense_keys: set[str] = set()
         self._direct: dict[str, str] = {}
         self._resolve()
 
@@ -87,10 +95,11 @@ class CheckpointExperts:
 
     def _resolve(self) -> None:
         targets = {
-            self._target(i, e, part)
+            target
             for i, layer in enumerate(self.layers)
             for e in self._rows(i)
             for part in layer.parts
+            for target in self._targets(i, e, part)
         }
         known = dict.fromkeys([*self._model.state_dict(), *targets], 1)
         # the converters' order: the position of a key among its pattern's keys is its expert
@@ -101,7 +110,10 @@ class CheckpointExperts:
             if name in targets:
                 self._sources.setdefault(name, {}).setdefault(pattern, []).append(key)
                 self.expert_keys.add(key)
-            elif pattern is None:
+                continue
+            if name in known:
+                self.dense_keys.add(key)
+            if pattern is None:
                 self._direct[name] = key
         missing = sorted(targets - set(self._sources))
         if missing:
@@ -113,12 +125,26 @@ class CheckpointExperts:
     def _rows(self, layer: int) -> range:
         return range(1) if self._stacked[layer] else range(self.layers[layer].experts)
 
-    def _target(self, layer: int, expert: int, part: Part) -> str:
+    def _targets(self, layer: int, expert: int, part: Part) -> list[str]:
+        """The parameters that hold a part: one, but for experts whose rows lie in flat matrices."""
+        rows = self._rows_of[layer].get(part.name)
+        return [self._target(layer, expert, name) for name in rows or (part.name,)]
+
+    def _target(self, layer: int, expert: int, name: str) -> str:
         prefix = self.layers[layer].name
-        return f"{prefix}.{part.name}" if self._stacked[layer] else f"{prefix}.expert_{expert}.{part.name}"
+        return f"{prefix}.{name}" if self._stacked[layer] else f"{prefix}.expert_{expert}.{name}"
+
+    def _flat(self, layer: int, part: Part) -> list[str] | None:
+        """The checkpoint keys of the flat matrices whose rows a part consists of."""
+        names = self._rows_of[layer].get(part.name)
+        return [self._sources[self._target(layer, 0, name)][None][0] for name in names] if names else None
 
     def _read_part(self, layer: int, expert: int, part: Part) -> torch.Tensor:
-        target = self._target(layer, expert, part)
+        flat = self._flat(layer, part)
+        if flat is not None:
+            count = part.shape[0] // len(flat)
+            return torch.cat([self.checkpoint.read_rows(key, expert * count, (expert + 1) * count) for key in flat])
+        target = self._target(layer, expert, part.name)
         sources = self._sources[target]
         if None in sources:
             key = sources[None][0]
@@ -133,9 +159,8 @@ class CheckpointExperts:
             merged = len(keys) == 1  # one tensor with all experts along its first dimension
             tensor = self.checkpoint.read(keys[0], expert) if merged else self.checkpoint.read(keys[expert])
             converter.add_tensor(target, keys[0 if merged else expert], pattern, tensor)
-        converted = converter.convert(
-            target, model=self._model, config=self._model.config, hf_quantizer=self._quantizer
-        )
+        model = OneExpert(self._model, part.shape)
+        converted = converter.convert(target, model=model, config=self._model.config, hf_quantizer=self._quantizer)
         value = next(iter(converted.values()))
         value = value[0] if isinstance(value, list) else value
         result: torch.Tensor = value[0]
@@ -147,7 +172,9 @@ class CheckpointExperts:
         return result
 
     def _part_in_place(self, layer: int, expert: int, part: Part, at: int) -> list[Segment] | None:
-        sources = self._sources[self._target(layer, expert, part)]
+        if self._flat(layer, part) is not None:
+            return None
+        sources = self._sources[self._target(layer, expert, part.name)]
         if None in sources:
             key = sources[None][0]
             if self.checkpoint.tensors[key].dtype != self.dtype:
@@ -166,6 +193,21 @@ class CheckpointExperts:
         return segments
 
 
+class OneExpert:
+    """A model as a conversion of one expert's part sees it: asked for a parameter, it has one of that expert alone."""
+
+    def __init__(self, model: Any, shape: tuple[int, ...]) -> None:
+        self._model = model
+        self._shape = (1, *shape)
+
+    def get_parameter(self, _: str) -> torch.Tensor:
+        """Of the part's shape, without values."""
+        return torch.empty(self._shape, device="meta")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
 def _only_stacks_rows(converter: WeightConverter, patterns: int) -> bool:
     """True where the conversion of one expert is the concatenation of the rows of its tensors."""
     operations = converter.operations
@@ -176,7 +218,11 @@ def _only_stacks_rows(converter: WeightConverter, patterns: int) -> bool:
 
 
 def _layer_of(name: str, shell: Any, top_k: int) -> MoeLayer:
-    parts = tuple(
-        Part(part, shape, bool(shell.is_transposed) and len(shape) == 2) for part, shape in shell.expert_shapes.items()
-    )
+    turned = getattr(shell, "transposed_parts", shell.expert_shapes if shell.is_transposed else ())
+    parts = tuple(Part(part, shape, part in turned and len(shape) == 2) for part, shape in shell.expert_shapes.items())
     return MoeLayer(name, shell.num_experts, top_k, parts)
+
+
+def _decoder_layer(name: str) -> int:
+    """The index of the decoder layer that a module at path `name` belongs to."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), 0)

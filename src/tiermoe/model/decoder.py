@@ -85,6 +85,11 @@ class Decoder:
         self._logits_divisor = logits_divisor
 
     @property
+    def rewinds(self) -> bool:
+        """A sequence's last tokens can be taken back."""
+        return True
+
+    @property
     def verifies(self) -> bool:
         """Whether tokens that are verified together get the bits that each gets alone."""
         return self._head.by_row and all(layer.by_row for layer in self.layers)

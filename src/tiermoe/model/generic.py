@@ -3,44 +3,54 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 
 from tiermoe.batch import Batch
 from tiermoe.errors import PromptError
+from tiermoe.model.cache_probe import LayerCache
 from tiermoe.model.linear import PackedLinear
 from tiermoe.types import Need, Phase, Workload
 
+_EXPANDED = {"qk_nope_head_dim": 2, "qk_rope_head_dim": 1, "v_head_dim": 1}
+"""Columns of a head that are made of a latent, and how many times they are there."""
 
-def needs(config: Any, load: Workload, latent: bool, eager: bool) -> list[Need]:
+
+def needs(
+    config: Any, load: Workload, latent: bool, eager: bool, grown: Sequence[LayerCache] | None = None
+) -> list[Need]:
     """What transformers' growing cache and its attention take: keys and values of `context` tokens in all layers, and
     the copy of one layer's that is made while it grows. latent: a compressed cache, of which one layer at a time is
-    expanded. eager: attention holds the scores of all heads."""
+    expanded. eager: attention holds the scores of all heads. grown: the layers of the model's own cache, as
+    `cache_probe` measured them; None: they follow from the config."""
     heads, kv_heads, head_dim = attention_shape(config)
     tokens, context = load.tokens, load.context
     at_once = load.sequences * context if getattr(config, "is_encoder_decoder", False) else tokens
     scores = at_once * context * (heads * (2 * load.itemsize + 8) if eager or latent else 5)
     repeated = 2 * load.sequences * context * heads * head_dim * load.itemsize if kv_heads < heads else 0
     return [
-        Need("kv cache", _cache_bytes(config, load, latent), Phase.RUNNING, f"{context} tokens of context"),
+        Need("kv cache", _cache_bytes(config, load, latent, grown), Phase.RUNNING, f"{context} tokens of context"),
         Need("activations", scores + repeated, Phase.RUNNING, "attention"),
     ]
 
 
-def _cache_bytes(config: Any, load: Workload, latent: bool) -> int:
+def _cache_bytes(config: Any, load: Workload, latent: bool, grown: Sequence[LayerCache] | None) -> int:
     heads, kv_heads, head_dim = attention_shape(config)
     expanded = 0
     if latent:
-        per_token = int(config.kv_lora_rank + config.qk_rope_head_dim)
-        expanded = int(heads * (2 * config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim))
-    else:
-        per_token = 2 * kv_heads * head_dim
+        expanded = heads * sum(times * _widest(config, name) for name, times in _EXPANDED.items())
+    if grown is not None:
+        sizes = [layer.nbytes(load.context, load.chunk) for layer in grown]
+        return load.sequences * (sum(sizes) + 2 * max(sizes) + expanded * load.context * load.itemsize)
+    per_token = int(config.kv_lora_rank + config.qk_rope_head_dim) if latent else 2 * kv_heads * head_dim
     positions = _positions(config, load.context, load.chunk)
     each = per_token * (sum(positions) + 2 * max(positions)) + expanded * load.context
     return load.sequences * load.itemsize * each
@@ -61,72 +71,119 @@ def _positions(config: Any, context: int, chunk: int) -> list[int]:
 
 
 def attention_shape(config: Any) -> tuple[int, int, int]:
-    """(heads, key/value heads, size of a head) of a config, whatever its family calls them."""
-    heads = int(getattr(config, "num_attention_heads", 0) or config.num_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    """(heads, key/value heads, size of a head) of a config, whatever its family calls them; the most of its layers."""
+    heads = int(_widest(config, "num_attention_heads") or config.num_heads)
+    kv_heads = int(_widest(config, "num_key_value_heads") or heads)
     hidden = int(getattr(config, "hidden_size", 0) or config.d_model)
-    head_dim = int(getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or hidden // heads)
+    head_dim = int(_widest(config, "head_dim") or getattr(config, "d_kv", None) or hidden // heads)
     return heads, kv_heads, head_dim
 
 
-class GenericCache:
-    """transformers' growing cache of each sequence, with the methods of `KVCache` that a step's callers need."""
+def _widest(config: Any, name: str) -> Any:
+    """An entry of a config, the largest of its layers where they differ; None where there is none."""
+    try:
+        return getattr(config, name, None)
+    except AmbiguousGlobalPerLayerAttributeError:
+        return max(getattr(layer, name, None) or 0 for layer in config.per_layer_config)
 
-    def __init__(self, config: Any, slabs: int, context: int) -> None:
+
+def expands_latents(config: Any) -> bool:
+    """Whether a config's attention makes keys and values of one latent a token."""
+    return all(isinstance(_widest(config, name), int) for name in ("kv_lora_rank", *_EXPANDED))
+
+
+def rewinds(config: Any) -> bool:
+    """Whether the last tokens can be taken back out of a model's cache: not out of recurrent states."""
+    layers = DynamicCache(config=config).layers
+    return not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+
+
+class GenericCache:
+    """The cache that a transformers model makes for each sequence, with the methods of `KVCache` that a step's callers
+    need. `held`: slab → the cache, None before the first tokens."""
+
+    def __init__(self, slabs: int, context: int, rewinds: bool) -> None:
         self.slabs, self.context = slabs, context
-        self._config = config
+        self._rewinds = rewinds
         self._free = list(reversed(range(slabs)))
-        self.held: dict[int, DynamicCache] = {}
+        self._length: dict[int, int] = {}
+        self.held: dict[int, Any] = {}
 
     def open(self) -> int:
         """A slab for another sequence, empty. PromptError where all are taken."""
         if not self._free:
             raise PromptError(f"all {self.slabs} sequences that memory is set aside for are in use; close one")
         slab = self._free.pop()
-        self.held[slab] = DynamicCache(config=self._config)
+        self.held[slab], self._length[slab] = None, 0
         return slab
 
     def close(self, slab: int) -> None:
         """Gives a slab back."""
-        del self.held[slab]
+        del self.held[slab], self._length[slab]
         self._free.append(slab)
 
     def length(self, slab: int) -> int:
         """Tokens that the sequence holds."""
-        return int(self.held[slab].get_seq_length())
+        return self._length[slab]
 
     def crop(self, slab: int, length: int) -> None:
-        """Forgets the positions from `length` on. ValueError where a sliding window has moved on past them."""
-        surplus = self.length(slab) - length
+        """Forgets the positions from `length` on. ValueError where a sliding window has moved on past them, or where a
+        recurrent state holds them."""
+        surplus = self._length[slab] - length
         if surplus < 0:
-            raise ValueError(f"a sequence of {self.length(slab)} tokens cannot be cut to {length}")
+            raise ValueError(f"a sequence of {self._length[slab]} tokens cannot be cut to {length}")
         if not surplus:
             return
+        if not length:
+            self.held[slab], self._length[slab] = None, 0
+            return
+        if not self._rewinds:
+            raise ValueError(f"a recurrent state cannot be wound back to {length} positions")
         try:
             self.held[slab].crop(-surplus)
         except RuntimeError as error:
             raise ValueError(f"a sliding window cannot be wound back to {length} positions") from error
+        self._length[slab] = length
+
+    def grew(self, slab: int, tokens: int, held: Any) -> None:
+        """So many more tokens of a sequence have run, and this is its cache from now on."""
+        self.held[slab] = held
+        self._length[slab] += tokens
 
     def fork(self, slab: int) -> int:
         """A new sequence that begins with all of this one's tokens."""
         other = self.open()
-        self.held[other] = copy.deepcopy(self.held[slab])
+        self.held[other], self._length[other] = copy.deepcopy(self.held[slab]), self._length[slab]
         return other
 
 
+def pieces(past: int, length: int, chunk: int, continues: bool) -> list[tuple[int, int]]:
+    """Where the passes begin and end that read `length` tokens after `past` ones, at most `chunk` at a time. continues:
+    several tokens can follow others in one pass; else they follow one by one."""
+    ends = [0]
+    while ends[-1] < length:
+        step = chunk if continues or not past + ends[-1] else 1
+        ends.append(min(ends[-1] + step, length))
+    return list(itertools.pairwise(ends))
+
+
 class GenericDecoder:
-    """A step by a transformers model. forward: its class's own forward, with keyword arguments. Rows run one by one."""
+    """A step by a transformers model. forward: its class's own forward, with keyword arguments. continues: see
+    `pieces`. numbered: tokens are given their positions, which a model that reads pictures too would count on from what
+    it read last. Rows run one by one."""
 
     rows_together = False
     verifies = False
 
-    def __init__(self, model: Any, forward: Callable[..., Any]) -> None:
+    def __init__(self, model: Any, forward: Callable[..., Any], continues: bool = True, numbered: bool = False) -> None:
         self.model = model
+        self._continues, self._numbered = continues, numbered
+        self.rewinds = rewinds(model.config)
         self._forward = forward
 
     def new_cache(self, slabs: int, context: int, step: int) -> GenericCache:
         """A cache for `slabs` sequences of up to `context` tokens."""
-        return GenericCache(self.model.config, slabs, context)
+        return GenericCache(slabs, context, self.rewinds)
 
     def time_linears(self, note: Callable[[float], None]) -> Callable[[], None]:
         """Calls `note` with the seconds of each call of a linear layer; returns what ends it."""
@@ -153,14 +210,19 @@ class GenericDecoder:
     def step(self, batch: Batch, cache: GenericCache, every: bool = False) -> Tensor:
         """The logits (1, vocabulary) of a row's last token, or of all its tokens (T, vocabulary)."""
         (row,) = batch.rows
-        held = cache.held[row.slab]
-        if held.get_seq_length() != row.first:
+        if cache.length(row.slab) != row.first:
             cache.crop(row.slab, row.first)
-        output = self._forward(
-            input_ids=torch.tensor([row.tokens], device=self.model.device),
-            past_key_values=held,
-            use_cache=True,
-            logits_to_keep=0 if every else 1,
-        )
+        ends = pieces(row.first, len(row.tokens), len(row.tokens), self._continues)
+        logits = [self._run(row.slab, row.tokens[begin:end], cache, every) for begin, end in ends]
+        return torch.cat(logits) if every else logits[-1]
+
+    def _run(self, slab: int, tokens: tuple[int, ...], cache: GenericCache, every: bool) -> Tensor:
+        past = cache.length(slab)
+        named: dict[str, Any] = {"logits_to_keep": 0 if every else 1}
+        if self._numbered:
+            named["position_ids"] = torch.arange(past, past + len(tokens), device=self.model.device)[None]
+        ids = torch.tensor([tokens], device=self.model.device)
+        output = self._forward(input_ids=ids, past_key_values=cache.held[slab], use_cache=True, **named)
+        cache.grew(slab, len(tokens), output.past_key_values)
         logits: Tensor = output.logits[0]
         return logits

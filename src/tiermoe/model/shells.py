@@ -7,22 +7,24 @@ shapes it remembers in `expert_shapes`. So a model can be built and loaded witho
 from __future__ import annotations
 
 import contextlib
-import importlib
 import threading
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers.activations import ACT2FN, SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
+from tiermoe.errors import ModelError
 from tiermoe.families import Family
 from tiermoe.kernels.expert import Activation
 from tiermoe.kernels.gates import ClampedGate, silu_gate
+from tiermoe.model.adapters import ADAPTERS, drop_parameters
+from tiermoe.model.discovery import classes_of, is_experts_class, modelling_module
 from tiermoe.model.expert_gates import refused
 
 IMPLEMENTATION = "tiermoe"
+_ROUTERS = ("gate", "router")
 _CLAMPED = "GptOssExperts._apply_gate"
 _SILU = (torch.nn.SiLU, SiLUActivation)
 
@@ -35,40 +37,35 @@ def experts_left_out(family: Family, config: Any) -> Iterator[None]:
     """While open, transformers builds `family`'s models with shells: they stand in the modelling module in the place of
     the classes that its blocks name. (`register_patch_mapping` does the same to every module of transformers, which
     takes a second.) Holds a process-wide lock; restores the module also where building fails."""
-    module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
+    module = modelling_module(config)
     with _building:
-        own = {each.__name__: each for each in _classes_of(module)}
-        instead = {family.experts: shell_of(own[family.experts], family)}
-        if family.adapter:
-            # weight initialisation of these blocks reaches into the experts that are not there
-            instead |= {name: _initialised(cls) for name, cls in own.items() if name.endswith("SparseMLP")}
+        own = classes_of(module)
+        if family.adapter is None:
+            instead = {name: shell_of(cls) for name, cls in own.items() if is_experts_class(cls)}
+        else:
+            instead = ADAPTERS[family.adapter](own)
+        kept = {name: own[name] for name in instead}
         vars(module).update(instead)
         try:
             yield
         finally:
-            vars(module).update({name: own[name] for name in instead})
+            vars(module).update(kept)
 
 
-def _classes_of(module: ModuleType) -> list[type[torch.nn.Module]]:
-    return [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
-
-
-def shell_of(cls: type[torch.nn.Module], family: Family) -> type[torch.nn.Module]:
+def shell_of(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """A subclass of an experts class that drops its expert parameters after construction."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         with torch.device("meta"):
             cls.__init__(self, *args, **kwargs)
-        if family.adapter:
-            _drop_modules(self)
-        else:
-            _drop_parameters(self)
+        if self.has_post_expert_norm:
+            raise ModelError(
+                f"{cls.__name__} normalises what each expert gives before it is weighted; no kernel of tiermoe does"
+            )
+        drop_parameters(self, self.num_experts)
         self._is_hf_initialized = True
 
-    members: dict[str, Any] = {"__init__": __init__, "run_experts": None}
-    if family.adapter:
-        members["forward"] = _adapter_forward
-    return type(cls.__name__, (cls,), members)
+    return type(cls.__name__, (cls,), {"__init__": __init__, "run_experts": None})
 
 
 def register() -> None:
@@ -86,35 +83,21 @@ def shells_of(model: Any) -> list[Any]:
     return [module for module in model.modules() if is_shell(module)]
 
 
+def routers_of(model: Any) -> list[tuple[str, Any]]:
+    """Of each shell in the order of layers: what the router beside it is called in their block, and the router;
+    ('', None) where there is none."""
+    beside: dict[Any, tuple[str, Any]] = {}
+    for block in model.modules():
+        shell = getattr(block, "experts", None)
+        if isinstance(shell, torch.nn.Module) and is_shell(shell):
+            found = ((name, getattr(block, name, None)) for name in _ROUTERS)
+            beside[shell] = next(((name, it) for name, it in found if isinstance(it, torch.nn.Module)), ("", None))
+    return [beside.get(shell, ("", None)) for shell in shells_of(model)]
+
+
 def is_shell(module: torch.nn.Module) -> bool:
     """True for an experts module built inside `experts_left_out`."""
     return hasattr(module, "expert_shapes")
-
-
-def _drop_parameters(module: Any) -> None:
-    stacked = {name: p for name, p in module._parameters.items() if p is not None and p.shape[0] == module.num_experts}
-    module.expert_shapes = {name: tuple(parameter.shape[1:]) for name, parameter in stacked.items()}
-    for name, parameter in stacked.items():
-        del module._parameters[name]
-        # questions about shape and dtype are still answered
-        module.__dict__[name] = parameter.detach()
-
-
-def _drop_modules(module: Any) -> None:
-    first = module["expert_0"]
-    module.expert_shapes = {name: tuple(parameter.shape) for name, parameter in first.named_parameters()}
-    # held in a list: a registered submodule would count its own (meta) parameters
-    module.expert_template = [first]
-    module._modules.clear()
-    module.is_transposed = module.has_gate = False
-
-
-def _adapter_forward(self: Any, hidden: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Switch's call: mask (T, 1, E) one-hot, zero where the expert's capacity overflowed; weights (T, 1)."""
-    chosen = mask[:, 0]
-    index = torch.where(chosen.any(-1), chosen.argmax(-1), self.num_experts)
-    run: Callable[..., torch.Tensor] = self.run_experts
-    return run(hidden, index[:, None], weights)
 
 
 def activation_of(module: Any) -> Activation:
@@ -154,11 +137,3 @@ class ShellGate:
 
     def alone(self) -> Activation:
         return gate_activation_of(self._shell)
-
-
-def _initialised(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        cls.__init__(self, *args, **kwargs)
-        self._is_hf_initialized = True
-
-    return type(cls.__name__, (cls,), {"__init__": __init__})

@@ -5,11 +5,11 @@ that `outline_of` made instead (`store/outline.py`)."""
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.core_model_loading import build_glob_alternation
 from transformers.quantizers import AutoHfQuantizer
 
@@ -17,8 +17,9 @@ from tiermoe.errors import ModelError
 from tiermoe.families import Family
 from tiermoe.kernels.gates import gate_name, in_halves
 from tiermoe.model.conversion import CheckpointExperts
+from tiermoe.model.discovery import takes_weight, text_config, top_k
 from tiermoe.model.gguf.experts import GgufExperts
-from tiermoe.model.shells import activation_of, experts_left_out, is_shell
+from tiermoe.model.shells import IMPLEMENTATION, activation_of, experts_left_out, is_shell, register, routers_of
 from tiermoe.process.footprint import without_meta_references
 from tiermoe.store.checkpoint import Checkpoint
 from tiermoe.store.gguf.checkpoint import GgufCheckpoint
@@ -29,23 +30,31 @@ _SMALLEST = 4096  # elements of a linear layer; packing a smaller one saves noth
 
 
 class Skeleton:
-    """The `model` of a config with shells for experts, and its `experts` in the checkpoint. ModelError where the
-    checkpoint is not of such a model, or the model has no experts."""
+    """The `model` of a class and a config with shells for experts, and its `experts` in the checkpoint. ModelError
+    where the checkpoint is not of such a model, or the model has no experts."""
 
     def __init__(
-        self, family: Family, config: Any, dtype: torch.dtype, checkpoint: Checkpoint | GgufCheckpoint, name: str
+        self,
+        family: Family,
+        cls: Any,
+        config: Any,
+        dtype: torch.dtype,
+        checkpoint: Checkpoint | GgufCheckpoint,
+        name: str,
     ) -> None:
         self._family, self._dtype = family, dtype
+        text = text_config(config)
+        self._part = text is not config
+        register()
         quantized = getattr(config, "quantization_config", None) is not None
-        with experts_left_out(family, config), without_meta_references(), torch.device("meta"):
-            self.model = auto_class(family).from_config(config, dtype=dtype, experts_implementation="eager")
-        top_k = 1 if family.top_k is None else int(getattr(config, family.top_k))
+        with experts_left_out(family, text), without_meta_references(), torch.device("meta"):
+            self.model = cls._from_config(config, dtype=dtype, experts_implementation=IMPLEMENTATION)
         quantizer = _dequantizer(config) if quantized else None
         self.experts: CheckpointExperts | GgufExperts
         if isinstance(checkpoint, GgufCheckpoint):
-            self.experts = GgufExperts(self.model, checkpoint, dtype, top_k)
+            self.experts = GgufExperts(self.model, checkpoint, dtype, top_k(text, 0))  # one number a file
         else:
-            self.experts = CheckpointExperts(self.model, checkpoint, dtype, top_k, quantizer)
+            self.experts = CheckpointExperts(self.model, checkpoint, dtype, functools.partial(top_k, text), quantizer)
         if not self.experts.layers:
             raise ModelError(f"{name} ({config.model_type}) has no expert layers: it is not a Mixture-of-Experts model")
 
@@ -53,6 +62,8 @@ class Skeleton:
         """What a start without the modelling code needs to know."""
         checkpoint = self.experts.checkpoint
         dense_keys = [key for key in checkpoint.tensors if key not in self.experts.expert_keys]
+        if self._part and isinstance(self.experts, CheckpointExperts):  # what other parts read is never loaded
+            dense_keys = [key for key in dense_keys if key in self.experts.dense_keys]
         tensors = self._tensors(checkpoint)
         tied = self._tied(tensors)
         gate = self._gate()
@@ -97,8 +108,8 @@ class Skeleton:
 
     def _packable(self, dense_keys: set[str], tensors: dict[str, DenseTensor]) -> list[str]:
         tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
-        routers = self._family.router
         modules = list(self.model.named_modules())
+        routers = self._router_names()
         inside = [name for name, module in modules if is_shell(module) or name.endswith(routers)]
         found = []
         for name, module in modules:
@@ -106,9 +117,17 @@ class Skeleton:
                 continue
             weight = f"{name}.weight"
             routed = any(name == prefix or name.startswith(f"{prefix}.") for prefix in inside)
-            if tensors[weight].key in dense_keys and weight not in tied and not routed:
+            if tensors[weight].key not in dense_keys or weight in tied or routed:
+                continue
+            parent, _, child = name.rpartition(".")
+            if not takes_weight(self.model.get_submodule(parent), child):
                 found.append(name)
         return found
+
+    def _router_names(self) -> tuple[str, ...]:
+        """What routers are called in their blocks."""
+        routers = routers_of(self.model)
+        return tuple({name for name, _ in routers if name})
 
     def _table(self, tensors: dict[str, DenseTensor]) -> str | None:
         """The input embedding, if its rows can be read one by one: a plain table that nothing else uses and that the
@@ -147,11 +166,6 @@ class Skeleton:
         if isinstance(self.experts, GgufExperts) and name is not None:
             return in_halves(name)
         return name
-
-
-def auto_class(family: Family) -> Any:
-    """The transformers class that loads this family's models."""
-    return AutoModelForSeq2SeqLM if family.encoder_decoder else AutoModelForCausalLM
 
 
 def _dequantizer(config: Any) -> Any:

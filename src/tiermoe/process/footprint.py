@@ -135,8 +135,9 @@ def without_meta_references() -> Iterator[None]:
 
     For a tensor on the meta device torch runs ``normal_``, ``uniform_`` and ``arange`` (and what follows
     from it in a rotary embedding) through references in Python. Here the first two do nothing, as there is
-    no data to fill, and ``arange`` stays on the CPU: from_pretrained puts a tensor of the same shape and
-    dtype in the place of every parameter and buffer, wherever it lay, and then loads or initialises it.
+    no data to fill, and ``arange`` stays on the CPU, as does what is joined to it: from_pretrained puts a
+    tensor of the same shape and dtype in the place of every parameter and buffer, wherever it lay, and then
+    loads or initialises it.
     Tensors with data are not touched. For the calling thread.
     """
     import torch
@@ -155,6 +156,9 @@ def without_meta_references() -> Iterator[None]:
                 return args[0]
             if func in ranges and kwargs.get("device") == torch.device("meta"):
                 return func(*args, **{**kwargs, "device": "cpu"})
+            if func is aten.cat.default and len({each.is_meta for each in args[0]}) == 2:
+                joined = [torch.zeros_like(each, device="cpu") if each.is_meta else each for each in args[0]]
+                return func(joined, *args[1:], **kwargs)
             return func(*args, **kwargs)
 
     with WithoutMetaReferences():  # type: ignore[no-untyped-call]

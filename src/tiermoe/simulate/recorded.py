@@ -22,8 +22,8 @@ class Recording:
 
 
 _OTHERS = (1.4, 0.7)
-"""Times the odds of a miss that other models' published hit rates (gemma-4-26B-A4B, gpt-oss-120b, Qwen3.6-35B-A3B) are
-away from the recorded ones at most."""
+"""Times the odds of a miss that another model's routing may be away from the recorded ones: chosen by eye from hit
+rates that a public project reports of gemma-4-26B-A4B, gpt-oss-120b and Qwen3.6-35B-A3B."""
 
 # fmt: off
 RECORDINGS = (

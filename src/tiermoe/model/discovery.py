@@ -1,0 +1,138 @@
+"""What a config and transformers' modelling code say of a family: its text part, the class that computes it, which
+classes are its experts, and the routers beside them. Nothing is loaded, and nothing but sizes is looked at."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import re
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+import transformers
+
+from tiermoe.errors import ModelError
+from tiermoe.families import Family
+from tiermoe.store.checkpoint import TensorEntry
+
+_TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
+_TEXT_KEYS = (
+    ("model.language_model.model.", "model."),
+    ("model.language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("lm_head.", "lm_head."),
+)
+"""What the tensors of a text part are called inside of a larger model, and on their own."""
+
+
+def text_config(config: Any) -> Any:
+    """The config of a model's text part, with the quantisation that its whole checkpoint has; `config` itself where it
+    has no other parts."""
+    text = config if config.is_encoder_decoder else config.get_text_config()
+    quantization = getattr(config, "quantization_config", None)
+    if text is config:
+        return config
+    text = copy.deepcopy(text)
+    if quantization is not None:
+        text.quantization_config = quantization
+    if getattr(text, "dtype", None) is None:
+        text.dtype = getattr(config, "dtype", None)
+    return text
+
+
+def text_class_is_apart(config: Any, text: Any) -> bool:
+    """Whether transformers computes the text part of a larger model by a causal class of its own."""
+    if text is config:
+        return False
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    return config.model_type in NAMES and NAMES[config.model_type] == NAMES.get(text.model_type)
+
+
+def text_tensors(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The tensors of a larger checkpoint's text part, by the names that they have in a checkpoint of their own."""
+    found = {}
+    for key, entry in tensors.items():
+        name = next((own + key.removeprefix(inside) for inside, own in _TEXT_KEYS if key.startswith(inside)), None)
+        if name is not None:
+            found[name] = entry
+    return found
+
+
+def model_class(family: Family, config: Any) -> Any:
+    """transformers' class of models with this config. ModelError where it has none that continues a text."""
+    if family.encoder_decoder:
+        return transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)]
+    for mapping in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING):
+        if type(config) in mapping:
+            return mapping[type(config)]
+    raise ModelError(
+        f"transformers {transformers.__version__} has no class that continues a text for the model type "
+        f"'{config.model_type}'"
+    )
+
+
+def text_only(cls: type[Any]) -> type[Any]:
+    """A subclass of a larger model's class without the parts that read anything but text."""
+
+    def __init__(self: Any, config: Any, *args: Any, **named: Any) -> None:
+        cls.__init__(self, config, *args, **named)
+        kept = {self.get_input_embeddings(), self.get_output_embeddings()}
+        for parent in (self, getattr(self, self.base_model_prefix, self)):
+            for name, child in list(parent.named_children()):
+                if kept.isdisjoint(child.modules()):
+                    delattr(parent, name)
+
+    return type(cls.__name__, (cls,), {"__init__": __init__, "__module__": cls.__module__})
+
+
+def unread(config: Any) -> str:
+    """What a model's parts beside the text part read: 'pictures and sound'; empty where there are none."""
+    parts = " ".join(getattr(config, "sub_configs", {}))
+    return " and ".join(what for part, what in (("vision", "pictures"), ("audio", "sound")) if part in parts)
+
+
+def modelling_module(config: Any) -> ModuleType:
+    """The module in which the classes of a (text) config's family are defined."""
+    return importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
+
+
+def classes_of(module: ModuleType) -> dict[str, type[torch.nn.Module]]:
+    """The modules that `module` itself defines, by name."""
+    own = vars(module).values()
+    return {
+        each.__name__: each
+        for each in own
+        if isinstance(each, type) and issubclass(each, torch.nn.Module) and each.__module__ == module.__name__
+    }
+
+
+def is_experts_class(cls: type[torch.nn.Module]) -> bool:
+    """Whether transformers' experts interface computes this class (`use_experts_implementation`)."""
+    return hasattr(cls, "_apply_gate") and hasattr(cls.forward, "__wrapped__")
+
+
+def top_k(config: Any, layer: int) -> int:
+    """Experts that a token uses in decoder layer `layer`; 1 where the config names no number (Switch)."""
+    for part in (config, getattr(config, "ffn_config", None)):
+        for name in _TOP_K:
+            value = getattr(part, name, None)
+            if value is not None:
+                return int(value[layer] if isinstance(value, list | tuple) else value)
+    return 1
+
+
+def takes_weight(owner: torch.nn.Module, child: str) -> bool:
+    """Whether a module's code computes with the weight of its linear layer `child` itself, so that the layer must stay
+    as it is. Questions about shape and dtype a packed one answers too, and a fused product of training never runs."""
+    try:
+        code = inspect.getsource(type(owner))
+    except (OSError, TypeError):
+        return True
+    elsewhere = r"(?<!isinstance\(self\.)(?<!outproj_weight=self\.)(?<=\.)"  # a name in a string, of what is tied, is no use
+    return re.search(rf"{elsewhere}{re.escape(child)}\.weight\b(?!\.(dtype|device|shape))", code) is not None

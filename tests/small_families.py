@@ -1,0 +1,175 @@
+"""Tiny random checkpoints of the families that transformers' code runs: a table of what their configs need beside the
+usual small sizes."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig
+
+from tiny import make_random, write_tokenizer
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 1,
+    "topk_group": 1, "n_shared_experts": 1, "num_shared_experts": 1, "shared_expert_intermediate_size": 32,
+    "shared_intermediate_size": 32, "sliding_window": 6, "first_k_dense_replace": 1, "num_dense_layers": 1,
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "index_topk": 4, "index_head_dim": 16, "index_n_heads": 2, "hc_mult": 2,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "mamba_d_state": 8, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_LATENT = {"num_key_value_heads": 4}
+_THREE = ["linear_attention", "full_attention", "linear_attention"]
+_SPARSE = ["dense", "sparse", "sparse"]
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "afmoe": {"num_key_value_heads": 2},
+    "aria_text": {"moe_num_experts": 8, "moe_topk": 3},
+    "axk1": _LATENT,
+    "axk2": {**_LATENT, "gated_norm_rank": 8},
+    "bailing_hybrid": {**_LATENT, "layer_types": _THREE, "mlp_layer_types": _SPARSE},
+    "beam": {"mlp_layer_types": _SPARSE},
+    "cohere2_moe": {},
+    "dbrx": {
+        "d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 256,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 3, "hidden_size": 64},
+    },
+    "deepseek_v32": _LATENT,
+    "dots3_note_text": _LATENT,
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 3},
+    "exaone_moe": {"mlp_layer_types": _SPARSE},
+    "flex_olmo": {},
+    "flint": {"mlp_only_layers": [0]},
+    "gemma4_text": {
+        "enable_moe_block": True, "top_k_experts": 3, "hidden_size_per_layer_input": 8, "global_head_dim": 32,
+        "vocab_size_per_layer_input": 128,
+    },
+    "glm4_moe_lite": _LATENT,
+    "glm_moe_dsa": _LATENT,
+    "granitemoe_swa": {},
+    "granitemoehybrid": {
+        "layer_types": _THREE, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_chunk_size": 4,
+    },
+    "granitemoeshared": {},
+    "hunyuan_v1_moe": {"moe_topk": [2, 3, 4]},
+    "hy_v3": {},
+    "hy_v4": {},
+    "inkling2_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "d_rel": 4},
+    "inkling_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "d_rel": 4},
+    "jamba": {
+        "expert_layer_period": 1, "expert_layer_offset": 0, "attn_layer_period": 2, "attn_layer_offset": 1,
+        "mamba_dt_rank": 4, "use_mamba_kernels": False,
+    },
+    "jetmoe": {"kv_channels": 16},
+    "kimi_linear": {
+        **_LATENT, "layer_types": _THREE, "mlp_layer_types": _SPARSE, "linear_head_dim": 16, "linear_num_heads": 4,
+    },
+    "kolibri1": {},
+    "laguna": {},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "llama4_text": {"intermediate_size_mlp": 64, "num_experts_per_tok": 1, "attention_chunk_size": 64},
+    "longcat_flash": {
+        **_LATENT, "num_layers": 2, "ffn_hidden_size": 64, "moe_topk": 3, "zero_expert_num": 4,
+        "expert_ffn_hidden_size": 32, "head_dim": 8,
+    },
+    "mellum": {},
+    "mimo_v2_flash": {},
+    "minimax_m3_vl_text": {
+        "dense_intermediate_size": 64, "rotary_dim": 8, "index_block_size": 4, "index_topk_blocks": 2,
+        "mlp_layer_types": _SPARSE,
+    },
+    "mistral4": _LATENT,
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "moe", "attention", "moe"], "mamba_num_heads": 4, "mamba_head_dim": 16,
+        "ssm_state_size": 8, "n_groups": 2, "chunk_size": 4, "moe_shared_expert_intermediate_size": 32,
+        "moe_latent_size": 32,
+    },
+    "qwen3_5_moe_text": {"layer_types": _THREE},
+    "qwen3_next": {"layer_types": _THREE},
+    "qwen4_exp_text": {
+        "layer_types": _THREE, "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1,
+        "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 4, "ple_layer_ids": [1],
+        "ple_embed_dim": 32, "ngram_vocab_size_base": 64, "heads_per_ngram": 2, "split_ngram_parts": 1,
+        "make_ngram_vocab_size_divisible_by": 8,
+    },
+    "solar_open": {},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+}  # fmt: skip
+"""model_type → config entries. (Those of `tiny.CONFIGS` are tested by `test_parity`.)"""
+
+
+_SMALL_PART: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1,
+    "num_heads": 2, "out_hidden_size": 64, "text_hidden_size": 64, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+
+LARGER: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "aria": ("aria_text", {}, {}),
+    "gemma4": ("gemma4_text", {}, {}),
+    "glm4v_moe": ("glm4v_moe_text", {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}, {}),
+    "llama4": ("llama4_text", {}, {}),
+    "minimax_m3_vl": ("minimax_m3_vl_text", {}, {}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}, {}),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text", {}, {}),
+    "qwen4_exp": ("qwen4_exp_text", {}, {}),
+}
+"""model_type of a model that reads more than text → that of its text part, entries of that and of the other parts'
+configs."""
+
+
+def config_of(model_type: str, **changes: Any) -> Any:
+    """A small config of a family."""
+    usual = _known(CONFIG_MAPPING[model_type], _SMALL)
+    return AutoConfig.for_model(model_type, **{**usual, **FAMILIES.get(model_type, {}), **changes})
+
+
+def larger_config(model_type: str) -> Any:
+    """A small config of a model that reads more than text."""
+    text, its, changes = LARGER[model_type]
+    usual = CONFIG_MAPPING[model_type]()
+    parts = {
+        name: {**_known(type(getattr(usual, name)), _SMALL_PART), **changes.get(name, {})}
+        for name in usual.sub_configs
+        if name != "text_config" and getattr(usual, name, None) is not None
+    }
+    return AutoConfig.for_model(model_type, text_config=config_of(text, **its).to_dict(), **parts)
+
+
+def _known(cls: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """The entries that a config class has."""
+    names = {*inspect.signature(cls).parameters, *cls.attribute_map}
+    return {name: value for name, value in values.items() if name in names}
+
+
+def write_small(directory: Path, model_type: str, **changes: Any) -> Path:
+    """Writes a random float32 checkpoint of a family into `directory` and returns it."""
+    torch.manual_seed(0)
+    config = larger_config(model_type) if model_type in LARGER else config_of(model_type, **changes)
+    model = _auto_class(config)._from_config(config, dtype=torch.float32, experts_implementation="eager")
+    make_random(model)
+    model.save_pretrained(directory)
+    write_tokenizer(directory)
+    return directory
+
+
+def plain_model(directory: Path) -> Any:
+    """The model with transformers' eager experts (see `tiny.oracle`)."""
+    cls = _auto_class(AutoConfig.from_pretrained(directory))
+    model = cls.from_pretrained(directory, dtype=torch.float32, experts_implementation="eager")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model.eval()
+
+
+def _auto_class(config: Any) -> Any:
+    """transformers' class of a model: the whole of a larger one."""
+    mappings = (transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING, transformers.MODEL_FOR_CAUSAL_LM_MAPPING)
+    return next(mapping[type(config)] for mapping in mappings if type(config) in mapping)

@@ -1,0 +1,92 @@
+"""Every family that transformers' code runs, against the plain model with transformers' eager experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import tiermoe
+from families_document import FILE, document
+from parity import close, logits, tokens
+from small_families import FAMILIES, LARGER, config_of, plain_model, write_small
+from tiermoe.batch import Batch, decode, prompt
+from tiermoe.families import family_of
+from tiermoe.model.blueprint import inspect_model
+from tiermoe.model.cache_probe import measured, tensors_in
+from tiermoe.model.shells import IMPLEMENTATION, experts_left_out, register
+
+
+def stepped(engine: Any, ids: list[int], length: int) -> list[int]:
+    """ids and the likeliest tokens after them by the engine's steps, of which the last ones run in a fork; after the
+    end it is padded."""
+    cache = engine.new_cache(2)
+    slab, ids = cache.open(), list(ids)
+    logits = engine.step(Batch((prompt(slab, ids),)), cache)
+    while len(ids) < length:
+        ids.append(0 if 2 in ids else int(logits[0].argmax()))
+        slab = cache.fork(slab) if len(ids) == length - 3 else slab
+        logits = engine.step(Batch((decode(slab, len(ids) - 1, ids[-1]),)), cache)
+    return ids
+
+
+ROUNDED = {"jamba", "llama4", "llama4_text"}
+"""Their own code multiplies in another order."""
+
+
+@pytest.mark.parametrize("model_type", sorted([*FAMILIES, *LARGER]))
+def test_a_family(model_type: str, tmp_path: Path) -> None:
+    """Logits of many tokens, and the tokens that both of the engine's ways generate, under a cache that cannot hold all
+    experts, with the next layers' routers asked where they can be."""
+    directory = write_small(tmp_path, model_type)
+    plain = plain_model(directory)
+    forecasts = family_of(model_type).forecasts
+    ours, _ = tiermoe.load(
+        directory, memory="4GiB", device="cpu", bits=16, cache="40%", lanes=1, decoder="generic", chunk=4,
+        preset="mixtral-offload" if forecasts else "lru",
+    )  # fmt: skip
+    ids = tokens(2, 9)
+    mine, theirs = logits(ours, model_type, ids), logits(plain, model_type, ids)
+    assert close(mine, theirs) if model_type in ROUNDED else torch.equal(mine, theirs)
+    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    expected = plain.generate(ids, **options)
+    assert torch.equal(ours.generate(ids, **options), expected)
+    assert stepped(ours.tiermoe, ids[0].tolist(), expected.shape[1]) == expected[0].tolist()
+    assert any("does not read pictures" in each for each in ours.tiermoe.plan.warnings) == (model_type in LARGER)
+    assert forecasts == (ours.tiermoe.controller.counts.speculative_loads > 0)
+    ours.tiermoe.close()
+
+
+def test_the_document_lists_what_is_tested() -> None:
+    assert FILE.read_text() == document(), "run: python tests/families_document.py"
+
+
+@pytest.mark.parametrize(("model_type", "kept"), [("jamba", "dt_proj"), ("nemotron_h", "gate")])
+def test_layers_whose_weights_code_computes_with_stay(model_type: str, kept: str, tmp_path: Path) -> None:
+    """And what is packed to 4 bits runs."""
+    directory = write_small(tmp_path, model_type)
+    kinds = {name.rpartition(".")[2] for name in inspect_model(directory, model_type).outline.packable}
+    assert kept not in kinds
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=4, lanes=1, decoder="generic", preset="lru")
+    assert bool(logits(ours, model_type, tokens(1, 9)).isfinite().all())
+    ours.tiermoe.close()
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "gemma4_text", "jamba", "lfm2_moe", "qwen3_5_moe_text"])
+def test_the_cache_takes_what_the_model_says_of_itself(model_type: str) -> None:
+    """Tensors of a real cache, against what a pass on the meta device measured."""
+    torch.manual_seed(0)
+    config = config_of(model_type)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager").eval()
+    with torch.no_grad():
+        cache = model(tokens(1, 24), use_cache=True).past_key_values
+    held = sum(sum(each.untyped_storage().nbytes() for each in tensors_in(vars(layer))) for layer in cache.layers)
+    with experts_left_out(family_of(model_type), config), torch.device("meta"):
+        register()
+        skeleton = type(model)._from_config(config, dtype=torch.float32, experts_implementation=IMPLEMENTATION)
+    grown = measured(skeleton, 64)
+    assert grown is not None
+    assert sum(layer.nbytes(24, 24) for layer in grown) == held
