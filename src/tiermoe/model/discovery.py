@@ -134,5 +134,5 @@ def takes_weight(owner: torch.nn.Module, child: str) -> bool:
         code = inspect.getsource(type(owner))
     except (OSError, TypeError):
         return True
-    elsewhere = r"(?<!isinstance\(self\.)(?<!outproj_weight=self\.)(?<=\.)"  # a name in a string, of what is tied, is no use
-    return re.search(rf"{elsewhere}{re.escape(child)}\.weight\b(?!\.(dtype|device|shape))", code) is not None
+    used = r"(?<!isinstance\(self\.)(?<!outproj_weight=self\.)(?<=\.)"  # a name in a string says what is tied
+    return re.search(rf"{used}{re.escape(child)}\.weight\b(?!\.(dtype|device|shape))", code) is not None
