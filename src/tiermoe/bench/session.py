@@ -83,6 +83,7 @@ class Session:
 
     def document(self) -> dict[str, Any]:
         """What `--json` prints, of what has been run so far."""
+        used = make_settings(**self.asked.options)
         return {
             "model": self.model,
             "machine": self.machine,
@@ -90,7 +91,7 @@ class Session:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "rounds": self.asked.rounds,
             "options": {name: str(value) for name, value in self.asked.options.items()}
-            | {"dense_bits": str(make_settings(**self.asked.options).dense_bits_used)},
+            | {"bits": str(used.bits_used), "dense_bits": str(used.dense_bits_used)},
             "skipped": self.skipped,
             "cases": summarise(self.rows),
         }
