@@ -164,7 +164,8 @@ def resolve_for(blueprint: Blueprint, settings: Settings) -> Resolved:
         changes = {"prefetch": "none"} | ({"allotment": "pool"} if blueprint.family.encoder_decoder else {})
         settings = replace(settings, set={**changes, **settings.set})
     if settings.bits is None and isinstance(blueprint.checkpoint, GgufCheckpoint):
-        assert blueprint.own_experts or own_precision(blueprint.checkpoint, blueprint.layers, blueprint.dtype)
+        if blueprint.own_experts is None:
+            own_precision(blueprint.checkpoint, blueprint.layers, blueprint.dtype)  # raises, and says why
         settings = replace(settings, bits=OWN_BITS, device="cpu" if settings.device == "auto" else settings.device)
     root = store_root(blueprint, settings.store)
     return resolve(settings, root, blueprint.checkpoint.fingerprint(), blueprint.name)

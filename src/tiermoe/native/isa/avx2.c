@@ -16,6 +16,7 @@ static int runs(void) {
 #endif
 
 #include "avx2/vector.h"
+#include "shared/x86_blocks.h"
 
 #include "shared/eight_blocks.h"
 #include "shared/eight_rows.h"

@@ -19,6 +19,7 @@ static int runs(void) {
 
 #include "avx512bf16/blocks.h"
 #include "avx512bf16/rows.h"
+#include "shared/x86_blocks.h"
 #include "avx512bf16/gguf.h"
 #include "avx512bf16/vector.h"
 #include "avx512bf16/weigh.h"
