@@ -328,27 +328,29 @@ def test_gates_have_names() -> None:
 # what it imports
 
 RUN = """
-import sys, json
+import io, sys, json
 from tiermoe.cli.main import main
-sys.argv = ["tiermoe", *json.loads(sys.argv[1])]
-try:
-    main()
-except SystemExit as ended:
-    assert not ended.code, ended.code
-named = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
-named = [name for name in named if not name.startswith("transformers.models.auto.")]  # tables of names
-more = ("transformers.modeling_utils", "torch._dynamo", "sympy", "tiermoe.process.deferred_imports")
-named += [name for name in more if name in sys.modules]
-print(json.dumps(named), file=sys.stderr)
+found = []
+for words in json.loads(sys.argv[1]):
+    sys.argv, sys.stdin = ["tiermoe", *words], io.StringIO("hi\\n/bye\\n")
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code, (words, ended.code)
+    named = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
+    named = [name for name in named if not name.startswith("transformers.models.auto.")]  # tables of names
+    more = ("transformers.modeling_utils", "torch._dynamo", "sympy", "tiermoe.process.deferred_imports")
+    found.append(named + [name for name in more if name in sys.modules])
+print(json.dumps(found), file=sys.stderr)
 """
 
 
-def imported(*words: Any) -> list[str]:
-    """What a command of its own process had imported of the modelling code."""
-    command = [sys.executable, "-c", RUN, json.dumps([str(word) for word in words])]
-    ended = subprocess.run(command, input="hi\n/bye\n", capture_output=True, text=True, timeout=300)
+def imported(*commands: list[Any]) -> list[list[str]]:
+    """What a process of its own had imported of the modelling code after each of `commands`."""
+    words = json.dumps([[str(word) for word in command] for command in commands])
+    ended = subprocess.run([sys.executable, "-c", RUN, words], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
-    found: list[str] = json.loads(ended.stderr.splitlines()[-1])
+    found: list[list[str]] = json.loads(ended.stderr.splitlines()[-1])
     return found
 
 
@@ -356,11 +358,14 @@ def test_commands_import_no_modelling_code(qwen: Case, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a few words that are told again and again. " * 30)
     shared = ["--store", qwen.store, "--bits", "16", "--memory", "4GiB", "--threads", "1"]
-    assert imported("run", qwen.directory, "hi", "--max-tokens", "2", *shared) == []
-    assert imported("chat", qwen.directory, "--max-tokens", "2", *shared) == []
-    assert imported("plan", qwen.directory, *shared[:-2]) == []
-    sizes = ["--tokens", "16", "--window", "8", "--prompt", "4"]
-    assert imported("eval", qwen.directory, "--text", text, *sizes, "--reference", "16bit", *shared) == []
-    sizes = ["--tokens", "16", "--sequence", "16", "--prompt", "4", "--out", tmp_path / "trace"]
-    assert imported("trace", qwen.directory, "--text", text, *sizes, *shared) == []
-    assert "transformers.modeling_utils" in imported("run", qwen.directory, "hi", "--decoder", "generic", *shared)
+    short, sizes = ["--tokens", "16", "--prompt", "4"], ["--window", "8", "--reference", "16bit"]
+    found = imported(
+        ["run", qwen.directory, "hi", "--max-tokens", "2", *shared],
+        ["chat", qwen.directory, "--max-tokens", "2", *shared],
+        ["plan", qwen.directory, *shared[:-2]],
+        ["eval", qwen.directory, "--text", text, *short, *sizes, *shared],
+        ["trace", qwen.directory, "--text", text, *short, "--sequence", "16", "--out", tmp_path / "trace", *shared],
+        ["run", qwen.directory, "hi", "--decoder", "generic", *shared],
+    )
+    assert found[:-1] == [[]] * 5
+    assert "transformers.modeling_utils" in found[-1]

@@ -78,7 +78,7 @@ def test_threads_wait_for_each_other_without_a_race(options: list[str], tmp_path
 
 def test_every_instruction_set_is_right_under_sanitizers(tmp_path: Path) -> None:
     program = str(tmp_path / "check")
-    built([compiler("cc"), *STRICT, "-O1", "-g", "-fsanitize=address,undefined", *CHECK, program])
+    built([compiler("cc"), *STRICT, "-O1", "-g1", "-fsanitize=address,undefined", *CHECK, program])
     assert ran([program])[-1] == "generic"
 
 
