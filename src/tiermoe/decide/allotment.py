@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tiermoe.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """`slots` slots for the experts of the MoE layers `layers`, for copies of `bits` alone (None: any precision)."""
+    """`slots` slots for the experts of the MoE layers `layers`, for copies of `bits` alone (None: any precision).
+    `kept`: how many of them stay where they move between the pools of the same `bits` (`shares`); 0: none moves."""
 
     slots: int
     bits: frozenset[int] | None
     layers: range
+    kept: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,11 @@ def even(slots: int, layers: int, minimum: int = 1, bits: frozenset[int] | None 
     fewer than `minimum` slots."""
     _check(slots, layers, minimum, f"a pool for each of {layers} MoE layers")
     return _pools(_evenly(slots, layers), bits)
+
+
+def by_use(slots: int, layers: int, minimum: int = 1, bits: frozenset[int] | None = None) -> list[Pool]:
+    """As `even` at first; slots move to the layers whose experts are used most, `minimum` stay (`shares.most_used`)."""
+    return [replace(pool, kept=minimum) for pool in even(slots, layers, minimum, bits)]
 
 
 def shallow_first(
@@ -82,6 +89,7 @@ def shallow_and_shared(share: Share) -> list[Pool]:
 ALLOTMENTS: dict[str, Callable[[Share], list[Pool]]] = {
     "pool": lambda share: one_pool(share.slots, len(share.experts), share.minimum, share.bits),
     "even": lambda share: even(share.slots, len(share.experts), share.minimum, share.bits),
+    "by-use": lambda share: by_use(share.slots, len(share.experts), share.minimum, share.bits),
     "shallow": lambda share: shallow_first(share.slots, share.experts, share.boundary, share.minimum, share.bits),
 }
 

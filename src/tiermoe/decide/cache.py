@@ -14,6 +14,8 @@ class ExpertCache:
     A key is absent, in flight (it owns a slot that is being filled) or resident. A pinned key and a key in flight are
     never victims: a layer may compute from the slot, or a lane may write into it.
 
+    A slot can leave for another pool and one of another pool come (`give_up`, `give_free`, `take_over`).
+
     A slot can be lent for a load that may still be taken back: who would leave for it is resident until `take`, and its
     eviction policy hears of nothing before.
     """
@@ -58,19 +60,30 @@ class ExpertCache:
         """A slot for an absent key, which is in flight from now on; a victim is evicted where no slot is free.
         None where every slot is pinned, in flight or lent. `protected` keys leave last."""
         self._check_absent(key)
-        if self._free:
-            slot = self._free.pop()
-        else:
-            victim = self._victim(key, protected)
-            if victim is None and protected:
-                victim = self._victim(key, ())
-            if victim is None:
-                return None
-            slot = self._resident.pop(victim)
-            self._eviction.removed(victim)
-        self._in_flight[key] = slot
-        self._eviction.admitted(key)
+        slot = self._vacated(key, protected)
+        if slot is None and protected:
+            slot = self._vacated(key, ())
+        if slot is not None:
+            self._in_flight[key] = slot
+            self._eviction.admitted(key)
         return slot
+
+    def give_up(self, key: ExpertKey, protected: Container[ExpertKey] = ()) -> int | None:
+        """A slot that leaves this pool for a `key` of another: a free one, else a victim's, who is evicted. None where
+        every slot is pinned, in flight, lent or `protected`."""
+        slot = self._vacated(key, protected)
+        self.slots -= slot is not None
+        return slot
+
+    def give_free(self) -> int:
+        """A free slot that leaves this pool; there must be one."""
+        self.slots -= 1
+        return self._free.pop()
+
+    def take_over(self, slot: int) -> None:
+        """A slot that another pool gave up is a free one of this pool."""
+        self._free.append(slot)
+        self.slots += 1
 
     def lend(self, key: ExpertKey, protected: Container[ExpertKey] = ()) -> int | None:
         """As `reserve`, but never in place of a `protected` key, and nobody leaves before `take`; `give_back` undoes
@@ -128,6 +141,16 @@ class ExpertCache:
     def new_sequence(self) -> None:
         """Tells the eviction policy that another request begins."""
         self._eviction.new_sequence()
+
+    def _vacated(self, key: ExpertKey, protected: Container[ExpertKey]) -> int | None:
+        """A slot in which nothing lies any more, for `key`."""
+        if self._free:
+            return self._free.pop()
+        victim = self._victim(key, protected)
+        if victim is None:
+            return None
+        self._eviction.removed(victim)
+        return self._resident.pop(victim)
 
     def _check_absent(self, key: ExpertKey) -> None:
         if key in self._resident or key in self._in_flight:

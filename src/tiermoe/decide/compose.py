@@ -271,7 +271,8 @@ def _eviction(
     composition: Composition, shape: ModelShape, context: EvictionContext, pool: Pool, single: bool
 ) -> Eviction:
     # where nothing or everything stays, no choice is left: the policy that costs least will do
-    if composition.cache in ("none", "all") or (single and pool.slots >= sum(shape.experts[i] for i in pool.layers)):
+    held = pool.slots >= sum(shape.experts[i] for i in pool.layers) and not pool.kept
+    if composition.cache in ("none", "all") or (single and held):
         return EVICTIONS["fifo"](context)
     return EVICTIONS[composition.cache](context, **composition.options("cache"))
 

@@ -85,7 +85,8 @@ class Composition:
     (`decide/prefetch_trial.py`); prefill always prefetches. By itself it changes no token.
     cache: eviction policy (`decide/eviction/`); 'none' room for one layer's K, 'all' every expert stays. `records`:
     forgotten at each sequence or kept for the model.
-    allotment: 'pool' one for all layers, 'even' the same for each, 'shallow' all of the layers below `boundary` first;
+    allotment: 'pool' one for all layers, 'even' the same for each, 'by-use' more where experts are used most,
+    'shallow' all of the layers below `boundary` first;
     'pool' too where slots do not give every layer its K.
     `low_share`: of the cache's bytes, for a pool of low-precision copies.
     unit: 'expert', or 'neuron' where |act(W1 x)| > `theta` decides which rows are loaded, all above the share

@@ -1,6 +1,6 @@
 """Several pools of slots that look like one cache: per layer, or for high and low precision.
 
-A pool's slots are numbered after those of the pools before it. Each pool evicts by itself.
+At first a pool's slots are numbered after those of the pools before it. Each pool evicts by itself.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from tiermoe.decide.allotment import Pool
 from tiermoe.decide.cache import ExpertCache
 from tiermoe.decide.eviction import Eviction
+from tiermoe.decide.shares import Shares
 from tiermoe.types import Demand, ExpertKey
 
 
@@ -44,6 +45,11 @@ class Pools:
                     self._by_place[layer, bits] = self._caches[number]
                     self._numbers[layer, bits] = number
         self._protected: set[ExpertKey] = set()
+        self._shares: dict[int, Shares] = {}  # by precision, where slots move
+        for kind in {pool.bits for pool in pools if pool.kept}:
+            alike = [number for number, pool in enumerate(pools) if pool.kept and pool.bits == kind]
+            shares = Shares([self._caches[number] for number in alike], pools[alike[0]].kept)
+            self._shares.update(dict.fromkeys(kind or self._precisions, shares))
 
     def __len__(self) -> int:
         return sum(len(cache) for cache in self._caches)
@@ -77,8 +83,21 @@ class Pools:
         self._cache(key).unpin(key)
 
     def reserve(self, key: ExpertKey) -> int | None:
-        """As `ExpertCache.reserve`, in the pool that the key belongs to."""
-        return self._cache(key).reserve(key, self._protected)
+        """As `ExpertCache.reserve`, in the pool that the key belongs to, which may have a slot more for it."""
+        cache = self._cache(key)
+        if self._shares and not cache.free:
+            self._shares[key.bits].enlarge(key, self._protected)
+        return cache.reserve(key, self._protected)
+
+    @property
+    def shared(self) -> bool:
+        """Whether slots move between layers (`follow`)."""
+        return bool(self._shares)
+
+    def follow(self, uses: Sequence[Sequence[float]]) -> None:
+        """Slots move to the layers whose experts are used most. uses: a row of experts for each layer."""
+        for shares in set(self._shares.values()):
+            shares.follow(uses)
 
     def lend(self, key: ExpertKey) -> int | None:
         """As `ExpertCache.lend`, in the pool that the key belongs to."""

@@ -12,10 +12,11 @@ from tiermoe.decide.controller import Controller
 from tiermoe.decide.counts import Counts
 from tiermoe.decide.eviction.protocol import Clock
 from tiermoe.decide.eviction.undoable import Undoable
-from tiermoe.decide.filling import Uses, most_used
+from tiermoe.decide.filling import Uses, merged, most_used
 from tiermoe.decide.precision import Precision
 from tiermoe.decide.prediction.protocol import Forecasts, Predictor
 from tiermoe.decide.prefetch_trial import PrefetchTrial
+from tiermoe.decide.shares import EVERY
 from tiermoe.types import FEW_TOKENS, Demand, ExpertKey, Ready, Routed
 
 _TOLD_A_PASS = 64  # experts that the background has brought: 50 µs each where kernels are told of them
@@ -57,6 +58,8 @@ class Scheduler:
     discarded: Counts = field(default_factory=Counts)
     _before_pass: Counts = field(default_factory=Counts)
     _predicted: dict[int, set[int]] = field(default_factory=dict)  # layer → experts, in the running pass
+    _earlier_uses: Sequence[Sequence[float]] = ()
+    _unshared: int = 0  # tokens since slots were shared out
     _pass_tokens: int = 0
     _repeats: bool = False  # the next pass, one that was discarded
     _began: float | None = None  # when the running pass did, where the trial is told
@@ -74,6 +77,9 @@ class Scheduler:
     def fill(self, uses: Sequence[Sequence[float]]) -> None:
         """Begins to read experts into free slots, in the background: all of them where all fit, else those that earlier
         runs used most. uses: theirs, a row of experts for each layer; empty where nothing is known."""
+        self._earlier_uses = uses
+        if uses:
+            self._share_out()
         if self.fills and (uses or self.everything):
             self.controller.fill(most_used(self.experts, self.fixed_bits, uses, self.everything))
 
@@ -106,6 +112,9 @@ class Scheduler:
             policy.begin() if phase == "decode" and not self._repeats else policy.keep()
         self._repeats = False
         self.uses.begin_pass()
+        self._unshared += tokens
+        if self._unshared >= EVERY:
+            self._share_out()
         self._prefetch(first - 1, forecasts)
 
     def discard_pass(self) -> None:
@@ -139,6 +148,12 @@ class Scheduler:
             elapsed = self.controller.link.now() - self._began
             computed = elapsed - (self.controller.waited_s - self._waited)
             self._took = elapsed / self._pass_tokens, computed / len(self.experts)
+
+    def _share_out(self) -> None:
+        """Slots follow the uses of this run and the ones before it, where they may move and some are missing."""
+        self._unshared = 0
+        if self.controller.cache.shared and not self.everything:
+            self.controller.cache.follow(merged(self._earlier_uses, self.uses.counts))
 
     def _begin_timing(self, phase: str) -> None:
         if self.trial is None:

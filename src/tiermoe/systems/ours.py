@@ -9,14 +9,14 @@ OURS = (
         "default",
         "exact: recency and uses decide who leaves a layer, the next two's routers who comes if that is faster",
         "the best exact composition measured, docs/systems.md",
-        prefetch="stacked-gates", speculate="measured", cache="weighted", allotment="even",
+        prefetch="stacked-gates", speculate="measured", cache="weighted", allotment="by-use",
         own={"ahead": 2, "weights": (0.25, 0.25, 0.25, 0.25)},
     ),
     Composition(
         "frugal",
         "what ranks behind 80 % of a token's gate weight is used where it is here and not fetched; no prefetch",
         "HOBBIT's skipping (2024, section 3.2) without its low precision",
-        precision="gate-score", cache="weighted", allotment="even",
+        precision="gate-score", cache="weighted", allotment="by-use",
         own={"t1": 0.8, "t2": 0.8, "weights": (0.25, 0.25, 0.25, 0.25)},
     ),
 )  # fmt: skip
