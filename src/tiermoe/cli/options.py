@@ -55,7 +55,7 @@ ENGINE: dict[str, Any] = {
     "dense_bits": Annotated[
         int | None,
         typer.Option(
-            help="Precision of the other linear layers: 16, 8 or 4 bits (4: the output layer at 8). "
+            help="Precision of the other linear layers: 16, 8 or 4 bits (4: the output layer at 6, on GPUs 8). "
             "Default: that of the experts, 4 where theirs is 2.",
             show_default=False,
         ),
