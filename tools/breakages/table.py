@@ -130,6 +130,22 @@ BREAKAGES = (
         ("tests/test_pools.py",),
     ),
     Breakage(
+        "a slot that moves to another layer stays in its own",
+        "src/tiermoe/decide/cache.py",
+        """        self.slots -= 1
+        return self._free.pop()""",
+        """        self.slots -= 1
+        return self._free[-1]""",
+        ("tests/test_shares.py",),
+    ),
+    Breakage(
+        "the least used experts of all layers decide their shares",
+        "src/tiermoe/decide/shares.py",
+        "ranked = sorted((count for row in others for count in row), reverse=True)",
+        "ranked = sorted((count for row in others for count in row))",
+        ("tests/test_shares.py",),
+    ),
+    Breakage(
         "a prediction evicts what another prediction protects",
         "src/tiermoe/decide/cache.py",
         "victim = self._victim(key, protected)\n            if victim is None:\n                return None\n",
