@@ -16,6 +16,7 @@ from tiermoe.decide.filling import Uses, most_used
 from tiermoe.decide.precision import Precision
 from tiermoe.decide.prediction.protocol import Forecasts, Predictor
 from tiermoe.decide.prefetch_trial import PrefetchTrial
+from tiermoe.decide.routing import CachePrior
 from tiermoe.types import FEW_TOKENS, Demand, ExpertKey, Ready, Routed
 
 _TOLD_A_PASS = 64  # experts that the background has brought: 50 µs each where kernels are told of them
@@ -33,8 +34,8 @@ class Scheduler:
     nothing is predicted: where all that a token chose has come there is nothing to decide. trial: says which decode
     passes prefetch, by what they take from `begin_pass` to the end of the last layer; None: all do, as prefills always
     do. fills: whether the background may read experts into free slots, for it changes nothing but hits; `everything`:
-    all of them fit. undoable: the eviction policies, where a decode pass may be discarded. uses: counted since the
-    beginning.
+    all of them fit. undoable: the eviction policies, where a decode pass may be discarded. prior: moves the choices of
+    decoded tokens towards experts that are here. uses: counted since the beginning.
     """
 
     controller: Controller
@@ -53,6 +54,7 @@ class Scheduler:
     fills: bool = False
     everything: bool = False
     undoable: Sequence[Undoable] = ()
+    prior: CachePrior | None = None
     uses: Uses = field(init=False)
     discarded: Counts = field(default_factory=Counts)
     _before_pass: Counts = field(default_factory=Counts)
@@ -121,6 +123,13 @@ class Scheduler:
         for policy in self.undoable:
             policy.undo()
         self._repeats = True
+
+    def here(self, layer: int) -> Callable[[int], bool]:
+        """Whether an expert of the layer could be computed now, in the bits that would be asked for."""
+        self.controller.recall()
+        self.controller.collect()
+        cache, precision = self.controller.cache, self.precision
+        return lambda expert: cache.find(layer, expert, precision.predicted(layer, (), expert)) is not None
 
     def run_layer(self, routed: Routed, forecasts: Forecasts) -> Iterator[list[Ready]]:
         """Yields the experts of a layer in groups, as they can be computed (`Controller.run_layer`)."""

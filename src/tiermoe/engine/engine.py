@@ -15,6 +15,7 @@ from tiermoe.decide.composition import Composition
 from tiermoe.decide.controller import Controller
 from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.decide.scheduler import Scheduler
+from tiermoe.engine.cached_routing import Route, routes
 from tiermoe.engine.experts import SettledExperts
 from tiermoe.engine.fallback import ConfidentDecoding
 from tiermoe.engine.forecasts import Forecaster, PassForecasts
@@ -51,10 +52,12 @@ class Model:
 
 
 class ServedExperts:
-    """The experts of a MoE layer as decoders and transformers' modules call them. `run` computes them."""
+    """The experts of a MoE layer as decoders and transformers' modules call them. `run` computes them. chooses: which
+    run, instead of the router alone."""
 
-    def __init__(self, run: RunExperts) -> None:
+    def __init__(self, run: RunExperts, chooses: Route | None = None) -> None:
         self.run = run
+        self._chooses = chooses
 
     @property
     def by_row(self) -> bool:
@@ -62,6 +65,9 @@ class ServedExperts:
 
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return self.run(hidden, index, weights)
+
+    def route(self, router: Router, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return router.route(hidden) if self._chooses is None else self._chooses(router, hidden)
 
     def block(self, router: Router, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
         settled: SettledExperts | None = getattr(self.run, "settled", None)
@@ -82,8 +88,9 @@ class Engine:
         self.forecaster = Forecaster(model.routers, experts, False, self._stacked_layers())
         self.current = self._passes()
         renormalise = self._blueprint.family.renormalises(self.config)
+        chooses = routes(self.scheduler.prior, self.current, model.decoder, len(self.gates))
         self.layers = [
-            ServedExperts(service.experts(index, gate, self.current, renormalise))
+            ServedExperts(service.experts(index, gate, self.current, renormalise), chooses[index])
             for index, gate in enumerate(self.gates)
         ]
         if self.scheduler.settles:
@@ -192,6 +199,8 @@ class Engine:
             "expert_skips": counts.skipped,
             "experts_on_cpu": counts.elsewhere,
             "low_loads": counts.low_loads,
+            "displaced_choices": counts.displaced,
+            "moved_weight": counts.moved_weight,
             "speculative_loads": counts.speculative_loads,
             "prefetching": self.scheduler.prefetching,
             "discarded_hits": discarded.hits,
