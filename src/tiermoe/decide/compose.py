@@ -206,6 +206,7 @@ def assemble(
         undoable=undoable,
         settles=held and not elsewhere and composition.routing in ("all", "cached"),
         prior=_prior(composition),
+        exact=not composition.lossy,
         trial=trial() if predicts and composition.speculate == "measured" else None,
     )
 

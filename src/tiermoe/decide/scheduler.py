@@ -13,12 +13,15 @@ from tiermoe.decide.counts import Counts
 from tiermoe.decide.eviction.protocol import Clock
 from tiermoe.decide.eviction.undoable import Undoable
 from tiermoe.decide.filling import Uses, most_used
+from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.decide.precision import Precision
 from tiermoe.decide.prediction.protocol import Forecasts, Predictor
 from tiermoe.decide.prefetch_trial import PrefetchTrial
+from tiermoe.decide.reuse import Reuse, SizeCurve
 from tiermoe.decide.routing import CachePrior
 from tiermoe.types import FEW_TOKENS, Demand, ExpertKey, Ready, Routed
 
+_LONG_ENOUGH = 16  # decoded tokens that say what others take
 _TOLD_A_PASS = 64  # experts that the background has brought: 50 µs each where kernels are told of them
 
 
@@ -35,7 +38,8 @@ class Scheduler:
     passes prefetch, by what they take from `begin_pass` to the end of the last layer; None: all do, as prefills always
     do. fills: whether the background may read experts into free slots, for it changes nothing but hits; `everything`:
     all of them fit. undoable: the eviction policies, where a decode pass may be discarded. prior: moves the choices of
-    decoded tokens towards experts that are here. uses: counted since the beginning.
+    decoded tokens towards experts that are here. exact: what is read and asked for does not depend on what is cached.
+    uses: counted since the beginning; `reuse` too, where exact.
     """
 
     controller: Controller
@@ -55,6 +59,8 @@ class Scheduler:
     everything: bool = False
     undoable: Sequence[Undoable] = ()
     prior: CachePrior | None = None
+    exact: bool = True
+    reuse: Reuse = field(init=False)
     uses: Uses = field(init=False)
     discarded: Counts = field(default_factory=Counts)
     _before_pass: Counts = field(default_factory=Counts)
@@ -67,6 +73,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.uses = Uses(self.experts)
+        self.reuse = Reuse(self.experts)
 
     @property
     def prefetching(self) -> str:
@@ -137,6 +144,8 @@ class Scheduler:
         self.prediction.observe(routed)
         demands = self._demands(routed)
         self.uses.note(routed.layer, demands)
+        if self.exact:
+            self.reuse.note(routed.layer, demands, routed.phase)
 
         def speculate() -> None:
             self._prefetch(routed.layer, forecasts)
@@ -148,6 +157,16 @@ class Scheduler:
             elapsed = self.controller.link.now() - self._began
             computed = elapsed - (self.controller.waited_s - self._waited)
             self._took = elapsed / self._pass_tokens, computed / len(self.experts)
+
+    def size_curve(self, slots: int, decode: PhaseCosts) -> SizeCurve | None:
+        """What decoding, which took `decode` with a cache of `slots` slots, says of other sizes; None where it was
+        short, missed nothing, or read otherwise for what was cached."""
+        rate = decode.counts.hit_rate
+        if not self.exact or decode.tokens < _LONG_ENOUGH or rate is None or rate == 1:
+            return None
+        compute, wait = (seconds / decode.tokens for seconds in (decode.seconds - decode.wait_s, decode.wait_s))
+        distances = tuple(map(float, self.reuse.distances))
+        return SizeCurve(distances, float(self.reuse.first), slots, len(self.experts), 1 - rate, compute, wait)
 
     def _begin_timing(self, phase: str) -> None:
         if self.trial is None:

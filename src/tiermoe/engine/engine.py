@@ -27,6 +27,7 @@ from tiermoe.engine.units import RunExperts
 from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.kernels.expert import ExpertKernel, Views
 from tiermoe.memory.memory_plan import MemoryPlan
+from tiermoe.memory.other_budgets import OtherBudget, other_budgets
 from tiermoe.memory.plan import shape_of
 from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.decoder import Decoder
@@ -102,6 +103,7 @@ class Engine:
         self._undo: list[Callable[[], None]] = []
         self._unwatch: list[Undo] = []
         self._closed = False
+        self._decoded = PhaseCosts()
         self.observe(None)
 
     @property
@@ -183,6 +185,17 @@ class Engine:
         seconds, wait_s = time.perf_counter(), self.wait_s
         counts, discarded = self.controller.counts.copy(), self.scheduler.discarded.copy()
         return PhaseCosts(seconds, seconds - wait_s, wait_s, self.link.bytes_read, 0, counts, discarded)
+
+    def other_budgets(self, decode: PhaseCosts) -> list[OtherBudget]:
+        """What other memory budgets would bring, by all decoding that this was told of (`decode`: the latest), and the
+        record that later plans read; empty where it says nothing."""
+        self._decoded.add(decode, decode.tokens)
+        curve = self.scheduler.size_curve(self.plan.slots, self._decoded)
+        if curve is None:
+            return []
+        if self.service.history is not None:
+            self.service.history.note(curve)
+        return other_budgets(self.plan, curve)
 
     def stats(self) -> dict[str, float | int | str]:
         """Counters since loading: hits and misses of experts, bytes read, seconds waited for the link, memory."""
