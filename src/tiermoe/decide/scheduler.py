@@ -101,6 +101,17 @@ class Scheduler:
         finally:
             self.precision = before
 
+    @contextlib.contextmanager
+    def moved_by(self, strength: float) -> Iterator[None]:
+        """Passes within it move choices by a prior of another strength."""
+        before = self.prior
+        assert before is not None
+        self.prior = CachePrior(strength, before.always, before.most_moved)
+        try:
+            yield
+        finally:
+            self.prior = before
+
     def begin_pass(self, tokens: int, forecasts: Forecasts, phase: str, first: int = 0) -> None:
         """A forward pass over `tokens` tokens begins (all rows of a batch counted). phase: 'prefill' or 'decode'.
         first: its first MoE layer, not 0 in a decoder behind an encoder."""

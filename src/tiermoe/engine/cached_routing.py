@@ -21,60 +21,59 @@ Route = Callable[[Router, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 class CachedRouting:
     """The choices of MoE layer `index` in the pass that is `current`."""
 
-    def __init__(self, index: int, prior: CachePrior, current: CurrentPass) -> None:
+    def __init__(self, index: int, current: CurrentPass) -> None:
         self._index = index
-        self._prior = prior
         self._current = current
 
     def __call__(self, router: Router, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden (T, H) → weights (T, K) and experts (T, K): the router's own where nothing is displaced, and for
         prompts; else its weights of the experts that run."""
         weights, index = router.route(hidden)
-        if self._current.phase != "decode":
+        prior = self._current.scheduler.prior
+        if self._current.phase != "decode" or prior is None:
             return weights, index
         own = index.tolist()
-        here = self._here(own)
-        if all(here(expert) for row in own for expert in row[self._prior.always :]):
+        here = self._here(own, prior.always)
+        if all(here(expert) for row in own for expert in row[prior.always :]):
             return weights, index
         scores, shares = router.scores(hidden)
-        chosen = self._chosen(own, scores.tolist(), shares.tolist(), here)
+        chosen = [self._moved(prior, *each, here) for each in zip(own, scores.tolist(), shares.tolist(), strict=True)]
         rows = [row for row, taken in enumerate(chosen) if taken != own[row]]
         if rows:
             index = torch.tensor(chosen)
             weights[rows] = router.weights_of(shares[rows], index[rows]).to(weights.dtype)
         return weights, index
 
-    def _here(self, own: Sequence[Sequence[int]]) -> Callable[[int], bool]:
+    def _here(self, own: Sequence[Sequence[int]], always: int) -> Callable[[int], bool]:
         """Whether an expert is here, or comes anyway for one of several tokens."""
-        coming = {expert for row in own for expert in row[: self._prior.always]}
+        coming = {expert for row in own for expert in row[:always]}
         resident = self._current.scheduler.here(self._index)
         return lambda expert: expert in coming or resident(expert)
 
-    def _chosen(
+    def _moved(
         self,
-        own: Sequence[Sequence[int]],
-        scores: Sequence[Sequence[float]],
-        shares: Sequence[Sequence[float]],
+        prior: CachePrior,
+        own: Sequence[int],
+        scores: Sequence[float],
+        shares: Sequence[float],
         here: Callable[[int], bool],
-    ) -> list[list[int]]:
+    ) -> list[int]:
+        """One token's experts, counted where they are others than its `own`."""
+        taken, moved = prior.choose(self._index, own, scores, shares, here)
         counts = self._current.scheduler.controller.counts
-        found = []
-        for natural, ranked, weighed in zip(own, scores, shares, strict=True):
-            taken, moved = self._prior.choose(self._index, natural, ranked, weighed, here)
-            counts.displaced += sum(expert != before for expert, before in zip(taken, natural, strict=True))
-            counts.moved_weight += moved
-            found.append(taken)
-        return found
+        counts.displaced += sum(expert != before for expert, before in zip(taken, own, strict=True))
+        counts.moved_weight += moved
+        return taken
 
 
-def routes(prior: CachePrior | None, current: CurrentPass, decoder: Any, layers: int) -> list[Route | None]:
+def routes(current: CurrentPass, decoder: Any, layers: int) -> list[Route | None]:
     """What chooses the experts of each of a decoder's MoE layers; None: its router alone. ConfigError where scores
     are not known."""
-    if prior is None:
+    if current.scheduler.prior is None:
         return [None] * layers
     if not isinstance(decoder, Decoder) or not all(router.ranks for router in decoder.routers):
         raise ConfigError(
             "routing=cached needs the scores of all experts, which this model's decoder does not give; "
             "use --set routing=all, or a preset without it"
         )
-    return [CachedRouting(index, prior, current) for index in range(layers)]
+    return [CachedRouting(index, current) for index in range(layers)]

@@ -89,7 +89,7 @@ class Engine:
         self.forecaster = Forecaster(model.routers, experts, False, self._stacked_layers())
         self.current = self._passes()
         renormalise = self._blueprint.family.renormalises(self.config)
-        chooses = routes(self.scheduler.prior, self.current, model.decoder, len(self.gates))
+        chooses = routes(self.current, model.decoder, len(self.gates))
         self.layers = [
             ServedExperts(service.experts(index, gate, self.current, renormalise), chooses[index])
             for index, gate in enumerate(self.gates)
