@@ -30,7 +30,7 @@ PARTS = {
     )
 } | {"low_share": [0.0, 0.4]}  # fmt: skip
 DEVICES = {"store", "misses"}  # no replay has them
-UNSEEN = {"prefetch": "hash"}  # no trace holds hash tables
+UNSEEN = {"prefetch": "hash", "routing": "cached"}  # no trace holds hash tables, or scores of what was not chosen
 NEEDED: dict[Any, dict[str, Any]] = {
     "gate-score": {"t1": 0.3, "t2": 0.6}, "popularity": {"low_popularity": 0.5}, "percentile": {"window": 2},
     "weighted": {"weights": (0.4, 0.3, 0.2, 0.1)}, "shallow": {"boundary": 1}, "neuron": {"theta": 0.1},

@@ -267,6 +267,38 @@ BREAKAGES = (
         'if footer.get("passes") is None and len(lines) < 2:',
         ("tests/test_trace.py",),
     ),
+    # routing that looks at the cache, and what other sizes of it would hit
+    Breakage(
+        "a token's first experts stand back for others too",
+        "src/tiermoe/decide/routing.py",
+        "range(len(taken) - 1, self.always - 1, -1)",
+        "range(len(taken) - 1, -1, -1)",
+        ("tests/test_cached_routing.py::test_by_hand",),
+    ),
+    Breakage(
+        "an expert that stands in has the weight of the one it displaces",
+        "src/tiermoe/engine/cached_routing.py",
+        "router.weights_of(shares[rows], index[rows])",
+        "weights[rows]",
+        ("tests/test_cached_routing.py::test_a_choice_that_is_moved_is_weighed_by_the_routers_own_scores",),
+    ),
+    Breakage(
+        "experts that are not here stand in for others",
+        "src/tiermoe/decide/routing.py",
+        "expert not in own and here(expert)",
+        "expert not in own",
+        ("tests/test_cached_routing.py::test_by_hand",),
+    ),
+    Breakage(
+        "a token's own experts count among those used since",
+        "src/tiermoe/decide/reuse.py",
+        "for demand in demands:  # before any of them moves: a token's experts are asked for at once\n"
+        "                self._count(recent, demand.expert)",
+        "for demand in demands:\n"
+        "                self._count(recent, demand.expert)\n"
+        "                recent.insert(0, demand.expert)",
+        ("tests/test_reuse.py",),
+    ),
     # GGUF files
     Breakage(
         "the halves of a head of a GGUF file's queries stay in turns",

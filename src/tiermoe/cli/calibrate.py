@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tiermoe.measure.make_profiles import Found
 
 NAMES = ("hobbit", "edgemoe", "fate", "corm")
+MORE = ("nimble",)
+"""Presets that run without a calibration too, by values that were found on other models."""
 
 
 @opt.engine_options(without=["cache", "chunk", "context", "preset", "set"])
@@ -26,7 +28,9 @@ def calibrate(
     model: opt.Model,
     text: TextFile,
     options: dict[str, Any],
-    for_: Annotated[str, typer.Option("--for", help="Presets to calibrate.")] = ",".join(NAMES),
+    for_: Annotated[str, typer.Option("--for", help="Presets to calibrate; nimble where it is named.")] = ",".join(
+        NAMES
+    ),
     tokens: Tokens = 2048,
     prompt: Prompt = 32,
     sequence: Sequence = 256,
@@ -72,9 +76,9 @@ def parse_names(text: str) -> list[str]:
     """The presets of '--for'. ConfigError for one that needs no calibration, or is none."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in NAMES:
+        if name not in (*NAMES, *MORE):
             why = "needs no calibration of its own" if name in PRESETS else "is no preset"
-            raise ConfigError(f"'{name}' {why}; --for takes {', '.join(NAMES)}")
+            raise ConfigError(f"'{name}' {why}; --for takes {', '.join((*NAMES, *MORE))}")
     return list(dict.fromkeys(names))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tiermoe.cli.budgets_panel import PANEL_HEIGHT, budgets_panel, curve_of
 from tiermoe.svg import CENTRED, FAINT, INK, Axis, circle, diamond, line, picture, text
 
 _WIDTH, _HEIGHT = 900, 560
@@ -33,20 +34,23 @@ class Point:
 
 def draw(results: Sequence[dict[str, Any]]) -> str:
     """The picture of `tiermoe compare`'s results, as SVG text: decode tokens per second over KL divergence (perplexity
-    where there was no reference), a labelled point for each preset that was measured."""
+    where there was no reference), a labelled point for each preset that was measured; below, for those whose runs say
+    so, over memory what other budgets would bring."""
     measured = [result for result in results if "error" not in result]
     key, title = next((key, title) for key, title in _AXES if all(key in result for result in measured))
     points = [_point(result, key) for result in measured]
     across, up = _axes(points, from_zero=key == "kl")
     leaders, labels = _labels(points, across, up)
+    curves = [curve for result in measured if (curve := curve_of(result)) is not None]
     parts = [
         *_frame(across, up, title),
         text(_EDGE, 50, _conditions(measured), 'text-anchor="end" font-size="11"'),
         *leaders,
         *(_mark(point, across, up) for point in points),
         *labels,
+        *(budgets_panel(curves, _LEFT, _EDGE, _HEIGHT) if curves else []),
     ]
-    return picture(_WIDTH, _HEIGHT, parts)
+    return picture(_WIDTH, _HEIGHT + (PANEL_HEIGHT if curves else 0), parts)
 
 
 def _conditions(results: Sequence[dict[str, Any]]) -> str:

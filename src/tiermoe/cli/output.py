@@ -79,6 +79,11 @@ def summary(report: Report) -> str:
         f"{format_size(report.bytes_read)} read",
         f"peak memory {format_size(report.peak_memory_bytes)} of {format_size(report.memory_budget_bytes)}",
     ]
+    if report.displaced_choices:
+        parts.append(
+            f"{report.displaced_choices:.0%} of the experts stood in for others ({report.moved_weight:.1%} of the "
+            f"gate weight)"
+        )
     if report.prefetching:
         parts.append(f"prefetching {report.prefetching}")
     return "[" + ", ".join(parts) + "]"

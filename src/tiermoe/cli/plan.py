@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +21,7 @@ from tiermoe.simulate.machines import Rates, named_rates, with_drive
 if TYPE_CHECKING:
     from tiermoe.engine.preview import Preview
     from tiermoe.memory.expectation import Expectation, Range
+    from tiermoe.memory.other_budgets import OtherBudget
 
 Machine = Annotated[
     str | None,
@@ -94,6 +95,8 @@ def _document(found: Preview) -> dict[str, Any]:
         "to_pack_bytes": found.to_pack,
         "expectation": found.expectation and asdict(found.expectation),
         "no_expectation": found.unknown,
+        "found": found.found and asdict(found.found),
+        "other_budgets": [asdict(each) for each in found.other_budgets],
     }
 
 
@@ -131,6 +134,20 @@ def _lines(found: Preview) -> Iterator[tuple[str, str]]:
         yield "expect:", f"not known: {found.unknown}"
     else:
         yield from _expected(found.expectation)
+    if found.found is not None:
+        yield "the last run says:", _measured(found.found)
+        more = [each for each in found.other_budgets if each.slots > found.found.slots]
+        for label, each in zip(("with more memory:", ""), _two_of(more), strict=False):
+            yield label, f"{format_size(each.memory_bytes)}: {_measured(each)}"
+
+
+def _measured(found: OtherBudget) -> str:
+    return f"{_number(found.decode_tok_s)} tokens a second, {found.hit_rate:.0%} of a token's experts in the cache"
+
+
+def _two_of(more: Sequence[OtherBudget]) -> list[OtherBudget]:
+    """The one in the middle and the last."""
+    return [more[len(more) // 2], more[-1]] if len(more) > 1 else list(more)
 
 
 def _files(count: int) -> str:

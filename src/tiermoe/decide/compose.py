@@ -22,6 +22,7 @@ from tiermoe.decide.prediction import PREDICTIONS, Paths, PredictionContext, pat
 from tiermoe.decide.prediction.protocol import Future, HashTable
 from tiermoe.decide.prefetch_trial import PrefetchTrial
 from tiermoe.decide.profiles import Profile
+from tiermoe.decide.routing import CachePrior
 from tiermoe.decide.scheduler import Scheduler
 from tiermoe.errors import ConfigError, ProfileError
 
@@ -203,9 +204,18 @@ def assemble(
         fills=_fills(composition, loaded),
         everything=held,
         undoable=undoable,
-        settles=held and not elsewhere and composition.routing == "all",
+        settles=held and not elsewhere and composition.routing in ("all", "cached"),
+        prior=_prior(composition),
+        exact=not composition.lossy,
         trial=trial() if predicts and composition.speculate == "measured" else None,
     )
+
+
+def _prior(composition: Composition) -> CachePrior | None:
+    if composition.routing != "cached":
+        return None
+    assert composition.prior is not None
+    return CachePrior(composition.prior, composition.always, composition.most_moved)
 
 
 def _fills(composition: Composition, loaded: Sequence[int]) -> bool:

@@ -22,6 +22,8 @@ from tiermoe.errors import ConfigError
 POLICIES: dict[str, Mapping[str, Any]] = {"precision": PRECISIONS, "prefetch": PREDICTIONS, "cache": EVICTIONS}
 """The parts whose values are classes, which declare settings of their own."""
 
+_FEWER_OR_OTHERS = ("half", "confident", "cached")  # routings that do not run the router's K
+
 
 def _part(default: str, choices: Collection[str], **told: Any) -> Any:
     return setting(default, read=str, one_of=choices, **told)
@@ -45,6 +47,11 @@ def _errs(composition: Composition) -> bool:
 def _absent(composition: Composition) -> bool:
     """Whether an expert that has come may be absent again, or never comes."""
     return composition.cache != "all" or composition.precision != "fixed" or composition.misses != "load"
+
+
+def _finds_some(composition: Composition) -> bool:
+    """Whether an expert can be here when its layer runs, where that is what decides."""
+    return composition.routing != "cached" or composition.cache != "none"
 
 
 def _known_before(composition: Composition) -> bool:
@@ -78,8 +85,9 @@ class Composition:
     alone, to measure what bits cost; no preset has it.
 
     routing: 'all' K experts; 'half' the K/2 of the largest weights, rounded up; 'confident' half, and again with all
-    where the likeliest next token has a probability of at most `gamma` (MoBiLE); 'layer' every expert of the layer is
-    fetched, routed or not (STI).
+    where the likeliest next token has a probability of at most `gamma` (MoBiLE); 'cached' K that are moved towards what
+    is here, in decode, by `prior` and up to `most_moved` of the gate weight, the first `always` never
+    (Cache-Prior); 'layer' every expert of the layer is fetched, routed or not (STI).
     precision: `decide/precision.py`. prefetch: `decide/prediction/`.
     speculate: 'measured' prefetches in decode only where passes are measured to be faster for it, and goes on measuring
     (`decide/prefetch_trial.py`); prefill always prefetches. By itself it changes no token.
@@ -106,7 +114,7 @@ class Composition:
     summary: str
     source: str = ""
 
-    routing: str = _part("all", ("all", "half", "confident", "layer"))
+    routing: str = _part("all", ("all", "half", "confident", "cached", "layer"), read_by=(("cache", _finds_some),))
     precision: str = _part("fixed", PRECISIONS.keys())
     prefetch: str = _part(
         "none", PREDICTIONS.keys(), read_by=(("cache", _absent), ("routing", _known_before)), off=True
@@ -124,6 +132,9 @@ class Composition:
 
     profile: str = setting("", read=str)
     gamma: float = setting(0.7, low=0, high=1, read_by=(_is("routing", "confident"),))
+    prior: float | None = setting(None, low=0, high=4, calibrated=True, read_by=(_is("routing", "cached"),))
+    always: int = setting(1, read=int, low=0, high=64, read_by=(_is("routing", "cached"),))
+    most_moved: float = setting(1.0, low=0, high=1, read_by=(_is("routing", "cached"),))
     own: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     exact_bits: bool = field(default=False, kw_only=True)
     boundary: int | None = setting(
@@ -168,7 +179,7 @@ class Composition:
     def lossy(self) -> list[str]:
         """The parts that can change tokens, as they would be set; empty: exact."""
         parts = []
-        if self.routing in ("half", "confident"):
+        if self.routing in _FEWER_OR_OTHERS:
             parts.append(f"routing={self.routing}")
         if self.precision != "fixed":
             parts.append(f"precision={self.precision}")
@@ -182,7 +193,7 @@ class Composition:
 
     def exact(self) -> Composition:
         """The same composition with every lossy part off: the exact preset's tokens, bit for bit."""
-        routing = "all" if self.routing in ("half", "confident") else self.routing
+        routing = "all" if self.routing in _FEWER_OR_OTHERS else self.routing
         prefetch = {"recalled": "next-gate", "neurons": "next-gate"}.get(self.prefetch, self.prefetch)
         return replace(
             self, routing=routing, precision="fixed", prefetch=prefetch, low_share=0.0, unit="expert",
@@ -292,5 +303,7 @@ def require_device(composition: Composition, device: str) -> None:
             f"misses={composition.misses} computes on the CPU what a GPU lacks, and no GPU is in use; "
             f"use --set misses=load"
         )
+    if composition.routing == "cached" and device != "cpu":
+        raise ConfigError("routing=cached chooses by scores that are known on the CPU alone; use --device cpu")
     if composition.unit == "neuron" and device != "cpu":
         raise ConfigError("unit=neuron runs on the CPU alone; use --device cpu or --set unit=expert")

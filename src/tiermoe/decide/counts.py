@@ -12,7 +12,8 @@ class Counts:
     demand, when the router asked, `prefetched` of them by a prefetch; `misses` were not (also where a prefetch was
     still on its way), `elsewhere` of them yielded to be computed elsewhere; `skipped` were neither there nor worth a
     load. `low_loads`: loads below the highest precision. `warmed`: experts that the background has
-    brought."""
+    brought. `displaced`: choices that fell on an expert that was here instead of the router's, with `moved_weight`, the
+    shares of a token's gate weight that were moved with them, summed over tokens and layers (routing=cached)."""
 
     hits: int = 0
     prefetched: int = 0
@@ -23,6 +24,8 @@ class Counts:
     low_loads: int = 0
     speculative_loads: int = 0
     warmed: int = 0
+    displaced: int = 0
+    moved_weight: float = 0.0
 
     @property
     def hit_rate(self) -> float | None:

@@ -70,6 +70,16 @@ class PhaseCosts:
         return self.counts.hit_rate or 0.0
 
     @property
+    def displaced_share(self) -> float:
+        """Of the tokens' experts, the share that stood in for others; 0 where nothing ran."""
+        counts = self.counts
+        return counts.displaced / max(counts.hits + counts.misses + counts.skipped, 1)
+
+    def moved_share(self, layers: int) -> float:
+        """Of the tokens' gate weight in so many MoE layers, the share that stand-ins moved; 0 where nothing ran."""
+        return self.counts.moved_weight / max(self.tokens * layers, 1)
+
+    @property
     def bytes_per_token(self) -> float:
         """0 where there are no tokens."""
         return self.bytes_read / self.tokens if self.tokens else 0.0

@@ -1,8 +1,11 @@
-"""Which experts run: MoBiLE's little pass over half of them, and when it is enough."""
+"""Which experts run: MoBiLE's little pass over half of them, and when it is enough; and choices moved towards experts
+that are here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 
 def little(weights: Sequence[float]) -> list[int]:
@@ -20,3 +23,56 @@ def is_confident(probability: float, gamma: float) -> bool:
 def speedup(t_little: float, t_big: float, fallback_ratio: float, t: float) -> float:
     """Expected speedup over passes of `t` seconds with all K: 1 / (T_little/T + r T_big/T) (MoBiLE, equation 1)."""
     return t / (t_little + fallback_ratio * t_big)
+
+
+@dataclass(slots=True)
+class CachePrior:
+    """Moves the choices of decoded tokens towards experts that are here (Cache-Prior, arXiv 2412.00099, section 3): to
+    the score of each of those `strength` times the mean spread of the layer's scores is added before the K best are
+    taken. A spread is the largest less the smallest score of a token; its mean is of the tokens so far some of whose
+    experts were not here.
+
+    always: the first so many of a token's own experts stay, whatever is here. most_moved: of a token's gate weight, the
+    share that may be moved; what would move more stays."""
+
+    strength: float
+    always: int
+    most_moved: float = 1.0
+    _spreads: dict[int, tuple[int, float]] = field(default_factory=dict)  # layer → tokens, mean
+
+    def choose(
+        self,
+        layer: int,
+        chosen: Sequence[int],
+        scores: Sequence[float],
+        weights: Sequence[float],
+        here: Callable[[int], bool],
+    ) -> tuple[list[int], float]:
+        """A token's experts instead of `chosen`, the router's K by falling score, each in the place of the one that it
+        displaces; and the share of the token's gate weight that is moved. Of all experts: scores, minus infinity for
+        those that cannot be chosen, and gate weights before they are scaled to a sum."""
+        taken = list(chosen)
+        absent = [place for place in range(len(taken) - 1, self.always - 1, -1) if not here(taken[place])]
+        if not absent:
+            return taken, 0.0
+        bonus = self.strength * self._spread(layer, scores)
+        least, own = scores[taken[absent[0]]] - bonus, set(chosen)
+        others = [expert for expert, score in enumerate(scores) if score > least and expert not in own and here(expert)]
+        others.sort(key=lambda expert: -scores[expert])
+        total, moved = math.fsum(weights[expert] for expert in chosen), 0.0
+        for place, other in zip(absent, others, strict=False):
+            share = (weights[taken[place]] - weights[other]) / total if total else 0.0
+            if scores[other] + bonus <= scores[taken[place]] or moved + share > self.most_moved:
+                break
+            taken[place] = other
+            moved += share
+        return taken, moved
+
+    def _spread(self, layer: int, scores: Sequence[float]) -> float:
+        """The layer's mean, with that of another token in it."""
+        tokens, mean = self._spreads.get(layer, (0, 0.0))
+        spread = max(scores) - min(score for score in scores if score > -math.inf)
+        tokens += 1
+        mean += (spread - mean) / tokens
+        self._spreads[layer] = tokens, mean
+        return mean

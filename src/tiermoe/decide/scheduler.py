@@ -13,12 +13,16 @@ from tiermoe.decide.counts import Counts
 from tiermoe.decide.eviction.protocol import Clock
 from tiermoe.decide.eviction.undoable import Undoable
 from tiermoe.decide.filling import Uses, merged, most_used
+from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.decide.precision import Precision
 from tiermoe.decide.prediction.protocol import Forecasts, Predictor
 from tiermoe.decide.prefetch_trial import PrefetchTrial
+from tiermoe.decide.reuse import Reuse, SizeCurve
+from tiermoe.decide.routing import CachePrior
 from tiermoe.decide.shares import EVERY
 from tiermoe.types import FEW_TOKENS, Demand, ExpertKey, Ready, Routed
 
+_LONG_ENOUGH = 16  # decoded tokens that say what others take
 _TOLD_A_PASS = 64  # experts that the background has brought: 50 µs each where kernels are told of them
 
 
@@ -34,8 +38,9 @@ class Scheduler:
     nothing is predicted: where all that a token chose has come there is nothing to decide. trial: says which decode
     passes prefetch, by what they take from `begin_pass` to the end of the last layer; None: all do, as prefills always
     do. fills: whether the background may read experts into free slots, for it changes nothing but hits; `everything`:
-    all of them fit. undoable: the eviction policies, where a decode pass may be discarded. uses: counted since the
-    beginning.
+    all of them fit. undoable: the eviction policies, where a decode pass may be discarded. prior: moves the choices of
+    decoded tokens towards experts that are here. exact: what is read and asked for does not depend on what is cached.
+    uses: counted since the beginning; `reuse` too, where exact.
     """
 
     controller: Controller
@@ -54,6 +59,9 @@ class Scheduler:
     fills: bool = False
     everything: bool = False
     undoable: Sequence[Undoable] = ()
+    prior: CachePrior | None = None
+    exact: bool = True
+    reuse: Reuse = field(init=False)
     uses: Uses = field(init=False)
     discarded: Counts = field(default_factory=Counts)
     _before_pass: Counts = field(default_factory=Counts)
@@ -68,6 +76,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.uses = Uses(self.experts)
+        self.reuse = Reuse(self.experts)
 
     @property
     def prefetching(self) -> str:
@@ -97,6 +106,17 @@ class Scheduler:
             yield
         finally:
             self.precision = before
+
+    @contextlib.contextmanager
+    def moved_by(self, strength: float) -> Iterator[None]:
+        """Passes within it move choices by a prior of another strength."""
+        before = self.prior
+        assert before is not None
+        self.prior = CachePrior(strength, before.always, before.most_moved)
+        try:
+            yield
+        finally:
+            self.prior = before
 
     def begin_pass(self, tokens: int, forecasts: Forecasts, phase: str, first: int = 0) -> None:
         """A forward pass over `tokens` tokens begins (all rows of a batch counted). phase: 'prefill' or 'decode'.
@@ -131,12 +151,21 @@ class Scheduler:
             policy.undo()
         self._repeats = True
 
+    def here(self, layer: int) -> Callable[[int], bool]:
+        """Whether an expert of the layer could be computed now, in the bits that would be asked for."""
+        self.controller.recall()
+        self.controller.collect()
+        cache, precision = self.controller.cache, self.precision
+        return lambda expert: cache.find(layer, expert, precision.predicted(layer, (), expert)) is not None
+
     def run_layer(self, routed: Routed, forecasts: Forecasts) -> Iterator[list[Ready]]:
         """Yields the experts of a layer in groups, as they can be computed (`Controller.run_layer`)."""
         self.clock.layer = routed.layer
         self.prediction.observe(routed)
         demands = self._demands(routed)
         self.uses.note(routed.layer, demands)
+        if self.exact:
+            self.reuse.note(routed.layer, demands, routed.phase)
 
         def speculate() -> None:
             self._prefetch(routed.layer, forecasts)
@@ -154,6 +183,16 @@ class Scheduler:
         self._unshared = 0
         if self.controller.cache.shared and not self.everything:
             self.controller.cache.follow(merged(self._earlier_uses, self.uses.counts))
+
+    def size_curve(self, slots: int, decode: PhaseCosts) -> SizeCurve | None:
+        """What decoding, which took `decode` with a cache of `slots` slots, says of other sizes; None where it was
+        short, missed nothing, or read otherwise for what was cached."""
+        rate = decode.counts.hit_rate
+        if not self.exact or decode.tokens < _LONG_ENOUGH or rate is None or rate == 1:
+            return None
+        compute, wait = (seconds / decode.tokens for seconds in (decode.seconds - decode.wait_s, decode.wait_s))
+        distances = tuple(map(float, self.reuse.distances))
+        return SizeCurve(distances, float(self.reuse.first), slots, len(self.experts), 1 - rate, compute, wait)
 
     def _begin_timing(self, phase: str) -> None:
         if self.trial is None:

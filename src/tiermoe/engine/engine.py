@@ -15,6 +15,7 @@ from tiermoe.decide.composition import Composition
 from tiermoe.decide.controller import Controller
 from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.decide.scheduler import Scheduler
+from tiermoe.engine.cached_routing import Route, routes
 from tiermoe.engine.experts import SettledExperts
 from tiermoe.engine.fallback import ConfidentDecoding
 from tiermoe.engine.forecasts import Forecaster, PassForecasts
@@ -26,6 +27,7 @@ from tiermoe.engine.units import RunExperts
 from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.kernels.expert import ExpertKernel, Views
 from tiermoe.memory.memory_plan import MemoryPlan
+from tiermoe.memory.other_budgets import OtherBudget, other_budgets
 from tiermoe.memory.plan import shape_of
 from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.decoder import Decoder
@@ -51,10 +53,12 @@ class Model:
 
 
 class ServedExperts:
-    """The experts of a MoE layer as decoders and transformers' modules call them. `run` computes them."""
+    """The experts of a MoE layer as decoders and transformers' modules call them. `run` computes them. chooses: which
+    run, instead of the router alone."""
 
-    def __init__(self, run: RunExperts) -> None:
+    def __init__(self, run: RunExperts, chooses: Route | None = None) -> None:
         self.run = run
+        self._chooses = chooses
 
     @property
     def by_row(self) -> bool:
@@ -62,6 +66,9 @@ class ServedExperts:
 
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return self.run(hidden, index, weights)
+
+    def route(self, router: Router, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return router.route(hidden) if self._chooses is None else self._chooses(router, hidden)
 
     def block(self, router: Router, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
         settled: SettledExperts | None = getattr(self.run, "settled", None)
@@ -82,8 +89,9 @@ class Engine:
         self.forecaster = Forecaster(model.routers, experts, False, self._stacked_layers())
         self.current = self._passes()
         renormalise = self._blueprint.family.renormalises(self.config)
+        chooses = routes(self.current, model.decoder, len(self.gates))
         self.layers = [
-            ServedExperts(service.experts(index, gate, self.current, renormalise))
+            ServedExperts(service.experts(index, gate, self.current, renormalise), chooses[index])
             for index, gate in enumerate(self.gates)
         ]
         if self.scheduler.settles:
@@ -95,6 +103,7 @@ class Engine:
         self._undo: list[Callable[[], None]] = []
         self._unwatch: list[Undo] = []
         self._closed = False
+        self._decoded = PhaseCosts()
         self.observe(None)
 
     @property
@@ -177,6 +186,17 @@ class Engine:
         counts, discarded = self.controller.counts.copy(), self.scheduler.discarded.copy()
         return PhaseCosts(seconds, seconds - wait_s, wait_s, self.link.bytes_read, 0, counts, discarded)
 
+    def other_budgets(self, decode: PhaseCosts) -> list[OtherBudget]:
+        """What other memory budgets would bring, by all decoding that this was told of (`decode`: the latest), and the
+        record that later plans read; empty where it says nothing."""
+        self._decoded.add(decode, decode.tokens)
+        curve = self.scheduler.size_curve(self.plan.slots, self._decoded)
+        if curve is None:
+            return []
+        if self.service.history is not None:
+            self.service.history.note(curve)
+        return other_budgets(self.plan, curve)
+
     def stats(self) -> dict[str, float | int | str]:
         """Counters since loading: hits and misses of experts, bytes read, seconds waited for the link, memory."""
         counts, discarded = self.controller.counts, self.scheduler.discarded
@@ -192,6 +212,8 @@ class Engine:
             "expert_skips": counts.skipped,
             "experts_on_cpu": counts.elsewhere,
             "low_loads": counts.low_loads,
+            "displaced_choices": counts.displaced,
+            "moved_weight": counts.moved_weight,
             "speculative_loads": counts.speculative_loads,
             "prefetching": self.scheduler.prefetching,
             "discarded_hits": discarded.hits,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from tiermoe.decide.filling import Uses, merged
 from tiermoe.decide.prefetch_trial import PrefetchTrial
+from tiermoe.decide.reuse import SizeCurve
 from tiermoe.decide.scheduler import Scheduler
 from tiermoe.store.run_record import RunRecord, read_record, record_path, write_record
 from tiermoe.store.store import Store
@@ -23,6 +24,7 @@ class History:
         self._experts = [layer.experts for layer in store.layers]
         self._circumstances = circumstances
         self._record = self._read()
+        self._curve: SizeCurve | None = None
 
     @property
     def uses(self) -> Sequence[Sequence[float]]:
@@ -32,6 +34,10 @@ class History:
     def trial(self, promises: Callable[[float], bool]) -> PrefetchTrial:
         """A trial of prefetching that begins with what earlier runs have found; promises: as there."""
         return PrefetchTrial(self._record.prefetching.get(self._circumstances), promises)
+
+    def note(self, curve: SizeCurve) -> None:
+        """What this run says of other sizes of the cache, by now."""
+        self._curve = curve
 
     def keep(self, owner: object, scheduler: Scheduler) -> Callable[[], object]:
         """Writes down what `scheduler` has seen when `owner` ends, or the interpreter does, or the result is called:
@@ -50,4 +56,5 @@ class History:
             record.prefetching.pop(self._circumstances, None)
             record.prefetching[self._circumstances] = trial.pays
             record.prefetching = dict(list(record.prefetching.items())[-_CASES:])
+        record.curve = self._curve or record.curve
         write_record(self._path, self._fingerprint, record)

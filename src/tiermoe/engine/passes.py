@@ -13,6 +13,7 @@ from tiermoe.decide.routing import little
 from tiermoe.decide.scheduler import Scheduler
 from tiermoe.engine.forecasts import PassForecasts
 from tiermoe.engine.observer import Observer
+from tiermoe.errors import ConfigError
 from tiermoe.types import Ready, Routed
 
 
@@ -47,6 +48,11 @@ class CurrentPass:
         if past == 0:
             self.scheduler.new_sequence()
         phase = "decode" if length == 1 and past > 0 and not prompt else "prefill"
+        if phase == "decode" and self.scheduler.prior is not None:
+            raise ConfigError(
+                "routing=cached decodes with tiermoe's own decoder, and this call asks for what transformers' code "
+                "computes (hidden states, another cache); ask for less, or use --set routing=all"
+            )
         self._begin(phase, _listed(ids), rows * length, 0)
 
     def follow_both(self, model: Any) -> list[Any]:

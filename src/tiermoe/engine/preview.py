@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tiermoe.config import Settings
 from tiermoe.decide.composition import Composition
 from tiermoe.decide.eviction import EVICTIONS
+from tiermoe.decide.reuse import SizeCurve
 from tiermoe.engine.load import plan_for, resolve_for
 from tiermoe.engine.what_runs import Runs, what_runs
 from tiermoe.kernels import machine_layout
 from tiermoe.memory.expectation import Expectation, LayerWork, Work, expect
 from tiermoe.memory.memory_plan import GpuMemoryPlan, MemoryPlan
 from tiermoe.memory.needs import formats_of
+from tiermoe.memory.other_budgets import OtherBudget, at_slots, other_budgets
 from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.dense import kind_of, packable
+from tiermoe.model.prepare_store import found_store
 from tiermoe.model.remote import Download, inspect_without_download
 from tiermoe.simulate.machines import Rates
+from tiermoe.store.run_record import read_record, record_path
+from tiermoe.store.store import precision_key
 from tiermoe.systems.resolved import Resolved
+from tiermoe.tiers.cuda import resolve_device
 
 
 @dataclass(frozen=True, slots=True)
 class Preview:
     """download: what is fetched first, None where all is here. to_pack: bytes that packing the experts writes, 0 where
-    nothing is packed any more. expectation: None where there is none, for the reason in `unknown`."""
+    nothing is packed any more. expectation: None where there is none, for the reason in `unknown`. found: what the last
+    run of this checkpoint in this precision says of this plan, and of other budgets; None and empty where none has
+    said."""
 
     plan: MemoryPlan
     download: Download | None
@@ -34,6 +42,8 @@ class Preview:
     runs: Runs
     expectation: Expectation | None
     unknown: str
+    found: OtherBudget | None = None
+    other_budgets: Sequence[OtherBudget] = ()
 
 
 def preview(model: str | os.PathLike[str], settings: Settings, rates: Callable[[], Rates]) -> Preview:
@@ -51,7 +61,9 @@ def preview(model: str | os.PathLike[str], settings: Settings, rates: Callable[[
         except OSError as error:
             unknown = f"this machine cannot be measured ({error})"
     to_pack = _expert_bytes(blueprint, resolved) if plan.packing else 0
-    return Preview(plan, download, to_pack, runs, expectation, unknown)
+    curve = _earlier_run(blueprint, resolved)
+    found, others = (None, []) if curve is None else (at_slots(plan, curve, plan.slots), other_budgets(plan, curve))
+    return Preview(plan, download, to_pack, runs, expectation, unknown, found, others)
 
 
 def work_of(blueprint: Blueprint, resolved: Resolved, plan: MemoryPlan, ours: bool) -> Work:
@@ -75,6 +87,19 @@ def work_of(blueprint: Blueprint, resolved: Resolved, plan: MemoryPlan, ours: bo
         layers=int(getattr(blueprint.config, "num_hidden_layers", len(moe))),
         ours=ours,
     )
+
+
+def _earlier_run(blueprint: Blueprint, resolved: Resolved) -> SizeCurve | None:
+    """What the last run with whole experts in one precision found, for a preset that is exact too."""
+    store = found_store(blueprint, resolved.settings.store)
+    composition = resolved.composition
+    if store is None or composition.lossy or composition.cache not in EVICTIONS:
+        return None
+    layout = machine_layout(resolve_device(resolved.settings.device))
+    key = precision_key(resolved.precisions[0], resolved.settings.quantizer, layout, composition.unit)
+    return read_record(
+        record_path(store.root, key), store.source.fingerprint, [each.experts for each in store.layers]
+    ).curve
 
 
 def _unknown(blueprint: Blueprint, composition: Composition, plan: MemoryPlan) -> str:

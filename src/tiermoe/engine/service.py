@@ -59,7 +59,7 @@ class ExpertService:
         self.unit.over(tiers.link)
         self._views: dict[tuple[int, int], Views] = {}
         self._layouts = _numbered_layouts(self.packed)
-        history = self._earlier_runs() if resolved.settings.warm else None
+        self.history = history = self._earlier_runs() if resolved.settings.warm else None
         self.scheduler = self._schedule(hash_tables, self._trial(history))
         if history is not None:
             self.scheduler.fill(history.uses)

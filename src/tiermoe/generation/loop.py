@@ -15,6 +15,7 @@ from tiermoe.engine.engine import engine_of, transformers_model
 from tiermoe.errors import PromptError
 from tiermoe.generation.sampling import Sampler, Sampling
 from tiermoe.generation.sequence import Sequence, end_tokens
+from tiermoe.memory.other_budgets import OtherBudget
 
 
 @dataclass(slots=True)
@@ -25,6 +26,9 @@ class Report:
     reached, tokens / max(compute time, bytes missed / measured bandwidth of the drive): docs/architecture.md,
     "Bounds".
     `prefetching`: whether measuring has turned it on or off, and its figures; empty where nothing has been decided.
+    `displaced_choices`: of the experts of decoded tokens, the share that stood in for one that was not here, and
+    `moved_weight` the share of the gate weight that moved with them (routing=cached). `other_budgets`: what other
+    memory budgets would bring; empty where too little was decoded to say, nothing was missed, or the preset is lossy.
     """
 
     text: str
@@ -47,6 +51,9 @@ class Report:
     dense_bits: int
     bound_tok_s: float
     prefetching: str
+    displaced_choices: float
+    moved_weight: float
+    other_budgets: list[OtherBudget]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -215,4 +222,7 @@ def _report(
         dense_bits=engine.settings.dense_bits_used,
         bound_tok_s=decode.bound_tok_s(engine.bandwidth),
         prefetching=stats["prefetching"],
+        displaced_choices=decode.displaced_share,
+        moved_weight=decode.moved_share(len(engine.layers)),
+        other_budgets=engine.other_budgets(decode),
     )

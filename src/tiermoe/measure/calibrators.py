@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from tiermoe.measure.activations import find_theta
 from tiermoe.measure.bitwidths import find_bitwidths
 from tiermoe.measure.calibration import Calibration
 from tiermoe.measure.evaluate import prompt_logits
+from tiermoe.measure.prior import TOLERATED as TOLERATED_BY_NIMBLE
+from tiermoe.measure.prior import Found, find_prior
 from tiermoe.measure.scoring import log_probabilities, row_blocks
 from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.prepare_store import Progress
@@ -143,6 +145,31 @@ def calibrate_corm(calibration: Calibration, progress: Progress) -> Made:
     return {"theta": theta.theta}, data, facts
 
 
+def calibrate_nimble(calibration: Calibration, progress: Progress) -> Made:
+    """The prior of its routing, for the memory that the calibration is given."""
+    _refuse_encoder_decoder(calibration, "nimble")
+    preset, plain = PRESETS["nimble"].settings(), PRESETS["lru"].settings()
+
+    def on_engine(engine: Engine, _: Blueprint) -> tuple[Found, float]:
+        found = find_prior(
+            engine, calibration.ids, calibration.shape.prompt,
+            lambda done, total: progress("moving choices", done, total),
+        )  # fmt: skip
+        return found, engine.plan.slots / engine.plan.all_slots
+
+    changes = {name: value for name, value in preset.items() if value != plain[name] and name != "profile"}
+    found, fraction = calibration.on_engine(changes, on_engine, progress, logits=True)
+    judged = found.judged
+    data = {"tried": [asdict(each) for each in found.tried], "judged": asdict(judged), "cache_fraction": fraction}
+    error = "" if judged.error is None else f" ± {judged.error:.2%}"
+    facts = {
+        "prior": f"{found.strength:g} with {fraction:.0%} of the experts cached",
+        "loss": f"{judged.loss:+.2%}{error} on text that it was not chosen on ({TOLERATED_BY_NIMBLE:.0%} tolerated)",
+        "missed experts": f"{judged.misses:.0%} of the exact preset's",
+    }
+    return {"prior": found.strength}, data, facts
+
+
 def _paths(calibration: Calibration, order: int, progress: Progress) -> tuple[Any, list[list[int]]]:
     """Activation paths and frequencies; the recording itself is let go."""
     trace = calibration.trace(progress)
@@ -154,6 +181,7 @@ CALIBRATORS: dict[str, Callable[[Calibration, Progress], Made]] = {
     "edgemoe": calibrate_edgemoe,
     "fate": calibrate_fate,
     "corm": calibrate_corm,
+    "nimble": calibrate_nimble,
 }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,9 @@ def _speed(model: Any, prefill: PhaseCosts, decode: PhaseCosts) -> dict[str, Any
         "wait_s": both.wait_s,
         "decode_wait_s": decode.wait_s,
         "fallback_ratio": stats["fallback_ratio"],
+        "displaced_choices": decode.displaced_share,
+        "moved_weight": decode.moved_share(len(engine.layers)),
+        "other_budgets": [asdict(each) for each in engine.other_budgets(decode)],
         "threads": torch.get_num_threads(),
         "peak_memory_bytes": stats["peak_memory_bytes"],
         "memory_budget_bytes": plan.budget,

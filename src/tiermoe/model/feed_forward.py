@@ -32,6 +32,11 @@ class Experts(Protocol):
         be."""
         ...
 
+    def route(self, router: Router, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden (T, H) → weights (T, K) and experts (T, K) that run: the router's choice, or one that is made of its
+        scores."""
+        ...
+
 
 class NoExperts:
     """Stands where experts are not attached."""
@@ -43,6 +48,9 @@ class NoExperts:
 
     def block(self, router: Router, hidden: Tensor, residual: Tensor | None) -> Tensor | None:
         return None
+
+    def route(self, router: Router, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return router.route(hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +106,7 @@ class MoeBlock:
         plain = self.shared is None and multiplier == 1
         result = self.experts.block(self.router, x, residual if plain else None)
         if result is None:
-            weights, index = self.router.route(x)
+            weights, index = self.experts.route(self.router, x)
             result = self.experts(x, index, weights)
         elif plain:
             return result

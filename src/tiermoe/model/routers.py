@@ -66,9 +66,35 @@ class Router:
 
     def __call__(self, hidden: Tensor) -> Routing:
         """`route` with the logits before it, as transformers' routers give them."""
+        return self._all_logits(hidden), *self.route(hidden)
+
+    @property
+    def ranks(self) -> bool:
+        """Whether one score each decides between experts, so that `scores` has an answer: not in sparsemixer."""
+        return self.rule.scores != "sparsemixer"
+
+    def scores(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden (T, H) → by what experts are ranked, minus infinity for those that cannot be chosen, and their gate
+        weights before they are scaled to a sum: float32 (T, E) each."""
+        logits = self._all_logits(hidden).float()
+        shares = logits.sigmoid() if self.rule.scores == "sigmoid" else torch.softmax(logits, -1)
+        ranked = shares if self.correction is None else shares + self.correction
+        if self.rule.groups > 1:
+            ranked = self._within_groups(ranked, float("-inf"))
+        if self.rule.scores != "sigmoid" and self.correction is None:  # the same order, and spread as the router has it
+            ranked = logits.masked_fill(ranked.isneginf(), float("-inf"))
+        return ranked, shares
+
+    def weights_of(self, shares: Tensor, experts: Tensor) -> Tensor:
+        """The weights (T, K) of experts (T, K), whoever has chosen them; shares: as `scores` gives them."""
+        weights = shares.gather(1, experts)
+        if self.rule.normalise or self.rule.scores == "chosen":
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return weights * self.rule.scale
+
+    def _all_logits(self, hidden: Tensor) -> Tensor:
         plain = self.native is not None and self.bias is None and not self.rule.wide and self._few(hidden)
-        logits = native.logits_of(self.weight, hidden.contiguous()) if plain else self._logits(hidden)
-        return logits, *self.route(hidden)
+        return native.logits_of(self.weight, hidden.contiguous()) if plain else self._logits(hidden)
 
     def _few(self, hidden: Tensor) -> bool:
         return hidden.shape[0] <= FEW_TOKENS and hidden.dtype == torch.bfloat16
@@ -109,7 +135,7 @@ class Router:
         scores = logits.float().sigmoid() if rule.scores == "sigmoid" else torch.softmax(logits, -1, dtype=torch.float)
         ranked = scores if self.correction is None else scores + self.correction
         if rule.groups > 1:
-            ranked = self._within_groups(ranked)
+            ranked = self._within_groups(ranked, 0.0 if rule.best_of_group else float("-inf"))
         experts = torch.topk(ranked, rule.top_k, dim=-1)[1]
         weights = scores.gather(1, experts)
         if rule.normalise:
@@ -117,14 +143,13 @@ class Router:
             weights = weights / (total + 1e-20 if rule.wide else total)
         return weights, experts
 
-    def _within_groups(self, ranked: Tensor) -> Tensor:
-        """Scores (T, E) with those outside of the kept groups out of reach."""
+    def _within_groups(self, ranked: Tensor, out_of_reach: float) -> Tensor:
+        """Scores (T, E) with `out_of_reach` for those outside of the kept groups."""
         rule = self.rule
         grouped = ranked.view(-1, rule.groups, ranked.shape[-1] // rule.groups)
         best = grouped.amax(-1) if rule.best_of_group else grouped.topk(2, dim=-1)[0].sum(-1)
         kept = torch.zeros_like(best, dtype=torch.bool)
         kept.scatter_(1, best.topk(rule.kept_groups, dim=-1)[1], True)
-        out_of_reach = 0.0 if rule.best_of_group else float("-inf")
         return grouped.masked_fill(~kept[..., None], out_of_reach).view_as(ranked)
 
 

@@ -18,6 +18,11 @@ def require(composition: Composition, header: Header) -> None:
     """TraceError that names the preset and what the trace lacks; ConfigError for a part that no replay has."""
     if composition.misses != "load":
         raise ConfigError(f"preset {composition.name}: a replay has one processor; use --set misses=load")
+    if composition.routing == "cached":
+        raise TraceError(
+            f"preset {composition.name} chooses by the scores of all experts, and a trace holds those of the chosen "
+            f"ones; use --set routing=all, or measure it with tiermoe eval"
+        )
     if composition.prefetch == "hash":
         raise TraceError(f"preset {composition.name} needs hash tables, which no trace holds; use --set prefetch=none")
     lacking = list(_lacking(composition, header))

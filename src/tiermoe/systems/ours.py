@@ -1,4 +1,4 @@
-"""The exact default, and its lossy variant."""
+"""The exact default, and its lossy variants."""
 
 from __future__ import annotations
 
@@ -18,5 +18,12 @@ OURS = (
         "HOBBIT's skipping (2024, section 3.2) without its low precision",
         precision="gate-score", cache="weighted", allotment="by-use",
         own={"t1": 0.8, "t2": 0.8, "weights": (0.25, 0.25, 0.25, 0.25)},
+    ),
+    Composition(
+        "nimble",
+        "an expert that is here stands in for one that is not and scores little better; no prefetch",
+        "Cache-Prior (Skliar and others, 2024)",
+        routing="cached", cache="weighted", allotment="even", profile="nimble", prior=0.1, always=1,
+        own={"weights": (0.25, 0.25, 0.25, 0.25)},
     ),
 )  # fmt: skip

@@ -1,0 +1,292 @@
+"""Choices moved towards experts that are here: the rule by hand and by its formula, and in a model."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+import tiermoe
+from schedules import Said, scheduler_with
+from tiermoe.decide.composition import Composition, changed
+from tiermoe.decide.routing import CachePrior
+from tiermoe.errors import ConfigError
+from tiermoe.model.routers import Router, RouterRule
+from tiermoe.types import Routed
+
+# the rule
+
+
+def test_by_hand() -> None:
+    """Scores 5, 4, 3, 2, 1, spread 4: a quarter of it lifts what is here by 1, which is more than nothing and not more
+    than 1."""
+    scores, weights = [5.0, 4.0, 3.0, 2.5, 1.0], [0.4, 0.3, 0.15, 0.1, 0.05]
+
+    def chosen(strength: float, always: int, *here: int, **more: float) -> tuple[list[int], float]:
+        return CachePrior(strength, always, **more).choose(0, [0, 1, 2], scores, weights, here.__contains__)
+
+    assert chosen(0.25, 1, 0, 1, 2) == ([0, 1, 2], 0.0)  # all are here
+    assert chosen(0.25, 1, 3) == ([0, 1, 3], pytest.approx(0.05 / 0.85))
+    assert chosen(0.25, 3, 3) == ([0, 1, 2], 0.0)  # none may leave
+    assert chosen(0.125, 1, 3) == ([0, 1, 2], 0.0)  # lifted to 3, as much as the other one
+    assert chosen(0.25, 1, 4) == ([0, 1, 2], 0.0)  # lifted to 2
+    assert chosen(1.0, 1, 3, 4) == ([0, 4, 3], pytest.approx((0.05 + 0.25) / 0.85))
+    assert chosen(1.0, 1, 3, 4, most_moved=0.2) == ([0, 1, 3], pytest.approx(0.05 / 0.85))
+    assert chosen(1.0, 1, 1, 3, 4) == ([0, 1, 3], pytest.approx(0.05 / 0.85))  # who is here stays
+
+
+def test_the_spread_is_the_mean_of_the_layers_tokens() -> None:
+    prior, here = CachePrior(0.5, 0), {2}.__contains__
+    assert prior.choose(0, [0], [4.0, 2.0, 1.0], [0.5, 0.3, 0.2], here)[0] == [0]  # spread 3: 1 + 1.5 < 4
+    assert prior.choose(0, [0], [9.0, 2.0, 0.0], [0.5, 0.3, 0.2], here)[0] == [0]  # 6: 0 + 3 < 9
+    assert prior.choose(0, [0], [3.5, 2.0, 0.5], [0.5, 0.3, 0.2], here)[0] == [0]  # 5, in the mean: 0.5 + 2.5 < 3.5
+    assert prior.choose(0, [0], [2.5, 2.0, 0.5], [0.5, 0.3, 0.2], here)[0] == [2]  # 4.25: 0.5 + 2.125 > 2.5
+    assert prior.choose(1, [0], [2.5, 2.0, 0.5], [0.5, 0.3, 0.2], here)[0] == [0]  # another layer: 2
+
+
+@given(st.data())
+def test_it_is_the_papers_formula(data: st.DataObject) -> None:
+    """The top J by score, and of the others the K - J of the largest score plus bonus."""
+    experts = data.draw(st.integers(2, 12))
+    k = data.draw(st.integers(1, experts))
+    always = data.draw(st.integers(0, k))
+    strength = data.draw(st.floats(0, 2))
+    scores = data.draw(
+        st.lists(st.integers(-1000, 1000).map(lambda n: n / 97), min_size=experts, max_size=experts, unique=True)
+    )
+    here = data.draw(st.sets(st.integers(0, experts - 1)))
+    weights = [math.exp(score) for score in scores]
+    order = sorted(range(experts), key=lambda expert: -scores[expert])
+    taken, moved = CachePrior(strength, always).choose(0, order[:k], scores, weights, here.__contains__)
+    bonus = strength * (max(scores) - min(scores))
+    lifted = sorted(order[always:], key=lambda expert: -(scores[expert] + bonus * (expert in here)))
+    expected = {*order[:always], *lifted[: k - always]}
+    values = sorted((scores[e] + bonus * (e in here) for e in order[always:]), reverse=True)
+    if k - always < len(values) and k > always and math.isclose(values[k - always - 1], values[k - always]):
+        return  # a tie, or one but for rounding
+    assert set(taken) == expected
+    total = sum(weights[expert] for expert in order[:k])
+    assert moved == pytest.approx(1 - sum(weights[expert] for expert in taken) / total, abs=1e-9)
+
+
+def test_what_cannot_be_chosen_stays_out() -> None:
+    scores = [3.0, -math.inf, 1.0, -math.inf]
+    prior = CachePrior(4.0, 0)
+    assert prior.choose(0, [0], scores, [0.5, 0.3, 0.2, 0.1], {1, 3}.__contains__) == ([0], 0.0)
+
+
+# routers
+
+
+RULES = {
+    "softmax": RouterRule(3), "softmax, normalised": RouterRule(3, normalise=True, wide=True),
+    "chosen": RouterRule(3, "chosen"), "sigmoid": RouterRule(3, "sigmoid", normalise=True, scale=2.5),
+    "groups": RouterRule(3, "sigmoid", groups=4, kept_groups=2, normalise=True, wide=True),
+    "best of group": RouterRule(3, groups=4, kept_groups=2, best_of_group=True, scale=16.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("corrected", [False, True])
+def test_scores_rank_and_weigh_as_the_router_does(name: str, dtype: torch.dtype, corrected: bool) -> None:
+    torch.manual_seed(0)
+    rule = RULES[name]
+    if corrected and rule.scores != "sigmoid":
+        pytest.skip("no such router")
+    correction = torch.rand(16) / 4 if corrected else None
+    router = Router(torch.randn(16, 64, dtype=dtype), rule, correction=correction)
+    hidden = torch.randn(7, 64, dtype=dtype)
+    weights, experts = router.route(hidden)
+    scores, shares = router.scores(hidden)
+    best = scores.gather(1, experts)
+    assert torch.equal(best.sort(descending=True).values, scores.topk(3).values)  # equal ones: any
+    found = router.weights_of(shares, experts)
+    assert found.float() == pytest.approx(weights.float(), rel=1e-2 if dtype == torch.bfloat16 else 1e-5)
+    if rule.groups > 1:
+        assert int(scores.isneginf().sum()) == 7 * 8
+
+
+# a composition
+
+
+def _moved(changes: dict[str, Any], tokens: int = 40) -> tuple[int, int]:
+    """(choices displaced, misses) of random scores under a composition, four experts of a layer, two a token."""
+    chance = random.Random(3)
+    scheduler, _ = scheduler_with("lru", **changes)
+    prior, counts = scheduler.prior, scheduler.controller.counts
+    for _ in range(tokens):
+        scheduler.begin_pass(1, Said(), "decode")
+        for layer in range(3):
+            scores = [chance.gauss(0, 1) for _ in range(4)]
+            taken = sorted(range(4), key=lambda expert: -scores[expert])[:2]
+            weights = [math.exp(score) for score in scores]
+            if prior is not None:
+                own, here = taken, scheduler.here(layer)
+                taken, _ = prior.choose(layer, own, scores, weights, here)
+                counts.displaced += sum(a != b for a, b in zip(own, taken, strict=True))
+            gates = [weights[expert] for expert in taken]
+            for _ in scheduler.run_layer(Routed(layer, "decode", [taken], [gates]), Said()):
+                pass
+    return counts.displaced, counts.misses
+
+
+OTHERS = [
+    *({"cache": name} for name in ("random", "fifo", "lfu", "lhu", "fld", "distance", "arc")),
+    {"cache": "weighted"}, {"cache": "all"}, {"cache": "none"},
+    {"allotment": "even"}, {"allotment": "shallow", "boundary": 1}, {"precision": "gate-score", "t1": 0.8, "t2": 0.8},
+    {"start": "together"}, {"prefetch": "layer"}, {"records": "sequence", "cache": "lfu"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("beside", OTHERS, ids=str)
+def test_it_does_something_beside_what_it_is_accepted_with(beside: dict[str, Any]) -> None:
+    changes = {"weights": (0.25, 0.25, 0.25, 0.25), **beside} if beside.get("cache") == "weighted" else beside
+    cached = {"routing": "cached", "prior": 0.4, "always": 1}
+    if beside.get("cache") == "none":
+        with pytest.raises(ConfigError, match="routing=cached does nothing with cache=none"):
+            _moved({**changes, **cached})
+        return
+    displaced, misses = _moved({**changes, **cached})
+    if beside == {"cache": "all"}:  # until all have come
+        assert displaced >= 0
+        return
+    assert displaced > 0
+    assert misses < _moved(changes)[1]
+    assert _moved({**changes, **cached, "prior": 0.0}) == (0, _moved(changes)[1])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prior": 0.1}, "prior does nothing with routing=all; it is read by routing=cached"),
+        ({"always": 2}, "always does nothing with routing=all"),
+        ({"most_moved": 0.1, "routing": "half"}, "most_moved does nothing with routing=half"),
+        ({"routing": "cached", "prior": 5}, "prior must be from 0 to 4, got 5"),
+    ],
+)
+def test_what_does_nothing_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        changed(Composition("any", ""), given)
+
+
+# a model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3_moe", torch.bfloat16)
+
+
+IDS = torch.randint(3, 128, (2, 7), generator=torch.Generator().manual_seed(2))
+
+
+def answer(directory: Path, preset: str, changes: dict[str, Any] | None = None, **options: Any) -> Any:
+    """(tokens, logits of each step, statistics)."""
+    options = {"memory": "4GiB", "device": "cpu", "bits": 4, "cache": "50%", "warm": False, **options}
+    model, _ = tiermoe.load(directory, preset=preset, set=changes or {}, **options)
+    done = model.generate(
+        IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=12, do_sample=False, eos_token_id=None,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    stats = model.tiermoe.stats()
+    model.tiermoe.close()
+    return done.sequences, torch.stack(done.logits), stats
+
+
+def test_a_prior_of_no_strength_gives_the_exact_presets_bits(checkpoint: Path) -> None:
+    tokens, logits, stats = answer(checkpoint, "default")
+    assert stats["displaced_choices"] == 0
+    found = answer(checkpoint, "nimble", {"prior": 0})
+    assert torch.equal(found[0], tokens)
+    assert torch.equal(found[1], logits)
+    assert (found[2]["displaced_choices"], found[2]["moved_weight"], found[2]["lossy"]) == (0, 0.0, "routing=cached")
+
+
+def test_its_counters_move_and_misses_are_fewer(checkpoint: Path) -> None:
+    plain = answer(checkpoint, "nimble", {"routing": "all"})[2]
+    _, logits, stats = answer(checkpoint, "nimble", {"prior": 0.3})
+    assert torch.isfinite(logits).all()
+    assert stats["displaced_choices"] > 0
+    assert stats["moved_weight"] > 0
+    assert stats["expert_misses"] < plain["expert_misses"]
+    assert (plain["displaced_choices"], plain["lossy"]) == (0, "")
+    kept = answer(checkpoint, "nimble", {"prior": 0.3, "always": 3})[2]
+    assert kept["displaced_choices"] == 0
+    capped = answer(checkpoint, "nimble", {"prior": 0.3, "most_moved": 0.05})[2]
+    assert 0 < capped["displaced_choices"] < stats["displaced_choices"]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "gpt_oss"])
+def test_other_routers(family: str, tiny_model: Callable[..., Path]) -> None:
+    directory = tiny_model(family, torch.bfloat16)
+    exact = answer(directory, "default")
+    found = answer(directory, "nimble", {"prior": 0})
+    assert torch.equal(found[1], exact[1])
+    assert answer(directory, "nimble", {"prior": 0.5})[2]["displaced_choices"] > 0
+
+
+def test_a_choice_that_is_moved_is_weighed_by_the_routers_own_scores(checkpoint: Path) -> None:
+    """What runs, beside transformers' rule for this model: the softmax of all logits, of the experts that run."""
+    model, _ = tiermoe.load(
+        checkpoint, preset="nimble", set={"prior": 0.3}, memory="4GiB", device="cpu", bits=16, cache="50%", warm=False
+    )
+    engine = model.tiermoe
+    block, seen = engine.steps.decoder.layers[0].feed_forward, []
+    experts = block.experts
+
+    def route(router: Router, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, index = experts.route(router, hidden)
+        seen.append((router, hidden, weights, index))
+        return weights, index
+
+    block.experts = _Watched(experts, route)
+    model.generate(
+        IDS[:1], attention_mask=torch.ones_like(IDS[:1]), max_new_tokens=24, do_sample=False, eos_token_id=None
+    )
+    engine.close()
+    others = 0
+    for router, hidden, weights, index in seen:
+        if len(hidden) > 1:
+            continue
+        shares = torch.softmax(torch.nn.functional.linear(hidden.float(), router.weight.float()), -1)[0]
+        assert weights[0].float() == pytest.approx(shares[index[0]], rel=2e-2)
+        others += set(index[0].tolist()) != set(shares.topk(3).indices.tolist())
+    assert others > 2
+
+
+class _Watched:
+    """Experts of which `route` is another."""
+
+    def __init__(self, experts: Any, route: Any) -> None:
+        self._experts, self.route = experts, route
+        self.by_row = experts.by_row
+        self.block = experts.block
+
+    def __call__(self, *arguments: torch.Tensor) -> Any:
+        return self._experts(*arguments)
+
+
+def test_what_transformers_code_decodes_is_refused(checkpoint: Path) -> None:
+    model, _ = tiermoe.load(checkpoint, preset="nimble", memory="4GiB", device="cpu", bits=4, warm=False)
+    cache = DynamicCache(config=model.config)
+    model(IDS[:1], past_key_values=cache)  # a prompt is the router's
+    with pytest.raises(ConfigError, match="routing=cached decodes with tiermoe's own decoder"):
+        model(IDS[:1, :1], past_key_values=cache)
+    model.tiermoe.close()
+
+
+@pytest.mark.parametrize(("family", "more"), [("phimoe", {}), ("qwen3_moe", {"decoder": "generic"})])
+def test_models_whose_scores_are_not_known_are_refused(
+    family: str, more: dict[str, Any], tiny_model: Callable[..., Path]
+) -> None:
+    with pytest.raises(ConfigError, match="routing=cached needs the scores of all experts"):
+        answer(tiny_model(family, torch.bfloat16), "nimble", **more)
