@@ -1,5 +1,5 @@
 /* Every instruction set's kernels that this machine runs, against plain sums in double precision: products of each coding,
- * gates, weighted sums, norms, rotary embedding, routers' logits, attention, widening. A token's bits do not depend on the
+ * gates, weighted sums, norms, rotary embedding, routers' logits, attention, widening; and the bytes that are packed. A token's bits do not depend on the
  * tokens beside it. Built and run by test_native_build.py, with sanitizers and in an emulator: no Python, no torch.
  *
  * Prints a line for each set; ends with 1 where a value is wrong. */
@@ -236,6 +236,45 @@ static void widening(const Kernels *set) {
             }
 }
 
+extern const Kernels kernels_generic;
+
+/* What is packed has the bytes that plain C gives it. */
+static void packing(const Kernels *set, Coding coding, size_t rows, size_t group, int wide) {
+    enum { COUNT = 13, WIDE = 320 };
+    static const Ladder ladders[] = {{2, 0}, {2, 3}, {3, 1}, {4, 2}, {5, 0}};
+    static const double thresholds[COUNT] = {1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9};
+    const Kernels *const both[] = {set, &kernels_generic};
+    const size_t groups = coding == INT8 ? 1 : WIDE / group, blocks = (rows + BLOCK - 1) / BLOCK, count = rows * WIDE;
+    const size_t coded = coding == INT8 ? count : coding == INT6 ? count * 3 / 4 : coding == INT4 ? count / 2 : count / 4;
+    float *weights = malloc(count * sizeof *weights), *scales[2], *zeros[2];
+    bf16 *narrow = malloc(count * sizeof *narrow);
+    uint8_t *codes[2], *chosen[2], *solved[2];
+    double squares[2][4] = {{0}};
+    for (size_t i = 0; i < count; i++) weights[i] = 0.1f * number(), narrow[i] = to_bf16(weights[i]);
+    for (size_t i = 0; i < group; i++) weights[i] = 0.25f, narrow[i] = to_bf16(0.25f);
+    for (int k = 0; k < 2; k++) {
+        const Weights from = {wide ? (const void *)weights : (const void *)narrow, rows, WIDE, wide};
+        scales[k] = malloc(rows * groups * sizeof *scales[k]), zeros[k] = malloc(rows * groups * sizeof *zeros[k]);
+        codes[k] = malloc(coded), chosen[k] = calloc(count / 16, 1), solved[k] = malloc(count);
+        if (coding == INT4 || coding == INT2) {
+            const Hqq hqq = {from, group, rows, 15, thresholds, COUNT, solved[k], scales[k], zeros[k], NULL};
+            if (!both[k]->hqq(&hqq, 0)) wrong++, printf("%s: not solved\n", set->name);
+            for (size_t i = 0; i < rows * groups; i++) zeros[k][i] += 8 * scales[k][i];
+            if (k && memcmp(solved[0], solved[1], count)) wrong++, printf("%s: other codes of HQQ\n", set->name);
+        }
+        for (size_t r = 0; coding == INT8 && r < rows; r++) scales[k][r] = 0.002f;
+        const Codes job = {coding, from, coding == INT8 ? WIDE : group, wide, scales[k], zeros[k], codes[k], chosen[k],
+                           ladders, sizeof ladders / sizeof *ladders, 30, squares[k]};
+        for (size_t b = 0; b < blocks; b++) both[k]->encode(&job, b);
+    }
+    if (memcmp(codes[0], codes[1], coded) || memcmp(chosen[0], chosen[1], count / 16) || memcmp(squares[0], squares[1], sizeof *squares) ||
+        memcmp(scales[0], scales[1], rows * groups * sizeof **scales))
+        wrong++, printf("%s: coding %d packed in groups of %zu is not what plain C packs\n", set->name, coding, group);
+    if (!(squares[0][0] >= 0 && squares[0][0] < 0.2 * squares[0][1])) wrong++, printf("%s: coding %d is far off\n", set->name, coding);
+    for (int k = 0; k < 2; k++) free(scales[k]), free(zeros[k]), free(codes[k]), free(chosen[k]), free(solved[k]);
+    free(weights), free(narrow);
+}
+
 int main(void) {
     for (const Kernels *const *set = kernels_here(); *set; set++) {
         for (size_t group = 32; group <= 256; group *= 2) {
@@ -248,6 +287,13 @@ int main(void) {
             if (gguf_columns(coding) == 32) gguf_products(*set, coding, BLOCK + 3, 32), gguf_products(*set, coding, 9, 416);
         }
         gates(*set), rows(*set), attention(*set), widening(*set);
+        for (int wide = 0; wide < 2; wide++) {
+            for (size_t group = 32; group <= 64; group *= 2) {
+                packing(*set, INT6, BLOCK, group, wide), packing(*set, INT4, BLOCK + 16, group, wide);
+                packing(*set, INT2, BLOCK + 16, group, wide);
+            }
+            packing(*set, INT8, BLOCK + 7, 32, wide);
+        }
         printf("%s\n", (*set)->name);
     }
     return wrong != 0;

@@ -119,11 +119,12 @@ def test_blocks_of_rows_are_those_of_the_whole_matrix(monkeypatch: pytest.Monkey
     monkeypatch.setattr(int6, "BLOCK_WEIGHTS", 5 * columns)
     got = {name: torch.empty_like(value) for name, value in want.items()}
     done: list[int] = []
-    row_blocks.encode(
+    matrix = row_blocks.Matrix(
         encoding, HQQ, (320, columns), torch.bfloat16, lambda first, last: weight[first:last],
-        lambda field, first, value: got[field.name][first : first + len(value)].copy_(value), done.append,
+        lambda field, first, value: got[field.name][first : first + len(value)].copy_(value),
     )  # fmt: skip
-    assert done == [64, 128, 192, 256, 320]
+    assert len(list(row_blocks.encode([matrix], done.append))) == 1
+    assert done == [1, 2, 3, 4, 5]
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -221,7 +222,7 @@ def test_a_file_system_that_maps_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     def refused(*_: Any, **__: Any) -> None:
         raise OSError("no such device")
 
-    monkeypatch.setattr(mapped.mmap, "mmap", refused)
+    monkeypatch.setattr(mmap, "mmap", refused)
     monkeypatch.setattr(reading, "through_page_cache", lambda *_: reading.DriveProbe(False, 1, 1.0, keep=True))
     assert not is_mapped(tmp_path)
 

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -569,34 +570,42 @@ def test_blocks_of_rows_are_those_of_the_whole_matrix(name, rows, monkeypatch):
         got[field.name].narrow(field.rows_at, first, value.shape[field.rows_at]).copy_(value)
 
     done = []
-    squares = row_blocks.encode(
-        encoding, HQQ, (rows, columns), torch.bfloat16, lambda first, last: weight[first:last], write, done.append
+    matrix = row_blocks.Matrix(
+        encoding, HQQ, (rows, columns), torch.bfloat16, lambda first, last: weight[first:last], write
     )
+    (squares,) = row_blocks.encode([matrix], done.append)
     assert len(done) > 1
-    assert done[-1] == rows
+    assert done == list(range(1, len(done) + 1))
     want = encoding.encode(weight, HQQ, torch.bfloat16)
     assert all(torch.equal(got[field], want[field]) for field in want)
     _, decoded = encoded_and_decoded(weight, encoding, HQQ, torch.bfloat16, torch.bfloat16)
     assert (squares[0] / squares[1]) ** 0.5 == pytest.approx(relative_error(weight.float(), decoded.float()), rel=1e-3)
 
 
-def test_workers_change_no_bit_and_keep_the_order() -> None:
-    """Blocks of a matrix, by several workers and by one; and torch has as many threads afterwards as before."""
-    weight = torch.randn(2304, 2048, generator=torch.Generator().manual_seed(3)).bfloat16()
-    encoding, threads = encoding_for(4, 2304, 2048, torch.bfloat16, cpu_layout(), "hqq"), torch.get_num_threads()
+def test_workers_change_no_bit() -> None:
+    """Blocks of two matrices, by several workers and by one; and torch has as many threads afterwards as before."""
+    weights = [torch.randn(rows, 2048, generator=torch.Generator().manual_seed(rows)).bfloat16() for rows in (64, 4352)]
+    encoding, threads = encoding_for(4, 64, 2048, torch.bfloat16, cpu_layout(), "hqq"), torch.get_num_threads()
     found = []
     for workers in (1, 3):
-        written: list[tuple[str, int, torch.Tensor]] = []
-        row_blocks.encode(
-            encoding, HQQ, (2304, 2048), torch.bfloat16, lambda first, last: weight[first:last],
-            lambda field, first, value, into=written: into.append((field.name, first, value)), workers=workers,
-        )  # fmt: skip
-        found.append(written)
-    alone, together = found
-    assert len(alone) > 2
-    for (name, first, value), other in zip(alone, together, strict=True):
-        assert (name, first) == other[:2]
-        assert torch.equal(value, other[2])
+        written: dict[tuple[int, str, int], torch.Tensor] = {}
+
+        def write(field, first, value, rows, into=written):
+            into[rows, field.name, first] = value.clone()
+
+        matrices = [
+            row_blocks.Matrix(
+                encoding, HQQ, tuple(weight.shape), torch.bfloat16,
+                lambda first, last, weight=weight: weight[first:last], partial(write, rows=len(weight)),
+            )
+            for weight in weights
+        ]  # fmt: skip
+        found.append((written, list(row_blocks.encode(matrices, workers=workers))))
+    (alone, squares), (together, others) = found
+    assert len(alone) == 2 + 3 * 2
+    assert alone.keys() == together.keys()
+    assert all(torch.equal(value, together[place]) for place, value in alone.items())
+    assert squares == others
     assert torch.get_num_threads() == threads
 
 

@@ -18,6 +18,8 @@ from tiermoe.bench.started import BEGAN
 from tiermoe.config import format_size
 from tiermoe.errors import TiermoeError
 
+_SIGKILL = 9  # which Windows has no name for
+
 
 class CaseFailed(TiermoeError):
     """A run that gave no figures; the message is the case's result. `killed`: it needed more memory than it may."""
@@ -88,17 +90,25 @@ def _communicate(words: Sequence[str], timeout: float) -> tuple[int, str, str]:
     finally:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+                _kill(process)
             process.communicate()
     return process.returncode, out, err
 
 
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Ends a process and, where the system has groups of processes, all that it started."""
+    if hasattr(os, "killpg"):
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+
+
 def _failure(code: int, err: str, kills: int, limit: int | None) -> CaseFailed:
-    if limit is not None and (kills or code == -signal.SIGKILL):
+    if limit is not None and (kills or code == -_SIGKILL):
         return CaseFailed(f"killed: needs more than {format_size(limit)}", killed=True)
     if code < 0:
-        said = "; 9 is often the system out of memory" if code == -signal.SIGKILL else ""
-        return CaseFailed(f"its process was ended by signal {-code}{said}", killed=code == -signal.SIGKILL)
+        said = "; 9 is often the system out of memory" if code == -_SIGKILL else ""
+        return CaseFailed(f"its process was ended by signal {-code}{said}", killed=code == -_SIGKILL)
     lines = [line.strip() for line in err.splitlines() if line.strip()]
     return CaseFailed(lines[-1].removeprefix("tiermoe: ") if lines else f"its process ended with status {code}")
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiermoe.errors import TiermoeError
+from tiermoe.process.system_files import drop_cached
 
 
 class CannotLimit(TiermoeError):
@@ -76,7 +77,7 @@ def drop_from_page_cache(files: Iterable[Path]) -> None:
         descriptor = os.open(file, os.O_RDONLY)
         try:
             os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            drop_cached(descriptor)
         finally:
             os.close(descriptor)
 

@@ -11,6 +11,7 @@ from typing import Any
 from tiermoe import __version__
 from tiermoe.bench.limit import CannotLimit, memory_group
 from tiermoe.process.bandwidth import last_cache_bytes
+from tiermoe.process.machine import total_memory
 
 _PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
@@ -38,7 +39,7 @@ def describe() -> dict[str, Any]:
         "instructions": [flag for flag in _FLAGS if flag in flags],
         "cores": cores(),
         "last_cache_bytes": last_cache_bytes(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": total_memory(),
         "swap_bytes": int(_pairs(Path("/proc/meminfo")).get("SwapTotal", "0").split()[0]) * 1024,
         "system": platform.platform(),
         "python": platform.python_version(),

@@ -53,7 +53,7 @@ def read_profile(path: Path, fingerprint: str | None, command: str) -> Profile:
     """The profile at `path`. ProfileError, naming the `command` that makes it, where it is missing, damaged, of another
     version, or made for another checkpoint than `fingerprint` (None: any)."""
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ProfileError(f"no calibration in {path}; make it with: {command}") from None
     except (OSError, ValueError) as error:

@@ -84,11 +84,11 @@ def while_loading(model: Inputs, on_disk: int) -> list[Need]:
 
 
 def while_packing(model: Inputs, budget: int) -> tuple[int, list[Need]]:
-    """By how many workers the store is packed, as many as torch has threads and the budget allows, and their needs;
-    none where the store lacks nothing."""
+    """By how many workers the store is packed, and their needs; none where the store lacks nothing. One more than torch
+    has threads, since one of them reads, or as many as the budget allows."""
     layout = machine_layout(model.device)
     process = Need("interpreter", model.process + _FIRST_USE, Phase.PACKING)
-    for workers in range(model.settings.threads or torch.get_num_threads(), 0, -1):
+    for workers in range((model.settings.threads or torch.get_num_threads()) + 1, 0, -1):
         needs = packing_needs(model.store, model.blueprint, model.resolved, layout, workers)
         if not needs:
             return workers, []

@@ -200,7 +200,7 @@ def read_config(directory: Path) -> Any:
     if not file.exists():
         raise ModelError(f"{directory} has no config.json: it is not a Hugging Face model directory")
     try:
-        raw = json.loads(file.read_text())
+        raw = json.loads(file.read_bytes())
         model_type = raw.get("model_type")
     except (OSError, ValueError, AttributeError) as error:
         raise ModelError(f"{file} cannot be read ({error}); download it again") from error

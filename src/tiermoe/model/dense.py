@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -22,6 +22,7 @@ from tiermoe.model.own_linears import own_bytes
 from tiermoe.quant import row_blocks
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.quant.registry import encoding_for
+from tiermoe.quant.scratch import scratch
 from tiermoe.store.files import ExtentWriter, forget_cached, whole_or_nothing
 from tiermoe.store.layout import PAGE, ExpertFormat, align, relative_error
 from tiermoe.store.lock import adding_to
@@ -107,58 +108,59 @@ def pack_dense(
     (`packing_bytes` each); written whole or not at all. progress: called with (blocks of rows done, in all)."""
     key = recipe_key(blueprint, bits, layout)
     path = store.root / dense_file_name(key)
-    table: dict[str, Any] = {}
-    names = packable(blueprint)
-    formats = {name: dense_format(blueprint, name, bits, layout) for name in names}
-    total = sum(_blocks(form) for form in formats.values())
     with adding_to(store):
         if key in store.dense:
             return
-        with whole_or_nothing(path) as handle:
-            file, done = ExtentWriter(handle), 0
-            for name, source in names.items():
-                form = formats[name]
-
-                def report(blocks: int, before: int = done) -> None:
-                    if progress is not None:
-                        progress(before + blocks, total)
-
-                table[name] = _pack_layer(file, blueprint, source, form, report, workers)
-                done += _blocks(form)
-            forget_cached(handle)
+        try:
+            with whole_or_nothing(path) as handle:
+                table = _pack_layers(handle, blueprint, bits, layout, progress, workers)
+                forget_cached(handle)
+        finally:
+            scratch.clear()  # what one worker alone, in this thread, has used
         store.dense[key] = {"file": path.name, "machine": machine_of(bits, layout), "layers": table}
         store.save()
 
 
-def _pack_layer(
-    file: ExtentWriter,
+def _pack_layers(
+    handle: IO[bytes],
     blueprint: Blueprint,
-    source: str,
-    form: ExpertFormat,
-    report: Callable[[int], None],
+    bits: int,
+    layout: str,
+    progress: Callable[[int, int], None] | None,
     workers: int,
 ) -> dict[str, Any]:
-    """The entry of a dense layer in the store's table, once it is written."""
-    encoding, (out, in_) = form.encodings["weight"], form.layer.parts[0].out_in
-    rows_at_a_time = _rows_at_a_time(form)
+    """The dense layers' entries in the store's table, once they are written."""
+    formats = {name: dense_format(blueprint, name, bits, layout) for name in packable(blueprint)}
+    extents = [ExtentWriter(handle, form.stored) for form in formats.values()]
+    matrices = [
+        _matrix(blueprint, source, form, extent.write)
+        for source, form, extent in zip(packable(blueprint).values(), formats.values(), extents, strict=True)
+    ]
+    total = sum(len(matrix.blocks()) for matrix in matrices)
 
+    def report(blocks: int) -> None:
+        if progress is not None:
+            progress(blocks, total)
+
+    table = {}
+    found = zip(formats.items(), extents, row_blocks.encode(matrices, report, workers), strict=True)
+    for (name, form), extent, squares in found:
+        table[name] = {
+            "encoding": form.encodings["weight"].name,
+            "shape": list(form.layer.parts[0].out_in),
+            "offset": extent.offset,
+            "checksum": extent.checksum(),
+            "error": round(relative_error(*squares), 6),
+        }
+    return table
+
+
+def _matrix(blueprint: Blueprint, source: str, form: ExpertFormat, write: row_blocks.WriteField) -> row_blocks.Matrix:
     def read(first: int, last: int) -> torch.Tensor:
         return blueprint.checkpoint.read_rows(source, first, last).to(blueprint.dtype)
 
-    def progress(rows: int) -> None:
-        report(-(-rows // rows_at_a_time))
-
-    offset = file.begin(form.stored)
-    squares = row_blocks.encode(
-        encoding, QUANTIZERS["hqq"], (out, in_), form.dtype, read, file.write, progress, workers
-    )
-    return {
-        "encoding": encoding.name,
-        "shape": [out, in_],
-        "offset": offset,
-        "checksum": file.checksum(),
-        "error": round(relative_error(*squares), 6),
-    }
+    encoding = form.encodings["weight"]
+    return row_blocks.Matrix(encoding, QUANTIZERS["hqq"], form.layer.parts[0].out_in, form.dtype, read, write)
 
 
 def packing_bytes(blueprint: Blueprint, bits: int, layout: str) -> int:
@@ -166,21 +168,11 @@ def packing_bytes(blueprint: Blueprint, bits: int, layout: str) -> int:
     quantizer, held = QUANTIZERS["hqq"], 0
     for name, source in packable(blueprint).items():
         form = dense_format(blueprint, name, bits, layout)
-        itemsize = blueprint.dtype.itemsize
         stored = blueprint.checkpoint.tensors[source].dtype
-        if stored != blueprint.dtype:
-            itemsize += stored.itemsize  # rows as they are read, and converted
+        converted = stored.itemsize if stored != blueprint.dtype else 0
         encoding, shape = form.encodings["weight"], form.layer.parts[0].out_in
-        held = max(held, row_blocks.workspace_bytes(encoding, quantizer, *shape, itemsize))
+        held = max(held, row_blocks.workspace_bytes(encoding, quantizer, *shape, blueprint.dtype, converted))
     return held
-
-
-def _rows_at_a_time(form: ExpertFormat) -> int:
-    return row_blocks.rows_at_a_time(form.encodings["weight"], QUANTIZERS["hqq"], *form.layer.parts[0].out_in)
-
-
-def _blocks(form: ExpertFormat) -> int:
-    return -(-form.layer.parts[0].out_in[0] // _rows_at_a_time(form))
 
 
 def attach_dense(

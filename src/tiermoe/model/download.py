@@ -6,7 +6,6 @@ too: beside the cache's blobs until it is whole, then as one of them."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from tiermoe.config import format_size
 from tiermoe.errors import ModelError
 from tiermoe.model.repository import Repository, fetch, first_line, hub_errors, read_repository
+from tiermoe.process import system_files
 
 _PART = ".tiermoe-part"
 
@@ -77,7 +77,7 @@ def _fetch_blob(repository: Repository, file: str, blobs: Path) -> None:
         return
     with open(blobs / f"{about.etag}{_PART}", "ab") as part:
         try:
-            fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system_files.lock(part.fileno())
         except OSError as error:
             raise ModelError(
                 f"{file} of '{repository.name}' is being downloaded by another process; run this again when it is done"

@@ -119,9 +119,9 @@ def ensure_packed(
     workers: int | None = None,
 ) -> None:
     """Packs the asked precision, and the dense layers, where the store lacks them, for the kernels of `device`;
-    `workers` pieces at a time, None: as many as torch has threads. StoreError where it holds
+    `workers` pieces at a time, None: one more than torch has threads, for one of them reads. StoreError where it holds
     them for another machine's kernels."""
-    layout, workers = machine_layout(device), workers or torch.get_num_threads()
+    layout, workers = machine_layout(device), workers or torch.get_num_threads() + 1
     key = precision_key(bits, quantizer, layout, unit)
     precision = store.precisions.get(key)
     if precision is None:
@@ -184,15 +184,17 @@ def packing_needs(
         if precision_key(bits, settings.quantizer, layout, unit) in precisions:
             continue
         if bits == 16:  # checksums at the most, or copies
-            steps.append(2 * max(_expert_bytes(layer, blueprint) for layer in blueprint.layers))
+            steps.append(workers * 2 * max(_expert_bytes(layer, blueprint) for layer in blueprint.layers))
             continue
         formats = blueprint.expert_formats(bits, unit, layout, settings.quantizer)
-        steps.append(packing_bytes(formats, settings.quantizer, blueprint.experts.reading_bytes()))
+        placed = unit == "expert" and blueprint.experts.in_place(0, 0) is not None
+        reading = None if placed else blueprint.experts.reading_bytes()
+        steps.append(packing_bytes(formats, settings.quantizer, reading, workers))
     bits = settings.dense_bits_used
     if bits < 16 and recipe_key(blueprint, bits, layout) not in dense:
-        steps.append(dense_packing_bytes(blueprint, bits, layout))
+        steps.append(workers * dense_packing_bytes(blueprint, bits, layout))
     step = max(steps, default=0)
-    return [Need("packing", workers * (step + min(step, PACKING_HEAP)), Phase.PACKING)] if steps else []
+    return [Need("packing", step + min(step, workers * PACKING_HEAP), Phase.PACKING)] if steps else []
 
 
 def _expert_bytes(layer: MoeLayer, blueprint: Blueprint) -> int:

@@ -133,6 +133,6 @@ def first_line(error: Exception) -> str:
 
 def _indexed(index: Path) -> list[str]:
     try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is malformed ({error}); download it again") from error

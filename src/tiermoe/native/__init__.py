@@ -63,7 +63,10 @@ _GROUPS_OF_16 = (Coding.Q2_K, Coding.Q3_K, Coding.Q6_K)
 GGUF_GROUPS = {coding: 16 if coding in _GROUPS_OF_16 else 32 for coding in Coding if coding >= Coding.Q8_0}
 """Weights of a row that share a scale in the blocks of GGUF files."""
 MOST_COLUMNS = 1 << 15  # but at 4 and 6 bits of our own: some rows are decoded on a thread's stack
-_PER_GROUP = 6  # floats of a group beside its weights (hqq.c)
+MOST_GROUP = 256
+"""Weights that share a scale, at most, where `hqq` finds it (hqq.h)."""
+WEIGHTS = (torch.bfloat16, torch.float32)
+"""Dtypes of the weights that `hqq` and `encode` take."""
 
 
 @lru_cache(maxsize=1)
@@ -110,7 +113,7 @@ def _check(asked: str, off: bool) -> None:
 
 
 def quantizes() -> bool:
-    """Whether this build has `hqq`, which is plain C and runs on any machine."""
+    """Whether this build has `hqq` and `encode`, which run on any machine and give the same bytes on each."""
     return available()
 
 
@@ -136,26 +139,54 @@ def hqq(
     block: int,
     largest: int,
     thresholds: Sequence[float],
-    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    found: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor],
 ) -> list[int]:
-    """Half-quadratic quantization (`quant.quantizers`) of weights, float32 (rows, columns), in blocks of `block` rows.
+    """Half-quadratic quantization (`quant.quantizers`) of weights (rows, columns), contiguous, of one of `WEIGHTS`, in
+    blocks of `block` rows. group: a multiple of 16, at most `MOST_GROUP`.
 
-    thresholds: for each step the size up to which errors are shrunk to nothing. found: codes uint8 (rows, columns),
-    scales and offsets float32 (rows, columns / group), to be filled. Returns the blocks that are not solved, since an
-    error in them is larger."""
+    thresholds: for each step the size up to which errors are shrunk to nothing. found: codes uint8 (rows, columns) or
+    None, scales and offsets float32 (rows, columns / group), to be filled. Returns the blocks that are not solved,
+    since an error in them is larger."""
     rows, columns = weights.shape
-    threads = torch.get_num_threads()
     codes, scale, offset = found
     limits = torch.tensor(thresholds, dtype=torch.float64)
-    workspace = torch.empty(threads * (group + _PER_GROUP) * (block * columns // group))
     shrunk = torch.zeros(-(-rows // block), dtype=torch.uint8)
     _native.hqq(
-        weights.data_ptr(), rows, columns, group, block, largest, limits.data_ptr(), len(thresholds),
-        codes.data_ptr(), scale.data_ptr(), offset.data_ptr(), workspace.data_ptr(), workspace.numel(),
-        shrunk.data_ptr(), threads,
+        weights.data_ptr(), rows, columns, weights.dtype == torch.float32, group, block, largest,
+        limits.data_ptr(), len(thresholds), 0 if codes is None else codes.data_ptr(), scale.data_ptr(),
+        offset.data_ptr(), shrunk.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     unsolved: list[int] = shrunk.nonzero().flatten().tolist()
     return unsolved
+
+
+def encode(
+    coding: Coding,
+    weights: torch.Tensor,
+    group: int,
+    dtype: torch.dtype,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    codes: torch.Tensor,
+    chosen: torch.Tensor | None = None,
+    ladders: bytes = b"",
+    together: int = 1,
+) -> tuple[float, float]:
+    """The codes that are nearest to weights (rows, columns) under given scales and zeros, in the order of matrix.h, for
+    kernels that compute in `dtype`; weights and `dtype` are of `WEIGHTS`, columns a multiple of 16.
+
+    scales, zeros: float32 (rows, columns / group), as they are stored; at 6 bits scales are found, not taken. codes,
+    chosen (the ladders at 2 bits): uint8, to be filled. ladders: two bytes each, step and place. together: rows whose
+    ladders are chosen together. Returns the sums of squares of what decoding differs by, and of the weights."""
+    rows, columns = weights.shape
+    squares = torch.empty(-(-rows // ROWS), 2, dtype=torch.float64)
+    _native.encode(
+        coding, weights.data_ptr(), rows, columns, weights.dtype == torch.float32, group, dtype == torch.float32,
+        scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(), codes.data_ptr(),
+        0 if chosen is None else chosen.data_ptr(), ladders, together, squares.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    error, size = squares.sum(0).tolist()
+    return error, size
 
 
 def _openmp_libraries() -> list[str]:

@@ -7,7 +7,9 @@
 #define TIERMOE_KERNELS_H
 
 #include "attention_tiles.h"
+#include "codes.h"
 #include "expert.h"
+#include "hqq.h"
 #include "matrix.h"
 #include "norm_row.h"
 #include "route.h"
@@ -52,6 +54,11 @@ typedef struct {
     /* From 2 bits to 4 (quant/ladders.py): pairs (count, 4, run) and ladders (count, run) become codes (count, 8, run), all
      * bytes of two nibbles. */
     void (*widen)(const uint8_t *pairs, const uint8_t *ladders, size_t count, size_t run, uint8_t *codes);
+
+    /* Packing: a store has the same bytes whichever table made it. A block of hqq.h, 0 where it is not solved, and a block of 64
+     * rows of codes.h. */
+    int (*hqq)(const Hqq *job, size_t block);
+    void (*encode)(const Codes *job, size_t block);
 } Kernels;
 
 /* The tables of this build that this machine runs, the fastest first; ends with NULL. */

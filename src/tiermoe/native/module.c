@@ -4,6 +4,7 @@
 #include <Python.h>
 
 #include "attention_binding.h"
+#include "codes.h"
 #include "expert.h"
 #include "hqq.h"
 #include "kernels.h"
@@ -312,20 +313,42 @@ static PyObject *widen_codes(PyObject *self, PyObject *args) {
 }
 
 static PyObject *solve_hqq(PyObject *self, PyObject *args) {
-    Address weights, thresholds, codes, scale, offset, workspace, shrunk;
-    Py_ssize_t rows, columns, group, block, steps, floats;
+    Address weights, thresholds, codes, scale, offset, shrunk;
+    Py_ssize_t rows, columns, group, block, steps;
     unsigned threads;
     float largest;
+    int wide;
     (void)self;
-    if (!PyArg_ParseTuple(args, "KnnnnfKnKKKKnKI", &weights, &rows, &columns, &group, &block, &largest, &thresholds, &steps,
-                          &codes, &scale, &offset, &workspace, &floats, &shrunk, &threads))
+    if (!PyArg_ParseTuple(args, "KnnpnnfKnKKKKI", &weights, &rows, &columns, &wide, &group, &block, &largest, &thresholds, &steps,
+                          &codes, &scale, &offset, &shrunk, &threads))
         return NULL;
-    const Hqq job = {at(weights), (size_t)rows, (size_t)columns, (size_t)group, (size_t)block, largest, at(thresholds),
-                     (size_t)steps, at(codes), at(scale), at(offset), at(workspace), at(shrunk)};
-    if (hqq_workspace(&job, threads) > (size_t)floats)
-        return PyErr_Format(PyExc_ValueError, "hqq needs a workspace of %zu floats", hqq_workspace(&job, threads));
+    const Hqq job = {{at(weights), (size_t)rows, (size_t)columns, wide}, (size_t)group, (size_t)block, largest, at(thresholds),
+                     (size_t)steps, at(codes), at(scale), at(offset), at(shrunk)};
+    if (group > MOST_GROUP || steps > MOST_STEPS)
+        return PyErr_Format(PyExc_ValueError, "hqq takes groups of %d and %d steps at most", MOST_GROUP, MOST_STEPS);
     Py_BEGIN_ALLOW_THREADS
     hqq_run(&job, threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *encode(PyObject *self, PyObject *args) {
+    Address weights, scales, zeros, codes, chosen, squares;
+    Py_ssize_t rows, columns, group, together, bytes;
+    const char *ladders;
+    unsigned threads;
+    int coding, wide, exact;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "iKnnpnpKKKKy#nKI", &coding, &weights, &rows, &columns, &wide, &group, &exact, &scales, &zeros,
+                          &codes, &chosen, &ladders, &bytes, &together, &squares, &threads))
+        return NULL;
+    const Codes job = {(Coding)coding, {at(weights), (size_t)rows, (size_t)columns, wide}, (size_t)group, exact, at(scales),
+                       at(zeros), at(codes), at(chosen), (const Ladder *)ladders, (size_t)bytes / sizeof(Ladder),
+                       (size_t)together, at(squares)};
+    if (coding != INT8 && coding != INT6 && coding != INT4 && coding != INT2)
+        return PyErr_Format(PyExc_ValueError, "coding %d is not packed here", coding);
+    Py_BEGIN_ALLOW_THREADS
+    codes_run(&job, threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -379,8 +402,10 @@ static PyMethodDef methods[] = {
      "block(router, experts, x, residual, tokens, workspace, out, threads) -> how many experts computed, 0 where a chosen"
      " one is not here"},
     {"hqq", solve_hqq, METH_VARARGS,
-     "hqq(weights, rows, columns, group, block, largest, thresholds, steps, codes, scale, offset, workspace, floats,"
-     " shrunk, threads)"},
+     "hqq(weights, rows, columns, wide, group, block, largest, thresholds, steps, codes, scale, offset, shrunk, threads)"},
+    {"encode", encode, METH_VARARGS,
+     "encode(coding, weights, rows, columns, wide, group, exact, scales, zeros, codes, chosen, ladders, together, squares,"
+     " threads)"},
     {"norm", norm, METH_VARARGS, "norm(x, weight, epsilon, rows, width, out, threads)"},
     ATTENTION_METHODS,
     {"sums", sums, METH_VARARGS, "sums(matrix or expert, rows, results, threads) -> bytes that the call needs for sums"},

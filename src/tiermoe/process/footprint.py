@@ -14,11 +14,12 @@ import gc
 import importlib
 import os
 import re
-import resource
 import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
+
+from tiermoe.process import windows
 
 _MADV_DONTNEED = 4
 _M_MMAP_THRESHOLD = -3
@@ -238,12 +239,16 @@ def _loaded_libraries() -> set[str]:
 
 
 def resident_bytes() -> int:
-    """Resident set of the process now, in bytes (elsewhere than on Linux: its peak)."""
+    """Resident set of the process now, in bytes (its peak where the system tells no more)."""
+    if sys.platform == "win32":
+        return windows.process_memory(windows.kernel32())[0]
     return _status("VmRSS") or _peak_from_rusage()
 
 
 def peak_resident_bytes() -> int:
     """Largest resident set that the process has had, in bytes (VmHWM)."""
+    if sys.platform == "win32":
+        return windows.process_memory(windows.kernel32())[1]
     return _status("VmHWM") or _peak_from_rusage()
 
 
@@ -259,5 +264,7 @@ def _status(field: str) -> int | None:
 
 
 def _peak_from_rusage() -> int:
+    import resource  # not on Windows
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux, bytes on macOS
     return peak if sys.platform == "darwin" else peak * 1024

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tiermoe.process import windows
+
 _SHARE_OF_ALL = 0.5  # what is taken for free where a system does not say
 
 
@@ -72,13 +74,20 @@ def _room(group: Path, names: tuple[str, str], prefix: str) -> int | None:
 
 
 def _system_memory() -> tuple[int, str]:
-    for asked in (_linux_available, _macos_available, _posix_available):
+    for asked in (_linux_available, _macos_available, _windows_available, _posix_available):
         free = asked()
         if free is not None:
             return free, "that the machine has free"
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * _SHARE_OF_ALL), (
+    return int(total_memory() * _SHARE_OF_ALL), (
         f"that are {_SHARE_OF_ALL:.0%} of the machine's memory (what is free it does not say)"
     )
+
+
+def total_memory() -> int:
+    """Bytes of main memory."""
+    if sys.platform == "win32":
+        return windows.memory(windows.kernel32())[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _linux_available() -> int | None:
@@ -110,6 +119,10 @@ def vm_stat_available(text: str) -> int | None:
     if size is None or "free" not in pages:
         return None
     return int(size[1]) * sum(pages.get(name, 0) for name in ("free", "inactive", "speculative", "purgeable"))
+
+
+def _windows_available() -> int | None:
+    return windows.memory(windows.kernel32())[0] if sys.platform == "win32" else None
 
 
 def _posix_available() -> int | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tiermoe.quant import int4_layout
 from tiermoe.quant.encoding import Field, SameInSlot
-from tiermoe.quant.quantized import Quantizer, nearest_codes
+from tiermoe.quant.quantized import Quantizer, levels, nearest_codes
 from tiermoe.quant.scratch import scratch
 
 BLOCK_WEIGHTS = 1 << 20  # weights decoded at a time: bounds the temporaries to 6 bytes each
@@ -37,9 +37,7 @@ class Int4(SameInSlot):
         )
 
     def encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> dict[str, Tensor]:
-        found = quantizer(weight, self.bits, self.group)
-        scale = found.scale.to(dtype)
-        zero = (found.offset + 8 * found.scale).to(dtype)
+        scale, zero = levels(weight, quantizer, self.group, dtype)
         # codes for the scales and zeros as stored, so that their rounding to `dtype` costs next to nothing
         codes = nearest_codes(weight, scale, zero, -8, 7, torch.int8).add_(8)
         pairs = torch.stack((scale.t(), zero.t()), dim=-1).contiguous()

@@ -46,7 +46,7 @@ class Int6(SameInSlot):
             found, scale[part] = _nearest(groups, dtype)
             codes[part] = found.flatten(1)
         require_finite(scale)
-        return {"codes": int6_layout.pack(codes), "scales": _by_block(scale.to(dtype))}
+        return {"codes": int6_layout.pack(codes), "scales": by_block(scale.to(dtype))}
 
     def rows_apart(self, columns: int, quantizer: Quantizer) -> int | None:
         return int6_layout.BLOCK_ROWS
@@ -89,7 +89,7 @@ def _rounded(groups: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codes, scale, torch.mul(codes, scale[..., None]).sub_(groups).square_().sum(-1)
 
 
-def _by_block(scale: Tensor) -> Tensor:
+def by_block(scale: Tensor) -> Tensor:
     """Scales (N, G) in the order in which they are stored."""
     blocks = scale.view(-1, int6_layout.BLOCK_ROWS, scale.shape[1])
     return blocks.transpose(1, 2).contiguous().view_as(scale)

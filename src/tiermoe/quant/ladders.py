@@ -34,7 +34,7 @@ def choose(weight: Tensor, scale: Tensor, zero: Tensor, ladders: Sequence[Ladder
     divisor = torch.where(scale == 0, torch.inf, scale)
     codes = torch.empty(rows, columns, dtype=torch.uint8)
     chosen = torch.empty(rows, columns // STRIPE, dtype=torch.uint8)
-    block = max(1, BLOCK_WEIGHTS // columns)
+    block = rows_together(columns)
     for first in range(0, rows, block):
         part = slice(first, first + block)
         levels = weight[part].float().reshape(-1, groups, STRIPE, width)
@@ -44,6 +44,11 @@ def choose(weight: Tensor, scale: Tensor, zero: Tensor, ladders: Sequence[Ladder
         codes[part].view(-1, groups, STRIPE, width).copy_(part_codes.view(STRIPE, -1, groups, width).movedim(0, 2))
         chosen[part].view(-1).copy_(part_chosen)
     return codes, chosen
+
+
+def rows_together(columns: int) -> int:
+    """Rows of so many columns whose ladders are chosen together."""
+    return max(1, BLOCK_WEIGHTS // columns)
 
 
 def _choose(levels: Tensor, ladders: Sequence[Ladder]) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tiermoe.errors import ConfigError, StoreError
 from tiermoe.quant.encoding import Encoding, Field, SameInSlot
-from tiermoe.quant.quantized import Quantizer, nearest_codes
+from tiermoe.quant.quantized import Quantizer, levels, nearest_codes
 from tiermoe.quant.scratch import scratch
 
 CHECK_BYTES = 8
@@ -198,9 +198,7 @@ class Records4(Records):
         return 2 * (width // self.group) * dtype.itemsize
 
     def _encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        found = quantizer(weight, self.bits, self.group)
-        scale = found.scale.to(dtype)
-        zero = (found.offset + self.middle * found.scale).to(dtype)
+        scale, zero = levels(weight, quantizer, self.group, dtype)
         # codes for the scales and zeros as stored, so that their rounding to `dtype` costs next to nothing
         codes = nearest_codes(weight, scale, zero, -8, 7, torch.int8).add_(self.middle).view(torch.uint8)
         return codes, torch.cat((scale, zero), dim=1).view(torch.uint8)
@@ -226,13 +224,13 @@ class Records2(Records):
         return 2 * (width // self.group) + dtype.itemsize
 
     def _encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        found = quantizer(weight, self.bits, self.group)
+        scale, zero = quantizer.parameters(weight, self.bits, self.group)
         # the largest step fits 8 bits without a sign, the largest offset 8 bits with one
-        largest = torch.maximum(found.scale / 255, found.offset.abs() / 127)
+        largest = torch.maximum(scale / 255, zero.abs() / 127)
         unit = largest.amax(dim=1, keepdim=True).to(dtype)
         exact = torch.where(unit == 0, torch.inf, unit.float())
-        step = (found.scale / exact).round_().clamp_(1, 255)
-        offset = (found.offset / exact).round_().clamp_(-128, 127)
+        step = (scale / exact).round_().clamp_(1, 255)
+        offset = (zero / exact).round_().clamp_(-128, 127)
         codes = nearest_codes(weight, step * unit.float(), offset * unit.float(), 0, 3, torch.uint8)
         fields = (unit.view(torch.uint8), step.to(torch.uint8), offset.to(torch.int8).view(torch.uint8))
         return codes, torch.cat(fields, dim=1)

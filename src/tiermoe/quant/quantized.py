@@ -59,6 +59,10 @@ class Quantizer(Protocol):
 
     def __call__(self, weight: Tensor, bits: int, group: int) -> Quantized: ...
 
+    def parameters(self, weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
+        """The scales and offsets of `__call__`, without codes."""
+        ...
+
     def rows_apart(self, columns: int) -> int:
         """A part of a matrix that begins at a multiple of so many rows, and ends at one or with the matrix, gets the
         codes that it has in the matrix."""
@@ -67,6 +71,12 @@ class Quantizer(Protocol):
     def grid(self, weight: Tensor, group: int) -> Grid:
         """The levels and ladders of 2 bits within the 4-bit format."""
         ...
+
+
+def levels(weight: Tensor, quantizer: Quantizer, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Scale and zero (N, K / group) of 4 bits as they are stored, in `dtype`: w ~ (code - 8) * scale + zero."""
+    scale, offset = quantizer.parameters(weight, 4, group)
+    return scale.to(dtype), (offset + 8 * scale).to(dtype)
 
 
 def nearest(weight: Tensor, scale: Tensor, offset: Tensor, low: int, high: int) -> Tensor:

@@ -34,13 +34,16 @@ class LinearQuantizer:
     name = "linear"
 
     def __call__(self, weight: Tensor, bits: int, group: int) -> Quantized:
+        scale, offset = self.parameters(weight, bits, group)
+        codes = nearest_codes(weight, scale[:, :1], offset[:, :1], 0, (1 << bits) - 1, torch.uint8)
+        return Quantized(codes, scale, offset)
+
+    def parameters(self, weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
         rows, columns = weight.shape
-        middle = 1 << (bits - 1)
         scale = self.row_scale(weight, bits)
-        offset = -middle * scale
-        codes = nearest_codes(weight, scale, offset, 0, 2 * middle - 1, torch.uint8)
+        offset = -(1 << (bits - 1)) * scale
         shape = (rows, columns // group)
-        return Quantized(codes, scale.expand(shape).contiguous(), offset.expand(shape).contiguous())
+        return scale.expand(shape).contiguous(), offset.expand(shape).contiguous()
 
     def rows_apart(self, columns: int) -> int:
         return 1
@@ -64,7 +67,7 @@ class LinearQuantizer:
 LADDERS = (*(Ladder(step, place) for step in (2, 3, 4) for place in range(4)), Ladder(5, 0))
 BLOCK_WEIGHTS = 1 << 17  # weights solved at a time: their float32 temporaries stay in the cache
 
-NATIVE_BLOCKS = 16  # blocks that threads share: 8 MiB of float32 weights
+CONVERTED_BLOCKS = 16  # blocks that are there in float32 at a time: 8 MiB of weights
 
 
 class HqqQuantizer:
@@ -72,27 +75,34 @@ class HqqQuantizer:
 
     name = "hqq"
 
-    @torch.no_grad()
     def __call__(self, weight: Tensor, bits: int, group: int) -> Quantized:
-        rows, columns = weight.shape
-        codes = torch.empty(rows, columns, dtype=torch.uint8)
-        scale = torch.empty(rows, columns // group)
-        offset = torch.empty_like(scale)
-        block = _block_rows(columns)
-        step = block * (NATIVE_BLOCKS if native.quantizes() and group % 16 == 0 else 1)
-        for first in range(0, rows, step):
-            part = slice(first, first + step)
-            _solve_rows(weight[part], group, (1 << bits) - 1, (codes[part], scale[part], offset[part]))
-        require_finite(scale, offset)
-        return Quantized(codes, scale, offset)
+        codes = torch.empty(weight.shape, dtype=torch.uint8)
+        return Quantized(codes, *self._solved(weight, bits, group, codes))
+
+    def parameters(self, weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
+        return self._solved(weight, bits, group, None)
 
     def rows_apart(self, columns: int) -> int:
         return _block_rows(columns)
 
     def grid(self, weight: Tensor, group: int) -> Grid:
         """The levels of 4 bits, and every ladder."""
-        found = self(weight, 4, group)
-        return Grid(found.scale, found.offset + 8 * found.scale, LADDERS)
+        scale, offset = self.parameters(weight, 4, group)
+        return Grid(scale, offset + 8 * scale, LADDERS)
+
+    @torch.no_grad()
+    def _solved(self, weight: Tensor, bits: int, group: int, codes: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Scales and offsets; fills `codes`."""
+        rows, columns = weight.shape
+        scale = torch.empty(rows, columns // group)
+        offset = torch.empty_like(scale)
+        step = CONVERTED_BLOCKS * _block_rows(columns)
+        for first in range(0, rows, step):
+            part = slice(first, first + step)
+            some = None if codes is None else codes[part]
+            _solve_rows(weight[part], group, (1 << bits) - 1, (some, scale[part], offset[part]))
+        require_finite(scale, offset)
+        return scale, offset
 
 
 def _block_rows(columns: int) -> int:
@@ -100,25 +110,28 @@ def _block_rows(columns: int) -> int:
     return max(1, BLOCK_WEIGHTS // columns)
 
 
-Found = tuple[Tensor, Tensor, Tensor]
-"""Codes uint8 (rows, columns), scales and offsets float32 (rows, columns / group)."""
+Found = tuple[Tensor | None, Tensor, Tensor]
+"""Codes uint8 (rows, columns) where they are asked for, scales and offsets float32 (rows, columns / group)."""
 
 
 def _solve_rows(weight: Tensor, group: int, largest: int, found: Found) -> None:
     """Fills `found` for some rows, block by block; natively where no error is large enough to be shrunk."""
     rows, columns = weight.shape
+    codes, scale, offset = found
     block = _block_rows(columns)
     blocks: Sequence[int] = range(-(-rows // block))
-    if native.quantizes() and group % 16 == 0:
+    if native.quantizes() and group % 16 == 0 and group <= native.MOST_GROUP:
         thresholds = [_threshold(BETA * KAPPA**step) for step in range(STEPS)]
-        blocks = native.hqq(weight.float().contiguous(), group, block, largest, thresholds, found)
+        taken = weight if weight.dtype in native.WEIGHTS else weight.float()
+        blocks = native.hqq(taken.contiguous(), group, block, largest, thresholds, found)
     for number in blocks:
         part = slice(number * block, (number + 1) * block)
         # groups stand in the columns: what is one number per group is then contiguous
         weights = weight[part].reshape(-1, group).t().float().contiguous()
-        codes, *parameters = _solve(weights, largest)
-        found[0][part].view(-1, group).copy_(codes.t())
-        for target, value in zip(found[1:], parameters, strict=True):
+        its, *parameters = _solve(weights, largest)
+        if codes is not None:
+            codes[part].view(-1, group).copy_(its.t())
+        for target, value in zip((scale, offset), parameters, strict=True):
             target[part].view(-1).copy_(value)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tiermoe.quant.encoding import Field, SameInSlot
-from tiermoe.quant.quantized import Quantizer, nearest_codes
+from tiermoe.quant.quantized import Quantizer, levels, nearest_codes
 
 LAYOUT = "rowmajor"
 
@@ -38,9 +38,7 @@ class RowMajorInt4(SameInSlot):
         )
 
     def encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> dict[str, Tensor]:
-        found = quantizer(weight, self.bits, self.group)
-        scale = found.scale.to(dtype)
-        zero = (found.offset + 8 * found.scale).to(dtype)
+        scale, zero = levels(weight, quantizer, self.group, dtype)
         # codes for the scales and zeros as stored, so that their rounding to `dtype` costs next to nothing
         codes = nearest_codes(weight, scale, zero, -8, 7, torch.int8).add_(8).view(torch.uint8)
         return {"codes": pack_nibbles(codes), "scale": scale, "zero": zero}

@@ -19,6 +19,10 @@ class Scratch(threading.local):
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
+    def clear(self) -> None:
+        """Gives the calling thread's buffers back."""
+        self._buffers.clear()
+
     def address(self, name: str, nbytes: int) -> int:
         """Where the name's buffer lies, grown where it is too small: for code that needs no tensor."""
         return self._buffer(name, nbytes).data_ptr()

@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from tiermoe.errors import ModelError
+from tiermoe.process import system_files
 from tiermoe.types import Segment
 
 DTYPES = {
@@ -137,23 +138,28 @@ class Descriptors:
     def read(self, file: Path, offset: int, nbytes: int, what: str = "it") -> torch.Tensor:
         """A fresh uint8 tensor of `nbytes` bytes of a file. ModelError where they cannot be read."""
         buffer = torch.empty(nbytes, dtype=torch.uint8)
-        view = buffer.numpy().data
+        self.fill(buffer.numpy().data, file, offset, what)
+        return buffer
+
+    def fill(self, view: memoryview, file: Path, offset: int, what: str = "it") -> None:
+        """Reads as many bytes of a file as `view` has. ModelError where they cannot be read."""
         done = 0
-        while done < nbytes:
+        while done < len(view):
             try:
-                count = os.preadv(self.of(file), [view[done:]], offset + done)
+                count = system_files.read_at(self.of(file), view[done:], offset + done)
             except OSError as error:
                 raise ModelError(f"reading {what} from {file} failed: {error.strerror}; check the drive") from error
             if count == 0:
-                raise ModelError(f"{file} ended {nbytes - done:,} bytes early while reading {what}; download it again")
+                raise ModelError(
+                    f"{file} ended {len(view) - done:,} bytes early while reading {what}; download it again"
+                )
             done += count
-        return buffer
 
     def of(self, file: Path) -> int:
         """The descriptor of a file. ModelError where it cannot be opened."""
         if file not in self._open:
             try:
-                self._open[file] = os.open(file, os.O_RDONLY)
+                self._open[file], _ = system_files.open_to_read(file)
             except OSError as error:
                 raise ModelError(f"cannot open {file}: {error.strerror}") from error
         return self._open[file]
@@ -172,7 +178,7 @@ def fingerprint_of(more: bytes, files: Iterable[tuple[Path, bytes]], descriptors
         digest.update(f"{file.name}:{size}:".encode() + header)
         for sample in range(_SAMPLES):
             offset = (size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1)
-            digest.update(os.pread(descriptors.of(file), _SAMPLE_BYTES, max(offset, 0)))
+            digest.update(system_files.read_bytes_at(descriptors.of(file), _SAMPLE_BYTES, max(offset, 0)))
     return digest.hexdigest()
 
 
@@ -196,7 +202,7 @@ def _shards(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
             shards = [directory / name for name in names]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{index} is malformed ({error}); download it again") from error

@@ -18,6 +18,7 @@ from typing import IO, Any
 import torch
 import xxhash
 
+from tiermoe.process import system_files
 from tiermoe.quant.encoding import Field
 from tiermoe.store.layout import PAGE, Layout, align
 
@@ -45,11 +46,7 @@ def whole_or_nothing(path: Path) -> Iterator[IO[bytes]]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the name too survives a power failure, before another file speaks of it
-    finally:
-        os.close(folder)
+    system_files.sync_folder(path.parent)  # the name too survives a power failure, before another file speaks of it
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -75,63 +72,51 @@ class Pieces:
             self._piece[filled : filled + len(some)] = some
             self._end, rest = self._end + len(some), rest[len(some) :]
             if self._end % PIECE == 0:
-                _write_fully(self._descriptor, self._piece, self._end - PIECE)
+                system_files.write_at(self._descriptor, self._piece, self._end - PIECE)
         return len(content)
 
     def finish(self) -> None:
         """Writes what the last piece has."""
         filled = self._end % PIECE
-        _write_fully(self._descriptor, self._piece[:filled], self._end - filled)
+        system_files.write_at(self._descriptor, self._piece[:filled], self._end - filled)
 
 
 def forget_cached(handle: IO[bytes]) -> None:
     """Has the system drop a file that was written in small parts from its cache, where it can: the next reader's pages
     are huge ones (`PIECE`). Waits until the file is on the drive."""
-    if hasattr(os, "posix_fadvise"):
-        handle.flush()
-        os.fsync(handle.fileno())
-        os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    handle.flush()
+    os.fsync(handle.fileno())
+    system_files.drop_cached(handle.fileno())
 
 
 class ExtentWriter:
-    """Appends extents of one matrix each to a file. Gaps between fields are zeros."""
+    """Appends an extent of one matrix to a file. Gaps between fields are zeros."""
 
-    def __init__(self, handle: IO[bytes]) -> None:
+    def __init__(self, handle: IO[bytes], layout: Layout) -> None:
         self._descriptor = handle.fileno()
-        self._offset = self._end = 0
-        self._places: dict[str, int] = {}
-
-    def begin(self, layout: Layout) -> int:
-        """Makes room for the next extent and returns its offset."""
-        self._offset, self._end = self._end, self._end + layout.nbytes
+        self.offset = os.fstat(self._descriptor).st_size
+        self._end = self.offset + layout.nbytes
         os.ftruncate(self._descriptor, self._end)
-        self._places = {placed.field.name: self._offset + placed.offset for placed in layout.fields}
-        return self._offset
+        self._places = {placed.field.name: self.offset + placed.offset for placed in layout.fields}
 
     def write(self, field: Field, first: int, value: torch.Tensor) -> None:
-        """Writes the values of `field` for some rows of the matrix, of which `first` is the first."""
+        """Writes the values of `field` for some rows of the matrix, of which `first` is the first; from any thread."""
         before, after = field.shape[: field.rows_at], field.shape[field.rows_at + 1 :]
         row = torch.Size(after).numel() * field.dtype.itemsize
         runs = value.contiguous().view(torch.Size(before).numel(), -1).view(torch.uint8).numpy()
         for index, run in enumerate(runs):
             at = self._places[field.name] + (index * field.shape[field.rows_at] + first) * row
-            _write_fully(self._descriptor, run.data, at)
+            system_files.write_at(self._descriptor, run.data, at)
 
     def checksum(self) -> str:
-        """The checksum of the extent begun last, read back from the file."""
+        """The checksum of the extent, read back from the file."""
         digest = xxhash.xxh3_64()
-        start = self._offset
+        start = self.offset
         while start < self._end:
-            content = os.pread(self._descriptor, min(_READ, self._end - start), start)
+            content = system_files.read_bytes_at(self._descriptor, min(_READ, self._end - start), start)
             digest.update(content)
             start += len(content)
         return str(digest.hexdigest())
-
-
-def _write_fully(descriptor: int, content: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(content):
-        done += os.pwrite(descriptor, content[done:], offset + done)
 
 
 _NAMES = {

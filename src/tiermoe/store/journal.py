@@ -32,7 +32,7 @@ class Journal:
         """The layers that need no packing any more. in_place: where experts served from the checkpoint lie (checksums
         are not compared), None where they are written to the store."""
         try:
-            document = json.loads(self.path.read_text())
+            document = json.loads(self.path.read_bytes())
             if {name: document[name] for name in self._stamp} != self._stamp:
                 return {}
             layers = {

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +26,15 @@ _FIELD_ALIGNMENT = 64
 _VECTORS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 PartViews = dict[str, torch.Tensor]
+
+
+class Slice(NamedTuple):
+    """Rows first..last - 1 of an encoded matrix (out, in); of what is not encoded all rows, as the checkpoint has
+    them."""
+
+    part: Part
+    first: int
+    last: int
 
 
 def align(nbytes: int, boundary: int) -> int:
@@ -85,32 +95,43 @@ class ExpertFormat:
         """True where a slot holds other bytes than the store, biases apart."""
         return self.stored != self.slot and not self.vectors
 
-    @torch.no_grad()
-    def encode(self, tensors: Mapping[str, torch.Tensor], quantizer: Quantizer, buffer: torch.Tensor) -> float:
-        """Writes one expert into `buffer` (uint8, stored.nbytes) and returns its relative error: the RMS of the
-        difference over the RMS of the weights, over all quantised matrices (0.0 at 16 bits)."""
-        buffer.zero_()
-        views = self.stored.views(buffer)
-        squared_error = squared_weight = 0.0
+    def slices(self, quantizer: Quantizer) -> list[Slice]:
+        """An expert in parts that are encoded each by itself."""
+        found = []
         for part in self.layer.parts:
-            weight, fields = tensors[part.name], views[part.name]
             encoding = self.encodings.get(part.name)
-            if encoding is None:
-                fields["weight"].copy_(weight)
-                continue
+            rows = part.shape[0] if encoding is None else part.out_in[0]
+            step = rows if encoding is None else row_blocks.rows_at_a_time(encoding, quantizer, *part.out_in)
+            found += [Slice(part, first, min(first + step, rows)) for first in range(0, rows, step)]
+        return found
 
-            def write(field: Field, first: int, value: torch.Tensor, into: PartViews = fields) -> None:
-                into[field.name].narrow(field.rows_at, first, value.shape[field.rows_at]).copy_(value)
+    def encode_slice(
+        self, views: Mapping[str, PartViews], of: Slice, values: torch.Tensor, quantizer: Quantizer
+    ) -> row_blocks.Squares:
+        """Writes one slice into an expert's `stored.views`; `values` as `Slice` says."""
+        fields, encoding = views[of.part.name], self.encodings.get(of.part.name)
+        if encoding is None:
+            fields["weight"].copy_(values)
+            return 0.0, 0.0
+        encoded, squares = row_blocks.encode_rows(encoding, quantizer, values, self.dtype)
+        for each in encoding.stored_fields(*of.part.out_in, self.dtype):
+            fields[each.name].narrow(each.rows_at, of.first, of.last - of.first).copy_(encoded[each.name])
+        return squares
 
-            matrix = weight.t() if part.transposed else weight
-
-            def read(first: int, last: int, matrix: torch.Tensor = matrix) -> torch.Tensor:
-                return matrix[first:last].contiguous()
-
-            error, size = row_blocks.encode(encoding, quantizer, part.out_in, self.dtype, read, write)
-            squared_error += error
-            squared_weight += size
-        return relative_error(squared_error, squared_weight)
+    def encode(
+        self, tensors: Mapping[str, torch.Tensor], quantizer: Quantizer, buffer: torch.Tensor
+    ) -> row_blocks.Squares:
+        """Writes one expert, part name → values, into `buffer` (uint8, stored.nbytes), gaps included."""
+        buffer.zero_()
+        views, error, size = self.stored.views(buffer), 0.0, 0.0
+        for of in self.slices(quantizer):
+            values = tensors[of.part.name]
+            if of.part.name in self.encodings:
+                matrix = values.t() if of.part.transposed else values
+                values = matrix[of.first : of.last].contiguous()
+            its_error, its_size = self.encode_slice(views, of, values, quantizer)
+            error, size = error + its_error, size + its_size
+        return error, size
 
     def widen(self, stored: torch.Tensor, slot: torch.Tensor) -> None:
         """Fills a slot (uint8) from the stored bytes of an expert where the two differ."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from tiermoe.config import format_size
 from tiermoe.errors import PackError
+from tiermoe.process import system_files
 from tiermoe.store.files import PARTIAL
 from tiermoe.store.store import Store
 
@@ -24,7 +24,7 @@ def exclusive(root: Path) -> Iterator[None]:
     the process that has the lock, and says what to do where the folder cannot be written or the disk fills."""
     with _in_words(root):
         root.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = system_files.open_to_write(root / ".lock")
         try:
             _take(descriptor, root)
             for name in ("store", "packing-*", "experts-*", "dense-*"):
@@ -45,15 +45,15 @@ def adding_to(store: Store) -> Iterator[None]:
 
 def _take(descriptor: int, root: Path) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        system_files.lock(descriptor)
     except BlockingIOError:
-        holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+        holder = system_files.read_bytes_at(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
         raise PackError(
             f"process {holder} is packing into {root} right now; wait until it is done and run again, or name "
             f"another folder with --out"
         ) from None
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    system_files.write_at(descriptor, str(os.getpid()).encode(), 0)
 
 
 @contextlib.contextmanager

@@ -6,21 +6,19 @@ the precision only when all are there. A lock keeps a second process out.
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import xxhash
 
 from tiermoe.config import format_size
 from tiermoe.errors import ModelError, PackError
-from tiermoe.quant import row_blocks
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.quant.registry import cpu_layout
-from tiermoe.quant.workers import in_order
+from tiermoe.quant.scratch import scratch
+from tiermoe.store.encode import encoded_experts, working_bytes
 from tiermoe.store.files import Pieces, file_name, whole_or_nothing, write_header
 from tiermoe.store.journal import Journal
 from tiermoe.store.layout import ExpertFormat, expert_format
@@ -56,9 +54,9 @@ def pack_experts(
     """Adds a precision to `store` and returns it. Picks up where an interrupted run stopped.
 
     machine: layout of the kernels, by default this CPU's. unit: 'expert', or 'neuron' for a precision whose neurons can
-    be read alone (`store.neurons`; ModelError and ConfigError as `neuron_format`). workers: experts that are read and
-    encoded at a time, each on a thread; what is written does not depend on it. Raises PackError where the disk
-    fills, the folder cannot be written or another process is packing into it.
+    be read alone (`store.neurons`; ModelError and ConfigError as `neuron_format`). workers: experts, or parts of large
+    ones, that are read and encoded at a time, each on a thread; what is written does not depend on it. Raises PackError
+    where the disk fills, the folder cannot be written or another process is packing into it.
     """
     machine = machine or cpu_layout()
     key = precision_key(bits, quantizer, machine, unit)
@@ -74,7 +72,10 @@ def pack_experts(
         finished = journal.read(formats, in_place)
         if in_place is None:
             _make_room(store.root, key, formats, finished)
-        layers = list(_pack_layers(job, journal, finished, progress))
+        try:
+            layers = list(_pack_layers(job, journal, finished, progress))
+        finally:
+            scratch.clear()  # what one worker alone, in this thread, has used
         quantized_by = quantizer if bits < 8 else ""
         precision = Precision(bits, quantized_by, machine_of(bits, machine), in_place is not None, layers)
         store.precisions[key] = precision
@@ -83,21 +84,10 @@ def pack_experts(
     return precision
 
 
-def packing_bytes(formats: Sequence[ExpertFormat], quantizer: str, reading: int) -> int:
-    """The most that each worker of `pack_experts` holds at a time: an expert as it was read, `reading` bytes
-    more while it is read, or its extent and what encoding a matrix takes."""
-    held = 0
-    for form in formats:
-        parts = sum(math.prod(part.shape) for part in form.layer.parts) * form.dtype.itemsize
-        encoding = [
-            row_blocks.workspace_bytes(
-                form.encodings[part.name], QUANTIZERS[quantizer], *part.out_in, form.dtype.itemsize
-            )
-            for part in form.layer.parts
-            if part.name in form.encodings
-        ]
-        held = max(held, parts + max(reading, form.stored.nbytes + max(encoding, default=0)))
-    return held
+def packing_bytes(formats: Sequence[ExpertFormat], quantizer: str, reading: int | None, workers: int) -> int:
+    """The most that `pack_experts` holds at a time. reading: bytes that reading an expert takes beside it; None where
+    the checkpoint has experts as they are, and rows of them are read."""
+    return max(working_bytes(form, QUANTIZERS[quantizer], reading, workers) for form in formats)
 
 
 def forget(store: Store, precision: str, dense: str | None) -> None:
@@ -163,19 +153,13 @@ def _pack_layers(
 
 def _write_layer(job: _Job, index: int, report: Callable[[int], None]) -> PackedLayer:
     form, path = job.formats[index], job.root / file_name(job.key, index)
-
-    def encoded(expert: int) -> tuple[torch.Tensor, float]:
-        buffer = torch.empty(form.stored.nbytes, dtype=torch.uint8)
-        return buffer, form.encode(job.source.read(index, expert), QUANTIZERS[job.quantizer], buffer)
-
     extents: list[Extent] = []
     errors: list[float] = []
     with whole_or_nothing(path) as handle:
         file = Pieces(handle)
         offset = write_header(file, form.stored, index, form.layer.experts)
-        for buffer, error in in_order(encoded, form.layer.experts, job.workers):
+        for content, error in encoded_experts(form, QUANTIZERS[job.quantizer], job.source, index, job.workers):
             errors.append(error)
-            content = buffer.numpy().data
             file.write(content)
             segment = Segment(str(path), offset, len(content), 0)
             extents.append(Extent((segment,), xxhash.xxh3_64_hexdigest(content)))

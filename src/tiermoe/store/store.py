@@ -200,7 +200,7 @@ def open_store(root: Path) -> Store:
     """Reads store.json. StoreError: not a store, another format version, or a damaged table."""
     table = root / TABLE
     try:
-        document = json.loads(table.read_text())
+        document = json.loads(table.read_bytes())
     except FileNotFoundError:
         raise StoreError(
             f"{root} holds no {TABLE}: it is not an expert store (or its packing never finished)"

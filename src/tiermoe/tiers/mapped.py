@@ -15,9 +15,7 @@ pages in and compares its checksum, as a load into memory of one's own does, and
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import mmap
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -26,6 +24,7 @@ import numpy as np
 import torch
 
 from tiermoe.errors import LoadError
+from tiermoe.process.system_files import map_file
 from tiermoe.tiers.reader import ExtentReader, aligned_memory, verify
 from tiermoe.types import ExpertKey, Extent, Segment
 
@@ -46,10 +45,7 @@ class MappedFiles:
         """Maps files. OSError where the system cannot."""
         for file in files:
             with open(file, "rb") as handle:
-                memory = mmap.mmap(handle.fileno(), 0, flags=mmap.MAP_PRIVATE)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                with contextlib.suppress(OSError):  # a system without huge pages
-                    memory.madvise(mmap.MADV_HUGEPAGE)
+                memory = map_file(handle)
             self._files[file] = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
 
     def view(self, extent: Extent) -> torch.Tensor:

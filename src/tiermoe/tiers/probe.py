@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tiermoe.errors import LoadError
+from tiermoe.process.system_files import drop_cached
 from tiermoe.store.run_record import replace_unlocked
 from tiermoe.tiers.reader import ExtentReader, aligned_memory
 from tiermoe.types import ExpertKey, Extent
@@ -150,8 +151,6 @@ def _measure(reader: ExtentReader, samples: itertools.cycle[Extent], lanes: int,
 
 
 def _drop_from_page_cache(extents: Sequence[Extent]) -> None:
-    if not hasattr(os, "posix_fadvise"):
-        return
     for file in {segment.file for extent in extents for segment in extent.segments}:
         with contextlib.suppress(OSError), open(file, "rb") as handle:
-            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            drop_cached(handle.fileno())

@@ -3,7 +3,6 @@ once into main memory, from where they are copied afterwards."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 from collections.abc import Iterable
@@ -11,18 +10,14 @@ from collections.abc import Iterable
 import xxhash
 
 from tiermoe.errors import LoadError
+from tiermoe.process import system_files
 from tiermoe.store.layout import PAGE, align
 from tiermoe.types import ExpertKey, Extent, Segment
-
-_O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def aligned_memory(nbytes: int) -> memoryview:
     """Fresh page-aligned memory, in huge pages where it is large enough for one."""
-    memory = mmap.mmap(-1, align(max(nbytes, 1), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
+    return memoryview(system_files.anonymous_memory(align(max(nbytes, 1), PAGE)))
 
 
 class ExtentReader:
@@ -35,7 +30,7 @@ class ExtentReader:
     checked = False
 
     def __init__(self, direct: bool = True, keep: bool = False) -> None:
-        self.direct = direct and not keep and _O_DIRECT != 0
+        self.direct = direct and not keep and system_files.can_read_directly()
         self._keep = keep
         self.bytes_read = 0
         self._descriptors: dict[str, tuple[int, bool]] = {}
@@ -72,8 +67,8 @@ class ExtentReader:
         view = target[segment.at : segment.at + segment.nbytes]
         if not direct:
             _read_fully(descriptor, view, segment.offset, segment.nbytes)
-            if not self._keep and hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(descriptor, segment.offset, segment.nbytes, os.POSIX_FADV_DONTNEED)
+            if not self._keep:
+                system_files.drop_cached(descriptor, segment.offset, segment.nbytes)
         elif segment.offset % PAGE == 0 and segment.at % PAGE == 0 and segment.nbytes % PAGE == 0:
             _read_fully(descriptor, view, segment.offset, segment.nbytes)
         else:
@@ -92,7 +87,7 @@ class ExtentReader:
     def _open(self, file: str) -> tuple[int, bool]:
         with self._lock:
             if file not in self._descriptors:
-                self._descriptors[file] = _open(file, self.direct)
+                self._descriptors[file] = system_files.open_to_read(file, self.direct)
             return self._descriptors[file]
 
 
@@ -116,21 +111,11 @@ def damaged(what: str, file: str) -> LoadError:
     )
 
 
-def _open(file: str, direct: bool) -> tuple[int, bool]:
-    if direct:
-        try:
-            return os.open(file, os.O_RDONLY | _O_DIRECT), True
-        except OSError as error:
-            if error.errno != 22:  # EINVAL: a file system without O_DIRECT
-                raise
-    return os.open(file, os.O_RDONLY), False
-
-
 def _read_fully(descriptor: int, view: memoryview, offset: int, wanted: int) -> None:
     """Reads until at least `wanted` bytes are there (a direct read may ask for the rest of a page too)."""
     done = 0
     while done < wanted:
-        count = os.preadv(descriptor, [view[done:]], offset + done)
+        count = system_files.read_at(descriptor, view[done:], offset + done)
         if count == 0:
             raise OSError(f"the file ends {wanted - done:,} bytes early")
         done += count

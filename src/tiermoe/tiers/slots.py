@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 
 from tiermoe.errors import BudgetError
+from tiermoe.process.system_files import anonymous_memory
 from tiermoe.store.layout import PAGE, align
 from tiermoe.tiers.cuda import pin_memory, unpin_memory
 from tiermoe.types import ExpertKey
@@ -25,12 +25,10 @@ class HostSlots:
         self.count = count
         self.slot_bytes = align(slot_bytes, PAGE)
         try:
-            self._memory = mmap.mmap(-1, count * self.slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memory = anonymous_memory(count * self.slot_bytes)
         except (OSError, ValueError, OverflowError) as error:
             message = f"cannot reserve {count} slots of {self.slot_bytes:,} bytes: {error}"
             raise BudgetError(message) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._tensor = torch.from_numpy(np.frombuffer(self._memory, dtype=np.uint8))
         self._pinned = pin
         if pin:

@@ -68,7 +68,7 @@ def read_trace(path: Path) -> Trace:
         with open(path, "rb") as file:
             start = file.read(64)
         if start.startswith(csv.SIGNATURE.encode()):
-            return csv.parse(path.read_text(), str(path))
+            return csv.parse(path.read_text(encoding="utf-8"), str(path))
         if not start.startswith(_GZIP):
             raise TraceError(f"{path} is not a trace: neither gzip nor a CSV that begins with {csv.SIGNATURE!r}")
         with gzip.open(path, "rt", encoding="utf-8") as lines:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from tiermoe.errors import ModelError
+from tiermoe.process.system_files import read_bytes_at
 from tiermoe.store.gguf.types import TYPES, UNREAD, GgmlType, supported
 
 T = TypeVar("T")
@@ -243,7 +244,7 @@ class _Reader:
             raise self._malformed(f"more than {_MOST:,} bytes of header")
         while len(self._buffer) < needed:
             end = self._begin + len(self._buffer)
-            read = os.pread(self._descriptor, max(_AT_ONCE, needed - len(self._buffer)), end)
+            read = read_bytes_at(self._descriptor, max(_AT_ONCE, needed - len(self._buffer)), end)
             if not read:
                 raise ModelError(f"{self._file} ended at byte {end:,} while it was read; download it again")
             self._buffer += read

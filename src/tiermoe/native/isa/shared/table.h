@@ -16,4 +16,6 @@ const Kernels KERNELS = {
     .attend_tile = attend,
     .merge_tiles = merge,
     .widen = widen_codes,
+    .hqq = hqq_block,
+    .encode = encode_block,
 };
