@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NAMES = ("hobbit", "edgemoe", "fate", "corm")
 
 
-@opt.engine_options(without=["cache", "chunk", "context", "preset", "set"])
+@opt.engine_options(without=["cache", "chunk", "context", "kv_bits", "preset", "set"])
 def calibrate(
     model: opt.Model,
     text: TextFile,
