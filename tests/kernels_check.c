@@ -199,7 +199,7 @@ static void attention(const Kernels *set) {
     static float results[2][QUERIES_HERE * (TILE_HEADER + VALUE)], in_order[2 * (TILE_HEADER + VALUE)];
     const size_t each = tile_result(VALUE);
     numbers(keys, ROOM * KEY, 1), numbers(values, ROOM * VALUE, 1), numbers(queries, QUERIES_HERE * KEY, 1);
-    const Positions positions = {keys, values, KEY, VALUE, KEY, VALUE, ROOM};
+    const Positions positions = {keys, values, NULL, NULL, KEY, VALUE, KEY, VALUE, ROOM};
     set->attend_tile(&positions, queries, QUERIES_HERE, 3, TILE, 0.1f, results[0]);
     set->attend_tile(&positions, queries, QUERIES_HERE, TILE, END, 0.1f, results[1]);
     for (int q = 0; q < QUERIES_HERE; q++) {
@@ -218,6 +218,55 @@ static void attention(const Kernels *set) {
             expect(set->name, "attention", from_bf16(out[c]), want, 20);
         }
     }
+}
+
+/* Queries of a prompt, over rows of bfloat16 and over codes, in a ring that has begun again, with windows and a sink. */
+static void prompts(const Kernels *set, int coded) {
+    enum { KEY = 96, VALUE = 160, ROOM = 260, COUNT = 37, FIRST = 400, WINDOW = 200, EACH = 3 };
+    static bf16 keys[ROOM * KEY], values[ROOM * VALUE], scales[2][ROOM], queries[COUNT * KEY], out[COUNT * VALUE], alone[VALUE];
+    static int8_t codes[2][ROOM * VALUE];
+    const bf16 sink = to_bf16(0.5f);
+    float *workspace = malloc(sizeof *workspace * rows_workspace(KEY, VALUE));
+    for (int i = 0; i < ROOM * VALUE; i++) codes[0][i] = (int8_t)(bits() % 255 - 127), codes[1][i] = (int8_t)(bits() % 255 - 127);
+    numbers(keys, ROOM * KEY, 1), numbers(values, ROOM * VALUE, 1), numbers(queries, COUNT * KEY, 1);
+    for (int i = 0; i < ROOM; i++) scales[0][i] = to_bf16(0.01f + 1e-5f * (float)i), scales[1][i] = to_bf16(0.02f - 1e-5f * (float)i);
+    const Positions plain = {keys, values, NULL, NULL, KEY, VALUE, KEY, VALUE, ROOM};
+    const Positions short_ = {codes[0], codes[1], scales[0], scales[1], KEY, VALUE, KEY, VALUE, ROOM};
+    const Positions *positions = coded ? &short_ : &plain;
+    QueryRows rows = {.count = COUNT, .scale = 0.1f, .to = FIRST + COUNT};
+    for (size_t r = 0; r < COUNT; r++) {
+        rows.queries[r] = queries + r * KEY, rows.out[r] = out + r * VALUE;
+        rows.end[r] = FIRST + r / EACH + 1, rows.begin[r] = rows.end[r] - WINDOW;
+        rows.sinks[r] = r % EACH ? NULL : &sink;
+    }
+    set->attend_rows(positions, &rows, workspace);
+    for (size_t r = 0; r < COUNT; r += 4) {
+        double scores[WINDOW], sum = rows.sinks[r] ? exp(0.5) : 0;
+        for (size_t i = 0; i < WINDOW; i++) {
+            const size_t p = (rows.begin[r] + i) % ROOM;
+            scores[i] = 0;
+            for (size_t c = 0; c < KEY; c++) {
+                const double key = coded ? codes[0][p * KEY + c] * (double)from_bf16(scales[0][p]) : from_bf16(keys[p * KEY + c]);
+                scores[i] += 0.1 * from_bf16(queries[r * KEY + c]) * key;
+            }
+            sum += exp(scores[i]);
+        }
+        for (size_t c = 0; c < VALUE; c++) {
+            double want = 0;
+            for (size_t i = 0; i < WINDOW; i++) {
+                const size_t p = (rows.begin[r] + i) % ROOM;
+                const double value = coded ? codes[1][p * VALUE + c] * (double)from_bf16(scales[1][p]) : from_bf16(values[p * VALUE + c]);
+                want += exp(scores[i]) / sum * value;
+            }
+            expect(set->name, "a prompt's attention", from_bf16(out[r * VALUE + c]), want, 20);
+        }
+        QueryRows one = {.count = 1, .queries = {rows.queries[r]}, .out = {alone}, .begin = {rows.begin[r]},
+                         .end = {rows.end[r]}, .sinks = {rows.sinks[r]}, .scale = 0.1f, .to = FIRST + COUNT};
+        set->attend_rows(positions, &one, workspace);
+        if (memcmp(alone, out + r * VALUE, sizeof alone))
+            wrong++, printf("%s: a query of a prompt has other bits among others than alone\n", set->name);
+    }
+    free(workspace);
 }
 
 static void widening(const Kernels *set) {
@@ -286,7 +335,7 @@ int main(void) {
             gguf_products(*set, coding, 2 * BLOCK, 512), gguf_products(*set, coding, BLOCK + 7, 256);
             if (gguf_columns(coding) == 32) gguf_products(*set, coding, BLOCK + 3, 32), gguf_products(*set, coding, 9, 416);
         }
-        gates(*set), rows(*set), attention(*set), widening(*set);
+        gates(*set), rows(*set), attention(*set), prompts(*set, 0), prompts(*set, 1), widening(*set);
         for (int wide = 0; wide < 2; wide++) {
             for (size_t group = 32; group <= 64; group *= 2) {
                 packing(*set, INT6, BLOCK, group, wide), packing(*set, INT4, BLOCK + 16, group, wide);

@@ -10,7 +10,8 @@ import torch
 from tiermoe.batch import Row, prompt
 from tiermoe.errors import ModelError, PromptError
 from tiermoe.model.kv_cache import KVCache, LayerShape, cache_bytes
-from tiermoe.model.step import held, put
+from tiermoe.model.step import held, put, read
+from tiermoe.model.step import write as write_both
 
 WHOLE, SLIDING = LayerShape(2, 4, 6), LayerShape(1, 4, 4, window=3)
 
@@ -91,6 +92,19 @@ def test_more_room_keeps_what_is_there() -> None:
     kv.reserve(9)
     assert kv.context == 16
     assert torch.equal(kv.keys[0][slab, :, :4], keys.transpose(0, 1))
+
+
+def test_more_room_keeps_codes_and_their_scales() -> None:
+    kv = KVCache([WHOLE], 1, 8, 4, torch.float32, bits=8)
+    slab, keys, values = kv.open(), torch.randn(4, 2, 4), torch.randn(4, 2, 6)
+    write_both(kv, 0, prompt(slab, range(4)), keys, values)
+    before = read(kv, 0, prompt(slab, range(4)), None)
+    kv.reserve(9)
+    assert kv.key_scales[0].shape[2] == kv.keys[0].shape[2] == 16
+    for kept, again in zip(before, read(kv, 0, prompt(slab, range(4)), None), strict=True):
+        assert torch.equal(kept, again)
+    assert torch.allclose(before[0], keys.transpose(0, 1), atol=0.02)
+    assert torch.allclose(before[1], values.transpose(0, 1), atol=0.02)
 
 
 def test_sequences_change_places() -> None:

@@ -14,7 +14,7 @@ import torch
 from benchmark_commands import Printed, benchmark_runner, command_of
 from benchmarks import slot_reads
 from benchmarks.controller import POLICIES
-from benchmarks.kernels import shapes
+from benchmarks.kernels import depths, shapes
 from benchmarks.kernels.product import products
 from benchmarks.kernels.weights import Turns, packed, random
 from benchmarks.rounds import ratios, timed
@@ -31,8 +31,8 @@ def run_(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 COMMANDS = ["benchmarks.growth.__main__", "benchmarks.kernels.__main__", "benchmarks.kernels.shapes",
-            "benchmarks.controller", "benchmarks.slot_reads", "benchmarks.random_moe", "benchmarks.random_model",
-            "benchmarks.first_run"]  # fmt: skip
+            "benchmarks.kernels.depths", "benchmarks.controller", "benchmarks.slot_reads", "benchmarks.random_moe",
+            "benchmarks.random_model", "benchmarks.first_run"]  # fmt: skip
 
 
 @pytest.mark.parametrize("module", COMMANDS)
@@ -111,6 +111,21 @@ def test_shapes_prints_every_part(run_: Printed, monkeypatch: pytest.MonkeyPatch
         assert [row["part"] for row in rest] == ["experts", "query", "key", "attention's output", "output layer"]
         assert all(positive(row["gb_s"]) and positive(row["share"]) for row in rest)
     assert "clamped, output layer" in err
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the native kernels")
+def test_depths_prints_every_way(run_: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(depths, "SHAPES", {"small": shapes.Shape(128, 64, 2, 4, 2, 32, 320)})
+    monkeypatch.setattr(depths, "CHUNK", 8)
+    isa = native.instruction_sets()[0]
+    words = {"shapes": "small", "depths": "40", "threads": "1", "megabytes": 1, "rounds": 2}
+    found, err = run_("benchmarks.kernels.depths", *(f"--{name}={value}" for name, value in words.items()))
+    read, *rest = found["small"]
+    assert read["way"] == shapes.READ
+    ways = [f"{what}, {bits} bits, {isa}" for bits in (16, 8) for what in ("one token", "a chunk")]
+    assert [row["way"] for row in rest] == [*ways[:2], "a chunk, torch", *ways[2:]]
+    assert all(positive(row.get("gb_s") or row["gflop_s"]) and row["depth"] == 40 for row in rest)
+    assert "small, 40, a chunk, torch" in err
 
 
 def test_controller_prints_every_policy(run_: Printed) -> None:

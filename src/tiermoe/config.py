@@ -27,6 +27,7 @@ _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-zA-Z]*)\s*")
 
 BITS = (16, 8, 4, 2)
 DENSE_BITS = (16, 8, 4)
+KV_BITS = (16, 8)
 DEFAULT_BITS = 4
 
 
@@ -84,6 +85,7 @@ class Settings:
     bits: precision of the experts (16 is the checkpoint's own); None takes 4, and of a GGUF file its own. dense_bits:
     of the other linear layers, of which some are kept at more (`tiermoe.model.dense`); None follows `bits`.
     quantizer: 'hqq' or 'linear', for 4 and 2 bits. cache: size of the expert cache alone (experiments).
+    kv_bits: precision of keys and values in the cache: 16 is the checkpoint's own, 8 halves it and can change tokens.
     chunk: tokens of a prompt that run at once. context: tokens (prompt and answer) to reserve key/value memory for;
     None takes the smaller of 4096 and the model's own. batch: sequences that run at once.
     lanes: threads that read experts; None takes the best of a short probe. threads: compute threads; None leaves
@@ -102,6 +104,7 @@ class Settings:
     cache: CacheSize | None = None
     chunk: int = 512
     context: int | None = None
+    kv_bits: int = 16
     batch: int = 1
     lanes: int | None = None
     threads: int | None = None
@@ -126,6 +129,7 @@ class Settings:
             self.dense_bits is None or self.dense_bits in DENSE_BITS,
             f"dense_bits must be one of {DENSE_BITS}, got {self.dense_bits}",
         )
+        _require(self.kv_bits in KV_BITS, f"kv_bits must be one of {KV_BITS}, got {self.kv_bits}")
         _require(self.quantizer in ("hqq", "linear"), f"quantizer must be hqq or linear, got '{self.quantizer}'")
         _require(self.decoder in ("auto", "generic"), f"decoder must be auto or generic, got '{self.decoder}'")
         _require(self.chunk >= 1, f"chunk must be at least 1 token, got {self.chunk}")
@@ -154,7 +158,7 @@ class Settings:
 
 _KINDS: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(
-        ("memory", "bits", "dense_bits", "chunk", "context", "batch", "lanes", "threads", "gpu_memory"),
+        ("memory", "bits", "dense_bits", "kv_bits", "chunk", "context", "batch", "lanes", "threads", "gpu_memory"),
         (int, "a whole number"),
     ),
     "quantizer": (str, "hqq or linear"),

@@ -169,13 +169,14 @@ class Need:
 @dataclass(frozen=True, slots=True)
 class Workload:
     """What is run at the most: `sequences` of up to `context` tokens, of each at most `chunk` tokens at once, in values
-    of `itemsize` bytes, on so many threads."""
+    of `itemsize` bytes, keys and values in `kv_bits` (16: as the other values), on so many threads."""
 
     context: int
     chunk: int
     sequences: int
     itemsize: int
     threads: int
+    kv_bits: int = 16
 
     @property
     def tokens(self) -> int:

@@ -86,6 +86,20 @@ BREAKAGES = (
         ("tests/test_kv_cache.py",),
     ),
     Breakage(
+        "codes of keys and values are read without their scales",
+        "src/tiermoe/model/kv_codes.py",
+        "(codes.float() * scales.float()).to(dtype)",
+        "codes.float().to(dtype)",
+        ("tests/test_kv_bits.py",),
+    ),
+    Breakage(
+        "each chunk of a prompt begins at position 0",
+        "src/tiermoe/generation/sequence.py",
+        "ids[begin : begin + chunk], begin)",
+        "ids[begin : begin + chunk], 0)",
+        ("tests/test_long_prompts.py",),
+    ),
+    Breakage(
         "a sequence's padding counts as its first tokens",
         "src/tiermoe/model/face.py",
         "max(past - padding, 0), tuple(tokens[skipped:])",

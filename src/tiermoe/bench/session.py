@@ -91,7 +91,7 @@ class Session:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "rounds": self.asked.rounds,
             "options": {name: str(value) for name, value in self.asked.options.items()}
-            | {"bits": str(used.bits_used), "dense_bits": str(used.dense_bits_used)},
+            | {"bits": str(used.bits_used), "dense_bits": str(used.dense_bits_used), "kv_bits": str(used.kv_bits)},
             "skipped": self.skipped,
             "cases": summarise(self.rows),
         }

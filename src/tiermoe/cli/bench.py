@@ -61,7 +61,7 @@ Rounds = Annotated[int, typer.Option(help="Times that each case is run, its engi
 Timeout = Annotated[float, typer.Option(help="Seconds that one run may take.")]
 
 
-@opt.engine_options(only=["bits", "dense_bits", "set", "threads", "store"])
+@opt.engine_options(only=["bits", "dense_bits", "kv_bits", "set", "threads", "store"])
 def bench(
     model: opt.Model,
     options: dict[str, Any],

@@ -23,7 +23,7 @@ MORE = ("nimble",)
 """Presets that run without a calibration too, by values that were found on other models."""
 
 
-@opt.engine_options(without=["cache", "chunk", "context", "preset", "set"])
+@opt.engine_options(without=["cache", "chunk", "context", "kv_bits", "preset", "set"])
 def calibrate(
     model: opt.Model,
     text: TextFile,

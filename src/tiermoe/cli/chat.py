@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tiermoe.cli import options as opt
-from tiermoe.cli.output import note, summary
+from tiermoe.cli.output import note, prompt_progress, summary
 from tiermoe.cli.session import Session, choose_sampling, make_sampling, open_session
 from tiermoe.config import format_size
 from tiermoe.errors import ModelError, TiermoeError
@@ -75,7 +75,7 @@ class _Chat:
     def _answer(self, text: str) -> None:
         try:
             report = self._conversation.reply(
-                text, make_sampling(**self._sampling), lambda piece: print(piece, end="", flush=True)
+                text, make_sampling(**self._sampling), lambda piece: print(piece, end="", flush=True), prompt_progress()
             )
             print(flush=True)
             note(summary(report))

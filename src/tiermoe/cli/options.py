@@ -73,6 +73,13 @@ ENGINE: dict[str, Any] = {
         int | None,
         typer.Option(help="Tokens, prompt and answer, to reserve key/value memory for.", show_default=False),
     ],
+    "kv_bits": Annotated[
+        int,
+        typer.Option(
+            help="Precision of keys and values in the cache: 16 bits (the checkpoint's own), or 8: half the memory; "
+            "tokens can change."
+        ),
+    ],
     "decoder": Annotated[
         str,
         typer.Option(

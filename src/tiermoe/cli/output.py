@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tiermoe.config import format_size
@@ -50,6 +51,25 @@ def progress_bar() -> Iterator[ProgressCall]:
             bar.update(tasks[what], completed=done)
 
         yield report
+
+
+def prompt_progress() -> Callable[[int, int], None]:
+    """A callback (tokens read, of how many) for a prompt's chunks: a line on a terminal, which is gone when all are
+    read; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        return lambda done, total: None
+    first: list[tuple[int, float]] = []
+
+    def report(done: int, total: int) -> None:
+        now = time.perf_counter()
+        if not first:
+            first.append((done, now))
+        before, began = first[0]
+        left = f", {(total - done) * (now - began) / (done - before):.0f} s left" if done > before else ""
+        text = f"reading the prompt: {done:,} of {total:,} tokens{left}" if done < total else ""
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    return report
 
 
 def _lines() -> ProgressCall:

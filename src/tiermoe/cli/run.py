@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from tiermoe.cli import options as opt
-from tiermoe.cli.output import note, summary
+from tiermoe.cli.output import note, prompt_progress, summary
 from tiermoe.cli.session import choose_sampling, make_sampling, open_session
 
 
@@ -47,7 +47,10 @@ def run(
     from tiermoe.generation.loop import generate
 
     show = (lambda _: None) if as_json else (lambda text: print(text, end="", flush=True))
-    report = generate(session.engine, session.tokenizer, chosen["ids"], chosen["sampling"], show, session.load_s)
+    report = generate(
+        session.engine, session.tokenizer, chosen["ids"], chosen["sampling"], show, session.load_s,
+        on_read=prompt_progress(),
+    )  # fmt: skip
     if as_json:
         print(json.dumps(report.as_dict()))
     else:

@@ -29,7 +29,7 @@ Neurons = Annotated[
 TextFile = Annotated[Path, typer.Option("--text", help="A text file to feed, UTF-8.", show_default=False)]
 
 
-@opt.engine_options(without=["cache", "chunk", "context", "preset", "set"])
+@opt.engine_options(without=["cache", "chunk", "context", "kv_bits", "preset", "set"])
 def trace(
     model: opt.Model,
     text: TextFile,

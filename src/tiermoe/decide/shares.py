@@ -28,12 +28,9 @@ def most_used(slots: int, uses: Sequence[Sequence[float]], minimum: int) -> list
     threshold = ranked[left]  # of the first that has none
     sizes = [minimum + sum(count > threshold for count in row) for row in others]
     equal = [row.count(threshold) for row in others]
-    left = slots - sum(sizes)
-    while left:
-        for layer in [layer for layer, count in enumerate(equal) if count][:left]:
-            sizes[layer] += 1
-            equal[layer] -= 1
-            left -= 1
+    turns = [layer for turn in range(max(equal)) for layer, count in enumerate(equal) if count > turn]
+    for layer in turns[: slots - sum(sizes)]:
+        sizes[layer] += 1
     return sizes
 
 

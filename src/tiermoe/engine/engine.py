@@ -167,8 +167,8 @@ class Engine:
 
     @property
     def lossy(self) -> list[str]:
-        """The parts of the composition that can change tokens; empty: exact."""
-        return self.composition.lossy
+        """What can change tokens: parts of the composition, keys and values at 8 bits; empty: exact."""
+        return self.composition.lossy + (["kv_bits=8"] if self.settings.kv_bits == 8 else [])
 
     @property
     def bandwidth(self) -> float:
@@ -205,6 +205,7 @@ class Engine:
             "lossy": ", ".join(self.lossy),
             "bits": self.settings.bits_used,
             "dense_bits": self.settings.dense_bits_used,
+            "kv_bits": self.settings.kv_bits,
             "expert_hits": counts.hits,
             "expert_misses": counts.misses,
             "prefetched_hits": counts.prefetched,

@@ -150,7 +150,7 @@ def _lean_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: 
     dense = recipe_key(blueprint, bits, machine_layout("cpu")) if bits < 16 else None
     on_disk = rows_stay_on_disk(blueprint, plan, reading)
     weights = StoredWeights(blueprint, store, dense, on_disk, reading.files, reading.drive.keep)
-    decoder = decoder_for(blueprint.config, weights, blueprint.dtype)
+    decoder = decoder_for(blueprint.config, weights, blueprint.dtype, resolved.settings.kv_bits)
     assert decoder is not None
     gates = named_gates(blueprint.outline)
     return Model(blueprint, decoder, gates, decoder.routers, blueprint.generation_settings())

@@ -50,7 +50,7 @@ def load_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: R
     hash_tables = token_tables(model, family)
     own: Any = None
     if settings.decoder != "generic" and not family.encoder_decoder and device == "cpu":
-        own = decoder_for(blueprint.config, ModuleWeights(model), model.dtype)
+        own = decoder_for(blueprint.config, ModuleWeights(model), model.dtype, settings.kv_bits)
     shells, base = shells_of(model), face_base(type(model))
     if own is not None:
         routers = list(own.routers)

@@ -9,7 +9,7 @@ from tiermoe.engine.engine import engine_of
 from tiermoe.errors import PromptError
 from tiermoe.generation.loop import Report, encode_chat, encode_prompt, generate
 from tiermoe.generation.sampling import Sampling
-from tiermoe.generation.sequence import Sequence
+from tiermoe.generation.sequence import OnRead, Sequence
 
 
 class Conversation:
@@ -32,22 +32,29 @@ class Conversation:
         self._text = ""
         self._sequence = None
 
-    def reply(self, text: str, sampling: Sampling, on_text: Callable[[str], None]) -> Report:
-        """Answers `text` after all that was said before. PromptError where the conversation outgrows the context."""
+    def reply(
+        self,
+        text: str,
+        sampling: Sampling,
+        on_text: Callable[[str], None],
+        on_read: OnRead = lambda done, total: None,
+    ) -> Report:
+        """Answers `text` after all that was said before. on_read: called as what is new of it is read
+        (`Sequence.read`). PromptError where the conversation outgrows the context."""
         chat = bool(getattr(self._tokenizer, "chat_template", None))
         messages = [*self._messages, {"role": "user", "content": text}]
         so_far = self._text + text
         ids = encode_chat(self._tokenizer, messages) if chat else encode_prompt(self._tokenizer, so_far, raw=True)
         self._check_room(ids.shape[1])
-        report = self._answer(ids, sampling, on_text)
+        report = self._answer(ids, sampling, on_text, on_read)
         self._messages = [*messages, {"role": "assistant", "content": report.text}]
         self._text = so_far + report.text
         return report
 
-    def _answer(self, ids: Any, sampling: Sampling, on_text: Callable[[str], None]) -> Report:
+    def _answer(self, ids: Any, sampling: Sampling, on_text: Callable[[str], None], on_read: OnRead) -> Report:
         sequence = self._sequence or Sequence(self._engine, self._engine.new_cache())
         self._sequence = None  # until the reply is whole
-        report = generate(self._model, self._tokenizer, ids, sampling, on_text, sequence=sequence)
+        report = generate(self._model, self._tokenizer, ids, sampling, on_text, sequence=sequence, on_read=on_read)
         self._sequence = sequence
         return report
 

@@ -14,7 +14,7 @@ from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.engine.engine import engine_of, transformers_model
 from tiermoe.errors import PromptError
 from tiermoe.generation.sampling import Sampler, Sampling
-from tiermoe.generation.sequence import Sequence, end_tokens
+from tiermoe.generation.sequence import OnRead, Sequence, end_tokens
 from tiermoe.memory.other_budgets import OtherBudget
 
 
@@ -108,12 +108,13 @@ def generate(
     on_text: Callable[[str], None] = lambda _: None,
     load_s: float = 0.0,
     sequence: Sequence | None = None,
+    on_read: OnRead = lambda done, total: None,
 ) -> Report:
     """Answers one prompt.
 
     model: a loaded transformers model, or an engine. input_ids: (1, n). on_text: called with each piece of text as it
-    is ready. sequence: holds a beginning of input_ids already (a conversation's earlier turns). Raises LoadError where
-    an expert is damaged.
+    is ready. sequence: holds a beginning of input_ids already (a conversation's earlier turns). on_read: called as the
+    prompt is read (`Sequence.read`). Raises LoadError where an expert is damaged.
     """
     engine = engine_of(model)
     max_tokens = check_length(input_ids.shape[1], sampling.max_tokens, engine.longest_context, engine.plan.context)
@@ -122,12 +123,18 @@ def generate(
     if model.config.is_encoder_decoder:
         _answer_by_transformers(transformers_model(model), input_ids, sampling, max_tokens, streamer)
     else:
-        _answer(model, input_ids[0].tolist(), sampling, max_tokens, streamer, sequence)
+        _answer(model, input_ids[0].tolist(), sampling, max_tokens, streamer, sequence, on_read)
     return _report(engine, streamer, before, engine.snapshot(), input_ids.shape[1], load_s)
 
 
 def _answer(
-    model: Any, ids: list[int], sampling: Sampling, max_tokens: int, streamer: _Streamer, sequence: Sequence | None
+    model: Any,
+    ids: list[int],
+    sampling: Sampling,
+    max_tokens: int,
+    streamer: _Streamer,
+    sequence: Sequence | None,
+    on_read: OnRead,
 ) -> None:
     """Our own loop: a step, a token, until an end token or enough of them."""
     engine, config = engine_of(model), model.generation_config
@@ -135,7 +142,7 @@ def _answer(
     sequence = Sequence(engine, engine.new_cache()) if sequence is None else sequence
     sampler, ends = Sampler(sampling, getattr(config, "repetition_penalty", None)), end_tokens(config)
     try:
-        logits = sequence.read(ids)
+        logits = sequence.read(ids, on_read)
         for count in range(1, max_tokens + 1):
             token = sampler.choose(logits, sequence.tokens)
             streamer.put(torch.tensor([token]))

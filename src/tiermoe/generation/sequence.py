@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from tiermoe.batch import Batch, decode, prompt
 from tiermoe.engine.steps import SequenceCache
+
+OnRead = Callable[[int, int], None]
 
 
 class Sequence:
@@ -19,13 +22,17 @@ class Sequence:
         self._slab = cache.open()
         self.tokens: list[int] = []
 
-    def read(self, ids: list[int]) -> Tensor:
+    def read(self, ids: list[int], on_read: OnRead = lambda done, total: None) -> Tensor:
         """Runs what `ids` has beyond the beginning that it shares with the sequence, at least its last token; what the
-        sequence held beyond that is forgotten → logits (vocabulary) of the last token."""
+        sequence held beyond that is forgotten → logits (vocabulary) of the last token. on_read: called after each chunk
+        with the tokens of `ids` that have run, and how many there are."""
         self._keep(shared(self.tokens, ids[:-1]))
-        row = prompt(self._slab, ids[len(self.tokens) :], len(self.tokens))
-        logits: Tensor = self._engine.step(Batch((row,)), self._cache)[0]
-        self.tokens = list(ids)
+        chunk = self._engine.settings.chunk
+        for begin in range(len(self.tokens), len(ids), chunk):
+            row = prompt(self._slab, ids[begin : begin + chunk], begin)
+            logits: Tensor = self._engine.step(Batch((row,)), self._cache)[0]
+            self.tokens = ids[: row.end]
+            on_read(row.end, len(ids))
         return logits
 
     def add(self, token: int) -> Tensor:

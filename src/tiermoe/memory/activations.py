@@ -16,6 +16,7 @@ from tiermoe.model.architectures import attention_sizes
 from tiermoe.model.attention import GroupedSizes
 from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.latent import LatentSizes
+from tiermoe.model.rotary import table_bytes
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.types import Need, Phase, Workload
 
@@ -61,11 +62,13 @@ def expanding_needs(blueprint: Blueprint, settings: Settings, device: str) -> li
 
 def _attention_needs(blueprint: Blueprint, sizes: Sequence[GroupedSizes | LatentSizes], load: Workload) -> list[Need]:
     """One layer's attention, of one sequence after the other, or of few tokens by the native kernel."""
-    tokens, hidden = min(load.chunk, load.context), int(blueprint.config.hidden_size)
+    hidden = int(blueprint.config.hidden_size)
     widest = max(hidden, int(getattr(blueprint.config, "q_lora_rank", None) or 0))
-    many = max(each.prompt_bytes(tokens, load.context, load.itemsize) for each in sizes)
+    many = max(each.prompt_bytes(load, blueprint.dtype) for each in sizes)
     few = max(each.few_tokens_bytes(load.tokens, load.context, load.threads, widest) for each in sizes)
+    columns = max(each.rotary_columns for each in sizes)
     return [
+        Need("activations", table_bytes(load.context, columns, load.itemsize), Phase.RUNNING, "angles of positions"),
         Need("activations", many, Phase.RUNNING, "attention"),
         Need("activations", few, Phase.RUNNING, "attention of few tokens"),
     ]

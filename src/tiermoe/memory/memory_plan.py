@@ -28,9 +28,10 @@ class MemoryPlan:
     together. `embedding_on_disk`: the input embedding's rows are read as they are asked for, and `dense` is without it.
     `looked_up`: bytes in `dense` of an input embedding of which each token reads a row; `unless_mapped`: as many where
     a start may map the store's files, which leaves them on disk.
-    `dense_bits`: the precision of the dense layers, for people ('4 (lm_head 6)'). `packers`: how many pieces are packed
-    at a time. `idle_activations`: bytes in `activations` for memory that stays in the process between passes; 0: all is
-    given back. `types`: what the weights of a GGUF file lie in where they stay so, else empty."""
+    `dense_bits`: the precision of the dense layers, for people ('4 (lm_head 6)'); `kv_bits`: that of keys and values.
+    `packers`: how many pieces are packed at a time. `idle_activations`: bytes in `activations` for memory that stays in
+    the process between passes; 0: all is given back. `types`: what the weights of a GGUF file lie in where they stay
+    so, else empty."""
 
     budget: int
     budget_source: str
@@ -45,6 +46,7 @@ class MemoryPlan:
     embedding_on_disk: bool = False
     looked_up: int = 0
     unless_mapped: int = 0
+    kv_bits: int = 16
     packers: int = 1
     idle_activations: int = 0
     types: str = ""
@@ -136,11 +138,14 @@ class MemoryPlan:
         return [
             ("interpreter and libraries", self.interpreter, "measured in this process"),
             ("dense weights", self.dense, self._where()),
-            ("key/value cache", self.kv_cache, f"{self.context} tokens of context"),
+            ("key/value cache", self.kv_cache, self._tokens()),
             ("activations", self.activations, "of one prefill chunk"),
             ("staging", self.staging, "reading lanes"),
             ("expert cache", self.experts, share),
         ]
+
+    def _tokens(self) -> str:
+        return f"{self.context} tokens of context" + ("" if self.kv_bits == 16 else f" at {self.kv_bits} bits")
 
     def _where(self) -> str:
         if self.embedding_on_disk:

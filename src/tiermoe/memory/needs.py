@@ -58,7 +58,7 @@ def while_running(model: Inputs) -> list[Need]:
     blueprint, settings, formats = model.blueprint, model.settings, model.every_format
     load = Workload(
         model.context, settings.chunk, settings.batch, blueprint.dtype.itemsize,
-        settings.threads or torch.get_num_threads(),
+        settings.threads or torch.get_num_threads(), settings.kv_bits,
     )  # fmt: skip
     held = 0
     if model.resolved.composition.store == "memory":

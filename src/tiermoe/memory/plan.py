@@ -12,6 +12,7 @@ from tiermoe.decide.composition import require_device
 from tiermoe.decide.prediction import PREDICTIONS
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.kernels import machine_layout
+from tiermoe.memory.activations import sizes_of
 from tiermoe.memory.gpu_plan import divided_with_gpu, gpu_budget, gpu_warnings
 from tiermoe.memory.memory_plan import MemoryPlan, slot_pools, total
 from tiermoe.memory.needs import Inputs, formats_of, while_loading, while_packing, while_running
@@ -19,6 +20,7 @@ from tiermoe.memory.refusals import check_phases, refuse
 from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.dense import recipe
 from tiermoe.model.embedding import embedding_bytes
+from tiermoe.model.latent import LatentSizes
 from tiermoe.model.own_linears import own_linears, types_of
 from tiermoe.process.footprint import ACTIVATIONS_HEAP, resident_bytes
 from tiermoe.process.machine import available_memory
@@ -38,6 +40,7 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None) -
     device = resolve_device(settings.device)
     require_device(composition, device.partition(":")[0])
     _check_options(blueprint, resolved)
+    _check_kv_bits(blueprint, settings, device)
     gpu = gpu_budget(settings, device)  # first: it starts CUDA, which the interpreter's size includes
     budget, source = _budget(settings)
     model = Inputs(
@@ -68,6 +71,7 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None) -
         dense_bits=_dense_bits(blueprint, settings.dense_bits_used, machine_layout(device)),
         embedding_on_disk=on_disk > 0,
         looked_up=0 if on_disk else embedding_bytes(blueprint),
+        kv_bits=settings.kv_bits,
         packers=packers,
         idle_activations=idle,
         types=blueprint.own_types(),
@@ -101,6 +105,23 @@ def _check_options(blueprint: Blueprint, resolved: Resolved) -> None:
         return
     if resolved.settings.chunk != Settings().chunk:
         raise ConfigError(f"chunk does not apply to {blueprint.family.name}: an encoder reads its prompt at once")
+
+
+def _check_kv_bits(blueprint: Blueprint, settings: Settings, device: str) -> None:
+    """ConfigError where keys and values have 16 bits alone."""
+    if settings.kv_bits == 16:
+        return
+    sizes = sizes_of(blueprint, settings, device)
+    if sizes is None:
+        raise ConfigError(
+            f"kv_bits={settings.kv_bits} is for tiermoe's own decoders on a CPU, and {blueprint.family.name} runs here "
+            f"by transformers' code, whose cache has 16 bits; leave --kv-bits out"
+        )
+    if any(isinstance(each, LatentSizes) for each in sizes):
+        raise ConfigError(
+            f"kv_bits={settings.kv_bits} does not apply to {blueprint.family.name}: its cache holds latents, which are "
+            f"compressed already; leave --kv-bits out"
+        )
 
 
 def context_of(blueprint: Blueprint, settings: Settings) -> int:

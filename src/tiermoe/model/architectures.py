@@ -125,13 +125,13 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-def decoder_for(config: Any, weights: Weights, dtype: torch.dtype) -> Decoder | None:
+def decoder_for(config: Any, weights: Weights, dtype: torch.dtype, kv_bits: int = 16) -> Decoder | None:
     """The decoder of a model with this transformers config; None where its family has none or the config asks for what
-    the blocks do not compute."""
+    the blocks do not compute. kv_bits: of keys and values in its caches; latents have 16 alone."""
     rotary = _rotary_for(config, dtype)
     if rotary is None:
         return None
-    return _Builder(ARCHITECTURES[config.model_type], config, weights, dtype).decoder(rotary)
+    return _Builder(ARCHITECTURES[config.model_type], config, weights, dtype).decoder(rotary, kv_bits)
 
 
 def decodes(config: Any) -> bool:
@@ -196,7 +196,7 @@ class _Builder:
     def __init__(self, architecture: Architecture, config: Any, weights: Weights, dtype: torch.dtype) -> None:
         self._of, self._config, self._weights, self._dtype = architecture, config, weights, dtype
 
-    def decoder(self, rotary: Rotary) -> Decoder:
+    def decoder(self, rotary: Rotary, kv_bits: int) -> Decoder:
         weights = self._weights
         layers = [self._layer(index, rotary) for index in range(self._config.num_hidden_layers)]
         return Decoder(
@@ -208,6 +208,7 @@ class _Builder:
             dtype=self._dtype,
             embedding_scale=self._scale("embedding_multiplier"),
             logits_divisor=self._scale("logits_scaling"),
+            kv_bits=kv_bits,
         )
 
     def _layer(self, index: int, rotary: Rotary) -> Layer:

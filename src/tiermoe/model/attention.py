@@ -9,13 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tiermoe.kernels.native.few_tokens_attention import few_tokens_workspace
-from tiermoe.model.kv_cache import LayerShape
+from tiermoe.kernels.native.prompt_attention import prompt_attention, prompt_workspace, takes_prompts
+from tiermoe.model.kv_cache import KVCache, LayerShape
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
 from tiermoe.model.rotary import Turn
-from tiermoe.model.step import Step, held, put
+from tiermoe.model.step import Span, Step, read, write
+from tiermoe.types import Workload
 
 _SCORES = 1 << 22  # scores that are held at once where torch has no kernel that holds none
+_FLOAT_BYTES = 4
 _SCORE_BYTES = 20  # of each, with sinks: in the model's dtype four times, as float32 twice, and masks; measured
 
 
@@ -38,10 +41,23 @@ class GroupedSizes:
         """Columns of a token's queries."""
         return self.heads * self.columns
 
-    def prompt_bytes(self, tokens: int, positions: int, itemsize: int) -> int:
-        """Of one sequence's attention, beside queries, keys and values: masks, and scores where there are sinks."""
-        masks = tokens * positions * (3 + itemsize)
-        return masks + (scores_at_once(self.heads, tokens, positions) * _SCORE_BYTES if self.sinks else 0)
+    @property
+    def rotary_columns(self) -> int:
+        """Columns of a head that are turned, at the most."""
+        return self.columns
+
+    def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:
+        """Of one sequence's attention, beside queries, keys and values: the kernel's workspace. Without the kernel
+        masks, scores where there are sinks, and copies: of a window in order, of keys and values of codes."""
+        if takes_prompts(dtype, self.columns, self.columns):
+            return prompt_workspace(load.threads, self.columns, self.columns)
+        tokens = min(load.chunk, load.context)
+        masks = tokens * load.context * (3 + load.itemsize)
+        scores = scores_at_once(self.heads, tokens, load.context) * _SCORE_BYTES if self.sinks else 0
+        room = self.shape.room(load.context, tokens)
+        unrolled = 2 * room * self.shape.row_bytes(load.itemsize) if room < load.context else 0
+        decoded = room * self.shape.row_bytes(load.itemsize + _FLOAT_BYTES) if load.kv_bits == 8 else 0
+        return masks + scores + unrolled + decoded
 
     def few_tokens_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
         """Of the native kernel."""
@@ -89,20 +105,21 @@ class GroupedAttention:
         key = self._projected(self.key(x), self.kv_heads, self.key_norm)
         value = self._clipped(self.value(x)).view(-1, self.kv_heads, self.columns)
         query, key = self.turn(query, step.cos, step.sin), self.turn(key, step.cos, step.sin)
-        keys, values = step.cache.keys[layer], step.cache.values[layer]
         attended = torch.empty_like(query)
         for span in step.spans:
-            put(keys, span.row, key[span.begin : span.end])
-            put(values, span.row, value[span.begin : span.end])
-            attended[span.begin : span.end] = attend(
-                query[span.begin : span.end],
-                held(keys, span.row, self.window),
-                held(values, span.row, self.window),
-                self.scale,
-                self.window,
-                self.sinks,
-            )
+            write(step.cache, layer, span.row, key[span.begin : span.end], value[span.begin : span.end])
+            attended[span.begin : span.end] = self._attended(query[span.begin : span.end], layer, span, step.cache)
         return self.output(attended.flatten(1))
+
+    def _attended(self, query: Tensor, layer: int, span: Span, cache: KVCache) -> Tensor:
+        """A sequence's tokens over its cache, by the native kernel where there is one."""
+        if takes_prompts(query.dtype, self.columns, self.columns):
+            row = span.row
+            return prompt_attention(
+                query, cache.native(layer), row.slab, row.first, self.scale, self.window, self.sinks
+            )
+        keys, values = read(cache, layer, span.row, self.window)
+        return attend(query, keys, values, self.scale, self.window, self.sinks)
 
     def _projected(self, projected: Tensor, heads: int, norm: Norm | None) -> Tensor:
         if norm is not None and self.norm_all_heads:

@@ -74,6 +74,7 @@ class Decoder:
         dtype: torch.dtype,
         embedding_scale: float = 1.0,
         logits_divisor: float = 1.0,
+        kv_bits: int = 16,
     ) -> None:
         self._embedding = embedding
         self.layers = list(layers)
@@ -83,6 +84,7 @@ class Decoder:
         self._dtype = dtype
         self._embedding_scale = embedding_scale
         self._logits_divisor = logits_divisor
+        self._kv_bits = kv_bits
 
     @property
     def rewinds(self) -> bool:
@@ -123,7 +125,7 @@ class Decoder:
 
     def new_cache(self, slabs: int, context: int, step: int) -> KVCache:
         """A cache for `slabs` sequences of up to `context` tokens, of which `step` run at once."""
-        return KVCache(self.shapes, slabs, context, step, self._dtype)
+        return KVCache(self.shapes, slabs, context, step, self._dtype, self._kv_bits)
 
     @torch.no_grad()
     def step(self, batch: Batch, cache: KVCache, every: bool = False) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tiermoe.errors import ModelError, PromptError
 from tiermoe.kernels.native.few_tokens_attention import Slabs
+from tiermoe.model.kv_codes import SCALE_BYTES
 from tiermoe.types import Need, Phase, Workload
 
 
@@ -25,42 +26,50 @@ class LayerShape:
     value_columns: int
     window: int | None = None
 
+    def row_bytes(self, itemsize: int, bits: int = 16) -> int:
+        """Bytes of a position: in values of `itemsize` bytes, or as codes of 8 bits with a scale for each."""
+        if bits == 8:
+            return self.heads * (self.key_columns + self.value_columns + 2 * SCALE_BYTES)
+        return self.heads * (self.key_columns + self.value_columns) * itemsize
+
     def room(self, context: int, step: int) -> int:
         """Positions that are kept at once: all of the context, or the window and the tokens of a step."""
         return context if self.window is None else min(context, self.window + step)
 
 
-def cache_bytes(shapes: Sequence[LayerShape], context: int, step: int, itemsize: int) -> int:
+def cache_bytes(shapes: Sequence[LayerShape], context: int, step: int, itemsize: int, bits: int = 16) -> int:
     """Bytes of one sequence of `context` tokens in layers of these shapes, of which `step` tokens run at once."""
-    return sum(
-        shape.room(context, step) * shape.heads * (shape.key_columns + shape.value_columns) * itemsize
-        for shape in shapes
-    )
+    return sum(shape.room(context, step) * shape.row_bytes(itemsize, bits) for shape in shapes)
 
 
 def needs(shapes: Sequence[LayerShape], load: Workload) -> list[Need]:
-    """What a cache of layers of these shapes takes, and the copy of one layer's window that a prompt makes of a
-    ring."""
+    """What a cache of layers of these shapes takes."""
     step = min(load.chunk, load.context)
-    held = load.sequences * cache_bytes(shapes, load.context, step, load.itemsize)
-    rings = [shape for shape in shapes if shape.room(load.context, step) < load.context]
-    unrolled = max((cache_bytes([shape], load.context, step, load.itemsize) for shape in rings), default=0)
-    return [
-        Need("kv cache", held, Phase.RUNNING, f"{load.context} tokens of context"),
-        Need("activations", 2 * unrolled, Phase.RUNNING, "a window in order"),
-    ]
+    held = load.sequences * cache_bytes(shapes, load.context, step, load.itemsize, load.kv_bits)
+    return [Need("kv cache", held, Phase.RUNNING, f"{load.context} tokens of context")]
 
 
 class KVCache:
     """Slabs of `context` positions in every layer. Memory is taken as positions are written, not before.
 
     `keys[layer]` (slabs, heads, room, key columns) and `values[layer]` alike: position p lies at p % room. A layer
-    whose room is smaller than the context keeps its window alone."""
+    whose room is smaller than the context keeps its window alone. Where `bits` is 8 they are codes, int8, and
+    `key_scales[layer]` and `value_scales[layer]` (slabs, heads, room, 1) are theirs (`kv_codes`)."""
 
-    def __init__(self, shapes: Sequence[LayerShape], slabs: int, context: int, step: int, dtype: torch.dtype) -> None:
-        self.shapes, self.slabs, self.context, self.step = tuple(shapes), slabs, context, step
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        slabs: int,
+        context: int,
+        step: int,
+        dtype: torch.dtype,
+        bits: int = 16,
+    ) -> None:
+        self.shapes, self.slabs, self.context, self.step, self.bits = tuple(shapes), slabs, context, step, bits
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.key_scales: list[Tensor] = []
+        self.value_scales: list[Tensor] = []
         self._lengths = [0] * slabs
         self._furthest = [0] * slabs  # how far positions were ever written: what lies in a ring
         self._free = list(reversed(range(slabs)))
@@ -68,8 +77,20 @@ class KVCache:
         self._native: dict[int, Slabs] = {}
         for shape in shapes:
             each = slabs, shape.heads, shape.room(context, step)
-            self.keys.append(torch.empty((*each, shape.key_columns), dtype=dtype))
-            self.values.append(torch.empty((*each, shape.value_columns), dtype=dtype))
+            held = dtype if bits == 16 else torch.int8
+            self.keys.append(torch.empty((*each, shape.key_columns), dtype=held))
+            self.values.append(torch.empty((*each, shape.value_columns), dtype=held))
+            if bits == 8:
+                self.key_scales.append(torch.empty((*each, 1), dtype=torch.bfloat16))
+                self.value_scales.append(torch.empty((*each, 1), dtype=torch.bfloat16))
+
+    @property
+    def _kept(self) -> dict[str, list[Tensor]]:
+        """Name → what is kept of each layer."""
+        return {
+            "keys": self.keys, "values": self.values,
+            "key_scales": self.key_scales, "value_scales": self.value_scales,
+        }  # fmt: skip
 
     def open(self) -> int:
         """A slab for another sequence, empty. PromptError where all are taken."""
@@ -90,7 +111,8 @@ class KVCache:
         found = self._native.get(layer)
         if found is None:
             keys, values = self.keys[layer], self.values[layer]
-            found = Slabs(keys, values if values.shape[3] else None, ring=keys.shape[2] < self.context)
+            scales = (self.key_scales[layer], self.value_scales[layer]) if self.bits == 8 else None
+            found = Slabs(keys, values if values.shape[3] else None, keys.shape[2] < self.context, scales)
             self._native[layer] = found
         return found
 
@@ -100,7 +122,7 @@ class KVCache:
             return
         self.context = max(positions, 2 * self.context)
         self._native.clear()
-        for tensors in (self.keys, self.values):
+        for tensors in filter(None, self._kept.values()):
             for layer, (tensor, shape) in enumerate(zip(tensors, self.shapes, strict=True)):
                 room = shape.room(self.context, self.step)
                 if room <= tensor.shape[2]:
@@ -143,7 +165,7 @@ class KVCache:
     def copy(self, slab: int, other: int) -> None:
         """Makes the sequence in slab `other` equal to that in `slab`."""
         length = self._lengths[slab]
-        for tensors in (self.keys, self.values):
+        for tensors in self._kept.values():
             for tensor in tensors:
                 kept = min(self._furthest[slab], tensor.shape[2])
                 tensor[other, :, :kept] = tensor[slab, :, :kept]
@@ -152,7 +174,7 @@ class KVCache:
     def select(self, chosen: Sequence[int]) -> None:
         """The sequence of slab i becomes that of slab chosen[i] (beam search)."""
         index = torch.tensor(chosen)
-        for tensors in (self.keys, self.values):
+        for tensors in self._kept.values():
             for tensor in tensors:
                 tensor[: len(index)] = tensor[index]
         self._lengths[: len(index)] = [self._lengths[slab] for slab in chosen]
@@ -161,7 +183,7 @@ class KVCache:
     def save(self, slab: int, file: Path) -> None:
         """Writes a sequence to a safetensors file."""
         kept = {}
-        for name, tensors in (("keys", self.keys), ("values", self.values)):
+        for name, tensors in self._kept.items():
             for layer, tensor in enumerate(tensors):
                 kept[f"{name}.{layer}"] = tensor[slab, :, : min(self._furthest[slab], tensor.shape[2])].contiguous()
         kept["lengths"] = torch.tensor([self._lengths[slab], self._furthest[slab]])
@@ -177,9 +199,11 @@ class KVCache:
                 raise PromptError(
                     f"{file} holds {furthest:,} tokens, memory is set aside for {self.context:,}; raise --context"
                 )
-            for name, tensors in (("keys", self.keys), ("values", self.values)):
+            for name, tensors in self._kept.items():
                 for layer, tensor in enumerate(tensors):
                     each = held[f"{name}.{layer}"]
+                    if each.dtype != tensor.dtype:
+                        raise KeyError(f"{name} are {each.dtype}, not {tensor.dtype}")
                     tensor[slab, :, : each.shape[1]] = each
         except (KeyError, RuntimeError) as error:
             self.close(slab)

@@ -31,14 +31,24 @@ class Rotary:
         (T, columns)."""
         factor = self._scale(end)
         table = self._tables.get(factor)
-        if table is None or table[0].shape[0] < end:
-            table = self._tables[factor] = self._table(factor, -(-end // _BLOCK) * _BLOCK)
+        if table is None:
+            table = self._tables[factor] = self._table(factor, 0, end)
+        elif len(table[0]) < end:  # what is there stays: a long prompt comes in many chunks
+            more = self._table(factor, len(table[0]), end)
+            table = self._tables[factor] = (torch.cat((table[0], more[0])), torch.cat((table[1], more[1])))
         return table[0][positions], table[1][positions]
 
-    def _table(self, factor: float, positions: int) -> tuple[Tensor, Tensor]:
-        angles = torch.arange(positions, dtype=torch.float32)[:, None] * self._frequencies
+    def _table(self, factor: float, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions from `begin` on, in whole blocks."""
+        positions = torch.arange(begin, -(-end // _BLOCK) * _BLOCK, dtype=torch.float32)
+        angles = positions[:, None] * self._frequencies
         angles = torch.cat((angles, angles), dim=-1)
         return (angles.cos() * factor).to(self._dtype), (angles.sin() * factor).to(self._dtype)
+
+
+def table_bytes(positions: int, columns: int, itemsize: int) -> int:
+    """What a `Rotary` keeps for so many positions, and once more while it grows."""
+    return 2 * 2 * -(-positions // _BLOCK) * _BLOCK * columns * itemsize
 
 
 def knows_rotary(config: Any) -> bool:

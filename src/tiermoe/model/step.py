@@ -10,6 +10,7 @@ from torch import Tensor
 from tiermoe.batch import Batch, Row
 from tiermoe.kernels.native.few_tokens_attention import Step as NativeStep
 from tiermoe.model.kv_cache import KVCache
+from tiermoe.model.kv_codes import decode, encode
 from tiermoe.model.rotary import Rotary
 from tiermoe.native import available
 from tiermoe.types import FEW_TOKENS
@@ -49,6 +50,24 @@ class Step:
         if not available() or self.cache.dtype != torch.bfloat16:
             return None
         return NativeStep(self.slabs, self.positions, self.cos.bfloat16(), self.sin.bfloat16())
+
+
+def write(cache: KVCache, layer: int, row: Row, keys: Tensor, values: Tensor) -> None:
+    """Puts a row's keys and values (T, heads, columns) into a layer's cache, as codes where it holds codes."""
+    for kept, scales, new in ((cache.keys, cache.key_scales, keys), (cache.values, cache.value_scales, values)):
+        if cache.bits == 8:
+            new, its = encode(new)
+            put(scales[layer], row, its)
+        put(kept[layer], row, new)
+
+
+def read(cache: KVCache, layer: int, row: Row, window: int | None) -> tuple[Tensor, Tensor]:
+    """The keys and values that a row's tokens may attend to (`held`), in the cache's dtype."""
+    keys, values = held(cache.keys[layer], row, window), held(cache.values[layer], row, window)
+    if cache.bits == 16:
+        return keys, values
+    key_scales, value_scales = (held(each[layer], row, window) for each in (cache.key_scales, cache.value_scales))
+    return decode(keys, key_scales, cache.dtype), decode(values, value_scales, cache.dtype)
 
 
 def put(kept: Tensor, row: Row, new: Tensor) -> None:

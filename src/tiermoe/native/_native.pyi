@@ -86,12 +86,42 @@ def attention(
     /,
 ) -> bytes: ...
 def slabs(
-    keys: int, values: int, slabs: int, kv_heads: int, room: int, key_columns: int, value_columns: int, ring: bool, /
+    keys: int,
+    values: int,
+    key_scales: int,
+    value_scales: int,
+    slabs: int,
+    kv_heads: int,
+    room: int,
+    key_columns: int,
+    value_columns: int,
+    ring: bool,
+    /,
 ) -> bytes: ...
 def step(tokens: int, slabs: int, positions: int, first: int, cos: int, sin: int, rotary_columns: int, /) -> bytes: ...
 def workspace(attention: bytes, step: bytes, slabs: bytes, threads: int, /) -> int: ...
 def attend(
     attention: bytes, step: bytes, slabs: bytes, workspace: int, x: int, out: int, normed: int, threads: int, /
+) -> None: ...
+def prompt_workspace(slabs: bytes, threads: int, /) -> int: ...
+def prompt_state(slabs: bytes, tokens: int, heads: int, /) -> int: ...
+def attend_prompt(
+    slabs: bytes,
+    query: int,
+    out: int,
+    sinks: int,
+    tokens: int,
+    heads: int,
+    slab: int,
+    first: int,
+    window: int,
+    scale: float,
+    begin: int,
+    end: int,
+    state: int,
+    workspace: int,
+    threads: int,
+    /,
 ) -> None: ...
 def hqq(
     weights: int,

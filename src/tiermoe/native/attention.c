@@ -41,6 +41,7 @@ const char *attention_misfit(const Attention *layer, const Step *step, const Sla
         return "keys of another number of heads or columns than the layer's";
     if (slabs->value_columns != (layer->latent_columns ? 0 : layer->value_columns))
         return "values of another number of columns than the layer's";
+    if (slabs->key_scales && layer->latent_columns) return "codes of 8 bits for latents";
     if (step->rotary_columns != layer->rotary_columns) return "cos and sin of another width than the layer rotates";
     if (slabs->ring && !layer->window) return "a ring for a layer without a window";
     if (slabs->ring && layer->window + step->spread > slabs->room)
@@ -53,6 +54,21 @@ const char *attention_misfit(const Attention *layer, const Step *step, const Sla
             return "a first position that is negative or beyond the token's own";
     }
     return NULL;
+}
+
+Positions slab_positions(const Slabs *slabs, size_t slab, size_t kv_head) {
+    const size_t row = (slab * slabs->kv_heads + kv_head) * slabs->room, each = slabs->key_scales ? 1 : sizeof(bf16);
+    return (Positions){
+        .keys = (const char *)slabs->keys + row * slabs->key_columns * each,
+        .values = slabs->values ? (const char *)slabs->values + row * slabs->value_columns * each : NULL,
+        .key_scales = slabs->key_scales ? slabs->key_scales + row : NULL,
+        .value_scales = slabs->value_scales ? slabs->value_scales + row : NULL,
+        .key_columns = slabs->key_columns,
+        .value_columns = slabs->value_columns,
+        .key_stride = slabs->key_columns,
+        .value_stride = slabs->value_columns,
+        .room = slabs->room,
+    };
 }
 
 /* The parts of the workspace, each on a line of its own. */
@@ -180,17 +196,9 @@ static void attend(void *data, size_t thread, size_t task) {
     const size_t kv_head = task / job->works / parts, from = task / job->works % parts * job->heads_each;
     const size_t count = group - from < job->heads_each ? group - from : job->heads_each;
     const size_t head = kv_head * group + from, token = work->token, width = key_width(layer);
-    const size_t slab = (size_t)job->step->slabs[token] * slabs->kv_heads + kv_head;
-    const bf16 *keys = slabs->keys + slab * slabs->room * width;
-    const Positions positions = {
-        .keys = keys,
-        .values = layer->latent_columns ? keys : slabs->values + slab * slabs->room * layer->value_columns,
-        .key_columns = width,
-        .value_columns = value_width(layer),
-        .key_stride = width,
-        .value_stride = layer->latent_columns ? width : layer->value_columns,
-        .room = slabs->room,
-    };
+    Positions positions = slab_positions(slabs, (size_t)job->step->slabs[token], kv_head);
+    if (layer->latent_columns)
+        positions.values = positions.keys, positions.value_columns = layer->latent_columns, positions.value_stride = width;
     const size_t tile = work->tile * TILE, position = (size_t)job->step->positions[token];
     (void)thread;
     kernels->attend_tile(&positions, job->query + (token * layer->heads + head) * width, count,

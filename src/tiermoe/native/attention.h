@@ -5,6 +5,7 @@
 #ifndef TIERMOE_ATTENTION_H
 #define TIERMOE_ATTENTION_H
 
+#include "attention_tiles.h"
 #include "matrix.h"
 #include "norm_row.h"
 
@@ -50,15 +51,20 @@ void step_measure(Step *step);
 
 /* The key/value cache of a layer: keys (slabs, kv_heads, room, key_columns), values (slabs, kv_heads, room, value_columns);
  * of latent attention keys (slabs, 1, room, latent_columns + rotary_columns) and no values. Position p lies in row p, or in
- * row p % room of a ring. */
+ * row p % room of a ring. Keys and values are bfloat16, or codes of 8 bits with a scale for each row (kv_codes.h):
+ * key_scales and value_scales (slabs, kv_heads, room). */
 typedef struct {
-    bf16 *keys, *values;
+    void *keys, *values;
+    bf16 *key_scales, *value_scales; /* NULL: bfloat16 */
     size_t slabs, kv_heads, room, key_columns, value_columns;
     int ring;
 } Slabs;
 
 /* NULL where the layer can do the step with these slabs, else what does not fit. */
 const char *attention_misfit(const Attention *layer, const Step *step, const Slabs *slabs);
+
+/* Keys and values of a sequence's head, for the kernels of attention_tiles.h. */
+Positions slab_positions(const Slabs *slabs, size_t slab, size_t kv_head);
 
 /* Bytes of workspace. */
 size_t attention_workspace(const Attention *layer, const Step *step, size_t threads);

@@ -2,6 +2,7 @@
 #include "attention_binding.h"
 
 #include "attention.h"
+#include "prompt_attention.h"
 
 typedef unsigned long long Address;
 
@@ -68,12 +69,15 @@ PyObject *attention_layer(PyObject *self, PyObject *args) {
 }
 
 PyObject *attention_slabs(PyObject *self, PyObject *args) {
-    Address keys, values;
+    Address keys, values, key_scales, value_scales;
     Py_ssize_t count, kv_heads, room, key, value;
     int ring;
     (void)self;
-    if (!PyArg_ParseTuple(args, "KKnnnnnp", &keys, &values, &count, &kv_heads, &room, &key, &value, &ring)) return NULL;
-    const Slabs slabs = {at(keys), at(values), (size_t)count, (size_t)kv_heads, (size_t)room, (size_t)key, (size_t)value, ring};
+    if (!PyArg_ParseTuple(args, "KKKKnnnnnp", &keys, &values, &key_scales, &value_scales, &count, &kv_heads, &room, &key,
+                          &value, &ring))
+        return NULL;
+    const Slabs slabs = {at(keys), at(values), at(key_scales), at(value_scales), (size_t)count, (size_t)kv_heads,
+                         (size_t)room, (size_t)key, (size_t)value, ring};
     return give(&slabs, sizeof slabs);
 }
 
@@ -116,6 +120,46 @@ PyObject *attention_attend(PyObject *self, PyObject *args) {
         return NULL;
     Py_BEGIN_ALLOW_THREADS
     attention_run(&layer, &step, &slabs, at(x), at(out), at(normed), at(workspace), threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+PyObject *attention_prompt_room(PyObject *self, PyObject *args) {
+    PyObject *bytes;
+    unsigned threads;
+    Slabs slabs;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "OI", &bytes, &threads) || !take(bytes, &slabs, sizeof slabs)) return NULL;
+    return PyLong_FromSize_t(prompt_workspace(&slabs, threads));
+}
+
+PyObject *attention_prompt_state(PyObject *self, PyObject *args) {
+    PyObject *bytes;
+    Py_ssize_t tokens, heads;
+    Slabs slabs;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "Onn", &bytes, &tokens, &heads) || !take(bytes, &slabs, sizeof slabs)) return NULL;
+    return PyLong_FromSize_t(sizeof(float) * prompt_state((size_t)tokens, (size_t)heads, &slabs));
+}
+
+PyObject *attention_attend_prompt(PyObject *self, PyObject *args) {
+    PyObject *bytes;
+    Address query, out, sinks, state, workspace;
+    Py_ssize_t tokens, heads, slab, first, window, from, to;
+    float scale;
+    unsigned threads;
+    Slabs slabs;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "OKKKnnnnnfnnKKI", &bytes, &query, &out, &sinks, &tokens, &heads, &slab, &first, &window,
+                          &scale, &from, &to, &state, &workspace, &threads))
+        return NULL;
+    if (!take(bytes, &slabs, sizeof slabs)) return NULL;
+    const Prompt prompt = {at(query), at(out), at(sinks), (size_t)tokens, (size_t)heads, (size_t)slab, (size_t)first,
+                           (size_t)window, scale, (size_t)from, (size_t)to, at(state)};
+    const char *misfit = prompt_misfit(&prompt, &slabs);
+    if (misfit) return PyErr_SetString(PyExc_ValueError, misfit), NULL;
+    Py_BEGIN_ALLOW_THREADS
+    prompt_attend(&prompt, &slabs, at(workspace), threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

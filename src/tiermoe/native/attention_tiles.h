@@ -13,13 +13,17 @@ enum {
     TILE_HEADER = 16,  /* floats of a query's result before its sums: the largest score, the sum of weights */
 };
 
-/* Keys and values of one sequence and head: position p lies in row p % room. */
+/* Keys and values of one sequence and head: position p lies in row p % room. Rows are bfloat16, or, where there are
+ * scales, signed codes of 8 bits that a row's scale multiplies. */
 typedef struct {
-    const bf16 *keys, *values;
-    size_t key_columns, value_columns; /* multiples of 32 */
-    size_t key_stride, value_stride;   /* values from one row to the next */
+    const void *keys, *values;
+    const bf16 *key_scales, *value_scales; /* of each row; NULL: rows of bfloat16 */
+    size_t key_columns, value_columns;     /* multiples of 32, with scales at most MOST_CODED */
+    size_t key_stride, value_stride;       /* values from one row to the next */
     size_t room;
 } Positions;
+
+enum { MOST_CODED = 256 }; /* columns of a row of codes */
 
 /* Where the rows of a tile begin. */
 typedef struct {
@@ -34,11 +38,40 @@ static inline size_t tile_row(const TileRows *rows, size_t i) {
 
 static inline size_t tile_result(size_t value_columns) { return TILE_HEADER + value_columns; }
 
+/* Queries of a prompt that attend over the same keys and values, each to positions begin .. end - 1; both ascend from one
+ * to the next. out: value_columns of each. sinks: a score without a value that joins the softmax; NULL: none.
+ *
+ * A call attends to what of that is in from .. to - 1. Where that is not all, the calls for the others go before (from > 0)
+ * or come after (`more`), in order, from and to multiples of QUERY_TILE between them, and `state` holds what is known after
+ * each: rows_state floats. */
+enum { QUERY_ROWS = 64, QUERY_TILE = 128 };
+typedef struct {
+    size_t count;
+    const bf16 *queries[QUERY_ROWS];
+    bf16 *out[QUERY_ROWS];
+    size_t begin[QUERY_ROWS], end[QUERY_ROWS];
+    const bf16 *sinks[QUERY_ROWS];
+    float scale;
+    size_t from, to;
+    int more;
+    float *state; /* NULL: the call attends to all */
+} QueryRows;
+
+static inline size_t rows_state(size_t value_columns) { return QUERY_ROWS * (value_columns + 2); }
+
+/* Floats of the workspace that attend_rows takes. */
+static inline size_t rows_workspace(size_t key_columns, size_t value_columns) {
+    return (QUERY_ROWS + QUERY_TILE) * (key_columns + value_columns) + (2 * QUERY_TILE + 5) * QUERY_ROWS;
+}
+
 /* What the kernels provide of it (kernels.h):
  *
  * attend_tile: results (count, tile_result(value_columns)): for each of queries (count, key_columns) the largest score of
  * positions begin .. end - 1, all of one tile, the sum of e^(score - largest), each rounded to bfloat16, and the values
  * weighted by them.
+ *
+ * attend_rows: the attention of queries of a prompt, tile by tile of QUERY_TILE positions, in one softmax that goes along.
+ * A query's bits do not depend on the others of the call: tiles begin at multiples of QUERY_TILE.
  *
  * merge_tiles: out (value_columns) = a query's results of `tiles` tiles, `stride` floats apart, in one softmax. sink: a
  * score without a value that joins it; NULL: none. */

@@ -3,6 +3,7 @@
 
 #include "attention_job.h"
 #include "kernels.h"
+#include "kv_codes.h"
 #include "rotary.h"
 
 /* Rows of one token's heads as projected, and their norm's factor where it spans all heads. */
@@ -42,10 +43,18 @@ void grouped_place(void *data, size_t thread, size_t task) {
     const Projected queries = projected(layer, job->projected_query + token * query_rows, &layer->query_norm);
     const Projected keys = projected(layer, job->projected_key + token * key_rows, &layer->key_norm);
     const size_t row = cache_row(job, token, kv_head);
+    const bf16 *values = job->projected_value + token * layer->value.matrix.rows + kv_head * width;
+    const Slabs *slabs = job->slabs;
     (void)thread;
-    place(job, token, &keys, kv_head, job->slabs->keys + row * columns);
-    memcpy(job->slabs->values + row * width,
-           job->projected_value + token * layer->value.matrix.rows + kv_head * width, width * sizeof(bf16));
+    if (slabs->key_scales) {
+        bf16 key[MOST_HEAD_COLUMNS];
+        place(job, token, &keys, kv_head, key);
+        kv_encode(key, columns, (int8_t *)slabs->keys + row * columns, slabs->key_scales + row);
+        kv_encode(values, width, (int8_t *)slabs->values + row * width, slabs->value_scales + row);
+    } else {
+        place(job, token, &keys, kv_head, (bf16 *)slabs->keys + row * columns);
+        memcpy((bf16 *)slabs->values + row * width, values, width * sizeof(bf16));
+    }
     for (size_t head = kv_head * group; head < (kv_head + 1) * group; head++)
         place(job, token, &queries, head, job->query + (token * layer->heads + head) * columns);
 }

@@ -49,6 +49,7 @@ typedef struct {
     /* See attention_tiles.h. */
     void (*attend_tile)(const Positions *positions, const bf16 *queries, size_t count, size_t begin, size_t end, float scale,
                         float *results);
+    void (*attend_rows)(const Positions *positions, const QueryRows *rows, float *workspace);
     void (*merge_tiles)(const float *results, size_t tiles, size_t stride, size_t value_columns, const bf16 *sink, bf16 *out);
 
     /* From 2 bits to 4 (quant/ladders.py): pairs (count, 4, run) and ladders (count, run) become codes (count, 8, run), all

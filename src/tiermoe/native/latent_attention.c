@@ -51,7 +51,7 @@ static void place_key(const Job *job, size_t token) {
     const Attention *layer = job->layer;
     const size_t rotary = layer->rotary_columns, latent = layer->latent_columns;
     const bf16 *projected = job->projected_key + token * layer->key.matrix.rows;
-    bf16 *row = job->slabs->keys + cache_row(job, token, 0) * key_width(layer);
+    bf16 *row = (bf16 *)job->slabs->keys + cache_row(job, token, 0) * key_width(layer);
     norm_row(&layer->key_norm, projected, row);
     rotate(projected + latent, job->step->cos + token * rotary, job->step->sin + token * rotary, rotary, rotary,
            layer->interleaved, row + latent);

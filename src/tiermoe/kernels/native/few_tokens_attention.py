@@ -39,20 +39,35 @@ def few_tokens_workspace(
 class Slabs:
     """A layer's key/value cache, bfloat16 and contiguous: keys (slabs, kv heads, room, head), values (slabs, kv heads,
     room, value); of latent attention keys (slabs, 1, room, latent + rotary) and no values. Position p lies in row p, of
-    a ring in row p % room: its room holds a window and as many positions as a step adds to a sequence.
+    a ring in row p % room: its room holds a window and as many positions as a step adds to a sequence. scales: of keys
+    and values that are codes, int8 (`model.kv_codes`), bfloat16 (slabs, kv heads, room, 1) each.
 
     ValueError: of another dtype, shape or layout. Keeps the tensors alive."""
 
-    def __init__(self, keys: Tensor, values: Tensor | None = None, ring: bool = False) -> None:
-        for name, tensor in (("keys", keys), ("values", values)):
-            if tensor is not None and (not plain(tensor) or tensor.ndim != 4 or tensor.shape[:3] != keys.shape[:3]):
-                raise ValueError(f"{name} must be contiguous bfloat16 (slabs, heads, room, columns) on the CPU")
-        self.keys, self.values, self.ring = keys, values, ring
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor | None = None,
+        ring: bool = False,
+        scales: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        dtype = torch.bfloat16 if scales is None else torch.int8
+        for name, tensor, its in (("keys", keys, dtype), ("values", values, dtype), *_named(scales)):
+            fits = tensor is None or (tensor.dtype == its and tensor.is_contiguous() and tensor.device.type == "cpu")
+            if tensor is not None and (not fits or tensor.ndim != 4 or tensor.shape[:3] != keys.shape[:3]):
+                raise ValueError(f"{name} must be contiguous {str(its)[6:]} (slabs, heads, room, columns) on the CPU")
+        self.keys, self.values, self.ring, self.scales = keys, values, ring, scales
         slabs, heads, room, columns = keys.shape
+        key_scales, value_scales = (None, None) if scales is None else scales
         self.packed = _native.slabs(
-            keys.data_ptr(), address(values), slabs, heads, room, columns, 0 if values is None else values.shape[3],
-            ring,
+            keys.data_ptr(), address(values), address(key_scales), address(value_scales), slabs, heads, room, columns,
+            0 if values is None else values.shape[3], ring,
         )  # fmt: skip
+
+
+def _named(scales: tuple[Tensor, Tensor] | None) -> list[tuple[str, Tensor, torch.dtype]]:
+    names = ("scales of keys", "scales of values")
+    return [(name, each, torch.bfloat16) for name, each in zip(names, scales or (), strict=False)]
 
 
 class Step:

@@ -22,15 +22,19 @@ static int runs(void) {
 #include "shared/eight_rows.h"
 #include "shared/eight_gguf.h"
 #include "avx2/widen.h"
+#include "shared/ahead.h"
 #include "shared/codes.h"
 #include "shared/exponential.h"
 #include "shared/hqq.h"
+#include "shared/kv_codes.h"
 #include "shared/ladders.h"
 #include "shared/norm.h"
 #include "shared/rotary.h"
 #include "shared/rows.h"
+#include "shared/units.h"
 #include "shared/weigh.h"
 
+#include "shared/prompt_rows.h"
 #include "shared/tiles.h"
 
 #if defined(__clang__)

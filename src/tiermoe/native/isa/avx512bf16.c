@@ -22,6 +22,10 @@ static int runs(void) {
 #include "shared/x86_blocks.h"
 #include "avx512bf16/gguf.h"
 #include "avx512bf16/vector.h"
+#include "shared/ahead.h"
+#include "shared/kv_codes.h"
+
+#include "avx512bf16/units.h"
 #include "avx512bf16/weigh.h"
 #include "avx512bf16/widen.h"
 #include "shared/codes.h"
@@ -31,6 +35,7 @@ static int runs(void) {
 #include "shared/norm.h"
 #include "shared/rotary.h"
 #include "shared/rows.h"
+#include "shared/prompt_rows.h"
 #include "shared/tiles.h"
 
 #if defined(__clang__)

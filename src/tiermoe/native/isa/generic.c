@@ -8,15 +8,19 @@ static int runs(void) { return 1; }
 #include "generic/products.h"
 #include "generic/widen.h"
 #include "shared/eight_gguf.h"
+#include "shared/ahead.h"
 #include "shared/codes.h"
 #include "shared/exponential.h"
 #include "shared/hqq.h"
+#include "shared/kv_codes.h"
 #include "shared/ladders.h"
 #include "shared/norm.h"
 #include "shared/rotary.h"
 #include "shared/rows.h"
+#include "shared/units.h"
 #include "shared/weigh.h"
 
+#include "shared/prompt_rows.h"
 #include "shared/tiles.h"
 
 #define KERNELS kernels_generic

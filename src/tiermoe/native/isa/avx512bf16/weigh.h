@@ -10,16 +10,18 @@ static inline void store_columns(__m512 low, __m512 high, float *out) {
 }
 
 /* results[q * stride + c] = the sum of weights[q][i] times column c of value i, for `width` columns from `begin`
- * on: two positions at a time, whose columns become pairs. */
+ * on: two positions at a time, whose columns become pairs. `keys`: of the next tile, to be fetched; NULL: are. */
 static inline __attribute__((always_inline)) void weigh(size_t count, size_t width, const Positions *positions,
                                                                const TileRows *rows, const bf16 (*weights)[TILE], size_t begin,
-                                                               float *results, size_t stride) {
+                                                               float *results, size_t stride, const Ahead *keys) {
     __m512 sums[QUERIES][128 / LANES];
     for (size_t q = 0; q < count; q++)
         for (size_t r = 0; r < width / LANES; r++) sums[q][r] = _mm512_setzero_ps();
     for (size_t i = 0; i < rows->count; i += 2) {
-        const bf16 *even = positions->values + tile_row(rows, i) * positions->value_stride + begin;
-        const bf16 *odd = positions->values + tile_row(rows, i + 1) * positions->value_stride + begin;
+        if (keys) fetch(keys, i, 2);
+        const bf16 *values = (const bf16 *)positions->values + begin;
+        const bf16 *even = values + tile_row(rows, i) * positions->value_stride;
+        const bf16 *odd = values + tile_row(rows, i + 1) * positions->value_stride;
         __m512i pairs[128 / LANES];
         for (size_t r = 0; r < width / LANES; r += 2) {
             const __m512i a = _mm512_loadu_si512(even + LANES * r), b = _mm512_loadu_si512(odd + LANES * r);

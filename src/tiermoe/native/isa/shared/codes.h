@@ -108,16 +108,16 @@ static void encode_eight(const Codes *job, size_t begin, size_t rows, Squares *s
 
 /* The sum of squared errors of a group under a scale, in torch's order, and its codes -32 .. 31. */
 INLINE float six_under(const float *weights, size_t group, float scale, float *codes) {
-    enum { PARTS = 4, EACH_PART = 8 };
-    float sums[PARTS][EACH_PART] = {{0}}, sum = 0;
+    enum { PARTS = 4, PART_SIZE = 8 };
+    float sums[PARTS][PART_SIZE] = {{0}}, sum = 0;
     nearest(weights, group, scale, 0, -32, 31, codes);
-    for (size_t first = 0; first < group; first += PARTS * EACH_PART) EACH(p, PARTS) EACH(i, EACH_PART) {
-                const size_t at = first + p * EACH_PART + i;
+    for (size_t first = 0; first < group; first += PARTS * PART_SIZE) EACH(p, PARTS) EACH(i, PART_SIZE) {
+                const size_t at = first + p * PART_SIZE + i;
                 const float apart = codes[at] * scale - weights[at];
                 sums[p][i] += apart * apart;
             }
-    for (size_t p = 1; p < PARTS; p++) EACH(i, EACH_PART) sums[0][i] += sums[p][i];
-    EACH(i, EACH_PART) sum += sums[0][i];
+    for (size_t p = 1; p < PARTS; p++) EACH(i, PART_SIZE) sums[0][i] += sums[p][i];
+    EACH(i, PART_SIZE) sum += sums[0][i];
     return sum;
 }
 

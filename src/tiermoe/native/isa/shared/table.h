@@ -14,6 +14,7 @@ const Kernels KERNELS = {
     .rotate = rotate_columns,
     .logits = logits_of,
     .attend_tile = attend,
+    .attend_rows = attend_rows,
     .merge_tiles = merge,
     .widen = widen_codes,
     .hqq = hqq_block,

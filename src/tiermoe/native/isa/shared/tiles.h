@@ -3,15 +3,17 @@
 
 enum { KEYS = 4 }; /* scored at a time */
 
-/* scores[q][i] = scale * query q times key i. */
+/* scores[q][i] = scale * query q times key i. `values`: what of the tile is read after its keys; NULL: is here. */
 static inline __attribute__((always_inline)) void score(size_t count, const Positions *positions, const TileRows *rows,
-                                                        const bf16 *queries, float scale, float (*scores)[TILE]) {
+                                                        const bf16 *queries, float scale, float (*scores)[TILE],
+                                                        const Ahead *values) {
     const size_t columns = positions->key_columns;
     for (size_t i = 0; i < rows->count; i += KEYS) {
         const bf16 *keys[KEYS];
         Dot sums[QUERIES][KEYS];
+        if (values) fetch(values, i, KEYS);
         for (size_t j = 0; j < KEYS; j++) {
-            keys[j] = positions->keys + tile_row(rows, i + j) * positions->key_stride;
+            keys[j] = (const bf16 *)positions->keys + tile_row(rows, i + j) * positions->key_stride;
             for (size_t q = 0; q < count; q++) sums[q][j] = no_dot();
         }
         for (size_t c = 0; c < columns; c += DOT)
@@ -23,57 +25,112 @@ static inline __attribute__((always_inline)) void score(size_t count, const Posi
     }
 }
 
-/* weights[i] = e^(scores[i] - largest), rounded, 0 from `count` on to the end of the lanes; header: largest and sum. */
-static void soften(float *scores, size_t count, bf16 *weights, float *header) {
+/* weights[i] = e^(scores[i] - largest), rounded, 0 from `count` on to the end of the lanes; header: largest and sum. Of
+ * codes scores are multiplied with their keys' scales before, and weights with their values', which the sum is without. */
+static void soften(float *scores, size_t count, const float (*scales)[TILE], bf16 *weights, float *header) {
     const size_t lanes = (count + LANES - 1) / LANES * LANES;
     Vector largest = all(-FLT_MAX), sum = zeros();
+    for (size_t i = 0; scales && i < lanes; i += LANES) store(scores + i, times(load(scores + i), load(scales[0] + i)));
     for (size_t i = count; i < lanes; i++) scores[i] = -FLT_MAX;
     for (size_t i = 0; i < lanes; i += LANES) largest = larger_of(largest, load(scores + i));
     header[0] = largest_of(largest);
     largest = all(header[0]);
     for (size_t i = 0; i < lanes; i += LANES) {
-        const Vector rounded = keep(as_bf16(exponential(minus(load(scores + i), largest))), count - i);
+        const Vector weight = keep(exponential(minus(load(scores + i), largest)), count - i);
+        const Vector rounded = as_bf16(scales ? times(weight, load(scales[1] + i)) : weight);
         store_bf16(weights + i, rounded);
-        sum = plus(sum, rounded);
+        sum = plus(sum, scales ? weight : rounded);
     }
     header[1] = sum_of(sum);
 }
 
-static inline __attribute__((always_inline)) void attend_some(size_t count, const Positions *positions,
-                                                              const TileRows *rows, const bf16 *queries, float scale,
-                                                              float *results) {
-    const size_t columns = positions->value_columns, stride = tile_result(columns);
-    float scores[QUERIES][TILE] __attribute__((aligned(64)));
-    bf16 weights[QUERIES][TILE] __attribute__((aligned(64)));
-    float *sums = results + TILE_HEADER;
-    score(count, positions, rows, queries, scale, scores);
-    for (size_t q = 0; q < count; q++) soften(scores[q], rows->count, weights[q], results + q * stride);
+/* results[q * stride + c] = the sum of weights[q][i] times column c of value i. */
+static inline __attribute__((always_inline)) void weigh_some(size_t count, const Positions *positions, const TileRows *rows,
+                                                             const bf16 (*weights)[TILE], float *sums, size_t stride,
+                                                             const Ahead *keys) {
+    const size_t columns = positions->value_columns;
     size_t c = 0; /* as many columns at a time as have sums in the registers */
-    for (; WIDEST(count) >= 128 && c + 128 <= columns; c += 128) weigh(count, 128, positions, rows, weights, c, sums, stride);
-    for (; WIDEST(count) >= 64 && c + 64 <= columns; c += 64) weigh(count, 64, positions, rows, weights, c, sums, stride);
-    for (; c < columns; c += 32) weigh(count, 32, positions, rows, weights, c, sums, stride);
+    for (; WIDEST(count) >= 128 && c + 128 <= columns; c += 128, keys = NULL)
+        weigh(count, 128, positions, rows, weights, c, sums, stride, keys);
+    for (; WIDEST(count) >= 64 && c + 64 <= columns; c += 64, keys = NULL)
+        weigh(count, 64, positions, rows, weights, c, sums, stride, keys);
+    for (; c < columns; c += 32, keys = NULL) weigh(count, 32, positions, rows, weights, c, sums, stride, keys);
 }
 
-#define ATTEND_SOME(n)                                             \
-    case n:                                                        \
-        attend_some(n, positions, &rows, queries, scale, results); \
-        break;
+static void score_queries(const Positions *positions, const TileRows *rows, const bf16 *queries, size_t count, float scale,
+                          float (*scores)[TILE], const Ahead *values) {
+#define SCORE(n) \
+    case n: score(n, positions, rows, queries, scale, scores, values); break;
+    for (size_t some; count; count -= some, queries += some * positions->key_columns, scores += some, values = NULL) {
+        some = count < QUERIES ? count : QUERIES;
+        switch (some) {
+            SCORE(1)
+            SCORE(2)
+#if QUERIES > 2
+            SCORE(3)
+            SCORE(4)
+#endif
+        }
+    }
+#undef SCORE
+}
+
+static void weigh_queries(const Positions *positions, const TileRows *rows, const bf16 (*weights)[TILE], size_t count,
+                          float *sums, size_t stride, const Ahead *keys) {
+#define WEIGH(n) \
+    case n: weigh_some(n, positions, rows, weights, sums, stride, keys); break;
+    for (size_t some; count; count -= some, weights += some, sums += some * stride, keys = NULL) {
+        some = count < QUERIES ? count : QUERIES;
+        switch (some) {
+            WEIGH(1)
+            WEIGH(2)
+#if QUERIES > 2
+            WEIGH(3)
+            WEIGH(4)
+#endif
+        }
+    }
+#undef WEIGH
+}
+
+/* Up to MOST_QUERIES. */
+static void attend_few(const Positions *positions, const TileRows *rows, const bf16 *queries, size_t count, float scale,
+                       const float (*scales)[TILE], bf16 *room, float *results) {
+    const size_t stride = tile_result(positions->value_columns);
+    float scores[MOST_QUERIES][TILE] __attribute__((aligned(64)));
+    bf16 weights[MOST_QUERIES][TILE] __attribute__((aligned(64)));
+    const TileRows in_room = {0, TILE, rows->count}, *at = room ? &in_room : rows;
+    const Ahead values = ahead_of(positions->values, positions->value_stride, room != NULL, rows->first);
+    const Ahead next_keys = ahead_of(positions->keys, positions->key_stride, room != NULL, rows->first + rows->count);
+    Positions here = *positions;
+    if (room) {
+        here.keys = unpacked(positions->keys, positions->key_stride, positions->key_columns, rows, room);
+        here.key_stride = positions->key_columns;
+    }
+    score_queries(&here, at, queries, count, scale, scores, &values);
+    for (size_t q = 0; q < count; q++) soften(scores[q], rows->count, scales, weights[q], results + q * stride);
+    if (room) {
+        here.values = unpacked(positions->values, positions->value_stride, positions->value_columns, rows, room);
+        here.value_stride = positions->value_columns;
+    }
+    weigh_queries(&here, at, (const bf16(*)[TILE])weights, count, results + TILE_HEADER, stride, &next_keys);
+}
+
+static void attend_codes(const Positions *positions, const TileRows *rows, const bf16 *queries, size_t count, float scale,
+                         float *results) {
+    bf16 room[TILE * MOST_CODED];
+    float scales[2][TILE];
+    tile_scales(positions->key_scales, rows, scales[0]), tile_scales(positions->value_scales, rows, scales[1]);
+    attend_few(positions, rows, queries, count, scale, (const float(*)[TILE])scales, room, results);
+}
 
 static void attend(const Positions *positions, const bf16 *queries, size_t count, size_t begin, size_t end, float scale,
                    float *results) {
     const TileRows rows = {begin % positions->room, positions->room, end - begin};
-    for (size_t some; count; count -= some) {
-        some = count < QUERIES ? count : QUERIES;
-        switch (some) {
-            ATTEND_SOME(1)
-            ATTEND_SOME(2)
-#if QUERIES > 2
-            ATTEND_SOME(3)
-            ATTEND_SOME(4)
-#endif
-        }
-        queries += some * positions->key_columns, results += some * tile_result(positions->value_columns);
-    }
+    if (positions->key_scales)
+        attend_codes(positions, &rows, queries, count, scale, results);
+    else
+        attend_few(positions, &rows, queries, count, scale, NULL, NULL, results);
 }
 
 static inline float power(float exponent) { return first_of(exponential(all(exponent))); }

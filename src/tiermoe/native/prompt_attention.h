@@ -1,0 +1,33 @@
+/* Attention of a prompt's tokens over their sequence: blocks of queries by tiles of positions, on as many threads as there
+ * are blocks, whatever the number of key/value heads. Scores exist for a block and a tile alone. A token's values depend
+ * on its query and on its sequence's positions, bit for bit: neither on the other tokens of a call nor on the threads. */
+#ifndef TIERMOE_PROMPT_ATTENTION_H
+#define TIERMOE_PROMPT_ATTENTION_H
+
+#include "attention.h"
+
+typedef struct {
+    const bf16 *query; /* (tokens, heads, key_columns of the slabs): in position */
+    bf16 *out;         /* (tokens, heads, value_columns) */
+    const bf16 *sinks; /* (heads): a score without a value that joins a head's softmax; NULL: none */
+    size_t tokens, heads;
+    size_t slab, first; /* whose cache, and the position of the first token; keys and values of all are there */
+    size_t window;      /* positions that a token attends to, its own included; 0: all */
+    float scale;        /* of scores */
+    /* Positions from .. to - 1 are attended to in this call (QueryRows); those of a piece lie from row 0 on */
+    size_t from, to;
+    float *state; /* prompt_state floats; NULL: the call attends to all */
+} Prompt;
+
+/* Floats of what is known of `tokens` tokens between the calls for pieces of their positions. */
+size_t prompt_state(size_t tokens, size_t heads, const Slabs *slabs);
+
+/* NULL where the slabs can do the prompt, else what does not fit. */
+const char *prompt_misfit(const Prompt *prompt, const Slabs *slabs);
+
+/* Bytes of workspace. */
+size_t prompt_workspace(const Slabs *slabs, size_t threads);
+
+void prompt_attend(const Prompt *prompt, const Slabs *slabs, void *workspace, size_t threads);
+
+#endif

@@ -1,0 +1,91 @@
+"""Prompts of several chunks: what is told while they are read, and what is left where reading is interrupted."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tiermoe
+from tiermoe.cli.output import prompt_progress
+from tiermoe.generation.sequence import Sequence
+from tiermoe.model.rotary import Rotary
+from tiny import write
+
+IDS = torch.randint(3, 128, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    directory = write(tmp_path_factory.mktemp("long"), "qwen3_moe", torch.float32)
+    loaded = tiermoe.load(directory, memory="4GiB", device="cpu", lanes=1, bits=16, dense_bits=16, chunk=8)[0].tiermoe
+    yield loaded
+    loaded.close()
+
+
+def test_each_chunk_is_told(engine: Any) -> None:
+    told: list[tuple[int, int]] = []
+    sequence = Sequence(engine, engine.new_cache())
+    sequence.read(IDS, lambda done, total: told.append((done, total)))
+    assert told == [(8, 20), (16, 20), (20, 20)]
+    told.clear()
+    sequence.read([*IDS[:18], 5, 6], lambda done, total: told.append((done, total)))
+    assert told == [(20, 20)]
+
+
+def test_chunks_that_have_run_stay_where_reading_is_interrupted(engine: Any) -> None:
+    class Stopped(Exception):
+        pass
+
+    def stop(done: int, total: int) -> None:
+        if done == 16:
+            raise Stopped
+
+    whole = Sequence(engine, engine.new_cache()).read(IDS)
+    sequence = Sequence(engine, engine.new_cache())
+    with pytest.raises(Stopped):
+        sequence.read(IDS, stop)
+    assert sequence.tokens == IDS[:16]
+    assert torch.equal(sequence.read(IDS), whole)
+
+
+def test_angles_that_come_chunk_by_chunk_are_those_of_the_whole() -> None:
+    def rotary() -> Rotary:
+        return Rotary(1.0 / 1e4 ** (torch.arange(0, 32, 2) / 32), lambda _: 1.0, torch.bfloat16)
+
+    positions = torch.arange(1500)
+    whole, growing = rotary().at(positions, 1500), rotary()
+    for begin in range(0, 1500, 100):
+        some = positions[begin : begin + 100]
+        for mine, its in zip(growing.at(some, begin + 100), whole, strict=True):
+            assert torch.equal(mine, its[some])
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_has_a_line_that_goes_when_all_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    report = prompt_progress()
+    report(512, 32768)
+    assert terminal.getvalue().endswith("reading the prompt: 512 of 32,768 tokens")
+    report(1024, 32768)
+    assert "1,024 of 32,768 tokens, " in terminal.getvalue()
+    assert terminal.getvalue().endswith(" s left")
+    report(32768, 32768)
+    assert terminal.getvalue().endswith("\r\033[K")
+    assert "\n" not in terminal.getvalue()
+
+
+def test_elsewhere_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", pipe)
+    prompt_progress()(512, 32768)
+    assert not pipe.getvalue()
