@@ -63,11 +63,13 @@ class Work:
             shutil.rmtree(root)
 
     def places(self) -> list[tuple[Path, int, int]]:
-        """(file, offset, bytes) of what is read."""
-        tensors, names = self._blueprint.checkpoint.tensors, [f"{layer.name}." for layer in self.layers]
-        keys = [key for key in self._blueprint.experts.expert_keys if any(key.startswith(name) for name in names)]
-        entries = [tensors[key] for key in [*keys, *self.dense.values()]]
-        return sorted((entry.file, entry.offset, entry.nbytes) for entry in entries)
+        """(file, offset, bytes) of what is read: as large a share of the experts' tensors as the layers are of all."""
+        tensors, experts = self._blueprint.checkpoint.tensors, self._blueprint.experts.expert_keys
+        entries = sorted((tensors[key].file, tensors[key].offset, tensors[key].nbytes) for key in experts)
+        share = self.experts / sum(map(_weights_of, self._blueprint.layers))
+        found = entries[: round(share * len(entries))]
+        found += [(tensors[key].file, tensors[key].offset, tensors[key].nbytes) for key in self.dense.values()]
+        return found
 
 
 def _weights_of(layer: MoeLayer) -> int:

@@ -31,7 +31,8 @@ def run_(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 COMMANDS = ["benchmarks.growth.__main__", "benchmarks.kernels.__main__", "benchmarks.kernels.shapes",
-            "benchmarks.kernels.depths", "benchmarks.controller", "benchmarks.slot_reads", "benchmarks.random_moe",
+            "benchmarks.kernels.depths", "benchmarks.controller", "benchmarks.slot_reads", "benchmarks.packing",
+            "benchmarks.random_moe",
             "benchmarks.random_model", "benchmarks.first_run"]  # fmt: skip
 
 
@@ -190,3 +191,15 @@ def test_slot_reads_prints_every_way(tmp_path: Path, run_: Printed) -> None:
     assert all(map(positive, [*found["gb_s"].values(), *found["latency_us"].values()]))
     assert set(found["ratios"][ways[0]]) == {"sequential, buffered"}
     assert "latency of one expert, buffered" in err
+
+
+def test_packing_prints_its_speed_and_memory(tmp_path: Path, run_: Printed) -> None:
+    model = tiny.write(tmp_path / "model", "qwen3_moe", torch.bfloat16)
+    words = ["--layers", "1", "--dense-bits", "4", "--rounds", "1", "--workers", "2", "--out", tmp_path]
+    found, err = run_("benchmarks.packing", model, *words)
+    assert 0 < found["dense_weights"] < found["weights"]
+    assert found["bytes"] > 2 * found["dense_weights"]
+    assert all(map(positive, [found["weights_per_s"], *found["gb_s"].values(), *found["ratios"].values()]))
+    assert found["peak_bytes_above"] >= 0
+    assert "packing / plain read" in err
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model"]
