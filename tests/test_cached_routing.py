@@ -30,7 +30,7 @@ def test_by_hand() -> None:
     than 1."""
     scores, weights = [5.0, 4.0, 3.0, 2.5, 1.0], [0.4, 0.3, 0.15, 0.1, 0.05]
 
-    def chosen(strength: float, always: int, *here: int, **more: float) -> tuple[list[int], float]:
+    def chosen(strength: float, always: int, *here: int, **more: Any) -> tuple[list[int], float]:
         return CachePrior(strength, always, **more).choose(0, [0, 1, 2], scores, weights, here.__contains__)
 
     assert chosen(0.25, 1, 0, 1, 2) == ([0, 1, 2], 0.0)  # all are here
@@ -40,6 +40,7 @@ def test_by_hand() -> None:
     assert chosen(0.25, 1, 4) == ([0, 1, 2], 0.0)  # lifted to 2
     assert chosen(1.0, 1, 3, 4) == ([0, 4, 3], pytest.approx((0.05 + 0.25) / 0.85))
     assert chosen(1.0, 1, 3, 4, most_moved=0.2) == ([0, 1, 3], pytest.approx(0.05 / 0.85))
+    assert chosen(1.0, 1, 3, 4, untouched=1) == ([0, 1, 2], 0.0)  # this is layer 0
     assert chosen(1.0, 1, 1, 3, 4) == ([0, 1, 3], pytest.approx(0.05 / 0.85))  # who is here stays
 
 
