@@ -30,7 +30,7 @@ def test_by_hand() -> None:
     than 1."""
     scores, weights = [5.0, 4.0, 3.0, 2.5, 1.0], [0.4, 0.3, 0.15, 0.1, 0.05]
 
-    def chosen(strength: float, always: int, *here: int, **more: float) -> tuple[list[int], float]:
+    def chosen(strength: float, always: int, *here: int, **more: Any) -> tuple[list[int], float]:
         return CachePrior(strength, always, **more).choose(0, [0, 1, 2], scores, weights, here.__contains__)
 
     assert chosen(0.25, 1, 0, 1, 2) == ([0, 1, 2], 0.0)  # all are here
@@ -40,6 +40,7 @@ def test_by_hand() -> None:
     assert chosen(0.25, 1, 4) == ([0, 1, 2], 0.0)  # lifted to 2
     assert chosen(1.0, 1, 3, 4) == ([0, 4, 3], pytest.approx((0.05 + 0.25) / 0.85))
     assert chosen(1.0, 1, 3, 4, most_moved=0.2) == ([0, 1, 3], pytest.approx(0.05 / 0.85))
+    assert chosen(1.0, 1, 3, 4, untouched=1) == ([0, 1, 2], 0.0)  # this is layer 0
     assert chosen(1.0, 1, 1, 3, 4) == ([0, 1, 3], pytest.approx(0.05 / 0.85))  # who is here stays
 
 
@@ -186,6 +187,7 @@ def checkpoint(tiny_model: Callable[..., Path]) -> Path:
     return tiny_model("qwen3_moe", torch.bfloat16)
 
 
+MOVED = {"prior": 0.3, "always": 1, "untouched": 0}
 IDS = torch.randint(3, 128, (2, 7), generator=torch.Generator().manual_seed(2))
 
 
@@ -213,15 +215,15 @@ def test_a_prior_of_no_strength_gives_the_exact_presets_bits(checkpoint: Path) -
 
 def test_its_counters_move_and_misses_are_fewer(checkpoint: Path) -> None:
     plain = answer(checkpoint, "nimble", {"routing": "all"})[2]
-    _, logits, stats = answer(checkpoint, "nimble", {"prior": 0.3})
+    _, logits, stats = answer(checkpoint, "nimble", MOVED)
     assert torch.isfinite(logits).all()
     assert stats["displaced_choices"] > 0
     assert stats["moved_weight"] > 0
     assert stats["expert_misses"] < plain["expert_misses"]
     assert (plain["displaced_choices"], plain["lossy"]) == (0, "")
-    kept = answer(checkpoint, "nimble", {"prior": 0.3, "always": 3})[2]
-    assert kept["displaced_choices"] == 0
-    capped = answer(checkpoint, "nimble", {"prior": 0.3, "most_moved": 0.05})[2]
+    for off in ({"always": 3}, {"untouched": 3}):
+        assert answer(checkpoint, "nimble", {**MOVED, **off})[2]["displaced_choices"] == 0
+    capped = answer(checkpoint, "nimble", {**MOVED, "most_moved": 0.05})[2]
     assert 0 < capped["displaced_choices"] < stats["displaced_choices"]
 
 
@@ -231,13 +233,13 @@ def test_other_routers(family: str, tiny_model: Callable[..., Path]) -> None:
     exact = answer(directory, "default")
     found = answer(directory, "nimble", {"prior": 0})
     assert torch.equal(found[1], exact[1])
-    assert answer(directory, "nimble", {"prior": 0.5})[2]["displaced_choices"] > 0
+    assert answer(directory, "nimble", {**MOVED, "prior": 0.5})[2]["displaced_choices"] > 0
 
 
 def test_a_choice_that_is_moved_is_weighed_by_the_routers_own_scores(checkpoint: Path) -> None:
     """What runs, beside transformers' rule for this model: the softmax of all logits, of the experts that run."""
     model, _ = tiermoe.load(
-        checkpoint, preset="nimble", set={"prior": 0.3}, memory="4GiB", device="cpu", bits=16, cache="50%", warm=False
+        checkpoint, preset="nimble", set=MOVED, memory="4GiB", device="cpu", bits=16, cache="50%", warm=False
     )
     engine = model.tiermoe
     block, seen = engine.steps.decoder.layers[0].feed_forward, []

@@ -43,6 +43,7 @@ def engine(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Engine]]:
         directory = tiny_model("qwen3_moe", torch.bfloat16)
         options = {"memory": "4GiB", "device": "cpu", "bits": 4, "cache": "50%", "warm": False, **options}
         options = {"preset": "nimble", "context": 32, **options}
+        options["set"] = {"always": 1, "untouched": 0, **options.get("set", {})}
         started.append(start(inspect_model(directory, str(directory)), settings(**options)))
         return started[-1]
 

@@ -215,7 +215,7 @@ def _prior(composition: Composition) -> CachePrior | None:
     if composition.routing != "cached":
         return None
     assert composition.prior is not None
-    return CachePrior(composition.prior, composition.always, composition.most_moved)
+    return CachePrior(composition.prior, composition.always, composition.untouched, composition.most_moved)
 
 
 def _fills(composition: Composition, loaded: Sequence[int]) -> bool:

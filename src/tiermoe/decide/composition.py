@@ -86,8 +86,8 @@ class Composition:
 
     routing: 'all' K experts; 'half' the K/2 of the largest weights, rounded up; 'confident' half, and again with all
     where the likeliest next token has a probability of at most `gamma` (MoBiLE); 'cached' K that are moved towards what
-    is here, in decode, by `prior` and up to `most_moved` of the gate weight, the first `always` never
-    (Cache-Prior); 'layer' every expert of the layer is fetched, routed or not (STI).
+    is here, in decode, by `prior` and up to `most_moved` of the gate weight, but the first `always`, and those of the
+    first `untouched` MoE layers (Cache-Prior); 'layer' every expert of the layer is fetched, routed or not (STI).
     precision: `decide/precision.py`. prefetch: `decide/prediction/`.
     speculate: 'measured' prefetches in decode only where passes are measured to be faster for it, and goes on measuring
     (`decide/prefetch_trial.py`); prefill always prefetches. By itself it changes no token.
@@ -134,6 +134,7 @@ class Composition:
     gamma: float = setting(0.7, low=0, high=1, read_by=(_is("routing", "confident"),))
     prior: float | None = setting(None, low=0, high=4, calibrated=True, read_by=(_is("routing", "cached"),))
     always: int = setting(1, read=int, low=0, high=64, read_by=(_is("routing", "cached"),))
+    untouched: int = setting(0, read=int, low=0, high=1 << 16, read_by=(_is("routing", "cached"),))
     most_moved: float = setting(1.0, low=0, high=1, read_by=(_is("routing", "cached"),))
     own: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     exact_bits: bool = field(default=False, kw_only=True)

@@ -32,11 +32,13 @@ class CachePrior:
     taken. A spread is the largest less the smallest score of a token; its mean is of the tokens so far some of whose
     experts were not here.
 
-    always: the first so many of a token's own experts stay, whatever is here. most_moved: of a token's gate weight, the
-    share that may be moved; what would move more stays."""
+    always: the first so many of a token's own experts stay, whatever is here. untouched: so do all in the first so many
+    MoE layers, where a choice weighs most (ours). most_moved: of a token's gate weight, the share that may be moved;
+    what would move more stays (ours)."""
 
     strength: float
     always: int
+    untouched: int = 0
     most_moved: float = 1.0
     _spreads: dict[int, tuple[int, float]] = field(default_factory=dict)  # layer → tokens, mean
 
@@ -52,6 +54,8 @@ class CachePrior:
         displaces; and the share of the token's gate weight that is moved. Of all experts: scores, minus infinity for
         those that cannot be chosen, and gate weights before they are scaled to a sum."""
         taken = list(chosen)
+        if layer < self.untouched:
+            return taken, 0.0
         absent = [place for place in range(len(taken) - 1, self.always - 1, -1) if not here(taken[place])]
         if not absent:
             return taken, 0.0

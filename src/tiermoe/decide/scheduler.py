@@ -112,7 +112,7 @@ class Scheduler:
         """Passes within it move choices by a prior of another strength."""
         before = self.prior
         assert before is not None
-        self.prior = CachePrior(strength, before.always, before.most_moved)
+        self.prior = CachePrior(strength, before.always, before.untouched, before.most_moved)
         try:
             yield
         finally:

@@ -30,7 +30,7 @@ class CachedRouting:
         prompts; else its weights of the experts that run."""
         weights, index = router.route(hidden)
         prior = self._current.scheduler.prior
-        if self._current.phase != "decode" or prior is None:
+        if self._current.phase != "decode" or prior is None or self._index < prior.untouched:
             return weights, index
         own = index.tolist()
         here = self._here(own, prior.always)

@@ -16,7 +16,7 @@ from tiermoe.errors import ConfigError
 from tiermoe.measure.evaluate import decode_window
 from tiermoe.measure.scoring import mean_over_windows, score_tokens
 
-STRENGTHS = (0.025, 0.05, 0.075, 0.1, 0.125, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
+STRENGTHS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6)
 """That are tried."""
 
 TOLERATED = 0.01

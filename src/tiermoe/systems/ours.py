@@ -23,7 +23,7 @@ OURS = (
         "nimble",
         "an expert that is here stands in for one that is not and scores little better; no prefetch",
         "Cache-Prior (Skliar and others, 2024)",
-        routing="cached", cache="weighted", allotment="even", profile="nimble", prior=0.1, always=1,
+        routing="cached", cache="weighted", allotment="even", profile="nimble", prior=0.25, always=2, untouched=1,
         own={"weights": (0.25, 0.25, 0.25, 0.25)},
     ),
 )  # fmt: skip
