@@ -28,6 +28,7 @@ _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-zA-Z]*)\s*")
 BITS = (16, 8, 4, 2)
 DENSE_BITS = (16, 8, 4)
 DEFAULT_BITS = 4
+QUANTIZERS = ("nonlinear", "hqq", "linear")
 
 
 def parse_size(text: str | int, what: str = "size") -> int:
@@ -83,7 +84,8 @@ class Settings:
     memory: bound on the whole process in bytes; None takes it from what the machine has free.
     bits: precision of the experts (16 is the checkpoint's own); None takes 4, and of a GGUF file its own. dense_bits:
     of the other linear layers, of which some are kept at more (`tiermoe.model.dense`); None follows `bits`.
-    quantizer: 'hqq' or 'linear', for 4 and 2 bits. cache: size of the expert cache alone (experiments).
+    quantizer: one of `QUANTIZERS`, for 4 and 2 bits ('nonlinear' makes 2 bits as 'hqq' does).
+    cache: size of the expert cache alone (experiments).
     chunk: tokens of a prompt that run at once. context: tokens (prompt and answer) to reserve key/value memory for;
     None takes the smaller of 4096 and the model's own. batch: sequences that run at once.
     lanes: threads that read experts; None takes the best of a short probe. threads: compute threads; None leaves
@@ -126,7 +128,9 @@ class Settings:
             self.dense_bits is None or self.dense_bits in DENSE_BITS,
             f"dense_bits must be one of {DENSE_BITS}, got {self.dense_bits}",
         )
-        _require(self.quantizer in ("hqq", "linear"), f"quantizer must be hqq or linear, got '{self.quantizer}'")
+        _require(
+            self.quantizer in QUANTIZERS, f"quantizer must be one of {', '.join(QUANTIZERS)}, got '{self.quantizer}'"
+        )
         _require(self.decoder in ("auto", "generic"), f"decoder must be auto or generic, got '{self.decoder}'")
         _require(self.chunk >= 1, f"chunk must be at least 1 token, got {self.chunk}")
         _require(self.batch >= 1, f"batch must be at least 1, got {self.batch}")
@@ -157,7 +161,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
         ("memory", "bits", "dense_bits", "chunk", "context", "batch", "lanes", "threads", "gpu_memory"),
         (int, "a whole number"),
     ),
-    "quantizer": (str, "hqq or linear"),
+    "quantizer": (str, f"one of {', '.join(QUANTIZERS)}"),
     "device": (str, "auto, cpu or cuda"),
     "decoder": (str, "auto or generic"),
     "store": (Path, "the path of a folder"),

@@ -8,6 +8,7 @@
 #include "hqq.h"
 #include "kernels.h"
 #include "moe_block.h"
+#include "nl4.h"
 #include "norm.h"
 #include "product.h"
 #include "route.h"
@@ -330,6 +331,20 @@ static PyObject *solve_hqq(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *encode_nl4(PyObject *self, PyObject *args) {
+    Address weights, candidates, blocks;
+    Py_ssize_t rows, columns, group, count, steps;
+    unsigned threads;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KnnnKnnKI", &weights, &rows, &columns, &group, &candidates, &count, &steps, &blocks, &threads))
+        return NULL;
+    const Nl4 job = {at(weights), (size_t)rows, (size_t)columns, (size_t)group, at(candidates), (size_t)count, (size_t)steps, at(blocks)};
+    Py_BEGIN_ALLOW_THREADS
+    nl4_run(&job, threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyObject *norm(PyObject *self, PyObject *args) {
     Address x, weight, out;
     float epsilon;
@@ -381,6 +396,7 @@ static PyMethodDef methods[] = {
     {"hqq", solve_hqq, METH_VARARGS,
      "hqq(weights, rows, columns, group, block, largest, thresholds, steps, codes, scale, offset, workspace, floats,"
      " shrunk, threads)"},
+    {"nl4", encode_nl4, METH_VARARGS, "nl4(weights, rows, columns, group, candidates, count, steps, blocks, threads)"},
     {"norm", norm, METH_VARARGS, "norm(x, weight, epsilon, rows, width, out, threads)"},
     ATTENTION_METHODS,
     {"sums", sums, METH_VARARGS, "sums(matrix or expert, rows, results, threads) -> bytes that the call needs for sums"},

@@ -19,7 +19,7 @@ from tiermoe.config import format_size
 from tiermoe.errors import ModelError, PackError
 from tiermoe.quant import row_blocks
 from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.quant.registry import cpu_layout
+from tiermoe.quant.registry import cpu_layout, quantizer_used
 from tiermoe.quant.workers import in_order
 from tiermoe.store.files import Pieces, file_name, whole_or_nothing, write_header
 from tiermoe.store.journal import Journal
@@ -62,6 +62,7 @@ def pack_experts(
     """
     machine = machine or cpu_layout()
     key = precision_key(bits, quantizer, machine, unit)
+    quantizer = quantizer_used(quantizer, bits, machine, unit)
     make_format = neuron_format if unit == "neuron" else expert_format
     formats = [make_format(layer, bits, store.dtype, machine, quantizer) for layer in store.layers]
     source = NeuronSource(source) if unit == "neuron" else source
