@@ -47,6 +47,11 @@ static double weight_of(const Matrix *matrix, size_t r, size_t c) {
         const bf16 *pair = scales + 2 * (g * matrix->rows + r);
         return (code - 8) * (double)from_bf16(pair[0]) + from_bf16(pair[1]);
     }
+    if (matrix->coding == NL4) {
+        const uint8_t *run = codes + (block * (COLUMNS / matrix->group) + g) * nl4_group_bytes(matrix->group);
+        const int code = run[NL4_SCALES + c % matrix->group * 32 + j] >> 4 * high & 15;
+        return (double)NL4_LEVELS[code] * from_bf16(((const bf16 *)run)[in]);
+    }
     const uint8_t *four = codes + block * 48 * COLUMNS + c / 4 * 192;
     const int low = four[c % 4 * 32 + j] >> 4 * high & 15;
     const int two = four[128 + c % 4 / 2 * 32 + j] >> (c % 2 * 4 + (high ? 0 : 2)) & 3;
@@ -56,8 +61,10 @@ static double weight_of(const Matrix *matrix, size_t r, size_t c) {
 static const size_t COUNTS[] = {1, 2, 3, 7, 9, 25, TOKENS};
 
 static void products(const Kernels *set, Coding coding, size_t rows, size_t group) {
-    static const char *const NAMES[] = {"4 bits", "8 bits", "16 bits", "6 bits", "2 bits"};
-    const size_t groups = coding == BF16 ? 0 : COLUMNS / group, room = coding == INT2 ? rows * COLUMNS / 4 : rows * COLUMNS * 2;
+    static const char *const NAMES[] = {"4 bits", "8 bits", "16 bits", "6 bits", "2 bits", "uneven 4 bits"};
+    const size_t groups = coding == BF16 ? 0 : COLUMNS / group, runs = rows / BLOCK * groups;
+    const size_t bytes = coding == INT2 ? rows * COLUMNS / 4 : rows * COLUMNS * 2;
+    const size_t room = coding == NL4 ? runs * nl4_group_bytes(group) : bytes;
     uint8_t *ladders = malloc(rows * COLUMNS / 16), *weights = malloc(room); /* of its own size, so that reading past it is found */
     bf16 *scales = malloc(2 * sizeof *scales * rows * (groups ? groups : 1));
     bf16 *x = malloc(sizeof *x * TOKENS * COLUMNS), *out = calloc(TOKENS * rows, sizeof *out), alone[BLOCK];
@@ -65,6 +72,8 @@ static void products(const Kernels *set, Coding coding, size_t rows, size_t grou
     for (size_t i = 0; i < room; i++) weights[i] = (uint8_t)bits();
     if (coding == BF16) numbers((bf16 *)weights, rows * COLUMNS, 0.1f);
     numbers(scales, 2 * rows * (groups ? groups : 1), 0.01f);
+    for (size_t run = 0; coding == NL4 && run < runs; run++)
+        numbers((bf16 *)(weights + run * nl4_group_bytes(group)), BLOCK, 0.001f);
     numbers(x, TOKENS * COLUMNS, 1);
     for (size_t i = 0; i < rows * COLUMNS / 16; i++) ladders[i] = (uint8_t)bits();
     const Matrix matrix = {coding, weights, scales, rows, COLUMNS, group, ladders};
@@ -328,6 +337,7 @@ int main(void) {
     for (const Kernels *const *set = kernels_here(); *set; set++) {
         for (size_t group = 32; group <= 256; group *= 2) {
             products(*set, INT4, ROWS, group), products(*set, INT6, ROWS, group), products(*set, INT2, ROWS, group);
+            if (group <= 64) products(*set, NL4, ROWS, group);
         }
         products(*set, INT8, ROWS, COLUMNS), products(*set, BF16, ROWS, COLUMNS);
         products(*set, INT8, ROWS - 30, COLUMNS), products(*set, BF16, ROWS - 30, COLUMNS);

@@ -135,7 +135,7 @@ def test_without_native_kernels_blocks_are_decoded_and_multiplied(
     encoding = Int6(cpu_layout(), 64)
     fields = encoding.encode(random(320, 128), HQQ, dtype)
     monkeypatch.setattr(cpu, "matrix_form", lambda *_: None)
-    monkeypatch.setattr(cpu, "DECODED_6_BITS", 130 * 128)  # two blocks at a time, and one is left
+    monkeypatch.setattr(cpu, "DECODED_BLOCKS", 130 * 128)  # two blocks at a time, and one is left
     kernel, decoded = linear_for(encoding.name, "cpu", dtype), encoding.decode(fields, 320, 128, torch.float32)
     step = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
     for count in (1, 20):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,12 +12,13 @@ from hypothesis import strategies as st
 from tiermoe import native
 from tiermoe.kernels.native.linear import linear
 from tiermoe.kernels.native.matrix import MatrixForm, matrix_form
-from tiermoe.quant import int6_layout
+from tiermoe.quant import int4_layout, int6_layout
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.int2 import Int2
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.int6 import Int6
 from tiermoe.quant.int8 import Int8
+from tiermoe.quant.nl4 import LEVELS, Nl4
 from tiermoe.quant.plain import Plain
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.quant.registry import cpu_layout
@@ -29,6 +32,7 @@ ROUNDING = 2.0**-8  # the most that rounding to bfloat16 changes a value, relati
 ENCODINGS: dict[str, Encoding] = {
     "2 bits": Int2(cpu_layout(), 64),
     "4 bits": Int4(cpu_layout(), 64),
+    "uneven 4 bits": Nl4(cpu_layout(), 32),
     "6 bits": Int6(cpu_layout(), 64),
     "8 bits": Int8(),
     "16 bits": Plain(),
@@ -74,8 +78,9 @@ def test_a_product_is_the_decoded_weights_rounded_once(
     assert_rounded_once(linear(x, form, fields), exact(x, encoding, fields, out), x, 0.25)
 
 
-@pytest.mark.parametrize("encoding_of", [Int2, Int4, Int6])
-@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize(
+    ("encoding_of", "group"), [*itertools.product([Int2, Int4, Int6], [32, 64, 128]), (Nl4, 32), (Nl4, 64)]
+)
 @settings(max_examples=15, deadline=None)
 @given(
     blocks=st.integers(1, 4),
@@ -84,7 +89,7 @@ def test_a_product_is_the_decoded_weights_rounded_once(
     seed=st.integers(0, 100),
 )
 def test_a_product_of_blocks_is_the_decoded_weights_rounded_once(
-    encoding_of: type[Int2 | Int4 | Int6], group: int, blocks: int, groups: int, count: int, seed: int
+    encoding_of: type[Int2 | Int4 | Int6 | Nl4], group: int, blocks: int, groups: int, count: int, seed: int
 ) -> None:
     encoding = encoding_of(cpu_layout(), group)
     form, fields = encoded(encoding, 64 * blocks, group * groups, seed)
@@ -105,6 +110,21 @@ def test_every_code_of_6_bits() -> None:
     x = torch.eye(128).bfloat16()
     assert torch.equal(linear(x, form, fields), want.t())
     assert torch.equal(torch.cat([linear(one[None], form, fields) for one in x]), want.t())
+
+
+def test_every_level_of_uneven_4_bits() -> None:
+    """One token takes one column, in every place that a code can have, under scales of both signs."""
+    codes = torch.stack([torch.arange(64, dtype=torch.uint8).roll(shift) for shift in range(64)]) % 16
+    scales = torch.linspace(-2, 2, 128).bfloat16().view(64, 2)  # (N, G)
+    packed = int4_layout.pack(codes).view(2, -1)  # of one block: (G, bytes of its columns)
+    blocks = torch.cat((scales.t().contiguous().view(torch.uint8), packed), 1).view(64, -1)
+    form = matrix_form(Nl4(cpu_layout(), 32), 64, 64, torch.bfloat16)
+    assert form is not None
+    levels = torch.tensor(LEVELS).float()[codes.int()]
+    want = (levels * scales.float().repeat_interleave(32, 1)).bfloat16()
+    x = torch.eye(64).bfloat16()
+    assert torch.equal(linear(x, form, {"blocks": blocks}), want.t())
+    assert torch.equal(torch.cat([linear(one[None], form, {"blocks": blocks}) for one in x]), want.t())
 
 
 def test_2_bits_have_the_products_of_the_4_bits_that_they_widen_to() -> None:
@@ -157,7 +177,15 @@ def test_what_is_no_token_of_the_matrix_is_refused(bits: str) -> None:
 
 @pytest.mark.parametrize(
     ("bits", "in_"),
-    [("4 bits", 96), ("6 bits", 96), ("8 bits", 96), ("16 bits", 48), ("8 bits", 1 << 16), ("2 bits", 1 << 16)],
+    [
+        ("4 bits", 96),
+        ("uneven 4 bits", 48),
+        ("6 bits", 96),
+        ("8 bits", 96),
+        ("16 bits", 48),
+        ("8 bits", 1 << 16),
+        ("2 bits", 1 << 16),
+    ],
 )
 def test_widths_that_the_kernels_do_not_take(bits: str, in_: int) -> None:
     assert matrix_form(ENCODINGS[bits], 64, in_, torch.bfloat16) is None

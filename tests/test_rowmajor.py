@@ -38,7 +38,7 @@ def by_definition(slot: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Te
 
 
 @settings(max_examples=25, deadline=None)
-@given(weight=matrices, dtype=st.sampled_from(DTYPES), quantizer=st.sampled_from(sorted(QUANTIZERS)))
+@given(weight=matrices, dtype=st.sampled_from(DTYPES), quantizer=st.sampled_from(["hqq", "linear"]))
 def test_decodes_as_defined_to_the_weights_of_the_cpu_encoding(weight, dtype, quantizer):
     out, in_ = weight.shape
     encoding = encoding_for(4, out, in_, dtype, "rowmajor", quantizer)

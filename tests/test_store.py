@@ -30,6 +30,7 @@ PRECISIONS = [
     (16, "hqq", "16"),
     (8, "hqq", "8"),
     (4, "hqq", "4-hqq"),
+    (4, "nonlinear", "4-nonlinear"),
     (4, "linear", "4-linear"),
     (2, "hqq", "2-hqq"),
 ]

@@ -29,6 +29,7 @@ BITS = (16, 8, 4, 2)
 DENSE_BITS = (16, 8, 4)
 KV_BITS = (16, 8)
 DEFAULT_BITS = 4
+QUANTIZERS = ("nonlinear", "hqq", "linear")
 
 
 def parse_size(text: str | int, what: str = "size") -> int:
@@ -84,7 +85,8 @@ class Settings:
     memory: bound on the whole process in bytes; None takes it from what the machine has free.
     bits: precision of the experts (16 is the checkpoint's own); None takes 4, and of a GGUF file its own. dense_bits:
     of the other linear layers, of which some are kept at more (`tiermoe.model.dense`); None follows `bits`.
-    quantizer: 'hqq' or 'linear', for 4 and 2 bits. cache: size of the expert cache alone (experiments).
+    quantizer: one of `QUANTIZERS`, for 4 and 2 bits ('nonlinear' makes 2 bits as 'hqq' does).
+    cache: size of the expert cache alone (experiments).
     kv_bits: precision of keys and values in the cache: 16 is the checkpoint's own, 8 halves it and can change tokens.
     chunk: tokens of a prompt that run at once. context: tokens (prompt and answer) to reserve key/value memory for;
     None takes the smaller of 4096 and the model's own. batch: sequences that run at once.
@@ -130,7 +132,9 @@ class Settings:
             f"dense_bits must be one of {DENSE_BITS}, got {self.dense_bits}",
         )
         _require(self.kv_bits in KV_BITS, f"kv_bits must be one of {KV_BITS}, got {self.kv_bits}")
-        _require(self.quantizer in ("hqq", "linear"), f"quantizer must be hqq or linear, got '{self.quantizer}'")
+        _require(
+            self.quantizer in QUANTIZERS, f"quantizer must be one of {', '.join(QUANTIZERS)}, got '{self.quantizer}'"
+        )
         _require(self.decoder in ("auto", "generic"), f"decoder must be auto or generic, got '{self.decoder}'")
         _require(self.chunk >= 1, f"chunk must be at least 1 token, got {self.chunk}")
         _require(self.batch >= 1, f"batch must be at least 1, got {self.batch}")
@@ -161,7 +165,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
         ("memory", "bits", "dense_bits", "kv_bits", "chunk", "context", "batch", "lanes", "threads", "gpu_memory"),
         (int, "a whole number"),
     ),
-    "quantizer": (str, "hqq or linear"),
+    "quantizer": (str, f"one of {', '.join(QUANTIZERS)}"),
     "device": (str, "auto, cpu or cuda"),
     "decoder": (str, "auto or generic"),
     "store": (Path, "the path of a folder"),

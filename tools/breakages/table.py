@@ -65,6 +65,13 @@ BREAKAGES = (
         ("tests/test_int6.py",),
     ),
     Breakage(
+        "uneven 4 bits are decoded with another block's scales",
+        "src/tiermoe/quant/nl4.py",
+        "scales.view(torch.bfloat16).permute(1, 0, 2)",
+        "scales.view(torch.bfloat16).roll(1, 0).permute(1, 0, 2)",
+        ("tests/test_nl4.py",),
+    ),
+    Breakage(
         "6 bits take the high bits of the other half's row",
         "src/tiermoe/quant/int6_layout.py",
         "((0, 0, 2), (0, 1, 0), (1, 0, 6), (1, 1, 4))",

@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from tiermoe.config import Settings
+from tiermoe.config import QUANTIZERS, Settings
 from tiermoe.errors import ConfigError
 
 Model = Annotated[
@@ -60,7 +60,7 @@ ENGINE: dict[str, Any] = {
             show_default=False,
         ),
     ],
-    "quantizer": Annotated[str, typer.Option(help="How 4 and 2 bits are made: hqq or linear.")],
+    "quantizer": Annotated[str, typer.Option(help=f"How 4 and 2 bits are made: {', '.join(QUANTIZERS)}.")],
     "cache": Annotated[
         str | None,
         typer.Option(

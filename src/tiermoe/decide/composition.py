@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from tiermoe.config import BITS, DENSE_BITS
+from tiermoe.config import BITS, DENSE_BITS, QUANTIZERS
 from tiermoe.decide.allotment import ALLOTMENTS
 from tiermoe.decide.eviction import EVICTIONS
 from tiermoe.decide.precision import PRECISIONS
@@ -146,7 +146,7 @@ class Composition:
     upper_limit: float = setting(0.75, low=0, high=1, read_by=(_is("unit", "neuron"),))
     bits: int | None = setting(None, read=int, one_of=BITS)
     dense_bits: int | None = setting(None, read=int, one_of=DENSE_BITS)
-    quantizer: str | None = setting(None, read=str, one_of=("hqq", "linear"))
+    quantizer: str | None = setting(None, read=str, one_of=QUANTIZERS)
 
     def __getitem__(self, name: str) -> Any:
         """The value of a part or setting. KeyError for a name that is none."""

@@ -36,7 +36,8 @@ class LinearKernel(Protocol):
 KERNELS: dict[tuple[str, str], Callable[[Encoding, torch.dtype], LinearKernel]] = {
     ("plain", "cpu"): cpu.PlainLinear,
     ("int8", "cpu"): cpu.Int8Linear,
-    ("int6", "cpu"): cpu.Int6Linear,
+    ("int6", "cpu"): cpu.BlocksLinear,
+    ("nl4", "cpu"): cpu.BlocksLinear,
     ("int4", "cpu"): cpu.Int4Linear,
     ("int2", "cpu"): cpu.Int2Linear,
     ("gguf", "cpu"): cpu.GgufLinear,

@@ -23,6 +23,7 @@ from tiermoe.quant.int4 import Int4
 from tiermoe.quant.int4_layout import is_torchs
 from tiermoe.quant.int6 import Int6
 from tiermoe.quant.int6_layout import BLOCK_ROWS
+from tiermoe.quant.nl4 import Nl4
 from tiermoe.quant.scratch import scratch
 
 # The most tokens for which the operator on packed weights is used; measured for (2048, 2048) and (1024, 2048)
@@ -35,7 +36,7 @@ NATIVE_TOKENS_BESIDE_AMX = 48
 DECODED_WEIGHTS = (
     1 << 24
 )  # of a matrix at 8 bits decoded at a time: an output layer is larger, an expert's matrix is not
-DECODED_6_BITS = 1 << 20  # likewise: what is decoded stays in the cache
+DECODED_BLOCKS = 1 << 20  # likewise, of blocks of rows: what is decoded stays in the cache
 INT8_COLUMNS = 16  # with another multiple the operator reads past the end of the rows in 16-bit dtypes
 
 
@@ -93,11 +94,11 @@ class Int8Linear:
         return F.linear(x.to(dtype), weight).mul_(scale.to(dtype)).to(x.dtype)
 
 
-class Int6Linear:
-    """Slots of Int6. torch has no operator on such weights."""
+class BlocksLinear:
+    """Slots of Int6 and Nl4, blocks of 64 rows. torch has no operator on such weights."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
-        assert isinstance(encoding, Int6)
+        assert isinstance(encoding, Int6 | Nl4)
         self._encoding = encoding
         self._dtype = dtype
         self._product_dtype = _product_dtype(dtype)
@@ -108,7 +109,7 @@ class Int6Linear:
         if form:
             return linear(x, form, slot)
         dtype, result = self._product_dtype, torch.empty((x.shape[0], out), dtype=x.dtype)
-        rows = max(1, DECODED_6_BITS // (in_ * BLOCK_ROWS)) * BLOCK_ROWS
+        rows = max(1, DECODED_BLOCKS // (in_ * BLOCK_ROWS)) * BLOCK_ROWS
         for first in range(0, out, rows):
             last = min(first + rows, out)
             into = scratch.take("weight", ((last - first) * in_,), dtype)

@@ -1,7 +1,7 @@
 """Kernels of our own, in C, for several instruction sets (isa/*.c), of which the process uses one.
 
-They compute in bfloat16 on weights of 2, 4, 6, 8 and 16 bits and on the blocks of GGUF files, never rounding a weight,
-and widen a GPU's 2 bits to 4.
+They compute in bfloat16 on weights of 2, 4 (even and uneven levels), 6, 8 and 16 bits and on the blocks of GGUF files,
+never rounding a weight, and widen a GPU's 2 bits to 4.
 A build without a C compiler lacks them: torch's operators compute there (`kernels/cpu.py`).
 """
 
@@ -41,19 +41,20 @@ class Coding(IntEnum):
     BF16 = 2
     INT6 = 3
     INT2 = 4
-    Q8_0 = 5
-    Q4_0 = 6
-    Q4_1 = 7
-    Q5_0 = 8
-    Q5_1 = 9
-    Q2_K = 10
-    Q3_K = 11
-    Q4_K = 12
-    Q5_K = 13
-    Q6_K = 14
-    IQ4_NL = 15
-    IQ4_XS = 16
-    MXFP4 = 17
+    NL4 = 5
+    Q8_0 = 6
+    Q4_0 = 7
+    Q4_1 = 8
+    Q5_0 = 9
+    Q5_1 = 10
+    Q2_K = 11
+    Q3_K = 12
+    Q4_K = 13
+    Q5_K = 14
+    Q6_K = 15
+    IQ4_NL = 16
+    IQ4_XS = 17
+    MXFP4 = 18
 
 
 ROWS = 64  # at 2, 4 and 6 bits a matrix has a multiple of them
@@ -67,6 +68,7 @@ MOST_GROUP = 256
 """Weights that share a scale, at most, where `hqq` finds it (hqq.h)."""
 WEIGHTS = (torch.bfloat16, torch.float32)
 """Dtypes of the weights that `hqq` and `encode` take."""
+NL4_GROUP = 64  # the longest of NL4
 
 
 @lru_cache(maxsize=1)
@@ -113,15 +115,15 @@ def _check(asked: str, off: bool) -> None:
 
 
 def quantizes() -> bool:
-    """Whether this build has `hqq` and `encode`, which run on any machine and give the same bytes on each."""
+    """Whether this build has `hqq`, `encode` and `nl4`, which run on any machine and give the same bytes on each."""
     return available()
 
 
 def takes(dtype: torch.dtype, coding: Coding, out: int, in_: int, group: int) -> bool:
     """Whether the kernels compute products with a matrix (out, in_) in `dtype`. group: columns that share a scale."""
-    if coding in (Coding.INT2, Coding.INT4, Coding.INT6):
+    if coding in (Coding.INT2, Coding.INT4, Coding.INT6, Coding.NL4):
         fits = out % ROWS == 0 and group in GROUPS and in_ % group == 0
-        fits = fits and (coding != Coding.INT2 or in_ <= MOST_COLUMNS)
+        fits = fits and (coding != Coding.INT2 or in_ <= MOST_COLUMNS) and (coding != Coding.NL4 or group <= NL4_GROUP)
     else:
         fits = in_ % COLUMNS.get(coding, group) == 0 and in_ <= MOST_COLUMNS
     return dtype == torch.bfloat16 and fits and available()
@@ -187,6 +189,18 @@ def encode(
     )  # fmt: skip
     error, size = squares.sum(0).tolist()
     return error, size
+
+
+def nl4(weights: torch.Tensor, group: int, candidates: Sequence[float], steps: int, blocks: torch.Tensor) -> None:
+    """Encodes weights, float32 (rows, columns), in `quant.nl4`: fills its field `blocks`.
+
+    candidates: scales to try in units of a group's largest magnitude. steps: of least squares from the best of them."""
+    rows, columns = weights.shape
+    tried = torch.tensor(candidates, dtype=torch.float32)
+    _native.nl4(
+        weights.data_ptr(), rows, columns, group, tried.data_ptr(), len(candidates), steps, blocks.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def _openmp_libraries() -> list[str]:

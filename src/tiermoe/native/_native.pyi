@@ -158,5 +158,17 @@ def encode(
     threads: int,
     /,
 ) -> None: ...
+def nl4(
+    weights: int,
+    rows: int,
+    columns: int,
+    group: int,
+    candidates: int,
+    count: int,
+    steps: int,
+    blocks: int,
+    threads: int,
+    /,
+) -> None: ...
 def sums(matrix_or_expert: bytes, rows: int, results: int, threads: int, /) -> int: ...
 def widen(pairs: int, ladders: int, count: int, run: int, codes: int, /) -> None: ...

@@ -13,6 +13,8 @@
  *   two. Byte j holds in bits 0 and 1 those of row 32 + j in the first of the two columns, in bits 2 and 3 those of row j
  *   in it, in bits 4 to 7 those of the same rows in the second. Every `group` columns of a row share a bfloat16 scale, in
  *   each block (K / group, 64): w = (code - 32) * scale. K is a multiple of the group, the group of 32.
+ * NL4: 4-bit codes in blocks of 64 rows; N is a multiple of 64. A block is one run: for each group of columns 64 bfloat16
+ *   scales and the codes in the order of INT4. w = NL4_LEVELS[code] * scale. K is a multiple of the group, which is 32 or 64.
  * INT8: signed bytes (N, K) and a bfloat16 scale for each row (N): w = code * scale. K is a multiple of 64.
  * BF16: bfloat16 weights (N, K). K is a multiple of 32.
  * Q8_0 to MXFP4: rows of the blocks of GGUF files, as isa/shared/gguf.h takes them apart: scales lie within the blocks, of
@@ -48,12 +50,22 @@ static inline bf16 to_bf16(float value) {
 }
 
 typedef enum {
-    INT4, INT8, BF16, INT6, INT2,
+    INT4, INT8, BF16, INT6, INT2, NL4,
     Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4,
     CODINGS,
     FIRST_GGUF = Q8_0,
     LAST_GGUF = MXFP4
 } Coding;
+
+/* What the codes of NL4 stand for (quant/nl4.py). */
+static const int8_t NL4_LEVELS[16] __attribute__((aligned(16), unused)) = {
+    -125, -93, -71, -54, -40, -27, -15, -3, 9, 21, 33, 46, 62, 79, 101, 127,
+};
+
+enum { NL4_SCALES = BLOCK * 2 }; /* bytes of a group's scales in a block */
+
+/* Bytes of a group in a block of NL4. */
+static inline size_t nl4_group_bytes(size_t group) { return NL4_SCALES + group * BLOCK / 2; }
 
 /* Whether a product takes the sums of x's columns: of what is added to codes, or taken away, once they are scaled. */
 static inline int has_offsets(Coding coding) {
@@ -66,7 +78,7 @@ static inline int has_offsets(Coding coding) {
 typedef struct {
     Coding coding;
     const void *weights; /* codes or weights */
-    const void *scales;  /* INT4, INT2: pairs of scale and zero; INT6, INT8: scales; BF16: unused */
+    const void *scales;  /* INT4, INT2: pairs of scale and zero; INT6, INT8: scales; others: unused */
     size_t rows, columns;
     size_t group; /* columns that share a scale: K in INT8 and BF16; in blocks of GGUF files 32, or 16 */
     const void *ladders; /* INT2 alone */

@@ -9,6 +9,7 @@
 #include "hqq.h"
 #include "kernels.h"
 #include "moe_block.h"
+#include "nl4.h"
 #include "norm.h"
 #include "product.h"
 #include "route.h"
@@ -353,6 +354,20 @@ static PyObject *encode(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *encode_nl4(PyObject *self, PyObject *args) {
+    Address weights, candidates, blocks;
+    Py_ssize_t rows, columns, group, count, steps;
+    unsigned threads;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KnnnKnnKI", &weights, &rows, &columns, &group, &candidates, &count, &steps, &blocks, &threads))
+        return NULL;
+    const Nl4 job = {at(weights), (size_t)rows, (size_t)columns, (size_t)group, at(candidates), (size_t)count, (size_t)steps, at(blocks)};
+    Py_BEGIN_ALLOW_THREADS
+    nl4_run(&job, threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyObject *norm(PyObject *self, PyObject *args) {
     Address x, weight, out;
     float epsilon;
@@ -406,6 +421,7 @@ static PyMethodDef methods[] = {
     {"encode", encode, METH_VARARGS,
      "encode(coding, weights, rows, columns, wide, group, exact, scales, zeros, codes, chosen, ladders, together, squares,"
      " threads)"},
+    {"nl4", encode_nl4, METH_VARARGS, "nl4(weights, rows, columns, group, candidates, count, steps, blocks, threads)"},
     {"norm", norm, METH_VARARGS, "norm(x, weight, epsilon, rows, width, out, threads)"},
     ATTENTION_METHODS,
     {"sums", sums, METH_VARARGS, "sums(matrix or expert, rows, results, threads) -> bytes that the call needs for sums"},

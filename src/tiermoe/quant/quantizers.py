@@ -1,5 +1,5 @@
-"""The quantizers by name: channel-wise symmetric linear quantization, as EdgeMoE uses it (section 3.2), and
-half-quadratic quantization.
+"""The quantizers by name: uneven levels (`nl4`), channel-wise symmetric linear quantization, as EdgeMoE uses it
+(section 3.2), and half-quadratic quantization.
 
 Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023. The scale of a group
 comes from its smallest and largest weight; its zero point is solved for by alternating between the error's
@@ -23,7 +23,9 @@ BETA = 10.0
 KAPPA = 1.01
 STEPS = 20
 
-__all__ = ["QUANTIZERS", "Quantized", "Quantizer"]
+NONLINEAR = "nonlinear"
+
+__all__ = ["NONLINEAR", "QUANTIZERS", "Quantized", "Quantizer"]
 
 
 class LinearQuantizer:
@@ -184,4 +186,13 @@ def _shrunk_mean(error: Tensor, scale: Tensor, beta: float) -> Tensor | float:
     return (torch.sign(weights_error) * shrunk).mean(dim=0) / scale
 
 
-QUANTIZERS: dict[str, Quantizer] = {"linear": LinearQuantizer(), "hqq": HqqQuantizer()}
+class NonlinearQuantizer(HqqQuantizer):
+    """Uneven levels (`quant.nl4`), whose encoding searches for its scales itself; HQQ for what has no such encoding: 2
+    bits, and shapes and layouts that it does not take."""
+
+    name = NONLINEAR
+
+
+QUANTIZERS: dict[str, Quantizer] = {
+    each.name: each for each in (NonlinearQuantizer(), HqqQuantizer(), LinearQuantizer())
+}

@@ -15,7 +15,11 @@ from tiermoe.quant.int4 import Int4
 from tiermoe.quant.int4_layout import cpu_layout
 from tiermoe.quant.int6 import Int6
 from tiermoe.quant.int8 import Int8
+from tiermoe.quant.nl4 import BLOCK_ROWS as NL4_ROWS
+from tiermoe.quant.nl4 import GROUP as NL4_GROUP
+from tiermoe.quant.nl4 import Nl4
 from tiermoe.quant.plain import Plain
+from tiermoe.quant.quantizers import NONLINEAR
 from tiermoe.quant.rowmajor import LAYOUT as ROW_MAJOR
 from tiermoe.quant.rowmajor import RowMajorInt4
 
@@ -27,6 +31,7 @@ __all__ = [
     "cpu_layout",
     "encoding_for",
     "encoding_named",
+    "quantizer_used",
 ]
 
 # bits -> the encoding of every shape, on every machine
@@ -40,7 +45,7 @@ PACKED: dict[int, tuple[Callable[[str, int], Encoding], Callable[[int], Encoding
 
 # Groups of 4 and 2 bits in order of choice. 64 is HQQ's published one; linear has a scale per row: the largest costs
 # least.
-INT4_GROUPS: dict[str, tuple[int, ...]] = {"hqq": (64, 32), "linear": (256, 128, 64, 32)}
+INT4_GROUPS: dict[str, tuple[int, ...]] = {"nonlinear": (64, 32), "hqq": (64, 32), "linear": (256, 128, 64, 32)}
 
 INT6_GROUP = 32
 """Columns to a scale of 6 bits: with 64 an output layer lost .09 % of perplexity, with 32 .01 %."""
@@ -60,10 +65,20 @@ def encoding_for(bits: int, out: int, in_: int, dtype: torch.dtype, layout: str,
     if bits in FIXED:
         return FIXED[bits]
     if bits in PACKED:
+        if quantizer_used(quantizer, bits, layout) == NONLINEAR and not (in_ % NL4_GROUP or out % NL4_ROWS):
+            _check_layout(bits, layout)
+            return Nl4(layout, NL4_GROUP)
         return _packed_for(bits, out, in_, layout, quantizer)
     if bits == Int6.bits:
         return _six_bits_for(out, in_, layout)
     raise ConfigError(f"no {bits}-bit encoding: choose one of {', '.join(map(str, (*FIXED, Int6.bits, *PACKED)))}")
+
+
+def quantizer_used(quantizer: str, bits: int, layout: str, unit: str = "expert") -> str:
+    """What makes the codes where `quantizer` is asked for: "nonlinear" is for 4 bits of whole experts on a CPU, and the
+    rest is then HQQ's."""
+    nonlinear = bits == Nl4.bits and layout != ROW_MAJOR and unit == "expert"
+    return "hqq" if quantizer == NONLINEAR and not nonlinear else quantizer
 
 
 def _packed_for(bits: int, out: int, in_: int, layout: str, quantizer: str) -> Encoding:
@@ -102,12 +117,15 @@ def encoding_named(name: str) -> Encoding:
     fixed = next((encoding for encoding in FIXED.values() if encoding.name == name), None)
     if fixed is not None:
         return fixed
-    found = re.fullmatch(r"int([642])/([a-z0-9-]+)/g(32|64|128|256)", name)
-    if not found:
+    found = re.fullmatch(r"(int|nl)([642])/([a-z0-9-]+)/g(32|64|128|256)", name)
+    if not found or (found[1] == "nl" and name != Nl4(found[3], NL4_GROUP).name):
         raise StoreError(f"unknown encoding {name!r}: the store was written by another version; pack it again")
-    bits, layout, group = int(found[1]), found[2], int(found[3])
+    kind, bits, layout, group = found[1], int(found[2]), found[3], int(found[4])
     if layout not in (ROW_MAJOR, cpu_layout()):
         raise StoreError(
-            f"the store is packed for the int{bits} layout {layout!r}, CPUs take {cpu_layout()!r}; pack it again here"
+            f"the store is packed for the {kind}{bits} layout {layout!r}, CPUs take {cpu_layout()!r}; "
+            f"pack it again here"
         )
+    if kind == "nl":
+        return Nl4(layout, group)
     return Int6(layout, group) if bits == Int6.bits else _packed(bits, layout, group)

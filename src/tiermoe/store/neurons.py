@@ -15,7 +15,7 @@ import torch
 
 from tiermoe.errors import ModelError
 from tiermoe.quant.neuron_records import Records, Sealed, records_for, records_named
-from tiermoe.quant.registry import encoding_for, encoding_named
+from tiermoe.quant.registry import encoding_for, encoding_named, quantizer_used
 from tiermoe.store.layout import PAGE, ExpertFormat, expert_format
 from tiermoe.store.source import ExpertSource
 from tiermoe.types import MoeLayer, Part, Segment
@@ -49,6 +49,7 @@ def neuron_format(layer: MoeLayer, bits: int, dtype: torch.dtype, machine: str, 
     `neuron_layer`; ConfigError for other bits and for a hidden size that is no multiple of 64."""
     layer = neuron_layer(layer)
     neurons, hidden = layer.parts[0].shape
+    quantizer = quantizer_used(quantizer, bits, machine, "neuron")
     gate = Sealed(encoding_for(bits, neurons, hidden, dtype, machine, quantizer))
     return ExpertFormat(layer, bits, dtype, {GATE: gate, NEURONS: records_for(bits, hidden)}, PAGE)
 

@@ -16,7 +16,7 @@ import xxhash
 from tiermoe.config import format_size
 from tiermoe.errors import ModelError, PackError
 from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.quant.registry import cpu_layout
+from tiermoe.quant.registry import cpu_layout, quantizer_used
 from tiermoe.quant.scratch import scratch
 from tiermoe.store.encode import encoded_experts, working_bytes
 from tiermoe.store.files import Pieces, file_name, whole_or_nothing, write_header
@@ -60,6 +60,7 @@ def pack_experts(
     """
     machine = machine or cpu_layout()
     key = precision_key(bits, quantizer, machine, unit)
+    quantizer = quantizer_used(quantizer, bits, machine, unit)
     make_format = neuron_format if unit == "neuron" else expert_format
     formats = [make_format(layer, bits, store.dtype, machine, quantizer) for layer in store.layers]
     source = NeuronSource(source) if unit == "neuron" else source

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tiermoe.errors import StoreError
-from tiermoe.quant.registry import ROW_MAJOR
+from tiermoe.quant.registry import ROW_MAJOR, quantizer_used
 from tiermoe.store.files import write_atomically
 from tiermoe.store.layout import ExpertFormat, format_from_names
 from tiermoe.store.neurons import is_neuron_key, neuron_format_from_names, neuron_key
@@ -30,8 +30,9 @@ _DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32":
 
 
 def precision_key(bits: int, quantizer: str, layout: str = "", unit: str = "expert") -> str:
-    """The name of a precision in a store: '16', '8' (both quantisers give the same), '4-hqq', '2-linear', …;
+    """The name of a precision in a store: '16', '8' (all quantisers give the same), '4-nonlinear', '2-linear', …;
     '4-hqq-rowmajor' in a GPU's layout, '4-hqq-neuron' in the neuron unit: all can lie in one store."""
+    quantizer = quantizer_used(quantizer, bits, layout, unit)
     key = str(bits) if bits >= 8 else f"{bits}-{quantizer}{_suffix(bits, layout)}"
     return neuron_key(key) if unit == "neuron" else key
 

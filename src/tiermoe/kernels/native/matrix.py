@@ -15,6 +15,7 @@ from tiermoe.quant.int2 import Int2
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.int6 import Int6
 from tiermoe.quant.int8 import Int8
+from tiermoe.quant.nl4 import Nl4
 from tiermoe.quant.plain import Plain
 
 # the slot's fields that hold weights, scales and ladders
@@ -22,11 +23,14 @@ _FIELDS: dict[Coding, tuple[str, str | None, str | None]] = {
     Coding.INT2: ("codes", "scales_and_zeros", "ladders"),
     Coding.INT4: ("codes", "scales_and_zeros", None),
     Coding.INT6: ("codes", "scales", None),
+    Coding.NL4: ("blocks", None, None),
     Coding.INT8: ("weight", "scale", None),
     Coding.BF16: ("weight", None, None),
     **dict.fromkeys(GGUF_GROUPS, ("blocks", None, None)),
 }
-_PACKED: dict[type[Int2 | Int4 | Int6], Coding] = {Int2: Coding.INT2, Int4: Coding.INT4, Int6: Coding.INT6}
+_PACKED: dict[type[Int2 | Int4 | Int6 | Nl4], Coding] = {
+    Int2: Coding.INT2, Int4: Coding.INT4, Int6: Coding.INT6, Nl4: Coding.NL4,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class MatrixForm:
 def matrix_form(encoding: Encoding, out: int, in_: int, dtype: torch.dtype) -> MatrixForm | None:
     """The form of matrices (out, in_) in an encoding, for products in `dtype`; None where the kernels do not take
     them."""
-    if isinstance(encoding, Int2 | Int4 | Int6):
+    if isinstance(encoding, Int2 | Int4 | Int6 | Nl4):
         coding, group = _PACKED[type(encoding)], encoding.group
     elif isinstance(encoding, Int8 | Plain):
         coding, group = Coding.INT8 if isinstance(encoding, Int8) else Coding.BF16, in_

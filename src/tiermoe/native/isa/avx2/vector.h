@@ -172,6 +172,11 @@ static inline Eight eight_bits(Words words) { return _mm256_castsi256_ps(words);
 static inline Words words_from(const void *from) { return _mm256_loadu_si256(from); }
 static inline Words words_and(Words words, uint32_t mask) { return _mm256_and_si256(words, _mm256_set1_epi32((int)mask)); }
 static inline Words words_or(Words a, Words b) { return _mm256_or_si256(a, b); }
+/* Each byte, 0 .. 15, becomes table[byte] + 128. */
+static inline Words words_looked_up(const int8_t table[16], Words bytes) {
+    const __m128i above = _mm_xor_si128(_mm_load_si128((const void *)table), _mm_set1_epi8((char)0x80));
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(above), bytes);
+}
 #define WORDS_LEFT(words, n) _mm256_slli_epi32(words, n)
 #define WORDS_RIGHT(words, n) _mm256_srli_epi32(words, n)
 
@@ -191,10 +196,13 @@ static inline void words_by_lane(const uint32_t *from, Words v[4]) {
     transpose(v);
 }
 static inline void halves_by_lane(const uint16_t *from, Words v[4]) {
+    const __m256 low = _mm256_loadu_ps((const void *)from), high = _mm256_loadu_ps((const void *)(from + 16));
+    /* numbers 4 l and 4 l + 1, and the two behind them, of lanes 0 1 4 5 2 3 6 7 */
+    const __m256i first = _mm256_castps_si256(_mm256_shuffle_ps(low, high, 0x88));
+    const __m256i second = _mm256_castps_si256(_mm256_shuffle_ps(low, high, 0xDD));
+    const __m256i pairs[] = {_mm256_permute4x64_epi64(first, 0xD8), _mm256_permute4x64_epi64(second, 0xD8)};
     for (int k = 0; k < 4; k++)
-        v[k] = _mm256_cvtepu16_epi32(_mm_unpacklo_epi64(_mm_loadl_epi64((const void *)(from + 4 * k)),
-                                                        _mm_loadl_epi64((const void *)(from + 16 + 4 * k))));
-    transpose(v);
+        v[k] = k % 2 ? _mm256_srli_epi32(pairs[k / 2], 16) : _mm256_and_si256(pairs[k / 2], _mm256_set1_epi32(0xFFFF));
 }
 
 /* to (32), rounded: number 4 l + b is lane l of eights[b]. */

@@ -1,4 +1,4 @@
-/* Products with matrices that are kept in blocks of rows: INT4 and INT6. */
+/* Products with matrices that are kept in blocks of rows: INT4, INT6 and NL4. */
 #include "vector.h"
 
 enum {
@@ -23,9 +23,16 @@ static const uint8_t FIRST_HALF[64] __attribute__((aligned(64))) = {
     8, 8, 40, 40, 9, 9, 41, 41, 10, 10, 42, 42, 11, 11, 43, 43, 12, 12, 44, 44, 13, 13, 45, 45, 14, 14, 46, 46, 15, 15, 47, 47,
 };
 
+/* What the codes of INT4 or NL4 stand for, as VALUES. */
+static inline __m512i values_of_codes(Coding coding) {
+    if (coding != NL4) return _mm512_load_si512(VALUES);
+    const __m512i levels = _mm512_cvtepi8_epi32(_mm_load_si128((const void *)NL4_LEVELS));
+    return _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(_mm512_cvtepi32_ps(levels))); /* exact */
+}
+
 /* The values of two columns: register r holds rows 16 r .. 16 r + 15, a lane both columns of its row. */
-static inline void int4_unpack(const uint8_t *pair, __m512i values[REGISTERS]) {
-    const __m512i table = _mm512_load_si512(VALUES), first = _mm512_load_si512(FIRST_HALF);
+static inline void nibbles_unpack(__m512i table, const uint8_t *pair, __m512i values[REGISTERS]) {
+    const __m512i first = _mm512_load_si512(FIRST_HALF);
     const __m512i bytes = _mm512_loadu_si512(pair);
     const __m512i low = _mm512_permutexvar_epi8(first, bytes);
     const __m512i high = _mm512_permutexvar_epi8(_mm512_add_epi8(first, _mm512_set1_epi8(16)), bytes);
@@ -86,7 +93,7 @@ static inline __m512 int4_group(__m512 total, __m512 sum, float x_sum, const uin
 }
 
 /* total + scale * sum */
-static inline __m512 int6_group(__m512 total, __m512 sum, const bf16 *scales) {
+static inline __m512 scaled_group(__m512 total, __m512 sum, const bf16 *scales) {
     const __m512i scale = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)scales)), 16);
     return _mm512_fmadd_ps(_mm512_castsi512_ps(scale), sum, total);
 }
@@ -105,6 +112,10 @@ typedef struct {
 static inline Place place_of(const Matrix *matrix, size_t block) {
     const uint8_t *codes = matrix->weights, *scales = matrix->scales;
     const size_t columns = matrix->columns, groups = columns / matrix->group;
+    if (matrix->coding == NL4) {
+        const size_t group = nl4_group_bytes(matrix->group);
+        return (Place){codes + block * groups * group + NL4_SCALES, codes + block * groups * group, group};
+    }
     if (matrix->coding == INT4)
         return (Place){codes + block * BLOCK / 2 * columns, scales + block * BLOCK * 2 * sizeof(bf16),
                        matrix->rows * 2 * sizeof(bf16)};
@@ -117,15 +128,17 @@ static inline Place place_of(const Matrix *matrix, size_t block) {
 static inline __attribute__((always_inline)) void block_tile(Coding coding, size_t tokens, const Matrix *matrix, Place at,
                                                               const bf16 *x, const float *sums, bf16 *out, size_t stride) {
     const size_t groups = matrix->columns / matrix->group, fours = matrix->group / 4;
-    const size_t four = coding == INT4 ? 2 * PAIR_BYTES : 2 * (PAIR_BYTES + HIGH_BYTES);
+    const size_t four = coding == INT6 ? 2 * (PAIR_BYTES + HIGH_BYTES) : 2 * PAIR_BYTES;
     const size_t row = coding == INT4 ? 2 * sizeof(bf16) : sizeof(bf16); /* bytes of its scales in a group */
+    const size_t ahead_of_scales = coding == NL4 ? BYTES_AHEAD : GROUPS_AHEAD * at.group;
+    const __m512i table = values_of_codes(coding);
     __m512 totals[BLOCK_TILE][REGISTERS];
     for (size_t m = 0; m < tokens; m++)
         for (int r = 0; r < REGISTERS; r++) totals[m][r] = _mm512_setzero_ps();
     for (size_t g = 0; g < groups; g++, at.scales += at.group) {
         __m512 group[BLOCK_TILE][REGISTERS];
         for (int r = 0; r < REGISTERS; r++) {
-            _mm_prefetch((const char *)(at.scales + GROUPS_AHEAD * at.group + 16 * r * row), _MM_HINT_T0);
+            _mm_prefetch((const char *)(at.scales + ahead_of_scales + 16 * r * row), _MM_HINT_T0);
             for (size_t m = 0; m < tokens; m++) group[m][r] = _mm512_setzero_ps();
         }
         for (size_t i = 0; i < fours; i++, at.codes += four) {
@@ -133,10 +146,10 @@ static inline __attribute__((always_inline)) void block_tile(Coding coding, size
                 _mm_prefetch((const char *)(at.codes + BYTES_AHEAD + ahead), _MM_HINT_T1);
             for (size_t p = 0; p < 2; p++, x += 2) {
                 __m512i values[REGISTERS];
-                if (coding == INT4)
-                    int4_unpack(at.codes + p * PAIR_BYTES, values);
-                else
+                if (coding == INT6)
                     int6_unpack(at.codes + p * PAIR_BYTES, at.codes + 2 * PAIR_BYTES + p * HIGH_BYTES, values);
+                else
+                    nibbles_unpack(table, at.codes + p * PAIR_BYTES, values);
                 for (size_t m = 0; m < tokens; m++)
                     for (int r = 0; r < REGISTERS; r++)
                         group[m][r] = block_dot(group[m][r], values[r], x + m * matrix->columns);
@@ -146,7 +159,8 @@ static inline __attribute__((always_inline)) void block_tile(Coding coding, size
             for (int r = 0; r < REGISTERS; r++)
                 totals[m][r] = coding == INT4 ? int4_group(totals[m][r], group[m][r], sums[m * groups + g],
                                                            (const uint32_t *)at.scales + 16 * r)
-                                              : int6_group(totals[m][r], group[m][r], (const bf16 *)at.scales + 16 * r);
+                                              : scaled_group(totals[m][r], group[m][r], (const bf16 *)at.scales + 16 * r);
+        if (coding == NL4) at.codes += NL4_SCALES; /* of the next group */
     }
     for (size_t m = 0; m < tokens; m++) store_rows(totals[m], out + m * stride);
 }
@@ -173,6 +187,11 @@ static inline __attribute__((always_inline)) void block_tiles(Coding coding, con
 static void int4_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
                        size_t stride) {
     block_tiles(INT4, matrix, block, x, sums, tokens, out, stride);
+}
+
+static void nl4_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+                      size_t stride) {
+    block_tiles(NL4, matrix, block, x, sums, tokens, out, stride);
 }
 
 static void int6_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,

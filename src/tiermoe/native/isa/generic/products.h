@@ -3,12 +3,20 @@
 
 enum { TOGETHER = 4 }; /* tokens for which a weight is unpacked once */
 
-/* The codes of column c of a block, less the middle one. */
+/* The codes of column c of a block, less the middle one; of NL4 their levels. */
 static inline void int4_unpack(const uint8_t *codes, size_t c, float values[BLOCK]) {
     for (size_t r = 0; r < BLOCK / 2; r++) {
         const uint8_t both = codes[c * BLOCK / 2 + r];
         values[r] = (float)((both & 15) - 8);
         values[BLOCK / 2 + r] = (float)((both >> 4) - 8);
+    }
+}
+
+static inline void nl4_unpack(const uint8_t *codes, size_t c, float values[BLOCK]) {
+    for (size_t r = 0; r < BLOCK / 2; r++) {
+        const uint8_t both = codes[c * BLOCK / 2 + r];
+        values[r] = NL4_LEVELS[both & 15];
+        values[BLOCK / 2 + r] = NL4_LEVELS[both >> 4];
     }
 }
 
@@ -22,7 +30,7 @@ static inline void int6_unpack(const uint8_t *codes, size_t c, float values[BLOC
     }
 }
 
-/* sums (count, 64) = a group's columns of codes, less the middle one, times those of x (count, columns). */
+/* sums (count, 64) = what is unpacked of a group's columns times those of x (count, columns). */
 static inline __attribute__((always_inline)) void block_group(Coding coding, const uint8_t *codes, size_t group, const bf16 *x,
                                                               size_t columns, size_t count, float sums[TOGETHER][BLOCK]) {
     memset(sums, 0, TOGETHER * sizeof *sums);
@@ -30,6 +38,8 @@ static inline __attribute__((always_inline)) void block_group(Coding coding, con
         float values[BLOCK];
         if (coding == INT4)
             int4_unpack(codes, c, values);
+        else if (coding == NL4)
+            nl4_unpack(codes, c, values);
         else
             int6_unpack(codes, c, values);
         for (size_t m = 0; m < count; m++) {
@@ -44,27 +54,31 @@ static inline void int4_group(const bf16 *pairs, const float sums[BLOCK], float 
     for (size_t r = 0; r < BLOCK; r++) totals[r] += from_bf16(pairs[2 * r]) * sums[r] + from_bf16(pairs[2 * r + 1]) * x_sum;
 }
 
-static inline void int6_group(const bf16 *scales, const float sums[BLOCK], float totals[BLOCK]) {
+static inline void scaled_group(const bf16 *scales, const float sums[BLOCK], float totals[BLOCK]) {
     for (size_t r = 0; r < BLOCK; r++) totals[r] += from_bf16(scales[r]) * sums[r];
 }
 
 static inline __attribute__((always_inline)) void block_times(Coding coding, const Matrix *matrix, size_t block, const bf16 *x,
                                                               const float *sums, size_t tokens, bf16 *out, size_t stride) {
     const size_t columns = matrix->columns, group = matrix->group, groups = columns / group;
-    const size_t column = coding == INT4 ? BLOCK / 2 : BLOCK * 3 / 4; /* bytes */
-    const uint8_t *codes = (const uint8_t *)matrix->weights + block * column * columns;
+    const size_t column = coding == INT6 ? BLOCK * 3 / 4 : BLOCK / 2; /* bytes */
+    const size_t apart = coding == NL4 ? nl4_group_bytes(group) : group * column; /* likewise, from group to group */
+    const uint8_t *codes = (const uint8_t *)matrix->weights + block * apart * groups + (coding == NL4 ? NL4_SCALES : 0);
     const bf16 *scales = matrix->scales;
-    scales += block * BLOCK * (coding == INT4 ? 2 : groups);
+    if (coding != NL4) scales += block * BLOCK * (coding == INT4 ? 2 : groups);
     for (size_t first = 0; first < tokens; first += TOGETHER) {
         const size_t count = tokens - first < TOGETHER ? tokens - first : TOGETHER;
         float totals[TOGETHER][BLOCK] = {{0}}, part[TOGETHER][BLOCK];
         for (size_t g = 0; g < groups; g++) {
-            block_group(coding, codes + g * group * column, group, x + first * columns + g * group, columns, count, part);
+            const uint8_t *at = codes + g * apart;
+            block_group(coding, at, group, x + first * columns + g * group, columns, count, part);
             for (size_t m = 0; m < count; m++)
-                if (coding == INT4)
+                if (coding == NL4)
+                    scaled_group((const bf16 *)(at - NL4_SCALES), part[m], totals[m]);
+                else if (coding == INT4)
                     int4_group(scales + 2 * g * matrix->rows, part[m], sums[(first + m) * groups + g], totals[m]);
                 else
-                    int6_group(scales + g * BLOCK, part[m], totals[m]);
+                    scaled_group(scales + g * BLOCK, part[m], totals[m]);
         }
         for (size_t m = 0; m < count; m++)
             for (size_t r = 0; r < BLOCK; r++) out[(first + m) * stride + r] = to_bf16(totals[m][r]);
@@ -74,6 +88,11 @@ static inline __attribute__((always_inline)) void block_times(Coding coding, con
 static void int4_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
                        size_t stride) {
     block_times(INT4, matrix, block, x, sums, tokens, out, stride);
+}
+
+static void nl4_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+                      size_t stride) {
+    block_times(NL4, matrix, block, x, sums, tokens, out, stride);
 }
 
 static void int6_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,

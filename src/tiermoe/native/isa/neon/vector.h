@@ -201,6 +201,12 @@ static inline Words words_or(Words a, Words b) {
     EACH_HALF a.val[i] = vorrq_u32(a.val[i], b.val[i]);
     return a;
 }
+/* Each byte, 0 .. 15, becomes table[byte] + 128. */
+static inline Words words_looked_up(const int8_t table[16], Words bytes) {
+    const uint8x16_t above = veorq_u8(vreinterpretq_u8_s8(vld1q_s8(table)), vdupq_n_u8(0x80));
+    EACH_HALF bytes.val[i] = vreinterpretq_u32_u8(vqtbl1q_u8(above, vreinterpretq_u8_u32(bytes.val[i])));
+    return bytes;
+}
 #define WORDS_LEFT(words, n) ((Words){{vshlq_n_u32((words).val[0], n), vshlq_n_u32((words).val[1], n)}})
 #define WORDS_RIGHT(words, n) ((Words){{vshrq_n_u32((words).val[0], n), vshrq_n_u32((words).val[1], n)}})
 

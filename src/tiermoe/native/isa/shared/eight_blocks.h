@@ -1,14 +1,16 @@
-/* Products with matrices that are kept in blocks of rows, over Eight: INT4 and INT6.
+/* Products with matrices that are kept in blocks of rows, over Eight: INT4, INT6 and NL4.
  *
  * The 32 bytes of a column in INT4 are read as 8 words. Nibble n of the words, kept in its place, is the code times 16^n: it
  * becomes a float without being shifted. x is multiplied by 16^-6, so that nothing overflows, and the scale by 16^(6 - n).
  * So the sums of a block lie in 8 registers: lane l of register 2 b + h has row 32 h + 4 l + b. In INT6 the high bits join
  * the nibbles first, those of rows 32 + j apart: byte b of the words of either half, kept in its place, is the code times
- * 256^b.
+ * 256^b. In NL4 the nibbles, a byte each as there, are looked up: a byte is the level plus 128.
  *
- * Codes are summed as they are, from 0 on: the 8 or 32 that is to be taken away joins the zero. Sums are scaled after at
- * most SPAN columns, for one token as for many. */
+ * Codes are summed as they are, from 0 on: the 8 or 32 that is to be taken away joins the zero; in NL4, whose group is no
+ * longer than a span, 128 times the sum of x is taken away before the first of them. Sums are scaled after at most SPAN
+ * columns, for one token as for many. */
 enum {
+    BOTH = 2,                /* halves of the rows */
     SPAN = 64,               /* columns */
     SUMS = 8,                /* registers of a block */
     SPAN_UNPACKED = 8,       /* more tokens share a span that is unpacked into memory */
@@ -19,8 +21,8 @@ enum {
     COLUMNS_AHEAD = 64,      /* whose codes are asked for ahead of their use */
 };
 
-/* Bytes of so many columns of a block, a multiple of four. */
-static inline size_t bytes_of(Coding coding, size_t columns) { return columns * BLOCK / 4 * (coding == INT4 ? 2 : 3); }
+/* Bytes of the codes of so many columns of a block, a multiple of four. */
+static inline size_t bytes_of(Coding coding, size_t columns) { return columns * BLOCK / 4 * (coding == INT6 ? 3 : 2); }
 
 /* A group's, of the rows of a block. */
 typedef struct {
@@ -33,6 +35,13 @@ typedef struct {
  * be a sign. */
 static const float INT4_PLACES[SUMS] = {SIXTEEN_TO_6, 1 << 20, 1 << 16, 1 << 12, 256, 16, 1, SIXTEEN_TO_6};
 static const float INT6_PLACES[SUMS] = {SIXTEEN_TO_6, SIXTEEN_TO_6, 1 << 16, 1 << 16, 256, 256, 1, 1};
+/* A level has all bits of its byte: the last byte is shifted, as the last nibble of INT4. */
+static const float NL4_PLACES[SUMS] = {SIXTEEN_TO_6, SIXTEEN_TO_6, 1 << 16, 1 << 16, 256, 256, SIXTEEN_TO_6, SIXTEEN_TO_6};
+
+/* 128 times 1 over the place of register n and that of x: what a level is too large by. */
+static const float NL4_ABOVE[SUMS] = {
+    128 / SIXTEEN_TO_6, 128 / SIXTEEN_TO_6, 1.0f / (1 << 9), 1.0f / (1 << 9), 0.5f, 0.5f, 128 / SIXTEEN_TO_6, 128 / SIXTEEN_TO_6,
+};
 
 /* pairs: of a scale (low half) and a zero (high half), of 64 rows. */
 static inline void int4_scales(const uint32_t *pairs, Scales *scales) {
@@ -47,27 +56,32 @@ static inline void int4_scales(const uint32_t *pairs, Scales *scales) {
     }
 }
 
-/* from: of 64 rows. */
-static inline void int6_scales(const bf16 *from, Scales *scales) {
+/* from: of 64 rows. NL4 needs no zero. */
+static inline __attribute__((always_inline)) void scales_of(Coding coding, const bf16 *from, Scales *scales) {
+    const float *places = coding == NL4 ? NL4_PLACES : INT6_PLACES;
     for (int h = 0; h < 2; h++) {
         Words v[4];
         halves_by_lane(from + h * BLOCK / 2, v);
         for (int b = 0; b < 4; b++) {
             const Eight scale = eight_bits(WORDS_LEFT(v[b], 16));
-            scales->scale[2 * b + h] = eight_times(scale, eight_all(INT6_PLACES[2 * b + h]));
-            scales->zero[2 * b + h] = eight_times(scale, eight_all(-32));
+            scales->scale[2 * b + h] = eight_times(scale, eight_all(places[2 * b + h]));
+            if (coding == INT6) scales->zero[2 * b + h] = eight_times(scale, eight_all(-32));
         }
     }
 }
 
 /* Columns whose place among the codes is found at once. */
-static inline size_t together_in(Coding coding) { return coding == INT4 ? 1 : 4; }
+static inline size_t together_in(Coding coding) { return coding == INT6 ? 4 : 1; }
 
 /* The words of column c + next, c a multiple of together_in(coding). In INT4 they hold all registers of the column, in INT6
- * those of one half of the rows, a code in each byte. */
+ * and NL4 those of one half of the rows, a code or level in each byte. */
 static inline __attribute__((always_inline)) Words words_of(Coding coding, int half, const uint8_t *codes, size_t c,
                                                             size_t next) {
-    if (coding == INT4) return words_from(codes + c * BLOCK / 2);
+    if (coding != INT6) {
+        const Words nibbles = words_from(codes + c * BLOCK / 2);
+        if (coding == INT4) return nibbles;
+        return words_looked_up(NL4_LEVELS, words_and(half ? WORDS_RIGHT(nibbles, 4) : nibbles, 0x0F0F0F0F));
+    }
     const uint8_t *four = codes + c / 4 * 3 * BLOCK;
     Words words = words_from(four + next * BLOCK / 2), high = words_from(four + 2 * BLOCK + next / 2 * BLOCK / 2);
     if (half) words = WORDS_RIGHT(words, 4);
@@ -79,7 +93,7 @@ static inline __attribute__((always_inline)) Words words_of(Coding coding, int h
 
 /* Asks for the codes of some columns in time. */
 static inline __attribute__((always_inline)) void ask_ahead(Coding coding, const uint8_t *codes, size_t c) {
-    if (coding == INT4 && c % 2) return;
+    if (coding != INT6 && c % 2) return;
     const uint8_t *ahead = codes + bytes_of(coding, COLUMNS_AHEAD) + bytes_of(coding, c);
     __builtin_prefetch(ahead, 0, 2);
     if (coding == INT6) __builtin_prefetch(ahead + 64, 0, 2), __builtin_prefetch(ahead + 128, 0, 2);
@@ -87,8 +101,14 @@ static inline __attribute__((always_inline)) void ask_ahead(Coding coding, const
 
 /* Register n of a column, times 1 over its place. */
 static inline __attribute__((always_inline)) Eight values_of(Coding coding, Words words, int n) {
-    if (coding == INT6) return eight_of_words(words_and(words, 255u << n / 2 * 8));
+    if (coding == NL4 && n / 2 == 3) return eight_of_words(WORDS_RIGHT(words, 24));
+    if (coding != INT4) return eight_of_words(words_and(words, 255u << n / 2 * 8));
     return eight_of_words(n == SUMS - 1 ? WORDS_RIGHT(words, 28) : words_and(words, 15u << 4 * n));
+}
+
+/* What the sums of register n begin with; x_sum: of the group. */
+static inline __attribute__((always_inline)) Eight sum_begin(Coding coding, int n, const float *x_sum) {
+    return coding == NL4 ? eight_all(-NL4_ABOVE[n] * *x_sum) : eight_zeros();
 }
 
 /* values = x * 16^-6 */
@@ -106,19 +126,21 @@ static inline void store_block(const float *totals, bf16 *out) {
     }
 }
 
-/* Registers `first`, first + step, ... of what span_times adds. half: which words hold them. */
+/* Registers `first`, first + step, ... of what span_times adds. half: which words hold them, or BOTH. */
 static inline __attribute__((always_inline)) void span_part(Coding coding, int half, int first, int step, int count,
                                                             size_t tokens, const uint8_t *codes, size_t span, const float *x,
-                                                            const Scales *scales, float *totals) {
+                                                            const float *sums, size_t groups, const Scales *scales,
+                                                            float *totals) {
     Eight part[BLOCK_FEW][SUMS];
     for (size_t m = 0; m < tokens; m++)
-        for (int i = 0; i < count; i++) part[m][i] = eight_zeros();
+        for (int i = 0; i < count; i++) part[m][i] = sum_begin(coding, first + i * step, sums + m * groups);
     for (size_t c = 0; c < span; c += together_in(coding)) {
         ask_ahead(coding, codes, c);
         for (size_t next = 0; next < together_in(coding); next++) {
-            const Words words = words_of(coding, half, codes, c, next);
+            const Words words[] = {words_of(coding, half % BOTH, codes, c, next), words_of(coding, half != 0, codes, c, next)};
             for (int i = 0; i < count; i++) {
-                const Eight values = values_of(coding, words, first + i * step);
+                const int n = first + i * step;
+                const Eight values = values_of(coding, words[half == BOTH ? n % 2 : 0], n);
                 for (size_t m = 0; m < tokens; m++)
                     part[m][i] = eight_times_plus(values, eight_all(x[m * SPAN + c + next]), part[m][i]);
             }
@@ -135,29 +157,31 @@ static inline __attribute__((always_inline)) void span_part(Coding coding, int h
  * compiling. Codes are unpacked into registers, some sums of a block after the others where not all fit; what comes next
  * is asked for in time. */
 static inline __attribute__((always_inline)) void span_times(Coding coding, size_t tokens, const uint8_t *codes, size_t span,
-                                                             const float *x, const Scales *scales, float *totals) {
-    if (coding == INT6) {
-        span_part(coding, 0, 0, 2, SUMS / 2, tokens, codes, span, x, scales, totals);
-        span_part(coding, 1, 1, 2, SUMS / 2, tokens, codes, span, x, scales, totals);
-    } else if (tokens == 1) {
-        span_part(coding, 0, 0, 1, SUMS, tokens, codes, span, x, scales, totals);
+                                                             const float *x, const float *sums, size_t groups,
+                                                             const Scales *scales, float *totals) {
+    if (coding != INT6 && tokens == 1) {
+        span_part(coding, coding == NL4 ? BOTH : 0, 0, 1, SUMS, tokens, codes, span, x, sums, groups, scales, totals);
+    } else if (coding != INT4) {
+        span_part(coding, 0, 0, 2, SUMS / 2, tokens, codes, span, x, sums, groups, scales, totals);
+        span_part(coding, 1, 1, 2, SUMS / 2, tokens, codes, span, x, sums, groups, scales, totals);
     } else {
-        span_part(coding, 0, 0, 1, SUMS / 2, tokens, codes, span, x, scales, totals);
-        span_part(coding, 0, SUMS / 2, 1, SUMS / 2, tokens, codes, span, x, scales, totals);
+        span_part(coding, 0, 0, 1, SUMS / 2, tokens, codes, span, x, sums, groups, scales, totals);
+        span_part(coding, 0, SUMS / 2, 1, SUMS / 2, tokens, codes, span, x, sums, groups, scales, totals);
     }
 }
 
-#define SPAN_OF(n)                                             \
-    case n:                                                    \
-        span_times(coding, n, codes, span, x, scales, totals); \
+#define SPAN_OF(n)                                                           \
+    case n:                                                                  \
+        span_times(coding, n, codes, span, x, sums, groups, scales, totals); \
         break;
 
 static inline __attribute__((always_inline)) void few_spans(Coding coding, size_t tokens, const uint8_t *codes, size_t span,
-                                                            const float *x, const Scales *scales, float *totals) {
+                                                            const float *x, const float *sums, size_t groups,
+                                                            const Scales *scales, float *totals) {
     for (size_t tiles = (tokens + BLOCK_FEW - 1) / BLOCK_FEW; tiles; tiles--) {
         const size_t some = (tokens + tiles - 1) / tiles;
         switch (some) { SPAN_OF(1) SPAN_OF(2) }
-        x += some * SPAN, totals += some * BLOCK, tokens -= some;
+        x += some * SPAN, sums += some * groups, totals += some * BLOCK, tokens -= some;
     }
 }
 
@@ -170,12 +194,13 @@ static inline __attribute__((always_inline)) void span_unpack(Coding coding, con
 }
 
 /* The same of a span that has been unpacked. */
-static inline __attribute__((always_inline)) void panel_tile(size_t tokens, const float *panel, size_t span, const float *x,
+static inline __attribute__((always_inline)) void panel_tile(Coding coding, size_t tokens, const float *panel, size_t span,
+                                                             const float *x, const float *sums, size_t groups,
                                                              const Scales *scales, float *totals) {
     for (int n = 0; n < SUMS; n += BLOCK_PAIR) {
         Eight part[BLOCK_TILE][BLOCK_PAIR];
         for (size_t m = 0; m < tokens; m++)
-            for (int i = 0; i < BLOCK_PAIR; i++) part[m][i] = eight_zeros();
+            for (int i = 0; i < BLOCK_PAIR; i++) part[m][i] = sum_begin(coding, n + i, sums + m * groups);
         for (size_t c = 0; c < span; c++) {
             Eight values[BLOCK_PAIR];
             for (int i = 0; i < BLOCK_PAIR; i++) values[i] = eight_from(panel + c * BLOCK + 8 * (n + i));
@@ -192,18 +217,20 @@ static inline __attribute__((always_inline)) void panel_tile(size_t tokens, cons
     }
 }
 
-#define PANEL_TILE_OF(n)                                \
-    case n:                                             \
-        panel_tile(n, panel, span, x, scales, totals); \
+#define PANEL_TILE_OF(n)                                                      \
+    case n:                                                                   \
+        panel_tile(coding, n, panel, span, x, sums, groups, scales, totals); \
         break;
 
-static void panel_tiles(size_t tokens, const float *panel, size_t span, const float *x, const Scales *scales, float *totals) {
+static inline __attribute__((always_inline)) void panel_tiles(Coding coding, size_t tokens, const float *panel, size_t span,
+                                                              const float *x, const float *sums, size_t groups,
+                                                              const Scales *scales, float *totals) {
     for (size_t tiles = (tokens + BLOCK_TILE - 1) / BLOCK_TILE; tiles; tiles--) {
         const size_t some = (tokens + tiles - 1) / tiles;
         switch (some) {
             PANEL_TILE_OF(1) PANEL_TILE_OF(2) PANEL_TILE_OF(3) PANEL_TILE_OF(4) PANEL_TILE_OF(5) PANEL_TILE_OF(6)
         }
-        x += some * SPAN, totals += some * BLOCK, tokens -= some;
+        x += some * SPAN, sums += some * groups, totals += some * BLOCK, tokens -= some;
     }
 }
 
@@ -215,16 +242,16 @@ static inline void add_scaled(const Eight zeros[SUMS], float sum, float *totals)
 
 /* totals (tokens, 64) += a span of a block's codes times x, whose tokens lie `columns` apart, scaled. */
 static inline __attribute__((always_inline)) void add_span(Coding coding, const uint8_t *codes, size_t span, const bf16 *x,
-                                                           size_t columns, size_t tokens, const Scales *scales,
-                                                           float *totals) {
+                                                           size_t columns, size_t tokens, const float *sums, size_t groups,
+                                                           const Scales *scales, float *totals) {
     float values[BLOCK_TOKENS * SPAN], panel[SPAN * BLOCK] __attribute__((aligned(32)));
     for (size_t m = 0; m < tokens; m++) factors_of(x + m * columns, span, values + m * SPAN);
     if (tokens <= SPAN_UNPACKED) {
-        few_spans(coding, tokens, codes, span, values, scales, totals);
+        few_spans(coding, tokens, codes, span, values, sums, groups, scales, totals);
         return;
     }
     span_unpack(coding, codes, span, panel);
-    panel_tiles(tokens, panel, span, values, scales, totals);
+    panel_tiles(coding, tokens, panel, span, values, sums, groups, scales, totals);
 }
 
 /* A block times at most BLOCK_TOKENS tokens. */
@@ -232,9 +259,11 @@ static inline __attribute__((always_inline)) void block_some(Coding coding, cons
                                                              const float *sums, size_t tokens, bf16 *out, size_t stride) {
     const size_t columns = matrix->columns, group = matrix->group, span = group < SPAN ? group : SPAN;
     const size_t groups = columns / group, row = coding == INT4 ? 2 : 1; /* numbers of a row in a group */
-    const size_t apart = coding == INT4 ? 2 * matrix->rows : BLOCK;
-    const uint8_t *codes = (const uint8_t *)matrix->weights + block * bytes_of(coding, columns);
-    const bf16 *pairs = (const bf16 *)matrix->scales + block * BLOCK * (coding == INT4 ? 2 : groups);
+    const size_t gap = coding == NL4 ? NL4_SCALES : 0; /* bytes from one group's codes to the next one's */
+    const size_t apart = coding == INT4 ? 2 * matrix->rows : coding == INT6 ? BLOCK : nl4_group_bytes(group) / sizeof(bf16);
+    const uint8_t *codes = (const uint8_t *)matrix->weights + block * (bytes_of(coding, columns) + groups * gap);
+    const bf16 *pairs = coding == NL4 ? (const bf16 *)codes
+                                      : (const bf16 *)matrix->scales + block * BLOCK * (coding == INT4 ? 2 : groups);
     float totals[BLOCK_TOKENS * BLOCK] __attribute__((aligned(32)));
     memset(totals, 0, tokens * BLOCK * sizeof *totals);
     for (size_t g = 0; g < groups; g++, pairs += apart) {
@@ -242,11 +271,12 @@ static inline __attribute__((always_inline)) void block_some(Coding coding, cons
         if (coding == INT4)
             int4_scales((const uint32_t *)pairs, &scales);
         else
-            int6_scales(pairs, &scales);
+            scales_of(coding, pairs, &scales);
         for (size_t r = 0; r < row * BLOCK; r += 32) __builtin_prefetch(pairs + 2 * apart + r, 0, 3);
+        codes += gap;
         for (size_t s = 0; s < group; s += span, x += span, codes += bytes_of(coding, span))
-            add_span(coding, codes, span, x, columns, tokens, &scales, totals);
-        for (size_t m = 0; m < tokens; m++) add_scaled(scales.zero, sums[m * groups + g], totals + m * BLOCK);
+            add_span(coding, codes, span, x, columns, tokens, sums + g, groups, &scales, totals);
+        for (size_t m = 0; coding != NL4 && m < tokens; m++) add_scaled(scales.zero, sums[m * groups + g], totals + m * BLOCK);
     }
     for (size_t m = 0; m < tokens; m++) store_block(totals + m * BLOCK, out + m * stride);
 }
@@ -263,6 +293,11 @@ static inline __attribute__((always_inline)) void block_times(Coding coding, con
 static void int4_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
                        size_t stride) {
     block_times(INT4, matrix, block, x, sums, tokens, out, stride);
+}
+
+static void nl4_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+                      size_t stride) {
+    block_times(NL4, matrix, block, x, sums, tokens, out, stride);
 }
 
 static void int6_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
