@@ -149,5 +149,6 @@ class LatentAttention:
         """kept (n, latent + rotary) → into keys (heads, n, plain + rotary) and values (heads, n, value)."""
         latents, rotaries = kept[:, : self.latent_columns].contiguous(), kept[:, self.latent_columns :]
         both = self.expand(latents).view(latents.shape[0], self.heads, -1).transpose(0, 1)
-        keys[..., : self.plain_columns], values[:] = both.split((self.plain_columns, self.value_columns), -1)
+        keys[..., : self.plain_columns] = both[..., : self.plain_columns]
         keys[..., self.plain_columns :] = rotaries
+        values[:] = both[..., self.plain_columns :]
