@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import tiermoe
+from tiermoe import native
 from tiermoe.cli.output import prompt_progress
 from tiermoe.generation.sequence import Sequence
 from tiermoe.model.rotary import Rotary
@@ -63,6 +65,30 @@ def test_angles_that_come_chunk_by_chunk_are_those_of_the_whole() -> None:
         some = positions[begin : begin + 100]
         for mine, its in zip(growing.at(some, begin + 100), whole, strict=True):
             assert torch.equal(mine, its[some])
+
+
+LATENT = {
+    "hidden_size": 128, "kv_lora_rank": 64, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
+    "v_head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the native kernels")
+def test_latents_are_expanded_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 tokens in two chunks: pieces of 128, one piece, and torch's operators over all of them."""
+    loaded = tiermoe.load(
+        write(tmp_path, "deepseek_v2", torch.bfloat16, **LATENT), memory="4GiB", device="cpu", lanes=1, bits=16,
+        dense_bits=16, chunk=150,
+    )[0].tiermoe  # fmt: skip
+    ids = torch.randint(3, 128, (300,), generator=torch.Generator().manual_seed(1)).tolist()
+    whole = Sequence(loaded, loaded.new_cache(context=400)).read(ids).float()
+    monkeypatch.setattr("tiermoe.model.latent._PIECE", 128)
+    pieces = Sequence(loaded, loaded.new_cache(context=400)).read(ids).float()
+    monkeypatch.setattr("tiermoe.model.latent.takes_prompts", lambda *_: False)
+    torchs = Sequence(loaded, loaded.new_cache(context=400)).read(ids).float()
+    loaded.close()
+    for each in (whole, pieces):
+        assert (each - torchs).norm() < 0.03 * torchs.norm()
 
 
 class Terminal(io.StringIO):

@@ -150,5 +150,5 @@ class LatentAttention:
         latents, rotaries = kept[:, : self.latent_columns].contiguous(), kept[:, self.latent_columns :]
         both = self.expand(latents).view(latents.shape[0], self.heads, -1).transpose(0, 1)
         keys[..., : self.plain_columns] = both[..., : self.plain_columns]
-        values[:] = both[..., self.plain_columns :]
         keys[..., self.plain_columns :] = rotaries
+        values[:] = both[..., self.plain_columns :]
