@@ -4,7 +4,7 @@ const Kernels KERNELS = {
     .runs = runs,
     .group_sums = group_sums,
     .block = {[INT4] = int4_block, [INT8] = rows_block, [BF16] = rows_block, [INT6] = int6_block, [INT2] = int2_block,
-              [FIRST_GGUF ... LAST_GGUF] = gguf_block},
+              [FIRST_GGUF ... LAST_GGUF] = gguf_block, [FIRST_PUBLISHED ... LAST_PUBLISHED] = gguf_block},
     .gate = gate_rows,
     .combine = combine,
     .add = add,
