@@ -81,8 +81,9 @@ class Settings:
     """Everything that `tiermoe.load` and the commands can be asked for, and the defaults of all of them.
 
     memory: bound on the whole process in bytes; None takes it from what the machine has free.
-    bits: precision of the experts (16 is the checkpoint's own); None takes 4, and of a GGUF file its own. dense_bits:
-    of the other linear layers, of which some are kept at more (`tiermoe.model.dense`); None follows `bits`.
+    bits: precision of the experts (16 is the checkpoint's own); None takes 4, and of a checkpoint that comes quantised
+    its own. dense_bits: of the other linear layers, of which some are kept at more (`tiermoe.model.dense`); None
+    follows `bits`.
     quantizer: 'hqq' or 'linear', for 4 and 2 bits. cache: size of the expert cache alone (experiments).
     chunk: tokens of a prompt that run at once. context: tokens (prompt and answer) to reserve key/value memory for;
     None takes the smaller of 4096 and the model's own. batch: sequences that run at once.
