@@ -76,7 +76,7 @@ static void products(const Kernels *set, Coding coding, size_t rows, size_t grou
         numbers((bf16 *)(weights + run * nl4_group_bytes(group)), BLOCK, 0.001f);
     numbers(x, TOKENS * COLUMNS, 1);
     for (size_t i = 0; i < rows * COLUMNS / 16; i++) ladders[i] = (uint8_t)bits();
-    const Matrix matrix = {coding, weights, scales, rows, COLUMNS, group, ladders};
+    const Matrix matrix = {coding, weights, scales, rows, COLUMNS, group, ladders, SCALE_FLOAT, 1, 1, 1};
     const size_t blocks = (rows + BLOCK - 1) / BLOCK;
     for (size_t n = 0; n < sizeof COUNTS / sizeof *COUNTS; n++) {
         const size_t tokens = COUNTS[n];
@@ -110,7 +110,7 @@ static void gguf_products(const Kernels *set, Coding coding, size_t rows, size_t
     uint8_t *room = malloc(rows * row_bytes + 1), *weights = room + 1; /* blocks begin at any byte */
     for (size_t i = 0; i < rows * row_bytes; i++) weights[i] = (uint8_t)bits();
     for (size_t i = 0; i < rows * row_bytes; i += gguf_bytes(coding)) gguf_scales(coding, weights + i, bits());
-    const Matrix matrix = {coding, weights, NULL, rows, columns, group, NULL};
+    const Matrix matrix = {coding, weights, NULL, rows, columns, group, NULL, SCALE_FLOAT, 1, 1, 1};
     const size_t blocks = matrix_blocks(&matrix), groups = matrix_groups(&matrix);
     bf16 *x = malloc(sizeof *x * TOKENS * columns), *out = calloc(TOKENS * rows, sizeof *out), alone[BLOCK];
     float *sums = malloc(sizeof *sums * (TOKENS * groups + 1));
@@ -137,6 +137,90 @@ static void gguf_products(const Kernels *set, Coding coding, size_t rows, size_t
             expect(set->name, name, from_bf16(out[m * rows + r]), want, size);
         }
     free(room), free(x), free(out), free(sums);
+}
+
+static double e4m3(int byte) {
+    const int exponent = byte >> 3 & 15, rest = byte & 7;
+    const double size = exponent ? ldexp(8 + rest, exponent - 10) : ldexp(rest, -9);
+    return byte & 0x80 ? -size : size;
+}
+
+static size_t scale_index(const Matrix *matrix, size_t r, size_t c) {
+    const size_t across = (matrix->columns + matrix->scale_columns - 1) / matrix->scale_columns;
+    return r / matrix->scale_rows * across + c / matrix->scale_columns;
+}
+
+static double scale_at(const Matrix *matrix, size_t r, size_t c) {
+    const size_t at = scale_index(matrix, r, c);
+    const float *factors = matrix->ladders;
+    switch (matrix->scale_kind) {
+        case SCALE_FLOAT: return ((const float *)matrix->scales)[at];
+        case SCALE_BF16: return from_bf16(((const bf16 *)matrix->scales)[at]);
+        case SCALE_HALF: return half_at((const uint8_t *)matrix->scales + 2 * at);
+        case SCALE_E4M3_TIMES: return e4m3(((const uint8_t *)matrix->scales)[at]) * factors[r / matrix->factor_rows];
+        case SCALE_E4M3_OVER: return e4m3(((const uint8_t *)matrix->scales)[at]) / factors[r / matrix->factor_rows];
+        default: return ldexp(1, ((const uint8_t *)matrix->scales)[at] - 127);
+    }
+}
+
+static double code_at(const Matrix *matrix, size_t r, size_t c) {
+    const uint8_t *codes = matrix->weights;
+    if (matrix->coding == E4M3) return e4m3(codes[r * matrix->columns + c]);
+    const int nibble = nibble_at(codes + (r * matrix->columns + c) / 2, c % 2);
+    if (matrix->coding == U4) return nibble - ((const uint8_t *)matrix->ladders)[scale_index(matrix, r, c)];
+    return matrix->coding == S4 ? nibble - 8 : FP4[nibble];
+}
+
+/* Codes of any value but what is undefined, scales of a usual size in as many bytes as they need. */
+static void published_products(const Kernels *set, Coding coding, ScaleKind kind, size_t rows, size_t columns, size_t scale_rows,
+                               size_t scale_columns) {
+    static const char *const NAMES[] = {"4 bits of floats", "4 bits, signed", "4 bits and zeros", "8 bits of floats"};
+    static const size_t BYTES[] = {4, 2, 2, 1, 1, 1};
+    static const float FACTORS[] = {0.003f, 0.011f};
+    const char *name = NAMES[coding - E2M1];
+    const size_t count = (rows + scale_rows - 1) / scale_rows * ((columns + scale_columns - 1) / scale_columns);
+    const size_t all = rows * columns / (coding == E4M3 ? 1 : 2), blocks = (rows + BLOCK - 1) / BLOCK;
+    uint8_t *codes = malloc(all), *scales = malloc(count * BYTES[kind]), *zeros = malloc(count);
+    bf16 *x = malloc(sizeof *x * TOKENS * columns), *out = calloc(TOKENS * rows, sizeof *out), alone[BLOCK];
+    for (size_t i = 0; i < all; i++) {
+        codes[i] = (uint8_t)bits();
+        if (coding == E4M3 && (codes[i] & 0x7F) == 0x7F) codes[i]--;
+    }
+    for (size_t i = 0; i < count; i++) {
+        zeros[i] = (uint8_t)(bits() % 17);
+        if (kind == SCALE_FLOAT) ((float *)(void *)scales)[i] = 0.01f * number();
+        if (kind == SCALE_BF16) ((bf16 *)(void *)scales)[i] = to_bf16(0.01f * number());
+        if (kind == SCALE_HALF) scales[2 * i] = (uint8_t)bits(), scales[2 * i + 1] = (uint8_t)(0x14 | (bits() & 0x83));
+        if (kind == SCALE_E8M0) scales[i] = (uint8_t)(112 + bits() % 12);
+        if (kind >= SCALE_E4M3_TIMES) scales[i] = (uint8_t)(bits() % 0x7F);
+    }
+    const size_t group = scale_columns == 16 ? 16 : 32;
+    const void *more = coding == U4 ? (const void *)zeros : FACTORS;
+    const Matrix matrix = {coding, codes, scales, rows, columns, group, more, kind, scale_rows, scale_columns, (rows + 1) / 2};
+    const size_t groups = matrix_groups(&matrix);
+    float *sums = malloc(sizeof *sums * (TOKENS * groups + 1));
+    numbers(x, TOKENS * columns, 1);
+    for (size_t n = 0; n < sizeof COUNTS / sizeof *COUNTS; n++) {
+        const size_t tokens = COUNTS[n], m = tokens - 1;
+        set->group_sums(x, group, groups, tokens, sums);
+        for (size_t b = 0; b < blocks; b++) {
+            const size_t width = rows - b * BLOCK < BLOCK ? rows - b * BLOCK : BLOCK;
+            set->block[coding](&matrix, b, x, sums, tokens, out + b * BLOCK, rows);
+            set->block[coding](&matrix, b, x + m * columns, sums + m * groups, 1, alone, rows);
+            if (memcmp(alone, out + m * rows + b * BLOCK, width * sizeof *out))
+                wrong++, printf("%s, %s: a token among %zu has other bits than alone\n", set->name, name, tokens);
+        }
+    }
+    for (size_t m = 0; m < TOKENS; m += 8)
+        for (size_t r = 0; r < rows; r++) {
+            double want = 0, size = 0;
+            for (size_t c = 0; c < columns; c++) {
+                const double part = code_at(&matrix, r, c) * scale_at(&matrix, r, c) * from_bf16(x[m * columns + c]);
+                want += part, size += fabs(part);
+            }
+            expect(set->name, name, from_bf16(out[m * rows + r]), want, size);
+        }
+    free(codes), free(scales), free(zeros), free(x), free(out), free(sums);
 }
 
 static void gates(const Kernels *set) {
@@ -345,6 +429,15 @@ int main(void) {
             gguf_products(*set, coding, 2 * BLOCK, 512), gguf_products(*set, coding, BLOCK + 7, 256);
             if (gguf_columns(coding) == 32) gguf_products(*set, coding, BLOCK + 3, 32), gguf_products(*set, coding, 9, 416);
         }
+        for (int kind = SCALE_FLOAT; kind < SCALE_KINDS; kind++)
+            for (Coding coding = FIRST_PUBLISHED; coding <= LAST_PUBLISHED; coding++) {
+                if (coding == U4 && kind >= SCALE_E4M3_TIMES) continue;
+                published_products(*set, coding, kind, 2 * BLOCK, 512, 1, 32);
+                published_products(*set, coding, kind, BLOCK + 7, 416, 32, 128);
+                published_products(*set, coding, kind, BLOCK + 3, 288, 1, 288);
+                published_products(*set, coding, kind, 9, 32, 128, 128);
+                if (coding == E2M1) published_products(*set, coding, kind, BLOCK + 4, 544, 1, 16);
+            }
         gates(*set), rows(*set), attention(*set), prompts(*set, 0), prompts(*set, 1), widening(*set);
         for (int wide = 0; wide < 2; wide++) {
             for (size_t group = 32; group <= 64; group *= 2) {

@@ -3,6 +3,9 @@ that the gguf package dequantises."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ import gguf_files
 from gguf_engines import eager_greedy, engine_of, greedy, logits_of
 from gguf_files import kinds
 from parity import tokens
+from tiermoe.model.blueprint import inspect_model
+from tiermoe.model.gguf.outline import outline_of
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
         "beta_slow": 1.0, "factor": 4.0}  # fmt: skip
@@ -45,3 +50,50 @@ def test_logits_and_tokens_are_those_of_the_dequantised_weights(name: str, tmp_p
     assert (found - wanted).abs().max() <= 1e-3 * wanted.abs().max()
     assert greedy(engine, ids[:16], 64) == eager_greedy(model, ids[:16], 64)
     engine.close()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_names_and_shapes_tell_what_transformers_code_does(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    family, changes = MODELS[name]
+    file = gguf_files.write(tmp_path / "model.gguf", gguf_files.model_of(family, **changes), family, kinds("q8_0"))
+    blueprint = replace(inspect_model(file, str(file), tmp_path / "store"), dtype=dtype)
+    found = outline_of(blueprint.checkpoint, blueprint.config, dtype)
+    wanted = replace(blueprint, known=None).outline
+    assert found is not None
+    assert abs(found.dense_bytes - wanted.dense_bytes) < 1024  # without buffers of rotary embeddings
+    assert sorted(found.packable) == sorted(wanted.packable)
+    assert replace(found, dense_bytes=0, packable=()) == replace(wanted, dense_bytes=0, packable=())
+
+
+def test_a_file_that_is_not_as_its_config_says_is_left_to_transformers_code(tmp_path: Path) -> None:
+    file = gguf_files.write(tmp_path / "model.gguf", gguf_files.model_of("qwen3_moe"), "qwen3_moe", kinds("q8_0"))
+    blueprint = inspect_model(file, str(file), tmp_path / "store")
+    assert blueprint.known is not None
+    for changes in ({"head_dim": 32}, {"num_experts": 4}, {"hidden_act": "gelu"}, {"num_hidden_layers": 2}):
+        config = type(blueprint.config)(**{**blueprint.config.to_dict(), **changes})
+        assert outline_of(blueprint.checkpoint, config, torch.bfloat16) is None
+    assert outline_of(blueprint.checkpoint, blueprint.config, torch.float16) is None
+
+
+START = """
+import sys
+from pathlib import Path
+from tiermoe.process import footprint
+footprint.import_libraries(own_process=True)
+from tiermoe.config import settings
+from tiermoe.engine.load import start
+from tiermoe.model.blueprint import inspect_model
+asked = settings(threads=1, memory="4GiB", store=sys.argv[2])
+engine = start(inspect_model(Path(sys.argv[1]), sys.argv[1], asked.store), asked)
+assert not [name for name in sys.modules if name.startswith("transformers.models.qwen3_moe.modeling")]
+engine.close()
+"""
+
+
+def test_the_first_start_imports_no_modelling_code(tmp_path: Path) -> None:
+    file = gguf_files.write(tmp_path / "model.gguf", gguf_files.model_of("qwen3_moe"), "qwen3_moe", kinds("q8_0"))
+    done = subprocess.run(
+        [sys.executable, "-c", START, file, tmp_path / "store"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -83,8 +83,9 @@ class Settings:
     """Everything that `tiermoe.load` and the commands can be asked for, and the defaults of all of them.
 
     memory: bound on the whole process in bytes; None takes it from what the machine has free.
-    bits: precision of the experts (16 is the checkpoint's own); None takes 4, and of a GGUF file its own. dense_bits:
-    of the other linear layers, of which some are kept at more (`tiermoe.model.dense`); None follows `bits`.
+    bits: precision of the experts (16 is the checkpoint's own); None takes 4, and of a checkpoint that comes quantised
+    its own. dense_bits: of the other linear layers, of which some are kept at more (`tiermoe.model.dense`); None
+    follows `bits`.
     quantizer: one of `QUANTIZERS`, for 4 and 2 bits ('nonlinear' makes 2 bits as 'hqq' does).
     cache: size of the expert cache alone (experiments).
     kv_bits: precision of keys and values in the cache: 16 is the checkpoint's own, 8 halves it and can change tokens.

@@ -47,8 +47,8 @@ ENGINE: dict[str, Any] = {
     "bits": Annotated[
         int | None,
         typer.Option(
-            help="Precision of the experts: 16 (the checkpoint's own), 8, 4 or 2 bits. Default: 4; of a GGUF file its "
-            "own.",
+            help="Precision of the experts: 16 (the checkpoint's own), 8, 4 or 2 bits. Default: 4; of what "
+            "comes quantised its own.",
             show_default=False,
         ),
     ],

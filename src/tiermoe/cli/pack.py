@@ -20,7 +20,8 @@ def pack(
     bits: Annotated[
         str | None,
         typer.Option(
-            help="Precisions to pack, like 4 or 4,2. Default: 4; a GGUF file is used as it is.", show_default=False
+            help="Precisions to pack, like 4 or 4,2. Default: 4; what comes quantised is used as it is.",
+            show_default=False,
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Pack for cpu, for cuda (here or not), or auto.")] = "auto",
@@ -42,7 +43,7 @@ def pack(
         from tiermoe.model.dense import recipe_key
         from tiermoe.model.hub import resolve_model
         from tiermoe.model.prepare_store import ensure_packed, open_or_create, store_root
-        from tiermoe.store.gguf.placement import OWN_BITS
+        from tiermoe.store.own_experts import OWN_BITS
         from tiermoe.store.pack import forget
         from tiermoe.store.store import precision_key
         from tiermoe.tiers.cuda import resolve_device
@@ -50,7 +51,7 @@ def pack(
         kernels = resolve_device(device) if device == "auto" else device
         layout = machine_layout(kernels)
         blueprint = inspect_model(resolve_model(model), model, out)
-        usual = OWN_BITS if blueprint.in_gguf else Settings().bits_used
+        usual = OWN_BITS if blueprint.comes_quantized else Settings().bits_used
         asked = [settings(bits=number, device=device, **options) for number in precisions or [usual]]
         store = open_or_create(blueprint, store_root(blueprint, out), force)
         experts = {each.bits_used: precision_key(each.bits_used, each.quantizer, layout) for each in asked}

@@ -19,6 +19,7 @@ from tiermoe.model.hub import is_store
 from tiermoe.model.prepare_store import found_store, store_root
 from tiermoe.model.remote import inspect_without_download
 from tiermoe.quant.registry import encoding_named
+from tiermoe.store.own_experts import label_of
 from tiermoe.store.store import Store, open_store, precision_key
 from tiermoe.tiers.cuda import resolve_device
 from tiermoe.tiers.reader import ExtentReader, aligned_memory
@@ -39,6 +40,7 @@ def describe_model(model: str, chosen: Path | None = None) -> dict[str, Any]:
         "name": model,
         "family": blueprint.family.name,
         "dtype": str(blueprint.dtype).removeprefix("torch."),
+        **_stored_as(blueprint),
         **_layer_facts(blueprint.layers),
         "expert_weights": f"{expert_weights:,}",
         "dense_weights_bytes": dense_bytes,
@@ -121,6 +123,24 @@ def verify_store(root: Path, progress: Callable[[int, int], None]) -> tuple[int,
         progress(done, len(extents))
     reader.close()
     return len(extents), damaged
+
+
+def _stored_as(blueprint: Blueprint) -> dict[str, str]:
+    """What the checkpoint's tensors lie in, and whether experts are used so."""
+    checkpoint, sources = blueprint.checkpoint, blueprint.outline.sources
+    ways = [way for layer in sources for names in layer.values() for name in names for way in checkpoint.ways(name, 0)]
+    if blueprint.own_experts is not None:
+        experts = f"{blueprint.own_types()}, used in place"
+    else:
+        types = sorted({way.for_people() for way in ways}) or [str(blueprint.dtype).removeprefix("torch.")]
+        experts = f"{', '.join(types)}, packed before they run"
+    keys = [tensor.key for tensor in blueprint.outline.tensors.values() if tensor.key is not None]
+    own = {key: checkpoint.own_encoding(key) for key in keys}
+    dense = {
+        label_of(name) if name else str(checkpoint.tensors[key].dtype).removeprefix("torch.")
+        for key, name in own.items()
+    }
+    return {"experts_stored_as": experts, "other_layers_stored_as": ", ".join(sorted(dense))}
 
 
 def _layer_facts(layers: list[MoeLayer]) -> dict[str, Any]:

@@ -28,8 +28,7 @@ from tiermoe.model.hub import load_tokenizer, resolve_model
 from tiermoe.model.prepare_store import Progress, ensure_packed, found_store, is_packed, open_or_create, store_root
 from tiermoe.model.remote import inspect_without_download
 from tiermoe.process import footprint
-from tiermoe.store.gguf.checkpoint import GgufCheckpoint
-from tiermoe.store.gguf.placement import OWN_BITS, own_precision
+from tiermoe.store.own_experts import OWN_BITS
 from tiermoe.store.store import Store
 from tiermoe.systems.resolved import Resolved, resolve
 from tiermoe.tiers.cuda import resolve_device
@@ -158,14 +157,15 @@ def _lean_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: 
 
 def resolve_for(blueprint: Blueprint, settings: Settings) -> Resolved:
     """The settings' preset, made ready for a checkpoint. The default one asks no routers where they name no experts by
-    index (Switch), and shares its slots where an encoder's layers run only once. A GGUF file's weights stay in their
-    types where no bits are asked for, which a CPU alone has kernels for; ModelError where experts cannot."""
+    index (Switch), and shares its slots where an encoder's layers run only once. Experts that come
+    quantised stay in their types where no bits are asked for, which a CPU alone has kernels for; ModelError where they
+    cannot."""
     if settings.preset == Settings().preset and not blueprint.family.forecasts:
         changes = {"prefetch": "none"} | ({"allotment": "pool"} if blueprint.family.encoder_decoder else {})
         settings = replace(settings, set={**changes, **settings.set})
-    if settings.bits is None and isinstance(blueprint.checkpoint, GgufCheckpoint):
+    if settings.bits is None and blueprint.comes_quantized:
         if blueprint.own_experts is None:
-            own_precision(blueprint.checkpoint, blueprint.layers, blueprint.dtype)  # raises, and says why
+            blueprint.require_own_experts()  # raises, and says why
         settings = replace(settings, bits=OWN_BITS, device="cpu" if settings.device == "auto" else settings.device)
     root = store_root(blueprint, settings.store)
     return resolve(settings, root, blueprint.checkpoint.fingerprint(), blueprint.name)

@@ -20,7 +20,7 @@ from tiermoe.errors import ModelError
 from tiermoe.kernels import machine_layout
 from tiermoe.memory.memory_plan import MemoryPlan
 from tiermoe.model.architectures import decoder_for
-from tiermoe.model.blueprint import Blueprint
+from tiermoe.model.blueprint import Blueprint, quantization_of
 from tiermoe.model.dense import attach_dense, recipe_key
 from tiermoe.model.dense_weights import LazyTensor, read_dtypes
 from tiermoe.model.discovery import text_config
@@ -138,18 +138,12 @@ def _keep_output_whole(model: Any) -> None:
 
 
 def _config_for_loading(blueprint: Blueprint) -> Any:
-    """The config that transformers loads by. Where only experts are quantised it names no quantisation: transformers'
-    quantiser would have nothing to do, and says on standard error what its kernels lack."""
-    if not blueprint.quantized:
+    """The config that transformers loads by. It names no quantisation: tensors are read by what they stand for, and
+    transformers' quantiser would have nothing to do but to say on standard error what its kernels lack."""
+    if quantization_of(blueprint.built) is None:
         return blueprint.built
     config = copy.deepcopy(blueprint.built)
-    direct = read_dtypes(blueprint)
-    if all(key in direct for key in blueprint.dense_keys):
-        del config.quantization_config
-        return config
-    quantization = config.quantization_config
-    settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    config.quantization_config = {**settings, "dequantize": True}
+    del config.quantization_config
     return config
 
 

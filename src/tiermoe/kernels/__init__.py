@@ -16,7 +16,10 @@ from tiermoe.native import available, instruction_set
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.gguf import Gguf
 from tiermoe.quant.int2 import Int2, RowMajorInt2
+from tiermoe.quant.mixed import Halves
+from tiermoe.quant.published import Published
 from tiermoe.quant.registry import ROW_MAJOR, cpu_layout, encoding_named
+from tiermoe.quant.transposed4 import Transposed4
 from tiermoe.store.layout import ExpertFormat
 
 __all__ = ["KERNELS", "LinearKernel", "cpu_kernels", "decoded_bytes", "decodes", "linear_for", "machine_layout"]
@@ -32,6 +35,19 @@ class LinearKernel(Protocol):
     def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor: ...
 
 
+class HalvesLinear:
+    """Slots whose rows lie in two encodings: a product with each."""
+
+    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
+        assert isinstance(encoding, Halves)
+        self._encoding = encoding
+        self._kernels = [linear_for(half.name, "cpu", dtype) for half in (encoding.first, encoding.second)]
+
+    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        halves = zip(self._kernels, self._encoding.of(slot), strict=True)
+        return torch.cat([kernel(x, fields, out // 2, in_) for kernel, (_, fields) in halves], dim=1)
+
+
 # (kind of encoding, with its layout where that decides; device type) -> kernel for (encoding, compute dtype)
 KERNELS: dict[tuple[str, str], Callable[[Encoding, torch.dtype], LinearKernel]] = {
     ("plain", "cpu"): cpu.PlainLinear,
@@ -40,7 +56,11 @@ KERNELS: dict[tuple[str, str], Callable[[Encoding, torch.dtype], LinearKernel]] 
     ("nl4", "cpu"): cpu.BlocksLinear,
     ("int4", "cpu"): cpu.Int4Linear,
     ("int2", "cpu"): cpu.Int2Linear,
-    ("gguf", "cpu"): cpu.GgufLinear,
+    ("gguf", "cpu"): cpu.PublishedLinear,
+    ("published", "cpu"): cpu.PublishedLinear,
+    ("transposed4", "cpu"): cpu.PublishedLinear,
+    ("values", "cpu"): cpu.PublishedLinear,
+    ("halves", "cpu"): HalvesLinear,
     ("int4/rowmajor", "cpu"): DecodedLinear,
     ("int2/rowmajor", "cpu"): DecodedLinear,
     ("plain", "cuda"): cuda.PlainLinear,
@@ -65,7 +85,7 @@ def decodes(encoding: Encoding | None, out: int, in_: int, dtype: torch.dtype) -
     """Whether the CPU's kernel makes a decoded copy of a matrix (out, in_) for many tokens."""
     if encoding is None or encoding.bits == 16:
         return False
-    if math.isfinite(cpu.native_tokens()) and not isinstance(encoding, Gguf):
+    if math.isfinite(cpu.native_tokens()) and not isinstance(encoding, Gguf | Published | Transposed4):
         return True
     return matrix_form(encoding, out, in_, dtype) is None
 

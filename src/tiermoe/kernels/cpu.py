@@ -23,8 +23,11 @@ from tiermoe.quant.int4 import Int4
 from tiermoe.quant.int4_layout import is_torchs
 from tiermoe.quant.int6 import Int6
 from tiermoe.quant.int6_layout import BLOCK_ROWS
+from tiermoe.quant.mixed import Values
 from tiermoe.quant.nl4 import Nl4
+from tiermoe.quant.published import Published
 from tiermoe.quant.scratch import scratch
+from tiermoe.quant.transposed4 import Transposed4
 
 # The most tokens for which the operator on packed weights is used; measured for (2048, 2048) and (1024, 2048)
 # on AVX-512. Torch has vector code of these operators in bfloat16 only: in the other dtypes they run at
@@ -118,12 +121,12 @@ class BlocksLinear:
         return result
 
 
-class GgufLinear:
-    """Slots of a GGUF file's blocks. Where the native kernels do not compute, some rows at a time are decoded to
-    float32, which holds every weight as it is."""
+class PublishedLinear:
+    """Slots of weights as they are published: a GGUF file's blocks, a checkpoint's codes and scales, values in another
+    dtype. Where the native kernels do not compute, some rows at a time are decoded to float32."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
-        assert isinstance(encoding, Gguf)
+        assert isinstance(encoding, Gguf | Published | Transposed4 | Values)
         self._encoding = encoding
         self._dtype = dtype
 

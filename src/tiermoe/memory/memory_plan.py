@@ -30,8 +30,8 @@ class MemoryPlan:
     a start may map the store's files, which leaves them on disk.
     `dense_bits`: the precision of the dense layers, for people ('4 (lm_head 6)'); `kv_bits`: that of keys and values.
     `packers`: how many pieces are packed at a time. `idle_activations`: bytes in `activations` for memory that stays in
-    the process between passes; 0: all is given back. `types`: what the weights of a GGUF file lie in where they stay
-    so, else empty."""
+    the process between passes; 0: all is given back. `types`: what experts lie in where they are used
+    as published, else empty."""
 
     budget: int
     budget_source: str

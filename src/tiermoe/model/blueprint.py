@@ -16,18 +16,19 @@ from tiermoe.errors import ModelError
 from tiermoe.families import Family, family_of
 from tiermoe.model.discovery import model_class, text_class_is_apart, text_config, text_only, text_tensors, unread
 from tiermoe.model.gguf.architectures import config_of
+from tiermoe.model.gguf.outline import outline_of
 from tiermoe.model.gguf.parameters import compute_dtype, open_checkpoint
 from tiermoe.model.hub import chosen_store_root
 from tiermoe.process import footprint
-from tiermoe.quant.gguf import PREFIX
 from tiermoe.store.checkpoint import Checkpoint
 from tiermoe.store.gguf.checkpoint import GgufCheckpoint
 from tiermoe.store.gguf.file import is_gguf, open_gguf
-from tiermoe.store.gguf.placement import OWN_BITS, own_precision
 from tiermoe.store.layout import ExpertFormat, format_from_names
 from tiermoe.store.neurons import unit_format
 from tiermoe.store.outline import NAME as OUTLINE
 from tiermoe.store.outline import Outline, read_outline, write_outline
+from tiermoe.store.own_experts import OWN_BITS, comes_quantized, label_of, own_precision
+from tiermoe.store.schemes import by_values
 from tiermoe.store.store import Precision
 from tiermoe.types import MoeLayer
 
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
 class Blueprint:
     """What `inspect_model` found. directory: of the checkpoint, or its GGUF file. whole: the checkpoint's config;
     config: that of its text part, itself where there is no other. apart: transformers has a class for the text part
-    alone; the checkpoint's tensors are then that class's. known: the outline that the checkpoint's store has; None:
-    transformers' modelling code is asked where an outline is needed."""
+    alone; the checkpoint's tensors are then that class's. known: the outline that the checkpoint's store has, or that
+    follows from a GGUF file's names; None: transformers' modelling code is asked where an outline is needed."""
 
     directory: Path
     name: str
@@ -94,21 +95,32 @@ class Blueprint:
         return Skeleton(self.family, self.model_class, self.built, self.dtype, self.checkpoint, self.name)
 
     @functools.cached_property
+    def comes_quantized(self) -> bool:
+        """Whether experts keep the types that they are published in where no bits are asked for."""
+        return self.in_gguf or comes_quantized(self.checkpoint, self.outline.sources)
+
+    @functools.cached_property
     def own_experts(self) -> Precision | None:
-        """The experts as a GGUF file has them; None for other checkpoints, and where no kernel takes them so."""
-        if not isinstance(self.checkpoint, GgufCheckpoint):
+        """The experts as a GGUF file, or a checkpoint that comes quantised, has them; None for other checkpoints, and
+        where no kernel takes them so."""
+        if not self.comes_quantized:
             return None
         try:
-            return own_precision(self.checkpoint, self.layers, self.dtype)
+            return self.require_own_experts()
         except ModelError:  # who asks for them is told why (`engine.load.resolve_for`)
             return None
 
+    def require_own_experts(self) -> Precision:
+        """`own_experts`. ModelError where no kernel takes them so."""
+        return own_precision(self.checkpoint, self.layers, self.outline.sources, self.dtype)
+
     def own_types(self) -> str:
-        """The types that the experts of a GGUF file lie in, for people: 'Q4_K, Q6_K'; empty where none are in place."""
+        """The types that experts lie in, for people: 'Q4_K, Q6_K'; empty where none are in place."""
         layers = self.own_experts.layers if self.own_experts is not None else []
-        names = {name for layer in layers for name in layer.encodings.values() if name.startswith(PREFIX)}
+        parts = [part.name for layer in self.layers for part in layer.parts if part.is_matrix]
+        names = {name for layer in layers for part, name in layer.encodings.items() if part in parts}
         plain = str(self.dtype).removeprefix("torch.")
-        return ", ".join(sorted(name.removeprefix(PREFIX).upper() for name in names)) or (plain if layers else "")
+        return ", ".join(sorted({label_of(name) for name in names})) or (plain if layers else "")
 
     def expert_formats(self, bits: int, unit: str, layout: str, quantizer: str) -> list[ExpertFormat]:
         """The format of each layer's experts at `bits`, for the kernels of `layout`: the file's own where it has them
@@ -124,11 +136,6 @@ class Blueprint:
     def in_gguf(self) -> bool:
         """Whether the checkpoint is a GGUF file."""
         return isinstance(self.checkpoint, GgufCheckpoint)
-
-    @property
-    def quantized(self) -> bool:
-        """Whether the checkpoint comes quantised."""
-        return getattr(self.config, "quantization_config", None) is not None
 
     @property
     def layers(self) -> list[MoeLayer]:
@@ -184,14 +191,25 @@ def inspect_model(
         whole = read_config(directory)
         config, checkpoint = text_config(whole), checkpoint or Checkpoint(directory)
         apart = text_class_is_apart(whole, config)
+        settings = quantization_of(config)
+        if settings is not None and isinstance(checkpoint, Checkpoint):
+            checkpoint.tensors = by_values(checkpoint.tensors, settings, directory)
         if apart and isinstance(checkpoint, Checkpoint):
             checkpoint.tensors = text_tensors(checkpoint.tensors)
     fingerprint = checkpoint.fingerprint()
     known = read_outline(chosen_store_root(directory, name, fingerprint, store), fingerprint, transformers.__version__)
     family, dtype = family_of(config.model_type), _dtype_of(config, checkpoint)
+    if known is None and isinstance(checkpoint, GgufCheckpoint):
+        known = outline_of(checkpoint, config, dtype)
     blueprint = Blueprint(directory, name, whole, config, apart, family, dtype, checkpoint, known)
     assert blueprint.outline
     return blueprint
+
+
+def quantization_of(config: Any) -> dict[str, Any] | None:
+    """What a config says of how its checkpoint is quantised; None where it is not."""
+    settings = getattr(config, "quantization_config", None)
+    return settings if settings is None or isinstance(settings, dict) else dict(settings.to_dict())
 
 
 def read_config(directory: Path) -> Any:

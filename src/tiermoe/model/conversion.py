@@ -1,14 +1,14 @@
 """One expert at a time through transformers' own checkpoint conversion, and byte ranges where none is needed.
 
 transformers' conversion mapping says how a family's checkpoint becomes its parameters: renames, merges of separate
-gate and up projections, transposes, dequantisation (MXFP4, FP8). Fed with the tensors of a single expert it yields that
-expert, so no naming or layout is known here.
+gate and up projections, transposes. Fed with the tensors of a single expert it yields that expert, so no naming or
+layout is known here. Tensors that come quantised are read by what they stand for (`store.quantized_tensors`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +25,14 @@ from transformers.core_model_loading import (
 from tiermoe.errors import ModelError
 from tiermoe.model.shells import is_shell
 from tiermoe.store.checkpoint import Checkpoint
+from tiermoe.store.entry import TensorEntry
 from tiermoe.store.layout import expert_format
+from tiermoe.store.own_experts import EACH
+from tiermoe.store.quantized_tensors import QuantizedTensor
 from tiermoe.types import MoeLayer, Part, Segment
 
 _CONVERTED = 8  # bytes a weight: as stored, at most float32, merged, and in the compute dtype
-_DEQUANTIZED = 24  # the same where values are looked up by 64-bit indices (MXFP4)
+_DEQUANTIZED = 12  # the same where codes become float32 first
 
 Sources = dict[str | None, list[str]]
 """Pattern of the converter that takes them (None: taken as they are) → checkpoint keys, in expert order."""
@@ -38,28 +41,19 @@ Sources = dict[str | None, list[str]]
 class CheckpointExperts:
     """The experts of a checkpoint (`store.source.ExpertSource`).
 
-    `model` is built on the meta device with shells; top_k: index of a decoder layer → experts that a token uses in it;
-    `quantizer` is transformers' quantiser for checkpoints that come quantised, None otherwise. ModelError where the
-    checkpoint lacks an expert's tensors.
+    `model` is built on the meta device with shells; top_k: index of a decoder layer → experts that a token uses in it.
+    ModelError where the checkpoint lacks an expert's tensors.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        top_k: Callable[[int], int],
-        quantizer: Any = None,
-    ) -> None:
+    def __init__(self, model: Any, checkpoint: Checkpoint, dtype: torch.dtype, top_k: Callable[[int], int]) -> None:
         self.checkpoint = checkpoint
         self.dtype = dtype
         self._model = model
-        self._quantizer = quantizer
         shells = {name: module for name, module in model.named_modules() if is_shell(module)}
         self.layers = [_layer_of(name, shell, top_k(_decoder_layer(name))) for name, shell in shells.items()]
         self._rows_of = [getattr(shell, "expert_rows", {}) for shell in shells.values()]
         self._stacked = [not hasattr(shell, "expert_template") for shell in shells.values()]
-        mapping = get_model_conversion_mapping(model, hf_quantizer=quantizer)
+        mapping = get_model_conversion_mapping(model)
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         self._by_pattern = {pattern: entry for entry in self._converters for pattern in entry.source_patterns}
@@ -76,11 +70,18 @@ class CheckpointExperts:
         """The most that `read` holds beside what it returns: a part as it is stored and as it is converted, and what
         widening a quantised one takes."""
         largest = max(math.prod(part.shape) for layer in self.layers for part in layer.parts)
-        return largest * (_DEQUANTIZED if self._quantizer is not None else _CONVERTED)
+        quantized = any(isinstance(self.checkpoint.tensors[key], QuantizedTensor) for key in self.expert_keys)
+        return largest * (_DEQUANTIZED if quantized else _CONVERTED)
 
     def direct_key(self, parameter: str) -> str | None:
         """The checkpoint key that becomes a dense parameter unchanged, None where several are converted into it."""
         return self._direct.get(parameter)
+
+    def sources(self, layer: int) -> dict[str, tuple[str, ...]]:
+        """Part name → what its rows are made of, one after the other (`store.own_experts`); without parts that are
+        converted otherwise."""
+        found = {part.name: self._sources_of(layer, part) for part in self.layers[layer].parts}
+        return {part: sources for part, sources in found.items() if sources}
 
     def in_place(self, layer: int, expert: int) -> list[Segment] | None:
         form = expert_format(self.layers[layer], 16, self.dtype, "any", "")
@@ -160,7 +161,7 @@ class CheckpointExperts:
             tensor = self.checkpoint.read(keys[0], expert) if merged else self.checkpoint.read(keys[expert])
             converter.add_tensor(target, keys[0 if merged else expert], pattern, tensor)
         model = OneExpert(self._model, part.shape)
-        converted = converter.convert(target, model=model, config=self._model.config, hf_quantizer=self._quantizer)
+        converted = converter.convert(target, model=model, config=self._model.config)
         value = next(iter(converted.values()))
         value = value[0] if isinstance(value, list) else value
         result: torch.Tensor = value[0]
@@ -171,13 +172,29 @@ class CheckpointExperts:
             )
         return result
 
+    def _sources_of(self, layer: int, part: Part) -> tuple[str, ...]:
+        """None where it is more than rows of tensors."""
+        experts = range(self.layers[layer].experts)
+        if self._flat(layer, part) is not None:
+            return ()
+        sources = self._sources[self._target(layer, 0, part.name)]
+        if None in sources:
+            if self._stacked[layer]:
+                return (sources[None][0],)
+            keys = [self._sources[self._target(layer, expert, part.name)][None][0] for expert in experts]
+            return _each_of([keys])
+        converter = self._by_pattern[next(iter(sources))]
+        if not _only_stacks_rows(converter, len(sources)):
+            return ()
+        return _each_of([sources[pattern] for pattern in converter.source_patterns if pattern in sources])
+
     def _part_in_place(self, layer: int, expert: int, part: Part, at: int) -> list[Segment] | None:
         if self._flat(layer, part) is not None:
             return None
         sources = self._sources[self._target(layer, expert, part.name)]
         if None in sources:
             key = sources[None][0]
-            if self.checkpoint.tensors[key].dtype != self.dtype:
+            if not self._is_plain(key):
                 return None
             return [self.checkpoint.segment(key, expert if self._stacked[layer] else None, at)]
         converter = self._by_pattern[next(iter(sources))]
@@ -186,11 +203,16 @@ class CheckpointExperts:
         segments = []
         for pattern in converter.source_patterns:
             key = sources[pattern][expert]
-            if self.checkpoint.tensors[key].dtype != self.dtype:
+            if not self._is_plain(key):
                 return None
             segments.append(self.checkpoint.segment(key, None, at))
             at += segments[-1].nbytes
         return segments
+
+    def _is_plain(self, key: str) -> bool:
+        """Whether a tensor lies in the compute dtype."""
+        entry = self.checkpoint.tensors[key]
+        return isinstance(entry, TensorEntry) and entry.dtype == self.dtype
 
 
 class OneExpert:
@@ -215,6 +237,21 @@ def _only_stacks_rows(converter: WeightConverter, patterns: int) -> bool:
     if patterns == 1:
         return stacks and len(operations) == 1
     return stacks and len(operations) == 2 and isinstance(operations[1], Concatenate) and operations[1].dim == 1
+
+
+def _each_of(sources: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Keys of each expert as one key with `EACH` in the place of its number; none where that does not name them."""
+    found = []
+    for keys in sources:
+        names = [key.split(".") for key in keys[:2]]
+        differ = [at for at, (one, other) in enumerate(zip(names[0], names[-1], strict=False)) if one != other]
+        if len(differ) != 1:
+            return ()
+        each = ".".join((*names[0][: differ[0]], EACH, *names[0][differ[0] + 1 :]))
+        if [each.replace(EACH, str(expert)) for expert in range(len(keys))] != list(keys):
+            return ()
+        found.append(each)
+    return tuple(found)
 
 
 def _layer_of(name: str, shell: Any, top_k: int) -> MoeLayer:

@@ -7,7 +7,6 @@ import copy
 import importlib
 import inspect
 import re
-from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +15,7 @@ import transformers
 
 from tiermoe.errors import ModelError
 from tiermoe.families import Family
-from tiermoe.store.checkpoint import TensorEntry
+from tiermoe.store.quantized_tensors import Entries
 
 _TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
 _TEXT_KEYS = (
@@ -54,9 +53,9 @@ def text_class_is_apart(config: Any, text: Any) -> bool:
     return config.model_type in NAMES and NAMES[config.model_type] == NAMES.get(text.model_type)
 
 
-def text_tensors(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+def text_tensors(tensors: Entries) -> Entries:
     """The tensors of a larger checkpoint's text part, by the names that they have in a checkpoint of their own."""
-    found = {}
+    found: Entries = {}
     for key, entry in tensors.items():
         name = next((own + key.removeprefix(inside) for inside, own in _TEXT_KEYS if key.startswith(inside)), None)
         if name is not None:

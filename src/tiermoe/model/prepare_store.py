@@ -16,8 +16,8 @@ from tiermoe.model.dense import pack_dense, recipe_key
 from tiermoe.model.dense import packing_bytes as dense_packing_bytes
 from tiermoe.model.hub import check_fingerprint, chosen_store_root
 from tiermoe.process.footprint import PACKING_HEAP, heap_for_packing
-from tiermoe.store.gguf.placement import OWN_BITS
 from tiermoe.store.lock import exclusive
+from tiermoe.store.own_experts import OWN_BITS
 from tiermoe.store.pack import clear, pack_experts, packing_bytes
 from tiermoe.store.store import (
     TABLE,
@@ -43,7 +43,7 @@ def store_root(blueprint: Blueprint, chosen: Path | None) -> Path:
 
 def found_store(blueprint: Blueprint, chosen: Path | None) -> Store | None:
     """What lies in the folder of the blueprint's store, whichever checkpoint it is of; None where nothing that can be
-    read does. A GGUF file's experts lie in place, and its store need not be there."""
+    read does. Where experts are used as they were published, the store need not be there."""
     root = store_root(blueprint, chosen)
     try:
         return _with_own(open_store(root), blueprint)
@@ -65,7 +65,7 @@ def open_or_create(blueprint: Blueprint, root: Path, force: bool = False, found:
 
 
 def _with_own(store: Store, blueprint: Blueprint) -> Store:
-    """The store, with the experts of a GGUF file where they lie."""
+    """The store, with experts that are used as they were published, where they lie."""
     if blueprint.own_experts is not None and store.source.fingerprint == blueprint.checkpoint.fingerprint():
         store.precisions[precision_key(OWN_BITS, "")] = blueprint.own_experts
     return store

@@ -18,6 +18,7 @@ from tiermoe.model.blueprint import Blueprint, inspect_model, read_config
 from tiermoe.model.hub import local_model
 from tiermoe.model.repository import Repository, fetch, hub_errors, read_repository
 from tiermoe.store.checkpoint import Checkpoint, Descriptors, entries_of
+from tiermoe.store.entry import TensorEntry
 
 _REQUESTS = 8  # headers that are asked for at once
 
@@ -45,7 +46,7 @@ class RemoteCheckpoint(Checkpoint):
         for shard, header in headers.items():
             self.tensors |= entries_of(directory / shard, header, 0, sizes[shard])
 
-    def _read(self, name: str, shape: tuple[int, ...], offset: int, nbytes: int) -> torch.Tensor:
+    def _read(self, name: str, entry: TensorEntry, first: int, last: int) -> torch.Tensor:
         raise ModelError(
             f"{name} cannot be read, '{self._name}' is not downloaded; 'tiermoe pack {self._name}' downloads and packs"
         )

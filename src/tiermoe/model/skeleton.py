@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from transformers.core_model_loading import build_glob_alternation
-from transformers.quantizers import AutoHfQuantizer
 
 from tiermoe.errors import ModelError
 from tiermoe.families import Family
@@ -46,15 +45,13 @@ class Skeleton:
         text = text_config(config)
         self._part = text is not config
         register()
-        quantized = getattr(config, "quantization_config", None) is not None
         with experts_left_out(family, text), without_meta_references(), torch.device("meta"):
             self.model = cls._from_config(config, dtype=dtype, experts_implementation=IMPLEMENTATION)
-        quantizer = _dequantizer(config) if quantized else None
         self.experts: CheckpointExperts | GgufExperts
         if isinstance(checkpoint, GgufCheckpoint):
             self.experts = GgufExperts(self.model, checkpoint, dtype, top_k(text, 0))  # one number a file
         else:
-            self.experts = CheckpointExperts(self.model, checkpoint, dtype, functools.partial(top_k, text), quantizer)
+            self.experts = CheckpointExperts(self.model, checkpoint, dtype, functools.partial(top_k, text))
         if not self.experts.layers:
             raise ModelError(f"{name} ({config.model_type}) has no expert layers: it is not a Mixture-of-Experts model")
 
@@ -69,6 +66,7 @@ class Skeleton:
         gate = self._gate()
         return Outline(
             layers=self.experts.layers,
+            sources=tuple(self.experts.sources(layer) for layer in range(len(self.experts.layers))),
             tensors=tensors,
             tied=tied,
             packable=tuple(self._packable(set(dense_keys), tensors)),
@@ -166,12 +164,6 @@ class Skeleton:
         if isinstance(self.experts, GgufExperts) and name is not None:
             return in_halves(name)
         return name
-
-
-def _dequantizer(config: Any) -> Any:
-    settings = config.quantization_config
-    settings = settings if isinstance(settings, dict) else settings.to_dict()
-    return AutoHfQuantizer.from_config({**settings, "dequantize": True}, pre_quantized=True)
 
 
 def _taken_as_they_are(tensors: dict[str, DenseTensor], tied: dict[str, str]) -> bool:

@@ -1,7 +1,7 @@
 """Kernels of our own, in C, for several instruction sets (isa/*.c), of which the process uses one.
 
-They compute in bfloat16 on weights of 2, 4 (even and uneven levels), 6, 8 and 16 bits and on the blocks of GGUF files,
-never rounding a weight, and widen a GPU's 2 bits to 4.
+They compute in bfloat16 on weights of 2, 4 (even and uneven levels), 6, 8 and 16 bits, on the blocks of GGUF files and
+on the codes of published checkpoints, never rounding a weight, and widen a GPU's 2 bits to 4.
 A build without a C compiler lacks them: torch's operators compute there (`kernels/cpu.py`).
 """
 
@@ -55,14 +55,34 @@ class Coding(IntEnum):
     IQ4_NL = 16
     IQ4_XS = 17
     MXFP4 = 18
+    E2M1 = 19
+    S4 = 20
+    U4 = 21
+    E4M3 = 22
+
+
+class ScaleKind(IntEnum):
+    """What scales beside E2M1, S4, U4 and E4M3 are; the order is that of matrix.h."""
+
+    FLOAT = 0
+    BF16 = 1
+    HALF = 2
+    E8M0 = 3
+    E4M3_TIMES = 4
+    E4M3_OVER = 5
 
 
 ROWS = 64  # at 2, 4 and 6 bits a matrix has a multiple of them
 GROUPS = (32, 64, 128, 256)  # weights of a row that share a scale at 2, 4 and 6 bits
+PUBLISHED = (Coding.E2M1, Coding.S4, Coding.U4, Coding.E4M3)
 COLUMNS = {Coding.INT8: 64, Coding.BF16: 32}  # a matrix has a multiple of them
 _GROUPS_OF_16 = (Coding.Q2_K, Coding.Q3_K, Coding.Q6_K)
-GGUF_GROUPS = {coding: 16 if coding in _GROUPS_OF_16 else 32 for coding in Coding if coding >= Coding.Q8_0}
+GGUF_GROUPS = {
+    coding: 16 if coding in _GROUPS_OF_16 else 32 for coding in Coding if Coding.Q8_0 <= coding <= Coding.MXFP4
+}
 """Weights of a row that share a scale in the blocks of GGUF files."""
+PUBLISHED_COLUMNS = 32
+"""A matrix of E2M1, S4, U4 or E4M3 has a multiple of them."""
 MOST_COLUMNS = 1 << 15  # but at 4 and 6 bits of our own: some rows are decoded on a thread's stack
 MOST_GROUP = 256
 """Weights that share a scale, at most, where `hqq` finds it (hqq.h)."""
@@ -125,7 +145,9 @@ def takes(dtype: torch.dtype, coding: Coding, out: int, in_: int, group: int) ->
         fits = out % ROWS == 0 and group in GROUPS and in_ % group == 0
         fits = fits and (coding != Coding.INT2 or in_ <= MOST_COLUMNS) and (coding != Coding.NL4 or group <= NL4_GROUP)
     else:
-        fits = in_ % COLUMNS.get(coding, group) == 0 and in_ <= MOST_COLUMNS
+        fits = (
+            in_ % COLUMNS.get(coding, PUBLISHED_COLUMNS if coding in PUBLISHED else group) == 0 and in_ <= MOST_COLUMNS
+        )
     return dtype == torch.bfloat16 and fits and available()
 
 

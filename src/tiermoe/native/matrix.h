@@ -20,6 +20,11 @@
  * Q8_0 to MXFP4: rows of the blocks of GGUF files, as isa/shared/gguf.h takes them apart: scales lie within the blocks, of
  *   32 or 256 columns, which begin at any byte. K is a multiple of a block's columns.
  *
+ * E2M1, S4, U4, E4M3: rows of the codes of safetensors checkpoints, as isa/shared/published.h takes them apart: two of 4 bits to a
+ *   byte, the first in its low half, or one of 8 bits. scale_rows by scale_columns of them share a scale, in an array of its
+ *   own (ceil(N / scale_rows), ceil(K / scale_columns)): w = code * scale, in U4
+ *   (code - zero) * scale. K is a multiple of 32, scale_columns of the group unless it is K.
+ *
  * Codes are exact in bfloat16 and their products are summed in float32 before a scale is applied: no weight is rounded.
  * Every output is summed in one order, whatever the number of tokens, threads or blocks.
  */
@@ -52,9 +57,12 @@ static inline bf16 to_bf16(float value) {
 typedef enum {
     INT4, INT8, BF16, INT6, INT2, NL4,
     Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4,
+    E2M1, S4, U4, E4M3,
     CODINGS,
     FIRST_GGUF = Q8_0,
-    LAST_GGUF = MXFP4
+    LAST_GGUF = MXFP4,
+    FIRST_PUBLISHED = E2M1,
+    LAST_PUBLISHED = E4M3
 } Coding;
 
 /* What the codes of NL4 stand for (quant/nl4.py). */
@@ -67,10 +75,15 @@ enum { NL4_SCALES = BLOCK * 2 }; /* bytes of a group's scales in a block */
 /* Bytes of a group in a block of NL4. */
 static inline size_t nl4_group_bytes(size_t group) { return NL4_SCALES + group * BLOCK / 2; }
 
+/* What scales of E2M1, S4, U4 and E4M3 are: E8M0 is 2^(byte - 127); E4M3 is a float of 8 bits, times a factor, or divided by
+ * it. */
+typedef enum { SCALE_FLOAT, SCALE_BF16, SCALE_HALF, SCALE_E8M0, SCALE_E4M3_TIMES, SCALE_E4M3_OVER, SCALE_KINDS } ScaleKind;
+
 /* Whether a product takes the sums of x's columns: of what is added to codes, or taken away, once they are scaled. */
 static inline int has_offsets(Coding coding) {
     switch (coding) {
-        case BF16: case Q8_0: case Q4_0: case Q5_0: case Q3_K: case Q6_K: case IQ4_NL: case IQ4_XS: case MXFP4: return 0;
+        case BF16: case Q8_0: case Q4_0: case Q5_0: case Q3_K: case Q6_K: case IQ4_NL: case IQ4_XS: case MXFP4:
+        case E2M1: case S4: case E4M3: return 0;
         default: return 1;
     }
 }
@@ -80,11 +93,14 @@ typedef struct {
     const void *weights; /* codes or weights */
     const void *scales;  /* INT4, INT2: pairs of scale and zero; INT6, INT8: scales; others: unused */
     size_t rows, columns;
-    size_t group; /* columns that share a scale: K in INT8 and BF16; in blocks of GGUF files 32, or 16 */
-    const void *ladders; /* INT2 alone */
+    size_t group; /* columns that share a scale: K in INT8 and BF16; in blocks of GGUF files 32, or 16; in E2M1, S4, U4 and E4M3 32, or 16 */
+    const void *ladders; /* INT2: see there; U4: zeros, a byte beside each scale; E2M1: factors of scales, one for each
+                          * factor_rows rows */
+    ScaleKind scale_kind; /* E2M1, S4, U4, E4M3, as what follows */
+    size_t scale_rows, scale_columns, factor_rows;
 } Matrix;
 
-/* Blocks of rows; the last one may have fewer than 64 in INT8, BF16 and blocks of GGUF files. */
+/* Blocks of rows; the last one may have fewer than 64 in all but INT4, INT6 and INT2. */
 size_t matrix_blocks(const Matrix *matrix);
 
 /* How many sums of x's columns a product needs for each token. */

@@ -52,12 +52,18 @@ static PyObject *join_team(PyObject *self, PyObject *args) {
 static PyObject *matrix(PyObject *self, PyObject *args) {
     int coding;
     Address weights, scales, ladders;
-    Py_ssize_t rows, columns, group;
+    Py_ssize_t rows, columns, group, scale_rows = 1, scale_columns = 1, factor_rows = 1;
+    int kind = SCALE_FLOAT;
     (void)self;
-    if (!PyArg_ParseTuple(args, "iKKnnnK", &coding, &weights, &scales, &rows, &columns, &group, &ladders)) return NULL;
+    if (!PyArg_ParseTuple(args, "iKKnnnK|innn", &coding, &weights, &scales, &rows, &columns, &group, &ladders, &kind,
+                          &scale_rows, &scale_columns, &factor_rows))
+        return NULL;
     if (coding < 0 || coding >= CODINGS) return PyErr_Format(PyExc_ValueError, "%d is not a coding", coding);
+    if (kind < 0 || kind >= SCALE_KINDS) return PyErr_Format(PyExc_ValueError, "%d is no kind of scales", kind);
+    if (scale_rows < 1 || scale_columns < 1 || factor_rows < 1) return PyErr_Format(PyExc_ValueError, "a scale of no weights");
     const size_t shape[] = {(size_t)rows, (size_t)columns, (size_t)group};
-    const Matrix packed = {(Coding)coding, at(weights), at(scales), shape[0], shape[1], shape[2], at(ladders)};
+    const Matrix packed = {(Coding)coding, at(weights), at(scales), shape[0], shape[1], shape[2], at(ladders),
+                           (ScaleKind)kind, (size_t)scale_rows, (size_t)scale_columns, (size_t)factor_rows};
     return PyBytes_FromStringAndSize((const char *)&packed, sizeof packed);
 }
 
@@ -399,7 +405,7 @@ static PyMethodDef methods[] = {
     {"use", use, METH_VARARGS, "use(name): the kernels of an instruction set, while none runs"},
     {"used", used, METH_NOARGS, "used() -> the name of the instruction set whose kernels run"},
     {"join_team", join_team, METH_VARARGS, "join_team(path) -> whether the loaded OpenMP runtime at path can be used"},
-    {"matrix", matrix, METH_VARARGS, "matrix(coding, weights, scales, rows, columns, group) -> bytes of a Matrix"},
+    {"matrix", matrix, METH_VARARGS, "matrix(coding, weights, scales, rows, columns, group, ladders[, scale kind, rows, columns, factor's rows]) -> bytes of a Matrix"},
     {"product", product, METH_VARARGS, "product(matrix, x, tokens, sums, out, threads, torchs)"},
     {"expert", expert, METH_VARARGS,
      "expert(first, second, first_bias, second_bias, gate, limit, alpha) -> bytes of an Expert"},

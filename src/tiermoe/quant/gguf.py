@@ -31,6 +31,11 @@ class Gguf(SameInSlot):
     def name(self) -> str:
         return PREFIX + self.type
 
+    @property
+    def label(self) -> str:
+        """What people call it."""
+        return self.type.upper()
+
     def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
         """Raises StoreError where the columns are no whole blocks."""
         if in_ % self.columns:

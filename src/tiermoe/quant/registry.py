@@ -15,13 +15,18 @@ from tiermoe.quant.int4 import Int4
 from tiermoe.quant.int4_layout import cpu_layout
 from tiermoe.quant.int6 import Int6
 from tiermoe.quant.int8 import Int8
+from tiermoe.quant.mixed import HALVES, VALUES, halves_encoding, values_encoding
 from tiermoe.quant.nl4 import BLOCK_ROWS as NL4_ROWS
 from tiermoe.quant.nl4 import GROUP as NL4_GROUP
 from tiermoe.quant.nl4 import Nl4
 from tiermoe.quant.plain import Plain
+from tiermoe.quant.published import PREFIX as PUBLISHED
+from tiermoe.quant.published import published_encoding
 from tiermoe.quant.quantizers import NONLINEAR
 from tiermoe.quant.rowmajor import LAYOUT as ROW_MAJOR
 from tiermoe.quant.rowmajor import RowMajorInt4
+from tiermoe.quant.transposed4 import PREFIX as TRANSPOSED
+from tiermoe.quant.transposed4 import transposed4_encoding
 
 __all__ = [
     "INT4_GROUPS",
@@ -109,11 +114,20 @@ def _packed(bits: int, layout: str, group: int) -> Encoding:
 
 
 def encoding_named(name: str) -> Encoding:
-    """The encoding that a store names, or that the blocks of a GGUF file have ("gguf/q4_k").
+    """The encoding that a store names, or that weights are published in: the blocks of a GGUF file ("gguf/q4_k"), codes
+    and scales of a checkpoint ("published/e2m1/e8m0/1x32").
 
     Raises StoreError for an unknown name and for another machine's layout of 6, 4 or 2 bits."""
     if name.startswith(GGUF):
         return gguf_encoding(name)
+    if name.startswith(PUBLISHED):
+        return published_encoding(name)
+    if name.startswith(TRANSPOSED):
+        return transposed4_encoding(name)
+    if name.startswith(VALUES):
+        return values_encoding(name)
+    if name.startswith(HALVES):
+        return halves_encoding(name, encoding_named)
     fixed = next((encoding for encoding in FIXED.values() if encoding.name == name), None)
     if fixed is not None:
         return fixed

@@ -6,8 +6,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,9 @@ import xxhash
 
 from tiermoe.errors import ModelError
 from tiermoe.process import system_files
+from tiermoe.store.entry import TensorEntry
+from tiermoe.store.own_experts import EACH, LiesAs
+from tiermoe.store.quantized_tensors import Entries, QuantizedTensor
 from tiermoe.types import Segment
 
 DTYPES = {
@@ -29,25 +31,15 @@ _SAMPLES = 32
 _SAMPLE_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One tensor of a shard: `offset` is from the start of the file."""
-
-    file: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
 class Checkpoint:
     """The tensors of a checkpoint directory by name. Opening reads the headers and checks that no shard is missing
-    or shorter than its header says (ModelError names the shard and the sizes)."""
+    or shorter than its header says (ModelError names the shard and the sizes). Whoever knows how it is quantised gives
+    it the tensors by what they stand for (`store.schemes.by_values`)."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.shards = _shards(directory)
-        self.tensors: dict[str, TensorEntry] = {}
+        self.tensors: Entries = {}
         self._headers: list[bytes] = []
         self._descriptors = Descriptors()
         self._fingerprint: str | None = None
@@ -59,27 +51,63 @@ class Checkpoint:
 
     def read(self, name: str, row: int | None = None) -> torch.Tensor:
         """A fresh tensor with the values of `name`, or of its `row` along dimension 0 (kept, of size 1)."""
-        entry = self.tensors[name]
-        if row is not None:
-            return self.read_rows(name, row, row + 1)
-        return self._read(name, entry.shape, entry.offset, entry.nbytes)
+        first, last = (0, rows_of(self.tensors[name])) if row is None else (row, row + 1)
+        return self.read_rows(name, first, last)
 
     def read_rows(self, name: str, first: int, last: int) -> torch.Tensor:
         """A fresh tensor with the rows first..last - 1 of `name` along dimension 0."""
         entry = self.tensors[name]
-        nbytes = entry.nbytes // entry.shape[0]
-        shape = (last - first, *entry.shape[1:])
-        return self._read(name, shape, entry.offset + first * nbytes, (last - first) * nbytes)
 
-    def _read(self, name: str, shape: tuple[int, ...], offset: int, nbytes: int) -> torch.Tensor:
-        entry = self.tensors[name]
-        return self._descriptors.read(entry.file, offset, nbytes, name).view(entry.dtype).view(shape)
+        def read(part: TensorEntry, begin: int, end: int) -> torch.Tensor:
+            return self._read(name, part, begin, end)
+
+        return read(entry, first, last) if isinstance(entry, TensorEntry) else entry.values(read, first, last)
+
+    def _read(self, name: str, entry: TensorEntry, first: int, last: int) -> torch.Tensor:
+        nbytes = entry.nbytes // max(1, rows_of(entry))
+        raw = self._descriptors.read(entry.file, entry.offset + first * nbytes, (last - first) * nbytes, name)
+        return raw.view(entry.dtype).view((last - first, *entry.shape[1:]) if entry.shape else ())
 
     def segment(self, name: str, row: int | None, at: int) -> Segment:
         """Where the bytes of `name` (or one row of it) lie, to be placed at byte `at` of an extent."""
         entry = self.tensors[name]
-        nbytes = entry.nbytes if row is None else entry.nbytes // entry.shape[0]
-        return Segment(str(entry.file), entry.offset + (row or 0) * nbytes, nbytes, at)
+        assert isinstance(entry, TensorEntry)
+        return entry.segment(row, at)
+
+    def own_encoding(self, name: str) -> str | None:
+        """The encoding of a matrix that comes quantised; None for other tensors."""
+        entry = self.tensors[name]
+        if isinstance(entry, TensorEntry) or len(entry.shape) != 2 or entry.turned:
+            return None
+        return entry.encoding.name
+
+    def fields(self, name: str) -> dict[str, torch.Tensor]:
+        """Such a matrix, as a slot holds it."""
+        entry = self.tensors[name]
+        assert isinstance(entry, QuantizedTensor)
+        parts = {field: self._read(name, part, 0, rows_of(part)) for field, part in entry.fields.items()}
+        return entry.slot(parts, entry.out_in[0])
+
+    def ways(self, source: str, expert: int) -> list[LiesAs]:
+        """How what is an expert's of a source (`own_experts`) lies."""
+        entry = self.tensors[source.replace(EACH, str(expert))]
+        if isinstance(entry, TensorEntry):
+            return [LiesAs("plain", entry.dtype)]
+        return [LiesAs(entry.encoding.name, entry.dtype, entry.turned)]
+
+    def in_place(self, sources: Sequence[str], expert: int, offsets: Mapping[str, int]) -> list[Segment]:
+        """Where what is an expert's of some sources lies, field by field, to be placed one after the other at byte
+        offsets[field] of an extent and on."""
+        ends, segments = dict(offsets), []
+        for index, source in enumerate(sources):
+            entry = self.tensors[source.replace(EACH, str(expert))]
+            row = None if EACH in source else expert
+            parts = {"weight": entry} if isinstance(entry, TensorEntry) else entry.fields
+            for field, part in parts.items():
+                place = field if field in ends else f"{index}.{field}"
+                segments.append(part.segment(row, ends[place]))
+                ends[place] += segments[-1].nbytes
+        return segments
 
     def fingerprint(self) -> str:
         """16 hex digits over the config, the headers, the sizes and 32 samples of 4 KiB of each shard.
@@ -103,6 +131,11 @@ class Checkpoint:
         header, start = read_header(shard)
         self._headers.append(header)
         self.tensors |= entries_of(shard, header, start, os.path.getsize(shard))
+
+
+def rows_of(entry: TensorEntry | QuantizedTensor) -> int:
+    """The size of its first dimension; 1 for a single number."""
+    return entry.shape[0] if entry.shape else 1
 
 
 def entries_of(shard: Path, header: bytes, start: int, size: int) -> dict[str, TensorEntry]:

@@ -159,7 +159,8 @@ class ExpertFormat:
             offset = align(offset, self.part_alignment)
             for field_ in self._fields(part, slot):
                 fields.append(PlacedField(part.name, field_, offset))
-                room = math.prod(part.shape) * self.vectors[part.name].itemsize if part.name in self.vectors else 0
+                sizes = [self.vectors[part.name].itemsize, self.dtype.itemsize] if part.name in self.vectors else [0]
+                room = math.prod(part.shape) * max(sizes)  # both dtypes begin at the same bytes
                 offset = align(offset + max(field_.nbytes, room), _FIELD_ALIGNMENT)
         return Layout(tuple(fields), align(offset, PAGE))
 

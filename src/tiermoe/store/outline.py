@@ -17,7 +17,7 @@ from tiermoe.store.store import layer_from_json, layer_to_json
 from tiermoe.types import MoeLayer
 
 FORMAT = "tiermoe-outline"
-VERSION = 1
+VERSION = 2
 NAME = "outline.json"
 
 _DTYPES = {
@@ -42,13 +42,15 @@ class DenseTensor:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """tensors: by path in the model. tied: path → the path whose tensor it shares. packable: paths of the linear layers
-    that `--dense-bits` packs. table: path of the input embedding's weight where its rows can be read one by one.
+    """sources: of each layer's parts, what an expert's rows are made of (`store.own_experts`). tensors: by path in the
+    model. tied: path → the path whose tensor it shares. packable: paths of the linear layers that `--dense-bits` packs.
+    table: path of the input embedding's weight where its rows can be read one by one.
     dense_bytes: that stay at 16 bits, tied ones once. dense_keys: of the checkpoint's tensors that are not experts'.
     gate: what lies between an expert's matrices (`kernels.gates.gate_named`), None for one that has no name. whole: our
     own decoders need nothing but these tensors."""
 
     layers: list[MoeLayer]
+    sources: tuple[Mapping[str, tuple[str, ...]], ...]
     tensors: Mapping[str, DenseTensor]
     tied: Mapping[str, str]
     packable: tuple[str, ...]
@@ -82,6 +84,7 @@ def write_outline(root: Path, fingerprint: str, transformers: str, outline: Outl
         "fingerprint": fingerprint,
         "transformers": transformers,
         "layers": [layer_to_json(layer) for layer in outline.layers],
+        "sources": outline.sources,
         "tensors": {path: _tensor_to_json(tensor) for path, tensor in outline.tensors.items()},
         "tied": outline.tied,
         "packable": outline.packable,
@@ -97,6 +100,7 @@ def write_outline(root: Path, fingerprint: str, transformers: str, outline: Outl
 def _from_json(document: dict[str, Any]) -> Outline:
     return Outline(
         layers=[layer_from_json(entry) for entry in document["layers"]],
+        sources=tuple({part: tuple(map(str, names)) for part, names in each.items()} for each in document["sources"]),
         tensors={str(path): _tensor_from_json(entry) for path, entry in document["tensors"].items()},
         tied=dict(document["tied"]),
         packable=tuple(document["packable"]),

@@ -43,6 +43,12 @@ class TensorSource(Protocol):
     def fingerprint(self) -> str:
         """16 hex digits that tell this checkpoint from others."""
 
+    def own_encoding(self, name: str) -> str | None:
+        """The encoding in which a matrix can be used as it lies; None where it cannot, or is plain values."""
+
+    def fields(self, name: str) -> Mapping[str, torch.Tensor]:
+        """Such a matrix, as a slot holds it."""
+
     def close(self) -> None:
         """Closes the files; reading opens them again."""
 

@@ -22,10 +22,9 @@ LANES = 4  # the most that the drive's probe chooses
 
 def staging_bytes(formats: Sequence[ExpertFormat], lanes: int) -> int:
     """What reading lanes hold beside the slots: a bounce buffer for experts served from the checkpoint in place, whose
-    offsets are not aligned, or the stored bytes of a precision that is widened into the slot."""
-    if any(form.bits == 16 or form.widened for form in formats):
-        return lanes * (align(max(form.stored.nbytes for form in formats), PAGE) + PAGE)
-    return 0
+    offsets are not aligned, and the stored bytes of a precision that is widened into the slot."""
+    buffers = any(form.bits == 16 for form in formats) + any(form.widened for form in formats)
+    return buffers * lanes * (align(max(form.stored.nbytes for form in formats), PAGE) + PAGE)
 
 
 class Slots(Protocol):

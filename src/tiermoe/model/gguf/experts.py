@@ -40,12 +40,17 @@ class GgufExperts:
             for part in self.layers[layer].parts
         }
 
+    def sources(self, layer: int) -> dict[str, tuple[str, ...]]:
+        """Each part is a parameter of its own."""
+        own = self.layers[layer]
+        return {part.name: (f"{own.name}.{part.name}",) for part in own.parts}
+
     def reading_bytes(self) -> int:
         """The most that `read` holds beside what it returns."""
         return _CONVERTED * max(math.prod(part.shape) for layer in self.layers for part in layer.parts)
 
     def in_place(self, layer: int, expert: int) -> list[Segment] | None:
-        """None: where experts lie is told with the types they lie in (`placement.own_precision`)."""
+        """None: where experts lie is told with the types they lie in (`store.own_experts`)."""
 
     def _check(self, model: Any) -> None:
         entries = self.checkpoint.tensors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 from tiermoe.store.checkpoint import Descriptors, fingerprint_of
 from tiermoe.store.gguf.file import GgufFile
 from tiermoe.store.gguf.header import GgufTensor
-from tiermoe.store.gguf.parameter import Parameter, Rows, Stacked
+from tiermoe.store.gguf.parameter import Parameter, Rows, Stacked, encoding_of
+from tiermoe.store.own_experts import LiesAs
 from tiermoe.types import Segment
 
 
@@ -53,27 +54,36 @@ class GgufCheckpoint:
         read."""
         return self.parameters[name].read(self._read, first, last)
 
-    def blocks(self, name: str) -> Tensor:
-        """The bytes of a matrix that is rows of one tensor, uint8 (rows, bytes of a row), in the parameter's order."""
+    def own_encoding(self, name: str) -> str | None:
+        """The encoding of a matrix that is rows of blocks of one tensor; None for other parameters."""
+        parameter = self.parameters[name]
+        if not isinstance(parameter, Rows) or len(parameter.shape) != 2 or parameter.encoding() == "plain":
+            return None
+        return parameter.encoding()
+
+    def fields(self, name: str) -> dict[str, Tensor]:
+        """The blocks of such a matrix, uint8 (rows, bytes of a row), in the parameter's order."""
         parameter = self.parameters[name]
         assert isinstance(parameter, Rows)
-        return parameter.blocks(self._read, 0, parameter.shape[0])
+        return {"blocks": parameter.blocks(self._read, 0, parameter.shape[0])}
 
-    def stored_bytes(self, name: str) -> int:
-        """Bytes of such a matrix as it lies."""
-        parameter = self.parameters[name]
-        assert isinstance(parameter, Rows)
-        return parameter.tensor.nbytes
-
-    def in_place(self, name: str, expert: int, at: int) -> list[Segment]:
-        """Where the bytes of `name` of one expert lie, to be placed at byte `at` of an extent and on."""
-        parameter = self.parameters[name]
+    def ways(self, source: str, expert: int) -> list[LiesAs]:
+        """How a parameter of all experts lies, a tensor at a time."""
+        parameter = self.parameters[source]
         assert isinstance(parameter, Stacked)
-        segments = []
-        for tensor in parameter.tensors:
+        return [LiesAs(encoding_of(tensor), tensor.kind.dtype or torch.float32) for tensor in parameter.tensors]
+
+    def in_place(self, sources: Sequence[str], expert: int, offsets: Mapping[str, int]) -> list[Segment]:
+        """Where the rows of one expert lie, to be placed one after the other at the byte of the only field and on, or
+        each tensor at that of its own."""
+        segments: list[Segment] = []
+        (source,), places = sources, list(offsets.values())
+        parameter = self.parameters[source]
+        assert isinstance(parameter, Stacked)
+        for index, tensor in enumerate(parameter.tensors):
             nbytes = tensor.nbytes // tensor.shape[0]
+            at = places[index] if len(places) > 1 else places[0] + sum(each.nbytes for each in segments)
             segments.append(Segment(str(tensor.file), tensor.offset + expert * nbytes, nbytes, at))
-            at += nbytes
         return segments
 
     def fingerprint(self) -> str:

@@ -46,7 +46,7 @@ class Rows:
     def dtype(self) -> torch.dtype:
         return self.tensor.kind.dtype or torch.float32
 
-    def encoding(self) -> str | None:
+    def encoding(self) -> str:
         return encoding_of(self.tensor)
 
     def read(self, read: ReadBytes, first: int, last: int) -> Tensor:
@@ -125,7 +125,7 @@ class Expanding:
         return both[first - begin * rows : last - begin * rows]
 
 
-def encoding_of(tensor: GgufTensor) -> str | None:
+def encoding_of(tensor: GgufTensor) -> str:
     """The name of the encoding of a tensor's rows: 'plain' for numbers that are values of their own."""
     return "plain" if tensor.kind.dtype is not None else PREFIX + tensor.kind.name.lower()
 

@@ -1,6 +1,6 @@
-/* Products with the blocks of GGUF files, a row at a time over its columns, which gguf_spread.h unpacks in the order of the
- * tokens that arrange() makes. A group's codes are summed in its lanes, scaled, and the lanes are added up at the end of a row:
- * for one token as for many. */
+/* Products with the blocks of GGUF files and with published codes, a row at a time over its columns, which gguf_spread.h
+ * unpacks in the order of the tokens that arrange() makes. A group's codes are summed in its lanes, scaled, and the lanes are
+ * added up at the end of a row: for one token as for many. */
 #include "gguf_spread.h"
 
 enum {
@@ -33,8 +33,8 @@ static inline __m512 spread_dot(__m512 total, __m512 scale, const __m512i values
 
 /* totals[r] += a strip of four rows, which begin at row[r], times that of one token. sums: of x's groups, if asked for. */
 static inline __attribute__((always_inline)) void spread_strip(Coding coding, size_t group, size_t width, size_t row_bytes,
-                                                               const uint8_t *row[ROW_GROUP], const bf16 *x,
-                                                               const float *sums, __m512 totals[ROW_GROUP]) {
+                                                               const uint8_t *row[ROW_GROUP], const RowPlace places[ROW_GROUP],
+                                                               const bf16 *x, const float *sums, __m512 totals[ROW_GROUP]) {
     const size_t bytes = row_bytes_of(coding, width);
     int8_t codes[ROW_GROUP][STRIP] __attribute__((aligned(64)));
     __m512 scales[ROW_GROUP], x_sums = _mm512_setzero_ps();
@@ -44,7 +44,7 @@ static inline __attribute__((always_inline)) void spread_strip(Coding coding, si
         for (size_t ahead = 0; ahead < bytes; ahead += 64)
             _mm_prefetch((const char *)(row[r] + ROW_GROUP * row_bytes + ahead), _MM_HINT_T1);
         if (by_bytes(coding)) bytes_of_strip(coding, row[r], width, codes[r]);
-        groups_from(coding, group, row[r], width, &scales[r], &of_groups);
+        groups_from(coding, group, row[r], places[r], width, &scales[r], &of_groups);
         if (has_offsets(coding)) totals[r] = _mm512_fmadd_ps(of_groups, x_sums, totals[r]);
     }
     for (size_t p = 0; p * SPREAD < width; p++)
@@ -56,18 +56,25 @@ static inline __attribute__((always_inline)) void spread_strip(Coding coding, si
     for (size_t r = 0; r < ROW_GROUP; r++) row[r] += bytes;
 }
 
-/* results[r] = row r times one token, arranged; the last row comes again where there are fewer than four. */
-static inline __attribute__((always_inline)) void spread_rows(Coding coding, size_t group, const uint8_t *weights, size_t rows,
-                                                              const bf16 *x, size_t columns, const float *sums,
-                                                              float *results) {
+/* results[r] = row r of those from `first` on, which lie at `weights`, times one token, arranged; the last row comes again
+ * where there are fewer than four. */
+static inline __attribute__((always_inline)) void spread_rows(Coding coding, size_t group, const Matrix *matrix,
+                                                              const uint8_t *weights, size_t first, size_t rows,
+                                                              const bf16 *x, const float *sums, float *results) {
+    size_t columns = matrix->columns;
     const size_t row_bytes = row_bytes_of(coding, columns), all_groups = has_offsets(coding) ? STRIP / group : 0;
     const uint8_t *row[ROW_GROUP];
+    RowPlace places[ROW_GROUP];
     __m512 totals[ROW_GROUP];
-    for (size_t r = 0; r < ROW_GROUP; r++)
-        row[r] = weights + (r < rows ? r : rows - 1) * row_bytes, totals[r] = _mm512_setzero_ps();
-    for (; columns >= STRIP; columns -= STRIP, x += STRIP, sums += all_groups)
-        spread_strip(coding, group, STRIP, row_bytes, row, x, sums, totals);
-    if (block_columns(coding) < STRIP && columns) spread_strip(coding, group, columns, row_bytes, row, x, sums, totals);
+    for (size_t r = 0; r < ROW_GROUP; r++) {
+        const size_t its = r < rows ? r : rows - 1;
+        row[r] = weights + its * row_bytes, places[r] = (RowPlace){matrix, first + its, 0}, totals[r] = _mm512_setzero_ps();
+    }
+    for (; columns >= STRIP; columns -= STRIP, x += STRIP, sums += all_groups) {
+        spread_strip(coding, group, STRIP, row_bytes, row, places, x, sums, totals);
+        for (size_t r = 0; r < ROW_GROUP; r++) places[r].column += STRIP;
+    }
+    if (block_columns(coding) < STRIP && columns) spread_strip(coding, group, columns, row_bytes, row, places, x, sums, totals);
     _mm_storeu_ps(results, four_sums(totals[0], totals[1], totals[2], totals[3]));
 }
 
@@ -78,14 +85,16 @@ typedef struct {
     __m512 scale;
 } Spread;
 
-static inline __attribute__((always_inline)) void spread_panel(Coding coding, size_t group, const uint8_t *row, size_t columns,
+static inline __attribute__((always_inline)) void spread_panel(Coding coding, size_t group, const uint8_t *row, RowPlace place,
                                                                Spread *panel, __m512 *offsets) {
+    const size_t columns = place.matrix->columns;
     int8_t codes[STRIP] __attribute__((aligned(64)));
     for (size_t begin = 0; begin < columns; begin += STRIP, offsets++) {
         const size_t width = columns - begin < STRIP ? columns - begin : STRIP;
         __m512 scales;
         if (by_bytes(coding)) bytes_of_strip(coding, row, width, codes);
-        groups_from(coding, group, row, width, &scales, offsets);
+        place.column = begin;
+        groups_from(coding, group, row, place, width, &scales, offsets);
         for (size_t p = 0; p * SPREAD < width; p++, panel++) {
             spread(coding, row, p, width - p * SPREAD > 32, codes, panel->values);
             panel->scale = lane_scales(group, scales, p);
@@ -142,18 +151,19 @@ static void panel_times(const Matrix *matrix, const Spread *panel, const __m512 
     }
 }
 
-/* `rows` rows of a block times the tokens. */
-static inline __attribute__((always_inline)) void spread_block(Coding coding, size_t group, const Matrix *matrix,
-                                                               const uint8_t *weights, size_t rows, const bf16 *x,
-                                                               const float *sums, size_t tokens, bf16 *out, size_t stride) {
+/* `rows` rows of the block that begins with row `begin` times the tokens. */
+static inline __attribute__((always_inline)) void spread_block(Coding coding, size_t group, const Matrix *matrix, size_t begin,
+                                                               size_t rows, const bf16 *x, const float *sums, size_t tokens,
+                                                               bf16 *out, size_t stride) {
     const size_t columns = matrix->columns, spreads = (columns + SPREAD - 1) / SPREAD, row_bytes = row_bytes_of(coding, columns);
     const size_t strips = (columns + STRIP - 1) / STRIP;
+    const uint8_t *weights = (const uint8_t *)matrix->weights + begin * row_bytes;
     bf16 arranged[tokens * spreads * SPREAD] __attribute__((aligned(64)));
     arrange(x, columns, tokens, arranged);
     if (tokens == 1) {
         float results[BLOCK];
         for (size_t r = 0; r < rows; r += ROW_GROUP)
-            spread_rows(coding, group, weights + r * row_bytes, rows - r, arranged, columns, sums, results + r);
+            spread_rows(coding, group, matrix, weights + r * row_bytes, begin + r, rows - r, arranged, sums, results + r);
         store_rows_of(results, NULL, 0, rows, out);
         return;
     }
@@ -161,23 +171,24 @@ static inline __attribute__((always_inline)) void spread_block(Coding coding, si
     __m512 offsets[SPREAD_PANEL * strips];
     for (size_t first = 0; first < rows; first += SPREAD_PANEL) {
         const size_t some = rows - first < SPREAD_PANEL ? rows - first : SPREAD_PANEL;
-        for (size_t r = 0; r < (some + ROW_GROUP - 1) / ROW_GROUP * ROW_GROUP; r++) /* the last one again */
-            spread_panel(coding, group, weights + (first + (r < some ? r : some - 1)) * row_bytes, columns, panel + r * spreads,
+        for (size_t r = 0; r < (some + ROW_GROUP - 1) / ROW_GROUP * ROW_GROUP; r++) { /* the last one again */
+            const size_t row = first + (r < some ? r : some - 1);
+            spread_panel(coding, group, weights + row * row_bytes, (RowPlace){matrix, begin + row, 0}, panel + r * spreads,
                          offsets + r * strips);
+        }
         panel_times(matrix, panel, offsets, some, arranged, sums, tokens, out + first, stride);
     }
 }
 
 #define SPREAD_CASE(coding, group)                                                                      \
     case coding:                                                                                        \
-        spread_block(coding, group, matrix, weights, rows, x, sums, some, out, stride);                 \
+        spread_block(coding, group, matrix, begin, rows, x, sums, some, out, stride);                   \
         break;
 
 static void gguf_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
                        size_t stride) {
     const size_t begin = block * BLOCK, columns = matrix->columns;
     const size_t rows = matrix->rows - begin < BLOCK ? matrix->rows - begin : BLOCK;
-    const uint8_t *weights = (const uint8_t *)matrix->weights + begin * row_bytes_of(matrix->coding, columns);
     size_t most = SPREAD_ROOM / columns;
     if (most < SPREAD_TILE) most = SPREAD_TILE;
     if (most > SPREAD_TOKENS) most = SPREAD_TOKENS;
@@ -186,8 +197,14 @@ static void gguf_block(const Matrix *matrix, size_t block, const bf16 *x, const 
         switch (matrix->coding) {
             SPREAD_CASE(Q8_0, 32) SPREAD_CASE(Q4_0, 32) SPREAD_CASE(Q4_1, 32) SPREAD_CASE(Q5_0, 32) SPREAD_CASE(Q5_1, 32)
             SPREAD_CASE(Q2_K, 16) SPREAD_CASE(Q3_K, 16) SPREAD_CASE(Q4_K, 32) SPREAD_CASE(Q5_K, 32) SPREAD_CASE(Q6_K, 16)
-            SPREAD_CASE(IQ4_NL, 32) SPREAD_CASE(IQ4_XS, 32)
-            default: spread_block(MXFP4, 32, matrix, weights, rows, x, sums, some, out, stride);
+            SPREAD_CASE(IQ4_NL, 32) SPREAD_CASE(IQ4_XS, 32) SPREAD_CASE(S4, 32) SPREAD_CASE(U4, 32) SPREAD_CASE(E4M3, 32)
+            case E2M1:
+                if (matrix->group == 16)
+                    spread_block(E2M1, 16, matrix, begin, rows, x, sums, some, out, stride);
+                else
+                    spread_block(E2M1, 32, matrix, begin, rows, x, sums, some, out, stride);
+                break;
+            default: spread_block(MXFP4, 32, matrix, begin, rows, x, sums, some, out, stride);
         }
         x += some * columns, sums += some * matrix_groups(matrix), out += some * stride, tokens -= some;
     }

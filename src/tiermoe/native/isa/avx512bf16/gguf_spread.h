@@ -1,4 +1,4 @@
-/* The blocks of GGUF files (shared/gguf.h) in registers.
+/* The blocks of GGUF files (shared/gguf.h) and published codes (shared/published.h) in registers.
  *
  * 64 columns are unpacked into two registers of bfloat16: those at even places and those at odd ones. So the 16-bit words of a
  * block's bytes are two columns each, and both registers' lanes belong to the same groups: 4 lanes to 16 columns, 8 to 32. */
@@ -51,6 +51,26 @@ static const uint8_t SIZE_HIGH[128] __attribute__((aligned(64))) = {
     0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42,
 };
 
+/* Likewise of the FP8 0x00 to 0x7F. */
+static const uint8_t E4M3_LOW[128] __attribute__((aligned(64))) = {
+    0x00, 0x00, 0x80, 0xC0, 0x00, 0x20, 0x40, 0x60, 0x80, 0x90, 0xA0, 0xB0, 0xC0, 0xD0, 0xE0, 0xF0, 0x00, 0x10, 0x20, 0x30,
+    0x40, 0x50, 0x60, 0x70, 0x80, 0x90, 0xA0, 0xB0, 0xC0, 0xD0, 0xE0, 0xF0, 0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70,
+    0x80, 0x90, 0xA0, 0xB0, 0xC0, 0xD0, 0xE0, 0xF0, 0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0x80, 0x90, 0xA0, 0xB0,
+    0xC0, 0xD0, 0xE0, 0xF0, 0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0x80, 0x90, 0xA0, 0xB0, 0xC0, 0xD0, 0xE0, 0xF0,
+    0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0x80, 0x90, 0xA0, 0xB0, 0xC0, 0xD0, 0xE0, 0xF0, 0x00, 0x10, 0x20, 0x30,
+    0x40, 0x50, 0x60, 0x70, 0x80, 0x90, 0xA0, 0xB0, 0xC0, 0xD0, 0xE0, 0xF0, 0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70,
+    0x80, 0x90, 0xA0, 0xB0, 0xC0, 0xD0, 0xE0, 0xF0,
+};
+static const uint8_t E4M3_HIGH[128] __attribute__((aligned(64))) = {
+    0x00, 0x3B, 0x3B, 0x3B, 0x3C, 0x3C, 0x3C, 0x3C, 0x3C, 0x3C, 0x3C, 0x3C, 0x3C, 0x3C, 0x3C, 0x3C, 0x3D, 0x3D, 0x3D, 0x3D,
+    0x3D, 0x3D, 0x3D, 0x3D, 0x3D, 0x3D, 0x3D, 0x3D, 0x3D, 0x3D, 0x3D, 0x3D, 0x3E, 0x3E, 0x3E, 0x3E, 0x3E, 0x3E, 0x3E, 0x3E,
+    0x3E, 0x3E, 0x3E, 0x3E, 0x3E, 0x3E, 0x3E, 0x3E, 0x3F, 0x3F, 0x3F, 0x3F, 0x3F, 0x3F, 0x3F, 0x3F, 0x3F, 0x3F, 0x3F, 0x3F,
+    0x3F, 0x3F, 0x3F, 0x3F, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40,
+    0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x42, 0x42, 0x42, 0x42,
+    0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x43, 0x43, 0x43, 0x43, 0x43, 0x43, 0x43, 0x43,
+    0x43, 0x43, 0x43, 0x43, 0x43, 0x43, 0x43, 0x43,
+};
+
 /* 0 in the words of a register's first half, `second` in the others. */
 static inline __m512i halves(int second) {
     return _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16((short)second), 1);
@@ -66,6 +86,16 @@ static inline void spread_bytes(__m512i codes, __m512i values[2]) {
     __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(SIZE_HIGH), sizes, _mm512_load_si512(SIZE_HIGH + 64));
     high = _mm512_mask_mov_epi8(high, _mm512_movepi8_mask(sizes), _mm512_set1_epi8(0x43)); /* of 128 */
     high = _mm512_ternarylogic_epi64(high, codes, sign, 0xF8);                              /* high | (codes & sign) */
+    values[0] = chosen(word, low, _mm512_slli_epi16(high, 8));
+    values[1] = chosen(word, _mm512_srli_epi16(low, 8), high);
+}
+
+/* Each byte as FP8 (E4M3). */
+static inline void spread_e4m3(__m512i codes, __m512i values[2]) {
+    const __m512i word = _mm512_set1_epi16(0xFF), sign = _mm512_set1_epi8((char)0x80); /* an index counts by 7 bits */
+    const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(E4M3_LOW), codes, _mm512_load_si512(E4M3_LOW + 64));
+    __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(E4M3_HIGH), codes, _mm512_load_si512(E4M3_HIGH + 64));
+    high = _mm512_ternarylogic_epi64(high, codes, sign, 0xF8); /* high | (codes & sign) */
     values[0] = chosen(word, low, _mm512_slli_epi16(high, 8));
     values[1] = chosen(word, _mm512_srli_epi16(low, 8), high);
 }
@@ -88,6 +118,15 @@ static inline __m512i narrow_nibbles(const uint8_t *one, const uint8_t *other) {
     const __m512i both = _mm512_mask_broadcast_i32x4(first, 0xFF00, _mm_loadu_si128((const void *)other));
     return _mm512_srlv_epi16(both, _mm512_set_epi64(0x0004000400040004, 0x0004000400040004, 0, 0, 0x0004000400040004,
                                                     0x0004000400040004, 0, 0));
+}
+
+/* 16 bytes and another 16 of pairs: the low nibble is an even column, the high one the odd one behind it. */
+static inline void spread_pairs(const uint8_t *one, const uint8_t *other, const bf16 table[32], __m512i values[2]) {
+    const __m256i first = _mm256_castsi128_si256(_mm_loadu_si128((const void *)one));
+    const __m256i bytes = _mm256_inserti128_si256(first, _mm_loadu_si128((const void *)other), 1);
+    const __m512i words = _mm512_cvtepu8_epi16(bytes), of = _mm512_load_si512(table);
+    values[0] = _mm512_permutexvar_epi16(words, of);
+    values[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), of);
 }
 
 static inline void spread_q5_k(const uint8_t *block, size_t p, __m512i values[2]) {
@@ -143,6 +182,14 @@ static inline __attribute__((always_inline)) void spread(Coding coding, const ui
         case IQ4_NL: spread_nibbles(narrow_nibbles(one + 2, two + 2), IQ4_VALUES, values); return;
         case IQ4_XS: spread_nibbles(narrow_nibbles(at + 8 + 32 * p, at + 24 + 32 * p), IQ4_VALUES, values); return;
         case MXFP4: spread_nibbles(narrow_nibbles(one + 1, two + 1), FP4_VALUES, values); return;
+        case E2M1: spread_pairs(one, two, FP4_VALUES, values); return;
+        case S4: spread_pairs(one, two, NIBBLES_LESS_8, values); return;
+        case U4: spread_pairs(one, two, NIBBLES, values); return;
+        case E4M3: {
+            const __m512i first = _mm512_castsi256_si512(_mm256_loadu_si256((const void *)one));
+            spread_e4m3(_mm512_inserti64x4(first, _mm256_loadu_si256((const void *)two), 1), values);
+            return;
+        }
         default: spread_bytes(_mm512_load_si512(codes + SPREAD * p), values);
     }
 }
@@ -179,10 +226,8 @@ static inline __m512 eight_halves(const uint8_t *at, size_t apart) {
     return _mm512_zextps256_ps512(_mm256_cvtph_ps(all_halves));
 }
 
-/* Eight scales of MXFP4. */
-static inline __m512 eight_exponents(const uint8_t *at) {
-    uint64_t bytes = 0;
-    for (int i = 7; i >= 0; i--) bytes = bytes << 8 | at[17 * i];
+/* Eight scales of MXFP4, of which the first byte is the lowest. */
+static inline __m512 eight_exponents(uint64_t bytes) {
     const __m256i exponents = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
     const __m256i usual = _mm256_slli_epi32(_mm256_sub_epi32(exponents, _mm256_set1_epi32(1)), 23);
     const __mmask8 small = _mm256_cmplt_epi32_mask(exponents, _mm256_set1_epi32(2));
@@ -190,12 +235,45 @@ static inline __m512 eight_exponents(const uint8_t *at) {
     return _mm512_zextps256_ps512(_mm256_castsi256_ps(bits));
 }
 
+/* Where a strip lies: in a row of a matrix, from a column on. */
+typedef struct {
+    const Matrix *matrix;
+    size_t row, column;
+} RowPlace;
+
+static inline __attribute__((always_inline)) __m512 published_lanes(Coding coding, size_t group, RowPlace place, size_t width,
+                                                                    __m512 *offsets) {
+    const Matrix *matrix = place.matrix;
+    const uint8_t *scales_of_row = (const uint8_t *)matrix->scales + published_row(matrix, place.row);
+    const int whole = coding == E2M1 && width == STRIP && matrix->scale_columns == group;
+    if (whole && group == 32 && matrix->scale_kind == SCALE_E8M0) { /* MXFP4 */
+        uint64_t bytes;
+        memcpy(&bytes, scales_of_row + place.column / 32, sizeof bytes);
+        return eight_exponents(bytes);
+    }
+    if (whole && group == 16 && has_factors(matrix)) { /* NVFP4 */
+        const __m128i sixteen = _mm_loadu_si128((const void *)(scales_of_row + place.column / 16));
+        const __m256i bytes = _mm256_cvtepi8_epi16(sixteen);
+        const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(bytes, 7), _mm256_set1_epi16((short)0xBFFF));
+        const __m512 scales = _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(256));
+        const float factor = published_factor(matrix, place.row);
+        if (matrix->scale_kind == SCALE_E4M3_TIMES) return _mm512_mul_ps(scales, _mm512_set1_ps(factor));
+        return _mm512_div_ps(scales, _mm512_set1_ps(4 * factor));
+    }
+    StripScales of;
+    published_scales(matrix, place.row, place.column, width, &of);
+    if (has_offsets(coding)) *offsets = _mm512_maskz_loadu_ps(groups_of(width, group), of.offsets);
+    return _mm512_maskz_loadu_ps(groups_of(width, group), of.scales);
+}
+
 /* The scales and offsets of a strip's groups, in order, as strip_scales finds them; 0 behind them. For most types they do not
  * go through memory, which a wide load would have to wait for. */
-static inline __attribute__((always_inline)) void groups_from(Coding coding, size_t group, const uint8_t *at, size_t width,
-                                                              __m512 *scales, __m512 *offsets) {
+static inline __attribute__((always_inline)) void groups_from(Coding coding, size_t group, const uint8_t *at, RowPlace place,
+                                                              size_t width, __m512 *scales, __m512 *offsets) {
     *offsets = _mm512_setzero_ps();
-    if (coding == Q4_K || coding == Q5_K) {
+    if (coding >= FIRST_PUBLISHED) {
+        *scales = published_lanes(coding, group, place, width, offsets);
+    } else if (coding == Q4_K || coding == Q5_K) {
         const __m512 both = k_lanes(at);
         *scales = both; /* the second half is asked for by no column */
         *offsets = _mm512_zextps256_ps512(_mm512_extractf32x8_ps(both, 1));
@@ -205,7 +283,9 @@ static inline __attribute__((always_inline)) void groups_from(Coding coding, siz
     } else if (width == STRIP && (coding == Q8_0 || coding == Q4_0 || coding == IQ4_NL)) {
         *scales = eight_halves(at, block_bytes(coding));
     } else if (width == STRIP && coding == MXFP4) {
-        *scales = eight_exponents(at);
+        uint64_t bytes = 0;
+        for (int i = 7; i >= 0; i--) bytes = bytes << 8 | at[17 * i];
+        *scales = eight_exponents(bytes);
     } else {
         StripScales of;
         const __mmask16 groups = groups_of(width, group);

@@ -174,6 +174,16 @@ static inline float from_half(const uint8_t *at) {
     return value;
 }
 
+/* As the float16 of 2^-8 times as much. */
+static inline Eight eight_of_e4m3(const uint8_t *from) {
+    Eight v;
+    EACH_OF_EIGHT {
+        const uint16_t half = (uint16_t)((from[i] & 0x80) << 8 | (from[i] & 0x7F) << 7);
+        v.lane[i] = 256 * from_half((const uint8_t *)&half);
+    }
+    return v;
+}
+
 /* What the nibbles of 16 bytes stand for. */
 static inline void look_up(const int8_t codes[16], const uint8_t *from, int8_t *low, int8_t *high) {
     for (int i = 0; i < 16; i++) low[i] = codes[from[i] & 15], high[i] = codes[from[i] >> 4];

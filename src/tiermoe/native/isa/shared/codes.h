@@ -217,7 +217,7 @@ INLINE void stripe_levels(const float *weights, size_t group, float scale, float
 
 /* Codes of a group from its stripes' ladders: pairs (4, width) of two codes, packed ladders (width); what they stand for, in
  * levels of 4 bits, replaces the weights' own in `levels` (group). */
-INLINE void pairs_of(const Stripes *stripes, size_t at, size_t width, uint8_t *pairs, uint8_t *chosen, float *levels) {
+INLINE void stored_pairs(const Stripes *stripes, size_t at, size_t width, uint8_t *pairs, uint8_t *chosen, float *levels) {
     EACH(q, width) {
         const Stripes *some = stripes + (at + q) / WIDTH;
         const size_t lane = (at + q) % WIDTH;
@@ -253,7 +253,7 @@ static void encode_two(const Codes *job, size_t begin, size_t rows, Squares *squ
             EACH(s, STRIPES / WIDTH) choose(job, stripes + s, halves + s * WIDTH, any);
             EACH(g, count) {
                 uint8_t *into = pairs[r] + g * group / 2;
-                pairs_of(stripes, g * width, width, into, chosen[r] + g * width, levels);
+                stored_pairs(stripes, g * width, width, into, chosen[r] + g * width, levels);
                 compare(squares, weights + g * group, levels, group, scales[g], zeros[g], job->exact);
             }
         }

@@ -1,4 +1,4 @@
-/* Products with the blocks of GGUF files, over Eight.
+/* Products with the blocks of GGUF files and with published codes, over Eight.
  *
  * A group's codes are summed in 8 lanes before its scale is applied, the lanes are added up after a strip, then the strips:
  * for one token as for many. */
@@ -66,17 +66,31 @@ static inline __attribute__((always_inline)) void strips_some(int shared, const 
     switch (tokens) { STRIPS_OF(1) STRIPS_OF(2) STRIPS_OF(3) }
 }
 
-/* The strip from column `begin` on of four of a block's rows, from r on; the last one again where there are fewer. */
-static void strips_unpack(const Matrix *matrix, const uint8_t *weights, size_t rows, size_t r, size_t begin, size_t width,
-                          Strips *strips) {
+/* A block: rows `first` .. of a matrix, whose codes begin at `weights`. */
+typedef struct {
+    const uint8_t *weights;
+    size_t first, rows;
+} Rows;
+
+/* The strip from column `begin` on of four of a block's rows, from r on; the last one again where there are fewer. Of E4M3 the
+ * values, which are no bytes, of all others the codes. */
+static void strips_unpack(const Matrix *matrix, const Rows *block, size_t r, size_t begin, size_t width, Strips *strips) {
     const Coding coding = matrix->coding;
     const size_t row_bytes = row_bytes_of(coding, matrix->columns);
     const size_t before = row_bytes_of(coding, begin), bytes = row_bytes_of(coding, width);
     for (size_t i = 0; i < STRIP_ROWS; i++) {
-        const uint8_t *at = weights + (r + i < rows ? r + i : rows - 1) * row_bytes + before;
+        const size_t row = r + i < block->rows ? r + i : block->rows - 1;
+        const uint8_t *at = block->weights + row * row_bytes + before;
         for (size_t ahead = 0; ahead < bytes; ahead += 64) __builtin_prefetch(at + STRIP_ROWS * row_bytes + ahead, 0, 2);
-        strip_scales(coding, at, width, &strips->of[i]);
-        strip_codes(coding, at, width, strips->codes[i]);
+        if (coding >= FIRST_PUBLISHED)
+            published_scales(matrix, block->first + row, begin, width, &strips->of[i]);
+        else
+            strip_scales(coding, at, width, &strips->of[i]);
+        if (coding != E4M3) {
+            strip_codes(coding, at, width, strips->codes[i]);
+            continue;
+        }
+        for (size_t c = 0; c < width; c += 8) eight_to(strips->values[i] + c, eight_of_e4m3(at + c));
     }
 }
 
@@ -85,30 +99,33 @@ static inline void floats_of(const bf16 *x, size_t columns, float *values) {
 }
 
 /* Few tokens: four rows at a time from their first column to their last. */
-static void strips_few(const Matrix *matrix, const uint8_t *weights, size_t rows, const bf16 *x, const float *sums,
-                       size_t tokens, Strips *strips, float *totals) {
+static void strips_few(const Matrix *matrix, const Rows *block, const bf16 *x, const float *sums, size_t tokens, Strips *strips,
+                       float *totals) {
     const size_t columns = matrix->columns;
     float values[tokens * columns];
     floats_of(x, tokens * columns, values);
-    for (size_t r = 0; r < rows; r += STRIP_ROWS)
+    for (size_t r = 0; r < block->rows; r += STRIP_ROWS)
         for (size_t begin = 0; begin < columns; begin += STRIP) {
             const size_t width = columns - begin < STRIP ? columns - begin : STRIP;
-            strips_unpack(matrix, weights, rows, r, begin, width, strips);
-            strips_some(0, matrix, tokens, strips, begin, width, values + begin, columns, sums, totals + r);
+            strips_unpack(matrix, block, r, begin, width, strips);
+            if (matrix->coding == E4M3)
+                strips_some(1, matrix, tokens, strips, begin, width, values + begin, columns, sums, totals + r);
+            else
+                strips_some(0, matrix, tokens, strips, begin, width, values + begin, columns, sums, totals + r);
         }
 }
 
 /* At most STRIP_TOKENS tokens: a strip of four rows is unpacked for all of them. */
-static void strips_many(const Matrix *matrix, const uint8_t *weights, size_t rows, const bf16 *x, const float *sums,
-                        size_t tokens, Strips *strips, float *totals) {
+static void strips_many(const Matrix *matrix, const Rows *block, const bf16 *x, const float *sums, size_t tokens,
+                        Strips *strips, float *totals) {
     const size_t columns = matrix->columns, groups = matrix_groups(matrix);
     float values[STRIP_TOKENS * STRIP];
     for (size_t begin = 0; begin < columns; begin += STRIP) {
         const size_t width = columns - begin < STRIP ? columns - begin : STRIP;
         for (size_t m = 0; m < tokens; m++) floats_of(x + m * columns + begin, width, values + m * STRIP);
-        for (size_t r = 0; r < rows; r += STRIP_ROWS) {
-            strips_unpack(matrix, weights, rows, r, begin, width, strips);
-            for (size_t i = 0; i < STRIP_ROWS; i++)
+        for (size_t r = 0; r < block->rows; r += STRIP_ROWS) {
+            strips_unpack(matrix, block, r, begin, width, strips);
+            for (size_t i = 0; i < STRIP_ROWS && matrix->coding != E4M3; i++)
                 for (size_t c = 0; c < width; c += 8)
                     eight_to(strips->values[i] + c, eight_of_int8((const uint8_t *)strips->codes[i] + c));
             for (size_t m = 0; m < tokens; m += STRIP_FEW) {
@@ -123,14 +140,14 @@ static void strips_many(const Matrix *matrix, const uint8_t *weights, size_t row
 static void gguf_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
                        size_t stride) {
     const size_t begin = block * BLOCK, rows = matrix->rows - begin < BLOCK ? matrix->rows - begin : BLOCK;
-    const uint8_t *weights = (const uint8_t *)matrix->weights + begin * row_bytes_of(matrix->coding, matrix->columns);
+    const Rows here = {(const uint8_t *)matrix->weights + begin * row_bytes_of(matrix->coding, matrix->columns), begin, rows};
     float totals[STRIP_TOKENS * BLOCK];
     Strips strips;
     memset(strips.of, 0, sizeof strips.of);
     for (size_t parts = (tokens + STRIP_TOKENS - 1) / STRIP_TOKENS; parts; parts--) {
         const size_t some = (tokens + parts - 1) / parts;
         memset(totals, 0, some * BLOCK * sizeof *totals);
-        (some <= STRIP_FEW ? strips_few : strips_many)(matrix, weights, rows, x, sums, some, &strips, totals);
+        (some <= STRIP_FEW ? strips_few : strips_many)(matrix, &here, x, sums, some, &strips, totals);
         for (size_t m = 0; m < some; m++)
             for (size_t r = 0; r < rows; r++) out[m * stride + r] = to_bf16(totals[m * BLOCK + r]);
         x += some * matrix->columns, sums += some * matrix_groups(matrix), out += some * stride, tokens -= some;

@@ -31,6 +31,8 @@ static inline size_t block_bytes(Coding coding) {
         case Q5_K: return 176;
         case Q6_K: return 210;
         case IQ4_XS: return 136;
+        case E2M1: case S4: case U4: return 16;
+        case E4M3: return 32;
         default: return 17; /* MXFP4 */
     }
 }
@@ -163,6 +165,8 @@ static const int8_t IQ4_CODES[16] __attribute__((aligned(16))) = {-127, -104, -8
                                                                   1,    13,   25,  38,  53,  69,  89,  113};
 static const int8_t FP4_CODES[16] __attribute__((aligned(16))) = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
+#include "published.h"
+
 /* The codes of a strip, in the order of its columns. */
 static void strip_codes(Coding coding, const uint8_t *at, size_t width, int8_t *codes) {
     const size_t columns = block_columns(coding), bytes = block_bytes(coding);
@@ -181,6 +185,9 @@ static void strip_codes(Coding coding, const uint8_t *at, size_t width, int8_t *
             case IQ4_XS:
                 for (size_t g = 0; g < 8; g++) look_up(IQ4_CODES, at + 8 + 16 * g, codes + 32 * g, codes + 32 * g + 16);
                 break;
+            case E2M1: pairs_of(FP4_CODES, at, codes); break;
+            case S4: pairs_of(S4_CODES, at, codes); break;
+            case U4: pairs_of(U4_CODES, at, codes); break;
             default: look_up(FP4_CODES, at + 1, codes, codes + 16); /* MXFP4 */
         }
 }

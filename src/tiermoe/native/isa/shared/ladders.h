@@ -7,6 +7,7 @@ static void int2_block(const Matrix *matrix, size_t block, const bf16 *x, const 
     uint8_t codes[weights / 2] __attribute__((aligned(64)));
     widen_codes(pairs, (const uint8_t *)matrix->ladders + block * weights / 16, weights / 16 / run, run, codes);
     const bf16 *scales = (const bf16 *)matrix->scales + 2 * block * BLOCK;
-    const Matrix widened = {INT4, codes, scales, matrix->rows, matrix->columns, matrix->group, NULL};
+    Matrix widened = *matrix;
+    widened.coding = INT4, widened.weights = codes, widened.scales = scales, widened.ladders = NULL;
     int4_block(&widened, 0, x, sums, tokens, out, stride);
 }

@@ -1,0 +1,143 @@
+"""The native products on published codes and scales against what these stand for, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from published_codes import ENCODINGS, random_slot, weights
+from tiermoe import native
+from tiermoe.errors import StoreError
+from tiermoe.kernels import linear_for
+from tiermoe.kernels.expert import InOneCall, expert_kernel
+from tiermoe.kernels.gates import ClampedGate
+from tiermoe.kernels.native.linear import linear
+from tiermoe.kernels.native.matrix import matrix_form
+from tiermoe.quant.published import Published
+from tiermoe.quant.registry import encoding_named
+from tiermoe.quant.transposed4 import Transposed4
+from tiermoe.store.layout import ExpertFormat
+from tiermoe.types import MoeLayer, Part
+
+native_ones = [
+    pytest.mark.skipif(not native.available(), reason="needs the native kernels"),
+    pytest.mark.usefixtures("instruction_set"),
+]
+each = pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda encoding: encoding.name)
+ROUNDING = 2.0**-8  # the most that rounding to bfloat16 changes a value, relative
+
+
+def random(rows: int, columns: int, seed: int) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+class TestNative:
+    pytestmark = native_ones
+
+    @each
+    @settings(max_examples=12, deadline=None)
+    @given(
+        out=st.one_of(st.integers(1, 200), st.sampled_from([64, 128])),
+        groups=st.integers(1, 20),
+        count=st.one_of(st.integers(1, 14), st.sampled_from([40, 100])),
+        seed=st.integers(0, 100),
+    )
+    def test_a_product_is_the_weights_rounded_once(
+        self, encoding: Published | Transposed4, out: int, groups: int, count: int, seed: int
+    ) -> None:
+        in_, out = (64 if isinstance(encoding, Transposed4) else 32) * groups, out * max(1, encoding.matrices)
+        slot, x = random_slot(encoding, out, in_, seed), random(count, in_, seed + 1)
+        form = matrix_form(encoding, out, in_, torch.bfloat16)
+        assert form is not None
+        weight = weights(encoding, slot, in_).double()
+        want = x.double() @ weight.t()
+        allowed = want.abs() * ROUNDING + 2e-6 * x.double().abs() @ weight.abs().t()
+        assert (linear(x, form, slot).double() - want).abs().le(allowed).all()
+
+    @each
+    def test_a_tokens_product_depends_on_no_other_token_and_no_thread(self, encoding: Published | Transposed4) -> None:
+        slot, x, before = random_slot(encoding, 192, 512), random(53, 512, 1), torch.get_num_threads()
+        form = matrix_form(encoding, 192, 512, torch.bfloat16)
+        assert form is not None
+        try:
+            torch.set_num_threads(1)
+            alone = torch.cat([linear(token[None], form, slot) for token in x])
+            for threads in (1, 3):
+                torch.set_num_threads(threads)
+                for count in (*range(1, 12), 19, 26, 49, 53):
+                    assert torch.equal(linear(x[:count], form, slot), alone[:count])
+        finally:
+            torch.set_num_threads(before)
+
+    @each
+    def test_every_code_in_every_place(self, encoding: Published | Transposed4) -> None:
+        """Each token takes one column: what a weight is, alone and beside others."""
+        slot, x = random_slot(encoding, 64, 192, 5), torch.eye(192).bfloat16()
+        form = matrix_form(encoding, 64, 192, torch.bfloat16)
+        assert form is not None
+        want = weights(encoding, slot, 192).t()
+        for got in (linear(x, form, slot), torch.cat([linear(one[None], form, slot) for one in x])):
+            assert (got.float() - want).abs().le(want.abs() * ROUNDING).all()
+
+    @pytest.mark.parametrize("count", [1, 5, 100])
+    def test_an_expert_of_gpt_oss(self, count: int) -> None:
+        hidden, inner, encoding = 192, 320, Published("e2m1", "e8m0", 1, 32)
+        parts = (Part("gate_up", (2 * inner, hidden)), Part("down", (hidden, inner)))
+        form = ExpertFormat(
+            MoeLayer("experts", 4, 2, parts), 16, torch.bfloat16, {"gate_up": encoding, "down": encoding}
+        )
+        views = form.slot.views(torch.zeros(form.slot.nbytes, dtype=torch.uint8))
+        for seed, part in enumerate(parts):
+            for name, values in random_slot(encoding, *part.out_in, seed).items():
+                views[part.name][name].copy_(values)
+        kernel, x = expert_kernel(form, ClampedGate(7.0, 1.702), "cpu"), random(count, hidden, 9)
+        assert isinstance(kernel, InOneCall)
+        features = x.float() @ weights(encoding, views["gate_up"], hidden).t()
+        gate, up = features[:, 0::2].clamp(max=7.0), features[:, 1::2].clamp(-7.0, 7.0)
+        want = (up + 1) * gate * torch.sigmoid(1.702 * gate) @ weights(encoding, views["down"], inner).t()
+        got = kernel(x, views).float()
+        assert (got - want).norm() <= 0.01 * want.norm()
+        assert torch.equal(kernel.together(x[:1], [views, views])[1].float(), got[0])
+        assert (kernel.separate(x, views).float() - want).norm() <= 0.01 * want.norm()
+
+
+@each
+def test_decoding_is_exact(encoding: Published | Transposed4) -> None:
+    slot = random_slot(encoding, 70, 192, 3)
+    assert torch.equal(encoding.decode(slot, 70, 192, torch.float32), weights(encoding, slot, 192))
+
+
+@each
+def test_a_kernel_in_another_dtype_rounds_no_weight(encoding: Published | Transposed4) -> None:
+    slot, x = random_slot(encoding, 70, 192, 3), random(3, 192, 1).float()
+    got = linear_for(encoding.name, "cpu", torch.float32)(x, slot, 70, 192)
+    assert torch.allclose(got, x @ weights(encoding, slot, 192).t(), atol=1e-5)
+    assert matrix_form(encoding, 70, 192, torch.float32) is None
+
+
+@each
+def test_names(encoding: Published | Transposed4) -> None:
+    assert encoding_named(encoding.name) == encoding
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "published/e3m2/f32/1x32",
+        "published/e4m3/f64/1x32",
+        "published/s4/bf16/0x32",
+        "published/e2m1/e4m3-over/1x16",
+        "published/s4/bf16/1x32/2",
+        "transposed4/gguf/f16/32/1",
+    ],
+)
+def test_names_of_nothing(name: str) -> None:
+    with pytest.raises(StoreError, match="no kernel takes weights in"):
+        encoding_named(name)
+
+
+def test_scales_that_the_kernels_do_not_take() -> None:
+    """Groups that end within 32 columns are computed otherwise."""
+    assert matrix_form(Published("s4", "bf16", 1, 16), 64, 64, torch.bfloat16) is None
