@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tiermoe.config import Settings
 from tiermoe.decide.compose import Tables, filled, precisions, require_settings, tables
-from tiermoe.decide.composition import Composition
+from tiermoe.decide.composition import Composition, changed, unread
 from tiermoe.decide.profiles import profile_path, read_profile
 from tiermoe.errors import ProfileError
 from tiermoe.systems import compose
@@ -28,9 +28,10 @@ def resolve(settings: Settings, store: Path, fingerprint: str, model: str) -> Re
     """ConfigError for an unknown preset, part or value; ProfileError where a profile is needed and cannot be used."""
     composition = compose(settings.preset, settings.set)
     profile = None
+    command = f"tiermoe calibrate {model} --text FILE --for {composition.profile}"
+    path = profile_path(store, composition.profile)
     if composition.needs_profile:
-        command = f"tiermoe calibrate {model} --text FILE --for {composition.profile}"
-        profile = read_profile(profile_path(store, composition.profile), fingerprint, command)
+        profile = read_profile(path, fingerprint, command)
         asked = composition.quantizer if "quantizer" in settings.set else None
         composition = filled(composition, profile)
         if asked is not None and asked != composition.quantizer:
@@ -38,6 +39,8 @@ def resolve(settings: Settings, store: Path, fingerprint: str, model: str) -> Re
                 f"the bitwidths of {settings.preset} were found for {composition.quantizer}, not for {asked}; "
                 f"calibrate with --bitwidth-quantizer {asked}, or leave quantizer out"
             )
+    elif composition.profile:
+        composition = _refined(composition, settings, path, fingerprint, command)
     require_settings(composition, model)
     settings = replace(
         settings,
@@ -47,3 +50,13 @@ def resolve(settings: Settings, store: Path, fingerprint: str, model: str) -> Re
     )
     found = tables(profile)
     return Resolved(settings, composition, found, precisions(composition, settings.bits_used, found.bits))
+
+
+def _refined(composition: Composition, settings: Settings, path: Path, fingerprint: str, command: str) -> Composition:
+    """A composition that has a value for everything, with those that a calibration has found, if there is one, in the
+    place of the preset's; what was asked for stays."""
+    if not path.exists():
+        return composition
+    found = read_profile(path, fingerprint, command).settings
+    left = {name: value for name, value in found.items() if name not in settings.set}
+    return changed(composition, {name: value for name, value in left.items() if unread(name, composition) is None})
