@@ -9,6 +9,7 @@
 #include "attention_tiles.h"
 #include "expert.h"
 #include "matrix.h"
+#include "neurons.h"
 #include "norm_row.h"
 #include "route.h"
 
@@ -52,6 +53,13 @@ typedef struct {
     /* From 2 bits to 4 (quant/ladders.py): pairs (count, 4, run) and ladders (count, run) become codes (count, 8, run), all
      * bytes of two nibbles. */
     void (*widen)(const uint8_t *pairs, const uint8_t *ladders, size_t count, size_t run, uint8_t *codes);
+
+    /* products[i] = gate * (w3 . x) of used neurons begin .. end; sums[g] = the sum of x's columns of group g. */
+    void (*neurons_up)(const Neurons *neurons, const float *x, const float *sums, size_t begin, size_t end, float *products);
+
+    /* Bytes begin .. end of the columns of W2, at most BYTES_TASK: out = the sum of products[i] times column i, in each
+     * strip. */
+    void (*neurons_down)(const Neurons *neurons, const float *products, size_t begin, size_t end, bf16 *out);
 } Kernels;
 
 /* The tables of this build that this machine runs, the fastest first; ends with NULL. */

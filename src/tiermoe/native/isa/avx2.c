@@ -24,6 +24,7 @@ static int runs(void) {
 #include "avx2/widen.h"
 #include "shared/exponential.h"
 #include "shared/ladders.h"
+#include "shared/neurons.h"
 #include "shared/norm.h"
 #include "shared/rotary.h"
 #include "shared/rows.h"

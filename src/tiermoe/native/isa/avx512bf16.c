@@ -26,6 +26,7 @@ static int runs(void) {
 #include "avx512bf16/widen.h"
 #include "shared/exponential.h"
 #include "shared/ladders.h"
+#include "shared/neurons.h"
 #include "shared/norm.h"
 #include "shared/rotary.h"
 #include "shared/rows.h"

@@ -10,6 +10,7 @@ static int runs(void) { return 1; }
 #include "shared/eight_gguf.h"
 #include "shared/exponential.h"
 #include "shared/ladders.h"
+#include "shared/neurons.h"
 #include "shared/norm.h"
 #include "shared/rotary.h"
 #include "shared/rows.h"

@@ -16,4 +16,6 @@ const Kernels KERNELS = {
     .attend_tile = attend,
     .merge_tiles = merge,
     .widen = widen_codes,
+    .neurons_up = neurons_up,
+    .neurons_down = neurons_down,
 };
