@@ -116,17 +116,6 @@ static inline float largest_of(Vector a) {
 }
 static inline float first_of(Vector a) { return _mm256_cvtss_f32(a.low); }
 
-/* Sixteen codes of `bits` bits, `shift` bits up in a byte each. */
-static inline Vector codes_of(const uint8_t *from, int shift, int bits) {
-    const __m256i mask = _mm256_set1_epi32((1 << bits) - 1);
-    __m256i halves[2];
-    for (int i = 0; i < 2; i++) {
-        const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)(from + 8 * i)));
-        halves[i] = _mm256_and_si256(_mm256_srli_epi32(bytes, shift), mask);
-    }
-    return (Vector){_mm256_cvtepi32_ps(halves[0]), _mm256_cvtepi32_ps(halves[1])};
-}
-
 /* 0 from lane `count` on. */
 static inline Vector keep(Vector a, size_t count) {
     const __m256i here = _mm256_set1_epi32(count < LANES ? (int)count : LANES), lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);

@@ -67,12 +67,6 @@ static inline float sum_of(Vector a) { return _mm512_reduce_add_ps(a); }
 static inline float largest_of(Vector a) { return _mm512_reduce_max_ps(a); }
 static inline float first_of(Vector a) { return _mm512_cvtss_f32(a); }
 
-/* Sixteen codes of `bits` bits, `shift` bits up in a byte each. */
-static inline Vector codes_of(const uint8_t *from, int shift, int bits) {
-    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)from));
-    return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(bytes, (unsigned)shift), _mm512_set1_epi32((1 << bits) - 1)));
-}
-
 /* 0 from lane `count` on. */
 static inline Vector keep(Vector a, size_t count) { return _mm512_maskz_mov_ps(first_lanes(count), a); }
 

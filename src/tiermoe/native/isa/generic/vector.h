@@ -108,13 +108,6 @@ static inline float largest_of(Vector a) {
 }
 static inline float first_of(Vector a) { return a.lane[0]; }
 
-/* Sixteen codes of `bits` bits, `shift` bits up in a byte each. */
-static inline Vector codes_of(const uint8_t *from, int shift, int bits) {
-    Vector v;
-    EACH_LANE v.lane[i] = (float)(from[i] >> shift & ((1 << bits) - 1));
-    return v;
-}
-
 /* 0 from lane `count` on. */
 static inline Vector keep(Vector a, size_t count) {
     for (size_t i = count; i < LANES; i++) a.lane[i] = 0;

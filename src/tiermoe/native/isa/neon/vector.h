@@ -119,14 +119,6 @@ static inline float largest_of(Vector a) {
 }
 static inline float first_of(Vector a) { return vgetq_lane_f32(a.val[0], 0); }
 
-/* Sixteen codes of `bits` bits, `shift` bits up in a byte each. */
-static inline Vector codes_of(const uint8_t *from, int shift, int bits) {
-    const uint8x16_t bytes = vandq_u8(vshlq_u8(vld1q_u8(from), vdupq_n_s8((int8_t)-shift)), vdupq_n_u8((uint8_t)((1 << bits) - 1)));
-    const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_u8(vget_high_u8(bytes));
-    return (Vector){{vcvtq_f32_u32(vmovl_u16(vget_low_u16(low))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(low))),
-                     vcvtq_f32_u32(vmovl_u16(vget_low_u16(high))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(high)))}};
-}
-
 /* 0 from lane `count` on. */
 static inline Vector keep(Vector a, size_t count) {
     static const uint32_t LANE[4] = {0, 1, 2, 3};
