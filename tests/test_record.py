@@ -485,4 +485,4 @@ def test_names_and_shares() -> None:
     with pytest.raises(ConfigError, match="fallback-ratio must be from 0% to 100%"):
         Asked(fallback_ratio=1.5)
     with pytest.raises(ConfigError, match="write it like 5%"):
-        parse_percent("five")
+        parse_percent("tolerated-loss", "five")
