@@ -1,4 +1,4 @@
-"""A run of a preset without prefetch beside its replay: hits, and time by what this machine was measured to take.
+"""A run of a preset beside its replay: hits, and time by what this machine was measured to take.
 
     python -m benchmarks.replay MODEL --text FILE --cache 45% [--preset lru] [--set cache=arc] [--bits 4]
         [--dense-bits 4] [--threads N] [--lanes 1] [--tokens 1024]
@@ -7,8 +7,9 @@ The text's sequences are fed as `tiermoe trace` feeds them. The first warms the 
 replayed, and counts in neither. Then the same model records the text, and the trace is replayed with what was measured
 in the run: its link's bandwidth, and the mean seconds of an expert and of all else, and afterwards: what it takes to
 hand a load over between threads. So what is compared is what a replay makes of waiting and overlap. With several lanes
-loads arrive in an order of their own, and what is evicted differs a little. Prints one JSON object, and a table on
-standard error.
+loads arrive in an order of their own, and what is evicted differs a little. A lossy preset changes what its own routers
+see: its text is recorded with the exact experts, beside which its hits differ by more than timing. Prints one JSON
+object, and a table on standard error.
 """
 
 import argparse
@@ -23,13 +24,15 @@ from typing import Any
 import tiermoe
 from tiermoe.cli.options import changes
 from tiermoe.config import CacheSize
+from tiermoe.decide.composition import Composition
 from tiermoe.decide.phase_costs import PhaseCosts
+from tiermoe.decide.profiles import profile_path, read_profile
 from tiermoe.measure.measure_times import Lap, Stopwatch, times_of
-from tiermoe.measure.recorder import Feed, Recorder
+from tiermoe.measure.recorder import DISTANCES, Feed, Recorder
 from tiermoe.measure.sequences import Cut, cut, needed_chunk
 from tiermoe.measure.write_trace import header_of
 from tiermoe.simulate import ReplaySettings, Result, replay
-from tiermoe.trace.schema import Trace
+from tiermoe.trace.schema import Header, Pass, Times, Trace
 from tiermoe.types import ExpertKey, Load
 
 _HAND_OVERS = 32
@@ -88,38 +91,53 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     options |= {"set": changes(args.set) or {}, "chunk": needed_chunk(shape), "memory": args.memory}
     model, tokenizer = tiermoe.load(args.model, warm=False, **{name: value for name, value in options.items() if value})
     engine = model.tiermoe
-    if engine.composition.prefetch != "none":
-        raise SystemExit(f"{args.preset} prefetches ({engine.composition.prefetch}); use --set prefetch=none")
+    composition, drive = engine.composition, engine.drive
     ids = cut(tokenizer, args.text.read_text(), shape)
     run = MeasuredRun(model, ids, args.prompt)
-    with Recorder(model, distances=(), little=False) as recorder:
-        passes = [passed for number, row in enumerate(ids) for passed in recorder.passes(row, args.prompt, number)]
-        holds = recorder.holds
-    header = header_of(model, run.times, holds, (), {})
     pools = engine.plan.pools
     cache = engine.settings.cache or CacheSize(nbytes=sum(pool.slots * pool.slot_bytes for pool in pools))
-    wake = hand_over(engine)
-    settings = ReplaySettings(cache, run.bandwidth, lanes=engine.drive.lanes, wake=wake)
+    if not engine.lossy:
+        header, passes = recorded(model, ids, args.prompt, run.times, composition)
+    wake, profile = hand_over(engine), None
+    if composition.profile:
+        path = profile_path(engine.store.root, composition.profile)
+        profile = read_profile(path, None, "") if path.exists() else None
+    engine.close()
+    if composition.lossy:
+        exact = {**options, "preset": "lru", "set": {}}
+        model, _ = tiermoe.load(args.model, warm=False, **{name: value for name, value in exact.items() if value})
+        header, passes = recorded(model, ids, args.prompt, run.times, composition)
+        model.tiermoe.close()
+    settings = ReplaySettings(cache, run.bandwidth, lanes=drive.lanes, wake=wake, profile=profile)
     warming = Trace(header, [passed for passed in passes if passed.sequence == 0])
-    replays = [replay(trace, engine.composition, settings) for trace in (Trace(header, passes), warming)]
+    replays = [replay(trace, composition, settings) for trace in (Trace(header, passes), warming)]
     found = {
         "model": str(args.model),
         "command": " ".join(sys.argv),
         "preset": args.preset,
         "set": options["set"],
         "slots": {",".join(map(str, pool.bits)): pool.slots for pool in pools},
-        "lanes": engine.drive.lanes,
+        "lanes": drive.lanes,
         "bandwidth": run.bandwidth,
         "wake": wake,
         "times": asdict(run.times),
         "run": {name: _of_run(phase) for name, phase in run.phases.items()},
         "replay": _of_replays(*replays),
     }
-    engine.close()
     pairs = {name: (found["run"][name], found["replay"][name]) for name in run.phases}
     found["hits_agree"] = all(mine["hits"] == other["hits"] for mine, other in pairs.values())
+    found["points"] = {name: 100 * (other["hit_rate"] - mine["hit_rate"]) for name, (mine, other) in pairs.items()}
     found["replay_to_run"] = {name: other["tok_s"] / mine["tok_s"] for name, (mine, other) in pairs.items()}
     return found
+
+
+def recorded(model: Any, ids: Any, prompt: int, times: Times, composition: Composition) -> tuple[Header, list[Pass]]:
+    """What a replay of a composition reads of the sequences, recorded with an exact model."""
+    distances = DISTANCES if composition.prefetch not in ("none", "path") else ()
+    little, theta = composition.routing == "confident", composition.theta if composition.unit == "neuron" else None
+    with Recorder(model, distances=distances, little=little, theta=theta) as recorder:
+        passes = [passed for number, row in enumerate(ids) for passed in recorder.passes(row, prompt, number)]
+        return header_of(model, times, recorder.holds, recorder.distances, {}), passes
 
 
 def _of_run(phase: PhaseCosts) -> dict[str, float]:
@@ -159,7 +177,8 @@ def show(found: dict[str, Any]) -> None:
             values = (found[what][phase][name] for name in columns)
             cells = "".join(f"{value:>12.2f}" if isinstance(value, float) else f"{value:>12}" for value in values)
             print(f"{what + ' ' + phase:<16}{cells}", file=sys.stderr)
-        print(f"{'replay / run':<16}{found['replay_to_run'][phase]:>36.3f}", file=sys.stderr)
+        points = f"{found['points'][phase]:+.2f} points"
+        print(f"{'replay / run':<16}{points:>24}{found['replay_to_run'][phase]:>12.3f}", file=sys.stderr)
 
 
 def main() -> None:

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from measures import relative_error
+from tiermoe import native
 from tiermoe.kernels.neurons import NeuronKernel
+from tiermoe.quant.neuron_records import Records
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.quant.registry import cpu_layout
 from tiermoe.store.layout import ExpertFormat, PartViews
@@ -132,3 +134,54 @@ def test_linear_codes_serve_too(bits: int) -> None:
     x = inputs(2, 128, torch.float32)
     gate, up, down = dense(form, views)
     assert relative_error((F.gelu(x @ gate.t()) * (x @ up.t())) @ down.t(), kernel(x, views)) < 1e-5
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the native kernels")
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize(("hidden", "neurons"), [*SHAPES, (1088, 40), (2048, 32)])
+def test_native_kernels_sum_the_used_neurons(hidden: int, neurons: int, bits: int, instruction_set: str) -> None:
+    """To the rounding of the result alone: weights and sums are float32. Tasks of 256 bytes end within a strip."""
+    form, views = packed(hidden, neurons, bits, torch.bfloat16)
+    kernel = NeuronKernel(form, F.silu, 0.25)
+    x = inputs(1, hidden, torch.bfloat16)
+    a = kernel.activations(x, views)
+    up, down = decoded32(form, views)
+    for used in (list(range(neurons)), list(range(0, neurons, 3)), [neurons - 1], []):
+        rows = torch.tensor(used, dtype=torch.int64)
+        found = kernel.combine(x, a, rows, views)
+        gates = a[0, rows].double()
+        expected = (gates * (x[0].double() @ up[rows].double().t())) @ down[:, rows].double().t()
+        assert found.shape == x.shape
+        assert (found[0].double() - expected).abs().max() <= 2**-8 * max(float(expected.abs().max()), 1e-30)
+
+
+def decoded32(form: ExpertFormat, views: dict[str, PartViews]) -> tuple[torch.Tensor, torch.Tensor]:
+    """W3 and W2 as `dense` gives them, but for the rounding of a decoded weight."""
+    neurons, hidden = form.layer.parts[0].shape
+    records = form.encodings["neurons"]
+    assert isinstance(records, Records)
+    halves = []
+    for half in (0, 1):
+        rows = views["neurons"]["records"]
+        scale, zero = records.parameters(rows, half, hidden, form.dtype)
+        codes = records.codes(rows, half, hidden).permute(1, 0, 2).reshape(neurons, -1, records.group).float()
+        halves.append((codes * scale[..., None] + zero[..., None]).reshape(neurons, hidden))
+    return halves[0], halves[1].t()
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the native kernels")
+def test_native_kernels_give_the_same_on_any_number_of_threads(instruction_set: str) -> None:
+    form, views = packed(2048, 96, 4, torch.bfloat16)
+    kernel = NeuronKernel(form, F.silu, 0.25)
+    x = inputs(1, 2048, torch.bfloat16)
+    a = kernel.activations(x, views)
+    used = torch.arange(0, 96, 2)
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            found.append(kernel.combine(x, a, used, views))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found)

@@ -98,7 +98,7 @@ def whole(parts: dict[str, Any]) -> dict[str, Any]:
 @functools.cache
 def _outcome(parts: tuple[tuple[str, Any], ...], case: Case, long: bool) -> dict[str, Any]:
     bandwidth, slots, ahead, boundary = case
-    composition = Composition("any", "").having(whole(dict(parts)))
+    composition = Composition("any", "", store="memory").having(whole(dict(parts)))  # a drive reads whole pages
     if composition.allotment == "shallow":
         composition = composition.having({"boundary": boundary})
     if "ahead" in declared(composition.policy("prefetch")):

@@ -23,7 +23,7 @@ from tiermoe.errors import ConfigError, ModelError
 from tiermoe.measure import calibration as calibration_module
 from tiermoe.measure import calibrators
 from tiermoe.measure.activations import find_theta
-from tiermoe.measure.calibration import Calibration, prepare
+from tiermoe.measure.calibration import Asked, Calibration, prepare
 from tiermoe.measure.make_profiles import Failed, Found, make_profiles
 from tiermoe.measure.recorder import Recorder
 from tiermoe.measure.sequences import Cut, cut
@@ -384,12 +384,12 @@ def _fake_bitwidths(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     asked: dict[str, Any] = {}
 
     def find_bitwidths(
-        blueprint: Any, settings: Any, ids: Any, loss: float, progress: Any, processes: Any, path: Any
+        blueprint: Any, settings: Any, task: Any, loss: float, progress: Any, processes: Any, path: Any
     ) -> Any:
-        asked.update(settings=settings, loss=loss, processes=processes, shape=tuple(ids.shape))
+        asked.update(settings=settings, loss=loss, processes=processes, task=task)
         table = [[4] * layer.experts for layer in blueprint.layers]
         table[0][0] = 2
-        return {"table": table, "importance": [], "lower": 2, "upper": 4, "loss": 0.01}
+        return {"table": table, "importance": [], "loss": 0.01, "loss_error": 0.002, "metric": task.name}
 
     monkeypatch.setattr(calibrators, "find_bitwidths", find_bitwidths)
     return asked
@@ -404,10 +404,28 @@ def test_an_encoder_decoder_model_is_calibrated_for_edgemoe_alone(
     assert isinstance(edgemoe, Found)
     assert isinstance(fate, Failed)
     assert isinstance(fate.error, ModelError)
-    assert (asked["settings"].quantizer, asked["loss"], asked["shape"]) == ("linear", 0.05, (2, 32))
+    assert (asked["settings"].quantizer, asked["loss"], tuple(asked["task"].ids.shape)) == ("linear", 0.05, (2, 32))
     assert set(edgemoe.profile.data["paths"]) == {"3"}  # the decoder's second MoE layer, after its first
     assert sum(edgemoe.profile.data["frequencies"][0]) <= 2 * 8  # its prompts' tokens
     assert edgemoe.facts["bitwidths"] == "1 experts at 2 bits, 31 experts at 4 bits"
+    assert edgemoe.facts["loss"].startswith("1.00% ± 0.20% of perplexity on text that the search has not seen")
+
+
+def test_bitwidths_by_the_rouge2_of_summaries(mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as the longest context goes; other pairs make another profile."""
+    pytest.importorskip("rouge_score")
+    told = _fake_bitwidths(monkeypatch)
+
+    def made(*pairs: tuple[str, str]) -> list[bool]:
+        asked = Asked(metric="rouge2", pairs=pairs)
+        calibration = prepare(str(mixtral), "text.txt", TEXT, SHAPE, {"store": tmp_path}, asked)
+        return _kept(make_profiles(calibration, ["edgemoe"], _quiet))
+
+    assert made(("a document", "short")) == [False]
+    longest = inspect_model(mixtral, "tiny").max_context()
+    assert (told["task"].name, told["task"].tokens) == ("rouge2", min(512 + 64, longest or 576))
+    assert made(("a document", "short")) == [True]
+    assert made(("another", "short")) == [False]
 
 
 def test_trace_command_writes_what_a_replay_reads(
@@ -453,10 +471,18 @@ def test_calibrate_command(mixtral: Path, calibrated: Path, tmp_path: Path, caps
 
 def test_names_and_shares() -> None:
     assert parse_names("fate, corm,fate") == ["fate", "corm"]
-    with pytest.raises(ConfigError, match="'mobile' needs no calibration"):
-        parse_names("mobile")
+    with pytest.raises(ConfigError, match="'lru' needs no calibration"):
+        parse_names("mobile,lru")
     with pytest.raises(ConfigError, match="'fete' is no preset"):
         parse_names("fete")
-    assert parse_percent("5%") == parse_percent("0.05") == 0.05
+    assert parse_percent("tolerated-loss", "5%") == parse_percent("tolerated-loss", "0.05") == 0.05
+    with pytest.raises(ConfigError, match="fallback-ratio 'few' is not a share"):
+        parse_percent("fallback-ratio", "few")
+    with pytest.raises(ConfigError, match="metric must be one of perplexity, rouge2"):
+        Asked(metric="bleu")
+    with pytest.raises(ConfigError, match="give both or none"):
+        Asked(metric="rouge2")
+    with pytest.raises(ConfigError, match="fallback-ratio must be from 0% to 100%"):
+        Asked(fallback_ratio=1.5)
     with pytest.raises(ConfigError, match="write it like 5%"):
-        parse_percent("five")
+        parse_percent("tolerated-loss", "five")

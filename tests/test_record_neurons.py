@@ -21,6 +21,7 @@ from tiermoe.simulate.costs import Costs
 from tiermoe.simulate.neuron_loads import RECALL, NeuronLoads
 from tiermoe.store.neurons import record_place
 from tiermoe.store.store import open_store
+from tiermoe.systems import corm
 from tiermoe.trace.file import read_trace
 from tiermoe.trace.schema import Times
 from tiermoe.types import ExpertKey
@@ -58,8 +59,10 @@ def test_recorded_neurons_are_those_of_the_plain_models_gates(mixtral: Path) -> 
     for position, passed in zip(range(PROMPT, len(IDS)), decoded, strict=True):
         inputs.clear()
         cache = plain(input_ids=IDS[None, position : position + 1], past_key_values=cache).past_key_values
+        before = inputs[0]
         for traced, module, x in zip(passed.layers, modules, inputs, strict=True):
             assert set(traced.neurons) == set(traced.experts[0])
+            assert set(traced.named) == (set() if module is modules[0] else set(traced.neurons))
             for expert, active in traced.neurons.items():
                 w1 = module.gate_up_proj[expert][:NEURONS]
                 for neuron, value in enumerate(torch.nn.functional.silu(w1 @ x[0]).abs().tolist()):
@@ -67,9 +70,35 @@ def test_recorded_neurons_are_those_of_the_plain_models_gates(mixtral: Path) -> 
                     # on the other side of the threshold only where rounding can put it
                     wrong += (value > THETA) != bool(active >> neuron & 1) and abs(value - THETA) > 1e-4
                 assert active >> NEURONS == 0
+                wrong += _wrongly_named(traced.named.get(expert), w1, before[0])
+            before = x
     assert wrong == 0
     every = len(decoded) * len(modules) * 2 * NEURONS
     assert 0.1 * every < found < 0.9 * every
+
+
+def _wrongly_named(named: int | None, w1: torch.Tensor, before: torch.Tensor) -> int:
+    """How many of the neurons that the layer before's input makes active were not named, or named for nothing."""
+    if named is None:
+        return 0
+    values = torch.nn.functional.silu(w1 @ before).abs().tolist()
+    return sum(
+        (value > THETA) != bool(named >> neuron & 1) and abs(value - THETA) > 1e-4
+        for neuron, value in enumerate(values)
+    )
+
+
+def test_the_neurons_that_a_trace_names_are_those_that_a_prefetch_brings() -> None:
+    passes = [decode(layer([0], neurons={0: 0b11}), layer([0], neurons={0: 0b0110}, named={0: 0b1010}))]
+    trace = trace_of(passes, top_k=1, head_bytes=40, neuron_bytes=15, neurons=4)
+    key, costs = ExpertKey(1, 0, 4), Costs(trace.header, Times(0, {4: 0}, 0, {4: 0}))
+    loads = NeuronLoads(trace, costs, composition())
+    loads.begin(trace.passes[0].layers, 1)
+    loads.at(0)
+    assert loads.load(key) == 40 + 2 * 15
+    loads.at(1)
+    assert loads.complete(key) == 15  # of neurons 1 and 2 it named 1
+    assert corm.neuron_recall(trace) == [None, 0.5]
 
 
 def test_a_model_without_gates_has_no_neurons(tmp_path: Path) -> None:
@@ -112,7 +141,7 @@ def test_corm_replays_it(traced: Path, tmp_path: Path, tiermoe_: Command) -> Non
         done = tiermoe_("simulate", traced, "--preset", "corm", "--link", "1MB/s", "--cache", "60%", "--json", *more)
         return json.loads(done.out)[0] if done.code == 0 else done.err
 
-    fixed = ("--set", "precision=fixed")
+    fixed = ("--set", "precision=fixed", "--set", "store=memory")
     alone = (*fixed, "--set", "prefetch=none")  # what a prefetch brings depends on bytes
     whole, found = simulated(*alone, "--set", "unit=expert"), simulated(*alone, "--set", f"theta={THETA}")
     assert (found["hits"], found["loads"]) == (whole["hits"], whole["loads"])
@@ -136,13 +165,13 @@ def test_a_bad_threshold_is_refused(mixtral: Path, tmp_path: Path, tiermoe_: Com
 def test_bytes_of_whole_experts_in_a_prompt_and_of_active_neurons_after_it() -> None:
     trace = trace_of([decode(layer([0, 1], neurons={0: 0b1, 1: 0b111}))], head_bytes=40, neuron_bytes=15, neurons=4)
     loads = NeuronLoads(trace, Costs(trace.header, Times(0, {4: 0}, 0, {4: 0})), composition(upper_limit=0.9))
-    active = [passed.neurons for passed in trace.passes[0].layers]
+    active = trace.passes[0].layers
     keys = [ExpertKey(0, expert, 4) for expert in range(3)]
     loads.begin(active, 1)
     loads.at(0)
     # of 100 bytes 40 are W1 and 15 each neuron; expert 2 was not chosen: the mean is two neurons
     assert [loads.load(key) for key in keys] == [55, 85, 70]
-    loads.begin([{0: 0b1001}], 1)
+    loads.begin([layer([0], neurons={0: 0b1001})], 1)
     loads.at(0)
     assert loads.complete(keys[0]) == 15
     loads.begin(active, 3)
@@ -151,7 +180,7 @@ def test_bytes_of_whole_experts_in_a_prompt_and_of_active_neurons_after_it() -> 
 
 
 def composition(**changes: Any) -> Composition:
-    return Composition("neurons", "", unit="neuron", theta=0.1, **changes)
+    return Composition("neurons", "", unit="neuron", theta=0.1, store="memory", **changes)
 
 
 def test_what_is_read_ahead_brings_other_neurons_than_those_that_are_active() -> None:
@@ -162,7 +191,7 @@ def test_what_is_read_ahead_brings_other_neurons_than_those_that_are_active() ->
         top_k=1, head_bytes=0, neuron_bytes=1, neurons=100,
     )  # fmt: skip
     key, costs = ExpertKey(1, 0, 4), Costs(trace.header, Times(0, {4: 0}, 0, {4: 0}))
-    passed = [each.neurons for each in trace.passes[0].layers]
+    passed = trace.passes[0].layers
 
     loads = NeuronLoads(trace, costs, composition())
     loads.begin(passed, 1)

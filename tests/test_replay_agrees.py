@@ -1,5 +1,7 @@
 """A run of the engine and its replay hit and miss the same, phase by phase. With one lane: with several, loads arrive
-in an order of their own, which decides what a recency rule evicts."""
+in an order of their own, which decides what a recency rule evicts. Where experts are read ahead, each layer's loads end
+before the next layer begins, and in the replay they take no time: what then differs is decided, not a matter of speed.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,25 @@ import torch
 from tiermoe.config import CacheSize, settings
 from tiermoe.decide.compose import PrecisionSlots
 from tiermoe.decide.phase_costs import PhaseCosts
+from tiermoe.decide.prediction import count_paths, paths_to_json
+from tiermoe.decide.profiles import Profile, profile_path, read_profile, to_json
 from tiermoe.engine.load import load_blueprint
+from tiermoe.engine.observer import Observer
 from tiermoe.measure.recorder import Feed, Recorder
 from tiermoe.measure.write_trace import header_of
 from tiermoe.model.blueprint import Blueprint, inspect_model
 from tiermoe.model.hub import load_tokenizer
 from tiermoe.simulate import BeladyHits, ReplaySettings, Result, replay
-from tiermoe.systems import compose
+from tiermoe.systems.routings import frequencies, routings
 from tiermoe.trace.schema import LayerTrace, Little, Pass, Times, Trace
 from tiermoe.types import Routed
-from watching import OnRoute
 
 PROMPT, LENGTH = 8, 28
 CACHE = CacheSize(fraction=0.3)
 TIMES = Times(1e-3, {4: 1e-4}, 1e-3, {4: 1e-5})
+DISTANCES = (1, 2, 3)
+AT_ONCE = 1e15
+"""Bytes a second of a link that takes no time."""
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +64,23 @@ def recorded(blueprint: Blueprint, sequences: torch.Tensor) -> Trace:
 class Run:
     """A text fed to a model: its phases, and its own routing as a trace. That of a lossy composition is no other's."""
 
-    def __init__(self, blueprint: Blueprint, sequences: torch.Tensor, preset: str, changes: dict[str, Any]) -> None:
-        self.composition = compose(preset, changes)
-        options = settings(preset=preset, set=changes, cache=CACHE, lanes=1, memory="4GiB", warm=False)
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        sequences: torch.Tensor,
+        preset: str,
+        changes: dict[str, Any],
+        store: Path | None = None,
+    ) -> None:
+        """store: with the preset's profile."""
+        options = settings(preset=preset, set=changes, cache=CACHE, lanes=1, memory="4GiB", warm=False, store=store)
         model = load_blueprint(blueprint, options)
         self._engine = engine = model.tiermoe
-        engine.observe(OnRoute(self._note, weights=True))
+        self.composition = engine.composition
+        self.profile = None
+        if store:
+            self.profile = read_profile(profile_path(store, self.composition.profile), None, "")
+        engine.observe(Watching(self))
         self.phases = {"prefill": PhaseCosts(), "decode": PhaseCosts()}
         self._passes: list[Pass] = []
         for number, ids in enumerate(sequences):
@@ -70,7 +88,9 @@ class Run:
             self._feed("prefill", number, ids[:PROMPT], feed.prompt)
             for at in range(PROMPT, LENGTH):
                 self._feed("decode", number, ids[at : at + 1], functools.partial(feed.token, at))
-        header = header_of(model, TIMES, frozenset({"weights", "little"}), (), {})
+        holds = {"weights", "little", "tokens", "forecasts"}
+        holds |= {"neurons"} if self.composition.unit == "neuron" else set()
+        header = header_of(model, TIMES, frozenset(holds), DISTANCES, {})
         self.trace = Trace(header, self._passes)
         self.slots = tuple(PrecisionSlots(pool.bits, pool.slots) for pool in engine.plan.pools)
         self.stats = engine.stats()
@@ -87,23 +107,51 @@ class Run:
             fell_back = bool(passed.layers[0].experts)
             passed.little = Little(0.0 if fell_back else 1.0, self._little)
 
-    def _note(self, routed: Routed, hidden: torch.Tensor) -> None:
+    def note(self, routed: Routed, hidden: torch.Tensor) -> None:
         current = self._engine.current
         if current.unsure == [] and current.phase == "decode":
             ranked = current.forecasts.little[routed.layer]
-            self._little[routed.layer] = LayerTrace([[e for e, _ in ranked]], [[weight for _, weight in ranked]])
+            traced = LayerTrace([[e for e, _ in ranked]], [[weight for _, weight in ranked]])
+            self._little[routed.layer] = traced
         else:
-            layers = self._passes[-1].layers
-            layers[routed.layer] = LayerTrace([list(row) for row in routed.experts], [list(r) for r in routed.weights])
+            traced = LayerTrace([list(row) for row in routed.experts], [list(row) for row in routed.weights])
+            self._passes[-1].layers[routed.layer] = traced
+        for distance in DISTANCES:
+            target = routed.layer + distance
+            if target < len(self._engine.store.layers):
+                traced.forecasts[distance] = list(self._engine.forecaster.ranked(target, hidden))
+
+    def land(self) -> None:
+        """Lets what is read ahead come."""
+        controller = self._engine.controller
+        while not controller.link.is_idle():
+            controller.settle(controller.link.wait())
 
     def _nothing(self) -> list[LayerTrace]:
         return [LayerTrace([], []) for _ in self._engine.store.layers]
 
-    def replayed(self, trace: Trace) -> Result:
-        """The replay of a trace with this run's cache, whatever its time, in slots that it divides by itself."""
-        result = replay(trace, self.composition, ReplaySettings(CACHE, 1e8), NoBelady(trace))
+    def replayed(self, trace: Trace, bandwidth: float = 1e8) -> Result:
+        """The replay of a trace with this run's cache, in slots that it divides by itself."""
+        options = ReplaySettings(CACHE, bandwidth, profile=self.profile)
+        result = replay(trace, self.composition, options, NoBelady(trace))
         assert result.slots == {",".join(map(str, bits)): slots for bits, slots in self.slots}
         return result
+
+
+class Watching(Observer):
+    """Tells a run of each layer."""
+
+    weights = whole_rankings = True
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def on_route(self, routed: Routed, hidden: torch.Tensor) -> None:
+        self._run.note(routed, hidden)
+
+    def on_computed(self, layer: int) -> None:
+        if self._run.composition.prefetch != "none":
+            self._run.land()
 
 
 class NoBelady(BeladyHits):
@@ -198,3 +246,82 @@ def test_little_passes_that_are_kept_agree(blueprint: Blueprint, sequences: torc
     for mine, other in little[: kept + 1]:
         assert [layer.experts for layer in mine.layers] == [layer.experts for layer in other.layers]
         assert (mine.confidence == 1) == (other.confidence > 0.5)
+
+
+@pytest.fixture(scope="module")
+def calibrated(blueprint: Blueprint, recorded: Trace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with profiles: bits by turns, and the paths of the recorded trace; and with whole experts, whose bytes a
+    trace tells."""
+    store = tmp_path_factory.mktemp("calibrated")
+    load_blueprint(blueprint, settings(preset="lru", memory="4GiB", warm=False, store=store)).tiermoe.close()
+    tables = [[2 if expert % 3 == 0 else 4 for expert in range(layer.experts)] for layer in blueprint.layers]
+    data = {"table": tables, "frequencies": frequencies(recorded)}
+    paths = {"edgemoe": 2, "fate": 1, "corm": 1}
+    found = {"theta": THETA, "boundary": 2, "window": 3, "low_popularity": 0.5}
+    for name, order in paths.items():
+        data["paths"] = paths_to_json(count_paths(routings(recorded), order))
+        path = profile_path(store, name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(to_json(Profile(name, blueprint.checkpoint.fingerprint(), {}, found, data)))
+    return store
+
+
+THETA = 0.05
+
+
+@pytest.mark.parametrize("preset", ["edgemoe", "corm"])
+def test_bits_by_a_table_agree(preset: str, blueprint: Blueprint, sequences: torch.Tensor, calibrated: Path) -> None:
+    """EdgeMoE and CORM without prefetch. Bytes of single neurons are not what a run of the neuron unit records here."""
+    run = Run(blueprint, sequences, preset, {"prefetch": "none"}, calibrated)
+    assert run.stats["low_loads"]
+    found = run.replayed(run.trace)
+    if preset == "edgemoe":
+        assert_agree(run, found)
+    for name, phase in run.phases.items():
+        counts = found.phases[name].counts
+        assert (counts.hits, counts.misses) == (phase.counts.hits, phase.counts.misses)
+        assert phase.counts.misses
+
+
+@pytest.mark.parametrize("preset", ["default", "frugal", "mixtral-offload", "eap", "sti", "io-free"])
+def test_the_other_presets_agree(preset: str, blueprint: Blueprint, sequences: torch.Tensor, calibrated: Path) -> None:
+    """Without prefetch."""
+    changes = {} if preset in ("frugal", "io-free") else {"prefetch": "none"}
+    run = Run(blueprint, sequences, preset, changes, calibrated if preset == "eap" else None)
+    assert bool(run.stats["expert_skips"]) == (preset == "frugal")
+    found = run.replayed(run.trace)
+    for name, phase in run.phases.items():
+        counts = found.phases[name].counts
+        assert (counts.hits, counts.misses) == (phase.counts.hits, phase.counts.misses)
+        assert found.phases[name].bytes_read == phase.bytes_read
+
+
+AHEAD: dict[str, dict[str, Any]] = {
+    "default": {"speculate": "always"},
+    "mixtral-offload": {},
+    "hobbit": {"t1": 0.4, "t2": 0.7, "weights": "0.4,0.3,0.2,0.1", "low_share": 0.3},
+    "mobile": {"gamma": 0.5},
+    "edgemoe": {},
+    "fate": {},
+    "eap": {},
+    "corm": {},
+}
+CALIBRATED = ("edgemoe", "fate", "eap", "corm")
+
+
+@pytest.mark.parametrize("preset", AHEAD)
+def test_what_is_read_ahead_agrees(
+    preset: str, blueprint: Blueprint, sequences: torch.Tensor, calibrated: Path
+) -> None:
+    """Within two points of the hit rate, phase by phase."""
+    run = Run(blueprint, sequences, preset, AHEAD[preset], calibrated if preset in CALIBRATED else None)
+    assert run.stats["speculative_loads"]
+    assert run.stats["prefetched_hits"]
+    found = run.replayed(run.trace, AT_ONCE)
+    for name, phase in run.phases.items():
+        counts = found.phases[name].counts
+        assert phase.counts.hit_rate is not None
+        assert counts.hit_rate == pytest.approx(phase.counts.hit_rate, abs=0.02), name
+    alone = {**AHEAD[preset], "prefetch": "none"}
+    without = Run(blueprint, sequences, preset, alone, calibrated if preset in CALIBRATED else None)
+    assert run.phases["decode"].counts.hit_rate != without.phases["decode"].counts.hit_rate

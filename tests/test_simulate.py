@@ -220,10 +220,22 @@ def test_only_active_neurons_move_and_their_union_stays() -> None:
     trace = trace_of(
         [token(0b000011), token(0b000110), token(0b000111)], top_k=1, head_bytes=40, neuron_bytes=10, neurons=6
     )
-    changes = {"unit": "neuron", "theta": 0.1}
+    changes = {"unit": "neuron", "theta": 0.1, "store": "memory"}
     assert replayed(trace, changes=changes).bytes_read == 60 + 10
     whole = trace_of([token(0b011111)], top_k=1, head_bytes=40, neuron_bytes=10, neurons=6)
     assert replayed(whole, changes=changes).bytes_read == 100
+
+
+def test_a_drive_reads_the_pages_of_active_neurons_and_through_gaps() -> None:
+    """W1 of one page, eight neurons of half a page each: 0 and 6 lie in the second and the fifth page."""
+    page = 4096
+    passes = [decode(layer([0], neurons={0: 0b01000001}))]
+    trace = trace_of(passes, top_k=1, nbytes=5 * page, head_bytes=page, neuron_bytes=page // 2, neurons=8)
+    changes = {"unit": "neuron", "theta": 0.1}
+    assert replayed(trace, changes={**changes, "gap": 0}).bytes_read == 3 * page
+    assert replayed(trace, changes={**changes, "gap": 3 * page - 1}).bytes_read == 5 * page
+    assert replayed(trace, changes=changes).bytes_read == 5 * page  # the drive's own gap is larger
+    assert replayed(trace, changes={**changes, "store": "memory"}).bytes_read == 2 * page
 
 
 def test_a_whole_layer_is_fetched_routed_or_not() -> None:

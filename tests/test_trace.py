@@ -28,8 +28,8 @@ def layer_traces(draw: st.DrawFn) -> LayerTrace:
     weights = [[draw(WEIGHT) for _ in chosen] for chosen in experts]
     ranked = st.lists(st.tuples(st.integers(0, 7), WEIGHT), max_size=3)
     forecasts = draw(st.dictionaries(st.integers(1, 3), ranked, max_size=2))
-    neurons = draw(st.dictionaries(st.integers(0, 7), st.integers(0, 2**70), max_size=2))
-    return LayerTrace(experts, weights, forecasts, neurons)
+    neurons, named = (draw(st.dictionaries(st.integers(0, 7), st.integers(0, 2**70), max_size=2)) for _ in range(2))
+    return LayerTrace(experts, weights, forecasts, neurons, named)
 
 
 def passes(layers: int) -> st.SearchStrategy[Pass]:

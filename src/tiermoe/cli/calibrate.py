@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,9 +19,11 @@ from tiermoe.systems import PRESETS
 if TYPE_CHECKING:
     from tiermoe.measure.make_profiles import Found
 
-NAMES = ("hobbit", "edgemoe", "fate", "corm")
-MORE = ("nimble",)
-"""Presets that run without a calibration too, by values that were found on other models."""
+NEEDED = ("hobbit", "edgemoe", "fate", "corm")
+"""Presets that cannot run without a calibration."""
+
+NAMES = (*NEEDED, "mobile", "nimble")
+"""Mobile has the paper's gamma, nimble values that were found on other models."""
 
 
 @opt.engine_options(without=["cache", "chunk", "context", "kv_bits", "preset", "set"])
@@ -28,13 +31,23 @@ def calibrate(
     model: opt.Model,
     text: TextFile,
     options: dict[str, Any],
-    for_: Annotated[str, typer.Option("--for", help="Presets to calibrate; nimble where it is named.")] = ",".join(
-        NAMES
-    ),
+    for_: Annotated[str, typer.Option("--for", help="Presets to calibrate.")] = ",".join(NEEDED),
     tokens: Tokens = 2048,
     prompt: Prompt = 32,
     sequence: Sequence = 256,
-    tolerated_loss: Annotated[str, typer.Option(help="Loss in perplexity that edgemoe's bitwidths may cost.")] = "5%",
+    tolerated_loss: Annotated[
+        str, typer.Option(help="Loss that edgemoe's bitwidths and mobile's gamma may cost, on text not searched on.")
+    ] = "5%",
+    fallback_ratio: Annotated[
+        str | None,
+        typer.Option(help="Find the gamma that lets so many tokens fall back, like 15%.", show_default=False),
+    ] = None,
+    metric: Annotated[str, typer.Option(help="What edgemoe's loss is of: perplexity or rouge2.")] = "perplexity",
+    pairs: Annotated[
+        Path | None,
+        typer.Option(help='Documents for rouge2: {"document": ..., "summary": ...} a line.', show_default=False),
+    ] = None,
+    for_cache: Annotated[str, typer.Option(help="Expert cache that will run, for hobbit's weights.")] = "45%",
     bitwidth_quantizer: Annotated[
         str, typer.Option(help="How edgemoe's bitwidths are made: linear (the paper's) or hqq.")
     ] = "linear",
@@ -47,18 +60,22 @@ def calibrate(
     """Measure what presets need to know of a model, once, and keep it beside its store. Interrupted, it picks up where
     it stopped when run again."""
     names = parse_names(for_)
-    loss = parse_percent(tolerated_loss)
+    loss = parse_percent("tolerated-loss", tolerated_loss)
+    ratio = None if fallback_ratio is None else parse_percent("fallback-ratio", fallback_ratio)
     content = read_text(text)
     with waiting("starting"):
         from tiermoe.process import footprint
 
         footprint.import_libraries(own_process=True)
-        from tiermoe.measure.calibration import prepare
+        from tiermoe.measure.calibration import Asked, prepare
         from tiermoe.measure.make_profiles import Found, make_profiles
         from tiermoe.measure.sequences import Cut
+        from tiermoe.measure.tasks import read_pairs
 
-        shape = Cut(tokens, prompt, sequence)
-        calibration = prepare(model, text.name, content, shape, options, loss, processes, bitwidth_quantizer)
+        asked = Asked(
+            loss, ratio, metric, tuple(read_pairs(pairs)) if pairs else (), bitwidth_quantizer, processes, for_cache
+        )
+        calibration = prepare(model, text.name, content, Cut(tokens, prompt, sequence), options, asked)
     with progress_bar() as progress:
         results = make_profiles(calibration, names, progress, force)
     found = [result for result in results if isinstance(result, Found)]
@@ -76,18 +93,18 @@ def parse_names(text: str) -> list[str]:
     """The presets of '--for'. ConfigError for one that needs no calibration, or is none."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in (*NAMES, *MORE):
+        if name not in NAMES:
             why = "needs no calibration of its own" if name in PRESETS else "is no preset"
-            raise ConfigError(f"'{name}' {why}; --for takes {', '.join((*NAMES, *MORE))}")
+            raise ConfigError(f"'{name}' {why}; --for takes {', '.join(NAMES)}")
     return list(dict.fromkeys(names))
 
 
-def parse_percent(text: str) -> float:
-    """A share written as 5% or 0.05."""
+def parse_percent(name: str, text: str) -> float:
+    """A share written as 5% or 0.05. ConfigError, naming the option, for anything else."""
     try:
         return float(text[:-1]) / 100 if text.endswith("%") else float(text)
     except ValueError:
-        raise ConfigError(f"tolerated-loss {text!r} is not a share; write it like 5%") from None
+        raise ConfigError(f"{name} {text!r} is not a share; write it like 5%") from None
 
 
 def _table(found: list[Found]) -> Table:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from tiermoe.config import BITS, DENSE_BITS, QUANTIZERS
+from tiermoe.config import BITS, DENSE_BITS, QUANTIZERS, parse_size
 from tiermoe.decide.allotment import ALLOTMENTS
 from tiermoe.decide.eviction import EVICTIONS
+from tiermoe.decide.neurons import DISK_GAP_BYTES
 from tiermoe.decide.precision import PRECISIONS
 from tiermoe.decide.prediction import PREDICTIONS
 from tiermoe.decide.settings import Setting, declared, near, setting
@@ -73,6 +74,15 @@ def _several(composition: Composition) -> bool:
     return composition.precision != "fixed"
 
 
+def _size(given: Any) -> int:
+    if given in ("0", 0):
+        return 0
+    try:
+        return parse_size(str(given), "gap")
+    except ConfigError:
+        raise ValueError from None
+
+
 def _flag(given: Any) -> bool:
     return {"true": True, "false": False}[str(given).lower()]
 
@@ -98,7 +108,7 @@ class Composition:
     'pool' too where slots do not give every layer its K.
     `low_share`: of the cache's bytes, for a pool of low-precision copies.
     unit: 'expert', or 'neuron' where |act(W1 x)| > `theta` decides which rows are loaded, all above the share
-    `upper_limit` (CORM).
+    `upper_limit` (CORM). `gap`: bytes between two wanted ones that are read through; None: what suits the store.
     store: experts are read from 'disk', or copied from a store that is held in main memory whole ('memory').
     start: compute what is here while the rest arrives, or only when all is there ('together', HOBBIT).
     on_mispredict: 'proceed' runs a layer with the experts that were predicted (CORM).
@@ -144,6 +154,7 @@ class Composition:
     low_share: float = setting(0.0, low=0, high=0.9, read_by=(("precision", _several),), off=True)
     theta: float | None = setting(None, low=0, high=1e9, calibrated=True, read_by=(_is("unit", "neuron"),))
     upper_limit: float = setting(0.75, low=0, high=1, read_by=(_is("unit", "neuron"),))
+    gap: int | None = setting(None, read=_size, kind="a size like 16KiB", read_by=(_is("unit", "neuron"),))
     bits: int | None = setting(None, read=int, one_of=BITS)
     dense_bits: int | None = setting(None, read=int, one_of=DENSE_BITS)
     quantizer: str | None = setting(None, read=str, one_of=QUANTIZERS)
@@ -175,6 +186,11 @@ class Composition:
     def options(self, part: str) -> dict[str, Any]:
         """What the policy of `part` is made with beside its context: its settings, but for those that have no value."""
         return {name: self.own[name] for name in declared(self.policy(part)) if self.own.get(name) is not None}
+
+    @property
+    def gap_bytes(self) -> int:
+        """What is read through between two neurons: single ones cost a drive as much as what lies between them."""
+        return self.gap if self.gap is not None else 0 if self.store == "memory" else DISK_GAP_BYTES
 
     @property
     def lossy(self) -> list[str]:

@@ -17,9 +17,9 @@ FOLDER = "profiles"
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """`name`: the preset it serves (hobbit, edgemoe, fate, corm). `fingerprint`: of the checkpoint it was made for.
+    """`name`: the preset it serves (hobbit, edgemoe, mobile, fate, corm). `fingerprint`: of the checkpoint.
     `made_from`: text, tokens, bits, command, for people. `settings`: values for the composition's open settings
-    (t1, t2, weights, window, …). `data`: tables (bits per expert, paths, frequencies)."""
+    (t1, t2, weights, gamma, window, …). `data`: tables (bits per expert, paths, frequencies)."""
 
     name: str
     fingerprint: str

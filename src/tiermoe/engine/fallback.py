@@ -5,7 +5,8 @@ Whoever runs passes gives it the pass as a function; the second one writes the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +33,16 @@ class ConfidentDecoding:
     def fallback_ratio(self) -> float:
         """Share of the decoded tokens that ran again."""
         return self.fallbacks / self.passes if self.passes else 0.0
+
+    @contextmanager
+    def at(self, gamma: float) -> Iterator[ConfidentDecoding]:
+        """Decodes with another gamma, and counts that alone, until it is left."""
+        before = self._gamma, self.passes, self.fallbacks
+        self._gamma, self.passes, self.fallbacks = gamma, 0, 0
+        try:
+            yield self
+        finally:
+            self._gamma, self.passes, self.fallbacks = before
 
     def decode(
         self,

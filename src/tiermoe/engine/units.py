@@ -20,7 +20,7 @@ from tiermoe.store.layout import ExpertFormat
 from tiermoe.tiers.assemble import MeteredLink
 from tiermoe.tiers.disk import SlotFiller
 from tiermoe.tiers.gpu import GpuLink
-from tiermoe.tiers.neurons import DISK_GAP_BYTES, NeuronFiller, PartReader
+from tiermoe.tiers.neurons import NeuronFiller, PartReader
 from tiermoe.types import ExpertKey, Extent
 
 ExtentOf = Callable[[ExpertKey], Extent]
@@ -94,7 +94,7 @@ class ActiveNeurons:
         self._theta = composition.theta
         self._upper_limit = composition.upper_limit
         self._proceed = composition.on_mispredict == "proceed"
-        self._gap_bytes = 0 if composition.store == "memory" else DISK_GAP_BYTES
+        self._gap_bytes = composition.gap_bytes
         self._kernels: dict[tuple[int, int], NeuronKernel] = {}
         self._counts = NeuronCounts()
         self._filler: NeuronFiller
@@ -141,6 +141,7 @@ class ActiveNeurons:
             "neurons_active": counts.active / counts.neurons if counts.neurons else 0.0,
             "neurons_there": counts.there / counts.active if counts.active else 0.0,
             "neurons_left_out": counts.left_out / counts.active if counts.active else 0.0,
+            "neurons_spared": self._filler.spared / self._filler.asked if self._filler.asked else 0.0,
         }
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tiermoe.kernels import linear_for
 from tiermoe.kernels.expert import Activation, Views
+from tiermoe.kernels.native import neurons as native_neurons
 from tiermoe.quant.neuron_records import Records, Sealed
 from tiermoe.quant.scratch import scratch
 from tiermoe.store.layout import ExpertFormat
@@ -37,6 +38,7 @@ class NeuronKernel:
         self._product_dtype = torch.float32 if form.dtype == torch.float16 else form.dtype
         self._theta = theta
         self._block = max(1, BLOCK_WEIGHTS // self._width)
+        self._native = native_neurons.takes(records, self._width, form.dtype)
 
     def activations(self, x: Tensor, views: Views) -> Tensor:
         """act(W1 x): x (T, H) in the compute dtype → (T, I)."""
@@ -50,6 +52,8 @@ class NeuronKernel:
         """The sum over neurons `used` (int64 (n,), ascending) of a_j (w3_j . x) w2_j: x (1, H) and activations (1, I)
         → (1, H). Only the used records are read."""
         records = views[NEURONS]["records"]
+        if self._native:
+            return native_neurons.combined(x, activations, used, records, self._records)
         whole = len(used) == self.neurons
         strips = self._records.strips
         x_groups = x[0].to(self._product_dtype).view(strips, -1, self._records.group)

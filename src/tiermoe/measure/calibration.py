@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
-from tiermoe.config import Settings
+from tiermoe.config import CacheSize, Settings, parse_cache
 from tiermoe.config import settings as make_settings
 from tiermoe.decide.profiles import FOLDER
 from tiermoe.engine.engine import Engine
@@ -31,12 +33,50 @@ LEAST_TOKENS = 1024
 
 TRACE = "calibration.trace"
 
+METRICS = ("perplexity", "rouge2")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a calibration is for. tolerated_loss: of EdgeMoE's bitwidths in `metric` ('perplexity', or 'rouge2' of the
+    summaries that belong to documents in `pairs`), which `bitwidth_quantizer` makes ('linear' is the paper's), and of
+    MoBiLE's gamma in perplexity, unless that is to make the share `fallback_ratio` of the tokens fall back. processes:
+    that measure the importance of experts side by side, None: one. cache: the one that will run, for HOBBIT's weights.
+    ConfigError for values that cannot be."""
+
+    tolerated_loss: float = 0.05
+    fallback_ratio: float | None = None
+    metric: str = "perplexity"
+    pairs: tuple[tuple[str, str], ...] = ()
+    bitwidth_quantizer: str = "linear"
+    processes: int | None = None
+    cache: str = "45%"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.tolerated_loss < 1:
+            raise ConfigError(
+                f"tolerated-loss must be above 0% and below 100%, got {self.tolerated_loss:.3g}; write it like 5%"
+            )
+        if self.fallback_ratio is not None and not 0 <= self.fallback_ratio <= 1:
+            raise ConfigError(f"fallback-ratio must be from 0% to 100%, got {self.fallback_ratio:.3g}")
+        if self.metric not in METRICS:
+            raise ConfigError(f"metric must be one of {', '.join(METRICS)}, got '{self.metric}'")
+        if (self.metric == "rouge2") != bool(self.pairs):
+            raise ConfigError(
+                "--metric rouge2 compares summaries with those of --pairs FILE, and nothing else does: give both or "
+                "none"
+            )
+        make_settings(quantizer=self.bitwidth_quantizer, cache=self.cache)
+
+    @property
+    def pairs_xxh3(self) -> str:
+        """Tells the pairs apart from others."""
+        return xxhash.xxh3_64_hexdigest(json.dumps(self.pairs).encode())
+
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What calibrating starts from; made by `prepare`. ids: (sequences, length). tolerated_loss: of perplexity, for
-    EdgeMoE's bitwidths, which `bitwidth_quantizer` makes ('linear' is the paper's). processes: that measure the
-    importance of experts side by side, None: one."""
+    """What calibrating starts from; made by `prepare`. ids: (sequences, length). `asked`: what else is wanted."""
 
     directory: Path
     model: str
@@ -48,9 +88,7 @@ class Calibration:
     fingerprint: str
     store: Path
     family: Family
-    tolerated_loss: float = 0.05
-    processes: int | None = None
-    bitwidth_quantizer: str = "linear"
+    asked: Asked
 
     def trace(self, progress: Progress) -> Trace:
         """The recording of the text: the one that is kept, where it was made from the same."""
@@ -101,6 +139,11 @@ class Calibration:
     def settings(self) -> Settings:
         return make_settings(**self.options)
 
+    @property
+    def cache(self) -> CacheSize:
+        """The cache that will run."""
+        return parse_cache(self.asked.cache)
+
 
 def prepare(
     model: str,
@@ -108,9 +151,7 @@ def prepare(
     text: str,
     shape: Cut,
     options: dict[str, Any],
-    tolerated_loss: float = 0.05,
-    processes: int | None = None,
-    bitwidth_quantizer: str = "linear",
+    asked: Asked = Asked(),
 ) -> Calibration:
     """A calibration whose model and text were checked. options: of `tiermoe.load`. Raises a TiermoeError that says
     what to do where one of them cannot be used."""
@@ -119,15 +160,12 @@ def prepare(
             f"{shape.sequences * shape.sequence:,} tokens in whole sequences of {shape.sequence:,} are too few to "
             f"calibrate from: at least {LEAST_TOKENS:,} are needed; raise --tokens"
         )
-    if not 0 < tolerated_loss < 1:
-        raise ConfigError(f"tolerated-loss must be above 0% and below 100%, got {tolerated_loss:.3g}; write it like 5%")
     settings = make_settings(**options)
-    make_settings(quantizer=bitwidth_quantizer)
     directory = resolve_model(model)
     blueprint = inspect_model(directory, model, settings.store)
     ids = cut(load_tokenizer(directory), text, shape, blueprint.max_context())
     return Calibration(
         directory, model, text, ids, shape, options, made_from(text_name, text, shape, settings),
         blueprint.checkpoint.fingerprint(), store_root(blueprint, settings.store), blueprint.family,
-        tolerated_loss, processes, bitwidth_quantizer,
+        asked,
     )  # fmt: skip

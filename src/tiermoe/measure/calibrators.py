@@ -17,14 +17,17 @@ from tiermoe.measure.activations import find_theta
 from tiermoe.measure.bitwidths import find_bitwidths
 from tiermoe.measure.calibration import Calibration
 from tiermoe.measure.evaluate import prompt_logits
+from tiermoe.measure.gammas import Gamma, find_gamma, find_gamma_for
 from tiermoe.measure.prior import TOLERATED as TOLERATED_BY_NIMBLE
 from tiermoe.measure.prior import Found, find_prior
 from tiermoe.measure.scoring import log_probabilities, row_blocks
+from tiermoe.measure.tasks import Perplexity, Rouge2, Task
 from tiermoe.model.blueprint import Blueprint
+from tiermoe.model.hub import load_tokenizer
 from tiermoe.model.prepare_store import Progress
 from tiermoe.store.neurons import neuron_layer
 from tiermoe.systems import PRESETS, corm, fate, hobbit
-from tiermoe.systems.routings import frequencies, routings
+from tiermoe.systems.routings import frequencies, halves, routings
 
 Made = tuple[dict[str, Any], dict[str, Any], dict[str, str]]
 """A profile's settings, its data, and what was found, for people."""
@@ -35,24 +38,30 @@ SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
 TOLERATED = 0.01
 """The loss in perplexity that Fate's share stays below (section 4.5)."""
 
+SUMMARY_PROMPT, SUMMARY = 512, 64
+"""Tokens of a document that are read for its summary, and of the summary, at most."""
+
 
 def calibrate_hobbit(calibration: Calibration, progress: Progress) -> Made:
-    """Thresholds, and the weights of its cache."""
+    """Thresholds, and the weights of its cache: found on every other sequence, judged on those between."""
     _refuse_encoder_decoder(calibration, "hobbit")
-    trace = calibration.trace(progress)
-    t1, t2 = hobbit.thresholds_of(trace)
-    split = hobbit.Split.of(trace, t1, t2)
+    found_on, judged_on = halves(calibration.trace(progress))
+    t1, t2 = hobbit.thresholds_of(found_on)
+    split = hobbit.Split.of(judged_on, t1, t2)
     composition = PRESETS["hobbit"].having({"t1": t1, "t2": t2})
+    bits, cache = calibration.settings.bits_used, calibration.cache
     found = hobbit.find_weights(
-        trace, composition, calibration.settings.bits_used,
-        progress=lambda done, total: progress("weighing the cache", done, total),
-    )  # fmt: skip
+        found_on, composition, bits, cache, lambda done, total: progress("weighing the cache", done, total)
+    )
+    judged = hobbit.judge_weights(judged_on, composition, bits, cache, found.weights)
     settings = {"t1": t1, "t2": t2, "weights": list(found.weights)}
-    data = {"penalty": found.penalty, "lru_penalty": found.lru_penalty, "lfu_penalty": found.lfu_penalty}
+    names = ("penalty", "lru_penalty", "lfu_penalty")
+    data = {name: getattr(judged, name) for name in names} | {f"found_{name}": getattr(found, name) for name in names}
     facts = {
         "t1, t2": f"{t1:.4g}, {t2:.4g} ({split.high:.0%} high, {split.low:.0%} low, {split.skipped:.0%} skipped)",
-        "weights": ", ".join(f"{weight:g}" for weight in found.weights),
-        "miss penalty": f"{found.penalty:,.0f} (LRU {found.lru_penalty:,.0f}, LFU {found.lfu_penalty:,.0f})",
+        "weights": ", ".join(f"{weight:g}" for weight in found.weights) + f" with {calibration.asked.cache} cached",
+        "miss penalty": f"{judged.over_lru:+.1%} beside LRU, {judged.over_lfu:+.1%} beside LFU on other text "
+        f"({found.over_lru:+.1%} and {found.over_lfu:+.1%} where they were found)",
     }
     return settings, data, facts
 
@@ -60,15 +69,15 @@ def calibrate_hobbit(calibration: Calibration, progress: Progress) -> Made:
 def calibrate_edgemoe(calibration: Calibration, progress: Progress) -> Made:
     """Activation paths over two layers, frequencies, and a bitwidth per expert."""
     paths, used = _paths(calibration, 2, progress)
-    quantizer = calibration.bitwidth_quantizer
+    quantizer = calibration.asked.bitwidth_quantizer
     resume = calibration.store / "profiles" / f"edgemoe-importance-{quantizer}.json"
     bitwidths = find_bitwidths(
         calibration.blueprint(),
         replace(calibration.settings, quantizer=quantizer),
-        calibration.ids,
-        calibration.tolerated_loss,
+        _task(calibration),
+        calibration.asked.tolerated_loss,
         progress,
-        calibration.processes,
+        calibration.asked.processes,
         resume,
     )
     table = bitwidths["table"]
@@ -78,9 +87,43 @@ def calibrate_edgemoe(calibration: Calibration, progress: Progress) -> Made:
     facts = {
         "paths": f"{sum(map(len, paths.values())):,}",
         "bitwidths": counts,
-        "loss": f"{bitwidths['loss']:.2%} of {calibration.tolerated_loss:.2%} tolerated",
+        "loss": f"{bitwidths['loss']:.2%} ± {bitwidths['loss_error']:.2%} of {bitwidths['metric']} on text that the "
+        f"search has not seen, {calibration.asked.tolerated_loss:.2%} tolerated",
     }
     return {"quantizer": quantizer}, data, facts
+
+
+def _task(calibration: Calibration) -> Task:
+    """What bitwidths are measured on."""
+    if calibration.asked.metric == "perplexity":
+        return Perplexity(calibration.ids)
+    longest = calibration.blueprint().max_context() or SUMMARY_PROMPT + SUMMARY
+    prompt = min(SUMMARY_PROMPT, longest - SUMMARY)
+    return Rouge2(calibration.asked.pairs, load_tokenizer(calibration.directory), prompt, SUMMARY)
+
+
+def calibrate_mobile(calibration: Calibration, progress: Progress) -> Made:
+    """Gamma: of a tolerated loss, or of a share of fallbacks where one is asked for."""
+    _refuse_encoder_decoder(calibration, "mobile")
+    ratio = calibration.asked.fallback_ratio
+
+    def on_engine(engine: Engine, _: Blueprint) -> Gamma:
+        find, goal = (find_gamma, calibration.asked.tolerated_loss) if ratio is None else (find_gamma_for, ratio)
+        prompt, ids = calibration.shape.prompt, calibration.ids
+        return find(engine, ids, prompt, goal, lambda done, total: progress("decoding at a gamma", done, total))
+
+    found: Gamma = calibration.on_engine({"routing": "confident", "gamma": 1.0}, on_engine, progress)
+    data = {
+        "fallback_ratio": found.ratio, "loss": found.loss.value, "loss_error": found.loss.error,
+        "tokens": found.tokens, "tried": [[gamma, *values] for gamma, values in sorted(found.tried.items())],
+    }  # fmt: skip
+    asked = f"{calibration.asked.tolerated_loss:.2%} tolerated" if ratio is None else f"{ratio:.0%} fallbacks asked for"
+    facts = {
+        "gamma": f"{found.gamma:g} ({asked})",
+        "fallbacks": f"{found.ratio:.0%} of the tokens that the model writes",
+        "loss": f"{found.loss.value:.2%} ± {found.loss.error:.2%} of perplexity, of {found.tokens:,} tokens",
+    }
+    return {"gamma": found.gamma}, data, facts
 
 
 def calibrate_fate(calibration: Calibration, progress: Progress) -> Made:
@@ -179,10 +222,19 @@ def _paths(calibration: Calibration, order: int, progress: Progress) -> tuple[An
 CALIBRATORS: dict[str, Callable[[Calibration, Progress], Made]] = {
     "hobbit": calibrate_hobbit,
     "edgemoe": calibrate_edgemoe,
+    "mobile": calibrate_mobile,
     "fate": calibrate_fate,
     "corm": calibrate_corm,
     "nimble": calibrate_nimble,
 }
+
+
+READS: dict[str, tuple[str, ...]] = {
+    "hobbit": ("cache",),
+    "edgemoe": ("tolerated_loss", "metric", "pairs_xxh3", "bitwidth_quantizer"),
+    "mobile": ("tolerated_loss", "fallback_ratio"),
+}
+"""Preset → what of `Asked` its profile depends on."""
 
 
 @torch.inference_mode()

@@ -34,24 +34,24 @@ def measure_alone(
     measured: Measured,
     processes: int,
     progress: Progress,
-) -> tuple[dict[Place, float], float | None]:
-    """The task's metric with each expert alone at ALONE bits, and the seconds that each took (None where all were
-    known). What `measured` holds is not measured again. With several processes `measuring` lets its model go: they
-    share its memory. ConfigError where one of them is killed."""
+) -> tuple[dict[Place, list[float]], float | None]:
+    """The task's metric, item by item, with each expert alone at ALONE bits, and the seconds that each took (None where
+    all were known). What `measured` holds is not measured again. With several processes `measuring` lets its model go:
+    they share its memory. ConfigError where one of them is killed."""
     left = [place for place in places if measured.get(_name(place)) is None]
     values = (
-        _one_by_one(measuring, left, places)
+        _one_by_one(measuring, task, left, places)
         if processes == 1 or not left
         else _side_by_side(measuring, source, task, left, places, processes)
     )
     begin, done = time.perf_counter(), len(places) - len(left)
-    for place, value in values:
-        measured.add(_name(place), value)
+    for place, its in values:
+        measured.add(_name(place), its)
         done += 1
         progress("measuring each expert alone", done, len(places))
     took = (time.perf_counter() - begin) / len(left) if left else None
     found = {place: measured.get(_name(place)) for place in places}
-    return {place: value for place, value in found.items() if value is not None}, took
+    return {place: its for place, its in found.items() if its is not None}, took
 
 
 def _name(place: Place) -> str:
@@ -62,14 +62,16 @@ def _table(place: Place, places: Sequence[Place]) -> dict[Place, int]:
     return {**dict.fromkeys(places, OTHERS), place: ALONE}
 
 
-def _one_by_one(measuring: Measuring, left: Sequence[Place], places: Sequence[Place]) -> Iterator[tuple[Place, float]]:
+def _one_by_one(
+    measuring: Measuring, task: Task, left: Sequence[Place], places: Sequence[Place]
+) -> Iterator[tuple[Place, list[float]]]:
     for place in left:
-        yield place, measuring.value(_table(place, places))
+        yield place, measuring.values(_table(place, places), task)
 
 
 def _side_by_side(
     measuring: Measuring, source: Source, task: Task, left: Sequence[Place], places: Sequence[Place], processes: int
-) -> Iterator[tuple[Place, float]]:
+) -> Iterator[tuple[Place, list[float]]]:
     measuring.close()
     shared = replace(source, settings=_shared(source, processes))
     # spawn: a forked process would have torch's threads in an unknown state
@@ -95,15 +97,15 @@ def _shared(source: Source, processes: int) -> Settings:
     return replace(settings, memory=memory // processes, threads=max(threads // processes, 1))
 
 
-_worker: tuple[Measuring, Sequence[Place]] | None = None  # of a process that `_side_by_side` started
+_worker: tuple[Measuring, Task, Sequence[Place]] | None = None  # of a process that `_side_by_side` started
 
 
 def _begin_worker(source: Source, task: Task, places: Sequence[Place]) -> None:
     global _worker
-    _worker = Measuring(source, task), places
+    _worker = Measuring(source), task, places
 
 
-def _in_worker(place: Place) -> float:
+def _in_worker(place: Place) -> list[float]:
     assert _worker is not None
-    measuring, places = _worker
-    return measuring.value(_table(place, places))
+    measuring, task, places = _worker
+    return measuring.values(_table(place, places), task)

@@ -13,7 +13,7 @@ from typing import Any
 from tiermoe.decide.profiles import FOLDER, Profile, profile_path, read_profile, to_json
 from tiermoe.errors import ProfileError, TiermoeError
 from tiermoe.measure.calibration import TRACE, Calibration
-from tiermoe.measure.calibrators import CALIBRATORS
+from tiermoe.measure.calibrators import CALIBRATORS, READS
 from tiermoe.model.prepare_store import Progress
 from tiermoe.store.files import write_atomically
 from tiermoe.store.lock import exclusive
@@ -74,7 +74,5 @@ def _make(calibration: Calibration, name: str, progress: Progress) -> Found:
 
 
 def _made_from(calibration: Calibration, name: str) -> dict[str, Any]:
-    if name != "edgemoe":
-        return dict(calibration.made_from)
-    asked = {"tolerated_loss": calibration.tolerated_loss, "quantizer": calibration.bitwidth_quantizer}
-    return {**calibration.made_from, **asked}
+    """The recording, and what of `Asked` the profile depends on."""
+    return {**calibration.made_from, **{field: getattr(calibration.asked, field) for field in READS.get(name, ())}}

@@ -28,12 +28,13 @@ _LOW_EVERY = 4  # of so many slots' bytes, about one is for the lower precision
 
 
 class Measured:
-    """Name → value, of what is described by `made_from`; appended to the file `path` (None: kept in memory alone), one
-    JSON object a line. Lines of other conditions and a line that was cut short are passed over and stay."""
+    """Name → values of a task's items, of what is described by `made_from`; appended to the file `path` (None: kept in
+    memory alone), one JSON object a line. Lines of other conditions and a line that was cut short are passed over and
+    stay."""
 
     def __init__(self, path: Path | None, made_from: str) -> None:
         self._path, self._made_from = path, made_from
-        self._values: dict[str, float] = {}
+        self._values: dict[str, list[float]] = {}
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,22 +46,22 @@ class Measured:
         for line in content.splitlines():
             self._read(line)
 
-    def get(self, name: str) -> float | None:
-        """The value, None where it is yet to be measured."""
+    def get(self, name: str) -> list[float] | None:
+        """The values, None where they are yet to be measured."""
         return self._values.get(name)
 
-    def add(self, name: str, value: float) -> None:
-        """Keeps a value, in the file too before this returns."""
-        self._values[name] = value
+    def add(self, name: str, values: list[float]) -> None:
+        """Keeps values, in the file too before this returns."""
+        self._values[name] = values
         if self._path is not None:
             with open(self._path, "a") as file:
-                file.write(json.dumps({"of": self._made_from, "name": name, "value": value}) + "\n")
+                file.write(json.dumps({"of": self._made_from, "name": name, "values": values}) + "\n")
 
     def _read(self, line: bytes) -> None:
         try:
             entry = json.loads(line)
             if entry["of"] == self._made_from:
-                self._values[str(entry["name"])] = float(entry["value"])
+                self._values[str(entry["name"])] = [float(value) for value in entry["values"]]
         except (ValueError, KeyError, TypeError):
             return
 
@@ -94,8 +95,8 @@ class Measuring:
     """Holds two precisions of the experts at a time and is loaded again for two others. Close it, or use it as a
     context."""
 
-    def __init__(self, source: Source, task: Task) -> None:
-        self._source, self._task = source, task
+    def __init__(self, source: Source) -> None:
+        self._source = source
         self._model: Any = None
 
     def __enter__(self) -> Measuring:
@@ -104,13 +105,13 @@ class Measuring:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def value(self, table: Mapping[Place, int]) -> float:
+    def values(self, table: Mapping[Place, int], task: Task) -> list[float]:
         """The task's metric with the experts in the bits of `table`: one precision, or two neighbours."""
         self._hold(set(table.values()))
         engine = self._model.tiermoe
         top_k = [layer.top_k for layer in engine.store.layers]
         with engine.scheduler.ruled_by(Table(PrecisionContext(engine.settings.bits_used, top_k, table))):
-            return self._task.value(self._model)
+            return task.values(self._model)
 
     def close(self) -> None:
         """Lets the model go; measuring again loads it again."""

@@ -97,8 +97,8 @@ class Recorder(Observer):
 
     def _note_neurons(self) -> None:
         if self._neurons is not None:
-            for layer, active in zip(self._layers, self._neurons.active, strict=True):
-                layer.neurons = active
+            for layer, active, named in zip(self._layers, self._neurons.active, self._neurons.named, strict=True):
+                layer.neurons, layer.named = active, named
 
     def _little(self, feed: Feed, position: int) -> Little:
         """The K/2 pass at a position, undone afterwards."""
@@ -216,24 +216,35 @@ class NeuronWatch(Observer):
         self._theta = theta
         self._gates = [gate.alone() for gate in engine.gates]
         self._hidden: torch.Tensor | None = None
+        self._before: torch.Tensor | None = None  # of the layer before
         self._chosen: set[int] = set()
         self.active: list[dict[int, int]] = []
         """Per layer, of the last pass: expert → its active neurons as a bit set (neuron j is bit j)."""
+        self.named: list[dict[int, int]] = []
+        """Those that would be active if the layer ran on the layer before's input, which is what predicts them."""
         self.begin()
 
     def begin(self) -> None:
         """Another pass begins."""
         self.active = [{} for _ in self._gates]
+        self.named = [{} for _ in self._gates]
+        self._hidden = None
 
     def on_route(self, routed: Routed, hidden: torch.Tensor) -> None:
-        self._hidden = hidden if len(hidden) == 1 else None
+        self._before = self._hidden
+        self._hidden = hidden.clone() if len(hidden) == 1 else None
         self._chosen = {expert for token in routed.experts for expert in token}
 
     def on_ready(self, layer: int, ready: Ready) -> None:
         if self._hidden is None or ready.expert not in self._chosen:
             return
         kernel, views = self._engine.held(layer, ready)
-        features = separate_steps(kernel).features(self._hidden, views)
-        magnitudes = self._gates[layer](features.chunk(2, dim=-1)[0])[0].float().abs()
-        # an undefined one is active, as in kernels.neurons
-        self.active[layer][ready.expert] = to_bits(~(magnitudes <= self._theta).cpu())
+        features = separate_steps(kernel).features
+
+        def above(hidden: torch.Tensor) -> int:
+            magnitudes = self._gates[layer](features(hidden, views).chunk(2, dim=-1)[0])[0].float().abs()
+            return to_bits(~(magnitudes <= self._theta).cpu())  # an undefined one is active, as in kernels.neurons
+
+        self.active[layer][ready.expert] = above(self._hidden)
+        if self._before is not None:
+            self.named[layer][ready.expert] = above(self._before)

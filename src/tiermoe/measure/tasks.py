@@ -1,17 +1,26 @@
-"""What a bitwidth's loss is measured on: the perplexity of a text, or the ROUGE-2 of summaries."""
+"""What a bitwidth's loss is measured on: the perplexity of a text, or the ROUGE-2 of summaries. A task falls into items
+(sequences, documents); its two halves, every other item, are as much text as any and have seen nothing of each other.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, Protocol
 
 import torch
 
 from tiermoe.errors import ConfigError
 from tiermoe.measure.scoring import log_probabilities, row_blocks
+from tiermoe.systems.edgemoe import Loss
+
+LEAST_ITEMS = 4
+"""Two halves, each of two: fewer have no standard error."""
 
 
 class Task(Protocol):
@@ -23,11 +32,15 @@ class Task(Protocol):
     @property
     def tokens(self) -> int: ...
 
-    def value(self, model: Any) -> float:
-        """The metric of a loaded model."""
+    def values(self, model: Any) -> list[float]:
+        """The metric of a loaded model, item by item."""
 
-    def loss(self, value: float, base: float) -> float:
-        """How much worse `value` is than `base`, relative to it: 0.05 for 5 %."""
+    def loss(self, values: Sequence[float], base: Sequence[float]) -> Loss:
+        """How much worse `values` are than `base`, relative to it, with the standard error that the items' differences
+        give; 0 where there is one item."""
+
+    def halves(self) -> tuple[Task, Task]:
+        """The items at even places, and those at odd ones. ConfigError for fewer than `LEAST_ITEMS`."""
 
     def digest(self) -> str:
         """Differs between tasks whose values differ."""
@@ -35,7 +48,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """Of `ids` (sequences, length) int64, each in one prefill pass; `value` is its logarithm. An encoder–decoder model
+    """Of `ids` (sequences, length) int64, each in one prefill pass; values are its logarithms. An encoder–decoder model
     reads the first half of a sequence and is asked for the second."""
 
     ids: torch.Tensor
@@ -46,18 +59,23 @@ class Perplexity:
         return int(self.ids.shape[1])
 
     @torch.inference_mode()
-    def value(self, model: Any) -> float:
-        """Mean negative log-likelihood in nats of the tokens that can be predicted."""
-        total, count = 0.0, 0
+    def values(self, model: Any) -> list[float]:
+        """Of each sequence, the mean negative log-likelihood in nats of the tokens that can be predicted."""
+        found = []
         for sequence in self.ids:
             logits, targets = _predictions(model, sequence.to(model.device))
+            total = 0.0
             for rows in row_blocks(len(targets)):
                 total -= float(log_probabilities(logits[rows]).gather(-1, targets[rows, None]).sum())
-            count += len(targets)
-        return total / count
+            found.append(total / len(targets))
+        return found
 
-    def loss(self, value: float, base: float) -> float:
-        return math.expm1(value - base)
+    def loss(self, values: Sequence[float], base: Sequence[float]) -> Loss:
+        return relative_loss([value - before for value, before in zip(values, base, strict=True)])
+
+    def halves(self) -> tuple[Perplexity, Perplexity]:
+        _require_items(len(self.ids), "sequences; raise --tokens, or lower --sequence")
+        return Perplexity(self.ids[::2]), Perplexity(self.ids[1::2])
 
     def digest(self) -> str:
         return _digest(self.name, self.ids.to(torch.int64).numpy().tobytes())
@@ -91,20 +109,26 @@ class Rouge2:
         return self._prompt + self._answer
 
     @torch.inference_mode()
-    def value(self, model: Any) -> float:
-        """From 0 to 1, higher is better."""
-        return sum(self._score(reference, self._summary(model, text)) for text, reference in self._pairs) / len(
-            self._pairs
-        )
+    def values(self, model: Any) -> list[float]:
+        """Of each summary, from 0 to 1, higher is better."""
+        return [self._score(reference, self._summary(model, text)) for text, reference in self._pairs]
 
-    def loss(self, value: float, base: float) -> float:
+    def loss(self, values: Sequence[float], base: Sequence[float]) -> Loss:
         """ConfigError where the base is 0: nothing can be lost."""
-        if base <= 0:
+        before = fmean(base)
+        if before <= 0:
             raise ConfigError(
                 "the model's own summaries have a ROUGE-2 of 0, so no loss can be measured; give other documents, or "
                 "measure perplexity"
             )
-        return 1 - value / base
+        kept = fmean(values) / before
+        # to first order: the error of a ratio of means is that of the mean of these
+        return Loss(1 - kept, _error([value - kept * own for value, own in zip(values, base, strict=True)]) / before)
+
+    def halves(self) -> tuple[Rouge2, Rouge2]:
+        _require_items(len(self._pairs), "documents with summaries; give more")
+        even, odd = (Rouge2(self._pairs[first::2], self._tokenizer, self._prompt, self._answer) for first in (0, 1))
+        return even, odd
 
     def digest(self) -> str:
         texts = "\0".join(text for pair in self._pairs for text in pair)
@@ -130,6 +154,46 @@ class Rouge2:
                 "pip install 'tiermoe[rouge]', or measure perplexity"
             ) from None
         return float(RougeScorer(["rouge2"], use_stemmer=True).score(reference, summary)["rouge2"].fmeasure)
+
+
+def relative_loss(differences: Sequence[float]) -> Loss:
+    """Of a perplexity, from each item's mean difference in nats; the error to first order."""
+    mean = fmean(differences)
+    return Loss(math.expm1(mean), math.exp(mean) * _error(differences))
+
+
+def read_pairs(path: Path) -> list[tuple[str, str]]:
+    """The documents of a file with their summaries: one JSON object with both a line. ConfigError, naming the line,
+    for anything else."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); name a text file") from error
+    pairs = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            pair = json.loads(line)
+            pairs.append((str(pair["document"]), str(pair["summary"])))
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(
+                f"line {number} of {path} is no document with its summary; write each as "
+                f'{{"document": "...", "summary": "..."}}'
+            ) from None
+    return pairs
+
+
+def _error(values: Sequence[float]) -> float:
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def _require_items(count: int, instead: str) -> None:
+    if count < LEAST_ITEMS:
+        raise ConfigError(
+            f"bitwidths are found on one half of what is given and judged on the other, each of at least "
+            f"{LEAST_ITEMS // 2}: {LEAST_ITEMS} are needed, there are {count} {instead}"
+        )
 
 
 def _digest(name: str, content: bytes) -> str:

@@ -81,6 +81,23 @@ def block(
     threads: int,
     /,
 ) -> int: ...
+def neurons(
+    records: int,
+    record_bytes: int,
+    width: int,
+    group: int,
+    bits: int,
+    used: int,
+    count: int,
+    gates: int,
+    x: int,
+    workspace: int,
+    floats: int,
+    out: int,
+    threads: int,
+    /,
+) -> None: ...
+def gather(source: int, target: int, row_bytes: int, used: int, count: int, /) -> None: ...
 def norm(x: int, weight: int, epsilon: float, rows: int, width: int, out: int, threads: int, /) -> None: ...
 def attention(
     projections: tuple[_Projection | None, ...],  # query, key, value, output, query_first, key_up

@@ -11,6 +11,7 @@
 #include "expert.h"
 #include "hqq.h"
 #include "matrix.h"
+#include "neurons.h"
 #include "norm_row.h"
 #include "route.h"
 
@@ -60,6 +61,13 @@ typedef struct {
      * rows of codes.h. */
     int (*hqq)(const Hqq *job, size_t block);
     void (*encode)(const Codes *job, size_t block);
+
+    /* products[i] = gate * (w3 . x) of used neurons begin .. end; sums[g] = the sum of x's columns of group g. */
+    void (*neurons_up)(const Neurons *neurons, const float *x, const float *sums, size_t begin, size_t end, float *products);
+
+    /* Bytes begin .. end of the columns of W2, at most BYTES_TASK: out = the sum of products[i] times column i, in each
+     * strip. */
+    void (*neurons_down)(const Neurons *neurons, const float *products, size_t begin, size_t end, bf16 *out);
 } Kernels;
 
 /* The tables of this build that this machine runs, the fastest first; ends with NULL. */

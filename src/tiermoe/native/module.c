@@ -9,6 +9,7 @@
 #include "hqq.h"
 #include "kernels.h"
 #include "moe_block.h"
+#include "neurons.h"
 #include "nl4.h"
 #include "norm.h"
 #include "product.h"
@@ -319,6 +320,38 @@ static PyObject *widen_codes(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *neurons(PyObject *self, PyObject *args) {
+    Address records, used, gates, x, workspace, out;
+    Py_ssize_t record_bytes, width, group, count, floats;
+    int bits;
+    unsigned threads;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KnnniKnKKKnKI", &records, &record_bytes, &width, &group, &bits, &used, &count, &gates, &x,
+                          &workspace, &floats, &out, &threads))
+        return NULL;
+    const Neurons packed = {at(records), (size_t)record_bytes, (size_t)width, (size_t)group, bits,
+                            at(used),    (size_t)count,        at(gates)};
+    if ((bits != 4 && bits != 2) || group < 16 || group % 16 || width % (group * (8 / bits)))
+        return PyErr_Format(PyExc_ValueError, "no neurons of %zd weights of %d bits in groups of %zd", width, bits, group);
+    if (neurons_workspace(&packed) > (size_t)floats)
+        return PyErr_Format(PyExc_ValueError, "neurons need a workspace of %zu floats", neurons_workspace(&packed));
+    Py_BEGIN_ALLOW_THREADS
+    neurons_run(&packed, at(x), at(workspace), at(out), threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *gather(PyObject *self, PyObject *args) {
+    Address from, to, used;
+    Py_ssize_t row_bytes, count;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KKnKn", &from, &to, &row_bytes, &used, &count)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    neurons_gather(at(from), at(to), (size_t)row_bytes, at(used), (size_t)count);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyObject *solve_hqq(PyObject *self, PyObject *args) {
     Address weights, thresholds, codes, scale, offset, shrunk;
     Py_ssize_t rows, columns, group, block, steps;
@@ -428,6 +461,9 @@ static PyMethodDef methods[] = {
      "encode(coding, weights, rows, columns, wide, group, exact, scales, zeros, codes, chosen, ladders, together, squares,"
      " threads)"},
     {"nl4", encode_nl4, METH_VARARGS, "nl4(weights, rows, columns, group, candidates, count, steps, blocks, threads)"},
+    {"neurons", neurons, METH_VARARGS,
+     "neurons(records, record_bytes, width, group, bits, used, count, gates, x, workspace, floats, out, threads)"},
+    {"gather", gather, METH_VARARGS, "gather(from, to, row_bytes, used, count): rows to their places"},
     {"norm", norm, METH_VARARGS, "norm(x, weight, epsilon, rows, width, out, threads)"},
     ATTENTION_METHODS,
     {"sums", sums, METH_VARARGS, "sums(matrix or expert, rows, results, threads) -> bytes that the call needs for sums"},

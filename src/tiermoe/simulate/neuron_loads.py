@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from tiermoe.decide.composition import Composition
-from tiermoe.decide.neurons import NeuronCache, to_load, whole
+from tiermoe.decide.neurons import NeuronCache, Records, to_load, whole
 from tiermoe.simulate.costs import Costs
-from tiermoe.trace.schema import Trace
+from tiermoe.trace.schema import LayerTrace, Trace
 from tiermoe.types import ExpertKey
 
 RECALL = 0.85
-"""Of the active neurons, the share that are among the predicted ones: CORM, section 4, has 80 to 90 %. A trace records
-what was active, not what an earlier layer would have named."""
+"""Of the active neurons, the share that are among the predicted ones where a trace does not say what the layer before
+would have named: CORM, section 4, has 80 to 90 %."""
+
+_PAGE = 4096  # bytes that a drive reads at least
 
 
 class NeuronLoads:
     """What a load moves, and what is fetched when a cached expert lacks active neurons.
 
-    What the running layer loads brings its active neurons. What is read ahead brings as many, of which `RECALL` are
-    active ones; the rest is fetched when the expert runs, or left out then (on_mispredict=proceed). Of an expert that
-    was predicted and not chosen none are recorded: it counts as bringing the trace's mean share of them. Above the
-    share `upper_limit`, and in a pass over several tokens, a whole expert comes."""
+    What the running layer loads brings its active neurons. What is read ahead brings those that the layer before named,
+    in a trace without them as many as are active, `RECALL` of them among these; what lacks is fetched when the expert
+    runs, or left out then (on_mispredict=proceed). Of an expert that was predicted and not chosen none are recorded: it
+    counts as bringing the trace's mean share of them. Above the share `upper_limit`, and in a pass over several tokens,
+    a whole expert comes. A drive reads whole pages, and through gaps (`Composition.gap_bytes`); from main memory single
+    neurons are copied."""
 
     def __init__(self, trace: Trace, costs: Costs, composition: Composition) -> None:
         header = trace.header
@@ -35,12 +40,17 @@ class NeuronLoads:
         self._head_share = header.head_bytes / (header.head_bytes + header.neurons * header.neuron_bytes)
         self._mean = whole(round(_mean_active(trace)))
         self._active: list[dict[int, int]] | None = None
+        self._named: list[dict[int, int]] = []
         self._cache = NeuronCache()
+        end = header.head_bytes + header.neurons * header.neuron_bytes
+        self._records = Records(header.head_bytes, header.neuron_bytes, header.neurons, end)
+        copied = costs.copies or composition.store == "memory"
+        self._page, self._gap = (1, 0) if copied else (_PAGE, composition.gap_bytes)
 
-    def begin(self, active: list[dict[int, int]], tokens: int) -> None:
-        """A pass over `tokens` tokens begins whose layers' active neurons are `active` (per layer: expert → bit set),
-        of one token."""
-        self._active = active if tokens == 1 else None
+    def begin(self, layers: Sequence[LayerTrace], tokens: int) -> None:
+        """A pass over `tokens` tokens begins; neurons are known where it is one."""
+        self._active = [layer.neurons for layer in layers] if tokens == 1 else None
+        self._named = [layer.named for layer in layers]
         self._layer = -1
         self._pass += 1
 
@@ -54,10 +64,11 @@ class NeuronLoads:
         self._predicted.discard(key)
         if self._active is not None and key.layer != self._layer:
             self._predicted.add(key)
-            wanted = as_predicted(wanted, self._neurons, f"{self._pass} {key}")
-        neurons = to_load(wanted, self._neurons, self._limit)
-        self._cache.put(key, neurons)
-        return self._bytes(key, self._head_share, neurons)
+            named = self._named[key.layer].get(key.expert)
+            wanted = as_predicted(wanted, self._neurons, f"{self._pass} {key}") if named is None else named
+        brought, share = self._read(to_load(wanted, self._neurons, self._limit))
+        self._cache.put(key, brought)
+        return round(self._costs.nbytes(key) * (self._head_share + share))
 
     def complete(self, key: ExpertKey) -> int:
         """Bytes to fetch before a cached `key` can be computed with: active neurons that are not here. They stay. None
@@ -66,18 +77,23 @@ class NeuronLoads:
         self._predicted.discard(key)
         if predicted and self._proceeds and self._active is not None:
             return 0
-        neurons = to_load(self._cache.missing(key, self._wanted(key, 0)), self._neurons, self._limit)
-        self._cache.add(key, neurons)
-        return self._bytes(key, 0.0, neurons)
+        missing = self._cache.missing(key, self._wanted(key, 0))
+        brought, share = self._read(to_load(missing, self._neurons, self._limit))
+        self._cache.add(key, brought)
+        return round(self._costs.nbytes(key) * share)
 
     def _wanted(self, key: ExpertKey, unknown: int) -> int:
         if self._active is None:
             return whole(self._neurons)
         return self._active[key.layer].get(key.expert, unknown)
 
-    def _bytes(self, key: ExpertKey, head_share: float, neurons: int) -> int:
-        share = head_share + (1 - self._head_share) * neurons.bit_count() / self._neurons
-        return round(self._costs.nbytes(key) * share)
+    def _read(self, wanted: int) -> tuple[int, float]:
+        """The neurons that reading `wanted` brings, and the share of the expert that is read for them."""
+        brought = nbytes = 0
+        for start, stop in self._records.spans(wanted, self._page, self._gap):
+            brought |= self._records.within(start, stop)
+            nbytes += stop - start
+        return brought, nbytes / self._records.end
 
 
 def as_predicted(active: int, neurons: int, seed: str) -> int:

@@ -142,7 +142,7 @@ class _Run:
             self._sequence = step.sequence
             self._scheduler.new_sequence()
         if self._neurons:
-            self._neurons.begin([layer.neurons for layer in step.layers], step.size)
+            self._neurons.begin(step.layers, step.size)
         self._future.begin(number)
         forecasts = Recorded(step)
         running = step.running

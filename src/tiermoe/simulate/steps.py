@@ -80,7 +80,7 @@ def _halved(layers: Sequence[LayerTrace]) -> list[LayerTrace]:
         kept = [little(gates) for gates in layer.weights]
         experts = [[row[place] for place in places] for row, places in zip(layer.experts, kept, strict=True)]
         weights = [[row[place] for place in places] for row, places in zip(layer.weights, kept, strict=True)]
-        halves.append(LayerTrace(experts, weights, layer.forecasts, layer.neurons))
+        halves.append(LayerTrace(experts, weights, layer.forecasts, layer.neurons, layer.named))
     return halves
 
 

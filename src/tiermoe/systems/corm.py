@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from tiermoe.decide.composition import Composition
-from tiermoe.systems.routings import frequencies
+from tiermoe.systems.routings import decode_passes, frequencies
 from tiermoe.trace.schema import Trace
 
 PRESET = Composition(
@@ -50,3 +50,15 @@ def low_usage(trace: Trace, table: Sequence[Sequence[int]]) -> float:
         if bits < max(row)
     )
     return low / max(sum(map(sum, usage)), 1)
+
+
+def neuron_recall(trace: Trace) -> list[float | None]:
+    """Of the active neurons of decoded tokens' experts in each layer, the share that the layer before's input names:
+    how right the second level of prediction is where the first was. None where nothing was recorded."""
+    active, named = [0] * len(trace.header.experts), [0] * len(trace.header.experts)
+    for passed in decode_passes(trace):
+        for index, layer in enumerate(passed.layers):
+            for expert, neurons in layer.named.items():
+                active[index] += layer.neurons[expert].bit_count()
+                named[index] += (layer.neurons[expert] & neurons).bit_count()
+    return [right / there if there else None for right, there in zip(named, active, strict=True)]

@@ -4,12 +4,18 @@ a table of bits costs is measured by whoever calls.
 The paper bounds the bitwidths by measuring every precision for all experts, and then moves the K least important
 experts to the lower one: K grows while the loss stays within what is tolerated and shrinks otherwise. It names no step;
 here it is halved each time: log2(experts) measurements, where a step of one expert would take as many as experts.
+
+Experts that a text's chance makes look unimportant are the first to be lowered, so that the loss on the text of the
+search is too small: what `search` finds is judged on other text, and `accept` gives bytes back until it holds there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
 
 from tiermoe.decide.composition import Composition
 from tiermoe.errors import ConfigError
@@ -26,8 +32,23 @@ PRESET = Composition(
 Place = tuple[int, int]
 """(MoE layer, expert)."""
 
-Loss = Callable[[Mapping[Place, int]], float]
-"""Bits of every expert → the relative loss that they cost, 0.05 for 5 %."""
+
+class Loss(NamedTuple):
+    """A relative loss, 0.05 for 5 %, and its standard error."""
+
+    value: float
+    error: float
+
+    def within(self, tolerated: float) -> bool:
+        """Whether the loss and one standard error are."""
+        return self.value + self.error <= tolerated
+
+
+Lost = Callable[[Mapping[Place, int]], float]
+"""Bits of every expert → the relative loss that they cost."""
+
+Judge = Callable[[Mapping[Place, int]], Loss]
+"""The same with its error, on text that the search has not seen."""
 
 PRECISIONS = (2, 4, 8, 16)
 
@@ -48,7 +69,7 @@ class Bitwidths:
 
 
 def search(
-    loss: Loss, importance: Mapping[Place, float], tolerated: float, precisions: Sequence[int] = PRECISIONS
+    loss: Lost, importance: Mapping[Place, float], tolerated: float, precisions: Sequence[int] = PRECISIONS
 ) -> Bitwidths:
     """Bitwidths whose measured loss is at most `tolerated`. importance: what each expert costs alone at the lowest
     precision; of equal ones the earlier layer, then the earlier expert goes first.
@@ -56,21 +77,85 @@ def search(
     The result's own loss was measured, and so was one expert more at the lower bitwidth, which costs more than is
     tolerated. Where the loss grows with K that is the largest K; where measuring is noisy there may be larger ones.
     ConfigError, with the best that was found, where no precision is within the tolerated loss."""
-    order = sorted(importance, key=lambda place: (importance[place], place))
+    order = by_importance(importance)
     uniform = {bits: loss(dict.fromkeys(order, bits)) for bits in sorted(precisions, reverse=True)}
     lower, upper = bounds(uniform, tolerated)
     if lower == upper:
         return Bitwidths(dict.fromkeys(order, upper), lower, upper, 0, uniform[upper], uniform)
     mixed = {0: uniform[upper], len(order): uniform[lower]}
-    within, beyond = 0, len(order)
+
+    def holds(k: int) -> bool:
+        mixed[k] = loss(lowered(order, k, lower, upper))
+        return mixed[k] <= tolerated
+
+    k = _most(holds, len(order))
+    return Bitwidths(lowered(order, k, lower, upper), lower, upper, k, mixed[k], uniform, mixed)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The table that holds on other text, as in `Bitwidths`. `loss`: there. `judged`: (lower, upper, k) → loss, of all
+    that were tried there."""
+
+    table: dict[Place, int]
+    lower: int
+    upper: int
+    k: int
+    loss: Loss
+    judged: dict[tuple[int, int, int], Loss]
+
+
+def accept(
+    judge: Judge,
+    found: Bitwidths,
+    importance: Mapping[Place, float],
+    tolerated: float,
+    precisions: Sequence[int] = PRECISIONS,
+) -> Accepted:
+    """The fewest bytes, from those of `found` upwards, whose loss on other text is with its standard error within
+    `tolerated`: fewer experts at the lower bitwidth, then the next higher pair of bitwidths. ConfigError, with the best
+    there is, where no precision is."""
+    order = by_importance(importance)
+    judged: dict[tuple[int, int, int], Loss] = {}
+
+    def holds(lower: int, upper: int, k: int) -> bool:
+        judged[lower, upper, k] = judge(lowered(order, k, lower, upper))
+        return judged[lower, upper, k].within(tolerated)
+
+    def accepted(lower: int, upper: int, k: int) -> Accepted:
+        return Accepted(lowered(order, k, lower, upper), lower, upper, k, judged[lower, upper, k], judged)
+
+    if holds(found.lower, found.upper, found.k):
+        return accepted(found.lower, found.upper, found.k)
+    higher = sorted(bits for bits in precisions if bits >= found.upper)
+    pairs = [(found.lower, found.upper, found.k)] if found.k else []
+    for lower, upper, beyond in pairs + [(lower, upper, len(order)) for lower, upper in pairwise(higher)]:
+        if holds(lower, upper, 0):
+            return accepted(lower, upper, _most(partial(holds, lower, upper), beyond))
+    best = min(judged, key=lambda tried: judged[tried])
+    loss = judged[best]
+    raise ConfigError(
+        f"no bitwidth keeps the loss on text that the search has not seen within {tolerated:.3%}: the best found is "
+        f"{loss.value:.3%} ± {loss.error:.3%}, all experts at {best[1]} bits; tolerate that much, or measure on a "
+        f"longer text"
+    )
+
+
+def _most(holds: Callable[[int], bool], beyond: int) -> int:
+    """The largest K below `beyond`, which does not hold, that was found to hold, by halving; 0 holds."""
+    within = 0
     while beyond - within > 1:
         k = (within + beyond) // 2
-        mixed[k] = loss(lowered(order, k, lower, upper))
-        if mixed[k] <= tolerated:
+        if holds(k):
             within = k
         else:
             beyond = k
-    return Bitwidths(lowered(order, within, lower, upper), lower, upper, within, mixed[within], uniform, mixed)
+    return within
+
+
+def by_importance(importance: Mapping[Place, float]) -> list[Place]:
+    """The least important expert first; of equal ones the earlier layer, then the earlier expert."""
+    return sorted(importance, key=lambda place: (importance[place], place))
 
 
 def bounds(uniform: Mapping[int, float], tolerated: float) -> tuple[int, int]:

@@ -74,19 +74,27 @@ class FoundWeights:
     lfu_penalty: float
     demands: int
 
+    @property
+    def over_lru(self) -> float:
+        """How much less penalty than LRU's: -0.1 for a tenth less."""
+        return self.penalty / self.lru_penalty - 1
+
+    @property
+    def over_lfu(self) -> float:
+        return self.penalty / self.lfu_penalty - 1
+
 
 def find_weights(
     trace: Trace,
     composition: Composition,
     bits: int,
-    cache: float = 0.45,
+    cache: CacheSize,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> FoundWeights:
     """The best of the weights that are multiples of a quarter, by the miss penalty of a replay without prefetch and in
     no time (HOBBIT, section 3.4). Of equal ones the first, which has most recency. composition: with its thresholds.
-    bits: of a high load. cache: share of all experts' bytes. A trace of more than `MOST_DEMANDS` is cut off there."""
-    steps = list(_first(steps_of(trace, composition), MOST_DEMANDS))
-    penalty_of = _Penalty(trace, steps, composition, bits, cache)
+    bits: of a high load. cache: the one that will run. A trace of more than `MOST_DEMANDS` is cut off there."""
+    penalty_of, demands = _penalties(trace, composition, bits, cache)
     candidates = list(simplex(4))
     best: tuple[float, Weights] | None = None
     for done, quarters in enumerate(candidates, 1):
@@ -96,12 +104,19 @@ def find_weights(
             best = penalty, weights
         progress(done, len(candidates))
     assert best is not None
-    demands = sum(_demands(step) for step in steps)
     return FoundWeights(best[1], best[0], penalty_of("lru"), penalty_of("lfu"), demands)
 
 
+def judge_weights(
+    trace: Trace, composition: Composition, bits: int, cache: CacheSize, weights: Weights
+) -> FoundWeights:
+    """What weights that were found on another trace cost on this one."""
+    penalty_of, demands = _penalties(trace, composition, bits, cache)
+    return FoundWeights(weights, penalty_of("weighted", weights), penalty_of("lru"), penalty_of("lfu"), demands)
+
+
 def miss_penalty(
-    trace: Trace, composition: Composition, bits: int, cache: float, name: str, weights: Weights | None = None
+    trace: Trace, composition: Composition, bits: int, cache: CacheSize, name: str, weights: Weights | None = None
 ) -> float:
     """The miss penalty of eviction policy `name`: 1 for a high-precision load, bits_low / bits_high for a low one."""
     return _Penalty(trace, steps_of(trace, composition), composition, bits, cache)(name, weights)
@@ -118,14 +133,14 @@ def simplex(parts: int) -> Iterator[tuple[int, int, int, int]]:
 class _Penalty:
     """Replays one composition with other eviction policies."""
 
-    def __init__(self, trace: Trace, steps: list[Step], composition: Composition, bits: int, cache: float) -> None:
+    def __init__(self, trace: Trace, steps: list[Step], composition: Composition, bits: int, cache: CacheSize) -> None:
         header = trace.header
         self._steps = steps
         self._composition = replace(composition, prefetch="none")
         self._bits = bits
         self._shape = ModelShape(header.experts, header.top_k, header.encoder_layers)
         sizes = slot_sizes(header, sorted({bits, composition["low_bits"]}))
-        nbytes = cache_bytes(composition, CacheSize(fraction=cache), self._shape, sizes)
+        nbytes = cache_bytes(composition, cache, self._shape, sizes)
         self._slots = divide(nbytes, composition, sizes, (), sum(header.experts))
 
     def __call__(self, name: str, weights: Weights | None = None) -> float:
@@ -145,6 +160,12 @@ class _Penalty:
                     for _ in scheduler.run_layer(step.routed(layer), forecasts):
                         pass
         return link.bytes_read / self._bits
+
+
+def _penalties(trace: Trace, composition: Composition, bits: int, cache: CacheSize) -> tuple[_Penalty, int]:
+    """What replays a trace's first `MOST_DEMANDS`, and how many there are."""
+    steps = list(_first(steps_of(trace, composition), MOST_DEMANDS))
+    return _Penalty(trace, steps, composition, bits, cache), sum(_demands(step) for step in steps)
 
 
 def _first(steps: list[Step], demands: int) -> Iterator[Step]:

@@ -1,4 +1,5 @@
-"""MoBiLE: half of a token's experts, and all where the next token is unsure. Its gamma is the paper's."""
+"""MoBiLE: half of a token's experts, and all where the next token is unsure. Its gamma is the paper's until one has
+been found for the model (`measure/gammas.py`)."""
 
 from __future__ import annotations
 
@@ -8,5 +9,5 @@ PRESET = Composition(
     "mobile",
     "K/2 experts, and all K again where the next token is unsure, prefetched from the discarded pass",
     "MoBiLE (2025)",
-    routing="confident", prefetch="recalled", own={"ahead": 2},
+    routing="confident", prefetch="recalled", profile="mobile", own={"ahead": 2},
 )  # fmt: skip

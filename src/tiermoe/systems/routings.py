@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from tiermoe.errors import TraceError
 from tiermoe.trace.schema import Pass, Trace
 
 
@@ -30,6 +31,20 @@ def frequencies(trace: Trace) -> list[list[int]]:
                 for expert in chosen:
                     row[expert] += 1
     return counts
+
+
+def halves(trace: Trace) -> tuple[Trace, Trace]:
+    """The even sequences of a trace, and the odd ones: what is found on one is judged on the other. TraceError where
+    there is one sequence."""
+    even, odd = (
+        Trace(trace.header, [passed for passed in trace.passes if passed.sequence % 2 == first]) for first in (0, 1)
+    )
+    if not odd.passes:
+        raise TraceError(
+            f"the trace of {trace.header.model} holds one sequence, and what is found on one is judged on another; "
+            f"record more: raise --tokens, or lower --sequence"
+        )
+    return even, odd
 
 
 def decode_passes(trace: Trace) -> list[Pass]:

@@ -14,18 +14,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from tiermoe.decide.neurons import NeuronCache, runs, to_load, whole
+from tiermoe.decide.neurons import NeuronCache, Records, runs, to_load, whole
 from tiermoe.quant.neuron_records import Sealed, holds
 from tiermoe.store.layout import ExpertFormat, PartViews
 from tiermoe.store.neurons import GATE, RecordPlace, record_place
 from tiermoe.tiers.disk import Reader, SlotFiller
-from tiermoe.tiers.reader import damaged, verify
+from tiermoe.tiers.reader import HeldReader, damaged, verify
 from tiermoe.types import ExpertKey, Extent, Segment
-
-DISK_GAP_BYTES = 128 << 10
-"""The gap for drives. Reading through it takes no longer than another read: with 45 % of the neurons active at random,
-smaller gaps took 1.5 to 4 times as long on an NVMe drive, whatever they saved in bytes
-(docs/notebook/reading-neurons.md)."""
 
 
 def to_bits(mask: torch.Tensor) -> int:
@@ -64,7 +59,8 @@ class NeuronFiller(SlotFiller):
     neurons: what is there of each expert. active_of: the rule for active neurons. upper_limit: share of an expert's
     neurons above which all are read. gap_bytes: records between two wanted ones are read through where they take up
     no more than that; what is read through and whole counts as there. A whole expert is verified by its checksum, W1
-    and each record of a part by their own. `wait_s` adds up the time spent in `top_up`.
+    and each record of a part by their own. `wait_s` adds up the time spent in `top_up`. Of the experts that were loaded
+    for single tokens, `asked`: all their neurons, `spared`: those that were not read.
     """
 
     def __init__(
@@ -79,6 +75,7 @@ class NeuronFiller(SlotFiller):
         super().__init__(reader, extent_of, format_of)
         self.neurons = NeuronCache()
         self.wait_s = 0.0
+        self.asked = self.spared = 0
         self._parts = reader
         self._active_of = active_of
         self._upper_limit = upper_limit
@@ -128,7 +125,11 @@ class NeuronFiller(SlotFiller):
         self._read_gate(key, form, place, slot)
         active = to_bits(self._active_of(key, hidden, form.slot.views(slot)))
         wanted = to_load(active, place.neurons, self._upper_limit)
-        self.neurons.put(key, self._read_records(key, place, wanted, slot))
+        brought = self._read_records(key, place, wanted, slot)
+        self.neurons.put(key, brought)
+        with self._lock:
+            self.asked += place.neurons
+            self.spared += place.neurons - brought.bit_count()
         if key.layer != layer:
             self._predicted.add(key)
 
@@ -148,28 +149,20 @@ class NeuronFiller(SlotFiller):
     def _read_records(self, key: ExpertKey, place: RecordPlace, wanted: int, slot: torch.Tensor) -> int:
         """Reads the records of `wanted` and returns which neurons that has brought."""
         segment, target = self._segment(key), slot.numpy().data
+        if isinstance(self._parts, HeldReader) and not self._gap_bytes:
+            nbytes = place.neurons * place.record_bytes
+            records_at = Segment(segment.file, segment.offset + place.stored_at, nbytes, place.slot_at)
+            self._parts.gather(records_at, target, key, to_indices(wanted), place.record_bytes)
+            return wanted
+        records = Records(place.stored_at, place.record_bytes, place.neurons, segment.nbytes)
         brought = 0
-        for start, stop in self._spans(place, wanted, segment.nbytes):
+        for start, stop in records.spans(wanted, self._parts.page, self._gap_bytes):
             at = place.slot_at + start - place.stored_at
             self._parts.read_part(Segment(segment.file, segment.offset + start, stop - start, at), target, key)
-            first = -(-max(start - place.stored_at, 0) // place.record_bytes)
-            end = min((stop - place.stored_at) // place.record_bytes, place.neurons)
-            brought |= whole(end - first) << first
+            brought |= records.within(start, stop)
         if not self._parts.checked:
             self._verify(key, place, brought, target)
         return brought
-
-    def _spans(self, place: RecordPlace, wanted: int, end: int) -> list[tuple[int, int]]:
-        """Where in the extent to read, in whole pages, as (start, stop) in ascending order."""
-        size, page = place.record_bytes, self._parts.page
-        spans: list[tuple[int, int]] = []
-        for first, count in runs(wanted, self._gap_bytes // size):
-            start = (place.stored_at + first * size) // page * page
-            stop = min(-(-(place.stored_at + (first + count) * size) // page) * page, end)
-            if spans and start <= spans[-1][1]:
-                start = spans.pop()[0]
-            spans.append((start, stop))
-        return spans
 
     def _verify(self, key: ExpertKey, place: RecordPlace, brought: int, slot: memoryview) -> None:
         """Checks the records that were read: one by one, or with the expert where all were and W1 lies before them."""

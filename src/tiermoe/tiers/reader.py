@@ -7,9 +7,11 @@ import os
 import threading
 from collections.abc import Iterable
 
+import torch
 import xxhash
 
 from tiermoe.errors import LoadError
+from tiermoe.native import _native, available
 from tiermoe.process import system_files
 from tiermoe.store.layout import PAGE, align
 from tiermoe.types import ExpertKey, Extent, Segment
@@ -121,6 +123,14 @@ def _read_fully(descriptor: int, view: memoryview, offset: int, wanted: int) -> 
         done += count
 
 
+def copy_rows(source: torch.Tensor, target: torch.Tensor, rows: torch.Tensor) -> None:
+    """target[rows] = source[rows], both uint8 (N, bytes) and contiguous; rows int64 (n,)."""
+    if available():
+        _native.gather(source.data_ptr(), target.data_ptr(), source.shape[1], rows.data_ptr(), len(rows))
+    else:
+        target[rows] = source[rows]
+
+
 class HeldReader:
     """Serves `experts` as `ExtentReader` does, from any number of threads at once. Parts are served of experts that lie
     in one piece. `bytes_read`: bytes copied since. LoadError where an expert cannot be read."""
@@ -149,6 +159,15 @@ class HeldReader:
         at = part.offset - first
         target[part.at : part.at + part.nbytes] = memory[at : at + part.nbytes]
         self._count(part.nbytes)
+
+    def gather(self, part: Segment, target: memoryview, key: ExpertKey, rows: torch.Tensor, row_bytes: int) -> None:
+        """Fills the rows (int64 (n,)) of their place in `target` with those of a part."""
+        first, memory = self._held[key]
+        at = part.offset - first
+        source = torch.frombuffer(memory, dtype=torch.uint8)[at : at + part.nbytes].view(-1, row_bytes)
+        placed = torch.frombuffer(target, dtype=torch.uint8)[part.at : part.at + part.nbytes].view(-1, row_bytes)
+        copy_rows(source, placed, rows)
+        self._count(len(rows) * row_bytes)
 
     def close(self) -> None:
         self._held.clear()

@@ -18,6 +18,8 @@ FORMAT = "tiermoe-trace"
 _COMMAND = "tiermoe trace MODEL --text FILE --out TRACE"
 _AGAIN = f"make it again with {_COMMAND}"
 _GZIP = b"\x1f\x8b"
+_NEURONS = ("neurons", "named")  # fields of a layer
+
 _LATER = ("slot_bytes", "copied_bytes", "neuron_slot_bytes")  # files of earlier versions of tiermoe lack them
 
 
@@ -185,8 +187,9 @@ def _layer_to_json(layer: LayerTrace) -> dict[str, Any]:
     document: dict[str, Any] = {"experts": layer.experts, "weights": layer.weights}
     if layer.forecasts:
         document["forecasts"] = layer.forecasts
-    if layer.neurons:
-        document["neurons"] = {expert: f"{active:x}" for expert, active in layer.neurons.items()}
+    for name in _NEURONS:
+        if found := getattr(layer, name):
+            document[name] = {expert: f"{neurons:x}" for expert, neurons in found.items()}
     return document
 
 
@@ -206,8 +209,10 @@ def _layer_from_json(document: dict[str, Any], count: int) -> LayerTrace:
         int(distance): [(int(expert), float(weight)) for expert, weight in ranked]
         for distance, ranked in document.get("forecasts", {}).items()
     }
-    neurons = {int(expert): int(active, 16) for expert, active in document.get("neurons", {}).items()}
-    return LayerTrace(experts, weights, forecasts, neurons)
+    neurons = [
+        {int(expert): int(neurons, 16) for expert, neurons in document.get(name, {}).items()} for name in _NEURONS
+    ]
+    return LayerTrace(experts, weights, forecasts, *neurons)
 
 
 def _by_number(document: dict[str, Any]) -> dict[int, Any]:

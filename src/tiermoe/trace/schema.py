@@ -15,12 +15,13 @@ class LayerTrace:
     """One layer in one pass. `experts[t]`, `weights[t]`: the K experts and gate weights of token t, in the router's
     order; no tokens where the layer did not run. `forecasts`: distance d → the router of layer l + d on this layer's
     input, likeliest first (summed over the pass's tokens), with softmax weights. `neurons`: expert → its active neurons
-    as a bit set (neuron j is bit j), where recorded."""
+    as a bit set (neuron j is bit j), where recorded; `named`: those that would be, by the layer before's input."""
 
     experts: list[list[int]]
     weights: list[list[float]]
     forecasts: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     neurons: dict[int, int] = field(default_factory=dict)
+    named: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -32,6 +32,7 @@ static int runs(void) {
 #include "shared/exponential.h"
 #include "shared/hqq.h"
 #include "shared/ladders.h"
+#include "shared/neurons.h"
 #include "shared/norm.h"
 #include "shared/rotary.h"
 #include "shared/rows.h"

@@ -14,6 +14,7 @@ static int runs(void) { return 1; }
 #include "shared/hqq.h"
 #include "shared/kv_codes.h"
 #include "shared/ladders.h"
+#include "shared/neurons.h"
 #include "shared/norm.h"
 #include "shared/rotary.h"
 #include "shared/rows.h"

@@ -20,4 +20,6 @@ const Kernels KERNELS = {
     .widen = widen_codes,
     .hqq = hqq_block,
     .encode = encode_block,
+    .neurons_up = neurons_up,
+    .neurons_down = neurons_down,
 };

@@ -1,0 +1,285 @@
+"""Each part of each system at work in the real engine: its own counter moves, and stands still with the part off."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tiermoe.config import CacheSize, settings
+from tiermoe.decide.eviction import EVICTIONS, EvictionContext
+from tiermoe.decide.eviction.lru import LeastRecentlyUsed
+from tiermoe.decide.eviction.weighted import Weighted
+from tiermoe.decide.prediction import PREDICTIONS, count_paths, paths_to_json
+from tiermoe.decide.profiles import Profile, profile_path, to_json
+from tiermoe.engine.engine import Engine
+from tiermoe.engine.load import load_blueprint
+from tiermoe.engine.observer import Observer
+from tiermoe.measure.recorder import Feed, Recorder
+from tiermoe.model.blueprint import Blueprint, inspect_model
+from tiermoe.model.hub import load_tokenizer
+from tiermoe.systems.routings import frequencies, routings
+from tiermoe.trace.schema import Header, Trace
+from tiermoe.types import Demand, ExpertKey, Ready, Routed, Wanted
+
+PROMPT, LENGTH = 8, 24
+TERMS = ("recency", "frequency", "high uses", "distance")
+Counts = dict[str, float]
+
+
+@pytest.fixture(scope="module")
+def blueprint(shipped: Path) -> Blueprint:
+    return inspect_model(shipped, "stories-7m")
+
+
+@pytest.fixture(scope="module")
+def sequences(shipped: Path) -> torch.Tensor:
+    text = (shipped.parents[1] / "data" / "heldout.txt").read_text()[:2000]
+    ids = load_tokenizer(shipped)(text, add_special_tokens=False).input_ids
+    return torch.tensor(ids[: 2 * LENGTH]).view(2, LENGTH)
+
+
+@pytest.fixture(scope="module")
+def store(blueprint: Blueprint, sequences: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with profiles: bits by turns, and paths of the model's own routing."""
+    folder = tmp_path_factory.mktemp("parts")
+    model = load_blueprint(blueprint, settings(preset="lru", memory="4GiB", warm=False, store=folder))
+    with Recorder(model, little=False) as recorder:
+        passes = [passed for number, ids in enumerate(sequences) for passed in recorder.passes(ids, PROMPT, number)]
+    model.tiermoe.close()
+    trace = Trace(header_of(blueprint), passes)
+    tables = [[2 if expert % 3 == 0 else 4 for expert in range(layer.experts)] for layer in blueprint.layers]
+    data = {"table": tables, "frequencies": frequencies(trace), "paths": paths_to_json(count_paths(routings(trace), 2))}
+    found = {"theta": 0.25, "boundary": 1, "window": 3, "low_popularity": 0.5}
+    for name in ("edgemoe", "fate", "corm"):
+        path = profile_path(folder, name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(to_json(Profile(name, blueprint.checkpoint.fingerprint(), {}, found, data)))
+    return folder
+
+
+def header_of(blueprint: Blueprint) -> Header:
+    experts, top_k = ([getattr(layer, name) for layer in blueprint.layers] for name in ("experts", "top_k"))
+    return Header("stories", "", experts, top_k, {4: [1] * len(experts)}, None, frozenset())
+
+
+class Watching(Observer):
+    """Counts what the engine's own counters do not say. Each layer's loads end before the next layer runs, so that no
+    count depends on how fast anything is."""
+
+    weights = True
+
+    def __init__(self, engine: Engine) -> None:
+        self.found: Counter[str] = Counter()
+        self._engine = engine
+        self._tokens: dict[int, int] = {}
+
+    def on_route(self, routed: Routed, hidden: torch.Tensor) -> None:
+        self._tokens = routed.tokens_per_expert()
+
+    def on_ready(self, layer: int, ready: Ready) -> None:
+        self.found["computed while others come"] += not self._engine.link.is_idle()
+        self.found["experts of no token"] += ready.expert not in self._tokens
+        self.found["low in decode"] += self._engine.current.phase == "decode" and ready.bits == 2
+        self.found["low in prefill"] += self._engine.current.phase == "prefill" and ready.bits == 2
+
+    def on_computed(self, layer: int) -> None:
+        controller = self._engine.controller
+        while not controller.link.is_idle():
+            controller.settle(controller.link.wait())
+
+
+class Shadowed:
+    """Goes before an eviction policy among the bases of a class: keeps others beside it that are told the same, and
+    counts the victims that they would not have chosen, and those that left somebody else's place."""
+
+    watch: Evictions
+
+    def __init__(self, context: EvictionContext, **options: Any) -> None:
+        super().__init__(context, **options)  # type: ignore[call-arg]
+        policy = type(self).__mro__[2]
+        self.others: dict[str, Any] = {
+            "not the least recent": LeastRecentlyUsed(context),
+            "forgotten at a sequence": policy(replace(context, per_sequence=False), **options),  # type: ignore[call-arg]
+        }
+        if policy is Weighted:
+            for number, term in enumerate(TERMS):
+                left = [0.0 if at == number else weight for at, weight in enumerate(self.weights)]
+                self.others[term] = Weighted(context, weights=tuple(weight / sum(left) for weight in left))
+
+    def _tell(self, name: str, *arguments: Any) -> None:
+        getattr(super(), name)(*arguments)
+        for policy in self.others.values():
+            getattr(policy, name)(*arguments)
+
+    def admitted(self, key: ExpertKey) -> None:
+        self._tell("admitted", key)
+
+    def used(self, key: ExpertKey, demand: Demand) -> None:
+        self._tell("used", key, demand)
+
+    def removed(self, key: ExpertKey) -> None:
+        self._tell("removed", key)
+
+    def new_sequence(self) -> None:
+        self._tell("new_sequence")
+
+    def victim(self, incoming: ExpertKey, evictable: Callable[[ExpertKey], bool]) -> ExpertKey | None:
+        chosen: ExpertKey | None = super().victim(incoming, evictable)  # type: ignore[misc]
+        others = {name: policy.victim(incoming, evictable) for name, policy in self.others.items()}
+        if chosen is not None:
+            self.watch.note(incoming, chosen, [name for name, other in others.items() if other != chosen])
+        return chosen
+
+
+class Evictions:
+    """Watches every eviction, and what predictors name: registers each policy and predictor as a class that tells."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.found: Counter[str] = Counter()
+        self.named: set[tuple[int, int]] = set()
+        for name, policy in list(EVICTIONS.items()):
+            patch.setitem(EVICTIONS, name, type(f"Watched{name}", (Shadowed, policy), {"watch": self}))
+        for name, predictor in list(PREDICTIONS.items()):
+            patch.setitem(PREDICTIONS, name, type(f"Watched{name}", (Naming, predictor), {"watch": self}))
+
+    def note(self, incoming: ExpertKey, victim: ExpertKey, differing: Sequence[str]) -> None:
+        self.found.update(differing)
+        self.found["victims"] += 1
+        self.found["victims of other layers"] += victim.layer != incoming.layer
+        self.found["victims of the first layer"] += victim.layer < 1
+        self.found["victims of other bits"] += victim.bits != incoming.bits
+        self.found["victims that were named"] += (victim.layer, victim.expert) in self.named
+
+
+class Naming:
+    """Goes before a predictor among the bases of a class: counts what it names."""
+
+    watch: Evictions
+    tokens: int
+
+    def candidates(self, layer: int, forecasts: Any, here: Any) -> Iterator[Wanted]:
+        self.watch.named = {place for place in self.watch.named if place[0] > layer}
+        named: Counter[int] = Counter()
+        for wanted in super().candidates(layer, forecasts, here):  # type: ignore[misc]
+            named[wanted.layer] += 1
+            self.watch.found["named two layers ahead"] += wanted.layer - layer > 1
+            self.watch.found["named beyond the K"] += self.tokens == 1 and named[wanted.layer] > 4
+            self.watch.named.add((wanted.layer, wanted.expert))
+            yield wanted
+
+
+@pytest.fixture(scope="module")
+def counts(blueprint: Blueprint, sequences: torch.Tensor, store: Path) -> Callable[..., Counts]:
+    """(preset, changes) → every counter after two sequences; a run that several parts share is made once."""
+    made: dict[tuple[Any, ...], Counts] = {}
+
+    def counted(preset: str, changes: dict[str, Any]) -> Counts:
+        key = (preset, *sorted(changes.items()))
+        if key not in made:
+            made[key] = run(preset, changes)
+        return made[key]
+
+    def run(preset: str, changes: dict[str, Any]) -> Counts:
+        options = {"cache": CacheSize(fraction=0.3), "lanes": 1, "memory": "4GiB", "warm": False, "store": store}
+        with pytest.MonkeyPatch.context() as patched:
+            evictions = Evictions(patched)
+            model = load_blueprint(blueprint, settings(preset=preset, set=changes, **options))
+            engine = model.tiermoe
+            watching = Watching(engine)
+            engine.observe(watching)
+            with torch.inference_mode():
+                for ids in sequences:
+                    feed = Feed(model, ids, PROMPT)
+                    feed.prompt()
+                    for at in range(PROMPT, LENGTH):
+                        feed.token(at)
+            engine.observe(None)
+            found = {name: value for name, value in engine.stats().items() if isinstance(value, int | float)}
+            engine.close()
+        return {**found, **watching.found, **evictions.found}
+
+    return counted
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a preset: `counter` moves with it and not with `off`, or, `still`, the other way round. having: what
+    both have."""
+
+    preset: str
+    name: str
+    counter: str
+    off: dict[str, Any]
+    having: dict[str, Any] = field(default_factory=dict)
+    still: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.preset}: {self.name}"
+
+
+ALONE = {"prefetch": "none"}
+HOBBIT = {"t1": 0.4, "t2": 0.7, "weights": "0.25,0.25,0.25,0.25", "low_share": 0.3}
+FIXED = {"t1": 1.0, "t2": 1.0}
+MOBILE = {"gamma": 0.3}
+FIXED_BITS = {"precision": "fixed"}  # a layer's experts in two precisions are more than its slots
+NEURONS = {"store": "memory"}
+QUARTERS = {"recency": "0,0.4,0.3,0.3", "frequency": "0.4,0,0.3,0.3", "distance": "0.4,0.3,0.3,0"}
+PARTS = [
+    Part("hobbit", "low precision", "low_loads", {"t2": 0.4}, HOBBIT),
+    Part("hobbit", "skipping", "expert_skips", {"t2": 1.0}, HOBBIT),
+    Part("hobbit", "prefetch", "prefetched_hits", ALONE, HOBBIT),
+    Part("hobbit", "the walk", "named two layers ahead", {"ahead": 1}, HOBBIT),
+    Part("hobbit", "masking", "victims that were named", {"mask": False}, HOBBIT, still=True),
+    Part("hobbit", "records of a sequence", "forgotten at a sequence", {"records": "model"}, HOBBIT),
+    Part("hobbit", "two pools", "victims of other bits", {"low_share": 0}, HOBBIT, still=True),
+    Part("hobbit", "waiting for all", "computed while others come", {"start": "arrival"}, HOBBIT | ALONE, still=True),
+    Part("hobbit", "high uses", "high uses", {"weights": "0.4,0.3,0,0.3"}, HOBBIT),
+    *(Part("hobbit", term, term, {"weights": weights}, HOBBIT) for term, weights in QUARTERS.items()),
+    Part("edgemoe", "bits by a table", "low_loads", {"precision": "fixed"}),
+    Part("edgemoe", "activation paths", "prefetched_hits", ALONE),
+    Part("edgemoe", "distance by frequency", "not the least recent", {"cache": "lru"}),
+    Part("mobile", "falling back", "fallback_ratio", {"gamma": 0}, MOBILE),
+    Part("mobile", "the little pass", "discarded_hits", {"routing": "all"}, ALONE),
+    Part("mobile", "recalled experts", "prefetched_hits", ALONE, MOBILE),
+    Part("fate", "low in prefill", "low in prefill", {"low_popularity": 0}),
+    Part("fate", "low on a misprediction", "low in decode", {"mispredicted": "high"}, {"mispredicted": "low"}),
+    Part("fate", "prefetch", "prefetched_hits", ALONE),
+    Part("fate", "above the percentile", "named beyond the K", {"percentile": 90}),
+    Part("fate", "ARC", "not the least recent", {"cache": "lru"}),
+    Part("fate", "shallow first", "victims of the first layer", {"allotment": "pool"}, FIXED_BITS, still=True),
+    Part("corm", "active neurons", "neurons_spared", {"upper_limit": 0}, NEURONS),
+    Part("corm", "rare experts low", "low_loads", {"precision": "fixed"}, NEURONS),
+    Part("corm", "prefetch", "prefetched_hits", ALONE, NEURONS | {"on_mispredict": "reload"}),
+    Part("corm", "going on with experts", "expert_skips", {"on_mispredict": "reload"}, NEURONS),
+    Part("corm", "going on with neurons", "neurons_left_out", {"on_mispredict": "reload"}, NEURONS),
+    Part("corm", "slots of a layer", "victims of other layers", {"allotment": "pool"}, NEURONS, still=True),
+    Part("default", "prefetch", "prefetched_hits", ALONE, {"speculate": "always"}),
+    Part("default", "slots of a layer", "victims of other layers", {"allotment": "pool"}, still=True),
+    Part("default", "the weighted cache", "not the least recent", {"cache": "lru"}),
+    Part("frugal", "skipping", "expert_skips", FIXED),
+    Part("mixtral-offload", "prefetch", "prefetched_hits", ALONE),
+    Part("mixtral-offload", "slots of a layer", "victims of other layers", {"allotment": "pool"}, still=True),
+    Part("eap", "paths", "prefetched_hits", ALONE),
+    Part("sti", "whole layers", "experts of no token", {"routing": "all"}),
+    Part("load-on-demand", "no cache", "expert_hits", {"cache": "lru"}, still=True),
+    Part("io-free", "all in memory", "victims", {"cache": "lru"}, still=True),
+]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_its_counter_moves_with_the_part_alone(part: Part, counts: Callable[..., Counts]) -> None:
+    with_it = counts(part.preset, part.having).get(part.counter, 0)
+    without = counts(part.preset, {**part.having, **part.off}).get(part.counter, 0)
+    moving, standing = (without, with_it) if part.still else (with_it, without)
+    assert moving > 0
+    assert standing == 0
+
+
+def test_the_five_are_here() -> None:
+    assert {part.preset for part in PARTS} >= {"hobbit", "edgemoe", "mobile", "fate", "corm"}
