@@ -119,11 +119,20 @@ def test_the_disk_holds_no_second_copy(family: str, scheme: str, tmp_path: Path)
 
 
 def test_dense_layers_stay_in_eight_bits(tmp_path: Path) -> None:
-    quantized, _ = write(tmp_path, "qwen3_moe", "fp8", **WIDE)
+    """Layers that the model does not have, as DeepSeek publishes for predicting several tokens, are not loaded."""
+    quantized, _ = published_files.write(tmp_path, "qwen3_moe", "fp8", **WIDE)
+    name, more = "model.layers.0.self_attn.q_proj.weight", "model.layers.9.eh_proj.weight"
+    edit_tensors(
+        quantized,
+        lambda tensors: tensors.update({f"{more}{end}": tensors[f"{name}{end}"].clone() for end in ("", "_scale_inv")}),
+    )
     blueprint = inspect_model(quantized, str(quantized), tmp_path / "store")
     kept = own_linears(blueprint, "cpu")
     assert {path.rpartition(".")[2] for path in kept} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert own_linears(blueprint, "cuda") == {}
+    assert name in blueprint.dense_keys
+    assert more in blueprint.checkpoint
+    assert more not in blueprint.dense_keys
 
 
 @pytest.mark.parametrize(("family", "scheme"), [("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8"), ("qwen3_moe", "int4")])

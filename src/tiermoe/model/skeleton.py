@@ -23,6 +23,7 @@ from tiermoe.process.footprint import without_meta_references
 from tiermoe.store.checkpoint import Checkpoint
 from tiermoe.store.gguf.checkpoint import GgufCheckpoint
 from tiermoe.store.outline import DenseTensor, Outline
+from tiermoe.store.quantized_tensors import QuantizedTensor
 from tiermoe.store.source import TensorSource
 
 _SMALLEST = 4096  # elements of a linear layer; packing a smaller one saves nothing worth a kernel call
@@ -59,8 +60,10 @@ class Skeleton:
         """What a start without the modelling code needs to know."""
         checkpoint = self.experts.checkpoint
         dense_keys = [key for key in checkpoint.tensors if key not in self.experts.expert_keys]
-        if self._part and isinstance(self.experts, CheckpointExperts):  # what other parts read is never loaded
-            dense_keys = [key for key in dense_keys if key in self.experts.dense_keys]
+        if isinstance(self.experts, CheckpointExperts):  # what other parts read, or other layers, is never loaded
+            known = self.experts.dense_keys
+            left_out = {key for key in dense_keys if self._part or isinstance(checkpoint.tensors[key], QuantizedTensor)}
+            dense_keys = [key for key in dense_keys if key in known or key not in left_out]
         tensors = self._tensors(checkpoint)
         tied = self._tied(tensors)
         gate = self._gate()
