@@ -257,7 +257,6 @@ PARTS = [
     Part("corm", "rare experts low", "low_loads", {"precision": "fixed"}, NEURONS),
     Part("corm", "prefetch", "prefetched_hits", ALONE, NEURONS | {"on_mispredict": "reload"}),
     Part("corm", "going on with experts", "expert_skips", {"on_mispredict": "reload"}, NEURONS),
-    Part("corm", "going on with neurons", "neurons_left_out", {"on_mispredict": "reload"}, NEURONS),
     Part("corm", "slots of a layer", "victims of other layers", {"allotment": "pool"}, NEURONS, still=True),
     Part("default", "prefetch", "prefetched_hits", ALONE, {"speculate": "always"}),
     Part("default", "slots of a layer", "victims of other layers", {"allotment": "pool"}, still=True),

@@ -513,13 +513,6 @@ BREAKAGES = (
         ("tests/test_parts.py",),
     ),
     Breakage(
-        "CORM waits for neurons that were not predicted",
-        "src/tiermoe/engine/neuron_experts.py",
-        "        if self._proceed and predicted:",
-        "        if False and predicted:",
-        ("tests/test_parts.py",),
-    ),
-    Breakage(
         "a prefetched hit is not counted",
         "src/tiermoe/decide/loads.py",
         "        prefetched = key in self._unused_prefetches\n",
