@@ -175,15 +175,3 @@ def test_slot_reads_prints_every_way(tmp_path: Path, run_: Printed) -> None:
     assert all(map(positive, [*found["gb_s"].values(), *found["latency_us"].values()]))
     assert set(found["ratios"][ways[0]]) == {"sequential, buffered"}
     assert "latency of one expert, buffered" in err
-
-
-def test_packing_prints_its_speed_and_memory(tmp_path: Path, run_: Printed) -> None:
-    model = tiny.write(tmp_path / "model", "qwen3_moe", torch.bfloat16)
-    words = ["--layers", "1", "--dense-bits", "4", "--rounds", "1", "--workers", "2", "--out", tmp_path]
-    found, err = run_("benchmarks.packing", model, *words)
-    assert 0 < found["dense_weights"] < found["weights"]
-    assert found["bytes"] > 2 * found["dense_weights"]
-    assert all(map(positive, [found["weights_per_s"], *found["gb_s"].values(), *found["ratios"].values()]))
-    assert found["peak_bytes_above"] >= 0
-    assert "packing / plain read" in err
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["model"]

@@ -12,8 +12,6 @@ import torch
 from sources import EXPERTS, RandomExperts, contents, empty_store
 from tiermoe import native
 from tiermoe.errors import PackError
-from tiermoe.model.blueprint import inspect_model
-from tiermoe.model.prepare_store import ensure_packed, open_or_create
 from tiermoe.quant import native_encode, row_blocks
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.quantizers import QUANTIZERS
@@ -224,20 +222,3 @@ def test_undefined_weights_are_refused_where_rows_are_read(tmp_path: Path) -> No
         handle.write(b"\xff\x7f" * 4)
     with pytest.raises(PackError, match="infinite or undefined"):
         pack_experts(empty_store(tmp_path / "store"), source, 4, "hqq", workers=2)
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_a_checkpoint_packed_natively_is_the_one_packed_in_torch(
-    family: str, tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Experts and dense layers, the output layer among them."""
-    found = []
-    for who in ("torch", "native"):
-        with monkeypatch.context() as patch:
-            if who == "torch":
-                patch.setattr(native, "quantizes", lambda: False)
-            blueprint = inspect_model(tiny_model(family, torch.bfloat16))
-            store = open_or_create(blueprint, tmp_path / who)
-            ensure_packed(store, blueprint, 4, "hqq", 4)
-        found.append(contents(store.root))
-    assert found[0] == found[1]
