@@ -46,6 +46,9 @@ KEYS = {
     "dense_bits": int,
     "bound_tok_s": float,
     "prefetching": str,
+    "displaced_choices": float,
+    "moved_weight": float,
+    "other_budgets": list,
 }
 
 

@@ -165,11 +165,7 @@ class CheckpointExperts:
         value = next(iter(converted.values()))
         value = value[0] if isinstance(value, list) else value
         result: torch.Tensor = value[0]
-        if tuple(result.shape) != part.shape:
-            raise ModelError(
-                f"{target} of expert {expert} has shape {tuple(result.shape)} in the checkpoint, the config asks for "
-                f"{part.shape}; config.json and weights do not belong together"
-            )
+        _require_shape(target, expert, tuple(result.shape), part.shape)
         return result
 
     def _sources_of(self, layer: int, part: Part) -> tuple[str, ...]:
@@ -191,20 +187,24 @@ class CheckpointExperts:
     def _part_in_place(self, layer: int, expert: int, part: Part, at: int) -> list[Segment] | None:
         if self._flat(layer, part) is not None:
             return None
-        sources = self._sources[self._target(layer, expert, part.name)]
+        target = self._target(layer, expert, part.name)
+        sources = self._sources[target]
         if None in sources:
             key = sources[None][0]
             if not self._is_plain(key):
                 return None
+            _require_shape(target, expert, self.checkpoint.tensors[key].shape[int(self._stacked[layer]) :], part.shape)
             return [self.checkpoint.segment(key, expert if self._stacked[layer] else None, at)]
         converter = self._by_pattern[next(iter(sources))]
         if not _only_stacks_rows(converter, len(sources)):
             return None
+        keys = [sources[pattern][expert] for pattern in converter.source_patterns]
+        if not all(map(self._is_plain, keys)):
+            return None
+        shapes = [self.checkpoint.tensors[key].shape for key in keys]
+        _require_shape(target, expert, (sum(shape[0] for shape in shapes), *shapes[0][1:]), part.shape)
         segments = []
-        for pattern in converter.source_patterns:
-            key = sources[pattern][expert]
-            if not self._is_plain(key):
-                return None
+        for key in keys:
             segments.append(self.checkpoint.segment(key, None, at))
             at += segments[-1].nbytes
         return segments
@@ -228,6 +228,14 @@ class OneExpert:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+def _require_shape(target: str, expert: int, found: tuple[int, ...], asked: tuple[int, ...]) -> None:
+    if found != asked:
+        raise ModelError(
+            f"{target} of expert {expert} has shape {found} in the checkpoint, the config asks for {asked}; "
+            f"config.json and weights do not belong together"
+        )
 
 
 def _only_stacks_rows(converter: WeightConverter, patterns: int) -> bool:
