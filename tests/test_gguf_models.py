@@ -70,7 +70,8 @@ def test_a_file_that_is_not_as_its_config_says_is_left_to_transformers_code(tmp_
     file = gguf_files.write(tmp_path / "model.gguf", gguf_files.model_of("qwen3_moe"), "qwen3_moe", kinds("q8_0"))
     blueprint = inspect_model(file, str(file), tmp_path / "store")
     assert blueprint.known is not None
-    for changes in ({"head_dim": 32}, {"num_experts": 4}, {"hidden_act": "gelu"}, {"num_hidden_layers": 2}):
+    fewer = {"num_experts": 4, "num_local_experts": 4}
+    for changes in ({"head_dim": 32}, fewer, {"hidden_act": "gelu"}, {"num_hidden_layers": 2}):
         config = type(blueprint.config)(**{**blueprint.config.to_dict(), **changes})
         assert outline_of(blueprint.checkpoint, config, torch.bfloat16) is None
     assert outline_of(blueprint.checkpoint, blueprint.config, torch.float16) is None

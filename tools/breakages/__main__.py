@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 BUILT = "src/tiermoe/native/*.so"
 LINKED = "models"
 """A folder that no breakage touches, and large."""
-PATIENCE_S = 1800
+PATIENCE_S = 600
 
 
 def copy_tree(to: Path) -> None:

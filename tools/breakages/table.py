@@ -353,7 +353,7 @@ BREAKAGES = (
     Breakage(
         "rows share the scales of the first ones",
         "src/tiermoe/kernels/native/matrix.py",
-        "(_KINDS[encoding.scale], encoding.rows,",
+        "(_KINDS[encoding.scale], rows,",
         "(_KINDS[encoding.scale], 1 << 20,",
         ("tests/test_native_published.py",),
     ),
