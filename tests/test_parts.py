@@ -259,7 +259,7 @@ PARTS = [
     Part("corm", "going on with experts", "expert_skips", {"on_mispredict": "reload"}, NEURONS),
     Part("corm", "slots of a layer", "victims of other layers", {"allotment": "pool"}, NEURONS, still=True),
     Part("default", "prefetch", "prefetched_hits", ALONE, {"speculate": "always"}),
-    Part("default", "slots of a layer", "victims of other layers", {"allotment": "pool"}, still=True),
+    Part("default", "slots that move", "victims of other layers", {"allotment": "even"}),
     Part("default", "the weighted cache", "not the least recent", {"cache": "lru"}),
     Part("frugal", "skipping", "expert_skips", FIXED),
     Part("mixtral-offload", "prefetch", "prefetched_hits", ALONE),
