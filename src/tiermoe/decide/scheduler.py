@@ -40,7 +40,7 @@ class Scheduler:
     do. fills: whether the background may read experts into free slots, for it changes nothing but hits; `everything`:
     all of them fit. undoable: the eviction policies, where a decode pass may be discarded. prior: moves the choices of
     decoded tokens towards experts that are here. exact: what is read and asked for does not depend on what is cached.
-    uses: counted since the beginning; `reuse` too, where exact.
+    uses: counted since the beginning; `reuse` too, where exact and not all fits.
     """
 
     controller: Controller
@@ -164,7 +164,7 @@ class Scheduler:
         self.prediction.observe(routed)
         demands = self._demands(routed)
         self.uses.note(routed.layer, demands)
-        if self.exact:
+        if self.exact and not self.everything:
             self.reuse.note(routed.layer, demands, routed.phase)
 
         def speculate() -> None:
