@@ -101,6 +101,25 @@ static void products(const Kernels *set, Coding coding, size_t rows, size_t grou
     free(weights), free(ladders), free(scales), free(x), free(out), free(sums);
 }
 
+/* out = the products of all counts of tokens, the last count's in the end; a token's bits are those that it has alone. */
+static void products_of_any_count(const Kernels *set, const Matrix *matrix, const char *name, const bf16 *x, bf16 *out) {
+    const size_t rows = matrix->rows, groups = matrix_groups(matrix), blocks = matrix_blocks(matrix);
+    float *sums = malloc(sizeof *sums * (TOKENS * groups + 1));
+    bf16 alone[BLOCK];
+    for (size_t n = 0; n < sizeof COUNTS / sizeof *COUNTS; n++) {
+        const size_t tokens = COUNTS[n], m = tokens - 1;
+        set->group_sums(x, matrix->group, groups, tokens, sums);
+        for (size_t b = 0; b < blocks; b++) {
+            const size_t width = rows - b * BLOCK < BLOCK ? rows - b * BLOCK : BLOCK;
+            set->block[matrix->coding](matrix, b, x, sums, tokens, out + b * BLOCK, rows);
+            set->block[matrix->coding](matrix, b, x + m * matrix->columns, sums + m * groups, 1, alone, rows);
+            if (memcmp(alone, out + m * rows + b * BLOCK, width * sizeof *out))
+                wrong++, printf("%s, %s: a token among %zu has other bits than alone\n", set->name, name, tokens);
+        }
+    }
+    free(sums);
+}
+
 static void gguf_products(const Kernels *set, Coding coding, size_t rows, size_t columns) {
     static const char *const NAMES[] = {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1",   "Q2_K",   "Q3_K",
                                         "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"};
@@ -111,21 +130,9 @@ static void gguf_products(const Kernels *set, Coding coding, size_t rows, size_t
     for (size_t i = 0; i < rows * row_bytes; i++) weights[i] = (uint8_t)bits();
     for (size_t i = 0; i < rows * row_bytes; i += gguf_bytes(coding)) gguf_scales(coding, weights + i, bits());
     const Matrix matrix = {coding, weights, NULL, rows, columns, group, NULL, SCALE_FLOAT, 1, 1, 1};
-    const size_t blocks = matrix_blocks(&matrix), groups = matrix_groups(&matrix);
-    bf16 *x = malloc(sizeof *x * TOKENS * columns), *out = calloc(TOKENS * rows, sizeof *out), alone[BLOCK];
-    float *sums = malloc(sizeof *sums * (TOKENS * groups + 1));
+    bf16 *x = malloc(sizeof *x * TOKENS * columns), *out = calloc(TOKENS * rows, sizeof *out);
     numbers(x, TOKENS * columns, 1);
-    for (size_t n = 0; n < sizeof COUNTS / sizeof *COUNTS; n++) {
-        const size_t tokens = COUNTS[n], m = tokens - 1;
-        set->group_sums(x, group, groups, tokens, sums);
-        for (size_t b = 0; b < blocks; b++) {
-            const size_t width = rows - b * BLOCK < BLOCK ? rows - b * BLOCK : BLOCK;
-            set->block[coding](&matrix, b, x, sums, tokens, out + b * BLOCK, rows);
-            set->block[coding](&matrix, b, x + m * columns, sums + m * groups, 1, alone, rows);
-            if (memcmp(alone, out + m * rows + b * BLOCK, width * sizeof *out))
-                wrong++, printf("%s, %s: a token among %zu has other bits than alone\n", set->name, name, tokens);
-        }
-    }
+    products_of_any_count(set, &matrix, name, x, out);
     for (size_t m = 0; m < TOKENS; m += 8)
         for (size_t r = 0; r < rows; r++) {
             double want = 0, size = 0;
@@ -136,7 +143,7 @@ static void gguf_products(const Kernels *set, Coding coding, size_t rows, size_t
             }
             expect(set->name, name, from_bf16(out[m * rows + r]), want, size);
         }
-    free(room), free(x), free(out), free(sums);
+    free(room), free(x), free(out);
 }
 
 static double e4m3(int byte) {
@@ -179,9 +186,9 @@ static void published_products(const Kernels *set, Coding coding, ScaleKind kind
     static const float FACTORS[] = {0.003f, 0.011f};
     const char *name = NAMES[coding - E2M1];
     const size_t count = (rows + scale_rows - 1) / scale_rows * ((columns + scale_columns - 1) / scale_columns);
-    const size_t all = rows * columns / (coding == E4M3 ? 1 : 2), blocks = (rows + BLOCK - 1) / BLOCK;
+    const size_t all = rows * columns / (coding == E4M3 ? 1 : 2);
     uint8_t *codes = malloc(all), *scales = malloc(count * BYTES[kind]), *zeros = malloc(count);
-    bf16 *x = malloc(sizeof *x * TOKENS * columns), *out = calloc(TOKENS * rows, sizeof *out), alone[BLOCK];
+    bf16 *x = malloc(sizeof *x * TOKENS * columns), *out = calloc(TOKENS * rows, sizeof *out);
     for (size_t i = 0; i < all; i++) {
         codes[i] = (uint8_t)bits();
         if (coding == E4M3 && (codes[i] & 0x7F) == 0x7F) codes[i]--;
@@ -197,20 +204,8 @@ static void published_products(const Kernels *set, Coding coding, ScaleKind kind
     const size_t group = scale_columns == 16 ? 16 : 32;
     const void *more = coding == U4 ? (const void *)zeros : FACTORS;
     const Matrix matrix = {coding, codes, scales, rows, columns, group, more, kind, scale_rows, scale_columns, (rows + 1) / 2};
-    const size_t groups = matrix_groups(&matrix);
-    float *sums = malloc(sizeof *sums * (TOKENS * groups + 1));
     numbers(x, TOKENS * columns, 1);
-    for (size_t n = 0; n < sizeof COUNTS / sizeof *COUNTS; n++) {
-        const size_t tokens = COUNTS[n], m = tokens - 1;
-        set->group_sums(x, group, groups, tokens, sums);
-        for (size_t b = 0; b < blocks; b++) {
-            const size_t width = rows - b * BLOCK < BLOCK ? rows - b * BLOCK : BLOCK;
-            set->block[coding](&matrix, b, x, sums, tokens, out + b * BLOCK, rows);
-            set->block[coding](&matrix, b, x + m * columns, sums + m * groups, 1, alone, rows);
-            if (memcmp(alone, out + m * rows + b * BLOCK, width * sizeof *out))
-                wrong++, printf("%s, %s: a token among %zu has other bits than alone\n", set->name, name, tokens);
-        }
-    }
+    products_of_any_count(set, &matrix, name, x, out);
     for (size_t m = 0; m < TOKENS; m += 8)
         for (size_t r = 0; r < rows; r++) {
             double want = 0, size = 0;
@@ -220,7 +215,7 @@ static void published_products(const Kernels *set, Coding coding, ScaleKind kind
             }
             expect(set->name, name, from_bf16(out[m * rows + r]), want, size);
         }
-    free(codes), free(scales), free(zeros), free(x), free(out), free(sums);
+    free(codes), free(scales), free(zeros), free(x), free(out);
 }
 
 static void gates(const Kernels *set) {

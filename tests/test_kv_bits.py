@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tiermoe
+from small_engines import NATIVE, engine_of, tokens
 from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt, verify
 from tiermoe.config import Settings
@@ -18,17 +19,6 @@ from tiermoe.errors import ConfigError
 from tiermoe.model import kv_codes
 from tiermoe.model.blueprint import inspect_model
 from tiny import write
-
-NATIVE = {"hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32}
-"""Sizes of a Qwen3-MoE that the native kernels take."""
-
-
-def tokens(count: int, seed: int = 1) -> list[int]:
-    return torch.randint(3, 128, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def engine_of(directory: Path, **options: Any) -> Any:
-    return tiermoe.load(directory, memory="4GiB", device="cpu", lanes=1, **options)[0].tiermoe
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,8 @@ def test_it_counts_what_an_lru_cache_of_that_size_misses(choices: list[set[int]]
     tokens = [sorted(chosen) for chosen in choices]
     uses = sum(map(len, tokens))
     expected = lru_misses(tokens, slots) / uses if uses else 0.0
-    assert noted(tokens).missed(slots) == pytest.approx(expected)
+    found = noted(tokens)
+    assert missed(found.distances, found.first, slots) == pytest.approx(expected)
 
 
 def test_a_prompt_is_used_and_not_counted() -> None:

@@ -45,14 +45,10 @@ class Reuse:
         except ValueError:
             self.first += 1
 
-    def missed(self, slots: float) -> float:
-        """Share of the decoded tokens' uses that an LRU cache of `slots` slots a layer misses; 0 where there are
-        none."""
-        return missed(self.distances, self.first, slots)
-
 
 def missed(distances: Sequence[float], first: float, slots: float) -> float:
-    """`Reuse.missed` of what it has counted. Between two whole numbers of slots in proportion."""
+    """Share of the decoded tokens' uses that an LRU cache of `slots` slots a layer misses, by what `Reuse` has counted;
+    0 where there are none. Between two whole numbers of slots in proportion."""
     total = sum(distances) + first
     whole = min(int(slots), len(distances))
     hits = sum(distances[:whole])
