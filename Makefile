@@ -1,5 +1,6 @@
 # make demo    a story from the shipped model, through an expert cache that cannot hold it
 # make test    every check and every test; what continuous integration runs
+# make test-long  what takes minutes more: kernels under sanitizers and in an emulator, Triton's in its interpreter
 # make lint    ruff, mypy and the import contract alone
 # make env     the virtual environment alone; brought up to date when pyproject.toml changes
 #
@@ -8,7 +9,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help env demo lint test
+.PHONY: help env demo lint test test-long
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -37,3 +38,6 @@ lint: $(STAMP)
 # a process for each core, eight at most: each holds torch and transformers
 test: lint
 	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal
+
+test-long: $(STAMP)
+	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal -m long

@@ -15,6 +15,7 @@ import torch
 import tiny
 from commands import Command, command_runner
 from tiermoe import native
+from tiermoe.process import footprint
 from tiermoe.tiers import probe
 
 pytest_plugins = ["gpu_models", "gpu_rig", "serving"]
@@ -41,13 +42,27 @@ def _short_looks_at_the_drive() -> None:
     probe.SECONDS = 0.002
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _imports_are_no_garbage() -> Iterator[None]:
-    """Every load collects garbage twice: half a second with torch and transformers among it."""
-    gc.collect()
-    gc.freeze()
+@pytest.fixture(autouse=True, scope="session")
+def _loads_are_quick() -> Iterator[None]:
+    """Half the time of loading a tiny model goes into what helps a user's process, and files against power cuts."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(footprint, "_clean_library_pages", list)
+        patched.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _garbage_is_collected_in_the_end() -> Iterator[None]:
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imports_are_no_garbage() -> None:
+    """Every load collects garbage twice: half a second with torch and transformers among it. What earlier modules have
+    frozen stays so: a search through all of it before each of 200 modules takes longer than many of them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ import pytest
 
 from tiermoe.process import deferred_imports, footprint
 
+clean_library_pages = footprint._clean_library_pages  # before conftest.py replaces it
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 # Builds a tiny model of each family, or loads it, and answers with what it generates.
@@ -234,7 +235,7 @@ def test_tensors_with_data_are_filled_as_ever() -> None:
 def test_dropped_ranges_hold_no_page_of_the_process() -> None:
     import torch  # noqa: F401
 
-    ranges = footprint._clean_library_pages()
+    ranges = clean_library_pages()
     assert ranges
     permissions = {}
     anonymous = {}

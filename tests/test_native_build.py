@@ -13,8 +13,9 @@ SOURCES = Path(__file__).parent.parent / "src" / "tiermoe" / "native"
 FILES = sorted(str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.c"))
 BINDINGS = {"module.c", "attention_binding.c"}  # these include Python's headers, which are this machine's
 ELSEWHERE = ["-U__linux__", "-Ulinux"]  # a system of POSIX alone
-CHECKED = [str(SOURCES / name) for name in FILES if name.startswith("isa") or name in ("kernels.c", "matrix.c")]
-CHECK = [str(Path(__file__).parent / "kernels_check.c"), f"-I{SOURCES}", *CHECKED, "-lm", "-o"]
+CHECK = [str(Path(__file__).parent / "kernels_check.c"), str(SOURCES / "matrix.c"), f"-I{SOURCES}"]
+GENERIC = [str(Path(__file__).parent / "generic_alone.c"), str(SOURCES / "isa" / "generic.c")]
+EVERY = [str(SOURCES / name) for name in FILES if name.startswith("isa") or name == "kernels.c"]
 STRICT = ["-std=gnu11", "-ffp-contract=off", "-Wall", "-Wextra"]
 CALLS = """
 #include <unistd.h>
@@ -76,13 +77,24 @@ def test_threads_wait_for_each_other_without_a_race(options: list[str], tmp_path
     ran([str(tmp_path / "calls")])
 
 
+def test_generic_kernels_are_right_under_sanitizers(tmp_path: Path) -> None:
+    program = str(tmp_path / "check")
+    build = [compiler("cc"), *STRICT, "-O0", "-g1", "-fsanitize=address,undefined"]
+    built([*build, *CHECK, *GENERIC, "-lm", "-o", program])
+    assert ran([program]) == ["generic"]
+
+
+@pytest.mark.long
 def test_every_instruction_set_is_right_under_sanitizers(tmp_path: Path) -> None:
     program = str(tmp_path / "check")
-    built([compiler("cc"), *STRICT, "-O1", "-g1", "-fsanitize=address,undefined", *CHECK, program])
+    build = [compiler("cc"), *STRICT, "-O1", "-g1", "-fsanitize=address,undefined"]
+    built([*build, *CHECK, *EVERY, "-lm", "-o", program])
     assert ran([program])[-1] == "generic"
 
 
+@pytest.mark.long
 def test_neon_is_right_in_an_emulator(tmp_path: Path) -> None:
     program, emulator = str(tmp_path / "check"), compiler("qemu-aarch64-static")
-    built([compiler("aarch64-linux-gnu-gcc"), *STRICT, "-O2", "-static", *CHECK, program])
+    build = [compiler("aarch64-linux-gnu-gcc"), *STRICT, "-O2", "-static"]
+    built([*build, *CHECK, *EVERY, "-lm", "-o", program])
     assert ran([emulator, program]) == ["neon", "generic"]

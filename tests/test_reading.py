@@ -118,6 +118,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return DriveProbe(True, lanes or 3, 1.0)
 
     monkeypatch.setattr(probes, "probe_drive", probe)
+    monkeypatch.setattr(probes, "_measure", lambda *_: 1.0)
     return calls
 
 
@@ -139,15 +140,19 @@ def test_a_drive_is_probed_once_a_day_for_each_size_and_number_of_lanes(
     assert len(probed) == 4
 
 
-def test_a_drive_that_has_become_slow_is_probed_again(tmp_path: Path, probed: list[int]) -> None:
+@pytest.mark.parametrize(("before", "again"), [(5.0, 1), (2.0, 0), (0.5, 0), (0.2, 1)])
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_drive_that_is_much_slower_or_faster_than_before_is_probed_again(
+    tmp_path: Path, probed: list[int], before: float, again: int, direct: bool
+) -> None:
     extents, path = write_experts(tmp_path / "experts"), tmp_path / "drive.json"
     known_drive(extents, None, path)
     document = json.loads(path.read_text())
     for entry in document["drives"].values():
-        entry["bandwidth"] = 1e15
+        entry |= {"bandwidth": before, "direct": direct}
     path.write_text(json.dumps(document))
-    assert known_drive(extents, None, path).bandwidth == 1.0
-    assert len(probed) == 2
+    assert known_drive(extents, None, path).bandwidth == (1.0 if again else before)
+    assert len(probed) == 1 + again
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"day": 1}', '{"day": DAY, "drives": {"CASE": {"lanes": 900}}}'])

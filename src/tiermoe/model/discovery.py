@@ -4,6 +4,7 @@ classes are its experts, and the routers beside them. Nothing is loaded, and not
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import inspect
 import re
@@ -129,9 +130,17 @@ def top_k(config: Any, layer: int) -> int:
 def takes_weight(owner: torch.nn.Module, child: str) -> bool:
     """Whether a module's code computes with the weight of its linear layer `child` itself, so that the layer must stay
     as it is. Questions about shape and dtype a packed one answers too, and a fused product of training never runs."""
-    try:
-        code = inspect.getsource(type(owner))
-    except (OSError, TypeError):
+    code = _source(type(owner))
+    if code is None:
         return True
     used = r"(?<!isinstance\(self\.)(?<!outproj_weight=self\.)(?<=\.)"  # a name in a string says what is tied
     return re.search(rf"{used}{re.escape(child)}\.weight\b(?!\.(dtype|device|shape))", code) is not None
+
+
+@functools.cache
+def _source(cls: type) -> str | None:
+    """A class's code; None where there is no file to read it from. Python parses the whole file for each class."""
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):
+        return None

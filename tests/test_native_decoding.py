@@ -1,0 +1,60 @@
+"""Our own decoders on native kernels against transformers' code on the same packed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiermoe
+from feeding import logits_of_steps
+from native_experts import checkpoint
+from tiermoe import native
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native kernels")
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {}, "qwen3_moe": {}, "olmoe": {}, "qwen2_moe": {}, "phimoe": {}, "glm4_moe": {}, "minimax_m2": {},
+    "gpt_oss": {"sliding_window": 12}, "granitemoe": {"residual_multiplier": 0.3},
+    "deepseek_v2": {
+        "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
+        "head_dim": 64, "q_lora_rank": None,
+    },
+}  # fmt: skip
+"""Families whose attention the kernel takes, with what their configs differ in."""
+
+KINDS = ("qwen2_moe", "gpt_oss", "deepseek_v2")
+"""One of each attention: grouped heads, sinks and windows, latents. The other families call the same kernels."""
+
+SETS = native.instruction_sets()
+CASES = [(name, family) for name in SETS for family in FAMILIES if name == SETS[0] or family in KINDS]
+
+
+@pytest.fixture(params=CASES, ids="-".join)
+def family(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every family under the best instruction set of this machine, one of each attention under the others."""
+    name, family = request.param
+    before = native.instruction_set()
+    assert before is not None
+    native.use(name)
+    yield family
+    native.use(before)
+
+
+def test_decoding_agrees_with_transformers_code_on_the_same_packed_weights(family: str, tmp_path: Path) -> None:
+    directory = checkpoint(tmp_path, family, **FAMILIES[family])
+    ids = torch.randint(3, 128, (30,), generator=torch.Generator().manual_seed(0)).tolist()
+    found = []
+    for decoder in ("auto", "generic"):
+        model, _ = tiermoe.load(directory, memory="4GiB", bits=4, dense_bits=4, decoder=decoder)
+        engine = model.tiermoe
+        if decoder == "auto":
+            assert all(layer.few is not None for layer in engine.steps.decoder.layers)
+        found.append(logits_of_steps(engine, ids, 6).float())
+        engine.close()
+    fast, own = found
+    error = (fast - own).norm(dim=-1) / own.norm(dim=-1)
+    assert error.median() < 0.03  # a router may decide a near tie otherwise: single tokens may differ more
