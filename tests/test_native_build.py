@@ -79,7 +79,7 @@ def test_threads_wait_for_each_other_without_a_race(options: list[str], tmp_path
 
 def test_generic_kernels_are_right_under_sanitizers(tmp_path: Path) -> None:
     program = str(tmp_path / "check")
-    build = [compiler("cc"), *STRICT, "-O0", "-g1", "-fsanitize=address,undefined"]
+    build = [compiler("cc"), *STRICT, "-Og", "-g1", "-fsanitize=address,undefined"]
     built([*build, *CHECK, *GENERIC, "-lm", "-o", program])
     assert ran([program]) == ["generic"]
 

@@ -15,6 +15,7 @@ from tiermoe.errors import ConfigError
 from tiermoe.kernels import linear_for
 
 HERE = Path(__file__).parent
+CASES = [str(HERE / name) for name in ("triton_cases.py", "triton_grouped_cases.py")]
 DEVICES = ("interpreter", "gpu") if torch.cuda.is_available() else ("interpreter",)
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
@@ -39,20 +40,33 @@ def run_python(*arguments: str, tmp_path: Path, **variables: str) -> str:
     return done.stdout
 
 
-@needs_triton
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("cases", ["triton_cases.py", "triton_grouped_cases.py"])
-def test_cases(cases: str, device: str, tmp_path: Path) -> None:
+def run_cases(device: str, marked: str, tmp_path: Path) -> None:
     variables = {"TRITON_INTERPRET": "1"} if device == "interpreter" else {}
-    output = run_python("-m", "pytest", "-p", "no:cacheprovider", str(HERE / cases), tmp_path=tmp_path, **variables)
+    command = ("-m", "pytest", "-p", "no:cacheprovider", "-m", marked, *CASES)
+    output = run_python(*command, tmp_path=tmp_path, **variables)
     assert re.search(r"\d+ passed", output)
     assert "skipped" not in output
 
 
 @needs_triton
-def test_kernels_compile_for_gpus_without_atomics(tmp_path: Path) -> None:
-    output = run_python(str(HERE / "triton_compiled.py"), tmp_path=tmp_path)
-    assert output.count("compiled") == 32
+@pytest.mark.parametrize("device", DEVICES)
+def test_cases(device: str, tmp_path: Path) -> None:
+    run_cases(device, "not long", tmp_path)
+
+
+@needs_triton
+@pytest.mark.long
+def test_long_cases(tmp_path: Path) -> None:
+    run_cases("interpreter", "long", tmp_path)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("capabilities", "kernels"), [(["90"], 8), pytest.param(["75", "80"], 24, marks=pytest.mark.long)], ids=str
+)
+def test_kernels_compile_for_gpus_without_atomics(capabilities: list[str], kernels: int, tmp_path: Path) -> None:
+    output = run_python(str(HERE / "triton_compiled.py"), *capabilities, tmp_path=tmp_path)
+    assert output.count("compiled") == kernels
 
 
 @pytest.mark.parametrize("encoding", ["int8", "int4/rowmajor/g64", "int2/rowmajor/g64"])

@@ -82,7 +82,7 @@ TYPED = [(torch.bfloat16, shape) for shape in SHAPES] + [(torch.float32, SHAPES[
 @pytest.mark.parametrize(("bits", "quantizer"), PACKED)
 def test_agrees_with_decoded_weights(bits, quantizer, dtype, shape):
     encoding, slot = packed(bits, quantizer, shape, dtype)
-    for m in (1, 3, 16, 40):
+    for m in (1, 3, 40):
         check(encoding, slot, tokens(m, shape[1], dtype), *shape)
 
 

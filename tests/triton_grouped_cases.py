@@ -172,6 +172,7 @@ def test_a_shape_without_groups_gets_eight_bits_and_is_taken():
 
 if DEVICE == "cpu":  # the pretended GPU computes on the CPU, as the interpreter does
 
+    @pytest.mark.long
     def test_a_model_gives_the_same_bits_for_every_cache(gpu_model, on_fake_gpu, monkeypatch):
         sizes = []
 
