@@ -188,7 +188,7 @@ def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("expect") / "tiny", "qwen3_moe", torch.bfloat16)
+    return write(tmp_path_factory.mktemp("expect") / "tiny", "qwen3_moe", torch.bfloat16, vocab_size=4000)
 
 
 def test_plan_says_what_to_expect(tiermoe_: Command, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +198,11 @@ def test_plan_says_what_to_expect(tiermoe_: Command, model: Path, monkeypatch: p
     out = " ".join(told.out.split())
     assert re.search(r"expect: [\d.]+ to [\d.]+ tokens a second; first token [\d.]+ to [\d.]+ s after a", out)
     assert re.search(r"a token: reads .* of memory; \d+% to \d+% of its experts are in the cache", out)
+    assert "dense weights: " not in out
+    dense = tiermoe_(
+        "plan", model, "--bits", "2", "--dense-bits", "16", "--memory", "4GiB", "--machine", "macbook-air-m2"
+    ).out
+    assert "of that, at 16 bits; --dense-bits 4 packs" in " ".join(dense.split())
     assert re.search(r"machine: memory 80 GB/s, .* Apple: 100 GB/s; .* assumed: ", out)
     found = json.loads(tiermoe_("plan", model, "--memory", "4GiB", "--machine", "macbook-air-m2", "--json").out)
     assert found["expectation"]["decode_tok_s"]["low"] <= found["expectation"]["decode_tok_s"]["high"]

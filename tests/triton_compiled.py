@@ -1,5 +1,5 @@
-"""Compiles the kernels for GPUs that need not be there, of the compute capabilities given; test_triton.py runs this in a
-process of its own."""
+"""Compiles the kernels for GPUs that need not be there, of the compute capabilities given; test_triton.py runs this in
+a process of its own."""
 
 import itertools
 import re

@@ -133,7 +133,7 @@ def _lines(found: Preview) -> Iterator[tuple[str, str]]:
     if found.expectation is None:
         yield "expect:", f"not known: {found.unknown}"
     else:
-        yield from _expected(found.expectation)
+        yield from _expected(found.expectation, found.plan.dense_bits)
     if found.found is not None:
         yield "the last run says:", _measured(found.found)
         more = [each for each in found.other_budgets if each.slots > found.found.slots]
@@ -154,7 +154,7 @@ def _files(count: int) -> str:
     return f"{count} files" if count > 1 else "1 file"
 
 
-def _expected(expected: Expectation) -> Iterator[tuple[str, str]]:
+def _expected(expected: Expectation, dense_bits: str) -> Iterator[tuple[str, str]]:
     rates, drive = expected.rates, expected.drive_bytes
     yield (
         "expect:",
@@ -164,6 +164,9 @@ def _expected(expected: Expectation) -> Iterator[tuple[str, str]]:
     low, high = expected.hit_rate.low, expected.hit_rate.high
     missed = f"; {low:.0%} to {high:.0%} of its experts are in the cache, the drive reads {_sizes(drive)}"
     yield "a token:", f"reads {format_size(expected.memory_bytes)} of memory{missed if drive.high else ''}"
+    if dense_bits == "16" and expected.dense_bytes > expected.memory_bytes / 2:
+        size = format_size(expected.dense_bytes)
+        yield "dense weights:", f"{size} of that, at 16 bits; --dense-bits 4 packs them once and reads less than half"
     yield (
         "machine:",
         f"memory {rates.memory / 1e9:.3g} GB/s, drive {rates.drive / 1e9:.2g} GB/s, products "

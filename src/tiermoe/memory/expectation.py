@@ -61,13 +61,15 @@ class Range:
 class Expectation:
     """Of one sequence, the cache filled. `decode_tok_s`: tokens a second; `first_token_s`: seconds from a prompt of
     `prompt` tokens to the first token, the model loaded; `hit_rate`: of a token's experts those in the cache;
-    `memory_bytes`, `drive_bytes`: that a token reads. `routing`: whose recorded routing the hit rates are of."""
+    `memory_bytes`, `drive_bytes`: that a token reads, `dense_bytes` of them dense weights. `routing`: whose recorded
+    routing the hit rates are of."""
 
     decode_tok_s: Range
     first_token_s: Range
     prompt: int
     hit_rate: Range
     memory_bytes: float
+    dense_bytes: int
     drive_bytes: Range
     routing: str
     rates: Rates
@@ -99,6 +101,7 @@ def expect(work: Work, rates: Rates) -> Expectation:
         prompt=prompt,
         hit_rate=Range(*hits),
         memory_bytes=memory,
+        dense_bytes=work.dense_bytes,
         drive_bytes=missed,
         routing=routing,
         rates=rates,
