@@ -130,7 +130,7 @@ def test_the_preset_takes_what_was_found_unless_one_is_set(shipped: Path, tmp_pa
     text = (shipped.parents[1] / "data" / "heldout.txt").read_text()
     options = {"store": tmp_path, "memory": "4GiB", "device": "cpu", "threads": 1}
     asked = Asked(fallback_ratio=0.3)
-    calibration = prepare(str(shipped), "heldout.txt", text, Cut(512, 32, 64), options, asked)
+    calibration = prepare(str(shipped), "heldout.txt", text, Cut(1024, 32, 64), options, asked)
     (made,) = make_profiles(calibration, ["mobile"], lambda what, done, total: None)
     assert isinstance(made, Found)
     gamma = made.profile.settings["gamma"]

@@ -148,8 +148,13 @@ class Watching(Observer):
 
     def on_route(self, routed: Routed, hidden: torch.Tensor) -> None:
         self._run.note(routed, hidden)
+        self._land()
 
     def on_computed(self, layer: int) -> None:
+        self._land()
+
+    def _land(self) -> None:
+        """Before the first layer too: a pass may begin with reading ahead."""
         if self._run.composition.prefetch != "none":
             self._run.land()
 
