@@ -258,6 +258,7 @@ def test_why_no_faster_code_runs(
         assert "torch's operators for experts' matrices of 96 x 64 at 4 bits" in runs(narrow).kernels
     shown = tiermoe_("show", model)
     assert "tiermoe's own, for qwen3_moe" in shown.out
+    monkeypatch.delenv(native.ISA, raising=False)
     monkeypatch.setenv(native.SWITCH, "0")
     native.available.cache_clear()
     assert runs(model).kernels == "torch's operators: TIERMOE_NATIVE=0, slower"

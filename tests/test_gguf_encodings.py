@@ -9,7 +9,7 @@ import gguf_blocks
 from measures import relative_error
 from tiermoe.errors import ConfigError, StoreError
 from tiermoe.kernels import linear_for
-from tiermoe.native import SWITCH, available
+from tiermoe.native import ISA, SWITCH, available
 from tiermoe.quant import gguf
 from tiermoe.quant.gguf import TYPES, gguf_encoding
 from tiermoe.quant.quantizers import QUANTIZERS
@@ -40,6 +40,7 @@ def test_decodes_to_what_the_gguf_package_dequantises(type, dtype, monkeypatch):
 
 @pytest.fixture
 def without_native(monkeypatch):
+    monkeypatch.delenv(ISA, raising=False)
     monkeypatch.setenv(SWITCH, "0")
     available.cache_clear()
     yield

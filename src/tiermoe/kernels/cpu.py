@@ -36,9 +36,8 @@ INT8_TOKENS = {torch.bfloat16: 12}
 INT4_TOKENS = {torch.bfloat16: 48}
 
 NATIVE_TOKENS_BESIDE_AMX = 48
-DECODED_WEIGHTS = (
-    1 << 24
-)  # of a matrix at 8 bits decoded at a time: an output layer is larger, an expert's matrix is not
+# Of a matrix at 8 bits decoded at a time: an output layer is larger, an expert's matrix is not.
+DECODED_WEIGHTS = 1 << 24
 DECODED_BLOCKS = 1 << 20  # likewise, of blocks of rows: what is decoded stays in the cache
 INT8_COLUMNS = 16  # with another multiple the operator reads past the end of the rows in 16-bit dtypes
 
