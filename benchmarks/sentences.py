@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--winogrande", type=Path)
     parser.add_argument("--preset", default="nimble")
     parser.add_argument("--set", action="append", default=[], help="NAME=VALUE, for the preset")
-    parser.add_argument("--cache")
+    parser.add_argument("--cache", default="45%", help="one that leaves experts out: else nothing is lossy")
     parser.add_argument("--memory")
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--threads", type=int)
