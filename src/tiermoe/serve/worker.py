@@ -75,11 +75,7 @@ class Worker:
         stream = _Stream(asyncio.get_running_loop())
         numbers: list[int] = []
         with self._changed:
-            if self._closing:
-                raise ClosingError("the server is about to end")
-            waiting = self.batcher.waiting + self._queued
-            if waiting >= self.most_waiting:
-                raise QueueFullError(f"{waiting} requests wait already; ask again later, or raise --max-queue")
+            self._check_open()
             self._queued += 1
 
             def begin() -> None:
@@ -98,6 +94,15 @@ class Worker:
         finally:
             with self._changed:
                 self._order(lambda: self._drop(numbers))
+
+    def _check_open(self) -> None:
+        waiting = self.batcher.waiting + self._queued
+        if not self._closing and waiting < self.most_waiting:
+            return
+        self.batcher.counts.refused += 1
+        if self._closing:
+            raise ClosingError("the server is about to end")
+        raise QueueFullError(f"{waiting} requests wait already; ask again later, or raise --max-queue")
 
     @property
     def busy(self) -> bool:
