@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 _WORDS = "once upon a time there was king who lived in great house by the sea and he had little dog that liked to play"
-_BEGINNINGS = 4  # texts that half of the prompts begin with
+_BEGINNINGS = 4  # that half of the prompts begin with
 _LEAVING = 0.1  # of the requests, midway
 _MOST_ANSWER = 64
 
@@ -45,16 +45,16 @@ class Tally:
 
 class Clients:
     """`count` clients of the server at `address`, whose requests have room for `context` tokens. `ended_at`: when the
-    server was told to end; what breaks off after that without having begun was turned away."""
+    server was told to end; what is asked for after that and breaks off was turned away."""
 
     def __init__(self, address: str, count: int, context: int, seed: int = 0) -> None:
         self.tally = Tally()
         self.ended_at = math.inf
         self._address, self._count, self._context = address, count, context
         self._chance = random.Random(seed)
-        words = _WORDS.split()
-        self._begin = [" ".join(self._chance.choices(words, k=context // 8)) for _ in range(_BEGINNINGS)]
-        self._words = words
+        told = httpx.post(f"{address}/tokenize", json={"prompt": _WORDS, "add_special_tokens": False}).json()
+        self._ids: list[int] = told["tokens"]
+        self._beginnings = [self._chance.choices(self._ids, k=context // 4) for _ in range(_BEGINNINGS)]
         self._heard_at = 0.0
 
     async def run(self, seconds: float) -> None:
@@ -99,11 +99,12 @@ class Clients:
         return 0.0
 
     def _request(self, stream: bool) -> dict[str, Any]:
-        chance, most = self._chance, self._context // 4
-        words = chance.choices(self._words, k=int(math.exp(chance.uniform(0.7, math.log(most)))))
+        chance = self._chance
+        most = self._context // 2
+        prompt = chance.choices(self._ids, k=int(math.exp(chance.uniform(0, math.log(most)))))
         if chance.random() < 0.5:
-            words.insert(0, chance.choice(self._begin))
-        asked: dict[str, Any] = {"prompt": " ".join(words), "max_tokens": chance.randint(1, _MOST_ANSWER), "seed": 1}
+            prompt = chance.choice(self._beginnings) + prompt
+        asked: dict[str, Any] = {"prompt": prompt, "max_tokens": chance.randint(1, _MOST_ANSWER), "seed": 1}
         return asked | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
 
     async def _refused(self, response: httpx.Response) -> float:

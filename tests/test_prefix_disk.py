@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,12 @@ WHOLE, LATENT, SLIDING = LayerShape(2, 4, 6), LayerShape(1, 12, 0), LayerShape(2
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
     """Of one model, with all experts in memory and with half of them."""
     directory = write(tmp_path_factory.mktemp("prefixes"), "qwen3_moe", torch.bfloat16, **NATIVE)
-    options: dict[str, Any] = dict(device="cpu", lanes=1, bits=4, dense_bits=4, chunk=32, batch=2, context=256)
-    made = [tiermoe.load(directory, **options, **size)[0].tiermoe for size in ({"memory": "4GiB"}, {"cache": "50%"})]
+    made = [
+        tiermoe.load(directory, device="cpu", lanes=1, bits=4, dense_bits=4, chunk=32, batch=2, context=256, **size)[
+            0
+        ].tiermoe
+        for size in ({"memory": "4GiB"}, {"cache": "50%"})
+    ]
     yield made
     for engine in made:
         engine.close()
@@ -303,8 +308,10 @@ def test_refusals(
     (tmp_path / "file").write_text("a file")
     places = {"KEPT": str(tmp_path / "kept"), "FILE": str(tmp_path / "file")}
     model = tiny_model("qwen3_moe", torch.float32)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     words = [places.get(word, word) for word in words]
-    assert cause in tiermoe_("serve", model, "--port", "18765", "--context", "64", *words).cause
+    assert cause in tiermoe_("serve", model, "--port", port, "--context", "64", *words).cause
 
 
 def test_a_size_must_hold_one_conversation() -> None:

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -188,14 +186,14 @@ class KVCache:
         """Whether some layer keeps its last positions alone."""
         return any(shape.window is not None for shape in self.shapes)
 
-    def memory(self, slab: int, first: int, end: int) -> Iterator[npt.NDArray[np.uint8]]:
-        """Where positions `first` to `end` of a sequence lie in layers without a window: contiguous bytes (positions,
-        bytes a position), in an order that follows from the shapes alone."""
+    def memory(self, slab: int, first: int, end: int) -> Iterator[memoryview]:
+        """Where positions `first` to `end` of a sequence lie in layers without a window, as bytes, in an order that
+        follows from the shapes alone."""
         for tensor, shape in self._each_tensor():
             if shape.window is None:
                 yield from _memory(tensor, slab, first, end)
 
-    def window_memory(self, slab: int, end: int) -> Iterator[npt.NDArray[np.uint8]]:
+    def window_memory(self, slab: int, end: int) -> Iterator[memoryview]:
         """The same of layers with a window: all that they need of a sequence of `end` positions to go on."""
         for tensor, shape in self._each_tensor():
             if shape.window is not None:
@@ -247,7 +245,7 @@ class KVCache:
         return slab
 
 
-def _memory(tensor: Tensor, slab: int, first: int, end: int) -> Iterator[npt.NDArray[np.uint8]]:
+def _memory(tensor: Tensor, slab: int, first: int, end: int) -> Iterator[memoryview]:
     """The bytes of positions of a slab, head by head, in a tensor (slabs, heads, room, columns) without empty ones."""
     if first >= end or not tensor.shape[3]:
         return
@@ -255,4 +253,4 @@ def _memory(tensor: Tensor, slab: int, first: int, end: int) -> Iterator[npt.NDA
     begin, stop = first % room, (end - 1) % room + 1
     parts = [slice(begin, stop)] if begin < stop else [slice(begin, room), slice(stop)]
     for head in tensor.view(torch.uint8).numpy()[slab]:
-        yield from (head[part] for part in parts)
+        yield from (head[part].data.cast("B") for part in parts)

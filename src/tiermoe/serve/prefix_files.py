@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from tiermoe.config import MIB
@@ -35,7 +34,7 @@ _NAMES = re.compile(r"(\.[0-9]+-)?[0-9a-f]{40}\.(kv|window)")
 _SCAN_S = 5  # after which what other processes have written is looked at again
 _LEFT_S = 3600  # after which a file that is not whole was left by a process that is gone
 
-Memory = Iterable[npt.NDArray[np.uint8]]
+Memory = Iterable[memoryview]
 
 
 class DamagedError(Exception):
@@ -80,7 +79,7 @@ def read(path: Path, name: bytes, memory: Memory) -> int:
     """Reads a file into `memory`; its bytes. DamagedError where it is not what was written under this name: then what
     lies in `memory` means nothing."""
     checksum, nbytes = xxhash.xxh3_128(name), HEAD_BYTES
-    with open(path, "rb", _BUFFER) as file:
+    with open(path, "rb") as file:
         head = file.read(HEAD_BYTES)
         if not head.startswith(_MAGIC):
             raise DamagedError("is no file of this version of tiermoe")
