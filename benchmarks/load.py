@@ -1,6 +1,6 @@
 """Does a server hold under load? `tiermoe serve` with many clients, and its end while they ask.
 
-    python -m benchmarks.load MODEL --clients 64 --seconds 600 --memory 700MiB [--cgroup] [-- SERVE OPTIONS]
+    python -m benchmarks.load MODEL --clients 64 --seconds 600 --memory 700MiB [--cgroup] [OPTIONS OF SERVE]
 
 Clients stream or wait for whole answers, of mixed lengths; a tenth leaves midway; the queue overflows, and who is
 refused comes again after Retry-After. `--cgroup` starts the server in a memory cgroup of the size of --memory. Then
@@ -154,10 +154,11 @@ def counters_broken(seen: Tally, told: dict[str, float], context: int) -> list[s
     finished = sum(value for name, value in ends.items() if "error" not in name)
     read = told["prompt_tokens_total"] + told["prompt_tokens_cached_total"]
     made = told["generation_tokens_total"]
+    known = seen.sent - seen.unheard
     checks = (
-        ("requests sent", seen.sent, ended + told["requests_refused_total"], 0),
+        ("requests sent", known, ended + told["requests_refused_total"], seen.unheard),
         ("requests taken", told["requests_total"], ended, 0),
-        ("requests refused", seen.refused, told["requests_refused_total"], 0),
+        ("requests refused", seen.refused, told["requests_refused_total"], seen.unheard),
         ("answers finished", seen.finished, finished, seen.left),
         ("tokens of prompts", seen.prompt_tokens, read, seen.left * context),
         ("tokens generated", seen.completion_tokens, made, seen.left * context),
@@ -223,7 +224,7 @@ def group_of(args: argparse.Namespace) -> Iterator[tuple[int, Path] | None]:
 
 
 def main() -> None:
-    top = argparse.ArgumentParser(prog="python -m benchmarks.load", description=__doc__)
+    top = argparse.ArgumentParser(prog="python -m benchmarks.load", description=__doc__, allow_abbrev=False)
     top.formatter_class = argparse.RawDescriptionHelpFormatter
     top.add_argument("model", type=Path)
     top.add_argument("--clients", type=int, default=64)
@@ -233,8 +234,7 @@ def main() -> None:
     top.add_argument("--max-queue", type=int, default=32)
     top.add_argument("--cgroup", action="store_true", help="in a memory cgroup of the size of --memory")
     top.add_argument("--seed", type=int, default=0)
-    top.add_argument("options", nargs="*", help="more options of tiermoe serve, after --")
-    args = top.parse_args()
+    args, args.options = top.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="load-") as folder:
         try:
             with group_of(args) as group:

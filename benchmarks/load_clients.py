@@ -25,14 +25,16 @@ class ClosedError(Exception):
 
 @dataclass(slots=True)
 class Tally:
-    """What clients have seen. refused: with status 503. left: requests that they left midway. told: those that ended
-    with an error; lost: those that ended without a word. Tokens are those of finished answers. Seconds are the longest:
-    until a first token, and between two events of a stream after it. statuses: of errors, and how often."""
+    """What clients have seen. refused: with status 503. left: requests that they left midway; unheard: those of them
+    that the server had not said a word to. told: those that ended with an error; lost: those that ended without a word.
+    Tokens are those of finished answers. Seconds are the longest: until a first token, between two events of a stream
+    after it, and without an event for anybody. errors: what was told, and how often."""
 
     sent: int = 0
     finished: int = 0
     refused: int = 0
     left: int = 0
+    unheard: int = 0
     told: int = 0
     lost: int = 0
     prompt_tokens: int = 0
@@ -75,20 +77,27 @@ class Clients:
 
     async def _ask(self, http: httpx.AsyncClient) -> float:
         """One request; seconds after which the next one may come."""
-        stream, leaves = self._chance.random() < 0.5, self._chance.random() < _LEAVING
-        asked = self._request(stream)
+        stream = self._chance.random() < 0.5
+        patience = self._chance.uniform(0.3, 3) if self._chance.random() < _LEAVING else None
+        asked, heard = self._request(stream), False
         began = time.perf_counter()
-        patience = self._chance.uniform(0.3, 3) if leaves else None
         self.tally.sent += 1
         try:
-            async with asyncio.timeout(patience), http.stream("POST", "/v1/completions", json=asked) as response:
+            async with (
+                asyncio.timeout(None if stream else patience) as limit,
+                http.stream("POST", "/v1/completions", json=asked) as response,
+            ):
                 if response.status_code != 200:
                     return await self._refused(response)
+                heard = True
+                if patience is not None:
+                    limit.reschedule(asyncio.get_running_loop().time() + patience)
                 ended = await (self._streamed(response, began) if stream else self._whole(response, began))
                 if not ended:
                     self._broke(began, "the answer broke off")
         except TimeoutError:
             self.tally.left += 1
+            self.tally.unheard += not heard
         except httpx.ConnectError:
             self.tally.sent -= 1
             if began < self.ended_at:

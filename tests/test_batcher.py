@@ -91,6 +91,8 @@ def test_a_request_that_leaves_frees_its_row(loaded: Any) -> None:
     pieces = [*batch.step(), *batch.step(), *batch.step()]
     batch.cancel(first)
     found = answers(batch, pieces)
+    batch.cancel(second)  # which has ended
+    assert batch.counts.aborted == 1
     assert len(found[first]) == 2
     assert found[second] == alone(loaded, request(ids(9, 2), 3))
 
