@@ -21,8 +21,8 @@ from tiermoe.generation.sampling import Sampling
 from tiermoe.model.kv_cache import KVCache, LayerShape
 from tiermoe.serve.batcher import Batcher
 from tiermoe.serve.metrics import Metrics
-from tiermoe.serve.prefix_disk import PrefixDisk, check_size, disk_of
-from tiermoe.serve.prefix_files import BLOCK, PrefixFolder, first_name
+from tiermoe.serve.prefix_disk import PrefixDisk, disk_of
+from tiermoe.serve.prefix_files import BLOCK, PrefixFolder, check_size, first_name
 from tiermoe.serve.request import Request
 from tiny import write
 
@@ -99,6 +99,10 @@ def test_a_conversation_goes_on_after_a_restart_with_the_bits_it_has_without(
     said = [token for token, _ in answer(first, turn)]
     disk = ended(first)
     assert (disk.counts.hits, disk.counts.written_bytes) == (0, kept.nbytes)
+    again = kept.start(engines[0])
+    assert [token for token, _ in answer(again, turn)] == said
+    assert again.counts.cached_tokens == 139
+    ended(again)
     turn += [*said, *ids(9, 2)]
     cold = answer(Batcher(engines[1], Letters(), set(), 2), turn)
     second = kept.start(engines[1])  # another budget changes no bit
@@ -122,7 +126,7 @@ def test_conversations_that_begin_alike_share_files_and_come_back_to_it(engines:
     assert answer(batch, turn) == answer(Batcher(engines[0], Letters(), set(), 1), turn)
     assert batch.counts.cached_tokens == 2 * BLOCK
     ended(batch)
-    assert len(kept.files) == before + 1
+    assert len(kept.files) == before + 2  # of the prompt, and of its answer
 
 
 def damage(file: Path) -> None:

@@ -154,8 +154,7 @@ def _prefix_folder(root: Path, most: int, blueprint: Any, options: dict[str, Any
     from tiermoe.engine.load import resolve_for
     from tiermoe.memory.activations import sizes_of
     from tiermoe.memory.plan import context_of
-    from tiermoe.serve.prefix_disk import check_size
-    from tiermoe.serve.prefix_files import PrefixFolder
+    from tiermoe.serve.prefix_files import PrefixFolder, check_size
     from tiermoe.tiers.cuda import resolve_device
 
     used = resolve_for(blueprint, settings(**options)).settings

@@ -6,14 +6,13 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tiermoe.config import MIB, format_size
+from tiermoe.config import MIB
 from tiermoe.engine.numerics import numerics
-from tiermoe.errors import ConfigError
-from tiermoe.model.kv_cache import KVCache, LayerShape
+from tiermoe.model.kv_cache import KVCache
 from tiermoe.serve.prefix_files import (
     BLOCK,
     HEAD_BYTES,
@@ -30,21 +29,6 @@ from tiermoe.serve.prefix_files import (
 
 TURN_BYTES = 32 * MIB
 """What is read of a beginning before the answers under way have a turn."""
-
-
-def check_size(size: int, shapes: Sequence[LayerShape], context: int, step: int, itemsize: int, bits: int) -> None:
-    """ConfigError where a folder of `size` bytes cannot hold one sequence of `context` tokens, of which `step` run at
-    once. itemsize, bits: of keys and values."""
-    blocks = -(-context // BLOCK)
-    needed = 2 * HEAD_BYTES * blocks
-    for shape in shapes:
-        positions = context if shape.window is None else min(blocks, step // BLOCK + 2) * min(shape.window, context)
-        needed += positions * shape.row_bytes(itemsize, bits)
-    if size < needed:
-        raise ConfigError(
-            f"--prefix-disk-size {format_size(size)} is less than one conversation of {context:,} tokens takes, "
-            f"{needed:,} bytes; raise it, or lower --context"
-        )
 
 
 @dataclass(slots=True)
@@ -69,11 +53,13 @@ class DiskCounts:
 
 @dataclass(slots=True)
 class _Job:
-    """tokens: of a slab, to be written. limit: so many positions stay as they are. windows: those that layers with a
-    window hold do so too, but for one that a step may add."""
+    """tokens: of a slab, to be written. ends: where beginnings of them end that are asked for again. limit: so many
+    positions stay as they are. windows: those that layers with a window hold do so too, but for one that a step may
+    add."""
 
     slab: int
     tokens: list[int]
+    ends: list[int]
     limit: int
     windows: bool
 
@@ -143,7 +129,10 @@ class PrefixDisk:
         """The slab holds these tokens, and will until it is withdrawn; further ones may be added one by one."""
         with self._changed:
             if tokens and self._writes and not self._closing:
-                self._waiting[slab] = _Job(slab, list(tokens), len(tokens), self._cache.has_windows)
+                earlier = self._waiting.get(slab)
+                ends = [end for end in earlier.ends if end <= earlier.limit] if earlier else []
+                ends.append(len(tokens))
+                self._waiting[slab] = _Job(slab, list(tokens), ends, len(tokens), self._cache.has_windows)
                 self._changed.notify_all()
 
     def withdraw(self, slab: int, length: int = 0) -> None:
@@ -200,24 +189,33 @@ class PrefixDisk:
                 self._stop(error)
 
     def _write(self, job: _Job) -> None:
-        """Writes the blocks of a slab that are not there yet."""
-        name, names, tokens = self._first_name, list[bytes](), job.tokens
+        """Writes the blocks of a slab that are not there yet, and what is left behind them at each of its ends."""
+        before, names, tokens = self._first_name, list[bytes](), job.tokens
         for first in range(0, len(tokens), BLOCK):
-            end = min(first + BLOCK, len(tokens))
-            name = name_of(name, tokens[first:end])
-
-            def stays(end: int = end) -> bool:
-                return end <= job.limit
-
-            def in_window(end: int = end) -> bool:
-                return job.windows and self._cache.can_crop(job.slab, end, ahead=1)
-
-            if not self._keep(name, KEPT, list(self._cache.memory(job.slab, first, end)), stays):
-                break
-            if in_window():
-                self._keep(name, WINDOW, list(self._cache.window_memory(job.slab, end)), in_window)
-            names.append(name)
+            last = min(first + BLOCK, len(tokens))
+            for end in sorted({last, *(end for end in job.ends if first < end < last)}):
+                name = name_of(before, tokens[first:end])
+                if not self._write_block(job, name, first, end):
+                    self.folder.used(names)
+                    return
+                names.append(name)
+            before = names[-1]
         self.folder.used(names)
+
+    def _write_block(self, job: _Job, name: bytes, first: int, end: int) -> bool:
+        """Whether it is there now."""
+
+        def stays() -> bool:
+            return end <= job.limit
+
+        def in_window() -> bool:
+            return job.windows and self._cache.can_crop(job.slab, end, ahead=1)
+
+        if not self._keep(name, KEPT, list(self._cache.memory(job.slab, first, end)), stays):
+            return False
+        if in_window():
+            self._keep(name, WINDOW, list(self._cache.window_memory(job.slab, end)), in_window)
+        return True
 
     def _keep(self, name: bytes, kind: str, memory: Memory, still: Callable[[], bool]) -> bool:
         """Writes a file unless it is there; whether it is now."""

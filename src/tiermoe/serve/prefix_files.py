@@ -20,8 +20,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from tiermoe.config import MIB
+from tiermoe.config import MIB, format_size
 from tiermoe.errors import ConfigError
+from tiermoe.model.kv_cache import LayerShape
 
 BLOCK = 64  # tokens of a block
 KEPT, WINDOW = "kv", "window"
@@ -39,6 +40,21 @@ Memory = Iterable[memoryview]
 
 class DamagedError(Exception):
     """A file that is torn, or not what its name says."""
+
+
+def check_size(size: int, shapes: Sequence[LayerShape], context: int, step: int, itemsize: int, bits: int) -> None:
+    """ConfigError where a folder of `size` bytes cannot hold one sequence of `context` tokens, of which `step` run at
+    once. itemsize, bits: of keys and values."""
+    blocks = -(-context // BLOCK)
+    needed = 2 * HEAD_BYTES * blocks
+    for shape in shapes:
+        positions = context if shape.window is None else min(blocks, step // BLOCK + 2) * min(shape.window, context)
+        needed += positions * shape.row_bytes(itemsize, bits)
+    if size < needed:
+        raise ConfigError(
+            f"--prefix-disk-size {format_size(size)} is less than one conversation of {context:,} tokens takes, "
+            f"{needed:,} bytes; raise it, or lower --context"
+        )
 
 
 def first_name(facts: bytes) -> bytes:

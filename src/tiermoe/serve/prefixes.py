@@ -9,7 +9,6 @@ from typing import Any
 
 from tiermoe.generation.sequence import shared
 from tiermoe.serve.prefix_disk import PrefixDisk, Stored
-from tiermoe.serve.prefix_files import BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +48,10 @@ class Prefixes:
         return Begun(self._fresh(), 0, stored)
 
     def read(self, slab: int, tokens: list[int]) -> None:
-        """A prompt has been read: what it wrote stays while its answer is made."""
+        """A prompt has been read: what it wrote stays while its answer is made. Without its last token, as the same
+        prompt would look for it."""
         if self.disk is not None:
-            self.disk.offer(slab, tokens[: len(tokens) // BLOCK * BLOCK])
+            self.disk.offer(slab, tokens[:-1])
 
     def leave(self, slab: int, tokens: list[int]) -> None:
         """A request has ended: its keys and values stay until their slab is needed."""
