@@ -285,6 +285,25 @@ def test_the_folder_keeps_its_size_and_what_was_used_last(tmp_path: Path) -> Non
     assert mine.exists()
 
 
+def test_several_servers_on_a_folder_do_not_harm_each_other(tmp_path: Path) -> None:
+    cache, tokens = full(WHOLE), ids(150)
+    disks = [on(cache, tmp_path) for _ in range(3)]
+    for disk in disks:
+        disk.offer(0, tokens)
+    for disk in disks:
+        disk.close(60)
+    assert len(list(tmp_path.iterdir())) == 3
+    one, other = disks[:2]
+    stored, again = one.find(tokens), other.find(tokens)
+    assert stored is not None
+    assert again is not None
+    assert one.fill(stored, 1)
+    assert torch.equal(cache.keys[0][1, :, :150], cache.keys[0][0, :, :150])
+    shutil.rmtree(tmp_path)  # the other one has made room meanwhile
+    assert other.fill(again, 1)
+    assert (stored.length, again.length, other.counts.dropped) == (150, 0, 0)
+
+
 def test_a_drive_that_takes_no_more_stops_the_writing_with_one_warning(engines: list[Any], tmp_path: Path) -> None:
     kept = Kept(tmp_path / "kept")
     batch = kept.start(engines[0])

@@ -31,7 +31,7 @@ on from the block's end."""
 HEAD_BYTES = 24
 _MAGIC = b"tmoekv\x00\x01"
 _BUFFER = MIB
-_NAMES = re.compile(r"(\.[0-9]+-)?[0-9a-f]{40}\.(kv|window)")
+_NAMES = re.compile(r"(\.[0-9a-f]{8}-)?[0-9a-f]{40}\.(kv|window)")
 _SCAN_S = 5  # after which what other processes have written is looked at again
 _LEFT_S = 3600  # after which a file that is not whole was left by a process that is gone
 
@@ -71,7 +71,7 @@ def write(path: Path, name: bytes, memory: Memory, still: Callable[[], bool]) ->
     """Writes what lies in `memory` to a file that is there whole or not at all; its bytes. (What a power failure tears
     its checksum finds.) still: asked once all has been read, whether the memory held what is meant until then; else
     nothing is written: 0."""
-    temporary = path.with_name(f".{os.getpid()}-{path.name}")
+    temporary = path.with_name(f".{os.urandom(4).hex()}-{path.name}")
     checksum = xxhash.xxh3_128(name)
     try:
         with open(temporary, "wb", _BUFFER, opener=_private) as file:
