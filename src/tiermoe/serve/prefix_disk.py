@@ -4,6 +4,7 @@ ones."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import threading
 from collections.abc import Callable
@@ -165,9 +166,9 @@ class PrefixDisk:
         path = self.folder.path(name, kind)
         try:
             self.counts.read_bytes += read(path, name, memory)
-        except FileNotFoundError:  # another process has made room
-            raise
         except (DamagedError, OSError) as error:
+            if isinstance(error, OSError) and error.errno != errno.EIO:
+                raise  # another process has made room, or keeps its files to itself
             self.counts.dropped += 1
             with contextlib.suppress(OSError):
                 path.unlink()
