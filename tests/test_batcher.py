@@ -14,10 +14,11 @@ import tiermoe
 from tiermoe.batch import Batch
 from tiermoe.errors import PromptError
 from tiermoe.generation.sampling import Sampling
+from tiermoe.serve.answers import together
 from tiermoe.serve.batcher import Batcher
 from tiermoe.serve.detokenize import Detokenizer
 from tiermoe.serve.request import Piece, Request
-from tiermoe.serve.worker import ClosingError, Worker
+from tiermoe.serve.worker import ClosingError, QueueFullError, Worker
 from tiny import write
 
 NATIVE = {"hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32}
@@ -91,6 +92,8 @@ def test_a_request_that_leaves_frees_its_row(loaded: Any) -> None:
     pieces = [*batch.step(), *batch.step(), *batch.step()]
     batch.cancel(first)
     found = answers(batch, pieces)
+    batch.cancel(second)  # which has ended
+    assert batch.counts.aborted == 1
     assert len(found[first]) == 2
     assert found[second] == alone(loaded, request(ids(9, 2), 3))
 
@@ -245,6 +248,20 @@ def test_the_end_of_a_server_is_told_to_who_still_waits(loaded: Any) -> None:
     assert "about to end" in refused
     pieces, _ = asyncio.run(asked(0))
     assert isinstance(pieces[-1].error, ClosingError)
+
+
+def test_what_is_refused_is_so_before_anything_is_waited_for(loaded: Any) -> None:
+    """A stream begins where nothing has come for a while: on a busy machine too it must not begin with a refusal."""
+
+    async def asked() -> None:
+        worker = Worker(batcher(loaded, 1), 0, lambda *_: None)
+        first: Any = anext(together(worker, [request(ids(9, 1))]))
+        with pytest.raises(QueueFullError):
+            first.send(None)
+        worker.close(0)
+        assert worker.batcher.counts.refused == 1
+
+    asyncio.run(asked())
 
 
 def test_ends(loaded: Any) -> None:

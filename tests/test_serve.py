@@ -14,8 +14,10 @@ import openai
 import pytest
 import torch
 
+from benchmarks.load import counters_broken, metrics, settled
+from benchmarks.load_clients import Clients
 from commands import Command
-from serving import KEY, Scripted
+from serving import KEY, Scripted, running
 from tiermoe.batch import Batch
 from tiermoe.batch import prompt as row
 from tiermoe.serve.app import create_app
@@ -197,6 +199,20 @@ def test_a_client_that_leaves_frees_its_row(http: httpx.Client, served: Served) 
     assert not served.worker.busy
 
 
+def test_counters_are_what_clients_see(served: Served) -> None:
+    """By the clients of `benchmarks.load`, some of which leave; a counter that is off by one is found."""
+    with running(create_app(served)) as address:
+        before = metrics(address)
+        clients = Clients(address, 6, 64)
+        asyncio.run(clients.run(0.5))
+        told = {name: value - before.get(name, 0) for name, value in settled(address).items()}
+    assert clients.tally.finished
+    assert (clients.tally.lost, clients.tally.told, clients.tally.refused) == (0, 0, 0)
+    assert counters_broken(clients.tally, told, 64) == []
+    told["requests_aborted_total"] += 1
+    assert "requests sent" in counters_broken(clients.tally, told, 64)[0]
+
+
 TEMPLATE = (
     "{% for tool in tools or [] %}<tool_call>{{ tool.function.name }}{% endfor %}{% for m in messages %}{{ m.role }}:"
     "{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.arguments.city }}{% endfor %}{% endfor %}"
@@ -332,8 +348,10 @@ def test_a_key_is_asked_for(address: str) -> None:
 
 def test_a_full_queue_asks_to_come_again(served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served.worker, "most_waiting", 0)
+    refused = served.worker.batcher.counts.refused
     response = http.post("/v1/completions", json={"prompt": "a"})
     assert (response.status_code, response.headers["Retry-After"]) == (503, "5")
+    assert served.worker.batcher.counts.refused == refused + 1
 
 
 def test_what_fails_is_an_error_of_the_server(

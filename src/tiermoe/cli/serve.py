@@ -18,8 +18,10 @@ from tiermoe.cli.output import note
 from tiermoe.cli.session import choose_sampling, make_sampling, open_session
 from tiermoe.errors import ConfigError
 
+PREFIX_DISK_SIZE = "4GiB"
 GRACE_S = 30  # for answers under way when the server ends
 LAST_WORDS_S = 5  # for connections after that
+LAST_WRITES_S = 10  # for conversations that are still to be written to disk
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -35,6 +37,21 @@ def serve(
     ] = None,
     max_batch: Annotated[int, typer.Option(help="Requests that run at once.", min=1, max=64)] = 8,
     max_queue: Annotated[int, typer.Option(help="Requests that may wait.", min=1)] = 64,
+    prefix_disk: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder that keeps the keys and values of conversations, so that they survive a restart. "
+            "Default: they are kept in memory alone.",
+            show_default=False,
+        ),
+    ] = None,
+    prefix_disk_size: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Most bytes of that folder; what was used least recently goes first. Default: {PREFIX_DISK_SIZE}.",
+            show_default=False,
+        ),
+    ] = None,
     name: Annotated[
         str | None, typer.Option(help="What the model is called. Default: as named here.", show_default=False)
     ] = None,
@@ -45,20 +62,24 @@ def serve(
     if api_key is not None and not api_key.strip():
         raise ConfigError("the API key is empty; name one, or leave --api-key out")
     _need_libraries()
+    most = _prefix_bytes(prefix_disk, prefix_disk_size)
     listener = _listen(host, port)
     if api_key is None and host not in _LOCAL:
         note(f"note: anybody who reaches {host}:{port} can use this model; --api-key asks for a key")
-    chosen: dict[str, Any] = {}
+    chosen: dict[str, Any] = {"folder": None}
 
     def context_for(_: Any, blueprint: Any) -> None:
         if blueprint.family.encoder_decoder:
             raise ConfigError(f"{model} is an encoder–decoder model, which serve does not answer with; use tiermoe run")
+        if prefix_disk is not None:
+            chosen["folder"] = _prefix_folder(prefix_disk, most, blueprint, options)
         chosen["sampling"] = choose_sampling(blueprint, {}, make_sampling(temperature=1.0))
 
+    options = {**options, "batch": max_batch}
     shown = name or (Path(model).name if Path(model).exists() else model)
     with _answering(listener) as gate:
-        session = open_session(model, {**options, "batch": max_batch}, context_for, gate.report)
-        _run(session, gate, listener, shown, api_key, max_queue, chosen["sampling"])
+        session = open_session(model, options, context_for, gate.report)
+        _run(session, gate, listener, shown, api_key, max_queue, **chosen)
 
 
 @contextmanager
@@ -82,13 +103,15 @@ def _answering(listener: socket.socket) -> Iterator[Any]:
 
 
 def _run(
-    session: Any, gate: Any, listener: socket.socket, name: str, key: str | None, max_queue: int, sampling: Any
-) -> None:
+    session: Any, gate: Any, listener: socket.socket, name: str, key: str | None, max_queue: int, *, sampling: Any,
+    folder: Any,
+) -> None:  # fmt: skip
     from tiermoe.generation.sequence import end_tokens
     from tiermoe.serve.app import create_app
     from tiermoe.serve.batcher import Batcher
     from tiermoe.serve.grammar import Grammars
     from tiermoe.serve.metrics import Metrics
+    from tiermoe.serve.prefix_disk import disk_of
     from tiermoe.serve.served import Served
     from tiermoe.serve.worker import Worker
 
@@ -96,7 +119,7 @@ def _run(
     ends = end_tokens(config)
     batcher = Batcher(
         engine, session.tokenizer, ends, engine.settings.batch,
-        getattr(config, "repetition_penalty", None),
+        getattr(config, "repetition_penalty", None), disk_of(engine, folder, note) if folder else None,
     )  # fmt: skip
     grammars = Grammars(session.tokenizer, engine.config.vocab_size, ends)
     metrics = Metrics(engine, batcher)
@@ -110,7 +133,40 @@ def _run(
         worker.close(GRACE_S)
     finally:
         worker.close(0)
+        if batcher.disk is not None:
+            batcher.disk.close(LAST_WRITES_S)
         engine.close()
+
+
+def _prefix_bytes(root: Path | None, size: str | None) -> int:
+    """Most bytes of `--prefix-disk`. ConfigError for a size alone."""
+    from tiermoe.config import parse_size
+
+    if root is None and size is not None:
+        raise ConfigError(f"--prefix-disk-size {size} does nothing without --prefix-disk; name a folder")
+    return parse_size(size or PREFIX_DISK_SIZE, "--prefix-disk-size")
+
+
+def _prefix_folder(root: Path, most: int, blueprint: Any, options: dict[str, Any]) -> Any:
+    """The folder of `--prefix-disk`. ConfigError where it cannot be used, a conversation does not fit, or the model's
+    cache has no form on disk: before minutes of loading."""
+    from tiermoe.config import settings
+    from tiermoe.engine.load import resolve_for
+    from tiermoe.memory.activations import sizes_of
+    from tiermoe.memory.plan import context_of
+    from tiermoe.serve.prefix_files import PrefixFolder, check_size
+    from tiermoe.tiers.cuda import resolve_device
+
+    used = resolve_for(blueprint, settings(**options)).settings
+    sizes = sizes_of(blueprint, used, resolve_device(used.device))
+    if sizes is None:
+        raise ConfigError(
+            f"--prefix-disk is for tiermoe's own decoders on a CPU, and {blueprint.family.name} runs here by "
+            f"transformers' code, whose cache has no form on disk; leave --prefix-disk out"
+        )
+    shapes, context = [each.shape for each in sizes], context_of(blueprint, used)
+    check_size(most, shapes, context, min(used.chunk, context), blueprint.dtype.itemsize, used.kv_bits)
+    return PrefixFolder(root, most)
 
 
 def _wait_for_a_signal() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,10 +140,11 @@ class KVCache:
         self._lengths[slab] = end
         self._furthest[slab] = max(self._furthest[slab], end)
 
-    def can_crop(self, slab: int, length: int) -> bool:
-        """Whether what the first `length` positions need is still there: a window that has moved on is not."""
+    def can_crop(self, slab: int, length: int, ahead: int = 0) -> bool:
+        """Whether what the first `length` positions need is still there: a window that has moved on is not. ahead: so
+        many more positions may be written meanwhile."""
         return all(
-            self._furthest[slab] - keys.shape[2] <= max(0, length - (shape.window or 0))
+            self._furthest[slab] + ahead - keys.shape[2] <= max(0, length - (shape.window or 0))
             for shape, keys in zip(self.shapes, self.keys, strict=True)
             if shape.window is not None
         )
@@ -180,6 +181,35 @@ class KVCache:
         self._lengths[: len(index)] = [self._lengths[slab] for slab in chosen]
         self._furthest[: len(index)] = [self._furthest[slab] for slab in chosen]
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layer keeps its last positions alone."""
+        return any(shape.window is not None for shape in self.shapes)
+
+    def memory(self, slab: int, first: int, end: int) -> Iterator[memoryview]:
+        """Where positions `first` to `end` of a sequence lie in layers without a window, as bytes, in an order that
+        follows from the shapes alone."""
+        for tensor, shape in self._each_tensor():
+            if shape.window is None:
+                yield from _memory(tensor, slab, first, end)
+
+    def window_memory(self, slab: int, end: int) -> Iterator[memoryview]:
+        """The same of layers with a window: all that they need of a sequence of `end` positions to go on."""
+        for tensor, shape in self._each_tensor():
+            if shape.window is not None:
+                yield from _memory(tensor, slab, max(0, end - shape.window), end)
+
+    def filled(self, slab: int, length: int) -> None:
+        """The first `length` positions of an empty slab now lie where `memory` and `window_memory` say."""
+        self._lengths[slab] = self._furthest[slab] = length
+        for keys, shape in zip(self.keys, self.shapes, strict=True):
+            if shape.window is not None and length > shape.window:  # what lies before the window is not there
+                self._furthest[slab] = max(self._furthest[slab], length + keys.shape[2] - shape.window)
+
+    def _each_tensor(self) -> Iterator[tuple[Tensor, LayerShape]]:
+        for tensors in filter(None, self._kept.values()):
+            yield from zip(tensors, self.shapes, strict=True)
+
     def save(self, slab: int, file: Path) -> None:
         """Writes a sequence to a safetensors file."""
         kept = {}
@@ -213,3 +243,14 @@ class KVCache:
             raise
         self._lengths[slab], self._furthest[slab] = length, furthest
         return slab
+
+
+def _memory(tensor: Tensor, slab: int, first: int, end: int) -> Iterator[memoryview]:
+    """The bytes of positions of a slab, head by head, in a tensor (slabs, heads, room, columns) without empty ones."""
+    if first >= end or not tensor.shape[3]:
+        return
+    room = tensor.shape[2]
+    begin, stop = first % room, (end - 1) % room + 1
+    parts = [slice(begin, stop)] if begin < stop else [slice(begin, room), slice(stop)]
+    for head in tensor.view(torch.uint8).numpy()[slab]:
+        yield from (head[part].data.cast("B") for part in parts)

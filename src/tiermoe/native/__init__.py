@@ -116,6 +116,11 @@ def instruction_sets() -> list[str]:
     return [] if _native is None else _native.instruction_sets()
 
 
+def library() -> Path | None:
+    """The file of the kernels; None where they do not compute."""
+    return Path(_native.__file__) if available() else None
+
+
 def use(name: str) -> None:
     """Changes to the kernels of another of `instruction_sets`, while none runs. ValueError for any other name."""
     if available():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -28,6 +29,17 @@ def processors() -> int:
     """Those that this process may run on."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def processor_identity() -> str:
+    """The processor's name and what it can do, as far as the system tells: libraries choose their code by it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    names = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    return " ".join(filter(None, [platform.machine(), platform.processor(), *(told.get(name, "") for name in names)]))
 
 
 def page_cache_room(root: Path = Path("/")) -> int:

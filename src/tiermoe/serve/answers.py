@@ -11,7 +11,7 @@ from fastapi import Request as HttpRequest
 from tiermoe.errors import PromptError
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.request import Piece, Request
-from tiermoe.serve.worker import ClosingError, QueueFullError, Worker
+from tiermoe.serve.worker import Answer, ClosingError, QueueFullError, Worker
 
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer, whole or as a stream", "content": {"text/event-stream": {}}}
@@ -98,10 +98,14 @@ def _left() -> Refused:
 
 
 async def together(worker: Worker, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Piece]]:
-    """The pieces of several answers as they come, each with its request's index."""
-    answers = [worker.answer(request) for request in requests]
-    tasks = {asyncio.ensure_future(anext(answer)): index for index, answer in enumerate(answers)}
+    """The pieces of several answers as they come, each with its request's index. What is refused is so at once, however
+    long the loop takes for the rest."""
+    answers: list[Answer] = []
+    tasks: dict[asyncio.Future[Piece], int] = {}
     try:
+        for request in requests:
+            answers.append(worker.answer(request))
+        tasks = {asyncio.ensure_future(anext(answer)): index for index, answer in enumerate(answers)}
         while tasks:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(done, key=lambda task: tasks[task]):

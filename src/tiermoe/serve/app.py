@@ -120,7 +120,8 @@ def _state(app: FastAPI, served: Served) -> None:
     async def stats() -> dict[str, Any]:
         batcher = served.worker.batcher
         rows = {"rows": batcher.rows, "running": batcher.running, "waiting": batcher.waiting}
-        return {**served.engine.stats(), **rows, **asdict(batcher.counts)}
+        disk = {"prefix_disk": asdict(batcher.disk.counts)} if batcher.disk is not None else {}
+        return {**served.engine.stats(), **rows, **asdict(batcher.counts), **disk}
 
     @app.get("/experts")
     def experts() -> dict[str, Any]:

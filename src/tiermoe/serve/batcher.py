@@ -7,8 +7,8 @@ and tokens that are generated together have the bits that each has alone.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -18,16 +18,18 @@ from torch import Tensor
 from tiermoe.batch import Batch, decode, prompt
 from tiermoe.errors import PromptError
 from tiermoe.generation.sampling import Sampler, log_probabilities
-from tiermoe.generation.sequence import shared
 from tiermoe.serve.detokenize import Detokenizer
 from tiermoe.serve.grammar import Grammar
+from tiermoe.serve.prefix_disk import PrefixDisk, Stored
+from tiermoe.serve.prefixes import Prefixes
 from tiermoe.serve.request import Piece, Request, TokenLogprob
 from tiermoe.serve.scoring import prompt_scores, scored_tokens
 
 
 @dataclass(slots=True)
 class _Row:
-    """A request at work. held: tokens whose keys and values lie in the slab."""
+    """A request at work. held: tokens whose keys and values lie in the slab. stored: a beginning that is being read
+    into it from disk."""
 
     number: int
     request: Request
@@ -35,6 +37,7 @@ class _Row:
     text: Detokenizer
     grammar: Grammar | None = None
     slab: int = -1
+    stored: Stored | None = None
     held: list[int] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
     cached: int = 0
@@ -43,7 +46,8 @@ class _Row:
 
 @dataclass(slots=True)
 class Counts:
-    """What has been done since the beginning. cached_tokens: of prompts, found in what earlier requests left."""
+    """What has been done since the beginning. cached_tokens: of prompts, found in what earlier requests left. aborted:
+    requests whose clients left. refused: requests that came to a full queue, or to a server that was about to end."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -51,16 +55,24 @@ class Counts:
     generated_tokens: int = 0
     steps: int = 0
     failed: int = 0
+    aborted: int = 0
+    refused: int = 0
 
 
 class Batcher:
     """Runs up to `rows` requests at once over an engine, each of up to `context` tokens. ends: tokens that end an
-    answer. penalty: for repetition, as the model's generation config has it. Not for several threads.
+    answer. penalty: for repetition, as the model's generation config has it. disk: makes what keeps beginnings of
+    prompts on disk, of the cache. Not for several threads."""
 
-    The keys and values of what is finished stay in their slab until another request needs it: a request begins with the
-    longest beginning that any slab holds."""
-
-    def __init__(self, engine: Any, tokenizer: Any, ends: set[int], rows: int, penalty: float | None = None) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        tokenizer: Any,
+        ends: set[int],
+        rows: int,
+        penalty: float | None = None,
+        disk: Callable[[Any], PrefixDisk] | None = None,
+    ) -> None:
         self.counts = Counts()
         self.rows = rows
         self.context: int = min(engine.plan.context, engine.longest_context or engine.plan.context)
@@ -71,11 +83,11 @@ class Batcher:
         self._ends = ends
         self._penalty = penalty
         self._cache = engine.new_cache(rows, self.context)
+        self.disk = disk(self._cache) if disk is not None else None
+        self._prefixes = Prefixes(self._cache, rows, self.disk)
         self._waiting: deque[_Row] = deque()
         self._reading: deque[_Row] = deque()
         self._answering: list[_Row] = []
-        self._left: OrderedDict[int, list[int]] = OrderedDict()  # slab → tokens of a finished request, oldest first
-        self._open = 0
         self._numbers = count(1)
         self._read_last = False
 
@@ -118,11 +130,17 @@ class Batcher:
 
     def cancel(self, number: int) -> None:
         """Drops a request, whatever it is at; nothing where it is finished."""
+        self.counts.aborted += self._drop(number)
+
+    def _drop(self, number: int) -> bool:
+        """Whether there was such a request."""
         for rows in (self._waiting, self._reading, self._answering):
             for row in [each for each in rows if each.number == number]:
                 rows.remove(row)
                 if row.slab >= 0:
-                    self._leave(row)
+                    self._prefixes.leave(row.slab, row.held)
+                return True
+        return False
 
     def step(self) -> list[Piece]:
         """Runs the engine once. An error ends the request that it is found at, and no other: where several rows have
@@ -137,50 +155,33 @@ class Batcher:
     def _admit(self) -> Iterator[Piece]:
         while self._waiting and self.running < self.rows:
             row = self._waiting.popleft()
+            ids = [] if row.request.prompt_logprobs else row.request.ids
             try:
-                row.slab, row.held = self._slab_for([] if row.request.prompt_logprobs else row.request.ids)
+                begun = self._prefixes.begin(ids, self._at_work())
             except Exception as error:
                 yield from self._failed([row], error)
                 continue
-            row.cached = len(row.held)
-            self.counts.cached_tokens += row.cached
+            row.slab, row.stored = begun.slab, begun.stored
+            self._begin_after(row, begun.length)
             self._reading.append(row)
 
-    def _slab_for(self, ids: list[int]) -> tuple[int, list[int]]:
-        """A slab, and the beginning of `ids` that it holds: all but the last token at most."""
-        at_work = [(row.slab, row.held) for row in (*self._reading, *self._answering)]
-        length, slab = max(
-            ((shared(tokens, ids[:-1]), slab) for slab, tokens in (*at_work, *self._left.items())), default=(0, -1)
-        )
-        free = self._open < self.rows
-        mine = slab in self._left and (not free or length == len(self._left[slab]))
-        if length and (mine or free) and (begun := self._begun(slab, length, mine)) is not None:
-            return begun, ids[:length]
-        if self._open == self.rows:
-            oldest, _ = self._left.popitem(last=False)
-            self._cache.close(oldest)
-            self._open -= 1
-        self._open += 1
-        return self._cache.open(), []
+    def _at_work(self) -> list[tuple[int, list[int]]]:
+        return [(row.slab, row.held) for row in (*self._reading, *self._answering)]
 
-    def _begun(self, slab: int, length: int, mine: bool) -> int | None:
-        """A slab with the first `length` tokens of `slab`: itself where it is `mine`, else a fork. None where a sliding
-        window cannot be wound back to them."""
-        if mine:
-            del self._left[slab]
-        else:
-            slab = self._cache.fork(slab)
-            self._open += 1
-        try:
-            self._cache.crop(slab, length)
-        except ValueError:
-            self._cache.close(slab)
-            self._open -= 1
-            return None
-        return slab
+    def _begin_after(self, row: _Row, length: int) -> None:
+        """So many tokens of a prompt lie in the row's slab already."""
+        row.held = row.request.ids[:length]
+        row.cached = length
+        self.counts.cached_tokens += length
 
     def _read(self, row: _Row) -> Iterator[Piece]:
-        """The next chunk of a prompt; after it other prompts have their turn."""
+        """The next chunk of a prompt, or some of what lies on disk of it; after it other prompts have their turn."""
+        if row.stored is not None and self.disk is not None:
+            if self.disk.fill(row.stored, row.slab):
+                self._begin_after(row, row.stored.length)
+                row.stored = None
+            self._reading.rotate(-1)
+            return
         first = len(row.held)
         every = row.request.prompt_logprobs
         part = row.request.ids[first : first + (self._scored if every else self._chunk)]
@@ -199,6 +200,7 @@ class Batcher:
             self._reading.append(row)
             return
         self._answering.append(row)
+        self._prefixes.read(row.slab, row.held)
         yield from self._chosen(row, logits[-1])
 
     def _answer(self, rows: list[_Row]) -> Iterator[Piece]:
@@ -245,16 +247,12 @@ class Batcher:
             text += row.text.end()
             finish = "stop" if row.text.stopped_by else finish
             self._answering.remove(row)
-            self._leave(row)
+            self._prefixes.leave(row.slab, row.held)
         scored, row.prompt = tuple(row.prompt), []
         return Piece(row.number, text, (token,), told, finish, None, row.cached, row.text.stopped_by, scored)
 
     def _failed(self, rows: list[_Row], error: Exception) -> Iterator[Piece]:
         for row in rows:
-            self.cancel(row.number)
+            self._drop(row.number)
             self.counts.failed += 1
             yield Piece(row.number, finish="error", error=error, cached=row.cached)
-
-    def _leave(self, row: _Row) -> None:
-        """The row's keys and values stay until its slab is needed."""
-        self._left[row.slab] = row.held[: self._cache.length(row.slab)]

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from tiermoe.serve.batcher import Batcher
+from tiermoe.serve.prefix_disk import PrefixDisk
 from tiermoe.serve.request import Piece
 from tiermoe.serve.worker import Times
 
@@ -68,6 +69,9 @@ class _State(Collector):
             yield GaugeMetricFamily(f"tiermoe:{name}", text, value)
         counts = batcher.counts
         for name, text, value in (
+            ("requests", "Requests that were taken", counts.requests),
+            ("requests_aborted", "Those whose clients left before the end", counts.aborted),
+            ("requests_refused", "Requests that came to a full queue or a server about to end", counts.refused),
             ("prompt_tokens", "Tokens of prompts that were read", counts.prompt_tokens),
             ("prompt_tokens_cached", "Tokens of prompts that earlier requests left", counts.cached_tokens),
             ("generation_tokens", "Generated tokens", counts.generated_tokens),
@@ -75,5 +79,19 @@ class _State(Collector):
             ("expert_cache_hits", "Those that were there", stats["expert_hits"]),
             ("read_bytes", "Bytes read from the drive", stats["bytes_read"]),
             ("expert_wait_seconds", "Time in which computing waited for experts", stats["wait_s"]),
+            *_of_disk(batcher.disk),
         ):
             yield CounterMetricFamily(f"tiermoe:{name}", text, value)
+
+
+def _of_disk(disk: PrefixDisk | None) -> list[tuple[str, str, int]]:
+    """What is told of beginnings of prompts that are kept on disk."""
+    if disk is None:
+        return []
+    counts = disk.counts
+    return [
+        ("prefix_disk_hits", "Requests whose beginning was read from disk", counts.hits),
+        ("prefix_disk_written_bytes", "Bytes of keys and values written to disk", counts.written_bytes),
+        ("prefix_disk_read_bytes", "Bytes of keys and values read from disk", counts.read_bytes),
+        ("prefix_disk_dropped_files", "Damaged files that were removed", counts.dropped),
+    ]

@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiermoe.errors import TiermoeError
@@ -31,24 +31,43 @@ class Times:
     between: list[float]
 
 
-class _Stream:
-    """Where a request's pieces go: a queue of the event loop that asked."""
+class Answer:
+    """The pieces of an answer as they come, for the event loop that asked. Who closes it drops the request: `drop`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.pieces: asyncio.Queue[Piece] = asyncio.Queue()
+    def __init__(self, loop: asyncio.AbstractEventLoop, drop: Callable[[], None]) -> None:
         self.asked_at = self.last_at = time.perf_counter()
         self.first: float | None = None
         self.between: list[float] = []
+        self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        self._ended = False
         self._loop = loop
+        self._drop = drop
 
     def put(self, piece: Piece) -> None:
+        """From any thread."""
         now = time.perf_counter()
         if self.first is None:
             self.first = now - self.asked_at
         else:
             self.between.append(now - self.last_at)
         self.last_at = now
-        self._loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
+        self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+
+    def __aiter__(self) -> Answer:
+        return self
+
+    async def __anext__(self) -> Piece:
+        if self._ended:
+            raise StopAsyncIteration
+        piece = await self._pieces.get()
+        self._ended = piece.finish is not None
+        return piece
+
+    async def aclose(self) -> None:
+        """Drops the request; nothing where it has ended."""
+        if not self._ended:
+            self._ended = True
+            self._drop()
 
 
 class Worker:
@@ -59,7 +78,7 @@ class Worker:
         self.batcher = batcher
         self.most_waiting = most_waiting
         self._on_end = on_end
-        self._streams: dict[int, _Stream] = {}
+        self._answers: dict[int, Answer] = {}
         self._orders: deque[Callable[[], None]] = deque()
         self._queued = 0  # asked for, and not yet handed to the batcher
         self._closing = False
@@ -68,36 +87,38 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="tiermoe-batch", daemon=True)
         self._thread.start()
 
-    async def answer(self, request: Request) -> AsyncGenerator[Piece]:
-        """The pieces of an answer. PromptError for a prompt that cannot be answered, QueueFullError, ClosingError. Who
-        stops iterating drops the request."""
+    def answer(self, request: Request) -> Answer:
+        """The answer to a request, which waits for its turn from now on. PromptError for a prompt that cannot be
+        answered, QueueFullError, ClosingError."""
         self.batcher.check(request)
-        stream = _Stream(asyncio.get_running_loop())
         numbers: list[int] = []
-        with self._changed:
-            if self._closing:
-                raise ClosingError("the server is about to end")
-            waiting = self.batcher.waiting + self._queued
-            if waiting >= self.most_waiting:
-                raise QueueFullError(f"{waiting} requests wait already; ask again later, or raise --max-queue")
-            self._queued += 1
 
-            def begin() -> None:
-                self._queued -= 1
-                number = self.batcher.add(request)
-                numbers.append(number)
-                self._streams[number] = stream
-
-            self._order(begin)
-        try:
-            while True:
-                piece = await stream.pieces.get()
-                yield piece
-                if piece.finish is not None:
-                    return
-        finally:
+        def drop() -> None:
             with self._changed:
                 self._order(lambda: self._drop(numbers))
+
+        answer = Answer(asyncio.get_running_loop(), drop)
+
+        def begin() -> None:
+            self._queued -= 1
+            number = self.batcher.add(request)
+            numbers.append(number)
+            self._answers[number] = answer
+
+        with self._changed:
+            self._check_open()
+            self._queued += 1
+            self._order(begin)
+        return answer
+
+    def _check_open(self) -> None:
+        waiting = self.batcher.waiting + self._queued
+        if not self._closing and waiting < self.most_waiting:
+            return
+        self.batcher.counts.refused += 1
+        if self._closing:
+            raise ClosingError("the server is about to end")
+        raise QueueFullError(f"{waiting} requests wait already; ask again later, or raise --max-queue")
 
     @property
     def busy(self) -> bool:
@@ -116,7 +137,7 @@ class Worker:
         self._thread.join()
         while self._orders:
             self._orders.popleft()()
-        for number in list(self._streams):
+        for number in list(self._answers):
             with contextlib.suppress(RuntimeError):  # the loop that asked has ended before us
                 self._hand_on(Piece(number, finish="error", error=ClosingError("the server has ended")))
 
@@ -127,7 +148,7 @@ class Worker:
     def _drop(self, numbers: list[int]) -> None:
         for number in numbers:
             self.batcher.cancel(number)
-            self._streams.pop(number, None)
+            self._answers.pop(number, None)
 
     def _run(self) -> None:
         while True:
@@ -143,10 +164,10 @@ class Worker:
                 self._changed.notify_all()
 
     def _hand_on(self, piece: Piece) -> None:
-        stream = self._streams.get(piece.number)
-        if stream is None:
+        answer = self._answers.get(piece.number)
+        if answer is None:
             return
-        stream.put(piece)
+        answer.put(piece)
         if piece.finish is not None:
-            del self._streams[piece.number]
-            self._on_end(piece, Times(stream.first or 0.0, stream.between))
+            del self._answers[piece.number]
+            self._on_end(piece, Times(answer.first or 0.0, answer.between))

@@ -1,0 +1,265 @@
+"""Does a server hold under load? `tiermoe serve` with many clients, and its end while they ask.
+
+    python -m benchmarks.load MODEL --clients 64 --seconds 600 --memory 700MiB [--cgroup] [OPTIONS OF SERVE]
+
+Clients stream or wait for whole answers, of mixed lengths; a tenth leaves midway; the queue overflows, and who is
+refused comes again after Retry-After. `--cgroup` starts the server in a memory cgroup of the size of --memory. Then
+they all stop, and the server's counters must add up with theirs; then they ask again while the server is told to end.
+Prints one JSON object, and on standard error each rule that was broken; exits with 1 where there is one:
+
+    killed      the server was not killed, and ended with 0
+    drift       resident size from the second fifth of the time to the last one, at most 2 % in five minutes and more;
+                before that the cache is still being written for the first time
+    standstill  no stream was silent for more than 10 s between two tokens, nor all clients at once
+    counters    requests sent are those that finished, failed, were refused or aborted as the server counts them; its
+                tokens are those of finished answers, and at most those that clients that left could have had
+    lost        no answer broke off without a word, also not when the server ended; none failed
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.load_clients import Clients, Tally
+from benchmarks.memory_limit import CannotLimit, parse_size
+from tiermoe.bench.limit import joining, memory_group, usage
+
+MOST_DRIFT = 0.02
+SETTLES_S = 300
+MOST_SILENCE_S = 10.0
+_LOADING_S = 600  # packing included
+_ENDING_S = 60  # its grace time, last words and closing
+_UNDER_LOAD_S = 3  # of asking before the server is told to end
+_SAMPLE_S = 0.5
+
+
+class Server:
+    """A server's process. group: (version, folder) of its memory cgroup."""
+
+    def __init__(self, args: argparse.Namespace, log: Path, group: tuple[int, Path] | None) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        words = [sys.executable, "-m", "tiermoe", "serve", str(args.model), "--port", str(port)]
+        words += ["--memory", args.memory, "--max-batch", str(args.max_batch), "--max-queue", str(args.max_queue)]
+        words += args.options
+        self._group = group
+        self._log = log
+        self.address = f"http://127.0.0.1:{port}"
+        with open(log, "wb") as file:
+            self.process = subprocess.Popen(joining(group[1], words) if group else words, stderr=file)
+
+    def wait_until_loaded(self) -> None:
+        """Exits with what the server says where it ends instead."""
+        limit = time.monotonic() + _LOADING_S
+        while time.monotonic() < limit and self.process.poll() is None:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.address}/health").status_code == 200:
+                    return
+            time.sleep(0.2)
+        self.process.kill()
+        sys.exit(f"the server did not start: {self.log()}")
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace").strip()
+
+    def resident_bytes(self) -> int | None:
+        """None where the system does not tell it, or the process has ended."""
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
+                if line.startswith("VmRSS:"):
+                    return int(line.split()[1]) << 10
+        return None
+
+    def end(self) -> dict[str, Any]:
+        """How it ended after a signal."""
+        began = time.perf_counter()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_ENDING_S)
+        seconds = time.perf_counter() - began
+        self.process.kill()
+        peak, kills = usage(*self._group) if self._group else (None, 0)
+        return {"exit": self.process.wait(), "ending_s": round(seconds, 1), "oom_kills": kills, "cgroup_peak": peak}
+
+
+async def under_load(server: Server, clients: Clients, seconds: float) -> list[int]:
+    """Resident sizes while clients ask."""
+    sizes: list[int] = []
+
+    async def sample() -> None:
+        while True:
+            size = server.resident_bytes()
+            sizes.extend([] if size is None else [size])
+            await asyncio.sleep(_SAMPLE_S)
+
+    sampling = asyncio.create_task(sample())
+    await clients.run(seconds)
+    sampling.cancel()
+    return sizes
+
+
+def metrics(address: str) -> dict[str, float]:
+    """What a server tells of itself: names, without the prefix and with their labels, and values."""
+    lines = httpx.get(f"{address}/metrics", timeout=MOST_SILENCE_S).text.splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name.removeprefix("tiermoe:"): float(value) for name, value in pairs}
+
+
+def settled(address: str) -> dict[str, float]:
+    """The metrics once nothing runs any more, or 10 s have passed."""
+    limit = time.monotonic() + MOST_SILENCE_S
+    while True:
+        found = metrics(address)
+        if time.monotonic() > limit or not found["num_requests_running"] + found["num_requests_waiting"]:
+            return found
+        time.sleep(0.1)
+
+
+async def ended_under_load(server: Server, clients: Clients) -> dict[str, Any]:
+    """Has the clients ask, and tells the server to end meanwhile; how it ended."""
+    asking = asyncio.create_task(clients.run(_UNDER_LOAD_S + _ENDING_S))
+    await asyncio.sleep(_UNDER_LOAD_S)
+    clients.ended_at = time.perf_counter()
+    server.process.send_signal(signal.SIGTERM)
+    ended = await asyncio.to_thread(server.end)
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(asking, MOST_SILENCE_S)
+    return ended
+
+
+def drift(sizes: list[int]) -> float | None:
+    """How much larger the sizes of the last fifth are than those of the second one; None where there are too few."""
+    fifth = len(sizes) // 5
+    if not fifth:
+        return None
+    return sum(sizes[-fifth:]) / sum(sizes[fifth : 2 * fifth]) - 1
+
+
+def course(sizes: list[int]) -> list[int]:
+    """The means of ten parts of the time, in MiB."""
+    tenths = [sizes[len(sizes) * at // 10 : len(sizes) * (at + 1) // 10] for at in range(10)]
+    return [sum(tenth) // len(tenth) >> 20 for tenth in tenths if tenth]
+
+
+def counters_broken(seen: Tally, told: dict[str, float], context: int) -> list[str]:
+    """Where the server's counters and what clients saw do not add up."""
+    ends = {name: value for name, value in told.items() if name.startswith("request_success_total")}
+    ended = sum(ends.values()) + told["requests_aborted_total"]
+    finished = sum(value for name, value in ends.items() if "error" not in name)
+    read = told["prompt_tokens_total"] + told["prompt_tokens_cached_total"]
+    made = told["generation_tokens_total"]
+    known = seen.sent - seen.unheard
+    checks = (
+        ("requests sent", known, ended + told["requests_refused_total"], seen.unheard),
+        ("requests taken", told["requests_total"], ended, 0),
+        ("requests refused", seen.refused, told["requests_refused_total"], seen.unheard),
+        ("answers finished", seen.finished, finished, seen.left),
+        ("tokens of prompts", seen.prompt_tokens, read, seen.left * context),
+        ("tokens generated", seen.completion_tokens, made, seen.left * context),
+    )
+    return [
+        f"counters: {what}: {ours:,.0f} here, {theirs:,.0f} there" + (f", {more:,} more at most" if more else "")
+        for what, ours, theirs, more in checks
+        if not ours <= theirs <= ours + more
+    ]
+
+
+def broken_rules(first: Tally, last: Tally, ended: dict[str, Any], drifted: float | None) -> list[str]:
+    """What was not as it must be, but for the counters."""
+    broken = []
+    if ended["exit"] or ended["oom_kills"]:
+        broken.append(f"killed: the server ended with {ended['exit']}, {ended['oom_kills']} kills for memory")
+    if drifted is not None and abs(drifted) > MOST_DRIFT:
+        broken.append(f"drift: {drifted:+.1%}, {MOST_DRIFT:.0%} at most")
+    for name in ("longest_silence_s", "longest_standstill_s"):
+        if getattr(first, name) > MOST_SILENCE_S:
+            broken.append(f"standstill: {name} is {getattr(first, name):.1f}, {MOST_SILENCE_S:g} at most")
+    if first.lost or last.lost or first.told:
+        broken.append(f"lost: {first.lost} answers under load, {last.lost} at the end; {first.told} failed")
+    return broken
+
+
+def measure(args: argparse.Namespace, server: Server) -> tuple[dict[str, Any], list[str]]:
+    """The figures, and which rules were broken."""
+    server.wait_until_loaded()
+    (model,) = httpx.get(f"{server.address}/v1/models").json()["data"]
+    context = int(model["max_model_len"])
+    clients = Clients(server.address, args.clients, context, args.seed)
+    sizes = asyncio.run(under_load(server, clients, args.seconds))
+    told = settled(server.address)
+    last = Clients(server.address, args.clients, context, args.seed + 1)
+    ended = asyncio.run(ended_under_load(server, last))
+    drifted = drift(sizes)
+    broken = counters_broken(clients.tally, told, context)
+    broken += broken_rules(clients.tally, last.tally, ended, drifted if args.seconds >= SETTLES_S else None)
+    figures = {
+        "clients": args.clients,
+        "seconds": args.seconds,
+        "context": context,
+        "memory_bytes": parse_size(args.memory),
+        "resident_peak_bytes": int(told["resident_memory_peak_bytes"]),
+        "resident_drift_percent": None if drifted is None else round(100 * drifted, 2),
+        "resident_mib": course(sizes),
+        "load": asdict(clients.tally),
+        "end": asdict(last.tally) | ended,
+        "server": {name: value for name, value in told.items() if "_bucket" not in name and "_created" not in name},
+        "broken": broken,
+    }
+    return figures, broken
+
+
+@contextlib.contextmanager
+def group_of(args: argparse.Namespace) -> Iterator[tuple[int, Path] | None]:
+    """The server's memory cgroup, where one is asked for."""
+    if not args.cgroup:
+        yield None
+        return
+    with memory_group(parse_size(args.memory)) as group:
+        yield group
+
+
+def main() -> None:
+    top = argparse.ArgumentParser(prog="python -m benchmarks.load", description=__doc__, allow_abbrev=False)
+    top.formatter_class = argparse.RawDescriptionHelpFormatter
+    top.add_argument("model", type=Path)
+    top.add_argument("--clients", type=int, default=64)
+    top.add_argument("--seconds", type=float, default=600)
+    top.add_argument("--memory", default="700MiB")
+    top.add_argument("--max-batch", type=int, default=8)
+    top.add_argument("--max-queue", type=int, default=32)
+    top.add_argument("--cgroup", action="store_true", help="in a memory cgroup of the size of --memory")
+    top.add_argument("--seed", type=int, default=0)
+    args, args.options = top.parse_known_args()
+    with tempfile.TemporaryDirectory(prefix="load-") as folder:
+        try:
+            with group_of(args) as group:
+                server = Server(args, Path(folder) / "log", group)
+                try:
+                    figures, broken = measure(args, server)
+                finally:
+                    server.process.kill()
+                    server.process.wait()
+        except CannotLimit as error:
+            sys.exit(f"memory limit: {error}")
+        print(json.dumps(figures | {"said": server.log().splitlines()[-20:]}))
+    for each in broken:
+        print(each, file=sys.stderr)
+    sys.exit(bool(broken))
+
+
+if __name__ == "__main__":
+    main()

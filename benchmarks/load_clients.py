@@ -1,0 +1,188 @@
+"""Clients of a server under load: streaming and not, with prompts and answers of mixed lengths; some leave midway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+_WORDS = "once upon a time there was king who lived in great house by the sea and he had little dog that liked to play"
+_BEGINNINGS = 4  # that half of the prompts begin with
+_LEAVING = 0.1  # of the requests, midway
+_MOST_ANSWER = 64
+
+
+class ClosedError(Exception):
+    """The server takes no more connections."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What clients have seen. refused: with status 503. left: requests that they left midway; unheard: those of them
+    that the server had not said a word to. told: those that ended with an error; lost: those that ended without a word.
+    Tokens are those of finished answers. Seconds are the longest: until a first token, between two events of a stream
+    after it, and without an event for anybody. errors: what was told, and how often."""
+
+    sent: int = 0
+    finished: int = 0
+    refused: int = 0
+    left: int = 0
+    unheard: int = 0
+    told: int = 0
+    lost: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    longest_wait_s: float = 0.0
+    longest_silence_s: float = 0.0
+    longest_standstill_s: float = 0.0
+    errors: dict[str, int] = field(default_factory=dict)
+
+
+class Clients:
+    """`count` clients of the server at `address`, whose requests have room for `context` tokens. `ended_at`: when the
+    server was told to end; what is asked for after that and breaks off was turned away."""
+
+    def __init__(self, address: str, count: int, context: int, seed: int = 0) -> None:
+        self.tally = Tally()
+        self.ended_at = math.inf
+        self._address, self._count, self._context = address, count, context
+        self._chance = random.Random(seed)
+        told = httpx.post(f"{address}/tokenize", json={"prompt": _WORDS, "add_special_tokens": False}).json()
+        self._ids: list[int] = told["tokens"]
+        self._beginnings = [self._chance.choices(self._ids, k=context // 4) for _ in range(_BEGINNINGS)]
+        self._heard_at = 0.0
+
+    async def run(self, seconds: float) -> None:
+        """Asks for so long, and waits for the answers that are under way then, or until the server is gone."""
+        until = self._heard_at = time.perf_counter()
+        until += seconds
+        limits = httpx.Limits(max_keepalive_connections=0)
+        async with httpx.AsyncClient(base_url=self._address, timeout=None, limits=limits) as http:
+            await asyncio.gather(*(self._client(http, until) for _ in range(self._count)))
+
+    async def _client(self, http: httpx.AsyncClient, until: float) -> None:
+        while (left_s := until - time.perf_counter()) > 0:
+            try:
+                again_s = await self._ask(http)
+            except ClosedError:
+                return
+            await asyncio.sleep(min(again_s, left_s))
+
+    async def _ask(self, http: httpx.AsyncClient) -> float:
+        """One request; seconds after which the next one may come."""
+        stream = self._chance.random() < 0.5
+        patience = self._chance.uniform(0.3, 3) if self._chance.random() < _LEAVING else None
+        asked, heard = self._request(stream), False
+        began = time.perf_counter()
+        self.tally.sent += 1
+        try:
+            async with (
+                asyncio.timeout(None if stream else patience) as limit,
+                http.stream("POST", "/v1/completions", json=asked) as response,
+            ):
+                if response.status_code != 200:
+                    return await self._refused(response)
+                heard = True
+                if patience is not None:
+                    limit.reschedule(asyncio.get_running_loop().time() + patience)
+                ended = await (self._streamed(response, began) if stream else self._whole(response, began))
+                if not ended:
+                    self._broke(began, "the answer broke off")
+        except TimeoutError:
+            self.tally.left += 1
+            self.tally.unheard += not heard
+        except httpx.ConnectError:
+            self.tally.sent -= 1
+            if began < self.ended_at:
+                self._broke(began, "no connection")
+            raise ClosedError from None
+        except httpx.TransportError as error:
+            self._broke(began, type(error).__name__)
+        return 0.0
+
+    def _request(self, stream: bool) -> dict[str, Any]:
+        chance = self._chance
+        most = self._context // 2
+        prompt = chance.choices(self._ids, k=int(math.exp(chance.uniform(0, math.log(most)))))
+        if chance.random() < 0.5:
+            prompt = chance.choice(self._beginnings) + prompt
+        asked: dict[str, Any] = {"prompt": prompt, "max_tokens": chance.randint(1, _MOST_ANSWER), "seed": 1}
+        return asked | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
+
+    async def _refused(self, response: httpx.Response) -> float:
+        body = (await response.aread()).decode()
+        if response.status_code == 503:
+            self.tally.refused += 1
+            return float(response.headers["Retry-After"])
+        self.tally.told += 1
+        self._note(f"{response.status_code} {body}")
+        return 0.0
+
+    async def _whole(self, response: httpx.Response, began: float) -> bool:
+        body = json.loads(await response.aread())
+        self._waited(began)
+        self._finished(body["usage"])
+        return True
+
+    async def _streamed(self, response: httpx.Response, began: float) -> bool:
+        """Whether the stream came to an end that was told."""
+        heard_at: float | None = None
+        usage: dict[str, int] | None = None
+        async for event in _events(response):
+            if event == "[DONE]":
+                self._finished(usage or {})
+                return usage is not None
+            body = json.loads(event)
+            if "error" in body:
+                self.tally.told += 1
+                self._note(body["error"]["message"])
+                return True
+            usage = body.get("usage") or usage
+            now = time.perf_counter()
+            if heard_at is None:
+                self._waited(began)
+            else:
+                self.tally.longest_silence_s = max(self.tally.longest_silence_s, now - heard_at)
+            heard_at = now
+            self._heard()
+        return False
+
+    def _finished(self, usage: dict[str, int]) -> None:
+        self.tally.finished += 1
+        self.tally.prompt_tokens += usage.get("prompt_tokens", 0)
+        self.tally.completion_tokens += usage.get("completion_tokens", 0)
+
+    def _waited(self, began: float) -> None:
+        self.tally.longest_wait_s = max(self.tally.longest_wait_s, time.perf_counter() - began)
+        self._heard()
+
+    def _heard(self) -> None:
+        now = time.perf_counter()
+        self.tally.longest_standstill_s = max(self.tally.longest_standstill_s, now - self._heard_at)
+        self._heard_at = now
+
+    def _broke(self, began: float, why: str) -> None:
+        """A connection that ended without a word: an answer lost, unless it was asked for after the server had been
+        told to end."""
+        if began < self.ended_at:
+            self.tally.lost += 1
+            self._note(why)
+        else:
+            self.tally.refused += 1
+
+    def _note(self, error: str) -> None:
+        self.tally.errors[error[:200]] = self.tally.errors.get(error[:200], 0) + 1
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[str]:
+    """What a stream of events says, without its comments."""
+    async for line in response.aiter_lines():
+        if line.startswith("data:"):
+            yield line[5:].strip()

@@ -1,0 +1,344 @@
+"""Beginnings of conversations on disk: what comes back is what was there, or nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiermoe
+from commands import Command
+from tiermoe.engine.numerics import numerics
+from tiermoe.errors import ConfigError
+from tiermoe.generation.sampling import Sampling
+from tiermoe.model.kv_cache import KVCache, LayerShape
+from tiermoe.serve.batcher import Batcher
+from tiermoe.serve.metrics import Metrics
+from tiermoe.serve.prefix_disk import PrefixDisk, disk_of
+from tiermoe.serve.prefix_files import BLOCK, PrefixFolder, check_size, first_name
+from tiermoe.serve.request import Request
+from tiny import write
+
+NATIVE = {"hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32}
+GIB = 1 << 30
+WHOLE, LATENT, SLIDING = LayerShape(2, 4, 6), LayerShape(1, 12, 0), LayerShape(2, 4, 4, window=20)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
+    """Of one model, with all experts in memory and with half of them."""
+    directory = write(tmp_path_factory.mktemp("prefixes"), "qwen3_moe", torch.bfloat16, **NATIVE)
+    made = [
+        tiermoe.load(directory, device="cpu", lanes=1, bits=4, dense_bits=4, chunk=32, batch=2, context=256, **size)[
+            0
+        ].tiermoe
+        for size in ({"memory": "4GiB"}, {"cache": "50%"})
+    ]
+    yield made
+    for engine in made:
+        engine.close()
+
+
+class Letters:
+    """A tokenizer: every token is a letter."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(97 + token % 26) for token in tokens)
+
+
+def ids(count: int, seed: int = 1) -> list[int]:
+    return random.Random(seed).choices(range(3, 99), k=count)
+
+
+class Kept:
+    """Servers, one after the other, on one folder. warned: what they said of it."""
+
+    def __init__(self, root: Path, size: int = GIB) -> None:
+        self.root, self.size, self.warned = root, size, list[str]()
+
+    def start(self, engine: Any, rows: int = 2) -> Batcher:
+        disk = disk_of(engine, PrefixFolder(self.root, self.size), self.warned.append)
+        return Batcher(engine, Letters(), set(), rows, disk=disk)
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted(self.root.iterdir())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.stat().st_size for file in self.files)
+
+
+def answer(batch: Batcher, prompt: list[int], tokens: int = 6) -> list[tuple[int, float | None]]:
+    """Tokens and their log probabilities."""
+    batch.add(Request(prompt, Sampling(max_tokens=tokens), logprobs=1))
+    told = []
+    while not batch.idle:
+        told += [each for piece in batch.step() for each in piece.logprobs]
+    return [(each.token, each.logprob) for each in told]
+
+
+def ended(batch: Batcher) -> PrefixDisk:
+    assert batch.disk is not None
+    batch.disk.close(60)
+    return batch.disk
+
+
+def test_a_conversation_goes_on_after_a_restart_with_the_bits_it_has_without(
+    engines: list[Any], tmp_path: Path
+) -> None:
+    kept, turn = Kept(tmp_path / "kept"), ids(140)
+    first = kept.start(engines[0])
+    said = [token for token, _ in answer(first, turn)]
+    disk = ended(first)
+    assert (disk.counts.hits, disk.counts.written_bytes) == (0, kept.nbytes)
+    again = kept.start(engines[0])
+    assert [token for token, _ in answer(again, turn)] == said
+    assert again.counts.cached_tokens == 139
+    ended(again)
+    turn += [*said, *ids(9, 2)]
+    cold = answer(Batcher(engines[1], Letters(), set(), 2), turn)
+    second = kept.start(engines[1])  # another budget changes no bit
+    assert answer(second, turn) == cold
+    assert second.counts.cached_tokens == 145  # the last token of an answer has not run
+    assert b"tiermoe:prefix_disk_hits_total 1.0" in Metrics(engines[1], second).text()
+    assert answer(second, turn) == cold  # from memory, where it is now longer
+    assert ended(second).counts.hits == 1
+    assert not kept.warned
+    assert b"prefix_disk" not in Metrics(engines[1], Batcher(engines[1], Letters(), set(), 2)).text()
+
+
+def test_conversations_that_begin_alike_share_files_and_come_back_to_it(engines: list[Any], tmp_path: Path) -> None:
+    kept, common = Kept(tmp_path / "kept"), ids(130)
+    batch = kept.start(engines[0], rows=1)
+    answer(batch, [*common, *ids(20, 2)])
+    batch.disk.close(60)  # type: ignore[union-attr]
+    before = len(kept.files)
+    batch = kept.start(engines[0], rows=1)
+    turn = [*common, *ids(20, 3)]
+    assert answer(batch, turn) == answer(Batcher(engines[0], Letters(), set(), 1), turn)
+    assert batch.counts.cached_tokens == 2 * BLOCK
+    ended(batch)
+    assert len(kept.files) == before + 2  # of the prompt, and of its answer
+
+
+def damage(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path, Path], object]] = {
+    "a bit": lambda file, other: damage(file),
+    "cut short": lambda file, other: os.truncate(file, file.stat().st_size - 1),
+    "longer": lambda file, other: file.write_bytes(file.read_bytes() + b"\0"),
+    "empty": lambda file, other: file.write_bytes(b""),
+    "of another name": lambda file, other: shutil.copy(other, file),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_file_that_is_torn_or_foreign_is_dropped_and_not_used(what: str, tmp_path: Path) -> None:
+    cache, tokens = full(WHOLE), ids(150)
+    disk = on(cache, tmp_path)
+    disk.offer(0, tokens)
+    disk.close(60)
+    names = disk.find(tokens).names  # type: ignore[union-attr]
+    second, third = (tmp_path / f"{name.hex()}.kv" for name in names[1:])
+    DAMAGES[what](second, tmp_path / f"{names[0].hex()}.kv")
+    warned: list[str] = []
+    fresh = empty(WHOLE)
+    disk = on(fresh, tmp_path, warned)
+    stored, slab = disk.find(tokens), fresh.open()
+    assert stored is not None
+    assert disk.fill(stored, slab)
+    assert (stored.length, fresh.length(slab), disk.counts.dropped) == (BLOCK, BLOCK, 1)
+    assert [str(second) in line for line in warned] == [True]
+    assert not second.exists()
+    assert third.exists()
+    disk.close(60)
+
+
+def empty(*shapes: LayerShape, bits: int = 16) -> KVCache:
+    return KVCache(shapes, 2, 256, 24, torch.float32, bits)
+
+
+def full(*shapes: LayerShape, bits: int = 16, length: int = 150) -> KVCache:
+    """A cache whose slab 0 holds so many random positions."""
+    cache = empty(*shapes, bits=bits)
+    assert cache.open() == 0
+    for tensors in (cache.keys, cache.values, cache.key_scales, cache.value_scales):
+        for tensor in tensors:
+            tensor.copy_(torch.randint(-99, 99, tensor.shape).to(tensor.dtype))
+    cache.wrote(0, length)
+    return cache
+
+
+def on(cache: KVCache, root: Path, warned: list[str] | None = None, size: int = GIB) -> PrefixDisk:
+    return PrefixDisk(cache, PrefixFolder(root, size), first_name(b"facts"), ([] if warned is None else warned).append)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "bits"), [((WHOLE,), 8), ((LATENT,), 16), ((WHOLE, SLIDING), 16), ((SLIDING, WHOLE), 8)]
+)
+@pytest.mark.parametrize("length", [10, BLOCK, 150])
+def test_every_kind_of_cache_comes_back(shapes: tuple[LayerShape, ...], bits: int, length: int, tmp_path: Path) -> None:
+    cache, tokens = full(*shapes, bits=bits, length=length), ids(length)
+    disk = on(cache, tmp_path)
+    disk.offer(0, tokens)
+    disk.close(60)
+    fresh = empty(*shapes, bits=bits)
+    disk, slab = on(fresh, tmp_path), fresh.open()
+    stored = disk.find([*tokens, 1, 2])
+    assert stored is not None
+    assert disk.fill(stored, slab)
+    disk.close(0)
+    assert fresh.length(slab) == length
+    for name in ("keys", "values", "key_scales", "value_scales"):
+        for layer, tensor in enumerate(getattr(cache, name)):
+            window, room = cache.shapes[layer].window, tensor.shape[2]
+            needed = torch.arange(max(0, length - (window or length)), length) % room
+            assert torch.equal(getattr(fresh, name)[layer][slab, :, needed], tensor[0, :, needed])
+    fresh.crop(slab, length)
+    if SLIDING in shapes and length > 20:
+        with pytest.raises(ValueError, match="wound back"):
+            fresh.crop(slab, length - 1)
+
+
+def test_what_a_window_no_longer_holds_is_not_found(tmp_path: Path) -> None:
+    """Of 150 positions the window's layer holds the last 44."""
+    cache, tokens = full(WHOLE, SLIDING), ids(150)
+    disk = on(cache, tmp_path)
+    disk.offer(0, tokens)
+    disk.close(60)
+    assert disk.find(tokens).length == 150  # type: ignore[union-attr]
+    assert disk.find(tokens[:149]).length == 128  # type: ignore[union-attr]
+    assert disk.find(tokens[:127]) is None
+
+
+def test_nobody_finds_what_was_computed_with_other_numbers(engines: list[Any], tmp_path: Path) -> None:
+    one, other = (numerics(engine) for engine in engines)
+    assert one == other
+    assert {"checkpoint", "chunk", "threads", "kernels", "kv_bits", "experts", "dense", "dtype"} <= one.keys()
+    cache, tokens = full(WHOLE), ids(150)
+    disk = on(cache, tmp_path)
+    disk.offer(0, tokens)
+    disk.close(60)
+    others = PrefixDisk(cache, PrefixFolder(tmp_path, GIB), first_name(b"other facts"), print)
+    assert others.find(tokens) is None
+    assert disk.find([1, *tokens[1:]]) is None
+    others.close(0)
+
+
+class Overwritten(KVCache):
+    """A cache whose slab is taken, and written, while its second block is read."""
+
+    taken: Callable[[], None]
+
+    def memory(self, slab: int, first: int, end: int) -> Iterator[Any]:
+        for index, each in enumerate(super().memory(slab, first, end)):
+            if first == BLOCK and index == 2:
+                self.taken()
+            yield each
+
+
+def test_a_slab_that_is_needed_is_not_waited_for_and_nothing_false_is_kept(tmp_path: Path) -> None:
+    cache = Overwritten([WHOLE], 2, 256, 24, torch.float32)
+    tokens = ids(150)
+    cache.wrote(cache.open(), 150)
+    disk = on(cache, tmp_path)
+
+    def taken() -> None:
+        disk.withdraw(0, 100)
+        cache.keys[0][0, :, 100:] = 7
+
+    cache.taken = taken
+    disk.offer(0, tokens)
+    disk.close(60)
+    assert disk.find(tokens).length == BLOCK  # type: ignore[union-attr]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_folder_keeps_its_size_and_what_was_used_last(tmp_path: Path) -> None:
+    cache, block = full(WHOLE), 24 + BLOCK * WHOLE.row_bytes(4)
+    disk = on(cache, tmp_path, size=5 * block)
+    mine = tmp_path / "notes.txt"
+    mine.write_text("not of tiermoe")
+    conversations = [ids(2 * BLOCK, seed) for seed in range(4)]
+    for tokens in conversations:
+        disk.offer(0, tokens)
+        disk.close(60)
+        assert sum(file.stat().st_size for file in tmp_path.glob("*.kv")) <= 5 * block
+        disk = on(cache, tmp_path, size=5 * block)
+        if (stored := disk.find(conversations[0])) is not None:
+            disk.fill(stored, 1)
+    lengths = [stored.length if (stored := disk.find(tokens)) else 0 for tokens in conversations]
+    disk.close(0)
+    assert lengths == [2 * BLOCK, 0, BLOCK, 2 * BLOCK]
+    assert mine.exists()
+
+
+def test_several_servers_on_a_folder_do_not_harm_each_other(tmp_path: Path) -> None:
+    cache, tokens = full(WHOLE), ids(150)
+    disks = [on(cache, tmp_path) for _ in range(3)]
+    for disk in disks:
+        disk.offer(0, tokens)
+    for disk in disks:
+        disk.close(60)
+    assert len(list(tmp_path.iterdir())) == 3
+    one, other = disks[:2]
+    stored, again = one.find(tokens), other.find(tokens)
+    assert stored is not None
+    assert again is not None
+    assert one.fill(stored, 1)
+    assert torch.equal(cache.keys[0][1, :, :150], cache.keys[0][0, :, :150])
+    shutil.rmtree(tmp_path)  # the other one has made room meanwhile
+    assert other.fill(again, 1)
+    assert (stored.length, again.length, other.counts.dropped) == (150, 0, 0)
+
+
+def test_a_drive_that_takes_no_more_stops_the_writing_with_one_warning(engines: list[Any], tmp_path: Path) -> None:
+    kept = Kept(tmp_path / "kept")
+    batch = kept.start(engines[0])
+    shutil.rmtree(kept.root)
+    for seed in range(3):
+        assert len(answer(batch, ids(20, seed))) == 6
+    ended(batch)
+    assert len(kept.warned) == 1
+    assert "no longer kept on disk" in kept.warned[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (["--prefix-disk-size", "1GiB"], "does nothing without --prefix-disk"),
+        (["--prefix-disk", "KEPT", "--prefix-disk-size", "much"], "is not a size"),
+        (["--prefix-disk", "KEPT", "--prefix-disk-size", "10KiB"], "less than one conversation of 64 tokens takes"),
+        (["--prefix-disk", "FILE"], "cannot be written to"),
+        (["--prefix-disk", "KEPT", "--decoder", "generic"], "whose cache has no form on disk; leave --prefix-disk"),
+    ],
+)
+def test_refusals(
+    words: list[str], cause: str, tmp_path: Path, tiermoe_: Command, tiny_model: Callable[..., Path]
+) -> None:
+    (tmp_path / "file").write_text("a file")
+    places = {"KEPT": str(tmp_path / "kept"), "FILE": str(tmp_path / "file")}
+    model = tiny_model("qwen3_moe", torch.float32)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = [places.get(word, word) for word in words]
+    assert cause in tiermoe_("serve", model, "--port", port, "--context", "64", *words).cause
+
+
+def test_a_size_must_hold_one_conversation() -> None:
+    size = 4 * (24 + 24) + 256 * WHOLE.row_bytes(4) + 2 * 20 * SLIDING.row_bytes(4)
+    check_size(size, [WHOLE, SLIDING], 256, 24, 4, 16)
+    with pytest.raises(ConfigError, match="256 tokens"):
+        check_size(size - 1, [WHOLE, SLIDING], 256, 24, 4, 16)
