@@ -112,7 +112,8 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 3])
 def test_a_prompt_is_scored(client: openai.OpenAI, served: Served, tokens: int, stream: bool) -> None:
-    """What lm-eval's `local-completions` asks for, by token ids. The oracle: a step of the engine by itself."""
+    """What lm-eval's `local-completions` asks for, by token ids. The oracle: a step of the engine by itself, over the
+    tokens that its class for models in the process reads."""
     prompts = [[5, 6, 7, 8, 9, 30], [40, 41, 42]]
     asked: dict[str, Any] = {"prompt": prompts, "echo": True, "logprobs": 2, "max_tokens": tokens, "seed": 1234}
     usage: Any = {"include_usage": True} if stream else None
@@ -126,11 +127,11 @@ def test_a_prompt_is_scored(client: openai.OpenAI, served: Served, tokens: int, 
             for name in ("token_logprobs", "top_logprobs", "tokens")
         )
         cache = served.engine.new_cache(1)
-        logits = served.engine.step(Batch((row(cache.open(), prompt),)), cache, True)
-        logs = torch.log_softmax(logits.float(), -1)
+        logits = served.engine.step(Batch((row(cache.open(), prompt[:-1]),)), cache, True)
+        logs = torch.log_softmax(logits.double(), -1)
         assert (scores[0], tops[0], len(scores)) == (None, None, len(prompt) + tokens)
         assert scores[1 : len(prompt)] == [float(logs[at, token]) for at, token in enumerate(prompt[1:])]
-        assert [max(top.values()) for top in tops[1 : len(prompt)]] == logs.max(-1).values[:-1].tolist()
+        assert [max(top.values()) for top in tops[1 : len(prompt)]] == logs.max(-1).values.tolist()
         text = "".join(c.text for chunk in chunks for c in chunk.choices if c.index == index)
         assert text.startswith(served.tokenizer.decode(prompt))
         assert names[: len(prompt)] == [served.tokenizer.decode([token]) for token in prompt]

@@ -18,6 +18,12 @@ def scored_tokens(vocabulary: int) -> int:
     return max(1, SCORED_LOGITS_BYTES // (4 * vocabulary))
 
 
+def next_scored(ids: list[int], first: int, most: int) -> list[int]:
+    """The tokens of such a step from `first` on: the last one by itself, for nothing scores what follows it. So the
+    others are read as one reads them who only scores: a step of other length may round otherwise."""
+    return ids[first : max(min(first + most, len(ids) - 1), first + 1)]
+
+
 def prompt_scores(request: Request, logits: Tensor, first: int) -> Iterator[TokenLogprob]:
     """Of the tokens of a prompt that follow those from `first` on, by the logits of these (tokens, vocabulary). The
     prompt's first token, which nothing scores, comes with those that follow it."""
