@@ -237,6 +237,40 @@ def test_tools_are_called(served: Served, monkeypatch: pytest.MonkeyPatch) -> No
     assert (again.finish_reason, again.message.content) == ("stop", "Let me look." + CALL)  # none may be called
 
 
+CHANNELS = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|channel|>{{ m.thinking }}<|message|>{{ m.content }}{% endfor %}"
+)
+THOUGHT = "<|channel|>analysis<|message|>hm, two<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "finish"),
+    [
+        ("<|channel|>final<|message|>2", "2", "stop"),
+        ('<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city":"Bonn"}', None, "tool_calls"),
+    ],
+)
+def test_channels_are_told_apart(
+    served: Served, monkeypatch: pytest.MonkeyPatch, text: str, content: str | None, finish: str
+) -> None:
+    monkeypatch.setattr(served.tokenizer, "chat_template", CHANNELS)
+    scripted: Any = Scripted(served, THOUGHT + text)
+
+    async def asked() -> Any:
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(create_app(replace(served, worker=scripted))))
+        async with openai.AsyncOpenAI(base_url="http://test/v1", api_key="any", http_client=http) as client:
+            said: Any = {"role": "assistant", "content": "4", "reasoning_content": "so"}
+            messages: Any = [{"role": "user", "content": "one"}, said, {"role": "user", "content": "two"}]
+            return await client.chat.completions.create(model="tiny", messages=messages, tools=[TOOL])
+
+    answer = asyncio.run(asked()).choices[0]
+    assert (answer.message.reasoning_content, answer.message.content) == ("hm, two", content)
+    assert answer.finish_reason == finish
+    assert [call.function.arguments for call in answer.message.tool_calls or ()] == ['{"city":"Bonn"}'] * (not content)
+    assert scripted.asked[0].special
+    assert "so<|message|>4" in served.tokenizer.decode(scripted.asked[0].ids)
+
+
 def followed(served: Served, grammar: Grammar, text: str) -> bool:
     """Whether a grammar lets a text pass, to its end."""
     for token in served.tokenizer(text, add_special_tokens=False).input_ids:

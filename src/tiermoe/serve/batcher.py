@@ -109,7 +109,7 @@ class Batcher:
             number,
             request,
             Sampler(request.sampling, self._penalty),
-            Detokenizer(self._tokenizer, request.stops),
+            Detokenizer(self._tokenizer, request.stops, request.special),
             request.grammar() if request.grammar else None,
         )
         self._waiting.append(row)
