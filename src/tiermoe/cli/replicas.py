@@ -29,6 +29,7 @@ def prepared(
 ) -> tuple[str, dict[str, Any]]:
     """The model, and the options of one of so many processes: its part of the memory and of the processors. It is
     loaded once here, which packs what is not packed, and says what does not fit, before a replica finds out."""
+    need_ray()
     share = one_share(model, options, replicas)
     if Path(model).exists():
         model = str(Path(model).resolve())  # a replica may run in another folder

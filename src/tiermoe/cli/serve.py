@@ -14,7 +14,7 @@ import typer
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.output import note
-from tiermoe.cli.replicas import need_ray, prepared, run_replicas
+from tiermoe.cli.replicas import prepared, run_replicas
 from tiermoe.cli.session import choose_sampling, make_sampling, open_session
 from tiermoe.errors import ConfigError
 
@@ -51,8 +51,6 @@ def serve(
     if api_key is not None and not api_key.strip():
         raise ConfigError("the API key is empty; name one, or leave --api-key out")
     _need_libraries()
-    if replicas > 1:
-        need_ray()
     listener = _listen(host, port)
     if api_key is None and host not in _LOCAL:
         note(f"note: anybody who reaches {host}:{port} can use this model; --api-key asks for a key")

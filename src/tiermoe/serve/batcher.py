@@ -22,7 +22,7 @@ from tiermoe.generation.sequence import shared
 from tiermoe.serve.detokenize import Detokenizer
 from tiermoe.serve.grammar import Grammar
 from tiermoe.serve.request import Piece, Request, TokenLogprob
-from tiermoe.serve.scoring import next_scored, prompt_scores, scored_tokens
+from tiermoe.serve.scoring import next_part, prompt_scores, scored_tokens
 
 
 @dataclass(slots=True)
@@ -181,9 +181,9 @@ class Batcher:
 
     def _read(self, row: _Row) -> Iterator[Piece]:
         """The next chunk of a prompt; after it other prompts have their turn."""
-        ids, first = row.request.ids, len(row.held)
+        first = len(row.held)
         every = row.request.prompt_logprobs
-        part = next_scored(ids, first, self._scored) if every else ids[first : first + self._chunk]
+        part = next_part(row.request, first, self._scored if every else self._chunk)
         try:
             logits = self._engine.step(Batch((prompt(row.slab, part, first),)), self._cache, every)
         except Exception as error:

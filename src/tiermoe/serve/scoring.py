@@ -18,10 +18,12 @@ def scored_tokens(vocabulary: int) -> int:
     return max(1, SCORED_LOGITS_BYTES // (4 * vocabulary))
 
 
-def next_scored(ids: list[int], first: int, most: int) -> list[int]:
-    """The tokens of such a step from `first` on: the last one by itself, for nothing scores what follows it. So the
-    others are read as one reads them who only scores: a step of other length may round otherwise."""
-    return ids[first : max(min(first + most, len(ids) - 1), first + 1)]
+def next_part(request: Request, first: int, most: int) -> list[int]:
+    """The next tokens of a prompt, from `first` on. The last one of a prompt that is scored comes by itself: nothing
+    scores what follows it. So the others are read as one reads them who only scores: a step of other length may round
+    otherwise."""
+    end = len(request.ids) - request.prompt_logprobs
+    return request.ids[first : max(min(first + most, end), first + 1)]
 
 
 def prompt_scores(request: Request, logits: Tensor, first: int) -> Iterator[TokenLogprob]:
