@@ -63,7 +63,7 @@ def over_http(model: str, address: str, length: int, together: int) -> Iterator[
 
 
 def begins(tokenizer: Any) -> bool:
-    """Whether a model's texts begin with a token of their own: lm-eval adds it only where it is told to."""
+    """Whether a model's texts begin with a token of their own: lm-eval's API class adds it only where it is told to."""
     return bool(tokenizer("").input_ids)
 
 
