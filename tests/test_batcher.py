@@ -12,6 +12,7 @@ import torch
 
 import tiermoe
 from tiermoe.batch import Batch
+from tiermoe.batch import prompt as read
 from tiermoe.errors import PromptError
 from tiermoe.generation.sampling import Sampling
 from tiermoe.serve.answers import together
@@ -84,6 +85,38 @@ def test_each_answer_is_the_one_that_the_request_has_alone(loaded: Any) -> None:
     found = answers(batch, pieces)
     assert [found[number] for number in numbers] == [alone(loaded, each) for each in asked]
     assert batch.counts.cached_tokens == 0
+
+
+class Recording:
+    """An engine, and the tokens of each row of its steps."""
+
+    def __init__(self, engine: Any) -> None:
+        self.rows: list[int] = []
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def step(self, batch: Batch, *rest: Any) -> Any:
+        self.rows += [len(row.tokens) for row in batch.rows]
+        return self._engine.step(batch, *rest)
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(1, [1]), (8, [7, 1]), (9, [8, 1]), (18, [8, 8, 1, 1])])
+def test_a_prompt_is_scored_in_the_steps_of_who_only_scores(loaded: Any, tokens: int, steps: list[int]) -> None:
+    """A library that scores n tokens reads the first n - 1, in chunks (of 8 here): the same shapes, the same bits."""
+    engine = Recording(loaded)
+    batch, prompt = batcher(engine), ids(tokens, 3)
+    batch.add(Request(prompt, Sampling(max_tokens=1), logprobs=1, prompt_logprobs=True))
+    (piece,) = [piece for _ in steps for piece in batch.step()]
+    assert engine.rows == steps
+    expected: list[float] = []
+    if tokens > 1:
+        cache = loaded.new_cache(1)
+        logits = loaded.step(Batch((read(cache.open(), prompt[:-1]),)), cache, True)
+        logs = torch.log_softmax(logits.double(), -1)
+        expected = logs[range(tokens - 1), prompt[1:]].tolist()
+    assert [each.logprob for each in piece.prompt] == [None, *expected]
 
 
 def test_a_request_that_leaves_frees_its_row(loaded: Any) -> None:

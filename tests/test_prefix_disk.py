@@ -318,6 +318,7 @@ def test_a_drive_that_takes_no_more_stops_the_writing_with_one_warning(engines: 
 @pytest.mark.parametrize(
     ("words", "cause"),
     [
+        (["--prefix-disk", "KEPT", "--replicas", "2"], "belongs to one process"),
         (["--prefix-disk-size", "1GiB"], "does nothing without --prefix-disk"),
         (["--prefix-disk", "KEPT", "--prefix-disk-size", "much"], "is not a size"),
         (["--prefix-disk", "KEPT", "--prefix-disk-size", "10KiB"], "less than one conversation of 64 tokens takes"),

@@ -114,7 +114,8 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 3])
 def test_a_prompt_is_scored(client: openai.OpenAI, served: Served, tokens: int, stream: bool) -> None:
-    """What lm-eval's `local-completions` asks for, by token ids. The oracle: a step of the engine by itself."""
+    """What lm-eval's `local-completions` asks for, by token ids. The oracle: a step of the engine by itself, over the
+    tokens that its class for models in the process reads."""
     prompts = [[5, 6, 7, 8, 9, 30], [40, 41, 42]]
     asked: dict[str, Any] = {"prompt": prompts, "echo": True, "logprobs": 2, "max_tokens": tokens, "seed": 1234}
     usage: Any = {"include_usage": True} if stream else None
@@ -128,11 +129,11 @@ def test_a_prompt_is_scored(client: openai.OpenAI, served: Served, tokens: int, 
             for name in ("token_logprobs", "top_logprobs", "tokens")
         )
         cache = served.engine.new_cache(1)
-        logits = served.engine.step(Batch((row(cache.open(), prompt),)), cache, True)
-        logs = torch.log_softmax(logits.float(), -1)
+        logits = served.engine.step(Batch((row(cache.open(), prompt[:-1]),)), cache, True)
+        logs = torch.log_softmax(logits.double(), -1)
         assert (scores[0], tops[0], len(scores)) == (None, None, len(prompt) + tokens)
         assert scores[1 : len(prompt)] == [float(logs[at, token]) for at, token in enumerate(prompt[1:])]
-        assert [max(top.values()) for top in tops[1 : len(prompt)]] == logs.max(-1).values[:-1].tolist()
+        assert [max(top.values()) for top in tops[1 : len(prompt)]] == logs.max(-1).values.tolist()
         text = "".join(c.text for chunk in chunks for c in chunk.choices if c.index == index)
         assert text.startswith(served.tokenizer.decode(prompt))
         assert names[: len(prompt)] == [served.tokenizer.decode([token]) for token in prompt]
@@ -250,6 +251,40 @@ def test_tools_are_called(served: Served, monkeypatch: pytest.MonkeyPatch) -> No
     assert prompts[0].startswith("<tool_call>weather")
     assert prompts[2].endswith("Let me look.Bonntool:sun")
     assert (again.finish_reason, again.message.content) == ("stop", "Let me look." + CALL)  # none may be called
+
+
+CHANNELS = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|channel|>{{ m.thinking }}<|message|>{{ m.content }}{% endfor %}"
+)
+THOUGHT = "<|channel|>analysis<|message|>hm, two<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "finish"),
+    [
+        ("<|channel|>final<|message|>2", "2", "stop"),
+        ('<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city":"Bonn"}', None, "tool_calls"),
+    ],
+)
+def test_channels_are_told_apart(
+    served: Served, monkeypatch: pytest.MonkeyPatch, text: str, content: str | None, finish: str
+) -> None:
+    monkeypatch.setattr(served.tokenizer, "chat_template", CHANNELS)
+    scripted: Any = Scripted(served, THOUGHT + text)
+
+    async def asked() -> Any:
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(create_app(replace(served, worker=scripted))))
+        async with openai.AsyncOpenAI(base_url="http://test/v1", api_key="any", http_client=http) as client:
+            said: Any = {"role": "assistant", "content": "4", "reasoning_content": "so"}
+            messages: Any = [{"role": "user", "content": "one"}, said, {"role": "user", "content": "two"}]
+            return await client.chat.completions.create(model="tiny", messages=messages, tools=[TOOL])
+
+    answer = asyncio.run(asked()).choices[0]
+    assert (answer.message.reasoning_content, answer.message.content) == ("hm, two", content)
+    assert answer.finish_reason == finish
+    assert [call.function.arguments for call in answer.message.tool_calls or ()] == ['{"city":"Bonn"}'] * (not content)
+    assert scripted.asked[0].special
+    assert "so<|message|>4" in served.tokenizer.decode(scripted.asked[0].ids)
 
 
 def followed(served: Served, grammar: Grammar, text: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import typer
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.output import note
+from tiermoe.cli.replicas import prepared, run_replicas
 from tiermoe.cli.session import choose_sampling, make_sampling, open_session
 from tiermoe.errors import ConfigError
 
@@ -55,6 +55,12 @@ def serve(
     name: Annotated[
         str | None, typer.Option(help="What the model is called. Default: as named here.", show_default=False)
     ] = None,
+    replicas: Annotated[
+        int,
+        typer.Option(
+            help="Processes that answer, on Ray Serve; each has its part of --memory and of the threads.", min=1, max=64
+        ),
+    ] = 1,
 ) -> None:
     """Serve a model to OpenAI's clients, several requests at once.
 
@@ -62,6 +68,8 @@ def serve(
     if api_key is not None and not api_key.strip():
         raise ConfigError("the API key is empty; name one, or leave --api-key out")
     _need_libraries()
+    if replicas > 1 and prefix_disk is not None:
+        raise ConfigError("--prefix-disk belongs to one process; leave it out, or --replicas")
     most = _prefix_bytes(prefix_disk, prefix_disk_size)
     listener = _listen(host, port)
     if api_key is None and host not in _LOCAL:
@@ -77,6 +85,15 @@ def serve(
 
     options = {**options, "batch": max_batch}
     shown = name or (Path(model).name if Path(model).exists() else model)
+    if replicas > 1:
+        address = listener.getsockname()[:2]
+        listener.close()
+        whole, share = prepared(model, options, replicas, context_for)
+        from tiermoe.serve.replicas import Deployed
+
+        deployed = Deployed(whole, share, shown, chosen["sampling"], api_key, max_queue)
+        run_replicas(deployed, replicas, address, GRACE_S, _wait_for_a_signal)
+        return
     with _answering(listener) as gate:
         session = open_session(model, options, context_for, gate.report)
         _run(session, gate, listener, shown, api_key, max_queue, **chosen)
@@ -106,25 +123,14 @@ def _run(
     session: Any, gate: Any, listener: socket.socket, name: str, key: str | None, max_queue: int, *, sampling: Any,
     folder: Any,
 ) -> None:  # fmt: skip
-    from tiermoe.generation.sequence import end_tokens
     from tiermoe.serve.app import create_app
-    from tiermoe.serve.batcher import Batcher
-    from tiermoe.serve.grammar import Grammars
-    from tiermoe.serve.metrics import Metrics
+    from tiermoe.serve.assembly import served_of
     from tiermoe.serve.prefix_disk import disk_of
-    from tiermoe.serve.served import Served
-    from tiermoe.serve.worker import Worker
 
-    engine, config = session.engine, session.engine.generation_config
-    ends = end_tokens(config)
-    batcher = Batcher(
-        engine, session.tokenizer, ends, engine.settings.batch,
-        getattr(config, "repetition_penalty", None), disk_of(engine, folder, note) if folder else None,
-    )  # fmt: skip
-    grammars = Grammars(session.tokenizer, engine.config.vocab_size, ends)
-    metrics = Metrics(engine, batcher)
-    worker = Worker(batcher, max_queue, metrics.ended)
-    served = Served(name, session.tokenizer, worker, metrics, engine, sampling, int(time.time()), grammars)
+    engine = session.engine
+    disk = disk_of(engine, folder, note) if folder else None
+    served = served_of(engine, session.tokenizer, name, sampling, max_queue, disk)
+    worker = served.worker
     gate.app = create_app(served, key)
     host, port = listener.getsockname()[:2]
     note(f"{name} at http://{host}:{port}/v1; Ctrl-C ends the server")
@@ -133,8 +139,8 @@ def _run(
         worker.close(GRACE_S)
     finally:
         worker.close(0)
-        if batcher.disk is not None:
-            batcher.disk.close(LAST_WRITES_S)
+        if worker.batcher.disk is not None:
+            worker.batcher.disk.close(LAST_WRITES_S)
         engine.close()
 
 

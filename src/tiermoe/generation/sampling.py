@@ -165,8 +165,8 @@ def _likeliest(logits: Tensor) -> int:
 
 def log_probabilities(logits: Tensor, token: int, most: int) -> tuple[float, list[tuple[int, float]]]:
     """Of logits (vocabulary), as the model gives them: the token's log probability, and those of the `most` likeliest
-    tokens, falling."""
+    tokens, falling. In 64 bits: those of long texts are summed up."""
     with _one_thread():
-        logs = torch.log_softmax(logits.float(), dim=-1)
+        logs = torch.log_softmax(logits.double(), dim=-1)
         values, tokens = logs.topk(most)
     return float(logs[token]), list(zip(tokens.tolist(), values.tolist(), strict=True))

@@ -130,7 +130,8 @@ def top_k(config: Any, layer: int) -> int:
 def takes_weight(owner: torch.nn.Module, child: str) -> bool:
     """Whether a module's code computes with the weight of its linear layer `child` itself, so that the layer must stay
     as it is. Questions about shape and dtype a packed one answers too, and a fused product of training never runs."""
-    code = _source(type(owner))
+    cls: Any = type(owner)
+    code = _source(cls)
     if code is None:
         return True
     used = r"(?<!isinstance\(self\.)(?<!outproj_weight=self\.)(?<=\.)"  # a name in a string says what is tied

@@ -63,7 +63,8 @@ def _request(served: Served, asked: MessagesRequest, prepared: Prepared) -> Requ
     values = {name: getattr(asked, name) for name in ("temperature", "top_p", "top_k")}
     named = {name: value for name, value in values.items() if value is not None}
     sampling = replace(served.sampling, max_tokens=asked.max_tokens, **named)
-    return Request(prepared.ids, sampling, tuple(asked.stop_sequences or ()), grammar=prepared.grammar)
+    stops = tuple(asked.stop_sequences or ())
+    return Request(prepared.ids, sampling, stops, grammar=prepared.grammar, special=prepared.special)
 
 
 async def _stream(growing: Growing, pieces: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[dict[str, str]]:

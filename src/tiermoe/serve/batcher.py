@@ -23,7 +23,7 @@ from tiermoe.serve.grammar import Grammar
 from tiermoe.serve.prefix_disk import PrefixDisk, Stored
 from tiermoe.serve.prefixes import Prefixes
 from tiermoe.serve.request import Piece, Request, TokenLogprob
-from tiermoe.serve.scoring import prompt_scores, scored_tokens
+from tiermoe.serve.scoring import next_part, prompt_scores, scored_tokens
 
 
 @dataclass(slots=True)
@@ -121,7 +121,7 @@ class Batcher:
             number,
             request,
             Sampler(request.sampling, self._penalty),
-            Detokenizer(self._tokenizer, request.stops),
+            Detokenizer(self._tokenizer, request.stops, request.special),
             request.grammar() if request.grammar else None,
         )
         self._waiting.append(row)
@@ -184,7 +184,7 @@ class Batcher:
             return
         first = len(row.held)
         every = row.request.prompt_logprobs
-        part = row.request.ids[first : first + (self._scored if every else self._chunk)]
+        part = next_part(row.request, first, self._scored if every else self._chunk)
         try:
             logits = self._engine.step(Batch((prompt(row.slab, part, first),)), self._cache, every)
         except Exception as error:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiermoe.errors import ConfigError
+from tiermoe.serve import harmony
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.grammar import Grammar, json_rule
 from tiermoe.serve.reading import Reader
@@ -30,16 +31,20 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """ids: of the prompt. reader: makes what reads an answer. grammar: makes what an answer must follow."""
+    """ids: of the prompt. reader: makes what reads an answer. grammar: makes what an answer must follow. special: an
+    answer is read with its special tokens."""
 
     ids: list[int]
     reader: Callable[[], Reader] = Reader
     grammar: Callable[[], Grammar] | None = None
+    special: bool = False
 
 
 def prepare(served: Served, chat: Chat) -> Prepared:
     """Refused where the model's template does not take it, or what is asked for cannot be followed."""
     tools = [] if chat.choice == "none" else list(chat.tools)
+    if harmony.speaks(served.template):
+        return _in_channels(served, chat, tools)
     form = _format(served, tools) if tools else None
     ids = served.chat_ids(chat.messages, tools, chat.told)
     thinking = thinks(served.template)
@@ -59,20 +64,37 @@ def _format(served: Served, tools: Sequence[dict[str, Any]]) -> Format:
     return form
 
 
+def _in_channels(served: Served, chat: Chat, tools: Sequence[dict[str, Any]]) -> Prepared:
+    messages = [harmony.message_of(message) for message in chat.messages]
+    ids = served.chat_ids(messages, [harmony.tool_of(tool) for tool in tools], chat.told)
+    forced, functions = _named(chat, tools)
+    grammar = None
+    if forced or chat.schema is not None:
+        rules = harmony.rules_of(functions, None if forced else chat.schema)
+        grammar = _followed(served, rules, "tools" if forced else "response_format")
+    return Prepared(ids, lambda: Reader(channels=harmony.ChannelReader()), grammar, special=True)
+
+
+def _named(chat: Chat, tools: Sequence[dict[str, Any]]) -> tuple[bool, list[dict[str, Any]]]:
+    """Whether a call is forced, and the functions that may be called. Refused where the one that must be is none."""
+    forced = chat.choice not in ("none", "auto")
+    named = [tool["function"] for tool in tools if chat.choice in ("auto", "required", tool["function"]["name"])]
+    if forced and not named:
+        raise Refused(400, f"tool_choice asks for '{chat.choice}', which is not among the tools", "tool_choice")
+    return forced, named
+
+
 def _grammar(
     served: Served, chat: Chat, form: Format | None, tools: Sequence[dict[str, Any]], inside: bool
 ) -> Callable[[], Grammar] | None:
     """What the answer must be: one call, JSON, or either where tools may be called as well. A thought comes first where
     the prompt has opened one."""
-    forced = chat.choice not in ("none", "auto")
-    named = [tool for tool in tools if chat.choice in ("auto", "required", tool["function"]["name"])]
-    if forced and not named:
-        raise Refused(400, f"tool_choice asks for '{chat.choice}', which is not among the tools", "tool_choice")
+    forced, named = _named(chat, tools)
     if not forced and chat.schema is None:
         return None
     rules, said = [], []
     if form is not None and named:
-        rules.append(form.rule([tool["function"] for tool in named]))
+        rules.append(form.rule(named))
         said.append("call")
     if not forced and chat.schema is not None:
         rules.append(f"json: {json_rule(chat.schema)}")

@@ -9,12 +9,13 @@ _UNFINISHED = "\ufffd"  # what a tokenizer gives for the first bytes of a charac
 
 
 class Detokenizer:
-    """The text of an answer whose tokens come one by one. stops: the answer ends before the first of them.
-    `stopped_by`: which one that was, once it has happened."""
+    """The text of an answer whose tokens come one by one. stops: the answer ends before the first of them. special:
+    special tokens are part of it. `stopped_by`: which stop that was, once it has happened."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), special: bool = False) -> None:
         self.stopped_by: str | None = None
         self._tokenizer = tokenizer
+        self._special = special
         self._stops = [stop for stop in stops if stop]
         self._tokens: list[int] = []
         self._begin = self._told = 0  # tokens from `begin` on give what tokens after `told` look like
@@ -38,7 +39,7 @@ class Detokenizer:
         return rest + ("" if self.stopped_by else held)
 
     def _decoded(self, begin: int, end: int) -> str:
-        text: str = self._tokenizer.decode(self._tokens[begin:end], skip_special_tokens=True)
+        text: str = self._tokenizer.decode(self._tokens[begin:end], skip_special_tokens=not self._special)
         return text
 
     def _past_stops(self, new: str) -> str:

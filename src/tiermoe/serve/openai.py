@@ -82,7 +82,8 @@ async def _answer(
             sampling = sampling_of(asked, served.sampling, max(room, 1))
         except ConfigError as error:
             raise Refused(400, str(error)) from error
-        more = {"logprobs": logprobs, "grammar": each.grammar, "prompt_logprobs": echo and logprobs is not None}
+        scored = echo and logprobs is not None
+        more = {"logprobs": logprobs, "grammar": each.grammar, "prompt_logprobs": scored, "special": each.special}
         text = served.tokenizer.decode(each.ids, skip_special_tokens=True) if echo else ""
         for request in requests_of(each.ids, asked, sampling, more):
             readings[len(requests)] = Reading(Logprobs(served.tokenizer, chat), each.reader(), text)

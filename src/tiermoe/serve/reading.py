@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tiermoe.serve.harmony import ChannelReader
 from tiermoe.serve.request import Piece
 from tiermoe.serve.thoughts import ThoughtReader
 from tiermoe.serve.tools import CallReader, ToolCall
@@ -20,23 +21,32 @@ class Said:
 
 
 class Reader:
-    """Reads the pieces of one answer. thoughts, calls: None where there can be none. `thought_tokens`: of the thought,
-    so far."""
+    """Reads the pieces of one answer. thoughts, calls: None where there can be none. channels: reads both.
+    `thought_tokens`: of the thought, so far."""
 
-    def __init__(self, thoughts: ThoughtReader | None = None, calls: CallReader | None = None) -> None:
+    def __init__(
+        self,
+        thoughts: ThoughtReader | None = None,
+        calls: CallReader | None = None,
+        channels: ChannelReader | None = None,
+    ) -> None:
         self.thought_tokens = 0
         self._thoughts = thoughts
         self._calls = calls
+        self._channels = channels
 
     def add(self, piece: Piece) -> Said:
         last, thought, text, calls = piece.finish is not None, "", piece.text, list[ToolCall]()
-        if self._thoughts is not None:
+        if self._channels is not None:
+            thought, text, calls = self._channels.add(text, last)
+        elif self._thoughts is not None:
             thought, text = self._thoughts.add(text, last)
-            if thought or self._thoughts.inside:
-                self.thought_tokens += len(piece.tokens)
-        finish = piece.finish
+        thinking = self._channels or self._thoughts
+        if thinking is not None and (thought or thinking.inside):
+            self.thought_tokens += len(piece.tokens)
         if self._calls is not None:
             text, calls = self._calls.add(text, last)
-            if finish == "stop" and self._calls.calls:
-                finish = "tool_calls"
+        calling, finish = self._channels or self._calls, piece.finish
+        if finish == "stop" and calling is not None and calling.calls:
+            finish = "tool_calls"
         return Said(thought, text, calls, finish)

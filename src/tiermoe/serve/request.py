@@ -14,7 +14,7 @@ class Request:
     """What is to be answered: token ids of the prompt, how tokens are chosen (`sampling.max_tokens` at most), strings
     that end the answer. logprobs: of so many of the likeliest tokens at each place; None: none are told.
     grammar: makes what the answer must follow. prompt_logprobs: those of the prompt's tokens are told as well; then
-    all of it is read."""
+    all of it is read. special: special tokens are told as text."""
 
     ids: list[int]
     sampling: Sampling
@@ -22,6 +22,7 @@ class Request:
     logprobs: int | None = None
     grammar: Callable[[], Grammar] | None = None
     prompt_logprobs: bool = False
+    special: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,14 @@ def scored_tokens(vocabulary: int) -> int:
     return max(1, SCORED_LOGITS_BYTES // (4 * vocabulary))
 
 
+def next_part(request: Request, first: int, most: int) -> list[int]:
+    """The next tokens of a prompt, from `first` on. The last one of a prompt that is scored comes by itself: nothing
+    scores what follows it. So the others are read as one reads them who only scores: a step of other length may round
+    otherwise."""
+    end = len(request.ids) - request.prompt_logprobs
+    return request.ids[first : max(min(first + most, end), first + 1)]
+
+
 def prompt_scores(request: Request, logits: Tensor, first: int) -> Iterator[TokenLogprob]:
     """Of the tokens of a prompt that follow those from `first` on, by the logits of these (tokens, vocabulary). The
     prompt's first token, which nothing scores, comes with those that follow it."""

@@ -1,0 +1,1 @@
+"""lm-eval on a model, in this process and over HTTP."""

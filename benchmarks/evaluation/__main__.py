@@ -1,0 +1,126 @@
+"""lm-eval on a model, in this process and over HTTP, side by side.
+
+    python -m benchmarks.evaluation MODEL --data FOLDER [--tasks piqa,winogrande,wikitext] [--limit 100]
+
+FOLDER has `piqa/valid.jsonl` with `piqa/valid-labels.lst`, `winogrande/winogrande.jsonl` and `wikitext2/wiki.test.raw`.
+First `tiermoe.load` gives the model to lm-eval's transformers class, then `tiermoe serve` answers its
+`local-completions`. Prints one JSON object, and a table on standard error; the exit code is 1 where a figure differs in
+what is shown. Needs `pip install 'tiermoe[eval]'`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.evaluation.scorers import in_process, over_http, server
+from benchmarks.rounds import at_least_one, print_table
+from tiermoe.config import Settings
+from tiermoe.errors import ConfigError, TiermoeError
+from tiermoe.model.blueprint import inspect_model
+from tiermoe.model.hub import resolve_model
+from tiermoe.serve.scoring import scored_tokens
+
+TASKS = ("piqa", "winogrande", "wikitext")
+FOLDER = Path(__file__).parent / "tasks"
+DIGITS = 4
+"""Behind the point, as lm-eval shows them."""
+
+Figures = dict[str, dict[str, float]]
+"""Task → metric → its value."""
+
+
+def measure(scorer: AbstractContextManager[Any], tasks: list[str], data: str, limit: int | None) -> Figures:
+    """What lm-eval finds."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(FOLDER), include_defaults=False, metadata={"data": data})
+    with scorer as model:
+        names = [f"{task}_local" for task in tasks]
+        found = simple_evaluate(model, tasks=names, task_manager=manager, limit=limit, bootstrap_iters=0)
+    return {task: _metrics(found["results"][f"{task}_local"]) for task in tasks}
+
+
+def _metrics(results: dict[str, Any]) -> dict[str, float]:
+    """Those of lm-eval's figures that are values, without the names of filters."""
+    values = {name.split(",")[0]: value for name, value in results.items() if "," in name and "_stderr" not in name}
+    return {name: value for name, value in values.items() if isinstance(value, float)}
+
+
+def beside(first: Figures, second: Figures) -> list[tuple[str, str, str, str, bool]]:
+    """(task, metric, both as they are shown, whether they are equal so)."""
+    rows = []
+    for task, metrics in first.items():
+        for name, value in metrics.items():
+            shown = [f"{each:.{DIGITS}f}" for each in (value, second[task][name])]
+            rows.append((task, name, *shown, shown[0] == shown[1]))
+    return rows
+
+
+def evaluate(args: argparse.Namespace) -> dict[str, Any]:
+    named = ("memory", "bits", "dense_bits", "chunk", "threads")
+    options = {name: getattr(args, name) for name in named if getattr(args, name) is not None}
+    options.setdefault("chunk", same_chunk(args.model))
+    asked = partial(measure, tasks=args.tasks, data=args.data, limit=args.limit)
+    ours = asked(in_process(args.model, args.length, options))
+    with ExitStack() as stack:
+        address = args.address or stack.enter_context(server(args.model, args.length, options))
+        theirs = asked(over_http(args.model, address, args.length, args.together))
+    rows = beside(ours, theirs)
+    print_table(("task", "metric", "in process", "over HTTP", ""), [(*row[:4], "" if row[4] else "!") for row in rows])
+    return {"model": args.model, "limit": args.limit, "length": args.length, **options,
+            "in_process": ours, "over_http": theirs, "equal": all(row[4] for row in rows)}  # fmt: skip
+
+
+def same_chunk(model: str) -> int:
+    """Tokens of a prompt that run at once in both: a server that scores takes no more of them than it keeps logits of,
+    and a chunk of other length may round otherwise."""
+    vocabulary: int = inspect_model(resolve_model(model), model).config.vocab_size
+    return min(Settings().chunk, scored_tokens(vocabulary))
+
+
+def tasks_of(text: str) -> list[str]:
+    """Of 'piqa,wikitext'. ValueError where one is none of `TASKS`."""
+    tasks = text.split(",")
+    if not set(tasks) <= set(TASKS):
+        raise ValueError(text)
+    return tasks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.evaluation", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("model")
+    parser.add_argument("--data", default=os.environ.get("TIERMOE_EVAL_DATA"), help="default: TIERMOE_EVAL_DATA")
+    parser.add_argument("--tasks", type=tasks_of, default=list(TASKS), help=f"default {','.join(TASKS)}")
+    parser.add_argument("--limit", type=at_least_one, help="documents of each task; default: all")
+    parser.add_argument("--length", type=at_least_one, default=1022, help="tokens of a window; default 1022")
+    parser.add_argument("--together", type=at_least_one, default=8, help="prompts a request over HTTP; default 8")
+    parser.add_argument("--address", help="of a server that runs, like http://127.0.0.1:8000; default: its own")
+    parser.add_argument("--memory")
+    parser.add_argument("--bits", type=int)
+    parser.add_argument("--dense-bits", type=int)
+    parser.add_argument("--chunk", type=int)
+    parser.add_argument("--threads", type=int)
+    args = parser.parse_args()
+    try:
+        if not args.data:
+            raise ConfigError("no data is named: --data FOLDER, or TIERMOE_EVAL_DATA")
+        result = evaluate(args)
+    except TiermoeError as error:
+        parser.exit(2, f"error: {error}\n")
+    except ImportError as error:
+        parser.exit(2, f"error: this needs {error.name}: pip install 'tiermoe[eval]'\n")
+    print(json.dumps(result))
+    sys.exit(0 if result["equal"] else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Several servers of a model behind one address: replicas of a Ray Serve deployment.
+
+Each replica is a process with an engine and the routes of its own. Ray Serve starts them, checks on them, starts
+another where one ends, and chooses who answers: by consistent hashing of a request's session, so that the turns of a
+conversation find their keys and values where they were left.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tiermoe.config import settings
+
+APP = "tiermoe"
+_CHECKS_S = 2  # between two looks whether a replica is well
+_OBJECTS_BYTES = 128 << 20  # of Ray's store of objects, which holds nothing of ours
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """What each replica loads: a model with these options of `config.settings`, which are one replica's share. name:
+    the model's, for clients. sampling: where a request says nothing. key: what clients must name. most_waiting:
+    requests in a replica's queue."""
+
+    model: str
+    options: Mapping[str, Any]
+    name: str
+    sampling: Any
+    key: str | None
+    most_waiting: int
+
+
+def start(deployed: Deployed, replicas: int, host: str, port: int, grace_s: int) -> None:
+    """Answers at an address once every replica has loaded the model. Ray runs on this machine alone, unless RAY_ADDRESS
+    names a cluster. grace_s: seconds for answers under way when a replica ends."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray tells its makers of each start
+    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")  # its logs lie in a folder
+    os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "tiermoe.serve.sessions.middlewares"
+    import ray
+    from ray import serve
+    from ray.serve.config import HTTPOptions, RequestRouterConfig
+    from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
+
+    asked = settings(**deployed.options)
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(log_to_driver=False)
+    else:
+        ray.init(log_to_driver=False, include_dashboard=False, object_store_memory=_OBJECTS_BYTES)
+    serve.start(http_options=HTTPOptions(host=host, port=port))
+    deployment = serve.deployment(
+        serve.ingress(lambda: app_of(deployed))(),
+        name=deployed.name,
+        num_replicas=replicas,
+        max_ongoing_requests=asked.batch + deployed.most_waiting + 1,  # our own queue refuses what is too much
+        ray_actor_options={"num_cpus": asked.threads or 1},
+        request_router_config=RequestRouterConfig(request_router_class=ConsistentHashRouter),
+        health_check_period_s=_CHECKS_S,
+        graceful_shutdown_timeout_s=grace_s,
+    )
+    serve.run(deployment.bind(), name=APP, route_prefix="/")
+
+
+def stop() -> None:
+    """Ends the replicas once their answers are finished, and Ray where `start` has started it."""
+    import ray
+    from ray import serve
+
+    serve.delete(APP)
+    ray.shutdown()
+
+
+def app_of(deployed: Deployed) -> Any:
+    """The routes over a model that is loaded now, in a replica's process."""
+    from tiermoe.process import footprint
+
+    footprint.import_libraries(own_process=True)
+    from tiermoe.engine.load import start as start_engine
+    from tiermoe.model.blueprint import inspect_model
+    from tiermoe.model.hub import load_tokenizer, resolve_model
+    from tiermoe.serve.app import create_app
+    from tiermoe.serve.assembly import served_of
+
+    asked = settings(**deployed.options)
+    directory = resolve_model(deployed.model)
+    engine = start_engine(inspect_model(directory, deployed.model, asked.store), asked)
+    served = served_of(engine, load_tokenizer(directory), deployed.name, deployed.sampling, deployed.most_waiting)
+    return create_app(served, deployed.key)

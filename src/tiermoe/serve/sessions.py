@@ -1,0 +1,98 @@
+"""Which conversation a request belongs to, so that all its turns reach the replica that holds their keys and values.
+
+Ray Serve's router chooses a replica by the header `x-session-id`. Clients hardly send it, so it is made of what every
+turn of a conversation begins with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tiermoe.serve.guards import LARGEST_BODY
+
+HEADER = "x-session-id"
+_BEGIN = 256
+"""Characters of a text that is continued, or token ids, by which it is known: more come with every call."""
+
+
+def middlewares() -> list[Middleware]:
+    """What Ray Serve's proxy puts in front of its routes; it calls this by its name."""
+    return [Middleware(SessionId)]
+
+
+class SessionId:
+    """An ASGI app in front of another one: a request without the header gets it, by its body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asks = scope["type"] == "http" and scope["method"] == "POST" and HEADER not in Headers(scope=scope)
+        if not asks:
+            await self._app(scope, receive, send)
+            return
+        parts = deque(await _body_parts(receive))
+        session = session_of(b"".join(part.get("body", b"") for part in parts))
+        if session is not None:
+            scope = {**scope, "headers": [*scope["headers"], (HEADER.encode(), session.encode())]}
+
+        async def again() -> Message:
+            return parts.popleft() if parts else await receive()
+
+        await self._app(scope, again, send)
+
+
+async def _body_parts(receive: Receive) -> list[Message]:
+    """All of a body, or as much of one that is too large as tells so."""
+    parts, had, more = list[Message](), 0, True
+    while more and had <= LARGEST_BODY:
+        parts.append(await receive())
+        had += len(parts[-1].get("body", b""))
+        more = parts[-1].get("more_body", False)
+    return parts
+
+
+def session_of(body: bytes) -> str | None:
+    """The conversation of a request in any dialect: its `prompt_cache_key`, else what it begins with, up to what the
+    user said first. None where there is nothing of the kind."""
+    try:
+        asked = json.loads(body)
+    except ValueError:
+        return None
+    begun = _beginning(asked) if isinstance(asked, dict) else None
+    return hashlib.sha256(begun.encode(errors="replace")).hexdigest()[:32] if begun else None
+
+
+def _beginning(asked: Mapping[str, Any]) -> str | None:
+    if isinstance(key := asked.get("prompt_cache_key"), str):
+        return key
+    prompt = asked.get("prompt")
+    if prompt:
+        while isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+            prompt = prompt[0]  # of several prompts, the first
+        return json.dumps(prompt[:_BEGIN]) if isinstance(prompt, str | list) else None
+    turns = asked.get("messages", asked.get("input"))
+    said = [_text(asked.get("system") or asked.get("instructions"))]
+    if isinstance(turns, str):
+        return "\n".join([*said, turns])
+    for turn in turns if isinstance(turns, list) else ():
+        if isinstance(turn, dict):
+            said.append(_text(turn.get("content")))
+            if turn.get("role") == "user":
+                return "\n".join(said)
+    return None
+
+
+def _text(content: Any) -> str:
+    """Of text, or of parts with text."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""

@@ -1,0 +1,137 @@
+"""Answers in the harmony format. The oracle: what its description says of them (openai/harmony, docs/format.md)."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from tiermoe.serve.detokenize import Detokenizer
+from tiermoe.serve.grammar import Grammars
+from tiermoe.serve.harmony import ChannelReader, message_of, rules_of, speaks, tool_of
+from tiermoe.serve.reading import Reader
+from tiermoe.serve.request import Piece
+from tiny import write_tokenizer
+
+THOUGHT = 'User asks: "What is 2 + 2?" Simple arithmetic. Provide answer.'
+CALL = '{"location":"San Francisco"}'
+BOTH = f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>final<|message|>2 + 2 = 4."
+CALLED = (
+    "<|channel|>analysis<|message|>Need to use function get_weather.<|end|><|start|>assistant"
+    f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{CALL}"
+)
+PREAMBLE = (
+    "<|channel|>analysis<|message|>long<|end|><|start|>assistant<|channel|>commentary<|message|>**Action plan**:\n1. a"
+    '<|end|><|start|>assistant<|channel|>commentary to=functions.make<|constrain|>json<|message|>{"path": "a"}'
+)
+WEATHER = [("get_weather", {"location": "San Francisco"})]
+CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
+    (BOTH, THOUGHT, "2 + 2 = 4.", []),
+    (CALLED, "Need to use function get_weather.", "", WEATHER),
+    (CALLED + "<|call|>", "Need to use function get_weather.", "", WEATHER),
+    (f" to=functions.get_weather<|channel|>commentary<|message|>{CALL}", "", "", WEATHER),  # recipient in the role
+    (f"<|channel|>analysis to=functions.get_weather<|message|>{CALL}", "", "", WEATHER),
+    ("<|channel|>commentary to=functions.now<|message|>", "", "", [("now", {})]),
+    (PREAMBLE, "long", "**Action plan**:\n1. a", [("make", {"path": "a"})]),
+    ('<|channel|>analysis to=python<|message|>print(1)<|end|><|start|>assistant<|channel|>final<|message|>1',
+     "print(1)", "1", []),
+    ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b", "a\nb", "", []),
+    ("<|channel|>final<|message|>a < b <| c", "", "a < b <| c", []),
+    ("<|channel|>commentary to=functions.make<|message|>{\"pa", "", '{"pa', []),  # cut off: no call
+    ("<|channel|>anal", "", "", []),
+    ("as it is\n", "", "as it is\n", []),
+    ("to", "", "to", []),
+]  # fmt: skip
+
+
+def parts_of(text: str, pieces: int) -> list[str]:
+    cuts = sorted(random.Random(pieces).choices(range(len(text) + 1), k=pieces - 1))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 5, 40])
+@pytest.mark.parametrize(("text", "thought", "answer", "calls"), CASES)
+def test_messages_are_read_however_their_text_comes(
+    text: str, thought: str, answer: str, calls: list[Any], pieces: int
+) -> None:
+    reader, parts = ChannelReader(), parts_of(text, pieces)
+    told = [reader.add(part, index == len(parts) - 1) for index, part in enumerate(parts)]
+    assert ("".join(each[0] for each in told), "".join(each[1] for each in told)) == (thought, answer)
+    assert [(call.name, json.loads(call.arguments)) for each in told for call in each[2]] == calls
+    assert len({call.id for call in reader.calls}) == len(calls)
+
+
+@pytest.mark.parametrize(("text", "finish"), [(BOTH, "stop"), (CALLED, "tool_calls")])
+def test_an_answer_ends_as_its_last_message_says(text: str, finish: str) -> None:
+    reader = Reader(channels=ChannelReader())
+    pieces = [Piece(1, part, (1,)) for part in parts_of(text, 9)] + [Piece(1, "", (2,), finish="stop")]
+    assert [reader.add(piece).finish for piece in pieces] == [None] * 9 + [finish]
+    assert 0 < reader.thought_tokens < 9
+
+
+def test_what_clients_send_back_is_as_templates_take_it() -> None:
+    call = {"function": {"name": "f", "arguments": {}}}
+    assert message_of({"role": "user", "content": "a"}) == {"role": "user", "content": "a"}
+    thought = {"role": "assistant", "reasoning_content": "b", "content": "a"}
+    assert message_of(thought) == {"role": "assistant", "content": "a", "thinking": "b"}
+    called = message_of({**thought, "tool_calls": [call]})
+    assert called == {"role": "assistant", "content": "", "thinking": "b\na", "tool_calls": [call]}
+    assert speaks("{{ '<|start|>assistant<|channel|>final<|message|>' }}")
+    assert not speaks("<think>")
+    bare = {"type": "function", "function": {"name": "f"}}
+    assert tool_of(bare) == {"type": "function", "function": {"name": "f", "description": ""}}
+    assert (
+        tool_of({"type": "function", "function": {"name": "f", "description": "d"}})["function"]["description"] == "d"
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Letters, and the format's special tokens."""
+    write_tokenizer(directory := tmp_path_factory.mktemp("letters"))
+    found = PreTrainedTokenizerFast.from_pretrained(directory)
+    names = ("channel", "message", "end", "start", "constrain", "call")
+    found.add_special_tokens({"additional_special_tokens": [f"<|{name}|>" for name in names]})
+    return found
+
+
+def ids(tokenizer: Any, text: str) -> list[int]:
+    found: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return found
+
+
+def test_special_tokens_are_told(tokenizer: Any) -> None:
+    tokens = ids(tokenizer, CALLED)
+    for special, expected in ((True, CALLED), (False, tokenizer.decode(tokens, skip_special_tokens=True))):
+        text = Detokenizer(tokenizer, special=special)
+        assert "".join(text.add(token) for token in tokens) + text.end() == expected
+
+
+FUNCTION = {"name": "get_weather", "parameters": {"properties": {"location": {"type": "string"}}}}
+
+
+@pytest.mark.parametrize(
+    ("text", "forced", "free"),
+    [
+        (CALLED, True, True),
+        (CALLED.partition("assistant")[2], True, True),  # without a thought
+        ('<|channel|>final<|message|>{"a": 1}', False, True),
+        (CALLED.replace("get_weather", "other"), False, False),
+        (CALLED.replace('"San Francisco"', "7"), False, False),
+        ('{"a": 1}', False, False),
+    ],
+)
+def test_a_grammar_has_the_headers(tokenizer: Any, text: str, forced: bool, free: bool) -> None:
+    """forced: a call alone is let pass; free: a call, or JSON."""
+    grammars = Grammars(tokenizer, len(tokenizer), {2})
+    for schema, expected in ((None, forced), ({"type": "object"}, free)):
+        grammar, passed = grammars.of(rules_of([FUNCTION], schema))(), True
+        for token in ids(tokenizer, text):
+            passed = passed and not grammar.restrict(torch.zeros(len(tokenizer)))[token]
+            if passed:
+                grammar.accept(token)
+        assert (passed and grammar.ended) is expected

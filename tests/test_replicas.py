@@ -1,0 +1,113 @@
+"""`tiermoe serve --replicas`: two processes on Ray Serve behind one address, of which one is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from commands import Command
+from tiermoe.cli.replicas import one_share
+
+PATIENCE_S = 300  # Ray starts a dozen processes, and the machine may be busy
+
+
+def until(what: Callable[[], Any]) -> Any:
+    limit = time.monotonic() + PATIENCE_S
+    while not (found := what()):
+        assert time.monotonic() < limit
+        time.sleep(0.5)
+    return found
+
+
+def replicas(server: subprocess.Popen[str]) -> list[psutil.Process]:
+    found = []
+    for each in psutil.Process(server.pid).children(recursive=True):
+        try:
+            if each.cmdline()[:1] and each.cmdline()[0].startswith("ray::ServeReplica"):
+                found.append(each)
+        except psutil.Error:  # it has just ended
+            continue
+    return found
+
+
+@pytest.fixture
+def server(shipped: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    pytest.importorskip("ray")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = ["--replicas", "2", "--port", str(port), "--memory", "1500MiB", "--lanes", "1", "--context", "256"]
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}  # else it leaves a token in the user's folder
+    process = subprocess.Popen([sys.executable, "-m", "tiermoe", "serve", str(shipped), *words], env=environment)
+    address = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        assert process.poll() is None
+        try:
+            return httpx.get(f"{address}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    try:
+        until(answers)
+        yield process, address
+    finally:
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 0
+
+
+def conversation(client: openai.OpenAI, number: int) -> tuple[int, int]:
+    """Tokens of a first prompt, and those of them that its second turn finds."""
+    messages: list[Any] = [{"role": "user", "content": f"Once upon a time there were {number} kings"}]
+    first = client.chat.completions.create(model="stories-7m", messages=messages, max_tokens=4, temperature=0)
+    said = {"role": "assistant", "content": first.choices[0].message.content}
+    messages += [said, {"role": "user", "content": "And then?"}]
+    second = client.chat.completions.create(model="stories-7m", messages=messages, max_tokens=4, temperature=0)
+    assert first.usage is not None
+    assert second.usage is not None
+    assert second.usage.prompt_tokens_details is not None
+    return first.usage.prompt_tokens, second.usage.prompt_tokens_details.cached_tokens or 0
+
+
+@pytest.mark.long
+def test_one_of_two_is_killed_and_requests_go_on(server: tuple[subprocess.Popen[str], str]) -> None:
+    process, address = server
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=5) as client:
+        for number in range(3):  # every turn where the one before was
+            tokens, found = conversation(client, number)
+            assert found == tokens
+        asked = {httpx.get(f"{address}/stats", headers={"x-session-id": str(i)}).json()["requests"] for i in range(40)}
+        assert len(replicas(process)) == 2
+        assert len(asked) == 2  # three conversations fall in two unlike parts
+        killed, _ = replicas(process)
+        killed.send_signal(signal.SIGKILL)
+        for number in range(3, 9):
+            tokens, found = conversation(client, number)
+            assert tokens > 0
+        until(lambda: killed.pid not in {each.pid for each in replicas(process)} and len(replicas(process)) == 2)
+        conversation(client, 9)
+
+
+def test_each_has_its_share(shipped: Path) -> None:
+    share = one_share(str(shipped), {"memory": "3GiB", "bits": 4}, 3)
+    assert (share["memory"], share["bits"]) == (1 << 30, 4)
+    assert share["threads"] >= 1
+    assert one_share(str(shipped), {"memory": "1GiB", "threads": 5}, 2)["threads"] == 5
+    free = one_share(str(shipped), {}, 2)["memory"]
+    assert 0 < free < psutil.virtual_memory().total // 2
+
+
+def test_without_ray_it_says_what_to_install(tiermoe_: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert "pip install 'tiermoe[ray]'" in tiermoe_("serve", "nowhere", "--replicas", "2").cause
