@@ -261,7 +261,8 @@ static void rows(const Kernels *set) {
             set->norm_part(&norm, x[0], scale, 0, WIDTH, out);
         for (int i = 0; i < WIDTH; i++) {
             const double value = from_bf16(x[0][i]), w = from_bf16(weight[i]);
-            const double want = kind == LAYER_NORM ? w * (value - mean) / sqrt(variance + 1e-5) + from_bf16(bias[i]) : w * value * scale;
+            const double layer = w * (value - mean) / sqrt(variance + 1e-5) + from_bf16(bias[i]);
+            const double want = kind == LAYER_NORM ? layer : (kind == RMS_NORM_CENTRED ? 1 + w : w) * value * scale;
             expect(set->name, "a norm", from_bf16(out[i]), want, 200);
         }
     }

@@ -15,6 +15,7 @@ from tiermoe.model import cache_probe, generic, kv_cache
 from tiermoe.model.architectures import attention_sizes
 from tiermoe.model.attention import GroupedSizes
 from tiermoe.model.blueprint import Blueprint
+from tiermoe.model.delta import LinearSizes
 from tiermoe.model.latent import LatentSizes
 from tiermoe.model.rotary import table_bytes
 from tiermoe.store.layout import ExpertFormat
@@ -44,7 +45,9 @@ def decoder_needs(
     return its + _layer_needs(blueprint, formats, settings, load, columns)
 
 
-def sizes_of(blueprint: Blueprint, settings: Settings, device: str) -> Sequence[GroupedSizes | LatentSizes] | None:
+def sizes_of(
+    blueprint: Blueprint, settings: Settings, device: str
+) -> Sequence[GroupedSizes | LatentSizes | LinearSizes] | None:
     """Of each layer of our own decoder, what its attention asks memory for; None where transformers' code runs."""
     if settings.decoder == "generic" or blueprint.family.encoder_decoder or device != "cpu":
         return None
@@ -60,7 +63,9 @@ def expanding_needs(blueprint: Blueprint, settings: Settings, device: str) -> li
     return [Need("dense", held, Phase.RUNNING, "matrices that expand latents")] if held else []
 
 
-def _attention_needs(blueprint: Blueprint, sizes: Sequence[GroupedSizes | LatentSizes], load: Workload) -> list[Need]:
+def _attention_needs(
+    blueprint: Blueprint, sizes: Sequence[GroupedSizes | LatentSizes | LinearSizes], load: Workload
+) -> list[Need]:
     """One layer's attention, of one sequence after the other, or of few tokens by the native kernel."""
     hidden = int(blueprint.config.hidden_size)
     widest = max(hidden, int(getattr(blueprint.config, "q_lora_rank", None) or 0))

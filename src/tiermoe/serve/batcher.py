@@ -149,9 +149,8 @@ class Batcher:
     def _slab_for(self, ids: list[int]) -> tuple[int, list[int]]:
         """A slab, and the beginning of `ids` that it holds: all but the last token at most."""
         at_work = [(row.slab, row.held) for row in (*self._reading, *self._answering)]
-        length, slab = max(
-            ((shared(tokens, ids[:-1]), slab) for slab, tokens in (*at_work, *self._left.items())), default=(0, -1)
-        )
+        held = ((slab, shared(tokens, ids[:-1])) for slab, tokens in (*at_work, *self._left.items()))
+        length, slab = max(((self._cache.kept(slab, length), slab) for slab, length in held), default=(0, -1))
         free = self._open < self.rows
         mine = slab in self._left and (not free or length == len(self._left[slab]))
         if length and (mine or free) and (begun := self._begun(slab, length, mine)) is not None:
