@@ -42,8 +42,8 @@ class LinearSizes:
 
     @property
     def token_columns(self) -> int:
-        """Columns of what a token is projected to."""
-        return self.heads.channels + self.heads.values
+        """Half the columns of what a token is projected to: it is there twice, queries of attention are four times."""
+        return (self.heads.channels + self.heads.values) // 2
 
     rotary_columns = 0
 

@@ -174,16 +174,6 @@ class KVCache:
             self.recurrent.crop(slab, length)
         self._lengths[slab] = length
 
-    def _window_holds(self, slab: int, length: int) -> bool:
-        return all(
-            self._furthest[slab] - keys.shape[2] <= max(0, length - (shape.window or 0))
-            for shape, keys in zip(self.shapes, self.keys, strict=True)
-            if shape.window is not None
-        )
-
-    def _state_holds(self, slab: int, length: int) -> bool:
-        return self.recurrent is None or not length or length in self.recurrent.ends(slab)
-
     def fork(self, slab: int) -> int:
         """A new sequence that begins with all of this one's tokens."""
         other = self.open()
@@ -255,3 +245,13 @@ class KVCache:
             raise
         self._lengths[slab], self._furthest[slab] = length, furthest
         return slab
+
+    def _window_holds(self, slab: int, length: int) -> bool:
+        return all(
+            self._furthest[slab] - keys.shape[2] <= max(0, length - (shape.window or 0))
+            for shape, keys in zip(self.shapes, self.keys, strict=True)
+            if shape.window is not None
+        )
+
+    def _state_holds(self, slab: int, length: int) -> bool:
+        return self.recurrent is None or not length or length in self.recurrent.ends(slab)
