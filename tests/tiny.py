@@ -105,7 +105,7 @@ def make_random(model: Any) -> None:
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=0.15)
-            elif "bias" in name:
+            elif "bias" in name or not parameter.any():  # norms that add one
                 torch.nn.init.normal_(parameter, std=0.05)
         for name, buffer in model.named_buffers():
             if name.endswith("tid2eid"):
