@@ -193,10 +193,9 @@ def test_forks_beams_and_files_have_the_state(small: Case, tmp_path: Path) -> No
 # an engine
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_and_forks_of_an_engine_are_what_each_is_alone(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_rows_and_forks_of_an_engine_are_what_each_is_alone(tmp_path: Path) -> None:
     """A long prompt in chunks, a fork of it, and a short prompt beside their tokens."""
-    engine = engine_of(tiny.write(tmp_path, "qwen3_next", dtype), bits=16, dense_bits=16, chunk=40)
+    engine = engine_of(tiny.write(tmp_path, "qwen3_next", torch.float32), bits=16, dense_bits=16, chunk=40)
     generator = torch.Generator().manual_seed(2)
     long, short = (torch.randint(3, 128, (count,), generator=generator).tolist() for count in (100, 7))
     cache = engine.new_cache(3, 128)
@@ -205,9 +204,9 @@ def test_rows_and_forks_of_an_engine_are_what_each_is_alone(dtype: torch.dtype, 
     two, three = cache.fork(one), cache.open()
     engine.step(Batch((decode(one, 98, long[98]), decode(two, 98, 5))), cache)
     found = engine.step(Batch((decode(one, 99, long[99]), decode(two, 99, 6), prompt(three, short))), cache)
-    plain = tiny.oracle(tmp_path, "qwen3_next", dtype)
+    plain = tiny.oracle(tmp_path, "qwen3_next", torch.float32)
     for logits, ids in zip(found, (long, [*long[:98], 5, 6], short), strict=True):
         with torch.no_grad():
             want = plain(torch.tensor([ids])).logits[0, -1]
-        assert error(logits, want) < (1e-5 if dtype == torch.float32 else 0.05)
+        assert error(logits, want) < 1e-5
     engine.close()
