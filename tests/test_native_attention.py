@@ -90,6 +90,7 @@ def grouped(layer: Any, rotary: int, encodings: Encodings) -> GroupedAttention:
         before, after, attention.head_dim, rotary, attention.scaling, norm_of(getattr(attention, "q_norm", None)),
         norm_of(getattr(attention, "k_norm", None)), window=getattr(windowed, "sliding_window", None) or 0,
         sinks=None if sinks is None else sinks.data, gated="Qwen3Next" in type(layer).__name__,
+        interleaved="Ernie" in type(layer).__name__,
         residual_multiplier=getattr(layer, "residual_multiplier", 1.0),
     )  # fmt: skip
 
@@ -141,6 +142,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", {"head_dim": 64, "use_qk_norm": True, "attention_bias": True}),
     "glm4_moe, few rotary columns": ("glm4_moe", {"head_dim": 32}),
     "minimax_m2": ("minimax_m2", {"head_dim": 64, "rotary_dim": 32}),
+    "ernie4_5_moe": ("ernie4_5_moe", {"head_dim": 32, "moe_layer_start_index": 0}),
     "deepseek_v2": ("deepseek_v2", {**MLA, "q_lora_rank": None}),
     "deepseek_v3": ("deepseek_v3", {**MLA, "q_lora_rank": 64}),
     "qwen3_moe, mixed bits": ("qwen3_moe", {"head_dim": 32}),

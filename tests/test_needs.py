@@ -178,6 +178,7 @@ def test_linear_attention_takes_no_more_than_is_said() -> None:
     kernel = DeltaKernel(sizes, *weights, 1e-6)
     assert kernel.workspace(FEW_TOKENS) == sizes.workspace
     its = LinearSizes(sizes)
+    assert its.taps_bytes == weights[0].nbytes
     assert its.prompt_bytes(Workload(512, 64, 1, 2, 1), torch.bfloat16) == sizes.workspace
     assert its.prompt_bytes(Workload(512, 64, 1, 4, 1), torch.float32) > sizes.workspace
 

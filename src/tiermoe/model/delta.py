@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +46,15 @@ class LinearSizes:
         """Half the columns of what a token is projected to: it is there twice, queries of attention are four times."""
         return (self.heads.channels + self.heads.values) // 2
 
-    rotary_columns = 0
+    @property
+    def rotary_columns(self) -> int:
+        """Nothing is turned."""
+        return 0
+
+    @property
+    def taps_bytes(self) -> int:
+        """Of the convolution's weights in the form that the native kernel takes."""
+        return 2 * (self.heads.kept + 1) * self.heads.channels
 
     def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:
         """Of one sequence, beside what it is projected to: the kernel's workspace; without the kernel inputs of the
@@ -58,8 +67,8 @@ class LinearSizes:
         return copies + delta_rule.workspace_bytes(its.heads, its.key_columns, its.value_columns)
 
     def few_tokens_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
-        """Of the native kernel, whatever is attended to."""
-        return self.heads.workspace
+        """Nothing: the native kernel's workspace is that of prompts."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +117,10 @@ class SplitProjection:
         return self.mixed(x), self.gates(x), self.betas(x), self.decays(x)
 
 
+@lru_cache(maxsize=4)
 def _by_parts(groups: int, parts: tuple[int, ...]) -> Tensor:
-    """Of columns that are grouped, each group with all `parts`, the order in which each part has all groups."""
+    """Of columns that are grouped, each group with all `parts`, the order in which each part has all groups; all layers
+    share it."""
     columns = torch.arange(groups * sum(parts)).view(groups, -1)
     return torch.cat([part.flatten() for part in torch.split(columns, list(parts), dim=1)])
 
