@@ -261,7 +261,8 @@ static void rows(const Kernels *set) {
             set->norm_part(&norm, x[0], scale, 0, WIDTH, out);
         for (int i = 0; i < WIDTH; i++) {
             const double value = from_bf16(x[0][i]), w = from_bf16(weight[i]);
-            const double want = kind == LAYER_NORM ? w * (value - mean) / sqrt(variance + 1e-5) + from_bf16(bias[i]) : w * value * scale;
+            const double layer = w * (value - mean) / sqrt(variance + 1e-5) + from_bf16(bias[i]);
+            const double want = kind == LAYER_NORM ? layer : (kind == RMS_NORM_CENTRED ? 1 + w : w) * value * scale;
             expect(set->name, "a norm", from_bf16(out[i]), want, 200);
         }
     }
@@ -279,6 +280,51 @@ static void rows(const Kernels *set) {
         for (int i = 0; i < WIDTH; i++) want += (double)from_bf16(x[r][i]) * from_bf16(weight[i]);
         expect(set->name, "a router's logit", logits[r], want, 10);
     }
+}
+
+/* A token of linear attention, in a strip of columns and in some more. */
+static void deltas(const Kernels *set) {
+    enum { KEYS = 32, WIDTH = 80, TAPS = 4 };
+    float state[KEYS][WIDTH], after[KEYS][WIDTH], key[KEYS], query[KEYS], value[WIDTH], got[WIDTH];
+    bf16 inputs[TAPS][WIDTH], taps[TAPS][WIDTH], weight[WIDTH], gate[WIDTH], out[WIDTH];
+    const bf16 *rows[TAPS];
+    double length = 0, squares = 0;
+    numbers(inputs[0], TAPS * WIDTH, 1), numbers(taps[0], TAPS * WIDTH, 1), numbers(weight, WIDTH, 1), numbers(gate, WIDTH, 1);
+    for (int i = 0; i < TAPS; i++) rows[i] = inputs[i];
+    set->delta_mix(rows, TAPS, taps[0], WIDTH, WIDTH, value);
+    for (int c = 0; c < WIDTH; c++) {
+        double sum = 0;
+        for (int i = 0; i < TAPS; i++) sum += (double)from_bf16(inputs[i][c]) * from_bf16(taps[i][c]);
+        expect(set->name, "a convolution", value[c], sum / (1 + exp(-sum)), 400);
+    }
+    for (int k = 0; k < KEYS; k++) key[k] = number(), query[k] = number(), length += (double)key[k] * key[k];
+    for (int k = 0; k < KEYS; k++)
+        for (int c = 0; c < WIDTH; c++) state[k][c] = number();
+    float unit[KEYS];
+    memcpy(unit, key, sizeof key);
+    set->delta_unit(unit, KEYS, 0.5f);
+    for (int k = 0; k < KEYS; k++) expect(set->name, "a key of length one", unit[k], 0.5 * key[k] / sqrt(length + 1e-6), 1);
+    set->delta_rule(state[0], after[0], KEYS, WIDTH, WIDTH, unit, query, value, 0.9f, 0.4f, got);
+    for (int c = 0; c < WIDTH; c++) {
+        double read = 0, want = 0;
+        for (int k = 0; k < KEYS; k++) read += 0.9 * state[k][c] * unit[k];
+        for (int k = 0; k < KEYS; k++) {
+            const double its = 0.9 * state[k][c] + 0.4 * (value[c] - read) * unit[k];
+            expect(set->name, "a state", after[k][c], its, 1);
+            want += its * query[k];
+        }
+        expect(set->name, "what a state gives", got[c], want, KEYS);
+        squares += pow(from_bf16(to_bf16(got[c])), 2) / WIDTH;
+    }
+    set->delta_gate(got, weight, 1e-5f, gate, WIDTH, out);
+    for (int c = 0; c < WIDTH; c++) {
+        const double z = from_bf16(gate[c]), normed = from_bf16(to_bf16(got[c])) / sqrt(squares + 1e-5);
+        expect(set->name, "a gated norm", from_bf16(out[c]), normed * from_bf16(weight[c]) * z / (1 + exp(-z)), 400);
+    }
+    memcpy(out, inputs[0], sizeof out);
+    set->times_sigmoid(out, gate, WIDTH);
+    for (int c = 0; c < WIDTH; c++)
+        expect(set->name, "a sigmoid's share", from_bf16(out[c]), from_bf16(inputs[0][c]) / (1 + exp(-from_bf16(gate[c]))), 400);
 }
 
 static void attention(const Kernels *set) {
@@ -433,7 +479,7 @@ int main(void) {
                 published_products(*set, coding, kind, 9, 32, 128, 128);
                 if (coding == E2M1) published_products(*set, coding, kind, BLOCK + 4, 544, 1, 16);
             }
-        gates(*set), rows(*set), attention(*set), prompts(*set, 0), prompts(*set, 1), widening(*set);
+        gates(*set), rows(*set), deltas(*set), attention(*set), prompts(*set, 0), prompts(*set, 1), widening(*set);
         for (int wide = 0; wide < 2; wide++) {
             for (size_t group = 32; group <= 64; group *= 2) {
                 packing(*set, INT6, BLOCK, group, wide), packing(*set, INT4, BLOCK + 16, group, wide);

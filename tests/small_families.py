@@ -44,7 +44,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v32": _LATENT,
     "dots3_note_text": _LATENT,
-    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 3},
     "exaone_moe": {"mlp_layer_types": _SPARSE},
     "flex_olmo": {},
     "flint": {"mlp_only_layers": [0]},
@@ -52,7 +51,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "enable_moe_block": True, "top_k_experts": 3, "hidden_size_per_layer_input": 8, "global_head_dim": 32,
         "vocab_size_per_layer_input": 128,
     },
-    "glm4_moe_lite": _LATENT,
     "glm_moe_dsa": _LATENT,
     "granitemoe_swa": {},
     "granitemoehybrid": {
@@ -92,8 +90,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ssm_state_size": 8, "n_groups": 2, "chunk_size": 4, "moe_shared_expert_intermediate_size": 32,
         "moe_latent_size": 32,
     },
-    "qwen3_5_moe_text": {"layer_types": _THREE},
-    "qwen3_next": {"layer_types": _THREE},
     "qwen4_exp_text": {
         "layer_types": _THREE, "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1,
         "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 4, "ple_layer_ids": [1],
@@ -117,7 +113,7 @@ LARGER: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "glm4v_moe": ("glm4v_moe_text", {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}, {}),
     "llama4": ("llama4_text", {}, {}),
     "minimax_m3_vl": ("minimax_m3_vl_text", {}, {}),
-    "qwen3_5_moe": ("qwen3_5_moe_text", {}, {}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {"layer_types": _THREE}, {}),
     "qwen3_vl_moe": ("qwen3_vl_moe_text", {}, {}),
     "qwen4_exp": ("qwen4_exp_text", {}, {}),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -165,6 +166,26 @@ def test_a_shared_beginning_is_forked_from_a_request_at_work(loaded: Any) -> Non
     assert batch.counts.cached_tokens == 24
     assert found[one] == alone(loaded, request([*common, 5], 20))
     assert found[two] == alone(loaded, request([*common, 6], 5))
+
+
+def test_a_beginning_of_which_no_state_is_kept_is_read_again(tmp_path: Path) -> None:
+    """A recurrent state goes on from where its sequence ended and from nowhere else."""
+    directory = write(tmp_path, "qwen3_next", torch.bfloat16, **NATIVE)
+    model, _ = tiermoe.load(directory, memory="4GiB", device="cpu", lanes=1, bits=4, dense_bits=4, chunk=8, context=96)
+    engine, common = model.tiermoe, ids(24, 4)
+    batch = batcher(engine)
+    one = batch.add(request([*common, 5], 20))
+    pieces = [piece for _ in range(6) for piece in batch.step()]
+    two = batch.add(request([*common, 6], 5))
+    found = answers(batch, pieces)
+    assert batch.counts.cached_tokens == 0
+    assert found[one] == alone(engine, request([*common, 5], 20))
+    assert found[two] == alone(engine, request([*common, 6], 5))
+    turn = [*common, 6, *found[two], 7, 8]
+    three = batch.add(request(turn, 4))
+    assert answers(batch, [])[three] == alone(engine, request(turn, 4))
+    assert batch.counts.cached_tokens == 29  # the last token of an answer has not run
+    engine.close()
 
 
 def test_more_conversations_than_rows_give_up_the_oldest(loaded: Any) -> None:

@@ -72,6 +72,8 @@ def norm_of(module: Any) -> Norm | None:
         return None
     if isinstance(module, torch.nn.LayerNorm):
         return Norm(module.weight.data, module.eps, "layer", module.bias.data)
+    if "Qwen3Next" in type(module).__name__:
+        return Norm(module.weight.data, module.eps, "rms_centred")
     kind: Any = "rms_at_once" if "GptOss" in type(module).__name__ else "rms"
     return Norm(module.weight.data, module.variance_epsilon, kind)
 
@@ -87,7 +89,8 @@ def grouped(layer: Any, rotary: int, encodings: Encodings) -> GroupedAttention:
         *(packed_in_place(getattr(attention, name), encodings) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
         before, after, attention.head_dim, rotary, attention.scaling, norm_of(getattr(attention, "q_norm", None)),
         norm_of(getattr(attention, "k_norm", None)), window=getattr(windowed, "sliding_window", None) or 0,
-        sinks=None if sinks is None else sinks.data,
+        sinks=None if sinks is None else sinks.data, gated="Qwen3Next" in type(layer).__name__,
+        interleaved="Ernie" in type(layer).__name__,
         residual_multiplier=getattr(layer, "residual_multiplier", 1.0),
     )  # fmt: skip
 
@@ -124,6 +127,7 @@ MLA = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"head_dim": 32}),
+    "qwen3_next": ("qwen3_next", {"head_dim": 64, "layer_types": ["full_attention"], "mlp_only_layers": None}),
     "qwen2_moe": ("qwen2_moe", {}),
     "mixtral, window": ("mixtral", {"sliding_window": 100}),
     "mixtral, one key head for nine": (
@@ -138,6 +142,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", {"head_dim": 64, "use_qk_norm": True, "attention_bias": True}),
     "glm4_moe, few rotary columns": ("glm4_moe", {"head_dim": 32}),
     "minimax_m2": ("minimax_m2", {"head_dim": 64, "rotary_dim": 32}),
+    "ernie4_5_moe": ("ernie4_5_moe", {"head_dim": 32, "moe_layer_start_index": 0}),
     "deepseek_v2": ("deepseek_v2", {**MLA, "q_lora_rank": None}),
     "deepseek_v3": ("deepseek_v3", {**MLA, "q_lora_rank": 64}),
     "qwen3_moe, mixed bits": ("qwen3_moe", {"head_dim": 32}),
@@ -158,7 +163,8 @@ class Case:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
         self.layer: Any = model.model.layers[0]
         for parameter_name, parameter in self.layer.named_parameters():
-            spread, middle = (0.1, 0.0) if parameter.dim() > 1 else (0.3, float("norm.weight" in parameter_name))
+            one = "norm.weight" in parameter_name and family != "qwen3_next"  # whose norms add it
+            spread, middle = (0.1, 0.0) if parameter.dim() > 1 else (0.3, float(one))
             torch.nn.init.normal_(parameter, middle, spread)
         self.x = random(LENGTH, HIDDEN)
         self.position = model.model.rotary_emb(self.x[None], position_ids=torch.arange(LENGTH)[None])
@@ -245,6 +251,7 @@ def test_it_agrees_with_transformers_eager_layer(name: str, case: Callable[[str]
 
 SOME = [
     "qwen3_moe",
+    "qwen3_next",
     "mixtral, window",
     "mixtral, one key head for nine",
     "gpt_oss, window",

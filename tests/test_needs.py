@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from tiermoe import native
 from tiermoe.config import settings
 from tiermoe.engine.load import resolve_for
+from tiermoe.kernels.native.delta import DeltaKernel, DeltaSizes
 from tiermoe.kernels.native.few_tokens_attention import Slabs, Step, few_tokens_workspace
 from tiermoe.memory.activations import expanding_needs
 from tiermoe.memory.memory_plan import total
@@ -23,11 +24,12 @@ from tiermoe.model.architectures import ARCHITECTURES, attention_sizes, decoder_
 from tiermoe.model.attention import GroupedSizes
 from tiermoe.model.blueprint import inspect_model
 from tiermoe.model.decoder import Decoder
+from tiermoe.model.delta import LinearSizes
 from tiermoe.model.kv_cache import KVCache, needs
 from tiermoe.model.latent import LatentSizes
 from tiermoe.model.weights import ModuleWeights
 from tiermoe.native import _native
-from tiermoe.types import Phase, Workload
+from tiermoe.types import FEW_TOKENS, Phase, Workload
 from tiny import _COMMON, CONFIGS, auto_class, write
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -36,6 +38,11 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 SUITABLE: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"hidden_size": 128, "head_dim": 64},
     "gpt_oss": {"hidden_size": 128, "head_dim": 64, "sliding_window": 300},
+    "qwen3_next": {
+        "hidden_size": 128, "head_dim": 64, "num_hidden_layers": 1, "layer_types": ["full_attention"],
+        "mlp_only_layers": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+    },
     "deepseek_v2": {
         "hidden_size": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "kv_lora_rank": 64,
         "q_lora_rank": 64,
@@ -43,7 +50,9 @@ SUITABLE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def model_of(kind: str, dtype: torch.dtype, **changes: Any) -> tuple[Any, Decoder, list[GroupedSizes | LatentSizes]]:
+def model_of(
+    kind: str, dtype: torch.dtype, **changes: Any
+) -> tuple[Any, Decoder, list[GroupedSizes | LatentSizes | LinearSizes]]:
     config = AutoConfig.for_model(kind, **{**_COMMON, **CONFIGS[kind], **changes})
     model = auto_class(kind).from_config(config, dtype=dtype).eval()
     names = set(model.state_dict())
@@ -57,12 +66,14 @@ def model_of(kind: str, dtype: torch.dtype, **changes: Any) -> tuple[Any, Decode
 @pytest.mark.parametrize("kind", sorted(set(ARCHITECTURES) & set(CONFIGS)))
 @pytest.mark.parametrize("window", [None, 8])
 def test_a_cache_needs_what_it_allocates(kind: str, window: int | None) -> None:
-    """Of every family with a decoder of ours: windows and latents too."""
+    """Of every family with a decoder of ours: windows, latents and recurrent states too."""
     _, decoder, sizes = model_of(kind, torch.bfloat16, **({"sliding_window": window} if window else {}))
     assert [each.shape for each in sizes] == decoder.shapes
     cache = decoder.new_cache(2, 40, 6)
     assert isinstance(cache, KVCache)
     taken = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
+    if cache.recurrent is not None:
+        taken += sum(tensor.nbytes for kept in cache.recurrent.tensors.values() for tensor in kept.values())
     its = needs(decoder.shapes, Workload(40, 6, 2, 2, 1))
     assert sum(need.nbytes for need in its if need.part == "kv cache") == taken > 0
     if kind == "gpt_oss":
@@ -154,6 +165,18 @@ def answer_of(folder: Path) -> dict[str, int]:
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the native kernels")
+def test_linear_attention_takes_no_more_than_is_said() -> None:
+    sizes = DeltaSizes(2, 6, 32, 48, 3)
+    weights = torch.zeros(4, sizes.channels).bfloat16(), torch.zeros(6), torch.zeros(6), torch.zeros(48).bfloat16()
+    kernel = DeltaKernel(sizes, *weights, 1e-6)
+    assert kernel.workspace(FEW_TOKENS) == sizes.workspace
+    its = LinearSizes(sizes)
+    assert its.taps_bytes == weights[0].nbytes
+    assert its.prompt_bytes(Workload(512, 64, 1, 2, 1), torch.bfloat16) == sizes.workspace
+    assert its.prompt_bytes(Workload(512, 64, 1, 4, 1), torch.float32) > sizes.workspace
 
 
 @linux

@@ -252,7 +252,7 @@ def growing_bytes(config: Any, load: Workload, latent: bool = False) -> int:
     return sum(need.nbytes for need in generic.needs(config, load, latent, False) if need.part == "kv cache")
 
 
-@pytest.mark.parametrize("model_type", sorted(CONFIGS))
+@pytest.mark.parametrize("model_type", sorted(set(CONFIGS) - {"qwen3_next", "qwen3_5_moe_text"}))  # have states too
 def test_key_value_bytes_are_those_of_a_real_cache(model_type: str) -> None:
     switch = model_type == "switch_transformers"
     values = {**_COMMON, **CONFIGS[model_type]}

@@ -338,6 +338,14 @@ def test_refusals(
     assert cause in tiermoe_("serve", model, "--port", port, "--context", "64", *words).cause
 
 
+def test_recurrent_states_are_refused(tmp_path: Path, tiermoe_: Command, tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model("qwen3_next", torch.float32)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = ["--port", port, "--context", "64", "--prefix-disk", tmp_path / "kept"]
+    assert "qwen3_next has recurrent states too" in tiermoe_("serve", model, *words).cause
+
+
 def test_a_size_must_hold_one_conversation() -> None:
     size = 4 * (24 + 24) + 256 * WHOLE.row_bytes(4) + 2 * 20 * SLIDING.row_bytes(4)
     check_size(size, [WHOLE, SLIDING], 256, 24, 4, 16)

@@ -16,6 +16,10 @@ _MLA = {
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
     "num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 32, "n_shared_experts": 1,
 }  # fmt: skip
+_LINEAR = {
+    "linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
@@ -30,6 +34,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16},
+    "qwen3_next": {
+        **_LINEAR, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16,
+        "shared_expert_intermediate_size": 64, "mlp_only_layers": [1],
+    },
+    "qwen3_5_moe_text": {
+        **_LINEAR, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16,
+        "shared_expert_intermediate_size": 64,
+    },
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 5, "intermediate_size": 32},
     "deepseek_v2": {**_MLA, "n_routed_experts": 8, "num_experts_per_tok": 3, "topk_method": "greedy"},
     "deepseek_v3": {**_MLA, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1},
@@ -44,6 +56,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4_moe": {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
         "n_shared_experts": 1, "head_dim": 16,
+    },
+    "glm4_moe_lite": {**_MLA, "n_routed_experts": 8, "num_experts_per_tok": 3},
+    "ernie4_5_moe": {
+        "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2,
     },
     "dots1": {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
@@ -89,7 +105,7 @@ def make_random(model: Any) -> None:
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=0.15)
-            elif "bias" in name:
+            elif "bias" in name or not parameter.any():  # norms that add one
                 torch.nn.init.normal_(parameter, std=0.05)
         for name, buffer in model.named_buffers():
             if name.endswith("tid2eid"):

@@ -160,6 +160,7 @@ def _prefix_folder(root: Path, most: int, blueprint: Any, options: dict[str, Any
     from tiermoe.engine.load import resolve_for
     from tiermoe.memory.activations import sizes_of
     from tiermoe.memory.plan import context_of
+    from tiermoe.model.delta import LinearSizes
     from tiermoe.serve.prefix_files import PrefixFolder, check_size
     from tiermoe.tiers.cuda import resolve_device
 
@@ -169,6 +170,11 @@ def _prefix_folder(root: Path, most: int, blueprint: Any, options: dict[str, Any
         raise ConfigError(
             f"--prefix-disk is for tiermoe's own decoders on a CPU, and {blueprint.family.name} runs here by "
             f"transformers' code, whose cache has no form on disk; leave --prefix-disk out"
+        )
+    if any(isinstance(each, LinearSizes) for each in sizes):
+        raise ConfigError(
+            f"--prefix-disk keeps keys and values, and {blueprint.family.name} has recurrent states too, which have no "
+            f"form on disk; leave --prefix-disk out"
         )
     shapes, context = [each.shape for each in sizes], context_of(blueprint, used)
     check_size(most, shapes, context, min(used.chunk, context), blueprint.dtype.itemsize, used.kv_bits)

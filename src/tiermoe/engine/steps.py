@@ -22,6 +22,8 @@ class SequenceCache(Protocol):
 
     def length(self, slab: int) -> int: ...
 
+    def kept(self, slab: int, length: int) -> int: ...
+
     def crop(self, slab: int, length: int) -> None: ...
 
     def fork(self, slab: int) -> int: ...
@@ -31,7 +33,7 @@ class AnyDecoder(Protocol):
     """Computes batches (`model.decoder.Decoder`, `model.generic.GenericDecoder`).
 
     rows_together: several rows in one step. verifies: tokens that are verified together get the bits that each gets
-    alone. rewinds: a sequence's last tokens can be taken back."""
+    alone. rewinds: a sequence's last step can be taken back."""
 
     @property
     def rows_together(self) -> bool: ...

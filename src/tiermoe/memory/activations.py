@@ -15,6 +15,7 @@ from tiermoe.model import cache_probe, generic, kv_cache
 from tiermoe.model.architectures import attention_sizes
 from tiermoe.model.attention import GroupedSizes
 from tiermoe.model.blueprint import Blueprint
+from tiermoe.model.delta import LinearSizes
 from tiermoe.model.latent import LatentSizes
 from tiermoe.model.rotary import table_bytes
 from tiermoe.store.layout import ExpertFormat
@@ -44,7 +45,9 @@ def decoder_needs(
     return its + _layer_needs(blueprint, formats, settings, load, columns)
 
 
-def sizes_of(blueprint: Blueprint, settings: Settings, device: str) -> Sequence[GroupedSizes | LatentSizes] | None:
+def sizes_of(
+    blueprint: Blueprint, settings: Settings, device: str
+) -> Sequence[GroupedSizes | LatentSizes | LinearSizes] | None:
     """Of each layer of our own decoder, what its attention asks memory for; None where transformers' code runs."""
     if settings.decoder == "generic" or blueprint.family.encoder_decoder or device != "cpu":
         return None
@@ -52,19 +55,26 @@ def sizes_of(blueprint: Blueprint, settings: Settings, device: str) -> Sequence[
 
 
 def expanding_needs(blueprint: Blueprint, settings: Settings, device: str) -> list[Need]:
-    """Dense weights that a decoder makes of others and keeps: latent attention's for the native kernel."""
+    """Dense weights that a decoder makes of others and keeps for the native kernels: latent attention's, and taps of
+    convolutions."""
     sizes = sizes_of(blueprint, settings, device)
     if sizes is None or blueprint.dtype != torch.bfloat16 or not native.available():
         return []
-    held = sum(each.expanding_bytes for each in sizes if isinstance(each, LatentSizes))
-    return [Need("dense", held, Phase.RUNNING, "matrices that expand latents")] if held else []
+    latents = sum(each.expanding_bytes for each in sizes if isinstance(each, LatentSizes))
+    taps = sum(each.taps_bytes for each in sizes if isinstance(each, LinearSizes))
+    made = (("matrices that expand latents", latents), ("convolutions' taps", taps))
+    return [Need("dense", held, Phase.RUNNING, what) for what, held in made if held]
 
 
-def _attention_needs(blueprint: Blueprint, sizes: Sequence[GroupedSizes | LatentSizes], load: Workload) -> list[Need]:
-    """One layer's attention, of one sequence after the other, or of few tokens by the native kernel."""
+def _attention_needs(
+    blueprint: Blueprint, sizes: Sequence[GroupedSizes | LatentSizes | LinearSizes], load: Workload
+) -> list[Need]:
+    """One layer's attention, of one sequence after the other, or of few tokens by the native kernel. Each kind of layer
+    keeps a workspace of its own."""
     hidden = int(blueprint.config.hidden_size)
     widest = max(hidden, int(getattr(blueprint.config, "q_lora_rank", None) or 0))
-    many = max(each.prompt_bytes(load, blueprint.dtype) for each in sizes)
+    kinds = [[each for each in sizes if type(each) is kind] for kind in {type(each) for each in sizes}]
+    many = sum(max(each.prompt_bytes(load, blueprint.dtype) for each in alike) for alike in kinds)
     few = max(each.few_tokens_bytes(load.tokens, load.context, load.threads, widest) for each in sizes)
     columns = max(each.rotary_columns for each in sizes)
     return [

@@ -14,9 +14,11 @@ import torch
 
 from tiermoe.model.attention import GroupedAttention, GroupedSizes
 from tiermoe.model.decoder import Decoder, Layer
+from tiermoe.model.delta import GatedDelta, LinearSizes
 from tiermoe.model.feed_forward import ACTIVATIONS, DenseBlock, MoeBlock
 from tiermoe.model.few_tokens import few_tokens_form
 from tiermoe.model.latent import LatentAttention, LatentSizes
+from tiermoe.model.linear_attention import delta_sizes, gated_delta, is_linear
 from tiermoe.model.norms import LayerNorm, Norm, RootMeanSquare
 from tiermoe.model.rotary import TURNS, Rotary, knows_rotary, rotary_of, yarn_scale
 from tiermoe.model.routers import Router, RouterRule
@@ -26,6 +28,11 @@ from tiermoe.model.weights import Weights
 def softmax_router(config: Any) -> RouterRule:
     """Softmax over all experts; a token's weights may sum to 1."""
     return RouterRule(config.num_experts_per_tok, normalise=bool(getattr(config, "norm_topk_prob", False)))
+
+
+def normalising_router(config: Any) -> RouterRule:
+    """Softmax over all experts; a token's weights sum to 1, whatever the config says."""
+    return RouterRule(config.num_experts_per_tok, normalise=True)
 
 
 def mixtral_router(config: Any) -> RouterRule:
@@ -71,11 +78,17 @@ def deepseek_v3_router(config: Any) -> RouterRule:
     )
 
 
+def ernie_router(config: Any) -> RouterRule:
+    """Softmax over all experts, of which a correction chooses; a token's weights sum to 1."""
+    return RouterRule(config.num_experts_per_tok, normalise=True, wide=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """One family. block: the name of a layer's feed-forward part; gate: of the router in it; shared: of its shared
     expert; correction: of the bias by which its router chooses, relative to the block. window: 'none', 'all' layers, or
-    by 'layer' as config.layer_types says. late_norm: `RootMeanSquare.late`."""
+    by 'layer' as config.layer_types says. late_norm, centred_norm: `RootMeanSquare`. gated: `GroupedAttention`. Layers
+    that config.layer_types calls linear attention are `GatedDelta`."""
 
     router: Callable[[Any], RouterRule]
     block: str = "mlp"
@@ -88,6 +101,8 @@ class Architecture:
     turn: str = "halves"
     layer_norm: bool = False
     late_norm: bool = False
+    centred_norm: bool = False
+    gated: bool = False
     norm_all_heads: bool = False
     scales: tuple[str, ...] = ()
     """Names of the config's multipliers that are in use (Granite)."""
@@ -97,6 +112,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mixtral": Architecture(mixtral_router, window="all"),
     "qwen2_moe": Architecture(softmax_router, shared="shared_expert", shared_gate="shared_expert_gate", window="layer"),
     "qwen3_moe": Architecture(softmax_router, window="all"),
+    "qwen3_next": Architecture(
+        softmax_router, shared="shared_expert", shared_gate="shared_expert_gate", centred_norm=True, gated=True
+    ),
+    "qwen3_5_moe_text": Architecture(
+        normalising_router, shared="shared_expert", shared_gate="shared_expert_gate", centred_norm=True, gated=True
+    ),
     "olmoe": Architecture(softmax_router, norm_all_heads=True),
     "phimoe": Architecture(phi_router, gate="router", layer_norm=True, window="all"),
     "granitemoe": Architecture(
@@ -106,6 +127,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         scales=("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
     ),
     "glm4_moe": Architecture(deepseek_v3_router, shared="shared_experts", correction="gate.e_score_correction_bias"),
+    "glm4_moe_lite": Architecture(
+        deepseek_v3_router,
+        shared="shared_experts",
+        correction="gate.e_score_correction_bias",
+        latent=True,
+        turn="pairs",
+    ),
+    "ernie4_5_moe": Architecture(
+        ernie_router,
+        shared="shared_experts",
+        correction="gate.moe_statics.e_score_correction_bias",
+        turn="complex",
+    ),
     "dots1": Architecture(
         deepseek_v3_router,
         shared="shared_experts",
@@ -155,7 +189,7 @@ def _head_columns(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def attention_sizes(config: Any, has: Callable[[str], bool]) -> list[GroupedSizes | LatentSizes] | None:
+def attention_sizes(config: Any, has: Callable[[str], bool]) -> list[GroupedSizes | LatentSizes | LinearSizes] | None:
     """Of each layer of the decoder that a model with this config gets, what its attention asks memory for; None where
     it gets none of ours. has: whether the checkpoint holds a tensor of this name."""
     architecture = ARCHITECTURES.get(config.model_type)
@@ -171,12 +205,15 @@ def attention_sizes(config: Any, has: Callable[[str], bool]) -> list[GroupedSize
         )
         return [layer] * int(config.num_hidden_layers)
     return [
-        GroupedSizes(
+        LinearSizes(delta_sizes(config))
+        if is_linear(config, index)
+        else GroupedSizes(
             config.num_attention_heads,
             config.num_key_value_heads,
             _head_columns(config),
             _window(architecture, config, index),
             has(f"model.layers.{index}.self_attn.sinks"),
+            architecture.gated,
         )
         for index in range(config.num_hidden_layers)
     ]
@@ -213,11 +250,16 @@ class _Builder:
 
     def _layer(self, index: int, rotary: Rotary) -> Layer:
         prefix = f"model.layers.{index}"
-        attention = self._latent(prefix) if self._of.latent else self._grouped(prefix, index)
+        attention = self._attention(prefix, index)
         before, after = (self._norm(f"{prefix}.{name}_layernorm") for name in ("input", "post_attention"))
         multiplier = self._scale("residual_multiplier")
         few = few_tokens_form(before, attention, after, rotary.columns, multiplier)
         return Layer(before, attention, after, self._feed_forward(f"{prefix}.{self._of.block}"), multiplier, few)
+
+    def _attention(self, prefix: str, index: int) -> GroupedAttention | LatentAttention | GatedDelta:
+        if is_linear(self._config, index):
+            return gated_delta(self._config, self._weights, f"{prefix}.linear_attn")
+        return self._latent(prefix) if self._of.latent else self._grouped(prefix, index)
 
     def _scale(self, name: str) -> float:
         return float(getattr(self._config, name)) if name in self._of.scales else 1.0
@@ -227,7 +269,7 @@ class _Builder:
         epsilon = float(self._config.rms_norm_eps) if epsilon is None else epsilon
         if self._of.layer_norm:
             return LayerNorm(weight, self._weights.tensor(f"{path}.bias"), epsilon)
-        return RootMeanSquare(weight, epsilon, self._of.late_norm)
+        return RootMeanSquare(weight, epsilon, self._of.late_norm, self._of.centred_norm)
 
     def _grouped(self, prefix: str, index: int) -> GroupedAttention:
         config, weights, part = self._config, self._weights, f"{prefix}.self_attn"
@@ -251,6 +293,7 @@ class _Builder:
             window=_window(self._of, config, index),
             sinks=weights.tensor(f"{part}.sinks") if weights.has(f"{part}.sinks") else None,
             clip=None if clip is None else float(clip),
+            gated=self._of.gated,
         )
 
     def _latent(self, prefix: str) -> LatentAttention:
@@ -284,9 +327,9 @@ class _Builder:
             weights.tensor(f"{gate}.weight"),
             of.router(self._config),
             weights.tensor(f"{gate}.bias") if weights.has(f"{gate}.bias") else None,
-            weights.tensor(f"{part}.{of.correction}") if of.correction else None,
+            weights.tensor(f"{part}.{of.correction}").flatten() if of.correction else None,
         )
-        shared = self._dense(f"{part}.{of.shared}") if of.shared else None
+        shared = self._dense(f"{part}.{of.shared}") if of.shared and weights.has(f"{part}.{of.shared}") else None
         return MoeBlock(router, shared, weights.linear(f"{part}.{of.shared_gate}") if of.shared_gate else None)
 
     def _dense(self, part: str) -> DenseBlock:

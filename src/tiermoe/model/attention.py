@@ -15,7 +15,7 @@ from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
 from tiermoe.model.rotary import Turn
 from tiermoe.model.step import Span, Step, read, write
-from tiermoe.types import Workload
+from tiermoe.types import FEW_TOKENS, Workload
 
 _SCORES = 1 << 22  # scores that are held at once where torch has no kernel that holds none
 _FLOAT_BYTES = 4
@@ -31,6 +31,7 @@ class GroupedSizes:
     columns: int
     window: int | None = None
     sinks: bool = False
+    gated: bool = False
 
     @property
     def shape(self) -> LayerShape:
@@ -38,8 +39,8 @@ class GroupedSizes:
 
     @property
     def token_columns(self) -> int:
-        """Columns of a token's queries."""
-        return self.heads * self.columns
+        """Columns of a token's queries, and of their gates."""
+        return self.heads * self.columns * (2 if self.gated else 1)
 
     @property
     def rotary_columns(self) -> int:
@@ -61,7 +62,8 @@ class GroupedSizes:
 
     def few_tokens_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
         """Of the native kernel."""
-        return few_tokens_workspace(
+        gates = 2 * min(tokens, FEW_TOKENS) * self.heads * self.columns if self.gated else 0
+        return gates + few_tokens_workspace(
             tokens, self.window or positions, threads, (self.heads, self.kv_heads, self.columns, self.columns),
             hidden, 0,
         )  # fmt: skip
@@ -77,7 +79,9 @@ class GroupedAttention:
     """Projections, norms of queries and keys (of a head, or of all heads together), rotary embedding, attention over a
     window or over all that came before, output projection.
 
-    sinks (heads): logits that join each softmax and have no value (gpt-oss). clip: bound of the projections (OLMoE)."""
+    sinks (heads): logits that join each softmax and have no value (gpt-oss). clip: bound of the projections (OLMoE).
+    gated: `query` gives each head a gate behind its query, by whose sigmoid what it attends to is multiplied
+    (Qwen3-Next)."""
 
     query: Linear
     key: Linear
@@ -94,6 +98,7 @@ class GroupedAttention:
     window: int | None = None
     sinks: Tensor | None = None
     clip: float | None = None
+    gated: bool = False
 
     @property
     def shape(self) -> LayerShape:
@@ -101,7 +106,8 @@ class GroupedAttention:
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         """x (T, H), normed → (T, H). Writes the tokens' keys and values into the step's cache."""
-        query = self._projected(self.query(x), self.heads, self.query_norm)
+        query, gates = self._gates(self.query(x))
+        query = self._projected(query, self.heads, self.query_norm)
         key = self._projected(self.key(x), self.kv_heads, self.key_norm)
         value = self._clipped(self.value(x)).view(-1, self.kv_heads, self.columns)
         query, key = self.turn(query, step.cos, step.sin), self.turn(key, step.cos, step.sin)
@@ -109,7 +115,15 @@ class GroupedAttention:
         for span in step.spans:
             write(step.cache, layer, span.row, key[span.begin : span.end], value[span.begin : span.end])
             attended[span.begin : span.end] = self._attended(query[span.begin : span.end], layer, span, step.cache)
-        return self.output(attended.flatten(1))
+        attended = attended.flatten(1)
+        return self.output(attended if gates is None else attended * torch.sigmoid(gates))
+
+    def _gates(self, projected: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The queries and the gates (T, heads * columns) of what `query` gives."""
+        if not self.gated:
+            return projected, None
+        query, gates = projected.view(-1, self.heads, 2 * self.columns).chunk(2, dim=-1)
+        return query.flatten(1), gates.flatten(1)
 
     def _attended(self, query: Tensor, layer: int, span: Span, cache: KVCache) -> Tensor:
         """A sequence's tokens over its cache, by the native kernel where there is one."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from tiermoe.batch import Batch
 from tiermoe.kernels.native.few_tokens_attention import FewTokensAttention
 from tiermoe.model.attention import GroupedAttention
+from tiermoe.model.delta import GatedDelta
 from tiermoe.model.feed_forward import DenseBlock, Experts, MoeBlock
 from tiermoe.model.kv_cache import KVCache, LayerShape
 from tiermoe.model.latent import LatentAttention
@@ -28,7 +29,7 @@ class Layer:
     first four for few tokens in one native call, where the kernel takes them."""
 
     norm_before: Norm
-    attention: GroupedAttention | LatentAttention
+    attention: GroupedAttention | LatentAttention | GatedDelta
     norm_after: Norm
     feed_forward: MoeBlock | DenseBlock
     multiplier: float = 1.0
@@ -88,7 +89,7 @@ class Decoder:
 
     @property
     def rewinds(self) -> bool:
-        """A sequence's last tokens can be taken back."""
+        """A sequence's last step can be taken back."""
         return True
 
     @property
@@ -129,8 +130,8 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, batch: Batch, cache: KVCache, every: bool = False) -> Tensor:
-        """Runs a batch: writes its tokens' keys and values into `cache` and returns the logits (rows, vocabulary) of
-        each row's last token, or of every token (T, vocabulary)."""
+        """Runs a batch: writes its tokens' keys, values and states into `cache` and returns the logits
+        (rows, vocabulary) of each row's last token, or of every token (T, vocabulary)."""
         step = Step(batch, cache, self._rotary)
         x = self._embedding(torch.tensor(batch.tokens))
         if self._embedding_scale != 1:

@@ -9,6 +9,7 @@ from tiermoe.kernels.native import attention as native
 from tiermoe.kernels.native.attention import PackedMatrix
 from tiermoe.kernels.native.few_tokens_attention import FewTokensAttention, few_tokens_attention
 from tiermoe.model.attention import GroupedAttention
+from tiermoe.model.delta import GatedDelta
 from tiermoe.model.latent import LatentAttention
 from tiermoe.model.norms import LayerNorm, Norm, RootMeanSquare
 from tiermoe.model.rotary import turn_halves
@@ -16,11 +17,15 @@ from tiermoe.quant.plain import Plain
 
 
 def few_tokens_form(
-    before: Norm, attention: GroupedAttention | LatentAttention, after: Norm, rotary_columns: int, multiplier: float
+    before: Norm,
+    attention: GroupedAttention | LatentAttention | GatedDelta,
+    after: Norm,
+    rotary_columns: int,
+    multiplier: float,
 ) -> FewTokensAttention | None:
     """The kernel of norm, attention, residual and norm; None where it does not take one of them."""
     norm_before, norm_after = _norm(before), _norm(after)
-    if norm_before is None or norm_after is None:
+    if norm_before is None or norm_after is None or isinstance(attention, GatedDelta):
         return None
     if isinstance(attention, LatentAttention):
         return _latent(norm_before, attention, norm_after, multiplier)
@@ -49,6 +54,7 @@ def _grouped(
             interleaved=attention.turn is not turn_halves,
             window=attention.window or 0,
             sinks=attention.sinks,
+            gated=attention.gated,
             residual_multiplier=multiplier,
         )
     )
@@ -104,5 +110,7 @@ def _norm(norm: Norm) -> native.Norm | None:
     if isinstance(norm, LayerNorm):
         return native.Norm(norm.weight, norm.epsilon, "layer", norm.bias)
     if isinstance(norm, RootMeanSquare):
+        if norm.centred:
+            return native.Norm(norm.weight, norm.epsilon, "rms_centred")
         return native.Norm(norm.weight, norm.epsilon, "rms_at_once" if norm.late else "rms")
     return None

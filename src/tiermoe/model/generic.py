@@ -126,6 +126,11 @@ class GenericCache:
         """Tokens that the sequence holds."""
         return self._length[slab]
 
+    def kept(self, slab: int, length: int) -> int:
+        """How many of the sequence's first `length` tokens it can be cut to, at the most; where a sliding window has
+        moved on past them, `crop` refuses them yet."""
+        return length if self._rewinds or length == self._length[slab] else 0
+
     def crop(self, slab: int, length: int) -> None:
         """Forgets the positions from `length` on. ValueError where a sliding window has moved on past them, or where a
         recurrent state holds them."""

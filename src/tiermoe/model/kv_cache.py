@@ -1,4 +1,5 @@
-"""Keys and values of sequences: one slab each, opened, cropped, forked for a shared prefix, saved and loaded."""
+"""Keys and values of sequences, and recurrent states: one slab each, opened, cropped, forked for a shared prefix, saved
+and loaded."""
 
 from __future__ import annotations
 
@@ -13,18 +14,20 @@ from torch import Tensor
 from tiermoe.errors import ModelError, PromptError
 from tiermoe.kernels.native.few_tokens_attention import Slabs
 from tiermoe.model.kv_codes import SCALE_BYTES
+from tiermoe.model.recurrent_states import RecurrentStates, StateShape
 from tiermoe.types import Need, Phase, Workload
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
     """What one layer keeps of a token: `heads` of `key_columns` and `value_columns`. window: so many last positions are
-    attended to; None: all."""
+    attended to; None: all. state: what it keeps of a whole sequence instead."""
 
     heads: int
     key_columns: int
     value_columns: int
     window: int | None = None
+    state: StateShape | None = None
 
     def row_bytes(self, itemsize: int, bits: int = 16) -> int:
         """Bytes of a position: in values of `itemsize` bytes, or as codes of 8 bits with a scale for each."""
@@ -39,7 +42,8 @@ class LayerShape:
 
 def cache_bytes(shapes: Sequence[LayerShape], context: int, step: int, itemsize: int, bits: int = 16) -> int:
     """Bytes of one sequence of `context` tokens in layers of these shapes, of which `step` tokens run at once."""
-    return sum(shape.room(context, step) * shape.row_bytes(itemsize, bits) for shape in shapes)
+    states = sum(shape.state.nbytes(itemsize) for shape in shapes if shape.state is not None)
+    return states + sum(shape.room(context, step) * shape.row_bytes(itemsize, bits) for shape in shapes)
 
 
 def needs(shapes: Sequence[LayerShape], load: Workload) -> list[Need]:
@@ -54,7 +58,8 @@ class KVCache:
 
     `keys[layer]` (slabs, heads, room, key columns) and `values[layer]` alike: position p lies at p % room. A layer
     whose room is smaller than the context keeps its window alone. Where `bits` is 8 they are codes, int8, and
-    `key_scales[layer]` and `value_scales[layer]` (slabs, heads, room, 1) are theirs (`kv_codes`)."""
+    `key_scales[layer]` and `value_scales[layer]` (slabs, heads, room, 1) are theirs (`kv_codes`). A layer with a state
+    has no heads here; its states are in `recurrent`, None where no layer has one."""
 
     def __init__(
         self,
@@ -75,6 +80,8 @@ class KVCache:
         self._free = list(reversed(range(slabs)))
         self.dtype = dtype
         self._native: dict[int, Slabs] = {}
+        states = {layer: shape.state for layer, shape in enumerate(shapes) if shape.state is not None}
+        self.recurrent = RecurrentStates(states, slabs, dtype) if states else None
         for shape in shapes:
             each = slabs, shape.heads, shape.room(context, step)
             held = dtype if bits == 16 else torch.int8
@@ -100,6 +107,8 @@ class KVCache:
             )
         slab = self._free.pop()
         self._lengths[slab] = self._furthest[slab] = 0
+        if self.recurrent is not None:
+            self.recurrent.clear(slab)
         return slab
 
     def close(self, slab: int) -> None:
@@ -139,22 +148,30 @@ class KVCache:
         """The sequence's tokens before position `end` have been written by a step."""
         self._lengths[slab] = end
         self._furthest[slab] = max(self._furthest[slab], end)
+        if self.recurrent is not None:
+            self.recurrent.wrote(slab, end)
 
     def can_crop(self, slab: int, length: int, ahead: int = 0) -> bool:
-        """Whether what the first `length` positions need is still there: a window that has moved on is not. ahead: so
-        many more positions may be written meanwhile."""
-        return all(
-            self._furthest[slab] + ahead - keys.shape[2] <= max(0, length - (shape.window or 0))
-            for shape, keys in zip(self.shapes, self.keys, strict=True)
-            if shape.window is not None
-        )
+        """Whether what the first `length` positions need is still there: a window that has moved on is not, nor a
+        recurrent state that is not kept from there. ahead: so many more positions may be written meanwhile."""
+        return self._window_holds(slab, length, ahead) and self._state_holds(slab, length)
+
+    def kept(self, slab: int, length: int) -> int:
+        """How many of the sequence's first `length` tokens it can be cut to, at the most."""
+        ends = [length] if self.recurrent is None else self.recurrent.ends(slab)
+        return max((end for end in ends if end <= length and self._window_holds(slab, end)), default=0)
 
     def crop(self, slab: int, length: int) -> None:
-        """Forgets the positions from `length` on. ValueError where a sliding window has moved on past them."""
+        """Forgets the positions from `length` on. ValueError where a sliding window has moved on past them, or where no
+        recurrent state is kept from there."""
         if not 0 <= length <= self._lengths[slab]:
             raise ValueError(f"a sequence of {self._lengths[slab]} tokens cannot be cut to {length}")
-        if not self.can_crop(slab, length):
+        if not self._window_holds(slab, length):
             raise ValueError(f"a sliding window cannot be wound back to {length} of {self._furthest[slab]} positions")
+        if not self._state_holds(slab, length):
+            raise ValueError(f"a recurrent state cannot be wound back to {length} of {self._lengths[slab]} positions")
+        if self.recurrent is not None:
+            self.recurrent.crop(slab, length)
         self._lengths[slab] = length
 
     def fork(self, slab: int) -> int:
@@ -170,6 +187,8 @@ class KVCache:
             for tensor in tensors:
                 kept = min(self._furthest[slab], tensor.shape[2])
                 tensor[other, :, :kept] = tensor[slab, :, :kept]
+        if self.recurrent is not None:
+            self.recurrent.copy(slab, other)
         self._lengths[other], self._furthest[other] = length, self._furthest[slab]
 
     def select(self, chosen: Sequence[int]) -> None:
@@ -178,6 +197,8 @@ class KVCache:
         for tensors in self._kept.values():
             for tensor in tensors:
                 tensor[: len(index)] = tensor[index]
+        if self.recurrent is not None:
+            self.recurrent.select(chosen)
         self._lengths[: len(index)] = [self._lengths[slab] for slab in chosen]
         self._furthest[: len(index)] = [self._furthest[slab] for slab in chosen]
 
@@ -216,7 +237,12 @@ class KVCache:
         for name, tensors in self._kept.items():
             for layer, tensor in enumerate(tensors):
                 kept[f"{name}.{layer}"] = tensor[slab, :, : min(self._furthest[slab], tensor.shape[2])].contiguous()
-        kept["lengths"] = torch.tensor([self._lengths[slab], self._furthest[slab]])
+        lengths = [self._lengths[slab], self._furthest[slab]]
+        if self.recurrent is not None:
+            for name, layers in self.recurrent.tensors.items():
+                kept |= {f"{name}.{layer}": tensor[slab].contiguous() for layer, tensor in layers.items()}
+            lengths += self.recurrent.lengths[slab]
+        kept["lengths"] = torch.tensor(lengths)
         save_file(kept, file)
 
     def load(self, file: Path) -> int:
@@ -224,7 +250,7 @@ class KVCache:
         held = load_file(file)
         slab = self.open()
         try:
-            length, furthest = held["lengths"].tolist()
+            length, furthest, *after = held["lengths"].tolist()
             if furthest > self.context:
                 raise PromptError(
                     f"{file} holds {furthest:,} tokens, memory is set aside for {self.context:,}; raise --context"
@@ -235,6 +261,11 @@ class KVCache:
                     if each.dtype != tensor.dtype:
                         raise KeyError(f"{name} are {each.dtype}, not {tensor.dtype}")
                     tensor[slab, :, : each.shape[1]] = each
+            if self.recurrent is not None:
+                for name, layers in self.recurrent.tensors.items():
+                    for layer, tensor in layers.items():
+                        tensor[slab] = held[f"{name}.{layer}"]
+                self.recurrent.lengths[slab] = after
         except (KeyError, RuntimeError) as error:
             self.close(slab)
             raise ModelError(f"{file} holds keys and values of another model ({error})") from error
@@ -243,6 +274,16 @@ class KVCache:
             raise
         self._lengths[slab], self._furthest[slab] = length, furthest
         return slab
+
+    def _window_holds(self, slab: int, length: int, ahead: int = 0) -> bool:
+        return all(
+            self._furthest[slab] + ahead - keys.shape[2] <= max(0, length - (shape.window or 0))
+            for shape, keys in zip(self.shapes, self.keys, strict=True)
+            if shape.window is not None
+        )
+
+    def _state_holds(self, slab: int, length: int) -> bool:
+        return self.recurrent is None or not length or length in self.recurrent.ends(slab)
 
 
 def _memory(tensor: Tensor, slab: int, first: int, end: int) -> Iterator[memoryview]:

@@ -16,17 +16,19 @@ Norm = Callable[[Tensor], Tensor]
 
 class RootMeanSquare:
     """weight * x / sqrt(mean(x^2) + epsilon). late: rounded to x's dtype after the product with the weight and not
-    before it (gpt-oss)."""
+    before it (gpt-oss). centred: the weight is 1 + `weight`, and rounding is late (Qwen3-Next)."""
 
-    def __init__(self, weight: Tensor, epsilon: float, late: bool = False) -> None:
-        self.weight, self.epsilon, self.late = weight, epsilon, late
+    def __init__(self, weight: Tensor, epsilon: float, late: bool = False, centred: bool = False) -> None:
+        self.weight, self.epsilon, self.late, self.centred = weight, epsilon, late, centred
         self._native = not late and native.takes(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._native and x.dtype == torch.bfloat16 and x.is_contiguous():
-            return native.norm(x, self.weight, self.epsilon)
+            return native.norm(x, self.weight, self.epsilon, self.centred)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        if self.centred:
+            return ((1.0 + self.weight.float()) * wide).to(x.dtype)
         return (self.weight * wide).to(x.dtype) if self.late else self.weight * wide.to(x.dtype)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tiermoe.batch import Batch, Row
+from tiermoe.kernels.native.delta import delta_rows
 from tiermoe.kernels.native.few_tokens_attention import Step as NativeStep
 from tiermoe.model.kv_cache import KVCache
 from tiermoe.model.kv_codes import decode, encode
@@ -27,7 +28,8 @@ class Span:
 
 class Step:
     """A batch with its tensors. positions, slabs: int64 (T); cos, sin: (T, columns) in the model's dtype. native: what
-    the attention kernel is told of few tokens."""
+    the attention kernel is told of few tokens. states: of each row where its recurrent state before and after the step
+    lies, in a cache that has them; pieces: what the kernel of linear attention is told."""
 
     def __init__(self, batch: Batch, cache: KVCache, rotary: Rotary) -> None:
         self.cache = cache
@@ -40,6 +42,10 @@ class Step:
         longest = max(row.end for row in batch.rows)
         self.cos, self.sin = rotary.at(self.positions, longest)
         self.native = self._native() if len(batch.tokens) <= FEW_TOKENS else None
+        kept = cache.recurrent
+        self.states = [] if kept is None else [kept.begin(row.slab, row.first) for row in batch.rows]
+        lengths = [len(row.tokens) for row in batch.rows]
+        self.pieces = list(delta_rows([(length, *of) for length, of in zip(lengths, self.states, strict=False)]))
 
     @property
     def tokens(self) -> int:

@@ -98,7 +98,43 @@ def neurons(
     /,
 ) -> None: ...
 def gather(source: int, target: int, row_bytes: int, used: int, count: int, /) -> None: ...
-def norm(x: int, weight: int, epsilon: float, rows: int, width: int, out: int, threads: int, /) -> None: ...
+def norm(x: int, weight: int, epsilon: float, kind: int, rows: int, width: int, out: int, threads: int, /) -> None: ...
+def delta(
+    taps: int,
+    rates: int,
+    biases: int,
+    norm: int,
+    epsilon: float,
+    kept: int,
+    key_heads: int,
+    heads: int,
+    key_columns: int,
+    value_columns: int,
+    /,
+) -> bytes: ...
+def delta_workspace(delta: bytes, tokens: int, /) -> int: ...
+def run_delta(
+    delta: bytes,
+    tokens: int,
+    rows: int,
+    ends: int,
+    source: int,
+    target: int,
+    mixed: int,
+    mixed_stride: int,
+    gates: int,
+    gates_stride: int,
+    betas: int,
+    betas_stride: int,
+    decays: int,
+    decays_stride: int,
+    inputs: int,
+    states: int,
+    workspace: int,
+    out: int,
+    threads: int,
+    /,
+) -> None: ...
 def attention(
     projections: tuple[_Projection | None, ...],  # query, key, value, output, query_first, key_up
     norms: tuple[_Norm | None, ...],  # before, after, query_norm, key_norm
@@ -110,6 +146,7 @@ def attention(
     rotary_columns: int,
     latent_columns: int,
     window: int,
+    gated: bool,
     interleaved: bool,
     scale: float,
     residual_multiplier: float,

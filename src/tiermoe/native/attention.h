@@ -16,7 +16,9 @@ typedef struct {
     const bf16 *bias; /* NULL: none */
 } Projection;
 
-/* Grouped attention has queries, keys and values of the hidden states; heads / kv_heads heads share a key and a value.
+/* Grouped attention has queries, keys and values of the hidden states; heads / kv_heads heads share a key and a value. Where it
+ * is gated, `query` gives each head a gate behind its query, as wide as a value, by whose sigmoid what it attends to is
+ * multiplied.
  *
  * Latent attention has queries of the hidden states or of `query_first`'s normed outputs, a head's first key_columns without
  * a position, then rotary_columns with one. `key` gives a latent (latent_columns), which is normed, and one rotary key for
@@ -31,6 +33,7 @@ typedef struct {
     size_t key_columns, value_columns, rotary_columns; /* of a head */
     size_t latent_columns;      /* 0: grouped */
     size_t window;              /* positions that a token attends to, its own included; 0: all */
+    int gated;
     int interleaved;            /* columns 2 i and 2 i + 1 rotate together, not i and rotary_columns / 2 + i */
     float scale;                /* of scores */
     float residual_multiplier;  /* of the output before the residual sum */

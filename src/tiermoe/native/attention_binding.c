@@ -50,9 +50,9 @@ PyObject *attention_layer(PyObject *self, PyObject *args) {
     Py_ssize_t heads, kv_heads, key, value, rotary, latent, window;
     Attention layer = {0};
     (void)self;
-    if (!PyArg_ParseTuple(args, "(OOOOOO)(OOOO)Knnnnnnnpff", &projections[0], &projections[1], &projections[2],
+    if (!PyArg_ParseTuple(args, "(OOOOOO)(OOOO)Knnnnnnnppff", &projections[0], &projections[1], &projections[2],
                           &projections[3], &projections[4], &projections[5], &norms[0], &norms[1], &norms[2], &norms[3],
-                          &sinks, &heads, &kv_heads, &key, &value, &rotary, &latent, &window, &layer.interleaved,
+                          &sinks, &heads, &kv_heads, &key, &value, &rotary, &latent, &window, &layer.gated, &layer.interleaved,
                           &layer.scale, &layer.residual_multiplier))
         return NULL;
     Projection *to[] = {&layer.query, &layer.key, &layer.value, &layer.output, &layer.query_first, &layer.key_up};

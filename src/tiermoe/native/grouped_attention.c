@@ -12,18 +12,24 @@ typedef struct {
     const Norm *norm;
     float scale;
     int whole;
+    size_t stride; /* from head to head */
 } Projected;
 
-static Projected projected(const Attention *layer, const bf16 *values, const Norm *norm) {
+static Projected projected(const Attention *layer, const bf16 *values, const Norm *norm, size_t stride) {
     const int whole = norm->weight && norm->width != layer->key_columns;
-    return (Projected){values, norm, whole ? norm_row_scale(norm, values) : 0, whole};
+    return (Projected){values, norm, whole ? norm_row_scale(norm, values) : 0, whole, stride};
+}
+
+/* Columns that `query` gives a head. */
+static size_t query_columns(const Attention *layer) {
+    return layer->key_columns + (layer->gated ? layer->value_columns : 0);
 }
 
 /* out = a head after its norm, in its position. */
 static void place(const Job *job, size_t token, const Projected *from, size_t head, bf16 *out) {
     const Attention *layer = job->layer;
     const size_t columns = layer->key_columns, rotary = layer->rotary_columns;
-    const bf16 *values = from->values + head * columns;
+    const bf16 *values = from->values + head * from->stride;
     bf16 normed[MOST_HEAD_COLUMNS];
     if (from->norm->weight) {
         const float scale = from->whole ? from->scale : norm_row_scale(from->norm, values);
@@ -40,8 +46,9 @@ void grouped_place(void *data, size_t thread, size_t task) {
     const size_t token = task / layer->kv_heads, kv_head = task % layer->kv_heads;
     const size_t group = layer->heads / layer->kv_heads, columns = layer->key_columns, width = layer->value_columns;
     const size_t query_rows = layer->query.matrix.rows, key_rows = layer->key.matrix.rows;
-    const Projected queries = projected(layer, job->projected_query + token * query_rows, &layer->query_norm);
-    const Projected keys = projected(layer, job->projected_key + token * key_rows, &layer->key_norm);
+    const Projected queries = projected(layer, job->projected_query + token * query_rows, &layer->query_norm,
+                                        query_columns(layer));
+    const Projected keys = projected(layer, job->projected_key + token * key_rows, &layer->key_norm, columns);
     const size_t row = cache_row(job, token, kv_head);
     const bf16 *values = job->projected_value + token * layer->value.matrix.rows + kv_head * width;
     const Slabs *slabs = job->slabs;
@@ -64,7 +71,10 @@ void grouped_merge(void *data, size_t thread, size_t task) {
     const Attention *layer = job->layer;
     const size_t token = task / layer->heads, head = task % layer->heads, width = layer->value_columns;
     const size_t each = tile_result(width), place = job->places[token];
+    bf16 *out = job->attended + task * width;
     (void)thread;
     kernels->merge_tiles(job->results + (place * layer->heads + head) * each, job->places[token + 1] - place, layer->heads * each,
-                width, layer->sinks ? layer->sinks + head : NULL, job->attended + task * width);
+                width, layer->sinks ? layer->sinks + head : NULL, out);
+    if (layer->gated)
+        kernels->times_sigmoid(out, job->projected_query + task * query_columns(layer) + layer->key_columns, width);
 }

@@ -36,6 +36,9 @@ typedef struct {
     /* rows (columns) = rows * factor, rounded, plus others, rounded; columns a multiple of 16. */
     void (*add)(bf16 *rows, float factor, const bf16 *others, size_t columns);
 
+    /* x (columns) = x * sigmoid(gate), the sigmoid rounded; columns a multiple of 16. */
+    void (*times_sigmoid)(bf16 *x, const bf16 *gate, size_t columns);
+
     /* See norm_row.h. */
     float (*norm_scale)(const bf16 *x, size_t width, float epsilon);
     void (*norm_part)(const Norm *norm, const bf16 *x, float scale, size_t begin, size_t width, bf16 *out);
@@ -52,6 +55,16 @@ typedef struct {
                         float *results);
     void (*attend_rows)(const Positions *positions, const QueryRows *rows, float *workspace);
     void (*merge_tiles)(const float *results, size_t tiles, size_t stride, size_t value_columns, const bf16 *sink, bf16 *out);
+
+    /* Parts of delta.h; columns are multiples of 16. out (columns) = silu of the sum of taps[i] (rows `stride` apart) times
+     * inputs[i], rounded before and after. x becomes `scale` times x of length one. A state's columns `from` (keys, columns), rows
+     * `stride` apart, become `to`, which may be the same, by one token; out (columns): what it gives. out = the norm of x, rounded,
+     * times weight times silu of gate. */
+    void (*delta_mix)(const bf16 *const *inputs, size_t count, const bf16 *taps, size_t stride, size_t columns, float *out);
+    void (*delta_unit)(float *x, size_t columns, float scale);
+    void (*delta_rule)(const float *from, float *to, size_t keys, size_t stride, size_t columns, const float *key,
+                       const float *query, const float *value, float decay, float beta, float *out);
+    void (*delta_gate)(const float *x, const bf16 *weight, float epsilon, const bf16 *gate, size_t columns, bf16 *out);
 
     /* From 2 bits to 4 (quant/ladders.py): pairs (count, 4, run) and ladders (count, run) become codes (count, 8, run), all
      * bytes of two nibbles. */

@@ -5,6 +5,7 @@
 
 #include "attention_binding.h"
 #include "codes.h"
+#include "delta.h"
 #include "expert.h"
 #include "hqq.h"
 #include "kernels.h"
@@ -412,10 +413,60 @@ static PyObject *norm(PyObject *self, PyObject *args) {
     float epsilon;
     Py_ssize_t rows, width;
     unsigned threads;
+    int kind;
     (void)self;
-    if (!PyArg_ParseTuple(args, "KKfnnKI", &x, &weight, &epsilon, &rows, &width, &out, &threads)) return NULL;
+    if (!PyArg_ParseTuple(args, "KKfinnKI", &x, &weight, &epsilon, &kind, &rows, &width, &out, &threads)) return NULL;
+    if (kind < 0 || kind >= LAYER_NORM) return PyErr_Format(PyExc_ValueError, "%d is no root mean square norm", kind);
     Py_BEGIN_ALLOW_THREADS
-    norm_run(at(x), at(weight), epsilon, (size_t)rows, (size_t)width, at(out), threads, TORCHS);
+    norm_run(at(x), at(weight), epsilon, (NormKind)kind, (size_t)rows, (size_t)width, at(out), threads, TORCHS);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *delta(PyObject *self, PyObject *args) {
+    Address taps, rates, biases, weight;
+    Py_ssize_t kept, key_heads, heads, key_columns, value_columns;
+    Delta layer = {0};
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KKKKfnnnnn", &taps, &rates, &biases, &weight, &layer.epsilon, &kept, &key_heads, &heads,
+                          &key_columns, &value_columns))
+        return NULL;
+    layer.taps = at(taps), layer.rates = at(rates), layer.biases = at(biases), layer.norm = at(weight);
+    layer.kept = (size_t)kept, layer.key_heads = (size_t)key_heads, layer.heads = (size_t)heads;
+    layer.key_columns = (size_t)key_columns, layer.value_columns = (size_t)value_columns;
+    if (kept < 0 || kept >= MOST_TAPS || key_heads < 1 || heads < 1 || heads % key_heads || key_columns < 1 ||
+        key_columns % DELTA_COLUMNS || value_columns < 1 || value_columns % DELTA_COLUMNS)
+        return PyErr_Format(PyExc_ValueError, "no linear attention: %zd of %zd heads, %zd and %zd columns, %zd taps", key_heads,
+                            heads, key_columns, value_columns, kept + 1);
+    return PyBytes_FromStringAndSize((const char *)&layer, sizeof layer);
+}
+
+static PyObject *delta_room(PyObject *self, PyObject *args) {
+    const char *bytes;
+    Py_ssize_t length, tokens;
+    Delta layer;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y#n", &bytes, &length, &tokens) || !take(bytes, length, &layer, sizeof layer)) return NULL;
+    return PyLong_FromSize_t(delta_workspace(&layer, (size_t)tokens));
+}
+
+static PyObject *run_delta(PyObject *self, PyObject *args) {
+    const char *bytes;
+    Py_ssize_t length, tokens, rows, mixed_stride, gates_stride, betas_stride, decays_stride;
+    Address ends, from, to, mixed, gates, betas, decays, inputs, states, workspace, out;
+    unsigned threads;
+    Delta layer;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y#nnKKKKnKnKnKnKKKKI", &bytes, &length, &tokens, &rows, &ends, &from, &to, &mixed, &mixed_stride,
+                          &gates, &gates_stride, &betas, &betas_stride, &decays, &decays_stride, &inputs, &states, &workspace,
+                          &out, &threads))
+        return NULL;
+    if (!take(bytes, length, &layer, sizeof layer)) return NULL;
+    const DeltaStep step = {(size_t)tokens, (size_t)rows, at(ends), at(from), at(to), at(mixed), at(gates), at(betas), at(decays),
+                            (size_t)mixed_stride, (size_t)gates_stride, (size_t)betas_stride, (size_t)decays_stride,
+                            at(inputs), at(states), at(out)};
+    Py_BEGIN_ALLOW_THREADS
+    delta_run(&layer, &step, at(workspace), threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -464,7 +515,13 @@ static PyMethodDef methods[] = {
     {"neurons", neurons, METH_VARARGS,
      "neurons(records, record_bytes, width, group, bits, used, count, gates, x, workspace, floats, out, threads)"},
     {"gather", gather, METH_VARARGS, "gather(from, to, row_bytes, used, count): rows to their places"},
-    {"norm", norm, METH_VARARGS, "norm(x, weight, epsilon, rows, width, out, threads)"},
+    {"norm", norm, METH_VARARGS, "norm(x, weight, epsilon, kind, rows, width, out, threads)"},
+    {"delta", delta, METH_VARARGS,
+     "delta(taps, rates, biases, norm, epsilon, kept, key_heads, heads, key_columns, value_columns) -> bytes of a Delta"},
+    {"delta_workspace", delta_room, METH_VARARGS, "delta_workspace(delta, tokens) -> bytes that run_delta needs"},
+    {"run_delta", run_delta, METH_VARARGS,
+     "run_delta(delta, tokens, rows, ends, from, to, mixed, stride, gates, stride, betas, stride, decays, stride, inputs, states,"
+     " workspace, out, threads)"},
     ATTENTION_METHODS,
     {"sums", sums, METH_VARARGS, "sums(matrix or expert, rows, results, threads) -> bytes that the call needs for sums"},
     {"widen", widen_codes, METH_VARARGS, "widen(pairs, ladders, count, run, codes)"},

@@ -17,10 +17,10 @@ static void some_rows(void *data, size_t thread, size_t task) {
         norm_row(&job->norm, job->x + r * job->norm.width, job->out + r * job->norm.width);
 }
 
-void norm_run(const bf16 *x, const bf16 *weight, float epsilon, size_t rows, size_t width, bf16 *out, size_t threads,
-              Pool pool) {
+void norm_run(const bf16 *x, const bf16 *weight, float epsilon, NormKind kind, size_t rows, size_t width, bf16 *out,
+              size_t threads, Pool pool) {
     const size_t each = A_TASK / width ? A_TASK / width : 1, tasks = (rows + each - 1) / each;
-    const Norm norm = {.weight = weight, .width = width, .epsilon = epsilon, .kind = RMS_NORM};
+    const Norm norm = {.weight = weight, .width = width, .epsilon = epsilon, .kind = kind};
     Job job = {norm, x, rows, each, out};
     const Phase phase = {NULL, some_rows, tasks};
     team_run(&phase, 1, &job, tasks > 1 ? threads : 1, pool);

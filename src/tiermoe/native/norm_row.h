@@ -7,6 +7,7 @@
 typedef enum {
     RMS_NORM,         /* weight * bfloat16(x / sqrt(mean(x^2) + epsilon)) */
     RMS_NORM_AT_ONCE, /* bfloat16(weight * x / sqrt(mean(x^2) + epsilon)) */
+    RMS_NORM_CENTRED, /* bfloat16((1 + weight) * x / sqrt(mean(x^2) + epsilon)) */
     LAYER_NORM,       /* bfloat16(weight * (x - mean(x)) / sqrt(variance(x) + epsilon) + bias) */
 } NormKind;
 

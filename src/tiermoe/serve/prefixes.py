@@ -36,9 +36,8 @@ class Prefixes:
     def begin(self, ids: list[int], at_work: Iterable[tuple[int, list[int]]]) -> Begun:
         """A slab for a prompt, with all of it but the last token at most. at_work: (slab, tokens) of those that run."""
         known = ids[:-1]
-        length, slab = max(
-            ((shared(tokens, known), slab) for slab, tokens in (*at_work, *self._left.items())), default=(0, -1)
-        )
+        held = ((slab, shared(tokens, known)) for slab, tokens in (*at_work, *self._left.items()))
+        length, slab = max(((self._cache.kept(slab, length), slab) for slab, length in held), default=(0, -1))
         stored = self.disk.find(known) if self.disk is not None and length < len(known) else None
         if length and (stored is None or stored.length <= length):
             free = self._open < self._rows
@@ -68,8 +67,8 @@ class Prefixes:
         return opened
 
     def _begun(self, slab: int, length: int, mine: bool) -> int | None:
-        """A slab with the first `length` tokens of `slab`: itself where it is `mine`, else a fork. None where a sliding
-        window cannot be wound back to them."""
+        """A slab with the first `length` tokens of `slab`: itself where it is `mine`, else a fork. None where it cannot
+        be wound back to them."""
         if mine:
             del self._left[slab]
             self._withdraw(slab, length)

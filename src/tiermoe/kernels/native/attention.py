@@ -17,7 +17,8 @@ HEAD_COLUMNS = 32  # a head has a multiple of them
 LARGEST_HEAD = 256
 NORM_COLUMNS = 16  # a norm is a multiple of them wide
 
-_KINDS = {"rms": 0, "rms_at_once": 1, "layer": 2}
+KINDS = {"rms": 0, "rms_at_once": 1, "rms_centred": 2, "layer": 3}
+"""Of norms; the order is that of native/norm_row.h."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,12 @@ class PackedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """weight bfloat16 (width). `rms` rounds before it multiplies with the weight, `rms_at_once` after; `layer`
-    subtracts the mean and may have a bias (width)."""
+    """weight bfloat16 (width). `rms` rounds before it multiplies with the weight, `rms_at_once` after, and
+    `rms_centred` so too, by 1 + weight; `layer` subtracts the mean and may have a bias (width)."""
 
     weight: Tensor
     epsilon: float
-    kind: Literal["rms", "rms_at_once", "layer"] = "rms"
+    kind: Literal["rms", "rms_at_once", "rms_centred", "layer"] = "rms"
     bias: Tensor | None = None
 
 
@@ -57,8 +58,9 @@ class GroupedAttention:
     (H, heads * value_columns). The norms of queries and keys are as wide as a head or as all of them. The first
     rotary_columns of a head are rotated: columns i and rotary_columns / 2 + i, or, interleaved, 2 i and 2 i + 1, which
     the cache then holds as i and rotary_columns / 2 + i. A token attends to `window` positions, its own included; 0: to
-    all. sinks bfloat16 (heads): a score without a value that joins a head's softmax. The output is multiplied by
-    residual_multiplier before the residual sum."""
+    all. sinks bfloat16 (heads): a score without a value that joins a head's softmax. gated: `query` has for each head
+    the rows of a query and behind them those of a gate, value_columns, by whose sigmoid what the head attends to is
+    multiplied. The output is multiplied by residual_multiplier before the residual sum."""
 
     query: PackedMatrix
     key: PackedMatrix
@@ -75,6 +77,7 @@ class GroupedAttention:
     interleaved: bool = False
     window: int = 0
     sinks: Tensor | None = None
+    gated: bool = False
     residual_multiplier: float = 1.0
 
 
@@ -117,14 +120,16 @@ def _grouped(weights: GroupedAttention) -> bytes | None:
     query, key, value, output = weights.query, weights.key, weights.value, weights.output
     head, hidden = weights.head_columns, output.out
     value_columns = weights.value_columns or head
-    heads, kv_heads = query.out // head, key.out // head
+    query_columns = head + (value_columns if weights.gated else 0)
+    heads, kv_heads = query.out // query_columns, key.out // head
     shapes = [
-        (query, heads * head, hidden), (key, kv_heads * head, hidden), (value, kv_heads * value_columns, hidden),
-        (output, hidden, heads * value_columns),
+        (query, heads * query_columns, hidden), (key, kv_heads * head, hidden),
+        (value, kv_heads * value_columns, hidden), (output, hidden, heads * value_columns),
     ]  # fmt: skip
     if not kv_heads or heads % kv_heads or not _columns_suit(head, value_columns, weights.rotary_columns, head):
         return None
-    query_norm = weights.norm_query is None or weights.norm_query.weight.numel() in (head, query.out)
+    widths = (head,) if weights.gated else (head, query.out)
+    query_norm = weights.norm_query is None or weights.norm_query.weight.numel() in widths
     key_norm = weights.norm_key is None or weights.norm_key.weight.numel() in (head, key.out)
     if not query_norm or not key_norm or _any_layer_norm(weights.norm_query, weights.norm_key):
         return None
@@ -177,14 +182,15 @@ def _packed(
         None if matrix is None or each is None else (each, address(matrix.bias))
         for matrix, each in zip(projections, packed, strict=True)
     )
+    gated = isinstance(weights, GroupedAttention) and weights.gated
     return _native.attention(
-        told, tuple(None if norm is None else _told(norm) for norm in norms), address(sinks), *sizes,
+        told, tuple(None if norm is None else _told(norm) for norm in norms), address(sinks), *sizes, gated,
         weights.interleaved, weights.scale, weights.residual_multiplier,
     )  # fmt: skip
 
 
 def _told(norm: Norm) -> tuple[int, int, int, float, int]:
-    return norm.weight.data_ptr(), address(norm.bias), norm.weight.numel(), norm.epsilon, _KINDS[norm.kind]
+    return norm.weight.data_ptr(), address(norm.bias), norm.weight.numel(), norm.epsilon, KINDS[norm.kind]
 
 
 def _columns_suit(head: int, value: int, rotary: int, most_rotary: int) -> bool:

@@ -25,6 +25,8 @@ static int runs(void) {
 #include "shared/ahead.h"
 #include "shared/codes.h"
 #include "shared/exponential.h"
+#include "shared/sigmoids.h"
+#include "shared/delta.h"
 #include "shared/hqq.h"
 #include "shared/kv_codes.h"
 #include "shared/ladders.h"

@@ -30,6 +30,8 @@ static int runs(void) {
 #include "avx512bf16/widen.h"
 #include "shared/codes.h"
 #include "shared/exponential.h"
+#include "shared/sigmoids.h"
+#include "shared/delta.h"
 #include "shared/hqq.h"
 #include "shared/ladders.h"
 #include "shared/neurons.h"

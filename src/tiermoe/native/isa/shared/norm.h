@@ -13,8 +13,9 @@ static float norm_factor(const bf16 *x, size_t width, float epsilon) {
 static void norm_columns(const Norm *norm, const bf16 *x, float scale, size_t begin, size_t width, bf16 *out) {
     const bf16 *weight = norm->weight + begin;
     for (size_t i = 0; i < width; i += LANES) {
-        const Vector scaled = times(load_bf16(x + i), all(scale));
-        store_bf16(out + i, times(load_bf16(weight + i), norm->kind == RMS_NORM ? as_bf16(scaled) : scaled));
+        const Vector scaled = times(load_bf16(x + i), all(scale)), its = load_bf16(weight + i);
+        const Vector factor = norm->kind == RMS_NORM_CENTRED ? plus(all(1), its) : its;
+        store_bf16(out + i, times(factor, norm->kind == RMS_NORM ? as_bf16(scaled) : scaled));
     }
 }
 
