@@ -2,7 +2,8 @@
  * team of threads, the phases of a layer and the choice of experts, is compiled once and calls through `kernels`.
  *
  * Sums run in one order whatever the number of tokens, threads or blocks; the order may differ from one table to the
- * next. Activations are bfloat16 and are never rounded further, weights are exact, sums are float32. */
+ * next. Activations are bfloat16 and are not rounded further, but for those that AVX2's integers stand for
+ * (isa/avx2/gguf.h); weights are exact, sums are float32. */
 #ifndef TIERMOE_KERNELS_H
 #define TIERMOE_KERNELS_H
 

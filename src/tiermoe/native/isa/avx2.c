@@ -21,6 +21,7 @@ static int runs(void) {
 #include "shared/eight_blocks.h"
 #include "shared/eight_rows.h"
 #include "shared/eight_gguf.h"
+#include "avx2/gguf.h"
 #include "avx2/widen.h"
 #include "shared/ahead.h"
 #include "shared/codes.h"

@@ -28,4 +28,5 @@ static int runs(void) { return 1; }
 
 #define KERNELS kernels_generic
 #define NAME "generic"
+#define gguf_block strips_block
 #include "shared/table.h"

@@ -32,5 +32,6 @@ static int runs(void) { return 1; }
 
 #define KERNELS kernels_neon
 #define NAME "neon"
+#define gguf_block strips_block
 #include "shared/table.h"
 #endif

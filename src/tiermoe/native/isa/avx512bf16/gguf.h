@@ -1,57 +1,94 @@
-/* Products with the blocks of GGUF files and with published codes, a row at a time over its columns, which gguf_spread.h
- * unpacks in the order of the tokens that arrange() makes. A group's codes are summed in its lanes, scaled, and the lanes are
- * added up at the end of a row: for one token as for many. */
-#include "gguf_spread.h"
+/* Products with the blocks of GGUF files and with published codes, a row at a time over its columns, which gguf_spread.h and
+ * gguf_wide.h unpack in the order of the tokens that arrange() makes. A group's codes are summed in its lanes, scaled, and the
+ * lanes are added up at the end of a row: for one token as for many. */
+#include "gguf_wide.h"
 
 enum {
     ROW_GROUP = 4,         /* rows whose sums are in registers at a time */
     SPREAD_TILE = 6,       /* tokens, likewise, of rows that have been unpacked */
-    SPREAD_PANEL = 8,      /* rows that are unpacked for several tokens */
-    SPREAD_TOKENS = 48,    /* that share them */
+    WIDE_TILE = 3,         /* the same of wide ones, which have sums of a strip, too */
+    SPREAD_TOKENS = 64,    /* that share them */
     SPREAD_ROOM = 1 << 18, /* columns of tokens that are arranged at a time, unless they are very wide */
 };
 
-/* to (tokens, columns rounded up to 64) = x (tokens, columns), even columns of each 64 before the odd ones; 0 behind them. */
-static void arrange(const bf16 *x, size_t columns, size_t tokens, bf16 *to) {
-    uint16_t places[32];
-    for (int i = 0; i < 32; i++) places[i] = (uint16_t)(2 * i);
-    const __m512i even = _mm512_loadu_si512(places), odd = _mm512_add_epi16(even, _mm512_set1_epi16(1));
-    for (size_t m = 0; m < tokens; m++, x += columns)
-        for (size_t c = 0; c < columns; c += SPREAD, to += SPREAD) {
-            const __m512i a = _mm512_loadu_si512(x + c);
-            const __m512i b = columns - c > 32 ? _mm512_loadu_si512(x + c + 32) : _mm512_setzero_si512();
-            _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, even, b));
-            _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi16(a, odd, b));
-        }
+/* Asks for the strip of the next four rows in time. */
+static inline __attribute__((always_inline)) void ask_below(Coding coding, const uint8_t *at, size_t width, size_t row_bytes) {
+    for (size_t ahead = 0; ahead < row_bytes_of(coding, width); ahead += 64)
+        _mm_prefetch((const char *)(at + ROW_GROUP * row_bytes + ahead), _MM_HINT_T1);
 }
 
-/* total + scale * (values times 64 columns of x) */
-static inline __m512 spread_dot(__m512 total, __m512 scale, const __m512i values[2], const bf16 *x) {
-    const __m512 part = _mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)values[0], (__m512bh)_mm512_loadu_si512(x));
-    return _mm512_fmadd_ps(scale, _mm512_dpbf16_ps(part, (__m512bh)values[1], (__m512bh)_mm512_loadu_si512(x + 32)), total);
+/* Registers of columns that share a scale of each lane, in a strip so wide. */
+static inline size_t registers_of(Coding coding, size_t group, size_t width) {
+    return is_wide(coding, group) && width == STRIP ? WIDE : 2;
 }
 
-/* totals[r] += a strip of four rows, which begin at row[r], times that of one token. sums: of x's groups, if asked for. */
+/* to (columns rounded up to 64) = x (columns) in the order of the registers: in strips that are not wide, even columns of each
+ * 64 before the odd ones, 0 behind them. */
+static inline __attribute__((always_inline)) void arrange(Coding coding, size_t group, const bf16 *x, size_t columns, bf16 *to) {
+    const __m512i even = _mm512_load_si512(EVEN), odd = _mm512_add_epi16(even, _mm512_set1_epi16(1));
+    size_t c = 0;
+    for (; is_wide(coding, group) && c + STRIP <= columns; c += STRIP) arrange_strip(coding, x + c, to + c);
+    for (; c < columns; c += SPREAD) {
+        const __m512i a = _mm512_loadu_si512(x + c);
+        const __m512i b = columns - c > 32 ? _mm512_loadu_si512(x + c + 32) : _mm512_setzero_si512();
+        _mm512_storeu_si512(to + c, _mm512_permutex2var_epi16(a, even, b));
+        _mm512_storeu_si512(to + c + 32, _mm512_permutex2var_epi16(a, odd, b));
+    }
+}
+
+/* total + scale * (the values of some registers times as many columns of x) */
+static inline __attribute__((always_inline)) __m512 spread_dot(size_t registers, __m512 total, __m512 scale,
+                                                               const __m512i *values, const bf16 *x) {
+    __m512 part = _mm512_setzero_ps();
+    for (size_t k = 0; k < registers; k++)
+        part = _mm512_dpbf16_ps(part, (__m512bh)values[k], (__m512bh)_mm512_loadu_si512(x + 32 * k));
+    return _mm512_fmadd_ps(scale, part, total);
+}
+
+/* Part p of a strip, so many registers: what it is unpacked to, and the scales of its lanes. codes: by_bytes. */
+static inline __attribute__((always_inline)) void spread_part(Coding coding, size_t group, const uint8_t *at, size_t p,
+                                                              size_t width, const int8_t *codes, __m512 scales,
+                                                              __m512i *values, __m512 *lanes) {
+    if (registers_of(coding, group, width) == WIDE) {
+        spread_wide(coding, at, values), *lanes = wide_scales(coding, scales);
+    } else {
+        spread(coding, at, p, width - p * SPREAD > 32, codes, values), *lanes = lane_scales(group, scales, p);
+    }
+}
+
+/* Sixteen groups' offsets fill a register: those of a strip, or of two. The first lane of the strip at a column. */
+static inline size_t halves_of(size_t group, size_t column) { return group == 32 ? column / STRIP % 2 * 8 : 0; }
+
+/* totals[r] += a strip of four rows, which begin at row[r], times that of one token, and rests[r] += what its offsets add.
+ * sums: of x's groups, if asked for. */
 static inline __attribute__((always_inline)) void spread_strip(Coding coding, size_t group, size_t width, size_t row_bytes,
                                                                const uint8_t *row[ROW_GROUP], const RowPlace places[ROW_GROUP],
-                                                               const bf16 *x, const float *sums, __m512 totals[ROW_GROUP]) {
-    const size_t bytes = row_bytes_of(coding, width);
+                                                               const bf16 *x, const float *sums, __m512 totals[ROW_GROUP],
+                                                               __m512 rests[ROW_GROUP]) {
+    const size_t bytes = row_bytes_of(coding, width), registers = registers_of(coding, group, width);
     int8_t codes[ROW_GROUP][STRIP] __attribute__((aligned(64)));
     __m512 scales[ROW_GROUP], x_sums = _mm512_setzero_ps();
-    if (has_offsets(coding)) x_sums = _mm512_maskz_loadu_ps(groups_of(width, group), sums);
+    const size_t before = halves_of(group, places[0].column); /* lanes of the strip before, which are left alone */
+    if (has_offsets(coding)) x_sums = _mm512_maskz_loadu_ps((__mmask16)(groups_of(width, group) << before), sums - before);
     for (size_t r = 0; r < ROW_GROUP; r++) {
         __m512 of_groups;
-        for (size_t ahead = 0; ahead < bytes; ahead += 64)
-            _mm_prefetch((const char *)(row[r] + ROW_GROUP * row_bytes + ahead), _MM_HINT_T1);
+        ask_below(coding, row[r], width, row_bytes);
         if (by_bytes(coding)) bytes_of_strip(coding, row[r], width, codes[r]);
         groups_from(coding, group, row[r], places[r], width, &scales[r], &of_groups);
-        if (has_offsets(coding)) totals[r] = _mm512_fmadd_ps(of_groups, x_sums, totals[r]);
+        if (has_offsets(coding) && group == 32) of_groups = _mm512_shuffle_f32x4(of_groups, of_groups, 0x44);
+        if (has_offsets(coding)) rests[r] = _mm512_fmadd_ps(of_groups, x_sums, rests[r]);
     }
-    for (size_t p = 0; p * SPREAD < width; p++)
-        for (size_t r = 0; r < ROW_GROUP; r++) {
-            __m512i values[2];
-            spread(coding, row[r], p, width - p * SPREAD > 32, codes[r], values);
-            totals[r] = spread_dot(totals[r], lane_scales(group, scales[r], p), values, x + p * SPREAD);
+    for (size_t p = 0; p * registers * 32 < width; p++)
+        for (size_t r = 0; r < ROW_GROUP; r += 2) {
+            __m512i values[2][WIDE];
+            __m512 lanes[2], parts[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+            for (size_t i = 0; i < 2; i++)
+                spread_part(coding, group, row[r + i], p, width, codes[r + i], scales[r + i], values[i], &lanes[i]);
+            for (size_t k = 0; k < registers; k++) {
+                const __m512i its = _mm512_loadu_si512(x + (p * registers + k) * 32);
+                for (size_t i = 0; i < 2; i++) parts[i] = _mm512_dpbf16_ps(parts[i], (__m512bh)values[i][k], (__m512bh)its);
+            }
+            for (size_t i = 0; i < 2; i++) totals[r + i] = _mm512_fmadd_ps(lanes[i], parts[i], totals[r + i]);
         }
     for (size_t r = 0; r < ROW_GROUP; r++) row[r] += bytes;
 }
@@ -65,125 +102,206 @@ static inline __attribute__((always_inline)) void spread_rows(Coding coding, siz
     const size_t row_bytes = row_bytes_of(coding, columns), all_groups = has_offsets(coding) ? STRIP / group : 0;
     const uint8_t *row[ROW_GROUP];
     RowPlace places[ROW_GROUP];
-    __m512 totals[ROW_GROUP];
+    __m512 totals[ROW_GROUP], rests[ROW_GROUP];
     for (size_t r = 0; r < ROW_GROUP; r++) {
         const size_t its = r < rows ? r : rows - 1;
-        row[r] = weights + its * row_bytes, places[r] = (RowPlace){matrix, first + its, 0}, totals[r] = _mm512_setzero_ps();
+        row[r] = weights + its * row_bytes, places[r] = row_place(coding, matrix, first + its);
+        totals[r] = rests[r] = _mm512_setzero_ps();
     }
     for (; columns >= STRIP; columns -= STRIP, x += STRIP, sums += all_groups) {
-        spread_strip(coding, group, STRIP, row_bytes, row, places, x, sums, totals);
+        spread_strip(coding, group, STRIP, row_bytes, row, places, x, sums, totals, rests);
         for (size_t r = 0; r < ROW_GROUP; r++) places[r].column += STRIP;
     }
-    if (block_columns(coding) < STRIP && columns) spread_strip(coding, group, columns, row_bytes, row, places, x, sums, totals);
+    if (block_columns(coding) < STRIP && columns)
+        spread_strip(coding, group, columns, row_bytes, row, places, x, sums, totals, rests);
+    for (size_t r = 0; has_offsets(coding) && r < ROW_GROUP; r++) totals[r] = _mm512_add_ps(totals[r], rests[r]);
     _mm_storeu_ps(results, four_sums(totals[0], totals[1], totals[2], totals[3]));
 }
 
-/* What several tokens share of some rows: the values of each 64 columns beside the scales of their lanes, the offsets of each
- * strip. */
+/* What several tokens share of four rows: registers of values, at every other one the scales of their lanes, the offsets of
+ * 16 groups at a time; of one row after the other. Tokens' columns lie `apart` apart: rows of 4 KiB would push each other out
+ * of the first cache. */
 typedef struct {
-    __m512i values[2];
-    __m512 scale;
-} Spread;
+    __m512i (*values)[ROW_GROUP];
+    __m512 (*scales)[ROW_GROUP], (*offsets)[ROW_GROUP];
+    size_t apart;
+} Panel;
 
-static inline __attribute__((always_inline)) void spread_panel(Coding coding, size_t group, const uint8_t *row, RowPlace place,
-                                                               Spread *panel, __m512 *offsets) {
-    const size_t columns = place.matrix->columns;
+/* A strip of row r of the panel. */
+static inline __attribute__((always_inline)) void panel_strip(Coding coding, size_t group, size_t width, const uint8_t *at,
+                                                              RowPlace place, const Panel *panel, size_t r) {
+    const size_t registers = registers_of(coding, group, width), first = place.column / 32;
     int8_t codes[STRIP] __attribute__((aligned(64)));
-    for (size_t begin = 0; begin < columns; begin += STRIP, offsets++) {
-        const size_t width = columns - begin < STRIP ? columns - begin : STRIP;
-        __m512 scales;
-        if (by_bytes(coding)) bytes_of_strip(coding, row, width, codes);
-        place.column = begin;
-        groups_from(coding, group, row, place, width, &scales, offsets);
-        for (size_t p = 0; p * SPREAD < width; p++, panel++) {
-            spread(coding, row, p, width - p * SPREAD > 32, codes, panel->values);
-            panel->scale = lane_scales(group, scales, p);
+    __m512 scales, offsets;
+    ask_below(coding, at, width, row_bytes_of(coding, place.matrix->columns));
+    if (by_bytes(coding)) bytes_of_strip(coding, at, width, codes);
+    groups_from(coding, group, at, place, width, &scales, &offsets);
+    if (has_offsets(coding)) {
+        __m512 *to = &panel->offsets[place.column / group / 16][r];
+        *to = halves_of(group, place.column) ? _mm512_insertf32x8(*to, _mm512_castps512_ps256(offsets), 1) : offsets;
+    }
+    for (size_t p = 0; p * registers * 32 < width; p++) {
+        __m512i values[WIDE];
+        spread_part(coding, group, at, p, width, codes, scales, values,
+                    &panel->scales[(first + p * registers) / 2][r]);
+        for (size_t k = 0; k < registers; k++) panel->values[first + p * registers + k][r] = values[k];
+    }
+}
+
+static inline __attribute__((always_inline)) void panel_row(Coding coding, size_t group, const uint8_t *row, RowPlace place,
+                                                            const Panel *panel, size_t r) {
+    size_t left = place.matrix->columns;
+    for (; left >= STRIP; left -= STRIP, place.column += STRIP, row += row_bytes_of(coding, STRIP))
+        panel_strip(coding, group, STRIP, row, place, panel, r);
+    if (block_columns(coding) < STRIP && left) panel_strip(coding, group, left, row, place, panel, r);
+}
+
+/* totals[m][r] += four unpacked rows, from a column on, times some tokens: one row after the other. */
+static inline __attribute__((always_inline)) void narrow_strips(size_t tokens, const Panel *panel, size_t begin, size_t columns,
+                                                                const bf16 *x, __m512 totals[SPREAD_TILE][ROW_GROUP]) {
+    for (size_t p = begin / SPREAD; p * SPREAD < columns; p++)
+        for (size_t r = 0; r < ROW_GROUP; r++) {
+            const __m512i values[] = {panel->values[2 * p][r], panel->values[2 * p + 1][r]};
+            for (size_t m = 0; m < tokens; m++)
+                totals[m][r] = spread_dot(2, totals[m][r], panel->scales[p][r], values, x + m * panel->apart + p * SPREAD);
         }
-        row += row_bytes_of(coding, width);
+}
+
+/* The same of a strip that has one scale for each lane: all rows together. */
+static inline __attribute__((always_inline)) void wide_strip(size_t tokens, const Panel *panel, size_t strip, const bf16 *x,
+                                                             __m512 totals[SPREAD_TILE][ROW_GROUP]) {
+    __m512 sums[SPREAD_TILE][ROW_GROUP];
+    for (size_t m = 0; m < tokens; m++)
+        for (size_t r = 0; r < ROW_GROUP; r++) sums[m][r] = _mm512_setzero_ps();
+    for (size_t k = WIDE * strip; k < WIDE * (strip + 1); k++)
+        for (size_t m = 0; m < tokens; m++) {
+            const __m512i its = _mm512_loadu_si512(x + m * panel->apart + 32 * k);
+            for (size_t r = 0; r < ROW_GROUP; r++)
+                sums[m][r] = _mm512_dpbf16_ps(sums[m][r], (__m512bh)panel->values[k][r], (__m512bh)its);
+        }
+    for (size_t m = 0; m < tokens; m++)
+        for (size_t r = 0; r < ROW_GROUP; r++)
+            totals[m][r] = _mm512_fmadd_ps(panel->scales[WIDE / 2 * strip][r], sums[m][r], totals[m][r]);
+}
+
+/* totals[m][r] += what the offsets of four unpacked rows add to some tokens. */
+static inline __attribute__((always_inline)) void add_rests(size_t tokens, const Matrix *matrix, const Panel *panel,
+                                                            const float *sums, __m512 totals[SPREAD_TILE][ROW_GROUP]) {
+    const size_t groups = matrix_groups(matrix);
+    for (size_t m = 0; m < tokens; m++, sums += groups) {
+        __m512 rests[ROW_GROUP];
+        for (size_t r = 0; r < ROW_GROUP; r++) rests[r] = _mm512_setzero_ps();
+        for (size_t g = 0; g < groups; g += 16) {
+            const __m512 of = _mm512_maskz_loadu_ps(first_lanes(groups - g), sums + g);
+            for (size_t r = 0; r < ROW_GROUP; r++) rests[r] = _mm512_fmadd_ps(panel->offsets[g / 16][r], of, rests[r]);
+        }
+        for (size_t r = 0; r < ROW_GROUP; r++) totals[m][r] = _mm512_add_ps(totals[m][r], rests[r]);
     }
 }
 
 /* results[m * BLOCK + r] = unpacked row r times token m, for four rows and a number of tokens known when compiling. */
-static inline __attribute__((always_inline)) void panel_rows(size_t tokens, const Matrix *matrix, const Spread *panel,
-                                                             const __m512 *offsets, const bf16 *x, const float *sums,
+static inline __attribute__((always_inline)) void panel_rows(size_t registers, size_t tokens, const Matrix *matrix,
+                                                             const Panel *panel, const bf16 *x, const float *sums,
                                                              float *results) {
-    const size_t columns = matrix->columns, group = matrix->group, spreads = (columns + SPREAD - 1) / SPREAD;
-    const size_t strips = (columns + STRIP - 1) / STRIP, all_groups = matrix_groups(matrix);
+    const size_t columns = matrix->columns, wide = registers == WIDE ? columns / STRIP : 0;
     __m512 totals[SPREAD_TILE][ROW_GROUP];
     for (size_t m = 0; m < tokens; m++)
         for (size_t r = 0; r < ROW_GROUP; r++) totals[m][r] = _mm512_setzero_ps();
-    for (size_t s = 0; s < strips; s++) {
-        const size_t begin = s * STRIP, width = columns - begin < STRIP ? columns - begin : STRIP;
-        for (size_t m = 0; all_groups && m < tokens; m++) {
-            const __m512 of = _mm512_maskz_loadu_ps(groups_of(width, group), sums + m * all_groups + begin / group);
-            for (size_t r = 0; r < ROW_GROUP; r++) totals[m][r] = _mm512_fmadd_ps(offsets[r * strips + s], of, totals[m][r]);
-        }
-        for (size_t c = begin; c < begin + width; c += SPREAD)
-            for (size_t r = 0; r < ROW_GROUP; r++) {
-                const Spread *at = panel + r * spreads + c / SPREAD;
-                const __m512i values[] = {at->values[0], at->values[1]};
-                for (size_t m = 0; m < tokens; m++)
-                    totals[m][r] = spread_dot(totals[m][r], at->scale, values, x + m * spreads * SPREAD + c);
-            }
-    }
+    for (size_t s = 0; s < wide; s++) wide_strip(tokens, panel, s, x, totals);
+    narrow_strips(tokens, panel, wide * STRIP, columns, x, totals);
+    if (matrix_groups(matrix)) add_rests(tokens, matrix, panel, sums, totals);
     for (size_t m = 0; m < tokens; m++)
         _mm_storeu_ps(results + m * BLOCK, four_sums(totals[m][0], totals[m][1], totals[m][2], totals[m][3]));
 }
 
-#define PANEL_ROWS_OF(n)                                                                                                     \
-    case n:                                                                                                                  \
-        for (size_t r = 0; r < rows; r += ROW_GROUP)                                                                         \
-            panel_rows(n, matrix, panel + r * spreads, offsets + r * strips, x, sums, results + r);                          \
-        break;
+#define PANEL_ROWS_OF(n) \
+    case n: panel_rows(registers, n, matrix, panel, x, sums, results); break;
 
-/* Some tokens, arranged, times at most SPREAD_PANEL unpacked rows. */
-static void panel_times(const Matrix *matrix, const Spread *panel, const __m512 *offsets, size_t rows, const bf16 *x,
-                        const float *sums, size_t tokens, bf16 *out, size_t stride) {
-    const size_t spreads = (matrix->columns + SPREAD - 1) / SPREAD, strips = (matrix->columns + STRIP - 1) / STRIP;
-    float results[SPREAD_TILE * BLOCK];
-    for (size_t tiles = (tokens + SPREAD_TILE - 1) / SPREAD_TILE; tiles; tiles--) {
+/* results[m * BLOCK + r] = unpacked row r times token m, arranged, for four rows. */
+static inline __attribute__((always_inline)) void panel_times(size_t registers, const Matrix *matrix, const Panel *panel,
+                                                              const bf16 *x, const float *sums, size_t tokens,
+                                                              float *results) {
+    const size_t tile = registers == WIDE ? WIDE_TILE : SPREAD_TILE;
+    for (size_t tiles = (tokens + tile - 1) / tile; tiles; tiles--) {
         const size_t some = (tokens + tiles - 1) / tiles;
         switch (some) {
-            PANEL_ROWS_OF(1) PANEL_ROWS_OF(2) PANEL_ROWS_OF(3) PANEL_ROWS_OF(4) PANEL_ROWS_OF(5) PANEL_ROWS_OF(6)
+            PANEL_ROWS_OF(1) PANEL_ROWS_OF(2) PANEL_ROWS_OF(3)
+            default:
+                if (registers == WIDE) break;
+                switch (some) { PANEL_ROWS_OF(4) PANEL_ROWS_OF(5) PANEL_ROWS_OF(6) }
         }
-        for (size_t m = 0; m < some; m++) store_rows_of(results + m * BLOCK, NULL, 0, rows, out + m * stride);
-        x += some * spreads * SPREAD, sums += some * matrix_groups(matrix), out += some * stride, tokens -= some;
+        x += some * panel->apart, sums += some * matrix_groups(matrix), results += some * BLOCK, tokens -= some;
     }
+}
+
+static void narrow_times(const Matrix *matrix, const Panel *panel, const bf16 *x, const float *sums, size_t tokens,
+                         float *results) {
+    panel_times(2, matrix, panel, x, sums, tokens, results);
+}
+
+static void wide_times(const Matrix *matrix, const Panel *panel, const bf16 *x, const float *sums, size_t tokens,
+                       float *results) {
+    panel_times(WIDE, matrix, panel, x, sums, tokens, results);
 }
 
 /* `rows` rows of the block that begins with row `begin` times the tokens. */
 static inline __attribute__((always_inline)) void spread_block(Coding coding, size_t group, const Matrix *matrix, size_t begin,
                                                                size_t rows, const bf16 *x, const float *sums, size_t tokens,
                                                                bf16 *out, size_t stride) {
-    const size_t columns = matrix->columns, spreads = (columns + SPREAD - 1) / SPREAD, row_bytes = row_bytes_of(coding, columns);
-    const size_t strips = (columns + STRIP - 1) / STRIP;
+    const size_t columns = matrix->columns, row_bytes = row_bytes_of(coding, columns);
+    const size_t registers = (columns + SPREAD - 1) / SPREAD * 2;
+    const size_t sixteens = (columns / group + 15) / 16, apart = 32 * registers + SPREAD;
     const uint8_t *weights = (const uint8_t *)matrix->weights + begin * row_bytes;
-    bf16 arranged[tokens * spreads * SPREAD] __attribute__((aligned(64)));
-    arrange(x, columns, tokens, arranged);
+    bf16 arranged[tokens * apart] __attribute__((aligned(64)));
+    for (size_t m = 0; m < tokens; m++) arrange(coding, group, x + m * columns, columns, arranged + m * apart);
+    float results[tokens * BLOCK];
     if (tokens == 1) {
-        float results[BLOCK];
         for (size_t r = 0; r < rows; r += ROW_GROUP)
             spread_rows(coding, group, matrix, weights + r * row_bytes, begin + r, rows - r, arranged, sums, results + r);
         store_rows_of(results, NULL, 0, rows, out);
         return;
     }
-    Spread panel[SPREAD_PANEL * spreads];
-    __m512 offsets[SPREAD_PANEL * strips];
-    for (size_t first = 0; first < rows; first += SPREAD_PANEL) {
-        const size_t some = rows - first < SPREAD_PANEL ? rows - first : SPREAD_PANEL;
-        for (size_t r = 0; r < (some + ROW_GROUP - 1) / ROW_GROUP * ROW_GROUP; r++) { /* the last one again */
-            const size_t row = first + (r < some ? r : some - 1);
-            spread_panel(coding, group, weights + row * row_bytes, (RowPlace){matrix, begin + row, 0}, panel + r * spreads,
-                         offsets + r * strips);
+    __m512i values[registers][ROW_GROUP];
+    __m512 scales[registers / 2][ROW_GROUP], offsets[sixteens][ROW_GROUP];
+    const Panel panel = {values, scales, offsets, apart};
+    for (size_t first = 0; first < rows; first += ROW_GROUP) {
+        for (size_t r = 0; r < ROW_GROUP; r++) { /* the last one again where there are fewer */
+            const size_t row = first + r < rows ? first + r : rows - 1;
+            panel_row(coding, group, weights + row * row_bytes, row_place(coding, matrix, begin + row), &panel, r);
         }
-        panel_times(matrix, panel, offsets, some, arranged, sums, tokens, out + first, stride);
+        (is_wide(coding, group) ? wide_times : narrow_times)(matrix, &panel, arranged, sums, tokens, results + first);
     }
+    for (size_t m = 0; m < tokens; m++) store_rows_of(results + m * BLOCK, NULL, 0, rows, out + m * stride);
 }
 
-#define SPREAD_CASE(coding, group)                                                                      \
-    case coding:                                                                                        \
-        spread_block(coding, group, matrix, begin, rows, x, sums, some, out, stride);                   \
-        break;
+/* A function for each type: in one of all of them the compiler would no longer keep sums in registers. */
+#define SPREAD_BLOCK(coding, group)                                                                                            \
+    static __attribute__((noinline)) void block_##coding##_##group(const Matrix *matrix, size_t begin, size_t rows,             \
+                                                                   const bf16 *x, const float *sums, size_t tokens, bf16 *out, \
+                                                                   size_t stride) {                                            \
+        spread_block(coding, group, matrix, begin, rows, x, sums, tokens, out, stride);                                        \
+    }
+SPREAD_BLOCK(Q8_0, 32)
+SPREAD_BLOCK(Q4_0, 32)
+SPREAD_BLOCK(Q4_1, 32)
+SPREAD_BLOCK(Q5_0, 32)
+SPREAD_BLOCK(Q5_1, 32)
+SPREAD_BLOCK(Q2_K, 16)
+SPREAD_BLOCK(Q3_K, 16)
+SPREAD_BLOCK(Q4_K, 32)
+SPREAD_BLOCK(Q5_K, 32)
+SPREAD_BLOCK(Q6_K, 16)
+SPREAD_BLOCK(IQ4_NL, 32)
+SPREAD_BLOCK(IQ4_XS, 32)
+SPREAD_BLOCK(MXFP4, 32)
+SPREAD_BLOCK(E2M1, 16)
+SPREAD_BLOCK(E2M1, 32)
+SPREAD_BLOCK(S4, 32)
+SPREAD_BLOCK(U4, 32)
+SPREAD_BLOCK(E4M3, 32)
+
+#define SPREAD_CASE(coding, group) \
+    case coding: block_##coding##_##group(matrix, begin, rows, x, sums, some, out, stride); break;
 
 static void gguf_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
                        size_t stride) {
@@ -200,11 +318,11 @@ static void gguf_block(const Matrix *matrix, size_t block, const bf16 *x, const 
             SPREAD_CASE(IQ4_NL, 32) SPREAD_CASE(IQ4_XS, 32) SPREAD_CASE(S4, 32) SPREAD_CASE(U4, 32) SPREAD_CASE(E4M3, 32)
             case E2M1:
                 if (matrix->group == 16)
-                    spread_block(E2M1, 16, matrix, begin, rows, x, sums, some, out, stride);
+                    block_E2M1_16(matrix, begin, rows, x, sums, some, out, stride);
                 else
-                    spread_block(E2M1, 32, matrix, begin, rows, x, sums, some, out, stride);
+                    block_E2M1_32(matrix, begin, rows, x, sums, some, out, stride);
                 break;
-            default: spread_block(MXFP4, 32, matrix, begin, rows, x, sums, some, out, stride);
+            default: block_MXFP4_32(matrix, begin, rows, x, sums, some, out, stride);
         }
         x += some * columns, sums += some * matrix_groups(matrix), out += some * stride, tokens -= some;
     }

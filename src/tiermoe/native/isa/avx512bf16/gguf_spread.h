@@ -1,10 +1,12 @@
 /* The blocks of GGUF files (shared/gguf.h) and published codes (shared/published.h) in registers.
  *
  * 64 columns are unpacked into two registers of bfloat16: those at even places and those at odd ones. So the 16-bit words of a
- * block's bytes are two columns each, and both registers' lanes belong to the same groups: 4 lanes to 16 columns, 8 to 32. */
+ * block's bytes are two columns each, and both registers' lanes belong to the same groups: 4 lanes to 16 columns, 8 to 32.
+ * Whole strips of some types are unpacked otherwise (gguf_wide.h). */
 #include "vector.h"
 
 #include "../shared/gguf.h"
+#include "../shared/x86_blocks.h"
 
 enum { SPREAD = 64 }; /* columns unpacked at a time */
 
@@ -71,10 +73,10 @@ static const uint8_t E4M3_HIGH[128] __attribute__((aligned(64))) = {
     0x43, 0x43, 0x43, 0x43, 0x43, 0x43, 0x43, 0x43,
 };
 
-/* 0 in the words of a register's first half, `second` in the others. */
-static inline __m512i halves(int second) {
-    return _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16((short)second), 1);
-}
+/* Even columns of 64. */
+static const uint16_t EVEN[32] __attribute__((aligned(64))) = {
+    0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62,
+};
 
 /* bits of a where mask has ones, of b elsewhere */
 static inline __m512i chosen(__m512i mask, __m512i a, __m512i b) { return _mm512_ternarylogic_epi64(mask, a, b, 0xCA); }
@@ -107,12 +109,7 @@ static inline void spread_nibbles(__m512i words, const bf16 table[32], __m512i v
     values[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), of);
 }
 
-/* 32 bytes, of which the low nibbles are 32 columns and the high ones the next 32. */
-static inline __m512i wide_nibbles(const uint8_t *at) {
-    return _mm512_srlv_epi16(_mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)at)), halves(4));
-}
-
-/* Twice 16 bytes, likewise of 16 columns each. */
+/* Twice 16 bytes, of which the low nibbles are 16 columns and the high ones the next 16. */
 static inline __m512i narrow_nibbles(const uint8_t *one, const uint8_t *other) {
     const __m512i first = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)one));
     const __m512i both = _mm512_mask_broadcast_i32x4(first, 0xFF00, _mm_loadu_si128((const void *)other));
@@ -127,29 +124,6 @@ static inline void spread_pairs(const uint8_t *one, const uint8_t *other, const 
     const __m512i words = _mm512_cvtepu8_epi16(bytes), of = _mm512_load_si512(table);
     values[0] = _mm512_permutexvar_epi16(words, of);
     values[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), of);
-}
-
-static inline void spread_q5_k(const uint8_t *block, size_t p, __m512i values[2]) {
-    const __m512i words = wide_nibbles(block + 48 + 32 * p), nibble = _mm512_set1_epi16(15);
-    const __m512i shifts = _mm512_add_epi16(halves(1), _mm512_set1_epi16((short)(2 * p))); /* to the lowest bit */
-    const __m512i fifth = _mm512_srlv_epi16(_mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)(block + 16))), shifts);
-    const __m512i table = _mm512_load_si512(FIVE_BITS);
-    values[0] = _mm512_permutexvar_epi16(chosen(nibble, words, _mm512_slli_epi16(fifth, 4)), table);
-    values[1] = _mm512_permutexvar_epi16(chosen(nibble, _mm512_srli_epi16(words, 8), _mm512_srli_epi16(fifth, 4)), table);
-}
-
-/* An index counts by its 6 lowest bits: four of `low`, two of `high`. */
-static inline void spread_q6_k(const uint8_t *block, size_t p, __m512i values[2]) {
-    const __m512i first = _mm512_load_si512(VALUES_OF_6), last = _mm512_load_si512(VALUES_OF_6 + 32);
-    const __m512i nibble = _mm512_set1_epi16(15), low = _mm512_loadu_si512(block + p / 2 * 64);
-    const __m256i bits = _mm256_loadu_si256((const void *)(block + 128 + p / 2 * 32));
-    const __m512i high = _mm512_srlv_epi16(_mm512_broadcast_i64x4(bits), halves(2));
-    const __m512i even = p % 2 ? chosen(nibble, _mm512_srli_epi16(low, 4), high)
-                               : chosen(nibble, low, _mm512_slli_epi16(high, 4));
-    const __m512i odd = p % 2 ? chosen(nibble, _mm512_srli_epi16(low, 12), _mm512_srli_epi16(high, 8))
-                              : chosen(nibble, _mm512_srli_epi16(low, 8), _mm512_srli_epi16(high, 4));
-    values[0] = _mm512_permutex2var_epi16(first, even, last);
-    values[1] = _mm512_permutex2var_epi16(first, odd, last);
 }
 
 /* Whether the codes of a strip are brought to bytes first. */
@@ -169,9 +143,6 @@ static inline __attribute__((always_inline)) void spread(Coding coding, const ui
                                                          const int8_t *codes, __m512i values[2]) {
     const uint8_t *one = at + 2 * p * block_bytes(coding), *two = one + other * block_bytes(coding);
     switch (coding) {
-        case Q4_K: spread_nibbles(wide_nibbles(at + 16 + 32 * p), NIBBLES, values); return;
-        case Q5_K: spread_q5_k(at, p, values); return;
-        case Q6_K: spread_q6_k(at, p, values); return;
         case Q8_0: {
             const __m512i first = _mm512_castsi256_si512(_mm256_loadu_si256((const void *)(one + 2)));
             spread_bytes(_mm512_inserti64x4(first, _mm256_loadu_si256((const void *)(two + 2)), 1), values);
@@ -206,15 +177,17 @@ static inline __mmask16 groups_of(size_t width, size_t group) { return (__mmask1
 
 /* Eight scales of Q4_K or Q5_K, and behind them its eight minima, negative. */
 static inline __m512 k_lanes(const uint8_t *block) {
-    uint64_t low;
-    uint32_t last, halves_at;
-    memcpy(&halves_at, block, 4), memcpy(&low, block + 4, 8), memcpy(&last, block + 12, 4);
-    const uint64_t high = ((last | (uint64_t)last << 28) & 0x0F0F0F0F0F0F0F0F) | (low >> 2 & 0x3030303030303030);
-    const __m128i mixed = _mm_set_epi64x((int64_t)high, (int64_t)(low & 0x3F3F3F3F3F3F3F3F));
-    const __m512i integers = _mm512_cvtepu8_epi32(_mm_shuffle_epi32(mixed, 0xD8)); /* scales before minima */
+    uint32_t halves_at;
+    memcpy(&halves_at, block, 4);
+    const __m512i integers = _mm512_cvtepu8_epi32(k_integers(block));
     const __m128 both = _mm_xor_ps(_mm_cvtph_ps(_mm_cvtsi32_si128((int)halves_at)), _mm_setr_ps(0, -0.0f, 0, 0));
     const __m512i of = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
     return _mm512_mul_ps(_mm512_permutexvar_ps(of, _mm512_castps128_ps512(both)), _mm512_cvtepi32_ps(integers));
+}
+
+/* Bytes, signed, times a factor. */
+static inline __m512 sixteen_times(float factor, __m128i bytes) {
+    return _mm512_mul_ps(_mm512_set1_ps(factor), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
 }
 
 /* Eight float16 that lie `apart` bytes apart. */
@@ -235,16 +208,51 @@ static inline __m512 eight_exponents(uint64_t bytes) {
     return _mm512_zextps256_ps512(_mm256_castsi256_ps(bits));
 }
 
-/* Where a strip lies: in a row of a matrix, from a column on. */
+/* Where a strip lies: in a row of a matrix, whose scales begin there, from a column on. */
 typedef struct {
     const Matrix *matrix;
-    size_t row, column;
+    size_t row, scales, column;
 } RowPlace;
+
+static inline __attribute__((always_inline)) RowPlace row_place(Coding coding, const Matrix *matrix, size_t row) {
+    return (RowPlace){matrix, row, coding < FIRST_PUBLISHED ? 0 : published_row(matrix, row), 0};
+}
+
+/* Scales of a strip of eight groups, each for a part of it that is a power of two, or for more, and the zeros beside them. */
+static inline __m512 shared_scales(Coding coding, RowPlace place, __m512 *offsets) {
+    const Matrix *matrix = place.matrix;
+    const size_t shared = matrix->scale_columns, count = shared < STRIP ? STRIP / shared : 1;
+    const size_t at = place.scales + quotient(place.column, shared);
+    const __mmask16 there = first_lanes(count);
+    const int groups = shared < STRIP ? __builtin_ctzll(shared / 32) : 3; /* two to this share one */
+    const __m512i of = _mm512_srl_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                        _mm_cvtsi32_si128(groups));
+    __m512 scales;
+    if (matrix->scale_kind == SCALE_FLOAT)
+        scales = _mm512_maskz_loadu_ps(there, (const float *)matrix->scales + at);
+    else if (matrix->scale_kind == SCALE_BF16)
+        scales = load_some((const bf16 *)matrix->scales + at, count);
+    else
+        scales = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(there, (const uint16_t *)matrix->scales + at));
+    if (has_offsets(coding)) {
+        const __m128i zeros = _mm_maskz_loadu_epi8(there, (const uint8_t *)matrix->ladders + at);
+        const __m512 negative = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(zeros)));
+        *offsets = _mm512_permutexvar_ps(of, _mm512_mul_ps(scales, negative));
+    }
+    return _mm512_permutexvar_ps(of, scales);
+}
+
+/* Whether shared_scales() knows them. */
+static inline int are_shared(const Matrix *matrix, size_t group, size_t width) {
+    const size_t shared = matrix->scale_columns;
+    if (width < STRIP || group != 32 || matrix->scale_kind > SCALE_HALF) return 0;
+    return shared < STRIP ? !(shared & (shared - 1)) : shared % STRIP == 0 || shared >= matrix->columns;
+}
 
 static inline __attribute__((always_inline)) __m512 published_lanes(Coding coding, size_t group, RowPlace place, size_t width,
                                                                     __m512 *offsets) {
     const Matrix *matrix = place.matrix;
-    const uint8_t *scales_of_row = (const uint8_t *)matrix->scales + published_row(matrix, place.row);
+    const uint8_t *scales_of_row = (const uint8_t *)matrix->scales + place.scales;
     const int whole = coding == E2M1 && width == STRIP && matrix->scale_columns == group;
     if (whole && group == 32 && matrix->scale_kind == SCALE_E8M0) { /* MXFP4 */
         uint64_t bytes;
@@ -260,6 +268,7 @@ static inline __attribute__((always_inline)) __m512 published_lanes(Coding codin
         if (matrix->scale_kind == SCALE_E4M3_TIMES) return _mm512_mul_ps(scales, _mm512_set1_ps(factor));
         return _mm512_div_ps(scales, _mm512_set1_ps(4 * factor));
     }
+    if (coding != E2M1 && are_shared(matrix, group, width)) return shared_scales(coding, place, offsets);
     StripScales of;
     published_scales(matrix, place.row, place.column, width, &of);
     if (has_offsets(coding)) *offsets = _mm512_maskz_loadu_ps(groups_of(width, group), of.offsets);
@@ -277,11 +286,16 @@ static inline __attribute__((always_inline)) void groups_from(Coding coding, siz
         const __m512 both = k_lanes(at);
         *scales = both; /* the second half is asked for by no column */
         *offsets = _mm512_zextps256_ps512(_mm512_extractf32x8_ps(both, 1));
+    } else if (coding == Q2_K) {
+        *scales = sixteen_times(from_half(at + 80), q2_k_integers(at, 0));
+        *offsets = sixteen_times(-from_half(at + 82), q2_k_integers(at, 1));
+    } else if (coding == Q3_K) {
+        *scales = sixteen_times(from_half(at + 108), q3_k_integers(at));
     } else if (coding == Q6_K) {
-        const __m512i integers = _mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(at + 192)));
-        *scales = _mm512_mul_ps(_mm512_set1_ps(from_half(at + 208)), _mm512_cvtepi32_ps(integers));
-    } else if (width == STRIP && (coding == Q8_0 || coding == Q4_0 || coding == IQ4_NL)) {
+        *scales = sixteen_times(from_half(at + 208), _mm_loadu_si128((const void *)(at + 192)));
+    } else if (width == STRIP && block_columns(coding) < STRIP && coding != MXFP4) {
         *scales = eight_halves(at, block_bytes(coding));
+        if (has_offsets(coding)) *offsets = eight_halves(at + 2, block_bytes(coding));
     } else if (width == STRIP && coding == MXFP4) {
         uint64_t bytes = 0;
         for (int i = 7; i >= 0; i--) bytes = bytes << 8 | at[17 * i];

@@ -40,9 +40,13 @@ static inline float published_scale(const Matrix *matrix, size_t at, float facto
     }
 }
 
+/* a / b, which is a shift for most matrices: a strip has no time for divisions. */
+static inline size_t quotient(size_t a, size_t b) { return b & (b - 1) ? a / b : a >> __builtin_ctzll(b); }
+
 /* Where the scales of a row begin. */
 static inline size_t published_row(const Matrix *matrix, size_t row) {
-    return row / matrix->scale_rows * ((matrix->columns + matrix->scale_columns - 1) / matrix->scale_columns);
+    const size_t across = quotient(matrix->columns + matrix->scale_columns - 1, matrix->scale_columns);
+    return quotient(row, matrix->scale_rows) * across;
 }
 
 /* Of the groups of a strip of a row that begins at a column; offsets only where has_offsets(coding). */
@@ -50,7 +54,8 @@ static inline void published_scales(const Matrix *matrix, size_t row, size_t beg
     const size_t shared = matrix->scale_columns;
     const float factor = published_factor(matrix, row);
     const uint8_t *zeros = matrix->coding == U4 ? matrix->ladders : NULL;
-    size_t at = published_row(matrix, row) + begin / shared, left = shared - begin % shared;
+    const size_t before = quotient(begin, shared);
+    size_t at = published_row(matrix, row) + before, left = (before + 1) * shared - begin;
     float scale = published_scale(matrix, at, factor);
     for (size_t g = 0; g < width / matrix->group; g++) {
         if (left == 0) scale = published_scale(matrix, ++at, factor), left = shared;

@@ -1,0 +1,181 @@
+/* The blocks of GGUF files (shared/gguf.h) and published codes of 4 bits (shared/published.h) as words, 32 columns at a time,
+ * and the scales of their groups: integers where a block's 256 columns share a factor. */
+enum {
+    PART = 32, /* columns unpacked at a time */
+    PARTS = STRIP / PART,
+};
+
+/* Words of the columns at even places of a part, and of the others. A product's lane l is of columns 4 l .. 4 l + 3. */
+typedef struct {
+    __m256i even, odd;
+} Part;
+
+/* What the groups of a strip of a row are multiplied by, and what is added to them. */
+typedef struct {
+    __m256i integers[2];          /* where scales_whole(coding): eight groups each, to be multiplied by `whole` */
+    float whole;
+    StripScales of; /* elsewhere */
+    Eight offsets[2];
+} Groups;
+
+/* Whether scales are integers that a block's columns share a factor of. */
+static inline int scales_whole(Coding coding) { return block_columns(coding) == STRIP; }
+
+/* Registers of offsets. */
+static inline int offset_registers(Coding coding) { return has_offsets(coding) ? coding == Q2_K ? 2 : 1 : 0; }
+
+static inline int is_signed(Coding coding) { return !has_offsets(coding); }
+
+static inline __m256i bytes_from(const uint8_t *at) { return _mm256_loadu_si256((const void *)at); }
+static inline __m256i masked(__m256i bytes, int mask) { return _mm256_and_si256(bytes, _mm256_set1_epi8((char)mask)); }
+static inline __m256i less(__m256i bytes, int middle) { return _mm256_sub_epi8(bytes, _mm256_set1_epi8((char)middle)); }
+
+/* The low nibbles of 16 bytes, then the high ones. */
+static inline __m256i nibbles_at(const uint8_t *at) {
+    const __m128i bytes = _mm_loadu_si128((const void *)at);
+    return masked(_mm256_inserti128_si256(_mm256_castsi128_si256(bytes), _mm_srli_epi16(bytes, 4), 1), 15);
+}
+
+/* The two nibbles of each of 16 bytes after each other. */
+static inline __m256i nibble_pairs(const uint8_t *at) {
+    const __m128i bytes = _mm_loadu_si128((const void *)at), mask = _mm_set1_epi8(15);
+    const __m128i low = _mm_and_si128(bytes, mask), high = _mm_and_si128(_mm_srli_epi16(bytes, 4), mask);
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_unpacklo_epi8(low, high)), _mm_unpackhi_epi8(low, high), 1);
+}
+
+static inline __m256i looked_up(const int8_t table[16], __m256i nibbles) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const void *)table)), nibbles);
+}
+
+/* 16 in each byte whose bit of 32 is set. */
+static inline __m256i fifth_bits(const uint8_t *at) {
+    int bits;
+    memcpy(&bits, at, sizeof bits);
+    const __m256i byte_of = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i bit_of = _mm256_set1_epi64x((int64_t)0x8040201008040201);
+    const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(bits), byte_of);
+    return masked(_mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit_of), bit_of), 16);
+}
+
+/* The 2 bits of each byte from bit `low` on, in bits 4 and 5. */
+static inline __m256i two_above(__m256i bytes, int low) {
+    return masked(low < 4 ? _mm256_slli_epi16(bytes, 4 - low) : _mm256_srli_epi16(bytes, low - 4), 0x30);
+}
+
+/* The codes of part 4 half + quarter of a strip that begins at `at`, a byte each, in order. */
+static inline __attribute__((always_inline)) __m256i part_bytes(Coding coding, const uint8_t *at, size_t half, int quarter) {
+    const size_t p = 4 * half + (size_t)quarter;
+    const uint8_t *block = at + p * block_bytes(coding); /* where a block is a part */
+    switch (coding) {
+        case Q8_0: return bytes_from(block + 2);
+        case Q4_0: return less(nibbles_at(block + 2), 8);
+        case Q4_1: return nibbles_at(block + 4);
+        case Q5_0: return less(_mm256_or_si256(nibbles_at(block + 6), fifth_bits(block + 2)), 16);
+        case Q5_1: return _mm256_or_si256(nibbles_at(block + 8), fifth_bits(block + 4));
+        case IQ4_NL: return looked_up(IQ4_CODES, nibbles_at(block + 2));
+        case MXFP4: return looked_up(FP4_CODES, nibbles_at(block + 1));
+        case E2M1: return looked_up(FP4_CODES, nibble_pairs(block));
+        case S4: return less(nibble_pairs(block), 8);
+        case U4: return nibble_pairs(block);
+        case Q2_K: return masked(_mm256_srli_epi16(bytes_from(at + 16 + 32 * half), 2 * quarter), 3);
+        case Q3_K: {
+            const __m256i low = masked(_mm256_srli_epi16(bytes_from(at + 32 + 32 * half), 2 * quarter), 3);
+            const __m256i high = masked(_mm256_srli_epi16(bytes_from(at), (int)p), 1);
+            return less(_mm256_or_si256(low, _mm256_slli_epi16(high, 2)), 4);
+        }
+        case Q4_K: return masked(_mm256_srli_epi16(bytes_from(at + 16 + 32 * (p / 2)), quarter % 2 * 4), 15);
+        case Q5_K: {
+            const __m256i low = masked(_mm256_srli_epi16(bytes_from(at + 48 + 32 * (p / 2)), quarter % 2 * 4), 15);
+            return _mm256_or_si256(low, _mm256_slli_epi16(masked(_mm256_srli_epi16(bytes_from(at + 16), (int)p), 1), 4));
+        }
+        case Q6_K: {
+            const __m256i low = masked(_mm256_srli_epi16(bytes_from(at + 64 * half + quarter % 2 * 32), quarter / 2 * 4), 15);
+            return less(_mm256_or_si256(low, two_above(bytes_from(at + 128 + 32 * half), 2 * quarter)), 32);
+        }
+        default: return looked_up(IQ4_CODES, nibbles_at(at + 8 + 16 * p)); /* IQ4_XS */
+    }
+}
+
+static inline __attribute__((always_inline)) Part part_of(Coding coding, const uint8_t *at, size_t half, int quarter) {
+    const __m256i bytes = part_bytes(coding, at, half, quarter);
+    if (is_signed(coding)) return (Part){_mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), _mm256_srai_epi16(bytes, 8)};
+    return (Part){_mm256_and_si256(bytes, _mm256_set1_epi16(0xFF)), _mm256_srli_epi16(bytes, 8)};
+}
+
+static inline __m256i plus_products(__m256i sums, __m256i a, __m256i b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
+
+static inline __m256i part_times(const Part *a, const Part *b) {
+    return plus_products(_mm256_madd_epi16(a->even, b->even), a->odd, b->odd);
+}
+
+static inline __m256i high_half(__m128i bytes) { return _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)); }
+
+static inline Eight minima(__m256i integers, const uint8_t *half) {
+    return _mm256_mul_ps(_mm256_set1_ps(-from_half(half)), _mm256_cvtepi32_ps(integers));
+}
+
+/* Of types whose scales are integers. */
+static inline __attribute__((always_inline)) void whole_scales(Coding coding, const uint8_t *at, Groups *to) {
+    __m128i bytes;
+    switch (coding) {
+        case Q4_K: case Q5_K:
+            bytes = k_integers(at), to->whole = from_half(at);
+            to->integers[0] = _mm256_cvtepi8_epi32(bytes), to->offsets[0] = minima(high_half(bytes), at + 2);
+            return;
+        case Q2_K: {
+            const __m128i least = q2_k_integers(at, 1);
+            bytes = q2_k_integers(at, 0), to->whole = from_half(at + 80);
+            to->offsets[0] = minima(_mm256_cvtepi8_epi32(least), at + 82), to->offsets[1] = minima(high_half(least), at + 82);
+            break;
+        }
+        case Q3_K: bytes = q3_k_integers(at), to->whole = from_half(at + 108); break;
+        case Q6_K: bytes = _mm_loadu_si128((const void *)(at + 192)), to->whole = from_half(at + 208); break;
+        default: { /* IQ4_XS */
+            uint16_t high;
+            int low;
+            memcpy(&high, at + 2, sizeof high), memcpy(&low, at + 4, sizeof low);
+            const __m256i twos = _mm256_srlv_epi32(_mm256_set1_epi32(high), _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14));
+            const __m256i nibbles = _mm256_srlv_epi32(_mm256_set1_epi32(low), _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
+            const __m256i above = _mm256_slli_epi32(_mm256_and_si256(twos, _mm256_set1_epi32(3)), 4);
+            const __m256i both = _mm256_or_si256(_mm256_and_si256(nibbles, _mm256_set1_epi32(15)), above);
+            to->integers[0] = _mm256_sub_epi32(both, _mm256_set1_epi32(32)), to->whole = from_half(at);
+            return;
+        }
+    }
+    to->integers[0] = _mm256_cvtepi8_epi32(bytes), to->integers[1] = high_half(bytes);
+}
+
+/* Of the strip that begins at `at`, and at a column of a row of the matrix. */
+static inline __attribute__((always_inline)) void groups_from(Coding coding, const Matrix *matrix, size_t row, size_t column,
+                                                              const uint8_t *at, size_t width, Groups *to) {
+    if (scales_whole(coding)) {
+        whole_scales(coding, at, to);
+        return;
+    }
+    if (has_offsets(coding) && width < STRIP) memset(to->of.offsets, 0, sizeof to->of.offsets);
+    if (coding >= FIRST_PUBLISHED)
+        published_scales(matrix, row, column, width, &to->of);
+    else
+        strip_scales(coding, at, width, &to->of);
+    if (has_offsets(coding)) to->offsets[0] = eight_from(to->of.offsets);
+}
+
+/* The scale of each lane of a part, as an integer. */
+static inline __m256i whole_lanes(size_t group, const Groups *groups, size_t half, int quarter) {
+    if (group == 32) return _mm256_permutevar8x32_epi32(groups->integers[0], _mm256_set1_epi32((int)(4 * half) + quarter));
+    const int first = 2 * quarter;
+    return _mm256_permutevar8x32_epi32(groups->integers[half], _mm256_setr_epi32(first, first, first, first, first + 1, first + 1,
+                                                                                 first + 1, first + 1));
+}
+
+static inline Eight lanes_of(size_t group, const Groups *groups, size_t part) {
+    if (group == 32) return eight_all(groups->of.scales[part]);
+    return _mm256_set_m128(_mm_set1_ps(groups->of.scales[2 * part + 1]), _mm_set1_ps(groups->of.scales[2 * part]));
+}
+
+/* What the lanes of a strip begin with. */
+static inline __attribute__((always_inline)) Eight lanes_begin(int registers, const Eight offsets[2], const float *sums) {
+    if (!registers) return eight_zeros();
+    const Eight first = eight_times(offsets[0], eight_from(sums));
+    return registers == 1 ? first : eight_times_plus(offsets[1], eight_from(sums + 8), first);
+}

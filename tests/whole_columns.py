@@ -1,0 +1,20 @@
+"""What the integers of AVX2's kernels change of a token's columns (native/isa/avx2/gguf.h)."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from tiermoe import native
+
+STRIP = 256  # columns that share a scale
+
+
+def change(x: torch.Tensor) -> torch.Tensor:
+    """The most that each column of x (tokens, columns) may differ from what is computed with, float64: nothing but in
+    AVX2, and there nothing where it is at least 1/128 of its strip's largest power of two."""
+    if native.instruction_set() != "avx2":
+        return torch.zeros_like(x, dtype=torch.float64)
+    strips = pad(x.double().abs(), (0, -x.shape[1] % STRIP)).unflatten(1, (-1, STRIP))
+    largest = 2.0 ** strips.amax(2, keepdim=True).log2().floor()
+    return torch.where(strips < largest / 128, largest * 2.0**-15, 0.0).flatten(1)[:, : x.shape[1]]
