@@ -37,7 +37,6 @@ def start(deployed: Deployed, replicas: int, host: str, port: int, grace_s: int)
     """Answers at an address once every replica has loaded the model. Ray runs on this machine alone, unless RAY_ADDRESS
     names a cluster. grace_s: seconds for answers under way when a replica ends."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray tells its makers of each start
-    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")  # its logs lie in a folder
     os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "tiermoe.serve.sessions.middlewares"
     import ray
     from ray import serve
