@@ -169,6 +169,7 @@ def test_trimmed_process_is_smaller(plain_and_trimmed: tuple[dict[str, Any], dic
 
 @pytest.mark.long
 def test_postponed_modules_work_later(tmp_path: Path) -> None:
+    run("plain", tmp_path)  # writes the models
     trimmed = run("trimmed", tmp_path, LATER)  # whose own assertions have passed in there
     assert trimmed["disabled"]
     assert trimmed["exported"]

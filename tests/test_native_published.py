@@ -20,14 +20,13 @@ from tiermoe.quant.registry import encoding_named
 from tiermoe.quant.transposed4 import Transposed4
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.types import MoeLayer, Part
-from whole_columns import change
+from whole_columns import ROUNDING, allowed
 
 native_ones = [
     pytest.mark.skipif(not native.available(), reason="needs the native kernels"),
     pytest.mark.usefixtures("instruction_set"),
 ]
 each = pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda encoding: encoding.name)
-ROUNDING = 2.0**-8  # the most that rounding to bfloat16 changes a value, relative
 
 
 def random(rows: int, columns: int, seed: int) -> torch.Tensor:
@@ -54,8 +53,7 @@ class TestNative:
         assert form is not None
         weight = weights(encoding, slot, in_).double()
         want = x.double() @ weight.t()
-        allowed = want.abs() * ROUNDING + (2e-6 * x.double().abs() + change(x)) @ weight.abs().t()
-        assert (linear(x, form, slot).double() - want).abs().le(allowed).all()
+        assert (linear(x, form, slot).double() - want).abs().le(allowed(x, weight, want)).all()
 
     @each
     def test_a_tokens_product_depends_on_no_other_token_and_no_thread(self, encoding: Published | Transposed4) -> None:

@@ -44,9 +44,9 @@ def copy_tree(to: Path) -> None:
     (to / LINKED).symlink_to(ROOT / LINKED, target_is_directory=True)
 
 
-def run_tests(root: Path, tests: Sequence[str]) -> int | None:
-    """pytest's exit code over `tests` in the copy at `root`, None where it hangs. SystemExit where it would test
-    another tree."""
+def run_tests(root: Path, tests: Sequence[str], quiet: bool = True) -> int | None:
+    """pytest's exit code over `tests` in the copy at `root`, None where it hangs. quiet: what it prints is not shown.
+    SystemExit where it would test another tree."""
     environment = {**os.environ, "PYTHONPATH": str(root / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     where = subprocess.run(
         [sys.executable, "-c", "import tiermoe; print(tiermoe.__file__)"],
@@ -56,7 +56,7 @@ def run_tests(root: Path, tests: Sequence[str]) -> int | None:
         raise SystemExit(f"the tests would run {where.strip()}, which is not the copy in {root}")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     try:
-        return subprocess.run(command, env=environment, cwd=root, capture_output=True, timeout=PATIENCE_S).returncode
+        return subprocess.run(command, env=environment, cwd=root, capture_output=quiet, timeout=PATIENCE_S).returncode
     except subprocess.TimeoutExpired:
         return None
 
@@ -83,7 +83,7 @@ def main() -> int:
         root = Path(folder).resolve()
         copy_tree(root)
         named = sorted({test for breakage in chosen for test in breakage.tests})
-        if (code := run_tests(root, [] if asked.all else named)) != 0:
+        if (code := run_tests(root, [] if asked.all else named, quiet=False)) != 0:
             print(f"the tests do not pass on the unbroken tree (pytest ended with {code}): nothing can be said")
             return 2
         missed = 0
