@@ -545,7 +545,7 @@ BREAKAGES = (
         "src/tiermoe/decide/scheduler.py",
         'if self.proceed and routed.phase == "decode":',
         'if self.proceed and routed.phase == "prefill":',
-        ("tests/test_parts.py",),
+        ("tests/test_scheduler.py",),
     ),
     Breakage(
         "a prefetched hit is not counted",
