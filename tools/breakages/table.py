@@ -454,7 +454,7 @@ BREAKAGES = (
         "src/tiermoe/decide/eviction/ranking.py",
         "        if self._per_sequence:\n            self.forget()",
         "        if False:\n            self.forget()",
-        ("tests/test_parts.py",),
+        ("tests/test_eviction.py",),
     ),
     Breakage(
         "distance does not count",
@@ -475,14 +475,14 @@ BREAKAGES = (
         "src/tiermoe/decide/eviction/weighted.py",
         "return recency + frequency +",
         "return recency +",
-        ("tests/test_parts.py",),
+        ("tests/test_eviction.py",),
     ),
     Breakage(
         "high uses do not count",
         "src/tiermoe/decide/eviction/weighted.py",
         " + self._w_lhu * self._high_uses[key]",
         "",
-        ("tests/test_parts.py",),
+        ("tests/test_eviction.py",),
     ),
     Breakage(
         "no token falls back",
