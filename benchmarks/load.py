@@ -23,7 +23,6 @@ import asyncio
 import contextlib
 import json
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -37,6 +36,7 @@ import httpx
 
 from benchmarks.load_clients import Clients, Tally
 from benchmarks.memory_limit import CannotLimit, parse_size
+from benchmarks.serving import answers, free_port
 from tiermoe.bench.limit import joining, memory_group, usage
 
 MOST_DRIFT = 0.02
@@ -52,8 +52,7 @@ class Server:
     """A server's process. group: (version, folder) of its memory cgroup."""
 
     def __init__(self, args: argparse.Namespace, log: Path, group: tuple[int, Path] | None) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         words = [sys.executable, "-m", "tiermoe", "serve", str(args.model), "--port", str(port)]
         words += ["--memory", args.memory, "--max-batch", str(args.max_batch), "--max-queue", str(args.max_queue)]
         words += args.options
@@ -67,9 +66,8 @@ class Server:
         """Exits with what the server says where it ends instead."""
         limit = time.monotonic() + _LOADING_S
         while time.monotonic() < limit and self.process.poll() is None:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.address}/health").status_code == 200:
-                    return
+            if answers(self.address):
+                return
             time.sleep(0.2)
         self.process.kill()
         sys.exit(f"the server did not start: {self.log()}")

@@ -156,32 +156,32 @@ def test_the_next_turn_reads_its_new_tokens_alone(loaded: Any) -> None:
     assert batch.counts.cached_tokens == 25
 
 
-def test_a_shared_beginning_is_forked_from_a_request_at_work(loaded: Any) -> None:
-    batch = batcher(loaded)
-    common = ids(24, 4)
+def begun_alike(engine: Any) -> tuple[Batcher, list[int], list[Any]]:
+    """Two requests with a beginning in common, the second of which comes while the first is at work: each gets what it
+    gets alone → what they ran in, the second one's prompt, its answer."""
+    batch, common = batcher(engine), ids(24, 4)
     one = batch.add(request([*common, 5], 20))
     pieces = [piece for _ in range(6) for piece in batch.step()]
     two = batch.add(request([*common, 6], 5))
     found = answers(batch, pieces)
+    assert found[one] == alone(engine, request([*common, 5], 20))
+    assert found[two] == alone(engine, request([*common, 6], 5))
+    return batch, [*common, 6], found[two]
+
+
+def test_a_shared_beginning_is_forked_from_a_request_at_work(loaded: Any) -> None:
+    batch, _, _ = begun_alike(loaded)
     assert batch.counts.cached_tokens == 24
-    assert found[one] == alone(loaded, request([*common, 5], 20))
-    assert found[two] == alone(loaded, request([*common, 6], 5))
 
 
 def test_a_beginning_of_which_no_state_is_kept_is_read_again(tmp_path: Path) -> None:
     """A recurrent state goes on from where its sequence ended and from nowhere else."""
     directory = write(tmp_path, "qwen3_next", torch.bfloat16, **NATIVE)
     model, _ = tiermoe.load(directory, memory="4GiB", device="cpu", lanes=1, bits=4, dense_bits=4, chunk=8, context=96)
-    engine, common = model.tiermoe, ids(24, 4)
-    batch = batcher(engine)
-    one = batch.add(request([*common, 5], 20))
-    pieces = [piece for _ in range(6) for piece in batch.step()]
-    two = batch.add(request([*common, 6], 5))
-    found = answers(batch, pieces)
+    engine = model.tiermoe
+    batch, prompt, answer = begun_alike(engine)
     assert batch.counts.cached_tokens == 0
-    assert found[one] == alone(engine, request([*common, 5], 20))
-    assert found[two] == alone(engine, request([*common, 6], 5))
-    turn = [*common, 6, *found[two], 7, 8]
+    turn = [*prompt, *answer, 7, 8]
     three = batch.add(request(turn, 4))
     assert answers(batch, [])[three] == alone(engine, request(turn, 4))
     assert batch.counts.cached_tokens == 29  # the last token of an answer has not run

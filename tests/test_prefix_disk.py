@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 import tiermoe
+from benchmarks.serving import free_port
 from commands import Command
 from tiermoe import native
 from tiermoe.engine.numerics import numerics
@@ -334,18 +334,13 @@ def test_refusals(
     (tmp_path / "file").write_text("a file")
     places = {"KEPT": str(tmp_path / "kept"), "FILE": str(tmp_path / "file")}
     model = tiny_model("qwen3_moe", torch.float32)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     words = [places.get(word, word) for word in words]
-    assert cause in tiermoe_("serve", model, "--port", port, "--context", "64", *words).cause
+    assert cause in tiermoe_("serve", model, "--port", free_port(), "--context", "64", *words).cause
 
 
 def test_recurrent_states_are_refused(tmp_path: Path, tiermoe_: Command, tiny_model: Callable[..., Path]) -> None:
-    model = tiny_model("qwen3_next", torch.float32)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    words = ["--port", port, "--context", "64", "--prefix-disk", tmp_path / "kept"]
-    assert "has recurrent states too" in tiermoe_("serve", model, *words).cause
+    words = ["--port", free_port(), "--context", "64", "--prefix-disk", tmp_path / "kept"]
+    assert "has recurrent states too" in tiermoe_("serve", tiny_model("qwen3_next", torch.float32), *words).cause
 
 
 def test_a_size_must_hold_one_conversation() -> None:

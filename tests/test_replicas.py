@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import openai
 import psutil
 import pytest
 
+from benchmarks.serving import free_port
 from commands import Command
 from tiermoe.cli.replicas import one_share
 
@@ -45,8 +45,7 @@ def replicas(server: subprocess.Popen[str]) -> list[psutil.Process]:
 @pytest.fixture
 def server(shipped: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     pytest.importorskip("ray")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     words = ["--replicas", "2", "--port", str(port), "--memory", "1500MiB", "--lanes", "1", "--context", "256"]
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}  # else it leaves a token in the user's folder
     process = subprocess.Popen([sys.executable, "-m", "tiermoe", "serve", str(shipped), *words], env=environment)

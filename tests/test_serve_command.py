@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,11 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.serving import free_port
+
 
 @pytest.fixture
 def server(shipped: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "tiermoe", "serve", str(shipped), "--port", str(port), "--memory", "2GiB"]
     process = subprocess.Popen([*command, "--lanes", "1"], stderr=subprocess.PIPE, text=True, env=dict(os.environ))
     transport = httpx.HTTPTransport(retries=20)  # it listens once its modules are imported

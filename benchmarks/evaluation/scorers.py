@@ -6,7 +6,6 @@ counts two more than its transformers class does for the same windows.
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import httpx
 
 import tiermoe
+from benchmarks.serving import answers, free_port
 from tiermoe.errors import ConfigError
 from tiermoe.model.hub import load_tokenizer, resolve_model
 
@@ -70,14 +70,13 @@ def begins(tokenizer: Any) -> bool:
 @contextmanager
 def server(model: str, length: int, options: Mapping[str, Any]) -> Iterator[str]:
     """The address of `tiermoe serve` in a process of its own, once it answers. ConfigError where it ends before."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     command = ["serve", model, "--port", str(port), "--context", str(length + MORE), "--max-batch", "1", *words]
     process = subprocess.Popen([sys.executable, "-m", "tiermoe", *command])
     address = f"http://127.0.0.1:{port}"
     try:
-        while not _answers(address):
+        while not answers(address):
             if process.poll() is not None:
                 raise ConfigError(f"tiermoe serve ended with {process.returncode} before it answered; see above")
             time.sleep(0.2)
@@ -91,10 +90,3 @@ def name_at(address: str) -> str:
     """What a server's model is called."""
     name: str = httpx.get(f"{address}/v1/models").raise_for_status().json()["data"][0]["id"]
     return name
-
-
-def _answers(address: str) -> bool:
-    try:
-        return httpx.get(f"{address}/health").status_code == 200
-    except httpx.TransportError:
-        return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from tiermoe import __version__
 from tiermoe.bench.limit import CannotLimit, memory_group
 from tiermoe.process.bandwidth import last_cache_bytes
-from tiermoe.process.machine import total_memory
+from tiermoe.process.machine import fields_of, installed_version, processors, total_memory
 
 _PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
@@ -32,47 +31,21 @@ def device_bytes_read(folder: Path) -> int | None:
 def describe() -> dict[str, Any]:
     """CPU, cores that this process may use, memory, versions, and whether memory can be bounded (`no_limit`: why
     not)."""
-    info = _pairs(Path("/proc/cpuinfo"))
+    info = fields_of(Path("/proc/cpuinfo"))
     flags = set(info.get("flags", "").split())
     return {
         "cpu": info.get("model name") or platform.processor() or platform.machine(),
         "instructions": [flag for flag in _FLAGS if flag in flags],
-        "cores": cores(),
+        "cores": processors(),
         "last_cache_bytes": last_cache_bytes(),
         "memory_bytes": total_memory(),
-        "swap_bytes": int(_pairs(Path("/proc/meminfo")).get("SwapTotal", "0").split()[0]) * 1024,
+        "swap_bytes": int(fields_of(Path("/proc/meminfo")).get("SwapTotal", "0").split()[0]) * 1024,
         "system": platform.platform(),
         "python": platform.python_version(),
         "tiermoe": __version__,
-        **{package: version for package in _PACKAGES if (version := _version(package))},
+        **{package: version for package in _PACKAGES if (version := installed_version(package))},
         "no_limit": _no_limit(),
     }
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _pairs(file: Path) -> dict[str, str]:
-    """The first value of each 'name: value' line; none where there is no such file."""
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return {}
-    found: dict[str, str] = {}
-    for line in lines:
-        name, colon, value = line.partition(":")
-        if colon:
-            found.setdefault(name.strip(), value.strip())
-    return found
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _no_limit() -> str | None:

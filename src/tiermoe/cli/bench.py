@@ -20,7 +20,6 @@ from tiermoe.bench.cases import (
     peers_asked,
     starts_asked,
 )
-from tiermoe.bench.machine import cores
 from tiermoe.bench.stretches import RANDOM, text_file
 from tiermoe.bench.summary import Column, case_of, figures, notes, speeds, spent, split_up
 from tiermoe.cli import options as opt
@@ -29,6 +28,7 @@ from tiermoe.cli.output import note, progress_bar, waiting
 from tiermoe.config import settings
 from tiermoe.errors import ConfigError
 from tiermoe.measure.compare import presets_asked
+from tiermoe.process.machine import processors
 
 if TYPE_CHECKING:
     from tiermoe.bench.measure import Step
@@ -104,7 +104,7 @@ def bench(
 ) -> None:
     """Measure presets and the programs people run instead: same model, text, threads and memory, in one run."""
     settings(**options)
-    threads = options.pop("threads", None) or cores()
+    threads = options.pop("threads", None) or processors()
     if "store" in options:
         options["store"] = str(options["store"])  # it goes to other processes as JSON
     asked: dict[str, Any] = {

@@ -16,6 +16,7 @@ from tiermoe.cli import options as opt
 from tiermoe.cli.output import note
 from tiermoe.cli.replicas import prepared, run_replicas
 from tiermoe.cli.session import choose_sampling, make_sampling, open_session
+from tiermoe.config import parse_size, settings
 from tiermoe.errors import ConfigError
 
 PREFIX_DISK_SIZE = "4GiB"
@@ -146,8 +147,6 @@ def _run(
 
 def _prefix_bytes(root: Path | None, size: str | None) -> int:
     """Most bytes of `--prefix-disk`. ConfigError for a size alone."""
-    from tiermoe.config import parse_size
-
     if root is None and size is not None:
         raise ConfigError(f"--prefix-disk-size {size} does nothing without --prefix-disk; name a folder")
     return parse_size(size or PREFIX_DISK_SIZE, "--prefix-disk-size")
@@ -156,27 +155,21 @@ def _prefix_bytes(root: Path | None, size: str | None) -> int:
 def _prefix_folder(root: Path, most: int, blueprint: Any, options: dict[str, Any]) -> Any:
     """The folder of `--prefix-disk`. ConfigError where it cannot be used, a conversation does not fit, or the model's
     cache has no form on disk: before minutes of loading."""
-    from tiermoe.config import settings
     from tiermoe.engine.load import resolve_for
-    from tiermoe.memory.activations import sizes_of
+    from tiermoe.memory.activations import sizes_for
     from tiermoe.memory.plan import context_of
-    from tiermoe.model.delta import LinearSizes
     from tiermoe.serve.prefix_files import PrefixFolder, check_size
     from tiermoe.tiers.cuda import resolve_device
 
     used = resolve_for(blueprint, settings(**options)).settings
-    sizes = sizes_of(blueprint, used, resolve_device(used.device))
-    if sizes is None:
-        raise ConfigError(
-            f"--prefix-disk is for tiermoe's own decoders on a CPU, and {blueprint.family.name} runs here by "
-            f"transformers' code, whose cache has no form on disk; leave --prefix-disk out"
-        )
-    if any(isinstance(each, LinearSizes) for each in sizes):
+    option, device = "--prefix-disk", resolve_device(used.device)
+    sizes = sizes_for(option, option, "has no form on disk", blueprint, used, device)
+    shapes, context = [each.shape for each in sizes], context_of(blueprint, used)
+    if any(shape.state is not None for shape in shapes):
         raise ConfigError(
             f"--prefix-disk keeps keys and values, and {blueprint.family.name} has recurrent states too, which have no "
             f"form on disk; leave --prefix-disk out"
         )
-    shapes, context = [each.shape for each in sizes], context_of(blueprint, used)
     check_size(most, shapes, context, min(used.chunk, context), blueprint.dtype.itemsize, used.kv_bits)
     return PrefixFolder(root, most)
 

@@ -3,7 +3,6 @@ it."""
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +10,7 @@ import xxhash
 
 from tiermoe import native
 from tiermoe.kernels import machine_layout
-from tiermoe.process.machine import processor_identity
+from tiermoe.process.machine import installed_version, processor_identity
 from tiermoe.store.store import precision_key
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ def numerics(engine: Engine) -> dict[str, Any]:
     settings, composition = engine.settings, engine.composition
     layout = machine_layout(engine.device.type)
     return {
-        "version": _version(),
+        "version": installed_version("tiermoe") or "",
         "torch": torch.__version__,
         "checkpoint": engine.store.source.fingerprint,
         "dtype": str(engine.dtype),
@@ -39,14 +38,6 @@ def numerics(engine: Engine) -> dict[str, Any]:
         "processor": [torch.backends.cpu.get_cpu_capability(), processor_identity()],
         "lossy": {name: str(value) for name, value in composition.settings().items()} if engine.lossy else {},
     }
-
-
-def _version() -> str:
-    """Ours; empty where the program runs without having been installed."""
-    try:
-        return version("tiermoe")
-    except PackageNotFoundError:
-        return ""
 
 
 def _build() -> str:

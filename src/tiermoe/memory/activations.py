@@ -10,6 +10,7 @@ import torch
 
 from tiermoe import native
 from tiermoe.config import Settings
+from tiermoe.errors import ConfigError
 from tiermoe.kernels import decoded_bytes
 from tiermoe.model import cache_probe, generic, kv_cache
 from tiermoe.model.architectures import attention_sizes
@@ -52,6 +53,20 @@ def sizes_of(
     if settings.decoder == "generic" or blueprint.family.encoder_decoder or device != "cpu":
         return None
     return attention_sizes(blueprint.config, blueprint.checkpoint.__contains__)
+
+
+def sizes_for(
+    option: str, flag: str, lacking: str, blueprint: Blueprint, settings: Settings, device: str
+) -> Sequence[GroupedSizes | LatentSizes | LinearSizes]:
+    """`sizes_of`. ConfigError where transformers' code runs: `option` is not for it, whose cache `lacking` tells of;
+    leave `flag` out."""
+    sizes = sizes_of(blueprint, settings, device)
+    if sizes is None:
+        raise ConfigError(
+            f"{option} is for tiermoe's own decoders on a CPU, and {blueprint.family.name} runs here by transformers' "
+            f"code, whose cache {lacking}; leave {flag} out"
+        )
+    return sizes
 
 
 def expanding_needs(blueprint: Blueprint, settings: Settings, device: str) -> list[Need]:

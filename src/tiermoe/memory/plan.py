@@ -12,7 +12,7 @@ from tiermoe.decide.composition import require_device
 from tiermoe.decide.prediction import PREDICTIONS
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.kernels import machine_layout
-from tiermoe.memory.activations import sizes_of
+from tiermoe.memory.activations import sizes_for
 from tiermoe.memory.gpu_plan import divided_with_gpu, gpu_budget, gpu_warnings
 from tiermoe.memory.memory_plan import MemoryPlan, slot_pools, total
 from tiermoe.memory.needs import Inputs, formats_of, while_loading, while_packing, while_running
@@ -111,16 +111,12 @@ def _check_kv_bits(blueprint: Blueprint, settings: Settings, device: str) -> Non
     """ConfigError where keys and values have 16 bits alone."""
     if settings.kv_bits == 16:
         return
-    sizes = sizes_of(blueprint, settings, device)
-    if sizes is None:
-        raise ConfigError(
-            f"kv_bits={settings.kv_bits} is for tiermoe's own decoders on a CPU, and {blueprint.family.name} runs here "
-            f"by transformers' code, whose cache has 16 bits; leave --kv-bits out"
-        )
+    option = f"kv_bits={settings.kv_bits}"
+    sizes = sizes_for(option, "--kv-bits", "has 16 bits", blueprint, settings, device)
     if any(isinstance(each, LatentSizes) for each in sizes):
         raise ConfigError(
-            f"kv_bits={settings.kv_bits} does not apply to {blueprint.family.name}: its cache holds latents, which are "
-            f"compressed already; leave --kv-bits out"
+            f"{option} does not apply to {blueprint.family.name}: its cache holds latents, which are compressed "
+            f"already; leave --kv-bits out"
         )
 
 

@@ -33,13 +33,33 @@ def processors() -> int:
 
 def processor_identity() -> str:
     """The processor's name and what it can do, as far as the system tells: libraries choose their code by it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    told = fields_of(Path("/proc/cpuinfo"))
     names = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     return " ".join(filter(None, [platform.machine(), platform.processor(), *(told.get(name, "") for name in names)]))
+
+
+def installed_version(package: str) -> str | None:
+    """None where a program runs without having been installed."""
+    from importlib.metadata import PackageNotFoundError, version  # late: most starts need neither
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def fields_of(file: Path) -> dict[str, str]:
+    """The first value of each 'name: value' line; none where there is no such file."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    found: dict[str, str] = {}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        if colon:
+            found.setdefault(name.strip(), value.strip())
+    return found
 
 
 def page_cache_room(root: Path = Path("/")) -> int:

@@ -152,20 +152,27 @@ static inline __attribute__((always_inline)) void ask_below(Coding coding, const
         __builtin_prefetch(at + STRIP_ROWS * row_bytes + ahead, 0, 2);
 }
 
+/* The strip of row r of the block from a column on, and its groups. */
+static inline __attribute__((always_inline)) const uint8_t *strip_at(Coding coding, const Matrix *matrix, const Rows *block,
+                                                                     size_t r, size_t begin, size_t width, Groups *groups) {
+    const size_t row = row_or_last(block, r), row_bytes = row_bytes_of(coding, matrix->columns);
+    const uint8_t *at = block->weights + row * row_bytes + row_bytes_of(coding, begin);
+    ask_below(coding, at, row_bytes);
+    groups_from(coding, matrix, block->first + row, begin, at, width, groups);
+    return at;
+}
+
 /* One token, in strips: four rows at a time from their first column to their last. */
 static inline __attribute__((always_inline)) void whole_alone(Coding coding, size_t group, const Matrix *matrix,
                                                               const Rows *block, const Whole *x, float *totals) {
-    const size_t columns = matrix->columns, row_bytes = row_bytes_of(coding, columns);
+    const size_t columns = matrix->columns;
     for (size_t r = 0; r < block->rows; r += STRIP_ROWS)
         for (size_t begin = 0; begin < columns; begin += STRIP) {
             const size_t width = scales_whole(coding) || columns - begin > STRIP ? STRIP : columns - begin;
             Eight lanes[STRIP_ROWS];
             for (size_t i = 0; i < STRIP_ROWS; i++) {
-                const size_t row = row_or_last(block, r + i);
-                const uint8_t *at = block->weights + row * row_bytes + row_bytes_of(coding, begin);
                 Groups groups;
-                ask_below(coding, at, row_bytes);
-                groups_from(coding, matrix, block->first + row, begin, at, width, &groups);
+                const uint8_t *at = strip_at(coding, matrix, block, r + i, begin, width, &groups);
                 lanes[i] = strip_alone(coding, group, at, &groups, width, x + begin / STRIP);
             }
             add_rows(totals + r, lanes, x[begin / STRIP].scale);
@@ -176,7 +183,7 @@ static inline __attribute__((always_inline)) void whole_alone(Coding coding, siz
 static inline __attribute__((always_inline)) void whole_many(Coding coding, size_t group, const Matrix *matrix,
                                                              const Rows *block, const bf16 *x, const float *sums, size_t tokens,
                                                              float *totals) {
-    const size_t columns = matrix->columns, row_bytes = row_bytes_of(coding, columns), all_groups = matrix_groups(matrix);
+    const size_t columns = matrix->columns, all_groups = matrix_groups(matrix);
     Whole strips[WHOLE_TOKENS];
     Unpacked rows[STRIP_ROWS];
     for (size_t begin = 0; begin < columns; begin += STRIP) {
@@ -186,11 +193,8 @@ static inline __attribute__((always_inline)) void whole_many(Coding coding, size
                      all_groups ? width / group : 0, strips + m);
         for (size_t r = 0; r < block->rows; r += STRIP_ROWS) {
             for (size_t i = 0; i < STRIP_ROWS; i++) {
-                const size_t row = row_or_last(block, r + i);
-                const uint8_t *at = block->weights + row * row_bytes + row_bytes_of(coding, begin);
                 Groups groups;
-                ask_below(coding, at, row_bytes);
-                groups_from(coding, matrix, block->first + row, begin, at, width, &groups);
+                const uint8_t *at = strip_at(coding, matrix, block, r + i, begin, width, &groups);
                 strip_unpack(coding, group, at, &groups, width, rows + i);
             }
             whole_tokens(scales_whole(coding) ? PARTS_SUMMED : 1, offset_registers(coding), rows, width / PART, strips, tokens,
