@@ -25,10 +25,10 @@ from tiermoe.bench.child import Bounds, CaseFailed, run_child
 from tiermoe.bench.engines import Common
 from tiermoe.bench.limit import drop_from_page_cache
 from tiermoe.bench.llama_peer import LlamaCpp
-from tiermoe.bench.machine import cores
 from tiermoe.bench.subject import Subject
 from tiermoe.bench.summary import spread
 from tiermoe.errors import TiermoeError
+from tiermoe.process.machine import processors
 
 STARTS = ("cold", "again")
 FIGURES = ("seconds", "load_s", "ttft_s", "decode_tok_s", "imports_s", "process_s", "peak_memory_bytes")
@@ -87,7 +87,7 @@ def first_run(args: argparse.Namespace) -> dict[str, Any]:
     files = subject.ensure("default", {})(progress)
     base = subject.store_root.parent
     with tempfile.TemporaryDirectory(prefix="first-run-", dir=base) as folder:
-        common = Common(subject.directory, cores(), args.timeout, Path(folder))
+        common = Common(subject.directory, processors(), args.timeout, Path(folder))
         kept = base / "gguf" / subject.store_root.name
         peer = LlamaCpp(common, args.gguf, kept, args.peer_python)
         if (reason := peer.missing()) is not None:
@@ -106,7 +106,7 @@ def first_run(args: argparse.Namespace) -> dict[str, Any]:
         "gguf": peer.gguf.name,
         "prompt_tokens": ids.shape[1],
         "tokens": args.tokens,
-        **about(args.rounds, cores()),
+        **about(args.rounds, processors()),
         **{start: summary(found[start]) for start in STARTS},
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -17,7 +18,7 @@ from tiermoe.bench import child, child_tiermoe, session
 from tiermoe.bench.bounds import Ideal, ideal, read_routing, with_bounds
 from tiermoe.bench.cases import Condition
 from tiermoe.bench.child import Bounds, CaseFailed, last_object, run_child
-from tiermoe.bench.engines import Accelerate, Common, not_installed
+from tiermoe.bench.engines import Accelerate, Common, Transformers, not_installed
 from tiermoe.bench.feeding import Feeding
 from tiermoe.bench.kernel_clock import KernelClock
 from tiermoe.bench.limit import CannotLimit
@@ -195,6 +196,15 @@ def test_narrow_models_get_blocks_that_divide_them(shipped: Path, tmp_path: Path
     assert quantisation(tmp_path) == "q4_k_m"  # the down projections alone get another type
     (tmp_path / "config.json").write_text('{"hidden_size": 2880, "quantization_config": {"quant_method": "mxfp4"}}')
     assert quantisation(tmp_path) == "mxfp4"
+
+
+def test_on_a_gguf_file_llama_cpp_runs_the_very_file_and_transformers_nothing(common: Common, tmp_path: Path) -> None:
+    file = tmp_path / "model-Q4_K_M.gguf"
+    on_file = dataclasses.replace(common, directory=file)
+    assert LlamaCpp(on_file, None, tmp_path / "kept", sys.executable).gguf == file
+    assert LlamaCpp(on_file, tmp_path / "other.gguf", tmp_path / "kept", sys.executable).gguf.name == "other.gguf"
+    assert "not on a GGUF file" in str(Transformers(on_file).missing())
+    assert "not on a GGUF file" in str(Accelerate(on_file).missing())
 
 
 def test_a_gguf_is_made_once_and_whole(shipped: Path, common: Common, tmp_path: Path) -> None:

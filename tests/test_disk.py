@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
 from extent_files import EXPERTS, SIZE, bytes_of, filler, write_experts
 from tiermoe.errors import LoadError
+from tiermoe.process import system_files
+from tiermoe.store.layout import PAGE
 from tiermoe.tiers.disk import DiskLink
 from tiermoe.tiers.probe import probe_drive
 from tiermoe.tiers.reader import ExtentReader, aligned_memory
@@ -41,6 +46,45 @@ def test_segments_are_put_in_their_places(tmp_path: Path) -> None:
     ExtentReader().read(extent, memory, ExpertKey(0, 0, 16))
     assert bytes(memory[64:364]) == content[1000:1300]
     assert bytes(memory[:50]) == content[10:60]
+
+
+@given(st.integers(0, 3 * PAGE), st.integers(1, 5 * PAGE), st.integers(0, 2), st.booleans())
+def test_what_lies_in_pages_as_in_the_file_leaves_its_neighbours(
+    file_of_pages: Path, offset: int, nbytes: int, pages: int, direct: bool
+) -> None:
+    content = file_of_pages.read_bytes()
+    nbytes = min(nbytes, len(content) - offset)
+    at = pages * PAGE + offset % PAGE
+    memory = aligned_memory(9 * PAGE)
+    memory[:] = b"\xaa" * len(memory)
+    reader = ExtentReader(direct)
+    reader.read(Extent((Segment(str(file_of_pages), offset, nbytes, at),), ""), memory, ExpertKey(0, 0, 16))
+    reader.close()
+    assert bytes(memory[at : at + nbytes]) == content[offset : offset + nbytes]
+    assert set(bytes(memory[:at]) + bytes(memory[at + nbytes :])) <= {0xAA}
+
+
+@pytest.fixture(scope="module")
+def file_of_pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some pages and a torn last one."""
+    path = tmp_path_factory.mktemp("pages") / "file"
+    path.write_bytes(random.Random(0).randbytes(6 * PAGE + 1000))
+    return path
+
+
+@pytest.mark.parametrize("most", [1, 1000, 4096, 5000])
+def test_a_read_that_ends_early_goes_on(file_of_pages: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    whole = system_files.read_scattered
+
+    def short(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        return whole(descriptor, [views[0][:most]], offset)
+
+    monkeypatch.setattr(system_files, "read_scattered", short)
+    memory, reader = aligned_memory(6 * PAGE), ExtentReader(direct=False)
+    reader.direct = most == PAGE  # what is left of a direct read must begin with a page
+    reader.read(Extent((Segment(str(file_of_pages), 100, 5 * PAGE, 100),), ""), memory, ExpertKey(0, 0, 16))
+    reader.close()
+    assert bytes(memory[100 : 100 + 5 * PAGE]) == file_of_pages.read_bytes()[100 : 100 + 5 * PAGE]
 
 
 def test_a_flipped_byte_is_found_and_named(tmp_path: Path) -> None:

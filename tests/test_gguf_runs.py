@@ -17,6 +17,7 @@ from gguf_files import kinds
 from parity import close, tokens
 from tiermoe.model.blueprint import inspect_model
 from tiermoe.model.own_linears import own_linears
+from tiermoe.store.layout import PAGE
 
 WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
 """Rows of whole blocks of every type."""
@@ -73,6 +74,24 @@ def test_a_small_cache_changes_no_bit(tmp_path: Path) -> None:
         found.append(logits_of(engine, ids))
         engine.close()
     assert torch.equal(*found)
+
+
+def test_matrices_of_whole_pages_lie_in_slots_as_in_the_pages_of_the_file(tmp_path: Path) -> None:
+    model = gguf_files.model_of("qwen3_moe", **WIDE)
+    file = gguf_files.write(tmp_path / "m.gguf", model, "qwen3_moe", kinds("q8_0"))
+    blueprint = inspect_model(file, str(file), tmp_path / "store")
+    assert blueprint.own_experts is not None
+    pieces = [piece for layer in blueprint.own_experts.layers for extent in layer.extents for piece in extent.segments]
+    assert {(piece.offset - piece.at) % PAGE for piece in pieces} == {0}
+    assert {piece.offset % PAGE for piece in pieces} != {0}
+    forms = blueprint.expert_formats(16, "expert", "cpu", "")
+    assert len({form.slot.nbytes for form in forms}) == 1
+    assert min(form.slot.nbytes for form in forms) >= max(piece.at + piece.nbytes for piece in pieces)
+    ids = tokens(1, 30)[0].tolist()
+    engine = engine_of(file, torch.float32, store=tmp_path / "store", cache="40%")
+    found, wanted = logits_of(engine, ids), eager(model, ids)
+    assert (found - wanted).abs().max() <= 1e-3 * wanted.abs().max()
+    engine.close()
 
 
 def test_the_disk_holds_no_second_copy(tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ from benchmarks.growth.running import Asked, Running
 from benchmarks.random_moe import add_shape, shape_of
 from benchmarks.rounds import about, at_least_one, numbers, parser_of, print_table
 from tiermoe.bench.cases import groups_asked
-from tiermoe.bench.machine import cores
 from tiermoe.bench.stretches import text_file
 from tiermoe.errors import ConfigError, TiermoeError
+from tiermoe.process.machine import processors
 
 RANDOM = "Weights and routers are random: routing is all but even, and hits are those of no locality."
 NAMED = "The model was named; its routing is that of the text."
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--slots", type=at_least_one, help="experts cached on the line of equal caches")
     made.add_argument("--tokens", default="32x64", help="prompt and output of a decode (default 32x64)")
     made.add_argument("--presets", default="default", help="names with commas; a line for each (default: default)")
-    made.add_argument("--threads", type=at_least_one, default=cores(), help="default one a core")
+    made.add_argument("--threads", type=at_least_one, default=processors(), help="default one a core")
     made.add_argument("--bits", type=int, default=4, help="of the experts (default 4)")
     made.add_argument("--dense-bits", type=int, default=4, help="of the other linear layers (default 4)")
     made.add_argument(

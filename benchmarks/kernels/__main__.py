@@ -18,8 +18,8 @@ from benchmarks.kernels import attention, experts, product
 from benchmarks.kernels.weights import enough_bytes
 from benchmarks.rounds import about, at_least_one, numbers, parser_of, print_table, shown
 from tiermoe import native
-from tiermoe.bench.machine import cores
 from tiermoe.process import bandwidth
+from tiermoe.process.machine import processors
 
 PARTS = ("product", "experts", "attention", "router")
 
@@ -73,7 +73,7 @@ def main() -> None:
     parser = parser_of("benchmarks.kernels", __doc__)
     parser.add_argument("--only", type=parts_asked, default=list(PARTS), help="default all: " + ",".join(PARTS))
     parser.add_argument("--tokens", type=numbers, default=[1, 2, 4, 6, 16, 64, 512], help="M of the products")
-    parser.add_argument("--threads", type=at_least_one, default=cores(), help="default one a core")
+    parser.add_argument("--threads", type=at_least_one, default=processors(), help="default one a core")
     parser.add_argument(
         "--megabytes", type=at_least_one, default=enough_bytes() >> 20, help="MiB of weights; default 4 last caches"
     )

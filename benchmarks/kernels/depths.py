@@ -19,12 +19,12 @@ from benchmarks.kernels.shapes import READ, SHAPES, Shape, settled, under
 from benchmarks.kernels.weights import Turns, enough_bytes, random
 from benchmarks.rounds import about, at_least_one, numbers, parser_of, print_table, rates, shown, timed
 from tiermoe import native
-from tiermoe.bench.machine import cores
 from tiermoe.bench.summary import spread
 from tiermoe.kernels.native.attention import GroupedAttention, Norm, PackedMatrix
 from tiermoe.kernels.native.few_tokens_attention import FewTokensAttention, Slabs, Step, few_tokens_attention
 from tiermoe.kernels.native.prompt_attention import prompt_attention
 from tiermoe.model.attention import attend
+from tiermoe.process.machine import processors
 from tiermoe.quant.plain import Plain
 
 HIDDEN = 64
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--depths", type=numbers, default=[2048, 8192, 32768], help="default 2048,8192,32768")
     parser.add_argument("--shapes", type=lambda text: text.split(","), default=["qwen3-30b-a3b"],
                         help=f"of {', '.join(SHAPES)}; default qwen3-30b-a3b")  # fmt: skip
-    parser.add_argument("--threads", type=numbers, default=[cores()], help="default one a core")
+    parser.add_argument("--threads", type=numbers, default=[processors()], help="default one a core")
     parser.add_argument("--kv-bits", type=numbers, default=[16, 8], help="default 16,8")
     parser.add_argument("--isa", type=lambda text: text.split(","), default=native.instruction_sets()[:1],
                         help=f"default the fastest of {', '.join(native.instruction_sets())}")  # fmt: skip

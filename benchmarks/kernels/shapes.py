@@ -19,13 +19,13 @@ import torch
 from benchmarks.kernels.weights import Fields, Turns, enough_bytes, nbytes, random
 from benchmarks.rounds import about, at_least_one, numbers, parser_of, print_table, rates, shown, timed
 from tiermoe import native
-from tiermoe.bench.machine import cores
 from tiermoe.bench.summary import spread
 from tiermoe.kernels import machine_layout
 from tiermoe.kernels.expert import ExpertKernel, SlotViews, expert_kernel
 from tiermoe.kernels.gates import ClampedGate, silu_gate
 from tiermoe.kernels.native.linear import linear
 from tiermoe.kernels.native.matrix import matrix_form
+from tiermoe.process.machine import processors
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.registry import encoding_for
 from tiermoe.store.layout import ExpertFormat
@@ -169,7 +169,7 @@ def under(isa: str, run: Callable[[], None]) -> Callable[[], None]:
 def main() -> None:
     parser = parser_of("benchmarks.kernels.shapes", __doc__)
     parser.add_argument("--shapes", type=lambda text: text.split(","), default=list(SHAPES), help=", ".join(SHAPES))
-    parser.add_argument("--threads", type=numbers, default=[1, cores()], help="default 1 and one a core")
+    parser.add_argument("--threads", type=numbers, default=[1, processors()], help="default 1 and one a core")
     parser.add_argument(
         "--isa",
         type=lambda text: text.split(","),

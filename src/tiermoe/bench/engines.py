@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from tiermoe.bench.cases import ACCELERATE, TRANSFORMERS, Condition
 from tiermoe.bench.child import Bounds, CaseFailed, run_child
 from tiermoe.config import format_size
+from tiermoe.store.gguf.file import is_gguf
 
 
 class BenchEngine(Protocol):
@@ -76,6 +77,8 @@ class Transformers:
         self._common = common
 
     def missing(self) -> str | None:
+        if is_gguf(self._common.directory):
+            return "it is measured on checkpoints alone, not on a GGUF file"
         return not_installed("transformers")
 
     def takes(self, condition: Condition) -> bool:
@@ -114,7 +117,7 @@ class Accelerate(Transformers):
         self._killed: set[int] = set()
 
     def missing(self) -> str | None:
-        return not_installed("transformers") or not_installed("accelerate")
+        return super().missing() or not_installed("accelerate")
 
     def takes(self, condition: Condition) -> bool:
         """Without a bound it is transformers."""

@@ -14,6 +14,7 @@ from tiermoe.bench.child import Bounds, CaseFailed, run_child
 from tiermoe.bench.engines import Common, files_to_drop, warm_tokens
 from tiermoe.bench.llama.checkpoint import is_mxfp4
 from tiermoe.errors import ConfigError
+from tiermoe.store.gguf.file import is_gguf
 
 _SCRIPT = Path(__file__).parent / "llama" / "run_in_peer.py"
 _K_BLOCK = 256  # weights of a k-quant's block, which must divide a matrix's rows
@@ -25,17 +26,18 @@ class LlamaCpp:
     """llama.cpp on 4-bit weights: under a bound it maps its file and does not repack, without one it holds everything,
     repacked.
 
-    gguf: a file of the same model; None makes one in `kept`, once. python: the interpreter that has llama-cpp-python
-    (and gguf, to make one)."""
+    gguf: a file of the same model; None takes the model's own where it is one, else makes one in `kept`, once. python:
+    the interpreter that has llama-cpp-python (and gguf, to make one)."""
 
     name, preset = LLAMA, None
 
     def __init__(self, common: Common, gguf: Path | None, kept: Path, python: str) -> None:
         self._common = common
         self._python = python
-        self._given = gguf is not None
-        self._kind = quantisation(common.directory)
-        self.gguf = gguf or kept / f"{self._kind}.gguf"
+        given = gguf or (common.directory if is_gguf(common.directory) else None)
+        self._given = given is not None
+        self._kind = "" if given else quantisation(common.directory)
+        self.gguf = given or kept / f"{self._kind}.gguf"
 
     def missing(self) -> str | None:
         if shutil.which(self._python) is None:

@@ -9,6 +9,7 @@ import importlib
 import mmap
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
@@ -77,6 +78,19 @@ def read_at(descriptor: int, view: memoryview, offset: int) -> int:
         view[: len(content)] = content
         return len(content)
     return windows.read_at(windows.kernel32(), msvcrt.get_osfhandle(descriptor), view, offset)
+
+
+def read_scattered(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+    """Bytes read into `views`, one after the other, from `offset` on; fewer than they hold at the file's end."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, views, offset)
+    done = 0
+    for view in views:
+        count = read_at(descriptor, view, offset + done)
+        done += count
+        if count < len(view):
+            break
+    return done
 
 
 def read_bytes_at(descriptor: int, nbytes: int, offset: int) -> bytes:

@@ -73,7 +73,9 @@ class ExpertFormat:
     """The encodings of one layer's experts in one precision. `encodings` maps matrices to their encoding; biases and
     16-bit matrices are raw values of `dtype` in the checkpoint's orientation, in a field called 'weight'.
     `part_alignment`: every part starts at a multiple of so many bytes (4 KiB: a part can be read alone).
-    `vectors`: biases that are stored in another dtype than `dtype`, and rounded to it in the slot (`settle`)."""
+    `vectors`: biases that are stored in another dtype than `dtype`, and rounded to it in the slot (`settle`).
+    `in_page`: parts that start at this byte of a page of their own, as in the file that they are read from, so that
+    O_DIRECT fills the slot itself; as much room is left for each, wherever it starts."""
 
     layer: MoeLayer
     bits: int
@@ -81,6 +83,7 @@ class ExpertFormat:
     encodings: Mapping[str, Encoding]
     part_alignment: int = _FIELD_ALIGNMENT
     vectors: Mapping[str, torch.dtype] = field(default_factory=dict)
+    in_page: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def stored(self) -> Layout:
@@ -159,12 +162,15 @@ class ExpertFormat:
         fields: list[PlacedField] = []
         offset = 0
         for part in self.layer.parts:
-            offset = align(offset, self.part_alignment)
+            in_page = self.in_page.get(part.name)
+            offset = align(offset, self.part_alignment if in_page is None else PAGE)
+            first, nbytes = offset + (in_page or 0), 0
             for field_ in self._fields(part, slot):
-                fields.append(PlacedField(part.name, field_, offset))
+                fields.append(PlacedField(part.name, field_, first + nbytes))
                 sizes = [self.vectors[part.name].itemsize, self.dtype.itemsize] if part.name in self.vectors else [0]
                 room = math.prod(part.shape) * max(sizes)  # both dtypes begin at the same bytes
-                offset = align(offset + max(field_.nbytes, room), _FIELD_ALIGNMENT)
+                nbytes = align(nbytes + max(field_.nbytes, room), _FIELD_ALIGNMENT)
+            offset += nbytes if in_page is None else nbytes + PAGE
         return Layout(tuple(fields), align(offset, PAGE))
 
     def _fields(self, part: Part, slot: bool) -> tuple[Field, ...]:
@@ -191,10 +197,12 @@ def expert_format(layer: MoeLayer, bits: int, dtype: torch.dtype, machine: str, 
     return ExpertFormat(layer, bits, dtype, encodings)
 
 
-def format_from_names(layer: MoeLayer, bits: int, dtype: torch.dtype, names: Mapping[str, str]) -> ExpertFormat:
+def format_from_names(
+    layer: MoeLayer, bits: int, dtype: torch.dtype, names: Mapping[str, str], in_page: Mapping[str, int] | None = None
+) -> ExpertFormat:
     """The format that a store records: part name → encoding name, or dtype of a bias that is stored in another than
-    the slot's."""
+    the slot's. in_page: `ExpertFormat`."""
     biases = {part.name for part in layer.parts if not part.is_matrix}
     encodings = {part: encoding_named(name) for part, name in names.items() if part not in biases}
     vectors = {part: _VECTORS[name] for part, name in names.items() if part in biases}
-    return ExpertFormat(layer, bits, dtype, encodings, vectors=vectors)
+    return ExpertFormat(layer, bits, dtype, encodings, vectors=vectors, in_page=in_page or {})

@@ -17,9 +17,11 @@ from tiermoe.quant.mixed import Halves, Values
 from tiermoe.quant.published import Published
 from tiermoe.quant.registry import Encoding, encoding_named
 from tiermoe.quant.transposed4 import Transposed4
-from tiermoe.store.layout import format_from_names
+from tiermoe.store.layout import PAGE, ExpertFormat, format_from_names
 from tiermoe.store.store import PackedLayer, Precision
 from tiermoe.types import Extent, MoeLayer, Part, Segment
+
+_ALIGNED = 32  # bytes; a part that begins at other ones is copied into its slot
 
 OWN_BITS = 16
 """What precisions call the checkpoint's own."""
@@ -82,11 +84,16 @@ def _layer(checkpoint: OwnTypes, layer: MoeLayer, sources: Sources, dtype: torch
         name = _named(checkpoint, layer, part, sources.get(part.name, ()), dtype)
         if name is not None:
             names[part.name] = name
-    form = format_from_names(layer, OWN_BITS, dtype, names)
-    places: dict[str, dict[str, int]] = {}
+    places = _places(format_from_names(layer, OWN_BITS, dtype, names))
+    in_page = {
+        part.name: _in_page(checkpoint.in_place(sources[part.name], 0, places[part.name]), places[part.name])
+        for part in layer.parts
+        if part.is_matrix
+    }
+    form = format_from_names(layer, OWN_BITS, dtype, names, in_page)
+    places = _places(form)
     sizes: dict[str, int] = {}
     for placed in form.stored.fields:
-        places.setdefault(placed.part, {})[placed.field.name] = placed.offset
         sizes[placed.part] = sizes.get(placed.part, 0) + placed.field.nbytes
 
     def extent(expert: int) -> Extent:
@@ -98,7 +105,24 @@ def _layer(checkpoint: OwnTypes, layer: MoeLayer, sources: Sources, dtype: torch
             segments += found
         return Extent(tuple(segments), "")
 
-    return PackedLayer(names, [extent(expert) for expert in range(layer.experts)], [0.0] * layer.experts)
+    extents = [extent(expert) for expert in range(layer.experts)]
+    return PackedLayer(names, extents, [0.0] * layer.experts, in_page)
+
+
+def _places(form: ExpertFormat) -> dict[str, dict[str, int]]:
+    """Part name → field name → its byte in a slot."""
+    places: dict[str, dict[str, int]] = {}
+    for placed in form.stored.fields:
+        places.setdefault(placed.part, {})[placed.field.name] = placed.offset
+    return places
+
+
+def _in_page(segments: Sequence[Segment], places: Mapping[str, int]) -> int:
+    """At which byte of a page a part must begin for the largest piece of the first expert's to lie in its pages as it
+    does in the file's. So do those of the others where a piece takes whole pages, as in most shapes and types."""
+    largest = max(segments, key=lambda segment: segment.nbytes)
+    begins = (largest.offset - (largest.at - min(places.values()))) % PAGE
+    return 0 if begins % _ALIGNED else begins
 
 
 def _named(checkpoint: OwnTypes, layer: MoeLayer, part: Part, sources: Sequence[str], dtype: torch.dtype) -> str | None:

@@ -60,11 +60,13 @@ def _suffix(bits: int, layout: str) -> str:
 @dataclass(slots=True)
 class PackedLayer:
     """One layer's experts in one precision. `extents` holds one entry an expert, `errors` each one's relative
-    quantisation error, `encodings` part name → encoding name (empty at 16 bits)."""
+    quantisation error, `encodings` part name → encoding name (empty at 16 bits). `in_page`: as in `ExpertFormat`, of
+    a precision that is not kept in the table."""
 
     encodings: dict[str, str]
     extents: list[Extent]
     errors: list[float]
+    in_page: dict[str, int] = field(default_factory=dict)
 
     def to_json(self, root: Path) -> dict[str, Any]:
         return {
@@ -156,8 +158,10 @@ class Store:
     def expert_format(self, key: str, layer: int) -> ExpertFormat:
         """The format of MoE layer `layer` in precision `key`."""
         precision = self.precisions[key]
-        from_names = neuron_format_from_names if is_neuron_key(key) else format_from_names
-        return from_names(self.layers[layer], precision.bits, self.dtype, precision.layers[layer].encodings)
+        packed, described = precision.layers[layer], (self.layers[layer], precision.bits, self.dtype)
+        if is_neuron_key(key):
+            return neuron_format_from_names(*described, packed.encodings)
+        return format_from_names(*described, packed.encodings, packed.in_page)
 
     def dense_format(self, key: str, name: str) -> ExpertFormat:
         """The format of a packed dense layer: one matrix called 'weight'."""

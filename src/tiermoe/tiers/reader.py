@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import xxhash
@@ -68,17 +68,30 @@ class ExtentReader:
         descriptor, direct = self._open(segment.file)
         view = target[segment.at : segment.at + segment.nbytes]
         if not direct:
-            _read_fully(descriptor, view, segment.offset, segment.nbytes)
+            _read_fully(descriptor, [view], segment.offset, segment.nbytes)
             if not self._keep:
                 system_files.drop_cached(descriptor, segment.offset, segment.nbytes)
-        elif segment.offset % PAGE == 0 and segment.at % PAGE == 0 and segment.nbytes % PAGE == 0:
-            _read_fully(descriptor, view, segment.offset, segment.nbytes)
+        elif (segment.offset - segment.at) % PAGE == 0 and segment.nbytes >= 2 * PAGE:
+            self._read_pages(descriptor, segment.offset, view)
         else:
             start = segment.offset // PAGE * PAGE
             skip = segment.offset - start
             bounce = self._bounce_buffer(skip + segment.nbytes)
-            _read_fully(descriptor, bounce, start, skip + segment.nbytes)
+            _read_fully(descriptor, [bounce], start, skip + segment.nbytes)
             view[:] = bounce[skip : skip + segment.nbytes]
+
+    def _read_pages(self, descriptor: int, offset: int, view: memoryview) -> None:
+        """Fills memory that lies in its pages as the bytes at `offset` do in the file's: in one read. Only what shares
+        its first and its last page with others is copied."""
+        before, head = offset % PAGE, -offset % PAGE
+        tail = (len(view) - head) % PAGE
+        edges = self._bounce_buffer(2 * PAGE)
+        views = [edges[:PAGE], view[head : len(view) - tail], edges[PAGE : 2 * PAGE]]
+        _read_fully(descriptor, views[0 if head else 1 : 3 if tail else 2], offset - before, before + len(view))
+        if head:
+            view[:head] = edges[before:PAGE]
+        if tail:
+            view[len(view) - tail :] = edges[PAGE : PAGE + tail]
 
     def _bounce_buffer(self, nbytes: int) -> memoryview:
         buffer: memoryview | None = getattr(self._bounce, "buffer", None)
@@ -113,14 +126,25 @@ def damaged(what: str, file: str) -> LoadError:
     )
 
 
-def _read_fully(descriptor: int, view: memoryview, offset: int, wanted: int) -> None:
-    """Reads until at least `wanted` bytes are there (a direct read may ask for the rest of a page too)."""
+def _read_fully(descriptor: int, views: Sequence[memoryview], offset: int, wanted: int) -> None:
+    """Reads into `views`, one after the other, until at least `wanted` bytes are there (a direct read may ask for the
+    rest of a page too)."""
     done = 0
     while done < wanted:
-        count = system_files.read_at(descriptor, view[done:], offset + done)
+        count = system_files.read_scattered(descriptor, _after(views, done), offset + done)
         if count == 0:
             raise OSError(f"the file ends {wanted - done:,} bytes early")
         done += count
+
+
+def _after(views: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of `views` after so many bytes of them."""
+    left = []
+    for view in views:
+        if done < len(view):
+            left.append(view[done:])
+        done = max(done - len(view), 0)
+    return left
 
 
 def copy_rows(source: torch.Tensor, target: torch.Tensor, rows: torch.Tensor) -> None:
