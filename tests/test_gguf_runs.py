@@ -76,17 +76,23 @@ def test_a_small_cache_changes_no_bit(tmp_path: Path) -> None:
     assert torch.equal(*found)
 
 
-def test_matrices_of_whole_pages_lie_in_slots_as_in_the_pages_of_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["q8_0", "mxfp4"])
+def test_matrices_lie_in_slots_as_in_the_pages_of_the_file(kind: str, tmp_path: Path) -> None:
     model = gguf_files.model_of("qwen3_moe", **WIDE)
-    file = gguf_files.write(tmp_path / "m.gguf", model, "qwen3_moe", kinds("q8_0"))
+    file = gguf_files.write(tmp_path / "m.gguf", model, "qwen3_moe", kinds(kind))
     blueprint = inspect_model(file, str(file), tmp_path / "store")
     assert blueprint.own_experts is not None
-    pieces = [piece for layer in blueprint.own_experts.layers for extent in layer.extents for piece in extent.segments]
-    assert {(piece.offset - piece.at) % PAGE for piece in pieces} == {0}
+    extents = [extent for layer in blueprint.own_experts.layers for extent in layer.extents]
+    moved = [{(piece.offset - piece.at) % PAGE == 0 for piece in extent.segments} for extent in extents]
+    if kind == "q8_0":  # 17 pages a matrix
+        assert moved == [{True}] * len(extents)
+    else:  # 8.5: what does not begin a part may lie otherwise
+        assert all(True in each for each in moved)
+    pieces = [piece for extent in extents for piece in extent.segments]
     assert {piece.offset % PAGE for piece in pieces} != {0}
     forms = blueprint.expert_formats(16, "expert", "cpu", "")
     assert len({form.slot.nbytes for form in forms}) == 1
-    assert min(form.slot.nbytes for form in forms) >= max(piece.at + piece.nbytes for piece in pieces)
+    assert forms[0].slot.nbytes >= max(piece.at + piece.nbytes for piece in pieces)
     ids = tokens(1, 30)[0].tolist()
     engine = engine_of(file, torch.float32, store=tmp_path / "store", cache="40%")
     found, wanted = logits_of(engine, ids), eager(model, ids)

@@ -264,8 +264,8 @@ class _Pass:
 
 
 def layer_on(unit: Unit) -> NeuronLayerExperts:
-    def views_of(layer: int, bits: int, slot: int):
-        return neuron_views(unit.form(ExpertKey(layer, 0, bits)), unit.slots.buffer(slot))
+    def views_of(key: ExpertKey, slot: int):
+        return neuron_views(unit.form(key), unit.slots.buffer(slot))
 
     experts = LayerExperts(1, EXPERTS, {4: unit.experts[4, 1]}, _Pass(unit), views_of)
     return NeuronLayerExperts(1, experts, unit.filler)

@@ -20,13 +20,13 @@ from tiermoe.engine.passes import CurrentPass
 from tiermoe.kernels.expert import ExpertKernel, InOneCall, Views
 from tiermoe.kernels.native.moe_block import MoeBlock
 from tiermoe.kernels.native.router import Router
-from tiermoe.types import FEW_TOKENS, Ready, Routed
+from tiermoe.types import FEW_TOKENS, ExpertKey, Ready, Routed
 
 
 class LayerExperts:
     """The experts of MoE layer `index`: called in place of the experts module.
 
-    kernels: one per precision. views_of: (layer, bits, slot) → typed views of what the slot holds. renormalise: whether
+    kernels: one per precision. views_of: (expert, slot) → typed views of what the slot holds. renormalise: whether
     the model scales the chosen experts' weights to a fixed sum, so that those of fewer experts are scaled too. on_cpu:
     computes the experts that come without a slot (`controller.ELSEWHERE`), beside this device. settled: told of every
     expert that comes, where those stay. by_row: whether a token's result does not depend on the others of a call of few
@@ -39,7 +39,7 @@ class LayerExperts:
         experts: int,
         kernels: Mapping[int, ExpertKernel],
         current: CurrentPass,
-        views_of: Callable[[int, int, int], Views],
+        views_of: Callable[[ExpertKey, int], Views],
         renormalise: bool = False,
         on_cpu: OnCpu | None = None,
         settled: SettledExperts | None = None,
@@ -81,7 +81,7 @@ class LayerExperts:
 
     def held(self, ready: Ready) -> tuple[ExpertKernel, Views]:
         """What computes an expert that is ready, and what it computes with."""
-        return self._kernels[ready.bits], self._views_of(self._index, ready.bits, ready.slot)
+        return self._kernels[ready.bits], self._views_of(ExpertKey(self._index, ready.expert, ready.bits), ready.slot)
 
     def watch(self, wrap: Callable[[Any], Any]) -> Callable[[], None]:
         """Puts wrap(kernel), which is called as the kernel is, in the place of each; returns what puts them back."""
@@ -99,7 +99,7 @@ class LayerExperts:
     def has_come(self, expert: int, bits: int, slot: int) -> None:
         """The expert lies in the slot now, though no token has asked for it."""
         if self.settled is not None:
-            self.settled.note(expert, self._views_of(self._index, bits, slot))
+            self.settled.note(expert, self._views_of(ExpertKey(self._index, expert, bits), slot))
 
     def _groups(self, routed: Routed, hidden: torch.Tensor, sums: Sums) -> Iterator[list[Ready]]:
         """The experts that tokens chose, as they come: those of one precision that can be computed in one call."""
@@ -134,7 +134,7 @@ class LayerExperts:
         ]
 
     def _views(self, ready: Ready) -> Views:
-        views = self._views_of(self._index, ready.bits, ready.slot)
+        views = self._views_of(ExpertKey(self._index, ready.expert, ready.bits), ready.slot)
         if self.settled is not None:
             self.settled.note(ready.expert, views)
         return views

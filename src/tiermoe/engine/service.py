@@ -50,15 +50,15 @@ class ExpertService:
     ) -> None:
         self.store, self.plan, self.resolved = store, plan, resolved
         self.device = resolve_device(resolved.settings.device)
-        self.packed = {bits: PackedExperts(store, self._key_of(bits)) for bits in resolved.precisions}
+        known: dict[Layout, Layout] = {}
+        self.packed = {bits: PackedExperts(store, self._key_of(bits), known) for bits in resolved.precisions}
         self.drive: DriveProbe = reading.drive
         self.mapped = reading.files is not None
         self.unit = unit_of(resolved.composition, torch.device(self.device).type)
         tiers = self._tiers(reading.files)
         self._slots, self.link, self.tier_stats = tiers.slots, tiers.link, tiers.stats
         self.unit.over(tiers.link)
-        self._views: dict[tuple[int, int], Views] = {}
-        self._layouts = _numbered_layouts(self.packed)
+        self._views: dict[int, tuple[Layout, Views]] = {}  # by slot: of the layout that it was last used with
         self.history = history = self._earlier_runs() if resolved.settings.warm else None
         self.scheduler = self._schedule(hash_tables, self._trial(history))
         if history is not None:
@@ -106,7 +106,7 @@ class ExpertService:
         return self.packed[key.bits].extents[key.layer][key.expert]
 
     def _format_of(self, key: ExpertKey) -> ExpertFormat:
-        return self.packed[key.bits].formats[key.layer]
+        return self.packed[key.bits].of[key.layer][key.expert]
 
     def _reader(self) -> ExtentReader | HeldReader:
         reader = ExtentReader(self.drive.direct, self.drive.keep)
@@ -146,26 +146,22 @@ class ExpertService:
 
         return history.trial(promises) if history is not None else PrefetchTrial(None, promises)
 
-    def _views_of(self, layer: int, bits: int, slot: int) -> Views:
-        layout = self._layouts[bits][layer]
-        views = self._views.get((layout, slot))
-        if views is None:
-            views = self.unit.views(self.packed[bits].formats[layer], self._slots.buffer(slot))
-            self._views[layout, slot] = views
+    def _views_of(self, key: ExpertKey, slot: int) -> Views:
+        layout = self.packed[key.bits].layouts[key.layer][key.expert]
+        before, views = self._views.get(slot, (None, None))
+        if views is None or before is not layout:
+            views = self.unit.views(self._format_of(key), self._slots.buffer(slot))
+            self._views[slot] = layout, views
         return views
 
 
 class PackedExperts:
-    """One precision of a store: `extents[layer][expert]` and `formats[layer]`."""
+    """One precision of a store, by layer and expert: `extents`, formats (`of`) and `layouts` of slots, one object for
+    all that are alike. `formats`: of each layer's first expert. known: layouts that others have."""
 
-    def __init__(self, store: Store, key: str) -> None:
-        self.extents = [layer.extents for layer in store.precisions[key].layers]
-        self.formats = [store.expert_format(key, index) for index in range(len(store.layers))]
-
-
-def _numbered_layouts(packed: Mapping[int, PackedExperts]) -> dict[int, list[int]]:
-    """Precision → a number per layer, the same where slots are laid out alike, so that these share views."""
-    known: dict[Layout, int] = {}
-    return {
-        bits: [known.setdefault(form.slot, len(known)) for form in experts.formats] for bits, experts in packed.items()
-    }
+    def __init__(self, store: Store, key: str, known: dict[Layout, Layout]) -> None:
+        layers = store.precisions[key].layers
+        self.extents = [layer.extents for layer in layers]
+        self.of = [store.expert_formats(key, index) for index in range(len(layers))]
+        self.formats = [forms[0] for forms in self.of]
+        self.layouts = [[known.setdefault(form.slot, form.slot) for form in forms] for forms in self.of]

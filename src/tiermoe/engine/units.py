@@ -60,7 +60,7 @@ class WholeExperts:
         gate: ExpertGate,
         formats: Mapping[int, ExpertFormat],
         current: CurrentPass,
-        views_of: Callable[[int, int, int], Views],
+        views_of: Callable[[ExpertKey, int], Views],
         renormalise: bool,
     ) -> RunExperts:
         """What computes the experts of MoE layer `index`, which compute `gate` between their matrices; `formats` by
@@ -120,7 +120,7 @@ class ActiveNeurons:
         gate: ExpertGate,
         formats: Mapping[int, ExpertFormat],
         current: CurrentPass,
-        views_of: Callable[[int, int, int], Views],
+        views_of: Callable[[ExpertKey, int], Views],
         renormalise: bool,
     ) -> RunExperts:
         activation = gate.alone()

@@ -127,7 +127,7 @@ class Blueprint:
         in place."""
         if bits == OWN_BITS and unit == "expert" and self.own_experts is not None:
             return [
-                format_from_names(layer, bits, self.dtype, packed.encodings, packed.in_page)
+                format_from_names(layer, bits, self.dtype, packed.encodings, packed.in_page[0])
                 for layer, packed in zip(self.layers, self.own_experts.layers, strict=True)
             ]
         return [unit_format(unit, layer, bits, self.dtype, layout, quantizer) for layer in self.layers]

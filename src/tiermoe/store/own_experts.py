@@ -6,7 +6,7 @@ place of the expert's number, a tensor for each."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from tiermoe.quant.mixed import Halves, Values
 from tiermoe.quant.published import Published
 from tiermoe.quant.registry import Encoding, encoding_named
 from tiermoe.quant.transposed4 import Transposed4
-from tiermoe.store.layout import PAGE, ExpertFormat, format_from_names
+from tiermoe.store.layout import PAGE, format_from_names
 from tiermoe.store.store import PackedLayer, Precision
 from tiermoe.types import Extent, MoeLayer, Part, Segment
 
@@ -84,44 +84,33 @@ def _layer(checkpoint: OwnTypes, layer: MoeLayer, sources: Sources, dtype: torch
         name = _named(checkpoint, layer, part, sources.get(part.name, ()), dtype)
         if name is not None:
             names[part.name] = name
-    places = _places(format_from_names(layer, OWN_BITS, dtype, names))
-    in_page = {
-        part.name: _in_page(checkpoint.in_place(sources[part.name], 0, places[part.name]), places[part.name])
-        for part in layer.parts
-        if part.is_matrix
-    }
-    form = format_from_names(layer, OWN_BITS, dtype, names, in_page)
-    places = _places(form)
+    form = format_from_names(layer, OWN_BITS, dtype, names, {part.name: 0 for part in layer.parts if part.is_matrix})
+    places: dict[str, dict[str, int]] = {}
     sizes: dict[str, int] = {}
     for placed in form.stored.fields:
+        places.setdefault(placed.part, {})[placed.field.name] = placed.offset
         sizes[placed.part] = sizes.get(placed.part, 0) + placed.field.nbytes
-
-    def extent(expert: int) -> Extent:
+    packed = PackedLayer(names, [], [0.0] * layer.experts)
+    for expert in range(layer.experts):
         segments: list[Segment] = []
+        packed.in_page.append({})
         for part in layer.parts:
             found = checkpoint.in_place(sources[part.name], expert, places[part.name])
             if sum(segment.nbytes for segment in found) != sizes[part.name]:
                 raise _refused(checkpoint, layer, part, "matrices that do not end where their scales do", dtype)
+            if part.is_matrix:
+                packed.in_page[-1][part.name] = begins = _in_page(found)
+                found = [replace(segment, at=segment.at + begins) for segment in found]
             segments += found
-        return Extent(tuple(segments), "")
-
-    extents = [extent(expert) for expert in range(layer.experts)]
-    return PackedLayer(names, extents, [0.0] * layer.experts, in_page)
+        packed.extents.append(Extent(tuple(segments), ""))
+    return packed
 
 
-def _places(form: ExpertFormat) -> dict[str, dict[str, int]]:
-    """Part name → field name → its byte in a slot."""
-    places: dict[str, dict[str, int]] = {}
-    for placed in form.stored.fields:
-        places.setdefault(placed.part, {})[placed.field.name] = placed.offset
-    return places
-
-
-def _in_page(segments: Sequence[Segment], places: Mapping[str, int]) -> int:
-    """At which byte of a page a part must begin for the largest piece of the first expert's to lie in its pages as it
-    does in the file's. So do those of the others where a piece takes whole pages, as in most shapes and types."""
+def _in_page(segments: Sequence[Segment]) -> int:
+    """By how many bytes a part, placed where a page begins, must be moved for its largest piece to lie in its pages as
+    it does in the file's."""
     largest = max(segments, key=lambda segment: segment.nbytes)
-    begins = (largest.offset - (largest.at - min(places.values()))) % PAGE
+    begins = (largest.offset - largest.at) % PAGE
     return 0 if begins % _ALIGNED else begins
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +60,13 @@ def _suffix(bits: int, layout: str) -> str:
 @dataclass(slots=True)
 class PackedLayer:
     """One layer's experts in one precision. `extents` holds one entry an expert, `errors` each one's relative
-    quantisation error, `encodings` part name → encoding name (empty at 16 bits). `in_page`: as in `ExpertFormat`, of
-    a precision that is not kept in the table."""
+    quantisation error, `encodings` part name → encoding name (empty at 16 bits). `in_page`: as in `ExpertFormat`, an
+    entry an expert, or none: of a precision that is not kept in the table."""
 
     encodings: dict[str, str]
     extents: list[Extent]
     errors: list[float]
-    in_page: dict[str, int] = field(default_factory=dict)
+    in_page: list[dict[str, int]] = field(default_factory=list)
 
     def to_json(self, root: Path) -> dict[str, Any]:
         return {
@@ -156,12 +156,20 @@ class Store:
         self.precisions, self.dense = current.precisions | derived, current.dense
 
     def expert_format(self, key: str, layer: int) -> ExpertFormat:
-        """The format of MoE layer `layer` in precision `key`."""
+        """The format of MoE layer `layer` in precision `key`, of its first expert."""
         precision = self.precisions[key]
         packed, described = precision.layers[layer], (self.layers[layer], precision.bits, self.dtype)
         if is_neuron_key(key):
             return neuron_format_from_names(*described, packed.encodings)
-        return format_from_names(*described, packed.encodings, packed.in_page)
+        return format_from_names(*described, packed.encodings, packed.in_page[0] if packed.in_page else {})
+
+    def expert_formats(self, key: str, layer: int) -> list[ExpertFormat]:
+        """The format of each expert of a MoE layer: the same one of those that lie alike. All take as many bytes."""
+        first, packed = self.expert_format(key, layer), self.precisions[key].layers[layer]
+        known: dict[frozenset[tuple[str, int]], ExpertFormat] = {}
+        for in_page in packed.in_page:
+            known.setdefault(frozenset(in_page.items()), replace(first, in_page=in_page))
+        return [known[frozenset(each.items())] for each in packed.in_page] or [first] * len(packed.extents)
 
     def dense_format(self, key: str, name: str) -> ExpertFormat:
         """The format of a packed dense layer: one matrix called 'weight'."""
