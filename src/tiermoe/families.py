@@ -57,6 +57,7 @@ _TABLE = (
     Family("OLMoE", "olmoe", plain_router=True),
     Family("DeepSeek-V2", "deepseek_v2", latent_kv=True, normalised=False),
     Family("DeepSeek-V3", "deepseek_v3", latent_kv=True),
+    Family("DeepSeek-V3.2", "deepseek_v32", latent_kv=True),
     Family("DeepSeek-V4", "deepseek_v4", hash_table="tid2eid", normalised=True),
     Family("GLM4-MoE", "glm4_moe"),
     Family("GLM4-MoE-Lite", "glm4_moe_lite", latent_kv=True),
