@@ -50,7 +50,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "enable_moe_block": True, "top_k_experts": 3, "hidden_size_per_layer_input": 8, "global_head_dim": 32,
         "vocab_size_per_layer_input": 128,
     },
-    "glm_moe_dsa": _LATENT,
     "granitemoe_swa": {},
     "granitemoehybrid": {
         "layer_types": _THREE, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_chunk_size": 4,

@@ -28,7 +28,7 @@ NATIVE = {
 """Sizes that the native kernels take."""
 
 
-@pytest.mark.parametrize(("family", "most"), [("deepseek_v32", 6), ("deepseek_v32", 64)])
+@pytest.mark.parametrize(("family", "most"), [("deepseek_v32", 6), ("deepseek_v32", 64), ("glm_moe_dsa", 6)])
 def test_chunks_and_tokens_alone_agree_with_transformers(family: str, most: int, tmp_path: Path) -> None:
     """A prompt in chunks of 5, tokens that are verified and decoded after it; in a context that is longer than what is
     chosen, and in one that is not."""
@@ -46,7 +46,7 @@ def test_chunks_and_tokens_alone_agree_with_transformers(family: str, most: int,
     assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
 def test_of_equal_scores_the_same_are_chosen_as_where_transformers_decodes(family: str) -> None:
     """With one head, half of a token's scores are 0, and where its weight is negative those are the largest."""
     config = config_of(family, num_hidden_layers=1, index_n_heads=1, index_topk=5)
@@ -76,7 +76,7 @@ def test_of_equal_scores_the_same_are_chosen_as_where_transformers_decodes(famil
     assert [each[: at + 1].tolist() for at, each in enumerate(step.chosen)] == chosen
 
 
-@pytest.fixture(scope="module", params=["deepseek_v32"])
+@pytest.fixture(scope="module", params=["deepseek_v32", "glm_moe_dsa"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """At 4 bits, on native kernels."""
     if not native.available():

@@ -62,6 +62,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1, "head_dim": 16,
     },
     "glm4_moe_lite": {**_MLA, "n_routed_experts": 8, "num_experts_per_tok": 3},
+    "glm_moe_dsa": {
+        **_MLA, "n_routed_experts": 8, "num_experts_per_tok": 3, "index_topk": 6, "index_head_dim": 16,
+        "index_n_heads": 16, "indexer_types": ["full", "shared", "full"],
+    },
     "ernie4_5_moe": {
         "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2,
     },

@@ -61,6 +61,7 @@ _TABLE = (
     Family("DeepSeek-V4", "deepseek_v4", hash_table="tid2eid", normalised=True),
     Family("GLM4-MoE", "glm4_moe"),
     Family("GLM4-MoE-Lite", "glm4_moe_lite", latent_kv=True),
+    Family("GLM-MoE-DSA (GLM-5)", "glm_moe_dsa", latent_kv=True),
     Family("ERNIE 4.5", "ernie4_5_moe", normalised=True),
     Family("dots.llm1", "dots1"),
     Family("gpt-oss", "gpt_oss", normalised=True),

@@ -90,8 +90,9 @@ class Architecture:
     """One family. block: the name of a layer's feed-forward part; gate: of the router in it; shared: of its shared
     expert; correction: of the bias by which its router chooses, relative to the block. window: 'none', 'all' layers, or
     by 'layer' as config.layer_types says. index_turn: how the queries and keys of an `Indexer` are turned; None: there
-    is none. late_norm, centred_norm: `RootMeanSquare`. gated: `GroupedAttention`. Layers that config.layer_types calls
-    linear attention are `GatedDelta`."""
+    is none. A layer that config.indexer_types calls shared takes what was chosen before it. late_norm, centred_norm:
+    `RootMeanSquare`. gated: `GroupedAttention`. Layers that config.layer_types calls linear attention are
+    `GatedDelta`."""
 
     router: Callable[[Any], RouterRule]
     block: str = "mlp"
@@ -168,6 +169,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         turn="pairs",
         index_turn="halves",
     ),
+    "glm_moe_dsa": Architecture(
+        deepseek_v3_router,
+        shared="shared_experts",
+        correction="gate.e_score_correction_bias",
+        latent=True,
+        turn="pairs",
+        index_turn="pairs",
+    ),
 }
 
 
@@ -182,7 +191,9 @@ def decoder_for(config: Any, weights: Weights, dtype: torch.dtype, kv_bits: int 
 
 def decodes(config: Any) -> bool:
     """Whether `decoder_for` has a decoder for models with this config."""
-    return config.model_type in ARCHITECTURES and config.hidden_act in ACTIVATIONS and knows_rotary(config)
+    shared = (getattr(config, "indexer_types", None) or ["full"])[0] == "shared"  # with no layer before it
+    computes = config.hidden_act in ACTIVATIONS and knows_rotary(config) and not shared
+    return config.model_type in ARCHITECTURES and computes
 
 
 def _rotary_for(config: Any, dtype: torch.dtype) -> Rotary | None:
