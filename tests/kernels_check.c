@@ -333,7 +333,7 @@ static void attention(const Kernels *set) {
     static float results[2][QUERIES_HERE * (TILE_HEADER + VALUE)], in_order[2 * (TILE_HEADER + VALUE)];
     const size_t each = tile_result(VALUE);
     numbers(keys, ROOM * KEY, 1), numbers(values, ROOM * VALUE, 1), numbers(queries, QUERIES_HERE * KEY, 1);
-    const Positions positions = {keys, values, NULL, NULL, KEY, VALUE, KEY, VALUE, ROOM};
+    const Positions positions = {keys, values, NULL, NULL, KEY, VALUE, KEY, VALUE, ROOM, NULL};
     set->attend_tile(&positions, queries, QUERIES_HERE, 3, TILE, 0.1f, results[0]);
     set->attend_tile(&positions, queries, QUERIES_HERE, TILE, END, 0.1f, results[1]);
     for (int q = 0; q < QUERIES_HERE; q++) {
@@ -364,8 +364,8 @@ static void prompts(const Kernels *set, int coded) {
     for (int i = 0; i < ROOM * VALUE; i++) codes[0][i] = (int8_t)(bits() % 255 - 127), codes[1][i] = (int8_t)(bits() % 255 - 127);
     numbers(keys, ROOM * KEY, 1), numbers(values, ROOM * VALUE, 1), numbers(queries, COUNT * KEY, 1);
     for (int i = 0; i < ROOM; i++) scales[0][i] = to_bf16(0.01f + 1e-5f * (float)i), scales[1][i] = to_bf16(0.02f - 1e-5f * (float)i);
-    const Positions plain = {keys, values, NULL, NULL, KEY, VALUE, KEY, VALUE, ROOM};
-    const Positions short_ = {codes[0], codes[1], scales[0], scales[1], KEY, VALUE, KEY, VALUE, ROOM};
+    const Positions plain = {keys, values, NULL, NULL, KEY, VALUE, KEY, VALUE, ROOM, NULL};
+    const Positions short_ = {codes[0], codes[1], scales[0], scales[1], KEY, VALUE, KEY, VALUE, ROOM, NULL};
     const Positions *positions = coded ? &short_ : &plain;
     QueryRows rows = {.count = COUNT, .scale = 0.1f, .to = FIRST + COUNT};
     for (size_t r = 0; r < COUNT; r++) {

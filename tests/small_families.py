@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from tiny import make_random, write_tokenizer
+from tiny import CONFIGS, make_random, write_tokenizer
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 3,
@@ -42,7 +42,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 3, "hidden_size": 64},
     },
-    "deepseek_v32": _LATENT,
     "dots3_note_text": _LATENT,
     "exaone_moe": {"mlp_layer_types": _SPARSE},
     "flex_olmo": {},
@@ -51,7 +50,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "enable_moe_block": True, "top_k_experts": 3, "hidden_size_per_layer_input": 8, "global_head_dim": 32,
         "vocab_size_per_layer_input": 128,
     },
-    "glm_moe_dsa": _LATENT,
     "granitemoe_swa": {},
     "granitemoehybrid": {
         "layer_types": _THREE, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_chunk_size": 4,
@@ -123,8 +121,8 @@ configs."""
 
 def config_of(model_type: str, **changes: Any) -> Any:
     """A small config of a family."""
-    usual = _known(CONFIG_MAPPING[model_type], _SMALL)
-    return AutoConfig.for_model(model_type, **{**usual, **FAMILIES.get(model_type, {}), **changes})
+    usual, its = _known(CONFIG_MAPPING[model_type], _SMALL), FAMILIES.get(model_type) or CONFIGS.get(model_type, {})
+    return AutoConfig.for_model(model_type, **{**usual, **its, **changes})
 
 
 def larger_config(model_type: str) -> Any:

@@ -303,6 +303,34 @@ def test_a_ring_is_the_whole_cache(name: str, together: int, case: Callable[[str
     assert torch.equal(it.run(it.slabs(), together), it.run(ring, together))
 
 
+def test_a_token_reads_the_positions_that_are_chosen_for_it_alone(case: Callable[[str], Case]) -> None:
+    """More than a tile has: bit for bit what it computes where nothing else is there."""
+    it, own = case("deepseek_v3"), 290
+    others = torch.randperm(own, generator=torch.Generator().manual_seed(2))[:269].sort().values
+    kept, compact = it.slabs(), it.slabs()
+    it.run(kept, TOGETHER, 0, own)
+    compact.keys[0, 0, : len(others)] = kept.keys[0, 0, others]
+    left_out = torch.ones(LENGTH, dtype=torch.bool)
+    left_out[others] = False
+    kept.keys[0, 0, left_out] = torch.nan
+    at = torch.tensor([own])
+    chosen = torch.cat((others, at)).int()[None]
+    want = it.kernel(it.x[at], Step(at * 0, torch.tensor([len(others)]), it.cos[at], it.sin[at]), compact)
+    got = it.kernel(it.x[at], it.step(at).choosing(chosen), kept)
+    assert torch.equal(torch.stack(got), torch.stack(want))
+    first = torch.tensor([3])  # it has fewer positions than could be chosen
+    its = it.kernel(it.x[first], it.step(first).choosing(torch.arange(270).int()[None]), it_filled(it, 3))
+    assert torch.equal(its[0], it.kernel(it.x[first], it.step(first), it_filled(it, 3))[0])
+    with pytest.raises(ValueError, match="chosen position"):
+        it.kernel(it.x[at], it.step(at).choosing(chosen + 1), kept)
+
+
+def it_filled(it: Case, end: int) -> Slabs:
+    slabs = it.slabs()
+    it.run(slabs, TOGETHER, 0, end)
+    return slabs
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss, window"])
 def test_padding_on_the_left_is_not_looked_at(name: str, case: Callable[[str], Case]) -> None:
     """A sequence from position `pad` on, rotated as from 0 on, is the one without padding but for the order of sums."""

@@ -23,6 +23,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
         "head_dim": 64, "q_lora_rank": None,
     },
+    "deepseek_v32": {
+        "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
+        "q_lora_rank": 64, "index_head_dim": 128, "index_topk": 12,
+    },
 }  # fmt: skip
 """Families whose attention the kernel takes, with what their configs differ in."""
 

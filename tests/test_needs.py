@@ -71,7 +71,7 @@ def test_a_cache_needs_what_it_allocates(kind: str, window: int | None) -> None:
     assert [each.shape for each in sizes] == decoder.shapes
     cache = decoder.new_cache(2, 40, 6)
     assert isinstance(cache, KVCache)
-    taken = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
+    taken = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values, *cache.index_keys))
     if cache.recurrent is not None:
         taken += sum(tensor.nbytes for kept in cache.recurrent.tensors.values() for tensor in kept.values())
     its = needs(decoder.shapes, Workload(40, 6, 2, 2, 1))

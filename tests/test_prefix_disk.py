@@ -30,6 +30,7 @@ from tiny import write
 NATIVE = {"hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32}
 GIB = 1 << 30
 WHOLE, LATENT, SLIDING = LayerShape(2, 4, 6), LayerShape(1, 12, 0), LayerShape(2, 4, 4, window=20)
+INDEXED = LayerShape(1, 12, 0, index_columns=8)
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +177,7 @@ def full(*shapes: LayerShape, bits: int = 16, length: int = 150) -> KVCache:
     """A cache whose slab 0 holds so many random positions."""
     cache = empty(*shapes, bits=bits)
     assert cache.open() == 0
-    for tensors in (cache.keys, cache.values, cache.key_scales, cache.value_scales):
+    for tensors in (cache.keys, cache.values, cache.key_scales, cache.value_scales, cache.index_keys):
         for tensor in tensors:
             tensor.copy_(torch.randint(-99, 99, tensor.shape).to(tensor.dtype))
     cache.wrote(0, length)
@@ -188,7 +189,8 @@ def on(cache: KVCache, root: Path, warned: list[str] | None = None, size: int = 
 
 
 @pytest.mark.parametrize(
-    ("shapes", "bits"), [((WHOLE,), 8), ((LATENT,), 16), ((WHOLE, SLIDING), 16), ((SLIDING, WHOLE), 8)]
+    ("shapes", "bits"),
+    [((WHOLE,), 8), ((INDEXED, LATENT), 16), ((WHOLE, SLIDING), 16), ((SLIDING, WHOLE), 8)],
 )
 @pytest.mark.parametrize("length", [10, BLOCK, 150])
 def test_every_kind_of_cache_comes_back(shapes: tuple[LayerShape, ...], bits: int, length: int, tmp_path: Path) -> None:
@@ -203,7 +205,7 @@ def test_every_kind_of_cache_comes_back(shapes: tuple[LayerShape, ...], bits: in
     assert disk.fill(stored, slab)
     disk.close(0)
     assert fresh.length(slab) == length
-    for name in ("keys", "values", "key_scales", "value_scales"):
+    for name in ("keys", "values", "key_scales", "value_scales", "index_keys"):
         for layer, tensor in enumerate(getattr(cache, name)):
             window, room = cache.shapes[layer].window, tensor.shape[2]
             needed = torch.arange(max(0, length - (window or length)), length) % room

@@ -45,6 +45,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 5, "intermediate_size": 32},
     "deepseek_v2": {**_MLA, "n_routed_experts": 8, "num_experts_per_tok": 3, "topk_method": "greedy"},
     "deepseek_v3": {**_MLA, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1},
+    "deepseek_v32": {
+        **_MLA, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1, "index_topk": 6,
+        "index_head_dim": 16, "index_n_heads": 16,
+    },
     "deepseek_v4": {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "head_dim": 16,
         "num_key_value_heads": 1, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2, "index_n_heads": 2,
@@ -58,6 +62,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1, "head_dim": 16,
     },
     "glm4_moe_lite": {**_MLA, "n_routed_experts": 8, "num_experts_per_tok": 3},
+    "glm_moe_dsa": {
+        **_MLA, "n_routed_experts": 8, "num_experts_per_tok": 3, "index_topk": 6, "index_head_dim": 16,
+        "index_n_heads": 16, "indexer_types": ["full", "shared", "full"],
+    },
     "ernie4_5_moe": {
         "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2,
     },

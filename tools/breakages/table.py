@@ -107,6 +107,20 @@ BREAKAGES = (
         ("tests/test_delta.py",),
     ),
     Breakage(
+        "a fork leaves an indexer's keys behind",
+        "src/tiermoe/model/kv_cache.py",
+        '"value_scales": self.value_scales, "index_keys": self.index_keys,',
+        '"value_scales": self.value_scales,',
+        ("tests/test_sparse_attention.py",),
+    ),
+    Breakage(
+        "an indexer chooses positions behind a token's own",
+        "src/tiermoe/model/indexer.py",
+        "torch.matmul(queries[token], keys[:positions].T)",
+        "torch.matmul(queries[token], keys.T)",
+        ("tests/test_sparse_attention.py",),
+    ),
+    Breakage(
         "a recurrent state is taken for one of any length",
         "src/tiermoe/model/kv_cache.py",
         "not length or length in self.recurrent.ends(slab)",

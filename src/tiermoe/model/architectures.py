@@ -17,7 +17,9 @@ from tiermoe.model.decoder import Decoder, Layer
 from tiermoe.model.delta import GatedDelta, LinearSizes
 from tiermoe.model.feed_forward import ACTIVATIONS, DenseBlock, MoeBlock
 from tiermoe.model.few_tokens import few_tokens_form
+from tiermoe.model.indexer import Indexer, IndexerSizes
 from tiermoe.model.latent import LatentAttention, LatentSizes
+from tiermoe.model.linear import PlainLinear
 from tiermoe.model.linear_attention import delta_sizes, gated_delta, is_linear
 from tiermoe.model.norms import LayerNorm, Norm, RootMeanSquare
 from tiermoe.model.rotary import TURNS, Rotary, knows_rotary, rotary_of, yarn_scale
@@ -87,8 +89,10 @@ def ernie_router(config: Any) -> RouterRule:
 class Architecture:
     """One family. block: the name of a layer's feed-forward part; gate: of the router in it; shared: of its shared
     expert; correction: of the bias by which its router chooses, relative to the block. window: 'none', 'all' layers, or
-    by 'layer' as config.layer_types says. late_norm, centred_norm: `RootMeanSquare`. gated: `GroupedAttention`. Layers
-    that config.layer_types calls linear attention are `GatedDelta`."""
+    by 'layer' as config.layer_types says. index_turn: how the queries and keys of an `Indexer` are turned; None: there
+    is none. A layer that config.indexer_types calls shared takes what was chosen before it. late_norm, centred_norm:
+    `RootMeanSquare`. gated: `GroupedAttention`. Layers that config.layer_types calls linear attention are
+    `GatedDelta`."""
 
     router: Callable[[Any], RouterRule]
     block: str = "mlp"
@@ -104,6 +108,7 @@ class Architecture:
     centred_norm: bool = False
     gated: bool = False
     norm_all_heads: bool = False
+    index_turn: str | None = None
     scales: tuple[str, ...] = ()
     """Names of the config's multipliers that are in use (Granite)."""
 
@@ -156,6 +161,22 @@ ARCHITECTURES: dict[str, Architecture] = {
         latent=True,
         turn="pairs",
     ),
+    "deepseek_v32": Architecture(
+        deepseek_v3_router,
+        shared="shared_experts",
+        correction="gate.e_score_correction_bias",
+        latent=True,
+        turn="pairs",
+        index_turn="halves",
+    ),
+    "glm_moe_dsa": Architecture(
+        deepseek_v3_router,
+        shared="shared_experts",
+        correction="gate.e_score_correction_bias",
+        latent=True,
+        turn="pairs",
+        index_turn="pairs",
+    ),
 }
 
 
@@ -170,7 +191,9 @@ def decoder_for(config: Any, weights: Weights, dtype: torch.dtype, kv_bits: int 
 
 def decodes(config: Any) -> bool:
     """Whether `decoder_for` has a decoder for models with this config."""
-    return config.model_type in ARCHITECTURES and config.hidden_act in ACTIVATIONS and knows_rotary(config)
+    shared = (getattr(config, "indexer_types", None) or ["full"])[0] == "shared"  # with no layer before it
+    computes = config.hidden_act in ACTIVATIONS and knows_rotary(config) and not shared
+    return config.model_type in ARCHITECTURES and computes
 
 
 def _rotary_for(config: Any, dtype: torch.dtype) -> Rotary | None:
@@ -196,14 +219,21 @@ def attention_sizes(config: Any, has: Callable[[str], bool]) -> list[GroupedSize
     if architecture is None or not decodes(config):
         return None
     if architecture.latent:
-        layer = LatentSizes(
-            config.num_attention_heads,
-            config.qk_nope_head_dim,
-            config.qk_rope_head_dim,
-            config.v_head_dim,
-            config.kv_lora_rank,
-        )
-        return [layer] * int(config.num_hidden_layers)
+        indexer = None
+        if architecture.index_turn is not None:
+            indexer = IndexerSizes(config.index_n_heads, config.index_head_dim, config.index_topk)
+        return [
+            LatentSizes(
+                config.num_attention_heads,
+                config.qk_nope_head_dim,
+                config.qk_rope_head_dim,
+                config.v_head_dim,
+                config.kv_lora_rank,
+                indexer,
+                _indexes(architecture, config, index),
+            )
+            for index in range(config.num_hidden_layers)
+        ]
     return [
         LinearSizes(delta_sizes(config))
         if is_linear(config, index)
@@ -225,6 +255,12 @@ def _window(architecture: Architecture, config: Any, index: int) -> int | None:
         architecture.window == "layer" and config.layer_types[index] == "sliding_attention"
     )
     return int(window) if window and slides else None
+
+
+def _indexes(architecture: Architecture, config: Any, index: int) -> bool:
+    """Whether a layer has an indexer of its own."""
+    kinds = getattr(config, "indexer_types", None)
+    return architecture.index_turn is not None and (kinds is None or kinds[index] == "full")
 
 
 class _Builder:
@@ -254,12 +290,14 @@ class _Builder:
         before, after = (self._norm(f"{prefix}.{name}_layernorm") for name in ("input", "post_attention"))
         multiplier = self._scale("residual_multiplier")
         few = few_tokens_form(before, attention, after, rotary.columns, multiplier)
-        return Layer(before, attention, after, self._feed_forward(f"{prefix}.{self._of.block}"), multiplier, few)
+        indexer = self._indexer(f"{prefix}.self_attn") if _indexes(self._of, self._config, index) else None
+        feed_forward = self._feed_forward(f"{prefix}.{self._of.block}")
+        return Layer(before, attention, after, feed_forward, multiplier, few, indexer)
 
     def _attention(self, prefix: str, index: int) -> GroupedAttention | LatentAttention | GatedDelta:
         if is_linear(self._config, index):
             return gated_delta(self._config, self._weights, f"{prefix}.linear_attn")
-        return self._latent(prefix) if self._of.latent else self._grouped(prefix, index)
+        return self._latent(prefix, index) if self._of.latent else self._grouped(prefix, index)
 
     def _scale(self, name: str) -> float:
         return float(getattr(self._config, name)) if name in self._of.scales else 1.0
@@ -296,11 +334,12 @@ class _Builder:
             gated=self._of.gated,
         )
 
-    def _latent(self, prefix: str) -> LatentAttention:
+    def _latent(self, prefix: str, index: int) -> LatentAttention:
         config, weights, part = self._config, self._weights, f"{prefix}.self_attn"
         plain, rotary = config.qk_nope_head_dim, config.qk_rope_head_dim
         narrow = config.q_lora_rank is not None
-        interleaved = self._of.turn != "pairs" or getattr(config, "rope_interleave", True)
+        asks = self._of.turn == "pairs" and self._of.index_turn is None
+        interleaved = getattr(config, "rope_interleave", True) if asks else True
         return LatentAttention(
             query=weights.linear(f"{part}.q_b_proj" if narrow else f"{part}.q_proj"),
             narrow_query=weights.linear(f"{part}.q_a_proj") if narrow else None,
@@ -316,6 +355,25 @@ class _Builder:
             latent_columns=config.kv_lora_rank,
             scale=yarn_scale(config.rope_parameters, (plain + rotary) ** -0.5),
             turn=TURNS[self._of.turn if interleaved else "halves"],
+            index_columns=config.index_head_dim if _indexes(self._of, config, index) else 0,
+        )
+
+    def _indexer(self, part: str) -> Indexer:
+        config, weights = self._config, self._weights
+        weigh = weights.linear(f"{part}.indexer.weights_proj")
+        norm = f"{part}.indexer.k_norm"
+        return Indexer(
+            narrow=weights.linear(f"{part}.q_a_proj"),
+            narrow_norm=self._norm(f"{part}.q_a_layernorm", _NARROW_EPSILON),
+            query=weights.linear(f"{part}.indexer.wq_b"),
+            key=weights.linear(f"{part}.indexer.wk"),
+            key_norm=LayerNorm(weights.tensor(f"{norm}.weight"), weights.tensor(f"{norm}.bias"), _NARROW_EPSILON),
+            weigh=weigh,
+            heads=config.index_n_heads,
+            columns=config.index_head_dim,
+            most=config.index_topk,
+            turn=TURNS[self._of.index_turn or "halves"],
+            weigh_in=weigh.packed.fields["weight"].dtype if isinstance(weigh, PlainLinear) else self._dtype,
         )
 
     def _feed_forward(self, part: str) -> MoeBlock | DenseBlock:

@@ -14,6 +14,7 @@ from tiermoe.kernels.native.few_tokens_attention import FewTokensAttention
 from tiermoe.model.attention import GroupedAttention
 from tiermoe.model.delta import GatedDelta
 from tiermoe.model.feed_forward import DenseBlock, Experts, MoeBlock
+from tiermoe.model.indexer import Indexer
 from tiermoe.model.kv_cache import KVCache, LayerShape
 from tiermoe.model.latent import LatentAttention
 from tiermoe.model.linear import Linear
@@ -26,7 +27,8 @@ from tiermoe.model.step import Step
 @dataclass(frozen=True, slots=True)
 class Layer:
     """Norm, attention, residual, norm, feed-forward part, residual. multiplier: of what is added (Granite). few: the
-    first four for few tokens in one native call, where the kernel takes them."""
+    first four for few tokens in one native call, where the kernel takes them. indexer: says before what the tokens
+    attend to."""
 
     norm_before: Norm
     attention: GroupedAttention | LatentAttention | GatedDelta
@@ -34,9 +36,12 @@ class Layer:
     feed_forward: MoeBlock | DenseBlock
     multiplier: float = 1.0
     few: FewTokensAttention | None = None
+    indexer: Indexer | None = None
 
     def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
         """x (T, H) → (T, H)."""
+        if self.indexer is not None:
+            self.indexer(self.norm_before(x), index, step)
         if self.few is not None and step.native is not None:
             x, normed = self.few(x, step.native, step.cache.native(index))
         else:
@@ -52,12 +57,14 @@ class Layer:
             attention=wrap(self.attention),
             feed_forward=self.feed_forward.watched(wrap),
             few=None if self.few is None else wrap(self.few),
+            indexer=None if self.indexer is None else wrap(self.indexer),
         )
 
     @property
     def by_row(self) -> bool:
         """Whether a token's values do not depend on the others of a call of few tokens."""
-        return self.few is not None and self.feed_forward.by_row
+        indexes = self.indexer is None or self.indexer.by_row
+        return self.few is not None and self.feed_forward.by_row and indexes
 
 
 class Decoder:

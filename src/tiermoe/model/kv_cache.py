@@ -21,19 +21,21 @@ from tiermoe.types import Need, Phase, Workload
 @dataclass(frozen=True, slots=True)
 class LayerShape:
     """What one layer keeps of a token: `heads` of `key_columns` and `value_columns`. window: so many last positions are
-    attended to; None: all. state: what it keeps of a whole sequence instead."""
+    attended to; None: all. state: what it keeps of a whole sequence instead. index_columns: of a key of an indexer
+    (`indexer.py`), one a token; layers with one have no window."""
 
     heads: int
     key_columns: int
     value_columns: int
     window: int | None = None
     state: StateShape | None = None
+    index_columns: int = 0
 
     def row_bytes(self, itemsize: int, bits: int = 16) -> int:
         """Bytes of a position: in values of `itemsize` bytes, or as codes of 8 bits with a scale for each."""
         if bits == 8:
             return self.heads * (self.key_columns + self.value_columns + 2 * SCALE_BYTES)
-        return self.heads * (self.key_columns + self.value_columns) * itemsize
+        return (self.heads * (self.key_columns + self.value_columns) + self.index_columns) * itemsize
 
     def room(self, context: int, step: int) -> int:
         """Positions that are kept at once: all of the context, or the window and the tokens of a step."""
@@ -58,8 +60,9 @@ class KVCache:
 
     `keys[layer]` (slabs, heads, room, key columns) and `values[layer]` alike: position p lies at p % room. A layer
     whose room is smaller than the context keeps its window alone. Where `bits` is 8 they are codes, int8, and
-    `key_scales[layer]` and `value_scales[layer]` (slabs, heads, room, 1) are theirs (`kv_codes`). A layer with a state
-    has no heads here; its states are in `recurrent`, None where no layer has one."""
+    `key_scales[layer]` and `value_scales[layer]` (slabs, heads, room, 1) are theirs (`kv_codes`). `index_keys[layer]`
+    (slabs, 1, room, index columns) are those of indexers, where some layer has one. A layer with a state has no heads
+    here; its states are in `recurrent`, None where no layer has one."""
 
     def __init__(
         self,
@@ -75,6 +78,7 @@ class KVCache:
         self.values: list[Tensor] = []
         self.key_scales: list[Tensor] = []
         self.value_scales: list[Tensor] = []
+        self.index_keys: list[Tensor] = []
         self._lengths = [0] * slabs
         self._furthest = [0] * slabs  # how far positions were ever written: what lies in a ring
         self._free = list(reversed(range(slabs)))
@@ -82,6 +86,7 @@ class KVCache:
         self._native: dict[int, Slabs] = {}
         states = {layer: shape.state for layer, shape in enumerate(shapes) if shape.state is not None}
         self.recurrent = RecurrentStates(states, slabs, dtype) if states else None
+        indexed = any(shape.index_columns for shape in shapes)
         for shape in shapes:
             each = slabs, shape.heads, shape.room(context, step)
             held = dtype if bits == 16 else torch.int8
@@ -90,13 +95,15 @@ class KVCache:
             if bits == 8:
                 self.key_scales.append(torch.empty((*each, 1), dtype=torch.bfloat16))
                 self.value_scales.append(torch.empty((*each, 1), dtype=torch.bfloat16))
+            if indexed:
+                self.index_keys.append(torch.empty((slabs, 1, each[2], shape.index_columns), dtype=dtype))
 
     @property
     def _kept(self) -> dict[str, list[Tensor]]:
         """Name → what is kept of each layer."""
         return {
             "keys": self.keys, "values": self.values,
-            "key_scales": self.key_scales, "value_scales": self.value_scales,
+            "key_scales": self.key_scales, "value_scales": self.value_scales, "index_keys": self.index_keys,
         }  # fmt: skip
 
     def open(self) -> int:

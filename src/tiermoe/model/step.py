@@ -29,7 +29,8 @@ class Span:
 class Step:
     """A batch with its tensors. positions, slabs: int64 (T); cos, sin: (T, columns) in the model's dtype. native: what
     the attention kernel is told of few tokens. states: of each row where its recurrent state before and after the step
-    lies, in a cache that has them; pieces: what the kernel of linear attention is told."""
+    lies, in a cache that has them; pieces: what the kernel of linear attention is told. longest: tokens of the longest
+    sequence, with the step's. chosen: what an indexer chose (`choose`)."""
 
     def __init__(self, batch: Batch, cache: KVCache, rotary: Rotary) -> None:
         self.cache = cache
@@ -39,8 +40,9 @@ class Step:
             self.spans.append(Span(row, begin, begin + len(row.tokens)))
         self.positions = torch.tensor(batch.positions)
         self.slabs = torch.tensor(batch.slabs)
-        longest = max(row.end for row in batch.rows)
-        self.cos, self.sin = rotary.at(self.positions, longest)
+        self.longest = max(row.end for row in batch.rows)
+        self.cos, self.sin = rotary.at(self.positions, self.longest)
+        self.chosen: Tensor | None = None
         self.native = self._native() if len(batch.tokens) <= FEW_TOKENS else None
         kept = cache.recurrent
         self.states = [] if kept is None else [kept.begin(row.slab, row.first) for row in batch.rows]
@@ -50,6 +52,13 @@ class Step:
     @property
     def tokens(self) -> int:
         return self.spans[-1].end
+
+    def choose(self, chosen: Tensor | None) -> None:
+        """From here on a token attends to these positions of its sequence alone: int32 (T, most), ascending, of a token
+        with fewer the first so many. None: to all."""
+        if self.native is not None and (chosen is not None or self.chosen is not None):
+            self.native = self.native.choosing(chosen)
+        self.chosen = chosen
 
     def _native(self) -> NativeStep | None:
         """What the attention kernel is told of the tokens; None where no kernel can run."""

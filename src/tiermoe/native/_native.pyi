@@ -165,7 +165,18 @@ def slabs(
     ring: bool,
     /,
 ) -> bytes: ...
-def step(tokens: int, slabs: int, positions: int, first: int, cos: int, sin: int, rotary_columns: int, /) -> bytes: ...
+def step(
+    tokens: int,
+    slabs: int,
+    positions: int,
+    first: int,
+    cos: int,
+    sin: int,
+    rotary_columns: int,
+    chosen: int,
+    most: int,
+    /,
+) -> bytes: ...
 def workspace(attention: bytes, step: bytes, slabs: bytes, threads: int, /) -> int: ...
 def attend(
     attention: bytes, step: bytes, slabs: bytes, workspace: int, x: int, out: int, normed: int, threads: int, /

@@ -14,6 +14,12 @@ static size_t blocks(const Projection *projection) { return matrix_blocks(&proje
 
 static size_t hidden(const Attention *layer) { return layer->output.matrix.rows; }
 
+/* The last of the positions that a token attends to, counted among the chosen ones where there are such. */
+static size_t last_of(const Step *step, size_t token) {
+    const size_t position = (size_t)step->positions[token];
+    return step->chosen && position >= step->most ? step->most - 1 : position;
+}
+
 /* The first position that a token attends to. */
 static size_t begin_of(const Attention *layer, const Step *step, size_t token) {
     const size_t position = (size_t)step->positions[token], first = step->first ? (size_t)step->first[token] : 0;
@@ -24,7 +30,7 @@ static size_t first_tile(const Attention *layer, const Step *step, size_t token)
     return begin_of(layer, step, token) / TILE;
 }
 
-static size_t last_tile(const Step *step, size_t token) { return (size_t)step->positions[token] / TILE; }
+static size_t last_tile(const Step *step, size_t token) { return last_of(step, token) / TILE; }
 
 void step_measure(Step *step) {
     step->spread = 0;
@@ -34,6 +40,16 @@ void step_measure(Step *step) {
             const size_t distance = (size_t)(apart < 0 ? -apart : apart);
             if (step->slabs[a] == step->slabs[b] && distance > step->spread) step->spread = distance;
         }
+}
+
+static const char *chosen_misfit(const Attention *layer, const Step *step) {
+    if (layer->window || step->first || !step->most) return "chosen positions beside a window or padding, or none";
+    for (size_t t = 0; t < step->tokens; t++)
+        for (size_t i = 0; i <= last_of(step, t); i++) {
+            const int32_t chosen = step->chosen[t * step->most + i];
+            if (chosen < 0 || chosen > step->positions[t]) return "a chosen position that is negative or beyond the token's own";
+        }
+    return NULL;
 }
 
 const char *attention_misfit(const Attention *layer, const Step *step, const Slabs *slabs) {
@@ -53,7 +69,7 @@ const char *attention_misfit(const Attention *layer, const Step *step, const Sla
         if (step->first && (step->first[t] < 0 || step->first[t] > position))
             return "a first position that is negative or beyond the token's own";
     }
-    return NULL;
+    return step->chosen ? chosen_misfit(layer, step) : NULL;
 }
 
 Positions slab_positions(const Slabs *slabs, size_t slab, size_t kv_head) {
@@ -199,7 +215,8 @@ static void attend(void *data, size_t thread, size_t task) {
     Positions positions = slab_positions(slabs, (size_t)job->step->slabs[token], kv_head);
     if (layer->latent_columns)
         positions.values = positions.keys, positions.value_columns = layer->latent_columns, positions.value_stride = width;
-    const size_t tile = work->tile * TILE, position = (size_t)job->step->positions[token];
+    if (job->step->chosen) positions.chosen = job->step->chosen + token * job->step->most;
+    const size_t tile = work->tile * TILE, position = last_of(job->step, token);
     (void)thread;
     kernels->attend_tile(&positions, job->query + (token * layer->heads + head) * width, count,
                          larger(tile, begin_of(layer, job->step, token)),

@@ -47,6 +47,9 @@ typedef struct {
     const bf16 *cos, *sin;            /* (tokens, rotary_columns) */
     size_t rotary_columns;
     size_t spread; /* the most positions between two tokens of one sequence */
+    const int32_t *chosen; /* (tokens, most): what a token attends to instead of all up to its own position, ascending: the
+                            * first `most` of its row, of a token with fewer positions as many as it has; NULL: all */
+    size_t most;
 } Step;
 
 /* Fills in `spread`. */

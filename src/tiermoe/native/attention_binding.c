@@ -82,11 +82,12 @@ PyObject *attention_slabs(PyObject *self, PyObject *args) {
 }
 
 PyObject *attention_step(PyObject *self, PyObject *args) {
-    Address slabs, positions, first, cos, sin;
-    Py_ssize_t tokens, rotary;
+    Address slabs, positions, first, cos, sin, chosen;
+    Py_ssize_t tokens, rotary, most;
     (void)self;
-    if (!PyArg_ParseTuple(args, "nKKKKKn", &tokens, &slabs, &positions, &first, &cos, &sin, &rotary)) return NULL;
-    Step step = {(size_t)tokens, at(slabs), at(positions), at(first), at(cos), at(sin), (size_t)rotary, 0};
+    if (!PyArg_ParseTuple(args, "nKKKKKnKn", &tokens, &slabs, &positions, &first, &cos, &sin, &rotary, &chosen, &most))
+        return NULL;
+    Step step = {(size_t)tokens, at(slabs), at(positions), at(first), at(cos), at(sin), (size_t)rotary, 0, at(chosen), (size_t)most};
     step_measure(&step);
     return give(&step, sizeof step);
 }

@@ -21,7 +21,7 @@ PyObject *attention_attend_prompt(PyObject *self, PyObject *args);
          "slabs(keys, values, key_scales, value_scales, slabs, kv_heads, room, key_columns, value_columns, ring) -> bytes" \
          " of a Slabs"},                                                                                                \
         {"step", attention_step, METH_VARARGS,                                                                          \
-         "step(tokens, slabs, positions, first, cos, sin, rotary_columns) -> bytes of a Step"},                          \
+         "step(tokens, slabs, positions, first, cos, sin, rotary_columns, chosen, most) -> bytes of a Step"},                          \
         {"workspace", attention_room, METH_VARARGS,                                                                     \
          "workspace(attention, step, slabs, threads) -> bytes that attend needs; ValueError where they do not fit"},     \
         {"attend", attention_attend, METH_VARARGS, "attend(attention, step, slabs, workspace, x, out, normed, threads)"}, \

@@ -13,14 +13,15 @@ enum {
     TILE_HEADER = 16,  /* floats of a query's result before its sums: the largest score, the sum of weights */
 };
 
-/* Keys and values of one sequence and head: position p lies in row p % room. Rows are bfloat16, or, where there are
- * scales, signed codes of 8 bits that a row's scale multiplies. */
+/* Keys and values of one sequence and head: position p lies in row p % room, or in row chosen[p]. Rows are bfloat16, or,
+ * where there are scales, signed codes of 8 bits that a row's scale multiplies. */
 typedef struct {
     const void *keys, *values;
     const bf16 *key_scales, *value_scales; /* of each row; NULL: rows of bfloat16 */
     size_t key_columns, value_columns;     /* multiples of 32, with scales at most MOST_CODED */
     size_t key_stride, value_stride;       /* values from one row to the next */
     size_t room;
+    const int32_t *chosen; /* NULL: all rows */
 } Positions;
 
 enum { MOST_CODED = 256 }; /* columns of a row of codes */
@@ -28,11 +29,13 @@ enum { MOST_CODED = 256 }; /* columns of a row of codes */
 /* Where the rows of a tile begin. */
 typedef struct {
     size_t first, room, count;
+    const int32_t *chosen;
 } TileRows;
 
 /* The row of a tile's position i; beyond the last one: that one again. */
 static inline size_t tile_row(const TileRows *rows, size_t i) {
     const size_t at = rows->first + (i < rows->count ? i : rows->count - 1);
+    if (rows->chosen) return (size_t)rows->chosen[at];
     return at < rows->room ? at : at - rows->room;
 }
 

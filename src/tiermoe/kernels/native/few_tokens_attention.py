@@ -76,9 +76,20 @@ class Step:
     positions max(first, position - window + 1) .. position of its slab, those that the step writes included. Tokens of
     one slab have different positions. Serves all layers that rotate alike.
 
+    chosen int32 (T, most): a token attends to these positions of its slab alone, ascending, of one with fewer than
+    `most` positions to the first so many of its row; None: to all.
+
     ValueError: of another dtype, shape or layout. Keeps the tensors alive; they must not change while it is used."""
 
-    def __init__(self, slabs: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, first: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        slabs: Tensor,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        first: Tensor | None = None,
+        chosen: Tensor | None = None,
+    ) -> None:
         self.tokens = slabs.numel()
         whole = [slabs, positions] if first is None else [slabs, positions, first]
         if any(each.dtype != torch.int64 or each.shape != (self.tokens,) or not each.is_contiguous() for each in whole):
@@ -89,11 +100,20 @@ class Step:
             raise ValueError(f"cos and sin must be contiguous bfloat16 ({self.tokens}, rotary columns)")
         if cos.shape != sin.shape:
             raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} differ")
+        if chosen is not None and (chosen.dtype != torch.int32 or not chosen.is_contiguous() or chosen.ndim != 2):
+            raise ValueError(f"chosen must be contiguous int32 ({self.tokens}, positions)")
+        if chosen is not None and len(chosen) != self.tokens:
+            raise ValueError(f"positions are chosen for {len(chosen)} of {self.tokens} tokens")
         self._held = (slabs, positions, cos, sin, first)
+        self._chosen = chosen
         self.packed = _native.step(
             self.tokens, slabs.data_ptr(), positions.data_ptr(), address(first), cos.data_ptr(), sin.data_ptr(),
-            cos.shape[1],
+            cos.shape[1], address(chosen), 0 if chosen is None else chosen.shape[1],
         )  # fmt: skip
+
+    def choosing(self, chosen: Tensor | None) -> Step:
+        """The same tokens, of which each attends to what is `chosen` for it."""
+        return Step(*self._held, chosen)
 
 
 class FewTokensAttention:

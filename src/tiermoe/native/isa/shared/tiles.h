@@ -93,13 +93,13 @@ static void weigh_queries(const Positions *positions, const TileRows *rows, cons
 #undef WEIGH
 }
 
-/* Up to MOST_QUERIES. */
+/* Up to MOST_QUERIES. Nothing is fetched ahead of chosen rows: they do not follow each other. */
 static void attend_few(const Positions *positions, const TileRows *rows, const bf16 *queries, size_t count, float scale,
                        const float (*scales)[TILE], bf16 *room, float *results) {
     const size_t stride = tile_result(positions->value_columns);
     float scores[MOST_QUERIES][TILE] __attribute__((aligned(64)));
     bf16 weights[MOST_QUERIES][TILE] __attribute__((aligned(64)));
-    const TileRows in_room = {0, TILE, rows->count}, *at = room ? &in_room : rows;
+    const TileRows in_room = {0, TILE, rows->count, NULL}, *at = room ? &in_room : rows;
     const Ahead values = ahead_of(positions->values, positions->value_stride, room != NULL, rows->first);
     const Ahead next_keys = ahead_of(positions->keys, positions->key_stride, room != NULL, rows->first + rows->count);
     Positions here = *positions;
@@ -107,13 +107,14 @@ static void attend_few(const Positions *positions, const TileRows *rows, const b
         here.keys = unpacked(positions->keys, positions->key_stride, positions->key_columns, rows, room);
         here.key_stride = positions->key_columns;
     }
-    score_queries(&here, at, queries, count, scale, scores, &values);
+    score_queries(&here, at, queries, count, scale, scores, rows->chosen ? NULL : &values);
     for (size_t q = 0; q < count; q++) soften(scores[q], rows->count, scales, weights[q], results + q * stride);
     if (room) {
         here.values = unpacked(positions->values, positions->value_stride, positions->value_columns, rows, room);
         here.value_stride = positions->value_columns;
     }
-    weigh_queries(&here, at, (const bf16(*)[TILE])weights, count, results + TILE_HEADER, stride, &next_keys);
+    weigh_queries(&here, at, (const bf16(*)[TILE])weights, count, results + TILE_HEADER, stride,
+                  rows->chosen ? NULL : &next_keys);
 }
 
 static void attend_codes(const Positions *positions, const TileRows *rows, const bf16 *queries, size_t count, float scale,
@@ -126,7 +127,7 @@ static void attend_codes(const Positions *positions, const TileRows *rows, const
 
 static void attend(const Positions *positions, const bf16 *queries, size_t count, size_t begin, size_t end, float scale,
                    float *results) {
-    const TileRows rows = {begin % positions->room, positions->room, end - begin};
+    const TileRows rows = {begin % positions->room, positions->room, end - begin, positions->chosen};
     if (positions->key_scales)
         attend_codes(positions, &rows, queries, count, scale, results);
     else

@@ -1,0 +1,125 @@
+"""Attention to positions that an indexer chooses, against transformers' eager code and in other company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from native_experts import checkpoint
+from small_engines import engine_of, tokens
+from tiermoe import native
+from tiermoe.batch import Batch, decode, prompt, verify
+from tiermoe.model.architectures import decoder_for
+from tiermoe.model.rotary import rotary_of
+from tiermoe.model.step import Step
+from tiermoe.model.weights import ModuleWeights
+from tiny import auto_class, config_of, make_random, oracle, write
+
+MOST = 12
+NATIVE = {
+    "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
+    "q_lora_rank": 64, "index_head_dim": 128, "index_topk": MOST, "intermediate_size": 128,
+}  # fmt: skip
+"""Sizes that the native kernels take."""
+
+
+@pytest.mark.parametrize(("family", "most"), [("deepseek_v32", 6), ("deepseek_v32", 64), ("glm_moe_dsa", 6)])
+def test_chunks_and_tokens_alone_agree_with_transformers(family: str, most: int, tmp_path: Path) -> None:
+    """A prompt in chunks of 5, tokens that are verified and decoded after it; in a context that is longer than what is
+    chosen, and in one that is not."""
+    engine = engine_of(
+        write(tmp_path, family, torch.float32, index_topk=most), bits=16, dense_bits=16, chunk=5, context=32
+    )
+    ids = tokens(18)
+    cache = engine.new_cache()
+    slab = cache.open()
+    rows = [prompt(slab, ids[:12]), verify(slab, 12, ids[12:15]), *(decode(slab, at, ids[at]) for at in range(15, 18))]
+    mine = torch.cat([engine.step(Batch((row,)), cache, every=True) for row in rows])
+    engine.close()
+    with torch.no_grad():
+        theirs = oracle(tmp_path, family, torch.float32)(torch.tensor([ids])).logits[0]
+    assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_of_equal_scores_the_same_are_chosen_as_where_transformers_decodes(family: str) -> None:
+    """With one head, half of a token's scores are 0, and where its weight is negative those are the largest."""
+    config = config_of(family, num_hidden_layers=1, index_n_heads=1, index_topk=5)
+    torch.manual_seed(0)
+    model = auto_class(family).from_config(config, dtype=torch.float32).eval()
+    make_random(model)
+    attention, length = model.model.layers[0].self_attn, 40
+    x, kept, chosen = torch.randn(length, config.hidden_size), DynamicCache(config=config), []
+    with torch.no_grad():
+        narrow = attention.q_a_layernorm(attention.q_a_proj(x))
+        for at in range(length):
+            turns = model.model.rotary_emb(x[None], position_ids=torch.tensor([[at]]))
+            its = slice(at, at + 1)
+            mask = torch.zeros(1, 1, at + 1)
+            found = attention.indexer(x[None, its], narrow[None, its], turns, mask, None, past_key_values=kept)
+            chosen.append(sorted(found[0, 0].tolist()))
+        decoder = decoder_for(config, ModuleWeights(model), torch.float32)
+        rotary = rotary_of(config, config.qk_rope_head_dim, torch.float32)
+        assert decoder is not None
+        assert rotary is not None
+        cache = decoder.new_cache(1, length, length)
+        step = Step(Batch((prompt(cache.open(), range(length)),)), cache, rotary)
+        indexer = decoder.layers[0].indexer
+        assert indexer is not None
+        indexer(x, 0, step)
+    assert step.chosen is not None
+    assert [each[: at + 1].tolist() for at, each in enumerate(step.chosen)] == chosen
+
+
+@pytest.fixture(scope="module", params=["deepseek_v32", "glm_moe_dsa"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """At 4 bits, on native kernels."""
+    if not native.available():
+        pytest.skip("needs the native kernels")
+    directory = checkpoint(tmp_path_factory.mktemp("sparse"), request.param, **NATIVE)
+    made = engine_of(directory, bits=4, dense_bits=4, context=128)
+    assert made.steps.decoder.verifies
+    yield made
+    made.close()
+
+
+def alone(engine: Any, ids: list[int], read: int) -> torch.Tensor:
+    """Logits (len(ids) - read, vocabulary) after each token beyond the first `read`, decoded one by one."""
+    cache = engine.new_cache()
+    slab = cache.open()
+    engine.step(Batch((prompt(slab, ids[:read]),)), cache)
+    return torch.cat([engine.step(Batch((decode(slab, at, ids[at]),)), cache) for at in range(read, len(ids))])
+
+
+def test_tokens_have_the_bits_that_each_has_alone(engine: Any, tmp_path: Path) -> None:
+    """Verified at once, beside a sequence that is shorter than what is chosen, in a fork and in a sequence that was
+    saved."""
+    ids, short = tokens(50), tokens(MOST - 2, seed=2)
+    want, theirs = alone(engine, ids, 8), alone(engine, short, len(short) - 1)
+    cache = engine.new_cache(4)
+    slab, other = cache.open(), cache.open()
+    engine.step(Batch((prompt(slab, ids[:8]),)), cache)
+    assert torch.equal(engine.step(Batch((verify(slab, 8, ids[8:]),)), cache, every=True), want)
+    engine.step(Batch((prompt(other, short[:-1]),)), cache)
+    cache.crop(slab, 40)
+    fork = cache.fork(slab)
+    cache.save(slab, tmp_path / "sequence")
+    both = Batch((decode(slab, 40, ids[40]), decode(other, len(short) - 1, short[-1])))
+    assert torch.equal(engine.step(both, cache), torch.cat((want[32:33], theirs)))
+    for each in (fork, cache.load(tmp_path / "sequence")):
+        assert torch.equal(engine.step(Batch((decode(each, 40, ids[40]),)), cache), want[32:33])
+
+
+def test_a_long_prompt_is_near_its_tokens_read_one_by_one(engine: Any) -> None:
+    """More tokens than the kernel for few takes, of which some attend to all before them."""
+    ids = tokens(100)
+    cache = engine.new_cache()
+    found = engine.step(Batch((prompt(cache.open(), ids),)), cache, every=True)
+    want = alone(engine, ids, 1)
+    error = (found[1:] - want).float().norm(dim=-1) / want.float().norm(dim=-1)
+    assert error.median() < 0.1  # routers and indexers may decide near ties otherwise
