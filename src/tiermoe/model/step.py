@@ -27,11 +27,12 @@ class Span:
 
 
 class Step:
-    """A batch with its tensors. positions, slabs: int64 (T); cos, sin: (T, columns) in the model's dtype. native: what
-    the attention kernel is told of few tokens. states: of each row where its recurrent state before and after the step
+    """A batch with its tensors. positions, slabs: int64 (T); angles: of each rotary embedding cos and sin, (T, columns)
+    in the model's dtype; cos, sin: those of the first. native: what the attention kernel is told of few tokens, which
+    turns by the first. states: of each row where its recurrent state before and after the step
     lies, in a cache that has them; pieces: what the kernel of linear attention is told."""
 
-    def __init__(self, batch: Batch, cache: KVCache, rotary: Rotary) -> None:
+    def __init__(self, batch: Batch, cache: KVCache, *rotaries: Rotary) -> None:
         self.cache = cache
         self.spans: list[Span] = []
         for row in batch.rows:
@@ -40,7 +41,8 @@ class Step:
         self.positions = torch.tensor(batch.positions)
         self.slabs = torch.tensor(batch.slabs)
         longest = max(row.end for row in batch.rows)
-        self.cos, self.sin = rotary.at(self.positions, longest)
+        self.angles = [rotary.at(self.positions, longest) for rotary in rotaries]
+        self.cos, self.sin = self.angles[0]
         self.native = self._native() if len(batch.tokens) <= FEW_TOKENS else None
         kept = cache.recurrent
         self.states = [] if kept is None else [kept.begin(row.slab, row.first) for row in batch.rows]
