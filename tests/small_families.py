@@ -70,7 +70,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "kolibri1": {},
     "laguna": {},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "llama4_text": {"intermediate_size_mlp": 64, "num_experts_per_tok": 1, "attention_chunk_size": 64},
     "longcat_flash": {
         **_LATENT, "num_layers": 2, "ffn_hidden_size": 64, "moe_topk": 3, "zero_expert_num": 4,
@@ -97,7 +96,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "solar_open": {},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }  # fmt: skip
-"""model_type → config entries. (Those of `tiny.CONFIGS` are tested by `test_parity`.)"""
+"""model_type → config entries. (Those of `tiny.CONFIGS` are tested by `test_parity`; Gemma 4
+is there without embeddings of each layer, and has a decoder of ours.)"""
 
 
 _SMALL_PART: dict[str, Any] = {
@@ -107,7 +107,7 @@ _SMALL_PART: dict[str, Any] = {
 
 LARGER: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "aria": ("aria_text", {}, {}),
-    "gemma4": ("gemma4_text", {}, {}),
+    "gemma4": ("gemma4_text", {"hidden_size_per_layer_input": 0}, {}),
     "glm4v_moe": ("glm4v_moe_text", {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}, {}),
     "llama4": ("llama4_text", {}, {}),
     "minimax_m3_vl": ("minimax_m3_vl_text", {}, {}),

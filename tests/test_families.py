@@ -75,7 +75,7 @@ def test_layers_whose_weights_code_computes_with_stay(model_type: str, kept: str
     ours.tiermoe.close()
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "gemma4_text", "jamba", "kimi_linear", "lfm2_moe"])
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "gemma4_text", "jamba", "kimi_linear"])
 def test_the_cache_takes_what_the_model_says_of_itself(model_type: str) -> None:
     """Tensors of a real cache, against what a pass on the meta device measured."""
     torch.manual_seed(0)

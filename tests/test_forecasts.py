@@ -9,7 +9,10 @@ import pytest
 import torch
 
 import tiermoe
+from small_engines import engine_of
+from tiermoe.batch import Batch, decode, prompt
 from tiermoe.engine.forecasts import PassForecasts
+from tiermoe.model.routers import Router
 from tiermoe.model.shells import routers_of
 from tiny import write
 
@@ -43,6 +46,28 @@ def test_the_next_two_routers_say_what_they_would_choose(family: str, tmp_path: 
                 k = routers[target].top_k
                 assert [expert for expert, _ in ranked[:k]] == choice(routers[target], hidden)
     model.tiermoe.close()
+
+
+def test_what_routers_are_given_is_what_later_ones_are_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 4's take the residual stream, its experts a norm of it."""
+    directory = write(tmp_path, "gemma4_text", torch.float32)
+    engine = engine_of(directory, bits=16, dense_bits=16, preset="mixtral-offload", cache="50%")
+    given: list[torch.Tensor] = []
+    asked: list[torch.Tensor] = []
+    forecaster, route = engine.forecaster, Router.route
+    ranked = forecaster.ranked_ahead
+    monkeypatch.setattr(Router, "route", lambda self, hidden: given.append(hidden) or route(self, hidden))
+    monkeypatch.setattr(forecaster, "ranked_ahead", lambda layer, hidden: asked.append(hidden) or ranked(layer, hidden))
+    cache = engine.new_cache()
+    slab = cache.open()
+    engine.step(Batch((prompt(slab, [5, 6, 7]),)), cache)
+    for at in range(3, 9):
+        engine.step(Batch((decode(slab, at, 8),)), cache)
+    assert asked
+    assert all(any(its is other for other in given) for its in asked)
+    engine.close()
 
 
 def test_one_product_serves_two_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from tiermoe.config import settings
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import load_blueprint, resolve_for, start, starts_lean
 from tiermoe.errors import StoreError
-from tiermoe.kernels.gates import ClampedGate, gate_name, gate_named, silu_gate
+from tiermoe.kernels.gates import ClampedGate, gate_name, gate_named, gelu_gate, silu_gate
 from tiermoe.model import blueprint as blueprint_module
 from tiermoe.model import prepare_store, skeleton
 from tiermoe.model.architectures import ARCHITECTURES
@@ -208,6 +208,7 @@ def test_families_without_a_decoder_are_not_started_so(case: Callable[..., Case]
     [
         ("qwen3_moe", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
         ("olmoe", {"hidden_act": "gelu_new"}),
+        ("gemma4_text", {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}),
         ("olmoe", {"hidden_act": "gelu"}),  # which the decoder takes, but whose experts' gate has no name
     ],
 )
@@ -319,7 +320,8 @@ def test_checkpoints_that_were_moved_are_not_started_so(case: Callable[..., Case
 def test_gates_have_names() -> None:
     for gate in (ClampedGate(7.0, 1.7), ClampedGate(7.0, 1.7, halves=True)):
         assert gate_named(json.loads(json.dumps(gate_name(gate)))) == gate
-    assert gate_named(gate_name(silu_gate) or ()) is silu_gate
+    for gate in (silu_gate, gelu_gate):
+        assert gate_named(gate_name(gate) or ()) is gate
     assert gate_name(torch.nn.functional.silu) is None
     with pytest.raises(ValueError, match="no gate"):
         gate_named(("another",))

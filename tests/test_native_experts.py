@@ -15,7 +15,7 @@ from tiermoe.kernels.expert import (
     expert_kernel,
     weighted_sum,
 )
-from tiermoe.kernels.gates import ClampedGate, silu_gate
+from tiermoe.kernels.gates import ClampedGate, gelu_gate, silu_gate
 from tiermoe.kernels.native.experts import GatedExperts, gated_experts
 from tiermoe.kernels.native.moe_block import MoeBlock
 from tiermoe.kernels.native.router import Router, Scoring, route
@@ -38,6 +38,7 @@ GATES = {
     "silu": silu_gate,
     "clamped": ClampedGate(7.0, 1.702),
     "clamped halves": ClampedGate(7.0, 1.702, halves=True),
+    "gelu": gelu_gate,
 }
 
 

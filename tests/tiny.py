@@ -21,6 +21,8 @@ _LINEAR = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
 
+_SCALES = ("router.scale", "per_expert_scale", "operator_norm.weight", "q_layernorm.weight")
+
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
@@ -57,6 +59,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     },
+    "gemma4_text": {
+        "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32, "head_dim": 16,
+        "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "sliding_window": 6,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 20.0,
+    },
     "glm4_moe": {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
         "n_shared_experts": 1, "head_dim": 16,
@@ -72,6 +80,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "dots1": {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
         "n_shared_experts": 1, "norm_topk_prob": True, "sliding_window": 6, "max_window_layers": 2,
+    },
+    "lfm2_moe": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention", "conv"], "routed_scaling_factor": 1.5,
     },
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 64, "head_dim": 16},
     "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32},
@@ -115,11 +127,15 @@ def make_random(model: Any) -> None:
                 torch.nn.init.normal_(parameter, std=0.15)
             elif "bias" in name or not parameter.any():  # norms that add one
                 torch.nn.init.normal_(parameter, std=0.05)
+            elif name.endswith(_SCALES) or "feedforward_layernorm" in name:
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
         for name, buffer in model.named_buffers():
             if name.endswith("tid2eid"):
                 buffer.copy_(torch.rand(len(buffer), model.config.num_local_experts).argsort(1)[:, : buffer.shape[1]])
-            elif name.endswith("e_score_correction_bias"):
+            elif name.endswith(("e_score_correction_bias", "expert_bias")):
                 torch.nn.init.normal_(buffer, std=0.05)
+            elif name.endswith("layer_scalar"):
+                buffer.fill_(0.75)
 
 
 def write_tokenizer(directory: Path, vocabulary: int = 128) -> None:

@@ -64,6 +64,8 @@ _TABLE = (
     Family("GLM-MoE-DSA (GLM-5)", "glm_moe_dsa", latent_kv=True),
     Family("ERNIE 4.5", "ernie4_5_moe", normalised=True),
     Family("dots.llm1", "dots1"),
+    Family("LFM2-MoE", "lfm2_moe"),
+    Family("Gemma 4", "gemma4_text", normalised=True),
     Family("gpt-oss", "gpt_oss", normalised=True),
     Family("GraniteMoE", "granitemoe", normalised=True),
     Family("MiniMax-M2", "minimax_m2", normalised=True),

@@ -135,6 +135,20 @@ BREAKAGES = (
         ("tests/test_delta.py",),
     ),
     Breakage(
+        "a short convolution keeps the inputs before its last ones",
+        "src/tiermoe/model/short_convolution.py",
+        "inputs[new] = whole[end - self._kept : end]",
+        "inputs[new] = whole[end - self._kept - 1 : end - 1]",
+        ("tests/test_short_convolution.py",),
+    ),
+    Breakage(
+        "routers of Gemma 4 take what its experts take",
+        "src/tiermoe/model/feed_forward.py",
+        "experts.route(self.moe.router, residual)",
+        "experts.route(self.moe.router, self.norm_before_experts(residual))",
+        ("tests/test_parity.py",),
+    ),
+    Breakage(
         "what a head attends to passes its gate whole",
         "src/tiermoe/model/attention.py",
         "attended if gates is None else attended * torch.sigmoid(gates)",

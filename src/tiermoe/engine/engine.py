@@ -53,11 +53,12 @@ class Model:
 
 
 class ServedExperts:
-    """The experts of a MoE layer as decoders and transformers' modules call them. `run` computes them. chooses: which
-    run, instead of the router alone."""
+    """The experts of a MoE layer as decoders and transformers' modules call them. `run` computes them. asked: told what
+    a router of our own is given. chooses: which run, instead of the router alone."""
 
-    def __init__(self, run: RunExperts, chooses: Route | None = None) -> None:
+    def __init__(self, run: RunExperts, asked: Callable[[torch.Tensor], None], chooses: Route | None = None) -> None:
         self.run = run
+        self._asked = asked
         self._chooses = chooses
 
     @property
@@ -68,6 +69,7 @@ class ServedExperts:
         return self.run(hidden, index, weights)
 
     def route(self, router: Router, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self._asked(hidden)
         return router.route(hidden) if self._chooses is None else self._chooses(router, hidden)
 
     def block(self, router: Router, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
@@ -91,7 +93,9 @@ class Engine:
         renormalise = self._blueprint.family.renormalises(self.config)
         chooses = routes(self.current, model.decoder, len(self.gates))
         self.layers = [
-            ServedExperts(service.experts(index, gate, self.current, renormalise), chooses[index])
+            ServedExperts(
+                service.experts(index, gate, self.current, renormalise), self.forecaster.asked, chooses[index]
+            )
             for index, gate in enumerate(self.gates)
         ]
         if self.scheduler.settles:

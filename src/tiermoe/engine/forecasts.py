@@ -80,11 +80,17 @@ class Forecaster:
         rows = zip(layers, experts.tolist(), weights.tolist(), strict=True)
         return {layer: list(zip(chosen, gates, strict=True)) for layer, chosen, gates in rows}
 
+    def asked(self, hidden: torch.Tensor) -> None:
+        """A router of our own is given `hidden` (T, H)."""
+        self._asked = hidden
+
     def given(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the router of the layer that runs was given, (T, H): `hidden`, its experts' input, where it is one of
-        our own."""
+        """What the router of the layer that runs was given, (T, H): `hidden`, its experts' input, where nobody has
+        said."""
         asked, self._asked = self._asked, None
-        return hidden if asked is None else asked.reshape(-1, asked.shape[-1])
+        if asked is None:
+            return hidden
+        return asked if asked.ndim == 2 else asked.reshape(-1, asked.shape[-1])
 
     def close(self) -> None:
         """Takes its hooks off the model's routers."""

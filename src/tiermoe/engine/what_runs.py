@@ -11,7 +11,7 @@ from tiermoe import native
 from tiermoe.kernels import cpu_kernels
 from tiermoe.kernels.native.matrix import matrix_form
 from tiermoe.memory.needs import formats_of
-from tiermoe.model.architectures import ARCHITECTURES, decodes
+from tiermoe.model.architectures import ARCHITECTURES, not_computed
 from tiermoe.model.blueprint import Blueprint
 from tiermoe.quant.registry import cpu_layout
 from tiermoe.systems.resolved import Resolved
@@ -50,11 +50,8 @@ def _why_transformers(blueprint: Blueprint, asked: str, device: str) -> str:
         return "tiermoe's own decoders compute on a CPU"
     if blueprint.family.encoder_decoder or config.model_type not in ARCHITECTURES:
         return f"tiermoe has no decoder of its own for {config.model_type}"
-    if not decodes(config):
-        rotary = getattr(config, "rope_parameters", None) or {}
-        kind = rotary.get("rope_type", "unknown")
-        return f"tiermoe's decoder does not compute this config: {config.hidden_act}, rotary embedding '{kind}'"
-    return ""
+    lacking = not_computed(config)
+    return f"tiermoe's decoder does not compute this config: {lacking}" if lacking else ""
 
 
 def _kernels(blueprint: Blueprint, resolved: Resolved) -> str:

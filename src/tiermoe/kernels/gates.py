@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,15 @@ def silu_gate(gate_up: Tensor) -> Tensor:
     cost more than the operations for a single token."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
+
+
+gelu_tanh: Callable[[Tensor], Tensor] = partial(torch.nn.functional.gelu, approximate="tanh")
+
+
+def gelu_gate(gate_up: Tensor) -> Tensor:
+    """(M, 2 I) → (M, I): the usual gate with GELU by tanh (Gemma 4)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu_tanh(gate) * up
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +51,8 @@ def gate_name(gate: Gate) -> tuple[Any, ...] | None:
     """What `gate_named` makes the gate of; None for one that is not of this module."""
     if gate is silu_gate:
         return ("silu",)
+    if gate is gelu_gate:
+        return ("gelu_tanh",)
     if isinstance(gate, ClampedGate):
         return ("clamped in halves" if gate.halves else "clamped", gate.limit, gate.alpha)
     return None
@@ -56,6 +68,8 @@ def gate_named(name: Sequence[Any]) -> Gate:
     match tuple(name):
         case ("silu",):
             return silu_gate
+        case ("gelu_tanh",):
+            return gelu_gate
         case ("clamped", limit, alpha):
             return ClampedGate(float(limit), float(alpha))
         case ("clamped in halves", limit, alpha):

@@ -13,12 +13,13 @@ from tiermoe.config import Settings
 from tiermoe.errors import ConfigError
 from tiermoe.kernels import decoded_bytes
 from tiermoe.model import cache_probe, generic, kv_cache
-from tiermoe.model.architectures import attention_sizes
+from tiermoe.model.architectures import AttentionSizes, attention_sizes
 from tiermoe.model.attention import GroupedSizes
 from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.delta import LinearSizes
 from tiermoe.model.latent import LatentSizes
 from tiermoe.model.rotary import table_bytes
+from tiermoe.model.short_convolution import ConvolutionSizes
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.types import Need, Phase, Workload
 
@@ -46,9 +47,7 @@ def decoder_needs(
     return its + _layer_needs(blueprint, formats, settings, load, columns)
 
 
-def sizes_of(
-    blueprint: Blueprint, settings: Settings, device: str
-) -> Sequence[GroupedSizes | LatentSizes | LinearSizes] | None:
+def sizes_of(blueprint: Blueprint, settings: Settings, device: str) -> Sequence[AttentionSizes] | None:
     """Of each layer of our own decoder, what its attention asks memory for; None where transformers' code runs."""
     if settings.decoder == "generic" or blueprint.family.encoder_decoder or device != "cpu":
         return None
@@ -57,7 +56,7 @@ def sizes_of(
 
 def sizes_for(
     option: str, flag: str, lacking: str, blueprint: Blueprint, settings: Settings, device: str
-) -> Sequence[GroupedSizes | LatentSizes | LinearSizes]:
+) -> Sequence[AttentionSizes]:
     """`sizes_of`. ConfigError where transformers' code runs: `option` is not for it, whose cache `lacking` tells of;
     leave `flag` out."""
     sizes = sizes_of(blueprint, settings, device)
@@ -70,20 +69,21 @@ def sizes_for(
 
 
 def expanding_needs(blueprint: Blueprint, settings: Settings, device: str) -> list[Need]:
-    """Dense weights that a decoder makes of others and keeps for the native kernels: latent attention's, and taps of
-    convolutions."""
-    sizes = sizes_of(blueprint, settings, device)
-    if sizes is None or blueprint.dtype != torch.bfloat16 or not native.available():
-        return []
-    latents = sum(each.expanding_bytes for each in sizes if isinstance(each, LatentSizes))
-    taps = sum(each.taps_bytes for each in sizes if isinstance(each, LinearSizes))
+    """Dense weights that a decoder makes of others and keeps: taps of convolutions, and for the native kernels latent
+    attention's."""
+    sizes = sizes_of(blueprint, settings, device) or []
+    by_kernels = blueprint.dtype == torch.bfloat16 and native.available()
+    latents = sum(each.expanding_bytes for each in sizes if by_kernels and isinstance(each, LatentSizes))
+    taps = sum(
+        each.taps_bytes
+        for each in sizes
+        if isinstance(each, ConvolutionSizes) or (by_kernels and isinstance(each, LinearSizes))
+    )
     made = (("matrices that expand latents", latents), ("convolutions' taps", taps))
     return [Need("dense", held, Phase.RUNNING, what) for what, held in made if held]
 
 
-def _attention_needs(
-    blueprint: Blueprint, sizes: Sequence[GroupedSizes | LatentSizes | LinearSizes], load: Workload
-) -> list[Need]:
+def _attention_needs(blueprint: Blueprint, sizes: Sequence[AttentionSizes], load: Workload) -> list[Need]:
     """One layer's attention, of one sequence after the other, or of few tokens by the native kernel. Each kind of layer
     keeps a workspace of its own."""
     hidden = int(blueprint.config.hidden_size)
@@ -91,9 +91,13 @@ def _attention_needs(
     kinds = [[each for each in sizes if type(each) is kind] for kind in {type(each) for each in sizes}]
     many = sum(max(each.prompt_bytes(load, blueprint.dtype) for each in alike) for alike in kinds)
     few = max(each.few_tokens_bytes(load.tokens, load.context, load.threads, widest) for each in sizes)
-    columns = max(each.rotary_columns for each in sizes)
+    turned: dict[int, int] = {}
+    for each in sizes:
+        its = each.rotary if isinstance(each, GroupedSizes) else 0
+        turned[its] = max(turned.get(its, 0), each.rotary_columns)
+    tables = sum(table_bytes(load.context, columns, load.itemsize) for columns in turned.values())
     return [
-        Need("activations", table_bytes(load.context, columns, load.itemsize), Phase.RUNNING, "angles of positions"),
+        Need("activations", tables, Phase.RUNNING, "angles of positions"),
         Need("activations", many, Phase.RUNNING, "attention"),
         Need("activations", few, Phase.RUNNING, "attention of few tokens"),
     ]

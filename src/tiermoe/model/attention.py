@@ -32,6 +32,10 @@ class GroupedSizes:
     window: int | None = None
     sinks: bool = False
     gated: bool = False
+    rotary: int = 0
+    """Which of a decoder's rotary embeddings turns it."""
+    in_one_call: bool = True
+    """Whether the native kernel could compute it with what surrounds it, for few tokens."""
 
     @property
     def shape(self) -> LayerShape:
@@ -62,6 +66,8 @@ class GroupedSizes:
 
     def few_tokens_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
         """Of the native kernel."""
+        if not self.in_one_call:
+            return 0
         gates = 2 * min(tokens, FEW_TOKENS) * self.heads * self.columns if self.gated else 0
         return gates + few_tokens_workspace(
             tokens, self.window or positions, threads, (self.heads, self.kv_heads, self.columns, self.columns),
@@ -81,11 +87,12 @@ class GroupedAttention:
 
     sinks (heads): logits that join each softmax and have no value (gpt-oss). clip: bound of the projections (OLMoE).
     gated: `query` gives each head a gate behind its query, by whose sigmoid what it attends to is multiplied
-    (Qwen3-Next)."""
+    (Qwen3-Next). value None: values are what `key` gives, before it is normed and turned; value_norm: of a head (Gemma
+    4). rotary: which of the step's angles turn it."""
 
     query: Linear
     key: Linear
-    value: Linear
+    value: Linear | None
     output: Linear
     heads: int
     kv_heads: int
@@ -99,6 +106,8 @@ class GroupedAttention:
     sinks: Tensor | None = None
     clip: float | None = None
     gated: bool = False
+    value_norm: Norm | None = None
+    rotary: int = 0
 
     @property
     def shape(self) -> LayerShape:
@@ -108,9 +117,12 @@ class GroupedAttention:
         """x (T, H), normed → (T, H). Writes the tokens' keys and values into the step's cache."""
         query, gates = self._gates(self.query(x))
         query = self._projected(query, self.heads, self.query_norm)
-        key = self._projected(self.key(x), self.kv_heads, self.key_norm)
-        value = self._clipped(self.value(x)).view(-1, self.kv_heads, self.columns)
-        query, key = self.turn(query, step.cos, step.sin), self.turn(key, step.cos, step.sin)
+        keys = self.key(x)
+        value = self._clipped(keys if self.value is None else self.value(x)).view(-1, self.kv_heads, self.columns)
+        value = value if self.value_norm is None else self.value_norm(value)
+        key = self._projected(keys, self.kv_heads, self.key_norm)
+        cos, sin = step.angles[self.rotary]
+        query, key = self.turn(query, cos, sin), self.turn(key, cos, sin)
         attended = torch.empty_like(query)
         for span in step.spans:
             write(step.cache, layer, span.row, key[span.begin : span.end], value[span.begin : span.end])

@@ -13,7 +13,7 @@ from tiermoe.batch import Batch
 from tiermoe.kernels.native.few_tokens_attention import FewTokensAttention
 from tiermoe.model.attention import GroupedAttention
 from tiermoe.model.delta import GatedDelta
-from tiermoe.model.feed_forward import DenseBlock, Experts, MoeBlock
+from tiermoe.model.feed_forward import DenseBlock, Experts, MoeBlock, SideBySide
 from tiermoe.model.indexer import Indexer
 from tiermoe.model.kv_cache import KVCache, LayerShape
 from tiermoe.model.latent import LatentAttention
@@ -21,22 +21,27 @@ from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
 from tiermoe.model.rotary import Rotary
 from tiermoe.model.routers import Router
+from tiermoe.model.short_convolution import ShortConvolution
 from tiermoe.model.step import Step
+
+Attention = GroupedAttention | LatentAttention | GatedDelta | ShortConvolution
+"""What a layer relates tokens by."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """Norm, attention, residual, norm, feed-forward part, residual. multiplier: of what is added (Granite). few: the
     first four for few tokens in one native call, where the kernel takes them. indexer: says before what the tokens
-    attend to."""
+    attend to. norm_attended: of what attention gives, before it is added (Gemma 4)."""
 
     norm_before: Norm
-    attention: GroupedAttention | LatentAttention | GatedDelta
+    attention: Attention
     norm_after: Norm
-    feed_forward: MoeBlock | DenseBlock
+    feed_forward: MoeBlock | DenseBlock | SideBySide
     multiplier: float = 1.0
     few: FewTokensAttention | None = None
     indexer: Indexer | None = None
+    norm_attended: Norm | None = None
 
     def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
         """x (T, H) → (T, H)."""
@@ -46,6 +51,7 @@ class Layer:
             x, normed = self.few(x, step.native, step.cache.native(index))
         else:
             attended = self.attention(self.norm_before(x), index, step)
+            attended = attended if self.norm_attended is None else self.norm_attended(attended)
             x = x + (attended if self.multiplier == 1 else attended * self.multiplier)
             normed = self.norm_after(x)
         return self.feed_forward.add(normed, x, self.multiplier)
@@ -68,7 +74,8 @@ class Layer:
 
 
 class Decoder:
-    """A model's `layers` with the embedding before and the output layer behind them."""
+    """A model's `layers` with the embedding before and the output layer behind them. softcap: logits are this times
+    tanh of their share of it (Gemma 4)."""
 
     rows_together = True
 
@@ -78,21 +85,23 @@ class Decoder:
         layers: Sequence[Layer],
         norm: Norm,
         head: Linear,
-        rotary: Rotary,
+        rotaries: Sequence[Rotary],
         dtype: torch.dtype,
         embedding_scale: float = 1.0,
         logits_divisor: float = 1.0,
         kv_bits: int = 16,
+        softcap: float | None = None,
     ) -> None:
         self._embedding = embedding
         self.layers = list(layers)
         self._norm = norm
         self._head = head
-        self._rotary = rotary
+        self._rotaries = list(rotaries)
         self._dtype = dtype
         self._embedding_scale = embedding_scale
         self._logits_divisor = logits_divisor
         self._kv_bits = kv_bits
+        self._softcap = softcap
 
     @property
     def rewinds(self) -> bool:
@@ -139,7 +148,7 @@ class Decoder:
     def step(self, batch: Batch, cache: KVCache, every: bool = False) -> Tensor:
         """Runs a batch: writes its tokens' keys, values and states into `cache` and returns the logits
         (rows, vocabulary) of each row's last token, or of every token (T, vocabulary)."""
-        step = Step(batch, cache, self._rotary)
+        step = Step(batch, cache, *self._rotaries)
         x = self._embedding(torch.tensor(batch.tokens))
         if self._embedding_scale != 1:
             x = x * self._embedding_scale
@@ -150,7 +159,9 @@ class Decoder:
         if not every and len(batch.rows) < step.tokens:
             x = x[batch.last]
         logits = self._head(self._norm(x))
+        if self._softcap is not None:
+            return torch.tanh(logits / self._softcap) * self._softcap
         return logits if self._logits_divisor == 1 else logits / self._logits_divisor
 
     def _moe_blocks(self) -> list[MoeBlock]:
-        return [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoeBlock)]
+        return [block for layer in self.layers if (block := layer.feed_forward.moe) is not None]

@@ -9,7 +9,7 @@ from torch.nn.functional import silu
 
 from tiermoe.errors import ModelError
 from tiermoe.kernels.expert import Activation
-from tiermoe.kernels.gates import gate_named
+from tiermoe.kernels.gates import gate_named, gelu_tanh
 from tiermoe.store.outline import Outline
 
 
@@ -39,6 +39,8 @@ class NamedGate:
     def alone(self) -> Activation:
         if self._name == ("silu",):
             return silu
+        if self._name == ("gelu_tanh",):
+            return gelu_tanh
         raise refused(self._name[0])
 
 

@@ -124,7 +124,8 @@ class Face:
         return MoeCausalLMOutputWithPast(logits=_laid_out(asked, logits), past_key_values=cache)
 
     def _plain(self, given: dict[str, Any]) -> Asked | None:
-        more = {name for name, value in given.items() if name not in _ANSWERED and value is not False}
+        asks = {name for name, value in given.items() if value is not False and not _is_empty(value)}
+        more = asks - _ANSWERED
         ids, keep, cache = given.get("input_ids"), given.get("logits_to_keep", 0), given.get("past_key_values")
         if more - {"return_dict"} or given.get("return_dict") is False or not isinstance(keep, int):
             return None
@@ -142,6 +143,11 @@ class Face:
             return None
         returned = bool(given.get("use_cache", self._use_cache))
         return Asked(_batch_of(ids, cache), cache, ids.shape[1], keep, returned)
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether it holds nothing, as what was made of pictures does where there are none."""
+    return isinstance(value, dict) and not value
 
 
 def takes_own_cache(generation_config: Any, model_kwargs: dict[str, Any]) -> bool:

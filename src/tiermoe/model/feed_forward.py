@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tiermoe.kernels.gates import gelu_tanh
 from tiermoe.model.linear import Linear
+from tiermoe.model.norms import Norm
 from tiermoe.model.routers import Router
 
 Activation = Callable[[Tensor], Tensor]
@@ -67,6 +69,11 @@ class DenseBlock:
         return self.down(self.activation(self.gate(x)) * self.up(x))
 
     @property
+    def moe(self) -> MoeBlock | None:
+        """Its routed experts: none."""
+        return None
+
+    @property
     def by_row(self) -> bool:
         """Whether a token's values do not depend on the others of a call of few tokens."""
         return self.gate.by_row and self.up.by_row and self.down.by_row
@@ -90,6 +97,11 @@ class MoeBlock:
     shared: DenseBlock | None = None
     shared_gate: Linear | None = None
     experts: Experts = field(default_factory=NoExperts)
+
+    @property
+    def moe(self) -> MoeBlock:
+        """Its routed experts."""
+        return self
 
     @property
     def by_row(self) -> bool:
@@ -121,9 +133,42 @@ class MoeBlock:
         return routed + always
 
 
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """A dense block beside routed experts, with norms of its own for what each takes and gives, and for their sum
+    (Gemma 4). The router and the experts take the residual stream. scale: of the layer's output."""
+
+    dense: DenseBlock
+    moe: MoeBlock
+    norm_dense: Norm
+    norm_before_experts: Norm
+    norm_experts: Norm
+    norm_sum: Norm
+    scale: float = 1.0
+
+    by_row: ClassVar[bool] = False
+
+    def watched(self, wrap: Callable[[Any], Any]) -> SideBySide:
+        """The block with its dense block watched."""
+        return replace(self, dense=self.dense.watched(wrap))
+
+    def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
+        """(residual + multiplier * both blocks) * scale; x: residual after the dense block's norm, (T, H) each."""
+        always, experts = self.norm_dense(self.dense(x)), self.moe.experts
+        weights, index = experts.route(self.moe.router, residual)
+        routed = self.norm_experts(experts(self.norm_before_experts(residual), index, weights))
+        result = _added(residual, self.norm_sum(always + routed), multiplier)
+        return result if self.scale == 1 else result * self.scale
+
+
 def _added(residual: Tensor, value: Tensor, multiplier: float) -> Tensor:
     return residual + (value if multiplier == 1 else value * multiplier)
 
 
-ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "relu": F.relu,
+}
 """By the name that configs use."""

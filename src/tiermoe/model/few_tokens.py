@@ -13,19 +13,20 @@ from tiermoe.model.delta import GatedDelta
 from tiermoe.model.latent import LatentAttention
 from tiermoe.model.norms import LayerNorm, Norm, RootMeanSquare
 from tiermoe.model.rotary import turn_halves
+from tiermoe.model.short_convolution import ShortConvolution
 from tiermoe.quant.plain import Plain
 
 
 def few_tokens_form(
     before: Norm,
-    attention: GroupedAttention | LatentAttention | GatedDelta,
+    attention: GroupedAttention | LatentAttention | GatedDelta | ShortConvolution,
     after: Norm,
     rotary_columns: int,
     multiplier: float,
 ) -> FewTokensAttention | None:
     """The kernel of norm, attention, residual and norm; None where it does not take one of them."""
     norm_before, norm_after = _norm(before), _norm(after)
-    if norm_before is None or norm_after is None or isinstance(attention, GatedDelta):
+    if norm_before is None or norm_after is None or isinstance(attention, GatedDelta | ShortConvolution):
         return None
     if isinstance(attention, LatentAttention):
         return _latent(norm_before, attention, norm_after, multiplier)
@@ -35,7 +36,7 @@ def few_tokens_form(
 def _grouped(
     before: native.Norm, attention: GroupedAttention, after: native.Norm, rotary_columns: int, multiplier: float
 ) -> FewTokensAttention | None:
-    if attention.clip is not None:
+    if attention.clip is not None or attention.value is None or attention.value_norm is not None:
         return None
     query_norm, key_norm = attention.query_norm, attention.key_norm
     return few_tokens_attention(

@@ -16,15 +16,19 @@ Norm = Callable[[Tensor], Tensor]
 
 class RootMeanSquare:
     """weight * x / sqrt(mean(x^2) + epsilon). late: rounded to x's dtype after the product with the weight and not
-    before it (gpt-oss). centred: the weight is 1 + `weight`, and rounding is late (Qwen3-Next)."""
+    before it. centred: the weight is 1 + `weight`, and rounding is late (Qwen3-Next). by_kernel: where it can be; a
+    prompt of gpt-oss keeps the bits of torch's operations."""
 
-    def __init__(self, weight: Tensor, epsilon: float, late: bool = False, centred: bool = False) -> None:
+    def __init__(
+        self, weight: Tensor, epsilon: float, late: bool = False, centred: bool = False, by_kernel: bool = True
+    ) -> None:
         self.weight, self.epsilon, self.late, self.centred = weight, epsilon, late, centred
-        self._native = not late and native.takes(weight)
+        self._native = by_kernel and native.takes(weight)
+        self._kind: native.Kind = "rms_centred" if centred else "rms_at_once" if late else "rms"
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._native and x.dtype == torch.bfloat16 and x.is_contiguous():
-            return native.norm(x, self.weight, self.epsilon, self.centred)
+            return native.norm(x, self.weight, self.epsilon, self._kind)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
         if self.centred:

@@ -51,14 +51,19 @@ def table_bytes(positions: int, columns: int, itemsize: int) -> int:
     return 2 * 2 * -(-positions // _BLOCK) * _BLOCK * columns * itemsize
 
 
+def layer_kinds(config: Any) -> list[str | None]:
+    """The kinds of layers that have a rotary embedding each; [None] where one is for all."""
+    return [None] if "rope_type" in config.rope_parameters else sorted(set(config.layer_types))
+
+
 def knows_rotary(config: Any) -> bool:
-    """Whether `rotary_of` knows the kind that a config names."""
-    return rotary_kind(config) is not None
+    """Whether `rotary_of` knows all that a config names."""
+    return all(rotary_kind(config, layers) is not None for layers in layer_kinds(config))
 
 
-def rotary_kind(config: Any) -> str | None:
-    """The kind of rotary embedding that a config names; None where it is not known."""
-    kind = config.rope_parameters["rope_type"]
+def rotary_kind(config: Any, layers: str | None = None) -> str | None:
+    """The kind of rotary embedding that a config names, for one of `layer_kinds`; None where it is not known."""
+    kind = (_parameters(config, layers) or {}).get("rope_type")
     if kind == "default":
         return str(kind)
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -66,10 +71,14 @@ def rotary_kind(config: Any) -> str | None:
     return str(kind) if kind not in _UNSUPPORTED and kind in ROPE_INIT_FUNCTIONS else None
 
 
-def rotary_of(config: Any, columns: int, dtype: torch.dtype) -> Rotary | None:
-    """A config's rotary embedding of `columns` of each head; None where its kind is not known."""
-    parameters = config.rope_parameters
-    kind = rotary_kind(config)
+def _parameters(config: Any, layers: str | None) -> Any:
+    return config.rope_parameters if layers is None else config.rope_parameters[layers]
+
+
+def rotary_of(config: Any, columns: int, dtype: torch.dtype, layers: str | None = None) -> Rotary | None:
+    """A config's rotary embedding of `columns` of each head, for one of `layer_kinds`; None where it is not known."""
+    parameters = _parameters(config, layers)
+    kind = rotary_kind(config, layers)
     if kind is None:
         return None
     if kind == "default":
@@ -77,7 +86,10 @@ def rotary_of(config: Any, columns: int, dtype: torch.dtype) -> Rotary | None:
         return Rotary(1.0 / (parameters["rope_theta"] ** steps), lambda _: 1.0, dtype)
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config)
+    if layers is None:
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config)
+    else:
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config.per_layer_config[layers], layer_type=layers)
     return Rotary(frequencies, _scale_of(parameters, factor), dtype)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tiermoe.kernels.native import router as native
+from tiermoe.model.norms import Norm
 from tiermoe.types import FEW_TOKENS
 
 Routing = tuple[Tensor, Tensor, Tensor]
@@ -19,18 +21,32 @@ _SCORINGS = {"softmax": native.Scoring.SOFTMAX, "chosen": native.Scoring.CHOSEN,
 
 
 @dataclass(frozen=True, slots=True)
+class NormedInput:
+    """What Gemma 4's routers make of hidden states: normed without weights, times scale (H) and root."""
+
+    norm: Norm
+    scale: Tensor
+    root: float
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """(T, H) → (T, H)."""
+        return self.norm(hidden) * self.scale * self.root
+
+
+@dataclass(frozen=True, slots=True)
 class RouterRule:
     """How logits become a choice.
 
     scores: 'softmax' over all experts, 'chosen' (softmax over the chosen ones alone), 'sigmoid', or 'sparsemixer' (two
-    experts, each with its share among those close to it: Phi-MoE). normalise: a token's weights sum to 1. wide: logits
-    in float32. rounded: weights in the model's dtype, not float32. groups, kept_groups: only the experts of so many of
-    the groups can be chosen, by the sum of a group's two best scores, or its best one (`best_of_group`). scale: of the
-    weights. jitter: sparsemixer's distance."""
+    experts, each with its share among those close to it: Phi-MoE). normalise: a token's weights sum to 1; epsilon: is
+    added to what they are divided by. wide: logits in float32. rounded: weights in the model's dtype, not float32.
+    groups, kept_groups: only the experts of so many of the groups can be chosen, by the sum of a group's two best
+    scores, or its best one (`best_of_group`). scale: of the weights. jitter: sparsemixer's distance."""
 
     top_k: int
     scores: str = "softmax"
     normalise: bool = False
+    epsilon: float = 0.0
     wide: bool = False
     rounded: bool = True
     groups: int = 1
@@ -42,14 +58,23 @@ class RouterRule:
 
 class Router:
     """weight (E, H), bias (E) of the logits, correction (E) of the scores by which experts are chosen; None: without.
+    prepared: what is done to hidden states before; expert_scale (E): of the weights of each expert (Gemma 4).
 
     `native`: what the native kernels are told of it; None where they do not take it."""
 
     def __init__(
-        self, weight: Tensor, rule: RouterRule, bias: Tensor | None = None, correction: Tensor | None = None
+        self,
+        weight: Tensor,
+        rule: RouterRule,
+        bias: Tensor | None = None,
+        correction: Tensor | None = None,
+        prepared: Callable[[Tensor], Tensor] | None = None,
+        expert_scale: Tensor | None = None,
     ) -> None:
         self.weight, self.rule, self.bias, self.correction = weight, rule, bias, correction
-        self.native = self._native_form()
+        self._prepared, self._expert_scale = prepared, expert_scale
+        self._form = self._native_form()
+        self.native = self._form if prepared is None and expert_scale is None else None
 
     @property
     def top_k(self) -> int:
@@ -57,16 +82,18 @@ class Router:
 
     def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden (T, H) → weights (T, K) and experts (T, K)."""
-        if self.native is not None and self._few(hidden):
-            return native.route(self.native, hidden.contiguous())
+        hidden = self._input(hidden)
+        if self._form is not None and self._few(hidden):
+            weights, experts = native.route(self._form, hidden.contiguous())
+            return self._scaled(weights, experts), experts
         weights, experts = self._choose(self._logits(hidden))
         if self.rule.scale != 1:
             weights = weights * self.rule.scale
-        return weights.to(hidden.dtype) if self.rule.rounded else weights, experts
+        return self._scaled(weights.to(hidden.dtype) if self.rule.rounded else weights, experts), experts
 
     def __call__(self, hidden: Tensor) -> Routing:
         """`route` with the logits before it, as transformers' routers give them."""
-        return self._all_logits(hidden), *self.route(hidden)
+        return self._all_logits(self._input(hidden)), *self.route(hidden)
 
     @property
     def ranks(self) -> bool:
@@ -76,7 +103,7 @@ class Router:
     def scores(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden (T, H) → by what experts are ranked, minus infinity for those that cannot be chosen, and their gate
         weights before they are scaled to a sum: float32 (T, E) each."""
-        logits = self._all_logits(hidden).float()
+        logits = self._all_logits(self._input(hidden)).float()
         shares = logits.sigmoid() if self.rule.scores == "sigmoid" else torch.softmax(logits, -1)
         ranked = shares if self.correction is None else shares + self.correction
         if self.rule.groups > 1:
@@ -89,11 +116,17 @@ class Router:
         """The weights (T, K) of experts (T, K), whoever has chosen them; shares: as `scores` gives them."""
         weights = shares.gather(1, experts)
         if self.rule.normalise or self.rule.scores == "chosen":
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-        return weights * self.rule.scale
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + max(1e-20, self.rule.epsilon))
+        return self._scaled(weights * self.rule.scale, experts)
+
+    def _input(self, hidden: Tensor) -> Tensor:
+        return hidden if self._prepared is None else self._prepared(hidden)
+
+    def _scaled(self, weights: Tensor, experts: Tensor) -> Tensor:
+        return weights if self._expert_scale is None else weights * self._expert_scale[experts]
 
     def _all_logits(self, hidden: Tensor) -> Tensor:
-        plain = self.native is not None and self.bias is None and not self.rule.wide and self._few(hidden)
+        plain = self._form is not None and self.bias is None and not self.rule.wide and self._few(hidden)
         return native.logits_of(self.weight, hidden.contiguous()) if plain else self._logits(hidden)
 
     def _few(self, hidden: Tensor) -> bool:
@@ -114,7 +147,7 @@ class Router:
             judges=1 if rule.best_of_group else 2,
             exact_logits=rule.wide,
             normalise=rule.normalise,
-            epsilon=1e-20 if rule.wide else 0.0,
+            epsilon=rule.epsilon,
             scale=rule.scale,
             dtype=self.weight.dtype if rule.rounded else torch.float32,
         )
@@ -140,7 +173,7 @@ class Router:
         weights = scores.gather(1, experts)
         if rule.normalise:
             total = weights.sum(dim=-1, keepdim=True)
-            weights = weights / (total + 1e-20 if rule.wide else total)
+            weights = weights / (total + rule.epsilon)
         return weights, experts
 
     def _within_groups(self, ranked: Tensor, out_of_reach: float) -> Tensor:

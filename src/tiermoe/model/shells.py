@@ -7,18 +7,19 @@ shapes it remembers in `expert_shapes`. So a model can be built and loaded witho
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers.activations import ACT2FN, SiLUActivation
+from transformers.activations import ACT2FN, GELUTanh, SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from tiermoe.errors import ModelError
 from tiermoe.families import Family
 from tiermoe.kernels.expert import Activation
-from tiermoe.kernels.gates import ClampedGate, silu_gate
+from tiermoe.kernels.gates import ClampedGate, gelu_gate, silu_gate
 from tiermoe.model.adapters import ADAPTERS, drop_parameters
 from tiermoe.model.discovery import classes_of, is_experts_class, modelling_module
 from tiermoe.model.expert_gates import refused
@@ -107,8 +108,12 @@ def activation_of(module: Any) -> Activation:
         activation: Activation = module.expert_template[0].act
         return activation
     if module.has_gate:
-        if type(module)._apply_gate is _default_apply_gate and type(module.act_fn) in _SILU:
-            return silu_gate
+        if type(module)._apply_gate is _default_apply_gate:
+            act = module.act_fn
+            if act is torch.nn.functional.silu or type(act) in _SILU:
+                return silu_gate
+            if isinstance(act, GELUTanh) and isinstance(act.act, functools.partial):  # torch's, not its formula
+                return gelu_gate
         if type(module)._apply_gate.__qualname__ == _CLAMPED:
             return ClampedGate(float(module.limit), float(module.alpha))
         gate: Activation = module._apply_gate

@@ -15,6 +15,7 @@ from transformers.core_model_loading import build_glob_alternation
 from tiermoe.errors import ModelError
 from tiermoe.families import Family
 from tiermoe.kernels.gates import gate_name, in_halves
+from tiermoe.model.architectures import ARCHITECTURES
 from tiermoe.model.conversion import CheckpointExperts
 from tiermoe.model.discovery import takes_weight, text_config, top_k
 from tiermoe.model.gguf.experts import GgufExperts
@@ -44,7 +45,7 @@ class Skeleton:
     ) -> None:
         self._family, self._dtype = family, dtype
         text = text_config(config)
-        self._part = text is not config
+        self._part, self._model_type = text is not config, text.model_type
         register()
         with experts_left_out(family, text), without_meta_references(), torch.device("meta"):
             self.model = cls._from_config(config, dtype=dtype, experts_implementation=IMPLEMENTATION)
@@ -77,7 +78,7 @@ class Skeleton:
             dense_bytes=self._dense_bytes(),
             dense_keys=tuple(dense_keys),
             gate=gate,
-            whole=gate is not None and self._plain_embedding() and _taken_as_they_are(tensors, tied),
+            whole=gate is not None and self._known_embedding() and _taken_as_they_are(tensors, tied),
         )
 
     def _tensors(self, checkpoint: TensorSource) -> dict[str, DenseTensor]:
@@ -145,6 +146,12 @@ class Skeleton:
     def _plain_embedding(self) -> bool:
         module = self.model.get_input_embeddings()
         return type(module) is torch.nn.Embedding and module.max_norm is None
+
+    def _known_embedding(self) -> bool:
+        """Whether decoders of our own compute the input embedding: a table, which they may scale."""
+        own = ARCHITECTURES.get(self._model_type)
+        scaled = own is not None and own.scaled_embedding
+        return scaled or self._plain_embedding()
 
     def _dense_bytes(self) -> int:
         """Bytes of the parameters and buffers that stay resident at 16 bits (tied ones once)."""

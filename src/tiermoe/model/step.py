@@ -27,12 +27,13 @@ class Span:
 
 
 class Step:
-    """A batch with its tensors. positions, slabs: int64 (T); cos, sin: (T, columns) in the model's dtype. native: what
-    the attention kernel is told of few tokens. states: of each row where its recurrent state before and after the step
-    lies, in a cache that has them; pieces: what the kernel of linear attention is told. longest: tokens of the longest
-    sequence, with the step's. chosen: what an indexer chose (`choose`)."""
+    """A batch with its tensors. positions, slabs: int64 (T); angles: of each rotary embedding cos and sin, (T, columns)
+    in the model's dtype; cos, sin: those of the first. native: what the attention kernel is told of few tokens, which
+    turns by the first. states: of each row where its recurrent state before and after the step lies, in a cache that
+    has them; pieces: what the kernel of linear attention is told. longest: tokens of the longest sequence, with the
+    step's. chosen: what an indexer chose (`choose`)."""
 
-    def __init__(self, batch: Batch, cache: KVCache, rotary: Rotary) -> None:
+    def __init__(self, batch: Batch, cache: KVCache, *rotaries: Rotary) -> None:
         self.cache = cache
         self.spans: list[Span] = []
         for row in batch.rows:
@@ -41,7 +42,8 @@ class Step:
         self.positions = torch.tensor(batch.positions)
         self.slabs = torch.tensor(batch.slabs)
         self.longest = max(row.end for row in batch.rows)
-        self.cos, self.sin = rotary.at(self.positions, self.longest)
+        self.angles = [rotary.at(self.positions, self.longest) for rotary in rotaries]
+        self.cos, self.sin = self.angles[0]
         self.chosen: Tensor | None = None
         self.native = self._native() if len(batch.tokens) <= FEW_TOKENS else None
         kept = cache.recurrent

@@ -26,6 +26,42 @@ class Weights(Protocol):
         """The input embedding: int64 (T) → (T, H)."""
 
 
+class TextPart:
+    """The weights of a larger model's text part, by the paths that they have in a text model."""
+
+    def __init__(self, whole: Weights) -> None:
+        self._whole = whole
+
+    def has(self, path: str) -> bool:
+        """Whether there is such a module or parameter."""
+        return self._whole.has(_inside(path))
+
+    def tensor(self, path: str) -> Tensor:
+        """A parameter or buffer."""
+        return self._whole.tensor(_inside(path))
+
+    def linear(self, path: str) -> Linear:
+        """A linear layer, packed or not."""
+        return self._whole.linear(_inside(path))
+
+    def embedding(self, path: str) -> Callable[[Tensor], Tensor]:
+        """The input embedding: int64 (T) → (T, H)."""
+        return self._whole.embedding(_inside(path))
+
+
+def text_part(weights: Weights) -> Weights:
+    """Those of a model's text part; `weights` itself where it has no other parts."""
+    return TextPart(weights) if weights.has(_INSIDE) else weights
+
+
+_INSIDE = "model.language_model"
+
+
+def _inside(path: str) -> str:
+    first, _, rest = path.partition(".")
+    return f"{_INSIDE}.{rest}" if first == "model" else path
+
+
 class ModuleWeights:
     """Those of a transformers model that is loaded. Names are paths of its modules."""
 

@@ -11,6 +11,7 @@ typedef enum {
     SILU,    /* silu(gate) * up; gate and up are the halves */
     CLAMPED, /* (up + 1) * gate * sigmoid(alpha * gate); gate and up take turns. gate at most limit, up -limit .. limit */
     CLAMPED_HALVES, /* the same; gate and up are the halves */
+    GELU_TANH,      /* gelu(gate) * up, where gelu is that of tanh; gate and up are the halves */
     GATES
 } Gate;
 

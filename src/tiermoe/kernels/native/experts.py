@@ -9,7 +9,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from tiermoe.kernels.gates import ClampedGate, silu_gate
+from tiermoe.kernels.gates import ClampedGate, gelu_gate, silu_gate
 from tiermoe.kernels.native.matrix import MatrixForm, matrix_form
 from tiermoe.native import ROWS, Coding, _native, available
 from tiermoe.quant.plain import Plain
@@ -26,6 +26,7 @@ class Gate(IntEnum):
     SILU = 0
     CLAMPED = 1
     CLAMPED_HALVES = 2
+    GELU_TANH = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,11 @@ class ExpertMatrix:
 class GatedExperts:
     """Experts second(gate(first(x))) in bfloat16; first (2 I, H), second (H, I)."""
 
-    def __init__(self, first: ExpertMatrix, second: ExpertMatrix, gate: ClampedGate | None) -> None:
-        """gate: None for `gates.silu_gate`."""
+    def __init__(self, first: ExpertMatrix, second: ExpertMatrix, gate: tuple[Gate, float, float]) -> None:
+        """gate: with its limit and alpha, 0 where it has none."""
         self._first, self._second = first, second
         self._hidden, self._inner = second.form.out, second.form.in_
-        clamped = Gate.CLAMPED_HALVES if gate and gate.halves else Gate.CLAMPED
-        self._gate = (clamped, gate.limit, gate.alpha) if gate else (Gate.SILU, 0.0, 0.0)
+        self._gate = gate
         self.plain = Coding.BF16 in (first.form.coding, second.form.coding)
 
     def pack(self, views: Views) -> bytes:
@@ -92,8 +92,8 @@ class GatedExperts:
 def gated_experts(form: ExpertFormat, activation: Callable[[Tensor], Tensor]) -> GatedExperts | None:
     """The kernel of experts of a format; None where it cannot take their matrices, biases or activation."""
     first, second = (_matrix(form, part) for part in form.layer.parts if part.is_matrix)
-    clamped = isinstance(activation, ClampedGate)
-    if first is None or second is None or not (clamped or activation is silu_gate):
+    gate = _gate(activation)
+    if first is None or second is None or gate is None:
         return None
     named = {first.name, second.name, first.bias, second.bias}
     if any(part.name not in named for part in form.layer.parts):
@@ -101,7 +101,15 @@ def gated_experts(form: ExpertFormat, activation: Callable[[Tensor], Tensor]) ->
     up, down = first.form, second.form
     if down.in_ % ROWS or down.out % ROWS or (up.out, up.in_) != (2 * down.in_, down.out):
         return None
-    return GatedExperts(first, second, activation if isinstance(activation, ClampedGate) else None)
+    return GatedExperts(first, second, gate)
+
+
+def _gate(activation: Callable[[Tensor], Tensor]) -> tuple[Gate, float, float] | None:
+    if isinstance(activation, ClampedGate):
+        return Gate.CLAMPED_HALVES if activation.halves else Gate.CLAMPED, activation.limit, activation.alpha
+    if activation is silu_gate:
+        return Gate.SILU, 0.0, 0.0
+    return (Gate.GELU_TANH, 0.0, 0.0) if activation is gelu_gate else None
 
 
 def _matrix(form: ExpertFormat, part: Part) -> ExpertMatrix | None:

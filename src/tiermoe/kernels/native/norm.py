@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from tiermoe.kernels.native.attention import KINDS
 from tiermoe.native import _native, available
 
 COLUMNS = 16  # a width is a multiple of it
+Kind = Literal["rms", "rms_at_once", "rms_centred"]
 
 
 def takes(weight: Tensor) -> bool:
@@ -17,13 +20,12 @@ def takes(weight: Tensor) -> bool:
     return plain and weight.ndim == 1 and weight.numel() % COLUMNS == 0 and available()
 
 
-def norm(x: Tensor, weight: Tensor, epsilon: float, centred: bool = False) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + epsilon), for contiguous x (..., H) in bfloat16, rounded before the product with
-    the weight. centred: the weight is 1 + `weight`, and only the product is rounded."""
+def norm(x: Tensor, weight: Tensor, epsilon: float, kind: Kind = "rms") -> Tensor:
+    """weight * x / sqrt(mean(x^2) + epsilon), for contiguous x (..., H) in bfloat16; kind: of `attention.Norm`."""
     out = torch.empty_like(x)
-    width, kind = weight.numel(), KINDS["rms_centred" if centred else "rms"]
+    width = weight.numel()
     _native.norm(
-        x.data_ptr(), weight.data_ptr(), epsilon, kind, x.numel() // width, width, out.data_ptr(),
+        x.data_ptr(), weight.data_ptr(), epsilon, KINDS[kind], x.numel() // width, width, out.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
     return out

@@ -10,6 +10,12 @@ static inline Vector silu_gate(const bf16 *gate, const bf16 *up) {
     return times(as_bf16(sigmoid_of(x, x)), load_bf16(up));
 }
 
+/* x * (1 + tanh u) / 2, which is x * sigmoid(2 u), with u = sqrt(2 / pi) * (x + .044715 x^3) */
+static inline Vector gelu_gate(const bf16 *gate, const bf16 *up) {
+    const Vector x = load_bf16(gate), cubic = times_plus(times(x, x), all(0.07135481627f), all(1.595769122f));
+    return times(as_bf16(sigmoid_of(x, times(x, cubic))), load_bf16(up));
+}
+
 static inline Vector clamped_gate(Vector gate, Vector up, const Expert *expert) {
     const Vector limit = all(expert->limit), one = all(1);
     gate = as_bf16(smaller(limit, gate)); /* the second operand where one is undefined */
@@ -22,6 +28,7 @@ static inline Vector clamped_gate(Vector gate, Vector up, const Expert *expert) 
 /* Of 16 columns of a block from column i on. */
 static inline Vector gate_of(const bf16 values[2 * BLOCK], int i, const Expert *expert) {
     if (expert->gate == SILU) return silu_gate(values + i, values + BLOCK + i);
+    if (expert->gate == GELU_TANH) return gelu_gate(values + i, values + BLOCK + i);
     Vector gate = load_bf16(values + i), up = load_bf16(values + BLOCK + i);
     if (expert->gate == CLAMPED) load_pairs(values + 2 * i, LANES, &gate, &up);
     return clamped_gate(gate, up, expert);
