@@ -46,8 +46,8 @@ BREAKAGES = (
     Breakage(
         "gate and up change places",
         "src/tiermoe/kernels/gates.py",
-        "gate, up = gate_up.chunk(2, dim=-1)",
-        "up, gate = gate_up.chunk(2, dim=-1)",
+        "gate, up = gate_up.chunk(2, dim=-1)\n    return torch",
+        "up, gate = gate_up.chunk(2, dim=-1)\n    return torch",
         ("tests/test_parity.py::test_experts_with_no_one_and_many_tokens",),
     ),
     Breakage(
