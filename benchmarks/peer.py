@@ -6,6 +6,7 @@ llama.cpp's memory is a process of its own. Token ids come in as .npy files, log
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -15,11 +16,12 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.perplexity import Logits, perplexity
+from benchmarks.perplexity import Logits, perplexity, surprisals
 from tiermoe.bench.llama.gguf_file import FILE_TYPES, QUANTISED, convert_to
 from tiermoe.bench.llama.measure import ATTENTION, LlamaEngine
 
 KINDS = [*FILE_TYPES, *QUANTISED]
+_WARNING, _ERROR = 3, 4  # ggml_log_level
 
 
 def convert(args: argparse.Namespace) -> dict[str, Any]:
@@ -54,6 +56,22 @@ def score(args: argparse.Namespace) -> dict[str, Any]:
     return asdict(perplexity(logits_fn, np.load(args.ids), args.context, args.stride))
 
 
+def surprise(args: argparse.Namespace) -> dict[str, Any]:
+    """The mean of each window, saved."""
+    found = surprisals(window_logits(args, args.context), np.load(args.ids), args.context, args.stride)
+    np.save(args.out, [window.mean() for window in found])
+    return {"out": str(args.out)}
+
+
+def quantise(args: argparse.Namespace) -> dict[str, Any]:
+    """GGUF to GGUF: every matrix in the same type, as far as llama.cpp has it so."""
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.nthread, params.pure = getattr(llama_cpp, args.ftype), args.threads, True
+    if llama_cpp.llama_model_quantize(str(args.gguf).encode(), str(args.out).encode(), params):
+        raise RuntimeError(f"llama.cpp could not quantise {args.gguf}")
+    return {"out": str(args.out), "bytes": args.out.stat().st_size}
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peer", description=__doc__)
     commands = parser.add_subparsers(required=True)
@@ -68,21 +86,33 @@ def parse() -> argparse.Namespace:
     add.add_argument("model", type=Path)
     add.add_argument("--type", choices=KINDS, required=True)
     add.add_argument("--out", type=Path, required=True)
-    for name, run in (("logits", logits), ("perplexity", score)):
+    add = command("quantise", quantise)
+    add.add_argument("gguf", type=Path)
+    add.add_argument("--ftype", required=True, help="name of llama.cpp's, as LLAMA_FTYPE_MOSTLY_Q4_0")
+    add.add_argument("--out", type=Path, required=True)
+    for name, run in (("logits", logits), ("perplexity", score), ("surprisals", surprise)):
         add = command(name, run)
         add.add_argument("gguf", type=Path)
         add.add_argument("--ids", type=Path, required=True)
         add.add_argument("--attention", choices=ATTENTION, default="default")
-        if name == "logits":
+        if name != "perplexity":
             add.add_argument("--out", type=Path, required=True)
-        else:
+        if name != "logits":
             add.add_argument("--context", type=int, required=True)
             add.add_argument("--stride", type=int, required=True)
     return parser.parse_args()
 
 
+@llama_cpp.llama_log_callback
+def log(level: int, text: bytes, _data: object) -> None:
+    """Warnings and errors alone."""
+    if level in (_WARNING, _ERROR):
+        print(text.decode(errors="replace"), end="", file=sys.stderr)
+
+
 def main() -> None:
     args = parse()
+    llama_cpp.llama_log_set(log, None)
     result: dict[str, Any] = args.run(args)
     system = llama_cpp.llama_print_system_info().decode().strip()
     print(json.dumps({**result, "llama_cpp_python": llama_cpp.__version__, "system_info": system}))

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 Logits = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.float32]]
+Surprisals = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -39,20 +40,27 @@ def windows(length: int, context: int, stride: int) -> Iterator[tuple[int, int, 
             return
 
 
-def perplexity(logits_fn: Logits, ids: npt.NDArray[np.int64], context: int, stride: int) -> Perplexity:
-    """Perplexity of ``ids`` (N,) in windows of ``context`` tokens that start every ``stride`` tokens.
+def surprisals(logits_fn: Logits, ids: npt.NDArray[np.int64], context: int, stride: int) -> Iterator[Surprisals]:
+    """Negative log-likelihoods, float64 nats, of the tokens that each window of ``ids`` (N,) scores: of ``context``
+    tokens, one every ``stride``.
 
     ``logits_fn`` maps one window of token ids (T,) to the logits (T, vocabulary) after each of them. The
-    log-likelihood is computed here, in float64, so that two engines differ by their logits alone.
+    log-likelihood is computed here, so that two engines differ by their logits alone.
     """
-    total, count = 0.0, 0
     for begin, end, first in windows(len(ids), context, stride):
         logits = logits_fn(ids[begin:end])[first - begin - 1 : end - begin - 1].astype(np.float64)
         target = ids[first:end]
         logits -= logits.max(axis=1, keepdims=True)
         normaliser = np.log(np.exp(logits).sum(axis=1))
-        total += float((normaliser - logits[np.arange(len(target)), target]).sum())
-        count += len(target)
+        yield normaliser - logits[np.arange(len(target)), target]
+
+
+def perplexity(logits_fn: Logits, ids: npt.NDArray[np.int64], context: int, stride: int) -> Perplexity:
+    """Perplexity of ``ids`` (N,) in windows of ``context`` tokens that start every ``stride`` tokens."""
+    total, count = 0.0, 0
+    for found in surprisals(logits_fn, ids, context, stride):
+        total += float(found.sum())
+        count += len(found)
     if not count:
         raise ValueError(f"{len(ids)} tokens leave nothing to score: at least 2 are needed")
     return Perplexity(float(np.exp(total / count)), count, context, stride)

@@ -18,7 +18,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import gguf_blocks
+import small_families
 import tiny
+from gguf_linear import linear_tensors
+from gguf_metadata import add_metadata, add_vocabulary
 from tiermoe.quant.gguf import TYPES
 
 BLOCKS = {each.type: each.columns for each in TYPES}
@@ -30,11 +33,22 @@ ARCHITECTURES = {
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
+    "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
+    "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
+    "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
+    "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
+    "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
+    "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
 }
+CENTRED = ("qwen3_next", "qwen3_5_moe_text")
+"""Families whose norms are written as weight + 1."""
 _WRITABLE = {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "mxfp4"}
 """Types that the gguf package quantises to."""
 
-Views = Iterator[tuple[str, Tensor, tuple[int, ...]]]
+_CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+"""Ends of the buffers that a file holds."""
+
+Views = Iterator[tuple[str, tuple[Tensor, ...], tuple[int, ...]]]
 Kinds = Callable[[str], str]
 
 
@@ -52,7 +66,8 @@ def kinds(experts: str, down: str | None = None, dense: str | None = None) -> Ki
 def model_of(family: str, **changes: Any) -> Any:
     """transformers' eager model with random weights in float32, as `tiny.write` makes them."""
     torch.manual_seed(0)
-    config = tiny.config_of(family, **{**FIXED.get(family, {}), **changes})
+    config_of = tiny.config_of if family in tiny.CONFIGS else small_families.config_of
+    config = config_of(family, **{**FIXED.get(family, {}), **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -61,7 +76,7 @@ def model_of(family: str, **changes: Any) -> Any:
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(_CORRECTIONS):
                 torch.nn.init.normal_(buffer, std=0.05)
     return model
 
@@ -70,6 +85,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True, "mlp_only_layers": []},
     "qwen2_moe": {"mlp_only_layers": []},
     "gpt_oss": {"sliding_window": 32},
+    "qwen3_next": {"mlp_only_layers": []},
 }
 """What llama.cpp takes for granted of a family."""
 
@@ -82,7 +98,7 @@ def write(
     arch = ARCHITECTURES[family]
     config = model.config.to_dict()
     writer = gguf.GGUFWriter(out, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=shards)
-    _metadata(writer, family, config)
+    add_metadata(writer, family, config)
     if vocabulary is not None:
         add_vocabulary(writer, vocabulary, config["vocab_size"])
     for key, value in entries.items():
@@ -92,8 +108,8 @@ def write(
         if value is not None:
             fields[name] = value
     with torch.no_grad():
-        for name, view, shape in _tensors(model, family, arch):
-            _add(writer, name, view, shape, _kind_of(name, shape, kind))
+        for name, views, shape in _tensors(model, family, arch):
+            _add(writer, name, views, shape, _kind_of(name, shape, kind), family)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -101,16 +117,25 @@ def write(
     return out
 
 
+_WIDE = ("ffn_gate_inp", "sinks", "ssm_conv1d", "shortconv.conv")
+
+
 def _kind_of(name: str, shape: tuple[int, ...], kind: Kinds) -> str:
     """Norms, routers, biases and sinks are float32; rows that are no whole blocks are float16."""
-    if len(shape) == 1 or not name.endswith(".weight") or "ffn_gate_inp" in name or "sinks" in name:
+    if len(shape) == 1 or not name.endswith(".weight") or any(each in name for each in _WIDE):
         return "f32"
     chosen = kind(name)
     return chosen if shape[-1] % BLOCKS.get(chosen, 1) == 0 else "f16"
 
 
-def _add(writer: gguf.GGUFWriter, name: str, view: Tensor, shape: tuple[int, ...], kind: str) -> None:
-    values = view.reshape(shape).numpy()
+def _add(
+    writer: gguf.GGUFWriter, name: str, views: tuple[Tensor, ...], shape: tuple[int, ...], kind: str, family: str
+) -> None:
+    values = torch.cat([view.flatten() for view in views])
+    centred = int(family in CENTRED and "norm" in name and "ssm_norm" not in name)
+    if name.endswith("ssm_a"):
+        values = -values.exp()
+    values = (values + centred).view(shape).numpy()
     type = Kind[kind.upper()]
     if kind in _WRITABLE:
         raw = quantize(values, type) if kind not in ("f32", "f16") else values.astype({"f32": "f4", "f16": "f2"}[kind])
@@ -124,11 +149,14 @@ def _add(writer: gguf.GGUFWriter, name: str, view: Tensor, shape: tuple[int, ...
         writer.add_tensor(name, raw)
     else:
         writer.add_tensor(name, raw, raw_dtype=type)
-    view.copy_(torch.from_numpy(np.ascontiguousarray(wide)).view(view.shape))
+    found = torch.from_numpy(np.ascontiguousarray(wide)).flatten()
+    found = (-found).log() if name.endswith("ssm_a") else found - centred
+    for view, part in zip(views, found.split([view.numel() for view in views]), strict=True):
+        view.copy_(part.view(view.shape))
 
 
 def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH) -> Views:
-    """(name in the file, a view of the model's parameter with its values in the file's order, shape in the file)."""
+    """(name in the file, views of the model's parameter with its values in the file's order, shape in the file)."""
     config = model.config
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
 
@@ -137,32 +165,43 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH) -> Views:
         assert found is not None, path
         return str(found)
 
-    state = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if "correction" in n}}
+    state = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n.endswith(_CORRECTIONS)}}
     for path, parameter in state.items():
         value = parameter.data
         stem, _, last = path.rpartition(".")
-        if ".experts." in path:
+        if ".linear_attn." in path:
+            layer, _, name = path.partition(".linear_attn.")
+            yield from linear_tensors(f"blk.{layer.rpartition('.')[2]}", name, value, config, family)
+        elif ".experts." in path:
             yield from _experts(stem, last, value, family, name_of)
         elif path.endswith("kv_b_proj.weight"):
             heads, keys = config.num_attention_heads, config.qk_nope_head_dim
             each = value.view(heads, -1, value.shape[-1])
             to_keys, to_values = each[:, :keys].transpose(1, 2), each[:, keys:]
-            yield name_of(path.replace("kv_b_proj", "k_b_proj")), to_keys, tuple(to_keys.shape)
-            yield name_of(path.replace("kv_b_proj", "v_b_proj")), to_values, tuple(to_values.shape)
+            yield name_of(path.replace("kv_b_proj", "k_b_proj")), (to_keys,), tuple(to_keys.shape)
+            yield name_of(path.replace("kv_b_proj", "v_b_proj")), (to_values,), tuple(to_values.shape)
         elif family == "mixtral" and stem.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
             turned = value.view(heads, 2, value.shape[0] // heads // 2, *value.shape[1:]).swapaxes(1, 2)
-            yield name_of(path), turned, tuple(value.shape)
-        elif path.endswith("shared_expert_gate.weight"):
-            yield name_of(path), value[0], tuple(value.shape[1:])
-        elif path.endswith("sinks"):
-            yield name_of(f"{path}.weight"), value, tuple(value.shape)
-        elif path.endswith("e_score_correction_bias"):
-            yield name_of(path.replace("_correction_bias", "_correction.bias")), value, tuple(value.shape)
-        elif family == "mixtral" and path.endswith("mlp.gate.weight"):
-            yield name_of(path.replace("mlp", "block_sparse_moe")), value, tuple(value.shape)
+            yield name_of(path), (turned,), tuple(value.shape)
         else:
-            yield name_of(path), value, tuple(value.shape)
+            squeezed = value.squeeze(1) if path.endswith("conv.conv.weight") else value
+            if family == "qwen2_moe" and path.endswith("shared_expert_gate.weight"):
+                squeezed = value[0]  # llama.cpp's quantiser drops a dimension that its converter leaves
+            yield *_other(path, value, family, name_of), tuple(squeezed.shape)
+
+
+def _other(path: str, value: Tensor, family: str, name_of: Callable[[str], str]) -> tuple[str, tuple[Tensor, ...]]:
+    """The name in the file of a parameter that is there as it is."""
+    if path.endswith("sinks"):
+        path = f"{path}.weight"
+    elif path.endswith("e_score_correction_bias"):
+        path = path.replace("_correction_bias", "_correction.bias").replace("gate.moe_statics", "moe_statics")
+    elif path.endswith("expert_bias"):
+        path = f"{path}.bias"
+    elif family == "mixtral" and path.endswith("mlp.gate.weight"):
+        path = path.replace("mlp", "block_sparse_moe")
+    return name_of(path), (value,)
 
 
 def _experts(stem: str, last: str, value: Tensor, family: str, name_of: Callable[[str], str]) -> Views:
@@ -180,94 +219,6 @@ def _experts(stem: str, last: str, value: Tensor, family: str, name_of: Callable
     called = {"gate": "w1", "up": "w3", "down": "w2"}
     for each, half in halves.items():
         path = f"{stem}.{each}_proj.{suffix}"
-        if family == "mixtral":  # LlamaModel.modify_tensors
+        if family in ("mixtral", "lfm2_moe"):  # LlamaModel.modify_tensors
             path = stem.removeprefix("model.").replace("mlp", "feed_forward") + f".{called[each]}.{suffix}"
-        yield name_of(path), half, tuple(half.shape)
-
-
-def _metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> None:
-    """`TextModel.set_gguf_parameters` and what each class adds."""
-    rope = config["rope_parameters"]
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(rope["rope_theta"])
-    experts = ("num_local_experts", "num_experts", "n_routed_experts")
-    writer.add_expert_count(next(config[name] for name in experts if name in config))
-    writer.add_expert_used_count(config["num_experts_per_tok"])
-    if rope.get("rope_type") == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
-        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
-    if family.startswith("deepseek"):
-        _latent_metadata(writer, family, config)
-        return
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    if config.get("head_dim") is not None:
-        writer.add_key_length(config["head_dim"])
-        writer.add_value_length(config["head_dim"])
-    if family == "mixtral":
-        writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
-        writer.add_vocab_size(config["vocab_size"])
-    if family in ("qwen2_moe", "qwen3_moe"):
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    if family == "qwen2_moe":
-        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-    if family == "gpt_oss":
-        writer.add_sliding_window(config["sliding_window"])
-        writer.add_expert_feed_forward_length(config["intermediate_size"])
-
-
-def _latent_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> None:
-    """`DeepseekV2Model.set_gguf_parameters`."""
-    latent, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    writer.add_head_count_kv(1)
-    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
-    writer.add_vocab_size(config["vocab_size"])
-    if config["q_lora_rank"] is not None:
-        writer.add_q_lora_rank(config["q_lora_rank"])
-    writer.add_kv_lora_rank(latent)
-    writer.add_key_length(latent + rotary)
-    writer.add_value_length(latent)
-    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotary)
-    writer.add_value_length_mla(config["v_head_dim"])
-    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    writer.add_expert_shared_count(config["n_shared_experts"])
-    writer.add_expert_weights_scale(config["routed_scaling_factor"])
-    if config["norm_topk_prob"]:
-        writer.add_expert_weights_norm(True)
-    if config["n_group"] is not None:
-        writer.add_expert_group_count(config["n_group"])
-        writer.add_expert_group_used_count(config["topk_group"])
-    sigmoid = family == "deepseek_v3"
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX)
-    writer.add_rope_dimension_count(rotary)
-    if (scale := config["rope_parameters"].get("mscale_all_dim")) is not None:
-        writer.add_rope_scaling_yarn_log_mul(0.1 * scale)
-
-
-def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Path, size: int) -> None:
-    """The byte-level BPE of a tokenizer.json, cut or padded to `size` tokens."""
-    import json
-
-    document = json.loads(tokenizer.read_text())
-    special = {added["id"]: added["content"] for added in document["added_tokens"] if added["special"]}
-    by_id = {index: token for token, index in document["model"]["vocab"].items()} | special
-    ids = range(size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([by_id.get(index, f"[PAD{index}]") for index in ids])
-    kinds_ = gguf.TokenType
-    writer.add_token_types(
-        [kinds_.CONTROL if i in special else kinds_.NORMAL if i in by_id else kinds_.UNUSED for i in ids]
-    )
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in document["model"]["merges"]]
-    writer.add_token_merges(merges)
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
-    writer.add_add_bos_token(False)
+        yield name_of(path), (half,), tuple(half.shape)

@@ -21,6 +21,7 @@ import gguf_files
 from commands import Command
 from gguf_files import kinds
 from tiermoe.errors import ModelError
+from tiermoe.model.gguf.architectures import config_of
 from tiermoe.model.gguf.ends import end_ids
 from tiermoe.model.gguf.parameters import open_checkpoint
 from tiermoe.store.gguf.file import open_gguf
@@ -116,6 +117,15 @@ def test_shards_are_one_model_whichever_is_named(tmp_path: Path) -> None:
         open_gguf(renamed)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_a_router_s_scores_are_known_where_the_file_does_not_say(family: str, tmp_path: Path) -> None:
+    """The converter says nothing where config.json has no `scoring_func`, as transformers writes it."""
+    model = gguf_files.model_of(family)
+    silent = {"deepseek2__expert_gating_func": None}
+    file = gguf_files.write(tmp_path / "m.gguf", model, family, kinds("q8_0"), **silent)
+    assert config_of(open_gguf(file))["model_type"] == family
+
+
 def test_a_vocabulary_stays_in_the_file(file: Path) -> None:
     header = read_header(file)
     assert not any(isinstance(value, list) and len(value) > 256 for value in header.entries.values())
@@ -170,8 +180,8 @@ DAMAGE: dict[str, tuple[Callable[[bytearray], Any], str]] = {
     "unknown type": (type_of("blk.0.attn_q.weight", 99), r"is stored as type 99, which"),
     "architecture": (
         architecture("qwen9moe"),
-        r"is of the architecture 'qwen9moe', which tiermoe does not read from GGUF files; it reads deepseek2, gpt-oss, "
-        r"llama, olmoe, qwen2moe, qwen3moe; take the model's safetensors",
+        r"is of the architecture 'qwen9moe', which tiermoe does not read from GGUF files; it reads deepseek2, "
+        r"ernie4_5-moe, glm4moe, gpt-oss, lfm2moe, llama, .*; take the model's safetensors",
     ),
 }
 

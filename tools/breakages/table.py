@@ -393,10 +393,31 @@ BREAKAGES = (
     # GGUF files
     Breakage(
         "the halves of a head of a GGUF file's queries stay in turns",
-        "src/tiermoe/store/gguf/parameter.py",
-        "rows.view(self.turned, -1, 2).swapaxes(1, 2).flatten()",
-        "rows.view(self.turned, -1, 2).flatten()",
+        "src/tiermoe/model/gguf/orders.py",
+        "torch.arange(rows).view(heads, -1, 2).swapaxes(1, 2).flatten()",
+        "torch.arange(rows).view(heads, -1, 2).flatten()",
         ("tests/test_gguf_files.py",),
+    ),
+    Breakage(
+        "heads of values in a GGUF file of Qwen3.5 stay in its order",
+        "src/tiermoe/model/gguf/orders.py",
+        "view(shared, key_heads, rows).swapaxes(0, 1).flatten()",
+        "view(shared, key_heads, rows).flatten()",
+        ("tests/test_gguf_models.py",),
+    ),
+    Breakage(
+        "a matrix takes its inputs where its columns lie, not the other way round",
+        "src/tiermoe/model/linear.py",
+        "columns.argsort()",
+        "columns",
+        ("tests/test_gguf_models.py", "tests/test_gguf_linear.py"),
+    ),
+    Breakage(
+        "norms of a GGUF file of Qwen3.5 stay one too large",
+        "src/tiermoe/model/gguf/parameters.py",
+        "return stored - 1",
+        "return stored",
+        ("tests/test_gguf_models.py",),
     ),
     Breakage(
         "an expert in a GGUF file is the one before",

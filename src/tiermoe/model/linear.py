@@ -33,9 +33,12 @@ class Linear(Protocol):
 
 class PackedLinear(torch.nn.Module):
     """A linear layer on packed weights (in_features → out_features). `weight` answers questions about shape and dtype
-    only; the values lie in the packed fields."""
+    only; the values lie in the packed fields. columns: where each column of the weight lies in them; None: in order.
+    (Only layers that are called have another order: attention of few tokens takes `packed` itself.)"""
 
-    def __init__(self, kernel: LinearKernel, packed: PackedMatrix, dtype: torch.dtype) -> None:
+    def __init__(
+        self, kernel: LinearKernel, packed: PackedMatrix, dtype: torch.dtype, columns: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = packed.in_, packed.out
         self.bias = packed.bias
@@ -43,9 +46,12 @@ class PackedLinear(torch.nn.Module):
         self.packed = packed
         self.by_row = matrix_form(packed.encoding, packed.out, packed.in_, dtype) is not None
         self._kernel = kernel
+        self._taken = None if columns is None else columns.argsort()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
+        if self._taken is not None:
+            rows = rows[:, self._taken]
         result = self._kernel(rows, self.packed.fields, self.out_features, self.in_features)
         if self.bias is not None:
             result = result + self.bias

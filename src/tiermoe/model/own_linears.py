@@ -70,7 +70,8 @@ def read_own(
         begin = end
         encoding, (out, in_) = form.encodings["weight"], form.layer.parts[0].out_in
         matrix = PackedMatrix(encoding, fields, out, in_, bias_of(path))
-        yield path, PackedLinear(linear_for(encoding.name, "cpu", blueprint.dtype), matrix, blueprint.dtype)
+        kernel = linear_for(encoding.name, "cpu", blueprint.dtype)
+        yield path, PackedLinear(kernel, matrix, blueprint.dtype, blueprint.checkpoint.columns(key))
 
 
 def attach_own(model: Any, blueprint: Blueprint, device: str) -> None:

@@ -88,6 +88,10 @@ class Checkpoint:
         parts = {field: self._read(name, part, 0, rows_of(part)) for field, part in entry.fields.items()}
         return entry.slot(parts, entry.out_in[0])
 
+    def columns(self, name: str) -> torch.Tensor | None:
+        """None: columns lie in order."""
+        return None
+
     def ways(self, source: str, expert: int) -> list[LiesAs]:
         """How what is an expert's of a source (`own_experts`) lies."""
         entry = self.tensors[source.replace(EACH, str(expert))]

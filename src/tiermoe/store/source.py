@@ -49,6 +49,9 @@ class TensorSource(Protocol):
     def fields(self, name: str) -> Mapping[str, torch.Tensor]:
         """Such a matrix, as a slot holds it."""
 
+    def columns(self, name: str) -> torch.Tensor | None:
+        """Where each column of such a matrix lies in its fields; None: in order."""
+
     def close(self) -> None:
         """Closes the files; reading opens them again."""
 

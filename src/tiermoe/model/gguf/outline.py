@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from tiermoe.model.architectures import ARCHITECTURES
 from tiermoe.model.discovery import top_k
+from tiermoe.model.linear_attention import delta_sizes, is_linear
 from tiermoe.store.gguf.checkpoint import GgufCheckpoint
 from tiermoe.store.outline import DenseTensor, Outline
 from tiermoe.types import MoeLayer, Part
@@ -19,14 +21,14 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 _SMALLEST = 4096  # elements of a linear layer that is packed
 _TABLE, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
-_WIDE = "e_score_correction_bias"  # transformers keeps it in float32
+_CORRECTION = "e_score_correction_bias"
 _ALPHA = 1.702  # GptOssExperts
 
 
 def outline_of(checkpoint: GgufCheckpoint, config: Any, dtype: torch.dtype) -> Outline | None:
-    """None where the file is not as its architecture has it, or in float16, in which transformers keeps some modules in
-    float32."""
-    gate = _gate(config)
+    """None where the file is not as its architecture has it, where transformers' code decodes the family, or in
+    float16, in which transformers keeps some modules in float32."""
+    gate = _gate(config) if config.model_type in ARCHITECTURES else None
     if gate is None or dtype == torch.float16:
         return None
     layers = [_layer(config, index) for index in range(config.num_hidden_layers) if not _is_dense(config, index)]
@@ -36,7 +38,10 @@ def outline_of(checkpoint: GgufCheckpoint, config: Any, dtype: torch.dtype) -> O
     if found != experts | dense or not layers:
         return None
     tied = {_OUTPUT: _TABLE} if config.tie_word_embeddings else {}
-    tensors = {path: _tensor(path, shape, dtype) for path, shape in dense.items()}
+    wide = _wide(config)
+    tensors = {
+        path: _tensor(path, shape, torch.float32 if path.endswith(wide) else dtype) for path, shape in dense.items()
+    }
     tensors |= {path: DenseTensor(None, dense[source], dtype, dtype) for path, source in tied.items()}
     return Outline(
         layers=layers,
@@ -58,9 +63,13 @@ def _gate(config: Any) -> tuple[Any, ...] | None:
     return ("silu",) if config.hidden_act == "silu" else None
 
 
+def _wide(config: Any) -> tuple[str, ...]:
+    """Ends of the parameters that transformers keeps in float32."""
+    return {"ernie4_5_moe": (_CORRECTION, "mlp.gate.weight"), "minimax_m2": ()}.get(config.model_type, (_CORRECTION,))
+
+
 def _tensor(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> DenseTensor:
-    kept = torch.float32 if path.endswith(_WIDE) else dtype
-    return DenseTensor(path, shape, kept, kept)
+    return DenseTensor(path, shape, dtype, dtype)
 
 
 def _is_packable(path: str, shape: tuple[int, ...]) -> bool:
@@ -69,18 +78,20 @@ def _is_packable(path: str, shape: tuple[int, ...]) -> bool:
 
 
 def _is_dense(config: Any, layer: int) -> bool:
-    return layer < getattr(config, "first_k_dense_replace", 0) or layer in getattr(config, "mlp_only_layers", [])
+    first = getattr(config, "first_k_dense_replace", 0) or getattr(config, "moe_layer_start_index", 0)
+    return layer < first or layer in getattr(config, "mlp_only_layers", [])
 
 
 def _experts(config: Any) -> int:
     return int(next(getattr(config, name) for name in _COUNTS if hasattr(config, name)))
 
 
-_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def _inner(config: Any) -> int:
-    return int(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    own = getattr(config, "moe_intermediate_size", None)
+    return int(config.intermediate_size if own is None else own)
 
 
 def _layer(config: Any, index: int) -> MoeLayer:
@@ -107,7 +118,7 @@ def _of_layer(config: Any, index: int) -> Shapes:
     hidden, kind = config.hidden_size, config.model_type
     yield "input_layernorm.weight", (hidden,)
     yield "post_attention_layernorm.weight", (hidden,)
-    yield from _latent(config) if hasattr(config, "kv_lora_rank") else _grouped(config)
+    yield from _attention(config, index)
     if _is_dense(config, index):
         yield from _three("mlp", hidden, config.intermediate_size)
         return
@@ -115,13 +126,25 @@ def _of_layer(config: Any, index: int) -> Shapes:
     yield f"{router}.weight", (_experts(config), hidden)
     if kind == "gpt_oss":
         yield f"{router}.bias", (_experts(config),)
-    if kind == "deepseek_v3":
-        yield f"{router}.{_WIDE}", (_experts(config),)
-    if kind.startswith("deepseek"):
-        yield from _three("mlp.shared_experts", hidden, config.n_shared_experts * _inner(config))
-    if kind == "qwen2_moe":
+    if kind in ("deepseek_v3", "glm4_moe"):
+        yield f"{router}.{_CORRECTION}", (_experts(config),)
+    if kind == "minimax_m2":
+        yield f"mlp.{_CORRECTION}", (_experts(config),)
+    if kind == "ernie4_5_moe":
+        yield f"{router}.moe_statics.{_CORRECTION}", (1, _experts(config))
+    yield from _shared(config)
+
+
+def _shared(config: Any) -> Shapes:
+    """Of the shared experts, where there are some."""
+    hidden = config.hidden_size
+    if hasattr(config, "shared_expert_intermediate_size"):
         yield from _three("mlp.shared_expert", hidden, config.shared_expert_intermediate_size)
         yield "mlp.shared_expert_gate.weight", (1, hidden)
+        return
+    count = getattr(config, "n_shared_experts", 0) or getattr(config, "moe_num_shared_experts", 0)
+    if count:
+        yield from _three("mlp.shared_experts", hidden, count * _inner(config))
 
 
 def _three(prefix: str, hidden: int, inner: int) -> Shapes:
@@ -130,23 +153,44 @@ def _three(prefix: str, hidden: int, inner: int) -> Shapes:
     yield f"{prefix}.down_proj.weight", (hidden, inner)
 
 
+def _attention(config: Any, index: int) -> Shapes:
+    if is_linear(config, index):
+        return _linear(config)
+    return _latent(config) if hasattr(config, "kv_lora_rank") else _grouped(config)
+
+
 def _grouped(config: Any) -> Shapes:
     hidden, heads, kind = config.hidden_size, config.num_attention_heads, config.model_type
     head = getattr(config, "head_dim", None) or hidden // heads
     rows = {"q": heads * head, "k": config.num_key_value_heads * head, "v": config.num_key_value_heads * head}
+    out, gated = rows["q"], ARCHITECTURES[kind].gated
     whole = bool(getattr(config, "attention_bias", False))
     for name, count in rows.items():
-        yield f"self_attn.{name}_proj.weight", (count, hidden)
+        yield f"self_attn.{name}_proj.weight", (2 * count if gated and name == "q" else count, hidden)
         if whole or getattr(config, "qkv_bias", False):
             yield f"self_attn.{name}_proj.bias", (count,)
-    yield "self_attn.o_proj.weight", (hidden, rows["q"])
-    if whole:
+    yield "self_attn.o_proj.weight", (hidden, out)
+    if whole and kind != "glm4_moe":
         yield "self_attn.o_proj.bias", (hidden,)
     if kind == "gpt_oss":
         yield "self_attn.sinks", (heads,)
-    if kind in ("qwen3_moe", "olmoe"):
-        yield "self_attn.q_norm.weight", (head if kind == "qwen3_moe" else rows["q"],)
-        yield "self_attn.k_norm.weight", (head if kind == "qwen3_moe" else rows["k"],)
+    across = ARCHITECTURES[kind].norm_all_heads
+    if across or kind in ("qwen3_moe", "qwen3_5_moe_text") or getattr(config, "use_qk_norm", False):
+        yield "self_attn.q_norm.weight", (out if across else head,)
+        yield "self_attn.k_norm.weight", (rows["k"] if across else head,)
+
+
+def _linear(config: Any) -> Shapes:
+    sizes, hidden = delta_sizes(config), config.hidden_size
+    yield "linear_attn.in_proj_qkv.weight", (sizes.channels, hidden)
+    yield "linear_attn.in_proj_z.weight", (sizes.values, hidden)
+    yield "linear_attn.in_proj_b.weight", (sizes.heads, hidden)
+    yield "linear_attn.in_proj_a.weight", (sizes.heads, hidden)
+    yield "linear_attn.conv1d.weight", (sizes.channels, 1, sizes.kept + 1)
+    yield "linear_attn.A_log", (sizes.heads,)
+    yield "linear_attn.dt_bias", (sizes.heads,)
+    yield "linear_attn.norm.weight", (sizes.value_columns,)
+    yield "linear_attn.out_proj.weight", (hidden, sizes.values)
 
 
 def _latent(config: Any) -> Shapes:

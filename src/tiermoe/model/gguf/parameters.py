@@ -8,19 +8,23 @@ from collections.abc import Mapping
 import torch
 
 from tiermoe.errors import ModelError
-from tiermoe.model.gguf.architectures import BLOCK, TOP, GgufArchitecture, architecture_of, blocks, dense_layers
+from tiermoe.model.gguf import orders
+from tiermoe.model.gguf.architectures import BLOCK, TOP, GgufArchitecture, architecture_of
+from tiermoe.model.gguf.shapes import blocks, dense_layers
 from tiermoe.store.gguf.checkpoint import GgufCheckpoint
 from tiermoe.store.gguf.file import GgufFile
 from tiermoe.store.gguf.header import GgufTensor
-from tiermoe.store.gguf.parameter import Expanding, Parameter, Rows, Stacked
+from tiermoe.store.gguf.parameter import Change, Expanding, Parameter, Rows, Stacked
 from tiermoe.store.gguf.values import whole
 
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.([\w.]+?)(?:\.(weight|bias))?")
 _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
 _EXPERTS = re.compile(r"ffn_(gate_up|gate|up|down)_exps")
 _TURNED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
-_BARE = ("self_attn.sinks", "mlp.gate.e_score_correction_bias")
+_BARE = ("sinks", "e_score_correction_bias", "expert_bias")
 """Parameters whose own name is their path's end."""
+_OF_ONE = ("shared_expert_gate", "moe_statics.e_score_correction_bias")
+"""Parameters of one row, which the file has as a vector."""
 
 FIRST, SECOND = "gate_up_proj", "down_proj"
 """What all families call the stacked matrices of a layer's experts."""
@@ -33,7 +37,7 @@ def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
     parameters: dict[str, Parameter] = {}
     for name, tensor in file.tensors.items():
         if (path := _outside(name)) is not None:
-            parameters[path] = Rows(tensor, tensor.shape)
+            parameters[path] = Rows(tensor, tensor.shape, change=_change(architecture, path))
         elif (found := _IN_BLOCK.fullmatch(name)) and int(found[1]) < blocks(file):
             parameters |= _in_block(file, architecture, tensor, int(found[1]), found[2], found[3])
         elif not found:
@@ -42,7 +46,7 @@ def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
     for layer in range(blocks(file)):
         parameters |= _expanding(file, layer)
         if layer not in dense:
-            parameters |= _experts(file, layer)
+            parameters |= _experts(file, layer, architecture.experts)
     return GgufCheckpoint(file, parameters)
 
 
@@ -68,16 +72,37 @@ def _in_block(
 ) -> dict[str, Parameter]:
     if _EXPERTS.fullmatch(stem) or stem in ("attn_k_b", "attn_v_b"):
         return {}  # of several tensors each
+    prefix = f"model.layers.{layer}"
+    if architecture.linear is not None and (found := architecture.linear(file, stem, tensor)):
+        return {f"{prefix}.linear_attn.{name}": rows for name, rows in found.items()}
     path = {**BLOCK, **architecture.more}.get(stem)
     if path is None:
         raise _unknown(file, f"blk.{layer}.{stem}" + (f".{suffix}" if suffix else ""))
-    turned = whole(file, _TURNED[stem]) if architecture.turned and stem in _TURNED else 0
-    shape = (1, *tensor.shape) if path.endswith("shared_expert_gate") and len(tensor.shape) == 1 else tensor.shape
-    full = path if path in _BARE else f"{path}.{suffix}"
-    return {f"model.layers.{layer}.{full}": Rows(tensor, shape, turned)}
+    order = None
+    if architecture.turned and stem in _TURNED:
+        order = orders.turned(tensor.shape[0], whole(file, _TURNED[stem]))
+    full = path if path.endswith(_BARE) else f"{path}.{suffix}"
+    return {f"{prefix}.{full}": Rows(tensor, _shape(path, tensor), order, change=_change(architecture, full))}
 
 
-def _experts(file: GgufFile, layer: int) -> dict[str, Parameter]:
+def _shape(path: str, tensor: GgufTensor) -> tuple[int, ...]:
+    """The parameter's: the file has no dimensions of size 1."""
+    if path.endswith(_OF_ONE) and len(tensor.shape) == 1:
+        return (1, *tensor.shape)
+    if path.endswith("conv.conv") and len(tensor.shape) == 2:
+        return (tensor.shape[0], 1, tensor.shape[1])
+    return tensor.shape
+
+
+def _change(architecture: GgufArchitecture, path: str) -> Change | None:
+    return _centred if architecture.centred and path.endswith("norm.weight") else None
+
+
+def _centred(stored: torch.Tensor) -> torch.Tensor:
+    return stored - 1
+
+
+def _experts(file: GgufFile, layer: int, block: str) -> dict[str, Parameter]:
     """The stacked matrices and biases of a layer's experts. ModelError where one is missing."""
     found: dict[str, Parameter] = {}
     for suffix, end in (("weight", ""), ("bias", "_bias")):
@@ -94,7 +119,7 @@ def _experts(file: GgufFile, layer: int) -> dict[str, Parameter]:
                 f"{file.path} holds of layer {layer}'s experts {_named(there)} ({suffix}), not gate, up and down; "
                 f"download it again, or convert the model with a current llama.cpp"
             )
-        prefix = f"model.layers.{layer}.mlp.experts"
+        prefix = f"model.layers.{layer}.{block}"
         found |= {f"{prefix}.{FIRST}{end}": Stacked(tuple(first)), f"{prefix}.{SECOND}{end}": Stacked((there["down"],))}
     return found
 

@@ -67,6 +67,11 @@ class GgufCheckpoint:
         assert isinstance(parameter, Rows)
         return {"blocks": parameter.blocks(self._read, 0, parameter.shape[0])}
 
+    def columns(self, name: str) -> Tensor | None:
+        """Where each column of such a matrix lies in its blocks; None: in order."""
+        parameter = self.parameters[name]
+        return parameter.columns if isinstance(parameter, Rows) else None
+
     def ways(self, source: str, expert: int) -> list[LiesAs]:
         """How a parameter of all experts lies, a tensor at a time."""
         parameter = self.parameters[source]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -14,6 +14,8 @@ from tiermoe.store.gguf.header import GgufTensor
 
 ReadBytes = Callable[[GgufTensor, int, int], Tensor]
 """(tensor, first, last) → a fresh uint8 tensor of its entries first..last - 1 along dimension 0."""
+
+Change = Callable[[Tensor], Tensor]
 
 
 class Parameter(Protocol):
@@ -34,13 +36,14 @@ class Parameter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of one tensor, in its order or, `turned`, put back in order: llama.cpp's files of the llama architecture
-    have the two halves of each of so many heads taking turns (`LlamaModel.permute` of its converter), so that its
-    rotary embedding turns neighbours."""
+    """Rows of one tensor. order, columns: where each row and column of the parameter lies in it; None: in order.
+    change: of values that the file has otherwise."""
 
     tensor: GgufTensor
     shape: tuple[int, ...]
-    turned: int = 0
+    order: Tensor | None = field(default=None, compare=False)
+    columns: Tensor | None = field(default=None, compare=False)
+    change: Change | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -50,23 +53,23 @@ class Rows:
         return encoding_of(self.tensor)
 
     def read(self, read: ReadBytes, first: int, last: int) -> Tensor:
-        values = decoded(self.tensor, self.blocks(read, first, last)) if self.tensor.shape == self.shape else None
-        if values is None:  # the file dropped a dimension of size 1, or has one more
-            values = decoded(self.tensor, read(self.tensor, 0, self.tensor.shape[0])).view(self.shape)[first:last]
-        return values
+        if self.tensor.shape[1:] == self.shape[1:]:
+            values = decoded(self.tensor, self.blocks(read, first, last))
+        else:  # the file dropped a dimension of size 1, or has one more
+            rows = self.tensor.shape[0] if self.order is None else len(self.order)
+            values = decoded(self.tensor, self.blocks(read, 0, rows)).view(self.shape)[first:last]
+        if self.columns is not None:
+            values = values[:, self.columns]
+        return values if self.change is None else self.change(values)
 
     def blocks(self, read: ReadBytes, first: int, last: int) -> Tensor:
-        """The bytes of rows: uint8 (last - first, …, bytes of a row)."""
-        if not self.turned:
+        """The bytes of rows, their columns as they lie: uint8 (last - first, …, bytes of a row)."""
+        if self.order is None:
             return _in_rows(self.tensor, read(self.tensor, first, last))
-        order = self._order()[first:last]
+        order = self.order[first:last]
         begin, end = int(order.min()), int(order.max()) + 1
-        return _in_rows(self.tensor, read(self.tensor, begin, end))[order - begin]
-
-    def _order(self) -> Tensor:
-        """Where each row of the parameter lies in the tensor."""
-        rows = torch.arange(self.tensor.shape[0])
-        return rows.view(self.turned, -1, 2).swapaxes(1, 2).flatten()
+        rows = read(self.tensor, begin, end).view(end - begin, -1)[order - begin]
+        return _in_rows(self.tensor, rows.flatten())
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,145 @@
+"""Perplexity of the same GGUF files under tiermoe and llama.cpp, a type of weights after the other.
+
+    python -m benchmarks.gguf_perplexity --work WORK --peer-python PYTHON
+
+llama.cpp's quantiser writes each file, with every matrix in the type where llama.cpp has it so. Both engines get the
+same tokens in the same windows. llama.cpp rounds what a matrix is multiplied with to 8 bits, tiermoe to the model's
+16-bit dtype, so perplexities differ a little either way. The difference has a standard error: that of the windows'
+means. A table goes to standard error, one JSON object to standard output.
+
+Blocks of 256 do not divide the shipped model's rows: for those types it is widened first (`benchmarks.widen`), which
+leaves its function as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import tiermoe
+from benchmarks.llamacpp import ROOT, PeerFailed, run_peer
+from benchmarks.perplexity import surprisals
+from benchmarks.reference import logits_of, token_ids
+from benchmarks.widen import widen
+from tiermoe.store.gguf.file import open_gguf
+
+FTYPES = {
+    "f16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1", "q5_0": "Q5_0", "q5_1": "Q5_1", "iq4_nl": "IQ4_NL",
+    "mxfp4": "MXFP4_MOE", "q2_k": "Q2_K", "q3_k": "Q3_K_S", "q4_k": "Q4_K_S", "q5_k": "Q5_K_S", "q6_k": "Q6_K",
+    "iq4_xs": "IQ4_XS",
+}  # fmt: skip
+"""Types of weights → llama.cpp's names of files of them."""
+
+_SUPER = 256  # columns of a block of the types that have blocks of blocks
+
+
+def wide(model: Path, work: Path) -> Path:
+    """The checkpoint, or one with its function whose rows are whole blocks of 256. ValueError where that cannot be."""
+    config = json.loads((model / "config.json").read_text())
+    columns = math.gcd(config["hidden_size"], config["num_attention_heads"] * config["head_dim"])
+    m, mi = (_SUPER // math.gcd(each, _SUPER) for each in (columns, config["moe_intermediate_size"]))
+    if m == mi == 1:
+        return model
+    out = work / f"wide-{m}-{mi}"
+    if not (out / "config.json").exists():
+        widen(model, out, m, mi)
+    return out
+
+
+def written(args: argparse.Namespace, kind: str) -> Path:
+    """The file of a type, written where it is not there yet."""
+    blocks_of_256 = kind.endswith("_k") or kind == "iq4_xs"
+    model = wide(args.model, args.work) if blocks_of_256 else args.model
+    whole, out = args.work / f"{model.name}.bf16.gguf", args.work / f"{model.name}.{kind}.gguf"
+    if not whole.exists():
+        run_peer(args, "convert", model.resolve(), "--type", "bf16", "--out", whole.resolve())
+    if not out.exists():
+        ftype = f"LLAMA_FTYPE_MOSTLY_{FTYPES[kind]}"
+        run_peer(args, "quantise", whole.resolve(), "--ftype", ftype, "--out", out.resolve())
+    return out
+
+
+def ours(args: argparse.Namespace, file: Path, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """The mean surprisal of each window under tiermoe, in nats."""
+    model, _ = tiermoe.load(file, store=args.work / f"store-{file.stem}", threads=args.threads)
+    found = [window.mean() for window in surprisals(logits_of(model), ids, args.context, args.context)]
+    model.tiermoe.close()
+    return np.array(found)
+
+
+def theirs(args: argparse.Namespace, file: Path, ids: Path) -> npt.NDArray[np.float64]:
+    """That under llama.cpp."""
+    out = args.work / "surprisals.npy"
+    words = ("surprisals", file.resolve(), "--ids", ids.resolve(), "--out", out.resolve())
+    run_peer(args, *words, "--context", args.context, "--stride", args.context, "--attention", args.attention)
+    found: npt.NDArray[np.float64] = np.load(out)
+    return found
+
+
+def compared(args: argparse.Namespace, kind: str, ids: Path) -> dict[str, Any]:
+    """Both perplexities of a type, their difference as a share of llama.cpp's, and its standard error."""
+    file = written(args, kind)
+    mine, its = ours(args, file, np.load(ids)), theirs(args, file, ids)
+    difference = mine - its
+    return {
+        "type": kind,
+        "in_the_file": sorted({tensor.kind.name for tensor in open_gguf(file).tensors.values()}),
+        "bytes": file.stat().st_size,
+        "windows": len(mine),
+        "tiermoe": float(np.exp(mine.mean())),
+        "llama_cpp": float(np.exp(its.mean())),
+        "difference": float(np.expm1(difference.mean())),
+        "standard_error": float(difference.std(ddof=1) / math.sqrt(len(difference))),
+    }
+
+
+def row(found: dict[str, Any]) -> str:
+    return (
+        f"{found['type']:7} {found['tiermoe']:9.4f} {found['llama_cpp']:9.4f} {100 * found['difference']:+8.3f} % "
+        f"{100 * found['standard_error']:7.3f} %  {', '.join(found['in_the_file'])}"
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m benchmarks.gguf_perplexity", description=__doc__)
+    top.formatter_class = argparse.RawDescriptionHelpFormatter
+    top.add_argument("model", type=Path, nargs="?", default=ROOT / "models" / "stories-7m")
+    top.add_argument("--work", type=Path, required=True, help="a folder for the files; what is there is used again")
+    top.add_argument("--peer-python", default=sys.executable, help="interpreter that has llama-cpp-python")
+    top.add_argument("--types", default=",".join(FTYPES), help=f"of {', '.join(FTYPES)}; default: all")
+    top.add_argument("--text", type=Path, default=ROOT / "data" / "heldout.txt")
+    top.add_argument("--tokens", type=int, default=32768, help="of the text's beginning")
+    top.add_argument("--context", type=int, default=256, help="tokens of a window; windows do not overlap")
+    top.add_argument("--attention", choices=["default", "exact"], default="default", help="of llama.cpp")
+    top.add_argument("--threads", type=int, default=2)
+    return top
+
+
+def main() -> None:
+    args = parser().parse_args()
+    kinds = args.types.split(",")
+    if unknown := [kind for kind in kinds if kind not in FTYPES]:
+        sys.exit(f"gguf_perplexity: no type {unknown[0]}; there are {', '.join(FTYPES)}")
+    args.work.mkdir(parents=True, exist_ok=True)
+    ids = args.work / "ids.npy"
+    np.save(ids, token_ids(args.model, args.text)[: args.tokens])
+    print("type      tiermoe llama.cpp  difference  standard error  types in the file", file=sys.stderr)
+    results = []
+    try:
+        for kind in kinds:
+            results.append(compared(args, kind, ids))
+            print(row(results[-1]), file=sys.stderr, flush=True)
+    except (PeerFailed, ValueError) as error:
+        sys.exit(f"gguf_perplexity: {error}")
+    print(json.dumps({"model": args.model.name, "context": args.context, "types": results}))
+
+
+if __name__ == "__main__":
+    main()

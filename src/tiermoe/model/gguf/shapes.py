@@ -1,0 +1,54 @@
+"""What the names and shapes of a GGUF file's tensors say of its model."""
+
+from __future__ import annotations
+
+from tiermoe.errors import ModelError
+from tiermoe.store.gguf.file import GgufFile
+
+
+def blocks(file: GgufFile) -> int:
+    """Layers, without those that predict several tokens."""
+    return int(file.needed("block_count")) - int(file.of_model("nextn_predict_layers", 0))
+
+
+def experts(file: GgufFile) -> int:
+    """Experts of a layer."""
+    return int(file.needed("expert_count"))
+
+
+def dense_layers(file: GgufFile) -> list[int]:
+    """Layers without a router."""
+    return [layer for layer in range(blocks(file)) if f"blk.{layer}.ffn_gate_inp.weight" not in file.tensors]
+
+
+def leading_dense(file: GgufFile) -> int:
+    """Dense layers before those with experts. ModelError where one comes after."""
+    layers = dense_layers(file)
+    if layers != list(range(len(layers))):
+        raise ModelError(f"{file.path} has dense layers among those with experts: {', '.join(map(str, layers))}")
+    return len(layers)
+
+
+def inner(file: GgufFile) -> int:
+    """Columns between an expert's matrices."""
+    return in_first_block(file, "ffn_down_exps.weight")[2]
+
+
+def dense_inner(file: GgufFile) -> int:
+    """Columns between a dense layer's matrices; of no matter where there are none."""
+    dense = dense_layers(file)
+    return shape(file, f"blk.{dense[0]}.ffn_down.weight")[1] if dense else inner(file)
+
+
+def in_first_block(file: GgufFile, name: str) -> tuple[int, ...]:
+    """The shape of a tensor in the first layer with experts."""
+    dense = dense_layers(file)
+    layer = next((layer for layer in range(blocks(file)) if layer not in dense), 0)
+    return shape(file, f"blk.{layer}.{name}")
+
+
+def shape(file: GgufFile, name: str) -> tuple[int, ...]:
+    """The shape of a tensor. ModelError where there is none."""
+    if name not in file.tensors:
+        raise ModelError(f"{file.path} has no tensor {name}; convert the model again with a current llama.cpp")
+    return file.tensors[name].shape
