@@ -27,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,9 @@ import httpx
 
 from benchmarks.load_clients import Clients, Tally
 from benchmarks.memory_limit import CannotLimit, parse_size
-from benchmarks.serving import answers, free_port
-from tiermoe.bench.limit import joining, memory_group, usage
+from benchmarks.serving import Group, Server, free_port, limited
+from tiermoe.bench.child import CaseFailed
+from tiermoe.bench.limit import usage
 
 MOST_DRIFT = 0.02
 SETTLES_S = 300
@@ -48,32 +48,15 @@ _UNDER_LOAD_S = 3  # of asking before the server is told to end
 _SAMPLE_S = 0.5
 
 
-class Server:
-    """A server's process. group: (version, folder) of its memory cgroup."""
+class Loaded(Server):
+    """`tiermoe serve` under load."""
 
-    def __init__(self, args: argparse.Namespace, log: Path, group: tuple[int, Path] | None) -> None:
+    def __init__(self, args: argparse.Namespace, log: Path, group: Group) -> None:
         port = free_port()
         words = [sys.executable, "-m", "tiermoe", "serve", str(args.model), "--port", str(port)]
         words += ["--memory", args.memory, "--max-batch", str(args.max_batch), "--max-queue", str(args.max_queue)]
-        words += args.options
+        super().__init__([*words, *args.options], f"http://127.0.0.1:{port}", log, group)
         self._group = group
-        self._log = log
-        self.address = f"http://127.0.0.1:{port}"
-        with open(log, "wb") as file:
-            self.process = subprocess.Popen(joining(group[1], words) if group else words, stderr=file)
-
-    def wait_until_loaded(self) -> None:
-        """Exits with what the server says where it ends instead."""
-        limit = time.monotonic() + _LOADING_S
-        while time.monotonic() < limit and self.process.poll() is None:
-            if answers(self.address):
-                return
-            time.sleep(0.2)
-        self.process.kill()
-        sys.exit(f"the server did not start: {self.log()}")
-
-    def log(self) -> str:
-        return self._log.read_text(errors="replace").strip()
 
     def resident_bytes(self) -> int | None:
         """None where the system does not tell it, or the process has ended."""
@@ -83,7 +66,7 @@ class Server:
                     return int(line.split()[1]) << 10
         return None
 
-    def end(self) -> dict[str, Any]:
+    def ended(self) -> dict[str, Any]:
         """How it ended after a signal."""
         began = time.perf_counter()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -94,7 +77,7 @@ class Server:
         return {"exit": self.process.wait(), "ending_s": round(seconds, 1), "oom_kills": kills, "cgroup_peak": peak}
 
 
-async def under_load(server: Server, clients: Clients, seconds: float) -> list[int]:
+async def under_load(server: Loaded, clients: Clients, seconds: float) -> list[int]:
     """Resident sizes while clients ask."""
     sizes: list[int] = []
 
@@ -127,13 +110,13 @@ def settled(address: str) -> dict[str, float]:
         time.sleep(0.1)
 
 
-async def ended_under_load(server: Server, clients: Clients) -> dict[str, Any]:
+async def ended_under_load(server: Loaded, clients: Clients) -> dict[str, Any]:
     """Has the clients ask, and tells the server to end meanwhile; how it ended."""
     asking = asyncio.create_task(clients.run(_UNDER_LOAD_S + _ENDING_S))
     await asyncio.sleep(_UNDER_LOAD_S)
     clients.ended_at = time.perf_counter()
     server.process.send_signal(signal.SIGTERM)
-    ended = await asyncio.to_thread(server.end)
+    ended = await asyncio.to_thread(server.ended)
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(asking, MOST_SILENCE_S)
     return ended
@@ -191,9 +174,9 @@ def broken_rules(first: Tally, last: Tally, ended: dict[str, Any], drifted: floa
     return broken
 
 
-def measure(args: argparse.Namespace, server: Server) -> tuple[dict[str, Any], list[str]]:
+def measure(args: argparse.Namespace, server: Loaded) -> tuple[dict[str, Any], list[str]]:
     """The figures, and which rules were broken."""
-    server.wait_until_loaded()
+    server.wait_until_loaded(_LOADING_S)
     (model,) = httpx.get(f"{server.address}/v1/models").json()["data"]
     context = int(model["max_model_len"])
     clients = Clients(server.address, args.clients, context, args.seed)
@@ -220,16 +203,6 @@ def measure(args: argparse.Namespace, server: Server) -> tuple[dict[str, Any], l
     return figures, broken
 
 
-@contextlib.contextmanager
-def group_of(args: argparse.Namespace) -> Iterator[tuple[int, Path] | None]:
-    """The server's memory cgroup, where one is asked for."""
-    if not args.cgroup:
-        yield None
-        return
-    with memory_group(parse_size(args.memory)) as group:
-        yield group
-
-
 def main() -> None:
     top = argparse.ArgumentParser(prog="python -m benchmarks.load", description=__doc__, allow_abbrev=False)
     top.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -244,8 +217,8 @@ def main() -> None:
     args, args.options = top.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="load-") as folder:
         try:
-            with group_of(args) as group:
-                server = Server(args, Path(folder) / "log", group)
+            with limited(parse_size(args.memory) if args.cgroup else None) as group:
+                server = Loaded(args, Path(folder) / "log", group)
                 try:
                     figures, broken = measure(args, server)
                 finally:
@@ -253,6 +226,8 @@ def main() -> None:
                     server.process.wait()
         except CannotLimit as error:
             sys.exit(f"memory limit: {error}")
+        except CaseFailed as error:
+            sys.exit(f"load: {error}")
         print(json.dumps(figures | {"said": server.log().splitlines()[-20:]}))
     for each in broken:
         print(each, file=sys.stderr)

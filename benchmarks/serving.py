@@ -1,8 +1,65 @@
-"""A server in a process of its own: where it may listen, and whether it answers."""
+"""A server in a process of its own: where it may listen, whether it answers, what it said, its end."""
 
+import contextlib
+import signal
 import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import httpx
+
+from tiermoe.bench.child import CaseFailed
+from tiermoe.bench.limit import joining, memory_group
+
+_LOOK_S = 0.2
+_ENDING_S = 60
+Group = tuple[int, Path] | None
+"""(version, folder) of a memory cgroup; None where there is none."""
+
+
+class Server:
+    """A command that serves at `address`. log: the file that takes what it says. group: the memory cgroup that it runs
+    in."""
+
+    def __init__(self, words: Sequence[str], address: str, log: Path, group: Group = None) -> None:
+        self.address = address
+        self._log = log
+        with open(log, "wb") as file:
+            self.process = subprocess.Popen(joining(group[1], words) if group else words, stdout=file, stderr=file)
+
+    def wait_until_loaded(self, seconds: float) -> None:
+        """CaseFailed with what the server says where it ends instead, or does not answer by then."""
+        limit = time.monotonic() + seconds
+        while time.monotonic() < limit and self.process.poll() is None:
+            if answers(self.address):
+                return
+            time.sleep(_LOOK_S)
+        self.process.kill()
+        raise CaseFailed(f"the server did not start: {self.log()}")
+
+    def log(self) -> str:
+        """What it has said."""
+        return self._log.read_text(errors="replace").strip()
+
+    def end(self) -> None:
+        """Asks it to end, and ends it where it does not."""
+        self.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_ENDING_S)
+        self.process.kill()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def limited(memory: int | None) -> Iterator[Group]:
+    """A memory cgroup of so many bytes, where they are named. Raises CannotLimit."""
+    if memory is None:
+        yield None
+        return
+    with memory_group(memory) as group:
+        yield group
 
 
 def free_port() -> int:

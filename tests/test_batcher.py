@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tiermoe
-from tiermoe.batch import Batch
+from tiermoe.batch import Batch, Kind
 from tiermoe.batch import prompt as read
 from tiermoe.errors import PromptError
 from tiermoe.generation.sampling import Sampling
@@ -20,6 +20,7 @@ from tiermoe.serve.answers import together
 from tiermoe.serve.batcher import Batcher
 from tiermoe.serve.detokenize import Detokenizer
 from tiermoe.serve.request import Piece, Request
+from tiermoe.serve.scoring import use_of
 from tiermoe.serve.worker import ClosingError, QueueFullError, Worker
 from tiny import write
 
@@ -89,18 +90,32 @@ def test_each_answer_is_the_one_that_the_request_has_alone(loaded: Any) -> None:
 
 
 class Recording:
-    """An engine, and the tokens of each row of its steps."""
+    """An engine, the tokens of each row of its steps, and the steps with whether all their tokens were scored."""
 
     def __init__(self, engine: Any) -> None:
         self.rows: list[int] = []
+        self.steps: list[tuple[Batch, bool]] = []
         self._engine = engine
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def step(self, batch: Batch, *rest: Any) -> Any:
+    def step(self, batch: Batch, cache: Any, every: bool = False) -> Any:
         self.rows += [len(row.tokens) for row in batch.rows]
-        return self._engine.step(batch, *rest)
+        self.steps.append((batch, every))
+        return self._engine.step(batch, cache, every)
+
+
+def test_a_step_asks_no_more_than_memory_is_planned_for(loaded: Any) -> None:
+    engine = Recording(loaded)
+    batch = batcher(engine)
+    for seed in range(4):
+        batch.add(Request(ids(20, seed), Sampling(max_tokens=3), logprobs=1, prompt_logprobs=seed > 1))
+    answers(batch, [])
+    use = use_of(loaded.config.vocab_size, loaded.settings.chunk)
+    read = [sum(row.kind is Kind.PROMPT for row in step.rows) for step, _ in engine.steps]
+    assert max(read) == use.prompts == 1
+    assert max(len(step.tokens) for step, every in engine.steps if every) == use.scored == 8
 
 
 @pytest.mark.parametrize(("tokens", "steps"), [(1, [1]), (8, [7, 1]), (9, [8, 1]), (18, [8, 8, 1, 1])])

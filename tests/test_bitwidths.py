@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,11 +17,13 @@ import torch
 
 import tiermoe
 from channel_wise import round_experts
+from commands import Command
 from tiermoe.config import settings as make_settings
 from tiermoe.decide.profiles import Profile, profile_path, to_json
-from tiermoe.errors import ConfigError
+from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.measure.bitwidths import find_bitwidths
-from tiermoe.measure.measuring import Measured, Measuring, places_of
+from tiermoe.measure.measuring import Measured, Measuring, Source, places_of
+from tiermoe.measure.on_ray import by_ray, check_room
 from tiermoe.measure.tasks import Perplexity, Rouge2, read_pairs
 from tiermoe.model.blueprint import inspect_model
 from tiny import oracle, write
@@ -44,10 +47,14 @@ class Case:
         torch.manual_seed(0)
         self.ids = self._plain.generate(torch.tensor([[1]] * 16), max_new_tokens=31, do_sample=True, eos_token_id=[])
 
-    def find(self, tolerated: float, journal: Path | None = None, progress: Any = quiet, processes: int = 1) -> Any:
+    def find(
+        self, tolerated: float, journal: Path | None = None, progress: Any = quiet, processes: int = 1,
+        ray: bool = False,
+    ) -> Any:  # fmt: skip
         options = {"memory": "4GiB", "dense_bits": 16, "device": "cpu", "quantizer": "linear", "threads": 1, "lanes": 2}
         settings = make_settings(store=self.store, **options)
-        return find_bitwidths(self.blueprint, settings, Perplexity(self.ids), tolerated, progress, processes, journal)
+        task = Perplexity(self.ids)
+        return find_bitwidths(self.blueprint, settings, task, tolerated, progress, processes, journal, ray)
 
     def nll(self, table: Mapping[tuple[int, int], int], half: int = 0) -> float:
         """Of the even sequences (half 0) or the odd ones, as `nlls`."""
@@ -169,6 +176,50 @@ def test_several_processes_find_the_same(case: Case, found: Any, tolerated: floa
     assert again["table"] == found["table"]
     assert again["importance"] == found["importance"]
     assert again["seconds_per_expert"] > 0
+
+
+@pytest.mark.long
+def test_ray_s_processes_find_the_same(
+    case: Case, found: Any, tolerated: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what a task raises comes back as it was raised."""
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # else it leaves a token in the user's folder
+    journal = tmp_path / "journal"
+    journal.write_text("".join(line for line in lines_of(case.journal) if "alone" not in line))
+    again = case.find(tolerated, journal, processes=2, ray=True)
+    assert sorted(lines_of(journal)) == sorted(lines_of(case.journal))
+    assert {**again, "seconds_per_expert": None} == {**found, "seconds_per_expert": None}
+    settings = make_settings(memory="1MiB", threads=1, dense_bits=16, device="cpu", store=case.store)
+    task = Perplexity(case.ids)
+    places = places_of(case.blueprint)
+    with pytest.raises(BudgetError, match="too little"):
+        list(by_ray(Source.of(case.blueprint, settings, task), task, places[:1], places, 1))
+
+
+def test_a_cluster_without_room_is_told_of_before_anything_waits_for_it() -> None:
+    has = {"CPU": 4.0, "memory": float(3 << 30)}
+    check_room(has, processes=3, threads=1, memory=1 << 30)
+    with pytest.raises(ConfigError, match=r"3 processes of 2 threads and 1 GiB each .* 4 processors and 3 GiB"):
+        check_room(has, processes=3, threads=2, memory=1 << 30)
+    with pytest.raises(ConfigError, match="fewer --processes"):
+        check_room(has, processes=4, threads=1, memory=1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--for", "fate", "--processes", "2"], "measures edgemoe's experts, and --for names other presets"),
+        ([], "say how many with --processes"),
+        (["--processes", "2"], r"--ray needs ray\S*: pip install 'tiermoe\[ray\]'"),
+    ],
+)
+def test_ray_that_would_do_nothing_is_refused(
+    words: list[str], said: str, tiermoe_: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    (text := tmp_path / "text").write_text("Once")
+    assert re.search(said, tiermoe_("calibrate", "nowhere", "--text", text, "--ray", *words).cause)
 
 
 def test_what_was_measured_of_something_else_is_kept_and_not_believed(tmp_path: Path) -> None:

@@ -144,9 +144,9 @@ def test_memory_is_reserved_for_the_prompt_and_the_answer(
     asked: list[int | None] = []
     plan = load.plan_memory
 
-    def planned(blueprint: Any, resolved: Any, store: Any) -> Any:
+    def planned(blueprint: Any, resolved: Any, *rest: Any) -> Any:
         asked.append(resolved.settings.context)
-        return plan(blueprint, resolved, store)
+        return plan(blueprint, resolved, *rest)
 
     monkeypatch.setattr(load, "plan_memory", planned)
     for words in (("--max-tokens", "5"), ("--max-tokens", "500"), ("--max-tokens", "5", "--context", "30")):

@@ -29,7 +29,8 @@ from tiermoe.model.kv_cache import KVCache, needs
 from tiermoe.model.latent import LatentSizes
 from tiermoe.model.weights import ModuleWeights
 from tiermoe.native import _native
-from tiermoe.types import FEW_TOKENS, Phase, Workload
+from tiermoe.serve.scoring import use_of
+from tiermoe.types import FEW_TOKENS, USUAL, Phase, Use, Workload
 from tiny import _COMMON, CONFIGS, auto_class, write
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -122,6 +123,23 @@ def test_what_expands_latents_is_in_the_plan(tmp_path: Path) -> None:
     assert plan.fixed == total(plan.needs, Phase.RUNNING) == sum(plan.parts().values()) - plan.experts
     assert plan.loading == total(plan.needs, Phase.LOADING)
     assert plan.packing == total(plan.needs, Phase.PACKING) > 0
+
+
+def test_what_is_planned_for_follows_from_the_use(tmp_path: Path) -> None:
+    """A server reads one prompt at a time beside its rows, and may score all that it reads."""
+    assert [Workload(40, 6, 3, 2, 1, use=Use(prompts)).tokens for prompts in (None, 2, 1)] == [18, 12, 6]
+    assert Workload(40, 6, 9, 2, 1, use=Use(prompts=1)).tokens == 9  # a token of each row
+    blueprint = inspect_model(write(tmp_path, "qwen3_moe", torch.bfloat16), "served")
+    resolved = resolve_for(blueprint, settings(memory="1GiB", device="cpu", batch=4, chunk=16, context=64))
+
+    def activations(use: Use) -> int:
+        needs = plan_memory(blueprint, resolved, None, use).needs
+        return sum(need.nbytes for need in needs if need.part == "activations" and need.phase is Phase.RUNNING)
+
+    logits = torch.empty(16, blueprint.config.vocab_size, dtype=torch.bfloat16)
+    alone = activations(Use(prompts=1))
+    assert alone < activations(USUAL)
+    assert activations(use_of(blueprint.config.vocab_size, 16)) - alone >= logits.nbytes
 
 
 def test_latents_are_attended_to_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

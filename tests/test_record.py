@@ -384,9 +384,9 @@ def _fake_bitwidths(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     asked: dict[str, Any] = {}
 
     def find_bitwidths(
-        blueprint: Any, settings: Any, task: Any, loss: float, progress: Any, processes: Any, path: Any
+        blueprint: Any, settings: Any, task: Any, loss: float, progress: Any, processes: Any, path: Any, ray: bool
     ) -> Any:
-        asked.update(settings=settings, loss=loss, processes=processes, task=task)
+        asked.update(settings=settings, loss=loss, processes=processes, task=task, ray=ray)
         table = [[4] * layer.experts for layer in blueprint.layers]
         table[0][0] = 2
         return {"table": table, "importance": [], "loss": 0.01, "loss_error": 0.002, "metric": task.name}

@@ -167,6 +167,18 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
+class Use:
+    """What whoever runs an engine asks of a step. prompts: of so many sequences at the most it reads prompts; None: of
+    all. scored: it gives the logits of so many tokens at the most, beside those of a sequence's last one."""
+
+    prompts: int | None = None
+    scored: int = 0
+
+
+USUAL = Use()
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """What is run at the most: `sequences` of up to `context` tokens, of each at most `chunk` tokens at once, in values
     of `itemsize` bytes, keys and values in `kv_bits` (16: as the other values), on so many threads."""
@@ -177,8 +189,10 @@ class Workload:
     itemsize: int
     threads: int
     kv_bits: int = 16
+    use: Use = USUAL
 
     @property
     def tokens(self) -> int:
         """Tokens of a step."""
-        return min(self.chunk, self.context) * self.sequences
+        prompts = self.sequences if self.use.prompts is None else min(self.use.prompts, self.sequences)
+        return max(min(self.chunk, self.context) * prompts, self.sequences)

@@ -13,6 +13,7 @@ from tiermoe.bench.stretches import random_ids, rows, token_ids
 from tiermoe.config import settings as make_settings
 from tiermoe.engine.load import resolve_for
 from tiermoe.errors import ModelError
+from tiermoe.generation.sequence import end_tokens
 from tiermoe.kernels import machine_layout
 from tiermoe.model.blueprint import inspect_model
 from tiermoe.model.hub import load_tokenizer, resolve_model
@@ -37,6 +38,7 @@ class Subject:
         else:
             self.ids = token_ids(load_tokenizer(self.directory), text)
         self.context = self._blueprint.max_context()
+        self.ends = end_tokens(self._blueprint.generation_settings())
         self.name = self._blueprint.name
         self.fingerprint = self._blueprint.checkpoint.fingerprint()
         self.store_root = store_root(self._blueprint, None)

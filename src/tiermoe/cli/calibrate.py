@@ -12,6 +12,7 @@ from rich.table import Table
 from tiermoe.cli import options as opt
 from tiermoe.cli.evaluate import read_text
 from tiermoe.cli.output import note, progress_bar, waiting
+from tiermoe.cli.replicas import need_ray
 from tiermoe.cli.trace import Prompt, Sequence, TextFile, Tokens
 from tiermoe.errors import ConfigError
 from tiermoe.systems import PRESETS
@@ -55,6 +56,9 @@ def calibrate(
         int | None,
         typer.Option(help="Processes that measure the importance of edgemoe's experts.", show_default=False, min=1),
     ] = None,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Those processes are Ray's, of this machine or of RAY_ADDRESS's cluster.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Make anew what is calibrated already.")] = False,
 ) -> None:
     """Measure what presets need to know of a model, once, and keep it beside its store. Interrupted, it picks up where
@@ -62,6 +66,8 @@ def calibrate(
     names = parse_names(for_)
     loss = parse_percent("tolerated-loss", tolerated_loss)
     ratio = None if fallback_ratio is None else parse_percent("fallback-ratio", fallback_ratio)
+    if ray:
+        _check_ray(names, processes)
     content = read_text(text)
     with waiting("starting"):
         from tiermoe.process import footprint
@@ -73,7 +79,14 @@ def calibrate(
         from tiermoe.measure.tasks import read_pairs
 
         asked = Asked(
-            loss, ratio, metric, tuple(read_pairs(pairs)) if pairs else (), bitwidth_quantizer, processes, for_cache
+            loss,
+            ratio,
+            metric,
+            tuple(read_pairs(pairs)) if pairs else (),
+            bitwidth_quantizer,
+            processes,
+            ray,
+            for_cache,
         )
         calibration = prepare(model, text.name, content, Cut(tokens, prompt, sequence), options, asked)
     with progress_bar() as progress:
@@ -87,6 +100,15 @@ def calibrate(
         raise failed[0].error
     if failed:
         raise type(failed[0].error)("; ".join(f"{result.name}: {result.error}" for result in failed))
+
+
+def _check_ray(names: list[str], processes: int | None) -> None:
+    """ConfigError where `--ray` would do nothing, or Ray is not there."""
+    if "edgemoe" not in names:
+        raise ConfigError("--ray measures edgemoe's experts, and --for names other presets; leave it out")
+    if processes is None:
+        raise ConfigError("--ray runs the measuring processes; say how many with --processes")
+    need_ray("--ray")
 
 
 def parse_names(text: str) -> list[str]:

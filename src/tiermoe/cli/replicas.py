@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from tiermoe.serve.replicas import Deployed
 
 
-def need_ray() -> None:
-    """ConfigError where Ray Serve is not installed."""
+def need_ray(option: str) -> None:
+    """ConfigError, naming the option, where Ray is not installed, with its server."""
     try:
         import ray.serve  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"--replicas needs {error.name}: pip install 'tiermoe[ray]'") from error
+        raise ConfigError(f"{option} needs {error.name}: pip install 'tiermoe[ray]'") from error
 
 
 def prepared(
@@ -29,13 +29,13 @@ def prepared(
 ) -> tuple[str, dict[str, Any]]:
     """The model, and the options of one of so many processes: its part of the memory and of the processors. It is
     loaded once here, which packs what is not packed, and says what does not fit, before a replica finds out."""
-    need_ray()
+    need_ray("--replicas")
     share = one_share(model, options, replicas)
     if Path(model).exists():
         model = str(Path(model).resolve())  # a replica may run in another folder
     if "store" in share:
         share["store"] = Path(share["store"]).resolve()
-    open_session(model, share, context_for).engine.close()
+    open_session(model, share, context_for, served=True).engine.close()
     return model, share
 
 

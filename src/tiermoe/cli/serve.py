@@ -81,7 +81,9 @@ def serve(
         if blueprint.family.encoder_decoder:
             raise ConfigError(f"{model} is an encoder–decoder model, which serve does not answer with; use tiermoe run")
         if prefix_disk is not None:
-            chosen["folder"] = _prefix_folder(prefix_disk, most, blueprint, options)
+            from tiermoe.serve.prefix_disk import folder_for
+
+            chosen["folder"] = folder_for(prefix_disk, most, blueprint, settings(**options))
         chosen["sampling"] = choose_sampling(blueprint, {}, make_sampling(temperature=1.0))
 
     options = {**options, "batch": max_batch}
@@ -96,7 +98,7 @@ def serve(
         run_replicas(deployed, replicas, address, GRACE_S, _wait_for_a_signal)
         return
     with _answering(listener) as gate:
-        session = open_session(model, options, context_for, gate.report)
+        session = open_session(model, options, context_for, gate.report, served=True)
         _run(session, gate, listener, shown, api_key, max_queue, **chosen)
 
 
@@ -150,28 +152,6 @@ def _prefix_bytes(root: Path | None, size: str | None) -> int:
     if root is None and size is not None:
         raise ConfigError(f"--prefix-disk-size {size} does nothing without --prefix-disk; name a folder")
     return parse_size(size or PREFIX_DISK_SIZE, "--prefix-disk-size")
-
-
-def _prefix_folder(root: Path, most: int, blueprint: Any, options: dict[str, Any]) -> Any:
-    """The folder of `--prefix-disk`. ConfigError where it cannot be used, a conversation does not fit, or the model's
-    cache has no form on disk: before minutes of loading."""
-    from tiermoe.engine.load import resolve_for
-    from tiermoe.memory.activations import sizes_for
-    from tiermoe.memory.plan import context_of
-    from tiermoe.serve.prefix_files import PrefixFolder, check_size
-    from tiermoe.tiers.cuda import resolve_device
-
-    used = resolve_for(blueprint, settings(**options)).settings
-    option, device = "--prefix-disk", resolve_device(used.device)
-    sizes = sizes_for(option, option, "has no form on disk", blueprint, used, device)
-    shapes, context = [each.shape for each in sizes], context_of(blueprint, used)
-    if any(shape.state is not None for shape in shapes):
-        raise ConfigError(
-            f"--prefix-disk keeps keys and values, and {blueprint.family.name} has recurrent states too, which have no "
-            f"form on disk; leave --prefix-disk out"
-        )
-    check_size(most, shapes, context, min(used.chunk, context), blueprint.dtype.itemsize, used.kv_bits)
-    return PrefixFolder(root, most)
 
 
 def _wait_for_a_signal() -> None:

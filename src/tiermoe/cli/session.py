@@ -24,10 +24,12 @@ def open_session(
     options: dict[str, Any],
     context_for: Callable[[Any, Any], int | None],
     on_progress: Callable[[str, int, int], None] | None = None,
+    served: bool = False,
 ) -> Session:
     """Loads `model`. `context_for(tokenizer, blueprint)` gives the tokens to reserve memory for where no
     context is asked for; it may refuse the prompt before anything heavy happens. on_progress: told of packing as the
-    terminal is. The plan's warnings go to standard error."""
+    terminal is. served: memory is reserved for what a server's batch asks of a step. The plan's warnings go to standard
+    error."""
     started = time.perf_counter()
     with waiting("starting"):
         from tiermoe.process import footprint
@@ -38,6 +40,7 @@ def open_session(
         from tiermoe.engine.load import start
         from tiermoe.model.blueprint import inspect_model
         from tiermoe.model.hub import load_tokenizer, resolve_model
+        from tiermoe.types import USUAL
 
         asked = settings(**options)
         directory = resolve_model(model)
@@ -55,7 +58,12 @@ def open_session(
             if on_progress is not None:
                 on_progress(what, done, total)
 
-        engine = start(blueprint, settings(**options), packing)
+        asked, use = settings(**options), USUAL
+        if served:
+            from tiermoe.serve.scoring import use_of
+
+            use = use_of(blueprint.config.vocab_size, asked.chunk)
+        engine = start(blueprint, asked, packing, use)
     loss = loss_of(engine, blueprint)
     if packed and loss:
         note(loss)

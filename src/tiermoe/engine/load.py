@@ -32,6 +32,7 @@ from tiermoe.store.own_experts import OWN_BITS
 from tiermoe.store.store import Store
 from tiermoe.systems.resolved import Resolved, resolve
 from tiermoe.tiers.cuda import resolve_device
+from tiermoe.types import USUAL, Use
 
 
 def load(model: str | os.PathLike[str], *, progress: Progress | None = None, **options: Any) -> tuple[Any, Any]:
@@ -62,11 +63,13 @@ def load_blueprint(blueprint: Blueprint, settings: Settings, progress: Progress 
 
 def load_resolved(blueprint: Blueprint, resolved: Resolved, progress: Progress | None = None) -> Any:
     """`load_blueprint` with a composition that is ready."""
-    return _load_found(blueprint, resolved, found_store(blueprint, resolved.settings.store), progress)
+    return _load_found(blueprint, resolved, found_store(blueprint, resolved.settings.store), progress, USUAL)
 
 
-def _load_found(blueprint: Blueprint, resolved: Resolved, found: Store | None, progress: Progress | None) -> Any:
-    store, plan = _prepared(blueprint, resolved, found, progress, lean=False)
+def _load_found(
+    blueprint: Blueprint, resolved: Resolved, found: Store | None, progress: Progress | None, use: Use
+) -> Any:
+    store, plan = _prepared(blueprint, resolved, found, progress, use, lean=False)
     from tiermoe.engine.loading import load_model  # late: it imports transformers' modelling code
 
     with open_reading(plan, store, resolved, blueprint, resolve_device(resolved.settings.device)) as reading:
@@ -75,14 +78,14 @@ def _load_found(blueprint: Blueprint, resolved: Resolved, found: Store | None, p
     return model
 
 
-def start(blueprint: Blueprint, settings: Settings, progress: Progress | None = None) -> Engine:
-    """The engine of an inspected checkpoint, planned, and packed where needed."""
+def start(blueprint: Blueprint, settings: Settings, progress: Progress | None = None, use: Use = USUAL) -> Engine:
+    """The engine of an inspected checkpoint, planned for its use, and packed where needed."""
     resolved = resolve_for(blueprint, settings)
     found = found_store(blueprint, settings.store)
     if not starts_lean(blueprint, resolved, found):
-        engine: Engine = _load_found(blueprint, resolved, found, progress).tiermoe
+        engine: Engine = _load_found(blueprint, resolved, found, progress, use).tiermoe
         return engine
-    store, plan = _prepared(blueprint, resolved, found, progress, lean=True)
+    store, plan = _prepared(blueprint, resolved, found, progress, use, lean=True)
     with open_reading(plan, store, resolved, blueprint, "cpu") as reading:
         service = ExpertService(store, plan, resolved, reading, {})
         engine = Engine(service, _lean_model(blueprint, store, plan, resolved, reading))
@@ -102,14 +105,14 @@ def _has_own_decoder(blueprint: Blueprint, settings: Settings) -> bool:
 
 
 def _prepared(
-    blueprint: Blueprint, resolved: Resolved, found: Store | None, progress: Progress | None, lean: bool
+    blueprint: Blueprint, resolved: Resolved, found: Store | None, progress: Progress | None, use: Use, lean: bool
 ) -> tuple[Store, MemoryPlan]:
     """The plan, and the store with all that it asks for. Nothing of the model is loaded, nor are experts."""
     settings = resolved.settings
     device = resolve_device(settings.device)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    plan = _planned(blueprint, resolved, found, lean)
+    plan = _planned(blueprint, resolved, found, use, lean)
     store = open_or_create(blueprint, store_root(blueprint, settings.store), found=found)
     unit = resolved.composition.unit
     for bits in resolved.precisions:
@@ -127,11 +130,11 @@ def _prepared(
     return store, plan
 
 
-def _planned(blueprint: Blueprint, resolved: Resolved, store: Store | None, lean: bool) -> MemoryPlan:
+def _planned(blueprint: Blueprint, resolved: Resolved, store: Store | None, use: Use, lean: bool) -> MemoryPlan:
     if not lean:
         _import_modelling(blueprint, resolved, store)
     footprint.settle()
-    return plan_memory(blueprint, resolved, store)
+    return plan_memory(blueprint, resolved, store, use)
 
 
 def _import_modelling(blueprint: Blueprint, resolved: Resolved, store: Store | None) -> None:
@@ -183,4 +186,4 @@ def plan_for(blueprint: Blueprint, settings: Settings) -> MemoryPlan:
     """What `start` would put where."""
     resolved = resolve_for(blueprint, settings)
     store = found_store(blueprint, settings.store)
-    return _planned(blueprint, resolved, store, starts_lean(blueprint, resolved, store))
+    return _planned(blueprint, resolved, store, USUAL, starts_lean(blueprint, resolved, store))

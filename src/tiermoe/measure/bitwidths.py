@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from tiermoe.config import Settings
 from tiermoe.measure.importance import OTHERS, measure_alone
 from tiermoe.measure.measuring import Measured, Measuring, Source, pack_all, places_of
+from tiermoe.measure.on_ray import by_ray
 from tiermoe.measure.tasks import Task
 from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.prepare_store import Progress
@@ -28,14 +29,15 @@ def find_bitwidths(
     progress: Progress,
     processes: int | None = None,
     resume_path: Path | None = None,
+    ray: bool = False,
 ) -> dict[str, Any]:
     """A bitwidth for every expert, with which `task` loses at most `tolerated_loss` (0.05 for 5 %) against 16 bits. The
     even half of the task says which experts matter and where the search ends; what that finds is judged on the odd one,
     where the loss with its standard error must be within what is tolerated.
 
     processes: that measure experts side by side (None: one); each loads the model, and the memory is shared among
-    them. resume_path: a file to which every measurement is appended; what it holds of the same checkpoint, task and
-    settings is not measured again.
+    them. ray: that Ray runs. resume_path: a file to which every measurement is appended; what it holds of the same
+    checkpoint, task and settings is not measured again.
 
     Returns `table` and `importance` (a row of experts per MoE layer; importance is the loss against all experts at 4
     bits), `lower`, `upper`, `k`, `loss` and `loss_error` (on the odd half), `judged` ([lower, upper, k, loss, error] of
@@ -66,7 +68,9 @@ def find_bitwidths(
         for done, table in enumerate(uniform, 1):  # before the long part: the first pass finds what cannot work
             values(table, even)
             progress("measuring each precision", done, len(uniform))
-        alone, seconds = measure_alone(measuring, source, even, places, measured, processes or 1, progress)
+        alone, seconds = measure_alone(
+            measuring, source, even, places, measured, processes or 1, progress, by_ray if ray else None
+        )
         four = values(dict.fromkeys(places, OTHERS), even)
         importance = {place: even.loss(alone[place], four).value for place in places}
         seen, unseen = lost(even), lost(odd)

@@ -41,8 +41,8 @@ class Asked:
     """What a calibration is for. tolerated_loss: of EdgeMoE's bitwidths in `metric` ('perplexity', or 'rouge2' of the
     summaries that belong to documents in `pairs`), which `bitwidth_quantizer` makes ('linear' is the paper's), and of
     MoBiLE's gamma in perplexity, unless that is to make the share `fallback_ratio` of the tokens fall back. processes:
-    that measure the importance of experts side by side, None: one. cache: the one that will run, for HOBBIT's weights.
-    ConfigError for values that cannot be."""
+    that measure the importance of experts side by side, None: one; `ray`: that Ray runs. cache: the one that will run,
+    for HOBBIT's weights. ConfigError for values that cannot be."""
 
     tolerated_loss: float = 0.05
     fallback_ratio: float | None = None
@@ -50,6 +50,7 @@ class Asked:
     pairs: tuple[tuple[str, str], ...] = ()
     bitwidth_quantizer: str = "linear"
     processes: int | None = None
+    ray: bool = False
     cache: str = "45%"
 
     def __post_init__(self) -> None:

@@ -79,6 +79,7 @@ def calibrate_edgemoe(calibration: Calibration, progress: Progress) -> Made:
         progress,
         calibration.asked.processes,
         resume,
+        calibration.asked.ray,
     )
     table = bitwidths["table"]
     data = {"paths": paths_to_json(paths), "frequencies": used, **bitwidths}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -25,6 +25,11 @@ ALONE, OTHERS = 2, 4
 
 _SHARE_OF_FREE = 0.8
 
+SideBySide = Callable[
+    [Source, Task, Sequence[Place], Sequence[Place], int], Iterator[tuple[Place, list[float]]]
+]  # fmt: skip
+"""As `by_processes`."""
+
 
 def measure_alone(
     measuring: Measuring,
@@ -34,16 +39,18 @@ def measure_alone(
     measured: Measured,
     processes: int,
     progress: Progress,
+    side_by_side: SideBySide | None = None,
 ) -> tuple[dict[Place, list[float]], float | None]:
     """The task's metric, item by item, with each expert alone at ALONE bits, and the seconds that each took (None where
-    all were known). What `measured` holds is not measured again. With several processes `measuring` lets its model go:
-    they share its memory. ConfigError where one of them is killed."""
+    all were known). What `measured` holds is not measured again. With several processes, or `side_by_side` (None:
+    `by_processes`), `measuring` lets its model go: they share its memory. ConfigError where one of them is killed."""
     left = [place for place in places if measured.get(_name(place)) is None]
-    values = (
-        _one_by_one(measuring, task, left, places)
-        if processes == 1 or not left
-        else _side_by_side(measuring, source, task, left, places, processes)
-    )
+    if not left or (processes == 1 and side_by_side is None):
+        values = in_this_process(measuring, task, left, places)
+    else:
+        measuring.close()
+        shared = replace(source, settings=_shared(source, processes))
+        values = (side_by_side or by_processes)(shared, task, left, places, processes)
     begin, done = time.perf_counter(), len(places) - len(left)
     for place, its in values:
         measured.add(_name(place), its)
@@ -62,18 +69,18 @@ def _table(place: Place, places: Sequence[Place]) -> dict[Place, int]:
     return {**dict.fromkeys(places, OTHERS), place: ALONE}
 
 
-def _one_by_one(
+def in_this_process(
     measuring: Measuring, task: Task, left: Sequence[Place], places: Sequence[Place]
 ) -> Iterator[tuple[Place, list[float]]]:
+    """The metric with each expert of `left`, of all `places`, alone; one after the other."""
     for place in left:
         yield place, measuring.values(_table(place, places), task)
 
 
-def _side_by_side(
-    measuring: Measuring, source: Source, task: Task, left: Sequence[Place], places: Sequence[Place], processes: int
+def by_processes(
+    shared: Source, task: Task, left: Sequence[Place], places: Sequence[Place], processes: int
 ) -> Iterator[tuple[Place, list[float]]]:
-    measuring.close()
-    shared = replace(source, settings=_shared(source, processes))
+    """As `in_this_process`, by several at once, in any order. shared: the source with one process's share."""
     # spawn: a forked process would have torch's threads in an unknown state
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin_worker, (shared, task, places))
     try:
@@ -81,12 +88,17 @@ def _side_by_side(
         for finished in as_completed(running):
             yield running[finished], finished.result()
     except BrokenProcessPool:
-        raise ConfigError(
-            f"one of {processes} measuring processes was killed, most likely for want of memory; what is measured is "
-            f"kept: run again with fewer --processes"
-        ) from None
+        raise killed(processes) from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def killed(processes: int) -> ConfigError:
+    """What is said where one of so many processes ends by itself."""
+    return ConfigError(
+        f"one of {processes} measuring processes was killed, most likely for want of memory; what is measured is kept: "
+        f"run again with fewer --processes"
+    )
 
 
 def _shared(source: Source, processes: int) -> Settings:

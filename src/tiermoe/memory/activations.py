@@ -27,6 +27,7 @@ _ALLOCATOR = 1.15  # what the allocator holds beyond the tensors that live, meas
 _PACKED_OPERATOR_TOKENS = 12  # from more tokens on, kernels may decode a matrix first (kernels/cpu.py)
 _PROBED = 256  # tokens after which every layer keeps something, a compressed cache too
 _LOGIT_BYTES = 16  # of a token's logits: in the model's dtype, as float32, and what a draw makes of them
+_SCORED_COPIES = 2  # of the logits of tokens that are scored, in the model's dtype: some decoders scale them
 
 
 def decoder_needs(
@@ -128,6 +129,12 @@ def _layer_needs(
         ),
         Need("activations", decoded if tokens > _PACKED_OPERATOR_TOKENS else 0, Phase.RUNNING, "a decoded matrix"),
         Need("activations", load.sequences * int(config.vocab_size) * _LOGIT_BYTES, Phase.RUNNING, "logits"),
+        Need(
+            "activations",
+            load.use.scored * int(config.vocab_size) * item * _SCORED_COPIES,
+            Phase.RUNNING,
+            "logits of tokens that are scored",
+        ),
     ]
 
 

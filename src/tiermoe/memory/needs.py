@@ -19,14 +19,15 @@ from tiermoe.store.layout import ExpertFormat
 from tiermoe.store.store import Store
 from tiermoe.systems.resolved import Resolved
 from tiermoe.tiers.disk import LANES, staging_bytes
-from tiermoe.types import Need, Phase, Workload
+from tiermoe.types import Need, Phase, Use, Workload
 
 _FIRST_USE = 46 * MIB  # library code and heap that the first forward pass brings in: 43 MiB measured
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What the needs follow from. process: bytes that the process holds already. store: as it was found, or none."""
+    """What the needs follow from. process: bytes that the process holds already. store: as it was found, or none. use:
+    of the engine."""
 
     blueprint: Blueprint
     resolved: Resolved
@@ -35,6 +36,7 @@ class Inputs:
     device: str
     process: int
     store: Store | None
+    use: Use
 
     @property
     def settings(self) -> Settings:
@@ -58,7 +60,7 @@ def while_running(model: Inputs) -> list[Need]:
     blueprint, settings, formats = model.blueprint, model.settings, model.every_format
     load = Workload(
         model.context, settings.chunk, settings.batch, blueprint.dtype.itemsize,
-        settings.threads or torch.get_num_threads(), settings.kv_bits,
+        settings.threads or torch.get_num_threads(), settings.kv_bits, model.use,
     )  # fmt: skip
     held = 0
     if model.resolved.composition.store == "memory":

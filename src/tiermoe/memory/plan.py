@@ -27,15 +27,15 @@ from tiermoe.process.machine import available_memory
 from tiermoe.store.store import Store
 from tiermoe.systems.resolved import Resolved
 from tiermoe.tiers.cuda import resolve_device
-from tiermoe.types import MoeLayer, Need, Phase
+from tiermoe.types import USUAL, MoeLayer, Need, Phase, Use
 
 DEFAULT_CONTEXT = 4096
 _SHARE_OF_FREE = 0.8
 
 
-def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None) -> MemoryPlan:
-    """Divides the budget. store: the checkpoint's, as it is (`found_store`). BudgetError, with the numbers and the
-    nearest setting that would do, where what must be there and one layer's experts do not fit."""
+def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None, use: Use = USUAL) -> MemoryPlan:
+    """Divides the budget. store: the checkpoint's, as it is (`found_store`). use: of the engine. BudgetError, with the
+    numbers and the nearest setting that would do, where what must be there and one layer's experts do not fit."""
     settings, composition = resolved.settings, resolved.composition
     device = resolve_device(settings.device)
     require_device(composition, device.partition(":")[0])
@@ -45,7 +45,7 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None) -
     budget, source = _budget(settings)
     model = Inputs(
         blueprint, resolved, formats_of(blueprint, resolved, machine_layout(device)), context_of(blueprint, settings),
-        device, resident_bytes(), store,
+        device, resident_bytes(), store, use,
     )  # fmt: skip
     sizes = {bits: max(form.slot.nbytes for form in forms) for bits, forms in model.formats.items()}
     wanted = cache_bytes(composition, settings.cache or CacheSize(fraction=1.0), shape_of(blueprint.layers), sizes)

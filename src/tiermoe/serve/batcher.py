@@ -23,7 +23,7 @@ from tiermoe.serve.grammar import Grammar
 from tiermoe.serve.prefix_disk import PrefixDisk, Stored
 from tiermoe.serve.prefixes import Prefixes
 from tiermoe.serve.request import Piece, Request, TokenLogprob
-from tiermoe.serve.scoring import next_part, prompt_scores, scored_tokens
+from tiermoe.serve.scoring import next_part, prompt_scores, use_of
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class Batcher:
         self.context: int = min(engine.plan.context, engine.longest_context or engine.plan.context)
         self._engine = engine
         self._chunk: int = engine.settings.chunk
-        self._scored = min(self._chunk, scored_tokens(engine.config.vocab_size))
+        self._scored = use_of(engine.config.vocab_size, self._chunk).scored
         self._tokenizer = tokenizer
         self._ends = ends
         self._penalty = penalty

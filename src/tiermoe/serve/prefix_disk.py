@@ -9,10 +9,16 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from tiermoe.config import MIB
+from tiermoe.config import MIB, Settings
+from tiermoe.engine.load import resolve_for
 from tiermoe.engine.numerics import numerics
+from tiermoe.errors import ConfigError
+from tiermoe.memory.activations import sizes_for
+from tiermoe.memory.plan import context_of
+from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.kv_cache import KVCache
 from tiermoe.serve.prefix_files import (
     BLOCK,
@@ -22,11 +28,13 @@ from tiermoe.serve.prefix_files import (
     DamagedError,
     Memory,
     PrefixFolder,
+    check_size,
     first_name,
     name_of,
     read,
     write,
 )
+from tiermoe.tiers.cuda import resolve_device
 
 TURN_BYTES = 32 * MIB
 """What is read of a beginning before the answers under way have a turn."""
@@ -237,6 +245,22 @@ class PrefixDisk:
             f"note: cannot write to {self.folder.root} ({error.strerror or error}); conversations are no longer kept "
             f"on disk, those that lie there are still used"
         )
+
+
+def folder_for(root: Path, most: int, blueprint: Blueprint, asked: Settings) -> PrefixFolder:
+    """The folder `root`, of `most` bytes at the most, for the conversations of a model. ConfigError where it cannot be
+    used, a conversation does not fit, or the model's cache has no form on disk: before minutes of loading."""
+    used = resolve_for(blueprint, asked).settings
+    option, device = "--prefix-disk", resolve_device(used.device)
+    sizes = sizes_for(option, option, "has no form on disk", blueprint, used, device)
+    shapes, context = [each.shape for each in sizes], context_of(blueprint, used)
+    if any(shape.state is not None for shape in shapes):
+        raise ConfigError(
+            f"--prefix-disk keeps keys and values, and {blueprint.family.name} has recurrent states too, which have no "
+            f"form on disk; leave --prefix-disk out"
+        )
+    check_size(most, shapes, context, min(used.chunk, context), blueprint.dtype.itemsize, used.kv_bits)
+    return PrefixFolder(root, most)
 
 
 def disk_of(engine: Any, folder: PrefixFolder, warn: Callable[[str], None]) -> Callable[[KVCache], PrefixDisk]:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiermoe.config import settings
+from tiermoe.process.start_ray import start_ray
 
 APP = "tiermoe"
 _CHECKS_S = 2  # between two looks whether a replica is well
-_OBJECTS_BYTES = 128 << 20  # of Ray's store of objects, which holds nothing of ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +36,13 @@ class Deployed:
 def start(deployed: Deployed, replicas: int, host: str, port: int, grace_s: int) -> None:
     """Answers at an address once every replica has loaded the model. Ray runs on this machine alone, unless RAY_ADDRESS
     names a cluster. grace_s: seconds for answers under way when a replica ends."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray tells its makers of each start
     os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "tiermoe.serve.sessions.middlewares"
-    import ray
     from ray import serve
     from ray.serve.config import HTTPOptions, RequestRouterConfig
     from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
     asked = settings(**deployed.options)
-    if "RAY_ADDRESS" in os.environ:
-        ray.init(log_to_driver=False)
-    else:
-        ray.init(log_to_driver=False, include_dashboard=False, object_store_memory=_OBJECTS_BYTES)
+    start_ray()
     serve.start(http_options=HTTPOptions(host=host, port=port))
     deployment = serve.deployment(
         serve.ingress(lambda: app_of(deployed))(),
@@ -81,9 +76,11 @@ def app_of(deployed: Deployed) -> Any:
     from tiermoe.model.hub import load_tokenizer, resolve_model
     from tiermoe.serve.app import create_app
     from tiermoe.serve.assembly import served_of
+    from tiermoe.serve.scoring import use_of
 
     asked = settings(**deployed.options)
     directory = resolve_model(deployed.model)
-    engine = start_engine(inspect_model(directory, deployed.model, asked.store), asked)
+    blueprint = inspect_model(directory, deployed.model, asked.store)
+    engine = start_engine(blueprint, asked, use=use_of(blueprint.config.vocab_size, asked.chunk))
     served = served_of(engine, load_tokenizer(directory), deployed.name, deployed.sampling, deployed.most_waiting)
     return create_app(served, deployed.key)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tiermoe.generation.sampling import log_probabilities
 from tiermoe.serve.request import Request, TokenLogprob
+from tiermoe.types import Use
 
 SCORED_LOGITS_BYTES = 128 << 20
 """Most bytes of logits, as float32, that a step gives where all its tokens are scored."""
@@ -16,6 +17,12 @@ SCORED_LOGITS_BYTES = 128 << 20
 def scored_tokens(vocabulary: int) -> int:
     """Most tokens of such a step, by `SCORED_LOGITS_BYTES`; one at least."""
     return max(1, SCORED_LOGITS_BYTES // (4 * vocabulary))
+
+
+def use_of(vocabulary: int, chunk: int) -> Use:
+    """What the server's batch asks of a step at the most: it reads one prompt at a time, and may score all tokens that
+    it reads of it."""
+    return Use(prompts=1, scored=min(chunk, scored_tokens(vocabulary)))
 
 
 def next_part(request: Request, first: int, most: int) -> list[int]:
