@@ -39,14 +39,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5}),
     "ernie4_5_moe": ("ernie4_5_moe", {}),
     "minimax_m2": ("minimax_m2", {}),
+    "lfm2_moe": ("lfm2_moe", {"routed_scaling_factor": 1.0}),  # the converter writes no other
 }
-BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {"lfm2_moe": ("lfm2_moe", {})}
-"""Families that its code decodes."""
 
 
-@pytest.mark.parametrize("name", [*MODELS, *BY_TRANSFORMERS])
+@pytest.mark.parametrize("name", list(MODELS))
 def test_logits_and_tokens_are_those_of_the_dequantised_weights(name: str, tmp_path: Path) -> None:
-    family, changes = {**MODELS, **BY_TRANSFORMERS}[name]
+    family, changes = MODELS[name]
     model = gguf_files.model_of(family, **changes)
     file = gguf_files.write(tmp_path / "model.gguf", model, family, kinds("q8_0", "q5_0", "q4_0"))
     engine = engine_of(file, store=tmp_path / "store")
@@ -59,7 +58,7 @@ def test_logits_and_tokens_are_those_of_the_dequantised_weights(name: str, tmp_p
     engine.close()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "lfm2_moe"])  # that one is left to the code
 def test_names_and_shapes_tell_what_transformers_code_does(name: str, tmp_path: Path) -> None:
     family, changes = MODELS[name]
     file = gguf_files.write(tmp_path / "model.gguf", gguf_files.model_of(family, **changes), family, kinds("q8_0"))

@@ -60,7 +60,7 @@ def outline_of(checkpoint: GgufCheckpoint, config: Any, dtype: torch.dtype) -> O
 def _gate(config: Any) -> tuple[Any, ...] | None:
     if config.model_type == "gpt_oss":
         return ("clamped in halves", float(config.swiglu_limit), _ALPHA)
-    return ("silu",) if config.hidden_act == "silu" else None
+    return ("silu",) if getattr(config, "hidden_act", None) == "silu" else None
 
 
 def _wide(config: Any) -> tuple[str, ...]:
