@@ -9,8 +9,8 @@ those of all answers over the time from the first request to the last answer, pr
 included. llama-server has a slot for each client and a thread for each core, else its own defaults; it maps its file.
 
 `--memory` starts each server in a memory cgroup of that size, which counts its page cache: its files are dropped from
-the page cache before, tiermoe is told the size, and llama-server does not repack its weights. Prints one JSON object, ratios being our tokens a second over
-llama-server's within a round.
+the page cache before, tiermoe is told the size, and llama-server does not repack its weights. Prints one JSON object,
+ratios being our tokens a second over llama-server's within a round.
 """
 
 import argparse
