@@ -9,8 +9,8 @@ those of all answers over the time from the first request to the last answer, pr
 included. llama-server has a slot for each client and a thread for each core, else its own defaults; it maps its file.
 
 `--memory` starts each server in a memory cgroup of that size, which counts its page cache: its files are dropped from
-the page cache before, and tiermoe is told the size. Prints one JSON object, ratios being our tokens a second over
-llama-server's within a round.
+the page cache before, tiermoe is told the size, and llama-server does not repack its weights. Prints one JSON object,
+ratios being our tokens a second over llama-server's within a round.
 """
 
 import argparse
@@ -104,10 +104,12 @@ def ours(model: Path, memory: int | None, options: Sequence[str], ends: set[int]
     return Contender(lambda port, clients: [*words, "--port", str(port)], fields, tuple(files))
 
 
-def llama_server(binary: str, gguf: Path, tokens: int, options: Sequence[str]) -> Contender:
-    """llama-server, whose slots have room for so many tokens."""
+def llama_server(binary: str, gguf: Path, tokens: int, options: Sequence[str], memory: int | None = None) -> Contender:
+    """llama-server, whose slots have room for so many tokens. Under a bound it does not repack: that would be a copy of
+    its weights in memory."""
     slot = -(-(tokens + 1) // _SLOT) * _SLOT
     words = [binary, "-m", str(gguf), "--host", "127.0.0.1", "-t", str(processors()), *options]
+    words += [] if memory is None else ["--no-repack"]
 
     def command(port: int, clients: int) -> list[str]:
         return [*words, "--port", str(port), "-np", str(clients), "-c", str(clients * slot)]
@@ -196,7 +198,7 @@ def throughput(args: argparse.Namespace) -> dict[str, Any]:
     files = subject.ensure("default", options)(lambda what, done, total: say(what) if done == 0 else None)
     contenders = {
         OURS: ours(args.model, args.memory, args.serve_options, subject.ends, files),
-        LLAMA_SERVER: llama_server(binary, args.gguf, asked.prompt + asked.tokens, args.llama_options),
+        LLAMA_SERVER: llama_server(binary, args.gguf, asked.prompt + asked.tokens, args.llama_options, args.memory),
     }
     for count in args.clients:
         asked.prompts(subject.ids, count)  # refuses before anything is measured

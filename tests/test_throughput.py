@@ -108,6 +108,7 @@ def test_ours_has_no_options_but_the_memory_and_goes_on_where_a_text_ends() -> N
     bounded = ours(Path("MODEL"), 700 << 20, ["--max-batch", "32"], set(), [])
     assert bounded.words(1, 1)[5:-2] == ["--max-batch", "32", "--memory", str(700 << 20)]
     assert bounded.fields == {}
+    assert "--no-repack" in llama_server("llama-server", Path("F.gguf"), 64, [], 700 << 20).words(1, 1)
 
 
 def test_under_a_bound_one_token_is_enough_to_begin_with() -> None:
