@@ -35,8 +35,9 @@ def prepared(
         model = str(Path(model).resolve())  # a replica may run in another folder
     if "store" in share:
         share["store"] = Path(share["store"]).resolve()
-    open_session(model, share, context_for, served=True).engine.close()
-    return model, share
+    engine = open_session(model, share, context_for, served=True).engine
+    engine.close()
+    return model, {**share, "batch": engine.settings.batch}
 
 
 def one_share(model: str, options: dict[str, Any], replicas: int) -> dict[str, Any]:

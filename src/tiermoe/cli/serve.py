@@ -36,7 +36,15 @@ def serve(
         str | None,
         typer.Option(help="What clients must name. Default: nothing.", envvar="TIERMOE_API_KEY", show_default=False),
     ] = None,
-    max_batch: Annotated[int, typer.Option(help="Requests that run at once.", min=1, max=64)] = 8,
+    max_batch: Annotated[
+        int | None,
+        typer.Option(
+            help="Requests that run at once. Default: 16, or fewer where experts would have too little memory.",
+            min=1,
+            max=64,
+            show_default=False,
+        ),
+    ] = None,
     max_queue: Annotated[int, typer.Option(help="Requests that may wait.", min=1)] = 64,
     prefix_disk: Annotated[
         Path | None,
@@ -86,7 +94,7 @@ def serve(
             chosen["folder"] = folder_for(prefix_disk, most, blueprint, settings(**options))
         chosen["sampling"] = choose_sampling(blueprint, {}, make_sampling(temperature=1.0))
 
-    options = {**options, "batch": max_batch}
+    options = options if max_batch is None else {**options, "batch": max_batch}
     shown = name or (Path(model).name if Path(model).exists() else model)
     if replicas > 1:
         address = listener.getsockname()[:2]

@@ -28,7 +28,8 @@ def open_session(
 ) -> Session:
     """Loads `model`. `context_for(tokenizer, blueprint)` gives the tokens to reserve memory for where no
     context is asked for; it may refuse the prompt before anything heavy happens. on_progress: told of packing as the
-    terminal is. served: memory is reserved for what a server's batch asks of a step. The plan's warnings go to standard
+    terminal is. served: memory is reserved for what a server's batch asks of a step, and for as many
+    requests as there is room for where no batch is named. The plan's warnings go to standard
     error."""
     started = time.perf_counter()
     with waiting("starting"):
@@ -63,6 +64,7 @@ def open_session(
             from tiermoe.serve.scoring import use_of
 
             use = use_of(blueprint.config.vocab_size, asked.chunk)
+            asked = asked if "batch" in options else _with_room(blueprint, asked, use)
         engine = start(blueprint, asked, packing, use)
     loss = loss_of(engine, blueprint)
     if packed and loss:
@@ -73,6 +75,22 @@ def open_session(
     for warning in plan.warnings:
         note(f"note: {warning}")
     return Session(engine, tokenizer, time.perf_counter() - started)
+
+
+def _with_room(blueprint: Any, asked: Any, use: Any) -> Any:
+    """Settings of a server for as many requests at once as there is room for."""
+    from dataclasses import replace
+
+    from tiermoe.engine.load import plan_for
+    from tiermoe.serve.room import MOST_AT_ONCE, requests_at_once
+
+    count = requests_at_once(lambda batch: plan_for(blueprint, replace(asked, batch=batch), use))
+    if count < MOST_AT_ONCE:
+        note(
+            f"note: requests that run at once: {count}; keys and values of {2 * count} would leave experts too little "
+            f"memory; --max-batch names another number, --context fewer tokens for each"
+        )
+    return replace(asked, batch=count)
 
 
 def make_sampling(**values: Any) -> Any:

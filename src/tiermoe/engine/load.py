@@ -182,8 +182,8 @@ def plan(model: str | os.PathLike[str], **options: Any) -> MemoryPlan:
     return plan_for(blueprint, settings)
 
 
-def plan_for(blueprint: Blueprint, settings: Settings) -> MemoryPlan:
+def plan_for(blueprint: Blueprint, settings: Settings, use: Use = USUAL) -> MemoryPlan:
     """What `start` would put where."""
     resolved = resolve_for(blueprint, settings)
     store = found_store(blueprint, settings.store)
-    return _planned(blueprint, resolved, store, USUAL, starts_lean(blueprint, resolved, store))
+    return _planned(blueprint, resolved, store, use, starts_lean(blueprint, resolved, store))
