@@ -75,7 +75,7 @@ class Layer:
             run_layer=self._run, phase="decode", needs_weights=False, proceed=False,
             observer=None,
         )  # fmt: skip
-        views = lambda layer, bits, slot: slot  # noqa: E731
+        views = lambda key, slot: slot  # noqa: E731
         kernels = {4: Kernel(self._kernel)}
         self.experts = LayerExperts(0, 3, kernels, current, views, on_cpu=self._on_cpu)  # type: ignore[arg-type]
 
