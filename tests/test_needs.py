@@ -20,13 +20,15 @@ from tiermoe.kernels.native.few_tokens_attention import Slabs, Step, few_tokens_
 from tiermoe.memory.activations import expanding_needs
 from tiermoe.memory.memory_plan import total
 from tiermoe.memory.plan import plan_memory
-from tiermoe.model.architectures import ARCHITECTURES, attention_sizes, decoder_for
+from tiermoe.model.architectures import ARCHITECTURES
 from tiermoe.model.attention import GroupedSizes
 from tiermoe.model.blueprint import inspect_model
+from tiermoe.model.building import decoder_for
 from tiermoe.model.decoder import Decoder
 from tiermoe.model.delta import LinearSizes
 from tiermoe.model.kv_cache import KVCache, needs
 from tiermoe.model.latent import LatentSizes
+from tiermoe.model.layer_sizes import attention_sizes
 from tiermoe.model.weights import ModuleWeights
 from tiermoe.native import _native
 from tiermoe.serve.scoring import use_of

@@ -14,7 +14,7 @@ from native_experts import checkpoint
 from small_engines import engine_of, tokens
 from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt, verify
-from tiermoe.model.architectures import decoder_for
+from tiermoe.model.building import decoder_for
 from tiermoe.model.rotary import rotary_of
 from tiermoe.model.step import Step
 from tiermoe.model.weights import ModuleWeights

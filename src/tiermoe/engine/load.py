@@ -19,8 +19,9 @@ from tiermoe.engine.service import ExpertService
 from tiermoe.kernels import machine_layout
 from tiermoe.memory.memory_plan import MemoryPlan
 from tiermoe.memory.plan import plan_memory
-from tiermoe.model.architectures import decoder_for, decodes
+from tiermoe.model.architectures import decodes
 from tiermoe.model.blueprint import Blueprint, inspect_model
+from tiermoe.model.building import decoder_for
 from tiermoe.model.dense import recipe_key
 from tiermoe.model.dense_weights import StoredWeights
 from tiermoe.model.expert_gates import named_gates

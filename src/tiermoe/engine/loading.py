@@ -19,8 +19,8 @@ from tiermoe.engine.service import ExpertService
 from tiermoe.errors import ModelError
 from tiermoe.kernels import machine_layout
 from tiermoe.memory.memory_plan import MemoryPlan
-from tiermoe.model.architectures import decoder_for
 from tiermoe.model.blueprint import Blueprint, quantization_of
+from tiermoe.model.building import decoder_for
 from tiermoe.model.dense import attach_dense, recipe_key
 from tiermoe.model.dense_weights import LazyTensor, read_dtypes
 from tiermoe.model.discovery import text_config

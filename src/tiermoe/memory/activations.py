@@ -13,11 +13,11 @@ from tiermoe.config import Settings
 from tiermoe.errors import ConfigError
 from tiermoe.kernels import decoded_bytes
 from tiermoe.model import cache_probe, generic, kv_cache
-from tiermoe.model.architectures import AttentionSizes, attention_sizes
 from tiermoe.model.attention import GroupedSizes
 from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.delta import LinearSizes
 from tiermoe.model.latent import LatentSizes
+from tiermoe.model.layer_sizes import AttentionSizes, attention_sizes
 from tiermoe.model.rotary import table_bytes
 from tiermoe.model.short_convolution import ConvolutionSizes
 from tiermoe.store.layout import ExpertFormat
