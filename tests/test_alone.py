@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tiny
+from one_by_one import alone
 from small_engines import NATIVE, engine_of, tokens
 from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt, verify
@@ -29,14 +30,6 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     made = engine_of(directory, bits=4, dense_bits=4, chunk=8)
     yield made
     made.close()
-
-
-def alone(engine: Any, ids: list[int], read: int) -> torch.Tensor:
-    """Logits (len(ids) - read, vocabulary) after each token beyond the first `read`, decoded one by one."""
-    cache = engine.new_cache()
-    slab = cache.open()
-    engine.step(Batch((prompt(slab, ids[:read]),)), cache)
-    return torch.cat([engine.step(Batch((decode(slab, at, ids[at]),)), cache) for at in range(read, len(ids))])
 
 
 def test_a_prompt_in_parts_and_tokens_verified_together(engine: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tiermoe
+from one_by_one import alone
 from small_engines import NATIVE, engine_of, tokens
 from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt, verify
@@ -33,14 +34,6 @@ def engines(small: Path) -> Iterator[dict[int, Any]]:
     yield made
     for engine in made.values():
         engine.close()
-
-
-def alone(engine: Any, ids: list[int], read: int) -> torch.Tensor:
-    """Logits (len(ids) - read, vocabulary) after each token beyond the first `read`, decoded one by one."""
-    cache = engine.new_cache()
-    slab = cache.open()
-    engine.step(Batch((prompt(slab, ids[:read]),)), cache)
-    return torch.cat([engine.step(Batch((decode(slab, at, ids[at]),)), cache) for at in range(read, len(ids))])
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:

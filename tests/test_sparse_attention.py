@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from native_experts import checkpoint
+from one_by_one import alone
 from small_engines import engine_of, tokens
 from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt, verify
@@ -86,14 +87,6 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     assert made.steps.decoder.verifies
     yield made
     made.close()
-
-
-def alone(engine: Any, ids: list[int], read: int) -> torch.Tensor:
-    """Logits (len(ids) - read, vocabulary) after each token beyond the first `read`, decoded one by one."""
-    cache = engine.new_cache()
-    slab = cache.open()
-    engine.step(Batch((prompt(slab, ids[:read]),)), cache)
-    return torch.cat([engine.step(Batch((decode(slab, at, ids[at]),)), cache) for at in range(read, len(ids))])
 
 
 def test_tokens_have_the_bits_that_each_has_alone(engine: Any, tmp_path: Path) -> None:

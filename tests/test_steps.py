@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from one_by_one import alone
 from small_engines import NATIVE, engine_of, tokens
 from tiermoe.batch import Batch, decode, prompt, verify
 from tiermoe.model.architectures import ARCHITECTURES
@@ -32,14 +33,6 @@ def any_decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     engine = engine_of(directory, bits=16, dense_bits=16, decoder=request.param, chunk=4)
     yield engine
     engine.close()
-
-
-def alone(engine: Any, ids: list[int], read: int) -> torch.Tensor:
-    """Logits (len(ids) - read, vocabulary) after each token beyond the first `read`, decoded one by one."""
-    cache = engine.new_cache()
-    slab = cache.open()
-    engine.step(Batch((prompt(slab, ids[:read]),)), cache)
-    return torch.cat([engine.step(Batch((decode(slab, at, ids[at]),)), cache) for at in range(read, len(ids))])
 
 
 def near(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
