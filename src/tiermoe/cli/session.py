@@ -28,9 +28,8 @@ def open_session(
 ) -> Session:
     """Loads `model`. `context_for(tokenizer, blueprint)` gives the tokens to reserve memory for where no
     context is asked for; it may refuse the prompt before anything heavy happens. on_progress: told of packing as the
-    terminal is. served: memory is reserved for what a server's batch asks of a step, and for as many
-    requests as there is room for where no batch is named. The plan's warnings go to standard
-    error."""
+    terminal is. served: memory is reserved for what a server's batch asks of a step, and for as many requests as there
+    is room for where no batch is named. The plan's warnings go to standard error."""
     started = time.perf_counter()
     with waiting("starting"):
         from tiermoe.process import footprint

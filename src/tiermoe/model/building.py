@@ -26,6 +26,9 @@ from tiermoe.model.routers import NormedInput, Router
 from tiermoe.model.short_convolution import is_convolution, short_convolution
 from tiermoe.model.weights import Weights, text_part
 
+_NARROW_EPSILON = 1e-6
+"""Of the norms inside of latent attention, whatever the config says (transformers' default)."""
+
 
 def decoder_for(config: Any, weights: Weights, dtype: torch.dtype, kv_bits: int = 16) -> Decoder | None:
     """The decoder of a model with this transformers config; None where its family has none or the config asks for what
@@ -216,10 +219,6 @@ class _Builder:
         names = (self._named(name) for name in ("gate_proj", "up_proj", "down_proj"))
         gate, up, down = (self._weights.linear(f"{part}.{name}") for name in names)
         return DenseBlock(gate, up, down, ACTIVATIONS[activation_of(self._config)])
-
-
-_NARROW_EPSILON = 1e-6
-"""Of the norms inside of latent attention, whatever the config says (transformers' default)."""
 
 
 def _rotaries(config: Any, dtype: torch.dtype) -> list[Rotary]:

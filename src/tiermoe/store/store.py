@@ -166,10 +166,10 @@ class Store:
     def expert_formats(self, key: str, layer: int) -> list[ExpertFormat]:
         """The format of each expert of a MoE layer: the same one of those that lie alike. All take as many bytes."""
         first, packed = self.expert_format(key, layer), self.precisions[key].layers[layer]
+        if not packed.in_page:
+            return [first] * len(packed.extents)
         known: dict[frozenset[tuple[str, int]], ExpertFormat] = {}
-        for in_page in packed.in_page:
-            known.setdefault(frozenset(in_page.items()), replace(first, in_page=in_page))
-        return [known[frozenset(each.items())] for each in packed.in_page] or [first] * len(packed.extents)
+        return [known.setdefault(frozenset(each.items()), replace(first, in_page=each)) for each in packed.in_page]
 
     def dense_format(self, key: str, name: str) -> ExpertFormat:
         """The format of a packed dense layer: one matrix called 'weight'."""
