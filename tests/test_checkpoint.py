@@ -125,6 +125,18 @@ def test_a_truncated_shard_is_named_with_the_sizes(kept: int, tmp_path: Path) ->
         assert f"the file has {len(content) - 1:,}" in str(refused.value)
 
 
+def test_a_large_tensor_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiermoe.store.checkpoint._PIECE", 4096)
+    large = torch.randn(37, 1001, generator=torch.Generator().manual_seed(0))
+    checkpoint = Checkpoint(single(tmp_path / "model", {"small": torch.ones(3), "large": large}))
+    assert torch.equal(checkpoint.read("large"), large)
+    assert torch.equal(checkpoint.read_rows("large", 5, 36), large[5:36])
+    with open(checkpoint.shards[0], "r+b") as file:
+        file.truncate(checkpoint.shards[0].stat().st_size - 5000)
+    with pytest.raises(ModelError, match="bytes early while reading large"):
+        checkpoint.read("large")
+
+
 def test_a_shard_that_ends_early_later_is_an_error(tmp_path: Path) -> None:
     folder = single(tmp_path)
     checkpoint = Checkpoint(folder)

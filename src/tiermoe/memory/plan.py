@@ -51,7 +51,7 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None, u
     wanted = cache_bytes(composition, settings.cache or CacheSize(fraction=1.0), shape_of(blueprint.layers), sizes)
     needs = while_running(model)
     tight = budget - total(needs, Phase.RUNNING) < wanted
-    on_disk = embedding_bytes(blueprint) if gpu is None and (tight or blueprint.in_gguf) else 0
+    on_disk = embedding_bytes(blueprint) if gpu is None and (tight or blueprint.comes_quantized) else 0
     if on_disk:
         needs.append(Need("dense", -on_disk, Phase.RUNNING, "the embedding on disk"))
     idle = ACTIVATIONS_HEAP if gpu is None and budget - total(needs, Phase.RUNNING) - wanted >= ACTIVATIONS_HEAP else 0

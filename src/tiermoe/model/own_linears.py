@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tiermoe.kernels import linear_for
@@ -17,7 +16,6 @@ from tiermoe.quant.registry import encoding_named
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.store.own_experts import OWN_BITS, label_of
 from tiermoe.store.store import one_matrix
-from tiermoe.tiers.reader import aligned_memory
 
 
 def own_linears(blueprint: Blueprint, device: str) -> dict[str, str]:
@@ -57,19 +55,12 @@ def own_bytes(blueprint: Blueprint, device: str) -> tuple[int, int]:
 def read_own(
     blueprint: Blueprint, device: str, bias_of: Callable[[str], Tensor | None]
 ) -> Iterator[tuple[str, PackedLinear]]:
-    """These layers, each with its path, read one after the other into memory of one piece and given the bias that
-    `bias_of` has for its path. ModelError where one cannot be read."""
-    found = own_linears(blueprint, device)
-    memory, begin = aligned_memory(own_bytes(blueprint, device)[1]), 0
-    for path, key in found.items():
+    """These layers, each with its path, read one after the other and given the bias that `bias_of` has for its path.
+    ModelError where one cannot be read."""
+    for path, key in own_linears(blueprint, device).items():
         form = _format(blueprint, key)
-        end = begin + form.slot.nbytes
-        fields = form.slot.views(torch.frombuffer(memory[begin:end], dtype=torch.uint8))["weight"]
-        for name, values in blueprint.checkpoint.fields(key).items():
-            fields[name].copy_(values)
-        begin = end
         encoding, (out, in_) = form.encodings["weight"], form.layer.parts[0].out_in
-        matrix = PackedMatrix(encoding, fields, out, in_, bias_of(path))
+        matrix = PackedMatrix(encoding, blueprint.checkpoint.fields(key), out, in_, bias_of(path))
         kernel = linear_for(encoding.name, "cpu", blueprint.dtype)
         yield path, PackedLinear(kernel, matrix, blueprint.dtype, blueprint.checkpoint.columns(key))
 

@@ -7,6 +7,7 @@ import math
 import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ DTYPES = {
 _MAX_HEADER = 100 << 20  # the safetensors format's own limit
 _SAMPLES = 32
 _SAMPLE_BYTES = 4096
+_LANES = 4  # threads that read a large tensor
+_PIECE = 8 << 20  # bytes that one of them reads at once
 
 
 class Checkpoint:
@@ -173,17 +176,28 @@ class Descriptors:
         self._open: dict[Path, int] = {}
 
     def read(self, file: Path, offset: int, nbytes: int, what: str = "it") -> torch.Tensor:
-        """A fresh uint8 tensor of `nbytes` bytes of a file. ModelError where they cannot be read."""
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
-        self.fill(buffer.numpy().data, file, offset, what)
-        return buffer
+        """A fresh uint8 tensor of `nbytes` bytes of a file: a large one in huge pages, read by several threads.
+        ModelError where they cannot be read."""
+        if nbytes < 2 * _PIECE:
+            buffer = torch.empty(nbytes, dtype=torch.uint8)
+            self.fill(buffer.numpy().data, file, offset, what)
+            return buffer
+        memory = memoryview(system_files.anonymous_memory(nbytes))
+        self.of(file)  # opened once
+
+        def fill(begin: int) -> None:
+            self.fill(memory[begin : begin + _PIECE], file, offset + begin, what)
+
+        with ThreadPoolExecutor(_LANES) as lanes:
+            list(lanes.map(fill, range(0, nbytes, _PIECE)))
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def fill(self, view: memoryview, file: Path, offset: int, what: str = "it") -> None:
         """Reads as many bytes of a file as `view` has. ModelError where they cannot be read."""
-        done = 0
+        descriptor, done = self.of(file), 0
         while done < len(view):
             try:
-                count = system_files.read_at(self.of(file), view[done:], offset + done)
+                count = system_files.read_at(descriptor, view[done:], offset + done)
             except OSError as error:
                 raise ModelError(f"reading {what} from {file} failed: {error.strerror}; check the drive") from error
             if count == 0:
