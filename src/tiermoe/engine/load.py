@@ -46,8 +46,9 @@ def load(model: str | os.PathLike[str], *, progress: Progress | None = None, **o
     Returns (model, tokenizer): a transformers model in evaluation mode, with `model.tiermoe` for statistics, and its
     tokenizer. Its modules are made by transformers' modelling code even where our own decoder computes, because
     `generate()`, pipelines and calls that the decoder does not answer need them; the commands make none (`start`).
-    `model.get_input_embeddings()` looks up tokens' rows. Where the table stays on disk (memory is short, or the store's
-    files are mapped) its `weight` has a shape and a dtype and no values: it is on the meta device.
+    `model.get_input_embeddings()` looks up tokens' rows. Where the table stays on disk (memory is short, the store's
+    files are mapped, or the checkpoint comes quantised) its `weight` has a shape and a dtype and no values: it is on
+    the meta device.
     Raises a TiermoeError that says what to do where the model, the budget or an option is not usable.
     """
     settings = make_settings(**options)
