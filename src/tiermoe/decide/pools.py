@@ -31,6 +31,7 @@ class Pools:
     ) -> None:
         self.slots = sum(pool.slots for pool in pools)
         self._precisions = sorted(precisions, reverse=True)
+        self._enough = {bits: [each for each in self._precisions if each >= bits] for bits in precisions}
         self._exact_bits = exact_bits
         self._caches: list[ExpertCache] = []
         first = 0
@@ -56,11 +57,19 @@ class Pools:
 
     def find(self, layer: int, expert: int, bits: int) -> ExpertKey | None:
         """The resident copy of the highest precision that is at least `bits`; None where there is none."""
-        return self._first(layer, expert, bits, lambda key: self.slot(key) is not None)
+        for precision in self._standing_for(bits):
+            key = ExpertKey(layer, expert, precision)
+            if self._by_place[layer, precision].slot(key) is not None:
+                return key
+        return None
 
     def arriving(self, layer: int, expert: int, bits: int) -> ExpertKey | None:
         """The copy on its way, of the highest precision that is at least `bits`; None where there is none."""
-        return self._first(layer, expert, bits, self.in_flight)
+        for precision in self._standing_for(bits):
+            key = ExpertKey(layer, expert, precision)
+            if self._by_place[layer, precision].in_flight(key):
+                return key
+        return None
 
     def slot(self, key: ExpertKey) -> int | None:
         return self._cache(key).slot(key)
@@ -132,14 +141,11 @@ class Pools:
         for cache in self._caches:
             cache.new_sequence()
 
-    def _first(self, layer: int, expert: int, bits: int, there: Callable[[ExpertKey], bool]) -> ExpertKey | None:
-        for precision in (bits,) if self._exact_bits else self._precisions:
-            if precision < bits:
-                return None
-            key = ExpertKey(layer, expert, precision)
-            if there(key):
-                return key
-        return None
+    def _standing_for(self, bits: int) -> Sequence[int]:
+        """Precisions of the copies that may stand for one of `bits`, the highest first."""
+        if self._exact_bits:
+            return (bits,)
+        return self._enough[bits] if bits in self._enough else [each for each in self._precisions if each >= bits]
 
     def _cache(self, key: ExpertKey) -> ExpertCache:
         return self._by_place[key.layer, key.bits]

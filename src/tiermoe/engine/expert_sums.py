@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from tiermoe.kernels.expert import weighted_sum
-from tiermoe.kernels.native.experts import combine_many, combines
+from tiermoe.kernels.native.experts import combine_many, combine_rows, combines
 from tiermoe.types import FEW_TOKENS
 
 
@@ -77,6 +77,8 @@ class FewSums:
         gates = self._weights.tolist()
         ordered = [sorted(zip(*each, strict=True)) for each in zip(self._chosen, gates, strict=True)]
         addresses = [[self._address.get((token, expert), 0) for expert, _ in row] for token, row in enumerate(ordered)]
+        if len(ordered) == 1:
+            return combine_rows(addresses[0], [gate for _, gate in ordered[0]], self._hidden.shape[1])
         factors = torch.tensor([[gate for _, gate in row] for row in ordered], dtype=torch.float32)
         return combine_many(torch.tensor(addresses), factors, self._hidden.shape[1])
 

@@ -11,8 +11,6 @@ from tiermoe.decide.eviction.ranking import Scored
 from tiermoe.decide.settings import setting
 from tiermoe.types import Demand, ExpertKey
 
-_PRECISIONS = (16, 8, 4, 2)
-
 
 def _weights(given: Any) -> tuple[float, float, float, float]:
     a, b, c, d = (float(number) for number in (given.split(",") if isinstance(given, str) else given))
@@ -51,8 +49,13 @@ class Weighted(Scored):
         self._last_use: dict[ExpertKey, int] = {}
         self._uses: Counter[tuple[int, int]] = Counter()
         self._high_uses: Counter[ExpertKey] = Counter()
+        self._bits: set[int] = set()  # of all copies that ever came
         self._earlier_tokens = 0
         self._seen_tokens = 0
+
+    def admitted(self, key: ExpertKey) -> None:
+        self._bits.add(key.bits)
+        super().admitted(key)
 
     def record(self, key: ExpertKey, demand: Demand) -> None:
         self._seen_tokens = self._clock.token
@@ -60,9 +63,8 @@ class Weighted(Scored):
         self._uses[key.layer, key.expert] += demand.tokens
         if demand.bits >= self._high_bits:
             self._high_uses[key] += demand.tokens
-        for bits in _PRECISIONS:
-            copy = ExpertKey(key.layer, key.expert, bits)
-            if bits != key.bits and copy in self._ranking:
+        for bits in self._bits:
+            if bits != key.bits and (copy := ExpertKey(key.layer, key.expert, bits)) in self._ranking:
                 self._ranking.change(copy, self.worth(copy))
 
     def forget(self) -> None:

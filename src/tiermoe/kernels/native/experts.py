@@ -134,9 +134,15 @@ def combines(output: Tensor) -> bool:
 def combine(outputs: Sequence[Tensor], weights: list[float]) -> Tensor:
     """sum of weights[i] * outputs[i], in their order, rounded to bfloat16 after each product and each sum: the values
     that torch's separate operations give. outputs (H), contiguous, at least one → (1, H)."""
-    columns = outputs[0].numel()
+    return combine_rows([output.data_ptr() for output in outputs], weights, outputs[0].numel())
+
+
+def combine_rows(addresses: list[int], weights: list[float], columns: int) -> Tensor:
+    """`combine` of contiguous rows of so many columns in bfloat16 that lie at `addresses`, 0 where there is none → (1,
+    columns)."""
     out = torch.empty((1, columns), dtype=torch.bfloat16)
-    _native.combine([output.data_ptr() for output in outputs], weights, columns, out.data_ptr())
+    there = [each for each in zip(addresses, weights, strict=True) if each[0]]
+    _native.combine([address for address, _ in there], [weight for _, weight in there], columns, out.data_ptr())
     return out
 
 
