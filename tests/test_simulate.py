@@ -424,7 +424,7 @@ def test_every_preset_replays(preset: str) -> None:
     result = replayed(full_trace(), preset, slots=10, changes=completed(preset, {}))
     assert result.decode_tok_s is not None
     assert result.bound_tok_s is not None
-    assert 0 < result.decode_tok_s <= result.bound_tok_s * 1.5  # what a prompt's prefetch brings is not decode's
+    assert 0 < result.decode_tok_s <= result.bound_tok_s * (1 + 1e-9)
     asked = result.hits + result.misses + result.skipped
     assert asked >= 6 * 4
 
