@@ -139,7 +139,7 @@ def test_recurrent_states_go_on_after_a_restart(family: str, tmp_path: Path) -> 
     assert answer(second, turn) == remembered
     assert (second.counts.cached_tokens, ended(second).counts.hits) == (145, 1)
     other = kept.start(engine)
-    answer(other, [*turn[:140], *ids(20, 3)])
+    answer(other, [*turn[:100], *ids(20, 3)])
     assert (other.counts.cached_tokens, ended(other).counts.hits) == (0, 0)
     for file in kept.root.glob("*.end"):
         damage(file)
