@@ -209,17 +209,18 @@ def test_a_cluster_without_room_is_told_of_before_anything_waits_for_it() -> Non
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--for", "fate", "--processes", "2"], "measures edgemoe's experts, and --for names other presets"),
-        ([], "say how many with --processes"),
-        (["--processes", "2"], r"--ray needs ray\S*: pip install 'tiermoe\[ray\]'"),
+        (["--for", "fate,hobbit", "--processes", "2"], "--processes measures edgemoe's experts, and --for names other"),
+        (["--for", "fate", "--processes", "2", "--ray"], "--ray measures edgemoe's experts, and --for names other"),
+        (["--ray"], "say how many with --processes"),
+        (["--processes", "2", "--ray"], r"--ray needs ray\S*: pip install 'tiermoe\[ray\]'"),
     ],
 )
-def test_ray_that_would_do_nothing_is_refused(
+def test_processes_that_would_do_nothing_are_refused(
     words: list[str], said: str, tiermoe_: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     (text := tmp_path / "text").write_text("Once")
-    assert re.search(said, tiermoe_("calibrate", "nowhere", "--text", text, "--ray", *words).cause)
+    assert re.search(said, tiermoe_("calibrate", "nowhere", "--text", text, *words).cause)
 
 
 def test_what_was_measured_of_something_else_is_kept_and_not_believed(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extent_files import EXPERTS, SIZE, bytes_of, filler, write_experts
+from extent_files import EXPERTS, FORM, SIZE, bytes_of, filler, write_experts
 from tiermoe.errors import LoadError
 from tiermoe.process import system_files
 from tiermoe.store.layout import PAGE
-from tiermoe.tiers.disk import DiskLink
+from tiermoe.tiers.disk import DiskLink, SlotFiller
 from tiermoe.tiers.probe import probe_drive
 from tiermoe.tiers.reader import ExtentReader, aligned_memory
 from tiermoe.tiers.slots import HostSlots
@@ -145,6 +145,22 @@ def test_urgent_loads_go_first_and_speculation_can_be_taken_back(tmp_path: Path)
     assert [load.key.expert for load in link.recall()] == [0, 1]
     assert link.recall() == []
     link.close()
+
+
+def test_busy_time_is_told_while_a_read_goes_on(tmp_path: Path) -> None:
+    extents = write_experts(tmp_path / "experts")
+
+    class Looking(ExtentReader):
+        def read(self, extent: Extent, target: memoryview, key: ExpertKey) -> None:
+            self.seen = [looked.busy_s, looked.busy_s]
+            super().read(extent, target, key)
+
+    reader = Looking()
+    looked = SlotFiller(reader, lambda key: extents[key.expert], lambda _: FORM)
+    assert looked.busy_s == 0
+    looked.fill(ExpertKey(0, 0, 16), HostSlots(1, SIZE).buffer(0))
+    assert 0 < reader.seen[0] < reader.seen[1] < looked.busy_s == looked.busy_s
+    looked.close()
 
 
 def test_a_failed_load_is_reported_and_the_lane_lives_on(tmp_path: Path) -> None:

@@ -118,6 +118,20 @@ def test_the_bound_is_the_slower_of_computing_and_reading() -> None:
     assert (phase.tok_s, phase.hit_rate, phase.bytes_per_token) == (2.5, 0.75, 60)
 
 
+def test_nothing_that_ran_is_above_its_bound() -> None:
+    """Reading that is faster than the drive was found to be, and bytes that came as the phase began."""
+    phase = PhaseCosts(4.0, 1.0, 3.0, bytes_read=600, tokens=10, read_s=3.5)
+    assert phase.bound_tok_s(bandwidth=100.0) == pytest.approx(10 / 3.5)
+    assert phase.bound_tok_s(bandwidth=300.0) == pytest.approx(5)  # a drive that was slow here is not a slow drive
+    began = PhaseCosts(100.0, 50.0, 50.0, 1000, 0, read_s=40.0)
+    ended = PhaseCosts(104.0, 51.0, 53.0, 1600, 0, read_s=43.5)
+    used = PhaseCosts(tokens=3)
+    used.add(ended.since(began), 7)
+    assert used.bound_tok_s(bandwidth=100.0) == pytest.approx(10 / 3.5)
+    used.add(ended.since(began), 10)
+    assert used.bound_tok_s(bandwidth=100.0) == pytest.approx(20 / 7)
+
+
 # ---- windows
 
 

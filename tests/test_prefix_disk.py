@@ -20,6 +20,7 @@ from tiermoe.engine.numerics import numerics
 from tiermoe.errors import ConfigError
 from tiermoe.generation.sampling import Sampling
 from tiermoe.model.kv_cache import KVCache, LayerShape
+from tiermoe.model.recurrent_states import StateShape
 from tiermoe.serve.batcher import Batcher
 from tiermoe.serve.metrics import Metrics
 from tiermoe.serve.prefix_disk import PrefixDisk, disk_of
@@ -31,6 +32,8 @@ NATIVE = {"hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads"
 GIB = 1 << 30
 WHOLE, LATENT, SLIDING = LayerShape(2, 4, 6), LayerShape(1, 12, 0), LayerShape(2, 4, 4, window=20)
 INDEXED = LayerShape(1, 12, 0, index_columns=8)
+DELTA = LayerShape(0, 0, 0, state=StateShape(3, 8, 2, 4, 6))
+CONVOLUTION = LayerShape(0, 0, 0, state=StateShape(2, 8, 0, 0, 0))
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +121,36 @@ def test_a_conversation_goes_on_after_a_restart_with_the_bits_it_has_without(
     assert b"prefix_disk" not in Metrics(engines[1], Batcher(engines[1], Letters(), set(), 2)).text()
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2_moe"])
+def test_recurrent_states_go_on_after_a_restart(family: str, tmp_path: Path) -> None:
+    """From where a turn ended and from nowhere else, as in memory."""
+    directory = write(tmp_path, family, torch.bfloat16, **NATIVE)
+    model, _ = tiermoe.load(
+        directory, memory="4GiB", device="cpu", lanes=1, bits=4, dense_bits=4, chunk=32, batch=2, context=256
+    )
+    engine = model.tiermoe
+    kept, turn = Kept(tmp_path / "kept"), ids(140)
+    first = kept.start(engine)
+    turn += [*[token for token, _ in answer(first, turn)], *ids(9, 2)]
+    ended(first)
+    remembered = answer(first, turn)
+    assert first.counts.cached_tokens == 145  # the last token of an answer has not run
+    second = kept.start(engine)
+    assert answer(second, turn) == remembered
+    assert (second.counts.cached_tokens, ended(second).counts.hits) == (145, 1)
+    other = kept.start(engine)
+    answer(other, [*turn[:100], *ids(20, 3)])
+    assert (other.counts.cached_tokens, ended(other).counts.hits) == (0, 0)
+    for file in kept.root.glob("*.end"):
+        damage(file)
+    third = kept.start(engine)
+    cold = answer(Batcher(engine, Letters(), set(), 2), turn)
+    assert answer(third, turn) == cold
+    assert (third.counts.cached_tokens, ended(third).counts.dropped) == (0, 1)
+    assert "does not have its checksum" in kept.warned[0]
+    engine.close()
+
+
 def test_conversations_that_begin_alike_share_files_and_come_back_to_it(engines: list[Any], tmp_path: Path) -> None:
     kept, common = Kept(tmp_path / "kept"), ids(130)
     batch = kept.start(engines[0], rows=1)
@@ -180,8 +213,17 @@ def full(*shapes: LayerShape, bits: int = 16, length: int = 150) -> KVCache:
     for tensors in (cache.keys, cache.values, cache.key_scales, cache.value_scales, cache.index_keys):
         for tensor in tensors:
             tensor.copy_(torch.randint(-99, 99, tensor.shape).to(tensor.dtype))
+    if cache.recurrent is not None:
+        cache.recurrent.begin(0, 0)
+        for tensor in states(cache):
+            tensor.copy_(torch.randint(-99, 99, tensor.shape).to(tensor.dtype))
     cache.wrote(0, length)
     return cache
+
+
+def states(cache: KVCache) -> list[torch.Tensor]:
+    """(slabs, 2, ...): what each layer with a state keeps."""
+    return [] if cache.recurrent is None else [*cache.recurrent.inputs.values(), *cache.recurrent.states.values()]
 
 
 def on(cache: KVCache, root: Path, warned: list[str] | None = None, size: int = GIB) -> PrefixDisk:
@@ -190,7 +232,13 @@ def on(cache: KVCache, root: Path, warned: list[str] | None = None, size: int = 
 
 @pytest.mark.parametrize(
     ("shapes", "bits"),
-    [((WHOLE,), 8), ((INDEXED, LATENT), 16), ((WHOLE, SLIDING), 16), ((SLIDING, WHOLE), 8)],
+    [
+        ((WHOLE,), 8),
+        ((INDEXED, LATENT), 16),
+        ((WHOLE, SLIDING), 16),
+        ((SLIDING, WHOLE), 8),
+        ((DELTA, WHOLE, CONVOLUTION), 16),
+    ],
 )
 @pytest.mark.parametrize("length", [10, BLOCK, 150])
 def test_every_kind_of_cache_comes_back(shapes: tuple[LayerShape, ...], bits: int, length: int, tmp_path: Path) -> None:
@@ -210,6 +258,8 @@ def test_every_kind_of_cache_comes_back(shapes: tuple[LayerShape, ...], bits: in
             window, room = cache.shapes[layer].window, tensor.shape[2]
             needed = torch.arange(max(0, length - (window or length)), length) % room
             assert torch.equal(getattr(fresh, name)[layer][slab, :, needed], tensor[0, :, needed])
+    for mine, its in zip(states(fresh), states(cache), strict=True):
+        assert torch.equal(mine[slab, 0], its[0, 1])
     fresh.crop(slab, length)
     if SLIDING in shapes and length > 20:
         with pytest.raises(ValueError, match="wound back"):
@@ -225,6 +275,47 @@ def test_what_a_window_no_longer_holds_is_not_found(tmp_path: Path) -> None:
     assert disk.find(tokens).length == 150  # type: ignore[union-attr]
     assert disk.find(tokens[:149]).length == 128  # type: ignore[union-attr]
     assert disk.find(tokens[:127]) is None
+
+
+def test_a_state_is_found_at_its_end_alone(tmp_path: Path) -> None:
+    """Of two turns, and of a prompt that parts from them behind the second one's whole blocks."""
+    cache, tokens = full(WHOLE, DELTA, length=70), ids(150)
+    disk = on(cache, tmp_path)
+    disk.offer(0, tokens[:70])
+    disk.close(60)
+    disk = on(cache, tmp_path)
+    assert cache.recurrent is not None
+    cache.recurrent.begin(0, 70)
+    cache.wrote(0, 150)
+    disk.offer(0, tokens)
+    disk.close(60)
+    lengths = [found.length if (found := disk.find(tokens[:count])) else 0 for count in (150, 149, 71, 70, 69)]
+    assert lengths == [150, 70, 70, 70, 0]
+
+
+class Running(KVCache):
+    """A cache whose sequence goes on while its state is read."""
+
+    def end_memory(self, slab: int, end: int) -> Iterator[Any]:
+        assert self.recurrent is not None
+        for each in super().end_memory(slab, end):
+            for first in range(end, end + 2):  # the second step writes over the state that the first one read
+                self.recurrent.begin(slab, first)
+                self.wrote(slab, first + 1)
+            yield each
+
+
+def test_a_state_that_is_written_over_is_not_kept(tmp_path: Path) -> None:
+    cache, tokens = Running([WHOLE, CONVOLUTION], 2, 256, 24, torch.float32), ids(150)
+    cache.open()
+    assert cache.recurrent is not None
+    cache.recurrent.begin(0, 0)
+    cache.wrote(0, 150)
+    disk = on(cache, tmp_path)
+    disk.offer(0, tokens)
+    disk.close(60)
+    assert disk.find(tokens) is None
+    assert not list(tmp_path.glob("*.end"))
 
 
 def test_nobody_finds_what_was_computed_with_other_numbers(engines: list[Any], tmp_path: Path) -> None:
@@ -340,13 +431,9 @@ def test_refusals(
     assert cause in tiermoe_("serve", model, "--port", free_port(), "--context", "64", *words).cause
 
 
-def test_recurrent_states_are_refused(tmp_path: Path, tiermoe_: Command, tiny_model: Callable[..., Path]) -> None:
-    words = ["--port", free_port(), "--context", "64", "--prefix-disk", tmp_path / "kept"]
-    assert "has recurrent states too" in tiermoe_("serve", tiny_model("qwen3_next", torch.float32), *words).cause
-
-
 def test_a_size_must_hold_one_conversation() -> None:
-    size = 4 * (24 + 24) + 256 * WHOLE.row_bytes(4) + 2 * 20 * SLIDING.row_bytes(4)
-    check_size(size, [WHOLE, SLIDING], 256, 24, 4, 16)
+    shapes = [WHOLE, SLIDING, CONVOLUTION]
+    size = 4 * (24 + 24) + 256 * WHOLE.row_bytes(4) + 2 * 20 * SLIDING.row_bytes(4) + 2 * (2 * 8 * 4)
+    check_size(size, shapes, 256, 24, 4, 16)
     with pytest.raises(ConfigError, match="256 tokens"):
-        check_size(size - 1, [WHOLE, SLIDING], 256, 24, 4, 16)
+        check_size(size - 1, shapes, 256, 24, 4, 16)

@@ -104,6 +104,17 @@ def test_polling_moves_no_clock() -> None:
     assert (clock.now, link_.wait_s, link_.is_idle()) == (1.0, 0.0, True)
 
 
+def test_what_a_link_does_until_now_is_told() -> None:
+    clock, link_ = link()
+    link_.submit(load(0))
+    clock.compute(0.4)
+    link_.catch_up()
+    assert (link_.busy_s, link_.bytes_read) == (pytest.approx(0.4), 0)
+    clock.compute(0.8)
+    link_.catch_up()
+    assert (link_.busy_s, link_.bytes_read) == (pytest.approx(1.0), 100)
+
+
 # time, by hand
 
 
@@ -424,7 +435,7 @@ def test_every_preset_replays(preset: str) -> None:
     result = replayed(full_trace(), preset, slots=10, changes=completed(preset, {}))
     assert result.decode_tok_s is not None
     assert result.bound_tok_s is not None
-    assert 0 < result.decode_tok_s <= result.bound_tok_s * 1.5  # what a prompt's prefetch brings is not decode's
+    assert 0 < result.decode_tok_s <= result.bound_tok_s * (1 + 1e-9)
     asked = result.hits + result.misses + result.skipped
     assert asked >= 6 * 4
 

@@ -66,8 +66,7 @@ def calibrate(
     names = parse_names(for_)
     loss = parse_percent("tolerated-loss", tolerated_loss)
     ratio = None if fallback_ratio is None else parse_percent("fallback-ratio", fallback_ratio)
-    if ray:
-        _check_ray(names, processes)
+    _check_processes(names, processes, ray)
     content = read_text(text)
     with waiting("starting"):
         from tiermoe.process import footprint
@@ -102,13 +101,15 @@ def calibrate(
         raise type(failed[0].error)("; ".join(f"{result.name}: {result.error}" for result in failed))
 
 
-def _check_ray(names: list[str], processes: int | None) -> None:
-    """ConfigError where `--ray` would do nothing, or Ray is not there."""
-    if "edgemoe" not in names:
-        raise ConfigError("--ray measures edgemoe's experts, and --for names other presets; leave it out")
-    if processes is None:
+def _check_processes(names: list[str], processes: int | None, ray: bool) -> None:
+    """ConfigError where `--processes` or `--ray` would do nothing, or Ray is not there."""
+    for option, given in (("--ray", ray), ("--processes", processes is not None)):
+        if given and "edgemoe" not in names:
+            raise ConfigError(f"{option} measures edgemoe's experts, and --for names other presets; leave it out")
+    if ray and processes is None:
         raise ConfigError("--ray runs the measuring processes; say how many with --processes")
-    need_ray("--ray")
+    if ray:
+        need_ray("--ray")
 
 
 def parse_names(text: str) -> list[str]:

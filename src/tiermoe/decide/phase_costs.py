@@ -12,8 +12,9 @@ from tiermoe.decide.counts import Counts
 @dataclass(slots=True)
 class PhaseCosts:
     """`seconds` in all, `compute_s` and `wait_s` of them computing and waiting for the link, `bytes_read` over it,
-    `tokens` that were kept, `counts` of the passes that were kept and `discarded` of the others. Of one moment: all
-    that has been so far, by a clock that began at any time."""
+    `tokens` that were kept, `counts` of the passes that were kept and `discarded` of the others. `read_s`: seconds in
+    which the link was at work, with computing or without; 0 where nobody knows. Of one moment: all that has been so
+    far, by a clock that began at any time."""
 
     seconds: float = 0.0
     compute_s: float = 0.0
@@ -22,6 +23,7 @@ class PhaseCosts:
     tokens: int = 0
     counts: Counts = field(default_factory=Counts)
     discarded: Counts = field(default_factory=Counts)
+    read_s: float = 0.0
 
     def since(self, earlier: PhaseCosts) -> PhaseCosts:
         """What has been added since `earlier`."""
@@ -33,6 +35,7 @@ class PhaseCosts:
             self.tokens - earlier.tokens,
             self.counts.minus(earlier.counts),
             self.discarded.minus(earlier.discarded),
+            self.read_s - earlier.read_s,
         )
 
     def add(self, used: PhaseCosts, tokens: int, discarded: bool = False) -> None:
@@ -41,6 +44,7 @@ class PhaseCosts:
         self.compute_s += used.compute_s
         self.wait_s += used.wait_s
         self.bytes_read += used.bytes_read
+        self.read_s += used.read_s
         self.tokens += tokens
         (self.discarded if discarded else self.counts).add(used.counts)
         self.discarded.add(used.discarded)
@@ -86,7 +90,10 @@ class PhaseCosts:
 
     def bound_tok_s(self, bandwidth: float) -> float:
         """Tokens per second that could have been reached: tokens / max(compute time, bytes / `bandwidth` of the link in
-        bytes per second): docs/architecture.md, "Bounds"."""
+        bytes per second): docs/architecture.md, "Bounds". Where these bytes came faster than that, or partly before
+        this phase, they take no longer than the link was at work in it: nothing that ran is above its bound."""
         link_s = self.bytes_read / bandwidth if bandwidth else 0.0
+        if self.read_s:
+            link_s = min(link_s, self.read_s)
         bound_s = max(self.compute_s, link_s)
         return self.tokens / bound_s if bound_s > 0 else 0.0

@@ -188,7 +188,9 @@ class Engine:
         """The clock and the counters now; two of them tell what happened between. Tokens are the caller's to count."""
         seconds, wait_s = time.perf_counter(), self.wait_s
         counts, discarded = self.controller.counts.copy(), self.scheduler.discarded.copy()
-        return PhaseCosts(seconds, seconds - wait_s, wait_s, self.link.bytes_read, 0, counts, discarded)
+        return PhaseCosts(
+            seconds, seconds - wait_s, wait_s, self.link.bytes_read, 0, counts, discarded, self.link.busy_s
+        )
 
     def other_budgets(self, decode: PhaseCosts) -> list[OtherBudget]:
         """What other memory budgets would bring, by all decoding that this was told of (`decode`: the latest), and the

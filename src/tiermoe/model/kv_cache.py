@@ -210,9 +210,9 @@ class KVCache:
         self._furthest[: len(index)] = [self._furthest[slab] for slab in chosen]
 
     @property
-    def has_windows(self) -> bool:
-        """Whether some layer keeps its last positions alone."""
-        return any(shape.window is not None for shape in self.shapes)
+    def has_ends(self) -> bool:
+        """Whether some layer goes on from what belongs to a sequence's end: positions of a window, a state."""
+        return self.recurrent is not None or any(shape.window is not None for shape in self.shapes)
 
     def memory(self, slab: int, first: int, end: int) -> Iterator[memoryview]:
         """Where positions `first` to `end` of a sequence lie in layers without a window, as bytes, in an order that
@@ -221,18 +221,24 @@ class KVCache:
             if shape.window is None:
                 yield from _memory(tensor, slab, first, end)
 
-    def window_memory(self, slab: int, end: int) -> Iterator[memoryview]:
-        """The same of layers with a window: all that they need of a sequence of `end` positions to go on."""
+    def end_memory(self, slab: int, end: int) -> Iterator[memoryview]:
+        """The same of layers with a window and of those with a state: all that they need of a sequence of `end`
+        positions to go on. No state where none is kept from there."""
         for tensor, shape in self._each_tensor():
             if shape.window is not None:
                 yield from _memory(tensor, slab, max(0, end - shape.window), end)
+        if self.recurrent is not None:
+            yield from self.recurrent.memory(slab, end)
 
     def filled(self, slab: int, length: int) -> None:
-        """The first `length` positions of an empty slab now lie where `memory` and `window_memory` say."""
+        """The first `length` positions of an empty slab now lie where `memory` and `end_memory` say, or will before
+        anything else is done with it."""
         self._lengths[slab] = self._furthest[slab] = length
         for keys, shape in zip(self.keys, self.shapes, strict=True):
             if shape.window is not None and length > shape.window:  # what lies before the window is not there
                 self._furthest[slab] = max(self._furthest[slab], length + keys.shape[2] - shape.window)
+        if self.recurrent is not None:
+            self.recurrent.filled(slab, length)
 
     def _each_tensor(self) -> Iterator[tuple[Tensor, LayerShape]]:
         for tensors in filter(None, self._kept.values()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,6 +82,23 @@ class RecurrentStates:
         if not length and length not in self.lengths[slab]:
             self.clear(slab)
         self.lengths[slab] = [its if its <= length else _NONE for its in self.lengths[slab]]
+
+    def memory(self, slab: int, length: int) -> Iterator[memoryview]:
+        """Where the state after `length` tokens of the sequence lies, as bytes, in an order that follows from the
+        shapes alone; nothing where none is kept."""
+        lengths = list(self.lengths[slab])  # a step may change them meanwhile
+        if length in lengths:
+            at = lengths.index(length)
+            for kept in self._all():
+                if kept.numel():
+                    yield kept[slab, at].flatten().view(torch.uint8).numpy().data
+
+    def filled(self, slab: int, length: int) -> None:
+        """The one state of an empty sequence, which `memory` then tells the place of, is the one after `length` tokens
+        from now on."""
+        if not length:
+            self.clear(slab)
+        self.lengths[slab] = [length, *[_NONE] * (KEPT - 1)]
 
     def copy(self, slab: int, other: int) -> None:
         """Makes what is kept of slab `other` equal to that of `slab`."""

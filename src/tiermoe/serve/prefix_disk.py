@@ -15,16 +15,15 @@ from typing import Any
 from tiermoe.config import MIB, Settings
 from tiermoe.engine.load import resolve_for
 from tiermoe.engine.numerics import numerics
-from tiermoe.errors import ConfigError
 from tiermoe.memory.activations import sizes_for
 from tiermoe.memory.plan import context_of
 from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.kv_cache import KVCache
 from tiermoe.serve.prefix_files import (
     BLOCK,
+    END,
     HEAD_BYTES,
     KEPT,
-    WINDOW,
     DamagedError,
     Memory,
     PrefixFolder,
@@ -63,14 +62,14 @@ class DiskCounts:
 @dataclass(slots=True)
 class _Job:
     """tokens: of a slab, to be written. ends: where beginnings of them end that are asked for again. limit: so many
-    positions stay as they are. windows: those that layers with a window hold do so too, but for one that a step may
-    add."""
+    positions stay as they are. goes_on: nothing changes what layers with a window or a state hold but steps that go on
+    behind the tokens."""
 
     slab: int
     tokens: list[int]
     ends: list[int]
     limit: int
-    windows: bool
+    goes_on: bool
 
 
 class PrefixDisk:
@@ -96,22 +95,18 @@ class PrefixDisk:
 
     def find(self, ids: list[int]) -> Stored | None:
         """The longest beginning of `ids` that is there whole."""
-        names: list[bytes] = []
-        ends: list[int] = []
-        before = self._first_name
-        for first in range(0, len(ids), BLOCK):
-            found = self._longest(before, ids[first : first + BLOCK])
-            if found is None:
+        names = [self._first_name]
+        for first in range(0, len(ids) - BLOCK + 1, BLOCK):
+            name = name_of(names[-1], ids[first : first + BLOCK])
+            if not self.folder.has(name, KEPT):
                 break
-            before, tokens = found
-            names.append(before)
-            ends.append(first + tokens)
-            if tokens < BLOCK:
-                break
-        while names and self._cache.has_windows and not self.folder.has(names[-1], WINDOW):
-            names.pop()
-            ends.pop()
-        return Stored(names, ends[-1]) if names else None
+            names.append(name)
+        for count in range(len(names), 0, -1):
+            first = (count - 1) * BLOCK
+            found = self._longest(names[count - 1], ids[first : first + BLOCK])
+            if found is not None:
+                return Stored([*names[1:count], found[0]], first + found[1])
+        return None
 
     def fill(self, stored: Stored, slab: int) -> bool:
         """Reads some of a beginning into an empty slab; True once that holds its first `stored.length` tokens, which
@@ -125,11 +120,12 @@ class PrefixDisk:
                 end = min(first + BLOCK, stored.length)
                 self._read(stored.names[stored.at], KEPT, self._cache.memory(slab, first, end))
                 stored.at += 1
-            if self._cache.has_windows:
-                self._read(stored.names[-1], WINDOW, self._cache.window_memory(slab, stored.length))
+            self._cache.filled(slab, stored.length)
+            if self._cache.has_ends:
+                self._read(stored.names[-1], END, self._cache.end_memory(slab, stored.length))
         except (DamagedError, OSError):
-            stored.length = 0 if self._cache.has_windows else stored.at * BLOCK
-        self._cache.filled(slab, stored.length)
+            stored.length = 0 if self._cache.has_ends else stored.at * BLOCK
+            self._cache.filled(slab, stored.length)
         self.folder.used(stored.names[: stored.at])
         self.counts.hits += stored.length > 0
         return True
@@ -141,7 +137,7 @@ class PrefixDisk:
                 earlier = self._waiting.get(slab)
                 ends = [end for end in earlier.ends if end <= earlier.limit] if earlier else []
                 ends.append(len(tokens))
-                self._waiting[slab] = _Job(slab, list(tokens), ends, len(tokens), self._cache.has_windows)
+                self._waiting[slab] = _Job(slab, list(tokens), ends, len(tokens), goes_on=True)
                 self._changed.notify_all()
 
     def withdraw(self, slab: int, length: int = 0) -> None:
@@ -149,7 +145,7 @@ class PrefixDisk:
         with self._changed:
             for job in (self._waiting.get(slab), self._current):
                 if job is not None and job.slab == slab:
-                    job.limit, job.windows = min(job.limit, length), False
+                    job.limit, job.goes_on = min(job.limit, length), False
 
     def close(self, grace_s: float) -> None:
         """Ends the writing, after so many seconds for what is still to be written."""
@@ -163,10 +159,11 @@ class PrefixDisk:
         self._thread.join()
 
     def _longest(self, before: bytes, tokens: list[int]) -> tuple[bytes, int] | None:
-        """The block behind `before` that holds most of `tokens`: its name and how many."""
+        """The block behind `before` that holds most of `tokens` and can be gone on from: its name and how many."""
+        kinds = (END, KEPT) if self._cache.has_ends else (KEPT,)
         for count in range(len(tokens), 0, -1):
             name = name_of(before, tokens[:count])
-            if self.folder.has(name, KEPT):
+            if all(self.folder.has(name, kind) for kind in kinds):
                 return name, count
         return None
 
@@ -212,18 +209,22 @@ class PrefixDisk:
         self.folder.used(names)
 
     def _write_block(self, job: _Job, name: bytes, first: int, end: int) -> bool:
-        """Whether it is there now."""
+        """Writes a block, but one that is not full and that nothing can go on from: it would be of no use. False where
+        its positions have gone, or there is no room: then those behind it are of no use either."""
 
         def stays() -> bool:
             return end <= job.limit
 
-        def in_window() -> bool:
-            return job.windows and self._cache.can_crop(job.slab, end, ahead=1)
+        def goes_on() -> bool:
+            return job.goes_on and self._cache.can_crop(job.slab, end, ahead=1)
 
+        needed = self._cache.has_ends and not self.folder.has(name, END)
+        if needed and end % BLOCK and not goes_on():
+            return stays()
         if not self._keep(name, KEPT, list(self._cache.memory(job.slab, first, end)), stays):
             return False
-        if in_window():
-            self._keep(name, WINDOW, list(self._cache.window_memory(job.slab, end)), in_window)
+        if needed and goes_on():
+            self._keep(name, END, list(self._cache.end_memory(job.slab, end)), goes_on)
         return True
 
     def _keep(self, name: bytes, kind: str, memory: Memory, still: Callable[[], bool]) -> bool:
@@ -254,11 +255,6 @@ def folder_for(root: Path, most: int, blueprint: Blueprint, asked: Settings) -> 
     option, device = "--prefix-disk", resolve_device(used.device)
     sizes = sizes_for(option, option, "has no form on disk", blueprint, used, device)
     shapes, context = [each.shape for each in sizes], context_of(blueprint, used)
-    if any(shape.state is not None for shape in shapes):
-        raise ConfigError(
-            f"--prefix-disk keeps keys and values, and {blueprint.family.name} has recurrent states too, which have no "
-            f"form on disk; leave --prefix-disk out"
-        )
     check_size(most, shapes, context, min(used.chunk, context), blueprint.dtype.itemsize, used.kv_bits)
     return PrefixFolder(root, most)
 

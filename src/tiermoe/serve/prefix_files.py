@@ -25,13 +25,13 @@ from tiermoe.errors import ConfigError
 from tiermoe.model.kv_cache import LayerShape
 
 BLOCK = 64  # tokens of a block
-KEPT, WINDOW = "kv", "window"
-"""Kinds of files: the positions of a block, in layers that keep all of them; those that layers with a window need to go
-on from the block's end."""
+KEPT, END = "kv", "end"
+"""Kinds of files: the positions of a block, in layers that keep all of them; what layers with a window, or a recurrent
+state, need to go on from the block's end."""
 HEAD_BYTES = 24
 _MAGIC = b"tmoekv\x00\x01"
 _BUFFER = MIB
-_NAMES = re.compile(r"(\.[0-9a-f]{8}-)?[0-9a-f]{40}\.(kv|window)")
+_NAMES = re.compile(r"(\.[0-9a-f]{8}-)?[0-9a-f]{40}\.(kv|end)")
 _SCAN_S = 5  # after which what other processes have written is looked at again
 _LEFT_S = 3600  # after which a file that is not whole was left by a process that is gone
 
@@ -50,6 +50,7 @@ def check_size(size: int, shapes: Sequence[LayerShape], context: int, step: int,
     for shape in shapes:
         positions = context if shape.window is None else min(blocks, step // BLOCK + 2) * min(shape.window, context)
         needed += positions * shape.row_bytes(itemsize, bits)
+        needed += shape.state.nbytes(itemsize) if shape.state is not None else 0
     if size < needed:
         raise ConfigError(
             f"--prefix-disk-size {format_size(size)} is less than one conversation of {context:,} tokens takes, "
@@ -146,7 +147,7 @@ class PrefixFolder:
         """Notes the use of a chain, of which the last ones go first."""
         now = time.time_ns()
         for later, name in enumerate(names):
-            for kind in (KEPT, WINDOW):
+            for kind in (KEPT, END):
                 with contextlib.suppress(OSError):
                     os.utime(self.path(name, kind), ns=(now, now - 1000 * later))
 

@@ -103,6 +103,10 @@ class VirtualLink:
     def now(self) -> float:
         return self._clock.now
 
+    def catch_up(self) -> None:
+        """What the link does until the clock's time is in its figures."""
+        self._run_to(self._clock.now)
+
     def fetch(self, nbytes: int) -> None:
         """Waits for `nbytes` more of an expert that is here in part, ahead of every queued load."""
         self._run_to(self._clock.now)

@@ -170,4 +170,5 @@ class _Run:
     def _meter(self) -> PhaseCosts:
         link, clock = self._link, self._clock
         counts = self._scheduler.controller.counts.copy()
-        return PhaseCosts(clock.now, clock.compute_s, link.wait_s, link.bytes_read, 0, counts)
+        link.catch_up()
+        return PhaseCosts(clock.now, clock.compute_s, link.wait_s, link.bytes_read, 0, counts, read_s=link.busy_s)

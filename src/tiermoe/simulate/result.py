@@ -74,7 +74,7 @@ class Result:
     ) -> Result:
         """The sum of what the phases cost, beside Belady's hits on the same trace, which take no time."""
         prefill, decode = phases["prefill"], phases["decode"]
-        best = replace(decode, bytes_read=belady["decode"].bytes_read)
+        best = replace(decode, bytes_read=belady["decode"].bytes_read, read_s=0.0)  # other bytes, in no known time
         counts, discarded = Counts(), Counts()
         for phase in phases.values():
             counts.add(phase.counts)

@@ -59,7 +59,7 @@ class SlotFiller:
     """Reads experts from disk into slots in main memory, from any number of threads at once.
 
     extent_of: where an expert lies. format_of: its encodings, for the precisions that are widened while
-    loading. `busy_s` adds up the time in which at least one thread was reading.
+    loading.
     """
 
     def __init__(
@@ -68,14 +68,20 @@ class SlotFiller:
         extent_of: Callable[[ExpertKey], Extent],
         format_of: Callable[[ExpertKey], ExpertFormat],
     ) -> None:
-        self.busy_s = 0.0
         self._reader = reader
         self._extent_of = extent_of
         self._format_of = format_of
         self._staging = threading.local()
         self._lock = threading.Lock()
         self._readers = 0
+        self._busy_s = 0.0  # until the last time that nobody read
         self._busy_since = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which at least one thread was reading, until now."""
+        with self._lock:
+            return self._busy_s + (time.perf_counter() - self._busy_since if self._readers else 0.0)
 
     @property
     def bytes_read(self) -> int:
@@ -102,7 +108,7 @@ class SlotFiller:
             with self._lock:
                 self._readers -= 1
                 if self._readers == 0:
-                    self.busy_s += time.perf_counter() - self._busy_since
+                    self._busy_s += time.perf_counter() - self._busy_since
 
     def _read(self, key: ExpertKey, slot: torch.Tensor) -> None:
         extent, form = self._extent_of(key), self._format_of(key)
