@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,13 +110,57 @@ class Recording:
 def test_a_step_asks_no_more_than_memory_is_planned_for(loaded: Any) -> None:
     engine = Recording(loaded)
     batch = batcher(engine)
-    for seed in range(4):
-        batch.add(Request(ids(20, seed), Sampling(max_tokens=3), logprobs=1, prompt_logprobs=seed > 1))
+    for seed, length in enumerate((4, 20, 4, 20, 20)):
+        batch.add(Request(ids(length, seed), Sampling(max_tokens=3), logprobs=1, prompt_logprobs=seed > 2))
     answers(batch, [])
-    use = use_of(loaded.config.vocab_size, loaded.settings.chunk)
-    read = [sum(row.kind is Kind.PROMPT for row in step.rows) for step, _ in engine.steps]
-    assert max(read) == use.prompts == 1
+    use, missing = use_of(loaded.config.vocab_size, loaded.settings.chunk), loaded.plan.slots < loaded.plan.all_slots
+    read = [[len(row.tokens) for row in step.rows if row.kind is Kind.PROMPT] for step, _ in engine.steps]
+    assert use.prompts == 1
+    assert max(map(sum, read)) == loaded.settings.chunk
+    assert max(map(len, read)) == (2 if missing else 1)
+    beside = [len(step.rows) - len(its) for its, (step, _) in zip(read, engine.steps, strict=True) if its]
+    assert max(beside) == (2 if missing else 0)  # answers
     assert max(len(step.tokens) for step, every in engine.steps if every) == use.scored == 8
+
+
+class Sharing:
+    """An engine whose requests of up to 256 tokens share memory for keys and values: that of one of these."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.longest = engine.new_cache(1, 256).nbytes(256)
+        self.plan = dataclasses.replace(engine.plan, context=256, kv_memory=self.longest)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def test_requests_that_share_memory_get_what_they_get_alone(loaded: Any) -> None:
+    engine, chance = Sharing(loaded), random.Random(2)
+    asked = [request(ids(chance.choice([5, 70]), seed), chance.randint(1, 6), seed=seed) for seed in range(9)]
+    batch, waiting, pieces, numbers, most = batcher(engine, 8), list(asked), [], [], 0
+    while waiting or not batch.idle:
+        if waiting:
+            numbers.append(batch.add(waiting.pop(0)))
+        pieces += batch.step()
+        most = max(most, batch.running)
+        assert batch.kv_taken <= engine.longest
+    found = answers(batch, pieces)
+    assert [found[number] for number in numbers] == [alone(engine, each) for each in asked]
+    assert 2 <= most < 8  # rows are left, memory is not
+
+
+def test_who_waits_for_memory_is_not_overtaken(loaded: Any) -> None:
+    batch = batcher(Sharing(loaded), 4)
+    short, other = (batch.add(request(ids(5, seed), tokens)) for seed, tokens in ((1, 5), (2, 12)))
+    long = batch.add(request(ids(230, 3), 4))
+    behind = batch.add(request(ids(5, 4), 2))
+    ends: list[int] = []
+    while not batch.idle:
+        ends += [piece.number for piece in batch.step() if piece.finish]
+        if long not in ends and other in ends:
+            assert batch.running <= 1
+    assert ends == [short, other, long, behind]
 
 
 @pytest.mark.parametrize(("tokens", "steps"), [(1, [1]), (8, [7, 1]), (9, [8, 1]), (18, [8, 8, 1, 1])])

@@ -75,6 +75,25 @@ def test_a_fork_begins_alike_and_goes_on_by_itself() -> None:
     assert (kv.length(slab), kv.length(other)) == (4, 6)
 
 
+def test_a_fork_of_a_beginning_goes_on_from_there() -> None:
+    """It holds what its windows need of a longer sequence, and no more."""
+    kv = cache()
+    slab = kv.open()
+    for first in (0, 3, 6):
+        write(kv, prompt(slab, range(3), first))
+    with pytest.raises(ValueError, match="wound back to 4"):
+        kv.fork(slab, 4)
+    other = kv.fork(slab, 5)
+    assert kv.length(other) == 5
+    for layer, window in ((0, None), (1, 3)):
+        row, same = prompt(slab, range(1), 4), prompt(other, range(1), 4)
+        assert torch.equal(held(kv.keys[layer], same, window), held(kv.keys[layer], row, window))
+    write(kv, prompt(other, range(4), 5))
+    assert (kv.length(slab), kv.length(other)) == (9, 9)
+    kv.close(other)
+    assert kv.open() == other
+
+
 def test_slabs_run_out_and_come_back() -> None:
     kv = cache(slabs=1)
     slab = kv.open()

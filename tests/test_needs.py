@@ -129,8 +129,8 @@ def test_what_expands_latents_is_in_the_plan(tmp_path: Path) -> None:
 
 def test_what_is_planned_for_follows_from_the_use(tmp_path: Path) -> None:
     """A server reads one prompt at a time beside its rows, and may score all that it reads."""
-    assert [Workload(40, 6, 3, 2, 1, use=Use(prompts)).tokens for prompts in (None, 2, 1)] == [18, 12, 6]
-    assert Workload(40, 6, 9, 2, 1, use=Use(prompts=1)).tokens == 9  # a token of each row
+    assert [Workload(40, 6, 3, 2, 1, use=Use(prompts)).tokens for prompts in (None, 2, 1)] == [18, 15, 9]
+    assert Workload(40, 6, 9, 2, 1, use=Use(prompts=1)).tokens == 15  # a chunk, and a token of each row
     blueprint = inspect_model(write(tmp_path, "qwen3_moe", torch.bfloat16), "served")
     resolved = resolve_for(blueprint, settings(memory="1GiB", device="cpu", batch=4, chunk=16, context=64))
 

@@ -20,7 +20,8 @@ from benchmarks.serving import free_port
 def server(shipped: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
     port = free_port()
     command = [sys.executable, "-m", "tiermoe", "serve", str(shipped), "--port", str(port), "--memory", "2GiB"]
-    process = subprocess.Popen([*command, "--lanes", "1"], stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    command += ["--lanes", "1", "--kv-memory", "256MiB"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
     transport = httpx.HTTPTransport(retries=20)  # it listens once its modules are imported
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, transport=transport) as client:
         yield process, client

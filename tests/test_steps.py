@@ -113,6 +113,40 @@ def test_rows_of_a_native_batch_have_the_bits_that_each_has_alone(native: Any) -
     assert torch.equal(logits, torch.cat([alone(native, ids, len(ids) - 1) for ids in sequences]))
 
 
+@pytest.mark.parametrize(
+    ("family", "dtype", "options"),
+    [
+        ("qwen3_moe", torch.bfloat16, {"bits": 4, "dense_bits": 4}),
+        ("deepseek_v3", torch.float32, {"bits": 16, "dense_bits": 16}),  # a dense layer, a shared expert
+        ("gemma4_text", torch.float32, {"bits": 16, "dense_bits": 16}),  # a dense block beside the experts, windows
+    ],
+)
+def test_prompts_that_are_computed_apart_have_the_bits_of_each_alone(
+    family: str, dtype: torch.dtype, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """With an answer's token beside them; each expert is asked for once a layer."""
+    sizes = NATIVE if family == "qwen3_moe" else {}
+    engine = engine_of(write(tmp_path, family, dtype, **sizes), cache="50%", chunk=80, **options)
+    prompts, answered = [tokens(count, seed) for seed, count in enumerate((5, 80, 1, 30))], tokens(7, 9)
+    want = [alone(engine, answered, 6)]
+    for ids in prompts:
+        cache = engine.new_cache()
+        want.append(engine.step(Batch((prompt(cache.open(), ids),)), cache))
+    cache = engine.new_cache(5)
+    slabs = [cache.open() for _ in range(5)]
+    engine.step(Batch((prompt(slabs[0], answered[:6]),)), cache)
+    asked: list[int] = []
+    engine.observe(OnRoute(lambda routed, _: asked.append(len({expert for row in routed.experts for expert in row}))))
+    before = engine.controller.counts.copy()
+    rows = [prompt(slab, ids) for slab, ids in zip(slabs[1:], prompts, strict=True)]
+    found = engine.step(Batch((decode(slabs[0], 6, answered[6]), *rows), apart=True), cache)
+    done = engine.controller.counts.minus(before)
+    assert torch.equal(found, torch.cat(want))
+    assert done.hits + done.misses == sum(asked)
+    assert done.misses > 0
+    engine.close()
+
+
 @pytest.mark.parametrize("chunk", [3, 8])
 def test_a_chunk_of_a_prompt_is_never_taken_for_a_generated_token(chunk: int, tmp_path: Path) -> None:
     """Prompts of 8 and 9 tokens: the last chunk is whole, or one token."""

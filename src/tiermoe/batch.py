@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
 
 
 class Kind(StrEnum):
@@ -34,9 +35,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of different sequences, positions, lengths and kinds; at least one, each with at least one token."""
+    """Rows of different sequences, positions, lengths and kinds; at least one, each with at least one token. apart:
+    each of its `parts` is computed by itself, with the bits that it has alone, and each expert is read once for all."""
 
     rows: tuple[Row, ...]
+    apart: bool = False
 
     def __post_init__(self) -> None:
         if not self.rows or not all(row.tokens for row in self.rows):
@@ -71,6 +74,17 @@ class Batch:
         """'prefill' where a prompt is in it, else 'decode': what records, budgets and predictions are kept by."""
         return "prefill" if any(row.kind is Kind.PROMPT for row in self.rows) else "decode"
 
+    @property
+    def parts(self) -> list[Batch]:
+        """What is computed at once: all rows; of those that are `apart` each prompt, and what lies between two."""
+        if not self.apart or len(self.rows) == 1:
+            return [self]
+        parts: list[Batch] = []
+        for are_prompts, group in groupby(self.rows, lambda row: row.kind is Kind.PROMPT):
+            rows = list(group)
+            parts += [Batch((row,)) for row in rows] if are_prompts else [Batch(tuple(rows))]
+        return parts
+
     def chunks(self, tokens: int) -> Iterator[Batch]:
         """The batch in steps of at most `tokens` of each row. A row that is through is not in the later ones."""
         longest = max(len(row.tokens) for row in self.rows)
@@ -80,7 +94,7 @@ class Batch:
                 for row in self.rows
                 if begin < len(row.tokens)
             ]
-            yield Batch(tuple(rows))
+            yield Batch(tuple(rows), self.apart)
 
 
 def prompt(slab: int, tokens: Sequence[int], first: int = 0) -> Row:

@@ -168,11 +168,14 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What whoever runs an engine asks of a step. prompts: of so many sequences at the most it reads prompts; None: of
-    all. scored: it gives the logits of so many tokens at the most, beside those of a sequence's last one."""
+    """What whoever runs an engine asks of a step. prompts: chunks of so many sequences' prompts at the most, and beside
+    them a token of each; None: a chunk of each. scored: the logits of so many tokens at the most, beside those of a
+    sequence's last one. kv_memory: bytes that the keys and values of all sequences take together at the most; None:
+    those of each one's context."""
 
     prompts: int | None = None
     scored: int = 0
+    kv_memory: int | None = None
 
 
 USUAL = Use()
@@ -194,5 +197,7 @@ class Workload:
     @property
     def tokens(self) -> int:
         """Tokens of a step."""
-        prompts = self.sequences if self.use.prompts is None else min(self.use.prompts, self.sequences)
-        return max(min(self.chunk, self.context) * prompts, self.sequences)
+        chunk = min(self.chunk, self.context)
+        if self.use.prompts is None:
+            return chunk * self.sequences
+        return chunk * min(self.use.prompts, self.sequences) + self.sequences

@@ -25,19 +25,25 @@ def need_ray(option: str) -> None:
 
 
 def prepared(
-    model: str, options: dict[str, Any], replicas: int, context_for: Callable[[Any, Any], int | None]
-) -> tuple[str, dict[str, Any]]:
-    """The model, and the options of one of so many processes: its part of the memory and of the processors. It is
-    loaded once here, which packs what is not packed, and says what does not fit, before a replica finds out."""
+    model: str,
+    options: dict[str, Any],
+    replicas: int,
+    context_for: Callable[[Any, Any], int | None],
+    kv_memory: int | None,
+) -> tuple[str, dict[str, Any], int | None]:
+    """The model, and the options of one of so many processes: its part of the memory and of the processors, and its
+    part of `kv_memory`. It is loaded once here, which packs what is not packed, and says what does not fit, before a
+    replica finds out."""
     need_ray("--replicas")
     share = one_share(model, options, replicas)
     if Path(model).exists():
         model = str(Path(model).resolve())  # a replica may run in another folder
     if "store" in share:
         share["store"] = Path(share["store"]).resolve()
-    engine = open_session(model, share, context_for, served=True).engine
+    its = None if kv_memory is None else kv_memory // replicas
+    engine = open_session(model, share, context_for, served=True, kv_memory=its).engine
     engine.close()
-    return model, {**share, "batch": engine.settings.batch}
+    return model, {**share, "batch": engine.settings.batch}, engine.plan.kv_memory
 
 
 def one_share(model: str, options: dict[str, Any], replicas: int) -> dict[str, Any]:

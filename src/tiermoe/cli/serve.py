@@ -39,9 +39,18 @@ def serve(
     max_batch: Annotated[
         int | None,
         typer.Option(
-            help="Requests that run at once. Default: 16, or fewer where experts would have too little memory.",
+            help="Requests that run at once. Default: 16, as far as there is memory for their keys and values.",
             min=1,
             max=64,
+            show_default=False,
+        ),
+    ] = None,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for the keys and values of all requests, like 1GiB; each takes what its prompt and max_tokens "
+            "need. Default: for --max-batch requests of --context tokens where that is named, else as much as experts "
+            "can do without.",
             show_default=False,
         ),
     ] = None,
@@ -73,13 +82,14 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI's clients, several requests at once.
 
-    Memory for the keys and values of so many requests is part of --memory; --context is each one's most tokens."""
+    Memory for the keys and values of all requests is part of --memory; --context is each one's most tokens."""
     if api_key is not None and not api_key.strip():
         raise ConfigError("the API key is empty; name one, or leave --api-key out")
     _need_libraries()
     if replicas > 1 and prefix_disk is not None:
         raise ConfigError("--prefix-disk belongs to one process; leave it out, or --replicas")
     most = _prefix_bytes(prefix_disk, prefix_disk_size)
+    shared = None if kv_memory is None else parse_size(kv_memory, "--kv-memory")
     listener = _listen(host, port)
     if api_key is None and host not in _LOCAL:
         note(f"note: anybody who reaches {host}:{port} can use this model; --api-key asks for a key")
@@ -99,14 +109,14 @@ def serve(
     if replicas > 1:
         address = listener.getsockname()[:2]
         listener.close()
-        whole, share = prepared(model, options, replicas, context_for)
+        whole, share, shared = prepared(model, options, replicas, context_for, shared)
         from tiermoe.serve.replicas import Deployed
 
-        deployed = Deployed(whole, share, shown, chosen["sampling"], api_key, max_queue)
+        deployed = Deployed(whole, share, shown, chosen["sampling"], api_key, max_queue, shared)
         run_replicas(deployed, replicas, address, GRACE_S, _wait_for_a_signal)
         return
     with _answering(listener) as gate:
-        session = open_session(model, options, context_for, gate.report, served=True)
+        session = open_session(model, options, context_for, gate.report, served=True, kv_memory=shared)
         _run(session, gate, listener, shown, api_key, max_queue, **chosen)
 
 

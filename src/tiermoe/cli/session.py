@@ -25,11 +25,13 @@ def open_session(
     context_for: Callable[[Any, Any], int | None],
     on_progress: Callable[[str, int, int], None] | None = None,
     served: bool = False,
+    kv_memory: int | None = None,
 ) -> Session:
     """Loads `model`. `context_for(tokenizer, blueprint)` gives the tokens to reserve memory for where no
     context is asked for; it may refuse the prompt before anything heavy happens. on_progress: told of packing as the
-    terminal is. served: memory is reserved for what a server's batch asks of a step, and for as many requests as there
-    is room for where no batch is named. The plan's warnings go to standard error."""
+    terminal is. served: memory is reserved for what a server's batch asks of a step. Where no batch is named it
+    may run 16 requests at once, which share `kv_memory` bytes for keys and values; None: as there is room for. The
+    plan's warnings go to standard error."""
     started = time.perf_counter()
     with waiting("starting"):
         from tiermoe.process import footprint
@@ -60,10 +62,7 @@ def open_session(
 
         asked, use = settings(**options), USUAL
         if served:
-            from tiermoe.serve.scoring import use_of
-
-            use = use_of(blueprint.config.vocab_size, asked.chunk)
-            asked = asked if "batch" in options else _with_room(blueprint, asked, use)
+            asked, use = _as_served(blueprint, asked, "batch" in options, kv_memory)
         engine = start(blueprint, asked, packing, use)
     loss = loss_of(engine, blueprint)
     if packed and loss:
@@ -76,20 +75,18 @@ def open_session(
     return Session(engine, tokenizer, time.perf_counter() - started)
 
 
-def _with_room(blueprint: Any, asked: Any, use: Any) -> Any:
-    """Settings of a server for as many requests at once as there is room for."""
+def _as_served(blueprint: Any, asked: Any, batch_named: bool, kv_memory: int | None) -> tuple[Any, Any]:
+    """Settings and use of a server."""
     from dataclasses import replace
 
-    from tiermoe.engine.load import plan_for
-    from tiermoe.serve.room import MOST_AT_ONCE, requests_at_once
+    from tiermoe.serve.room import MOST_AT_ONCE, with_room
+    from tiermoe.serve.scoring import use_of
 
-    count = requests_at_once(lambda batch: plan_for(blueprint, replace(asked, batch=batch), use))
-    if count < MOST_AT_ONCE:
-        note(
-            f"note: requests that run at once: {count}; keys and values of {2 * count} would leave experts too little "
-            f"memory; --max-batch names another number, --context fewer tokens for each"
-        )
-    return replace(asked, batch=count)
+    use = use_of(blueprint.config.vocab_size, asked.chunk)
+    if kv_memory is None:
+        return (asked, use) if batch_named else with_room(blueprint, asked, use, note)
+    batch = asked.batch if batch_named else MOST_AT_ONCE
+    return replace(asked, batch=batch), replace(use, kv_memory=kv_memory)
 
 
 def make_sampling(**values: Any) -> Any:

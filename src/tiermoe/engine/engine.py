@@ -68,6 +68,9 @@ class ServedExperts:
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return self.run(hidden, index, weights)
 
+    def apart(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+        return self.run.apart(parts)
+
     def route(self, router: Router, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self._asked(hidden)
         return router.route(hidden) if self._chooses is None else self._chooses(router, hidden)
@@ -252,7 +255,7 @@ class Engine:
             return
         self._closed = True
         for layer in self.layers:
-            layer.run = _closed
+            layer.run = _Closed()
         while self._undo:
             self._undo.pop()()
         self.forecaster.close()
@@ -295,7 +298,7 @@ class Engine:
     def check_open(self) -> None:
         """TiermoeError where the engine was closed."""
         if self._closed:
-            _closed()
+            raise _closed()
 
     def _passes(self) -> CurrentPass:
         encoder_layers = shape_of(self.store.layers).encoder_layers
@@ -345,5 +348,15 @@ def transformers_model(loaded: Any) -> Any:
     return loaded if decoder is None else decoder.model
 
 
-def _closed(*_: torch.Tensor) -> torch.Tensor:
-    raise TiermoeError("this model's expert engine was closed; load the model again")
+class _Closed:
+    """Stands in the place of a layer's experts once the engine is closed."""
+
+    def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        raise _closed()
+
+    def apart(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+        raise _closed()
+
+
+def _closed() -> TiermoeError:
+    return TiermoeError("this model's expert engine was closed; load the model again")

@@ -7,7 +7,7 @@ block of a few tokens is one call (`SettledExperts`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -54,30 +54,27 @@ class LayerExperts:
         self.settled = settled
         self.by_row = all(isinstance(kernel, InOneCall) for kernel in kernels.values())
 
-    @torch.no_grad()
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """hidden (T, H), index (T, K) of the chosen experts (a value of `experts` or more: none), weights (T, K)
         → (T, H)."""
+        (total,) = self.apart([(hidden, index, weights)])
+        return total
+
+    @torch.no_grad()
+    def apart(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+        """What a call with each part's hidden, index and weights gives, bit for bit: each expert comes once, and
+        computes the tokens of each part by themselves."""
         current = self._current
-        index, weights = current.route(self._index, index, weights, self._experts, self._renormalise)
-        chosen = index.tolist()
-        sums, came = sums_of(hidden, chosen, index, weights), set[int]()
-        away: list[tuple[Future[torch.Tensor], list[int]]] = []
-        for group in self._groups(self._routed(chosen, weights), hidden, sums):
-            experts = [ready.expert for ready in group]
-            came.update(experts)
-            if group[0].slot == ELSEWHERE:
-                away += self._sent(group, sums)
-            else:
-                sums.keep(experts, self._outputs(group, hidden, sums))
-        for future, experts in away:
-            sums.keep(experts, future.result().to(hidden.device))
-        total = sums.total()
-        if current.proceed and self._renormalise:
-            total = total * _left_out(index, weights, came).to(total.dtype)
+        works = [self._part(*part) for part in parts]
+        hidden = works[0].hidden if len(works) == 1 else torch.cat([each.hidden for each in works])
+        for group in current.run_layer(self._routed(works), hidden):
+            for each in works:
+                for alike in each.alike(group):
+                    self._compute(alike, each)
+        totals = [self._total(each) for each in works]
         if current.observer is not None:
             current.observer.on_computed(self._index)
-        return total
+        return totals
 
     def held(self, ready: Ready) -> tuple[ExpertKernel, Views]:
         """What computes an expert that is ready, and what it computes with."""
@@ -101,17 +98,26 @@ class LayerExperts:
         if self.settled is not None:
             self.settled.note(expert, self._views_of(ExpertKey(self._index, expert, bits), slot))
 
-    def _groups(self, routed: Routed, hidden: torch.Tensor, sums: Sums) -> Iterator[list[Ready]]:
-        """The experts that tokens chose, as they come: those of one precision that can be computed in one call."""
-        few = hidden.shape[0] <= FEW_TOKENS
-        for group in self._current.run_layer(routed, hidden):
-            asked = sums.counts([ready.expert for ready in group])
-            here = [ready for ready, tokens in zip(group, asked, strict=True) if tokens]
-            if not few:
-                yield from ([ready] for ready in here)
-                continue
-            for bits in {ready.bits for ready in here}:
-                yield [ready for ready in here if ready.bits == bits]
+    def _part(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> _Part:
+        index, weights = self._current.route(self._index, index, weights, self._experts, self._renormalise)
+        return _Part(hidden, index, weights)
+
+    def _compute(self, group: list[Ready], part: _Part) -> None:
+        """Experts that are computed in one call, for the tokens of a part that chose them."""
+        experts = [ready.expert for ready in group]
+        part.came.update(experts)
+        if group[0].slot == ELSEWHERE:
+            part.away += self._sent(group, part.sums)
+        else:
+            part.sums.keep(experts, self._outputs(group, part.hidden, part.sums))
+
+    def _total(self, part: _Part) -> torch.Tensor:
+        for future, experts in part.away:
+            part.sums.keep(experts, future.result().to(part.hidden.device))
+        total = part.sums.total()
+        if self._current.proceed and self._renormalise:
+            total = total * _left_out(part.index, part.weights, part.came).to(total.dtype)
+        return total
 
     def _outputs(self, group: list[Ready], hidden: torch.Tensor, sums: Sums) -> torch.Tensor:
         """What experts of one precision give, (M, H), for the rows that `sums` says."""
@@ -139,13 +145,39 @@ class LayerExperts:
             self.settled.note(ready.expert, views)
         return views
 
-    def _routed(self, chosen: list[list[int]], weights: torch.Tensor) -> Routed:
-        gates = weights.tolist() if self._current.needs_weights else [[]] * len(chosen)
+    def _routed(self, parts: Sequence[_Part]) -> Routed:
+        """What all tokens chose."""
+        chosen = [row for part in parts for row in part.chosen]
+        gates: list[list[float]] = [[]] * len(chosen)
+        if self._current.needs_weights:
+            gates = [row for part in parts for row in part.weights.tolist()]
         if max(map(max, chosen)) >= self._experts:
             there = [[k for k, expert in enumerate(row) if expert < self._experts] for row in chosen]
             gates = [[row[k] for k in keep] if row else [] for row, keep in zip(gates, there, strict=True)]
             chosen = [[row[k] for k in keep] for row, keep in zip(chosen, there, strict=True)]
         return Routed(self._index, self._current.phase, chosen, gates)
+
+
+class _Part:
+    """Tokens that are computed by themselves, and what has come for them: hidden (T, H), index and weights (T, K),
+    `chosen`: the index, as lists. away: outputs to come."""
+
+    def __init__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> None:
+        self.hidden, self.index, self.weights = hidden, index, weights
+        self.chosen: list[list[int]] = index.tolist()
+        self.sums: Sums = sums_of(hidden, self.chosen, index, weights)
+        self.came = set[int]()
+        self.away: list[tuple[Future[torch.Tensor], list[int]]] = []
+
+    def alike(self, group: list[Ready]) -> Iterator[list[Ready]]:
+        """Those of a group that its tokens chose: of few tokens, all of one precision are computed in one call."""
+        asked = self.sums.counts([ready.expert for ready in group])
+        here = [ready for ready, tokens in zip(group, asked, strict=True) if tokens]
+        if self.hidden.shape[0] > FEW_TOKENS:
+            yield from ([ready] for ready in here)
+            return
+        for bits in {ready.bits for ready in here}:
+            yield [ready for ready in here if ready.bits == bits]
 
 
 def _left_out(index: torch.Tensor, weights: torch.Tensor, came: set[int]) -> torch.Tensor:

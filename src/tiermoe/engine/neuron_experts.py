@@ -107,6 +107,10 @@ class NeuronLayerExperts:
         self._filler.expect(self._index, hidden)
         return self._experts(hidden, index, weights)
 
+    def apart(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+        """A call for each part: an expert is loaded by the neurons that a part makes active."""
+        return [self(*part) for part in parts]
+
     def watch(self, wrap: Callable[[Any], Any]) -> Callable[[], None]:
         """Puts wrap(kernel) in the place of what computes; returns what puts it back."""
         return self._experts.watch(lambda expert: expert.watched(wrap))

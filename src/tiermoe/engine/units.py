@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -25,8 +25,18 @@ from tiermoe.types import ExpertKey, Extent
 
 ExtentOf = Callable[[ExpertKey], Extent]
 FormatOf = Callable[[ExpertKey], ExpertFormat]
-RunExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""hidden (T, H), index (T, K), weights (T, K) → (T, H)."""
+
+
+class RunExperts(Protocol):
+    """Computes the experts of a layer (`LayerExperts`, `NeuronLayerExperts`)."""
+
+    def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """hidden (T, H), index (T, K), weights (T, K) → (T, H)."""
+        ...
+
+    def apart(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+        """What a call with each part gives, bit for bit."""
+        ...
 
 
 class WholeExperts:

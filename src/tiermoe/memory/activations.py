@@ -69,6 +69,15 @@ def sizes_for(
     return sizes
 
 
+def longest_request(blueprint: Blueprint, settings: Settings, context: int, device: str) -> int | None:
+    """Bytes of keys and values that one sequence of the whole context takes; None where transformers' code runs."""
+    sizes = sizes_of(blueprint, settings, device)
+    if sizes is None:
+        return None
+    shapes, item = [each.shape for each in sizes], blueprint.dtype.itemsize
+    return kv_cache.sequence_bytes(shapes, context, context, min(settings.chunk, context), item, settings.kv_bits)
+
+
 def expanding_needs(blueprint: Blueprint, settings: Settings, device: str) -> list[Need]:
     """Dense weights that a decoder makes of others and keeps: taps of convolutions, and for the native kernels latent
     attention's."""

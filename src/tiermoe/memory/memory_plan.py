@@ -29,6 +29,7 @@ class MemoryPlan:
     `looked_up`: bytes in `dense` of an input embedding of which each token reads a row; `unless_mapped`: as many where
     a start may map the store's files, which leaves them on disk.
     `dense_bits`: the precision of the dense layers, for people ('4 (lm_head 6)'); `kv_bits`: that of keys and values.
+    `kv_memory`: what those of all sequences take together at the most; None: each has memory for its whole context.
     `packers`: how many pieces are packed at a time. `idle_activations`: bytes in `activations` for memory that stays in
     the process between passes; 0: all is given back. `types`: what experts lie in where they are used
     as published, else empty."""
@@ -47,6 +48,7 @@ class MemoryPlan:
     looked_up: int = 0
     unless_mapped: int = 0
     kv_bits: int = 16
+    kv_memory: int | None = None
     packers: int = 1
     idle_activations: int = 0
     types: str = ""
@@ -145,7 +147,9 @@ class MemoryPlan:
         ]
 
     def _tokens(self) -> str:
-        return f"{self.context} tokens of context" + ("" if self.kv_bits == 16 else f" at {self.kv_bits} bits")
+        shared = "" if self.kv_memory is None else "shared by requests of up to "
+        bits = "" if self.kv_bits == 16 else f" at {self.kv_bits} bits"
+        return f"{shared}{self.context} tokens of context{bits}"
 
     def _where(self) -> str:
         if self.embedding_on_disk:

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from tiermoe.config import CacheSize, Settings, format_size
+from tiermoe.config import KIB, CacheSize, Settings, format_size
 from tiermoe.decide.compose import ModelShape, cache_bytes
 from tiermoe.decide.composition import require_device
 from tiermoe.decide.prediction import PREDICTIONS
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.kernels import machine_layout
-from tiermoe.memory.activations import sizes_for
+from tiermoe.memory.activations import longest_request, sizes_for
 from tiermoe.memory.gpu_plan import divided_with_gpu, gpu_budget, gpu_warnings
 from tiermoe.memory.memory_plan import MemoryPlan, slot_pools, total
 from tiermoe.memory.needs import Inputs, formats_of, while_loading, while_packing, while_running
@@ -41,6 +41,7 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None, u
     require_device(composition, device.partition(":")[0])
     _check_options(blueprint, resolved)
     _check_kv_bits(blueprint, settings, device)
+    _check_kv_memory(blueprint, settings, use, device)
     gpu = gpu_budget(settings, device)  # first: it starts CUDA, which the interpreter's size includes
     budget, source = _budget(settings)
     model = Inputs(
@@ -72,6 +73,7 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None, u
         embedding_on_disk=on_disk > 0,
         looked_up=0 if on_disk else embedding_bytes(blueprint),
         kv_bits=settings.kv_bits,
+        kv_memory=use.kv_memory,
         packers=packers,
         idle_activations=idle,
         types=blueprint.own_types(),
@@ -117,6 +119,23 @@ def _check_kv_bits(blueprint: Blueprint, settings: Settings, device: str) -> Non
         raise ConfigError(
             f"{option} does not apply to {blueprint.family.name}: its cache holds latents, which are compressed "
             f"already; leave --kv-bits out"
+        )
+
+
+def _check_kv_memory(blueprint: Blueprint, settings: Settings, use: Use, device: str) -> None:
+    """ConfigError where the memory that sequences share for keys and values holds no sequence of the whole context, or
+    where none is shared."""
+    if use.kv_memory is None:
+        return
+    option = f"--kv-memory {format_size(use.kv_memory)}"
+    sizes_for(option, "--kv-memory", "takes its memory by itself", blueprint, settings, device)
+    context = context_of(blueprint, settings)
+    longest = longest_request(blueprint, settings, context, device)
+    assert longest is not None
+    if longest > use.kv_memory:
+        raise ConfigError(
+            f"{option} holds no request of {context:,} tokens, which takes {format_size(longest)}; raise it to "
+            f"{-(-longest // KIB)}KiB, or lower --context"
         )
 
 

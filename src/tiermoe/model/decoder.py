@@ -45,16 +45,24 @@ class Layer:
 
     def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
         """x (T, H) → (T, H)."""
+        return self.feed_forward.add(*self._attended(x, index, step), self.multiplier)
+
+    def apart(self, xs: Sequence[Tensor], index: int, steps: Sequence[Step]) -> list[Tensor]:
+        """What a call with each x and its step gives, bit for bit; each expert comes once for all of them."""
+        attended = [self._attended(x, index, step) for x, step in zip(xs, steps, strict=True)]
+        return self.feed_forward.add_apart(attended, self.multiplier)
+
+    def _attended(self, x: Tensor, index: int, step: Step) -> tuple[Tensor, Tensor]:
+        """The norm of x with what attention gives, and that itself, (T, H) each."""
         if self.indexer is not None:
             self.indexer(self.norm_before(x), index, step)
         if self.few is not None and step.native is not None:
             x, normed = self.few(x, step.native, step.cache.native(index))
-        else:
-            attended = self.attention(self.norm_before(x), index, step)
-            attended = attended if self.norm_attended is None else self.norm_attended(attended)
-            x = x + (attended if self.multiplier == 1 else attended * self.multiplier)
-            normed = self.norm_after(x)
-        return self.feed_forward.add(normed, x, self.multiplier)
+            return normed, x
+        attended = self.attention(self.norm_before(x), index, step)
+        attended = attended if self.norm_attended is None else self.norm_attended(attended)
+        x = x + (attended if self.multiplier == 1 else attended * self.multiplier)
+        return self.norm_after(x), x
 
     def watched(self, wrap: Callable[[Any], Any]) -> Layer:
         """The layer with wrap(part) in the place of its dense parts."""
@@ -148,15 +156,23 @@ class Decoder:
     def step(self, batch: Batch, cache: KVCache, every: bool = False) -> Tensor:
         """Runs a batch: writes its tokens' keys, values and states into `cache` and returns the logits
         (rows, vocabulary) of each row's last token, or of every token (T, vocabulary)."""
-        step = Step(batch, cache, *self._rotaries)
-        x = self._embedding(torch.tensor(batch.tokens))
-        if self._embedding_scale != 1:
-            x = x * self._embedding_scale
+        parts = batch.parts
+        steps = [Step(part, cache, *self._rotaries) for part in parts]
+        xs = [self._embedded(part) for part in parts]
         for index, layer in enumerate(self.layers):
-            x = layer(x, index, step)
+            xs = [layer(xs[0], index, steps[0])] if len(xs) == 1 else layer.apart(xs, index, steps)
         for row in batch.rows:
             cache.wrote(row.slab, row.end)
-        if not every and len(batch.rows) < step.tokens:
+        logits = [self._logits(x, part, every) for x, part in zip(xs, parts, strict=True)]
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _embedded(self, batch: Batch) -> Tensor:
+        x = self._embedding(torch.tensor(batch.tokens))
+        return x if self._embedding_scale == 1 else x * self._embedding_scale
+
+    def _logits(self, x: Tensor, batch: Batch, every: bool) -> Tensor:
+        """Of what the last layer gives, (T, H)."""
+        if not every and len(batch.rows) < len(x):
             x = x[batch.last]
         logits = self._head(self._norm(x))
         if self._softcap is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
@@ -29,6 +29,10 @@ class Experts(Protocol):
         """hidden (T, H), index (T, K) of the chosen experts, weights (T, K) → (T, H)."""
         ...
 
+    def apart(self, parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
+        """What a call with each part's hidden, index and weights gives, bit for bit; each expert comes once for all."""
+        ...
+
     def block(self, router: Router, hidden: Tensor, residual: Tensor | None) -> Tensor | None:
         """residual, if any, + what the router chooses for hidden, (T, H) each, in one call; None where that cannot
         be."""
@@ -47,6 +51,9 @@ class NoExperts:
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         raise RuntimeError("this decoder's experts are not attached")
+
+    def apart(self, parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
+        return [self(*part) for part in parts]
 
     def block(self, router: Router, hidden: Tensor, residual: Tensor | None) -> Tensor | None:
         return None
@@ -86,6 +93,10 @@ class DenseBlock:
         """residual + multiplier * the block of x."""
         return _added(residual, self(x), multiplier)
 
+    def add_apart(self, parts: Sequence[tuple[Tensor, Tensor]], multiplier: float) -> list[Tensor]:
+        """`add` of each (x, residual)."""
+        return [self.add(x, residual, multiplier) for x, residual in parts]
+
 
 @dataclass(slots=True)
 class MoeBlock:
@@ -124,6 +135,18 @@ class MoeBlock:
             return result
         return _added(residual, self._with_shared(x, result), multiplier)
 
+    def add_apart(self, parts: Sequence[tuple[Tensor, Tensor]], multiplier: float) -> list[Tensor]:
+        """`add` of each (x, residual), bit for bit; each expert comes once for all of them."""
+        given = []
+        for x, _ in parts:
+            weights, index = self.experts.route(self.router, x)
+            given.append((x, index, weights))
+        routed = self.experts.apart(given)
+        return [
+            _added(residual, self._with_shared(x, result), multiplier)
+            for (x, residual), result in zip(parts, routed, strict=True)
+        ]
+
     def _with_shared(self, x: Tensor, routed: Tensor) -> Tensor:
         if self.shared is None:
             return routed
@@ -154,10 +177,21 @@ class SideBySide:
 
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
         """(residual + multiplier * both blocks) * scale; x: residual after the dense block's norm, (T, H) each."""
-        always, experts = self.norm_dense(self.dense(x)), self.moe.experts
-        weights, index = experts.route(self.moe.router, residual)
-        routed = self.norm_experts(experts(self.norm_before_experts(residual), index, weights))
-        result = _added(residual, self.norm_sum(always + routed), multiplier)
+        (result,) = self.add_apart([(x, residual)], multiplier)
+        return result
+
+    def add_apart(self, parts: Sequence[tuple[Tensor, Tensor]], multiplier: float) -> list[Tensor]:
+        """`add` of each (x, residual), bit for bit; each expert comes once for all of them."""
+        experts, given = self.moe.experts, []
+        for _, residual in parts:
+            weights, index = experts.route(self.moe.router, residual)
+            given.append((self.norm_before_experts(residual), index, weights))
+        routed = experts.apart(given)
+        return [self._sum(*part, its, multiplier) for part, its in zip(parts, routed, strict=True)]
+
+    def _sum(self, x: Tensor, residual: Tensor, routed: Tensor, multiplier: float) -> Tensor:
+        always = self.norm_dense(self.dense(x))
+        result = _added(residual, self.norm_sum(always + self.norm_experts(routed)), multiplier)
         return result if self.scale == 1 else result * self.scale
 
 

@@ -126,6 +126,10 @@ class GenericCache:
         """Tokens that the sequence holds."""
         return self._length[slab]
 
+    def reached(self, slab: int) -> int:
+        """Tokens that the sequence holds: what is cut off leaves no memory behind."""
+        return self._length[slab]
+
     def kept(self, slab: int, length: int) -> int:
         """How many of the sequence's first `length` tokens it can be cut to, at the most; where a sliding window has
         moved on past them, `crop` refuses them yet."""
@@ -155,10 +159,20 @@ class GenericCache:
         self.held[slab] = held
         self._length[slab] += tokens
 
-    def fork(self, slab: int) -> int:
-        """A new sequence that begins with all of this one's tokens."""
+    def nbytes(self, positions: int) -> int:
+        """None of its own: memory is planned for every slab's context."""
+        return 0
+
+    def fork(self, slab: int, length: int | None = None) -> int:
+        """A new sequence that begins with all of this one's tokens, or the first `length`. ValueError as `crop`."""
         other = self.open()
         self.held[other], self._length[other] = copy.deepcopy(self.held[slab]), self._length[slab]
+        if length is not None:
+            try:
+                self.crop(other, length)
+            except ValueError:
+                self.close(other)
+                raise
         return other
 
 

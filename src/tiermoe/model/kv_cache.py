@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tiermoe.errors import ModelError, PromptError
 from tiermoe.kernels.native.few_tokens_attention import Slabs
+from tiermoe.model import kv_pages
 from tiermoe.model.kv_codes import SCALE_BYTES
 from tiermoe.model.recurrent_states import RecurrentStates, StateShape
 from tiermoe.types import Need, Phase, Workload
@@ -33,9 +34,15 @@ class LayerShape:
 
     def row_bytes(self, itemsize: int, bits: int = 16) -> int:
         """Bytes of a position: in values of `itemsize` bytes, or as codes of 8 bits with a scale for each."""
+        return sum(heads * nbytes for heads, nbytes in self.parts(itemsize, bits))
+
+    def parts(self, itemsize: int, bits: int = 16) -> list[tuple[int, int]]:
+        """(heads, bytes of each) of a position's key, of its value, and of what belongs to them."""
         if bits == 8:
-            return self.heads * (self.key_columns + self.value_columns + 2 * SCALE_BYTES)
-        return (self.heads * (self.key_columns + self.value_columns) + self.index_columns) * itemsize
+            each = (self.key_columns, self.value_columns, SCALE_BYTES, SCALE_BYTES)
+            return [(self.heads, nbytes) for nbytes in each]
+        key, value, index = (its * itemsize for its in (self.key_columns, self.value_columns, self.index_columns))
+        return [(self.heads, key), (self.heads, value), (1, index)]
 
     def room(self, context: int, step: int) -> int:
         """Positions that are kept at once: all of the context, or the window and the tokens of a step."""
@@ -48,15 +55,39 @@ def cache_bytes(shapes: Sequence[LayerShape], context: int, step: int, itemsize:
     return states + sum(shape.room(context, step) * shape.row_bytes(itemsize, bits) for shape in shapes)
 
 
+def sequence_bytes(
+    shapes: Sequence[LayerShape], positions: int, context: int, step: int, itemsize: int, bits: int = 16
+) -> int:
+    """Bytes of pages that a sequence of so many tokens takes of the memory for one of `context` tokens."""
+    held = sum(kv_pages.taken(1, 1, each, 1) for each in _state_parts(shapes, itemsize))
+    for shape in shapes:
+        for heads, each in shape.parts(itemsize, bits):
+            held += kv_pages.taken(positions, shape.room(context, step), each, heads)
+    return held
+
+
+def _state_parts(shapes: Sequence[LayerShape], itemsize: int) -> list[int]:
+    return [each for shape in shapes if shape.state is not None for each in shape.state.parts(itemsize)]
+
+
 def needs(shapes: Sequence[LayerShape], load: Workload) -> list[Need]:
-    """What a cache of layers of these shapes takes."""
-    step = min(load.chunk, load.context)
-    held = load.sequences * cache_bytes(shapes, load.context, step, load.itemsize, load.kv_bits)
-    return [Need("kv cache", held, Phase.RUNNING, f"{load.context} tokens of context")]
+    """What a cache of layers of these shapes takes: for each sequence's context, or in all where they share it."""
+    step, context, item, bits = min(load.chunk, load.context), load.context, load.itemsize, load.kv_bits
+    if load.use.kv_memory is None:
+        held = load.sequences * cache_bytes(shapes, context, step, item, bits)
+        return [Need("kv cache", held, Phase.RUNNING, f"{context} tokens of context")]
+    longest = load.sequences * sequence_bytes(shapes, context, context, step, item, bits)
+    slabs = [shape.room(context, step) * heads * each for shape in shapes for heads, each in shape.parts(item, bits)]
+    between = sum(kv_pages.shared(load.sequences, each) for each in [*slabs, *_state_parts(shapes, item)])
+    return [
+        Need("kv cache", min(load.use.kv_memory, longest), Phase.RUNNING, "shared by all sequences"),
+        Need("kv cache", between, Phase.RUNNING, "pages between them"),
+    ]
 
 
 class KVCache:
-    """Slabs of `context` positions in every layer. Memory is taken as positions are written, not before.
+    """Slabs of `context` positions in every layer. Memory is taken as positions are written, not before, and given back
+    when a slab is closed.
 
     `keys[layer]` (slabs, heads, room, key columns) and `values[layer]` alike: position p lies at p % room. A layer
     whose room is smaller than the context keeps its window alone. Where `bits` is 8 they are codes, int8, and
@@ -90,13 +121,13 @@ class KVCache:
         for shape in shapes:
             each = slabs, shape.heads, shape.room(context, step)
             held = dtype if bits == 16 else torch.int8
-            self.keys.append(torch.empty((*each, shape.key_columns), dtype=held))
-            self.values.append(torch.empty((*each, shape.value_columns), dtype=held))
+            self.keys.append(kv_pages.empty((*each, shape.key_columns), held))
+            self.values.append(kv_pages.empty((*each, shape.value_columns), held))
             if bits == 8:
-                self.key_scales.append(torch.empty((*each, 1), dtype=torch.bfloat16))
-                self.value_scales.append(torch.empty((*each, 1), dtype=torch.bfloat16))
+                self.key_scales.append(kv_pages.empty((*each, 1), torch.bfloat16))
+                self.value_scales.append(kv_pages.empty((*each, 1), torch.bfloat16))
             if indexed:
-                self.index_keys.append(torch.empty((slabs, 1, each[2], shape.index_columns), dtype=dtype))
+                self.index_keys.append(kv_pages.empty((slabs, 1, each[2], shape.index_columns), dtype))
 
     @property
     def _kept(self) -> dict[str, list[Tensor]]:
@@ -119,8 +150,12 @@ class KVCache:
         return slab
 
     def close(self, slab: int) -> None:
-        """Gives a slab back."""
+        """Gives a slab back, and its memory."""
         self._free.append(slab)
+        for tensor, _ in self._each_tensor():
+            kv_pages.release(tensor, slab)
+        if self.recurrent is not None:
+            self.recurrent.release(slab)
 
     def native(self, layer: int) -> Slabs:
         """What the attention kernel is told of a layer's slabs."""
@@ -143,13 +178,21 @@ class KVCache:
                 room = shape.room(self.context, self.step)
                 if room <= tensor.shape[2]:
                     continue
-                grown = tensor.new_empty((*tensor.shape[:2], room, tensor.shape[3]))
+                grown = kv_pages.empty((*tensor.shape[:2], room, tensor.shape[3]), tensor.dtype)
                 grown[:, :, : tensor.shape[2]] = tensor
                 tensors[layer] = grown
+
+    def nbytes(self, positions: int) -> int:
+        """Bytes that a sequence of so many tokens takes at the most, in whole pages."""
+        return sequence_bytes(self.shapes, positions, self.context, self.step, self.dtype.itemsize, self.bits)
 
     def length(self, slab: int) -> int:
         """Tokens that the sequence holds."""
         return self._lengths[slab]
+
+    def reached(self, slab: int) -> int:
+        """Positions that have been written since the slab was opened, those that were cut off again included."""
+        return self._furthest[slab]
 
     def wrote(self, slab: int, end: int) -> None:
         """The sequence's tokens before position `end` have been written by a step."""
@@ -171,20 +214,28 @@ class KVCache:
     def crop(self, slab: int, length: int) -> None:
         """Forgets the positions from `length` on. ValueError where a sliding window has moved on past them, or where no
         recurrent state is kept from there."""
-        if not 0 <= length <= self._lengths[slab]:
-            raise ValueError(f"a sequence of {self._lengths[slab]} tokens cannot be cut to {length}")
-        if not self._window_holds(slab, length):
-            raise ValueError(f"a sliding window cannot be wound back to {length} of {self._furthest[slab]} positions")
-        if not self._state_holds(slab, length):
-            raise ValueError(f"a recurrent state cannot be wound back to {length} of {self._lengths[slab]} positions")
+        self._check_crop(slab, length)
         if self.recurrent is not None:
             self.recurrent.crop(slab, length)
         self._lengths[slab] = length
 
-    def fork(self, slab: int) -> int:
-        """A new sequence that begins with all of this one's tokens."""
+    def fork(self, slab: int, length: int | None = None) -> int:
+        """A new sequence that begins with all of this one's tokens, or with the first `length`, of which it holds no
+        more than it needs to go on. ValueError as `crop`."""
+        if length is None:
+            other = self.open()
+            self.copy(slab, other)
+            return other
+        self._check_crop(slab, length)
         other = self.open()
-        self.copy(slab, other)
+        for tensor, shape in self._each_tensor():
+            first = 0 if shape.window is None else max(0, length - shape.window)
+            at = torch.arange(first, length) % tensor.shape[2]
+            tensor[other][:, at] = tensor[slab][:, at]
+        if (states := self.recurrent) is not None:
+            states.copy(slab, other)
+            states.crop(other, length)
+        self.filled(other, length)
         return other
 
     def copy(self, slab: int, other: int) -> None:
@@ -287,6 +338,14 @@ class KVCache:
             raise
         self._lengths[slab], self._furthest[slab] = length, furthest
         return slab
+
+    def _check_crop(self, slab: int, length: int) -> None:
+        if not 0 <= length <= self._lengths[slab]:
+            raise ValueError(f"a sequence of {self._lengths[slab]} tokens cannot be cut to {length}")
+        if not self._window_holds(slab, length):
+            raise ValueError(f"a sliding window cannot be wound back to {length} of {self._furthest[slab]} positions")
+        if not self._state_holds(slab, length):
+            raise ValueError(f"a recurrent state cannot be wound back to {length} of {self._lengths[slab]} positions")
 
     def _window_holds(self, slab: int, length: int, ahead: int = 0) -> bool:
         return all(

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tiermoe.model import kv_pages
+
 KEPT = 2  # states of a sequence: after its last step and before it
 _NONE = -1
 
@@ -25,7 +27,12 @@ class StateShape:
 
     def nbytes(self, itemsize: int) -> int:
         """Bytes of a sequence, of all states that are kept."""
-        return KEPT * (self.inputs * self.channels * itemsize + 4 * self.heads * self.key_columns * self.value_columns)
+        return sum(self.parts(itemsize))
+
+    def parts(self, itemsize: int) -> tuple[int, int]:
+        """Bytes of a sequence's inputs and of its matrices."""
+        matrices = 4 * self.heads * self.key_columns * self.value_columns
+        return KEPT * self.inputs * self.channels * itemsize, KEPT * matrices
 
 
 class RecurrentStates:
@@ -37,10 +44,10 @@ class RecurrentStates:
 
     def __init__(self, shapes: dict[int, StateShape], slabs: int, dtype: torch.dtype) -> None:
         self.inputs = {
-            layer: torch.empty((slabs, KEPT, its.inputs, its.channels), dtype=dtype) for layer, its in shapes.items()
+            layer: kv_pages.empty((slabs, KEPT, its.inputs, its.channels), dtype) for layer, its in shapes.items()
         }
         self.states = {
-            layer: torch.empty((slabs, KEPT, its.heads, its.key_columns, its.value_columns), dtype=torch.float32)
+            layer: kv_pages.empty((slabs, KEPT, its.heads, its.key_columns, its.value_columns), torch.float32)
             for layer, its in shapes.items()
         }
         self.lengths = [[_NONE] * KEPT for _ in range(slabs)]
@@ -60,6 +67,11 @@ class RecurrentStates:
         for kept in self._all():
             kept[slab, 0] = 0
         self.lengths[slab] = [0, *[_NONE] * (KEPT - 1)]
+
+    def release(self, slab: int) -> None:
+        """Gives the sequence's memory back."""
+        for kept in self._all():
+            kv_pages.release(kept, slab)
 
     def begin(self, slab: int, first: int) -> tuple[int, int]:
         """A step has tokens from position `first` on: where the state before them lies among all of a layer's, and

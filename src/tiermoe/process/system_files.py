@@ -4,6 +4,7 @@ thread, past the page cache where the system can, locks, mappings, and names tha
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import importlib
 import mmap
@@ -28,6 +29,8 @@ fcntl: Any = _module("fcntl")
 msvcrt: Any = _module("msvcrt")
 """Python's modules of POSIX and of Windows, None elsewhere."""
 _BINARY = getattr(os, "O_BINARY", 0)  # Windows changes line ends without it
+_FORGET = {"linux": 4, "darwin": 5}.get(sys.platform)
+"""MADV_DONTNEED, and MADV_FREE, which alone does so on macOS; None: there is no such call."""
 _LOCKED_AT = 1 << 40  # a byte that no content reaches: what is locked on Windows cannot be read by others
 
 
@@ -145,16 +148,38 @@ def drop_cached(descriptor: int, offset: int = 0, nbytes: int = 0) -> bool:
     return True
 
 
-def anonymous_memory(nbytes: int) -> mmap.mmap:
-    """Fresh memory at a page's begin, outside malloc, in huge pages where the system has them: pages come when they are
-    first written."""
+def anonymous_memory(nbytes: int, huge: bool = True) -> mmap.mmap:
+    """Fresh memory at a page's begin, outside malloc: pages come when they are first written. huge: in huge pages where
+    the system has them; else never."""
     if hasattr(mmap, "MAP_ANONYMOUS"):
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     else:
         memory = mmap.mmap(-1, nbytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        if huge:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        else:
+            with contextlib.suppress(OSError):  # a system without huge pages
+                memory.madvise(mmap.MADV_NOHUGEPAGE)
     return memory
+
+
+def gives_back() -> bool:
+    """Whether the system takes parts of `anonymous_memory` back; Windows takes all or nothing."""
+    return _FORGET is not None
+
+
+def give_back(address: int, nbytes: int) -> None:
+    """Gives the whole pages of a range of `anonymous_memory` back, where the system takes them: what they hold is lost,
+    and they come again when they are written."""
+    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if _FORGET is None or begin >= end:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    if libc.madvise(begin, end - begin, _FORGET):
+        raise OSError(ctypes.get_errno(), "giving memory back")
 
 
 def map_file(handle: IO[bytes]) -> mmap.mmap:

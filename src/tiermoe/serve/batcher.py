@@ -1,7 +1,8 @@
 """Continuous batching: requests join and leave a running batch at any step.
 
 A step is one call of the engine: a chunk of one prompt, or a token of every answer, by turns where there are both. So a
-long prompt delays the others by a chunk, and no request's tokens depend on what else runs: prompts never share a call,
+long prompt delays the others by a chunk. Where experts are missing, a step has both, and more prompts as far as they
+fit into a chunk: it reads each expert once. No request's tokens depend on what else runs: prompts are computed apart,
 and tokens that are generated together have the bits that each has alone.
 """
 
@@ -60,9 +61,10 @@ class Counts:
 
 
 class Batcher:
-    """Runs up to `rows` requests at once over an engine, each of up to `context` tokens. ends: tokens that end an
-    answer. penalty: for repetition, as the model's generation config has it. disk: makes what keeps beginnings of
-    prompts on disk, of the cache. Not for several threads."""
+    """Runs up to `rows` requests at once over an engine, each of up to `context` tokens, in the order in which they
+    come: one that waits for memory (`MemoryPlan.kv_memory`) keeps those behind it waiting, however short. ends: tokens
+    that end an answer. penalty: for repetition, as the model's generation config has it. disk: makes what keeps
+    beginnings of prompts on disk, of the cache. Not for several threads."""
 
     def __init__(
         self,
@@ -84,12 +86,14 @@ class Batcher:
         self._penalty = penalty
         self._cache = engine.new_cache(rows, self.context)
         self.disk = disk(self._cache) if disk is not None else None
-        self._prefixes = Prefixes(self._cache, rows, self.disk)
+        self._prefixes = Prefixes(self._cache, rows, engine.plan.kv_memory, self.disk)
         self._waiting: deque[_Row] = deque()
         self._reading: deque[_Row] = deque()
         self._answering: list[_Row] = []
         self._numbers = count(1)
         self._read_last = False
+        # lossy rules look at all that runs at once
+        self._joins = engine.plan.slots < engine.plan.all_slots and not engine.lossy
 
     @property
     def waiting(self) -> int:
@@ -98,6 +102,12 @@ class Batcher:
     @property
     def running(self) -> int:
         return len(self._reading) + len(self._answering)
+
+    @property
+    def kv_taken(self) -> int:
+        """Bytes of keys and values that are set aside, for requests at work and for what others have left; 0 where each
+        row has memory of its own."""
+        return self._prefixes.taken
 
     @property
     def idle(self) -> bool:
@@ -132,12 +142,14 @@ class Batcher:
         """Drops a request, whatever it is at; nothing where it is finished."""
         self.counts.aborted += self._drop(number)
 
-    def _drop(self, number: int) -> bool:
-        """Whether there was such a request."""
+    def _drop(self, number: int, failed: bool = False) -> bool:
+        """Whether there was such a request. failed: a step may have ended amid it."""
         for rows in (self._waiting, self._reading, self._answering):
             for row in [each for each in rows if each.number == number]:
                 rows.remove(row)
-                if row.slab >= 0:
+                if row.slab >= 0 and failed:
+                    self._prefixes.close(row.slab)
+                elif row.slab >= 0:
                     self._prefixes.leave(row.slab, row.held)
                 return True
         return False
@@ -146,21 +158,33 @@ class Batcher:
         """Runs the engine once. An error ends the request that it is found at, and no other: where several rows have
         run together, each runs again by itself."""
         pieces = list(self._admit())
-        read = bool(self._reading) and not (self._read_last and self._answering)
-        self._read_last = read
-        if read:
-            return [*pieces, *self._read(self._reading[0])]
-        return [*pieces, *(self._answer(list(self._answering)) if self._answering else ())]
+        if not self._reading or (self._read_last and self._answering):
+            self._read_last = False
+            return [*pieces, *self._run(list(self._answering), [])]
+        first = self._reading[0]
+        joined = self._joins and first.stored is None and not first.request.prompt_logprobs
+        self._read_last = not joined
+        if first.stored is not None:
+            self._fill(first)
+            return pieces
+        if joined:
+            return [*pieces, *self._run(list(self._answering), self._that_fit(first))]
+        return [*pieces, *self._run([], [first])]
 
     def _admit(self) -> Iterator[Piece]:
         while self._waiting and self.running < self.rows:
-            row = self._waiting.popleft()
-            ids = [] if row.request.prompt_logprobs else row.request.ids
+            row = self._waiting[0]
+            request = row.request
+            ids = [] if request.prompt_logprobs else request.ids
+            tokens = min(len(request.ids) + request.sampling.max_tokens, self.context)
             try:
-                begun = self._prefixes.begin(ids, self._at_work())
+                begun = self._prefixes.begin(ids, tokens, self._at_work())
             except Exception as error:
                 yield from self._failed([row], error)
                 continue
+            if begun is None:
+                return
+            self._waiting.popleft()
             row.slab, row.stored = begun.slab, begun.stored
             self._begin_after(row, begun.length)
             self._reading.append(row)
@@ -174,50 +198,69 @@ class Batcher:
         row.cached = length
         self.counts.cached_tokens += length
 
-    def _read(self, row: _Row) -> Iterator[Piece]:
-        """The next chunk of a prompt, or some of what lies on disk of it; after it other prompts have their turn."""
-        if row.stored is not None and self.disk is not None:
-            if self.disk.fill(row.stored, row.slab):
-                self._begin_after(row, row.stored.length)
-                row.stored = None
-            self._reading.rotate(-1)
-            return
-        first = len(row.held)
+    def _fill(self, row: _Row) -> None:
+        """Some of what lies on disk of a prompt; after it other prompts have their turn."""
+        if row.stored is not None and self.disk is not None and self.disk.fill(row.stored, row.slab):
+            self._begin_after(row, row.stored.length)
+            row.stored = None
+        self._reading.rotate(-1)
+
+    def _that_fit(self, first: _Row) -> list[_Row]:
+        """The prompt that is the first to be read, and others whose next chunks fit into one with its."""
+        found, tokens = [first], len(self._next_part(first))
+        for row in self._reading:
+            size = len(self._next_part(row))
+            alone = row is first or row.stored is not None or row.request.prompt_logprobs
+            if not alone and tokens + size <= self._chunk:
+                found.append(row)
+                tokens += size
+        return found
+
+    def _next_part(self, row: _Row) -> list[int]:
         every = row.request.prompt_logprobs
-        part = next_part(row.request, first, self._scored if every else self._chunk)
+        return next_part(row.request, len(row.held), self._scored if every else self._chunk)
+
+    def _run(self, answering: list[_Row], prompts: list[_Row]) -> Iterator[Piece]:
+        """A token of each answer, and the next chunks of prompts; after them other prompts have their turn. One that is
+        scored comes alone."""
+        rows = [decode(row.slab, len(row.held), row.answer[-1]) for row in answering]
+        rows += [prompt(row.slab, self._next_part(row), len(row.held)) for row in prompts]
+        if not rows:
+            return
+        every = bool(prompts) and prompts[0].request.prompt_logprobs
         try:
-            logits = self._engine.step(Batch((prompt(row.slab, part, first),)), self._cache, every)
+            logits = self._engine.step(Batch(tuple(rows), apart=True), self._cache, every)
         except Exception as error:
-            yield from self._failed([row], error)
+            if len(rows) == 1:
+                yield from self._failed([*answering, *prompts], error)
+                return
+            for row in answering:  # one of them needs what cannot be had
+                yield from self._run([row], [])
+            for row in prompts:
+                yield from self._run([], [row])
             return
         self.counts.steps += 1
+        for row, its in zip(answering, logits, strict=False):
+            row.held.append(row.answer[-1])
+            yield from self._chosen(row, its)
+        for row, its in zip(prompts, [logits] if every else logits[len(answering) :, None], strict=True):
+            yield from self._has_read(row, its)
+
+    def _has_read(self, row: _Row, logits: Tensor) -> Iterator[Piece]:
+        """The next chunk of a prompt has run; logits (n, vocabulary) of its last token, or of all where it is
+        scored."""
+        part, first = self._next_part(row), len(row.held)
         self.counts.prompt_tokens += len(part)
         row.held = row.held + part
-        if every:
+        if row.request.prompt_logprobs:
             row.prompt += prompt_scores(row.request, logits, first)
-        self._reading.popleft()
+        self._reading.remove(row)
         if len(row.held) < len(row.request.ids):
             self._reading.append(row)
             return
         self._answering.append(row)
         self._prefixes.read(row.slab, row.held)
         yield from self._chosen(row, logits[-1])
-
-    def _answer(self, rows: list[_Row]) -> Iterator[Piece]:
-        """A token of each answer."""
-        batch = Batch(tuple(decode(row.slab, len(row.held), row.answer[-1]) for row in rows))
-        try:
-            logits = self._engine.step(batch, self._cache)
-        except Exception as error:
-            if len(rows) == 1:
-                yield from self._failed(rows, error)
-            for row in rows if len(rows) > 1 else ():  # one of them needs what cannot be had
-                yield from self._answer([row])
-            return
-        self.counts.steps += 1
-        for row, its in zip(rows, logits, strict=True):
-            row.held.append(row.answer[-1])
-            yield from self._chosen(row, its)
 
     def _chosen(self, row: _Row, logits: Tensor) -> Iterator[Piece]:
         try:
@@ -253,6 +296,6 @@ class Batcher:
 
     def _failed(self, rows: list[_Row], error: Exception) -> Iterator[Piece]:
         for row in rows:
-            self._drop(row.number)
+            self._drop(row.number, failed=True)
             self.counts.failed += 1
             yield Piece(row.number, finish="error", error=error, cached=row.cached)

@@ -63,6 +63,7 @@ class _State(Collector):
         for name, text, value in (
             ("num_requests_running", "Requests in the batch", batcher.running),
             ("num_requests_waiting", "Requests that wait for a row", batcher.waiting),
+            ("kv_cache_bytes", "Keys and values that are set aside for requests and left by others", batcher.kv_taken),
             ("resident_memory_peak_bytes", "Most memory the process held", stats["peak_memory_bytes"]),
             ("memory_budget_bytes", "Bound on the process", stats["memory_budget_bytes"]),
         ):

@@ -21,30 +21,46 @@ class Begun:
 
 
 class Prefixes:
-    """Gives the slabs of `cache`, `rows` of them, to requests. disk: keeps beginnings for longer than memory does.
+    """Gives the slabs of `cache`, `rows` of them, to requests. memory: most bytes of keys and values in all slabs, of a
+    slab's at least; None: as many as they hold. disk: keeps beginnings for longer than memory does.
 
-    What a request leaves stays in its slab until another one needs it, the oldest first: a request begins with the
-    longest beginning that any slab holds, or the disk."""
+    A request is given memory for all of its tokens when it begins, so that nothing has to be taken from it later. What
+    it leaves stays in its slab until another one needs the slab or the memory, the oldest first: a request begins with
+    the longest beginning that any slab holds, or the disk."""
 
-    def __init__(self, cache: Any, rows: int, disk: PrefixDisk | None = None) -> None:
+    def __init__(self, cache: Any, rows: int, memory: int | None = None, disk: PrefixDisk | None = None) -> None:
         self.disk = disk
         self._cache = cache
         self._rows = rows
+        self._memory = None if memory is None else max(memory, cache.nbytes(cache.context))
         self._left: OrderedDict[int, list[int]] = OrderedDict()  # slab → tokens of a finished request, oldest first
-        self._open = 0
+        self._taken: dict[int, int] = {}  # slab → bytes that are set aside for it, of each that is open
 
-    def begin(self, ids: list[int], at_work: Iterable[tuple[int, list[int]]]) -> Begun:
-        """A slab for a prompt, with all of it but the last token at most. at_work: (slab, tokens) of those that run."""
+    @property
+    def taken(self) -> int:
+        """Bytes that are set aside for requests at work and for what others have left."""
+        return sum(self._taken.values())
+
+    @property
+    def _running(self) -> list[int]:
+        """The slabs of requests at work."""
+        return [slab for slab in self._taken if slab not in self._left]
+
+    def begin(self, ids: list[int], tokens: int, at_work: Iterable[tuple[int, list[int]]]) -> Begun | None:
+        """A slab for a prompt, with all of it but the last token at most; None while those that run leave too little
+        memory. tokens: of the prompt and the longest answer. at_work: (slab, tokens) of those that run."""
+        needed = self._cache.nbytes(tokens)
+        if not self._fits(needed, self._running):
+            return None
         known = ids[:-1]
-        held = ((slab, shared(tokens, known)) for slab, tokens in (*at_work, *self._left.items()))
+        held = ((slab, shared(its, known)) for slab, its in (*at_work, *self._left.items()))
         length, slab = max(((self._cache.kept(slab, length), slab) for slab, length in held), default=(0, -1))
         stored = self.disk.find(known) if self.disk is not None and length < len(known) else None
         if length and (stored is None or stored.length <= length):
-            free = self._open < self._rows
-            mine = slab in self._left and (not free or length == len(self._left[slab]))
-            if (mine or free) and (begun := self._begun(slab, length, mine)) is not None:
+            begun = self._begun(slab, length, needed)
+            if begun is not None:
                 return Begun(begun, length)
-        return Begun(self._fresh(), 0, stored)
+        return Begun(self._fresh(needed), 0, stored)
 
     def read(self, slab: int, tokens: list[int]) -> None:
         """A prompt has been read: what it wrote stays while its answer is made. Without its last token, as the same
@@ -53,39 +69,71 @@ class Prefixes:
             self.disk.offer(slab, tokens[:-1])
 
     def leave(self, slab: int, tokens: list[int]) -> None:
-        """A request has ended: its keys and values stay until their slab is needed."""
+        """A request has ended: its keys and values stay until their slab or its memory is needed."""
         self._left[slab] = tokens[: self._cache.length(slab)]
+        self._taken[slab] = min(self._taken[slab], self._cache.nbytes(self._cache.reached(slab)))
         if self.disk is not None:
             self.disk.offer(slab, self._left[slab])
 
-    def _fresh(self) -> int:
-        if self._open == self._rows:
-            oldest, _ = self._left.popitem(last=False)
-            self._close(oldest)
-        self._open += 1
-        opened: int = self._cache.open()
-        return opened
+    def close(self, slab: int) -> None:
+        """A request has failed: nothing of it stays."""
+        self._withdraw(slab)
+        self._cache.close(slab)
+        del self._taken[slab]
 
-    def _begun(self, slab: int, length: int, mine: bool) -> int | None:
-        """A slab with the first `length` tokens of `slab`: itself where it is `mine`, else a fork. None where it cannot
-        be wound back to them."""
-        if mine:
-            del self._left[slab]
-            self._withdraw(slab, length)
-        else:
-            slab = self._cache.fork(slab)
-            self._open += 1
+    def _fits(self, needed: int, beside: Iterable[int]) -> bool:
+        """Whether there is memory for so much beside what these slabs have."""
+        return self._memory is None or needed + sum(self._taken[slab] for slab in beside) <= self._memory
+
+    def _make_room(self, needed: int, rows: int = 1, keep: int = -1) -> None:
+        """Closes what was left the longest ago, but for the slab `keep`, until there are `rows` and so much memory."""
+        for oldest in [slab for slab in self._left if slab != keep]:
+            if len(self._taken) + rows <= self._rows and self._fits(needed, self._taken):
+                break
+            del self._left[oldest]
+            self.close(oldest)
+
+    def _fresh(self, needed: int) -> int:
+        self._make_room(needed)
+        slab: int = self._cache.open()
+        self._taken[slab] = needed
+        return slab
+
+    def _begun(self, slab: int, length: int, needed: int) -> int | None:
+        """A slab with the first `length` tokens of `slab`: itself where it was left and loses nothing, or where there
+        is no room for both; else a fork. None where there is no room, or where it cannot be wound back to them."""
+        free = len(self._taken) < self._rows
+        if slab in self._left:
+            both = free and self._fits(needed, [*self._running, slab])
+            if length == len(self._left[slab]) or not both:
+                return self._gone_on(slab, length, needed)
+        elif not free:
+            return None
+        self._make_room(needed, keep=slab)
+        try:
+            other: int = self._cache.fork(slab, length)
+        except ValueError:
+            return None
+        self._taken[other] = needed
+        return other
+
+    def _gone_on(self, slab: int, length: int, needed: int) -> int | None:
+        """The slab of a finished request with the first `length` of its tokens. None where it cannot be wound back to
+        them, or where what it has taken is too much for the memory."""
+        needed = max(needed, self._taken[slab])
+        if not self._fits(needed, self._running):
+            return None
+        del self._left[slab]
+        self._withdraw(slab, length)
         try:
             self._cache.crop(slab, length)
         except ValueError:
-            self._close(slab)
+            self.close(slab)
             return None
+        self._taken[slab] = 0
+        self._make_room(needed, rows=0)
+        self._taken[slab] = needed
         return slab
-
-    def _close(self, slab: int) -> None:
-        self._withdraw(slab)
-        self._cache.close(slab)
-        self._open -= 1
 
     def _withdraw(self, slab: int, length: int = 0) -> None:
         if self.disk is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tiermoe.config import settings
@@ -31,6 +31,7 @@ class Deployed:
     sampling: Any
     key: str | None
     most_waiting: int
+    kv_memory: int | None
 
 
 def start(deployed: Deployed, replicas: int, host: str, port: int, grace_s: int) -> None:
@@ -81,6 +82,7 @@ def app_of(deployed: Deployed) -> Any:
     asked = settings(**deployed.options)
     directory = resolve_model(deployed.model)
     blueprint = inspect_model(directory, deployed.model, asked.store)
-    engine = start_engine(blueprint, asked, use=use_of(blueprint.config.vocab_size, asked.chunk))
+    use = replace(use_of(blueprint.config.vocab_size, asked.chunk), kv_memory=deployed.kv_memory)
+    engine = start_engine(blueprint, asked, use=use)
     served = served_of(engine, load_tokenizer(directory), deployed.name, deployed.sampling, deployed.most_waiting)
     return create_app(served, deployed.key)

@@ -20,8 +20,7 @@ def scored_tokens(vocabulary: int) -> int:
 
 
 def use_of(vocabulary: int, chunk: int) -> Use:
-    """What the server's batch asks of a step at the most: it reads one prompt at a time, and may score all tokens that
-    it reads of it."""
+    """What the server's batch asks of a step at the most: it reads a chunk of prompts, and may score all its tokens."""
     return Use(prompts=1, scored=min(chunk, scored_tokens(vocabulary)))
 
 

@@ -1,0 +1,124 @@
+"""Who gets memory for keys and values, and what is given up for it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tiermoe.serve.prefixes import Prefixes
+
+
+class Cache:
+    """Slabs of token lists, a byte each. reached: how far each was ever written."""
+
+    context = 40
+
+    def __init__(self, slabs: int) -> None:
+        self.free = list(range(slabs))
+        self.tokens: dict[int, list[int]] = {}
+        self._reached: dict[int, int] = {}
+
+    @property
+    def nbytes_held(self) -> int:
+        return sum(self._reached.values())
+
+    def open(self) -> int:
+        slab = self.free.pop()
+        self.tokens[slab], self._reached[slab] = [], 0
+        return slab
+
+    def close(self, slab: int) -> None:
+        self.free.append(slab)
+        del self.tokens[slab], self._reached[slab]
+
+    def write(self, slab: int, tokens: list[int]) -> None:
+        self.tokens[slab] = self.tokens[slab] + tokens
+        self._reached[slab] = max(self._reached[slab], len(self.tokens[slab]))
+
+    def fork(self, slab: int, length: int) -> int:
+        other = self.open()
+        self.write(other, self.tokens[slab][:length])
+        return other
+
+    def crop(self, slab: int, length: int) -> None:
+        self.tokens[slab] = self.tokens[slab][:length]
+
+    def length(self, slab: int) -> int:
+        return len(self.tokens[slab])
+
+    def reached(self, slab: int) -> int:
+        return self._reached[slab]
+
+    def kept(self, slab: int, length: int) -> int:
+        return length
+
+    def nbytes(self, positions: int) -> int:
+        return positions
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_never_take_more_than_the_memory(seed: int) -> None:
+    chance = random.Random(seed)
+    memory, rows = chance.choice([40, 55, 90]), 5
+    cache = Cache(rows)
+    prefixes = Prefixes(cache, rows, memory)
+    running: dict[int, list[int]] = {}  # slab → what is still to be written
+    waited = begun = reused = 0
+    for _ in range(600):
+        if len(running) < rows and chance.random() < 0.6:
+            prompt = [chance.randrange(2) for _ in range(chance.randint(1, 20))]
+            answer = [chance.randrange(2) for _ in range(chance.randint(1, 20))]
+            at_work = [(slab, cache.tokens[slab]) for slab in running]
+            found = prefixes.begin(prompt, len(prompt) + len(answer), at_work)
+            if found is None:
+                assert running
+                waited += 1
+            else:
+                assert found.slab not in running
+                assert cache.tokens[found.slab] == prompt[: found.length]
+                assert found.length < len(prompt)
+                running[found.slab] = [*prompt, *answer][found.length :]
+                begun, reused = begun + 1, reused + (found.length > 0)
+        for slab in list(running):
+            count = chance.randint(0, 6)
+            cache.write(slab, running[slab][:count])
+            running[slab] = running[slab][count:]
+            if not running[slab] or chance.random() < 0.05:
+                del running[slab]
+                if chance.random() < 0.1:
+                    prefixes.close(slab)
+                else:
+                    prefixes.leave(slab, cache.tokens[slab])
+        assert cache.nbytes_held <= prefixes.taken <= memory
+    assert min(waited, begun, reused) > 20
+
+
+def test_the_oldest_is_given_up_for_a_longer_request() -> None:
+    cache = Cache(4)
+    prefixes = Prefixes(cache, 4, 40)
+    for first in (1, 2, 3):
+        begun = prefixes.begin([first] * 9, 12, [])
+        assert begun is not None
+        cache.write(begun.slab, [first] * 12)
+        prefixes.leave(begun.slab, cache.tokens[begun.slab])
+    assert prefixes.begin([9] * 10, 16, []) is not None
+    again = prefixes.begin([3] * 9, 12, [])
+    assert again is not None
+    assert again.length == 8
+    assert prefixes.begin([1] * 9, 12, []).length == 0  # type: ignore[union-attr]
+
+
+def test_a_beginning_is_taken_over_where_there_is_no_memory_for_both() -> None:
+    cache = Cache(4)
+    prefixes = Prefixes(cache, 4, 40)
+    first = prefixes.begin([1] * 20, 30, [])
+    assert first is not None
+    cache.write(first.slab, [1] * 30)
+    prefixes.leave(first.slab, cache.tokens[first.slab])
+    second = prefixes.begin([1] * 10 + [2] * 5, 20, [])
+    assert second is not None
+    assert (second.slab, second.length, prefixes.taken) == (first.slab, 10, 30)
+    cache.write(second.slab, [2] * 5)
+    prefixes.leave(second.slab, cache.tokens[second.slab])
+    assert prefixes.taken == 30  # what was written behind it before has not come back
