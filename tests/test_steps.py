@@ -127,13 +127,13 @@ def test_prompts_that_are_computed_apart_have_the_bits_of_each_alone(
     """With an answer's token beside them; each expert is asked for once a layer."""
     sizes = NATIVE if family == "qwen3_moe" else {}
     engine = engine_of(write(tmp_path, family, dtype, **sizes), cache="50%", chunk=80, **options)
-    prompts, answered = [tokens(count, seed) for seed, count in enumerate((5, 80, 1, 30))], tokens(7, 9)
+    prompts, answered = [tokens(count, seed) for seed, count in enumerate((5, 80, 1, 30, 40))], tokens(7, 9)
     want = [alone(engine, answered, 6)]
     for ids in prompts:
         cache = engine.new_cache()
         want.append(engine.step(Batch((prompt(cache.open(), ids),)), cache))
-    cache = engine.new_cache(5)
-    slabs = [cache.open() for _ in range(5)]
+    cache = engine.new_cache(6)
+    slabs = [cache.open() for _ in range(6)]
     engine.step(Batch((prompt(slabs[0], answered[:6]),)), cache)
     asked: list[int] = []
     engine.observe(OnRoute(lambda routed, _: asked.append(len({expert for row in routed.experts for expert in row}))))

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import groupby
 
 
 class Kind(StrEnum):
@@ -74,16 +73,20 @@ class Batch:
         """'prefill' where a prompt is in it, else 'decode': what records, budgets and predictions are kept by."""
         return "prefill" if any(row.kind is Kind.PROMPT for row in self.rows) else "decode"
 
-    @property
-    def parts(self) -> list[Batch]:
-        """What is computed at once: all rows; of those that are `apart` each prompt, and what lies between two."""
-        if not self.apart or len(self.rows) == 1:
+    def parts(self, most: int = 0) -> list[Batch]:
+        """What is computed at once: all rows; of those that are `apart` each prompt, and what lies between two. most:
+        neighbours of so many tokens in all are one part."""
+        if not self.apart:
             return [self]
-        parts: list[Batch] = []
-        for are_prompts, group in groupby(self.rows, lambda row: row.kind is Kind.PROMPT):
-            rows = list(group)
-            parts += [Batch((row,)) for row in rows] if are_prompts else [Batch(tuple(rows))]
-        return parts
+        parts: list[list[Row]] = []
+        for row in self.rows:
+            before = parts[-1] if parts else []
+            alike = bool(before) and Kind.PROMPT not in {each.kind for each in (*before, row)}
+            if alike or (before and sum(len(each.tokens) for each in (*before, row)) <= most):
+                before.append(row)
+            else:
+                parts.append([row])
+        return [Batch(tuple(rows)) for rows in parts]
 
     def chunks(self, tokens: int) -> Iterator[Batch]:
         """The batch in steps of at most `tokens` of each row. A row that is through is not in the later ones."""

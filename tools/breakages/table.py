@@ -688,4 +688,25 @@ BREAKAGES = (
         "self._drop(number)",
         ("tests/test_batcher.py",),
     ),
+    Breakage(
+        "a request begins without the memory for its tokens",
+        "src/tiermoe/serve/prefixes.py",
+        "        if not self._fits(needed, self._running):\n            return None\n        known",
+        "        known",
+        ("tests/test_prefixes.py",),
+    ),
+    Breakage(
+        "a sequence that is closed keeps its memory",
+        "src/tiermoe/model/kv_cache.py",
+        "            kv_pages.release(tensor, slab)\n",
+        "            pass\n",
+        ("tests/test_kv_pages.py",),
+    ),
+    Breakage(
+        "prompts that are computed apart share their products",
+        "src/tiermoe/model/decoder.py",
+        "batch.parts(FEW_TOKENS if batch.apart and self.verifies else 0)",
+        "batch.parts(10**9)",
+        ("tests/test_steps.py",),
+    ),
 )  # fmt: skip

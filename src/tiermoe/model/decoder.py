@@ -23,6 +23,7 @@ from tiermoe.model.rotary import Rotary
 from tiermoe.model.routers import Router
 from tiermoe.model.short_convolution import ShortConvolution
 from tiermoe.model.step import Step
+from tiermoe.types import FEW_TOKENS
 
 Attention = GroupedAttention | LatentAttention | GatedDelta | ShortConvolution
 """What a layer relates tokens by."""
@@ -156,7 +157,7 @@ class Decoder:
     def step(self, batch: Batch, cache: KVCache, every: bool = False) -> Tensor:
         """Runs a batch: writes its tokens' keys, values and states into `cache` and returns the logits
         (rows, vocabulary) of each row's last token, or of every token (T, vocabulary)."""
-        parts = batch.parts
+        parts = batch.parts(FEW_TOKENS if batch.apart and self.verifies else 0)
         steps = [Step(part, cache, *self._rotaries) for part in parts]
         xs = [self._embedded(part) for part in parts]
         for index, layer in enumerate(self.layers):

@@ -229,8 +229,9 @@ class KVCache:
         self._check_crop(slab, length)
         other = self.open()
         for tensor, shape in self._each_tensor():
-            first = 0 if shape.window is None else max(0, length - shape.window)
-            at = torch.arange(first, length) % tensor.shape[2]
+            at: slice | Tensor = slice(length)
+            if shape.window is not None:
+                at = torch.arange(max(0, length - shape.window), length) % tensor.shape[2]
             tensor[other][:, at] = tensor[slab][:, at]
         if (states := self.recurrent) is not None:
             states.copy(slab, other)
