@@ -220,10 +220,40 @@ static inline __attribute__((always_inline)) void whole_some(Coding coding, size
     whole_alone(coding, group, matrix, block, strips, totals);
 }
 
-#define WHOLE_CASE(coding, group)                                                   \
-    case coding:                                                                    \
-        whole_some(coding, group, matrix, &here, x, sums, some, totals);            \
-        break;
+/* A function for each type: with all in one the compiler keeps fewer sums in registers. */
+#define WHOLE_TYPE(name, coding, group)                                                                                   \
+    static __attribute__((noinline)) void name(const Matrix *matrix, const Rows *block, const bf16 *x, const float *sums, \
+                                               size_t tokens, float *totals) {                                            \
+        whole_some(coding, group, matrix, block, x, sums, tokens, totals);                                                \
+    }
+
+WHOLE_TYPE(q8_0_times, Q8_0, 32)
+WHOLE_TYPE(q4_0_times, Q4_0, 32)
+WHOLE_TYPE(q4_1_times, Q4_1, 32)
+WHOLE_TYPE(q5_0_times, Q5_0, 32)
+WHOLE_TYPE(q5_1_times, Q5_1, 32)
+WHOLE_TYPE(q2_k_times, Q2_K, 16)
+WHOLE_TYPE(q3_k_times, Q3_K, 16)
+WHOLE_TYPE(q4_k_times, Q4_K, 32)
+WHOLE_TYPE(q5_k_times, Q5_K, 32)
+WHOLE_TYPE(q6_k_times, Q6_K, 16)
+WHOLE_TYPE(iq4_nl_times, IQ4_NL, 32)
+WHOLE_TYPE(iq4_xs_times, IQ4_XS, 32)
+WHOLE_TYPE(mxfp4_times, MXFP4, 32)
+WHOLE_TYPE(s4_times, S4, 32)
+WHOLE_TYPE(u4_times, U4, 32)
+WHOLE_TYPE(e2m1_times, E2M1, 32)
+WHOLE_TYPE(e2m1_16_times, E2M1, 16)
+
+typedef void (*WholeTimes)(const Matrix *matrix, const Rows *block, const bf16 *x, const float *sums, size_t tokens,
+                           float *totals);
+
+static const WholeTimes WHOLE_TIMES[CODINGS] = {
+    [Q8_0] = q8_0_times,     [Q4_0] = q4_0_times,     [Q4_1] = q4_1_times,   [Q5_0] = q5_0_times, [Q5_1] = q5_1_times,
+    [Q2_K] = q2_k_times,     [Q3_K] = q3_k_times,     [Q4_K] = q4_k_times,   [Q5_K] = q5_k_times, [Q6_K] = q6_k_times,
+    [IQ4_NL] = iq4_nl_times, [IQ4_XS] = iq4_xs_times, [MXFP4] = mxfp4_times, [S4] = s4_times,     [U4] = u4_times,
+    [E2M1] = e2m1_times,
+};
 
 static void gguf_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
                        size_t stride) {
@@ -233,22 +263,12 @@ static void gguf_block(const Matrix *matrix, size_t block, const bf16 *x, const 
     }
     const size_t begin = block * BLOCK, rows = matrix->rows - begin < BLOCK ? matrix->rows - begin : BLOCK;
     const Rows here = {(const uint8_t *)matrix->weights + begin * row_bytes_of(matrix->coding, matrix->columns), begin, rows};
+    const WholeTimes times = matrix->coding == E2M1 && matrix->group == 16 ? e2m1_16_times : WHOLE_TIMES[matrix->coding];
     float totals[WHOLE_TOKENS * BLOCK];
     for (size_t parts = (tokens + WHOLE_TOKENS - 1) / WHOLE_TOKENS; parts; parts--) {
         const size_t some = (tokens + parts - 1) / parts;
         memset(totals, 0, some * BLOCK * sizeof *totals);
-        switch (matrix->coding) {
-            WHOLE_CASE(Q8_0, 32) WHOLE_CASE(Q4_0, 32) WHOLE_CASE(Q4_1, 32) WHOLE_CASE(Q5_0, 32) WHOLE_CASE(Q5_1, 32)
-            WHOLE_CASE(Q2_K, 16) WHOLE_CASE(Q3_K, 16) WHOLE_CASE(Q4_K, 32) WHOLE_CASE(Q5_K, 32) WHOLE_CASE(Q6_K, 16)
-            WHOLE_CASE(IQ4_NL, 32) WHOLE_CASE(IQ4_XS, 32) WHOLE_CASE(S4, 32) WHOLE_CASE(U4, 32)
-            case E2M1:
-                if (matrix->group == 16)
-                    whole_some(E2M1, 16, matrix, &here, x, sums, some, totals);
-                else
-                    whole_some(E2M1, 32, matrix, &here, x, sums, some, totals);
-                break;
-            default: whole_some(MXFP4, 32, matrix, &here, x, sums, some, totals);
-        }
+        times(matrix, &here, x, sums, some, totals);
         for (size_t m = 0; m < some; m++)
             for (size_t r = 0; r < rows; r++) out[m * stride + r] = to_bf16(totals[m * BLOCK + r]);
         x += some * matrix->columns, sums += some * matrix_groups(matrix), out += some * stride, tokens -= some;
