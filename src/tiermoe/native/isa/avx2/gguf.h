@@ -19,7 +19,11 @@ enum {
  * token's parts are bytes: `even` times 256 and `odd`. */
 typedef struct {
     Part parts[PARTS];
-    float sums[STRIP_GROUPS], scale;
+    union {
+        float sums[STRIP_GROUPS];
+        __m256i above[2]; /* of Q6_K, for a single token: 32 times the sums of the lanes of each half */
+    };
+    float scale;
 } Whole;
 
 /* What several tokens share of a strip of a row: `scales` of each sum that becomes floats. */
@@ -53,10 +57,27 @@ static inline __attribute__((always_inline)) Eight strip_kept(Coding coding, con
                      lanes_begin(offset_registers(coding), groups->offsets, x->sums));
 }
 
+/* strip_alone of Q6_K, whose lanes are of one group in each half. */
+static inline __attribute__((always_inline)) Eight q6_k_alone(const uint8_t *at, const Groups *groups, const Whole *x) {
+    Eight lanes = eight_zeros();
+    for (size_t half = 0; half < 2; half++) {
+        __m256i parts[4], sums = _mm256_setzero_si256();
+        half_bytes(at, half, parts);
+        for (int t = 0; t < 4; t++) {
+            const Part words = {_mm256_and_si256(parts[t], _mm256_set1_epi16(0xFF)), _mm256_srli_epi16(parts[t], 8)};
+            sums = _mm256_add_epi32(sums, part_times(&words, &x->parts[4 * half + (size_t)t]));
+        }
+        sums = _mm256_mullo_epi32(_mm256_sub_epi32(sums, x->above[half]), groups->integers[half]);
+        lanes = add_lanes(sums, eight_all(groups->whole), lanes);
+    }
+    return lanes;
+}
+
 /* Of a strip of one row times that of one token. */
 static inline __attribute__((always_inline)) Eight strip_alone(Coding coding, size_t group, const uint8_t *at,
                                                                const Groups *groups, size_t width, const Whole *x) {
     if (lanes_keep(coding)) return strip_kept(coding, at, groups, x);
+    if (coding == Q6_K) return q6_k_alone(at, groups, x);
     Eight lanes = lanes_begin(offset_registers(coding), groups->offsets, x->sums);
     if (!scales_whole(coding)) {
         for (size_t p = 0; p < width / PART; p++) {
@@ -101,6 +122,15 @@ static inline __attribute__((always_inline)) void strip_unpack(Coding coding, si
     }
     for (size_t half = 0; half < 2; half++) {
         to->scales[half] = eight_all(groups->whole);
+        if (coding == Q6_K) {
+            const __m256i lanes = groups->integers[half];
+            const __m256i scales = _mm256_blend_epi16(lanes, _mm256_slli_epi32(lanes, 16), 0xAA);
+            __m256i bytes[4];
+            half_bytes(at, half, bytes);
+            for (size_t t = 0; t < 4; t++)
+                to->parts[4 * half + t] = part_scaled(words_of_bytes(coding, less(bytes[t], 32)), scales);
+            continue;
+        }
         for (int quarter = 0; quarter < PARTS_SUMMED; quarter++) {
             const __m256i lanes = whole_lanes(group, groups, half, quarter), scales = _mm256_packs_epi32(lanes, lanes);
             to->parts[4 * half + (size_t)quarter] = part_scaled(part_of(coding, at, half, quarter), scales);
@@ -193,16 +223,25 @@ static inline Part to_bytes(Part words) {
                   _mm256_or_si256(_mm256_and_si256(words.even, low), _mm256_slli_epi16(words.odd, 8))};
 }
 
-/* Brings columns to where they are when lanes_keep(coding); `alone`: as bytes. */
-static void keep_lanes(int alone, Whole *x) {
-    __m256i even[2][4], odd[2][4]; /* of even groups, and of odd ones */
-    for (int p = 0; p < PARTS; p++) even[p % 2][p / 2] = x->parts[p].even, odd[p % 2][p / 2] = x->parts[p].odd;
+static inline int columns_move(Coding coding) { return lanes_keep(coding) || coding == Q6_K; }
+
+/* Brings columns to where they are when lanes_keep(coding), and in Q6_K; `alone`: as a single token needs them. */
+static inline __attribute__((always_inline)) void keep_lanes(int q6_k, int alone, Whole *x) {
+    __m256i even[2][4], odd[2][4]; /* of even groups, and of odd ones; in Q6_K of the halves */
+    for (int p = 0; p < PARTS; p++) {
+        const int set = q6_k ? p / 4 : p % 2, at = q6_k ? p % 4 : p / 2;
+        even[set][at] = x->parts[p].even, odd[set][at] = x->parts[p].odd;
+    }
     for (int g = 0; g < 2; g++) {
+        const __m256i all = _mm256_set1_epi16(32);
         transpose(even[g]), transpose(odd[g]);
+        __m256i above = _mm256_setzero_si256();
         for (int t = 0; t < 4; t++) {
             const Part words = {even[g][t], odd[g][t]};
-            x->parts[4 * g + t] = alone ? to_bytes(words) : words;
+            x->parts[4 * g + t] = alone && !q6_k ? to_bytes(words) : words;
+            above = plus_products(plus_products(above, words.even, all), words.odd, all);
         }
+        if (q6_k && alone) x->above[g] = above;
     }
 }
 
@@ -268,7 +307,7 @@ static inline __attribute__((always_inline)) void whole_many(Coding coding, size
         for (size_t m = 0; m < tokens; m++)
             to_whole(x + m * columns + begin, width, sums + m * all_groups + (all_groups ? begin / group : 0),
                      all_groups ? width / group : 0, strips + m);
-        for (size_t m = 0; lanes_keep(coding) && m < tokens; m++) keep_lanes(0, strips + m);
+        for (size_t m = 0; columns_move(coding) && m < tokens; m++) keep_lanes(coding == Q6_K, 0, strips + m);
         for (size_t r = 0; r < block->rows; r += STRIP_ROWS) {
             for (size_t i = 0; i < STRIP_ROWS; i++) {
                 Groups groups;
@@ -299,7 +338,7 @@ static inline __attribute__((always_inline)) void whole_some(Coding coding, size
         const size_t width = columns - begin > STRIP ? STRIP : columns - begin;
         to_whole(x + begin, width, sums + (all_groups ? begin / group : 0), all_groups ? width / group : 0,
                  strips + begin / STRIP);
-        if (lanes_keep(coding)) keep_lanes(1, strips + begin / STRIP);
+        if (columns_move(coding)) keep_lanes(coding == Q6_K, 1, strips + begin / STRIP);
     }
     whole_alone(coding, group, matrix, block, strips, totals);
 }

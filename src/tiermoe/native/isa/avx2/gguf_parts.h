@@ -88,9 +88,9 @@ static inline __attribute__((always_inline)) __m256i part_bytes(Coding coding, c
             const __m256i high = masked(_mm256_srli_epi16(bytes_from(at), (int)p), 1);
             return less(_mm256_or_si256(low, _mm256_slli_epi16(high, 2)), 4);
         }
-        case Q6_K: {
+        case Q6_K: { /* plus 32 */
             const __m256i low = masked(_mm256_srli_epi16(bytes_from(at + 64 * half + quarter % 2 * 32), quarter / 2 * 4), 15);
-            return less(_mm256_or_si256(low, two_above(bytes_from(at + 128 + 32 * half), 2 * quarter)), 32);
+            return _mm256_or_si256(low, two_above(bytes_from(at + 128 + 32 * half), 2 * quarter));
         }
         default: return looked_up(IQ4_CODES, nibbles_at(at + 8 + 16 * p)); /* IQ4_XS */
     }
@@ -121,6 +121,12 @@ static inline __attribute__((always_inline)) Part words_of_bytes(Coding coding, 
 
 static inline __attribute__((always_inline)) Part part_of(Coding coding, const uint8_t *at, size_t half, int quarter) {
     return words_of_bytes(coding, part_bytes(coding, at, half, quarter));
+}
+
+/* The codes, plus 32, of half a strip of Q6_K: group 2 q + h of them comes to lane 4 h + q. */
+static inline __attribute__((always_inline)) void half_bytes(const uint8_t *at, size_t half, __m256i parts[4]) {
+    for (int q = 0; q < 4; q++) parts[q] = part_bytes(Q6_K, at, half, q);
+    transpose(parts);
 }
 
 static inline __m256i plus_products(__m256i sums, __m256i a, __m256i b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
@@ -171,7 +177,11 @@ static inline __attribute__((always_inline)) void whole_scales(Coding coding, co
             break;
         }
         case Q3_K: bytes = q3_k_integers(at), to->whole = from_half(at + 108); break;
-        case Q6_K: bytes = _mm_loadu_si128((const void *)(at + 192)), to->whole = from_half(at + 208); break;
+        case Q6_K: { /* the even groups of each half before the odd ones */
+            const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+            bytes = _mm_shuffle_epi8(_mm_loadu_si128((const void *)(at + 192)), order), to->whole = from_half(at + 208);
+            break;
+        }
         default: { /* IQ4_XS */
             uint16_t high;
             int low;
