@@ -1,21 +1,29 @@
 /* Products with the blocks of GGUF files and with published codes of 4 bits, on integers.
  *
- * The columns of a token's strip become integers of 15 bits and a sign times a power of two: what is at least 1/128 of the
- * largest stays as it is, the others are rounded by at most 2^-15 of it. Products of 32 columns are summed in 8 lanes of 32
- * bits, exactly: so the order is of no account. Types whose blocks have 256 columns have integers for scales, too, and 128
- * columns are summed before they become floats. Lanes are added up after a strip, then the strips: for one token as for many. */
+ * The columns of a token's strip become integers of 15 bits and a sign times a power of two: what is at least about 1/128 of
+ * the largest stays as it is, the others are rounded by at most about 2^-15 of it. Products of 32 columns are summed in 8 lanes
+ * of 32 bits, exactly: so the order is of no account. Types whose blocks have 256 columns have integers for scales, too, and
+ * 128 columns are summed before they become floats, of Q4_K and Q5_K all 256. Strips are added up lane by lane, then the
+ * lanes: for one token as for many. */
 #include "gguf_parts.h"
 
 enum {
-    PARTS_SUMMED = 4,  /* times their scales, as integers: at most 128 * 32 * 32640 * 16 in a lane */
+    PARTS_SUMMED = 4,  /* times their scales, as integers: at most 128 * 32 * 32512 * 16 in a lane */
+    PARTS_KEPT = 8,    /* the same where lanes_keep(coding): at most 63 * 31 * 32512 * 32 */
+    ALONE_AHEAD = 4096, /* bytes that are asked for ahead of their use */
     WHOLE_FEW = 2,     /* tokens whose sums are in registers at a time */
     WHOLE_TOKENS = 32, /* that share what is unpacked of a strip */
 };
 
-/* A strip of a token: integers times `scale`, beside the sums of its groups over the scale. */
+/* A strip of a token: integers times `scale`, beside the sums of its groups over the scale. Where lanes_keep(coding), a single
+ * token's parts are bytes: `even` times 256 and `odd`. */
 typedef struct {
     Part parts[PARTS];
-    float sums[STRIP_GROUPS], scale;
+    union {
+        float sums[STRIP_GROUPS];
+        __m256i above[2]; /* of Q6_K, for a single token: 32 times the sums of the lanes of each half */
+    };
+    float scale;
 } Whole;
 
 /* What several tokens share of a strip of a row: `scales` of each sum that becomes floats. */
@@ -24,19 +32,52 @@ typedef struct {
     Eight scales[PARTS], offsets[2];
 } Unpacked;
 
-/* totals[r] += scale * the sum of the lanes of row r. */
-static inline void add_rows(float *totals, const Eight lanes[STRIP_ROWS], float scale) {
-    const __m128 sums = four_sums(lanes[0], lanes[1], lanes[2], lanes[3]);
-    _mm_storeu_ps(totals, _mm_fmadd_ps(sums, _mm_set1_ps(scale), _mm_loadu_ps(totals)));
-}
-
 static inline __attribute__((always_inline)) Eight add_lanes(__m256i sums, Eight scale, Eight lanes) {
     return eight_times_plus(_mm256_cvtepi32_ps(sums), scale, lanes);
+}
+
+static inline __m256i plus_bytes(__m256i sums, __m256i codes, __m256i bytes) {
+    return _mm256_add_epi16(sums, _mm256_maddubs_epi16(codes, bytes));
+}
+
+/* strip_alone where lanes_keep(coding): sums of words, at most 31 * 128 * 2 * 4 in each, then their scales. */
+static inline __attribute__((always_inline)) Eight strip_kept(Coding coding, const uint8_t *at, const Groups *groups,
+                                                              const Whole *x) {
+    __m256i parts[PARTS], high = _mm256_setzero_si256(), low = high;
+    strip_bytes(coding, at, parts);
+    for (int odd = 0; odd < 2; odd++) {
+        __m256i sums[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+        for (int p = 4 * odd; p < 4 * odd + 4; p++) {
+            sums[0] = plus_bytes(sums[0], parts[p], x->parts[p].even);
+            sums[1] = plus_bytes(sums[1], parts[p], x->parts[p].odd);
+        }
+        high = plus_products(high, sums[0], groups->integers[odd]), low = plus_products(low, sums[1], groups->integers[odd]);
+    }
+    return add_lanes(_mm256_add_epi32(_mm256_slli_epi32(high, 8), low), eight_all(groups->whole),
+                     lanes_begin(offset_registers(coding), groups->offsets, x->sums));
+}
+
+/* strip_alone of Q6_K, whose lanes are of one group in each half. */
+static inline __attribute__((always_inline)) Eight q6_k_alone(const uint8_t *at, const Groups *groups, const Whole *x) {
+    Eight lanes = eight_zeros();
+    for (size_t half = 0; half < 2; half++) {
+        __m256i parts[4], sums = _mm256_setzero_si256();
+        half_bytes(at, half, parts);
+        for (int t = 0; t < 4; t++) {
+            const Part words = {_mm256_and_si256(parts[t], _mm256_set1_epi16(0xFF)), _mm256_srli_epi16(parts[t], 8)};
+            sums = _mm256_add_epi32(sums, part_times(&words, &x->parts[4 * half + (size_t)t]));
+        }
+        sums = _mm256_mullo_epi32(_mm256_sub_epi32(sums, x->above[half]), groups->integers[half]);
+        lanes = add_lanes(sums, eight_all(groups->whole), lanes);
+    }
+    return lanes;
 }
 
 /* Of a strip of one row times that of one token. */
 static inline __attribute__((always_inline)) Eight strip_alone(Coding coding, size_t group, const uint8_t *at,
                                                                const Groups *groups, size_t width, const Whole *x) {
+    if (lanes_keep(coding)) return strip_kept(coding, at, groups, x);
+    if (coding == Q6_K) return q6_k_alone(at, groups, x);
     Eight lanes = lanes_begin(offset_registers(coding), groups->offsets, x->sums);
     if (!scales_whole(coding)) {
         for (size_t p = 0; p < width / PART; p++) {
@@ -57,6 +98,13 @@ static inline __attribute__((always_inline)) Eight strip_alone(Coding coding, si
     return lanes;
 }
 
+static inline Part part_scaled(Part part, __m256i scales) {
+    return (Part){_mm256_mullo_epi16(part.even, scales), _mm256_mullo_epi16(part.odd, scales)};
+}
+
+/* Parts that are summed before they become floats. */
+static inline size_t parts_summed(Coding coding) { return lanes_keep(coding) ? PARTS_KEPT : scales_whole(coding) ? PARTS_SUMMED : 1; }
+
 static inline __attribute__((always_inline)) void strip_unpack(Coding coding, size_t group, const uint8_t *at,
                                                                const Groups *groups, size_t width, Unpacked *to) {
     for (int i = 0; i < offset_registers(coding); i++) to->offsets[i] = groups->offsets[i];
@@ -65,21 +113,41 @@ static inline __attribute__((always_inline)) void strip_unpack(Coding coding, si
             to->parts[p] = part_of(coding, at, 0, (int)p), to->scales[p] = lanes_of(group, groups, p);
         return;
     }
+    if (lanes_keep(coding)) {
+        __m256i bytes[PARTS];
+        strip_bytes(coding, at, bytes);
+        to->scales[0] = eight_all(groups->whole);
+        for (int p = 0; p < PARTS; p++) to->parts[p] = part_scaled(words_of_bytes(coding, bytes[p]), groups->integers[p / 4]);
+        return;
+    }
     for (size_t half = 0; half < 2; half++) {
         to->scales[half] = eight_all(groups->whole);
+        if (coding == Q6_K) {
+            const __m256i lanes = groups->integers[half];
+            const __m256i scales = _mm256_blend_epi16(lanes, _mm256_slli_epi32(lanes, 16), 0xAA);
+            __m256i bytes[4];
+            half_bytes(at, half, bytes);
+            for (size_t t = 0; t < 4; t++)
+                to->parts[4 * half + t] = part_scaled(words_of_bytes(coding, less(bytes[t], 32)), scales);
+            continue;
+        }
         for (int quarter = 0; quarter < PARTS_SUMMED; quarter++) {
             const __m256i lanes = whole_lanes(group, groups, half, quarter), scales = _mm256_packs_epi32(lanes, lanes);
-            const Part part = part_of(coding, at, half, quarter);
-            const Part scaled = {_mm256_mullo_epi16(part.even, scales), _mm256_mullo_epi16(part.odd, scales)};
-            to->parts[4 * half + (size_t)quarter] = scaled;
+            to->parts[4 * half + (size_t)quarter] = part_scaled(part_of(coding, at, half, quarter), scales);
         }
     }
 }
 
-/* totals[m * BLOCK + r] += a strip of four unpacked rows times that of some tokens, a number known when compiling. `summed`
+/* Keeps the compiler from adding products to each other first: then two of eight sums would have no register. */
+static inline __attribute__((always_inline)) __m256i in_register(__m256i sums) {
+    __asm__("" : "+x"(sums));
+    return sums;
+}
+
+/* totals[m][r] += a strip of four unpacked rows times that of some tokens, a number known when compiling. `summed`
  * parts at a time. */
 static inline __attribute__((always_inline)) void whole_times(size_t summed, int offset_of, size_t tokens, const Unpacked *rows,
-                                                              size_t parts, const Whole *x, float *totals) {
+                                                              size_t parts, const Whole *x, Eight (*totals)[STRIP_ROWS]) {
     Eight lanes[WHOLE_FEW][STRIP_ROWS];
     for (size_t m = 0; m < tokens; m++)
         for (size_t r = 0; r < STRIP_ROWS; r++) lanes[m][r] = lanes_begin(offset_of, rows[r].offsets, x[m].sums);
@@ -90,24 +158,26 @@ static inline __attribute__((always_inline)) void whole_times(size_t summed, int
         for (const size_t end = p + summed; p < end; p++) {
             for (size_t r = 0; r < STRIP_ROWS; r++)
                 for (size_t m = 0; m < tokens; m++)
-                    sums[m][r] = plus_products(sums[m][r], rows[r].parts[p].even, x[m].parts[p].even);
+                    sums[m][r] = in_register(plus_products(sums[m][r], rows[r].parts[p].even, x[m].parts[p].even));
             for (size_t r = 0; r < STRIP_ROWS; r++)
                 for (size_t m = 0; m < tokens; m++)
-                    sums[m][r] = plus_products(sums[m][r], rows[r].parts[p].odd, x[m].parts[p].odd);
+                    sums[m][r] = in_register(plus_products(sums[m][r], rows[r].parts[p].odd, x[m].parts[p].odd));
         }
         for (size_t m = 0; m < tokens; m++)
             for (size_t r = 0; r < STRIP_ROWS; r++) lanes[m][r] = add_lanes(sums[m][r], rows[r].scales[sum], lanes[m][r]);
     }
-    for (size_t m = 0; m < tokens; m++) add_rows(totals + m * BLOCK, lanes[m], x[m].scale);
+    for (size_t m = 0; m < tokens; m++)
+        for (size_t r = 0; r < STRIP_ROWS; r++)
+            totals[m][r] = eight_times_plus(lanes[m][r], eight_all(x[m].scale), totals[m][r]);
 }
 
 static void whole_tokens(size_t summed, int offset_of, const Unpacked *rows, size_t parts, const Whole *x, size_t tokens,
-                         float *totals) {
+                         Eight (*totals)[STRIP_ROWS]) {
     __asm__("" : "+r"(summed)); /* were it known, the loop would be unrolled, and sums would leave their registers */
     size_t m = 0;
     for (; m + WHOLE_FEW <= tokens; m += WHOLE_FEW)
-        whole_times(summed, offset_of, WHOLE_FEW, rows, parts, x + m, totals + m * BLOCK);
-    if (m < tokens) whole_times(summed, offset_of, 1, rows, parts, x + m, totals + m * BLOCK);
+        whole_times(summed, offset_of, WHOLE_FEW, rows, parts, x + m, totals + m);
+    if (m < tokens) whole_times(summed, offset_of, 1, rows, parts, x + m, totals + m);
 }
 
 /* The float of 2^exponent; undefined from 128 on. */
@@ -132,15 +202,47 @@ static inline __m256i to_words(Eight a, Eight b, Eight factor) {
 
 /* sums: of the strip's groups, of which there are so many. */
 static void to_whole(const bf16 *x, size_t width, const float *sums, size_t groups, Whole *to) {
-    const int most = (int)(largest_bits(x, width) >> 7) - 127, exponent = most < -112 ? -112 : most; /* of the largest number */
-    const float place = power_of_two(exponent < 128 ? 14 - exponent : 0);
+    const unsigned bits = largest_bits(x, width);
+    const int most = (int)((bits + 1) >> 7) - 127, exponent = most < -112 ? -112 : most; /* so that integers are below 255 * 128 */
+    const int finite = bits < 0x7F80;
+    const float place = power_of_two(finite ? 14 - exponent : 0);
     const Eight factor = eight_all(place);
     for (size_t p = 0; p < width / PART; p++, x += PART) {
         const Columns first = load_columns(x), last = load_columns(x + 16);
         to->parts[p] = (Part){to_words(first.even, last.even, factor), to_words(first.odd, last.odd, factor)};
     }
-    to->scale = power_of_two(exponent < 128 ? exponent - 14 : 128);
+    to->scale = power_of_two(finite ? exponent - 14 : 128);
     for (size_t g = 0; g < STRIP_GROUPS; g++) to->sums[g] = g < groups ? sums[g] * place : 0;
+}
+
+/* Words of 16 bits as bytes: signed ones times 256, and what is left of them, signed. */
+static inline Part to_bytes(Part words) {
+    const __m256i half = _mm256_set1_epi16(128), low = _mm256_set1_epi16(0xFF);
+    const __m256i even = _mm256_add_epi16(words.even, half), odd = _mm256_add_epi16(words.odd, half);
+    return (Part){_mm256_or_si256(_mm256_srli_epi16(even, 8), _mm256_andnot_si256(low, odd)),
+                  _mm256_or_si256(_mm256_and_si256(words.even, low), _mm256_slli_epi16(words.odd, 8))};
+}
+
+static inline int columns_move(Coding coding) { return lanes_keep(coding) || coding == Q6_K; }
+
+/* Brings columns to where they are when lanes_keep(coding), and in Q6_K; `alone`: as a single token needs them. */
+static inline __attribute__((always_inline)) void keep_lanes(int q6_k, int alone, Whole *x) {
+    __m256i even[2][4], odd[2][4]; /* of even groups, and of odd ones; in Q6_K of the halves */
+    for (int p = 0; p < PARTS; p++) {
+        const int set = q6_k ? p / 4 : p % 2, at = q6_k ? p % 4 : p / 2;
+        even[set][at] = x->parts[p].even, odd[set][at] = x->parts[p].odd;
+    }
+    for (int g = 0; g < 2; g++) {
+        const __m256i all = _mm256_set1_epi16(32);
+        transpose(even[g]), transpose(odd[g]);
+        __m256i above = _mm256_setzero_si256();
+        for (int t = 0; t < 4; t++) {
+            const Part words = {even[g][t], odd[g][t]};
+            x->parts[4 * g + t] = alone && !q6_k ? to_bytes(words) : words;
+            above = plus_products(plus_products(above, words.even, all), words.odd, all);
+        }
+        if (q6_k && alone) x->above[g] = above;
+    }
 }
 
 /* Where a strip of a row of the block lies: the last row's again where there are fewer. */
@@ -162,21 +264,33 @@ static inline __attribute__((always_inline)) const uint8_t *strip_at(Coding codi
     return at;
 }
 
-/* One token, in strips: four rows at a time from their first column to their last. */
+/* One token: a row from its first column to its last, so that memory is read in order. */
+static inline __attribute__((always_inline)) Eight row_alone(Coding coding, size_t group, const Matrix *matrix, size_t row,
+                                                             const uint8_t *at, const Whole *x) {
+    const size_t columns = matrix->columns;
+    Eight lanes = eight_zeros();
+    for (size_t begin = 0; begin < columns; begin += STRIP, at += row_bytes_of(coding, STRIP), x++) {
+        const size_t width = scales_whole(coding) || columns - begin > STRIP ? STRIP : columns - begin;
+        Groups groups;
+        for (size_t ahead = 0; ahead < row_bytes_of(coding, STRIP); ahead += 64)
+            __builtin_prefetch(at + ALONE_AHEAD + ahead, 0, 2);
+        groups_from(coding, matrix, row, begin, at, width, &groups);
+        lanes = eight_times_plus(strip_alone(coding, group, at, &groups, width, x), eight_all(x->scale), lanes);
+    }
+    return lanes;
+}
+
 static inline __attribute__((always_inline)) void whole_alone(Coding coding, size_t group, const Matrix *matrix,
                                                               const Rows *block, const Whole *x, float *totals) {
-    const size_t columns = matrix->columns;
-    for (size_t r = 0; r < block->rows; r += STRIP_ROWS)
-        for (size_t begin = 0; begin < columns; begin += STRIP) {
-            const size_t width = scales_whole(coding) || columns - begin > STRIP ? STRIP : columns - begin;
-            Eight lanes[STRIP_ROWS];
-            for (size_t i = 0; i < STRIP_ROWS; i++) {
-                Groups groups;
-                const uint8_t *at = strip_at(coding, matrix, block, r + i, begin, width, &groups);
-                lanes[i] = strip_alone(coding, group, at, &groups, width, x + begin / STRIP);
-            }
-            add_rows(totals + r, lanes, x[begin / STRIP].scale);
+    const size_t row_bytes = row_bytes_of(coding, matrix->columns);
+    for (size_t r = 0; r < block->rows; r += STRIP_ROWS) {
+        Eight lanes[STRIP_ROWS];
+        for (size_t i = 0; i < STRIP_ROWS; i++) {
+            const size_t row = row_or_last(block, r + i);
+            lanes[i] = row_alone(coding, group, matrix, block->first + row, block->weights + row * row_bytes, x);
         }
+        _mm_storeu_ps(totals + r, four_sums(lanes[0], lanes[1], lanes[2], lanes[3]));
+    }
 }
 
 /* At most WHOLE_TOKENS tokens: a strip of four rows is unpacked for all of them. */
@@ -186,21 +300,29 @@ static inline __attribute__((always_inline)) void whole_many(Coding coding, size
     const size_t columns = matrix->columns, all_groups = matrix_groups(matrix);
     Whole strips[WHOLE_TOKENS];
     Unpacked rows[STRIP_ROWS];
+    Eight lanes[BLOCK / STRIP_ROWS * WHOLE_TOKENS][STRIP_ROWS]; /* of the first four rows of each token, then of the next ones */
+    memset(lanes, 0, BLOCK / STRIP_ROWS * tokens * sizeof *lanes);
     for (size_t begin = 0; begin < columns; begin += STRIP) {
         const size_t width = scales_whole(coding) || columns - begin > STRIP ? STRIP : columns - begin;
         for (size_t m = 0; m < tokens; m++)
             to_whole(x + m * columns + begin, width, sums + m * all_groups + (all_groups ? begin / group : 0),
                      all_groups ? width / group : 0, strips + m);
+        for (size_t m = 0; columns_move(coding) && m < tokens; m++) keep_lanes(coding == Q6_K, 0, strips + m);
         for (size_t r = 0; r < block->rows; r += STRIP_ROWS) {
             for (size_t i = 0; i < STRIP_ROWS; i++) {
                 Groups groups;
                 const uint8_t *at = strip_at(coding, matrix, block, r + i, begin, width, &groups);
                 strip_unpack(coding, group, at, &groups, width, rows + i);
             }
-            whole_tokens(scales_whole(coding) ? PARTS_SUMMED : 1, offset_registers(coding), rows, width / PART, strips, tokens,
-                         totals + r);
+            whole_tokens(parts_summed(coding), offset_registers(coding), rows, width / PART, strips, tokens,
+                         lanes + r / STRIP_ROWS * tokens);
         }
     }
+    for (size_t r = 0; r < block->rows; r += STRIP_ROWS)
+        for (size_t m = 0; m < tokens; m++) {
+            const Eight *four = lanes[r / STRIP_ROWS * tokens + m];
+            _mm_storeu_ps(totals + m * BLOCK + r, four_sums(four[0], four[1], four[2], four[3]));
+        }
 }
 
 static inline __attribute__((always_inline)) void whole_some(Coding coding, size_t group, const Matrix *matrix,
@@ -216,14 +338,45 @@ static inline __attribute__((always_inline)) void whole_some(Coding coding, size
         const size_t width = columns - begin > STRIP ? STRIP : columns - begin;
         to_whole(x + begin, width, sums + (all_groups ? begin / group : 0), all_groups ? width / group : 0,
                  strips + begin / STRIP);
+        if (columns_move(coding)) keep_lanes(coding == Q6_K, 1, strips + begin / STRIP);
     }
     whole_alone(coding, group, matrix, block, strips, totals);
 }
 
-#define WHOLE_CASE(coding, group)                                                   \
-    case coding:                                                                    \
-        whole_some(coding, group, matrix, &here, x, sums, some, totals);            \
-        break;
+/* A function for each type: with all in one the compiler keeps fewer sums in registers. */
+#define WHOLE_TYPE(name, coding, group)                                                                                   \
+    static __attribute__((noinline)) void name(const Matrix *matrix, const Rows *block, const bf16 *x, const float *sums, \
+                                               size_t tokens, float *totals) {                                            \
+        whole_some(coding, group, matrix, block, x, sums, tokens, totals);                                                \
+    }
+
+WHOLE_TYPE(q8_0_times, Q8_0, 32)
+WHOLE_TYPE(q4_0_times, Q4_0, 32)
+WHOLE_TYPE(q4_1_times, Q4_1, 32)
+WHOLE_TYPE(q5_0_times, Q5_0, 32)
+WHOLE_TYPE(q5_1_times, Q5_1, 32)
+WHOLE_TYPE(q2_k_times, Q2_K, 16)
+WHOLE_TYPE(q3_k_times, Q3_K, 16)
+WHOLE_TYPE(q4_k_times, Q4_K, 32)
+WHOLE_TYPE(q5_k_times, Q5_K, 32)
+WHOLE_TYPE(q6_k_times, Q6_K, 16)
+WHOLE_TYPE(iq4_nl_times, IQ4_NL, 32)
+WHOLE_TYPE(iq4_xs_times, IQ4_XS, 32)
+WHOLE_TYPE(mxfp4_times, MXFP4, 32)
+WHOLE_TYPE(s4_times, S4, 32)
+WHOLE_TYPE(u4_times, U4, 32)
+WHOLE_TYPE(e2m1_times, E2M1, 32)
+WHOLE_TYPE(e2m1_16_times, E2M1, 16)
+
+typedef void (*WholeTimes)(const Matrix *matrix, const Rows *block, const bf16 *x, const float *sums, size_t tokens,
+                           float *totals);
+
+static const WholeTimes WHOLE_TIMES[CODINGS] = {
+    [Q8_0] = q8_0_times,     [Q4_0] = q4_0_times,     [Q4_1] = q4_1_times,   [Q5_0] = q5_0_times, [Q5_1] = q5_1_times,
+    [Q2_K] = q2_k_times,     [Q3_K] = q3_k_times,     [Q4_K] = q4_k_times,   [Q5_K] = q5_k_times, [Q6_K] = q6_k_times,
+    [IQ4_NL] = iq4_nl_times, [IQ4_XS] = iq4_xs_times, [MXFP4] = mxfp4_times, [S4] = s4_times,     [U4] = u4_times,
+    [E2M1] = e2m1_times,
+};
 
 static void gguf_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
                        size_t stride) {
@@ -233,22 +386,11 @@ static void gguf_block(const Matrix *matrix, size_t block, const bf16 *x, const 
     }
     const size_t begin = block * BLOCK, rows = matrix->rows - begin < BLOCK ? matrix->rows - begin : BLOCK;
     const Rows here = {(const uint8_t *)matrix->weights + begin * row_bytes_of(matrix->coding, matrix->columns), begin, rows};
+    const WholeTimes times = matrix->coding == E2M1 && matrix->group == 16 ? e2m1_16_times : WHOLE_TIMES[matrix->coding];
     float totals[WHOLE_TOKENS * BLOCK];
     for (size_t parts = (tokens + WHOLE_TOKENS - 1) / WHOLE_TOKENS; parts; parts--) {
         const size_t some = (tokens + parts - 1) / parts;
-        memset(totals, 0, some * BLOCK * sizeof *totals);
-        switch (matrix->coding) {
-            WHOLE_CASE(Q8_0, 32) WHOLE_CASE(Q4_0, 32) WHOLE_CASE(Q4_1, 32) WHOLE_CASE(Q5_0, 32) WHOLE_CASE(Q5_1, 32)
-            WHOLE_CASE(Q2_K, 16) WHOLE_CASE(Q3_K, 16) WHOLE_CASE(Q4_K, 32) WHOLE_CASE(Q5_K, 32) WHOLE_CASE(Q6_K, 16)
-            WHOLE_CASE(IQ4_NL, 32) WHOLE_CASE(IQ4_XS, 32) WHOLE_CASE(S4, 32) WHOLE_CASE(U4, 32)
-            case E2M1:
-                if (matrix->group == 16)
-                    whole_some(E2M1, 16, matrix, &here, x, sums, some, totals);
-                else
-                    whole_some(E2M1, 32, matrix, &here, x, sums, some, totals);
-                break;
-            default: whole_some(MXFP4, 32, matrix, &here, x, sums, some, totals);
-        }
+        times(matrix, &here, x, sums, some, totals);
         for (size_t m = 0; m < some; m++)
             for (size_t r = 0; r < rows; r++) out[m * stride + r] = to_bf16(totals[m * BLOCK + r]);
         x += some * matrix->columns, sums += some * matrix_groups(matrix), out += some * stride, tokens -= some;

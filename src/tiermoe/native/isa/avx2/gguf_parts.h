@@ -12,7 +12,8 @@ typedef struct {
 
 /* What the groups of a strip of a row are multiplied by, and what is added to them. */
 typedef struct {
-    __m256i integers[2];          /* where scales_whole(coding): eight groups each, to be multiplied by `whole` */
+    __m256i integers[2];          /* where scales_whole(coding), to be multiplied by `whole`: eight groups each; where lanes_keep(coding)
+                                   * words, twice each, of the even groups and of the odd ones */
     float whole;
     StripScales of; /* elsewhere */
     Eight offsets[2];
@@ -20,6 +21,10 @@ typedef struct {
 
 /* Whether scales are integers that a block's columns share a factor of. */
 static inline int scales_whole(Coding coding) { return block_columns(coding) == STRIP; }
+
+/* Whether each lane of a strip's sums is of one pair of groups: parts 0 .. 3 hold columns of the even groups, a group a lane,
+ * 4 .. 7 of the odd ones. So scales come after sums. */
+static inline int lanes_keep(Coding coding) { return coding == Q4_K || coding == Q5_K; }
 
 /* Registers of offsets. */
 static inline int offset_registers(Coding coding) { return has_offsets(coding) ? coding == Q2_K ? 2 : 1 : 0; }
@@ -83,23 +88,45 @@ static inline __attribute__((always_inline)) __m256i part_bytes(Coding coding, c
             const __m256i high = masked(_mm256_srli_epi16(bytes_from(at), (int)p), 1);
             return less(_mm256_or_si256(low, _mm256_slli_epi16(high, 2)), 4);
         }
-        case Q4_K: return masked(_mm256_srli_epi16(bytes_from(at + 16 + 32 * (p / 2)), quarter % 2 * 4), 15);
-        case Q5_K: {
-            const __m256i low = masked(_mm256_srli_epi16(bytes_from(at + 48 + 32 * (p / 2)), quarter % 2 * 4), 15);
-            return _mm256_or_si256(low, _mm256_slli_epi16(masked(_mm256_srli_epi16(bytes_from(at + 16), (int)p), 1), 4));
-        }
-        case Q6_K: {
+        case Q6_K: { /* plus 32 */
             const __m256i low = masked(_mm256_srli_epi16(bytes_from(at + 64 * half + quarter % 2 * 32), quarter / 2 * 4), 15);
-            return less(_mm256_or_si256(low, two_above(bytes_from(at + 128 + 32 * half), 2 * quarter)), 32);
+            return _mm256_or_si256(low, two_above(bytes_from(at + 128 + 32 * half), 2 * quarter));
         }
         default: return looked_up(IQ4_CODES, nibbles_at(at + 8 + 16 * p)); /* IQ4_XS */
     }
 }
 
-static inline __attribute__((always_inline)) Part part_of(Coding coding, const uint8_t *at, size_t half, int quarter) {
-    const __m256i bytes = part_bytes(coding, at, half, quarter);
+/* The codes of a strip where lanes_keep(coding). Bytes 4 t + b of half h of what holds groups 2 j and 2 j + 1, in their low and
+ * high halves, come to byte b of lane 4 h + j of part t and of part 4 + t. */
+static inline __attribute__((always_inline)) void strip_bytes(Coding coding, const uint8_t *at, __m256i parts[PARTS]) {
+    const uint8_t *nibbles = at + (coding == Q5_K ? 48 : 16);
+    __m256i four[4], fifth = _mm256_setzero_si256();
+    for (int j = 0; j < 4; j++) four[j] = bytes_from(nibbles + 32 * j);
+    if (coding == Q5_K) fifth = bytes_from(at + 16);
+    transpose(four);
+    for (int t = 0; t < 4; t++) {
+        parts[t] = masked(four[t], 15), parts[4 + t] = masked(_mm256_srli_epi16(four[t], 4), 15);
+        if (coding == Q4_K) continue;
+        const __m256i all = _mm256_shuffle_epi8(fifth, _mm256_set1_epi32(0x03020100 + 0x04040404 * t));
+        const __m256i pairs = _mm256_srlv_epi32(all, _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6));
+        parts[t] = _mm256_or_si256(parts[t], masked(_mm256_slli_epi16(pairs, 4), 16));
+        parts[4 + t] = _mm256_or_si256(parts[4 + t], masked(_mm256_slli_epi16(pairs, 3), 16));
+    }
+}
+
+static inline __attribute__((always_inline)) Part words_of_bytes(Coding coding, __m256i bytes) {
     if (is_signed(coding)) return (Part){_mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), _mm256_srai_epi16(bytes, 8)};
     return (Part){_mm256_and_si256(bytes, _mm256_set1_epi16(0xFF)), _mm256_srli_epi16(bytes, 8)};
+}
+
+static inline __attribute__((always_inline)) Part part_of(Coding coding, const uint8_t *at, size_t half, int quarter) {
+    return words_of_bytes(coding, part_bytes(coding, at, half, quarter));
+}
+
+/* The codes, plus 32, of half a strip of Q6_K: group 2 q + h of them comes to lane 4 h + q. */
+static inline __attribute__((always_inline)) void half_bytes(const uint8_t *at, size_t half, __m256i parts[4]) {
+    for (int q = 0; q < 4; q++) parts[q] = part_bytes(Q6_K, at, half, q);
+    transpose(parts);
 }
 
 static inline __m256i plus_products(__m256i sums, __m256i a, __m256i b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
@@ -114,13 +141,34 @@ static inline Eight minima(__m256i integers, const uint8_t *half) {
     return _mm256_mul_ps(_mm256_set1_ps(-from_half(half)), _mm256_cvtepi32_ps(integers));
 }
 
+/* Q4_K and Q5_K: scales 4 .. 7, then 0 .. 3, then the eight minima, bytes. */
+static inline __m128i k_bytes(__m128i block) {
+    const __m128i low = _mm_and_si128(block, _mm_setr_epi32(0, 0x3F3F3F3F, 0x3F3F3F3F, 0));
+    const __m128i twos = _mm_srli_epi16(_mm_shuffle_epi32(block, 0x81), 2); /* scales of dword 1, minima of dword 2 */
+    const __m128i nibbles = _mm_srlv_epi32(_mm_shuffle_epi32(block, 0xFF), _mm_setr_epi32(0, 0, 0, 4));
+    const __m128i high = _mm_or_si128(_mm_and_si128(twos, _mm_setr_epi32(0x30303030, 0, 0, 0x30303030)),
+                                      _mm_and_si128(nibbles, _mm_setr_epi32(0x0F0F0F0F, 0, 0, 0x0F0F0F0F)));
+    return _mm_or_si128(low, high);
+}
+
+/* Of a block of Q4_K or Q5_K. */
+static inline __attribute__((always_inline)) void k_groups(const uint8_t *at, Groups *to) {
+    const __m128i block = _mm_loadu_si128((const void *)at), bytes = k_bytes(block);
+    const __m128i even = _mm_setr_epi8(4, -1, 4, -1, 6, -1, 6, -1, 0, -1, 0, -1, 2, -1, 2, -1);
+    const __m128i odd = _mm_setr_epi8(5, -1, 5, -1, 7, -1, 7, -1, 1, -1, 1, -1, 3, -1, 3, -1);
+    const __m128 halves = _mm_cvtph_ps(block);
+    const Eight least = _mm256_broadcastss_ps(_mm_xor_ps(_mm_movehdup_ps(halves), _mm_set1_ps(-0.0f)));
+    to->integers[0] = _mm256_broadcastsi128_si256(_mm_shuffle_epi8(bytes, even));
+    to->integers[1] = _mm256_broadcastsi128_si256(_mm_shuffle_epi8(bytes, odd));
+    to->whole = _mm_cvtss_f32(halves), to->offsets[0] = _mm256_mul_ps(least, _mm256_cvtepi32_ps(high_half(bytes)));
+}
+
 /* Of types whose scales are integers. */
 static inline __attribute__((always_inline)) void whole_scales(Coding coding, const uint8_t *at, Groups *to) {
     __m128i bytes;
     switch (coding) {
         case Q4_K: case Q5_K:
-            bytes = k_integers(at), to->whole = from_half(at);
-            to->integers[0] = _mm256_cvtepi8_epi32(bytes), to->offsets[0] = minima(high_half(bytes), at + 2);
+            k_groups(at, to);
             return;
         case Q2_K: {
             const __m128i least = q2_k_integers(at, 1);
@@ -129,7 +177,11 @@ static inline __attribute__((always_inline)) void whole_scales(Coding coding, co
             break;
         }
         case Q3_K: bytes = q3_k_integers(at), to->whole = from_half(at + 108); break;
-        case Q6_K: bytes = _mm_loadu_si128((const void *)(at + 192)), to->whole = from_half(at + 208); break;
+        case Q6_K: { /* the even groups of each half before the odd ones */
+            const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+            bytes = _mm_shuffle_epi8(_mm_loadu_si128((const void *)(at + 192)), order), to->whole = from_half(at + 208);
+            break;
+        }
         default: { /* IQ4_XS */
             uint16_t high;
             int low;
