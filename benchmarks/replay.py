@@ -142,7 +142,7 @@ def recorded(model: Any, ids: Any, prompt: int, times: Times, composition: Compo
 
 
 def _of_run(phase: PhaseCosts) -> dict[str, float]:
-    return _row(phase.tokens, phase.counts.hits, phase.counts.misses, phase.seconds, phase.wait_s)
+    return _row(phase.tokens, phase.counts.hits, phase.counts.misses, phase.seconds, phase.wait_s, phase.bytes_read)
 
 
 def _of_replays(whole: Result, warming: Result) -> dict[str, dict[str, float]]:
@@ -151,11 +151,11 @@ def _of_replays(whole: Result, warming: Result) -> dict[str, dict[str, float]]:
     for name, first in warming.phases.items():
         used = whole.phases[name].since(first)
         tokens = whole.phases[name].tokens - first.tokens
-        rows[name] = _row(tokens, used.counts.hits, used.counts.misses, used.seconds, used.wait_s)
+        rows[name] = _row(tokens, used.counts.hits, used.counts.misses, used.seconds, used.wait_s, used.bytes_read)
     return rows
 
 
-def _row(tokens: float, hits: float, misses: float, seconds: float, wait_s: float) -> dict[str, float]:
+def _row(tokens: float, hits: float, misses: float, seconds: float, wait_s: float, nbytes: float) -> dict[str, float]:
     return {
         "tok_s": tokens / seconds,
         "hits": hits,
@@ -164,11 +164,12 @@ def _row(tokens: float, hits: float, misses: float, seconds: float, wait_s: floa
         "token_ms": seconds / tokens * 1e3,
         "compute_ms": (seconds - wait_s) / tokens * 1e3,
         "wait_ms": wait_s / tokens * 1e3,
+        "read_mb": nbytes / tokens / 1e6,
     }
 
 
 def show(found: dict[str, Any]) -> None:
-    columns = ("hits", "misses", "tok_s", "token_ms", "compute_ms", "wait_ms")
+    columns = ("hits", "misses", "tok_s", "token_ms", "compute_ms", "wait_ms", "read_mb")
     link = f"{found['lanes']} lanes, {found['bandwidth'] / 1e6:,.0f} MB/s, {found['wake'] * 1e6:.0f} us to hand over"
     times = ", ".join(f"{name} {value}" for name, value in found["times"].items())
     print(f"{link}; seconds: {times}", file=sys.stderr)
