@@ -1,6 +1,6 @@
-"""A run of a preset beside its replay: hits, and time by what this machine was measured to take.
+"""Runs of presets beside their replays: hits, and time by what this machine was measured to take.
 
-    python -m benchmarks.replay MODEL --text FILE --cache 45% [--preset lru] [--set cache=arc] [--bits 4]
+    python -m benchmarks.replay MODEL --text FILE --cache 45% [--preset lru,default,frugal] [--set cache=arc] [--bits 4]
         [--dense-bits 4] [--threads N] [--lanes 1] [--tokens 1024]
 
 The text's sequences are fed as `tiermoe trace` feeds them. The first warms the cache and the process: it is run and
@@ -9,7 +9,7 @@ in the run: its link's bandwidth, and the mean seconds of an expert and of all e
 hand a load over between threads. So what is compared is what a replay makes of waiting and overlap. With several lanes
 loads arrive in an order of their own, and what is evicted differs a little. A lossy preset changes what its own routers
 see: its text is recorded with the exact experts, beside which its hits differ by more than timing. Prints one JSON
-object, and a table on standard error.
+object for each preset, and tables on standard error; a preset that cannot run here is named with the reason.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from tiermoe.config import CacheSize
 from tiermoe.decide.composition import Composition
 from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.decide.profiles import profile_path, read_profile
+from tiermoe.errors import TiermoeError
 from tiermoe.measure.measure_times import Lap, Stopwatch, times_of
 from tiermoe.measure.recorder import DISTANCES, Feed, Recorder
 from tiermoe.measure.sequences import Cut, cut, needed_chunk
@@ -141,7 +142,7 @@ def recorded(model: Any, ids: Any, prompt: int, times: Times, composition: Compo
 
 
 def _of_run(phase: PhaseCosts) -> dict[str, float]:
-    return _row(phase.tokens, phase.counts.hits, phase.counts.misses, phase.seconds, phase.wait_s)
+    return _row(phase.tokens, phase.counts.hits, phase.counts.misses, phase.seconds, phase.wait_s, phase.bytes_read)
 
 
 def _of_replays(whole: Result, warming: Result) -> dict[str, dict[str, float]]:
@@ -150,11 +151,11 @@ def _of_replays(whole: Result, warming: Result) -> dict[str, dict[str, float]]:
     for name, first in warming.phases.items():
         used = whole.phases[name].since(first)
         tokens = whole.phases[name].tokens - first.tokens
-        rows[name] = _row(tokens, used.counts.hits, used.counts.misses, used.seconds, used.wait_s)
+        rows[name] = _row(tokens, used.counts.hits, used.counts.misses, used.seconds, used.wait_s, used.bytes_read)
     return rows
 
 
-def _row(tokens: float, hits: float, misses: float, seconds: float, wait_s: float) -> dict[str, float]:
+def _row(tokens: float, hits: float, misses: float, seconds: float, wait_s: float, nbytes: float) -> dict[str, float]:
     return {
         "tok_s": tokens / seconds,
         "hits": hits,
@@ -163,11 +164,12 @@ def _row(tokens: float, hits: float, misses: float, seconds: float, wait_s: floa
         "token_ms": seconds / tokens * 1e3,
         "compute_ms": (seconds - wait_s) / tokens * 1e3,
         "wait_ms": wait_s / tokens * 1e3,
+        "read_mb": nbytes / tokens / 1e6,
     }
 
 
 def show(found: dict[str, Any]) -> None:
-    columns = ("hits", "misses", "tok_s", "token_ms", "compute_ms", "wait_ms")
+    columns = ("hits", "misses", "tok_s", "token_ms", "compute_ms", "wait_ms", "read_mb")
     link = f"{found['lanes']} lanes, {found['bandwidth'] / 1e6:,.0f} MB/s, {found['wake'] * 1e6:.0f} us to hand over"
     times = ", ".join(f"{name} {value}" for name, value in found["times"].items())
     print(f"{link}; seconds: {times}", file=sys.stderr)
@@ -181,12 +183,23 @@ def show(found: dict[str, Any]) -> None:
         print(f"{'replay / run':<16}{points:>24}{found['replay_to_run'][phase]:>12.3f}", file=sys.stderr)
 
 
+def summarize(rows: list[dict[str, Any]]) -> None:
+    """One line a preset: milliseconds a token of the run and of its replay."""
+    print(f"{'ms a token':<18}{'prefill':>20}{'ratio':>8}{'decode':>20}{'ratio':>8}{'points':>8}", file=sys.stderr)
+    for found in rows:
+        line = f"{found['preset']:<18}"
+        for phase in ("prefill", "decode"):
+            run, other = (found[what][phase]["token_ms"] for what in ("run", "replay"))
+            line += f"{run:>10.2f}{other:>10.2f}{other / run:>8.2f}"
+        print(line + f"{found['points']['decode']:>+8.1f}", file=sys.stderr)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--cache", default="45%")
-    parser.add_argument("--preset", default="lru")
+    parser.add_argument("--preset", default="lru", help="one, or several like lru,default: each in turn")
     parser.add_argument("--set", action="append", help="NAME=VALUE, as for tiermoe run")
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--dense-bits", type=int, default=4)
@@ -196,9 +209,20 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="beside those of the sequence that warms up")
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--sequence", type=int, default=128)
-    found = compare(parser.parse_args())
-    show(found)
-    print(json.dumps(found))
+    args = parser.parse_args()
+    rows = []
+    for preset in args.preset.split(","):
+        try:
+            found = compare(argparse.Namespace(**{**vars(args), "preset": preset}))
+        except TiermoeError as error:
+            print(f"{preset}: {error}", file=sys.stderr)
+            continue
+        show(found)
+        print(json.dumps(found), flush=True)
+        rows.append(found)
+    summarize(rows)
+    if not rows:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ def test_times_by_hand() -> None:
     # the median of several
     laps = [Lap(5.0, 2.0, 4, 4), Lap(50.0, 20.0, 4, 4), Lap(6.0, 2.0, 4, 4)]
     assert times_of([Lap(12.0, 7.0, 18, 8)], laps, 10, 4).dense == 4.0
+    # a token that two passes made: each of them is charged
+    assert times_of([Lap(12.0, 7.0, 18, 8)], [Lap(5.0, 2.0, 6, 6, 2)], 10, 4).dense == 1.5
 
 
 @torch.inference_mode()
@@ -36,6 +38,10 @@ def test_what_ran_is_counted_and_the_model_left_as_it_was(tmp_path: Path) -> Non
         prompt = watch.lap()
         model(ids[None, :1])
         token = watch.lap()
+        for _ in range(2):
+            model(ids[None, :1])
+        twice = watch.lap()
+    assert (prompt.passes, token.passes, twice.passes) == (1, 1, 2)
     assert (prompt.used, token.used, token.active) == (8 * 2 * 3, 2 * 3, 2 * 3)
     assert 3 * 2 <= prompt.active <= 3 * 8
     assert 0 < token.experts_s < token.seconds

@@ -51,7 +51,7 @@ def times_of(
 ) -> Times:
     """Times of passes over prompts of `prompt` tokens and over single ones, with experts in `bits`."""
     one = average(lap.experts_s / lap.used for lap in decodes)
-    dense = average(lap.seconds - lap.experts_s for lap in decodes)
+    dense = average((lap.seconds - lap.experts_s) / lap.passes for lap in decodes)
     further = average(lap.further(one) for lap in prefills)
     prefill_token = average(lap.beside(one, further) / prompt for lap in prefills)
     return Times(dense, {bits: one}, prefill_token, {bits: further})
@@ -59,12 +59,14 @@ def times_of(
 
 @dataclass(frozen=True, slots=True)
 class Lap:
-    """A pass: its seconds, those of its experts, the (token, expert) pairs that ran, and the (layer, expert) ones."""
+    """A pass: its seconds, those of its experts, the (token, expert) pairs that ran, and the (layer, expert) ones.
+    passes: how many it was, 2 where a token's little pass was discarded (MoBiLE)."""
 
     seconds: float
     experts_s: float
     used: int
     active: int
+    passes: int = 1
 
     def further(self, one: float) -> float:
         """Seconds of each token after an expert's first, where that takes `one`."""
@@ -83,7 +85,8 @@ class Stopwatch(Observer):
         self._engine: Any = engine
         self._device = engine.device
         self._experts_s = 0.0
-        self._used = self._active = 0
+        self._used = self._active = self._passes = 0
+        self._layer = -1  # that ran last; a pass begins where it falls
         self._first: float | None = None  # when the running layer's first expert could be computed
         self._began = self._now()
 
@@ -96,8 +99,9 @@ class Stopwatch(Observer):
 
     def lap(self) -> Lap:
         """What has passed since the last one."""
-        lap = Lap(self._now() - self._began, self._experts_s, self._used, self._active)
-        self._experts_s, self._used, self._active = 0.0, 0, 0
+        seconds = self._now() - self._began
+        lap = Lap(seconds, self._experts_s, self._used, self._active, max(self._passes, 1))
+        self._experts_s, self._used, self._active, self._passes, self._layer = 0.0, 0, 0, 0, -1
         self._began = self._now()
         return lap
 
@@ -105,6 +109,8 @@ class Stopwatch(Observer):
         counts = routed.tokens_per_expert()
         self._used += sum(counts.values())
         self._active += len(counts)
+        self._passes += self._layer < 0 or routed.layer <= self._layer
+        self._layer = routed.layer
         self._first = None
 
     def on_ready(self, layer: int, ready: Ready) -> None:
