@@ -88,7 +88,10 @@ def test_prefetching_names_the_routers_own_choice_and_changes_nothing(family: st
     ids = tokens(1, 5, seed=4)
     options = {"max_new_tokens": 10, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     expected = oracle(directory, family, torch.float32).generate(ids, **options)
-    assert torch.equal(ours.generate(ids, **options), expected)
+    for _ in range(20):  # on a busy machine a prediction may be taken back before any lane has begun with it
+        assert torch.equal(ours.generate(ids, **options), expected)
+        if ours.tiermoe.controller.counts.speculative_loads:
+            break
     assert ours.tiermoe.controller.counts.speculative_loads > 0
     ours.tiermoe.close()
 
