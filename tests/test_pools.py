@@ -111,6 +111,7 @@ def test_a_lent_slot_is_its_residents_until_it_is_taken() -> None:
     assert cache.reserve(third) == 0, "the least recently used one, as before it was lent"
     cache.give_back(ahead[0])
     assert cache.free(0) == 1
+    assert cache.evictions == 2, "one for what was lent and taken, one for what was reserved"
 
 
 @settings(max_examples=200, deadline=None)

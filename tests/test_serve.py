@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -424,6 +426,22 @@ def test_models_tokens_and_metrics(http: httpx.Client, client: openai.OpenAI) ->
     assert {bits for layer in layers for bits in layer["bits"]} == {16}  # all are in memory
     assert all(len(layer["uses"]) == len(layer["arriving"]) == 8 for layer in layers)
     assert "/v1/completions" in http.get("/openapi.json").json()["paths"]
+
+
+def test_the_dashboard_asks_for_what_is_there(http: httpx.Client, client: openai.OpenAI) -> None:
+    greedy(client)
+    lines = dict(line.rsplit(" ", 1) for line in http.get("/metrics").text.splitlines() if line[0] != "#")
+    dashboard = Path(__file__).parents[1] / "docs" / "grafana.json"
+    asked = {name for panel in json.loads(dashboard.read_text())["panels"] for name in _names(panel)}
+    # no prefixes on disk here
+    assert asked - {line.partition("{")[0] for line in lines} == {"tiermoe:prefix_disk_read_bytes_total"}
+    assert 0 < float(lines["tiermoe:kv_cache_usage_perc"]) <= 1
+    assert 0 < float(lines["tiermoe:resident_memory_bytes"]) <= float(lines["tiermoe:resident_memory_peak_bytes"])
+    assert float(lines["tiermoe:expert_cache_evictions_total"]) == 0  # all are in memory
+
+
+def _names(panel: dict[str, Any]) -> list[str]:
+    return [name for target in panel["targets"] for name in re.findall(r"tiermoe:\w+", target["expr"])]
 
 
 def test_bad_options(tiermoe_: Command) -> None:

@@ -17,7 +17,7 @@ class ExpertCache:
     A slot can leave for another pool and one of another pool come (`give_up`, `give_free`, `take_over`).
 
     A slot can be lent for a load that may still be taken back: who would leave for it is resident until `take`, and its
-    eviction policy hears of nothing before.
+    eviction policy hears of nothing before. `evictions`: keys that have left for others.
     """
 
     def __init__(self, slots: int, eviction: Eviction, first: int = 0) -> None:
@@ -31,6 +31,7 @@ class ExpertCache:
         self._pins: dict[ExpertKey, int] = {}
         self._lent: dict[ExpertKey, ExpertKey | None] = {}  # in flight → who leaves for it, if somebody must
         self._leaving: set[ExpertKey] = set()
+        self.evictions = 0
 
     def __len__(self) -> int:
         return len(self._resident)
@@ -111,8 +112,7 @@ class ExpertCache:
         if victim is not None:
             self._eviction.victim(key, {victim}.__contains__)  # policies learn from being asked: again, at the end
             self._leaving.discard(victim)
-            del self._resident[victim]
-            self._eviction.removed(victim)
+            self._evict(victim)
         self._eviction.admitted(key)
 
     def give_back(self, key: ExpertKey) -> None:
@@ -149,6 +149,11 @@ class ExpertCache:
         victim = self._victim(key, protected)
         if victim is None:
             return None
+        return self._evict(victim)
+
+    def _evict(self, victim: ExpertKey) -> int:
+        """The slot in which it lay."""
+        self.evictions += 1
         self._eviction.removed(victim)
         return self._resident.pop(victim)
 

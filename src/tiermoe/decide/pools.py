@@ -55,6 +55,11 @@ class Pools:
     def __len__(self) -> int:
         return sum(len(cache) for cache in self._caches)
 
+    @property
+    def evictions(self) -> int:
+        """Keys that have left for others."""
+        return sum(cache.evictions for cache in self._caches)
+
     def find(self, layer: int, expert: int, bits: int) -> ExpertKey | None:
         """The resident copy of the highest precision that is at least `bits`; None where there is none."""
         for precision in self._standing_for(bits):

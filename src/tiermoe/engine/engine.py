@@ -33,7 +33,7 @@ from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.decoder import Decoder
 from tiermoe.model.expert_gates import ExpertGate
 from tiermoe.model.routers import Router
-from tiermoe.process.footprint import peak_resident_bytes
+from tiermoe.process.footprint import peak_resident_bytes, resident_bytes
 from tiermoe.store.store import Store
 from tiermoe.tiers.assemble import MeteredLink
 from tiermoe.tiers.probe import DriveProbe
@@ -217,6 +217,7 @@ class Engine:
             "kv_bits": self.settings.kv_bits,
             "expert_hits": counts.hits,
             "expert_misses": counts.misses,
+            "expert_evictions": self.controller.cache.evictions,
             "prefetched_hits": counts.prefetched,
             "warmed_experts": counts.warmed,
             "expert_skips": counts.skipped,
@@ -239,6 +240,7 @@ class Engine:
             "lanes": self.drive.lanes,
             "direct_io": self.drive.direct,
             "mapped": self.service.mapped,
+            "memory_bytes": resident_bytes(),
             "peak_memory_bytes": peak_resident_bytes(),
             "memory_budget_bytes": self.plan.budget,
             **self.service.tier_stats(),

@@ -64,6 +64,8 @@ class _State(Collector):
             ("num_requests_running", "Requests in the batch", batcher.running),
             ("num_requests_waiting", "Requests that wait for a row", batcher.waiting),
             ("kv_cache_bytes", "Keys and values that are set aside for requests and left by others", batcher.kv_taken),
+            ("kv_cache_usage_perc", "Share of their memory that is set aside, 0 to 1", self._kv_usage()),
+            ("resident_memory_bytes", "Memory that the process holds", stats["memory_bytes"]),
             ("resident_memory_peak_bytes", "Most memory the process held", stats["peak_memory_bytes"]),
             ("memory_budget_bytes", "Bound on the process", stats["memory_budget_bytes"]),
         ):
@@ -78,11 +80,28 @@ class _State(Collector):
             ("generation_tokens", "Generated tokens", counts.generated_tokens),
             ("expert_cache_queries", "Experts that a router asked for", stats["expert_hits"] + stats["expert_misses"]),
             ("expert_cache_hits", "Those that were there", stats["expert_hits"]),
+            ("expert_cache_evictions", "Experts that left for others", stats["expert_evictions"]),
             ("read_bytes", "Bytes read from the drive", stats["bytes_read"]),
             ("expert_wait_seconds", "Time in which computing waited for experts", stats["wait_s"]),
+            *_of_gpu(stats),
             *_of_disk(batcher.disk),
         ):
             yield CounterMetricFamily(f"tiermoe:{name}", text, value)
+
+    def _kv_usage(self) -> float:
+        planned = self._engine.plan.kv_cache
+        return min(1.0, self._batcher.kv_taken / planned) if planned else 0.0  # whole pages are set aside
+
+
+def _of_gpu(stats: dict[str, Any]) -> list[tuple[str, str, int]]:
+    """What is told of experts that are copied to a GPU."""
+    if "bytes_copied" not in stats:
+        return []
+    return [
+        ("gpu_copied_bytes", "Bytes copied from main memory to the GPU", stats["bytes_copied"]),
+        ("host_cache_hits", "Experts for the GPU that were in main memory", stats["host_hits"]),
+        ("host_cache_misses", "Those that were read from the drive", stats["host_misses"]),
+    ]
 
 
 def _of_disk(disk: PrefixDisk | None) -> list[tuple[str, str, int]]:
