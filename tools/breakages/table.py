@@ -239,8 +239,8 @@ BREAKAGES = (
     Breakage(
         "a copy in fewer bits satisfies a demand for more",
         "src/tiermoe/decide/pools.py",
-        "            if precision < bits:\n                return None\n",
-        "",
+        "{bits: [each for each in self._precisions if each >= bits] for bits in precisions}",
+        "{bits: list(self._precisions) for bits in precisions}",
         ("tests/test_pools.py",),
     ),
     Breakage(
@@ -670,8 +670,8 @@ BREAKAGES = (
     Breakage(
         "a conversation on disk goes on from a window that has moved on",
         "src/tiermoe/serve/prefix_disk.py",
-        "return job.windows and self._cache.can_crop(job.slab, end, ahead=1)",
-        "return job.windows",
+        "return job.goes_on and self._cache.can_crop(job.slab, end, ahead=1)",
+        "return job.goes_on",
         ("tests/test_prefix_disk.py",),
     ),
     Breakage(
