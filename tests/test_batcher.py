@@ -95,7 +95,7 @@ class Recording:
 
     def __init__(self, engine: Any) -> None:
         self.rows: list[int] = []
-        self.steps: list[tuple[Batch, bool]] = []
+        self.seen: list[tuple[Batch, bool]] = []
         self._engine = engine
 
     def __getattr__(self, name: str) -> Any:
@@ -103,7 +103,7 @@ class Recording:
 
     def step(self, batch: Batch, cache: Any, every: bool = False) -> Any:
         self.rows += [len(row.tokens) for row in batch.rows]
-        self.steps.append((batch, every))
+        self.seen.append((batch, every))
         return self._engine.step(batch, cache, every)
 
 
@@ -114,13 +114,13 @@ def test_a_step_asks_no_more_than_memory_is_planned_for(loaded: Any) -> None:
         batch.add(Request(ids(length, seed), Sampling(max_tokens=3), logprobs=1, prompt_logprobs=seed > 2))
     answers(batch, [])
     use, missing = use_of(loaded.config.vocab_size, loaded.settings.chunk), loaded.plan.slots < loaded.plan.all_slots
-    read = [[len(row.tokens) for row in step.rows if row.kind is Kind.PROMPT] for step, _ in engine.steps]
+    read = [[len(row.tokens) for row in step.rows if row.kind is Kind.PROMPT] for step, _ in engine.seen]
     assert use.prompts == 1
     assert max(map(sum, read)) == loaded.settings.chunk
     assert max(map(len, read)) == (2 if missing else 1)
-    beside = [len(step.rows) - len(its) for its, (step, _) in zip(read, engine.steps, strict=True) if its]
+    beside = [len(step.rows) - len(its) for its, (step, _) in zip(read, engine.seen, strict=True) if its]
     assert max(beside) == (2 if missing else 0)  # answers
-    assert max(len(step.tokens) for step, every in engine.steps if every) == use.scored == 8
+    assert max(len(step.tokens) for step, every in engine.seen if every) == use.scored == 8
 
 
 class Sharing:

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiermoe.batch import Row, prompt
+from tiermoe.batch import Batch, Row, decode, prompt
 from tiermoe.errors import ModelError, PromptError
 from tiermoe.model.kv_cache import KVCache, LayerShape, cache_bytes
-from tiermoe.model.step import held, put, read
+from tiermoe.model.rotary import Rotary
+from tiermoe.model.step import Step, held, put, read
 from tiermoe.model.step import write as write_both
 
 WHOLE, SLIDING = LayerShape(2, 4, 6), LayerShape(1, 4, 4, window=3)
@@ -162,3 +163,13 @@ def test_a_sequence_of_another_model_is_refused(tmp_path: Path) -> None:
     small = KVCache([WHOLE, SLIDING], 1, 2, 4, torch.float32)
     with pytest.raises(PromptError, match="raise --context"):
         small.load(tmp_path / "sequence")
+
+
+def test_a_row_s_angles_follow_its_own_length() -> None:
+    """Phi's scale depends on a sequence's length: that of a longer neighbour changes nothing."""
+    rotary = Rotary(torch.tensor([1.0, 0.5]), lambda end: 1.0 if end <= 8 else 1.5, torch.float32)
+    cache = KVCache([WHOLE], 2, 16, 4, torch.float32)
+    rows = [decode(cache.open(), 3, 7), decode(cache.open(), 12, 9)]
+    together, *alone = (Step(Batch(tuple(each)), cache, rotary) for each in (rows, rows[:1], rows[1:]))
+    assert torch.equal(together.cos, torch.cat([each.cos for each in alone]))
+    assert torch.equal(together.sin, torch.cat([each.sin for each in alone]))

@@ -151,11 +151,11 @@ class KVCache:
 
     def close(self, slab: int) -> None:
         """Gives a slab back, and its memory."""
-        self._free.append(slab)
         for tensor, _ in self._each_tensor():
             kv_pages.release(tensor, slab)
         if self.recurrent is not None:
             self.recurrent.release(slab)
+        self._free.append(slab)
 
     def native(self, layer: int) -> Slabs:
         """What the attention kernel is told of a layer's slabs."""

@@ -21,7 +21,7 @@ class Rotary:
 
     def __init__(self, frequencies: Tensor, scale: Callable[[int], float], dtype: torch.dtype) -> None:
         self._frequencies = frequencies.float()
-        self._scale = scale
+        self.scale = scale
         self._dtype = dtype
         self.columns = 2 * frequencies.numel()
         self._tables: dict[float, tuple[Tensor, Tensor]] = {}
@@ -29,7 +29,7 @@ class Rotary:
     def at(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """positions: int64 (T) below `end`, the length that the longest of the sequences has with them → cos and sin,
         (T, columns)."""
-        factor = self._scale(end)
+        factor = self.scale(end)
         table = self._tables.get(factor)
         if table is None:
             table = self._tables[factor] = self._table(factor, 0, end)

@@ -42,7 +42,7 @@ class Step:
         self.positions = torch.tensor(batch.positions)
         self.slabs = torch.tensor(batch.slabs)
         self.longest = max(row.end for row in batch.rows)
-        self.angles = [rotary.at(self.positions, self.longest) for rotary in rotaries]
+        self.angles = [self._angles_of(rotary) for rotary in rotaries]
         self.cos, self.sin = self.angles[0]
         self.chosen: Tensor | None = None
         self.native = self._native() if len(batch.tokens) <= FEW_TOKENS else None
@@ -61,6 +61,13 @@ class Step:
         if self.native is not None and (chosen is not None or self.chosen is not None):
             self.native = self.native.choosing(chosen)
         self.chosen = chosen
+
+    def _angles_of(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """A row's depend on its own sequence's length alone, whatever runs beside it."""
+        if len(self.spans) == 1 or len({rotary.scale(span.row.end) for span in self.spans}) == 1:
+            return rotary.at(self.positions, self.longest)
+        each = [rotary.at(self.positions[span.begin : span.end], span.row.end) for span in self.spans]
+        return torch.cat([cos for cos, _ in each]), torch.cat([sin for _, sin in each])
 
     def _native(self) -> NativeStep | None:
         """What the attention kernel is told of the tokens; None where no kernel can run."""

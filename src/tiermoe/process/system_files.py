@@ -176,10 +176,9 @@ def give_back(address: int, nbytes: int) -> None:
     end = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if _FORGET is None or begin >= end:
         return
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc = ctypes.CDLL(None)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    if libc.madvise(begin, end - begin, _FORGET):
-        raise OSError(ctypes.get_errno(), "giving memory back")
+    libc.madvise(begin, end - begin, _FORGET)  # locked pages stay
 
 
 def map_file(handle: IO[bytes]) -> mmap.mmap:

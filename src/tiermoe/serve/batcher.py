@@ -92,8 +92,9 @@ class Batcher:
         self._answering: list[_Row] = []
         self._numbers = count(1)
         self._read_last = False
-        # lossy rules look at all that runs at once
-        self._joins = engine.plan.slots < engine.plan.all_slots and not engine.lossy
+        # lossy rules look at all that runs at once, and transformers' code runs row by row
+        missing = engine.plan.slots < engine.plan.all_slots
+        self._joins = missing and not engine.lossy and engine.steps.decoder.rows_together
 
     @property
     def waiting(self) -> int:
@@ -105,8 +106,8 @@ class Batcher:
 
     @property
     def kv_taken(self) -> int:
-        """Bytes of keys and values that are set aside, for requests at work and for what others have left; 0 where each
-        row has memory of its own."""
+        """Bytes of keys and values that are set aside, for requests at work and for what others have left; 0 where
+        transformers' code keeps them."""
         return self._prefixes.taken
 
     @property
@@ -147,7 +148,7 @@ class Batcher:
         for rows in (self._waiting, self._reading, self._answering):
             for row in [each for each in rows if each.number == number]:
                 rows.remove(row)
-                if row.slab >= 0 and failed:
+                if row.slab >= 0 and (failed or row.stored is not None):  # what the disk has given is counted nowhere
                     self._prefixes.close(row.slab)
                 elif row.slab >= 0:
                     self._prefixes.leave(row.slab, row.held)
