@@ -121,6 +121,24 @@ def test_a_conversation_goes_on_after_a_restart_with_the_bits_it_has_without(
     assert b"prefix_disk" not in Metrics(engines[1], Batcher(engines[1], Letters(), set(), 2)).text()
 
 
+def test_who_leaves_while_a_conversation_is_read_leaves_no_memory_taken(
+    engines: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, turn = Kept(tmp_path / "kept"), ids(140)
+    first = kept.start(engines[0])
+    answer(first, turn)
+    ended(first)
+    monkeypatch.setattr("tiermoe.serve.prefix_disk.TURN_BYTES", 1)
+    second = kept.start(engines[0])
+    number = second.add(Request(turn, Sampling(max_tokens=1)))
+    second.step()
+    assert second._cache.keys[0].any()  # a block has come
+    second.cancel(number)
+    assert not second._cache.keys[0].any()  # its pages have gone
+    assert second.idle
+    ended(second)
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2_moe"])
 def test_recurrent_states_go_on_after_a_restart(family: str, tmp_path: Path) -> None:
     """From where a turn ended and from nowhere else, as in memory."""
