@@ -548,7 +548,10 @@ print(int4_layout.cpu_layout(), stored_bytes.hexdigest())
 
 def test_codes_lie_in_one_order_on_every_machine():
     found = set()
-    for capability in ("avx512", "avx2", "default"):
+    capabilities = ("default", "avx2", "avx512")
+    # one that a machine lacks ends torch with an illegal instruction
+    best = capabilities.index(here) if (here := torch.backends.cpu.get_cpu_capability().lower()) in capabilities else 0
+    for capability in capabilities[: best + 1]:
         environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, "TIERMOE_NATIVE": "0"}
         environment.pop("TIERMOE_ISA", None)
         command = [sys.executable, "-c", ANY_MACHINE]

@@ -477,10 +477,10 @@ static PyObject *sums(PyObject *self, PyObject *args) {
     unsigned threads;
     (void)self;
     if (!PyArg_ParseTuple(args, "y#nnI", &bytes, &length, &rows, &results, &threads)) return NULL;
-    if (length == sizeof(Matrix)) return PyLong_FromSize_t(sizeof(float) * sums_room((const Matrix *)bytes, (size_t)rows, threads));
+    if (length == sizeof(Matrix)) return PyLong_FromSize_t(sizeof(float) * prepared_room((const Matrix *)bytes, (size_t)rows, threads));
     if (length != sizeof(Expert))
         return PyErr_Format(PyExc_ValueError, "%zd bytes are neither a matrix nor an expert", length);
-    return PyLong_FromSize_t(sizeof(float) * experts_sums((const Expert *)bytes, (size_t)rows, (size_t)results, threads));
+    return PyLong_FromSize_t(sizeof(float) * experts_prepared((const Expert *)bytes, (size_t)rows, (size_t)results, threads));
 }
 
 static PyMethodDef methods[] = {

@@ -7,6 +7,7 @@
  * lanes: for one token as for many. */
 #include "gguf_parts.h"
 
+
 enum {
     PARTS_SUMMED = 4,  /* times their scales, as integers: at most 128 * 32 * 32512 * 16 in a lane */
     PARTS_KEPT = 8,    /* the same where lanes_keep(coding): at most 63 * 31 * 32512 * 32 */
@@ -138,12 +139,6 @@ static inline __attribute__((always_inline)) void strip_unpack(Coding coding, si
     }
 }
 
-/* Keeps the compiler from adding products to each other first: then two of eight sums would have no register. */
-static inline __attribute__((always_inline)) __m256i in_register(__m256i sums) {
-    __asm__("" : "+x"(sums));
-    return sums;
-}
-
 /* totals[m][r] += a strip of four unpacked rows times that of some tokens, a number known when compiling. `summed`
  * parts at a time. */
 static inline __attribute__((always_inline)) void whole_times(size_t summed, int offset_of, size_t tokens, const Unpacked *rows,
@@ -180,39 +175,16 @@ static void whole_tokens(size_t summed, int offset_of, const Unpacked *rows, siz
     if (m < tokens) whole_times(summed, offset_of, 1, rows, parts, x + m, totals + m);
 }
 
-/* The float of 2^exponent; undefined from 128 on. */
-static inline float power_of_two(int exponent) { return from_bf16(exponent < 128 ? (bf16)((exponent + 127) << 7) : 0x7FC0); }
-
-/* The bits of the largest of some numbers, without their signs. */
-static inline unsigned largest_bits(const bf16 *x, size_t width) {
-    __m256i largest = _mm256_setzero_si256();
-    for (size_t c = 0; c < width; c += 16) {
-        const __m256i bits = _mm256_and_si256(bytes_from((const uint8_t *)(x + c)), _mm256_set1_epi16(0x7FFF));
-        largest = _mm256_max_epu16(largest, bits);
-    }
-    const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1));
-    return 0xFFFFu & ~(unsigned)_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1))));
-}
-
-/* Sixteen numbers times a factor, to the nearest integers. */
-static inline __m256i to_words(Eight a, Eight b, Eight factor) {
-    const __m256i low = _mm256_cvtps_epi32(_mm256_mul_ps(a, factor)), high = _mm256_cvtps_epi32(_mm256_mul_ps(b, factor));
-    return _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xD8);
-}
-
 /* sums: of the strip's groups, of which there are so many. */
 static void to_whole(const bf16 *x, size_t width, const float *sums, size_t groups, Whole *to) {
-    const unsigned bits = largest_bits(x, width);
-    const int most = (int)((bits + 1) >> 7) - 127, exponent = most < -112 ? -112 : most; /* so that integers are below 255 * 128 */
-    const int finite = bits < 0x7F80;
-    const float place = power_of_two(finite ? 14 - exponent : 0);
-    const Eight factor = eight_all(place);
+    const Place place = place_of(x, width);
+    const Eight factor = eight_all(place.place);
     for (size_t p = 0; p < width / PART; p++, x += PART) {
         const Columns first = load_columns(x), last = load_columns(x + 16);
-        to->parts[p] = (Part){to_words(first.even, last.even, factor), to_words(first.odd, last.odd, factor)};
+        to->parts[p] = (Part){in_order(to_words(first.even, last.even, factor)), in_order(to_words(first.odd, last.odd, factor))};
     }
-    to->scale = power_of_two(finite ? exponent - 14 : 128);
-    for (size_t g = 0; g < STRIP_GROUPS; g++) to->sums[g] = g < groups ? sums[g] * place : 0;
+    to->scale = place.unit;
+    for (size_t g = 0; g < STRIP_GROUPS; g++) to->sums[g] = g < groups ? sums[g] * place.place : 0;
 }
 
 /* Words of 16 bits as bytes: signed ones times 256, and what is left of them, signed. */
