@@ -82,9 +82,9 @@ class GatedExperts:
         rows, threads = x.shape[0], torch.get_num_threads()
         out = torch.empty((results, self._hidden), dtype=torch.bfloat16)
         inner = scratch.address("inner", 2 * results * self._inner)
-        sums = scratch.address("sums", _native.sums(experts[0], rows, results, threads))
+        room = scratch.address("prepared", _native.prepared(experts[0], rows, results, threads))
         _native.experts(
-            b"".join(experts), counts, x.data_ptr(), rows, inner, sums, out.data_ptr(), threads, among_others
+            b"".join(experts), counts, x.data_ptr(), rows, inner, room, out.data_ptr(), threads, among_others
         )
         return out
 
