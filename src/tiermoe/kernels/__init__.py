@@ -24,7 +24,8 @@ from tiermoe.store.layout import ExpertFormat
 from tiermoe.types import Part
 
 __all__ = [
-    "KERNELS", "LinearKernel", "cpu_kernels", "decoded_bytes", "decodes", "linear_for", "machine_layout", "prepared_bytes",
+    "KERNELS", "LinearKernel", "cpu_kernels", "decoded_bytes", "decodes", "linear_for", "machine_layout",
+    "prepared_bytes",
 ]  # fmt: skip
 
 _DECODING = 4 << 20  # temporaries of decoding a matrix
