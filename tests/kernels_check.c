@@ -63,7 +63,7 @@ static const size_t COUNTS[] = {1, 2, 3, 7, 9, 25, TOKENS};
 /* out = the products of all counts of tokens, the last count's in the end; a token's bits are those that it has alone. */
 static void products_of_any_count(const Kernels *set, const Matrix *matrix, const char *name, const bf16 *x, bf16 *out) {
     const size_t rows = matrix->rows, each = set->prepared(matrix), blocks = matrix_blocks(matrix);
-    float *prepared = malloc(sizeof *prepared * (TOKENS * each + 1));
+    float *prepared = aligned_alloc(64, (sizeof *prepared * TOKENS * each + 64) / 64 * 64);
     bf16 alone[BLOCK];
     for (size_t n = 0; n < sizeof COUNTS / sizeof *COUNTS; n++) {
         const size_t tokens = COUNTS[n], m = tokens - 1;

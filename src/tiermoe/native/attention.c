@@ -101,7 +101,7 @@ static size_t lay_out(Job *job, size_t threads, char *start) {
     char *end = start;
     job->works = 0;
     for (size_t t = 0; t < tokens; t++) job->works += last_tile(job->step, t) - first_tile(layer, job->step, t) + 1;
-    job->prepared_each = tokens * most_prepared(layer);
+    job->prepared_each = (tokens * most_prepared(layer) + 15) / 16 * 16; /* so that each begins at a cache line */
     job->normed_each = tokens * larger(width, layer->query_first.matrix.rows);
     job->one_head_each = latent ? tokens * larger(latent, layer->key_columns) : 0;
     const size_t group = layer->heads / layer->kv_heads, parts = (group + MOST_QUERIES - 1) / MOST_QUERIES;

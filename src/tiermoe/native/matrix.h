@@ -109,7 +109,7 @@ static inline size_t matrix_groups(const Matrix *matrix) {
 size_t matrix_blocks(const Matrix *matrix);
 
 /* What products with a matrix want to know of x beforehand, x (tokens, columns): so many floats for each token, which the
- * instruction set in use lays out as it likes. It is the same for all matrices alike. */
+ * instruction set in use lays out as it likes, from a multiple of 32 bytes on. It is the same for all matrices alike. */
 size_t matrix_prepared(const Matrix *matrix);
 void matrix_prepare(const Matrix *matrix, const bf16 *x, size_t tokens, float *prepared);
 int matrices_alike(const Matrix *a, const Matrix *b);

@@ -3,10 +3,12 @@
 enum {
     FEW = 8,      /* tokens that each thread prepares for itself */
     A_TASK = 32,  /* tokens */
+    A_LINE = 16,  /* floats of a cache line */
 };
 
 size_t prepared_room(const Matrix *matrix, size_t tokens, size_t threads) {
-    return tokens * matrix_prepared(matrix) * (tokens <= FEW ? threads : 1);
+    const size_t floats = tokens * matrix_prepared(matrix) * (tokens <= FEW ? threads : 1);
+    return (floats + A_LINE - 1) / A_LINE * A_LINE; /* so that what comes behind begins as this does */
 }
 
 size_t prepare_tasks(const Prepared *prepared) {

@@ -18,7 +18,7 @@ typedef struct {
     float *room;
 } Prepared;
 
-/* Floats of `room` for a team of `threads`. */
+/* Floats of `room`, which begins at a cache line, for a team of `threads`. */
 size_t prepared_room(const Matrix *matrix, size_t tokens, size_t threads);
 
 /* Tasks of the phase of its own; 0: none is needed. */

@@ -13,16 +13,17 @@ typedef struct {
     Eight sums[PAIRS], scale;
 } Alone;
 
-/* x: its parts in the order of its columns. */
+/* x: as keep_lanes leaves it, part 4 o + t of columns 4 t .. of the groups 2 j + o in lanes j and 4 + j. */
 static inline void to_alone(const Whole *x, Alone *to) {
-    for (int g = 0; g < GROUPS; g++) {
-        const Part bytes = to_bytes(x->parts[g]);
+    for (int o = 0; o < 2; o++)
         for (int t = 0; t < STEPS; t++) {
-            const __m256i step = _mm256_setr_epi32(t, t, t, t, 4 + t, 4 + t, 4 + t, 4 + t);
-            to->steps[g][t].high = _mm256_permutevar8x32_epi32(bytes.even, step);
-            to->steps[g][t].low = _mm256_permutevar8x32_epi32(bytes.odd, step);
+            const Part bytes = to_bytes(x->parts[4 * o + t]);
+#define STEP_OF(j)                                                                  \
+    to->steps[2 * j + o][t].high = _mm256_shuffle_epi32(bytes.even, (j) * 0x55); \
+    to->steps[2 * j + o][t].low = _mm256_shuffle_epi32(bytes.odd, (j) * 0x55);
+            STEP_OF(0) STEP_OF(1) STEP_OF(2) STEP_OF(3)
+#undef STEP_OF
         }
-    }
     for (int j = 0; j < PAIRS; j++) to->sums[j] = _mm256_set_m128(_mm_set1_ps(x->sums[PAIRS + j]), _mm_set1_ps(x->sums[j]));
     to->scale = eight_all(x->scale);
 }
@@ -128,11 +129,13 @@ static inline __attribute__((always_inline)) __m128 four_alone(Coding coding, co
 
 /* totals (64) = a block times a token. */
 static inline __attribute__((always_inline)) void block_alone(Coding coding, const Matrix *matrix, const Rows *block,
-                                                              const Alone *x, float *totals) {
-    const size_t row_bytes = row_bytes_of(coding, matrix->columns);
+                                                              const Whole *x, float *totals) {
+    const size_t row_bytes = row_bytes_of(coding, matrix->columns), strips = strips_of(matrix->columns);
+    Alone alone[strips];
+    for (size_t s = 0; s < strips; s++) to_alone(x + s, alone + s);
     for (size_t r = 0; r < block->rows; r += STRIP_ROWS) {
         const uint8_t *rows[STRIP_ROWS];
         for (size_t i = 0; i < STRIP_ROWS; i++) rows[i] = block->weights + row_or_last(block, r + i) * row_bytes;
-        _mm_storeu_ps(totals + r, four_alone(coding, rows, matrix->columns, STRIP_ROWS * row_bytes, x));
+        _mm_storeu_ps(totals + r, four_alone(coding, rows, matrix->columns, STRIP_ROWS * row_bytes, alone));
     }
 }
