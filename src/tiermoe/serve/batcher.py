@@ -30,6 +30,10 @@ from tiermoe.serve.work import Work, work_on
 from tiermoe.types import FEW_TOKENS
 
 
+class TooLongError(PromptError):
+    """A prompt that leaves no room for an answer."""
+
+
 @dataclass(slots=True)
 class Counts:
     """What has been done since the beginning. cached_tokens: of prompts, found in what earlier requests left. aborted:
@@ -102,13 +106,13 @@ class Batcher:
         return not (self._waiting or self.running)
 
     def check(self, request: Request) -> None:
-        """PromptError where the prompt is empty or leaves no room for an answer."""
+        """PromptError where the prompt is empty, TooLongError where it leaves no room for an answer."""
         if not request.ids:
             raise PromptError("the prompt has no tokens")
         if len(request.ids) >= self.context:
-            raise PromptError(
-                f"the prompt has {len(request.ids):,} tokens, there is room for {self.context:,} with the answer; "
-                f"shorten it, or start the server with a larger --context"
+            raise TooLongError(
+                f"the prompt is too long: {len(request.ids):,} tokens, there is room for {self.context:,} with the "
+                f"answer; shorten it, or start the server with a larger --context"
             )
 
     def add(self, request: Request) -> int:

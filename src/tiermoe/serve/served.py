@@ -41,7 +41,12 @@ class Served:
     def check_model(self, name: str) -> None:
         """Refused where a client names another model than this one."""
         if name and name != self.name:
-            raise Refused(404, f"the model '{name}' does not exist; this server has '{self.name}'", "model")
+            raise Refused(
+                404,
+                f"the model '{name}' does not exist; this server has '{self.name}'",
+                "model",
+                code="model_not_found",
+            )
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Refused where an id is no token's."""
