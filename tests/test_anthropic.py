@@ -64,7 +64,7 @@ def test_a_streamed_message(claude: anthropic.Anthropic) -> None:
         ({"tools": [{"name": "web_search", "type": "web_search_20250305"}]}, "tools"),
         ({"tool_choice": {"type": "tool"}}, "needs name"),
         ({"model": "other"}, "this server has 'tiny'"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "user"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "user"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
         ({"messages": [{"role": "user", "content": [
             {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}]}]}, "text alone, no image"),
@@ -164,6 +164,32 @@ def test_one_call_where_several_are_not_wanted(served: Served, monkeypatch: pyte
     assert len(chat["choices"][0]["message"]["tool_calls"]) == 1
     assert [item["type"] for item in response["output"]] == ["function_call"]
     assert [request.stops for request in scripted.asked] == [("zz", "</tool_call>"), *[("</tool_call>",)] * 2]
+
+
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('not first') }}{% endif %}"
+    "{{ m.role }}:{{ m.content }};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt"),
+    [
+        (TEMPLATE, "system:be brief;system:be kind;user:a;system:no jokes;"),
+        (STRICT, "system:be brief\n\nbe kind;user:a;user:no jokes;"),
+    ],
+)
+def test_system_messages_may_come_anywhere(
+    http: httpx.Client, served: Served, template: str, prompt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claude Code sends them among the others, Codex several at the beginning."""
+    monkeypatch.setattr(served.tokenizer, "chat_template", template)
+    said = [("system", "be brief"), ("system", "be kind"), ("user", "a"), ("system", "no jokes")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    asked = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    count = http.post("/v1/messages/count_tokens", json={"messages": messages[1:], "system": "be brief"}).json()
+    assert served.tokenizer.decode(asked) == prompt
+    assert count == {"input_tokens": len(asked)}
 
 
 def test_the_client_lists_models(claude: anthropic.Anthropic) -> None:

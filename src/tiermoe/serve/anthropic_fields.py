@@ -46,7 +46,7 @@ Block = Annotated[TextBlock | ThinkingBlock | RedactedBlock | CallBlock | Result
 
 
 class Message(BaseModel):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
     @property

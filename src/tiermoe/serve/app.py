@@ -110,7 +110,7 @@ def _state(app: FastAPI, served: Served) -> None:
         "created_at": datetime.fromtimestamp(served.created, UTC).isoformat(),
     }
 
-    @app.get("/", include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def shown() -> Response:
         return page()
 
