@@ -174,9 +174,7 @@ def _fate() -> list[Headline]:
     slower = {f"computing in {ms} ms": replace(eap, seconds=(ms * 1e-3, ms * 1e-4)) for ms in (4, 16)}
     eap_prompt = replace(eap, phase="prefill")
     return [
-        Headline(
-            "fate", "Fate over LoD, decode, PCIe 3.0", "4.1", base, base.shares("60%", "80%") | precise(base, 8)
-        ),
+        Headline("fate", "Fate over LoD, decode, PCIe 3.0", "4.1", base, base.shares("60%", "80%") | precise(base, 8)),
         Headline("fate", "the same, PCIe 1.0", "2.3", replace(base, link="pcie1")),
         Headline("fate", "over LoD, prefill", "4.5", prompt, precise(prompt, 8, 16) | prompt.shares("80%")),
         Headline("fate", "over EAP, decode", "2.2", eap, eap_moved(eap) | slower),
