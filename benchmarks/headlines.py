@@ -116,12 +116,12 @@ def _edgemoe() -> list[Headline]:
     same = Setting(Side("edgemoe"), Side("io-qexp"), "sata", share="20%")
     return [
         Headline("edgemoe", "EdgeMoE over IO-EXP at 16 bits, SSD, 20 % cached", "2.6–3.0", base, slower),
-        Headline("edgemoe", "the same, SD card", "4.5–5.4", replace(base, link="sdcard"), base_on_card(base)),
+        Headline("edgemoe", "the same, SD card", "4.5–5.4", replace(base, link="sdcard"), _quarter_on_card(base)),
         Headline("edgemoe", "over IO-QEXP, SSD", "1.35–1.5", same, same.shares("25%")),
     ]
 
 
-def base_on_card(base: Setting) -> dict[str, Setting]:
+def _quarter_on_card(base: Setting) -> dict[str, Setting]:
     """A quarter cached, on the SD card."""
     return replace(base, link="sdcard").shares("25%")
 
@@ -133,7 +133,7 @@ def _sti() -> list[Headline]:
     moved = {
         "a buffer that keeps its shards": replace(base, theirs=kept),
         **{f"{share} of the shards in it": replace(base, theirs=kept.but(share=share)) for share in SHARDS},
-        "shards at 2 bits": replace(base, theirs=kept.but(bits=2)),
+        "shards at 2 bits": replace(base, theirs=Side("sti", {"cache": "belady", "bits": "2"})),
         "routed experts alone": replace(base, theirs=Side("sti", {"routing": "all", "prefetch": "none"})),
         "computing in .2 s": replace(base, seconds=(0.2, 0.02)),
     }
