@@ -98,7 +98,9 @@ def test_layers_of_another_text_are_packed_anew(tmp_path: Path) -> None:
 
 def test_without_inputs_packing_names_the_command(tmp_path: Path) -> None:
     store = empty_store(tmp_path)
-    with pytest.raises(PackError, match=r"calibrated on a text: run tiermoe pack MODEL --bits 4 --quantizer gptq first"):
+    with pytest.raises(
+        PackError, match=r"calibrated on a text: run tiermoe pack MODEL --bits 4 --quantizer gptq first"
+    ):
         pack_experts(store, RandomExperts(), 4, "gptq")
     assert pack_experts(store, RandomExperts(), 8, "gptq").made_from == ""
 
@@ -185,9 +187,10 @@ def test_pack_calibrates(tiermoe_: Command, shipped: Path, tmp_path: Path, monke
     assert not (store / FOLDER).exists()
     again = tiermoe_(*words, text, "--quantizer", "gptq-nonlinear")
     assert (again.code, "running" in again.err) == (0, False)
-    assert "holds 4-gptq-nonlinear as calibrated on text.txt, 4096 tokens" in tiermoe_(
-        *words, other, "--quantizer", "gptq-nonlinear"
-    ).cause
+    assert (
+        "holds 4-gptq-nonlinear as calibrated on text.txt, 4096 tokens"
+        in tiermoe_(*words, other, "--quantizer", "gptq-nonlinear").cause
+    )
     ran = tiermoe_("run", shipped, "Once", "--quantizer", "gptq-nonlinear", "--dense-bits", "16", "--store", store,
                    "--max-tokens", "4", "--temperature", "0")  # fmt: skip
     assert ran.code == 0, ran.err

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tiermoe.errors import PackError
-from tiermoe.quant.registry import cpu_layout
 from tiermoe.quant import gptq
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.gptq import EvenLevels, LadderLevels, Levels, Place, UnevenLevels, change, solve
@@ -16,6 +15,7 @@ from tiermoe.quant.int2 import Int2, RowMajorInt2
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.nl4 import Nl4
 from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.quant.registry import cpu_layout
 from tiermoe.quant.row_blocks import encode_rows
 from tiermoe.quant.rowmajor import RowMajorInt4
 from tiermoe.quant.solved import Solved, levels_of
@@ -40,7 +40,7 @@ def some_weight(rows: int, columns: int, seed: int = 1) -> torch.Tensor:
 
 
 def textbook(weight: torch.Tensor, moments: torch.Tensor, place: Place) -> torch.Tensor:
-    """Levels by the loop of Optimal Brain Quantization in the columns' order: the inverse itself, in float64, from which
+    """Levels by the loop of Optimal Brain Quantization in the columns' order: the inverse itself, float64, from which
     a column is eliminated once it is rounded."""
     rest, inverse = weight.double().clone(), torch.linalg.inv(moments.double())
     scale, zero = place.scale.double(), place.zero.double()

@@ -83,7 +83,9 @@ def pack_experts(
         finally:
             scratch.clear()  # what one worker alone, in this thread, has used
         quantized_by = quantizer if bits < 8 else ""
-        precision = Precision(bits, quantized_by, machine_of(bits, machine), in_place is not None, layers, made_from=made_from)
+        precision = Precision(
+            bits, quantized_by, machine_of(bits, machine), in_place is not None, layers, made_from=made_from
+        )
         store.precisions[key] = precision
         store.save()
         journal.remove()
