@@ -1,4 +1,4 @@
-"""Quantisers that are calibrated: what experts get on a text, experts packed with it, and `tiermoe pack` around both."""
+"""Quantisers that are calibrated: what experts get on a text, experts packed with it, `tiermoe pack` around both."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_pack_calibrates(tiermoe_: Command, shipped: Path, tmp_path: Path, monke
     table = open_store(store)
     precision = table.precisions["4-gptq-nonlinear"]
     assert precision.made_from.startswith("text.txt, 4096 tokens, ")
-    assert set(precision.layers[0].encodings.values()) == {"nl4/cpu/g32"} or "nl4" in str(precision.layers[0].encodings)
+    assert all(name.startswith("nl4/") for layer in precision.layers for name in layer.encodings.values())
     assert not (store / FOLDER).exists()
     again = tiermoe_(*words, text, "--quantizer", "gptq-nonlinear")
     assert (again.code, "running" in again.err) == (0, False)
@@ -194,7 +194,7 @@ def test_pack_calibrates(tiermoe_: Command, shipped: Path, tmp_path: Path, monke
     ran = tiermoe_("run", shipped, "Once", "--quantizer", "gptq-nonlinear", "--dense-bits", "16", "--store", store,
                    "--max-tokens", "4", "--temperature", "0")  # fmt: skip
     assert ran.code == 0, ran.err
-    assert ran.out.startswith("Once") or ran.out
+    assert ran.out
 
 
 def test_the_shipped_text_is_not_the_held_out_one(shipped: Path) -> None:
