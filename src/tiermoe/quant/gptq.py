@@ -251,18 +251,23 @@ class _Codes:
         """Each column's levels of least change, one after the other, with all others as they are."""
         apart = self.values().sub_(wanted)
         slope = apart @ moments
+        best = wanted + apart
         kind = self._kind
         for group in range(self.scale.shape[1]):
             place = self.place(group)
             begin, end = group * kind.group, (group + 1) * kind.group
-            moved = torch.zeros(len(wanted), kind.group)
-            for column in range(begin, end):
-                best = wanted[:, column] + apart[:, column] - slope[:, column] / moments[column, column]
-                level = self.nearest[column // kind.span](place.units(best))
-                moved[:, column - begin] = (level - self.levels[:, column]) * place.scale
-                self.levels[:, column] = level
-                slope[:, column + 1 : end].addr_(moved[:, column - begin], moments[column, column + 1 : end])
-            slope[:, end:].addmm_(moved, moments[begin:end, end:])
+            # a column is then one run
+            own, target, levels = (each[:, begin:end].t().contiguous() for each in (slope, best, self.levels))
+            moved = torch.empty_like(own)
+            for column in range(kind.group):
+                at = begin + column
+                target[column].sub_(own[column] / moments[at, at])
+                level = self.nearest[at // kind.span](place.units(target[column]))
+                moved[column] = (level - levels[column]) * place.scale
+                levels[column] = level
+                own[column + 1 :].addr_(moments[at, at + 1 : end], moved[column])
+            self.levels[:, begin:end] = levels.t()
+            slope[:, end:].addmm_(moved.t(), moments[begin:end, end:])
 
     def _spread(self, parameter: Tensor) -> Tensor:
         return parameter.repeat_interleave(self._kind.group, 1)
