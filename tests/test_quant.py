@@ -457,6 +457,9 @@ def test_undefined_weights_are_refused(bits, quantizer, value):
         (6, 64, 96, "linear", "int6/{}/g32"),
         (4, 64, 128, "hqq", "int4/{}/g64"),
         (4, 64, 96, "hqq", "int4/{}/g32"),
+        (4, 64, 128, "gptq", "int4/{}/g64"),
+        (4, 64, 128, "gptq-nonlinear", "nl4/{}/g32"),
+        (2, 64, 128, "gptq-nonlinear", "int2/{}/g64"),
         (4, 64, 1024, "linear", "int4/{}/g256"),
         (4, 64, 384, "linear", "int4/{}/g128"),
         (4, 64, 100, "hqq", "int8"),
@@ -483,8 +486,8 @@ def test_what_cannot_be_encoded_is_refused():
         with pytest.raises(ConfigError, match=f"int{bits} for 'cpu-other'"):
             encoding_for(bits, 64, 64, torch.bfloat16, "cpu-other")
     for bits in (4, 2):
-        with pytest.raises(ConfigError, match="unknown quantizer 'gptq'"):
-            encoding_for(bits, 64, 64, torch.bfloat16, cpu_layout(), "gptq")
+        with pytest.raises(ConfigError, match="unknown quantizer 'awq'"):
+            encoding_for(bits, 64, 64, torch.bfloat16, cpu_layout(), "awq")
 
 
 def test_names_of_other_machines_and_versions_are_refused():

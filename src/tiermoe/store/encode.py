@@ -14,6 +14,7 @@ from tiermoe.quant.scratch import scratch
 from tiermoe.quant.workers import in_order
 from tiermoe.store.checkpoint import Descriptors
 from tiermoe.store.layout import ExpertFormat, Slice, expert_format, relative_error
+from tiermoe.store.solving import Inputs, encode_solved
 from tiermoe.store.source import ExpertSource
 from tiermoe.types import Segment
 
@@ -22,14 +23,19 @@ Task = list[Slice]
 
 
 def encoded_experts(
-    form: ExpertFormat, quantizer: Quantizer, source: ExpertSource, layer: int, workers: int
+    form: ExpertFormat,
+    quantizer: Quantizer,
+    source: ExpertSource,
+    layer: int,
+    workers: int,
+    inputs: Inputs | None = None,
 ) -> Iterator[tuple[memoryview, float]]:
     """The stored bytes of each expert of a layer, valid until the next one is asked for, and its relative error: the
     RMS of the difference over the RMS of the weights, over all quantised matrices (0.0 at 16 bits).
 
     Large experts that lie in the checkpoint as they are get read and encoded some rows at a time, by all workers;
-    others one by each worker."""
-    placed = _placed_experts(form, source, layer)
+    others one by each worker, as are all whose inputs are known."""
+    placed = _placed_experts(form, source, layer) if inputs is None else None
     tasks = _tasks(form, quantizer) if placed else [[]]
     # one for each expert that is being encoded or written; the gaps between fields stay zero
     count = _in_flight(len(tasks), workers)
@@ -37,6 +43,8 @@ def encoded_experts(
 
     def work(number: int) -> row_blocks.Squares:
         expert, task = divmod(number, len(tasks))
+        if inputs is not None:
+            return encode_solved(form, source.read(layer, expert), inputs, (layer, expert), buffers[expert % count])
         if placed is None:
             return form.encode(source.read(layer, expert), quantizer, buffers[expert % count])
         return _encode(form, quantizer, buffers[expert % count], tasks[task], placed, expert)
