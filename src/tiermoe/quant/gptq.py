@@ -201,7 +201,8 @@ def _damped(moments: Tensor) -> Tensor:
 def _inverse_factor(moments: Tensor) -> Tensor:
     """U, upper, with U'U the inverse."""
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments))
-    return torch.linalg.cholesky(inverse, upper=True)
+    upper: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return upper
 
 
 def _on_ladder(step: Tensor | int, offset: Tensor | int) -> Nearest:
