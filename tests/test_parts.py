@@ -81,6 +81,7 @@ class Watching(Observer):
 
     def on_route(self, routed: Routed, hidden: torch.Tensor) -> None:
         self._tokens = routed.tokens_per_expert()
+        self.found["three of a token"] += routed.phase == "decode" and len(routed.experts[0]) == 3
 
     def on_ready(self, layer: int, ready: Ready) -> None:
         self.found["computed while others come"] += not self._engine.link.is_idle()
@@ -162,12 +163,16 @@ class Naming:
 
     watch: Evictions
     tokens: int
+    phase: str
 
     def candidates(self, layer: int, forecasts: Any, here: Any) -> Iterator[Wanted]:
         self.watch.named = {place for place in self.watch.named if place[0] > layer}
         named: Counter[int] = Counter()
+        decodes = self.phase == "decode"
         for wanted in super().candidates(layer, forecasts, here):  # type: ignore[misc]
             named[wanted.layer] += 1
+            self.watch.found["named before a layer"] += layer < 0
+            self.watch.found["named by a decoded token's gates"] += decodes and not forecasts.recalled(wanted.layer)
             self.watch.found["named two layers ahead"] += wanted.layer - layer > 1
             self.watch.found["named beyond the K"] += self.tokens == 1 and named[wanted.layer] > 4
             self.watch.named.add((wanted.layer, wanted.expert))
@@ -227,6 +232,7 @@ ALONE = {"prefetch": "none"}
 HOBBIT = {"t1": 0.4, "t2": 0.7, "weights": "0.25,0.25,0.25,0.25", "low_share": 0.3}
 FIXED = {"t1": 1.0, "t2": 1.0}
 MOBILE = {"gamma": 0.3}
+BOTH = {"gamma": 1.0, "prefetch": "recalled+next-gate"}  # every little pass is discarded
 FIXED_BITS = {"precision": "fixed"}  # a layer's experts in two precisions are more than its slots
 NEURONS = {"store": "memory"}
 QUARTERS = {"recency": "0,0.4,0.3,0.3", "frequency": "0.4,0,0.3,0.3", "distance": "0.4,0.3,0.3,0"}
@@ -247,6 +253,9 @@ PARTS = [
     Part("mobile", "falling back", "fallback_ratio", {"gamma": 0}, MOBILE),
     Part("mobile", "the little pass", "discarded_hits", {"routing": "all"}, ALONE),
     Part("mobile", "recalled experts", "prefetched_hits", ALONE, MOBILE),
+    Part("mobile", "the next gates of a little pass", "named by a decoded token's gates", {"prefetch": "recalled"}, BOTH),
+    Part("mobile", "recalled beside them", "named before a layer", {"prefetch": "next-gate"}, BOTH),
+    Part("mobile", "how little", "three of a token", {"little": 2}, ALONE | {"routing": "half", "little": 3}),
     Part("fate", "low in prefill", "low in prefill", {"low_popularity": 0}),
     Part("fate", "low on a misprediction", "low in decode", {"mispredicted": "high"}, {"mispredicted": "low"}),
     Part("fate", "prefetch", "prefetched_hits", ALONE),

@@ -283,6 +283,22 @@ def test_recalled_starts_before_the_first_layer() -> None:
     assert names(predictor, 0, Said(GATES)) == [], "no fallback: nothing to recall"
 
 
+def test_recalled_beside_the_next_gate() -> None:
+    evicted = {0: [(3, 0.7), (2, 0.2), (1, 0.1)], 1: [(1, 0.9), (0, 0.1)], 2: [(0, 0.8), (3, 0.1)]}
+    predictor = PREDICTIONS["recalled+next-gate"](context(), ahead=2)
+    assert names(predictor, -1, Said(GATES, evicted)) == [(0, 3), (0, 2), (1, 1), (1, 0)]
+    assert names(predictor, 0, Said(GATES, evicted)) == [(1, 1), (1, 0), (2, 0), (2, 3)], "what is known, not guessed"
+    gates = names(PREDICTIONS["next-gate"](context(), ahead=2), 0, Said(GATES))
+    predictor.observe(routed(0, [0, 1], phase="prefill"))
+    assert names(predictor, 0, Said(GATES)) == gates, "a prompt runs all K"
+    assert names(predictor, -1, Said(GATES)) == []
+    predictor.observe(routed(0, [0, 1]))
+    assert names(predictor, 0, Said(GATES)) == [place for place in gates if place in (gates[0], gates[2])], "K/2 run"
+    one = PREDICTIONS["recalled+next-gate"](context(little=2), ahead=2)
+    one.observe(routed(0, [0, 1]))
+    assert names(one, 0, Said(GATES)) == gates, "little=2"
+
+
 def test_whole_layers_in_order() -> None:
     assert names(PREDICTIONS["layer"](context()), 1, Said()) == [(2, 0), (2, 1), (2, 2), (2, 3)]
 
@@ -307,8 +323,8 @@ def test_what_it_is_made_from_is_required(name: str) -> None:
         PREDICTIONS[name](context())
 
 
-@pytest.mark.parametrize("name", sorted(set(PREDICTIONS) - {"recalled", "hash"}))
-def test_only_two_know_something_before_the_first_layer(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(set(PREDICTIONS) - {"recalled", "recalled+next-gate", "hash"}))
+def test_only_those_know_something_before_the_first_layer(name: str) -> None:
     """No layer runs at -1, so forecasts that answered all the same must not be taken for one's."""
     filled = context(frequencies={(0, 1): 1.0}, paths=count_paths(TOKENS, 2), future=lambda layer: [0])
     predictor = PREDICTIONS[name](filled)

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermoe.decide.routing import is_confident, little, speedup
-from tiermoe.engine.passes import keep_half
+from tiermoe.decide.routing import is_confident, little, require_little, speedup
+from tiermoe.engine.passes import keep_little
+from tiermoe.errors import ConfigError
 from tiermoe.systems.routings import baseline_uniform, recall
 
 
@@ -26,23 +27,37 @@ def test_little_by_hand(weights: list[float], positions: list[int]) -> None:
     assert little(weights) == positions
 
 
-@given(st.lists(st.floats(0.01, 1), min_size=1, max_size=8))
-def test_little_against_its_definition(weights: list[float]) -> None:
-    kept = little(weights)
-    assert len(kept) == (len(weights) + 1) // 2
+@given(st.lists(st.floats(0.01, 1), min_size=1, max_size=8), st.none() | st.integers(1, 9))
+def test_little_against_its_definition(weights: list[float], count: int | None) -> None:
+    kept = little(weights, count)
+    assert len(kept) == ((len(weights) + 1) // 2 if count is None else min(count, len(weights)))
     assert kept == sorted(kept), "the order given"
     left = [gate for position, gate in enumerate(weights) if position not in kept]
     assert min(weights[position] for position in kept) >= max(left, default=0)
 
 
-@given(st.lists(st.lists(st.floats(0.01, 1), min_size=3, max_size=3), min_size=1, max_size=4), st.booleans(), st.data())
-def test_the_engine_drops_what_is_not_little(rows: list[list[float]], renormalise: bool, data: st.DataObject) -> None:
+def test_a_little_pass_leaves_some_expert_out() -> None:
+    require_little("half", None, [2, 4])
+    require_little("half", 3, [2, 4])  # of a layer with fewer, all
+    with pytest.raises(ConfigError, match="little=4 leaves no expert out: this model uses 4"):
+        require_little("half", 4, [2, 4])
+
+
+@given(
+    st.lists(st.lists(st.floats(0.01, 1), min_size=3, max_size=3), min_size=1, max_size=4),
+    st.booleans(),
+    st.sampled_from([None, 1, 2]),
+    st.data(),
+)
+def test_the_engine_drops_what_is_not_little(
+    rows: list[list[float]], renormalise: bool, count: int | None, data: st.DataObject
+) -> None:
     """Rows that are unsure keep all; what is left of the others has their sum where the model renormalises."""
     unsure = data.draw(st.lists(st.integers(0, len(rows) - 1), unique=True))
     weights = torch.tensor(rows, dtype=torch.float64)
-    index, kept = keep_half(torch.arange(3).expand(len(rows), 3), weights, unsure, 9, renormalise)
+    index, kept = keep_little(torch.arange(3).expand(len(rows), 3), weights, unsure, 9, renormalise, count)
     for number, row in enumerate(rows):
-        places = range(3) if number in unsure else little(row)
+        places = range(3) if number in unsure else little(row, count)
         assert index[number].tolist() == [place if place in places else 9 for place in range(3)]
         gates = kept[number].tolist()
         assert [gates[place] for place in range(3) if place not in places] == [0.0] * (3 - len(places))

@@ -39,8 +39,12 @@ def trace(
     prompt: Prompt = 32,
     sequence: Sequence = 256,
     little: Annotated[
-        bool, typer.Option("--little/--no-little", help="Record MoBiLE's pass over half of the experts too.")
+        bool, typer.Option("--little/--no-little", help="Record MoBiLE's pass over few of the experts too.")
     ] = True,
+    little_k: Annotated[
+        int | None,
+        typer.Option(min=1, help="Experts of that pass; without it half of a token's.", show_default=False),
+    ] = None,
     neurons: Neurons = None,
 ) -> None:
     """Record routing, gate weights, forecasts of later layers, and computing times, for `tiermoe simulate`."""
@@ -74,6 +78,7 @@ def trace(
             write_trace(
                 out, session.engine, cut_text["ids"], cut_text["shape"],
                 made_from(text.name, content, cut_text["shape"], settings), progress, little=little, theta=neurons,
+                little_k=little_k,
             )  # fmt: skip
     finally:
         session.engine.close()

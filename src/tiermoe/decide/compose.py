@@ -303,6 +303,7 @@ def _prediction_context(
         hash_tables=shape.hash_tables,
         future=foresight.future if foresight else None,
         encoder_layers=shape.encoder_layers,
+        little=composition.little,
     )
 
 

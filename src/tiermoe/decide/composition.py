@@ -23,6 +23,8 @@ from tiermoe.errors import ConfigError
 POLICIES: dict[str, Mapping[str, Any]] = {"precision": PRECISIONS, "prefetch": PREDICTIONS, "cache": EVICTIONS}
 """The parts whose values are classes, which declare settings of their own."""
 
+_LITTLE = ("half", "confident")  # routings that have a pass of fewer experts
+_RECALL = ("recalled", "recalled+next-gate")  # predictions that recall such a pass
 _FEWER_OR_OTHERS = ("half", "confident", "cached")  # routings that do not run the router's K
 
 
@@ -57,7 +59,11 @@ def _finds_some(composition: Composition) -> bool:
 
 def _known_before(composition: Composition) -> bool:
     """Whether there is a discarded pass to recall, where that is what predicts."""
-    return composition.prefetch != "recalled" or composition.routing == "confident"
+    return composition.prefetch not in _RECALL or composition.routing == "confident"
+
+
+def _has_little(composition: Composition) -> bool:
+    return composition.routing in _LITTLE
 
 
 def _keeps(composition: Composition) -> bool:
@@ -94,8 +100,8 @@ class Composition:
     `composition[name]` is the value of any part or setting. `exact_bits`: a demand is met by a copy in its very bits
     alone, to measure what bits cost; no preset has it.
 
-    routing: 'all' K experts; 'half' the K/2 of the largest weights, rounded up; 'confident' half, and again with all
-    where the likeliest next token has a probability of at most `gamma` (MoBiLE); 'cached' K that are moved towards what
+    routing: 'all' K experts; 'half' the `little` of the largest weights (None: K/2, rounded up); 'confident' these, and
+    again with all where the likeliest next token has a probability of at most `gamma` (MoBiLE); 'cached' K that are moved towards what
     is here, in decode, by `prior` and up to `most_moved` of the gate weight, but the first `always`, and those of the
     first `untouched` MoE layers (Cache-Prior); 'layer' every expert of the layer is fetched, routed or not (STI).
     precision: `decide/precision.py`. prefetch: `decide/prediction/`.
@@ -142,6 +148,7 @@ class Composition:
 
     profile: str = setting("", read=str)
     gamma: float = setting(0.7, low=0, high=1, read_by=(_is("routing", "confident"),))
+    little: int | None = setting(None, read=int, low=1, high=64, read_by=(("routing", _has_little),))
     prior: float | None = setting(None, low=0, high=4, calibrated=True, read_by=(_is("routing", "cached"),))
     always: int = setting(1, read=int, low=0, high=64, read_by=(_is("routing", "cached"),))
     untouched: int = setting(0, read=int, low=0, high=1 << 16, read_by=(_is("routing", "cached"),))
@@ -211,7 +218,7 @@ class Composition:
     def exact(self) -> Composition:
         """The same composition with every lossy part off: the exact preset's tokens, bit for bit."""
         routing = "all" if self.routing in _FEWER_OR_OTHERS else self.routing
-        prefetch = {"recalled": "next-gate", "neurons": "next-gate"}.get(self.prefetch, self.prefetch)
+        prefetch = "next-gate" if self.prefetch in (*_RECALL, "neurons") else self.prefetch
         return replace(
             self, routing=routing, precision="fixed", prefetch=prefetch, low_share=0.0, unit="expert",
             on_mispredict="reload", misses="load",

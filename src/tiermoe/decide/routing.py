@@ -1,4 +1,4 @@
-"""Which experts run: MoBiLE's little pass over half of them, and when it is enough; and choices moved towards experts
+"""Which experts run: MoBiLE's little pass over few of them, and when it is enough; and choices moved towards experts
 that are here."""
 
 from __future__ import annotations
@@ -7,12 +7,31 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from tiermoe.errors import ConfigError
 
-def little(weights: Sequence[float]) -> list[int]:
-    """Of a token's K experts, the positions of the K/2 (rounded up, which is ours) that run in the little pass: those
-    of the largest weights, of equals the earlier; in the order given."""
+
+def little_k(k: int, count: int | None = None) -> int:
+    """How many of a token's k experts run in the little pass: `count`, at most all; None: K/2, rounded up (ours)."""
+    return (k + 1) // 2 if count is None else min(count, k)
+
+
+def little(weights: Sequence[float], count: int | None = None) -> list[int]:
+    """Of a token's K experts, the positions of those that run in the little pass, `little_k` of them: those of the
+    largest weights, of equals the earlier; in the order given."""
     ranked = sorted(range(len(weights)), key=lambda position: -weights[position])
-    return sorted(ranked[: (len(weights) + 1) // 2])
+    return sorted(ranked[: little_k(len(weights), count)])
+
+
+def require_little(routing: str, count: int | None, top_k: Sequence[int]) -> None:
+    """ConfigError where a little pass of `count` experts (`little_k`) would leave no expert of any layer out. top_k: of
+    each layer."""
+    if max(top_k) < 2:
+        raise ConfigError(
+            f"routing={routing} runs some of a token's experts, this model uses one; "
+            f"use another preset or --set routing=all"
+        )
+    if count is not None and count >= max(top_k):
+        raise ConfigError(f"little={count} leaves no expert out: this model uses {max(top_k)} for a token; name fewer")
 
 
 def is_confident(probability: float, gamma: float) -> bool:

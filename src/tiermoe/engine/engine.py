@@ -14,6 +14,7 @@ from tiermoe.config import Settings
 from tiermoe.decide.composition import Composition
 from tiermoe.decide.controller import Controller
 from tiermoe.decide.phase_costs import PhaseCosts
+from tiermoe.decide.routing import require_little
 from tiermoe.decide.scheduler import Scheduler
 from tiermoe.engine.cached_routing import Route, routes
 from tiermoe.engine.experts import SettledExperts
@@ -317,11 +318,9 @@ class Engine:
     def _decode_little_first(self, rewinds: bool) -> ConfidentDecoding | None:
         if self.composition.routing not in ("half", "confident"):
             return None
-        if max(layer.top_k for layer in self.store.layers) < 2:
-            raise ConfigError(
-                f"routing={self.composition.routing} runs half of a token's experts, this model uses one; "
-                f"use another preset or --set routing=all"
-            )
+        little = self.composition.little
+        require_little(self.composition.routing, little, [layer.top_k for layer in self.store.layers])
+        self.current.little = little
         gamma = self.composition.gamma if self.composition.routing == "confident" else None
         if gamma is not None and not rewinds:
             raise ConfigError(

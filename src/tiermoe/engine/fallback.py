@@ -1,4 +1,4 @@
-"""MoBiLE's decoding: each token with K/2 experts, and again with all K where the next token is unsure.
+"""MoBiLE's decoding: each token with few of its K experts, and again with all K where the next token is unsure.
 
 Whoever runs passes gives it the pass as a function; the second one writes the same position again.
 """
@@ -21,7 +21,7 @@ Output = TypeVar("Output")
 class ConfidentDecoding:
     """Runs decode passes little first (MoBiLE, section III-A). `passes`: tokens decoded; `fallbacks`: those that ran
     again. gamma: a row whose likeliest next token has at most this probability falls back; 1 always does, and without
-    one (None) every token keeps its K/2 pass."""
+    one (None) every token keeps its little pass."""
 
     def __init__(self, current: CurrentPass, gamma: float | None) -> None:
         self.passes = 0

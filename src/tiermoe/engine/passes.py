@@ -22,7 +22,8 @@ class CurrentPass:
 
     encoder_layers: MoE layers of an encoder, which run first (0: a decoder alone). `needs_weights`, `proceed`: what the
     composition asks of the layers. `unsure`: in a fallback pass, the rows of the batch that run with all K; None runs
-    every row with all K, an empty list none (the little pass). `observer`: told of the layers.
+    every row with all K, an empty list none (the little pass). `little`: experts that run in a little pass, None for
+    K/2. `observer`: told of the layers.
     """
 
     def __init__(self, scheduler: Scheduler, forecasts: PassForecasts, encoder_layers: int) -> None:
@@ -32,6 +33,7 @@ class CurrentPass:
         self.needs_weights = False
         self.proceed = scheduler.proceed
         self.unsure: list[int] | None = None
+        self.little: int | None = None
         self.observer: Observer | None = None
         self._encoder_layers = encoder_layers
         self._encoded = False
@@ -80,7 +82,7 @@ class CurrentPass:
 
     @contextlib.contextmanager
     def halved(self, unsure: list[int]) -> Iterator[None]:
-        """Decode passes within it run with K/2 experts, but for the rows `unsure`."""
+        """Decode passes within it run with `little` experts, but for the rows `unsure`."""
         self.unsure = unsure
         try:
             yield
@@ -90,13 +92,13 @@ class CurrentPass:
     def route(
         self, layer: int, index: torch.Tensor, weights: torch.Tensor, none: int, renormalise: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The experts that run: all K of a token, or K/2 where the pass is a little one for it. none: an index that
+        """The experts that run: all K of a token, or few where the pass is a little one for it. none: an index that
         names no expert."""
         if self.unsure is None or self.phase != "decode":
             return index, weights
         if not self.unsure:
             self._note_little(layer, index, weights)
-        return keep_half(index, weights, self.unsure, none, renormalise)
+        return keep_little(index, weights, self.unsure, none, renormalise, self.little)
 
     def run_layer(self, routed: Routed, hidden: torch.Tensor) -> Iterator[list[Ready]]:
         """`Scheduler.run_layer` for a layer whose input is `hidden` (T, H)."""
@@ -145,14 +147,19 @@ def past_tokens(named: dict[str, Any]) -> int:
     return int(cache.get_seq_length()) if cache is not None else 0
 
 
-def keep_half(
-    index: torch.Tensor, weights: torch.Tensor, whole_rows: list[int], none: int, renormalise: bool
+def keep_little(
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    whole_rows: list[int],
+    none: int,
+    renormalise: bool,
+    count: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """index, weights (T, K) with those of each row's experts that are not in the little pass replaced by `none`, except
-    in `whole_rows`.
+    in `whole_rows`. count: experts of the little pass, None for K/2.
     What is left is scaled to the row's sum where the model normalises over the chosen ones."""
-    halves = torch.tensor([little(gates) for gates in weights.tolist()], device=index.device)
-    dropped = torch.ones_like(index, dtype=torch.bool).scatter_(1, halves, False)
+    places = torch.tensor([little(gates, count) for gates in weights.tolist()], device=index.device)
+    dropped = torch.ones_like(index, dtype=torch.bool).scatter_(1, places, False)
     dropped[whole_rows] = False
     kept = weights.masked_fill(dropped, 0)
     if renormalise:

@@ -15,6 +15,7 @@ import torch
 
 from tiermoe.batch import Batch, decode, prompt
 from tiermoe.decide.prediction.protocol import Ranked
+from tiermoe.decide.routing import require_little
 from tiermoe.engine.engine import engine_of, transformers_model
 from tiermoe.engine.observer import Observer
 from tiermoe.errors import ConfigError
@@ -30,7 +31,7 @@ _DIGITS = 5  # significant ones of a forecast's weight: a trace holds hundreds f
 
 class Recorder(Observer):
     """Follows the layers of a loaded model that has run before (`Forecaster`). distances: layers ahead whose routers
-    are asked too. little: run the K/2 pass (MoBiLE) before each token. theta: note the neurons above it of each token
+    are asked too. little: run the little pass (MoBiLE) before each token, of `little_k` experts (None: K/2). theta: note the neurons above it of each token
     after a prompt (CORM; ModelError where the experts are not gated). `holds` and `distances` are what comes of it (an
     adapter family's routers name no experts; with one expert per token there is no half). Close it, or use it as a
     context.
@@ -41,7 +42,12 @@ class Recorder(Observer):
     weights = whole_rankings = True
 
     def __init__(
-        self, model: Any, distances: Sequence[int] = DISTANCES, little: bool = True, theta: float | None = None
+        self,
+        model: Any,
+        distances: Sequence[int] = DISTANCES,
+        little: bool = True,
+        theta: float | None = None,
+        little_k: int | None = None,
     ) -> None:
         self._model = model
         self._engine = engine = engine_of(model)
@@ -54,6 +60,9 @@ class Recorder(Observer):
         self._top_k = [layer.top_k for layer in layers]
         family = family_of(engine.config.model_type)
         self.little = little and not family.encoder_decoder and engine.rewinds and max(self._top_k) > 1
+        if little_k is not None:
+            require_little("confident", little_k, self._top_k)
+        engine.current.little = little_k
         self.distances = () if not family.forecasts else tuple(d for d in distances if d < len(layers))
         self._layers: list[LayerTrace] = []
         self._neurons = None if theta is None else NeuronWatch(model, theta)
@@ -73,6 +82,7 @@ class Recorder(Observer):
 
     def close(self) -> None:
         """Leaves the model as it was."""
+        self._engine.current.little = None
         self._engine.observe(None)
 
     @torch.inference_mode()
@@ -101,7 +111,7 @@ class Recorder(Observer):
                 layer.neurons, layer.named = active, named
 
     def _little(self, feed: Feed, position: int) -> Little:
-        """The K/2 pass at a position, undone afterwards."""
+        """The little pass at a position, undone afterwards."""
         current = self._engine.current
         self._begin()
         try:

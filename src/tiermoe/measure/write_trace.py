@@ -101,14 +101,17 @@ def write_trace(
     distances: Sequence[int] = DISTANCES,
     little: bool = True,
     theta: float | None = None,
+    little_k: int | None = None,
 ) -> None:
     """Records the sequences `ids` (sequences, length) and writes them to `path`, which appears whole or not at all.
-    Times are measured first, on the first sequence. distances, little, theta: as for `Recorder`. TraceError where
+    Times are measured first, on the first sequence. distances, little, theta, little_k: as for `Recorder`. TraceError where
     `path` cannot be written."""
     times = measure_times(model, ids[0], shape.prompt)
     if theta is not None:
         made_from = {**made_from, "theta": theta}
-    with Recorder(model, distances, little, theta) as recorder:
+    if little_k is not None:
+        made_from = {**made_from, "little": little_k}
+    with Recorder(model, distances, little, theta, little_k) as recorder:
         header = header_of(model, times, recorder.holds, recorder.distances, made_from)
         with TraceWriter(path, header) as writer:
             done = 0

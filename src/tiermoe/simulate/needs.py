@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from tiermoe.decide.compose import tables
 from tiermoe.decide.composition import Composition
 from tiermoe.decide.profiles import Profile
+from tiermoe.decide.routing import require_little
 from tiermoe.errors import ConfigError, ProfileError, TraceError
 from tiermoe.trace.schema import Header
 
 _TABLES = {"bits": "table of bits per expert", "paths": "activation paths", "frequencies": "frequencies of experts"}
-_LITTLE = (("routing", "confident"), ("prefetch", "recalled"))
+_LITTLE = (("routing", "confident"), ("prefetch", "recalled"), ("prefetch", "recalled+next-gate"))
 
 
 def require(composition: Composition, header: Header) -> None:
@@ -25,6 +26,15 @@ def require(composition: Composition, header: Header) -> None:
         )
     if composition.prefetch == "hash":
         raise TraceError(f"preset {composition.name} needs hash tables, which no trace holds; use --set prefetch=none")
+    if composition.routing in ("half", "confident"):
+        require_little(composition.routing, composition.little, header.top_k)
+    recorded = header.made_from.get("little")
+    if composition.routing == "confident" and composition.little != recorded and "little" in header.holds:
+        raise TraceError(
+            f"preset {composition.name} has a little pass of {composition.little or 'K/2'} experts, and the trace of "
+            f"{header.model} tells how sure one of {recorded or 'K/2'} was; make the trace again with tiermoe trace "
+            f"--little-k"
+        )
     lacking = list(_lacking(composition, header))
     if lacking:
         raise TraceError(

@@ -42,10 +42,10 @@ def steps_of(trace: Trace, composition: Composition) -> list[Step]:
     steps = []
     for passed in trace.passes:
         if passed.phase == "decode" and composition.routing == "half":
-            steps.append(_step(passed, _halved(passed.layers)))
+            steps.append(_step(passed, _little(passed.layers, composition.little)))
         elif passed.phase == "decode" and composition.routing == "confident" and passed.little is not None:
             sure = is_confident(passed.little.confidence, composition.gamma)
-            steps.append(_step(passed, _halved(passed.little.layers), discarded=not sure))
+            steps.append(_step(passed, _little(passed.little.layers, composition.little), discarded=not sure))
             if not sure:
                 steps.append(_step(passed, passed.layers, recalled=passed.little.layers))
         else:
@@ -74,14 +74,15 @@ def _parted(step: Step, encoder_layers: int) -> list[Step]:
     return [encoded, replace(step, phase=phase, size=size, tokens=[], layers=layers)]
 
 
-def _halved(layers: Sequence[LayerTrace]) -> list[LayerTrace]:
-    halves = []
+def _little(layers: Sequence[LayerTrace], count: int | None) -> list[LayerTrace]:
+    """The layers as a little pass of `count` experts (None: K/2) runs them."""
+    passes = []
     for layer in layers:
-        kept = [little(gates) for gates in layer.weights]
+        kept = [little(gates, count) for gates in layer.weights]
         experts = [[row[place] for place in places] for row, places in zip(layer.experts, kept, strict=True)]
         weights = [[row[place] for place in places] for row, places in zip(layer.weights, kept, strict=True)]
-        halves.append(LayerTrace(experts, weights, layer.forecasts, layer.neurons, layer.named))
-    return halves
+        passes.append(LayerTrace(experts, weights, layer.forecasts, layer.neurons, layer.named))
+    return passes
 
 
 class Recorded:

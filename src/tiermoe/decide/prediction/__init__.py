@@ -6,7 +6,7 @@ from tiermoe.decide.prediction.path import ActivationPath
 from tiermoe.decide.prediction.paths import Paths, count_paths, paths_from_json, paths_to_json
 from tiermoe.decide.prediction.percentile import AbovePercentile
 from tiermoe.decide.prediction.protocol import Forecasts, Here, LooksAhead, PredictionContext, Predictor, Ranked
-from tiermoe.decide.prediction.recalled import Recalled
+from tiermoe.decide.prediction.recalled import Recalled, RecalledAndNextGate
 
 __all__ = [
     "PREDICTIONS",
@@ -30,6 +30,7 @@ PREDICTIONS: dict[str, type[Predictor]] = {
     "path": ActivationPath,
     "frequent": MostFrequent,
     "recalled": Recalled,
+    "recalled+next-gate": RecalledAndNextGate,
     "neurons": NextGate,  # CORM's first level; its second, which neurons, belongs to the unit
     "layer": WholeLayer,
     "hash": HashRouted,

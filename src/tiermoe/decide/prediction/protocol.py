@@ -51,7 +51,7 @@ class PredictionContext:
 
     `layers`: MoE layers of the model, the first `encoder_layers` of them in an encoder. `experts`, `top_k`: per layer.
     `paths`: of the calibration (`count_paths`). `frequencies`: (layer, expert) → share or number of the calibration's
-    tokens. `hash_tables`: of the layers that are routed by the token. `future`: known in a replay alone."""
+    tokens. `little`: experts of a little pass (`routing.little_k`). `hash_tables`: of the layers that are routed by the token. `future`: known in a replay alone."""
 
     layers: int
     experts: Sequence[int]
@@ -61,6 +61,7 @@ class PredictionContext:
     hash_tables: Mapping[int, HashTable] = field(default_factory=dict)
     future: Future | None = None
     encoder_layers: int = 0
+    little: int | None = None
 
     def most_frequent(self, layer: int) -> list[tuple[int, float]]:
         """Experts of `layer` that the calibration has seen, with their frequency, falling; ties: lower index first."""
