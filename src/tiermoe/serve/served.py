@@ -106,4 +106,4 @@ def system_first(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _is_system(message: Mapping[str, Any]) -> bool:
-    return message["role"] == "system"
+    return bool(message["role"] == "system")
