@@ -67,11 +67,11 @@ def pack(
         store = open_or_create(blueprint, store_root(blueprint, out), force)
         experts = {each.bits_used: precision_key(each.bits_used, each.quantizer, layout) for each in asked}
         dense = {each.bits_used: recipe_key(blueprint, each.dense_bits_used, layout) for each in asked}
-        if force:
+        name = calibration_text.name if calibration_text is not None else None
+        calibrated = Calibrated(blueprint, store, asked, experts, name, content, force)
+        if force:  # once it is clear that what was asked for can be packed
             for each in asked:
                 forget(store, experts[each.bits_used], dense[each.bits_used])
-        name = calibration_text.name if calibration_text is not None else None
-        calibrated = Calibrated(blueprint, store, asked, experts, name, content)
     with progress_bar() as progress:
         for each in asked:
             ensure_packed(

@@ -101,7 +101,8 @@ class Composition:
     alone, to measure what bits cost; no preset has it.
 
     routing: 'all' K experts; 'half' the `little` of the largest weights (None: K/2, rounded up); 'confident' these, and
-    again with all where the likeliest next token has a probability of at most `gamma` (MoBiLE); 'cached' K that are moved towards what
+    again with all where the likeliest next token has a probability of at most `gamma` (MoBiLE); 'cached' K that are
+    moved towards what
     is here, in decode, by `prior` and up to `most_moved` of the gate weight, but the first `always`, and those of the
     first `untouched` MoE layers (Cache-Prior); 'layer' every expert of the layer is fetched, routed or not (STI).
     precision: `decide/precision.py`. prefetch: `decide/prediction/`.

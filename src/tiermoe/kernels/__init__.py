@@ -21,7 +21,7 @@ from tiermoe.quant.published import Published
 from tiermoe.quant.registry import ROW_MAJOR, cpu_layout, encoding_named
 from tiermoe.quant.transposed4 import Transposed4
 from tiermoe.store.layout import ExpertFormat
-from tiermoe.types import Part
+from tiermoe.types import FEW_TOKENS, Part
 
 __all__ = [
     "KERNELS", "LinearKernel", "cpu_kernels", "decoded_bytes", "decodes", "linear_for", "machine_layout",
@@ -111,17 +111,18 @@ def decoded_bytes(formats: Sequence[ExpertFormat], dense_bits: int, dtype: torch
 
 
 def prepared_bytes(formats: Sequence[ExpertFormat], top_k: int, tokens: int, dtype: torch.dtype) -> int:
-    """What the native products of a layer's experts make of their inputs beforehand, of so many tokens; 0 where none
-    does."""
+    """What the native products of a layer's experts make of their inputs beforehand, in a call of the largest size; 0
+    where none does. A call of many tokens has as many rows (`engine.experts`)."""
     if not available():
         return 0
-    return max(sum(_prepared(form, part, top_k * tokens, dtype) for part in form.layer.parts) for form in formats)
+    rows = top_k * tokens if tokens <= FEW_TOKENS else tokens
+    return max(sum(_prepared(form, part, rows, dtype) for part in form.layer.parts) for form in formats)
 
 
 def _prepared(form: ExpertFormat, part: Part, tokens: int, dtype: torch.dtype) -> int:
     encoding = form.encodings.get(part.name)
     matrix = matrix_form(encoding, *part.out_in, dtype) if part.is_matrix and encoding else None
-    return _native.prepared(matrix.absent(), tokens, tokens, 1) if matrix else 0
+    return _native.prepared(matrix.absent(), tokens, tokens, torch.get_num_threads()) if matrix else 0
 
 
 def linear_for(encoding_name: str, device_type: str, dtype: torch.dtype) -> LinearKernel:

@@ -22,7 +22,8 @@ from tiermoe.store.store import Store
 
 class Calibrated:
     """Inputs for the precisions that are asked for. keys: bits → key in the store. name, content: the text that the
-    user named, None for the one that ships with the package. ConfigError where a text was named that changes nothing,
+    user named, None for the one that ships with the package. force: what the store holds will be packed anew.
+    ConfigError where a text was named that changes nothing,
     or with which the store cannot be what was asked for."""
 
     def __init__(
@@ -33,6 +34,7 @@ class Calibrated:
         keys: Mapping[int, str],
         name: str | None,
         content: str | None,
+        force: bool = False,
     ) -> None:
         self._blueprint, self._store = blueprint, store
         self._inputs: ExpertInputs | None = None
@@ -41,13 +43,13 @@ class Calibrated:
             raise ConfigError(
                 f"--calibration-text is for --quantizer {' or '.join(CALIBRATED)} at 4 or 2 bits; leave it out"
             )
-        self._missing = [key for key in taking if key not in store.precisions]
+        self._missing = [key for key in taking if force or key not in store.precisions]
         if not taking or (content is None and not self._missing):
             return
         self._text = calibration_text(blueprint, name or TEXT, shipped_text() if content is None else content)
         for key in taking:
             packed = store.precisions.get(key)
-            if packed is not None and packed.made_from != self._text.made_from:
+            if not force and packed is not None and packed.made_from != self._text.made_from:
                 raise ConfigError(
                     f"the store in {store.root} holds {key} as calibrated on {packed.made_from}; --force packs it anew"
                 )

@@ -58,8 +58,8 @@ class Text(NamedTuple):
 
     @property
     def made_from(self) -> str:
-        """Tells it apart from others."""
-        return f"{self.name}, {self.ids.numel()} tokens, {xxhash.xxh3_64_hexdigest(self.ids.numpy().tobytes())}"
+        """Tells it apart from others, whatever its file is called."""
+        return f"{self.ids.numel()} tokens, {xxhash.xxh3_64_hexdigest(self.ids.numpy().tobytes())}"
 
 
 def shipped_text() -> str:

@@ -7,7 +7,9 @@ and tokens that are generated together have the bits that each has alone.
 
 Memory for keys and values is set aside for a prompt and the beginning of its answer, and for more as the answer grows.
 Where it is used up, those that came later wait for those that came before them; where none can go on, the one that came
-last is put back into the queue, and what has run of it runs again later, in the same parts: no bit of it changes.
+last is put back into the queue, and what has run of it runs again later, in the same parts: no bit of it changes,
+unless it
+began with what another request had left and that is gone.
 """
 
 from __future__ import annotations
