@@ -67,10 +67,9 @@ class MatrixForm:
 
 
 def prepared_at_most(columns: int) -> int:
-    """Bytes that a product makes of so many columns of a token beforehand, in any coding (native/matrix.h): AVX2's
-    integers of
-    spans of 32 columns, elsewhere sums of groups of 16."""
-    return 136 * -(-columns // 32) if instruction_set() == "avx2" else 4 * -(-columns // 16)
+    """Bytes that a product makes of so many columns of a token beforehand (native/matrix.h): AVX2's integers of spans of
+    32 columns, elsewhere sums of groups of 32."""
+    return (136 if instruction_set() == "avx2" else 4) * -(-columns // 32)
 
 
 def matrix_form(encoding: Encoding, out: int, in_: int, dtype: torch.dtype) -> MatrixForm | None:
