@@ -67,8 +67,8 @@ class MatrixForm:
 
 
 def prepared_at_most(columns: int) -> int:
-    """Bytes that a product makes of so many columns of a token beforehand (native/matrix.h): AVX2's integers of spans of
-    32 columns, elsewhere sums of groups of 32."""
+    """Bytes that a product makes of so many columns of a token beforehand (native/matrix.h): AVX2's integers of spans
+    of 32 columns, elsewhere sums of groups of 32."""
     return (136 if instruction_set() == "avx2" else 4) * -(-columns // 32)
 
 
