@@ -6,11 +6,11 @@
  * 128 columns are summed before they become floats, of Q4_K and Q5_K all 256. Strips are added up lane by lane, then the
  * lanes: for one token as for many. */
 #include "gguf_parts.h"
-
+#include "gguf_groups.h"
 
 enum {
-    PARTS_SUMMED = 4,  /* times their scales, as integers: at most 128 * 32 * 32512 * 16 in a lane */
-    PARTS_KEPT = 8,    /* the same where lanes_keep(coding): at most 63 * 31 * 32512 * 32 */
+    PARTS_SUMMED = 4,  /* times their scales, as integers: at most 128 * 32 * 32512 * 16 in a lane; all
+                        * PARTS where lanes_keep(coding), at most 63 * 31 * 32512 * 32, or lanes are groups, 127 * 32512 * 32 */
     ALONE_AHEAD = 4096, /* bytes that are asked for ahead of their use */
     WHOLE_FEW = 2,     /* tokens whose sums are in registers at a time */
     WHOLE_TOKENS = 32, /* that share what is unpacked of a strip */
@@ -82,11 +82,22 @@ static inline Part part_scaled(Part part, __m256i scales) {
 }
 
 /* Parts that are summed before they become floats. */
-static inline size_t parts_summed(Coding coding) { return lanes_keep(coding) ? PARTS_KEPT : scales_whole(coding) ? PARTS_SUMMED : 1; }
+static inline size_t parts_summed(Coding coding, size_t group) {
+    if (lanes_keep(coding) || lanes_are_groups(coding, group)) return PARTS;
+    return scales_whole(coding) ? PARTS_SUMMED : 1;
+}
 
 static inline __attribute__((always_inline)) void strip_unpack(Coding coding, size_t group, const uint8_t *at,
                                                                const Groups *groups, size_t width, Unpacked *to) {
     for (int i = 0; i < offset_registers(coding); i++) to->offsets[i] = groups->offsets[i];
+    if (lanes_are_groups(coding, group)) {
+        to->scales[0] = groups->lanes;
+        if (width == STRIP)
+            lane_parts(coding, at, PARTS, to->parts);
+        else
+            lane_parts(coding, at, groups_of(width), to->parts);
+        return;
+    }
     if (!scales_whole(coding)) {
         for (size_t p = 0; p < width / PART; p++)
             to->parts[p] = part_of(coding, at, 0, (int)p), to->scales[p] = lanes_of(group, groups, p);
@@ -179,8 +190,6 @@ static inline Part to_bytes(Part words) {
 
 static inline size_t strips_of(size_t columns) { return (columns + STRIP - 1) / STRIP; }
 
-static inline int columns_move(Coding coding) { return lanes_keep(coding) || coding == Q6_K; }
-
 /* Brings columns to where they are when lanes_keep(coding), and in Q6_K. */
 static void keep_lanes(int q6_k, Whole *x) {
     __m256i even[2][4], odd[2][4]; /* of even groups, and of odd ones; in Q6_K of the halves */
@@ -201,10 +210,41 @@ static void keep_lanes(int q6_k, Whole *x) {
     }
 }
 
+/* Eight registers of dwords: that l of register g to lane g of the l-th. */
+static inline void transpose_eight(__m256i v[PARTS]) {
+    transpose(v), transpose(v + 4);
+    for (int t = 0; t < 4; t++) {
+        const __m256i first = v[t], last = v[4 + t];
+        v[t] = _mm256_permute2x128_si256(first, last, 0x20), v[4 + t] = _mm256_permute2x128_si256(first, last, 0x31);
+    }
+}
+
+/* Brings columns to where they are when lanes are groups; those of groups that the strip does not have are zeros. */
+static void groups_to_lanes(int adjoin, size_t groups, Whole *x) {
+    __m256i even[PARTS], odd[PARTS];
+    for (size_t g = 0; g < PARTS; g++) {
+        const Part part = g < groups ? x->parts[g] : (Part){_mm256_setzero_si256(), _mm256_setzero_si256()};
+        even[g] = adjoin ? _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(part.even, 0xD8), 0xD8) : part.even;
+        odd[g] = adjoin ? _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(part.odd, 0xD8), 0xD8) : part.odd;
+    }
+    transpose_eight(even), transpose_eight(odd);
+    for (int t = 0; t < 4; t++) { /* low nibbles are of even columns where nibbles adjoin, of the first 16 elsewhere */
+        x->parts[t] = adjoin ? (Part){even[2 * t], even[2 * t + 1]} : (Part){even[t], odd[t]};
+        x->parts[4 + t] = adjoin ? (Part){odd[2 * t], odd[2 * t + 1]} : (Part){even[4 + t], odd[4 + t]};
+    }
+}
+
+/* Brings the columns of a strip of so many groups to where they are multiplied. */
+static void move_columns(Coding coding, size_t group, size_t groups, Whole *x) {
+    if (lanes_keep(coding) || coding == Q6_K) keep_lanes(coding == Q6_K, x);
+    if (lanes_are_groups(coding, group)) groups_to_lanes(nibbles_adjoin(coding), groups, x);
+}
+
 /* Where a strip of a row of the block lies: the last row's again where there are fewer. */
 static inline size_t row_or_last(const Rows *block, size_t r) { return r < block->rows ? r : block->rows - 1; }
 
 #include "gguf_alone.h"
+#include "gguf_groups_alone.h"
 
 /* Asks for the strip of the next four rows in time. */
 static inline __attribute__((always_inline)) void ask_below(Coding coding, const uint8_t *at, size_t row_bytes) {
@@ -214,11 +254,18 @@ static inline __attribute__((always_inline)) void ask_below(Coding coding, const
 
 /* The strip of row r of the block from a column on, and its groups. */
 static inline __attribute__((always_inline)) const uint8_t *strip_at(Coding coding, const Matrix *matrix, const Rows *block,
-                                                                     size_t r, size_t begin, size_t width, Groups *groups) {
+                                                                     size_t group, size_t r, size_t begin, size_t width,
+                                                                     Groups *groups) {
     const size_t row = row_or_last(block, r), row_bytes = row_bytes_of(coding, matrix->columns);
     const uint8_t *at = block->weights + row * row_bytes + row_bytes_of(coding, begin);
     ask_below(coding, at, row_bytes);
-    groups_from(coding, matrix, block->first + row, begin, at, width, groups);
+    const size_t number = block->first + row;
+    if (!lanes_are_groups(coding, group))
+        groups_from(coding, matrix, number, begin, at, width, groups);
+    else if (width == STRIP)
+        lane_groups(coding, matrix, number, begin, at, PARTS, groups);
+    else
+        lane_groups(coding, matrix, number, begin, at, groups_of(width), groups);
     return at;
 }
 
@@ -263,10 +310,11 @@ static inline __attribute__((always_inline)) void whole_many(Coding coding, size
         for (size_t r = 0; r < block->rows; r += STRIP_ROWS) {
             for (size_t i = 0; i < STRIP_ROWS; i++) {
                 Groups groups;
-                const uint8_t *at = strip_at(coding, matrix, block, r + i, begin, width, &groups);
+                const uint8_t *at = strip_at(coding, matrix, block, group, r + i, begin, width, &groups);
                 strip_unpack(coding, group, at, &groups, width, rows + i);
             }
-            whole_tokens(parts_summed(coding), offset_registers(coding), rows, width / PART, x, strips, tokens,
+            const size_t parts = lanes_are_groups(coding, group) ? PARTS : width / PART;
+            whole_tokens(parts_summed(coding, group), offset_registers(coding), rows, parts, x, strips, tokens,
                          lanes + r / STRIP_ROWS * tokens);
         }
     }
@@ -283,6 +331,8 @@ static inline __attribute__((always_inline)) void whole_some(Coding coding, size
         whole_many(coding, group, matrix, block, x, tokens, totals);
     else if (lanes_keep(coding))
         block_alone(coding, matrix, block, x, totals);
+    else if (lanes_are_groups(coding, group))
+        groups_alone(coding, matrix, block, x, totals);
     else
         whole_alone(coding, group, matrix, block, x, totals);
 }

@@ -15,6 +15,7 @@ typedef struct {
     __m256i integers[2];          /* where scales_whole(coding), to be multiplied by `whole`: eight groups each; where lanes_keep(coding)
                                    * words, twice each, of the even groups and of the odd ones */
     float whole;
+    Eight lanes;    /* where lanes_are_groups(coding, group) */
     StripScales of; /* elsewhere */
     Eight offsets[2];
 } Groups;

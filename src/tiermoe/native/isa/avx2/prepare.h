@@ -15,7 +15,7 @@ static void prepare_strips(const Matrix *matrix, const bf16 *x, Whole *strips) {
         float sums[STRIP_GROUPS];
         group_sums(x + begin, matrix->group, groups, 1, sums);
         to_whole(x + begin, width, sums, groups, strips);
-        if (columns_move(matrix->coding)) keep_lanes(matrix->coding == Q6_K, strips);
+        move_columns(matrix->coding, matrix->group, width / PART, strips);
     }
 }
 
