@@ -253,7 +253,9 @@ PARTS = [
     Part("mobile", "falling back", "fallback_ratio", {"gamma": 0}, MOBILE),
     Part("mobile", "the little pass", "discarded_hits", {"routing": "all"}, ALONE),
     Part("mobile", "recalled experts", "prefetched_hits", ALONE, MOBILE),
-    Part("mobile", "the next gates of a little pass", "named by a decoded token's gates", {"prefetch": "recalled"}, BOTH),
+    Part(
+        "mobile", "the next gates of a little pass", "named by a decoded token's gates", {"prefetch": "recalled"}, BOTH
+    ),
     Part("mobile", "recalled beside them", "named before a layer", {"prefetch": "next-gate"}, BOTH),
     Part("mobile", "how little", "three of a token", {"little": 2}, ALONE | {"routing": "half", "little": 3}),
     Part("fate", "low in prefill", "low in prefill", {"low_popularity": 0}),

@@ -104,8 +104,8 @@ def write_trace(
     little_k: int | None = None,
 ) -> None:
     """Records the sequences `ids` (sequences, length) and writes them to `path`, which appears whole or not at all.
-    Times are measured first, on the first sequence. distances, little, theta, little_k: as for `Recorder`. TraceError where
-    `path` cannot be written."""
+    Times are measured first, on the first sequence. distances, little, theta, little_k: as for `Recorder`. TraceError
+    where `path` cannot be written."""
     times = measure_times(model, ids[0], shape.prompt)
     if theta is not None:
         made_from = {**made_from, "theta": theta}

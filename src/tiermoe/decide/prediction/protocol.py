@@ -51,7 +51,8 @@ class PredictionContext:
 
     `layers`: MoE layers of the model, the first `encoder_layers` of them in an encoder. `experts`, `top_k`: per layer.
     `paths`: of the calibration (`count_paths`). `frequencies`: (layer, expert) → share or number of the calibration's
-    tokens. `little`: experts of a little pass (`routing.little_k`). `hash_tables`: of the layers that are routed by the token. `future`: known in a replay alone."""
+    tokens. `little`: experts of a little pass (`routing.little_k`). `hash_tables`: of the layers that are routed by
+    the token. `future`: known in a replay alone."""
 
     layers: int
     experts: Sequence[int]
