@@ -5,20 +5,20 @@
 
 The text's sequences are fed as `tiermoe trace` feeds them. The first warms the cache and the process: it is run and
 replayed, and counts in neither. Then the same model records the text, and the trace is replayed with what was measured
-in the run: its link's bandwidth, and the mean seconds of an expert and of all else, and afterwards: what it takes to
-hand a load over between threads. So what is compared is what a replay makes of waiting and overlap. With several lanes
-loads arrive in an order of their own, and what is evicted differs a little. A lossy preset changes what its own routers
-see: its text is recorded with the exact experts, beside which its hits differ by more than timing. Prints one JSON
-object for each preset, and tables on standard error; a preset that cannot run here is named with the reason.
+in the run: its link's bandwidth, and the mean seconds of an expert, of all else, until a lane without work begins a
+load, and until whoever waited for one goes on (threads wait for a processor, which others keep busy). So what is
+compared is what a replay makes of waiting and overlap. With several lanes loads arrive in an order of their own, and
+what is evicted differs a little. A lossy preset changes what its own routers see: its text is recorded with the exact
+experts, beside which its hits differ by more than timing. Prints one JSON object for each preset, and tables on
+standard error; a preset that cannot run here is named with the reason.
 """
 
 import argparse
 import json
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import tiermoe
@@ -34,9 +34,6 @@ from tiermoe.measure.sequences import Cut, cut, needed_chunk
 from tiermoe.measure.write_trace import header_of
 from tiermoe.simulate import ReplaySettings, Result, replay
 from tiermoe.trace.schema import Header, Pass, Times, Trace
-from tiermoe.types import ExpertKey, Load
-
-_HAND_OVERS = 32
 
 
 class MeasuredRun:
@@ -48,10 +45,21 @@ class MeasuredRun:
         self._engine = engine = model.tiermoe
         self._laps: dict[str, list[Lap]]
         self._feed(ids[:1])
-        nbytes, busy_s = engine.link.bytes_read, engine.link.busy_s
+        link = engine.link
+        before = self._delays()
+        nbytes, busy_s = link.bytes_read, link.busy_s
         self.phases = self._feed(ids[1:])
-        self.bandwidth = (engine.link.bytes_read - nbytes) / (engine.link.busy_s - busy_s)
+        self.bandwidth = (link.bytes_read - nbytes) / (link.busy_s - busy_s)
+        self.start, self.wake = (
+            (seconds - earlier_s) / max(count - earlier, 1)
+            for (count, seconds), (earlier, earlier_s) in zip(self._delays(), before, strict=True)
+        )
         self.times = times_of(self._laps["prefill"], self._laps["decode"], prompt, engine.settings.bits, fmean)
+
+    def _delays(self) -> tuple[tuple[int, float], tuple[int, float]]:
+        """How often, and seconds in all: until a lane without work took a load, until who waited for one went on."""
+        link = self._engine.link
+        return (link.lanes.starts, link.lanes.start_s), (link.wakes, link.wake_s)
 
     def _feed(self, sequences: Any) -> dict[str, PhaseCosts]:
         import torch
@@ -72,20 +80,6 @@ class MeasuredRun:
         return phases
 
 
-def hand_over(engine: Any) -> float:
-    """Seconds that a load takes from one thread to another and back, beside reading: of loads one at a time. Reads over
-    a slot: the model must not run afterwards."""
-    engine.controller.drain()
-    rest = []
-    for number in range(_HAND_OVERS):
-        layer, expert = number % len(engine.store.layers), number // len(engine.store.layers)
-        began, busy_s = time.perf_counter(), engine.link.busy_s
-        engine.link.submit(Load(ExpertKey(layer, expert, engine.settings.bits), 0, True))
-        engine.link.wait()
-        rest.append(time.perf_counter() - began - (engine.link.busy_s - busy_s))
-    return median(rest)
-
-
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     shape = Cut(args.tokens + args.sequence, args.prompt, args.sequence)
     options = {name: getattr(args, name) for name in ("cache", "preset", "bits", "dense_bits", "threads", "lanes")}
@@ -99,7 +93,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     cache = engine.settings.cache or CacheSize(nbytes=sum(pool.slots * pool.slot_bytes for pool in pools))
     if not engine.lossy:
         header, passes = recorded(model, ids, args.prompt, run.times, composition)
-    wake, profile = hand_over(engine), None
+    profile = None
     if composition.profile:
         path = profile_path(engine.store.root, composition.profile)
         profile = read_profile(path, None, "") if path.exists() else None
@@ -109,7 +103,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         model, _ = tiermoe.load(args.model, warm=False, **{name: value for name, value in exact.items() if value})
         header, passes = recorded(model, ids, args.prompt, run.times, composition)
         model.tiermoe.close()
-    settings = ReplaySettings(cache, run.bandwidth, lanes=drive.lanes, wake=wake, profile=profile)
+    settings = ReplaySettings(cache, run.bandwidth, lanes=drive.lanes, start=run.start, wake=run.wake, profile=profile)
     warming = Trace(header, [passed for passed in passes if passed.sequence == 0])
     replays = [replay(trace, composition, settings) for trace in (Trace(header, passes), warming)]
     found = {
@@ -120,7 +114,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "slots": {",".join(map(str, pool.bits)): pool.slots for pool in pools},
         "lanes": drive.lanes,
         "bandwidth": run.bandwidth,
-        "wake": wake,
+        "start": run.start,
+        "wake": run.wake,
         "times": asdict(run.times),
         "run": {name: _of_run(phase) for name, phase in run.phases.items()},
         "replay": _of_replays(*replays),
@@ -170,7 +165,8 @@ def _row(tokens: float, hits: float, misses: float, seconds: float, wait_s: floa
 
 def show(found: dict[str, Any]) -> None:
     columns = ("hits", "misses", "tok_s", "token_ms", "compute_ms", "wait_ms", "read_mb")
-    link = f"{found['lanes']} lanes, {found['bandwidth'] / 1e6:,.0f} MB/s, {found['wake'] * 1e6:.0f} us to hand over"
+    delays = f"{found['start'] * 1e6:.0f} us to begin, {found['wake'] * 1e6:.0f} us to go on"
+    link = f"{found['lanes']} lanes, {found['bandwidth'] / 1e6:,.0f} MB/s, {delays}"
     times = ", ".join(f"{name} {value}" for name, value in found["times"].items())
     print(f"{link}; seconds: {times}", file=sys.stderr)
     print(f"{'':<16}" + "".join(f"{name:>12}" for name in columns), file=sys.stderr)

@@ -60,6 +60,25 @@ static double weight_of(const Matrix *matrix, size_t r, size_t c) {
 
 static const size_t COUNTS[] = {1, 2, 3, 7, 9, 25, TOKENS};
 
+/* out = the products of all counts of tokens, the last count's in the end; a token's bits are those that it has alone. */
+static void products_of_any_count(const Kernels *set, const Matrix *matrix, const char *name, const bf16 *x, bf16 *out) {
+    const size_t rows = matrix->rows, each = set->prepared(matrix), blocks = matrix_blocks(matrix);
+    float *prepared = aligned_alloc(64, (sizeof *prepared * TOKENS * each + 64) / 64 * 64);
+    bf16 alone[BLOCK];
+    for (size_t n = 0; n < sizeof COUNTS / sizeof *COUNTS; n++) {
+        const size_t tokens = COUNTS[n], m = tokens - 1;
+        set->prepare(matrix, x, tokens, prepared);
+        for (size_t b = 0; b < blocks; b++) {
+            const size_t width = rows - b * BLOCK < BLOCK ? rows - b * BLOCK : BLOCK;
+            set->block[matrix->coding](matrix, b, x, prepared, tokens, out + b * BLOCK, rows);
+            set->block[matrix->coding](matrix, b, x + m * matrix->columns, prepared + m * each, 1, alone, rows);
+            if (memcmp(alone, out + m * rows + b * BLOCK, width * sizeof *out))
+                wrong++, printf("%s, %s: a token among %zu has other bits than alone\n", set->name, name, tokens);
+        }
+    }
+    free(prepared);
+}
+
 static void products(const Kernels *set, Coding coding, size_t rows, size_t group) {
     static const char *const NAMES[] = {"4 bits", "8 bits", "16 bits", "6 bits", "2 bits", "uneven 4 bits"};
     const size_t groups = coding == BF16 ? 0 : COLUMNS / group, runs = rows / BLOCK * groups;
@@ -67,8 +86,7 @@ static void products(const Kernels *set, Coding coding, size_t rows, size_t grou
     const size_t room = coding == NL4 ? runs * nl4_group_bytes(group) : bytes;
     uint8_t *ladders = malloc(rows * COLUMNS / 16), *weights = malloc(room); /* of its own size, so that reading past it is found */
     bf16 *scales = malloc(2 * sizeof *scales * rows * (groups ? groups : 1));
-    bf16 *x = malloc(sizeof *x * TOKENS * COLUMNS), *out = calloc(TOKENS * rows, sizeof *out), alone[BLOCK];
-    float *sums = malloc(sizeof *sums * TOKENS * (groups ? groups : 1));
+    bf16 *x = malloc(sizeof *x * TOKENS * COLUMNS), *out = calloc(TOKENS * rows, sizeof *out);
     for (size_t i = 0; i < room; i++) weights[i] = (uint8_t)bits();
     if (coding == BF16) numbers((bf16 *)weights, rows * COLUMNS, 0.1f);
     numbers(scales, 2 * rows * (groups ? groups : 1), 0.01f);
@@ -77,18 +95,7 @@ static void products(const Kernels *set, Coding coding, size_t rows, size_t grou
     numbers(x, TOKENS * COLUMNS, 1);
     for (size_t i = 0; i < rows * COLUMNS / 16; i++) ladders[i] = (uint8_t)bits();
     const Matrix matrix = {coding, weights, scales, rows, COLUMNS, group, ladders, SCALE_FLOAT, 1, 1, 1};
-    const size_t blocks = (rows + BLOCK - 1) / BLOCK;
-    for (size_t n = 0; n < sizeof COUNTS / sizeof *COUNTS; n++) {
-        const size_t tokens = COUNTS[n];
-        if (groups) set->group_sums(x, group, groups, tokens, sums);
-        for (size_t b = 0; b < blocks; b++) set->block[coding](&matrix, b, x, sums, tokens, out + b * BLOCK, rows);
-        for (size_t b = 0; b < blocks; b++) {
-            const size_t m = tokens - 1, width = rows - b * BLOCK < BLOCK ? rows - b * BLOCK : BLOCK;
-            set->block[coding](&matrix, b, x + m * COLUMNS, sums + m * groups, 1, alone, rows);
-            if (memcmp(alone, out + m * rows + b * BLOCK, width * sizeof *out))
-                wrong++, printf("%s, %s: a token among %zu has other bits than alone\n", set->name, NAMES[coding], tokens);
-        }
-    }
+    products_of_any_count(set, &matrix, NAMES[coding], x, out);
     for (size_t m = 0; m < TOKENS; m += 8)
         for (size_t r = 0; r < rows; r++) {
             double want = 0, size = 0;
@@ -98,26 +105,7 @@ static void products(const Kernels *set, Coding coding, size_t rows, size_t grou
             }
             expect(set->name, NAMES[coding], from_bf16(out[m * rows + r]), want, size);
         }
-    free(weights), free(ladders), free(scales), free(x), free(out), free(sums);
-}
-
-/* out = the products of all counts of tokens, the last count's in the end; a token's bits are those that it has alone. */
-static void products_of_any_count(const Kernels *set, const Matrix *matrix, const char *name, const bf16 *x, bf16 *out) {
-    const size_t rows = matrix->rows, groups = matrix_groups(matrix), blocks = matrix_blocks(matrix);
-    float *sums = malloc(sizeof *sums * (TOKENS * groups + 1));
-    bf16 alone[BLOCK];
-    for (size_t n = 0; n < sizeof COUNTS / sizeof *COUNTS; n++) {
-        const size_t tokens = COUNTS[n], m = tokens - 1;
-        set->group_sums(x, matrix->group, groups, tokens, sums);
-        for (size_t b = 0; b < blocks; b++) {
-            const size_t width = rows - b * BLOCK < BLOCK ? rows - b * BLOCK : BLOCK;
-            set->block[matrix->coding](matrix, b, x, sums, tokens, out + b * BLOCK, rows);
-            set->block[matrix->coding](matrix, b, x + m * matrix->columns, sums + m * groups, 1, alone, rows);
-            if (memcmp(alone, out + m * rows + b * BLOCK, width * sizeof *out))
-                wrong++, printf("%s, %s: a token among %zu has other bits than alone\n", set->name, name, tokens);
-        }
-    }
-    free(sums);
+    free(weights), free(ladders), free(scales), free(x), free(out);
 }
 
 static void gguf_products(const Kernels *set, Coding coding, size_t rows, size_t columns) {

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 
@@ -63,10 +64,14 @@ def test_a_streamed_message(claude: anthropic.Anthropic) -> None:
         ({"tools": [{"name": "web_search", "type": "web_search_20250305"}]}, "tools"),
         ({"tool_choice": {"type": "tool"}}, "needs name"),
         ({"model": "other"}, "this server has 'tiny'"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "user"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "content"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "user"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
+        ({"messages": [{"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}]}]}, "text alone, no image"),
+        ({"messages": [{"role": "user", "content": "a " * 99}]}, "the prompt is too long"),
+        ({"extra_body": {"output_format": {"type": "json_schema", "schema": {"type": "nonsense"}}}}, "nonsense"),
     ],
-)
+)  # fmt: skip
 def test_messages_that_are_refused(claude: anthropic.Anthropic, change: dict[str, Any], why: str) -> None:
     with pytest.raises(anthropic.APIStatusError) as refused:
         claude.messages.create(**{**MESSAGES, **change})
@@ -122,6 +127,74 @@ def test_thoughts_and_calls_are_blocks(served: Served, monkeypatch: pytest.Monke
         "<tool_call>weatheruser:how is it in Bonn;assistant:<think>Bonn, then.</think>Let me look.(Bonn)(Bonn);"
         "tool:sun;tool:sun;user:and then?;quick"
     )
+
+
+def test_one_call_where_several_are_not_wanted(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each dialect the answer ends where the first call does."""
+    monkeypatch.setattr(served.tokenizer, "chat_template", TEMPLATE)
+    scripted: Any = Scripted(served, CALL + CALL)
+    function = {"name": "weather", "parameters": {"type": "object"}}
+    said: Any = [{"role": "user", "content": "a"}]
+    app = create_app(replace(served, worker=scripted))
+    with running(app) as address, httpx.Client(base_url=address) as http:
+        message = http.post(
+            "/v1/messages",
+            json={
+                "messages": said,
+                "max_tokens": 9,
+                "tools": [TOOL],
+                "stop_sequences": ["zz"],
+                "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+            },
+        ).json()
+        chat = http.post(
+            "/v1/chat/completions",
+            json={
+                "messages": said,
+                "tools": [{"type": "function", "function": function}],
+                "parallel_tool_calls": False,
+            },
+        ).json()
+        response = http.post(
+            "/v1/responses",
+            json={"input": "a", "tools": [{"type": "function", **function}], "parallel_tool_calls": False},
+        ).json()
+    assert [block["type"] for block in message["content"]] == ["tool_use"]
+    assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
+    assert len(chat["choices"][0]["message"]["tool_calls"]) == 1
+    assert [item["type"] for item in response["output"]] == ["function_call"]
+    assert [request.stops for request in scripted.asked] == [("zz", "</tool_call>"), *[("</tool_call>",)] * 2]
+
+
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('not first') }}{% endif %}"
+    "{{ m.role }}:{{ m.content }};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt"),
+    [
+        (TEMPLATE, "system:be brief;system:be kind;user:a;system:no jokes;"),
+        (STRICT, "system:be brief\n\nbe kind;user:a;user:no jokes;"),
+    ],
+)
+def test_system_messages_may_come_anywhere(
+    http: httpx.Client, served: Served, template: str, prompt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claude Code sends them among the others, Codex several at the beginning."""
+    monkeypatch.setattr(served.tokenizer, "chat_template", template)
+    said = [("system", "be brief"), ("system", "be kind"), ("user", "a"), ("system", "no jokes")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    asked = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    count = http.post("/v1/messages/count_tokens", json={"messages": messages[1:], "system": "be brief"}).json()
+    assert served.tokenizer.decode(asked) == prompt
+    assert count == {"input_tokens": len(asked)}
+
+
+def test_the_client_lists_models(claude: anthropic.Anthropic) -> None:
+    (model,) = claude.models.list()
+    assert (model.id, model.display_name, model.type) == ("tiny", "tiny", "model")
 
 
 def test_an_answer_without_text_has_an_empty_block(served: Served) -> None:

@@ -17,6 +17,7 @@ from tiermoe.batch import Batch, Kind
 from tiermoe.batch import prompt as read
 from tiermoe.errors import PromptError
 from tiermoe.generation.sampling import Sampling
+from tiermoe.serve import work
 from tiermoe.serve.answers import together
 from tiermoe.serve.batcher import Batcher
 from tiermoe.serve.detokenize import Detokenizer
@@ -124,12 +125,15 @@ def test_a_step_asks_no_more_than_memory_is_planned_for(loaded: Any) -> None:
 
 
 class Sharing:
-    """An engine whose requests of up to 256 tokens share memory for keys and values: that of one of these."""
+    """An engine whose requests of up to `context` tokens share memory for keys and values: that of one of these, or
+    of one and the beginning of another."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, context: int = 256, two: bool = False) -> None:
+        cache = engine.new_cache(1, context)
         self._engine = engine
-        self.longest = engine.new_cache(1, 256).nbytes(256)
-        self.plan = dataclasses.replace(engine.plan, context=256, kv_memory=self.longest)
+        self.longest = cache.nbytes(context)
+        memory = self.longest + (cache.nbytes(16) if two else 0)
+        self.plan = dataclasses.replace(engine.plan, context=context, kv_memory=memory)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -161,6 +165,71 @@ def test_who_waits_for_memory_is_not_overtaken(loaded: Any) -> None:
         if long not in ends and other in ends:
             assert batch.running <= 1
     assert ends == [short, other, long, behind]
+
+
+def test_who_is_put_back_goes_on_with_the_tokens_that_it_has_alone(
+    loaded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers of any length begin in the memory of one of the longest, which they cannot all end in. One prompt is
+    scored."""
+    monkeypatch.setattr(work, "AHEAD", 16)
+    engine = Sharing(loaded)
+    asked = [request(ids(9 + seed, seed), 100 + seed, temperature=seed % 2, seed=seed) for seed in range(3)]
+    asked += [dataclasses.replace(request(ids(12, 9), 90), logprobs=1, prompt_logprobs=True)]
+    expected = [alone(engine, each) for each in asked]
+    batch, pieces, ends = batcher(engine, 8), list[Piece](), list[int]()
+    numbers = [batch.add(each) for each in asked]
+    while not batch.idle:
+        new = batch.step()
+        pieces += new
+        ends += [piece.number for piece in new if piece.finish]
+        assert batch.kv_taken <= engine.longest
+    found = answers(batch, pieces)
+    assert [found[number] for number in numbers] == expected
+    assert batch.counts.put_back > 0
+    assert ends[0] == numbers[0]  # who came first keeps its memory
+    assert batch.counts.prompt_tokens == sum(len(each.ids) for each in asked)
+    assert batch.counts.generated_tokens == sum(map(len, expected))
+    assert [len(piece.prompt) for piece in pieces if piece.prompt] == [12]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "sizes"),
+    [
+        ("qwen3_next", torch.bfloat16, {**NATIVE, "head_dim": 128}),
+        ("gemma4_text", torch.float32, {"head_dim": 64, "global_head_dim": 64}),
+    ],
+)
+def test_states_and_windows_of_who_is_put_back_are_made_again(
+    family: str, dtype: torch.dtype, sizes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "AHEAD", 8)
+    bits = 4 if dtype == torch.bfloat16 else 16
+    directory = write(tmp_path, family, dtype, **sizes)
+    model, _ = tiermoe.load(directory, memory="4GiB", device="cpu", lanes=1, chunk=8, bits=bits, dense_bits=bits)
+    engine = Sharing(model.tiermoe, 64, two=True)
+    asked = [request(ids(9 + seed, seed), tokens, temperature=0.5, seed=seed) for seed, tokens in enumerate((55, 40))]
+    expected = [alone(engine, each) for each in asked]
+    batch = batcher(engine)
+    numbers = [batch.add(each) for each in asked]
+    found = answers(batch, [])
+    assert [found[number] for number in numbers] == expected
+    assert batch.counts.put_back > 0
+    model.tiermoe.close()
+
+
+def test_a_client_that_leaves_while_its_request_is_put_back_is_forgotten(
+    loaded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "AHEAD", 16)
+    batch = batcher(Sharing(loaded))
+    first, second = (batch.add(request(ids(9, seed), 200)) for seed in (1, 2))
+    while not batch.counts.put_back:
+        batch.step()
+    assert (batch.running, batch.waiting) == (1, 1)
+    batch.cancel(second)
+    assert set(answers(batch, [])) == {first}
+    assert (batch.counts.aborted, batch.counts.put_back) == (1, 1)
 
 
 @pytest.mark.parametrize(("tokens", "steps"), [(1, [1]), (8, [7, 1]), (9, [8, 1]), (18, [8, 8, 1, 1])])

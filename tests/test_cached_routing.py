@@ -245,10 +245,10 @@ def test_a_choice_that_is_moved_is_weighed_by_the_routers_own_scores(checkpoint:
     block, seen = engine.steps.decoder.layers[0].feed_forward, []
     experts = block.experts
 
-    def route(router: Router, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, index = experts.route(router, hidden)
-        seen.append((router, hidden, weights, index))
-        return weights, index
+    def route(router: Router, *parts: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        found: list[tuple[torch.Tensor, torch.Tensor]] = experts.route(router, *parts)
+        seen.extend((router, hidden, *both) for hidden, both in zip(parts, found, strict=True))
+        return found
 
     block.experts = _Watched(experts, route)
     model.generate(

@@ -137,7 +137,7 @@ def test_unknown_names_are_refused_with_a_near_one(name: str, hint: str) -> None
         ("dense_bits", 2),
         ("kv_bits", 4),
         ("kv_bits", None),
-        ("quantizer", "gptq"),
+        ("quantizer", "awq"),
         ("quantizer", None),
         ("chunk", 0),
         ("chunk", "512"),

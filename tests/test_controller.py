@@ -71,9 +71,9 @@ def test_a_layer_larger_than_the_cache_streams_through_it() -> None:
 def test_a_group_does_not_hold_slots_that_misses_wait_for() -> None:
     controller, link = controller_with(3)
     list(controller.run_layer(0, demands(0, 1, 2)))
-    assert [len(group) for group in controller.run_layer(0, demands(0, 1, 2), grouped=True)] == [3]
+    assert [len(group) for group in controller.run_layer(0, demands(0, 1, 2))] == [3]
     before = len(link.submitted)
-    run = controller.run_layer(0, demands(0, 1, 2, 3), grouped=True)
+    run = controller.run_layer(0, demands(0, 1, 2, 3))
     seen = [(len(group), len(link.submitted) - before) for group in run]
     assert seen == [(1, 0), (2, 1), (1, 1)]  # the first one's slot is filled while the second computes
 

@@ -57,7 +57,7 @@ class Kernel:
     def together(self, x: torch.Tensor, slots: list[Any]) -> torch.Tensor:
         return torch.cat([self(x, slot) for slot in slots])
 
-    def apart(self, x: torch.Tensor, counts: list[int], slots: list[Any]) -> torch.Tensor:
+    def apart(self, x: torch.Tensor, counts: list[int], slots: list[Any], among_others: bool) -> torch.Tensor:
         return one_by_one(self, x, counts, slots)
 
 

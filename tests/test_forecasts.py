@@ -70,6 +70,28 @@ def test_what_routers_are_given_is_what_later_ones_are_asked_about(
     engine.close()
 
 
+def test_later_routers_are_asked_about_all_parts_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that run together are routed by themselves, each with what its router is given."""
+    directory = write(tmp_path, "gemma4_text", torch.float32)
+    engine = engine_of(directory, bits=16, dense_bits=16, preset="mixtral-offload", cache="50%")
+    given: list[torch.Tensor] = []
+    heard: list[torch.Tensor] = []
+    forecaster, route, asked = engine.forecaster, Router.route, engine.forecaster.given
+    monkeypatch.setattr(Router, "route", lambda self, hidden: given.append(hidden) or route(self, hidden))
+
+    def given_to(hidden: torch.Tensor) -> torch.Tensor:
+        heard.append(asked(hidden))
+        return heard[-1]
+
+    monkeypatch.setattr(forecaster, "given", given_to)
+    cache = engine.new_cache(3)
+    engine.step(Batch(tuple(prompt(cache.open(), [5, 6, 7, 8][:count]) for count in (3, 1, 4)), apart=True), cache)
+    assert [len(its) for its in heard] == [8] * len(engine.layers)
+    own = [its for its in given if len(its) < 8]  # the others are forecasts
+    assert torch.equal(torch.cat(heard), torch.cat(own))
+    engine.close()
+
+
 def test_one_product_serves_two_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = load(tmp_path, "qwen3_moe", preset="default")
     calls = []

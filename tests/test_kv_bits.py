@@ -71,7 +71,7 @@ def test_what_is_kept_are_the_codes_of_what_16_bits_keep(count: int, engines: di
 def test_logits_are_near_those_of_16_bits_and_not_them(engines: dict[int, Any]) -> None:
     ids = tokens(170)
     whole, half = (alone(engines[bits], ids, 150) for bits in (16, 8))
-    assert 0 < difference(half, whole) < 0.05
+    assert 0 < difference(half, whole) < 0.1
 
 
 def test_verified_tokens_and_rows_of_a_batch_have_the_bits_that_each_has_alone(engines: dict[int, Any]) -> None:

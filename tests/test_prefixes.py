@@ -64,13 +64,13 @@ def test_requests_never_take_more_than_the_memory(seed: int) -> None:
     cache = Cache(rows)
     prefixes = Prefixes(cache, rows, memory)
     running: dict[int, list[int]] = {}  # slab → what is still to be written
-    waited = begun = reused = 0
+    waited = begun = reused = stuck = 0
     for _ in range(600):
         if len(running) < rows and chance.random() < 0.6:
             prompt = [chance.randrange(2) for _ in range(chance.randint(1, 20))]
             answer = [chance.randrange(2) for _ in range(chance.randint(1, 20))]
             at_work = [(slab, cache.tokens[slab]) for slab in running]
-            found = prefixes.begin(prompt, len(prompt) + len(answer), at_work)
+            found = prefixes.begin(prompt, len(prompt) + min(len(answer), 4), at_work)
             if found is None:
                 assert running
                 waited += 1
@@ -81,7 +81,14 @@ def test_requests_never_take_more_than_the_memory(seed: int) -> None:
                 running[found.slab] = [*prompt, *answer][found.length :]
                 begun, reused = begun + 1, reused + (found.length > 0)
         for slab in list(running):
-            count = chance.randint(0, 6)
+            count = min(chance.randint(0, 6), len(running[slab]))
+            if not prefixes.grow(slab, len(cache.tokens[slab]) + count):
+                stuck += 1
+                assert len(running) > 1
+                if chance.random() < 0.3:  # put back
+                    prefixes.close(slab)
+                    del running[slab]
+                continue
             cache.write(slab, running[slab][:count])
             running[slab] = running[slab][count:]
             if not running[slab] or chance.random() < 0.05:
@@ -91,7 +98,7 @@ def test_requests_never_take_more_than_the_memory(seed: int) -> None:
                 else:
                     prefixes.leave(slab, cache.tokens[slab])
         assert cache.nbytes_held <= prefixes.taken <= memory
-    assert min(waited, begun, reused) > 20
+    assert min(waited, begun, reused, stuck) > 20
 
 
 def test_the_oldest_is_given_up_for_a_longer_request() -> None:

@@ -109,7 +109,8 @@ def test_thoughts_and_calls_are_items(served: Served, monkeypatch: pytest.Monkey
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "keeps no responses"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input", "item_reference"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]}, "input", "input_text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]}, "input",
+         "reads text alone, no input_image"),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}]}, "input", "no JSON"),
         ({"input": []}, "input", "at least 1"),
         ({"tools": [{"type": "function"}]}, "tools", "required"),
@@ -117,7 +118,7 @@ def test_thoughts_and_calls_are_items(served: Served, monkeypatch: pytest.Monkey
         ({"text": {"format": {"type": "json_schema"}}}, "text", "schema"),
         ({"temperature": -1}, "temperature", "greater"),
     ],
-)
+)  # fmt: skip
 def test_refusals(client: openai.OpenAI, change: dict[str, Any], param: str, why: str) -> None:
     with pytest.raises(openai.BadRequestError, match=why) as refused:
         create(client, extra_body=change)

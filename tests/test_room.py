@@ -13,6 +13,7 @@ from tiermoe.engine.load import plan_for
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.memory.activations import longest_request
 from tiermoe.model.blueprint import Blueprint, inspect_model
+from tiermoe.process import footprint
 from tiermoe.serve.room import MOST_AT_ONCE, requests_at_once, with_room
 from tiermoe.types import USUAL, Use
 from tiny import write
@@ -76,6 +77,14 @@ def test_a_server_shares_what_experts_can_do_without(blueprint: Blueprint) -> No
     assert "--kv-memory names another size" in said[0]
     none, use = with_room(blueprint, asked(1 << 20), USUAL, said.append)
     assert (none.batch, use.kv_memory) == (1, None)  # the plan says what is missing
+
+
+def test_what_the_process_holds_is_measured_once(blueprint: Blueprint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many plans are looked at: giving memory back takes longer than all of them."""
+    measured: list[int] = []
+    monkeypatch.setattr(footprint, "settle", lambda: measured.append(1))
+    with_room(blueprint, asked(1 << 20), USUAL, lambda _: None)
+    assert len(measured) == 1
 
 
 def test_transformers_code_shares_nothing(blueprint: Blueprint) -> None:

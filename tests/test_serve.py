@@ -349,6 +349,8 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
         {"type": "function", "function": {"name": "f"}}]}, 400, "tools", "no chat template with tools"),
     ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [
         {"id": "1", "function": {"name": "f", "arguments": "{"}}]}]}, 400, "messages", "no JSON"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [
+        {"type": "image_url", "image_url": {"url": "data:,"}}]}]}, 400, "messages", "reads text alone, no image_url"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, 400,
      "top_logprobs", "logprobs=true"),
     ("/detokenize", {"tokens": [-1]}, 400, "tokens", "no token -1"),
@@ -366,8 +368,17 @@ def test_refusals_name_the_cause(
     assert why in error["message"]
 
 
+def test_agents_know_causes_by_their_codes(http: httpx.Client, address: str) -> None:
+    long = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a " * 99}]})
+    assert long.json()["error"]["code"] == "context_length_exceeded"
+    assert http.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
+    assert httpx.get(f"{address}/v1/models").json()["error"]["code"] == "invalid_api_key"
+
+
 def test_broken_and_large_bodies(http: httpx.Client) -> None:
-    assert http.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"}).status_code == 400
+    broken = http.post("/v1/completions", content=b'{"prompt": ', headers={"Content-Type": "application/json"})
+    assert (broken.status_code, broken.json()["error"]["param"]) == (400, None)
+    assert broken.json()["error"]["message"].startswith("body: JSON")
     assert http.post("/v1/completions", content=b" " * (LARGEST_BODY + 1)).status_code == 413
     pieces = (b" " * (1 << 20) for _ in range(17))  # in chunks, without a length
     response = http.post("/v1/completions", content=pieces, headers={"Content-Type": "application/json"})

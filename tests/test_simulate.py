@@ -76,6 +76,21 @@ def test_who_waits_goes_on_a_little_after_the_end() -> None:
     assert (clock.now, link_.wait_s) == (pytest.approx(2.25), pytest.approx(1.25))
 
 
+def test_a_lane_without_work_begins_late_and_the_next_load_at_once() -> None:
+    clock = VirtualClock()
+    link_ = VirtualLink(clock, 100.0, lambda key: 100, start=0.5)
+    link_.submit(load(0, urgent=False))
+    clock.compute(0.25)
+    assert link_.recall() == [load(0, urgent=False)]  # not yet begun
+    link_.submit(load(1))
+    link_.submit(load(2))
+    assert link_.wait().load == load(1)
+    assert (clock.now, link_.busy_s) == (pytest.approx(1.5), pytest.approx(1.0))  # woken for the one that was recalled
+    link_.wait()
+    assert clock.now == pytest.approx(2.5)
+    assert link_.busy_s == pytest.approx(2.0)
+
+
 def test_urgent_before_speculative_and_what_has_begun_is_not_interrupted() -> None:
     _, link_ = link()
     for load_ in (load(0, urgent=False), load(1, urgent=False), load(2)):

@@ -29,7 +29,7 @@ BITS = (16, 8, 4, 2)
 DENSE_BITS = (16, 8, 4)
 KV_BITS = (16, 8)
 DEFAULT_BITS = 4
-QUANTIZERS = ("nonlinear", "hqq", "linear")
+QUANTIZERS = ("nonlinear", "hqq", "linear", "gptq", "gptq-nonlinear")
 
 
 def parse_size(text: str | int, what: str = "size") -> int:
@@ -86,7 +86,8 @@ class Settings:
     bits: precision of the experts (16 is the checkpoint's own); None takes 4, and of a checkpoint that comes quantised
     its own. dense_bits: of the other linear layers, of which some are kept at more (`tiermoe.model.dense`); None
     follows `bits`.
-    quantizer: one of `QUANTIZERS`, for 4 and 2 bits ('nonlinear' makes 2 bits as 'hqq' does).
+    quantizer: one of `QUANTIZERS`, for 4 and 2 bits ('nonlinear' makes 2 bits as 'hqq' does, 'gptq-nonlinear' as
+    'gptq', which takes a calibration: `tiermoe pack`).
     cache: size of the expert cache alone (experiments).
     kv_bits: precision of keys and values in the cache: 16 is the checkpoint's own, 8 halves it and can change tokens.
     chunk: tokens of a prompt that run at once. context: tokens (prompt and answer) to reserve key/value memory for;

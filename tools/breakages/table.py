@@ -144,8 +144,8 @@ BREAKAGES = (
     Breakage(
         "routers of Gemma 4 take what its experts take",
         "src/tiermoe/model/feed_forward.py",
-        "experts.route(self.moe.router, residual)",
-        "experts.route(self.moe.router, self.norm_before_experts(residual))",
+        "experts.route(self.moe.router, *residuals)",
+        "experts.route(self.moe.router, *[self.norm_before_experts(each) for each in residuals])",
         ("tests/test_parity.py",),
     ),
     Breakage(
@@ -638,6 +638,13 @@ BREAKAGES = (
         "if named is None else wanted",
         ("tests/test_record_neurons.py",),
     ),
+    Breakage(
+        "of prompts that run together prediction hears one",
+        "src/tiermoe/engine/engine.py",
+        "self._asked(parts)",
+        "self._asked(parts[-1:])",
+        ("tests/test_forecasts.py",),
+    ),
     # conversations on disk
     Breakage(
         "a conversation on disk is used whatever its checksum",
@@ -694,6 +701,27 @@ BREAKAGES = (
         "        if not self._fits(needed, self._running):\n            return None\n        known",
         "        known",
         ("tests/test_prefixes.py",),
+    ),
+    Breakage(
+        "a request grows beyond the memory that the others leave",
+        "src/tiermoe/serve/prefixes.py",
+        "        if not self._fits(more, self._running):\n            return False\n        self._make_room(more",
+        "        self._make_room(more",
+        ("tests/test_prefixes.py",),
+    ),
+    Breakage(
+        "what a request that was put back had said is read like a prompt",
+        "src/tiermoe/serve/work.py",
+        "return verify(self.slab",
+        "return prompt(self.slab",
+        ("tests/test_batcher.py",),
+    ),
+    Breakage(
+        "a template that takes one system message alone is given several",
+        "src/tiermoe/serve/served.py",
+        "for its in (messages, system_first(messages)):",
+        "for its in (messages,):",
+        ("tests/test_anthropic.py",),
     ),
     Breakage(
         "a sequence that is closed keeps its memory",

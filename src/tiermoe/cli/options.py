@@ -60,7 +60,13 @@ ENGINE: dict[str, Any] = {
             show_default=False,
         ),
     ],
-    "quantizer": Annotated[str, typer.Option(help=f"How 4 and 2 bits are made: {', '.join(QUANTIZERS)}.")],
+    "quantizer": Annotated[
+        str,
+        typer.Option(
+            help=f"How 4 and 2 bits are made: {', '.join(QUANTIZERS)}. gptq and gptq-nonlinear lose least; tiermoe "
+            "pack calibrates them on a text."
+        ),
+    ],
     "cache": Annotated[
         str | None,
         typer.Option(

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tiermoe.cli import options as opt
+from tiermoe.cli.evaluate import read_text
 from tiermoe.cli.output import note, progress_bar, waiting
 from tiermoe.config import BITS, Settings, format_size, settings
 from tiermoe.errors import ConfigError
@@ -29,16 +30,26 @@ def pack(
         Path | None,
         typer.Option(help="Folder of the store. Default: the user's cache folder.", show_default=False),
     ] = None,
+    calibration_text: Annotated[
+        Path | None,
+        typer.Option(
+            help="A text file, UTF-8, that gptq learns what experts get as inputs from: like what the model is going "
+            "to read. Default: passages of English books.",
+            show_default=False,
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Pack anew what the store holds already.")] = False,
 ) -> None:
     """Pack a checkpoint's experts into a store. Interrupted, it picks up where it stopped when run again."""
     precisions = _parse_bits(bits) if bits is not None else None
+    content = read_text(calibration_text) if calibration_text is not None else None
     with waiting("reading the checkpoint's headers"):
         from tiermoe.process import footprint
 
         footprint.import_libraries(own_process=True)
         from tiermoe.engine.describe import packing_loss
         from tiermoe.kernels import machine_layout
+        from tiermoe.measure.calibrated import Calibrated
         from tiermoe.model.blueprint import inspect_model
         from tiermoe.model.dense import recipe_key
         from tiermoe.model.hub import resolve_model
@@ -56,12 +67,24 @@ def pack(
         store = open_or_create(blueprint, store_root(blueprint, out), force)
         experts = {each.bits_used: precision_key(each.bits_used, each.quantizer, layout) for each in asked}
         dense = {each.bits_used: recipe_key(blueprint, each.dense_bits_used, layout) for each in asked}
-        if force:
+        name = calibration_text.name if calibration_text is not None else None
+        calibrated = Calibrated(blueprint, store, asked, experts, name, content, force)
+        if force:  # once it is clear that what was asked for can be packed
             for each in asked:
                 forget(store, experts[each.bits_used], dense[each.bits_used])
     with progress_bar() as progress:
         for each in asked:
-            ensure_packed(store, blueprint, each.bits_used, each.quantizer, each.dense_bits_used, progress, kernels)
+            ensure_packed(
+                store,
+                blueprint,
+                each.bits_used,
+                each.quantizer,
+                each.dense_bits_used,
+                progress,
+                kernels,
+                inputs=calibrated.inputs(each, progress),
+            )
+    calibrated.forget()
     for precision, key in experts.items():
         packed = store.precisions[key]
         nbytes = sum(extent.nbytes for layer in packed.layers for extent in layer.extents)

@@ -48,9 +48,9 @@ def serve(
     kv_memory: Annotated[
         str | None,
         typer.Option(
-            help="Memory for the keys and values of all requests, like 1GiB; each takes what its prompt and max_tokens "
-            "need. Default: for --max-batch requests of --context tokens where that is named, else as much as experts "
-            "can do without.",
+            help="Memory for the keys and values of all requests, like 1GiB; each takes what its prompt needs and its "
+            "answer as it grows. Default: for --max-batch requests of --context tokens where that is named, else as "
+            "much as experts can do without.",
             show_default=False,
         ),
     ] = None,

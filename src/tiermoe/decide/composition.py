@@ -59,7 +59,7 @@ def _finds_some(composition: Composition) -> bool:
 
 def _known_before(composition: Composition) -> bool:
     """Whether there is a discarded pass to recall, where that is what predicts."""
-    return composition.prefetch not in _RECALL or composition.routing == "confident"
+    return composition.prefetch != "recalled" or composition.routing == "confident"
 
 
 def _has_little(composition: Composition) -> bool:

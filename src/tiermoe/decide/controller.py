@@ -25,7 +25,6 @@ class Controller(Loads):
         speculate: Callable[[], None] | None = None,
         together: bool = False,
         elsewhere: Callable[[int], int] | None = None,
-        grouped: bool = False,
     ) -> Iterator[list[Ready]]:
         """Yields every demand that is not skipped, in groups that can be computed together, in the order in which they
         can: what is here first, by falling number of tokens (EdgeMoE's re-batching: each expert comes once a chunk;
@@ -36,11 +35,11 @@ class Controller(Loads):
         so many experts that tokens need and that are neither here nor on their way, how many are not loaded: those of
         the fewest tokens. They are yielded with the slot ELSEWHERE in the precision demanded, before all else, so that
         their computing begins before this device is given work (HOBBIT, section 4, CPU-GPU cooperative computing).
-        grouped: all that is here is one group (the experts of few tokens are computed in one call); else, and while
-        misses wait for slots, each expert is one, so that its slot is free for a load as soon as it is computed.
+        All that is here is one group; while misses wait for slots each expert is one, so that its slot is free for a
+        load as soon as it is computed.
         Raises LoadError where an expert cannot be read; the controller stays usable."""
         run = LayerRun(self, layer, demands, speculate, elsewhere)
         try:
-            yield from run.steps(together, grouped)
+            yield from run.steps(together)
         finally:
             run.release()

@@ -36,7 +36,7 @@ class LayerRun:
         self._missing: deque[ExpertKey] = deque()
         self._awaited: set[ExpertKey] = set()
 
-    def steps(self, together: bool, grouped: bool) -> Iterator[list[Ready]]:
+    def steps(self, together: bool) -> Iterator[list[Ready]]:
         self._take_stock()
         self._submit()
         for key in self._elsewhere:
@@ -46,7 +46,7 @@ class LayerRun:
         while self._here or self._awaited or self._missing:
             self._begin_speculation()
             if self._here:
-                group = [self._here.popleft() for _ in range(len(self._here) if grouped and not self._missing else 1)]
+                group = [self._here.popleft() for _ in range(1 if self._missing else len(self._here))]
                 yield [self._use(key) for key in group]
                 for key in group:
                     self._release(key)

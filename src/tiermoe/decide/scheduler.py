@@ -20,7 +20,7 @@ from tiermoe.decide.prefetch_trial import PrefetchTrial
 from tiermoe.decide.reuse import Reuse, SizeCurve
 from tiermoe.decide.routing import CachePrior
 from tiermoe.decide.shares import EVERY
-from tiermoe.types import FEW_TOKENS, Demand, ExpertKey, Ready, Routed
+from tiermoe.types import Demand, ExpertKey, Ready, Routed
 
 _LONG_ENOUGH = 16  # decoded tokens that say what others take
 _TOLD_A_PASS = 64  # experts that the background has brought: 50 µs each where kernels are told of them
@@ -171,8 +171,7 @@ class Scheduler:
             self._prefetch(routed.layer, forecasts)
 
         elsewhere = self.elsewhere if routed.phase == "decode" else None
-        few = len(routed.experts) <= FEW_TOKENS
-        yield from self.controller.run_layer(routed.layer, demands, speculate, self.together, elsewhere, few)
+        yield from self.controller.run_layer(routed.layer, demands, speculate, self.together, elsewhere)
         if self._began is not None and routed.layer == len(self.experts) - 1:
             elapsed = self.controller.link.now() - self._began
             computed = elapsed - (self.controller.waited_s - self._waited)

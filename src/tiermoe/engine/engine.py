@@ -55,9 +55,11 @@ class Model:
 
 class ServedExperts:
     """The experts of a MoE layer as decoders and transformers' modules call them. `run` computes them. asked: told what
-    a router of our own is given. chooses: which run, instead of the router alone."""
+    a router of our own is given, part by part. chooses: which run, instead of the router alone."""
 
-    def __init__(self, run: RunExperts, asked: Callable[[torch.Tensor], None], chooses: Route | None = None) -> None:
+    def __init__(
+        self, run: RunExperts, asked: Callable[[Sequence[torch.Tensor]], None], chooses: Route | None = None
+    ) -> None:
         self.run = run
         self._asked = asked
         self._chooses = chooses
@@ -72,9 +74,9 @@ class ServedExperts:
     def apart(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
         return self.run.apart(parts)
 
-    def route(self, router: Router, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self._asked(hidden)
-        return router.route(hidden) if self._chooses is None else self._chooses(router, hidden)
+    def route(self, router: Router, *parts: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        self._asked(parts)
+        return [router.route(each) if self._chooses is None else self._chooses(router, each) for each in parts]
 
     def block(self, router: Router, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
         settled: SettledExperts | None = getattr(self.run, "settled", None)

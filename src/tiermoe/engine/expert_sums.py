@@ -113,9 +113,16 @@ class Choices:
 
     def tokens(self, experts: Sequence[int]) -> torch.Tensor:
         """(M): the tokens of the first expert, then the second's, and so on."""
+        return self._of_all(self.token, experts)
+
+    def places(self, experts: Sequence[int]) -> torch.Tensor:
+        """(M): the experts' places among those of their tokens, in the same order."""
+        return self._of_all(self.place, experts)
+
+    def _of_all(self, choices: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
         if len(experts) == 1:
-            return self.token[self.of(experts[0])]
-        return torch.cat([self.token[self.of(expert)] for expert in experts])
+            return choices[self.of(experts[0])]
+        return torch.cat([choices[self.of(expert)] for expert in experts])
 
 
 class _ManySums:
@@ -158,19 +165,15 @@ class NativeSums(_ManySums):
         super().__init__(choices, hidden)
         self._outputs: list[torch.Tensor] = []  # kept alive for their addresses
         self._addresses = torch.zeros(choices.shape, dtype=torch.int64)
-        self._gates = torch.zeros(choices.shape, dtype=torch.float32)
+        self._gates = torch.empty(choices.shape, dtype=torch.float32)
+        self._gates[choices.token, choices.place] = choices.gates.float()
 
     def keep(self, experts: Sequence[int], outputs: torch.Tensor) -> None:
         outputs = outputs.contiguous()
         self._outputs.append(outputs)
-        row_bytes, choices, first = outputs.shape[1] * outputs.element_size(), self._choices, outputs.data_ptr()
-        for expert in experts:
-            rows = choices.of(expert)
-            where = choices.token[rows], choices.place[rows]
-            count = rows.stop - rows.start
-            self._addresses[where] = first + torch.arange(count) * row_bytes
-            self._gates[where] = choices.gates[rows].float()
-            first += count * row_bytes
+        row_bytes, first = outputs.shape[1] * outputs.element_size(), outputs.data_ptr()
+        where = self._choices.tokens(experts), self._choices.places(experts)
+        self._addresses[where] = first + torch.arange(len(outputs)) * row_bytes
 
     def total(self) -> torch.Tensor:
         return combine_many(self._addresses, self._gates, self._hidden.shape[1])

@@ -125,10 +125,7 @@ class LayerExperts:
         if tokens == 1:
             return kernel.together(hidden, views)
         experts = [ready.expert for ready in group]
-        x = sums.rows(experts)
-        if tokens > FEW_TOKENS:
-            return kernel(x, views[0])
-        return kernel.apart(x, sums.counts(experts), views)
+        return kernel.apart(sums.rows(experts), sums.counts(experts), views, tokens > FEW_TOKENS)
 
     def _sent(self, group: list[Ready], sums: Sums) -> list[tuple[Future[torch.Tensor], list[int]]]:
         """Experts that the CPU computes beside this device, and their outputs to come."""
@@ -170,14 +167,23 @@ class _Part:
         self.away: list[tuple[Future[torch.Tensor], list[int]]] = []
 
     def alike(self, group: list[Ready]) -> Iterator[list[Ready]]:
-        """Those of a group that its tokens chose: of few tokens, all of one precision are computed in one call."""
+        """Those of a group that its tokens chose, in calls of one precision. A call takes no more rows than there are
+        tokens, but for the first expert, so that a prompt's rows are not all there at once; few tokens are one call."""
+        tokens = self.hidden.shape[0]
+        most = tokens * self.index.shape[1] if tokens <= FEW_TOKENS else tokens
         asked = self.sums.counts([ready.expert for ready in group])
-        here = [ready for ready, tokens in zip(group, asked, strict=True) if tokens]
-        if self.hidden.shape[0] > FEW_TOKENS:
-            yield from ([ready] for ready in here)
-            return
-        for bits in {ready.bits for ready in here}:
-            yield [ready for ready in here if ready.bits == bits]
+        for bits in dict.fromkeys(ready.bits for ready in group):
+            call, rows = list[Ready](), 0
+            for ready, its in zip(group, asked, strict=True):
+                if not its or ready.bits != bits:
+                    continue
+                if call and rows + its > most:
+                    yield call
+                    call, rows = [], 0
+                call.append(ready)
+                rows += its
+            if call:
+                yield call
 
 
 def _left_out(index: torch.Tensor, weights: torch.Tensor, came: set[int]) -> torch.Tensor:

@@ -35,7 +35,7 @@ class Forecaster:
     def __init__(self, routers: Sequence[Any], experts: Sequence[int], whole: bool, stacked: int = 1) -> None:
         self._routers = list(routers)
         self._experts = list(experts)
-        self._asked: torch.Tensor | None = None
+        self._asked: Sequence[torch.Tensor] = ()
         self.whole = whole
         self._stack = _stacked(self._routers) if stacked > 1 else None
         self._ahead = stacked
@@ -80,17 +80,18 @@ class Forecaster:
         rows = zip(layers, experts.tolist(), weights.tolist(), strict=True)
         return {layer: list(zip(chosen, gates, strict=True)) for layer, chosen, gates in rows}
 
-    def asked(self, hidden: torch.Tensor) -> None:
-        """A router of our own is given `hidden` (T, H)."""
-        self._asked = hidden
+    def asked(self, parts: Sequence[torch.Tensor]) -> None:
+        """A router of our own is given each of the parts of a step, (T, H)."""
+        self._asked = parts
 
     def given(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the router of the layer that runs was given, (T, H): `hidden`, its experts' input, where nobody has
         said."""
-        asked, self._asked = self._asked, None
-        if asked is None:
+        asked, self._asked = self._asked, ()
+        if not asked:
             return hidden
-        return asked if asked.ndim == 2 else asked.reshape(-1, asked.shape[-1])
+        rows = [each if each.ndim == 2 else each.reshape(-1, each.shape[-1]) for each in asked]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def close(self) -> None:
         """Takes its hooks off the model's routers."""
@@ -101,7 +102,7 @@ class Forecaster:
         def remember(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
             self._beside_input[layer] = (arguments[1:], named)
             self._flat[layer] = arguments[0].ndim == 2
-            self._asked = arguments[0]
+            self._asked = arguments[:1]
 
         return remember
 

@@ -6,6 +6,7 @@ and keeps the checkpoint's outline (`starts_lean`). Everything else is built aro
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -114,7 +115,8 @@ def _prepared(
     device = resolve_device(settings.device)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    plan = _planned(blueprint, resolved, found, use, lean)
+    _measured(blueprint, resolved, found, lean)
+    plan = plan_memory(blueprint, resolved, found, use)
     store = open_or_create(blueprint, store_root(blueprint, settings.store), found=found)
     unit = resolved.composition.unit
     for bits in resolved.precisions:
@@ -132,11 +134,11 @@ def _prepared(
     return store, plan
 
 
-def _planned(blueprint: Blueprint, resolved: Resolved, store: Store | None, use: Use, lean: bool) -> MemoryPlan:
+def _measured(blueprint: Blueprint, resolved: Resolved, store: Store | None, lean: bool) -> None:
+    """Makes what this process holds before loading what it is going to hold: a plan counts it."""
     if not lean:
         _import_modelling(blueprint, resolved, store)
     footprint.settle()
-    return plan_memory(blueprint, resolved, store, use)
 
 
 def _import_modelling(blueprint: Blueprint, resolved: Resolved, store: Store | None) -> None:
@@ -186,6 +188,16 @@ def plan(model: str | os.PathLike[str], **options: Any) -> MemoryPlan:
 
 def plan_for(blueprint: Blueprint, settings: Settings, use: Use = USUAL) -> MemoryPlan:
     """What `start` would put where."""
+    return plans_for(blueprint, settings)(settings.batch, use)
+
+
+def plans_for(blueprint: Blueprint, settings: Settings) -> Callable[[int, Use], MemoryPlan]:
+    """`plan_for` with other batches and uses. What this process holds is measured once for all."""
     resolved = resolve_for(blueprint, settings)
     store = found_store(blueprint, settings.store)
-    return _planned(blueprint, resolved, store, use, starts_lean(blueprint, resolved, store))
+    _measured(blueprint, resolved, store, starts_lean(blueprint, resolved, store))
+
+    def plan_of(batch: int, use: Use) -> MemoryPlan:
+        return plan_memory(blueprint, replace(resolved, settings=replace(resolved.settings, batch=batch)), store, use)
+
+    return plan_of

@@ -78,7 +78,9 @@ class NeuronExpert:
         """One token x (1, H) through each of several experts → (experts, H)."""
         return torch.cat([self(x, each) for each in views])
 
-    def apart(self, x: torch.Tensor, counts: list[int], views: Sequence[Views]) -> torch.Tensor:
+    def apart(
+        self, x: torch.Tensor, counts: list[int], views: Sequence[Views], among_others: bool = False
+    ) -> torch.Tensor:
         """Several experts, each with rows of its own: counts[i] of x (M, H) are the i-th's → (M, H)."""
         return one_by_one(self, x, counts, views)
 

@@ -32,6 +32,8 @@ class SequenceCache(Protocol):
 
     def nbytes(self, positions: int) -> int: ...
 
+    def nbytes_held(self, slab: int) -> int: ...
+
 
 class AnyDecoder(Protocol):
     """Computes batches (`model.decoder.Decoder`, `model.generic.GenericDecoder`).

@@ -12,7 +12,7 @@ from tiermoe.kernels import cpu
 from tiermoe.kernels.gpu import cuda
 from tiermoe.kernels.native.matrix import matrix_form
 from tiermoe.kernels.reference import DecodedLinear
-from tiermoe.native import available, instruction_set
+from tiermoe.native import _native, available, instruction_set
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.gguf import Gguf
 from tiermoe.quant.int2 import Int2, RowMajorInt2
@@ -21,8 +21,12 @@ from tiermoe.quant.published import Published
 from tiermoe.quant.registry import ROW_MAJOR, cpu_layout, encoding_named
 from tiermoe.quant.transposed4 import Transposed4
 from tiermoe.store.layout import ExpertFormat
+from tiermoe.types import FEW_TOKENS, Part
 
-__all__ = ["KERNELS", "LinearKernel", "cpu_kernels", "decoded_bytes", "decodes", "linear_for", "machine_layout"]
+__all__ = [
+    "KERNELS", "LinearKernel", "cpu_kernels", "decoded_bytes", "decodes", "linear_for", "machine_layout",
+    "prepared_bytes",
+]  # fmt: skip
 
 _DECODING = 4 << 20  # temporaries of decoding a matrix
 
@@ -104,6 +108,21 @@ def decoded_bytes(formats: Sequence[ExpertFormat], dense_bits: int, dtype: torch
     widened = any(isinstance(encoding, Int2 | RowMajorInt2) for encoding in encodings)
     codes = max(decoded) // 2 if decoded and widened else 0  # 2 bits are decoded through the codes of 4
     return max(decoded) * dtype.itemsize + codes + _DECODING if decoded else 0
+
+
+def prepared_bytes(formats: Sequence[ExpertFormat], top_k: int, tokens: int, dtype: torch.dtype) -> int:
+    """What the native products of a layer's experts make of their inputs beforehand, in a call of the largest size; 0
+    where none does. A call of many tokens has as many rows (`engine.experts`)."""
+    if not available():
+        return 0
+    rows = top_k * tokens if tokens <= FEW_TOKENS else tokens
+    return max(sum(_prepared(form, part, rows, dtype) for part in form.layer.parts) for form in formats)
+
+
+def _prepared(form: ExpertFormat, part: Part, tokens: int, dtype: torch.dtype) -> int:
+    encoding = form.encodings.get(part.name)
+    matrix = matrix_form(encoding, *part.out_in, dtype) if part.is_matrix and encoding else None
+    return _native.prepared(matrix.absent(), tokens, tokens, torch.get_num_threads()) if matrix else 0
 
 
 def linear_for(encoding_name: str, device_type: str, dtype: torch.dtype) -> LinearKernel:

@@ -37,9 +37,12 @@ class ExpertKernel(Protocol):
         by one gives (`OneTokenInOneCall`: but for the last bits)."""
         ...
 
-    def apart(self, x: torch.Tensor, counts: list[int], views: Sequence[Views]) -> torch.Tensor:
-        """Several experts of a few tokens, each with rows of its own: counts[i] of x (M, hidden), one after the other,
-        are the i-th's → (M, hidden)."""
+    def apart(
+        self, x: torch.Tensor, counts: list[int], views: Sequence[Views], among_others: bool = False
+    ) -> torch.Tensor:
+        """Several experts, each with rows of its own: counts[i] of x (M, hidden), one after the other,
+        are the i-th's → (M, hidden). among_others: in a pass of many tokens, much of which torch computes; changes no
+        value."""
         ...
 
 
@@ -101,9 +104,13 @@ class InOneCall:
     def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
         return self.native(x, [self.packed(each) for each in views], among_others=False)[:, 0]
 
-    def apart(self, x: torch.Tensor, counts: list[int], views: Sequence[Views]) -> torch.Tensor:
+    def apart(
+        self, x: torch.Tensor, counts: list[int], views: Sequence[Views], among_others: bool = False
+    ) -> torch.Tensor:
         """In one call; the values that a call for each gives."""
-        return self.native.apart(x, counts, [self.packed(each) for each in views])
+        if max(counts) > self._tokens:
+            return one_by_one(self, x, counts, views)
+        return self.native.apart(x, counts, [self.packed(each) for each in views], among_others)
 
     def packed(self, views: Views) -> bytes:
         """What the native kernel is told of the expert."""
@@ -123,7 +130,9 @@ class OneTokenInOneCall:
     def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
         return self.native(x, [_packed(self.native, each) for each in views], among_others=False)[:, 0]
 
-    def apart(self, x: torch.Tensor, counts: list[int], views: Sequence[Views]) -> torch.Tensor:
+    def apart(
+        self, x: torch.Tensor, counts: list[int], views: Sequence[Views], among_others: bool = False
+    ) -> torch.Tensor:
         return one_by_one(self, x, counts, views)
 
 
@@ -150,7 +159,9 @@ class Grouped:
     def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
         return self._grouped(x, views, self._activation)
 
-    def apart(self, x: torch.Tensor, counts: list[int], views: Sequence[Views]) -> torch.Tensor:
+    def apart(
+        self, x: torch.Tensor, counts: list[int], views: Sequence[Views], among_others: bool = False
+    ) -> torch.Tensor:
         return one_by_one(self, x, counts, views)
 
 
@@ -173,7 +184,9 @@ class SeparateSteps:
     def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
         return torch.cat([self(x, each) for each in views])
 
-    def apart(self, x: torch.Tensor, counts: list[int], views: Sequence[Views]) -> torch.Tensor:
+    def apart(
+        self, x: torch.Tensor, counts: list[int], views: Sequence[Views], among_others: bool = False
+    ) -> torch.Tensor:
         return one_by_one(self, x, counts, views)
 
 

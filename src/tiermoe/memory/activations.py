@@ -11,7 +11,8 @@ import torch
 from tiermoe import native
 from tiermoe.config import Settings
 from tiermoe.errors import ConfigError
-from tiermoe.kernels import decoded_bytes
+from tiermoe.kernels import decoded_bytes, prepared_bytes
+from tiermoe.kernels.native.matrix import prepared_at_most
 from tiermoe.model import cache_probe, generic, kv_cache
 from tiermoe.model.attention import GroupedSizes
 from tiermoe.model.blueprint import Blueprint
@@ -129,6 +130,8 @@ def _layer_needs(
     experts = (hidden * (top_k + 3) + 3 * max(map(max, matrices))) * item
     dense = 3 * _widest_dense(blueprint) * item
     decoded = decoded_bytes(formats, settings.dense_bits_used, blueprint.dtype)
+    known = tokens * prepared_at_most(_widest_dense(blueprint)) if native.available() else 0
+    prepared = max(prepared_bytes(formats, top_k, tokens, blueprint.dtype), known)
     return [
         Need(
             "activations",
@@ -137,6 +140,7 @@ def _layer_needs(
             "of one prefill chunk",
         ),
         Need("activations", decoded if tokens > _PACKED_OPERATOR_TOKENS else 0, Phase.RUNNING, "a decoded matrix"),
+        Need("activations", prepared, Phase.RUNNING, "what products know of their tokens"),
         Need("activations", load.sequences * int(config.vocab_size) * _LOGIT_BYTES, Phase.RUNNING, "logits"),
         Need(
             "activations",

@@ -54,9 +54,21 @@ def _cache_after(model: Any, tokens: int) -> list[tuple[int, int | None]] | None
     finally:
         for shell in shells:
             del shell.run_experts
-    more = getattr(cache, "linear_cache", ())
     layers = [(_nbytes(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers]
-    return layers + [(sum(part.nbytes for part in tensors_in(each)), None) for each in more]
+    return layers + [(_linear_nbytes(each), None) for each in _linear(cache)]
+
+
+def bytes_of(cache: Any) -> int:
+    """Bytes that a cache of transformers' holds."""
+    return sum(map(_nbytes, getattr(cache, "layers", ()))) + sum(map(_linear_nbytes, _linear(cache)))
+
+
+def _linear(cache: Any) -> Any:
+    return getattr(cache, "linear_cache", ())
+
+
+def _linear_nbytes(its: Any) -> int:
+    return sum(part.nbytes for part in tensors_in(its))
 
 
 def _nothing(hidden: Tensor, *_: Tensor) -> Tensor:

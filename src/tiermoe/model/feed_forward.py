@@ -38,9 +38,9 @@ class Experts(Protocol):
         be."""
         ...
 
-    def route(self, router: Router, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden (T, H) → weights (T, K) and experts (T, K) that run: the router's choice, or one that is made of its
-        scores."""
+    def route(self, router: Router, *parts: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Each part's hidden (T, H) → its weights (T, K) and experts (T, K) that run: the router's choice, or one that
+        is made of its scores. All parts of a step come in one call."""
         ...
 
 
@@ -58,8 +58,8 @@ class NoExperts:
     def block(self, router: Router, hidden: Tensor, residual: Tensor | None) -> Tensor | None:
         return None
 
-    def route(self, router: Router, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return router.route(hidden)
+    def route(self, router: Router, *parts: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return [router.route(hidden) for hidden in parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class MoeBlock:
         plain = self.shared is None and multiplier == 1
         result = self.experts.block(self.router, x, residual if plain else None)
         if result is None:
-            weights, index = self.experts.route(self.router, x)
+            ((weights, index),) = self.experts.route(self.router, x)
             result = self.experts(x, index, weights)
         elif plain:
             return result
@@ -137,11 +137,9 @@ class MoeBlock:
 
     def add_apart(self, parts: Sequence[tuple[Tensor, Tensor]], multiplier: float) -> list[Tensor]:
         """`add` of each (x, residual), bit for bit; each expert comes once for all of them."""
-        given = []
-        for x, _ in parts:
-            weights, index = self.experts.route(self.router, x)
-            given.append((x, index, weights))
-        routed = self.experts.apart(given)
+        xs = [x for x, _ in parts]
+        chosen = self.experts.route(self.router, *xs)
+        routed = self.experts.apart([(x, index, weights) for x, (weights, index) in zip(xs, chosen, strict=True)])
         return [
             _added(residual, self._with_shared(x, result), multiplier)
             for (x, residual), result in zip(parts, routed, strict=True)
@@ -182,10 +180,9 @@ class SideBySide:
 
     def add_apart(self, parts: Sequence[tuple[Tensor, Tensor]], multiplier: float) -> list[Tensor]:
         """`add` of each (x, residual), bit for bit; each expert comes once for all of them."""
-        experts, given = self.moe.experts, []
-        for _, residual in parts:
-            weights, index = experts.route(self.moe.router, residual)
-            given.append((self.norm_before_experts(residual), index, weights))
+        experts, residuals = self.moe.experts, [residual for _, residual in parts]
+        chosen = experts.route(self.moe.router, *residuals)
+        given = [(self.norm_before_experts(its), *both[::-1]) for its, both in zip(residuals, chosen, strict=True)]
         routed = experts.apart(given)
         return [self._sum(*part, its, multiplier) for part, its in zip(parts, routed, strict=True)]
 

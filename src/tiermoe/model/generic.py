@@ -16,7 +16,7 @@ from transformers.integrations.heterogeneity.configuration_utils import Ambiguou
 
 from tiermoe.batch import Batch
 from tiermoe.errors import PromptError
-from tiermoe.model.cache_probe import LayerCache
+from tiermoe.model.cache_probe import LayerCache, bytes_of
 from tiermoe.model.linear import PackedLinear
 from tiermoe.types import Need, Phase, Workload
 
@@ -107,6 +107,7 @@ class GenericCache:
         self._rewinds = rewinds
         self._free = list(reversed(range(slabs)))
         self._length: dict[int, int] = {}
+        self._nbytes: dict[int, int] = {}
         self.held: dict[int, Any] = {}
 
     def open(self) -> int:
@@ -114,12 +115,12 @@ class GenericCache:
         if not self._free:
             raise PromptError(f"all {self.slabs} sequences that memory is set aside for are in use; close one")
         slab = self._free.pop()
-        self.held[slab], self._length[slab] = None, 0
+        self.held[slab], self._length[slab], self._nbytes[slab] = None, 0, 0
         return slab
 
     def close(self, slab: int) -> None:
         """Gives a slab back."""
-        del self.held[slab], self._length[slab]
+        del self.held[slab], self._length[slab], self._nbytes[slab]
         self._free.append(slab)
 
     def length(self, slab: int) -> int:
@@ -144,7 +145,7 @@ class GenericCache:
         if not surplus:
             return
         if not length:
-            self.held[slab], self._length[slab] = None, 0
+            self.held[slab], self._length[slab], self._nbytes[slab] = None, 0, 0
             return
         if not self._rewinds:
             raise ValueError(f"a recurrent state cannot be wound back to {length} positions")
@@ -158,15 +159,21 @@ class GenericCache:
         """So many more tokens of a sequence have run, and this is its cache from now on."""
         self.held[slab] = held
         self._length[slab] += tokens
+        self._nbytes[slab] = bytes_of(held)
 
     def nbytes(self, positions: int) -> int:
         """None of its own: memory is planned for every slab's context."""
         return 0
 
+    def nbytes_held(self, slab: int) -> int:
+        """Bytes that the sequence's last step left."""
+        return self._nbytes.get(slab, 0)
+
     def fork(self, slab: int, length: int | None = None) -> int:
         """A new sequence that begins with all of this one's tokens, or the first `length`. ValueError as `crop`."""
         other = self.open()
         self.held[other], self._length[other] = copy.deepcopy(self.held[slab]), self._length[slab]
+        self._nbytes[other] = self._nbytes[slab]
         if length is not None:
             try:
                 self.crop(other, length)

@@ -186,6 +186,10 @@ class KVCache:
         """Bytes that a sequence of so many tokens takes at the most, in whole pages."""
         return sequence_bytes(self.shapes, positions, self.context, self.step, self.dtype.itemsize, self.bits)
 
+    def nbytes_held(self, slab: int) -> int:
+        """Bytes of pages that have been written since the slab was opened."""
+        return self.nbytes(self._furthest[slab])
+
     def length(self, slab: int) -> int:
         """Tokens that the sequence holds."""
         return self._lengths[slab]

@@ -19,6 +19,7 @@ from tiermoe.process.footprint import PACKING_HEAP, heap_for_packing
 from tiermoe.store.lock import exclusive
 from tiermoe.store.own_experts import OWN_BITS
 from tiermoe.store.pack import clear, pack_experts, packing_bytes
+from tiermoe.store.solving import Inputs
 from tiermoe.store.store import (
     TABLE,
     Precision,
@@ -117,17 +118,18 @@ def ensure_packed(
     device: str = "cpu",
     unit: str = "expert",
     workers: int | None = None,
+    inputs: Inputs | None = None,
 ) -> None:
     """Packs the asked precision, and the dense layers, where the store lacks them, for the kernels of `device`;
-    `workers` pieces at a time, None: one more than torch has threads, for one of them reads. StoreError where it holds
-    them for another machine's kernels."""
+    `workers` pieces at a time, None: one more than torch has threads, for one of them reads. inputs: the experts', for
+    quantizers that need to know them. StoreError where it holds them for another machine's kernels."""
     layout, workers = machine_layout(device), workers or torch.get_num_threads() + 1
     key = precision_key(bits, quantizer, layout, unit)
     precision = store.precisions.get(key)
     if precision is None:
         report = (lambda done, total: progress("packing experts (once)", done, total)) if progress else None
         with heap_for_packing():
-            pack_experts(store, blueprint.experts, bits, quantizer, layout, report, unit, workers)
+            pack_experts(store, blueprint.experts, bits, quantizer, layout, report, unit, workers, inputs)
     else:
         check_machine(store.root, precision.machine, layout)
         if precision.in_place and not precision.derived:

@@ -21,7 +21,7 @@ def matrix(
     factor_rows: int = 1,
     /,
 ) -> bytes: ...
-def product(matrix: bytes, x: int, tokens: int, sums: int, out: int, threads: int, torchs: bool, /) -> None: ...
+def product(matrix: bytes, x: int, tokens: int, room: int, out: int, threads: int, torchs: bool, /) -> None: ...
 def expert(
     first: bytes,
     second: bytes,
@@ -38,7 +38,7 @@ def experts(
     x: int,
     rows: int,
     inner: int,
-    sums: int,
+    room: int,
     out: int,
     threads: int,
     torchs: bool,
@@ -248,5 +248,5 @@ def nl4(
     threads: int,
     /,
 ) -> None: ...
-def sums(matrix_or_expert: bytes, rows: int, results: int, threads: int, /) -> int: ...
+def prepared(matrix_or_expert: bytes, rows: int, results: int, threads: int, /) -> int: ...
 def widen(pairs: int, ladders: int, count: int, run: int, codes: int, /) -> None: ...

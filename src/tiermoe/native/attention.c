@@ -6,8 +6,6 @@
 #include "kernels.h"
 #include "team.h"
 
-enum { SMALLEST_GROUP = 32 };
-
 static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 
 static size_t blocks(const Projection *projection) { return matrix_blocks(&projection->matrix); }
@@ -87,16 +85,23 @@ Positions slab_positions(const Slabs *slabs, size_t slab, size_t kv_head) {
     };
 }
 
+/* Floats of a token that a projection wants to know, at the most. */
+static size_t most_prepared(const Attention *layer) {
+    const Projection *all[] = {&layer->query, &layer->key, &layer->value, &layer->output, &layer->query_first, &layer->key_up};
+    size_t most = 0;
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (all[i]->matrix.rows) most = larger(most, matrix_prepared(&all[i]->matrix));
+    return most;
+}
+
 /* The parts of the workspace, each on a line of its own. */
 static size_t lay_out(Job *job, size_t threads, char *start) {
     const Attention *layer = job->layer;
     const size_t tokens = job->step->tokens, width = hidden(layer), latent = layer->latent_columns;
-    const size_t columns = larger(larger(width, layer->output.matrix.columns),
-                                  larger(layer->query_first.matrix.rows, larger(latent, layer->key_columns)));
     char *end = start;
     job->works = 0;
     for (size_t t = 0; t < tokens; t++) job->works += last_tile(job->step, t) - first_tile(layer, job->step, t) + 1;
-    job->sums_each = PROJECTIONS * tokens * columns / SMALLEST_GROUP;
+    job->prepared_each = (tokens * most_prepared(layer) + 15) / 16 * 16; /* so that each begins at a cache line */
     job->normed_each = tokens * larger(width, layer->query_first.matrix.rows);
     job->one_head_each = latent ? tokens * larger(latent, layer->key_columns) : 0;
     const size_t group = layer->heads / layer->kv_heads, parts = (group + MOST_QUERIES - 1) / MOST_QUERIES;
@@ -107,7 +112,7 @@ static size_t lay_out(Job *job, size_t threads, char *start) {
     PART(work, job->works)
     PART(places, tokens + 1)
     PART(normed, threads * job->normed_each)
-    PART(sums, threads * job->sums_each)
+    PART(prepared, threads * PROJECTIONS * job->prepared_each)
     PART(one_head, threads * job->one_head_each)
     PART(first, tokens * layer->query_first.matrix.rows)
     PART(projected_query, tokens * layer->query.matrix.rows)
@@ -144,26 +149,26 @@ static void list_work(Job *job) {
         }
 }
 
-/* Where a thread's sums for projection `which` lie. */
-static float *sums_of(const Job *job, size_t which, size_t thread) {
-    return job->sums + thread * job->sums_each + which * (job->sums_each / PROJECTIONS);
+/* Where a thread keeps what is known for projection `which`. */
+static float *prepared_of(const Job *job, size_t which, size_t thread) {
+    return job->prepared + (thread * PROJECTIONS + which) * job->prepared_each;
 }
 
-void attention_sums(const Job *job, const Projection *const *projections, size_t count, const bf16 *x, size_t thread) {
+void attention_prepare(const Job *job, const Projection *const *projections, size_t count, const bf16 *x, size_t thread) {
     for (size_t i = 0; i < count; i++) {
-        const Matrix *matrix = &projections[i]->matrix, *before = i ? &projections[i - 1]->matrix : NULL;
-        const size_t bytes = job->step->tokens * matrix_groups(matrix) * sizeof(float);
-        if (before && matrix_groups(before) == matrix_groups(matrix))
-            memcpy(sums_of(job, i, thread), sums_of(job, i - 1, thread), bytes);
+        const Matrix *matrix = &projections[i]->matrix;
+        const size_t bytes = job->step->tokens * matrix_prepared(matrix) * sizeof(float);
+        if (i && matrices_alike(matrix, &projections[i - 1]->matrix))
+            memcpy(prepared_of(job, i, thread), prepared_of(job, i - 1, thread), bytes);
         else
-            matrix_group_sums(matrix, x, job->step->tokens, sums_of(job, i, thread));
+            matrix_prepare(matrix, x, job->step->tokens, prepared_of(job, i, thread));
     }
 }
 
 void attention_multiply(const Job *job, const Projection *projection, size_t which, size_t block, const bf16 *x,
                         size_t thread, bf16 *out, size_t stride) {
     const size_t tokens = job->step->tokens;
-    matrix_block(&projection->matrix, block, x, sums_of(job, which, thread), tokens, out, stride);
+    matrix_block(&projection->matrix, block, x, prepared_of(job, which, thread), tokens, out, stride);
     for (size_t t = 0; projection->bias && t < tokens; t++)
         kernels->add(out + t * stride, 1, projection->bias + block * BLOCK, BLOCK);
 }
@@ -188,7 +193,7 @@ static void begin_projections(void *data, size_t thread) {
     const Projection *projections[PROJECTIONS];
     bf16 *out[PROJECTIONS];
     const size_t count = projections_of(job, projections, out);
-    attention_sums(job, projections, count, normed, thread);
+    attention_prepare(job, projections, count, normed, thread);
 }
 
 static void project(void *data, size_t thread, size_t block) {
@@ -227,7 +232,7 @@ static void attend(void *data, size_t thread, size_t task) {
 static void begin_outputs(void *data, size_t thread) {
     const Job *job = data;
     const Projection *output = &job->layer->output;
-    attention_sums(job, &output, 1, job->attended, thread);
+    attention_prepare(job, &output, 1, job->attended, thread);
 }
 
 static void add_output(void *data, size_t thread, size_t block) {

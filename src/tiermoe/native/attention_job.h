@@ -17,12 +17,12 @@ typedef struct {
     const Slabs *slabs;
     const bf16 *x;
     bf16 *out, *normed_out;
-    size_t works, sums_each, heads_each; /* heads of a task */
+    size_t works, prepared_each, heads_each; /* heads of a task */
     size_t normed_each, one_head_each;
     Work *work;
     size_t *places;        /* (tokens + 1): of a token's first tile */
     bf16 *normed;          /* of each thread: normed inputs of what it multiplies */
-    float *sums;           /* of each thread: of groups of what it multiplies */
+    float *prepared;       /* of each thread and projection: what is known of what it multiplies */
     bf16 *one_head;        /* of each thread, (tokens, columns): of latent attention */
     bf16 *first;           /* (tokens, rows of query_first) */
     bf16 *projected_query; /* (tokens, rows of query) */
@@ -50,12 +50,12 @@ static inline size_t cache_row(const Job *job, size_t token, size_t kv_head) {
     return slab * slabs->room + (size_t)job->step->positions[token] % slabs->room;
 }
 
-/* The sums of groups of x (tokens, columns), for this thread's products with up to PROJECTIONS matrices. */
+/* Prepares x (tokens, columns) for this thread's products with up to PROJECTIONS matrices. */
 enum { PROJECTIONS = 3 };
-void attention_sums(const Job *job, const Projection *const *projections, size_t count, const bf16 *x, size_t thread);
+void attention_prepare(const Job *job, const Projection *const *projections, size_t count, const bf16 *x, size_t thread);
 
-/* out[t * stride + i] = row BLOCK * block + i of the projection of x[t], for each token. `sums`: of projection `which` of
- * attention_sums's. */
+/* out[t * stride + i] = row BLOCK * block + i of the projection of x[t], for each token. x: as projection `which` of
+ * attention_prepare's. */
 void attention_multiply(const Job *job, const Projection *projection, size_t which, size_t block, const bf16 *x,
                         size_t thread, bf16 *out, size_t stride);
 

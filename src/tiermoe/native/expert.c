@@ -9,23 +9,23 @@ enum { TOKENS = 64 }; /* whose gate and up values of a block are kept on the sta
 
 typedef struct {
     const Share *shares;
-    Sums x, inner; /* of the tokens, and of what is between the matrices: (results, I) */
+    Prepared x, inner; /* of the tokens, and of what is between the matrices: (results, I) */
     bf16 *out;
 } Job;
 
 /* A block of rows of matrix times the tokens, plus the bias where there is one. */
-static void block_of(const Matrix *matrix, const bf16 *bias, size_t block, const bf16 *x, const float *sums, size_t tokens,
+static void block_of(const Matrix *matrix, const bf16 *bias, size_t block, const bf16 *x, const float *prepared, size_t tokens,
                      bf16 *out, size_t stride) {
-    matrix_block(matrix, block, x, sums, tokens, out, stride);
+    matrix_block(matrix, block, x, prepared, tokens, out, stride);
     for (size_t m = 0; bias && m < tokens; m++) kernels->add(out + m * stride, 1, bias + block * BLOCK, BLOCK);
 }
 
-static void sum_x(void *data, size_t thread, size_t task) {
+static void prepare_x(void *data, size_t thread, size_t task) {
     (void)thread;
-    sums_task(&((Job *)data)->x, task);
+    prepare_task(&((Job *)data)->x, task);
 }
 
-static void begin_first(void *data, size_t thread) { sums_begin(&((Job *)data)->x, thread); }
+static void begin_first(void *data, size_t thread) { prepare_begin(&((Job *)data)->x, thread); }
 
 /* A block of the inner values of one expert. */
 static void first(void *data, size_t thread, size_t task) {
@@ -33,26 +33,26 @@ static void first(void *data, size_t thread, size_t task) {
     const size_t inner = job->inner.matrix->columns, blocks = inner / BLOCK, block = task % blocks;
     const Share *share = &job->shares[task / blocks];
     const Matrix *matrix = &share->expert.first;
-    const size_t groups = matrix_groups(matrix);
+    const size_t each = matrix_prepared(matrix);
     const int pairs = share->expert.gate == CLAMPED;
     const size_t one = pairs ? 2 * block : block, other = pairs ? one + 1 : block + blocks;
     bf16 values[TOKENS][2 * BLOCK];
     for (size_t m = 0; m < share->tokens; m += TOKENS) {
         const size_t tokens = share->tokens - m < TOKENS ? share->tokens - m : TOKENS, row = share->from + m;
         const bf16 *x = job->x.x + row * matrix->columns, *bias = share->expert.first_bias;
-        const float *sums = sums_of(&job->x, thread) + row * groups;
-        block_of(matrix, bias, one, x, sums, tokens, values[0], 2 * BLOCK);
-        block_of(matrix, bias, other, x, sums, tokens, values[0] + BLOCK, 2 * BLOCK);
+        const float *prepared = prepared_of(&job->x, thread) + row * each;
+        block_of(matrix, bias, one, x, prepared, tokens, values[0], 2 * BLOCK);
+        block_of(matrix, bias, other, x, prepared, tokens, values[0] + BLOCK, 2 * BLOCK);
         kernels->gate(values, &share->expert, tokens, (bf16 *)job->inner.x + (share->to + m) * inner + block * BLOCK, inner);
     }
 }
 
-static void sum_inner(void *data, size_t thread, size_t task) {
+static void prepare_inner(void *data, size_t thread, size_t task) {
     (void)thread;
-    sums_task(&((Job *)data)->inner, task);
+    prepare_task(&((Job *)data)->inner, task);
 }
 
-static void begin_second(void *data, size_t thread) { sums_begin(&((Job *)data)->inner, thread); }
+static void begin_second(void *data, size_t thread) { prepare_begin(&((Job *)data)->inner, thread); }
 
 static void second(void *data, size_t thread, size_t task) {
     const Job *job = data;
@@ -60,22 +60,22 @@ static void second(void *data, size_t thread, size_t task) {
     const Share *share = &job->shares[task / blocks];
     const Matrix *matrix = &share->expert.second;
     block_of(matrix, share->expert.second_bias, block, job->inner.x + share->to * matrix->columns,
-             sums_of(&job->inner, thread) + share->to * matrix_groups(matrix), share->tokens,
+             prepared_of(&job->inner, thread) + share->to * matrix_prepared(matrix), share->tokens,
              job->out + share->to * matrix->rows + block * BLOCK, matrix->rows);
 }
 
-size_t experts_sums(const Expert *expert, size_t rows, size_t results, size_t threads) {
-    return sums_room(&expert->first, rows, threads) + sums_room(&expert->second, results, threads);
+size_t experts_prepared(const Expert *expert, size_t rows, size_t results, size_t threads) {
+    return prepared_room(&expert->first, rows, threads) + prepared_room(&expert->second, results, threads);
 }
 
-void experts_run(const Share *shares, size_t count, const bf16 *x, size_t rows, size_t results, bf16 *inner, float *sums,
+void experts_run(const Share *shares, size_t count, const bf16 *x, size_t rows, size_t results, bf16 *inner, float *room,
                  bf16 *out, size_t threads, Pool pool) {
     const Matrix *up = &shares->expert.first, *down = &shares->expert.second;
-    Job job = {shares, {up, x, rows, sums}, {down, inner, results, sums + sums_room(up, rows, threads)}, out};
+    Job job = {shares, {up, x, rows, room}, {down, inner, results, room + prepared_room(up, rows, threads)}, out};
     const Phase phases[] = {
-        {NULL, sum_x, sums_tasks(&job.x)},
+        {NULL, prepare_x, prepare_tasks(&job.x)},
         {begin_first, first, count * (up->rows / 2 / BLOCK)},
-        {NULL, sum_inner, sums_tasks(&job.inner)},
+        {NULL, prepare_inner, prepare_tasks(&job.inner)},
         {begin_second, second, count * (down->rows / BLOCK)},
     };
     team_run(phases, 4, &job, threads, pool);

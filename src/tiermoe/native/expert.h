@@ -31,12 +31,12 @@ typedef struct {
 } Share;
 
 /* out (results, H) = experts, all of one shape, of their rows of x (rows, H). Each value is rounded to bfloat16 where the
- * separate operations round it. inner: room for results * I values; sums: for experts_sums(...) floats. */
+ * separate operations round it. inner: room for results * I values; sums: for experts_prepared(...) floats. */
 void experts_run(const Share *shares, size_t count, const bf16 *x, size_t rows, size_t results, bf16 *inner, float *sums,
                  bf16 *out, size_t threads, Pool pool);
 
 /* Floats that experts_run needs as `sums`. */
-size_t experts_sums(const Expert *expert, size_t rows, size_t results, size_t threads);
+size_t experts_prepared(const Expert *expert, size_t rows, size_t results, size_t threads);
 
 /* out (H) = sum of weights[i] * rows[i] (H), in their order, rounded after each step; 0 where there are none. */
 void experts_combine(const bf16 *const *rows, const float *weights, size_t count, size_t columns, bf16 *out);

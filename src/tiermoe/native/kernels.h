@@ -3,7 +3,7 @@
  *
  * Sums run in one order whatever the number of tokens, threads or blocks; the order may differ from one table to the
  * next. Activations are bfloat16 and are not rounded further, but for those that AVX2's integers stand for
- * (isa/avx2/gguf.h); weights are exact, sums are float32. */
+ * (isa/avx2/integers.h); weights are exact, sums are float32. */
 #ifndef TIERMOE_KERNELS_H
 #define TIERMOE_KERNELS_H
 
@@ -20,12 +20,10 @@ typedef struct {
     const char *name; /* in TIERMOE_ISA */
     int (*runs)(void); /* whether this machine has the instructions */
 
-    /* sums[m * groups + g] = the sum of columns g * group .. of x[m], x (tokens, groups * group); group 16 or a
-     * multiple of 32. */
-    void (*group_sums)(const bf16 *x, size_t group, size_t groups, size_t tokens, float *sums);
-
-    /* matrix_block of each coding. */
-    void (*block[CODINGS])(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+    /* matrix_prepared, matrix_prepare, and matrix_block of each coding. */
+    size_t (*prepared)(const Matrix *matrix);
+    void (*prepare)(const Matrix *matrix, const bf16 *x, size_t tokens, float *prepared);
+    void (*block[CODINGS])(const Matrix *matrix, size_t block, const bf16 *x, const float *prepared, size_t tokens, bf16 *out,
                            size_t stride);
 
     /* gated (tokens, 64), `stride` apart: a block of gate and up of each token through the expert's gate. */

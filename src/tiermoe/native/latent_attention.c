@@ -13,7 +13,7 @@ void latent_begin_queries(void *data, size_t thread) {
     bf16 *normed = job->normed + thread * job->normed_each;
     for (size_t t = 0; t < job->step->tokens; t++) norm_row(&layer->query_norm, job->first + t * width, normed + t * width);
     const Projection *query = &layer->query;
-    attention_sums(job, &query, 1, normed, thread);
+    attention_prepare(job, &query, 1, normed, thread);
 }
 
 void latent_queries(void *data, size_t thread, size_t block) {
@@ -26,7 +26,7 @@ void latent_queries(void *data, size_t thread, size_t block) {
 static void multiply_head(const Job *job, const Projection *projection, size_t head, size_t thread, const bf16 *one_head,
                           bf16 *out, size_t stride) {
     const size_t blocks = projection->matrix.rows / job->layer->heads / BLOCK;
-    attention_sums(job, &projection, 1, one_head, thread);
+    attention_prepare(job, &projection, 1, one_head, thread);
     for (size_t b = 0; b < blocks; b++)
         attention_multiply(job, projection, 0, head * blocks + b, one_head, thread, out + b * BLOCK, stride);
 }

@@ -4,13 +4,17 @@
 
 size_t matrix_blocks(const Matrix *matrix) { return (matrix->rows + BLOCK - 1) / BLOCK; }
 
-size_t matrix_groups(const Matrix *matrix) { return has_offsets(matrix->coding) ? matrix->columns / matrix->group : 0; }
+size_t matrix_prepared(const Matrix *matrix) { return kernels->prepared(matrix); }
 
-void matrix_group_sums(const Matrix *matrix, const bf16 *x, size_t tokens, float *sums) {
-    kernels->group_sums(x, matrix->group, matrix_groups(matrix), tokens, sums);
+void matrix_prepare(const Matrix *matrix, const bf16 *x, size_t tokens, float *prepared) {
+    kernels->prepare(matrix, x, tokens, prepared);
 }
 
-void matrix_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+int matrices_alike(const Matrix *a, const Matrix *b) {
+    return a->coding == b->coding && a->columns == b->columns && a->group == b->group;
+}
+
+void matrix_block(const Matrix *matrix, size_t block, const bf16 *x, const float *prepared, size_t tokens, bf16 *out,
                   size_t stride) {
-    kernels->block[matrix->coding](matrix, block, x, sums, tokens, out, stride);
+    kernels->block[matrix->coding](matrix, block, x, prepared, tokens, out, stride);
 }

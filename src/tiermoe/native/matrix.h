@@ -79,7 +79,7 @@ static inline size_t nl4_group_bytes(size_t group) { return NL4_SCALES + group *
  * it. */
 typedef enum { SCALE_FLOAT, SCALE_BF16, SCALE_HALF, SCALE_E8M0, SCALE_E4M3_TIMES, SCALE_E4M3_OVER, SCALE_KINDS } ScaleKind;
 
-/* Whether a product takes the sums of x's columns: of what is added to codes, or taken away, once they are scaled. */
+/* Whether something is added to codes, or taken away, once they are scaled: what takes the sums of x's columns. */
 static inline int has_offsets(Coding coding) {
     switch (coding) {
         case BF16: case Q8_0: case Q4_0: case Q5_0: case Q3_K: case Q6_K: case IQ4_NL: case IQ4_XS: case MXFP4:
@@ -100,17 +100,22 @@ typedef struct {
     size_t scale_rows, scale_columns, factor_rows;
 } Matrix;
 
+/* How many sums of groups of x's columns a product takes for each token. */
+static inline size_t matrix_groups(const Matrix *matrix) {
+    return has_offsets(matrix->coding) ? matrix->columns / matrix->group : 0;
+}
+
 /* Blocks of rows; the last one may have fewer than 64 in all but INT4, INT6 and INT2. */
 size_t matrix_blocks(const Matrix *matrix);
 
-/* How many sums of x's columns a product needs for each token. */
-size_t matrix_groups(const Matrix *matrix);
-
-/* sums[m * matrix_groups(matrix) + g] = the sum of x[m]'s columns of group g. x: (tokens, columns). */
-void matrix_group_sums(const Matrix *matrix, const bf16 *x, size_t tokens, float *sums);
+/* What products with a matrix want to know of x beforehand, x (tokens, columns): so many floats for each token, which the
+ * instruction set in use lays out as it likes, from a multiple of 32 bytes on. It is the same for all matrices alike. */
+size_t matrix_prepared(const Matrix *matrix);
+void matrix_prepare(const Matrix *matrix, const bf16 *x, size_t tokens, float *prepared);
+int matrices_alike(const Matrix *a, const Matrix *b);
 
 /* out[m * stride + i] = row 64 * block + i of the matrix times x[m], rounded to bfloat16. */
-void matrix_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+void matrix_block(const Matrix *matrix, size_t block, const bf16 *x, const float *prepared, size_t tokens, bf16 *out,
                   size_t stride);
 
 #endif

@@ -82,15 +82,15 @@ static int take(const char *bytes, Py_ssize_t length, void *into, size_t size) {
 static PyObject *product(PyObject *self, PyObject *args) {
     const char *bytes;
     Py_ssize_t length, tokens;
-    Address x, sums, out;
+    Address x, room, out;
     unsigned threads;
     int torchs;
     Matrix packed;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y#KnKKIp", &bytes, &length, &x, &tokens, &sums, &out, &threads, &torchs)) return NULL;
+    if (!PyArg_ParseTuple(args, "y#KnKKIp", &bytes, &length, &x, &tokens, &room, &out, &threads, &torchs)) return NULL;
     if (!take(bytes, length, &packed, sizeof packed)) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    product_run(&packed, at(x), (size_t)tokens, at(sums), at(out), threads, torchs ? TORCHS : OWN);
+    product_run(&packed, at(x), (size_t)tokens, at(room), at(out), threads, torchs ? TORCHS : OWN);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -142,17 +142,17 @@ static PyObject *experts(PyObject *self, PyObject *args) {
     const char *bytes;
     Py_ssize_t length, rows;
     PyObject *counts;
-    Address x, inner, sums, out;
+    Address x, inner, room, out;
     unsigned threads;
     int torchs;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y#OKnKKKIp", &bytes, &length, &counts, &x, &rows, &inner, &sums, &out, &threads, &torchs))
+    if (!PyArg_ParseTuple(args, "y#OKnKKKIp", &bytes, &length, &counts, &x, &rows, &inner, &room, &out, &threads, &torchs))
         return NULL;
     Share *shares = shares_of(bytes, length, counts, (size_t)rows);
     if (!shares) return NULL;
     const size_t count = (size_t)length / sizeof(Expert), results = shares[count - 1].to + shares[count - 1].tokens;
     Py_BEGIN_ALLOW_THREADS
-    experts_run(shares, count, at(x), (size_t)rows, results, at(inner), at(sums), at(out), threads, torchs ? TORCHS : OWN);
+    experts_run(shares, count, at(x), (size_t)rows, results, at(inner), at(room), at(out), threads, torchs ? TORCHS : OWN);
     Py_END_ALLOW_THREADS
     PyMem_RawFree(shares);
     Py_RETURN_NONE;
@@ -471,16 +471,16 @@ static PyObject *run_delta(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *sums(PyObject *self, PyObject *args) {
+static PyObject *prepared(PyObject *self, PyObject *args) {
     const char *bytes;
     Py_ssize_t length, rows, results;
     unsigned threads;
     (void)self;
     if (!PyArg_ParseTuple(args, "y#nnI", &bytes, &length, &rows, &results, &threads)) return NULL;
-    if (length == sizeof(Matrix)) return PyLong_FromSize_t(sizeof(float) * sums_room((const Matrix *)bytes, (size_t)rows, threads));
+    if (length == sizeof(Matrix)) return PyLong_FromSize_t(sizeof(float) * prepared_room((const Matrix *)bytes, (size_t)rows, threads));
     if (length != sizeof(Expert))
         return PyErr_Format(PyExc_ValueError, "%zd bytes are neither a matrix nor an expert", length);
-    return PyLong_FromSize_t(sizeof(float) * experts_sums((const Expert *)bytes, (size_t)rows, (size_t)results, threads));
+    return PyLong_FromSize_t(sizeof(float) * experts_prepared((const Expert *)bytes, (size_t)rows, (size_t)results, threads));
 }
 
 static PyMethodDef methods[] = {
@@ -490,10 +490,10 @@ static PyMethodDef methods[] = {
     {"used", used, METH_NOARGS, "used() -> the name of the instruction set whose kernels run"},
     {"join_team", join_team, METH_VARARGS, "join_team(path) -> whether the loaded OpenMP runtime at path can be used"},
     {"matrix", matrix, METH_VARARGS, "matrix(coding, weights, scales, rows, columns, group, ladders[, scale kind, rows, columns, factor's rows]) -> bytes of a Matrix"},
-    {"product", product, METH_VARARGS, "product(matrix, x, tokens, sums, out, threads, torchs)"},
+    {"product", product, METH_VARARGS, "product(matrix, x, tokens, room, out, threads, torchs)"},
     {"expert", expert, METH_VARARGS,
      "expert(first, second, first_bias, second_bias, gate, limit, alpha) -> bytes of an Expert"},
-    {"experts", experts, METH_VARARGS, "experts(experts, counts, x, rows, inner, sums, out, threads, torchs)"},
+    {"experts", experts, METH_VARARGS, "experts(experts, counts, x, rows, inner, room, out, threads, torchs)"},
     {"combine", combine, METH_VARARGS, "combine(rows, weights, columns, out)"},
     {"combine_many", combine_many, METH_VARARGS, "combine_many(addresses, weights, tokens, k, columns, out, threads)"},
     {"router", router, METH_VARARGS,
@@ -523,7 +523,7 @@ static PyMethodDef methods[] = {
      "run_delta(delta, tokens, rows, ends, from, to, mixed, stride, gates, stride, betas, stride, decays, stride, inputs, states,"
      " workspace, out, threads)"},
     ATTENTION_METHODS,
-    {"sums", sums, METH_VARARGS, "sums(matrix or expert, rows, results, threads) -> bytes that the call needs for sums"},
+    {"prepared", prepared, METH_VARARGS, "prepared(matrix or expert, rows, results, threads) -> bytes of the call's room"},
     {"widen", widen_codes, METH_VARARGS, "widen(pairs, ladders, count, run, codes)"},
     {NULL, NULL, 0, NULL},
 };

@@ -10,7 +10,7 @@ typedef struct {
     float *logits;
     bf16 *gathered, *inner, *outputs;
     int64_t *chosen; /* (tokens, k), of each token in ascending order */
-    float *weights, *sums;
+    float *weights, *prepared;
     size_t *next;          /* of each expert: the row of `outputs` for its next token */
     const bf16 **summands; /* (tokens, k): rows of `outputs` */
     Share *shares;
@@ -34,7 +34,7 @@ static size_t lay_out(Job *job, size_t tokens, size_t threads, char *begin) {
     PART(gathered, tokens > 1 ? choices * expert->first.columns : 0)
     PART(inner, choices * expert->second.columns)
     PART(outputs, choices * expert->second.rows)
-    PART(sums, experts_sums(expert, rows, choices, threads))
+    PART(prepared, experts_prepared(expert, rows, choices, threads))
 #undef PART
     return (size_t)(end - begin);
 }
@@ -98,7 +98,7 @@ size_t moe_block_run(const MoeBlock *block, const bf16 *x, const bf16 *residual,
     team_run(&routing, 1, &job, threads, OWN);
     const size_t shares = share_out(&job, tokens);
     if (!shares) return 0;
-    experts_run(job.shares, shares, tokens > 1 ? job.gathered : x, tokens > 1 ? choices : 1, choices, job.inner, job.sums,
+    experts_run(job.shares, shares, tokens > 1 ? job.gathered : x, tokens > 1 ? choices : 1, choices, job.inner, job.prepared,
                 job.outputs, threads, OWN);
     experts_combine_many(job.summands, job.weights, tokens, k, columns, out, threads, OWN);
     if (residual) kernels->add(out, 1, residual, tokens * columns);

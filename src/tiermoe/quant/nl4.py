@@ -40,7 +40,7 @@ class Nl4(SameInSlot):
     of row 32 + j in its high four bits.
 
     w = LEVELS[code] * scale, whatever the compute dtype; a scale may be negative. Scales and codes follow from the
-    weights alone, whatever `quantizer` is."""
+    weights alone, whatever `quantizer` is; unless it has `scale` (N, K / group), for which weights are levels."""
 
     layout: str
     group: int
@@ -57,15 +57,16 @@ class Nl4(SameInSlot):
         rows, columns = weight.shape
         (field,) = self.stored_fields(rows, columns, dtype)
         blocks = torch.empty(field.shape, dtype=torch.uint8)
+        found: Tensor | None = getattr(quantizer, "scale", None)
         step = max(1, BLOCK_WEIGHTS // (columns * BLOCK_ROWS)) * BLOCK_ROWS
         for first in range(0, rows, step):
             part = slice(first, first + step)
             weights = weight[part].float().contiguous()
             require_finite(*weights.aminmax())
-            if native.quantizes():
+            if found is None and native.quantizes():
                 native.nl4(weights, self.group, CANDIDATES, STEPS, blocks[part])
             else:
-                _encode(weights, self.group, blocks[part])
+                _encode(weights, self.group, blocks[part], None if found is None else found[part])
         return {"blocks": blocks}
 
     def rows_apart(self, columns: int, quantizer: Quantizer) -> int | None:
@@ -100,10 +101,10 @@ def _parts(blocks: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return runs[..., :_SCALES], codes.view(*codes.shape[:2], group, _HALF)
 
 
-def _encode(weights: Tensor, group: int, blocks: Tensor) -> None:
-    """Fills the field of float32 weights (N, K)."""
+def _encode(weights: Tensor, group: int, blocks: Tensor, found: Tensor | None) -> None:
+    """Fills the field of float32 weights (N, K), for the scales (N, G) that were found, or those of the search."""
     grouped = weights.view(len(weights), -1, group)
-    scale = _searched(grouped)
+    scale = _searched(grouped) if found is None else found
     codes = _codes(grouped, scale).view(-1, 2, _HALF, *grouped.shape[1:]).permute(0, 3, 4, 1, 2)
     scales_at, codes_at = _parts(blocks, group)
     scales = scale.bfloat16().view(-1, BLOCK_ROWS, scale.shape[1]).transpose(1, 2)

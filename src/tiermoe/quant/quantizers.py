@@ -24,8 +24,11 @@ KAPPA = 1.01
 STEPS = 20
 
 NONLINEAR = "nonlinear"
+GPTQ, GPTQ_NONLINEAR = "gptq", "gptq-nonlinear"
+CALIBRATED = (GPTQ, GPTQ_NONLINEAR)
+"""Those that need to know what the matrices get as inputs (`quant.gptq`)."""
 
-__all__ = ["NONLINEAR", "QUANTIZERS", "Quantized", "Quantizer"]
+__all__ = ["CALIBRATED", "GPTQ", "GPTQ_NONLINEAR", "NONLINEAR", "QUANTIZERS", "Quantized", "Quantizer"]
 
 
 class LinearQuantizer:
@@ -193,6 +196,21 @@ class NonlinearQuantizer(HqqQuantizer):
     name = NONLINEAR
 
 
+class GptqQuantizer(HqqQuantizer):
+    """HQQ for what `quant.gptq` does not solve."""
+
+    name = GPTQ
+
+
+class GptqNonlinearQuantizer(HqqQuantizer):
+    """Likewise."""
+
+    name = GPTQ_NONLINEAR
+
+
 QUANTIZERS: dict[str, Quantizer] = {
-    each.name: each for each in (NonlinearQuantizer(), HqqQuantizer(), LinearQuantizer())
-}
+    each.name: each
+    for each in (
+        NonlinearQuantizer(), HqqQuantizer(), LinearQuantizer(), GptqQuantizer(), GptqNonlinearQuantizer()
+    )
+}  # fmt: skip

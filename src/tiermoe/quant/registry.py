@@ -22,7 +22,7 @@ from tiermoe.quant.nl4 import Nl4
 from tiermoe.quant.plain import Plain
 from tiermoe.quant.published import PREFIX as PUBLISHED
 from tiermoe.quant.published import published_encoding
-from tiermoe.quant.quantizers import NONLINEAR
+from tiermoe.quant.quantizers import GPTQ, GPTQ_NONLINEAR, NONLINEAR
 from tiermoe.quant.rowmajor import LAYOUT as ROW_MAJOR
 from tiermoe.quant.rowmajor import RowMajorInt4
 from tiermoe.quant.transposed4 import PREFIX as TRANSPOSED
@@ -50,7 +50,10 @@ PACKED: dict[int, tuple[Callable[[str, int], Encoding], Callable[[int], Encoding
 
 # Groups of 4 and 2 bits in order of choice. 64 is HQQ's published one; linear has a scale per row: the largest costs
 # least.
-INT4_GROUPS: dict[str, tuple[int, ...]] = {"nonlinear": (64, 32), "hqq": (64, 32), "linear": (256, 128, 64, 32)}
+INT4_GROUPS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("nonlinear", "hqq", "gptq", "gptq-nonlinear"), (64, 32)),
+    "linear": (256, 128, 64, 32),
+}
 
 INT6_GROUP = 32
 """Columns to a scale of 6 bits: with 64 an output layer lost .09 % of perplexity, with 32 .01 %."""
@@ -70,7 +73,8 @@ def encoding_for(bits: int, out: int, in_: int, dtype: torch.dtype, layout: str,
     if bits in FIXED:
         return FIXED[bits]
     if bits in PACKED:
-        if quantizer_used(quantizer, bits, layout) == NONLINEAR and not (in_ % NL4_GROUP or out % NL4_ROWS):
+        uneven = quantizer_used(quantizer, bits, layout) in (NONLINEAR, GPTQ_NONLINEAR)
+        if uneven and not (in_ % NL4_GROUP or out % NL4_ROWS):
             _check_layout(bits, layout)
             return Nl4(layout, NL4_GROUP)
         return _packed_for(bits, out, in_, layout, quantizer)
@@ -80,10 +84,12 @@ def encoding_for(bits: int, out: int, in_: int, dtype: torch.dtype, layout: str,
 
 
 def quantizer_used(quantizer: str, bits: int, layout: str, unit: str = "expert") -> str:
-    """What makes the codes where `quantizer` is asked for: "nonlinear" is for 4 bits of whole experts on a CPU, and the
-    rest is then HQQ's."""
-    nonlinear = bits == Nl4.bits and layout != ROW_MAJOR and unit == "expert"
-    return "hqq" if quantizer == NONLINEAR and not nonlinear else quantizer
+    """What makes the codes where `quantizer` is asked for. Uneven levels are for 4 bits of whole experts on a CPU, even
+    ones are then in their place; and neurons that are read alone have HQQ's codes in that of GPTQ's."""
+    if bits == Nl4.bits and layout != ROW_MAJOR and unit == "expert":
+        return quantizer
+    even = {NONLINEAR: "hqq", GPTQ_NONLINEAR: GPTQ}.get(quantizer, quantizer)
+    return "hqq" if even == GPTQ and unit != "expert" else even
 
 
 def _packed_for(bits: int, out: int, in_: int, layout: str, quantizer: str) -> Encoding:

@@ -56,14 +56,16 @@ def routes(app: FastAPI, served: Served) -> None:
 
 def _prepared(served: Served, asked: CountRequest) -> Prepared:
     served.check_model(asked.model)
-    return prepare(served, Chat(asked.plain, asked.functions, asked.choice, asked.answer_schema, asked.told))
+    return prepare(
+        served, Chat(asked.plain, asked.functions, asked.choice, asked.answer_schema, asked.told, asked.parallel)
+    )
 
 
 def _request(served: Served, asked: MessagesRequest, prepared: Prepared) -> Request:
     values = {name: getattr(asked, name) for name in ("temperature", "top_p", "top_k")}
     named = {name: value for name, value in values.items() if value is not None}
     sampling = replace(served.sampling, max_tokens=asked.max_tokens, **named)
-    stops = tuple(asked.stop_sequences or ())
+    stops = (*(asked.stop_sequences or ()), *prepared.stops)
     return Request(prepared.ids, sampling, stops, grammar=prepared.grammar, special=prepared.special)
 
 

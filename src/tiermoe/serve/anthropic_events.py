@@ -54,8 +54,9 @@ class Growing:
         if not self.message["content"]:
             yield from self._begin("text", _EMPTY["text"])
         yield from self._close()
-        reason = "stop_sequence" if piece.stopped_by else _REASONS.get(said.finish, "end_turn")
-        end = {"stop_reason": reason, "stop_sequence": piece.stopped_by}
+        stopped_by = None if said.finish == "tool_calls" else piece.stopped_by
+        reason = "stop_sequence" if stopped_by else _REASONS.get(said.finish, "end_turn")
+        end = {"stop_reason": reason, "stop_sequence": stopped_by}
         self.message |= end | {"usage": self._usage()}
         yield {"type": "message_delta", "delta": end, "usage": self._usage()}
         yield {"type": "message_stop"}

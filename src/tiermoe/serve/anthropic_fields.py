@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from tiermoe.serve.errors import Refused
+from tiermoe.serve.openai_fields import text_alone
 
 
 class TextBlock(BaseModel):
@@ -38,12 +39,15 @@ class CallBlock(BaseModel):
 class ResultBlock(BaseModel):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[Annotated[TextBlock, BeforeValidator(text_alone)]] | None = None
+
+
+Block = Annotated[TextBlock | ThinkingBlock | RedactedBlock | CallBlock | ResultBlock, Field(discriminator="type")]
 
 
 class Message(BaseModel):
-    role: Literal["user", "assistant"]
-    content: str | list[TextBlock | ThinkingBlock | RedactedBlock | CallBlock | ResultBlock]
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
 
     @property
     def plain(self) -> list[dict[str, Any]]:
@@ -83,6 +87,7 @@ class Tool(BaseModel):
 class ToolChoice(BaseModel):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
+    disable_parallel_tool_use: bool = False
 
 
 class Thinking(BaseModel):
@@ -110,6 +115,7 @@ class CountRequest(BaseModel):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
 
     @property
     def plain(self) -> list[dict[str, Any]]:
@@ -138,9 +144,14 @@ class CountRequest(BaseModel):
         return choice.name
 
     @property
+    def parallel(self) -> bool:
+        """As `Chat` has it."""
+        return self.tool_choice is None or not self.tool_choice.disable_parallel_tool_use
+
+    @property
     def answer_schema(self) -> Mapping[str, Any] | None:
         """Of JSON that the answer must be."""
-        form = self.output_config.format if self.output_config else None
+        form = (self.output_config.format if self.output_config else None) or self.output_format
         return form.schema_ if form else None
 
     @property

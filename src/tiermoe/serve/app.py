@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Response
@@ -85,9 +86,11 @@ def _errors(app: FastAPI) -> None:
     async def invalid(request: HttpRequest, error: RequestValidationError) -> JSONResponse:
         # of a choice of shapes, the one that came closest
         first = max(error.errors(), key=lambda each: len(each["loc"]))
-        place = [str(part) for part in first["loc"][1:]]
-        param = ".".join(place) or None
-        return await refused(request, Refused(400, f"{param or 'body'}: {first['msg']}", place[0] if place else None))
+        # neither where broken JSON breaks is a field, nor which shape of a choice was tried
+        places = [] if first["type"] == "json_invalid" else first["loc"][1:]
+        place = [str(part) for part in places if "[" not in str(part)]
+        said = f"{'.'.join(place) or 'body'}: {first['msg'].removeprefix('Value error, ')}"
+        return await refused(request, Refused(400, said, place[0] if place else None))
 
     @app.exception_handler(StarletteHTTPException)
     async def http(request: HttpRequest, error: HTTPException) -> JSONResponse:
@@ -102,9 +105,12 @@ def _state(app: FastAPI, served: Served) -> None:
         "created": served.created,
         "owned_by": "tiermoe",
         "max_model_len": served.context,
+        "type": "model",  # this and what follows is Anthropic's
+        "display_name": served.name,
+        "created_at": datetime.fromtimestamp(served.created, UTC).isoformat(),
     }
 
-    @app.get("/", include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def shown() -> Response:
         return page()
 
@@ -129,7 +135,8 @@ def _state(app: FastAPI, served: Served) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model]}
+        ends = {"first_id": served.name, "last_id": served.name, "has_more": False}
+        return {"object": "list", "data": [model], **ends}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:

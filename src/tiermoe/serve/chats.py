@@ -20,24 +20,26 @@ from tiermoe.serve.tools import CallReader, Format, format_of, types_of
 class Chat:
     """messages: as chat templates take them. tools: as OpenAI has them. choice: 'none', 'auto', 'required' or the name
     of the function that must be called. schema: of JSON that the answer must be; None: it is free. told: what else the
-    template is told (`enable_thinking`, …)."""
+    template is told (`enable_thinking`, …). parallel: an answer may call several times."""
 
     messages: Sequence[dict[str, Any]]
     tools: Sequence[dict[str, Any]] = ()
     choice: str = "auto"
     schema: Mapping[str, Any] | None = None
     told: Mapping[str, Any] = field(default_factory=dict)
+    parallel: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """ids: of the prompt. reader: makes what reads an answer. grammar: makes what an answer must follow. special: an
-    answer is read with its special tokens."""
+    answer is read with its special tokens. stops: where it ends beside where it is asked to."""
 
     ids: list[int]
     reader: Callable[[], Reader] = Reader
     grammar: Callable[[], Grammar] | None = None
     special: bool = False
+    stops: tuple[str, ...] = ()
 
 
 def prepare(served: Served, chat: Chat) -> Prepared:
@@ -49,12 +51,13 @@ def prepare(served: Served, chat: Chat) -> Prepared:
     ids = served.chat_ids(chat.messages, tools, chat.told)
     thinking = thinks(served.template)
     inside = thinking and opened(served.tokenizer.decode(ids[-8:]))
-    types = types_of(tools)
+    types, one = types_of(tools), not chat.parallel
 
     def reader() -> Reader:
-        return Reader(ThoughtReader(inside) if thinking else None, CallReader(form, types) if form else None)
+        return Reader(ThoughtReader(inside) if thinking else None, CallReader(form, types, one) if form else None)
 
-    return Prepared(ids, reader, _grammar(served, chat, form, tools, inside))
+    stops = (form.end,) if form and one else ()
+    return Prepared(ids, reader, _grammar(served, chat, form, tools, inside), stops=stops)
 
 
 def _format(served: Served, tools: Sequence[dict[str, Any]]) -> Format:

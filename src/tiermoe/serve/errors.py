@@ -6,10 +6,15 @@ RETRY_S = 5  # after which a client may ask again
 
 
 class Refused(Exception):
-    """status: HTTP's. param: the field that is the cause. kind: as OpenAI names it."""
+    """status: HTTP's. param: the field that is the cause. kind, code: as OpenAI names it."""
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, kind: str = "invalid_request_error"
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.param, self.kind = status, param, kind
+        self.status, self.param, self.kind, self.code = status, param, kind, code

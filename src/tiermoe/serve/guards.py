@@ -62,7 +62,7 @@ def _counted(receive: Receive) -> Receive:
 
 
 def _wrong_key() -> Refused:
-    return Refused(401, "the API key is missing or wrong", kind="authentication_error")
+    return Refused(401, "the API key is missing or wrong", kind="authentication_error", code="invalid_api_key")
 
 
 def _too_large() -> Refused:

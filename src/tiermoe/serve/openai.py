@@ -33,10 +33,11 @@ def sampling_of(asked: Common, default: Sampling, most: int) -> Sampling:
     return Sampling(max_tokens=min(wanted, most), **{**kept, **values})
 
 
-def requests_of(ids: list[int], asked: Common, sampling: Sampling, more: Mapping[str, Any]) -> list[Request]:
+def requests_of(its: Prepared, asked: Common, sampling: Sampling, more: Mapping[str, Any]) -> list[Request]:
     """One for each choice; a seed gives each its own. more: fields of `Request`."""
     seeds = [None if sampling.seed is None else sampling.seed + index for index in range(asked.n or 1)]
-    return [Request(ids, replace(sampling, seed=seed), asked.stops, **more) for seed in seeds]
+    stops = (*asked.stops, *its.stops)
+    return [Request(its.ids, replace(sampling, seed=seed), stops, **more) for seed in seeds]
 
 
 def routes(app: FastAPI, served: Served) -> None:
@@ -52,8 +53,9 @@ def routes(app: FastAPI, served: Served) -> None:
             messages = [message.plain for message in asked.messages]
         except ValueError as error:
             raise Refused(400, f"the arguments of a tool call are no JSON: {error}", "messages") from error
-        tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
-        prepared = prepare(served, Chat(messages, tools, asked.choice, asked.answer_schema, asked.told))
+        parallel = asked.parallel_tool_calls is not False
+        its = Chat(messages, asked.functions, asked.choice, asked.answer_schema, asked.told, parallel)
+        prepared = prepare(served, its)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         return await _answer(http, served, asked, [prepared], logprobs)
 
@@ -85,7 +87,7 @@ async def _answer(
         scored = echo and logprobs is not None
         more = {"logprobs": logprobs, "grammar": each.grammar, "prompt_logprobs": scored, "special": each.special}
         text = served.tokenizer.decode(each.ids, skip_special_tokens=True) if echo else ""
-        for request in requests_of(each.ids, asked, sampling, more):
+        for request in requests_of(each, asked, sampling, more):
             readings[len(requests)] = Reading(Logprobs(served.tokenizer, chat), each.reader(), text)
             requests.append(request)
     most = served.worker.most_waiting

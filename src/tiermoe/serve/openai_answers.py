@@ -18,7 +18,7 @@ from tiermoe.serve.tools import ToolCall
 
 def error_body(error: Refused) -> dict[str, Any]:
     """An error in OpenAI's shape."""
-    return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": None}}
+    return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
 
 
 @dataclass(slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from tiermoe.serve.errors import Refused
 
@@ -48,9 +48,23 @@ class Common(BaseModel):
         return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-class TextPart(BaseModel):
-    type: Literal["text", "input_text", "output_text"]
+def text_alone(part: Any) -> Any:
+    """ValueError for a part of a content that is no text."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind not in get_args(_TextKind):
+        raise ValueError(f"this server reads text alone, no {kind}")
+    return part
+
+
+_TextKind = Literal["text", "input_text", "output_text"]
+
+
+class _TextPart(BaseModel):
+    type: _TextKind
     text: str
+
+
+TextPart = Annotated[_TextPart, BeforeValidator(text_alone)]
 
 
 class CalledFunction(BaseModel):
@@ -89,6 +103,16 @@ class FunctionName(BaseModel):
 class NamedTool(BaseModel):
     type: Literal["function"]
     function: FunctionName
+
+
+class AllowedFunctions(BaseModel):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedTools(BaseModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
 
 
 class Message(BaseModel):
@@ -143,14 +167,27 @@ class ChatRequest(Common):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
 
     @property
     def choice(self) -> str:
         """As `Chat` has it."""
-        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice or "auto"
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            return choice.function.name
+        return choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice or "auto"
+
+    @property
+    def functions(self) -> list[dict[str, Any]]:
+        """The tools that may be called."""
+        tools = self.tools or []
+        if isinstance(self.tool_choice, AllowedTools):
+            allowed = {each.function.name for each in self.tool_choice.allowed_tools.tools}
+            tools = [tool for tool in tools if tool.function.name in allowed]
+        return [tool.model_dump(exclude_none=True) for tool in tools]
 
     @property
     def told(self) -> dict[str, Any]:

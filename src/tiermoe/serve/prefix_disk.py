@@ -30,6 +30,7 @@ from tiermoe.serve.prefix_files import (
     check_size,
     first_name,
     name_of,
+    names_of,
     read,
     write,
 )
@@ -101,9 +102,10 @@ class PrefixDisk:
             if not self.folder.has(name, KEPT):
                 break
             names.append(name)
+        ends = self.folder.names(END) if self._cache.has_ends else None
         for count in range(len(names), 0, -1):
             first = (count - 1) * BLOCK
-            found = self._longest(names[count - 1], ids[first : first + BLOCK])
+            found = self._longest(names[count - 1], ids[first : first + BLOCK], ends)
             if found is not None:
                 return Stored([*names[1:count], found[0]], first + found[1])
         return None
@@ -158,12 +160,13 @@ class PrefixDisk:
                 self._current.limit = 0
         self._thread.join()
 
-    def _longest(self, before: bytes, tokens: list[int]) -> tuple[bytes, int] | None:
-        """The block behind `before` that holds most of `tokens` and can be gone on from: its name and how many."""
-        kinds = (END, KEPT) if self._cache.has_ends else (KEPT,)
-        for count in range(len(tokens), 0, -1):
-            name = name_of(before, tokens[:count])
-            if all(self.folder.has(name, kind) for kind in kinds):
+    def _longest(self, before: bytes, tokens: list[int], ends: set[bytes] | None) -> tuple[bytes, int] | None:
+        """The block behind `before` that holds most of `tokens` and can be gone on from: its name and how many. ends:
+        names of those with what goes on from their end, None where nothing needs that."""
+        names = names_of(before, tokens)
+        for count in range(len(names), 0, -1):
+            name = names[count - 1]
+            if (ends is None or name in ends) and self.folder.has(name, KEPT):
                 return name, count
         return None
 

@@ -31,7 +31,7 @@ state, need to go on from the block's end."""
 HEAD_BYTES = 24
 _MAGIC = b"tmoekv\x00\x01"
 _BUFFER = MIB
-_NAMES = re.compile(r"(\.[0-9a-f]{8}-)?[0-9a-f]{40}\.(kv|end)")
+_NAMES = re.compile(r"(\.[0-9a-f]{8}-)?([0-9a-f]{40})\.(kv|end)")
 _SCAN_S = 5  # after which what other processes have written is looked at again
 _LEFT_S = 3600  # after which a file that is not whole was left by a process that is gone
 
@@ -66,6 +66,15 @@ def first_name(facts: bytes) -> bytes:
 def name_of(before: bytes, tokens: Sequence[int]) -> bytes:
     """The name of a block of at most `BLOCK` tokens behind the block `before`, or behind what `first_name` gave."""
     return hashlib.blake2b(before + np.asarray(tokens, "<i4").tobytes(), digest_size=20).digest()
+
+
+def names_of(before: bytes, tokens: Sequence[int]) -> list[bytes]:
+    """`name_of` of the first token, the first two, …"""
+    digest, found, written = hashlib.blake2b(before, digest_size=20), list[bytes](), np.asarray(tokens, "<i4").tobytes()
+    for at in range(0, len(written), 4):
+        digest.update(written[at : at + 4])
+        found.append(digest.digest())
+    return found
 
 
 def write(path: Path, name: bytes, memory: Memory, still: Callable[[], bool]) -> int:
@@ -142,6 +151,14 @@ class PrefixFolder:
     def has(self, name: bytes, kind: str) -> bool:
         """Whether there is such a file."""
         return self.path(name, kind).exists()
+
+    def names(self, kind: str) -> set[bytes]:
+        """Of all files of a kind that are there."""
+        try:
+            found = [_NAMES.fullmatch(each) for each in os.listdir(self.root) if each.endswith(kind)]
+        except OSError:
+            return set()
+        return {bytes.fromhex(each[2]) for each in found if each is not None and not each[1]}
 
     def used(self, names: Sequence[bytes]) -> None:
         """Notes the use of a chain, of which the last ones go first."""

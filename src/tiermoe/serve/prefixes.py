@@ -24,9 +24,9 @@ class Prefixes:
     """Gives the slabs of `cache`, `rows` of them, to requests. memory: most bytes of keys and values in all slabs, of a
     slab's at least; None: as many as they hold. disk: keeps beginnings for longer than memory does.
 
-    A request is given memory for all of its tokens when it begins, so that nothing has to be taken from it later. What
-    it leaves stays in its slab until another one needs the slab or the memory, the oldest first: a request begins with
-    the longest beginning that any slab holds, or the disk."""
+    A request is given memory when it begins, and more as it grows; nothing is taken from one at work but by `close`.
+    What it leaves stays in its slab until another one needs the slab or the memory, the oldest first: a request begins
+    with the longest beginning that any slab holds, or the disk."""
 
     def __init__(self, cache: Any, rows: int, memory: int | None = None, disk: PrefixDisk | None = None) -> None:
         self.disk = disk
@@ -38,7 +38,10 @@ class Prefixes:
 
     @property
     def taken(self) -> int:
-        """Bytes that are set aside for requests at work and for what others have left."""
+        """Bytes that are set aside for requests at work and for what others have left; of slabs that share no memory,
+        those that they hold."""
+        if self._memory is None:
+            return sum(self._cache.nbytes_held(slab) for slab in list(self._taken))
         return sum(self._taken.values())
 
     @property
@@ -48,7 +51,7 @@ class Prefixes:
 
     def begin(self, ids: list[int], tokens: int, at_work: Iterable[tuple[int, list[int]]]) -> Begun | None:
         """A slab for a prompt, with all of it but the last token at most; None while those that run leave too little
-        memory. tokens: of the prompt and the longest answer. at_work: (slab, tokens) of those that run."""
+        memory. tokens: that memory is given for. at_work: (slab, tokens) of those that run."""
         needed = self._cache.nbytes(tokens)
         if not self._fits(needed, self._running):
             return None
@@ -61,6 +64,17 @@ class Prefixes:
             if begun is not None:
                 return Begun(begun, length)
         return Begun(self._fresh(needed), 0, stored)
+
+    def grow(self, slab: int, tokens: int) -> bool:
+        """Gives a request at work memory for so many tokens; False while the others leave too little."""
+        more = self._cache.nbytes(tokens) - self._taken[slab]
+        if more <= 0:
+            return True
+        if not self._fits(more, self._running):
+            return False
+        self._make_room(more, rows=0)
+        self._taken[slab] += more
+        return True
 
     def read(self, slab: int, tokens: list[int]) -> None:
         """A prompt has been read: what it wrote stays while its answer is made. Without its last token, as the same
@@ -76,7 +90,7 @@ class Prefixes:
             self.disk.offer(slab, self._left[slab])
 
     def close(self, slab: int) -> None:
-        """A request has failed: nothing of it stays."""
+        """A request has failed, or is put back: nothing of it stays."""
         self._withdraw(slab)
         self._cache.close(slab)
         del self._taken[slab]

@@ -34,7 +34,9 @@ def routes(app: FastAPI, served: Served) -> None:
             messages = asked.messages
         except ValueError as error:
             raise Refused(400, f"the arguments of a function call are no JSON: {error}", "input") from error
-        prepared = prepare(served, Chat(messages, asked.functions, asked.choice, asked.answer_schema, asked.told))
+        prepared = prepare(
+            served, Chat(messages, asked.functions, asked.choice, asked.answer_schema, asked.told, asked.parallel)
+        )
         answers = together(served.worker, [_request(served, asked, prepared)])
         pieces = await begun(http, answers)
         logprobs = Logprobs(served.tokenizer, chat=True)
@@ -53,7 +55,14 @@ def _request(served: Served, asked: ResponsesRequest, prepared: Prepared) -> Req
         temperature=served.sampling.temperature if asked.temperature is None else asked.temperature,
         top_p=served.sampling.top_p if asked.top_p is None else asked.top_p,
     )
-    return Request(prepared.ids, sampling, logprobs=asked.logprobs, grammar=prepared.grammar, special=prepared.special)
+    return Request(
+        prepared.ids,
+        sampling,
+        prepared.stops,
+        logprobs=asked.logprobs,
+        grammar=prepared.grammar,
+        special=prepared.special,
+    )
 
 
 def _response(served: Served, asked: ResponsesRequest) -> dict[str, Any]:
@@ -71,7 +80,7 @@ def _response(served: Served, asked: ResponsesRequest) -> dict[str, Any]:
         "incomplete_details": None,
         "model": served.name,
         "output": [],
-        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "parallel_tool_calls": asked.parallel,
         "previous_response_id": None,
         "reasoning": {"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None},
         "store": False,
@@ -79,6 +88,7 @@ def _response(served: Served, asked: ResponsesRequest) -> dict[str, Any]:
         "truncation": "disabled",
         "usage": None,
         **said,
+        "text": said["text"] or {"format": {"type": "text"}},
     }
 
 

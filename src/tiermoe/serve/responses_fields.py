@@ -152,6 +152,11 @@ class ResponsesRequest(BaseModel):
         return choice.name if isinstance(choice, NamedFunction) else choice.mode
 
     @property
+    def parallel(self) -> bool:
+        """As `Chat` has it."""
+        return self.parallel_tool_calls is not False
+
+    @property
     def answer_schema(self) -> Mapping[str, Any] | None:
         """Of JSON that the answer must be. Refused where none is named and one is needed."""
         form = self.text.format if self.text else None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tiermoe.config import Settings, format_size
-from tiermoe.engine.load import plan_for, resolve_for
+from tiermoe.engine.load import plans_for, resolve_for
 from tiermoe.errors import BudgetError
 from tiermoe.memory.activations import longest_request
 from tiermoe.memory.memory_plan import MemoryPlan
@@ -32,7 +32,13 @@ def with_room(blueprint: Blueprint, asked: Settings, use: Use, note: Callable[[s
             return replace(asked, batch=count), use
         return replace(asked, batch=MOST_AT_ONCE), replace(use, kv_memory=count * longest)
 
-    count = requests_at_once(lambda count: plan_for(blueprint, *of(count)))
+    plan_of = plans_for(blueprint, asked)
+
+    def plan_for(count: int) -> MemoryPlan:
+        chosen, its = of(count)
+        return plan_of(chosen.batch, its)
+
+    count = requests_at_once(plan_for)
     if longest is None:
         if count < MOST_AT_ONCE:
             note(
@@ -40,10 +46,11 @@ def with_room(blueprint: Blueprint, asked: Settings, use: Use, note: Callable[[s
                 f"little memory; --max-batch names another number, --context fewer tokens for each"
             )
         return of(count)
-    try:
-        plan_for(blueprint, *of(count))
-    except BudgetError:
-        return replace(asked, batch=1), use
+    if count == 1:
+        try:
+            plan_for(1)
+        except BudgetError:
+            return replace(asked, batch=1), use
     if count < MOST_AT_ONCE:
         note(
             f"note: keys and values of all requests: {format_size(count * longest)}, what {count} of {context:,} "

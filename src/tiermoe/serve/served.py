@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from tiermoe.generation.sampling import Sampling
@@ -41,7 +42,12 @@ class Served:
     def check_model(self, name: str) -> None:
         """Refused where a client names another model than this one."""
         if name and name != self.name:
-            raise Refused(404, f"the model '{name}' does not exist; this server has '{self.name}'", "model")
+            raise Refused(
+                404,
+                f"the model '{name}' does not exist; this server has '{self.name}'",
+                "model",
+                code="model_not_found",
+            )
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Refused where an id is no token's."""
@@ -66,19 +72,38 @@ class Served:
     ) -> list[int]:
         """Token ids of a conversation (role, content) in the model's chat template, ready for the answer. A model of
         texts, without a template, is given what was said, one after the other. told: variables of the template;
-        those that it does not know are left out. Refused where the template does not take the messages."""
+        those that it does not know are left out. Where the template does not take the messages, it is given
+        `system_first`. Refused where it does not take that either."""
         template, render = self.template, self.tokenizer.apply_chat_template
         if template is None:
             return self.text_ids("\n".join(message["content"] for message in messages))
         own = inspect.signature(render).parameters
         variables = {name: value for name, value in (told or {}).items() if name in template and name not in own}
-        try:
-            encoded = render(
-                messages, tools=list(tools) or None, add_generation_prompt=True, return_dict=True, **variables
-            )
-        except Exception as error:  # a template refuses what it does not know with errors of its own
-            raise Refused(
-                400, f"the model's chat template does not take these messages: {error}", "messages"
-            ) from error
-        ids: list[int] = encoded["input_ids"]
-        return ids
+
+        def encoded(its: Sequence[dict[str, Any]]) -> list[int]:
+            found = render(its, tools=list(tools) or None, add_generation_prompt=True, return_dict=True, **variables)
+            ids: list[int] = found["input_ids"]
+            return ids
+
+        refused = None
+        for its in (messages, system_first(messages)):
+            try:
+                return encoded(its)
+            except Exception as error:  # a template refuses what it does not know with errors of its own
+                refused = refused or error
+        raise Refused(
+            400, f"the model's chat template does not take these messages: {refused}", "messages"
+        ) from refused
+
+
+def system_first(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation with one system message at the most, at its beginning: those that it begins with in one, later
+    ones as the user's. Agents send several, and some in the middle."""
+    first = list(takewhile(_is_system, messages))
+    later = [{**each, "role": "user"} if _is_system(each) else each for each in messages[len(first) :]]
+    text = "\n\n".join(each["content"] for each in first)
+    return [{"role": "system", "content": text}, *later] if first else later
+
+
+def _is_system(message: Mapping[str, Any]) -> bool:
+    return bool(message["role"] == "system")

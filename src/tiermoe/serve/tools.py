@@ -112,7 +112,9 @@ def _json_call(text: str, _: Types) -> list[ToolCall]:
     if not isinstance(said, dict) or not isinstance(said.get("name"), str):
         raise ValueError("no name")
     arguments = said.get("arguments", said.get("parameters", {}))
-    return [ToolCall(said["name"], arguments if isinstance(arguments, str) else json.dumps(arguments))]
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)  # a client sends them back, and templates take no others
+    return [ToolCall(said["name"], json.dumps(arguments))]
 
 
 def _tagged(names: re.Pattern[str], parameters: re.Pattern[str]) -> Callable[[str, Types], list[ToolCall]]:
@@ -189,10 +191,12 @@ def types_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]
 
 
 class CallReader:
-    """Reads one answer: text in, text and whole calls out. What turns out to be no call is text."""
+    """Reads one answer: text in, text and whole calls out. What turns out to be no call is text. one: nothing
+    is told after the first call."""
 
-    def __init__(self, form: Format, types: Types) -> None:
+    def __init__(self, form: Format, types: Types, one: bool = False) -> None:
         self.calls: list[ToolCall] = []
+        self._one = one
         self._form = form
         self._types = types
         self._held = ""
@@ -201,7 +205,7 @@ class CallReader:
         """The text that belongs to no call, and the calls that are whole now. last: no more comes."""
         self._held += text
         said, new = "", list[ToolCall]()
-        while True:
+        while not (self._one and (self.calls or new)):
             before, begin, rest = self._held.partition(self._form.begin)
             if not begin:
                 kept = 0 if last else overlap(self._held, self._form.begin)
@@ -215,7 +219,7 @@ class CallReader:
                 break
             said += before
             try:
-                new += self._form.read(inside, self._types)
+                new += self._form.read(inside, self._types)[: 1 if self._one else None]
             except ValueError:
                 said += begin + inside + end
             self._held = after

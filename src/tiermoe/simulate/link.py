@@ -36,9 +36,10 @@ class VirtualLink:
     urgent before speculative; one that has begun is not interrupted. A transfer takes `latency` seconds, then its bytes
     at an equal share of `bandwidth` (bytes per second) with the others under way.
 
-    bytes_of: what a load moves, asked when it begins. wake: seconds from a transfer's end until the processor goes on
-    that stood waiting for it. `wait_s`: time in which the clock stood at `wait` or `fetch`;
-    `busy_s`: in which a lane was at work.
+    bytes_of: what a load moves, asked when it begins. start: seconds from a load's submission until a lane that had
+    nothing to do begins one; till then it can be recalled. A lane that has just ended one begins the next at once.
+    wake: seconds from a transfer's end until the processor goes on that stood waiting for it. `wait_s`: time in which
+    the clock stood at `wait` or `fetch`; `busy_s`: in which a lane was at work.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class VirtualLink:
         latency: float = 0.0,
         lanes: int = 1,
         wake: float = 0.0,
+        start: float = 0.0,
     ) -> None:
         self.wait_s = 0.0
         self.busy_s = 0.0
@@ -59,12 +61,14 @@ class VirtualLink:
         self._latency = latency
         self._lanes = lanes
         self._wake = wake
+        self._start = start
         self._at = 0.0  # the link is simulated up to here
         self._fetches: deque[_Transfer] = deque()
         self._urgent: deque[Load] = deque()
         self._speculative: deque[Load] = deque()
         self._background: OrderedDict[ExpertKey, Load] = OrderedDict()
         self._active: list[_Transfer] = []
+        self._starting: list[float] = []  # lanes that were woken: seconds until each begins
         self._finished: deque[Finished] = deque()
         self._outstanding = 0
 
@@ -75,7 +79,7 @@ class VirtualLink:
             self._background[load.key] = load
         else:
             (self._urgent if load.urgent else self._speculative).append(load)
-        self._begin()
+        self._rouse()
 
     def wait(self) -> Finished:
         self._run_to(self._clock.now)
@@ -120,8 +124,15 @@ class VirtualLink:
         self._outstanding -= not finished.load.background
         return finished
 
+    def _rouse(self) -> None:
+        """A lane without work is woken for a load that was submitted."""
+        if not self._start:
+            self._begin()
+        elif len(self._active) + len(self._starting) < self._lanes:
+            self._starting.append(self._start)
+
     def _begin(self) -> None:
-        while len(self._active) < self._lanes:
+        while len(self._active) + len(self._starting) < self._lanes:
             if self._fetches:
                 self._active.append(self._fetches.popleft())
             elif (load := self._next_load()) is not None:
@@ -145,21 +156,21 @@ class VirtualLink:
         if not unfinished():
             return
         while unfinished():
-            if not self._active:
+            if not (self._active or self._starting):
                 raise RuntimeError("waited for a load that nobody asked for")
             self._advance(self._next_event())
         self._clock.now = max(began, self._at) + self._wake
         self.wait_s += self._clock.now - began
 
     def _run_to(self, time: float) -> None:
-        while self._active and self._at < time:
+        while (self._active or self._starting) and self._at < time:
             self._advance(min(self._next_event(), time - self._at))
         self._at = max(self._at, time)
 
     def _next_event(self) -> float:
-        """Seconds until a transfer's first byte comes or its last."""
+        """Seconds until a lane begins, or a transfer's first byte comes or its last."""
         rate = self._rate()
-        return min(active.latency or active.left / rate for active in self._active)
+        return min([*self._starting, *(active.latency or active.left / rate for active in self._active)])
 
     def _rate(self) -> float:
         return self._bandwidth / max(1, sum(not active.latency for active in self._active))
@@ -167,7 +178,7 @@ class VirtualLink:
     def _advance(self, seconds: float) -> None:
         rate = self._rate()
         self._at += seconds
-        self.busy_s += seconds
+        self.busy_s += seconds if self._active else 0.0
         for active in self._active:
             if active.latency:
                 active.latency = active.latency - seconds if active.latency > seconds else 0.0
@@ -175,7 +186,10 @@ class VirtualLink:
                 # what ends now ends exactly: a rounded rest would be another event
                 active.left = active.left - rate * seconds if active.left / rate > seconds else 0.0
         done = [active for active in self._active if not active.latency and not active.left]
-        if done:
+        starting = [left - seconds for left in self._starting if left > seconds]
+        begun = len(starting) < len(self._starting)
+        self._starting = starting
+        if done or begun:
             self._active = [active for active in self._active if active.latency or active.left]
             for transfer in done:
                 self.bytes_read += transfer.nbytes

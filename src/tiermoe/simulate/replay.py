@@ -35,7 +35,8 @@ from tiermoe.types import ExpertKey
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
     """The machine and what is given beside the trace. `bandwidth` in bytes per second, `latency` in seconds, `lanes`
-    transfers at once, `wake` seconds until whoever waits for one goes on after its end. `bits`: of the experts, None
+    transfers at once, `start` seconds until a lane without work begins what is asked for, `wake` until whoever waits
+    for a load goes on after its end. `bits`: of the experts, None
     those that the traced model ran in. `times`: None takes the trace's own. `copies`: the link moves copies to a GPU
     (`Header.copied_bytes`), not what a drive stores."""
 
@@ -48,6 +49,7 @@ class ReplaySettings:
     profile: Profile | None = None
     seed: int = 0
     wake: float = 0.0
+    start: float = 0.0
     copies: bool = False
 
 
@@ -123,7 +125,7 @@ class _Run:
         self._neurons = NeuronLoads(trace, costs, composition) if composition.unit == "neuron" else None
         nbytes_of = self._neurons.load if self._neurons else costs.nbytes
         self._link = VirtualLink(
-            self._clock, settings.bandwidth, nbytes_of, settings.latency, settings.lanes, settings.wake
+            self._clock, settings.bandwidth, nbytes_of, settings.latency, settings.lanes, settings.wake, settings.start
         )
         self._scheduler = assemble(
             composition, shape_of(header), self.slots, self._link, self.bits, found,

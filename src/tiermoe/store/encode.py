@@ -14,22 +14,32 @@ from tiermoe.quant.scratch import scratch
 from tiermoe.quant.workers import in_order
 from tiermoe.store.checkpoint import Descriptors
 from tiermoe.store.layout import ExpertFormat, Slice, expert_format, relative_error
+from tiermoe.store.solving import Inputs, encode_solved
 from tiermoe.store.source import ExpertSource
 from tiermoe.types import Segment
+
+_SOLVING = 2 << 30  # bytes of second moments and what comes of them, of all workers; a single one takes what it must
 
 Task = list[Slice]
 """Slices of an expert that are read and encoded by one worker."""
 
 
 def encoded_experts(
-    form: ExpertFormat, quantizer: Quantizer, source: ExpertSource, layer: int, workers: int
+    form: ExpertFormat,
+    quantizer: Quantizer,
+    source: ExpertSource,
+    layer: int,
+    workers: int,
+    inputs: Inputs | None = None,
 ) -> Iterator[tuple[memoryview, float]]:
     """The stored bytes of each expert of a layer, valid until the next one is asked for, and its relative error: the
     RMS of the difference over the RMS of the weights, over all quantised matrices (0.0 at 16 bits).
 
     Large experts that lie in the checkpoint as they are get read and encoded some rows at a time, by all workers;
-    others one by each worker."""
-    placed = _placed_experts(form, source, layer)
+    others one by each worker, as are all whose inputs are known."""
+    if inputs is not None:
+        workers = max(1, min(workers, _SOLVING // _solving_bytes(form)))
+    placed = _placed_experts(form, source, layer) if inputs is None else None
     tasks = _tasks(form, quantizer) if placed else [[]]
     # one for each expert that is being encoded or written; the gaps between fields stay zero
     count = _in_flight(len(tasks), workers)
@@ -37,6 +47,8 @@ def encoded_experts(
 
     def work(number: int) -> row_blocks.Squares:
         expert, task = divmod(number, len(tasks))
+        if inputs is not None:
+            return encode_solved(form, source.read(layer, expert), inputs, (layer, expert), buffers[expert % count])
         if placed is None:
             return form.encode(source.read(layer, expert), quantizer, buffers[expert % count])
         return _encode(form, quantizer, buffers[expert % count], tasks[task], placed, expert)
@@ -123,6 +135,11 @@ def _tasks(form: ExpertFormat, quantizer: Quantizer) -> list[Task]:
         tasks[-1].append(of)
         weights += (of.last - of.first) * math.prod(of.part.shape[1:])
     return tasks
+
+
+def _solving_bytes(form: ExpertFormat) -> int:
+    """About what `encode_solved` holds of the widest matrix: its moments, in two orders, their factors and inverse."""
+    return 6 * 4 * max(part.out_in[1] for part in form.layer.parts if part.name in form.encodings) ** 2
 
 
 def _in_flight(tasks: int, workers: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from tiermoe.store.files import file_name, write_atomically
 from tiermoe.store.layout import ExpertFormat
@@ -17,15 +18,18 @@ Layers = dict[int, PackedLayer]
 class Journal:
     """The finished layers of precision `key` in the store at `root`.
 
-    source: the checkpoint; a journal of another one, or of another format version, is not believed.
+    source: the checkpoint; a journal of another one, or of another format version, is not believed; nor is one of
+    other inputs than `made_from` (`Precision`).
     """
 
     NAMES = "packing-*.json"
 
-    def __init__(self, root: Path, key: str, source: Source) -> None:
+    def __init__(self, root: Path, key: str, source: Source, made_from: str = "") -> None:
         self.path = root / self.NAMES.replace("*", key)
         self._root, self._key = root, key
-        self._stamp = {"version": VERSION, "fingerprint": source.fingerprint, "dtype": source.dtype}
+        self._stamp: dict[str, Any] = {"version": VERSION, "fingerprint": source.fingerprint, "dtype": source.dtype}
+        if made_from:
+            self._stamp["made_from"] = made_from
         self._layers: Layers = {}
 
     def read(self, formats: list[ExpertFormat], in_place: list[list[Extent]] | None) -> Layers:

@@ -15,7 +15,7 @@ import xxhash
 
 from tiermoe.config import format_size
 from tiermoe.errors import ModelError, PackError
-from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.quant.quantizers import CALIBRATED, QUANTIZERS
 from tiermoe.quant.registry import cpu_layout, quantizer_used
 from tiermoe.quant.scratch import scratch
 from tiermoe.store.encode import encoded_experts, working_bytes
@@ -25,6 +25,7 @@ from tiermoe.store.layout import ExpertFormat, expert_format
 from tiermoe.store.lock import adding_to
 from tiermoe.store.neurons import NeuronSource, neuron_format
 from tiermoe.store.outline import NAME as OUTLINE
+from tiermoe.store.solving import Inputs
 from tiermoe.store.source import ExpertSource
 from tiermoe.store.store import (
     TABLE,
@@ -50,26 +51,30 @@ def pack_experts(
     progress: Progress | None = None,
     unit: str = "expert",
     workers: int = 1,
+    inputs: Inputs | None = None,
 ) -> Precision:
     """Adds a precision to `store` and returns it. Picks up where an interrupted run stopped.
 
     machine: layout of the kernels, by default this CPU's. unit: 'expert', or 'neuron' for a precision whose neurons can
     be read alone (`store.neurons`; ModelError and ConfigError as `neuron_format`). workers: experts, or parts of large
-    ones, that are read and encoded at a time, each on a thread; what is written does not depend on it. Raises PackError
-    where the disk fills, the folder cannot be written or another process is packing into it.
+    ones, that are read and encoded at a time, each on a thread; what is written does not depend on it. inputs: what the
+    experts get, for quantizers that need to know it. Raises PackError where the disk fills, the folder cannot be
+    written, another process is packing into it, or a quantizer lacks inputs.
     """
     machine = machine or cpu_layout()
     key = precision_key(bits, quantizer, machine, unit)
     quantizer = quantizer_used(quantizer, bits, machine, unit)
     make_format = neuron_format if unit == "neuron" else expert_format
+    inputs = _needed(inputs, quantizer, bits)
     formats = [make_format(layer, bits, store.dtype, machine, quantizer) for layer in store.layers]
     source = NeuronSource(source) if unit == "neuron" else source
     in_place = _in_place(source, store.layers) if bits == 16 else None
-    job = _Job(store.root, source, key, formats, quantizer, in_place, workers)
+    job = _Job(store.root, source, key, formats, quantizer, in_place, workers, inputs)
+    made_from = inputs.made_from if inputs is not None else ""
     with adding_to(store):
         if key in store.precisions:
             return store.precisions[key]
-        journal = Journal(store.root, key, store.source)
+        journal = Journal(store.root, key, store.source, made_from)
         finished = journal.read(formats, in_place)
         if in_place is None:
             _make_room(store.root, key, formats, finished)
@@ -78,11 +83,25 @@ def pack_experts(
         finally:
             scratch.clear()  # what one worker alone, in this thread, has used
         quantized_by = quantizer if bits < 8 else ""
-        precision = Precision(bits, quantized_by, machine_of(bits, machine), in_place is not None, layers)
+        precision = Precision(
+            bits, quantized_by, machine_of(bits, machine), in_place is not None, layers, made_from=made_from
+        )
         store.precisions[key] = precision
         store.save()
         journal.remove()
     return precision
+
+
+def _needed(inputs: Inputs | None, quantizer: str, bits: int) -> Inputs | None:
+    """The inputs where the quantizer takes them. PackError where it lacks them."""
+    if quantizer not in CALIBRATED or bits >= 8:
+        return None
+    if inputs is None:
+        raise PackError(
+            f"quantizer {quantizer} has to be calibrated on a text: run tiermoe pack MODEL --bits {bits} --quantizer "
+            f"{quantizer} first"
+        )
+    return inputs
 
 
 def packing_bytes(formats: Sequence[ExpertFormat], quantizer: str, reading: int | None, workers: int) -> int:
@@ -126,6 +145,7 @@ class _Job:
     quantizer: str
     in_place: list[list[Extent]] | None
     workers: int
+    inputs: Inputs | None
 
 
 def _pack_layers(
@@ -159,7 +179,8 @@ def _write_layer(job: _Job, index: int, report: Callable[[int], None]) -> Packed
     with whole_or_nothing(path) as handle:
         file = Pieces(handle)
         offset = write_header(file, form.stored, index, form.layer.experts)
-        for content, error in encoded_experts(form, QUANTIZERS[job.quantizer], job.source, index, job.workers):
+        encoded = encoded_experts(form, QUANTIZERS[job.quantizer], job.source, index, job.workers, job.inputs)
+        for content, error in encoded:
             errors.append(error)
             file.write(content)
             segment = Segment(str(path), offset, len(content), 0)

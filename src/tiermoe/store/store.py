@@ -96,7 +96,8 @@ class PackedLayer:
 @dataclass(slots=True)
 class Precision:
     """One packed precision of all layers. `machine` is its kernels' layout ('cpu-avx512', 'rowmajor', 'any').
-    `derived`: it follows from the checkpoint's headers, and is not kept in the table."""
+    `derived`: it follows from the checkpoint's headers, and is not kept in the table. `made_from`: the text on which
+    its quantiser was calibrated, empty where it needs none."""
 
     bits: int
     quantizer: str
@@ -104,20 +105,24 @@ class Precision:
     in_place: bool
     layers: list[PackedLayer]
     derived: bool = False
+    made_from: str = ""
 
     def to_json(self, root: Path) -> dict[str, Any]:
+        made_from = {"made_from": self.made_from} if self.made_from else {}
         return {
             "bits": self.bits,
             "quantizer": self.quantizer,
             "machine": self.machine,
             "in_place": self.in_place,
+            **made_from,
             "layers": [layer.to_json(root) for layer in self.layers],
         }
 
     @classmethod
     def from_json(cls, data: dict[str, Any], root: Path) -> Precision:
         layers = [PackedLayer.from_json(layer, root) for layer in data["layers"]]
-        return cls(data["bits"], data["quantizer"], data["machine"], data["in_place"], layers)
+        made_from = data.get("made_from", "")
+        return cls(data["bits"], data["quantizer"], data["machine"], data["in_place"], layers, made_from=made_from)
 
 
 @dataclass(slots=True)

@@ -129,13 +129,16 @@ class SlotFiller:
 
 
 class DiskLink:
-    """Implements `tiermoe.decide.link.Link` with lanes that read experts into `slots`."""
+    """Implements `tiermoe.decide.link.Link` with lanes that read experts into `slots`. `wakes`: how often `wait` had to
+    wait; `wake_s`: seconds from the end of what it waited for until it went on."""
 
     def __init__(self, filler: SlotFiller, slots: FilledSlots, lanes: int) -> None:
         self.wait_s = 0.0
+        self.wakes = 0
+        self.wake_s = 0.0
         self._filler = filler
         self._slots = slots
-        self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[tuple[Finished, float]] = queue.SimpleQueue()  # and when it ended
         self._outstanding = 0  # submitted, and neither taken nor recalled, background loads apart
         self._lanes = Lanes(lanes, self._work)
 
@@ -149,20 +152,29 @@ class DiskLink:
         """Bytes read from the drive so far."""
         return self._filler.bytes_read
 
+    @property
+    def lanes(self) -> Lanes:
+        """The threads that read."""
+        return self._lanes
+
     def submit(self, load: Load) -> None:
         self._outstanding += not load.background
         self._lanes.submit(load)
 
     def wait(self) -> Finished:
         started = time.perf_counter()
-        finished = self._finished.get()
+        finished, ended = self._finished.get()
+        now = time.perf_counter()
         self._outstanding -= not finished.load.background
-        self.wait_s += time.perf_counter() - started
+        self.wait_s += now - started
+        if ended > started:
+            self.wakes += 1
+            self.wake_s += now - ended
         return finished
 
     def poll(self) -> Finished | None:
         try:
-            finished = self._finished.get_nowait()
+            finished, _ = self._finished.get_nowait()
         except queue.Empty:
             return None
         self._outstanding -= not finished.load.background
@@ -194,4 +206,4 @@ class DiskLink:
             self._filler.fill(load.key, self._slots.place(load.slot, load.key))
         except Exception as failure:  # handed to whoever waits for the load
             error = failure
-        self._finished.put(Finished(load, error))
+        self._finished.put((Finished(load, error), time.perf_counter()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
@@ -12,10 +13,14 @@ from tiermoe.types import ExpertKey, Load
 class Lanes:
     """`count` threads that call `work` for one load at a time each. `work` itself reports how a load ended
     and raises nothing. Of several lanes one is kept free of background loads, so that an urgent one never waits for
-    these; where there is one lane, for the one that has begun."""
+    these; where there is one lane, for the one that has begun. `starts`: how many loads, background ones apart, found a
+    lane without work; `start_s`: seconds from their submission until it took them."""
 
     def __init__(self, count: int, work: Callable[[Load], None]) -> None:
+        self.starts = 0
+        self.start_s = 0.0
         self._work = work
+        self._asked: float | None = None  # when the first of the loads was that no lane has taken since
         self._urgent: deque[Load] = deque()
         self._speculative: deque[Load] = deque()
         self._background: OrderedDict[ExpertKey, Load] = OrderedDict()
@@ -35,6 +40,8 @@ class Lanes:
                 self._background[load.key] = load
             else:
                 (self._urgent if load.urgent else self._speculative).append(load)
+                if self._asked is None:
+                    self._asked = time.perf_counter()
             self._changed.notify()
 
     def recall(self) -> list[Load]:
@@ -42,6 +49,8 @@ class Lanes:
         with self._changed:
             loads = list(self._speculative)
             self._speculative.clear()
+            if not self._urgent:
+                self._asked = None
             return loads
 
     def withdraw(self, key: ExpertKey) -> Load | None:
@@ -69,14 +78,23 @@ class Lanes:
 
     def _take(self) -> Load | None:
         with self._changed:
+            slept = False
             while not (self._closed or self._urgent or self._speculative or self._may_begin_background()):
                 self._changed.wait()
+                slept = True
             if self._closed:
                 return None
             if self._urgent or self._speculative:
+                self._note_start(slept)
                 return self._urgent.popleft() if self._urgent else self._speculative.popleft()
             self._begun_in_background += 1
             return self._background.popitem(last=False)[1]
+
+    def _note_start(self, slept: bool) -> None:
+        if slept and self._asked is not None:
+            self.starts += 1
+            self.start_s += time.perf_counter() - self._asked
+        self._asked = None
 
     def _may_begin_background(self) -> bool:
         return bool(self._background) and self._begun_in_background < self._most_in_background

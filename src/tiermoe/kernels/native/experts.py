@@ -70,10 +70,11 @@ class GatedExperts:
         results = x.shape[0] * len(experts)
         return self._run(x, experts, None, results, among_others).view(len(experts), x.shape[0], self._hidden)
 
-    def apart(self, x: Tensor, counts: list[int], experts: Sequence[bytes]) -> Tensor:
+    def apart(self, x: Tensor, counts: list[int], experts: Sequence[bytes], among_others: bool) -> Tensor:
         """Each of the packed `experts` computes rows of its own: the first counts[0] rows of x (M, H) are the first
-        one's, and so on → (M, H). A row's result depends on neither the other rows nor the other experts."""
-        return self._run(x, experts, counts, x.shape[0], among_others=False)
+        one's, and so on → (M, H). A row's result depends on neither the other rows nor the other experts.
+        among_others: see a call."""
+        return self._run(x, experts, counts, x.shape[0], among_others)
 
     def _run(
         self, x: Tensor, experts: Sequence[bytes], counts: list[int] | None, results: int, among_others: bool
@@ -82,9 +83,9 @@ class GatedExperts:
         rows, threads = x.shape[0], torch.get_num_threads()
         out = torch.empty((results, self._hidden), dtype=torch.bfloat16)
         inner = scratch.address("inner", 2 * results * self._inner)
-        sums = scratch.address("sums", _native.sums(experts[0], rows, results, threads))
+        room = scratch.address("prepared", _native.prepared(experts[0], rows, results, threads))
         _native.experts(
-            b"".join(experts), counts, x.data_ptr(), rows, inner, sums, out.data_ptr(), threads, among_others
+            b"".join(experts), counts, x.data_ptr(), rows, inner, room, out.data_ptr(), threads, among_others
         )
         return out
 

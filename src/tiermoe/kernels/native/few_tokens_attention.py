@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from tiermoe.kernels.native.attention import GroupedAttention, LatentAttention, address, pack_layer, plain
+from tiermoe.kernels.native.matrix import prepared_at_most
 from tiermoe.native import _native
 from tiermoe.quant.scratch import scratch
 from tiermoe.types import FEW_TOKENS
 
 _TILE = 256  # positions of a piece of work
-_GROUP = 32  # columns that share a sum, at the least
 _PROJECTIONS = 3
 
 
@@ -31,7 +31,8 @@ def few_tokens_workspace(
     tokens = min(tokens, FEW_TOKENS)
     tiles = tokens * (-(-positions // _TILE) + 1)
     widest = max(hidden, count * max(key, value), latent)
-    shared = threads * (4 * _PROJECTIONS * tokens * widest // _GROUP + 2 * tokens * (hidden + max(latent, key)))
+    known = _PROJECTIONS * (tokens * prepared_at_most(widest) + 64)
+    shared = threads * (known + 2 * tokens * (hidden + max(latent, key)))
     projected = 2 * tokens * (2 * hidden + count * (2 * key + value) + kv_heads * (key + value))
     return shared + projected + tiles * (4 * count * (value + 16) + 32)
 

@@ -24,6 +24,6 @@ def linear(x: Tensor, form: MatrixForm, fields: Mapping[str, Tensor]) -> Tensor:
     tokens = x.shape[0]
     result = torch.empty((tokens, form.out), dtype=torch.bfloat16)
     packed, threads = form.pack(fields), torch.get_num_threads()
-    sums = scratch.address("sums", _native.sums(packed, tokens, tokens, threads))
-    _native.product(packed, x.data_ptr(), tokens, sums, result.data_ptr(), threads, tokens > FEW_TOKENS)
+    room = scratch.address("prepared", _native.prepared(packed, tokens, tokens, threads))
+    _native.product(packed, x.data_ptr(), tokens, room, result.data_ptr(), threads, tokens > FEW_TOKENS)
     return result

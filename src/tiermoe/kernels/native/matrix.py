@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiermoe.native import GGUF_GROUPS, PUBLISHED, Coding, ScaleKind, _native, takes
+from tiermoe.native import GGUF_GROUPS, PUBLISHED, Coding, ScaleKind, _native, instruction_set, takes
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.gguf import Gguf
 from tiermoe.quant.int2 import Int2
@@ -64,6 +64,12 @@ class MatrixForm:
 
     def _packed(self, weights: int, scales: int, ladders: int) -> bytes:
         return _native.matrix(self.coding, weights, scales, self.out, self.in_, self.group, ladders, *self.published)
+
+
+def prepared_at_most(columns: int) -> int:
+    """Bytes that a product makes of so many columns of a token beforehand (native/matrix.h): AVX2's integers of spans
+    of 32 columns, elsewhere sums of groups of 32."""
+    return (136 if instruction_set() == "avx2" else 4) * -(-columns // 32)
 
 
 def matrix_form(encoding: Encoding, out: int, in_: int, dtype: torch.dtype) -> MatrixForm | None:

@@ -18,7 +18,8 @@ static int runs(void) {
 #include "avx2/vector.h"
 #include "shared/x86_blocks.h"
 
-#include "shared/eight_blocks.h"
+#include "avx2/integers.h"
+#include "avx2/blocks.h"
 #include "shared/eight_rows.h"
 #include "shared/eight_gguf.h"
 #include "avx2/gguf.h"
@@ -35,6 +36,8 @@ static int runs(void) {
 #include "shared/norm.h"
 #include "shared/rotary.h"
 #include "shared/rows.h"
+#include "shared/sums.h"
+#include "avx2/prepare.h"
 #include "shared/units.h"
 #include "shared/weigh.h"
 

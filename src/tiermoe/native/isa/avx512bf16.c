@@ -38,6 +38,8 @@ static int runs(void) {
 #include "shared/norm.h"
 #include "shared/rotary.h"
 #include "shared/rows.h"
+#include "shared/sums.h"
+#include "shared/prepare.h"
 #include "shared/prompt_rows.h"
 #include "shared/tiles.h"
 

@@ -20,6 +20,8 @@ static int runs(void) { return 1; }
 #include "shared/norm.h"
 #include "shared/rotary.h"
 #include "shared/rows.h"
+#include "shared/sums.h"
+#include "shared/prepare.h"
 #include "shared/units.h"
 #include "shared/weigh.h"
 

@@ -9,7 +9,7 @@ static int runs(void) { return 1; }
 #include "neon/vector.h"
 
 #include "generic/widen.h"
-#include "shared/eight_blocks.h"
+#include "neon/blocks.h"
 #include "shared/eight_gguf.h"
 #include "shared/eight_rows.h"
 #include "shared/ahead.h"
@@ -24,6 +24,8 @@ static int runs(void) { return 1; }
 #include "shared/norm.h"
 #include "shared/rotary.h"
 #include "shared/rows.h"
+#include "shared/sums.h"
+#include "shared/prepare.h"
 #include "shared/units.h"
 #include "shared/weigh.h"
 

@@ -7,6 +7,7 @@
  * lanes: for one token as for many. */
 #include "gguf_parts.h"
 
+
 enum {
     PARTS_SUMMED = 4,  /* times their scales, as integers: at most 128 * 32 * 32512 * 16 in a lane */
     PARTS_KEPT = 8,    /* the same where lanes_keep(coding): at most 63 * 31 * 32512 * 32 */
@@ -15,16 +16,16 @@ enum {
     WHOLE_TOKENS = 32, /* that share what is unpacked of a strip */
 };
 
-/* A strip of a token: integers times `scale`, beside the sums of its groups over the scale. Where lanes_keep(coding), a single
- * token's parts are bytes: `even` times 256 and `odd`. */
+/* A strip of a token: integers times `scale`, beside the sums of its groups over the scale. */
 typedef struct {
     Part parts[PARTS];
     union {
         float sums[STRIP_GROUPS];
-        __m256i above[2]; /* of Q6_K, for a single token: 32 times the sums of the lanes of each half */
+        __m256i above[2]; /* of Q6_K: 32 times the sums of the lanes of each half */
     };
     float scale;
 } Whole;
+enum { WHOLE_FLOATS = sizeof(Whole) / sizeof(float) };
 
 /* What several tokens share of a strip of a row: `scales` of each sum that becomes floats. */
 typedef struct {
@@ -34,27 +35,6 @@ typedef struct {
 
 static inline __attribute__((always_inline)) Eight add_lanes(__m256i sums, Eight scale, Eight lanes) {
     return eight_times_plus(_mm256_cvtepi32_ps(sums), scale, lanes);
-}
-
-static inline __m256i plus_bytes(__m256i sums, __m256i codes, __m256i bytes) {
-    return _mm256_add_epi16(sums, _mm256_maddubs_epi16(codes, bytes));
-}
-
-/* strip_alone where lanes_keep(coding): sums of words, at most 31 * 128 * 2 * 4 in each, then their scales. */
-static inline __attribute__((always_inline)) Eight strip_kept(Coding coding, const uint8_t *at, const Groups *groups,
-                                                              const Whole *x) {
-    __m256i parts[PARTS], high = _mm256_setzero_si256(), low = high;
-    strip_bytes(coding, at, parts);
-    for (int odd = 0; odd < 2; odd++) {
-        __m256i sums[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-        for (int p = 4 * odd; p < 4 * odd + 4; p++) {
-            sums[0] = plus_bytes(sums[0], parts[p], x->parts[p].even);
-            sums[1] = plus_bytes(sums[1], parts[p], x->parts[p].odd);
-        }
-        high = plus_products(high, sums[0], groups->integers[odd]), low = plus_products(low, sums[1], groups->integers[odd]);
-    }
-    return add_lanes(_mm256_add_epi32(_mm256_slli_epi32(high, 8), low), eight_all(groups->whole),
-                     lanes_begin(offset_registers(coding), groups->offsets, x->sums));
 }
 
 /* strip_alone of Q6_K, whose lanes are of one group in each half. */
@@ -76,7 +56,6 @@ static inline __attribute__((always_inline)) Eight q6_k_alone(const uint8_t *at,
 /* Of a strip of one row times that of one token. */
 static inline __attribute__((always_inline)) Eight strip_alone(Coding coding, size_t group, const uint8_t *at,
                                                                const Groups *groups, size_t width, const Whole *x) {
-    if (lanes_keep(coding)) return strip_kept(coding, at, groups, x);
     if (coding == Q6_K) return q6_k_alone(at, groups, x);
     Eight lanes = lanes_begin(offset_registers(coding), groups->offsets, x->sums);
     if (!scales_whole(coding)) {
@@ -138,81 +117,56 @@ static inline __attribute__((always_inline)) void strip_unpack(Coding coding, si
     }
 }
 
-/* Keeps the compiler from adding products to each other first: then two of eight sums would have no register. */
-static inline __attribute__((always_inline)) __m256i in_register(__m256i sums) {
-    __asm__("" : "+x"(sums));
-    return sums;
-}
-
-/* totals[m][r] += a strip of four unpacked rows times that of some tokens, a number known when compiling. `summed`
- * parts at a time. */
+/* totals[m][r] += a strip of four unpacked rows times that of some tokens, a number known when compiling, which lie `apart`
+ * strips apart. `summed` parts at a time. */
 static inline __attribute__((always_inline)) void whole_times(size_t summed, int offset_of, size_t tokens, const Unpacked *rows,
-                                                              size_t parts, const Whole *x, Eight (*totals)[STRIP_ROWS]) {
+                                                              size_t parts, const Whole *x, size_t apart, Eight (*totals)[STRIP_ROWS]) {
     Eight lanes[WHOLE_FEW][STRIP_ROWS];
     for (size_t m = 0; m < tokens; m++)
-        for (size_t r = 0; r < STRIP_ROWS; r++) lanes[m][r] = lanes_begin(offset_of, rows[r].offsets, x[m].sums);
+        for (size_t r = 0; r < STRIP_ROWS; r++) lanes[m][r] = lanes_begin(offset_of, rows[r].offsets, x[m * apart].sums);
     for (size_t p = 0, sum = 0; p < parts; sum++) {
         __m256i sums[WHOLE_FEW][STRIP_ROWS];
         for (size_t m = 0; m < tokens; m++)
             for (size_t r = 0; r < STRIP_ROWS; r++) sums[m][r] = _mm256_setzero_si256();
         for (const size_t end = p + summed; p < end; p++) {
-            for (size_t r = 0; r < STRIP_ROWS; r++)
+            for (size_t r = 0; r < STRIP_ROWS; r++) {
+                const __m256i even = in_register(rows[r].parts[p].even);
                 for (size_t m = 0; m < tokens; m++)
-                    sums[m][r] = in_register(plus_products(sums[m][r], rows[r].parts[p].even, x[m].parts[p].even));
-            for (size_t r = 0; r < STRIP_ROWS; r++)
+                    sums[m][r] = in_register(plus_products(sums[m][r], even, x[m * apart].parts[p].even));
+            }
+            for (size_t r = 0; r < STRIP_ROWS; r++) {
+                const __m256i odd = in_register(rows[r].parts[p].odd);
                 for (size_t m = 0; m < tokens; m++)
-                    sums[m][r] = in_register(plus_products(sums[m][r], rows[r].parts[p].odd, x[m].parts[p].odd));
+                    sums[m][r] = in_register(plus_products(sums[m][r], odd, x[m * apart].parts[p].odd));
+            }
         }
         for (size_t m = 0; m < tokens; m++)
             for (size_t r = 0; r < STRIP_ROWS; r++) lanes[m][r] = add_lanes(sums[m][r], rows[r].scales[sum], lanes[m][r]);
     }
     for (size_t m = 0; m < tokens; m++)
         for (size_t r = 0; r < STRIP_ROWS; r++)
-            totals[m][r] = eight_times_plus(lanes[m][r], eight_all(x[m].scale), totals[m][r]);
+            totals[m][r] = eight_times_plus(lanes[m][r], eight_all(x[m * apart].scale), totals[m][r]);
 }
 
-static void whole_tokens(size_t summed, int offset_of, const Unpacked *rows, size_t parts, const Whole *x, size_t tokens,
-                         Eight (*totals)[STRIP_ROWS]) {
+static void whole_tokens(size_t summed, int offset_of, const Unpacked *rows, size_t parts, const Whole *x, size_t apart,
+                         size_t tokens, Eight (*totals)[STRIP_ROWS]) {
     __asm__("" : "+r"(summed)); /* were it known, the loop would be unrolled, and sums would leave their registers */
     size_t m = 0;
     for (; m + WHOLE_FEW <= tokens; m += WHOLE_FEW)
-        whole_times(summed, offset_of, WHOLE_FEW, rows, parts, x + m, totals + m);
-    if (m < tokens) whole_times(summed, offset_of, 1, rows, parts, x + m, totals + m);
-}
-
-/* The float of 2^exponent; undefined from 128 on. */
-static inline float power_of_two(int exponent) { return from_bf16(exponent < 128 ? (bf16)((exponent + 127) << 7) : 0x7FC0); }
-
-/* The bits of the largest of some numbers, without their signs. */
-static inline unsigned largest_bits(const bf16 *x, size_t width) {
-    __m256i largest = _mm256_setzero_si256();
-    for (size_t c = 0; c < width; c += 16) {
-        const __m256i bits = _mm256_and_si256(bytes_from((const uint8_t *)(x + c)), _mm256_set1_epi16(0x7FFF));
-        largest = _mm256_max_epu16(largest, bits);
-    }
-    const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1));
-    return 0xFFFFu & ~(unsigned)_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1))));
-}
-
-/* Sixteen numbers times a factor, to the nearest integers. */
-static inline __m256i to_words(Eight a, Eight b, Eight factor) {
-    const __m256i low = _mm256_cvtps_epi32(_mm256_mul_ps(a, factor)), high = _mm256_cvtps_epi32(_mm256_mul_ps(b, factor));
-    return _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xD8);
+        whole_times(summed, offset_of, WHOLE_FEW, rows, parts, x + m * apart, apart, totals + m);
+    if (m < tokens) whole_times(summed, offset_of, 1, rows, parts, x + m * apart, apart, totals + m);
 }
 
 /* sums: of the strip's groups, of which there are so many. */
 static void to_whole(const bf16 *x, size_t width, const float *sums, size_t groups, Whole *to) {
-    const unsigned bits = largest_bits(x, width);
-    const int most = (int)((bits + 1) >> 7) - 127, exponent = most < -112 ? -112 : most; /* so that integers are below 255 * 128 */
-    const int finite = bits < 0x7F80;
-    const float place = power_of_two(finite ? 14 - exponent : 0);
-    const Eight factor = eight_all(place);
+    const Place place = place_of(x, width);
+    const Eight factor = eight_all(place.place);
     for (size_t p = 0; p < width / PART; p++, x += PART) {
         const Columns first = load_columns(x), last = load_columns(x + 16);
-        to->parts[p] = (Part){to_words(first.even, last.even, factor), to_words(first.odd, last.odd, factor)};
+        to->parts[p] = (Part){in_order(to_words(first.even, last.even, factor)), in_order(to_words(first.odd, last.odd, factor))};
     }
-    to->scale = power_of_two(finite ? exponent - 14 : 128);
-    for (size_t g = 0; g < STRIP_GROUPS; g++) to->sums[g] = g < groups ? sums[g] * place : 0;
+    to->scale = place.unit;
+    for (size_t g = 0; g < STRIP_GROUPS; g++) to->sums[g] = g < groups ? sums[g] * place.place : 0;
 }
 
 /* Words of 16 bits as bytes: signed ones times 256, and what is left of them, signed. */
@@ -223,10 +177,12 @@ static inline Part to_bytes(Part words) {
                   _mm256_or_si256(_mm256_and_si256(words.even, low), _mm256_slli_epi16(words.odd, 8))};
 }
 
+static inline size_t strips_of(size_t columns) { return (columns + STRIP - 1) / STRIP; }
+
 static inline int columns_move(Coding coding) { return lanes_keep(coding) || coding == Q6_K; }
 
-/* Brings columns to where they are when lanes_keep(coding), and in Q6_K; `alone`: as a single token needs them. */
-static inline __attribute__((always_inline)) void keep_lanes(int q6_k, int alone, Whole *x) {
+/* Brings columns to where they are when lanes_keep(coding), and in Q6_K. */
+static void keep_lanes(int q6_k, Whole *x) {
     __m256i even[2][4], odd[2][4]; /* of even groups, and of odd ones; in Q6_K of the halves */
     for (int p = 0; p < PARTS; p++) {
         const int set = q6_k ? p / 4 : p % 2, at = q6_k ? p % 4 : p / 2;
@@ -238,15 +194,17 @@ static inline __attribute__((always_inline)) void keep_lanes(int q6_k, int alone
         __m256i above = _mm256_setzero_si256();
         for (int t = 0; t < 4; t++) {
             const Part words = {even[g][t], odd[g][t]};
-            x->parts[4 * g + t] = alone && !q6_k ? to_bytes(words) : words;
+            x->parts[4 * g + t] = words;
             above = plus_products(plus_products(above, words.even, all), words.odd, all);
         }
-        if (q6_k && alone) x->above[g] = above;
+        if (q6_k) x->above[g] = above;
     }
 }
 
 /* Where a strip of a row of the block lies: the last row's again where there are fewer. */
 static inline size_t row_or_last(const Rows *block, size_t r) { return r < block->rows ? r : block->rows - 1; }
+
+#include "gguf_alone.h"
 
 /* Asks for the strip of the next four rows in time. */
 static inline __attribute__((always_inline)) void ask_below(Coding coding, const uint8_t *at, size_t row_bytes) {
@@ -295,26 +253,20 @@ static inline __attribute__((always_inline)) void whole_alone(Coding coding, siz
 
 /* At most WHOLE_TOKENS tokens: a strip of four rows is unpacked for all of them. */
 static inline __attribute__((always_inline)) void whole_many(Coding coding, size_t group, const Matrix *matrix,
-                                                             const Rows *block, const bf16 *x, const float *sums, size_t tokens,
-                                                             float *totals) {
-    const size_t columns = matrix->columns, all_groups = matrix_groups(matrix);
-    Whole strips[WHOLE_TOKENS];
+                                                             const Rows *block, const Whole *x, size_t tokens, float *totals) {
+    const size_t columns = matrix->columns, strips = strips_of(columns);
     Unpacked rows[STRIP_ROWS];
     Eight lanes[BLOCK / STRIP_ROWS * WHOLE_TOKENS][STRIP_ROWS]; /* of the first four rows of each token, then of the next ones */
     memset(lanes, 0, BLOCK / STRIP_ROWS * tokens * sizeof *lanes);
-    for (size_t begin = 0; begin < columns; begin += STRIP) {
+    for (size_t begin = 0; begin < columns; begin += STRIP, x++) {
         const size_t width = scales_whole(coding) || columns - begin > STRIP ? STRIP : columns - begin;
-        for (size_t m = 0; m < tokens; m++)
-            to_whole(x + m * columns + begin, width, sums + m * all_groups + (all_groups ? begin / group : 0),
-                     all_groups ? width / group : 0, strips + m);
-        for (size_t m = 0; columns_move(coding) && m < tokens; m++) keep_lanes(coding == Q6_K, 0, strips + m);
         for (size_t r = 0; r < block->rows; r += STRIP_ROWS) {
             for (size_t i = 0; i < STRIP_ROWS; i++) {
                 Groups groups;
                 const uint8_t *at = strip_at(coding, matrix, block, r + i, begin, width, &groups);
                 strip_unpack(coding, group, at, &groups, width, rows + i);
             }
-            whole_tokens(parts_summed(coding), offset_registers(coding), rows, width / PART, strips, tokens,
+            whole_tokens(parts_summed(coding), offset_registers(coding), rows, width / PART, x, strips, tokens,
                          lanes + r / STRIP_ROWS * tokens);
         }
     }
@@ -326,28 +278,20 @@ static inline __attribute__((always_inline)) void whole_many(Coding coding, size
 }
 
 static inline __attribute__((always_inline)) void whole_some(Coding coding, size_t group, const Matrix *matrix,
-                                                             const Rows *block, const bf16 *x, const float *sums, size_t tokens,
-                                                             float *totals) {
-    const size_t columns = matrix->columns, all_groups = matrix_groups(matrix);
-    if (tokens > 1) {
-        whole_many(coding, group, matrix, block, x, sums, tokens, totals);
-        return;
-    }
-    Whole strips[(columns + STRIP - 1) / STRIP];
-    for (size_t begin = 0; begin < columns; begin += STRIP) {
-        const size_t width = columns - begin > STRIP ? STRIP : columns - begin;
-        to_whole(x + begin, width, sums + (all_groups ? begin / group : 0), all_groups ? width / group : 0,
-                 strips + begin / STRIP);
-        if (columns_move(coding)) keep_lanes(coding == Q6_K, 1, strips + begin / STRIP);
-    }
-    whole_alone(coding, group, matrix, block, strips, totals);
+                                                             const Rows *block, const Whole *x, size_t tokens, float *totals) {
+    if (tokens > 1)
+        whole_many(coding, group, matrix, block, x, tokens, totals);
+    else if (lanes_keep(coding))
+        block_alone(coding, matrix, block, x, totals);
+    else
+        whole_alone(coding, group, matrix, block, x, totals);
 }
 
 /* A function for each type: with all in one the compiler keeps fewer sums in registers. */
 #define WHOLE_TYPE(name, coding, group)                                                                                   \
-    static __attribute__((noinline)) void name(const Matrix *matrix, const Rows *block, const bf16 *x, const float *sums, \
-                                               size_t tokens, float *totals) {                                            \
-        whole_some(coding, group, matrix, block, x, sums, tokens, totals);                                                \
+    static __attribute__((noinline)) void name(const Matrix *matrix, const Rows *block, const Whole *x, size_t tokens, \
+                                               float *totals) {                                                          \
+        whole_some(coding, group, matrix, block, x, tokens, totals);                                                     \
     }
 
 WHOLE_TYPE(q8_0_times, Q8_0, 32)
@@ -368,8 +312,7 @@ WHOLE_TYPE(u4_times, U4, 32)
 WHOLE_TYPE(e2m1_times, E2M1, 32)
 WHOLE_TYPE(e2m1_16_times, E2M1, 16)
 
-typedef void (*WholeTimes)(const Matrix *matrix, const Rows *block, const bf16 *x, const float *sums, size_t tokens,
-                           float *totals);
+typedef void (*WholeTimes)(const Matrix *matrix, const Rows *block, const Whole *x, size_t tokens, float *totals);
 
 static const WholeTimes WHOLE_TIMES[CODINGS] = {
     [Q8_0] = q8_0_times,     [Q4_0] = q4_0_times,     [Q4_1] = q4_1_times,   [Q5_0] = q5_0_times, [Q5_1] = q5_1_times,
@@ -378,21 +321,22 @@ static const WholeTimes WHOLE_TIMES[CODINGS] = {
     [E2M1] = e2m1_times,
 };
 
-static void gguf_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+static void gguf_block(const Matrix *matrix, size_t block, const bf16 *x, const float *prepared, size_t tokens, bf16 *out,
                        size_t stride) {
     if (matrix->coding == E4M3) { /* whose values are no integers of few bits */
-        strips_block(matrix, block, x, sums, tokens, out, stride);
+        strips_block(matrix, block, x, prepared, tokens, out, stride);
         return;
     }
     const size_t begin = block * BLOCK, rows = matrix->rows - begin < BLOCK ? matrix->rows - begin : BLOCK;
     const Rows here = {(const uint8_t *)matrix->weights + begin * row_bytes_of(matrix->coding, matrix->columns), begin, rows};
     const WholeTimes times = matrix->coding == E2M1 && matrix->group == 16 ? e2m1_16_times : WHOLE_TIMES[matrix->coding];
+    const Whole *strips = (const Whole *)prepared;
     float totals[WHOLE_TOKENS * BLOCK];
     for (size_t parts = (tokens + WHOLE_TOKENS - 1) / WHOLE_TOKENS; parts; parts--) {
         const size_t some = (tokens + parts - 1) / parts;
-        times(matrix, &here, x, sums, some, totals);
+        times(matrix, &here, strips, some, totals);
         for (size_t m = 0; m < some; m++)
             for (size_t r = 0; r < rows; r++) out[m * stride + r] = to_bf16(totals[m * BLOCK + r]);
-        x += some * matrix->columns, sums += some * matrix_groups(matrix), out += some * stride, tokens -= some;
+        strips += some * strips_of(matrix->columns), out += some * stride, tokens -= some;
     }
 }

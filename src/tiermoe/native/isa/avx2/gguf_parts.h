@@ -129,8 +129,6 @@ static inline __attribute__((always_inline)) void half_bytes(const uint8_t *at, 
     transpose(parts);
 }
 
-static inline __m256i plus_products(__m256i sums, __m256i a, __m256i b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
-
 static inline __m256i part_times(const Part *a, const Part *b) {
     return plus_products(_mm256_madd_epi16(a->even, b->even), a->odd, b->odd);
 }

@@ -161,7 +161,6 @@ static inline Eight eight_from(const float *from) { return _mm256_loadu_ps(from)
 static inline void eight_to(float *to, Eight a) { _mm256_storeu_ps(to, a); }
 static inline Eight eight_times(Eight a, Eight b) { return _mm256_mul_ps(a, b); }
 static inline Eight eight_times_plus(Eight a, Eight b, Eight c) { return _mm256_fmadd_ps(a, b, c); }
-static inline Eight eight_minus_times(Eight c, Eight a, Eight b) { return _mm256_fnmadd_ps(a, b, c); }
 static inline Eight eight_of_bf16(const bf16 *from) { return eight_of(_mm_loadu_si128((const void *)from)); }
 static inline Eight eight_of_int8(const uint8_t *from) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)from)));
@@ -172,7 +171,6 @@ static inline Eight eight_of_e4m3(const uint8_t *from) {
     const __m128i halves = _mm_and_si128(_mm_slli_epi16(bytes, 7), _mm_set1_epi16((short)0xBFFF));
     return _mm256_mul_ps(_mm256_cvtph_ps(halves), _mm256_set1_ps(256));
 }
-static inline Eight eight_of_words(Words words) { return _mm256_cvtepi32_ps(words); }
 static inline Eight eight_bits(Words words) { return _mm256_castsi256_ps(words); }
 
 static inline Words words_from(const void *from) { return _mm256_loadu_si256(from); }
@@ -186,40 +184,12 @@ static inline Words words_looked_up(const int8_t table[16], Words bytes) {
 #define WORDS_LEFT(words, n) _mm256_slli_epi32(words, n)
 #define WORDS_RIGHT(words, n) _mm256_srli_epi32(words, n)
 
-/* The rows of four registers, (k, 4 of rows 4 k ..; 4 of rows 16 + 4 k ..), to lanes (row % 4, row / 4), and back. */
+/* The rows of four registers, (k, 4 of rows 4 k ..; 4 of rows 16 + 4 k ..), to lanes (row % 4, row / 4). */
 static inline void transpose(Words v[4]) {
     const __m256i a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpackhi_epi32(v[0], v[1]);
     const __m256i c = _mm256_unpacklo_epi32(v[2], v[3]), d = _mm256_unpackhi_epi32(v[2], v[3]);
     v[0] = _mm256_unpacklo_epi64(a, c), v[1] = _mm256_unpackhi_epi64(a, c);
     v[2] = _mm256_unpacklo_epi64(b, d), v[3] = _mm256_unpackhi_epi64(b, d);
-}
-
-/* v[b], lane l: number 4 l + b of 32. */
-static inline void words_by_lane(const uint32_t *from, Words v[4]) {
-    for (int k = 0; k < 4; k++)
-        v[k] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const void *)(from + 4 * k))),
-                                       _mm_loadu_si128((const void *)(from + 16 + 4 * k)), 1);
-    transpose(v);
-}
-static inline void halves_by_lane(const uint16_t *from, Words v[4]) {
-    const __m256 low = _mm256_loadu_ps((const void *)from), high = _mm256_loadu_ps((const void *)(from + 16));
-    /* numbers 4 l and 4 l + 1, and the two behind them, of lanes 0 1 4 5 2 3 6 7 */
-    const __m256i first = _mm256_castps_si256(_mm256_shuffle_ps(low, high, 0x88));
-    const __m256i second = _mm256_castps_si256(_mm256_shuffle_ps(low, high, 0xDD));
-    const __m256i pairs[] = {_mm256_permute4x64_epi64(first, 0xD8), _mm256_permute4x64_epi64(second, 0xD8)};
-    for (int k = 0; k < 4; k++)
-        v[k] = k % 2 ? _mm256_srli_epi32(pairs[k / 2], 16) : _mm256_and_si256(pairs[k / 2], _mm256_set1_epi32(0xFFFF));
-}
-
-/* to (32), rounded: number 4 l + b is lane l of eights[b]. */
-static inline void store_by_row(bf16 *to, const Eight eights[4]) {
-    Words v[4];
-    for (int b = 0; b < 4; b++) v[b] = _mm256_castps_si256(eights[b]);
-    transpose(v);
-    const __m256i first[] = {_mm256_permute2x128_si256(v[0], v[1], 0x20), _mm256_permute2x128_si256(v[2], v[3], 0x20)};
-    const __m256i last[] = {_mm256_permute2x128_si256(v[0], v[1], 0x31), _mm256_permute2x128_si256(v[2], v[3], 0x31)};
-    store_bf16(to, (Vector){_mm256_castsi256_ps(first[0]), _mm256_castsi256_ps(first[1])});
-    store_bf16(to + 16, (Vector){_mm256_castsi256_ps(last[0]), _mm256_castsi256_ps(last[1])});
 }
 
 #endif

@@ -1,4 +1,4 @@
-/* Sixteen numbers at a time, in four registers of NEON, and eight in two (shared/eight_*.h); products fused. */
+/* Sixteen numbers at a time, in four registers of NEON, and eight in two (shared/eight_*.h, blocks.h); products fused. */
 #ifndef TIERMOE_NEON_VECTOR_H
 #define TIERMOE_NEON_VECTOR_H
 

@@ -1,0 +1,234 @@
+"""What experts get as inputs on a text, for quantisers that are calibrated on it: recorded once from a running engine
+at the checkpoint's own precision, kept in files, and summed up expert by expert while packing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from tiermoe import batch
+from tiermoe.batch import Batch
+from tiermoe.config import format_size
+from tiermoe.config import settings as make_settings
+from tiermoe.engine.engine import Engine
+from tiermoe.engine.load import start
+from tiermoe.engine.observer import Observer
+from tiermoe.errors import ConfigError, PackError
+from tiermoe.kernels.expert import Activation, SeparateSteps
+from tiermoe.measure.sequences import Cut, cut
+from tiermoe.model.blueprint import Blueprint
+from tiermoe.model.expert_gates import named_gates
+from tiermoe.model.hub import load_tokenizer
+from tiermoe.model.prepare_store import Progress
+from tiermoe.store.files import write_atomically
+from tiermoe.store.layout import expert_format
+from tiermoe.store.store import Store
+from tiermoe.types import MoeLayer, Routed
+
+TEXT = "calibration.txt"
+"""Ships with the package: passages of books in the public domain."""
+
+TOKENS = 32_768
+LEAST_TOKENS = 4096
+WINDOW = 256
+TOGETHER = 16
+"""Windows that run at once, so that an expert is read once for all of them."""
+
+SEEN = 256
+"""An expert that saw fewer tokens takes so many in all, others of its layer's."""
+
+FOLDER = "inputs"
+_TABLE = "inputs.json"
+_FIELDS = ("hidden", "index", "weights")
+
+
+class Text(NamedTuple):
+    """Token ids (windows, window) of a text called `name`."""
+
+    name: str
+    ids: torch.Tensor
+
+    @property
+    def made_from(self) -> str:
+        """Tells it apart from others, whatever its file is called."""
+        return f"{self.ids.numel()} tokens, {xxhash.xxh3_64_hexdigest(self.ids.numpy().tobytes())}"
+
+
+def shipped_text() -> str:
+    return resources.files("tiermoe.measure").joinpath(TEXT).read_text(encoding="utf-8")
+
+
+def calibration_text(blueprint: Blueprint, name: str, content: str) -> Text:
+    """The windows of a text that are run: at most `TOKENS` tokens, spread over it. ConfigError where there are fewer
+    than `LEAST_TOKENS`, or the model is none that can be calibrated."""
+    if blueprint.family.encoder_decoder:
+        raise ConfigError("an encoder–decoder model cannot be calibrated for gptq; pack it with --quantizer hqq")
+    if blueprint.outline.gate is None:
+        raise ConfigError(
+            f"gptq does not know what {blueprint.family.model_type}'s experts compute between their matrices; pack it "
+            f"with --quantizer hqq"
+        )
+    tokenizer, window = load_tokenizer(blueprint.directory), min(WINDOW, blueprint.max_context() or WINDOW)
+    start = len(tokenizer("").input_ids[:1])
+    have = len(tokenizer(content, add_special_tokens=False, verbose=False).input_ids) // (window - start) * window
+    if have < LEAST_TOKENS:
+        raise ConfigError(
+            f"{name} has {have:,} tokens in whole windows of {window:,}; calibrating takes at least {LEAST_TOKENS:,}: "
+            f"give a longer --calibration-text"
+        )
+    return Text(name, cut(tokenizer, content, Cut(min(TOKENS, have), 1, window), blueprint.max_context()))
+
+
+def recorded_inputs(blueprint: Blueprint, store: Store, text: Text, progress: Progress) -> ExpertInputs:
+    """The inputs of a checkpoint's experts on a text, in the folder of its store: those that are there, where they were
+    made from the same."""
+    folder = store.root / FOLDER
+    stamp = {"fingerprint": blueprint.checkpoint.fingerprint(), "made_from": text.made_from}
+    if _stamp_of(folder) != stamp:
+        _record(blueprint, store, text, progress)
+        store.refresh()  # what was run with may have been packed for it
+        write_atomically(folder / _TABLE, json.dumps(stamp).encode())
+    activations = [gate.activation() for gate in named_gates(blueprint.outline)]
+    return ExpertInputs(folder, text.made_from, blueprint.layers, activations, blueprint.dtype)
+
+
+def forget_inputs(store: Path) -> None:
+    """Removes what was recorded."""
+    shutil.rmtree(store / FOLDER, ignore_errors=True)
+
+
+class ExpertInputs:
+    """`store.solving.Inputs` from the files of `folder`. Of each layer: `hidden` (T, H) in the model's dtype, what its
+    experts got, `index` int32 (T, K), -1 for none, and `weights` float32 (T, K)."""
+
+    def __init__(
+        self,
+        folder: Path,
+        made_from: str,
+        layers: Sequence[MoeLayer],
+        activations: Sequence[Activation],
+        dtype: torch.dtype,
+    ) -> None:
+        self.made_from = made_from
+        self._folder, self._layers, self._dtype = folder, layers, dtype
+        formats = [expert_format(layer, 16, dtype, "any", "") for layer in layers]
+        self._steps = [SeparateSteps(form, act, "cpu") for form, act in zip(formats, activations, strict=True)]
+        self._activations = activations
+        self._lock = threading.Lock()
+        self._held: tuple[int, tuple[torch.Tensor, ...]] = -1, ()
+
+    @torch.no_grad()
+    def moments(self, layer: int, expert: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Each token counts by the square of its weight, as its error does."""
+        hidden, index, weights = self._of(layer)
+        tokens, ranks = (index == expert).nonzero(as_tuple=True)
+        counts = weights[tokens, ranks]
+        if len(tokens) < SEEN:
+            others = torch.linspace(0, len(hidden) - 1, min(SEEN, len(hidden)) - len(tokens)).long()
+            usual = float(counts.mean()) if len(counts) else 1.0
+            tokens, counts = torch.cat([tokens, others]), torch.cat([counts, torch.full(others.shape, usual)])
+        x = hidden[tokens]
+        first, second = (part for part in self._layers[layer].parts if part.is_matrix)
+        views = {name: {"weight": values} for name, values in tensors.items()}
+        inner = self._activations[layer](self._steps[layer].features(x, views))
+        return {first.name: _moments(x, counts), second.name: _moments(inner, counts)}
+
+    def _of(self, layer: int) -> tuple[torch.Tensor, ...]:
+        with self._lock:
+            if self._held[0] != layer:
+                dtypes = (self._dtype, torch.int32, torch.float32)
+                found = [self._read(layer, name, dtype) for name, dtype in zip(_FIELDS, dtypes, strict=True)]
+                tokens = len(found[1]) // self._layers[layer].top_k
+                self._held = layer, tuple(values.view(tokens, -1) for values in found)
+            return self._held[1]
+
+    def _read(self, layer: int, name: str, dtype: torch.dtype) -> torch.Tensor:
+        path = _file(self._folder, layer, name)
+        size = path.stat().st_size // dtype.itemsize
+        return torch.from_file(str(path), shared=False, size=size, dtype=dtype)
+
+
+def _moments(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    weighted = x.float() * counts[:, None]
+    return weighted.t() @ weighted
+
+
+class _Recording(Observer):
+    weights = True
+
+    def __init__(self, folder: Path, layers: Sequence[MoeLayer]) -> None:
+        self._folder, self._layers = folder, layers
+
+    def on_route(self, routed: Routed, hidden: torch.Tensor) -> None:
+        chosen = self._layers[routed.layer].top_k
+        index = torch.tensor(_filled(routed.experts, chosen, -1), dtype=torch.int32)
+        weights = torch.tensor(_filled(routed.weights, chosen, 0), dtype=torch.float32)
+        for name, values in zip(_FIELDS, (hidden.cpu(), index, weights), strict=True):
+            with _file(self._folder, routed.layer, name).open("ab") as file:
+                file.write(values.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def _filled(rows: Sequence[Sequence[float]], length: int, rest: int) -> list[list[float]]:
+    return [[*row, *[rest] * (length - len(row))] for row in rows]
+
+
+def _record(blueprint: Blueprint, store: Store, text: Text, progress: Progress) -> None:
+    folder = store.root / FOLDER
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    _check_room(blueprint, folder, text)
+    windows, window = text.ids.shape
+    # at 8 bits where 16 would be a copy of the experts
+    bits = 16 if blueprint.comes_quantized or blueprint.experts.in_place(0, 0) else 8
+    options: dict[str, Any] = {
+        "bits": bits, "dense_bits": 16, "device": "cpu", "store": store.root, "preset": "lru", "warm": False,
+        "chunk": TOGETHER * window, "context": window, "batch": min(TOGETHER, windows),
+    }  # fmt: skip
+    engine = start(
+        blueprint,
+        make_settings(**options),
+        lambda what, done, total: progress(f"to calibrate: {what}", done, total),
+    )
+    try:
+        engine.observe(_Recording(folder, blueprint.layers))
+        for first in range(0, windows, TOGETHER):
+            _run(engine, text.ids[first : first + TOGETHER].tolist())
+            progress("running the calibration text", min(first + TOGETHER, windows), windows)
+    finally:
+        engine.close()
+
+
+@torch.inference_mode()
+def _run(engine: Engine, windows: list[list[int]]) -> None:
+    cache = engine.new_cache(len(windows), len(windows[0]))
+    engine.step(Batch(tuple(batch.prompt(cache.open(), ids) for ids in windows)), cache)
+
+
+def _check_room(blueprint: Blueprint, folder: Path, text: Text) -> None:
+    hidden = int(blueprint.config.hidden_size) * blueprint.dtype.itemsize
+    needed = text.ids.numel() * sum(hidden + 8 * layer.top_k for layer in blueprint.layers)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise PackError(
+            f"calibrating keeps {format_size(needed)} of the experts' inputs in {folder} until packing is done, "
+            f"{format_size(free)} are free; free some space or choose another folder with --out"
+        )
+
+
+def _file(folder: Path, layer: int, name: str) -> Path:
+    return folder / f"layer{layer:03}.{name}"
+
+
+def _stamp_of(folder: Path) -> Any:
+    try:
+        return json.loads((folder / _TABLE).read_bytes())
+    except (OSError, ValueError):
+        return None

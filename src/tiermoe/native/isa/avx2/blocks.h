@@ -1,0 +1,287 @@
+/* Products with matrices that are kept in blocks of rows, on integers: INT4, INT6 and NL4.
+ *
+ * The columns of a span of a token become integers (integers.h). Four columns of codes are transposed, so that each lane has
+ * those of one row: its bytes at even places and those at odd ones are words, two products of which are summed in a step.
+ * Lane l of register 4 h + k has row 32 h + 4 k + l, from the fourth lane on row 32 h + 16 + 4 k + l - 4. Sums of a span
+ * are exact, so that one token and many may go different ways to the same bits; they become floats to be scaled.
+ *
+ * In INT4 the high nibbles stay in their place, 16 times as large. What codes are too large by (8, 32, 128) is taken away in
+ * integers, before the first product. */
+
+
+enum {
+    SPAN = 64,         /* columns that are summed as integers: at most 255 * 32640 in each */
+    SUMS = 8,          /* registers of a block */
+    HALF = SUMS / 2,   /* of them, of the first or the last 32 rows */
+    SPAN_TOKENS = 24,  /* that share what is unpacked of a span */
+    SPAN_TILE = 6,     /* of them, whose sums are in registers at a time */
+    SPAN_PAIR = 2,     /* registers of each of those */
+    SPAN_FEW = 3,      /* tokens that have HALF of the registers at a time */
+    CODES_AHEAD = 2048, /* bytes that are asked for ahead of their use */
+};
+
+/* A span of a token: words of columns (0, 2), (4, 6), (1, 3), (5, 7), and so on, times `unit`. */
+typedef struct {
+    int32_t pairs[SPAN / 2];
+    int32_t sum; /* of the words */
+    float unit;
+} SpanX;
+enum { SPAN_FLOATS = sizeof(SpanX) / sizeof(float) };
+
+static inline size_t span_of(const Matrix *matrix) { return matrix->group < SPAN ? matrix->group : SPAN; }
+
+/* Where among the pairs those of four columns are: of the first and the third, and TO_ODD behind them of the others. */
+static inline size_t pair_of(size_t c) { return c / 16 * 8 + c % 16 / 8 * 4 + c % 8 / 4; }
+enum { TO_ODD = 2 };
+
+static inline void to_span(const bf16 *x, size_t span, SpanX *to) {
+    const Place place = place_of(x, span);
+    const Eight factor = eight_all(place.place);
+    __m256i sums = _mm256_setzero_si256();
+    for (size_t c = 0; c < span; c += 16) {
+        const Columns columns = load_columns(x + c);
+        const __m256i words = to_words(columns.even, columns.odd, factor);
+        sums = plus_products(sums, words, _mm256_set1_epi16(1));
+        _mm256_storeu_si256((void *)(to->pairs + c / 2), words);
+    }
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+    four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4E));
+    to->sum = _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xB1)));
+    to->unit = place.unit;
+}
+
+/* Bytes of the codes of so many columns of a block, a multiple of four. */
+static inline size_t bytes_of(Coding coding, size_t columns) { return columns * BLOCK / 4 * (coding == INT6 ? 3 : 2); }
+
+/* A group's, of the rows of a block. */
+typedef struct {
+    Eight scale[SUMS], zero[SUMS];
+} Scales;
+
+/* Numbers 4 k .. 4 k + 3 and 16 + 4 k .. of some. */
+static inline __m256i two_fours(const void *from, int k) {
+    const __m128i *four = from;
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(four + k)), _mm_loadu_si128(four + 4 + k), 1);
+}
+
+/* The same of bfloat16, as floats. */
+static inline Eight two_fours_of_bf16(const bf16 *from, int k) {
+    const __m128i low = _mm_loadl_epi64((const void *)(from + 4 * k)), high = _mm_loadl_epi64((const void *)(from + 16 + 4 * k));
+    return eight_of(_mm_unpacklo_epi64(low, high));
+}
+
+/* from: of 64 rows; in INT4 pairs of a scale (low half) and a zero (high half). */
+static inline __attribute__((always_inline)) void scales_of(Coding coding, const bf16 *from, Scales *scales) {
+    for (int n = 0; n < SUMS; n++) {
+        const int half = n / HALF, k = n % HALF;
+        if (coding != INT4) {
+            scales->scale[n] = two_fours_of_bf16(from + 32 * half, k);
+            continue;
+        }
+        const __m256i pairs = two_fours(from + 64 * half, k);
+        const Eight scale = eight_bits(WORDS_LEFT(pairs, 16));
+        scales->scale[n] = half ? eight_times(scale, eight_all(1.0f / 16)) : scale;
+        scales->zero[n] = eight_bits(words_and(pairs, 0xFFFF0000));
+    }
+}
+
+/* Bytes of four columns, rows 0 .. 31 of each in a register, to registers of four rows and four columns. */
+static inline __attribute__((always_inline)) void across(const __m256i columns[4], __m256i rows[HALF]) {
+    const __m256i a = _mm256_unpacklo_epi8(columns[0], columns[1]), b = _mm256_unpackhi_epi8(columns[0], columns[1]);
+    const __m256i c = _mm256_unpacklo_epi8(columns[2], columns[3]), d = _mm256_unpackhi_epi8(columns[2], columns[3]);
+    rows[0] = _mm256_unpacklo_epi16(a, c), rows[1] = _mm256_unpackhi_epi16(a, c);
+    rows[2] = _mm256_unpacklo_epi16(b, d), rows[3] = _mm256_unpackhi_epi16(b, d);
+}
+
+/* The codes of INT6 of one half of the rows in column i of four, a byte each. */
+static inline __attribute__((always_inline)) __m256i int6_bytes(const uint8_t *four, int half, int i) {
+    __m256i low = words_from(four + i * 32), high = words_from(four + 128 + i / 2 * 32);
+    if (half) low = WORDS_RIGHT(low, 4);
+    if (i % 2 == 0) high = half ? WORDS_LEFT(high, 4) : WORDS_LEFT(high, 2);
+    if (i % 2 == 1 && !half) high = WORDS_RIGHT(high, 2);
+    return words_or(words_and(low, 0x0F0F0F0F), words_and(high, 0x30303030));
+}
+
+/* Four columns of codes. rows: in INT6 of one half, else of both, a nibble each. */
+static inline __attribute__((always_inline)) void four_columns(Coding coding, const uint8_t *codes, size_t c, int half,
+                                                               __m256i rows[HALF]) {
+    __m256i columns[4];
+    const uint8_t *four = codes + bytes_of(coding, c);
+    for (int i = 0; i < 4; i++) columns[i] = coding == INT6 ? int6_bytes(four, half, i) : words_from(four + i * 32);
+    across(columns, rows);
+}
+
+/* Codes of register n, from what four_columns made: words of the columns at even places, or of the others. */
+static inline __attribute__((always_inline)) __m256i words_of(Coding coding, __m256i rows, int half, int odd) {
+    if (coding == INT4) return words_and(odd ? _mm256_srli_epi16(rows, 8) : rows, half ? 0x00F000F0 : 0x000F000F);
+    if (coding == NL4) rows = words_looked_up(NL4_LEVELS, words_and(half ? WORDS_RIGHT(rows, 4) : rows, 0x0F0F0F0F));
+    return odd ? _mm256_srli_epi16(rows, 8) : words_and(rows, 0x00FF00FF);
+}
+
+/* What the sums of a half begin with. */
+static inline __attribute__((always_inline)) __m256i sum_begin(Coding coding, int half, const SpanX *x) {
+    const int above = coding == INT4 ? half ? 8 * 16 : 8 : coding == INT6 ? 32 : 128;
+    return _mm256_set1_epi32(-above * x->sum);
+}
+
+static inline __attribute__((always_inline)) void ask_ahead(const uint8_t *codes) {
+    for (size_t at = 0; at < bytes_of(INT4, 4); at += 64) __builtin_prefetch(codes + CODES_AHEAD + at, 0, 2);
+}
+
+/* totals (64) += the sums of register n times their unit, scaled, and in INT4 the zeros times the span's sum. */
+static inline __attribute__((always_inline)) void add_sums(Coding coding, __m256i sums, int n, const SpanX *x,
+                                                           const Scales *scales, float *totals) {
+    const Eight unit = eight_all(x->unit), values = eight_times(_mm256_cvtepi32_ps(sums), unit);
+    Eight total = eight_times_plus(values, scales->scale[n], eight_from(totals + 8 * n));
+    if (coding == INT4) total = eight_times_plus(scales->zero[n], eight_all((float)x->sum * x->unit), total);
+    eight_to(totals + 8 * n, total);
+}
+
+/* totals (64) += a span of a block's codes times one token's, scaled. halves: of the rows, from `first` on. */
+static inline __attribute__((always_inline)) void halves_alone(Coding coding, int first, int halves, const uint8_t *codes,
+                                                               size_t span, const SpanX *x, const Scales *scales, float *totals) {
+    __m256i sums[SUMS];
+    for (int h = 0; h < halves; h++)
+        for (int k = 0; k < HALF; k++) sums[h * HALF + k] = sum_begin(coding, first + h, x);
+    for (size_t c = 0; c < span; c += 4) {
+        const __m256i even = _mm256_set1_epi32(x->pairs[pair_of(c)]), odd = _mm256_set1_epi32(x->pairs[pair_of(c) + TO_ODD]);
+        __m256i rows[HALF];
+        ask_ahead(codes + bytes_of(coding, c));
+        four_columns(coding, codes, c, first, rows);
+        for (int k = 0; k < HALF; k++)
+            for (int h = 0; h < halves; h++) {
+                __m256i *sum = sums + h * HALF + k;
+                *sum = in_register(plus_products(*sum, words_of(coding, rows[k], first + h, 0), even));
+                *sum = in_register(plus_products(*sum, words_of(coding, rows[k], first + h, 1), odd));
+            }
+    }
+    for (int n = 0; n < halves * HALF; n++) add_sums(coding, sums[n], first * HALF + n, x, scales, totals);
+}
+
+static inline __attribute__((always_inline)) void span_alone(Coding coding, const uint8_t *codes, size_t span, const SpanX *x,
+                                                             const Scales *scales, float *totals) {
+    if (coding == INT4) {
+        halves_alone(coding, 0, 2, codes, span, x, scales, totals);
+        return;
+    }
+    halves_alone(coding, 0, 1, codes, span, x, scales, totals);
+    halves_alone(coding, 1, 1, codes, span, x, scales, totals);
+}
+
+/* panel (span / 2, 8): the words of pair p, as they are numbered in SpanX. */
+static inline __attribute__((always_inline)) void span_unpack(Coding coding, const uint8_t *codes, size_t span, __m256i *panel) {
+    for (size_t c = 0; c < span; c += 4) {
+        __m256i *even = panel + pair_of(c) * SUMS, *odd = even + TO_ODD * SUMS, rows[HALF];
+        for (int half = 0; half < 2; half++) {
+            if (half == 0 || coding == INT6) four_columns(coding, codes, c, half, rows);
+            for (int k = 0; k < HALF; k++) {
+                even[half * HALF + k] = words_of(coding, rows[k], half, 0);
+                odd[half * HALF + k] = words_of(coding, rows[k], half, 1);
+            }
+        }
+    }
+}
+
+/* totals (tokens, 64) += a span that has been unpacked times a number of tokens known when compiling, some registers of
+ * each at a time. */
+static inline __attribute__((always_inline)) void panel_tile(Coding coding, size_t tokens, const __m256i *panel, size_t span,
+                                                             const SpanX *x, size_t apart, const Scales *scales,
+                                                             float *totals) {
+    const int some = tokens <= SPAN_FEW ? HALF : SPAN_PAIR;
+    for (int n = 0; n < SUMS; n += some) {
+        __m256i sums[SPAN_TILE][HALF];
+        for (size_t m = 0; m < tokens; m++)
+            for (int i = 0; i < some; i++) sums[m][i] = sum_begin(coding, n / HALF, x + m * apart);
+        for (size_t p = 0; p < span / 2; p++)
+            for (size_t m = 0; m < tokens; m++) {
+                const __m256i pair = _mm256_set1_epi32(x[m * apart].pairs[p]);
+                for (int i = 0; i < some; i++)
+                    sums[m][i] = in_register(plus_products(sums[m][i], panel[p * SUMS + (size_t)(n + i)], pair));
+            }
+        for (size_t m = 0; m < tokens; m++)
+            for (int i = 0; i < some; i++) add_sums(coding, sums[m][i], n + i, x + m * apart, scales, totals + m * BLOCK);
+    }
+}
+
+#define PANEL_TILE_OF(n)                                              \
+    case n:                                                           \
+        panel_tile(coding, n, panel, span, x, apart, scales, totals); \
+        break;
+
+static inline __attribute__((always_inline)) void panel_tiles(Coding coding, size_t tokens, const __m256i *panel, size_t span,
+                                                              const SpanX *x, size_t apart, const Scales *scales,
+                                                              float *totals) {
+    for (size_t tiles = (tokens + SPAN_TILE - 1) / SPAN_TILE; tiles; tiles--) {
+        const size_t some = (tokens + tiles - 1) / tiles;
+        switch (some) {
+            PANEL_TILE_OF(1) PANEL_TILE_OF(2) PANEL_TILE_OF(3) PANEL_TILE_OF(4) PANEL_TILE_OF(5) PANEL_TILE_OF(6)
+        }
+        x += some * apart, totals += some * BLOCK, tokens -= some;
+    }
+}
+
+/* totals (tokens, 64) += a span of a block's codes times x, whose tokens lie `apart` spans apart, scaled. */
+static inline __attribute__((always_inline)) void add_span(Coding coding, const uint8_t *codes, size_t span, const SpanX *x,
+                                                           size_t apart, size_t tokens, const Scales *scales, float *totals) {
+    __m256i panel[SPAN / 2 * SUMS];
+    if (tokens == 1) {
+        span_alone(coding, codes, span, x, scales, totals);
+        return;
+    }
+    span_unpack(coding, codes, span, panel);
+    panel_tiles(coding, tokens, panel, span, x, apart, scales, totals);
+}
+
+/* out (64) = the totals of a block, rounded. */
+static inline void store_block(const float *totals, bf16 *out) {
+    for (int n = 0; n < SUMS; n += 2) {
+        const __m256i low = rounded_bits(eight_from(totals + 8 * n)), high = rounded_bits(eight_from(totals + 8 * n + 8));
+        const __m256i eights = _mm256_packus_epi32(low, high); /* of rows 4 k .., and of rows 16 + 4 k .. */
+        bf16 *to = out + 32 * (n / HALF) + 4 * (n % HALF);
+        _mm_storeu_si128((void *)to, _mm256_castsi256_si128(eights));
+        _mm_storeu_si128((void *)(to + 16), _mm256_extracti128_si256(eights, 1));
+    }
+}
+
+/* A block times at most SPAN_TOKENS tokens. */
+static inline __attribute__((always_inline)) void block_some(Coding coding, const Matrix *matrix, size_t block, const SpanX *x,
+                                                             size_t tokens, bf16 *out, size_t stride) {
+    const size_t columns = matrix->columns, group = matrix->group, span = span_of(matrix), groups = columns / group;
+    const size_t gap = coding == NL4 ? NL4_SCALES : 0; /* bytes from one group's codes to the next one's */
+    const size_t next = coding == INT4 ? 2 * matrix->rows : coding == INT6 ? BLOCK : nl4_group_bytes(group) / sizeof(bf16);
+    const uint8_t *codes = (const uint8_t *)matrix->weights + block * (bytes_of(coding, columns) + groups * gap);
+    const bf16 *from = coding == NL4 ? (const bf16 *)codes
+                                     : (const bf16 *)matrix->scales + block * BLOCK * (coding == INT4 ? 2 : groups);
+    float totals[SPAN_TOKENS * BLOCK] __attribute__((aligned(32)));
+    memset(totals, 0, tokens * BLOCK * sizeof *totals);
+    for (size_t g = 0; g < groups; g++, from += next) {
+        Scales scales;
+        scales_of(coding, from, &scales);
+        for (size_t r = 0; r < (coding == INT4 ? 2 : 1) * BLOCK; r += 32) __builtin_prefetch(from + 2 * next + r, 0, 3);
+        codes += gap;
+        for (size_t s = 0; s < group; s += span, x++, codes += bytes_of(coding, span))
+            add_span(coding, codes, span, x, columns / span, tokens, &scales, totals);
+    }
+    for (size_t m = 0; m < tokens; m++) store_block(totals + m * BLOCK, out + m * stride);
+}
+
+static inline __attribute__((always_inline)) void block_times(Coding coding, const Matrix *matrix, size_t block,
+                                                              const float *prepared, size_t tokens, bf16 *out, size_t stride) {
+    const SpanX *x = (const SpanX *)prepared;
+    for (size_t parts = (tokens + SPAN_TOKENS - 1) / SPAN_TOKENS; parts; parts--) {
+        const size_t some = (tokens + parts - 1) / parts;
+        block_some(coding, matrix, block, x, some, out, stride);
+        x += some * (matrix->columns / span_of(matrix)), out += some * stride, tokens -= some;
+    }
+}
+
+#define BLOCKS_OF(name, coding)                                                                                             \
+    static void name(const Matrix *matrix, size_t block, const bf16 *x, const float *prepared, size_t tokens, bf16 *out, \
+                     size_t stride) {                                                                                    \
+        (void)x;                                                                                                         \
+        block_times(coding, matrix, block, prepared, tokens, out, stride);                                               \
+    }
+
+BLOCKS_OF(int4_block, INT4)
+BLOCKS_OF(nl4_block, NL4)
+BLOCKS_OF(int6_block, INT6)

@@ -1,0 +1,116 @@
+"""One request at work: what is to be run of it next, and what its tokens say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from tiermoe.batch import Row, decode, prompt, verify
+from tiermoe.generation.sampling import Sampler, log_probabilities
+from tiermoe.serve.detokenize import Detokenizer
+from tiermoe.serve.grammar import Grammar
+from tiermoe.serve.prefix_disk import Stored
+from tiermoe.serve.request import Piece, Request, TokenLogprob
+from tiermoe.serve.scoring import next_part, prompt_scores
+
+AHEAD = 256
+"""Tokens of an answer that memory is set aside for at a time."""
+
+
+@dataclass(slots=True)
+class Work:
+    """held: tokens whose keys and values lie in the slab. answer: tokens that were chosen; the last one has not run.
+    room: tokens that the slab has memory for. stored: a beginning that is being read into the slab from disk. cached:
+    tokens of the prompt that did not have to be read. scores: of the prompt's tokens, until they are told."""
+
+    number: int
+    request: Request
+    sampler: Sampler
+    text: Detokenizer
+    grammar: Grammar | None = None
+    slab: int = -1
+    room: int = 0
+    stored: Stored | None = None
+    held: list[int] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
+    cached: int = 0
+    scores: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def again(self) -> bool:
+        """Whether it was put back amid its answer: what has run of it before runs again and is told to nobody."""
+        return bool(self.answer)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all has run that comes before the token that is to be chosen next, or that was chosen last."""
+        return len(self.held) >= len(self.request.ids) + max(len(self.answer) - 1, 0)
+
+    @property
+    def scored(self) -> bool:
+        """Whether the tokens of the next part of its prompt are all to be scored."""
+        return self.request.prompt_logprobs and not self.again
+
+    @property
+    def by_itself(self) -> bool:
+        """Whether its next part joins no other rows."""
+        return self.stored is not None or self.request.prompt_logprobs or len(self.held) >= len(self.request.ids)
+
+    def wanted(self, context: int) -> int:
+        """Tokens to set memory aside for: those that there are, and some of an answer."""
+        there = max(len(self.request.ids) + len(self.answer), len(self.held) + 1)
+        return min(there + AHEAD, len(self.request.ids) + self.request.sampling.max_tokens, context)
+
+    def next_prompt(self, chunk: int, at_once: int) -> Row:
+        """The next part of what is to be read, `chunk` tokens of the prompt at the most. An answer's own tokens that
+        run again are verified ones, `at_once` in a step: they get the bits that each had alone."""
+        first, ids = len(self.held), self.request.ids
+        if first < len(ids):
+            return prompt(self.slab, next_part(self.request, first, chunk), first)
+        return verify(self.slab, first, self.answer[first - len(ids) : -1][:at_once])
+
+    def next_answer(self) -> Row:
+        """The token that was chosen last."""
+        return decode(self.slab, len(self.held), self.answer[-1])
+
+    def has_read(self, row: Row, logits: Tensor) -> None:
+        """`next_prompt` has run; logits (n, vocabulary) of its last token, or of all where they are scored."""
+        if self.scored:
+            self.scores += prompt_scores(self.request, logits, len(self.held))
+        self.held = [*self.held, *row.tokens]
+
+    def put_back(self) -> None:
+        """It has lost its slab; what it said stays said."""
+        self.slab, self.room, self.held = -1, 0, []
+
+    def choose(self, logits: Tensor, ends: set[int], context: int) -> Piece:
+        """The next token of the answer, by the logits (vocabulary) of the one before. ends: tokens that end it.
+        context: most tokens with the prompt."""
+        request, told = self.request, tuple[TokenLogprob, ...]()
+        if self.grammar is not None:
+            logits = self.grammar.restrict(logits)
+        token = self.sampler.choose(logits, self.held, len(self.answer))
+        if request.logprobs is not None:
+            told = (TokenLogprob(token, *log_probabilities(logits, token, request.logprobs)),)
+        self.answer.append(token)
+        if self.grammar is not None:
+            self.grammar.accept(token)
+        ended = token in ends
+        text = "" if ended else self.text.add(token)
+        full = len(self.answer) >= request.sampling.max_tokens or len(self.held) + 1 >= context
+        whole = self.grammar is not None and self.grammar.ended
+        finish = "stop" if ended or whole or self.text.stopped_by else "length" if full else None
+        if finish is not None:
+            text += self.text.end()
+            finish = "stop" if self.text.stopped_by else finish
+        scored, self.scores = tuple(self.scores), []
+        return Piece(self.number, text, (token,), told, finish, None, self.cached, self.text.stopped_by, scored)
+
+
+def work_on(number: int, request: Request, tokenizer: Any, penalty: float | None) -> Work:
+    """A request that nothing has been done for. penalty: as `Sampler` takes it."""
+    text = Detokenizer(tokenizer, request.stops, request.special)
+    grammar = request.grammar() if request.grammar else None
+    return Work(number, request, Sampler(request.sampling, penalty), text, grammar)

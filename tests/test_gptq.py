@@ -1,0 +1,166 @@
+"""GPTQ: its codes against the textbook's loop, what it promises of the change, and its way into every encoding."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tiermoe.errors import PackError
+from tiermoe.quant import gptq
+from tiermoe.quant.encoding import Encoding
+from tiermoe.quant.gptq import EvenLevels, LadderLevels, Levels, Place, UnevenLevels, change, solve
+from tiermoe.quant.int2 import Int2, RowMajorInt2
+from tiermoe.quant.int4 import Int4
+from tiermoe.quant.nl4 import Nl4
+from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.quant.registry import cpu_layout
+from tiermoe.quant.row_blocks import encode_rows
+from tiermoe.quant.rowmajor import RowMajorInt4
+from tiermoe.quant.solved import Solved, levels_of
+
+BF16 = torch.bfloat16
+ENCODINGS: list[Encoding] = [
+    Int4(cpu_layout(), 64), Int4(cpu_layout(), 32), Int2(cpu_layout(), 64), Nl4(cpu_layout(), 32), RowMajorInt4(64),
+    RowMajorInt2(64),
+]  # fmt: skip
+
+
+def some_moments(columns: int, seed: int = 0, tokens: int = 500) -> torch.Tensor:
+    """Of inputs that follow each other, some of them large."""
+    generator = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(columns, columns, generator=generator) * torch.rand(columns, generator=generator) ** 2
+    inputs = torch.randn(tokens, columns, generator=generator) @ mixed
+    return inputs.t() @ inputs / tokens
+
+
+def some_weight(rows: int, columns: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+def textbook(weight: torch.Tensor, moments: torch.Tensor, place: Place) -> torch.Tensor:
+    """Levels by the loop of Optimal Brain Quantization in the columns' order: the inverse itself, float64, from which
+    a column is eliminated once it is rounded."""
+    rest, inverse = weight.double().clone(), torch.linalg.inv(moments.double())
+    scale, zero = place.scale.double(), place.zero.double()
+    levels = torch.empty_like(rest)
+    for column in range(rest.shape[1]):
+        levels[:, column] = ((rest[:, column] - zero) / scale).round().clamp(-8, 7)
+        error = rest[:, column] - (levels[:, column] * scale + zero)
+        rest -= torch.outer(error / inverse[column, column], inverse[column])
+        inverse = inverse - torch.outer(inverse[:, column], inverse[column]) / inverse[column, column]
+        inverse[column, column] = 1.0  # it is not used again
+    return levels.float()
+
+
+class InTheirOrder(EvenLevels):
+    def order(self, moments: torch.Tensor) -> torch.Tensor:
+        return torch.arange(len(moments))
+
+
+def test_codes_are_those_of_the_textbook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gptq, "ROUNDS", 0)
+    weight, moments = some_weight(48, 64).float(), some_moments(64)
+    found = solve(weight, moments, InTheirOrder(64, BF16))
+    damped = moments + torch.eye(64) * gptq.DAMPING * moments.diagonal().mean()
+    levels = textbook(weight, damped, Place(found.scale[:, 0], found.zero[:, 0]))
+    assert torch.equal(found.values, levels * found.scale + found.zero)
+
+
+def test_no_single_code_can_be_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the scales that were found every other level of every column changes more: rounds enough to settle."""
+    monkeypatch.setattr(gptq, "ROUNDS", 12)
+    weight, moments = some_weight(4, 32).float(), some_moments(32)
+    found = solve(weight, moments, EvenLevels(32, BF16))
+    damped = moments + torch.eye(32) * gptq.DAMPING * moments.diagonal().mean()
+    for row, column in itertools.product(range(4), range(32)):
+        least = change(weight, found.values, damped)
+        for level in range(-8, 8):
+            tried = found.values.clone()
+            tried[row, column] = level * found.scale[row, 0] + found.zero[row, 0]
+            assert change(weight, tried, damped) >= least * (1 - 1e-5)
+
+
+def test_as_good_as_trying_all() -> None:
+    """Four columns, 16 ** 4 codes: with the scales that were found no others are much better."""
+    weight, moments = some_weight(6, 4).float(), some_moments(4)
+    found = solve(weight, moments, EvenLevels(4, BF16))
+    all_levels = torch.tensor(list(itertools.product(range(-8, 8), repeat=4)), dtype=torch.float32)
+    for row in range(6):
+        apart = all_levels * found.scale[row] + found.zero[row] - weight[row]
+        least = float(((apart @ moments) * apart).sum(1).min())
+        mine = change(weight[row : row + 1], found.values[row : row + 1], moments)
+        assert mine <= 1.5 * least + 1e-6
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda each: each.name)
+def test_outputs_change_less_than_by_rounding(encoding: Encoding) -> None:
+    weight, moments = some_weight(64, 128), some_moments(128)
+    levels = levels_of(encoding, BF16)
+    assert levels is not None
+    stored = encoding.encode(weight, QUANTIZERS["hqq"], torch.float32)
+    slot = _in_slot(encoding, stored, 64, 128, torch.float32)
+    rounded = encoding.decode(slot, 64, 128, torch.float32)
+    found = solve(weight, moments, levels)
+    assert change(weight.float(), found.values, moments) < 0.6 * change(weight.float(), rounded, moments)
+
+
+@pytest.mark.parametrize("levels", [EvenLevels(32, BF16), LadderLevels(64, BF16), UnevenLevels()])
+def test_every_round_lowers_the_change(levels: Levels, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, moments = some_weight(16, 128), some_moments(128)
+    damped = moments + torch.eye(128) * gptq.DAMPING * moments.diagonal().mean()
+    changes = []
+    for rounds in range(4):
+        monkeypatch.setattr(gptq, "ROUNDS", rounds)
+        changes.append(change(weight.float(), solve(weight, moments, levels).values, damped))
+    assert changes == sorted(changes, reverse=True)
+    assert changes[-1] < 0.99 * changes[0]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda each: each.name)
+@pytest.mark.parametrize("compute", [BF16, torch.float32])
+def test_encodings_hold_what_was_found(encoding: Encoding, compute: torch.dtype) -> None:
+    """Bit for bit, whole and in row blocks, a group of equal weights and one of zeros among them."""
+    weight = some_weight(128, 128)
+    weight[3, :64] = 0.25
+    weight[7] = 0
+    levels = levels_of(encoding, compute)
+    assert levels is not None
+    found = solve(weight, some_moments(128), levels)
+    parts = [Solved(found).rows(first, first + 64) for first in (0, 64)]
+    for values, quantizer in parts:
+        stored, _ = encode_rows(encoding, quantizer, values, compute)
+        slot = _in_slot(encoding, stored, 64, 128, compute)
+        decoded = encoding.decode(slot, 64, 128, compute)
+        assert torch.equal(decoded, values.to(compute))
+
+
+@pytest.mark.parametrize("columns", [64, 128])
+def test_inputs_that_are_always_0_do_no_harm(columns: int) -> None:
+    moments = some_moments(columns)
+    moments[5] = moments[:, 5] = 0
+    for its in (moments, torch.zeros(columns, columns)):
+        found = solve(some_weight(16, columns), its, EvenLevels(64, BF16))
+        assert torch.isfinite(found.values).all()
+        assert float((found.values - some_weight(16, columns).float()).abs().max()) < 1
+
+
+def test_infinite_values_are_refused() -> None:
+    weight = some_weight(16, 64)
+    weight[2, 3] = torch.inf
+    with pytest.raises(PackError, match="infinite or undefined"):
+        solve(weight, some_moments(64), EvenLevels(64, BF16))
+    with pytest.raises(PackError, match="infinite or undefined"):
+        solve(some_weight(16, 64), torch.full((64, 64), torch.nan), EvenLevels(64, BF16))
+
+
+def _in_slot(
+    encoding: Encoding, stored: dict[str, torch.Tensor], out: int, in_: int, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    fields = encoding.slot_fields(out, in_, dtype)
+    if fields == encoding.stored_fields(out, in_, dtype):
+        return stored
+    slot = {field.name: torch.empty(field.shape, dtype=field.dtype) for field in fields}
+    encoding.widen(stored, slot)
+    return slot
