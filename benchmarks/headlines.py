@@ -1,12 +1,12 @@
 """The papers' headlines beside a replay's: the paper's number, ours, and what moves ours.
 
-    tiermoe trace W --text data/heldout.txt --out W.trace --tokens 512
-    python -m benchmarks.headlines W.trace --profiles PROFILES [--neurons NEURONS.trace] [--only hobbit,sti]
+    tiermoe trace W --text data/heldout.txt --out W.trace --tokens 512 --neurons THETA
+    python -m benchmarks.headlines W.trace --profiles PROFILES [--only hobbit,sti]
 
 A headline is one composition's speed over another's on the paper's machine, both replayed over the same trace with a
 GPU's computing times: 2 ms a decoded token, .2 ms a prompt's, one lane. What moves it are the same two with one thing
-changed. PROFILES: a folder of calibrations (NAME.json), also those of a model that the traced one was widened from.
-NEURONS.trace: one with `--neurons`, for CORM, whose rows are left out without it. Prints a Markdown table, row by row.
+changed. PROFILES: a folder of calibrations (NAME.json), also those of a model that the traced one was widened from;
+THETA is corm's. What cannot be replayed says why. Prints a Markdown table, row by row.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ class Headline:
     paper: str
     setting: Setting
     moved: Mapping[str, Setting] = field(default_factory=dict)
-    neurons: bool = False
 
 
 def headlines() -> list[Headline]:
@@ -191,8 +190,8 @@ def _corm() -> list[Headline]:
     }
     gates = Setting(ours, GATES, "pcie4")
     return [
-        Headline("corm", "CORM over int4 on demand, `store=memory`, PCIe 4.0", "1.92–2.09", base, moved, True),
-        Headline("corm", "over `mixtral-offload`", "1.23–1.27", gates, gates.shares("25%", "60%"), True),
+        Headline("corm", "CORM over int4 on demand, `store=memory`, PCIe 4.0", "1.92–2.09", base, moved),
+        Headline("corm", "over `mixtral-offload`", "1.23–1.27", gates, gates.shares("25%", "60%")),
     ]
 
 
@@ -260,16 +259,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--profiles", type=Path)
-    parser.add_argument("--neurons", type=Path)
     parser.add_argument("--only", default="", help="systems, like hobbit,sti")
     args = parser.parse_args()
     wanted = args.only.split(",") if args.only else []
-    whole = Replays(read_trace(args.trace), args.profiles)
-    neurons = Replays(read_trace(args.neurons), args.profiles) if args.neurons else None
+    replays = Replays(read_trace(args.trace), args.profiles)
     print("| headline | paper | ours | what moves it |\n|---|--:|--:|---|")
     for headline in headlines():
-        replays = neurons if headline.neurons else whole
-        if replays is not None and (not wanted or headline.system in wanted):
+        if not wanted or headline.system in wanted:
             print(row(headline, replays), flush=True)
 
 

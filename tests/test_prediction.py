@@ -313,14 +313,15 @@ def test_hash_routing_is_known_from_the_tokens() -> None:
 
 
 def test_hashed_layers_exactly_and_the_others_by_path() -> None:
-    told = {"hash_tables": {1: {10: [1, 3]}}, "paths": count_paths(TOKENS, 2)}
+    seen = count_paths([[[0, 1], [0, 2], [1, 2]], [[0, 1], [1, 3], [0, 3]]], 2)
+    told = {"hash_tables": {1: {10: [1, 3]}}, "paths": seen}
     both, path = PREDICTIONS["hash+path"](context(**told)), PREDICTIONS["path"](context(**told))
     for predictor in (both, path):
         predictor.observe(routed(0, [0, 1]))
-    assert names(both, 0, Said(tokens=[10])) == [(1, 1), (1, 3)]
+    assert names(both, 0, Said(tokens=[10])) == [(1, 1), (1, 3)] != names(path, 0, Said(tokens=[10]))
     for predictor in (both, path):
         predictor.observe(routed(1, [1, 3]))
-    assert names(both, 1, Said(tokens=[10])) == names(path, 1, Said(tokens=[10])) != []
+    assert names(both, 1, Said(tokens=[10])) == names(path, 1, Said(tokens=[10])) == [(2, 0), (2, 3)]
     with pytest.raises(ConfigError, match="hash of the token"):
         PREDICTIONS["hash+path"](context(paths=told["paths"]))
 
