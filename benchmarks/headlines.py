@@ -17,15 +17,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tiermoe.config import CacheSize, parse_cache
+from tiermoe.decide.composition import Composition
 from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.decide.profiles import read_profile
 from tiermoe.errors import TiermoeError
 from tiermoe.simulate import BeladyHits, ReplaySettings, parse_link, replay, spread
-from tiermoe.simulate.costs import slot_sizes
+from tiermoe.simulate.costs import run_bits, slot_sizes
 from tiermoe.simulate.result import Result
 from tiermoe.systems import compose
+from tiermoe.systems.fate import windows
 from tiermoe.trace.file import read_trace
-from tiermoe.trace.schema import Trace
+from tiermoe.trace.schema import Times, Trace
 
 
 @dataclass(frozen=True)
@@ -149,10 +151,11 @@ def _mobile() -> list[Headline]:
     base = Setting(at(0.7), ON_DEMAND, "pcie4")
     moved = {f"gamma {gamma:g}": replace(base, ours=at(gamma)) for gamma in (0.4, 0.2, 0.1)}
     moved["over `lru`, gamma .1"] = Setting(at(0.1), Side("lru"), "pcie4")
-    gated = Setting(at(0.1, prefetch="next-gate", ahead=1), ON_DEMAND, "pcie4")
+    gated = Setting(at(0.1, prefetch="recalled+next-gate"), ON_DEMAND, "pcie4")
+    other = {"next gates alone": replace(gated, ours=at(0.1, prefetch="next-gate", ahead=1))}
     return [
         Headline("mobile", "MoBiLE over `load-on-demand`, PCIe 4.0", "1.57–1.72", base, moved),
-        Headline("mobile", "with pre-gating, gamma .1", "1.92", gated),
+        Headline("mobile", "with pre-gating, gamma .1", "1.92", gated, other),
         Headline("mobile", "over `mixtral-offload`, gamma .1", "1.28", Setting(at(0.1), GATES, "pcie4")),
     ]
 
@@ -170,13 +173,16 @@ def _fate() -> list[Headline]:
     def eap_moved(setting: Setting) -> dict[str, Setting]:
         return {"EAP at 8 bits in the same bytes": replace(setting, theirs=wider), **setting.shares("60%", "80%")}
 
-    slower = {f"computing in {ms} ms": replace(eap, seconds=(ms * 1e-3, ms * 1e-4)) for ms in (4, 16)}
+    slower = {f"computing in {ms} ms": replace(eap, seconds=(ms * 1e-3, ms * 1e-4)) for ms in (4, 16, 70)}
+    at_once = {f"{most} read ahead at most": replace(eap, ours=ours.but(window=most)) for most in (1, 4)}
     eap_prompt = replace(eap, phase="prefill")
     return [
-        Headline("fate", "Fate over LoD, decode, PCIe 3.0", "4.1", base, base.shares("60%", "80%") | precise(base, 8)),
+        Headline(
+            "fate", "Fate over LoD, decode, PCIe 3.0", "4.1", base, base.shares("60%", "80%") | precise(base, 8, 16)
+        ),
         Headline("fate", "the same, PCIe 1.0", "2.3", replace(base, link="pcie1")),
         Headline("fate", "over LoD, prefill", "4.5", prompt, precise(prompt, 8, 16) | prompt.shares("80%")),
-        Headline("fate", "over EAP, decode", "2.2", eap, eap_moved(eap) | slower),
+        Headline("fate", "over EAP, decode", "2.2", eap, eap_moved(eap) | slower | at_once),
         Headline("fate", "over EAP, prefill", "1.9", eap_prompt, eap_moved(eap_prompt)),
     ]
 
@@ -220,9 +226,12 @@ class Replays:
         if composition.needs_profile and self._profiles is not None:
             command = f"tiermoe calibrate {trace.header.model} --text FILE --for {composition.profile}"
             profile = read_profile(self._profiles / f"{composition.profile}.json", None, command)
+        times = spread(trace.header, *setting.seconds)
+        if composition.prefetch == "percentile" and "window" not in side.changes:
+            composition = with_windows(composition, trace, times, machine.bandwidth)
         settings = ReplaySettings(
             self._cache(side, setting), machine.bandwidth, machine.latency, bits=composition.bits or side.bits,
-            times=spread(trace.header, *setting.seconds), profile=profile, copies=machine.copies,
+            times=times, profile=profile, copies=machine.copies,
         )  # fmt: skip
         return replay(trace, composition, settings, _Unasked(trace))
 
@@ -232,6 +241,12 @@ class Replays:
             return cache
         unit = slot_sizes(header, [side.share_of])[side.share_of]
         return CacheSize(nbytes=int(cache.fraction * sum(header.experts)) * unit)
+
+
+def with_windows(composition: Composition, trace: Trace, times: Times, bandwidth: float) -> Composition:
+    """Fate's composition with the windows that its calibration would find on the machine that is replayed."""
+    timed = Trace(replace(trace.header, times=times), [])
+    return composition.having({"window": tuple(windows(timed, run_bits(trace.header), bandwidth))})
 
 
 class _Unasked(BeladyHits):

@@ -1,5 +1,5 @@
 """A loaded model and a text's sequences → a trace file, with a header that says what the model is and what an expert
-weighs in each precision that its store holds."""
+weighs in each precision."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def header_of(
         fingerprint=store.source.fingerprint,
         experts=[layer.experts for layer in store.layers],
         top_k=[layer.top_k for layer in store.layers],
-        expert_bytes=expert_bytes(store, engine.settings.quantizer, layout),
+        expert_bytes=stored_bytes(store, engine.settings.quantizer, layout),
         slot_bytes=slots,
         copied_bytes=slots,  # a copy to a GPU fills the slot
         times=times,
@@ -81,6 +81,16 @@ def expert_bytes(store: Store, quantizer: str, layout: str) -> dict[int, list[in
         if packed is not None:
             found[bits] = [max(extent.nbytes for extent in layer.extents) for layer in packed.layers]
     return found
+
+
+def stored_bytes(store: Store, quantizer: str, layout: str) -> dict[int, list[int]]:
+    """The same of every precision: of those that the store does not hold, as packing them would make it."""
+    packed = expert_bytes(store, quantizer, layout)
+    return {
+        bits: packed.get(bits)
+        or [expert_format(layer, bits, store.dtype, layout, quantizer).stored.nbytes for layer in store.layers]
+        for bits in BITS
+    }
 
 
 def slot_bytes(store: Store, quantizer: str, layout: str) -> dict[int, list[int]]:
