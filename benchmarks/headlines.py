@@ -1,12 +1,12 @@
 """The papers' headlines beside a replay's: the paper's number, ours, and what moves ours.
 
-    tiermoe trace W --text data/heldout.txt --out W.trace --tokens 512
-    python -m benchmarks.headlines W.trace --profiles PROFILES [--neurons NEURONS.trace] [--only hobbit,sti]
+    tiermoe trace W --text data/heldout.txt --out W.trace --tokens 512 --neurons THETA
+    python -m benchmarks.headlines W.trace --profiles PROFILES [--only hobbit,sti]
 
 A headline is one composition's speed over another's on the paper's machine, both replayed over the same trace with a
 GPU's computing times: 2 ms a decoded token, .2 ms a prompt's, one lane. What moves it are the same two with one thing
-changed. PROFILES: a folder of calibrations (NAME.json), also those of a model that the traced one was widened from.
-NEURONS.trace: one with `--neurons`, for CORM, whose rows are left out without it. Prints a Markdown table, row by row.
+changed. PROFILES: a folder of calibrations (NAME.json), also those of a model that the traced one was widened from;
+THETA is corm's. What cannot be replayed says why. Prints a Markdown table, row by row.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tiermoe.config import CacheSize, parse_cache
+from tiermoe.decide.composition import Composition
 from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.decide.profiles import read_profile
 from tiermoe.errors import TiermoeError
 from tiermoe.simulate import BeladyHits, ReplaySettings, parse_link, replay, spread
-from tiermoe.simulate.costs import slot_sizes
+from tiermoe.simulate.costs import run_bits, slot_sizes
 from tiermoe.simulate.result import Result
 from tiermoe.systems import compose
+from tiermoe.systems.fate import windows
 from tiermoe.trace.file import read_trace
-from tiermoe.trace.schema import Trace
+from tiermoe.trace.schema import Times, Trace
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,6 @@ class Headline:
     paper: str
     setting: Setting
     moved: Mapping[str, Setting] = field(default_factory=dict)
-    neurons: bool = False
 
 
 def headlines() -> list[Headline]:
@@ -150,10 +151,11 @@ def _mobile() -> list[Headline]:
     base = Setting(at(0.7), ON_DEMAND, "pcie4")
     moved = {f"gamma {gamma:g}": replace(base, ours=at(gamma)) for gamma in (0.4, 0.2, 0.1)}
     moved["over `lru`, gamma .1"] = Setting(at(0.1), Side("lru"), "pcie4")
-    gated = Setting(at(0.1, prefetch="next-gate", ahead=1), ON_DEMAND, "pcie4")
+    gated = Setting(at(0.1, prefetch="recalled+next-gate"), ON_DEMAND, "pcie4")
+    other = {"next gates alone": replace(gated, ours=at(0.1, prefetch="next-gate", ahead=1))}
     return [
         Headline("mobile", "MoBiLE over `load-on-demand`, PCIe 4.0", "1.57–1.72", base, moved),
-        Headline("mobile", "with pre-gating, gamma .1", "1.92", gated),
+        Headline("mobile", "with pre-gating, gamma .1", "1.92", gated, other),
         Headline("mobile", "over `mixtral-offload`, gamma .1", "1.28", Setting(at(0.1), GATES, "pcie4")),
     ]
 
@@ -171,13 +173,16 @@ def _fate() -> list[Headline]:
     def eap_moved(setting: Setting) -> dict[str, Setting]:
         return {"EAP at 8 bits in the same bytes": replace(setting, theirs=wider), **setting.shares("60%", "80%")}
 
-    slower = {f"computing in {ms} ms": replace(eap, seconds=(ms * 1e-3, ms * 1e-4)) for ms in (4, 16)}
+    slower = {f"computing in {ms} ms": replace(eap, seconds=(ms * 1e-3, ms * 1e-4)) for ms in (4, 16, 70)}
+    at_once = {f"{most} read ahead at most": replace(eap, ours=ours.but(window=most)) for most in (1, 4)}
     eap_prompt = replace(eap, phase="prefill")
     return [
-        Headline("fate", "Fate over LoD, decode, PCIe 3.0", "4.1", base, base.shares("60%", "80%") | precise(base, 8)),
+        Headline(
+            "fate", "Fate over LoD, decode, PCIe 3.0", "4.1", base, base.shares("60%", "80%") | precise(base, 8, 16)
+        ),
         Headline("fate", "the same, PCIe 1.0", "2.3", replace(base, link="pcie1")),
         Headline("fate", "over LoD, prefill", "4.5", prompt, precise(prompt, 8, 16) | prompt.shares("80%")),
-        Headline("fate", "over EAP, decode", "2.2", eap, eap_moved(eap) | slower),
+        Headline("fate", "over EAP, decode", "2.2", eap, eap_moved(eap) | slower | at_once),
         Headline("fate", "over EAP, prefill", "1.9", eap_prompt, eap_moved(eap_prompt)),
     ]
 
@@ -191,8 +196,8 @@ def _corm() -> list[Headline]:
     }
     gates = Setting(ours, GATES, "pcie4")
     return [
-        Headline("corm", "CORM over int4 on demand, `store=memory`, PCIe 4.0", "1.92–2.09", base, moved, True),
-        Headline("corm", "over `mixtral-offload`", "1.23–1.27", gates, gates.shares("25%", "60%"), True),
+        Headline("corm", "CORM over int4 on demand, `store=memory`, PCIe 4.0", "1.92–2.09", base, moved),
+        Headline("corm", "over `mixtral-offload`", "1.23–1.27", gates, gates.shares("25%", "60%")),
     ]
 
 
@@ -221,9 +226,12 @@ class Replays:
         if composition.needs_profile and self._profiles is not None:
             command = f"tiermoe calibrate {trace.header.model} --text FILE --for {composition.profile}"
             profile = read_profile(self._profiles / f"{composition.profile}.json", None, command)
+        times = spread(trace.header, *setting.seconds)
+        if composition.prefetch == "percentile" and "window" not in side.changes:
+            composition = with_windows(composition, trace, times, machine.bandwidth)
         settings = ReplaySettings(
             self._cache(side, setting), machine.bandwidth, machine.latency, bits=composition.bits or side.bits,
-            times=spread(trace.header, *setting.seconds), profile=profile, copies=machine.copies,
+            times=times, profile=profile, copies=machine.copies,
         )  # fmt: skip
         return replay(trace, composition, settings, _Unasked(trace))
 
@@ -233,6 +241,12 @@ class Replays:
             return cache
         unit = slot_sizes(header, [side.share_of])[side.share_of]
         return CacheSize(nbytes=int(cache.fraction * sum(header.experts)) * unit)
+
+
+def with_windows(composition: Composition, trace: Trace, times: Times, bandwidth: float) -> Composition:
+    """Fate's composition with the windows that its calibration would find on the machine that is replayed."""
+    timed = Trace(replace(trace.header, times=times), [])
+    return composition.having({"window": tuple(windows(timed, run_bits(trace.header), bandwidth))})
 
 
 class _Unasked(BeladyHits):
@@ -260,16 +274,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--profiles", type=Path)
-    parser.add_argument("--neurons", type=Path)
     parser.add_argument("--only", default="", help="systems, like hobbit,sti")
     args = parser.parse_args()
     wanted = args.only.split(",") if args.only else []
-    whole = Replays(read_trace(args.trace), args.profiles)
-    neurons = Replays(read_trace(args.neurons), args.profiles) if args.neurons else None
+    replays = Replays(read_trace(args.trace), args.profiles)
     print("| headline | paper | ours | what moves it |\n|---|--:|--:|---|")
     for headline in headlines():
-        replays = neurons if headline.neurons else whole
-        if replays is not None and (not wanted or headline.system in wanted):
+        if not wanted or headline.system in wanted:
             print(row(headline, replays), flush=True)
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.headlines import ON_DEMAND, Headline, Replays, Setting, Side, headlines, row
+from benchmarks.headlines import ON_DEMAND, Headline, Replays, Setting, Side, headlines, row, with_windows
 from small_traces import decode, layer, trace_of
 from tiermoe.config import CacheSize
 from tiermoe.simulate import ReplaySettings, parse_link, replay, spread
 from tiermoe.systems import compose
-from tiermoe.trace.schema import Trace
+from tiermoe.trace.schema import Times, Trace
 
 
 def small() -> Trace:
@@ -40,6 +40,12 @@ def test_a_ratio_is_that_of_two_replays() -> None:
     assert Replays(trace, None).ratio(setting) == pytest.approx(expected)
     half = Setting(Side("lru", bits=2, share="50%", share_of=4), ON_DEMAND, "sata")
     assert Replays(trace, None).ratio(half) > Replays(trace, None).ratio(setting)
+
+
+def test_fates_windows_are_of_the_machine_that_is_replayed() -> None:
+    trace, times = small(), Times(2e-3, {4: 5e-4}, 1e-3, {4: 1e-4})  # of two layers each 1 ms and two experts': 2 ms
+    ahead = [with_windows(compose("fate", {}), trace, times, megabytes * 2**20)["window"] for megabytes in (400, 1600)]
+    assert ahead == [(0, 0), (3, 0)]  # in 2 ms .8 and 3.2 experts of 1 MiB; behind the last layer none
 
 
 def test_what_cannot_be_replayed_says_why(tmp_path: Path) -> None:

@@ -30,7 +30,10 @@ PARTS = {
     )
 } | {"low_share": [0.0, 0.4]}  # fmt: skip
 DEVICES = {"store", "misses"}  # no replay has them
-UNSEEN = {"prefetch": "hash", "routing": "cached"}  # no trace holds hash tables, or scores of what was not chosen
+UNSEEN = {
+    "prefetch": ("hash", "hash+path"),
+    "routing": ("cached",),
+}  # no trace holds hash tables, or scores of what was not chosen
 NEEDED: dict[Any, dict[str, Any]] = {
     "gate-score": {"t1": 0.3, "t2": 0.6}, "popularity": {"low_popularity": 0.5}, "percentile": {"window": 2},
     "weighted": {"weights": (0.4, 0.3, 0.2, 0.1)}, "shallow": {"boundary": 1}, "neuron": {"theta": 0.1},
@@ -153,7 +156,7 @@ def options() -> list[tuple[str, Any]]:
         (name, value)
         for name, values in PARTS.items()
         for value in values
-        if value not in (known[name].default, UNSEEN.get(name))
+        if value not in (known[name].default, *UNSEEN.get(name, ()))
     ]
 
 
@@ -162,7 +165,7 @@ def test_it_does_something_beside_every_value_that_it_is_accepted_with(name: str
     wrong = []
     for other, values in PARTS.items():
         for beside in values:
-            if other == name or beside == UNSEEN.get(other):
+            if other == name or beside in UNSEEN.get(other, ()):
                 continue
             parts, refused = composed({name: value, other: beside})
             if refused is not None and refused[0] != name:

@@ -312,6 +312,20 @@ def test_hash_routing_is_known_from_the_tokens() -> None:
     assert names(predictor, 1, Said(GATES, tokens=[11])) == [], "layer 2 has no table"
 
 
+def test_hashed_layers_exactly_and_the_others_by_path() -> None:
+    seen = count_paths([[[0, 1], [0, 2], [1, 2]], [[0, 1], [1, 3], [0, 3]]], 2)
+    told = {"hash_tables": {1: {10: [1, 3]}}, "paths": seen}
+    both, path = PREDICTIONS["hash+path"](context(**told)), PREDICTIONS["path"](context(**told))
+    for predictor in (both, path):
+        predictor.observe(routed(0, [0, 1]))
+    assert names(both, 0, Said(tokens=[10])) == [(1, 1), (1, 3)] != names(path, 0, Said(tokens=[10]))
+    for predictor in (both, path):
+        predictor.observe(routed(1, [1, 3]))
+    assert names(both, 1, Said(tokens=[10])) == names(path, 1, Said(tokens=[10])) == [(2, 0), (2, 3)]
+    with pytest.raises(ConfigError, match="hash of the token"):
+        PREDICTIONS["hash+path"](context(paths=told["paths"]))
+
+
 def test_the_oracle_is_right() -> None:
     predictor = PREDICTIONS["oracle"](context(future=lambda layer: [layer, 3]), ahead=2)
     assert names(predictor, 0, Said()) == [(1, 1), (1, 3), (2, 2), (2, 3)]
@@ -323,7 +337,7 @@ def test_what_it_is_made_from_is_required(name: str) -> None:
         PREDICTIONS[name](context())
 
 
-@pytest.mark.parametrize("name", sorted(set(PREDICTIONS) - {"recalled", "recalled+next-gate", "hash"}))
+@pytest.mark.parametrize("name", sorted(set(PREDICTIONS) - {"recalled", "recalled+next-gate", "hash", "hash+path"}))
 def test_only_those_know_something_before_the_first_layer(name: str) -> None:
     """No layer runs at -1, so forecasts that answered all the same must not be taken for one's."""
     filled = context(frequencies={(0, 1): 1.0}, paths=count_paths(TOKENS, 2), future=lambda layer: [0])

@@ -20,6 +20,7 @@ from tiermoe.decide.compose import filled
 from tiermoe.decide.precision import Fixed, PrecisionContext
 from tiermoe.decide.profiles import profile_path, read_profile
 from tiermoe.errors import ConfigError, ModelError
+from tiermoe.kernels import machine_layout
 from tiermoe.measure import calibration as calibration_module
 from tiermoe.measure import calibrators
 from tiermoe.measure.activations import find_theta
@@ -27,7 +28,7 @@ from tiermoe.measure.calibration import Asked, Calibration, prepare
 from tiermoe.measure.make_profiles import Failed, Found, make_profiles
 from tiermoe.measure.recorder import Recorder
 from tiermoe.measure.sequences import Cut, cut
-from tiermoe.measure.write_trace import header_of
+from tiermoe.measure.write_trace import expert_bytes, header_of
 from tiermoe.model.blueprint import inspect_model
 from tiermoe.simulate import ReplaySettings, replay
 from tiermoe.systems import PRESETS
@@ -443,13 +444,26 @@ def test_trace_command_writes_what_a_replay_reads(
     assert list(found.header.forecast_distances) == [1, 2]
     assert len(found.passes) == 2 * (1 + 24)
     assert found.header.times is not None
-    assert found.header.expert_bytes.keys() == {4}
+    assert found.header.expert_bytes.keys() == {16, 8, 4, 2}
     assert found.header.made_from["tokens"] == 64
     assert {passed.sequence for passed in found.passes} == {0, 1}
     for preset in ("lru", "mixtral-offload", "mobile"):
         replay(found, PRESETS[preset], ReplaySettings(CacheSize(fraction=0.5), 1e9))
     with pytest.raises(ConfigError, match="folder"):
         trace_command(model=str(mixtral), text=tmp_path / "text.txt", out=tmp_path / "none" / "t", tokens=64)
+
+
+def test_a_precision_that_no_store_holds_yet_weighs_what_packing_makes_of_it(mixtral: Path, tmp_path: Path) -> None:
+    found = []
+    for bits in (4, 2):
+        model, _ = tiermoe.load(mixtral, bits=bits, store=tmp_path, memory="2GiB")
+        header = header_of(model, None, frozenset(), (), {})
+        packed = expert_bytes(model.tiermoe.store, model.tiermoe.settings.quantizer, machine_layout("cpu"))
+        model.tiermoe.close()
+        found.append((header.expert_bytes, packed))
+    (before, alone), (after, both) = found
+    assert (alone.keys(), both.keys()) == ({4}, {4, 2})
+    assert before == after == before | both
 
 
 def test_calibrate_command(mixtral: Path, calibrated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

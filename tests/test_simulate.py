@@ -231,6 +231,19 @@ def test_the_little_pass_is_kept_or_counted_apart() -> None:
     assert unsure.decode_tok_s == pytest.approx(1 / (2 * 0.5 + 2 * 0.4 + 4 * 0.4 + 2 * 0.01), rel=1e-3)
 
 
+def test_a_little_pass_of_other_than_half() -> None:
+    trace = trace_of([decode(layer([0, 1, 2]))], top_k=3)
+    asked = [replayed(trace, changes={"routing": "half", **changes}).misses for changes in ({}, {"little": 1})]
+    assert asked == [2, 1]
+    with pytest.raises(ConfigError, match="little=3 leaves no expert out"):
+        replayed(trace, changes={"routing": "half", "little": 3})
+    said = decode(layer([0, 1, 2]), little=Little(0.9, [layer([0, 1, 2])]))
+    with pytest.raises(TraceError, match=r"of 1 experts.* of K/2 was"):
+        replayed(trace_of([said], top_k=3), "mobile", changes={"little": 1})
+    made = trace_of([said], top_k=3, made_from={"little": 1})
+    assert replayed(made, "mobile", changes={"little": 1}).misses == 1
+
+
 def test_low_precision_moves_fewer_bytes_and_skips_the_rest() -> None:
     changes = {"t1": 0.4, "t2": 0.8, "weights": "0.25,0.25,0.25,0.25", "prefetch": "none"}
     # weights .5, .33, .17: unimportance 0 (high), .5 (low), .83 (skipped)
@@ -381,6 +394,8 @@ BARE = trace_of([decode(layer([0, 1]), layer([0, 1]))], holds=frozenset(), times
         ("lru", {"routing": "half"}, "gate weights"),
         ("lru", {"routing": "confident"}, "little passes"),
         ("lru", {"prefetch": "hash"}, "hash tables"),
+        ("lru", {"prefetch": "hash+path"}, "hash tables"),
+        ("mobile", {"prefetch": "recalled+next-gate"}, "forecasts .* and no little passes"),
     ],
 )
 def test_what_a_trace_lacks_is_named(preset: str, changes: dict[str, str], lacking: str) -> None:

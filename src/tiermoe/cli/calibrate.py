@@ -52,6 +52,9 @@ def calibrate(
     bitwidth_quantizer: Annotated[
         str, typer.Option(help="How edgemoe's bitwidths are made: linear (the paper's) or hqq.")
     ] = "linear",
+    usage_share: Annotated[
+        str, typer.Option(help="Of a layer's experts, the least used ones that corm has in low precision.")
+    ] = "30%",
     processes: Annotated[
         int | None,
         typer.Option(help="Processes that measure the importance of edgemoe's experts.", show_default=False, min=1),
@@ -86,6 +89,7 @@ def calibrate(
             processes,
             ray,
             for_cache,
+            parse_percent("usage-share", usage_share),
         )
         calibration = prepare(model, text.name, content, Cut(tokens, prompt, sequence), options, asked)
     with progress_bar() as progress:

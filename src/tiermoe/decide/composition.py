@@ -102,10 +102,9 @@ class Composition:
 
     routing: 'all' K experts; 'half' the `little` of the largest weights (None: K/2, rounded up); 'confident' these, and
     again with all where the likeliest next token has a probability of at most `gamma` (MoBiLE); 'cached' K that are
-    moved towards what
-    is here, in decode, by `prior` and up to `most_moved` of the gate weight, but the first `always`, and those of the
-    first `untouched` MoE layers (Cache-Prior); 'layer' every expert of the layer is fetched, routed or not (STI).
-    precision: `decide/precision.py`. prefetch: `decide/prediction/`.
+    moved towards what is here, in decode, by `prior` and up to `most_moved` of the gate weight, but the first
+    `always`, and those of the first `untouched` MoE layers (Cache-Prior); 'layer' every expert of the layer is
+    fetched, routed or not (STI). precision: `decide/precision.py`. prefetch: `decide/prediction/`.
     speculate: 'measured' prefetches in decode only where passes are measured to be faster for it, and goes on measuring
     (`decide/prefetch_trial.py`); prefill always prefetches. By itself it changes no token.
     cache: eviction policy (`decide/eviction/`); 'none' room for one layer's K, 'all' every expert stays. `records`:

@@ -25,6 +25,7 @@ from tiermoe.measure.write_trace import MadeFrom, made_from, write_trace
 from tiermoe.model.blueprint import Blueprint, inspect_model
 from tiermoe.model.hub import load_tokenizer, resolve_model
 from tiermoe.model.prepare_store import Progress, store_root
+from tiermoe.systems.corm import LOW_SHARE
 from tiermoe.trace.file import read_trace
 from tiermoe.trace.schema import Trace
 
@@ -42,7 +43,8 @@ class Asked:
     summaries that belong to documents in `pairs`), which `bitwidth_quantizer` makes ('linear' is the paper's), and of
     MoBiLE's gamma in perplexity, unless that is to make the share `fallback_ratio` of the tokens fall back. processes:
     that measure the importance of experts side by side, None: one; `ray`: that Ray runs. cache: the one that will run,
-    for HOBBIT's weights. ConfigError for values that cannot be."""
+    for HOBBIT's weights. usage_share: of a layer's experts, the least used ones that CORM has low. ConfigError for
+    values that cannot be."""
 
     tolerated_loss: float = 0.05
     fallback_ratio: float | None = None
@@ -52,6 +54,7 @@ class Asked:
     processes: int | None = None
     ray: bool = False
     cache: str = "45%"
+    usage_share: float = LOW_SHARE
 
     def __post_init__(self) -> None:
         if not 0 < self.tolerated_loss < 1:
@@ -60,6 +63,8 @@ class Asked:
             )
         if self.fallback_ratio is not None and not 0 <= self.fallback_ratio <= 1:
             raise ConfigError(f"fallback-ratio must be from 0% to 100%, got {self.fallback_ratio:.3g}")
+        if not 0 <= self.usage_share <= 1:
+            raise ConfigError(f"usage-share must be from 0% to 100%, got {self.usage_share:.3g}")
         if self.metric not in METRICS:
             raise ConfigError(f"metric must be one of {', '.join(METRICS)}, got '{self.metric}'")
         if (self.metric == "rouge2") != bool(self.pairs):

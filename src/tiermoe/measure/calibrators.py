@@ -178,13 +178,13 @@ def calibrate_corm(calibration: Calibration, progress: Progress) -> Made:
         progress,
     )  # fmt: skip
     trace = calibration.trace(progress)
-    table = corm.bits_by_usage(trace, preset.bits or corm.BITS, preset["low_bits"])
+    table = corm.bits_by_usage(trace, preset.bits or corm.BITS, preset["low_bits"], calibration.asked.usage_share)
     usage = corm.low_usage(trace, table)
     data = {"table": table, "active_share": theta.active_share, "frequencies": frequencies(trace)}
     active = theta.active_share
     facts = {
         "theta": f"{theta.theta:.4g} (active in a layer: {min(active):.0%} to {max(active):.0%})",
-        "low precision": f"{corm.LOW_SHARE:.0%} of the experts, {usage:.1%} of their uses",
+        "low precision": f"{calibration.asked.usage_share:.0%} of the experts, {usage:.1%} of their uses",
     }
     return {"theta": theta.theta}, data, facts
 
@@ -234,6 +234,7 @@ READS: dict[str, tuple[str, ...]] = {
     "hobbit": ("cache",),
     "edgemoe": ("tolerated_loss", "metric", "pairs_xxh3", "bitwidth_quantizer"),
     "mobile": ("tolerated_loss", "fallback_ratio"),
+    "corm": ("usage_share",),
 }
 """Preset → what of `Asked` its profile depends on."""
 

@@ -32,10 +32,9 @@ _DIGITS = 5  # significant ones of a forecast's weight: a trace holds hundreds f
 class Recorder(Observer):
     """Follows the layers of a loaded model that has run before (`Forecaster`). distances: layers ahead whose routers
     are asked too. little: run the little pass (MoBiLE) before each token, of `little_k` experts (None: K/2). theta:
-    note the neurons above it of each token
-    after a prompt (CORM; ModelError where the experts are not gated). `holds` and `distances` are what comes of it (an
-    adapter family's routers name no experts; with one expert per token there is no half). Close it, or use it as a
-    context.
+    note the neurons above it of each token after a prompt (CORM; ModelError where the experts are not gated). `holds`
+    and `distances` are what comes of it (an adapter family's routers name no experts; with one expert per token there
+    is no half). Close it, or use it as a context.
 
     Raises ConfigError for a model whose composition is lossy or decodes with fewer experts: its choices would not be
     the model's."""

@@ -1,5 +1,5 @@
 """A loaded model and a text's sequences → a trace file, with a header that says what the model is and what an expert
-weighs in each precision that its store holds."""
+weighs in each precision."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def header_of(
         fingerprint=store.source.fingerprint,
         experts=[layer.experts for layer in store.layers],
         top_k=[layer.top_k for layer in store.layers],
-        expert_bytes=expert_bytes(store, engine.settings.quantizer, layout),
+        expert_bytes=stored_bytes(store, engine.settings.quantizer, layout),
         slot_bytes=slots,
         copied_bytes=slots,  # a copy to a GPU fills the slot
         times=times,
@@ -83,6 +83,16 @@ def expert_bytes(store: Store, quantizer: str, layout: str) -> dict[int, list[in
     return found
 
 
+def stored_bytes(store: Store, quantizer: str, layout: str) -> dict[int, list[int]]:
+    """The same of every precision: of those that the store does not hold, as packing them would make it."""
+    packed = expert_bytes(store, quantizer, layout)
+    return {
+        bits: packed.get(bits)
+        or [expert_format(layer, bits, store.dtype, layout, quantizer).stored.nbytes for layer in store.layers]
+        for bits in BITS
+    }
+
+
 def slot_bytes(store: Store, quantizer: str, layout: str) -> dict[int, list[int]]:
     """Bits → bytes of the slot that an expert of each layer takes, of every precision: it is a matter of shapes."""
     return {
@@ -105,8 +115,7 @@ def write_trace(
 ) -> None:
     """Records the sequences `ids` (sequences, length) and writes them to `path`, which appears whole or not at all.
     Times are measured first, on the first sequence. distances, little, theta, little_k: as for `Recorder`. TraceError
-    where
-    `path` cannot be written."""
+    where `path` cannot be written."""
     times = measure_times(model, ids[0], shape.prompt)
     if theta is not None:
         made_from = {**made_from, "theta": theta}

@@ -24,7 +24,7 @@ def require(composition: Composition, header: Header) -> None:
             f"preset {composition.name} chooses by the scores of all experts, and a trace holds those of the chosen "
             f"ones; use --set routing=all, or measure it with tiermoe eval"
         )
-    if composition.prefetch == "hash":
+    if composition.prefetch in ("hash", "hash+path"):
         raise TraceError(f"preset {composition.name} needs hash tables, which no trace holds; use --set prefetch=none")
     if composition.routing in ("half", "confident"):
         require_little(composition.routing, composition.little, header.top_k)

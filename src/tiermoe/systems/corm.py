@@ -22,7 +22,8 @@ BITS = 4
 """Of the others (section 5)."""
 
 LOW_SHARE = 0.3
-"""Of a layer's experts. The paper gives the rule (rarely used experts in lower precision, section 4.1), no share."""
+"""Of a layer's experts, where none is asked for. The paper gives the rule (rarely used experts in lower precision,
+section 4.1), no share."""
 
 INACTIVE_SHARE = 0.55
 """Of the neurons: theta = 0.25 makes so many inactive in Mixtral (section 2, figure 2)."""

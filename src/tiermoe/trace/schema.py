@@ -26,9 +26,8 @@ class LayerTrace:
 
 @dataclass(slots=True)
 class Little:
-    """The little pass at the same position (MoBiLE): the probability of its likeliest next token, and its routing
-    (all K
-    that the router named, by falling weight)."""
+    """The little pass at the same position (MoBiLE): the probability of its likeliest next token, and its routing (all
+    K that the router named, by falling weight)."""
 
     confidence: float
     layers: list[LayerTrace]

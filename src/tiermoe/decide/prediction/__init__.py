@@ -2,7 +2,7 @@
 
 from tiermoe.decide.prediction.gates import NextGate, StackedGates
 from tiermoe.decide.prediction.known import HashRouted, MostFrequent, Nothing, Oracle, WholeLayer
-from tiermoe.decide.prediction.path import ActivationPath
+from tiermoe.decide.prediction.path import ActivationPath, HashThenPath
 from tiermoe.decide.prediction.paths import Paths, count_paths, paths_from_json, paths_to_json
 from tiermoe.decide.prediction.percentile import AbovePercentile
 from tiermoe.decide.prediction.protocol import Forecasts, Here, LooksAhead, PredictionContext, Predictor, Ranked
@@ -34,5 +34,6 @@ PREDICTIONS: dict[str, type[Predictor]] = {
     "neurons": NextGate,  # CORM's first level; its second, which neurons, belongs to the unit
     "layer": WholeLayer,
     "hash": HashRouted,
+    "hash+path": HashThenPath,
     "oracle": Oracle,
 }

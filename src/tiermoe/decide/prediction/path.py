@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from tiermoe.decide.prediction.known import HashRouted
 from tiermoe.decide.prediction.paths import path_key
 from tiermoe.decide.prediction.protocol import Forecasts, Here, Predictor
 from tiermoe.decide.settings import setting
@@ -67,6 +68,21 @@ class ActivationPath(Predictor):
                 if key in known:
                     return _falling(known[key].items())
         return self.context.most_frequent(layer + 1)
+
+
+class HashThenPath(ActivationPath):
+    """Layers that are routed by a hash of the token exactly, as `HashRouted` names them, the others by the path
+    (EdgeMoE, sections 3.1 and 3.3.2). Raises ConfigError without either."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._hashed = HashRouted(self.context)
+
+    def candidates(self, layer: int, forecasts: Forecasts, here: Here) -> Iterator[Wanted]:
+        if layer + 1 in self.context.hash_tables:
+            yield from self._hashed.candidates(layer, forecasts, here)
+        else:
+            yield from super().candidates(layer, forecasts, here)
 
 
 def _falling(counts: Iterable[tuple[int, int]]) -> list[tuple[int, float]]:

@@ -26,8 +26,7 @@ class Recalled(LooksAhead):
 
 class RecalledAndNextGate(NextGate):
     """Both at once (MoBiLE, "with pre-gating"): a fallback pass recalls, from before its first layer on; any other
-    pass,
-    the little one too, is predicted by the next gates. Of a little pass these name as many experts as it runs."""
+    pass, the little one too, is predicted by the next gates. Of a little pass these name as many experts as it runs."""
 
     def candidates(self, layer: int, forecasts: Forecasts, here: Here) -> Iterator[Wanted]:
         for target in self.targets(layer):
