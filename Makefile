@@ -1,6 +1,6 @@
 # make demo    a story from the shipped model, through an expert cache that cannot hold it
 # make test    every check and every test; what continuous integration runs
-# make test-long  what takes minutes more: kernels under sanitizers and in an emulator, Triton's in its interpreter
+# make test-long  what takes minutes more: kernels under sanitizers and emulated, Triton's in its interpreter
 # make lint    ruff, mypy and the import contract alone
 # make env     the virtual environment alone; brought up to date when pyproject.toml changes
 #

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tiermoe import native
+
 SOURCES = Path(__file__).parent.parent / "src" / "tiermoe" / "native"
 FILES = sorted(str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.c"))
 BINDINGS = {"module.c", "attention_binding.c"}  # these include Python's headers, which are this machine's
@@ -16,6 +18,8 @@ ELSEWHERE = ["-U__linux__", "-Ulinux"]  # a system of POSIX alone
 CHECK = [str(Path(__file__).parent / "kernels_check.c"), str(SOURCES / "matrix.c"), f"-I{SOURCES}"]
 GENERIC = [str(Path(__file__).parent / "generic_alone.c"), str(SOURCES / "isa" / "generic.c")]
 EVERY = [str(SOURCES / name) for name in FILES if name.startswith("isa") or name == "kernels.c"]
+AVX512 = str(SOURCES / "isa" / "avx512bf16.c")
+SIMDE = Path("/usr/include/simde")
 STRICT = ["-std=gnu11", "-ffp-contract=off", "-Wall", "-Wextra"]
 CALLS = """
 #include <unistd.h>
@@ -36,10 +40,11 @@ int main(void) {
 """
 
 
-def compiler(name: str) -> str:
-    found = shutil.which(name)
+def compiler(*names: str) -> str:
+    """The first of these programs that is here."""
+    found = next(filter(None, map(shutil.which, names)), None)
     if found is None:
-        pytest.skip(f"needs {name}")
+        pytest.skip(f"needs {' or '.join(names)}")
     return found
 
 
@@ -94,7 +99,24 @@ def test_every_instruction_set_is_right_under_sanitizers(tmp_path: Path) -> None
 
 @pytest.mark.long
 def test_neon_is_right_in_an_emulator(tmp_path: Path) -> None:
-    program, emulator = str(tmp_path / "check"), compiler("qemu-aarch64-static")
+    program, emulator = str(tmp_path / "check"), compiler("qemu-aarch64", "qemu-aarch64-static")
     build = [compiler("aarch64-linux-gnu-gcc"), *STRICT, "-O2", "-static"]
     built([*build, *CHECK, *EVERY, "-lm", "-o", program])
     assert ran([emulator, program]) == ["neon", "generic"]
+
+
+@pytest.mark.long
+def test_avx512_is_right_in_c(tmp_path: Path) -> None:
+    """Whether the machine has AVX-512 or not: emulated/immintrin.h stands for its instructions."""
+    if not SIMDE.is_dir():
+        pytest.skip("needs SIMDe's headers (libsimde-dev)")
+    if "avx2" not in native.instruction_sets():
+        pytest.skip("needs AVX2, on which AVX-512 is emulated")
+    program, unit = str(tmp_path / "check"), str(tmp_path / "avx512bf16.o")
+    build = [compiler("gcc"), *STRICT, "-O1"]
+    headers = ["-isystem", str(Path(__file__).parent / "emulated"), f"-I{SOURCES}"]
+    quiet = ["-Wno-unknown-pragmas", "-Wno-psabi"]  # Clang's pragmas; 64 bytes between functions
+    built([*build, "-mavx2", "-mfma", "-mf16c", *headers, *quiet, "-c", AVX512, "-o", unit])
+    others = [name for name in EVERY if name != AVX512]
+    built([*build, *CHECK, *others, unit, "-lm", "-o", program])
+    assert ran([program]) == ["avx512bf16", "avx2", "generic"]
