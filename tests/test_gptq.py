@@ -107,7 +107,8 @@ def test_outputs_change_less_than_by_rounding(encoding: Encoding) -> None:
 
 
 @pytest.mark.parametrize(
-    "levels", [EvenLevels(32, BF16), LadderLevels(64, BF16), UnevenLevels(4, 32), UnevenLevels(3, 64), UnevenLevels(2, 64)]
+    "levels",
+    [EvenLevels(32, BF16), LadderLevels(64, BF16), UnevenLevels(4, 32), UnevenLevels(3, 64), UnevenLevels(2, 64)],
 )
 def test_every_round_lowers_the_change(levels: Levels, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, moments = some_weight(16, 128), some_moments(128)

@@ -1,4 +1,5 @@
-"""4, 3 and 2 bits with uneven levels: what is stored against loops that follow the docstrings, scales against brute force."""
+"""Uneven levels of 4, 3 and 2 bits: what is stored against loops that follow the docstrings, scales against brute
+force."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ import pytest
 import torch
 
 from tiermoe import native
-from tiermoe.kernels import cpu, linear_for
 from tiermoe.errors import StoreError
+from tiermoe.kernels import cpu, linear_for
 from tiermoe.quant import row_blocks, uneven
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.quant.registry import ROW_MAJOR, cpu_layout, encoding_for, encoding_named, quantizer_used

@@ -86,8 +86,8 @@ class Settings:
     bits: precision of the experts (16 is the checkpoint's own); None takes 4, and of a checkpoint that comes quantised
     its own. dense_bits: of the other linear layers, of which some are kept at more (`tiermoe.model.dense`); None
     follows `bits`.
-    quantizer: one of `QUANTIZERS`, for 4 and 2 bits; 3 bits are made as 'nonlinear' makes them, or where it is one of the
-    'gptq's, which take a calibration (`tiermoe pack`), as 'gptq-nonlinear'.
+    quantizer: one of `QUANTIZERS`, for 4 and 2 bits. 3 bits are 'nonlinear', or where one of the two 'gptq' is named
+    'gptq-nonlinear'; these take a calibration (`tiermoe pack`).
     cache: size of the expert cache alone (experiments).
     kv_bits: precision of keys and values in the cache: 16 is the checkpoint's own, 8 halves it and can change tokens.
     chunk: tokens of a prompt that run at once. context: tokens (prompt and answer) to reserve key/value memory for;

@@ -1,7 +1,7 @@
 """Kernels of our own, in C, for several instruction sets (isa/*.c), of which the process uses one.
 
-They compute in bfloat16 on weights of 2 and 4 (even and uneven levels), 3, 6, 8 and 16 bits, on the blocks of GGUF files and
-on the codes of published checkpoints, never rounding a weight, and widen a GPU's 2 bits to 4.
+They compute in bfloat16 on weights of 2 and 4 (even and uneven levels), 3, 6, 8 and 16 bits, on the blocks of GGUF
+files and on the codes of published checkpoints, never rounding a weight, and widen a GPU's 2 bits to 4.
 A build without a C compiler lacks them: torch's operators compute there (`kernels/cpu.py`).
 """
 
@@ -151,7 +151,8 @@ def takes(dtype: torch.dtype, coding: Coding, out: int, in_: int, group: int) ->
     """Whether the kernels compute products with a matrix (out, in_) in `dtype`. group: columns that share a scale."""
     if coding in (Coding.INT2, Coding.INT4, Coding.INT6, *UNEVEN):
         fits = out % ROWS == 0 and group in GROUPS and in_ % group == 0
-        fits = fits and (coding != Coding.INT2 or in_ <= MOST_COLUMNS) and (coding not in UNEVEN or group <= UNEVEN_GROUP)
+        fits = fits and (coding != Coding.INT2 or in_ <= MOST_COLUMNS)
+        fits = fits and (coding not in UNEVEN or group <= UNEVEN_GROUP)
     else:
         fits = (
             in_ % COLUMNS.get(coding, PUBLISHED_COLUMNS if coding in PUBLISHED else group) == 0 and in_ <= MOST_COLUMNS

@@ -149,8 +149,7 @@ def encoding_named(name: str) -> Encoding:
     kind, bits, layout, group = found[1], int(found[1][-1]), found[2], int(found[3])
     if layout not in (ROW_MAJOR, cpu_layout()):
         raise StoreError(
-            f"the store is packed for the {kind} layout {layout!r}, CPUs take {cpu_layout()!r}; "
-            f"pack it again here"
+            f"the store is packed for the {kind} layout {layout!r}, CPUs take {cpu_layout()!r}; pack it again here"
         )
     if kind.startswith("nl"):
         return Uneven(bits, layout, group)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -23,8 +24,8 @@ LEVELS = {
     3: (-103, -62, -33, -7, 18, 45, 77, 127),
     2: (-97, -21, 44, 127),
 }
-"""What the codes of so many bits stand for, in units of the scale: those of `UNEVEN_LEVELS` in native/matrix.h. At 3 and
-2 bits they fit normal weights in groups of 64 best, each group under the better sign of its scale."""
+"""What the codes of so many bits stand for, in units of the scale: those of `UNEVEN_LEVELS` in native/matrix.h. At 3
+and 2 bits they fit normal weights in groups of 64 best, each group under the better sign of its scale."""
 
 GROUPS = {4: (32,), 3: (64, 32), 2: (64, 32)}
 """Columns that share a scale, in order of choice."""
@@ -54,8 +55,8 @@ class Uneven(SameInSlot):
     code of the fourth, its lowest bit in the first plane. 2 bits: a plane is two columns, the second one's codes above
     the first one's.
 
-    w = LEVELS[bits][code] * scale, whatever the compute dtype; a scale may be negative. Scales and codes follow from the
-    weights alone, whatever `quantizer` is; unless it has `scale` (N, K / group), for which weights are levels."""
+    w = LEVELS[bits][code] * scale, whatever the compute dtype; a scale may be negative. Scales and codes follow from
+    the weights alone, whatever `quantizer` is; unless it has `scale` (N, K / group), for which weights are levels."""
 
     bits: int
     layout: str
@@ -113,7 +114,8 @@ class Uneven(SameInSlot):
         return weight.view(in_, rows).t()
 
     def _parts(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of the scales' bytes (block, group, 128) and of the codes (block, group, its four columns, plane, 32)."""
+        """Views of the scales' bytes (block, group, 128) and of the codes (block, group, its four columns, plane,
+        32)."""
         runs = blocks.view(blocks.shape[0] // BLOCK_ROWS, -1, _SCALES + self.group * self.bits * BLOCK_ROWS // 8)
         codes = runs[..., _SCALES:]
         return runs[..., :_SCALES], codes.view(*codes.shape[:2], self.group // 4, self.bits, _HALF)

@@ -30,7 +30,7 @@ _DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32":
 
 
 def precision_key(bits: int, quantizer: str, layout: str = "", unit: str = "expert") -> str:
-    """The name of a precision in a store: '16', '8' (all quantisers give the same), '4-nonlinear', '3-nonlinear', '2-linear', …;
+    """The name of a precision in a store: '16', '8' (all quantisers give the same), '3-nonlinear', '2-linear', …;
     '4-hqq-rowmajor' in a GPU's layout, '4-hqq-neuron' in the neuron unit: all can lie in one store."""
     quantizer = quantizer_used(quantizer, bits, layout, unit)
     key = str(bits) if bits >= 8 else f"{bits}-{quantizer}{_suffix(bits, layout)}"
