@@ -131,7 +131,7 @@ def test_unknown_names_are_refused_with_a_near_one(name: str, hint: str) -> None
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("bits", 3),
+        ("bits", 5),
         ("bits", "4"),
         ("bits", 4.0),
         ("dense_bits", 2),
