@@ -47,10 +47,15 @@ static double weight_of(const Matrix *matrix, size_t r, size_t c) {
         const bf16 *pair = scales + 2 * (g * matrix->rows + r);
         return (code - 8) * (double)from_bf16(pair[0]) + from_bf16(pair[1]);
     }
-    if (matrix->coding == NL4) {
-        const uint8_t *run = codes + (block * (COLUMNS / matrix->group) + g) * nl4_group_bytes(matrix->group);
-        const int code = run[NL4_SCALES + c % matrix->group * 32 + j] >> 4 * high & 15;
-        return (double)NL4_LEVELS[code] * from_bf16(((const bf16 *)run)[in]);
+    if (is_uneven(matrix->coding)) { /* of four columns a plane of 32 bytes for each bit */
+        const size_t bits = matrix->coding == NL4 ? 4 : matrix->coding == NL3 ? 3 : 2, place = c % 4;
+        const uint8_t *run = codes + (block * (COLUMNS / matrix->group) + g) * (128 + matrix->group * 8 * bits);
+        unsigned nibbles[4], code;
+        for (size_t p = 0; p < bits; p++) nibbles[p] = run[128 + (c % matrix->group / 4 * bits + p) * 32 + j] >> 4 * high & 15;
+        if (bits == 4) code = nibbles[place];
+        else if (bits == 2) code = nibbles[place / 2] >> 2 * (place % 2) & 3;
+        else code = place < 3 ? nibbles[place] & 7 : nibbles[0] >> 3 | nibbles[1] >> 3 << 1 | nibbles[2] >> 3 << 2;
+        return (double)uneven_levels(matrix->coding)[code] * from_bf16(((const bf16 *)run)[in]);
     }
     const uint8_t *four = codes + block * 48 * COLUMNS + c / 4 * 192;
     const int low = four[c % 4 * 32 + j] >> 4 * high & 15;
@@ -80,18 +85,19 @@ static void products_of_any_count(const Kernels *set, const Matrix *matrix, cons
 }
 
 static void products(const Kernels *set, Coding coding, size_t rows, size_t group) {
-    static const char *const NAMES[] = {"4 bits", "8 bits", "16 bits", "6 bits", "2 bits", "uneven 4 bits"};
+    static const char *const NAMES[] = {"4 bits", "8 bits", "16 bits", "6 bits", "2 bits",
+                                        "uneven 4 bits", "uneven 3 bits", "uneven 2 bits"};
     const size_t groups = coding == BF16 ? 0 : COLUMNS / group, runs = rows / BLOCK * groups;
     const size_t bytes = coding == INT2 ? rows * COLUMNS / 4 : rows * COLUMNS * 2;
-    const size_t room = coding == NL4 ? runs * nl4_group_bytes(group) : bytes;
+    const size_t room = is_uneven(coding) ? runs * uneven_group_bytes(coding, group) : bytes;
     uint8_t *ladders = malloc(rows * COLUMNS / 16), *weights = malloc(room); /* of its own size, so that reading past it is found */
     bf16 *scales = malloc(2 * sizeof *scales * rows * (groups ? groups : 1));
     bf16 *x = malloc(sizeof *x * TOKENS * COLUMNS), *out = calloc(TOKENS * rows, sizeof *out);
     for (size_t i = 0; i < room; i++) weights[i] = (uint8_t)bits();
     if (coding == BF16) numbers((bf16 *)weights, rows * COLUMNS, 0.1f);
     numbers(scales, 2 * rows * (groups ? groups : 1), 0.01f);
-    for (size_t run = 0; coding == NL4 && run < runs; run++)
-        numbers((bf16 *)(weights + run * nl4_group_bytes(group)), BLOCK, 0.001f);
+    for (size_t run = 0; is_uneven(coding) && run < runs; run++)
+        numbers((bf16 *)(weights + run * uneven_group_bytes(coding, group)), BLOCK, 0.001f);
     numbers(x, TOKENS * COLUMNS, 1);
     for (size_t i = 0; i < rows * COLUMNS / 16; i++) ladders[i] = (uint8_t)bits();
     const Matrix matrix = {coding, weights, scales, rows, COLUMNS, group, ladders, SCALE_FLOAT, 1, 1, 1};
@@ -452,7 +458,7 @@ int main(void) {
     for (const Kernels *const *set = kernels_here(); *set; set++) {
         for (size_t group = 32; group <= 256; group *= 2) {
             products(*set, INT4, ROWS, group), products(*set, INT6, ROWS, group), products(*set, INT2, ROWS, group);
-            if (group <= 64) products(*set, NL4, ROWS, group);
+            for (Coding coding = NL4; group <= 64 && coding <= NL2; coding++) products(*set, coding, ROWS, group);
         }
         products(*set, INT8, ROWS, COLUMNS), products(*set, BF16, ROWS, COLUMNS);
         products(*set, INT8, ROWS - 30, COLUMNS), products(*set, BF16, ROWS - 30, COLUMNS);

@@ -176,7 +176,8 @@ def test_too_little_memory(tiermoe_: Command, tiny: Path) -> None:
         (("--cache", "120%"), r"cache '120%' must be above 0% and at most 100%"),
         (("--memry", "6GiB"), r"no such option: --memry; did you mean --memory"),
         (("--xyzzy",), r"no such option: --xyzzy; see --help"),
-        (("--bits", "3"), r"bits must be one of \(16, 8, 4, 2\), got 3"),
+        (("--bits", "5"), r"bits must be one of \(16, 8, 4, 3, 2\), got 5"),
+        (("--bits", "3", "--quantizer", "linear"), r"linear makes no codes of 3 bits"),
         (("--bits", "four"), r"invalid value for '--bits': .*integer.*; see --help"),
         (("--dense-bits", "2"), r"dense_bits must be one of \(16, 8, 4\), got 2"),
         (("--quantizer", "awq"), r"quantizer must be one of nonlinear, hqq, linear, gptq, gptq-nonlinear, got 'awq'"),
@@ -203,7 +204,7 @@ def test_wrong_commands(tiermoe_: Command, tiny: Path) -> None:
     assert "no such command 'rnu'" in tiermoe_("rnu", tiny).cause
     assert re.search("missing argument '(?i:model)'; see --help", tiermoe_("run").cause)
     assert "bits 'a' are not numbers; write them like 4 or 4,2" in tiermoe_("pack", tiny, "--bits", "a").cause
-    assert "bits must be of 16, 8, 4, 2, got 3" in tiermoe_("pack", tiny, "--bits", "4,3").cause
+    assert "bits must be of 16, 8, 4, 3, 2, got 5" in tiermoe_("pack", tiny, "--bits", "4,5").cause
 
 
 def test_wrong_keys_of_the_python_interface(tiny: Path) -> None:

@@ -131,7 +131,7 @@ def test_unknown_names_are_refused_with_a_near_one(name: str, hint: str) -> None
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("bits", 3),
+        ("bits", 5),
         ("bits", "4"),
         ("bits", 4.0),
         ("dense_bits", 2),
@@ -163,7 +163,7 @@ def test_wrong_values_are_refused_by_name(name: str, value: Any) -> None:
 
 
 def test_dense_layers_follow_the_experts() -> None:
-    assert {bits: settings(bits=bits).dense_bits_used for bits in BITS} == {16: 16, 8: 8, 4: 4, 2: 4}
+    assert {bits: settings(bits=bits).dense_bits_used for bits in BITS} == {16: 16, 8: 8, 4: 4, 3: 4, 2: 4}
     assert settings(bits=16, dense_bits=4).dense_bits_used == 4
     assert settings(bits=2, dense_bits=16).dense_bits_used == 16
 

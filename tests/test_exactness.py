@@ -25,7 +25,7 @@ def outputs(directory: Path, text: str = PROMPT, **options: Any) -> tuple[torch.
     return torch.cat([prompt_logits, *result.logits]), result.sequences[0].tolist()
 
 
-@pytest.mark.parametrize("bits", [4, 8, 16, 2])
+@pytest.mark.parametrize("bits", [4, 8, 16, 3, 2])
 def test_cache_size_prefetch_and_lanes_change_no_bit(shipped: Path, bits: int) -> None:
     reference_logits, reference_tokens = outputs(shipped, bits=bits, lanes=1)
     variants: list[dict[str, Any]] = [

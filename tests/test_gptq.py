@@ -13,17 +13,17 @@ from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.gptq import EvenLevels, LadderLevels, Levels, Place, UnevenLevels, change, solve
 from tiermoe.quant.int2 import Int2, RowMajorInt2
 from tiermoe.quant.int4 import Int4
-from tiermoe.quant.nl4 import Nl4
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.quant.registry import cpu_layout
 from tiermoe.quant.row_blocks import encode_rows
 from tiermoe.quant.rowmajor import RowMajorInt4
 from tiermoe.quant.solved import Solved, levels_of
+from tiermoe.quant.uneven import Uneven
 
 BF16 = torch.bfloat16
 ENCODINGS: list[Encoding] = [
-    Int4(cpu_layout(), 64), Int4(cpu_layout(), 32), Int2(cpu_layout(), 64), Nl4(cpu_layout(), 32), RowMajorInt4(64),
-    RowMajorInt2(64),
+    Int4(cpu_layout(), 64), Int4(cpu_layout(), 32), Int2(cpu_layout(), 64), Uneven(4, cpu_layout(), 32),
+    Uneven(3, cpu_layout(), 64), Uneven(2, cpu_layout(), 64), RowMajorInt4(64), RowMajorInt2(64),
 ]  # fmt: skip
 
 
@@ -106,7 +106,10 @@ def test_outputs_change_less_than_by_rounding(encoding: Encoding) -> None:
     assert change(weight.float(), found.values, moments) < 0.6 * change(weight.float(), rounded, moments)
 
 
-@pytest.mark.parametrize("levels", [EvenLevels(32, BF16), LadderLevels(64, BF16), UnevenLevels()])
+@pytest.mark.parametrize(
+    "levels",
+    [EvenLevels(32, BF16), LadderLevels(64, BF16), UnevenLevels(4, 32), UnevenLevels(3, 64), UnevenLevels(2, 64)],
+)
 def test_every_round_lowers_the_change(levels: Levels, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, moments = some_weight(16, 128), some_moments(128)
     damped = moments + torch.eye(128) * gptq.DAMPING * moments.diagonal().mean()

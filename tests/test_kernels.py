@@ -73,7 +73,7 @@ TOKENS = sorted(
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", [(64, 64), (80, 192), (128, 96), (7, 33), (24, 40), (13, 48)])
-@pytest.mark.parametrize("bits", [16, 8, 6, 4, 2])
+@pytest.mark.parametrize("bits", [16, 8, 6, 4, 3, 2])
 def test_kernel_multiplies_by_the_decoded_weights(bits, shape, dtype):
     generator = torch.Generator().manual_seed(bits)
     weight = torch.randn(shape, generator=generator) * 0.02 + 0.005
@@ -93,7 +93,7 @@ def test_kernel_multiplies_by_the_decoded_weights(bits, shape, dtype):
     st.integers(1, 70),
     st.integers(1, 150),
     st.sampled_from([1, 3, 20]),
-    st.sampled_from([8, 6, 4, 2]),
+    st.sampled_from([8, 6, 4, 3, 2]),
     st.sampled_from(list(TOLERANCE)),
 )
 def test_any_shape_has_a_kernel(out, in_, tokens, bits, dtype):
@@ -130,7 +130,7 @@ def test_a_large_matrix_at_8_bits_is_decoded_in_pieces(dtype, monkeypatch):
     assert taken == [(32, 48)] * 3 + [(4, 48)]
 
 
-@pytest.mark.parametrize("bits", [16, 8, 6, 4, 2])
+@pytest.mark.parametrize("bits", [16, 8, 6, 4, 3, 2])
 @pytest.mark.parametrize("tokens", [1, 100])
 def test_no_product_in_bfloat16_where_the_processor_has_no_instructions_for_it(bits, tokens, monkeypatch):
     random, multiplied = torch.Generator().manual_seed(0), []
@@ -163,7 +163,7 @@ def test_float16_sums_do_not_overflow_before_they_are_scaled(bits, tokens):
     assert_close_to_decoded(y, x, encoding, slot, 16, 2048)
 
 
-@pytest.mark.parametrize("bits", [16, 8, 6, 4, 2])
+@pytest.mark.parametrize("bits", [16, 8, 6, 4, 3, 2])
 def test_strided_tokens(bits):
     encoding, slot = slot_for(bits, torch.randn(32, 64), torch.bfloat16)
     x = torch.randn(3, 128).to(torch.bfloat16)[:, ::2]

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from tiermoe import native
 from tiermoe.kernels.native.linear import linear
 from tiermoe.kernels.native.matrix import MatrixForm, matrix_form
-from tiermoe.quant import int4_layout, int6_layout
+from tiermoe.quant import int6_layout
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.int2 import Int2
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.int6 import Int6
 from tiermoe.quant.int8 import Int8
-from tiermoe.quant.nl4 import LEVELS, Nl4
 from tiermoe.quant.plain import Plain
-from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.quant.quantizers import QUANTIZERS, LinearQuantizer
 from tiermoe.quant.registry import cpu_layout
+from tiermoe.quant.uneven import LEVELS, Uneven
 
 pytestmark = [
     pytest.mark.skipif(not native.available(), reason="needs the native kernels"),
@@ -32,11 +32,20 @@ ROUNDING = 2.0**-8  # the most that rounding to bfloat16 changes a value, relati
 ENCODINGS: dict[str, Encoding] = {
     "2 bits": Int2(cpu_layout(), 64),
     "4 bits": Int4(cpu_layout(), 64),
-    "uneven 4 bits": Nl4(cpu_layout(), 32),
+    "uneven 2 bits": Uneven(2, cpu_layout(), 64),
+    "uneven 3 bits": Uneven(3, cpu_layout(), 64),
+    "uneven 4 bits": Uneven(4, cpu_layout(), 32),
     "6 bits": Int6(cpu_layout(), 64),
     "8 bits": Int8(),
     "16 bits": Plain(),
 }
+
+
+class Given(LinearQuantizer):
+    """Scales that were found before."""
+
+    def __init__(self, scale: torch.Tensor) -> None:
+        self.scale = scale
 
 
 def random(rows: int, columns: int, seed: int) -> torch.Tensor:
@@ -89,7 +98,12 @@ def test_a_product_is_the_decoded_weights_rounded_once(
 
 
 @pytest.mark.parametrize(
-    ("encoding_of", "group"), [*itertools.product([Int2, Int4, Int6], [32, 64, 128]), (Nl4, 32), (Nl4, 64)]
+    "encoding",
+    [
+        *(kind(cpu_layout(), group) for kind, group in itertools.product([Int2, Int4, Int6], [32, 64, 128])),
+        *(Uneven(bits, cpu_layout(), group) for bits, group in itertools.product(LEVELS, [32, 64])),
+    ],
+    ids=lambda encoding: encoding.name,
 )
 @settings(max_examples=15, deadline=None)
 @given(
@@ -99,9 +113,9 @@ def test_a_product_is_the_decoded_weights_rounded_once(
     seed=st.integers(0, 100),
 )
 def test_a_product_of_blocks_is_the_decoded_weights_rounded_once(
-    encoding_of: type[Int2 | Int4 | Int6 | Nl4], group: int, blocks: int, groups: int, count: int, seed: int
+    encoding: Int2 | Int4 | Int6 | Uneven, blocks: int, groups: int, count: int, seed: int
 ) -> None:
-    encoding = encoding_of(cpu_layout(), group)
+    group = encoding.group
     form, fields = encoded(encoding, 64 * blocks, group * groups, seed)
     x = random(count, group * groups, seed + 1)
     taken = as_integers(x, group) if native.instruction_set() == "avx2" else x
@@ -123,19 +137,19 @@ def test_every_code_of_6_bits() -> None:
     assert torch.equal(torch.cat([linear(one[None], form, fields) for one in x]), want.t())
 
 
-def test_every_level_of_uneven_4_bits() -> None:
+@pytest.mark.parametrize("bits", LEVELS)
+def test_every_level_of_uneven_bits(bits: int) -> None:
     """One token takes one column, in every place that a code can have, under scales of both signs."""
-    codes = torch.stack([torch.arange(64, dtype=torch.uint8).roll(shift) for shift in range(64)]) % 16
-    scales = torch.linspace(-2, 2, 128).bfloat16().view(64, 2)  # (N, G)
-    packed = int4_layout.pack(codes).view(2, -1)  # of one block: (G, bytes of its columns)
-    blocks = torch.cat((scales.t().contiguous().view(torch.uint8), packed), 1).view(64, -1)
-    form = matrix_form(Nl4(cpu_layout(), 32), 64, 64, torch.bfloat16)
+    encoding = Uneven(bits, cpu_layout(), 32)
+    codes = torch.stack([torch.arange(64).roll(shift) for shift in range(64)]) % (1 << bits)
+    scales = torch.linspace(-2, 2, 128).bfloat16().float().view(64, 2)  # (N, G)
+    want = torch.tensor(LEVELS[bits]).float()[codes] * scales.repeat_interleave(32, 1)
+    fields = encoding.encode(want, Given(scales), torch.bfloat16)
+    form = matrix_form(encoding, 64, 64, torch.bfloat16)
     assert form is not None
-    levels = torch.tensor(LEVELS).float()[codes.int()]
-    want = (levels * scales.float().repeat_interleave(32, 1)).bfloat16()
     x = torch.eye(64).bfloat16()
-    assert torch.equal(linear(x, form, {"blocks": blocks}), want.t())
-    assert torch.equal(torch.cat([linear(one[None], form, {"blocks": blocks}) for one in x]), want.t())
+    assert torch.equal(linear(x, form, fields), want.t().bfloat16())
+    assert torch.equal(torch.cat([linear(one[None], form, fields) for one in x]), want.t().bfloat16())
 
 
 def test_2_bits_have_the_products_of_the_4_bits_that_they_widen_to() -> None:
@@ -191,6 +205,8 @@ def test_what_is_no_token_of_the_matrix_is_refused(bits: str) -> None:
     [
         ("4 bits", 96),
         ("uneven 4 bits", 48),
+        ("uneven 3 bits", 96),
+        ("uneven 2 bits", 96),
         ("6 bits", 96),
         ("8 bits", 96),
         ("16 bits", 48),

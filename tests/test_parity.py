@@ -132,7 +132,7 @@ def test_float16_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "bits"),
-    [(family, 4) for family in DECODERS] + [(family, bits) for family in ("mixtral", "gpt_oss") for bits in (8, 2)],
+    [(family, 4) for family in DECODERS] + [(family, bits) for family in ("mixtral", "gpt_oss") for bits in (8, 3, 2)],
 )
 def test_packed_precisions_equal_the_decoded_weights(family: str, bits: int, tiny_model: Model) -> None:
     """The oracle holds the same packed weights, decoded, as ordinary expert weights in fp32."""

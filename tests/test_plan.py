@@ -54,7 +54,7 @@ def planned(blueprint: Blueprint, monkeypatch: pytest.MonkeyPatch) -> Planner:
     )
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4, 2])
+@pytest.mark.parametrize("bits", [16, 8, 4, 3, 2])
 @pytest.mark.parametrize("dense_bits", [16, 8, 4])
 def test_the_parts_add_up(bits: int, dense_bits: int, planned: Planner) -> None:
     plan = planned(bits=bits, dense_bits=dense_bits)
@@ -106,7 +106,7 @@ def test_the_context_left_out_and_asked_for(planned: Planner) -> None:
 @given(
     st.integers(301 * MIB, 330 * MIB),
     st.integers(0, 1 * MIB),
-    st.sampled_from([16, 8, 4, 2]),
+    st.sampled_from([16, 8, 4, 3, 2]),
     st.sampled_from([16, 8, 4]),
 )
 def test_more_memory_never_gives_fewer_slots(
@@ -163,7 +163,7 @@ def test_the_embedding_stays_on_disk_only_where_experts_need_its_room(planned: P
     assert not planned(cache="30%").unless_mapped  # slots are copies
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4, 2])
+@pytest.mark.parametrize("bits", [16, 8, 4, 3, 2])
 @pytest.mark.parametrize("dense_bits", [16, 4])
 def test_too_little_is_refused_with_what_is_enough(bits: int, dense_bits: int, planned: Planner) -> None:
     with pytest.raises(

@@ -32,7 +32,9 @@ PRECISIONS = [
     (4, "hqq", "4-hqq"),
     (4, "nonlinear", "4-nonlinear"),
     (4, "linear", "4-linear"),
+    (3, "nonlinear", "3-nonlinear"),
     (2, "hqq", "2-hqq"),
+    (2, "nonlinear", "2-nonlinear"),
 ]
 
 
@@ -95,7 +97,7 @@ def test_the_table_reads_back_as_it_was_written(packed: Path) -> None:
     for bits, quantizer, key in PRECISIONS:
         precision = store.precisions[key]
         assert (precision.bits, precision.quantizer) == (bits, quantizer if bits < 8 else "")
-        assert precision.machine == (cpu_layout() if bits in (4, 2) else "any")
+        assert precision.machine == (cpu_layout() if bits in (4, 3, 2) else "any")
         check_files(precision)
 
 

@@ -25,7 +25,7 @@ _UNITS = {
 }  # fmt: skip
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-zA-Z]*)\s*")
 
-BITS = (16, 8, 4, 2)
+BITS = (16, 8, 4, 3, 2)
 DENSE_BITS = (16, 8, 4)
 KV_BITS = (16, 8)
 DEFAULT_BITS = 4
@@ -86,8 +86,8 @@ class Settings:
     bits: precision of the experts (16 is the checkpoint's own); None takes 4, and of a checkpoint that comes quantised
     its own. dense_bits: of the other linear layers, of which some are kept at more (`tiermoe.model.dense`); None
     follows `bits`.
-    quantizer: one of `QUANTIZERS`, for 4 and 2 bits ('nonlinear' makes 2 bits as 'hqq' does, 'gptq-nonlinear' as
-    'gptq', which takes a calibration: `tiermoe pack`).
+    quantizer: one of `QUANTIZERS`, for 4 and 2 bits. 3 bits are 'nonlinear', or where one of the two 'gptq' is named
+    'gptq-nonlinear'; these take a calibration (`tiermoe pack`).
     cache: size of the expert cache alone (experiments).
     kv_bits: precision of keys and values in the cache: 16 is the checkpoint's own, 8 halves it and can change tokens.
     chunk: tokens of a prompt that run at once. context: tokens (prompt and answer) to reserve key/value memory for;
@@ -136,6 +136,10 @@ class Settings:
         _require(self.kv_bits in KV_BITS, f"kv_bits must be one of {KV_BITS}, got {self.kv_bits}")
         _require(
             self.quantizer in QUANTIZERS, f"quantizer must be one of {', '.join(QUANTIZERS)}, got '{self.quantizer}'"
+        )
+        _require(
+            self.bits != 3 or self.quantizer != "linear",
+            "linear makes no codes of 3 bits; leave --quantizer out, or choose 4 or 2 bits",
         )
         _require(self.decoder in ("auto", "generic"), f"decoder must be auto or generic, got '{self.decoder}'")
         _require(self.chunk >= 1, f"chunk must be at least 1 token, got {self.chunk}")

@@ -15,7 +15,7 @@ FEW_TOKENS = 64
 class ExpertKey(NamedTuple):
     """What a cache holds: one expert of one MoE layer in one precision.
 
-    `layer` counts MoE layers from 0 in the order they run (dense layers are not counted), `bits` is 16, 8, 4 or 2.
+    `layer` counts MoE layers from 0 in the order they run (dense layers are not counted), `bits` is 16, 8, 4, 3 or 2.
     """
 
     layer: int

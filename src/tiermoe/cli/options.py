@@ -47,7 +47,7 @@ ENGINE: dict[str, Any] = {
     "bits": Annotated[
         int | None,
         typer.Option(
-            help="Precision of the experts: 16 (the checkpoint's own), 8, 4 or 2 bits. Default: 4; of what "
+            help="Precision of the experts: 16 (the checkpoint's own), 8, 4, 3 or 2 bits. Default: 4; of what "
             "comes quantised its own.",
             show_default=False,
         ),
@@ -56,7 +56,7 @@ ENGINE: dict[str, Any] = {
         int | None,
         typer.Option(
             help="Precision of the other linear layers: 16, 8 or 4 bits (4: the output layer at 6, on GPUs 8). "
-            "Default: that of the experts, 4 where theirs is 2.",
+            "Default: that of the experts, 4 where theirs is less.",
             show_default=False,
         ),
     ],
@@ -64,7 +64,7 @@ ENGINE: dict[str, Any] = {
         str,
         typer.Option(
             help=f"How 4 and 2 bits are made: {', '.join(QUANTIZERS)}. gptq and gptq-nonlinear lose least; tiermoe "
-            "pack calibrates them on a text."
+            "pack calibrates them on a text. 3 bits are always nonlinear, or gptq-nonlinear where a gptq is named."
         ),
     ],
     "cache": Annotated[

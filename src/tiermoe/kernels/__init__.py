@@ -57,7 +57,7 @@ KERNELS: dict[tuple[str, str], Callable[[Encoding, torch.dtype], LinearKernel]] 
     ("plain", "cpu"): cpu.PlainLinear,
     ("int8", "cpu"): cpu.Int8Linear,
     ("int6", "cpu"): cpu.BlocksLinear,
-    ("nl4", "cpu"): cpu.BlocksLinear,
+    **dict.fromkeys((("nl4", "cpu"), ("nl3", "cpu"), ("nl2", "cpu")), cpu.BlocksLinear),
     ("int4", "cpu"): cpu.Int4Linear,
     ("int2", "cpu"): cpu.Int2Linear,
     ("gguf", "cpu"): cpu.PublishedLinear,

@@ -24,10 +24,10 @@ from tiermoe.quant.int4_layout import is_torchs
 from tiermoe.quant.int6 import Int6
 from tiermoe.quant.int6_layout import BLOCK_ROWS
 from tiermoe.quant.mixed import Values
-from tiermoe.quant.nl4 import Nl4
 from tiermoe.quant.published import Published
 from tiermoe.quant.scratch import scratch
 from tiermoe.quant.transposed4 import Transposed4
+from tiermoe.quant.uneven import Uneven
 
 # The most tokens for which the operator on packed weights is used; measured for (2048, 2048) and (1024, 2048)
 # on AVX-512. Torch has vector code of these operators in bfloat16 only: in the other dtypes they run at
@@ -97,10 +97,10 @@ class Int8Linear:
 
 
 class BlocksLinear:
-    """Slots of Int6 and Nl4, blocks of 64 rows. torch has no operator on such weights."""
+    """Slots of Int6 and Uneven, blocks of 64 rows. torch has no operator on such weights."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
-        assert isinstance(encoding, Int6 | Nl4)
+        assert isinstance(encoding, Int6 | Uneven)
         self._encoding = encoding
         self._dtype = dtype
         self._product_dtype = _product_dtype(dtype)

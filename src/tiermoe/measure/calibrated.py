@@ -41,7 +41,7 @@ class Calibrated:
         taking = [keys[each.bits_used] for each in asked if _takes_inputs(each)]
         if content is not None and not taking:
             raise ConfigError(
-                f"--calibration-text is for --quantizer {' or '.join(CALIBRATED)} at 4 or 2 bits; leave it out"
+                f"--calibration-text is for --quantizer {' or '.join(CALIBRATED)} at 4, 3 or 2 bits; leave it out"
             )
         self._missing = [key for key in taking if force or key not in store.precisions]
         if not taking or (content is None and not self._missing):
@@ -69,4 +69,4 @@ class Calibrated:
 
 
 def _takes_inputs(settings: Settings) -> bool:
-    return settings.quantizer in CALIBRATED and settings.bits_used in (4, 2)
+    return settings.quantizer in CALIBRATED and settings.bits_used in (4, 3, 2)

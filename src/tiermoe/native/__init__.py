@@ -1,7 +1,7 @@
 """Kernels of our own, in C, for several instruction sets (isa/*.c), of which the process uses one.
 
-They compute in bfloat16 on weights of 2, 4 (even and uneven levels), 6, 8 and 16 bits, on the blocks of GGUF files and
-on the codes of published checkpoints, never rounding a weight, and widen a GPU's 2 bits to 4.
+They compute in bfloat16 on weights of 2 and 4 (even and uneven levels), 3, 6, 8 and 16 bits, on the blocks of GGUF
+files and on the codes of published checkpoints, never rounding a weight, and widen a GPU's 2 bits to 4.
 A build without a C compiler lacks them: torch's operators compute there (`kernels/cpu.py`).
 """
 
@@ -42,23 +42,25 @@ class Coding(IntEnum):
     INT6 = 3
     INT2 = 4
     NL4 = 5
-    Q8_0 = 6
-    Q4_0 = 7
-    Q4_1 = 8
-    Q5_0 = 9
-    Q5_1 = 10
-    Q2_K = 11
-    Q3_K = 12
-    Q4_K = 13
-    Q5_K = 14
-    Q6_K = 15
-    IQ4_NL = 16
-    IQ4_XS = 17
-    MXFP4 = 18
-    E2M1 = 19
-    S4 = 20
-    U4 = 21
-    E4M3 = 22
+    NL3 = 6
+    NL2 = 7
+    Q8_0 = 8
+    Q4_0 = 9
+    Q4_1 = 10
+    Q5_0 = 11
+    Q5_1 = 12
+    Q2_K = 13
+    Q3_K = 14
+    Q4_K = 15
+    Q5_K = 16
+    Q6_K = 17
+    IQ4_NL = 18
+    IQ4_XS = 19
+    MXFP4 = 20
+    E2M1 = 21
+    S4 = 22
+    U4 = 23
+    E4M3 = 24
 
 
 class ScaleKind(IntEnum):
@@ -72,8 +74,8 @@ class ScaleKind(IntEnum):
     E4M3_OVER = 5
 
 
-ROWS = 64  # at 2, 4 and 6 bits a matrix has a multiple of them
-GROUPS = (32, 64, 128, 256)  # weights of a row that share a scale at 2, 4 and 6 bits
+ROWS = 64  # at 2, 3, 4 and 6 bits a matrix has a multiple of them
+GROUPS = (32, 64, 128, 256)  # weights of a row that share a scale at 2, 3, 4 and 6 bits
 PUBLISHED = (Coding.E2M1, Coding.S4, Coding.U4, Coding.E4M3)
 COLUMNS = {Coding.INT8: 64, Coding.BF16: 32}  # a matrix has a multiple of them
 _GROUPS_OF_16 = (Coding.Q2_K, Coding.Q3_K, Coding.Q6_K)
@@ -88,7 +90,8 @@ MOST_GROUP = 256
 """Weights that share a scale, at most, where `hqq` finds it (hqq.h)."""
 WEIGHTS = (torch.bfloat16, torch.float32)
 """Dtypes of the weights that `hqq` and `encode` take."""
-NL4_GROUP = 64  # the longest of NL4
+UNEVEN = (Coding.NL4, Coding.NL3, Coding.NL2)
+UNEVEN_GROUP = 64  # their longest
 
 
 @lru_cache(maxsize=1)
@@ -140,15 +143,16 @@ def _check(asked: str, off: bool) -> None:
 
 
 def quantizes() -> bool:
-    """Whether this build has `hqq`, `encode` and `nl4`, which run on any machine and give the same bytes on each."""
+    """Whether this build has `hqq`, `encode` and `uneven`, which run on any machine and give the same bytes on each."""
     return available()
 
 
 def takes(dtype: torch.dtype, coding: Coding, out: int, in_: int, group: int) -> bool:
     """Whether the kernels compute products with a matrix (out, in_) in `dtype`. group: columns that share a scale."""
-    if coding in (Coding.INT2, Coding.INT4, Coding.INT6, Coding.NL4):
+    if coding in (Coding.INT2, Coding.INT4, Coding.INT6, *UNEVEN):
         fits = out % ROWS == 0 and group in GROUPS and in_ % group == 0
-        fits = fits and (coding != Coding.INT2 or in_ <= MOST_COLUMNS) and (coding != Coding.NL4 or group <= NL4_GROUP)
+        fits = fits and (coding != Coding.INT2 or in_ <= MOST_COLUMNS)
+        fits = fits and (coding not in UNEVEN or group <= UNEVEN_GROUP)
     else:
         fits = (
             in_ % COLUMNS.get(coding, PUBLISHED_COLUMNS if coding in PUBLISHED else group) == 0 and in_ <= MOST_COLUMNS
@@ -218,14 +222,16 @@ def encode(
     return error, size
 
 
-def nl4(weights: torch.Tensor, group: int, candidates: Sequence[float], steps: int, blocks: torch.Tensor) -> None:
-    """Encodes weights, float32 (rows, columns), in `quant.nl4`: fills its field `blocks`.
+def uneven(
+    coding: Coding, weights: torch.Tensor, group: int, candidates: Sequence[float], steps: int, blocks: torch.Tensor
+) -> None:
+    """Encodes weights, float32 (rows, columns), in `quant.uneven`, one of `UNEVEN`: fills its field `blocks`.
 
     candidates: scales to try in units of a group's largest magnitude. steps: of least squares from the best of them."""
     rows, columns = weights.shape
     tried = torch.tensor(candidates, dtype=torch.float32)
-    _native.nl4(
-        weights.data_ptr(), rows, columns, group, tried.data_ptr(), len(candidates), steps, blocks.data_ptr(),
+    _native.uneven(
+        coding, weights.data_ptr(), rows, columns, group, tried.data_ptr(), len(candidates), steps, blocks.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
 

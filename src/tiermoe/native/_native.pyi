@@ -236,7 +236,8 @@ def encode(
     threads: int,
     /,
 ) -> None: ...
-def nl4(
+def uneven(
+    coding: int,
     weights: int,
     rows: int,
     columns: int,

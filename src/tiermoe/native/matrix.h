@@ -13,8 +13,12 @@
  *   two. Byte j holds in bits 0 and 1 those of row 32 + j in the first of the two columns, in bits 2 and 3 those of row j
  *   in it, in bits 4 to 7 those of the same rows in the second. Every `group` columns of a row share a bfloat16 scale, in
  *   each block (K / group, 64): w = (code - 32) * scale. K is a multiple of the group, the group of 32.
- * NL4: 4-bit codes in blocks of 64 rows; N is a multiple of 64. A block is one run: for each group of columns 64 bfloat16
- *   scales and the codes in the order of INT4. w = NL4_LEVELS[code] * scale. K is a multiple of the group, which is 32 or 64.
+ * NL4, NL3, NL2: codes of 4, 3 and 2 bits in blocks of 64 rows; N is a multiple of 64. A block is one run: for each group of
+ *   columns 64 bfloat16 scales and the codes. Those of four columns after each other are bytes of two nibbles, byte j with
+ *   row j in its low and row 32 + j in its high one: in NL4 32 bytes for each column, as in INT4; in NL3 for each of the first
+ *   three, and the highest bits of their nibbles are the code of the fourth column, its lowest bit in the first; in NL2 for
+ *   two columns, the second in the high half of the nibbles. w = level of the code * scale. K is a multiple of the group,
+ *   which is 32 or 64.
  * INT8: signed bytes (N, K) and a bfloat16 scale for each row (N): w = code * scale. K is a multiple of 64.
  * BF16: bfloat16 weights (N, K). K is a multiple of 32.
  * Q8_0 to MXFP4: rows of the blocks of GGUF files, as isa/shared/gguf.h takes them apart: scales lie within the blocks, of
@@ -55,7 +59,7 @@ static inline bf16 to_bf16(float value) {
 }
 
 typedef enum {
-    INT4, INT8, BF16, INT6, INT2, NL4,
+    INT4, INT8, BF16, INT6, INT2, NL4, NL3, NL2,
     Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4,
     E2M1, S4, U4, E4M3,
     CODINGS,
@@ -65,15 +69,33 @@ typedef enum {
     LAST_PUBLISHED = E4M3
 } Coding;
 
-/* What the codes of NL4 stand for (quant/nl4.py). */
-static const int8_t NL4_LEVELS[16] __attribute__((aligned(16), unused)) = {
-    -125, -93, -71, -54, -40, -27, -15, -3, 9, 21, 33, 46, 62, 79, 101, 127,
+/* What the nibbles of NL4, NL3 and NL2 stand for, whatever bits lie above their codes (quant/uneven.py). */
+static const int8_t UNEVEN_LEVELS[3][16] __attribute__((aligned(16), unused)) = {
+    {-125, -93, -71, -54, -40, -27, -15, -3, 9, 21, 33, 46, 62, 79, 101, 127},
+    {-103, -62, -33, -7, 18, 45, 77, 127, -103, -62, -33, -7, 18, 45, 77, 127},
+    {-97, -21, 44, 127, -97, -21, 44, 127, -97, -21, 44, 127, -97, -21, 44, 127},
 };
 
-enum { NL4_SCALES = BLOCK * 2 }; /* bytes of a group's scales in a block */
+static inline int is_uneven(Coding coding) { return coding >= NL4 && coding <= NL2; }
+static inline const int8_t *uneven_levels(Coding coding) { return UNEVEN_LEVELS[coding - NL4]; }
 
-/* Bytes of a group in a block of NL4. */
-static inline size_t nl4_group_bytes(size_t group) { return NL4_SCALES + group * BLOCK / 2; }
+/* Bits of a code that lies in blocks of rows. */
+static inline size_t code_bits(Coding coding) {
+    switch (coding) {
+        case INT6: return 6;
+        case NL3: return 3;
+        case NL2: return 2;
+        default: return 4;
+    }
+}
+
+/* Bytes of the codes of so many columns of a block, a multiple of four. */
+static inline size_t code_bytes(Coding coding, size_t columns) { return columns * BLOCK / 8 * code_bits(coding); }
+
+enum { UNEVEN_SCALES = BLOCK * 2 }; /* bytes of a group's scales in a block */
+
+/* Bytes of a group in a block of NL4, NL3 or NL2. */
+static inline size_t uneven_group_bytes(Coding coding, size_t group) { return UNEVEN_SCALES + code_bytes(coding, group); }
 
 /* What scales of E2M1, S4, U4 and E4M3 are: E8M0 is 2^(byte - 127); E4M3 is a float of 8 bits, times a factor, or divided by
  * it. */

@@ -11,10 +11,10 @@
 #include "kernels.h"
 #include "moe_block.h"
 #include "neurons.h"
-#include "nl4.h"
 #include "norm.h"
 #include "product.h"
 #include "route.h"
+#include "uneven.h"
 
 typedef unsigned long long Address;
 
@@ -394,16 +394,19 @@ static PyObject *encode(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *encode_nl4(PyObject *self, PyObject *args) {
+static PyObject *encode_uneven(PyObject *self, PyObject *args) {
     Address weights, candidates, blocks;
     Py_ssize_t rows, columns, group, count, steps;
     unsigned threads;
+    int coding;
     (void)self;
-    if (!PyArg_ParseTuple(args, "KnnnKnnKI", &weights, &rows, &columns, &group, &candidates, &count, &steps, &blocks, &threads))
+    if (!PyArg_ParseTuple(args, "iKnnnKnnKI", &coding, &weights, &rows, &columns, &group, &candidates, &count, &steps, &blocks, &threads))
         return NULL;
-    const Nl4 job = {at(weights), (size_t)rows, (size_t)columns, (size_t)group, at(candidates), (size_t)count, (size_t)steps, at(blocks)};
+    const Uneven job = {(Coding)coding, at(weights), (size_t)rows, (size_t)columns, (size_t)group, at(candidates), (size_t)count,
+                        (size_t)steps, at(blocks)};
+    if (coding < NL4 || coding > NL2) return PyErr_Format(PyExc_ValueError, "coding %d has no uneven levels", coding);
     Py_BEGIN_ALLOW_THREADS
-    nl4_run(&job, threads);
+    uneven_run(&job, threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -511,7 +514,7 @@ static PyMethodDef methods[] = {
     {"encode", encode, METH_VARARGS,
      "encode(coding, weights, rows, columns, wide, group, exact, scales, zeros, codes, chosen, ladders, together, squares,"
      " threads)"},
-    {"nl4", encode_nl4, METH_VARARGS, "nl4(weights, rows, columns, group, candidates, count, steps, blocks, threads)"},
+    {"uneven", encode_uneven, METH_VARARGS, "uneven(coding, weights, rows, columns, group, candidates, count, steps, blocks, threads)"},
     {"neurons", neurons, METH_VARARGS,
      "neurons(records, record_bytes, width, group, bits, used, count, gates, x, workspace, floats, out, threads)"},
     {"gather", gather, METH_VARARGS, "gather(from, to, row_bytes, used, count): rows to their places"},

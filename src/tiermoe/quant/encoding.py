@@ -41,7 +41,7 @@ class Encoding(Protocol):
 
     @property
     def bits(self) -> int:
-        """16 (the checkpoint's own), 8, 6, 4 or 2; of a GGUF file's blocks also 5 or 3."""
+        """16 (the checkpoint's own), 8, 6, 4, 3 or 2; of a GGUF file's blocks also 5."""
         ...
 
     def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]: ...

@@ -46,7 +46,7 @@ class Gguf(SameInSlot):
 
     def encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> dict[str, Tensor]:
         """Raises ConfigError: such blocks come quantised."""
-        raise ConfigError(f"{self.type.upper()} is read from GGUF files and never packed: choose 8, 6, 4 or 2 bits")
+        raise ConfigError(f"{self.type.upper()} is read from GGUF files and never packed: choose 8, 6, 4, 3 or 2 bits")
 
     def rows_apart(self, columns: int, quantizer: Quantizer) -> int | None:
         return 1

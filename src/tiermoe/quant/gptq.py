@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tiermoe.errors import PackError
-from tiermoe.quant import nl4
+from tiermoe.quant import uneven
 from tiermoe.quant.ladders import STRIPE
 from tiermoe.quant.quantizers import LADDERS
 
@@ -132,31 +132,30 @@ class LadderLevels(EvenLevels):
 
 
 class UnevenLevels:
-    """Those of `Nl4`: a signed scale, no zero."""
+    """Those of `Uneven`: a signed scale, no zero."""
 
     zeros = False
 
-    def __init__(self, group: int = nl4.GROUP) -> None:
+    def __init__(self, bits: int, group: int) -> None:
         self.group = self.span = group
         self.dtype = torch.bfloat16
+        self._levels = torch.tensor(uneven.LEVELS[bits], dtype=torch.float32)
+        self._between = (self._levels[1:] + self._levels[:-1]) / 2
+        self._candidates = uneven.candidates(bits)
 
     def order(self, moments: Tensor) -> Tensor:
         return _by_moment(torch.arange(len(moments)).view(-1, self.group, 1), moments)
 
     def candidates(self, block: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         largest = block.abs().amax(1)
-        for candidate in nl4.CANDIDATES:
+        for candidate in self._candidates:
             yield largest * candidate, torch.zeros_like(largest)
 
     def chosen(self, block: Tensor, place: Place, factor: Tensor) -> Nearest:
         return self.nearest
 
     def nearest(self, units: Tensor) -> Tensor:
-        return _UNEVEN[torch.bucketize(units, _BETWEEN)]
-
-
-_UNEVEN = torch.tensor(nl4.LEVELS, dtype=torch.float32)
-_BETWEEN = (_UNEVEN[1:] + _UNEVEN[:-1]) / 2
+        return self._levels[torch.bucketize(units, self._between)]
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ class Values(SameInSlot):
 
     def encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> dict[str, Tensor]:
         """Raises ConfigError: such weights are used where they lie."""
-        raise ConfigError(f"weights in {self.label} are never packed so: choose 8, 6, 4 or 2 bits")
+        raise ConfigError(f"weights in {self.label} are never packed so: choose 8, 6, 4, 3 or 2 bits")
 
     def rows_apart(self, columns: int, quantizer: Quantizer) -> int | None:
         return 1
@@ -83,7 +83,7 @@ class Halves(SameInSlot):
 
     def encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> dict[str, Tensor]:
         """Raises ConfigError: such weights are used where they lie."""
-        raise ConfigError("two encodings in one matrix are never packed: choose 8, 6, 4 or 2 bits")
+        raise ConfigError("two encodings in one matrix are never packed: choose 8, 6, 4, 3 or 2 bits")
 
     def rows_apart(self, columns: int, quantizer: Quantizer) -> int | None:
         return None

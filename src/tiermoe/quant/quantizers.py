@@ -1,4 +1,4 @@
-"""The quantizers by name: uneven levels (`nl4`), channel-wise symmetric linear quantization, as EdgeMoE uses it
+"""The quantizers by name: uneven levels (`uneven`), channel-wise symmetric linear quantization, as EdgeMoE uses it
 (section 3.2), and half-quadratic quantization.
 
 Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023. The scale of a group
@@ -190,8 +190,8 @@ def _shrunk_mean(error: Tensor, scale: Tensor, beta: float) -> Tensor | float:
 
 
 class NonlinearQuantizer(HqqQuantizer):
-    """Uneven levels (`quant.nl4`), whose encoding searches for its scales itself; HQQ for what has no such encoding: 2
-    bits, and shapes and layouts that it does not take."""
+    """Uneven levels (`quant.uneven`), whose encoding searches for its scales itself; HQQ for what has no such encoding:
+    shapes and layouts that it does not take."""
 
     name = NONLINEAR
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from tiermoe.errors import ConfigError, StoreError
-from tiermoe.quant import int4_layout, int6_layout
+from tiermoe.quant import int4_layout, int6_layout, uneven
 from tiermoe.quant.encoding import COMPUTE_DTYPES, Encoding, Field
 from tiermoe.quant.gguf import PREFIX as GGUF
 from tiermoe.quant.gguf import gguf_encoding
@@ -16,17 +16,15 @@ from tiermoe.quant.int4_layout import cpu_layout
 from tiermoe.quant.int6 import Int6
 from tiermoe.quant.int8 import Int8
 from tiermoe.quant.mixed import HALVES, VALUES, halves_encoding, values_encoding
-from tiermoe.quant.nl4 import BLOCK_ROWS as NL4_ROWS
-from tiermoe.quant.nl4 import GROUP as NL4_GROUP
-from tiermoe.quant.nl4 import Nl4
 from tiermoe.quant.plain import Plain
 from tiermoe.quant.published import PREFIX as PUBLISHED
 from tiermoe.quant.published import published_encoding
-from tiermoe.quant.quantizers import GPTQ, GPTQ_NONLINEAR, NONLINEAR
+from tiermoe.quant.quantizers import CALIBRATED, GPTQ, GPTQ_NONLINEAR, NONLINEAR
 from tiermoe.quant.rowmajor import LAYOUT as ROW_MAJOR
 from tiermoe.quant.rowmajor import RowMajorInt4
 from tiermoe.quant.transposed4 import PREFIX as TRANSPOSED
 from tiermoe.quant.transposed4 import transposed4_encoding
+from tiermoe.quant.uneven import Uneven
 
 __all__ = [
     "INT4_GROUPS",
@@ -60,10 +58,10 @@ INT6_GROUP = 32
 
 
 def encoding_for(bits: int, out: int, in_: int, dtype: torch.dtype, layout: str, quantizer: str = "hqq") -> Encoding:
-    """The encoding of a matrix of `out` rows and `in_` columns at so many bits (`FIXED`, `PACKED`, 6).
+    """The encoding of a matrix of `out` rows and `in_` columns at so many bits (`FIXED`, `PACKED`, 6, 3).
 
-    `layout` is the order of codes below 8 bits: `cpu_layout()`, or "rowmajor" for the kernels of a GPU, which take no
-    6 bits.
+    `layout` is the order of codes below 8 bits: `cpu_layout()`, or "rowmajor" for the kernels of a GPU, which take
+    neither 6 nor 3 bits.
 
     A shape or layout that has no such format gets 8 bits, visible in the result's `bits` and `name`.
     Raises ConfigError for other bits, another machine's layout, an unknown quantizer, or a dtype that no
@@ -72,24 +70,32 @@ def encoding_for(bits: int, out: int, in_: int, dtype: torch.dtype, layout: str,
         raise ConfigError(f"cannot compute in {dtype}: use bfloat16, float16 or float32")
     if bits in FIXED:
         return FIXED[bits]
-    if bits in PACKED:
-        uneven = quantizer_used(quantizer, bits, layout) in (NONLINEAR, GPTQ_NONLINEAR)
-        if uneven and not (in_ % NL4_GROUP or out % NL4_ROWS):
-            _check_layout(bits, layout)
-            return Nl4(layout, NL4_GROUP)
-        return _packed_for(bits, out, in_, layout, quantizer)
+    if bits in uneven.LEVELS:
+        return _uneven_for(bits, out, in_, layout, quantizer) or _packed_for(bits, out, in_, layout, quantizer)
     if bits == Int6.bits:
         return _six_bits_for(out, in_, layout)
-    raise ConfigError(f"no {bits}-bit encoding: choose one of {', '.join(map(str, (*FIXED, Int6.bits, *PACKED)))}")
+    known = (*FIXED, Int6.bits, *uneven.LEVELS)
+    raise ConfigError(f"no {bits}-bit encoding: choose one of {', '.join(map(str, known))}")
 
 
 def quantizer_used(quantizer: str, bits: int, layout: str, unit: str = "expert") -> str:
-    """What makes the codes where `quantizer` is asked for. Uneven levels are for 4 bits of whole experts on a CPU, even
-    ones are then in their place; and neurons that are read alone have HQQ's codes in that of GPTQ's."""
-    if bits == Nl4.bits and layout != ROW_MAJOR and unit == "expert":
-        return quantizer
+    """What makes the codes where `quantizer` is asked for. Uneven levels are for whole experts on a CPU, even ones are
+    else in their place; 3 bits have no others. Neurons that are read alone have HQQ's codes in the place of GPTQ's."""
+    if layout != ROW_MAJOR and unit == "expert":
+        if bits in PACKED:
+            return quantizer
+        return GPTQ_NONLINEAR if quantizer in CALIBRATED else NONLINEAR
     even = {NONLINEAR: "hqq", GPTQ_NONLINEAR: GPTQ}.get(quantizer, quantizer)
     return "hqq" if even == GPTQ and unit != "expert" else even
+
+
+def _uneven_for(bits: int, out: int, in_: int, layout: str, quantizer: str) -> Uneven | None:
+    """None where the codes are to be even, or the shape fits no group."""
+    if quantizer_used(quantizer, bits, layout) not in (NONLINEAR, GPTQ_NONLINEAR) or out % uneven.BLOCK_ROWS:
+        return None
+    _check_layout(bits, layout)
+    group = next((group for group in uneven.GROUPS[bits] if in_ % group == 0), None)
+    return None if group is None else Uneven(bits, layout, group)
 
 
 def _packed_for(bits: int, out: int, in_: int, layout: str, quantizer: str) -> Encoding:
@@ -97,7 +103,7 @@ def _packed_for(bits: int, out: int, in_: int, layout: str, quantizer: str) -> E
         raise ConfigError(f"unknown quantizer {quantizer!r}: choose one of {', '.join(INT4_GROUPS)}")
     _check_layout(bits, layout)
     group = next((group for group in INT4_GROUPS[quantizer] if in_ % group == 0), None)
-    if group is None or (layout != ROW_MAJOR and out % int4_layout.ROWS):
+    if bits not in PACKED or group is None or (layout != ROW_MAJOR and out % int4_layout.ROWS):
         return FIXED[8]
     return _packed(bits, layout, group)
 
@@ -123,7 +129,7 @@ def encoding_named(name: str) -> Encoding:
     """The encoding that a store names, or that weights are published in: the blocks of a GGUF file ("gguf/q4_k"), codes
     and scales of a checkpoint ("published/e2m1/e8m0/1x32").
 
-    Raises StoreError for an unknown name and for another machine's layout of 6, 4 or 2 bits."""
+    Raises StoreError for an unknown name and for another machine's layout of 6, 4, 3 or 2 bits."""
     if name.startswith(GGUF):
         return gguf_encoding(name)
     if name.startswith(PUBLISHED):
@@ -137,15 +143,19 @@ def encoding_named(name: str) -> Encoding:
     fixed = next((encoding for encoding in FIXED.values() if encoding.name == name), None)
     if fixed is not None:
         return fixed
-    found = re.fullmatch(r"(int|nl)([642])/([a-z0-9-]+)/g(32|64|128|256)", name)
-    if not found or (found[1] == "nl" and name != Nl4(found[3], NL4_GROUP).name):
+    found = re.fullmatch(r"(int[642]|nl[432])/([a-z0-9-]+)/g(32|64|128|256)", name)
+    if not found or not _has_group(found[1], int(found[3])):
         raise StoreError(f"unknown encoding {name!r}: the store was written by another version; pack it again")
-    kind, bits, layout, group = found[1], int(found[2]), found[3], int(found[4])
+    kind, bits, layout, group = found[1], int(found[1][-1]), found[2], int(found[3])
     if layout not in (ROW_MAJOR, cpu_layout()):
         raise StoreError(
-            f"the store is packed for the {kind}{bits} layout {layout!r}, CPUs take {cpu_layout()!r}; "
-            f"pack it again here"
+            f"the store is packed for the {kind} layout {layout!r}, CPUs take {cpu_layout()!r}; pack it again here"
         )
-    if kind == "nl":
-        return Nl4(layout, group)
+    if kind.startswith("nl"):
+        return Uneven(bits, layout, group)
     return Int6(layout, group) if bits == Int6.bits else _packed(bits, layout, group)
+
+
+def _has_group(kind: str, group: int) -> bool:
+    """Whether an encoding of ours ("int4", "nl3") is written in such groups."""
+    return kind.startswith("int") or group in uneven.GROUPS[int(kind[-1])]

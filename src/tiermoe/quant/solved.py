@@ -9,10 +9,10 @@ from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.gptq import EvenLevels, LadderLevels, Levels, Solution, UnevenLevels
 from tiermoe.quant.int2 import Int2, RowMajorInt2
 from tiermoe.quant.int4 import Int4
-from tiermoe.quant.nl4 import Nl4
 from tiermoe.quant.quantized import Grid, Quantized, nearest_codes
 from tiermoe.quant.quantizers import GPTQ, LADDERS
 from tiermoe.quant.rowmajor import RowMajorInt4
+from tiermoe.quant.uneven import Uneven
 
 
 def levels_of(encoding: Encoding | None, dtype: torch.dtype) -> Levels | None:
@@ -22,8 +22,8 @@ def levels_of(encoding: Encoding | None, dtype: torch.dtype) -> Levels | None:
             return EvenLevels(encoding.group, dtype)
         case Int2() | RowMajorInt2():
             return LadderLevels(encoding.group, dtype)
-        case Nl4():
-            return UnevenLevels(encoding.group)
+        case Uneven():
+            return UnevenLevels(encoding.bits, encoding.group)
     return None
 
 

@@ -71,7 +71,7 @@ class Transposed4:
 
     def encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> dict[str, Tensor]:
         """Raises ConfigError: such weights come quantised."""
-        raise ConfigError(f"{self.label} is read from checkpoints and never packed: choose 8, 6, 4 or 2 bits")
+        raise ConfigError(f"{self.label} is read from checkpoints and never packed: choose 8, 6, 4, 3 or 2 bits")
 
     def rows_apart(self, columns: int, quantizer: Quantizer) -> int | None:
         return None

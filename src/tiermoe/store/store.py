@@ -30,7 +30,7 @@ _DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32":
 
 
 def precision_key(bits: int, quantizer: str, layout: str = "", unit: str = "expert") -> str:
-    """The name of a precision in a store: '16', '8' (all quantisers give the same), '4-nonlinear', '2-linear', …;
+    """The name of a precision in a store: '16', '8' (all quantisers give the same), '3-nonlinear', '2-linear', …;
     '4-hqq-rowmajor' in a GPU's layout, '4-hqq-neuron' in the neuron unit: all can lie in one store."""
     quantizer = quantizer_used(quantizer, bits, layout, unit)
     key = str(bits) if bits >= 8 else f"{bits}-{quantizer}{_suffix(bits, layout)}"
@@ -49,8 +49,8 @@ def dense_file_name(key: str) -> str:
 
 
 def machine_of(bits: int, layout: str) -> str:
-    """What a store records as `machine`: only 4- and 2-bit codes lie in another order for other kernels."""
-    return layout if bits in (4, 2) else "any"
+    """What a store records as `machine`: only codes of 4, 3 and 2 bits lie in another order for other kernels."""
+    return layout if bits in (4, 3, 2) else "any"
 
 
 def _suffix(bits: int, layout: str) -> str:

@@ -8,33 +8,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiermoe.native import GGUF_GROUPS, PUBLISHED, Coding, ScaleKind, _native, instruction_set, takes
+from tiermoe.native import GGUF_GROUPS, PUBLISHED, UNEVEN, Coding, ScaleKind, _native, instruction_set, takes
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.gguf import Gguf
 from tiermoe.quant.int2 import Int2
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.int6 import Int6
 from tiermoe.quant.int8 import Int8
-from tiermoe.quant.nl4 import Nl4
 from tiermoe.quant.plain import Plain
 from tiermoe.quant.published import Published
 from tiermoe.quant.transposed4 import Transposed4
+from tiermoe.quant.uneven import Uneven
 
 # the slot's fields that hold weights, scales, and ladders, factors or zeros
 _FIELDS: dict[Coding, tuple[str, str | None, str | None]] = {
     Coding.INT2: ("codes", "scales_and_zeros", "ladders"),
     Coding.INT4: ("codes", "scales_and_zeros", None),
     Coding.INT6: ("codes", "scales", None),
-    Coding.NL4: ("blocks", None, None),
+    **dict.fromkeys(UNEVEN, ("blocks", None, None)),
     Coding.INT8: ("weight", "scale", None),
     Coding.BF16: ("weight", None, None),
     **dict.fromkeys(GGUF_GROUPS, ("blocks", None, None)),
     **dict.fromkeys(PUBLISHED, ("codes", "scales", "factors")),
     Coding.U4: ("codes", "scales", "zeros"),
 }
-_PACKED: dict[type[Int2 | Int4 | Int6 | Nl4], Coding] = {
-    Int2: Coding.INT2, Int4: Coding.INT4, Int6: Coding.INT6, Nl4: Coding.NL4,
-}  # fmt: skip
+_PACKED: dict[type[Int2 | Int4 | Int6], Coding] = {Int2: Coding.INT2, Int4: Coding.INT4, Int6: Coding.INT6}
 _KINDS = {
     "f32": ScaleKind.FLOAT, "bf16": ScaleKind.BF16, "f16": ScaleKind.HALF, "e8m0": ScaleKind.E8M0,
     "e4m3-times": ScaleKind.E4M3_TIMES, "e4m3-over": ScaleKind.E4M3_OVER,
@@ -77,7 +75,9 @@ def matrix_form(encoding: Encoding, out: int, in_: int, dtype: torch.dtype) -> M
     them."""
     if isinstance(encoding, Published | Transposed4):
         return _published(encoding, out, in_, dtype)
-    if isinstance(encoding, Int2 | Int4 | Int6 | Nl4):
+    if isinstance(encoding, Uneven):
+        coding, group = Coding[f"NL{encoding.bits}"], encoding.group
+    elif isinstance(encoding, Int2 | Int4 | Int6):
         coding, group = _PACKED[type(encoding)], encoding.group
     elif isinstance(encoding, Int8 | Plain):
         coding, group = Coding.INT8 if isinstance(encoding, Int8) else Coding.BF16, in_

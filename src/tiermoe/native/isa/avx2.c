@@ -19,6 +19,7 @@ static int runs(void) {
 #include "shared/x86_blocks.h"
 
 #include "avx2/integers.h"
+#include "shared/nibbles.h"
 #include "avx2/blocks.h"
 #include "shared/eight_rows.h"
 #include "shared/eight_gguf.h"

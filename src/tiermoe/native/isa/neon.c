@@ -9,6 +9,7 @@ static int runs(void) { return 1; }
 #include "neon/vector.h"
 
 #include "generic/widen.h"
+#include "shared/nibbles.h"
 #include "neon/blocks.h"
 #include "shared/eight_gguf.h"
 #include "shared/eight_rows.h"

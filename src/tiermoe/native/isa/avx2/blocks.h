@@ -1,4 +1,4 @@
-/* Products with matrices that are kept in blocks of rows, on integers: INT4, INT6 and NL4.
+/* Products with matrices that are kept in blocks of rows, on integers: INT4, INT6, NL4, NL3 and NL2.
  *
  * The columns of a span of a token become integers (integers.h). Four columns of codes are transposed, so that each lane has
  * those of one row: its bytes at even places and those at odd ones are words, two products of which are summed in a step.
@@ -49,9 +49,6 @@ static inline void to_span(const bf16 *x, size_t span, SpanX *to) {
     to->sum = _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xB1)));
     to->unit = place.unit;
 }
-
-/* Bytes of the codes of so many columns of a block, a multiple of four. */
-static inline size_t bytes_of(Coding coding, size_t columns) { return columns * BLOCK / 4 * (coding == INT6 ? 3 : 2); }
 
 /* A group's, of the rows of a block. */
 typedef struct {
@@ -106,15 +103,15 @@ static inline __attribute__((always_inline)) __m256i int6_bytes(const uint8_t *f
 static inline __attribute__((always_inline)) void four_columns(Coding coding, const uint8_t *codes, size_t c, int half,
                                                                __m256i rows[HALF]) {
     __m256i columns[4];
-    const uint8_t *four = codes + bytes_of(coding, c);
-    for (int i = 0; i < 4; i++) columns[i] = coding == INT6 ? int6_bytes(four, half, i) : words_from(four + i * 32);
+    const uint8_t *four = codes + code_bytes(coding, c);
+    for (int i = 0; i < 4; i++) columns[i] = coding == INT6 ? int6_bytes(four, half, i) : column_nibbles(coding, four, i);
     across(columns, rows);
 }
 
 /* Codes of register n, from what four_columns made: words of the columns at even places, or of the others. */
 static inline __attribute__((always_inline)) __m256i words_of(Coding coding, __m256i rows, int half, int odd) {
     if (coding == INT4) return words_and(odd ? _mm256_srli_epi16(rows, 8) : rows, half ? 0x00F000F0 : 0x000F000F);
-    if (coding == NL4) rows = words_looked_up(NL4_LEVELS, words_and(half ? WORDS_RIGHT(rows, 4) : rows, 0x0F0F0F0F));
+    if (is_uneven(coding)) rows = words_looked_up(uneven_levels(coding), words_and(half ? WORDS_RIGHT(rows, 4) : rows, 0x0F0F0F0F));
     return odd ? _mm256_srli_epi16(rows, 8) : words_and(rows, 0x00FF00FF);
 }
 
@@ -124,8 +121,8 @@ static inline __attribute__((always_inline)) __m256i sum_begin(Coding coding, in
     return _mm256_set1_epi32(-above * x->sum);
 }
 
-static inline __attribute__((always_inline)) void ask_ahead(const uint8_t *codes) {
-    for (size_t at = 0; at < bytes_of(INT4, 4); at += 64) __builtin_prefetch(codes + CODES_AHEAD + at, 0, 2);
+static inline __attribute__((always_inline)) void ask_ahead(Coding coding, const uint8_t *codes) {
+    for (size_t at = 0; at < code_bytes(coding, 4); at += 64) __builtin_prefetch(codes + CODES_AHEAD + at, 0, 2);
 }
 
 /* totals (64) += the sums of register n times their unit, scaled, and in INT4 the zeros times the span's sum. */
@@ -146,7 +143,7 @@ static inline __attribute__((always_inline)) void halves_alone(Coding coding, in
     for (size_t c = 0; c < span; c += 4) {
         const __m256i even = _mm256_set1_epi32(x->pairs[pair_of(c)]), odd = _mm256_set1_epi32(x->pairs[pair_of(c) + TO_ODD]);
         __m256i rows[HALF];
-        ask_ahead(codes + bytes_of(coding, c));
+        ask_ahead(coding, codes + code_bytes(coding, c));
         four_columns(coding, codes, c, first, rows);
         for (int k = 0; k < HALF; k++)
             for (int h = 0; h < halves; h++) {
@@ -247,11 +244,11 @@ static inline void store_block(const float *totals, bf16 *out) {
 static inline __attribute__((always_inline)) void block_some(Coding coding, const Matrix *matrix, size_t block, const SpanX *x,
                                                              size_t tokens, bf16 *out, size_t stride) {
     const size_t columns = matrix->columns, group = matrix->group, span = span_of(matrix), groups = columns / group;
-    const size_t gap = coding == NL4 ? NL4_SCALES : 0; /* bytes from one group's codes to the next one's */
-    const size_t next = coding == INT4 ? 2 * matrix->rows : coding == INT6 ? BLOCK : nl4_group_bytes(group) / sizeof(bf16);
-    const uint8_t *codes = (const uint8_t *)matrix->weights + block * (bytes_of(coding, columns) + groups * gap);
-    const bf16 *from = coding == NL4 ? (const bf16 *)codes
-                                     : (const bf16 *)matrix->scales + block * BLOCK * (coding == INT4 ? 2 : groups);
+    const size_t gap = is_uneven(coding) ? UNEVEN_SCALES : 0; /* bytes from one group's codes to the next one's */
+    const size_t next = coding == INT4 ? 2 * matrix->rows : coding == INT6 ? BLOCK : uneven_group_bytes(coding, group) / sizeof(bf16);
+    const uint8_t *codes = (const uint8_t *)matrix->weights + block * (code_bytes(coding, columns) + groups * gap);
+    const bf16 *from = is_uneven(coding) ? (const bf16 *)codes
+                                         : (const bf16 *)matrix->scales + block * BLOCK * (coding == INT4 ? 2 : groups);
     float totals[SPAN_TOKENS * BLOCK] __attribute__((aligned(32)));
     memset(totals, 0, tokens * BLOCK * sizeof *totals);
     for (size_t g = 0; g < groups; g++, from += next) {
@@ -259,7 +256,7 @@ static inline __attribute__((always_inline)) void block_some(Coding coding, cons
         scales_of(coding, from, &scales);
         for (size_t r = 0; r < (coding == INT4 ? 2 : 1) * BLOCK; r += 32) __builtin_prefetch(from + 2 * next + r, 0, 3);
         codes += gap;
-        for (size_t s = 0; s < group; s += span, x++, codes += bytes_of(coding, span))
+        for (size_t s = 0; s < group; s += span, x++, codes += code_bytes(coding, span))
             add_span(coding, codes, span, x, columns / span, tokens, &scales, totals);
     }
     for (size_t m = 0; m < tokens; m++) store_block(totals + m * BLOCK, out + m * stride);
@@ -284,4 +281,6 @@ static inline __attribute__((always_inline)) void block_times(Coding coding, con
 
 BLOCKS_OF(int4_block, INT4)
 BLOCKS_OF(nl4_block, NL4)
+BLOCKS_OF(nl3_block, NL3)
+BLOCKS_OF(nl2_block, NL2)
 BLOCKS_OF(int6_block, INT6)

@@ -1,6 +1,6 @@
 /* What products want to know of x beforehand: its integers, of blocks of rows by spans, of blocks of GGUF files and published
  * codes of 4 bits by strips; of others the sums of groups. */
-static int of_spans(Coding coding) { return coding == INT4 || coding == INT2 || coding == INT6 || coding == NL4; }
+static int of_spans(Coding coding) { return coding == INT4 || coding == INT2 || coding == INT6 || is_uneven(coding); }
 static int of_strips(Coding coding) { return coding >= FIRST_GGUF && coding != E4M3; }
 
 static size_t prepared_of(const Matrix *matrix) {

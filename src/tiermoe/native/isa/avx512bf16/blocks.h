@@ -1,4 +1,4 @@
-/* Products with matrices that are kept in blocks of rows: INT4, INT6 and NL4. */
+/* Products with matrices that are kept in blocks of rows: INT4, INT6, NL4, NL3 and NL2. */
 #include "vector.h"
 
 enum {
@@ -23,17 +23,32 @@ static const uint8_t FIRST_HALF[64] __attribute__((aligned(64))) = {
     8, 8, 40, 40, 9, 9, 41, 41, 10, 10, 42, 42, 11, 11, 43, 43, 12, 12, 44, 44, 13, 13, 45, 45, 14, 14, 46, 46, 15, 15, 47, 47,
 };
 
-/* What the codes of INT4 or NL4 stand for, as VALUES. */
+/* What nibbles stand for, as VALUES. */
 static inline __m512i values_of_codes(Coding coding) {
-    if (coding != NL4) return _mm512_load_si512(VALUES);
-    const __m512i levels = _mm512_cvtepi8_epi32(_mm_load_si128((const void *)NL4_LEVELS));
+    if (!is_uneven(coding)) return _mm512_load_si512(VALUES);
+    const __m512i levels = _mm512_cvtepi8_epi32(_mm_load_si128((const void *)uneven_levels(coding)));
     return _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(_mm512_cvtepi32_ps(levels))); /* exact */
 }
 
+/* Columns 2 p and 2 p + 1 of four, 32 bytes of nibbles each. In NL3 and NL2 what lies above a code in its nibble belongs to
+ * other columns. */
+static inline __m512i pair_nibbles(Coding coding, const uint8_t *four, size_t p) {
+    if (coding == NL2) {
+        const __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)(four + p * 32)));
+        return _mm512_srlv_epi16(twice, _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(2), 1));
+    }
+    if (coding != NL3 || p == 0) return _mm512_loadu_si512(four + p * PAIR_BYTES);
+    const __m256i first = _mm256_loadu_si256((const void *)four), second = _mm256_loadu_si256((const void *)(four + 32));
+    const __m256i third = _mm256_loadu_si256((const void *)(four + 64));
+    const __m256i low = _mm256_and_si256(_mm256_srli_epi16(first, 3), _mm256_set1_epi8(0x11));
+    const __m256i middle = _mm256_and_si256(_mm256_srli_epi16(second, 2), _mm256_set1_epi8(0x22));
+    const __m256i high = _mm256_and_si256(_mm256_srli_epi16(third, 1), _mm256_set1_epi8(0x44));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(third), _mm256_or_si256(_mm256_or_si256(low, middle), high), 1);
+}
+
 /* The values of two columns: register r holds rows 16 r .. 16 r + 15, a lane both columns of its row. */
-static inline void nibbles_unpack(__m512i table, const uint8_t *pair, __m512i values[REGISTERS]) {
+static inline void nibbles_unpack(__m512i table, __m512i bytes, __m512i values[REGISTERS]) {
     const __m512i first = _mm512_load_si512(FIRST_HALF);
-    const __m512i bytes = _mm512_loadu_si512(pair);
     const __m512i low = _mm512_permutexvar_epi8(first, bytes);
     const __m512i high = _mm512_permutexvar_epi8(_mm512_add_epi8(first, _mm512_set1_epi8(16)), bytes);
     values[0] = _mm512_permutexvar_epi16(low, table);
@@ -112,9 +127,9 @@ typedef struct {
 static inline Place place_of(const Matrix *matrix, size_t block) {
     const uint8_t *codes = matrix->weights, *scales = matrix->scales;
     const size_t columns = matrix->columns, groups = columns / matrix->group;
-    if (matrix->coding == NL4) {
-        const size_t group = nl4_group_bytes(matrix->group);
-        return (Place){codes + block * groups * group + NL4_SCALES, codes + block * groups * group, group};
+    if (is_uneven(matrix->coding)) {
+        const size_t group = uneven_group_bytes(matrix->coding, matrix->group);
+        return (Place){codes + block * groups * group + UNEVEN_SCALES, codes + block * groups * group, group};
     }
     if (matrix->coding == INT4)
         return (Place){codes + block * BLOCK / 2 * columns, scales + block * BLOCK * 2 * sizeof(bf16),
@@ -128,9 +143,9 @@ static inline Place place_of(const Matrix *matrix, size_t block) {
 static inline __attribute__((always_inline)) void block_tile(Coding coding, size_t tokens, const Matrix *matrix, Place at,
                                                               const bf16 *x, const float *sums, bf16 *out, size_t stride) {
     const size_t groups = matrix->columns / matrix->group, fours = matrix->group / 4;
-    const size_t four = coding == INT6 ? 2 * (PAIR_BYTES + HIGH_BYTES) : 2 * PAIR_BYTES;
+    const size_t four = code_bytes(coding, 4);
     const size_t row = coding == INT4 ? 2 * sizeof(bf16) : sizeof(bf16); /* bytes of its scales in a group */
-    const size_t ahead_of_scales = coding == NL4 ? BYTES_AHEAD : GROUPS_AHEAD * at.group;
+    const size_t ahead_of_scales = is_uneven(coding) ? BYTES_AHEAD : GROUPS_AHEAD * at.group;
     const __m512i table = values_of_codes(coding);
     __m512 totals[BLOCK_TILE][REGISTERS];
     for (size_t m = 0; m < tokens; m++)
@@ -149,7 +164,7 @@ static inline __attribute__((always_inline)) void block_tile(Coding coding, size
                 if (coding == INT6)
                     int6_unpack(at.codes + p * PAIR_BYTES, at.codes + 2 * PAIR_BYTES + p * HIGH_BYTES, values);
                 else
-                    nibbles_unpack(table, at.codes + p * PAIR_BYTES, values);
+                    nibbles_unpack(table, pair_nibbles(coding, at.codes, p), values);
                 for (size_t m = 0; m < tokens; m++)
                     for (int r = 0; r < REGISTERS; r++)
                         group[m][r] = block_dot(group[m][r], values[r], x + m * matrix->columns);
@@ -160,7 +175,7 @@ static inline __attribute__((always_inline)) void block_tile(Coding coding, size
                 totals[m][r] = coding == INT4 ? int4_group(totals[m][r], group[m][r], sums[m * groups + g],
                                                            (const uint32_t *)at.scales + 16 * r)
                                               : scaled_group(totals[m][r], group[m][r], (const bf16 *)at.scales + 16 * r);
-        if (coding == NL4) at.codes += NL4_SCALES; /* of the next group */
+        if (is_uneven(coding)) at.codes += UNEVEN_SCALES; /* of the next group */
     }
     for (size_t m = 0; m < tokens; m++) store_rows(totals[m], out + m * stride);
 }
@@ -192,6 +207,16 @@ static void int4_block(const Matrix *matrix, size_t block, const bf16 *x, const 
 static void nl4_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
                       size_t stride) {
     block_tiles(NL4, matrix, block, x, sums, tokens, out, stride);
+}
+
+static void nl3_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+                      size_t stride) {
+    block_tiles(NL3, matrix, block, x, sums, tokens, out, stride);
+}
+
+static void nl2_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+                      size_t stride) {
+    block_tiles(NL2, matrix, block, x, sums, tokens, out, stride);
 }
 
 static void int6_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,

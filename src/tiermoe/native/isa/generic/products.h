@@ -3,7 +3,7 @@
 
 enum { TOGETHER = 4 }; /* tokens for which a weight is unpacked once */
 
-/* The codes of column c of a block, less the middle one; of NL4 their levels. */
+/* The codes of column c of a block, less the middle one; of NL4, NL3 and NL2 their levels. */
 static inline void int4_unpack(const uint8_t *codes, size_t c, float values[BLOCK]) {
     for (size_t r = 0; r < BLOCK / 2; r++) {
         const uint8_t both = codes[c * BLOCK / 2 + r];
@@ -12,11 +12,21 @@ static inline void int4_unpack(const uint8_t *codes, size_t c, float values[BLOC
     }
 }
 
-static inline void nl4_unpack(const uint8_t *codes, size_t c, float values[BLOCK]) {
+/* Byte r of column i of four, of nibbles that the codes are the lowest bits of. */
+static inline unsigned nibbles_at(Coding coding, const uint8_t *four, size_t i, size_t r) {
+    enum { COLUMN = BLOCK / 2 };
+    if (coding == NL2) return four[i / 2 * COLUMN + r] >> i % 2 * 2;
+    if (coding == NL4 || i < 3) return four[i * COLUMN + r];
+    return (four[r] >> 3 & 0x11) | (four[COLUMN + r] >> 2 & 0x22) | (four[2 * COLUMN + r] >> 1 & 0x44);
+}
+
+static inline void uneven_unpack(Coding coding, const uint8_t *codes, size_t c, float values[BLOCK]) {
+    const uint8_t *four = codes + code_bytes(coding, c / 4 * 4);
+    const int8_t *levels = uneven_levels(coding);
     for (size_t r = 0; r < BLOCK / 2; r++) {
-        const uint8_t both = codes[c * BLOCK / 2 + r];
-        values[r] = NL4_LEVELS[both & 15];
-        values[BLOCK / 2 + r] = NL4_LEVELS[both >> 4];
+        const unsigned both = nibbles_at(coding, four, c % 4, r);
+        values[r] = levels[both & 15];
+        values[BLOCK / 2 + r] = levels[both >> 4 & 15];
     }
 }
 
@@ -38,8 +48,8 @@ static inline __attribute__((always_inline)) void block_group(Coding coding, con
         float values[BLOCK];
         if (coding == INT4)
             int4_unpack(codes, c, values);
-        else if (coding == NL4)
-            nl4_unpack(codes, c, values);
+        else if (is_uneven(coding))
+            uneven_unpack(coding, codes, c, values);
         else
             int6_unpack(codes, c, values);
         for (size_t m = 0; m < count; m++) {
@@ -61,11 +71,10 @@ static inline void scaled_group(const bf16 *scales, const float sums[BLOCK], flo
 static inline __attribute__((always_inline)) void block_times(Coding coding, const Matrix *matrix, size_t block, const bf16 *x,
                                                               const float *sums, size_t tokens, bf16 *out, size_t stride) {
     const size_t columns = matrix->columns, group = matrix->group, groups = columns / group;
-    const size_t column = coding == INT6 ? BLOCK * 3 / 4 : BLOCK / 2; /* bytes */
-    const size_t apart = coding == NL4 ? nl4_group_bytes(group) : group * column; /* likewise, from group to group */
-    const uint8_t *codes = (const uint8_t *)matrix->weights + block * apart * groups + (coding == NL4 ? NL4_SCALES : 0);
+    const size_t before = is_uneven(coding) ? UNEVEN_SCALES : 0, apart = before + code_bytes(coding, group); /* bytes of a group */
+    const uint8_t *codes = (const uint8_t *)matrix->weights + block * apart * groups + before;
     const bf16 *scales = matrix->scales;
-    if (coding != NL4) scales += block * BLOCK * (coding == INT4 ? 2 : groups);
+    if (!is_uneven(coding)) scales += block * BLOCK * (coding == INT4 ? 2 : groups);
     for (size_t first = 0; first < tokens; first += TOGETHER) {
         const size_t count = tokens - first < TOGETHER ? tokens - first : TOGETHER;
         float totals[TOGETHER][BLOCK] = {{0}}, part[TOGETHER][BLOCK];
@@ -73,8 +82,8 @@ static inline __attribute__((always_inline)) void block_times(Coding coding, con
             const uint8_t *at = codes + g * apart;
             block_group(coding, at, group, x + first * columns + g * group, columns, count, part);
             for (size_t m = 0; m < count; m++)
-                if (coding == NL4)
-                    scaled_group((const bf16 *)(at - NL4_SCALES), part[m], totals[m]);
+                if (is_uneven(coding))
+                    scaled_group((const bf16 *)(at - UNEVEN_SCALES), part[m], totals[m]);
                 else if (coding == INT4)
                     int4_group(scales + 2 * g * matrix->rows, part[m], sums[(first + m) * groups + g], totals[m]);
                 else
@@ -93,6 +102,16 @@ static void int4_block(const Matrix *matrix, size_t block, const bf16 *x, const 
 static void nl4_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
                       size_t stride) {
     block_times(NL4, matrix, block, x, sums, tokens, out, stride);
+}
+
+static void nl3_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+                      size_t stride) {
+    block_times(NL3, matrix, block, x, sums, tokens, out, stride);
+}
+
+static void nl2_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+                      size_t stride) {
+    block_times(NL2, matrix, block, x, sums, tokens, out, stride);
 }
 
 static void int6_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,

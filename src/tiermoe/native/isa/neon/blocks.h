@@ -1,12 +1,13 @@
-/* Products with matrices that are kept in blocks of rows, over Eight: INT4, INT6 and NL4.
+/* Products with matrices that are kept in blocks of rows, over Eight: INT4, INT6, NL4, NL3 and NL2.
  *
  * The 32 bytes of a column in INT4 are read as 8 words. Nibble n of the words, kept in its place, is the code times 16^n: it
  * becomes a float without being shifted. x is multiplied by 16^-6, so that nothing overflows, and the scale by 16^(6 - n).
  * So the sums of a block lie in 8 registers: lane l of register 2 b + h has row 32 h + 4 l + b. In INT6 the high bits join
  * the nibbles first, those of rows 32 + j apart: byte b of the words of either half, kept in its place, is the code times
- * 256^b. In NL4 the nibbles, a byte each as there, are looked up: a byte is the level plus 128.
+ * 256^b. In NL4, NL3 and NL2 the nibbles (nibbles.h), a byte each as there, are looked up: a byte is the
+ * level plus 128.
  *
- * Codes are summed as they are, from 0 on: the 8 or 32 that is to be taken away joins the zero; in NL4, whose group is no
+ * Codes are summed as they are, from 0 on: the 8 or 32 that is to be taken away joins the zero; in NL4, NL3 and NL2, whose group is no
  * longer than a span, 128 times the sum of x is taken away before the first of them. Sums are scaled after at most SPAN
  * columns, for one token as for many. */
 enum {
@@ -21,9 +22,6 @@ enum {
     COLUMNS_AHEAD = 64,      /* whose codes are asked for ahead of their use */
 };
 
-/* Bytes of the codes of so many columns of a block, a multiple of four. */
-static inline size_t bytes_of(Coding coding, size_t columns) { return columns * BLOCK / 4 * (coding == INT6 ? 3 : 2); }
-
 /* A group's, of the rows of a block. */
 typedef struct {
     Eight scale[SUMS], zero[SUMS];
@@ -36,10 +34,10 @@ typedef struct {
 static const float INT4_PLACES[SUMS] = {SIXTEEN_TO_6, 1 << 20, 1 << 16, 1 << 12, 256, 16, 1, SIXTEEN_TO_6};
 static const float INT6_PLACES[SUMS] = {SIXTEEN_TO_6, SIXTEEN_TO_6, 1 << 16, 1 << 16, 256, 256, 1, 1};
 /* A level has all bits of its byte: the last byte is shifted, as the last nibble of INT4. */
-static const float NL4_PLACES[SUMS] = {SIXTEEN_TO_6, SIXTEEN_TO_6, 1 << 16, 1 << 16, 256, 256, SIXTEEN_TO_6, SIXTEEN_TO_6};
+static const float UNEVEN_PLACES[SUMS] = {SIXTEEN_TO_6, SIXTEEN_TO_6, 1 << 16, 1 << 16, 256, 256, SIXTEEN_TO_6, SIXTEEN_TO_6};
 
 /* 128 times 1 over the place of register n and that of x: what a level is too large by. */
-static const float NL4_ABOVE[SUMS] = {
+static const float UNEVEN_ABOVE[SUMS] = {
     128 / SIXTEEN_TO_6, 128 / SIXTEEN_TO_6, 1.0f / (1 << 9), 1.0f / (1 << 9), 0.5f, 0.5f, 128 / SIXTEEN_TO_6, 128 / SIXTEEN_TO_6,
 };
 
@@ -56,9 +54,9 @@ static inline void int4_scales(const uint32_t *pairs, Scales *scales) {
     }
 }
 
-/* from: of 64 rows. NL4 needs no zero. */
+/* from: of 64 rows. Levels need no zero. */
 static inline __attribute__((always_inline)) void scales_of(Coding coding, const bf16 *from, Scales *scales) {
-    const float *places = coding == NL4 ? NL4_PLACES : INT6_PLACES;
+    const float *places = is_uneven(coding) ? UNEVEN_PLACES : INT6_PLACES;
     for (int h = 0; h < 2; h++) {
         Words v[4];
         halves_by_lane(from + h * BLOCK / 2, v);
@@ -71,16 +69,16 @@ static inline __attribute__((always_inline)) void scales_of(Coding coding, const
 }
 
 /* Columns whose place among the codes is found at once. */
-static inline size_t together_in(Coding coding) { return coding == INT6 ? 4 : 1; }
+static inline size_t together_in(Coding coding) { return coding == INT4 || coding == NL4 ? 1 : 4; }
 
-/* The words of column c + next, c a multiple of together_in(coding). In INT4 they hold all registers of the column, in INT6
- * and NL4 those of one half of the rows, a code or level in each byte. */
+/* The words of column c + next, c a multiple of together_in(coding). In INT4 they hold all registers of the column, else
+ * those of one half of the rows, a code or level in each byte. */
 static inline __attribute__((always_inline)) Words words_of(Coding coding, int half, const uint8_t *codes, size_t c,
                                                             size_t next) {
     if (coding != INT6) {
-        const Words nibbles = words_from(codes + c * BLOCK / 2);
+        const Words nibbles = column_nibbles(coding, codes + code_bytes(coding, c), next);
         if (coding == INT4) return nibbles;
-        return words_looked_up(NL4_LEVELS, words_and(half ? WORDS_RIGHT(nibbles, 4) : nibbles, 0x0F0F0F0F));
+        return words_looked_up(uneven_levels(coding), words_and(half ? WORDS_RIGHT(nibbles, 4) : nibbles, 0x0F0F0F0F));
     }
     const uint8_t *four = codes + c / 4 * 3 * BLOCK;
     Words words = words_from(four + next * BLOCK / 2), high = words_from(four + 2 * BLOCK + next / 2 * BLOCK / 2);
@@ -93,22 +91,21 @@ static inline __attribute__((always_inline)) Words words_of(Coding coding, int h
 
 /* Asks for the codes of some columns in time. */
 static inline __attribute__((always_inline)) void ask_ahead(Coding coding, const uint8_t *codes, size_t c) {
-    if (coding != INT6 && c % 2) return;
-    const uint8_t *ahead = codes + bytes_of(coding, COLUMNS_AHEAD) + bytes_of(coding, c);
-    __builtin_prefetch(ahead, 0, 2);
-    if (coding == INT6) __builtin_prefetch(ahead + 64, 0, 2), __builtin_prefetch(ahead + 128, 0, 2);
+    if (c % 2) return;
+    const uint8_t *ahead = codes + code_bytes(coding, COLUMNS_AHEAD) + code_bytes(coding, c);
+    for (size_t at = 0; at < code_bytes(coding, together_in(coding)); at += 64) __builtin_prefetch(ahead + at, 0, 2);
 }
 
 /* Register n of a column, times 1 over its place. */
 static inline __attribute__((always_inline)) Eight values_of(Coding coding, Words words, int n) {
-    if (coding == NL4 && n / 2 == 3) return eight_of_words(WORDS_RIGHT(words, 24));
+    if (is_uneven(coding) && n / 2 == 3) return eight_of_words(WORDS_RIGHT(words, 24));
     if (coding != INT4) return eight_of_words(words_and(words, 255u << n / 2 * 8));
     return eight_of_words(n == SUMS - 1 ? WORDS_RIGHT(words, 28) : words_and(words, 15u << 4 * n));
 }
 
 /* What the sums of register n begin with; x_sum: of the group. */
 static inline __attribute__((always_inline)) Eight sum_begin(Coding coding, int n, const float *x_sum) {
-    return coding == NL4 ? eight_all(-NL4_ABOVE[n] * *x_sum) : eight_zeros();
+    return is_uneven(coding) ? eight_all(-UNEVEN_ABOVE[n] * *x_sum) : eight_zeros();
 }
 
 /* values = x * 16^-6 */
@@ -160,7 +157,7 @@ static inline __attribute__((always_inline)) void span_times(Coding coding, size
                                                              const float *x, const float *sums, size_t groups,
                                                              const Scales *scales, float *totals) {
     if (coding != INT6 && tokens == 1) {
-        span_part(coding, coding == NL4 ? BOTH : 0, 0, 1, SUMS, tokens, codes, span, x, sums, groups, scales, totals);
+        span_part(coding, is_uneven(coding) ? BOTH : 0, 0, 1, SUMS, tokens, codes, span, x, sums, groups, scales, totals);
     } else if (coding != INT4) {
         span_part(coding, 0, 0, 2, SUMS / 2, tokens, codes, span, x, sums, groups, scales, totals);
         span_part(coding, 1, 1, 2, SUMS / 2, tokens, codes, span, x, sums, groups, scales, totals);
@@ -259,10 +256,10 @@ static inline __attribute__((always_inline)) void block_some(Coding coding, cons
                                                              const float *sums, size_t tokens, bf16 *out, size_t stride) {
     const size_t columns = matrix->columns, group = matrix->group, span = group < SPAN ? group : SPAN;
     const size_t groups = columns / group, row = coding == INT4 ? 2 : 1; /* numbers of a row in a group */
-    const size_t gap = coding == NL4 ? NL4_SCALES : 0; /* bytes from one group's codes to the next one's */
-    const size_t apart = coding == INT4 ? 2 * matrix->rows : coding == INT6 ? BLOCK : nl4_group_bytes(group) / sizeof(bf16);
-    const uint8_t *codes = (const uint8_t *)matrix->weights + block * (bytes_of(coding, columns) + groups * gap);
-    const bf16 *pairs = coding == NL4 ? (const bf16 *)codes
+    const size_t gap = is_uneven(coding) ? UNEVEN_SCALES : 0; /* bytes from one group's codes to the next one's */
+    const size_t apart = coding == INT4 ? 2 * matrix->rows : coding == INT6 ? BLOCK : uneven_group_bytes(coding, group) / sizeof(bf16);
+    const uint8_t *codes = (const uint8_t *)matrix->weights + block * (code_bytes(coding, columns) + groups * gap);
+    const bf16 *pairs = is_uneven(coding) ? (const bf16 *)codes
                                       : (const bf16 *)matrix->scales + block * BLOCK * (coding == INT4 ? 2 : groups);
     float totals[BLOCK_TOKENS * BLOCK] __attribute__((aligned(32)));
     memset(totals, 0, tokens * BLOCK * sizeof *totals);
@@ -274,9 +271,9 @@ static inline __attribute__((always_inline)) void block_some(Coding coding, cons
             scales_of(coding, pairs, &scales);
         for (size_t r = 0; r < row * BLOCK; r += 32) __builtin_prefetch(pairs + 2 * apart + r, 0, 3);
         codes += gap;
-        for (size_t s = 0; s < group; s += span, x += span, codes += bytes_of(coding, span))
+        for (size_t s = 0; s < group; s += span, x += span, codes += code_bytes(coding, span))
             add_span(coding, codes, span, x, columns, tokens, sums + g, groups, &scales, totals);
-        for (size_t m = 0; coding != NL4 && m < tokens; m++) add_scaled(scales.zero, sums[m * groups + g], totals + m * BLOCK);
+        for (size_t m = 0; !is_uneven(coding) && m < tokens; m++) add_scaled(scales.zero, sums[m * groups + g], totals + m * BLOCK);
     }
     for (size_t m = 0; m < tokens; m++) store_block(totals + m * BLOCK, out + m * stride);
 }
@@ -298,6 +295,16 @@ static void int4_block(const Matrix *matrix, size_t block, const bf16 *x, const 
 static void nl4_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
                       size_t stride) {
     block_times(NL4, matrix, block, x, sums, tokens, out, stride);
+}
+
+static void nl3_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+                      size_t stride) {
+    block_times(NL3, matrix, block, x, sums, tokens, out, stride);
+}
+
+static void nl2_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+                      size_t stride) {
+    block_times(NL2, matrix, block, x, sums, tokens, out, stride);
 }
 
 static void int6_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,

@@ -5,7 +5,7 @@ const Kernels KERNELS = {
     .prepared = prepared_of,
     .prepare = prepare,
     .block = {[INT4] = int4_block, [INT8] = rows_block, [BF16] = rows_block, [INT6] = int6_block, [INT2] = int2_block,
-              [NL4] = nl4_block, [FIRST_GGUF ... LAST_GGUF] = gguf_block,
+              [NL4] = nl4_block, [NL3] = nl3_block, [NL2] = nl2_block, [FIRST_GGUF ... LAST_GGUF] = gguf_block,
               [FIRST_PUBLISHED ... LAST_PUBLISHED] = gguf_block},
     .gate = gate_rows,
     .combine = combine,
