@@ -92,6 +92,10 @@ def _errors(app: FastAPI) -> None:
         said = f"{'.'.join(place) or 'body'}: {first['msg'].removeprefix('Value error, ')}"
         return await refused(request, Refused(400, said, place[0] if place else None))
 
+    @app.exception_handler(Exception)
+    async def unforeseen(request: HttpRequest, error: Exception) -> JSONResponse:
+        return await refused(request, Refused(500, f"{type(error).__name__}: {error}", kind="server_error"))
+
     @app.exception_handler(StarletteHTTPException)
     async def http(request: HttpRequest, error: HTTPException) -> JSONResponse:
         body = _body(request.url.path, Refused(error.status_code, str(error.detail)))
