@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tiermoe.batch import Batch, Kind
+from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.generation.sampling import Sampling
 from tiermoe.serve import work
 from tiermoe.serve.batcher import Batcher
@@ -79,6 +80,9 @@ class Rounding:
 
     def new_cache(self, rows: int, context: int) -> Slabs:
         return self.cache
+
+    def snapshot(self) -> PhaseCosts:
+        return PhaseCosts()
 
     def step(self, batch: Batch, cache: Slabs, every: bool = False) -> Tensor:
         logits = []

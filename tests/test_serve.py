@@ -457,6 +457,7 @@ def test_models_tokens_and_metrics(http: httpx.Client, client: openai.OpenAI) ->
     assert float(lines['tiermoe:request_success_total{finished_reason="length"}']) >= 1
     stats = http.get("/stats").json()
     assert stats["expert_hits"] > 0
+    assert stats["other_budgets"] == []  # all are in memory
     assert (stats["rows"], stats["running"], stats["generated_tokens"] >= 8) == (4, 0, True)
     layers = http.get("/experts").json()["layers"]
     assert [len(layer["bits"]) for layer in layers] == [8, 8, 8]

@@ -131,7 +131,8 @@ def _state(app: FastAPI, served: Served) -> None:
         batcher = served.worker.batcher
         rows = {"rows": batcher.rows, "running": batcher.running, "waiting": batcher.waiting}
         disk = {"prefix_disk": asdict(batcher.disk.counts)} if batcher.disk is not None else {}
-        return {**served.engine.stats(), **rows, **asdict(batcher.counts), **disk}
+        budgets = {"other_budgets": [asdict(each) for each in served.other_budgets]}
+        return {**served.engine.stats(), **rows, **asdict(batcher.counts), **disk, **budgets}
 
     @app.get("/experts")
     def experts() -> dict[str, Any]:

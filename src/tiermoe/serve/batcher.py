@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from tiermoe.batch import Batch, Kind, Row
+from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.errors import PromptError
 from tiermoe.serve.prefix_disk import PrefixDisk
 from tiermoe.serve.prefixes import Begun, Prefixes
@@ -55,7 +57,8 @@ class Counts:
 
 class Batcher:
     """Runs up to `rows` requests at once over an engine, each of up to `context` tokens, in the order in which they
-    come: one that waits for memory (`MemoryPlan.kv_memory`) keeps those behind it waiting, however short. ends: tokens
+    come: one that waits for memory (`MemoryPlan.kv_memory`) keeps those behind it waiting, however short. `decoding`:
+    what steps of answers alone have taken, where experts are missing. ends: tokens
     that end an answer. penalty: for repetition, as the model's generation config has it. disk: makes what keeps
     beginnings of prompts on disk, of the cache. Not for several threads."""
 
@@ -69,6 +72,7 @@ class Batcher:
         disk: Callable[[Any], PrefixDisk] | None = None,
     ) -> None:
         self.counts = Counts()
+        self.decoding = PhaseCosts()
         self.rows = rows
         self.context: int = min(engine.plan.context, engine.longest_context or engine.plan.context)
         self._engine = engine
@@ -86,8 +90,8 @@ class Batcher:
         self._numbers = count(1)
         self._read_last = False
         # lossy rules look at all that runs at once, and transformers' code runs row by row
-        missing = engine.plan.slots < engine.plan.all_slots
-        self._joins = missing and not engine.lossy and engine.steps.decoder.rows_together
+        self._missing = engine.plan.slots < engine.plan.all_slots
+        self._joins = self._missing and not engine.lossy and engine.steps.decoder.rows_together
         self._verified = FEW_TOKENS if engine.steps.decoder.verifies else 1
 
     @property
@@ -256,7 +260,7 @@ class Batcher:
             return
         every = bool(prompts) and prompts[0].scored
         try:
-            logits = self._engine.step(Batch(rows, apart=True), self._cache, every)
+            logits = self._computed(rows, every)
         except Exception as error:
             if len(rows) == 1:
                 yield from self._failed([*answering, *prompts], error)
@@ -273,6 +277,13 @@ class Batcher:
         read = [logits] if every else logits[len(answering) :, None]
         for row, part, its in zip(prompts, parts, read, strict=True):
             yield from self._has_read(row, part, its)
+
+    def _computed(self, rows: tuple[Row, ...], every: bool) -> Tensor:
+        batch = Batch(rows, apart=True)
+        timed = self._missing and batch.phase == "decode"
+        with self.decoding.measured(self._engine.snapshot, len(rows)) if timed else nullcontext():
+            logits: Tensor = self._engine.step(batch, self._cache, every)
+        return logits
 
     def _has_read(self, row: Work, part: Row, logits: Tensor) -> Iterator[Piece]:
         """The next chunk of a prompt has run; logits (n, vocabulary) of its last token, or of all where it is
