@@ -63,6 +63,7 @@ def test_a_streamed_message(claude: anthropic.Anthropic) -> None:
         ({"tools": [{"name": "a", "input_schema": {}}]}, "tools"),
         ({"tools": [{"name": "web_search", "type": "web_search_20250305"}]}, "tools"),
         ({"tool_choice": {"type": "tool"}}, "needs name"),
+        ({"extra_body": {"mcp_servers": [{"url": "a"}]}}, "mcp_servers is not supported"),
         ({"model": "other"}, "this server has 'tiny'"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "user"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),

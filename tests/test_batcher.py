@@ -7,6 +7,7 @@ import dataclasses
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -23,6 +24,7 @@ from tiermoe.serve.batcher import Batcher
 from tiermoe.serve.detokenize import Detokenizer
 from tiermoe.serve.request import Piece, Request
 from tiermoe.serve.scoring import use_of
+from tiermoe.serve.served import Served
 from tiermoe.serve.worker import ClosingError, QueueFullError, Worker
 from tiny import write
 
@@ -249,6 +251,24 @@ def test_a_prompt_is_scored_in_the_steps_of_who_only_scores(loaded: Any, tokens:
     assert [each.logprob for each in piece.prompt] == [None, *expected]
 
 
+def test_what_answers_take_says_what_more_memory_would_bring(loaded: Any) -> None:
+    batch, missing = batcher(loaded), loaded.plan.slots < loaded.plan.all_slots
+    for seed in range(2):
+        batch.add(request(ids(3, seed), 20))
+    answers(batch, [])
+    assert batch.decoding.tokens == (38 if missing else 0)  # the first ones are of the prompts' steps
+    none: Any = None
+    worker: Any = SimpleNamespace(batcher=batch)
+    found = Served("a", Letters(), worker, none, loaded, Sampling(), 0, none).other_budgets
+    assert bool(found) == missing
+    if missing:
+        own = [each.slots for each in found].index(loaded.plan.slots)
+        more = [(each.hit_rate, each.decode_tok_s) for each in found[own:]]
+        assert more == sorted(more)
+        assert more[0] < more[-1]
+        assert found[-1].slots == loaded.plan.all_slots
+
+
 def test_a_request_that_leaves_frees_its_row(loaded: Any) -> None:
     batch = batcher(loaded, 1)
     first, second = batch.add(request(ids(9, 1), 50)), batch.add(request(ids(9, 2), 3))
@@ -344,7 +364,8 @@ def test_an_error_ends_the_requests_of_its_step_and_no_other(loaded: Any, monkey
             raise RuntimeError("the drive is gone")
         return working(rows, cache, every)
 
-    monkeypatch.setattr(batch, "_engine", type("Failing", (), {"step": staticmethod(step)}))
+    failing = {"step": staticmethod(step), "snapshot": staticmethod(loaded.snapshot)}
+    monkeypatch.setattr(batch, "_engine", type("Failing", (), failing))
     pieces: list[Piece] = []
     found = answers(batch, pieces)
     ends = {piece.number: piece for piece in pieces if piece.finish}

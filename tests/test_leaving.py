@@ -58,10 +58,11 @@ def held(served: Served, request: pytest.FixtureRequest) -> Iterator[tuple[Held,
 class Client:
     """Asks an app for a completion, and may leave. sent: what the app has answered."""
 
-    def __init__(self, app: Any, tokens: int) -> None:
+    def __init__(self, app: Any, tokens: int, stream: bool = False) -> None:
         self.sent: list[Any] = []
         self._gone = asyncio.Event()
-        self._body: bytes | None = json.dumps({"prompt": [5, 6, 7], "max_tokens": tokens, "temperature": 0}).encode()
+        asked = {"prompt": [5, 6, 7], "max_tokens": tokens, "temperature": 0, "stream": stream}
+        self._body: bytes | None = json.dumps(asked).encode()
         headers = [(b"content-type", b"application/json")]
         scope = {
             "type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions",
@@ -131,3 +132,28 @@ def test_a_client_leaves_the_queue(held: tuple[Held, Worker, Ended, Any]) -> Non
     assert [answer["usage"]["completion_tokens"] for answer in answers] == [50, 3]
     worker.close(60)
     assert ended == ["length", "length"]
+
+
+@pytest.mark.parametrize("held", ["prefill"], indirect=True)
+def test_a_stream_that_waits_is_kept_alive(
+    held: tuple[Held, Worker, Ended, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own prompt is being read, or it is in the queue: a comment comes as long as there is nothing to tell."""
+    monkeypatch.setattr("tiermoe.serve.openai.KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr("tiermoe.serve.answers._PATIENCE_S", 0.01)
+    engine, worker, _, app = held
+
+    def told(client: Client) -> str:
+        return b"".join(each.get("body", b"") for each in client.sent).decode()
+
+    async def asked() -> list[str]:
+        clients = [Client(app, 3, stream=True) for _ in range(2)]
+        await until(lambda: all(told(client).count(": ping") > 2 for client in clients))
+        assert worker.batcher.waiting == 1
+        before = [told(client) for client in clients]
+        engine.let_go()
+        await until(lambda: all("[DONE]" in told(client) for client in clients))
+        return before
+
+    for before in asyncio.run(asked()):
+        assert "data:" not in before

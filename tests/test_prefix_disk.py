@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import shutil
@@ -81,6 +82,17 @@ class Kept:
         return sum(file.stat().st_size for file in self.files)
 
 
+class Sharing:
+    """An engine whose requests share the memory for keys and values of one of the longest."""
+
+    def __init__(self, engine: Any) -> None:
+        self.plan = dataclasses.replace(engine.plan, kv_memory=1)
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
 def answer(batch: Batcher, prompt: list[int], tokens: int = 6) -> list[tuple[int, float | None]]:
     """Tokens and their log probabilities."""
     batch.add(Request(prompt, Sampling(max_tokens=tokens), logprobs=1))
@@ -137,6 +149,28 @@ def test_who_leaves_while_a_conversation_is_read_leaves_no_memory_taken(
     assert not second._cache.keys[0].any()  # its pages have gone
     assert second.idle
     ended(second)
+
+
+def test_who_is_put_back_reads_again_what_it_had_from_disk(
+    engines: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two answers in the memory of one of the longest. What the second began with lies nowhere else."""
+    monkeypatch.setattr("tiermoe.serve.work.AHEAD", 16)
+    kept, turn = Kept(tmp_path / "kept"), ids(140)
+    first = kept.start(engines[0])
+    answer(first, turn)
+    ended(first)
+    shared = Sharing(engines[0])
+    expected = [answer(Batcher(shared, Letters(), set(), 2), each, 90) for each in (ids(20, 2), turn)]
+    batch = kept.start(shared)
+    numbers = [batch.add(Request(each, Sampling(max_tokens=90), logprobs=1)) for each in (ids(20, 2), turn)]
+    pieces = []
+    while not batch.idle:
+        pieces += batch.step()
+    told = [[each for piece in pieces if piece.number == number for each in piece.logprobs] for number in numbers]
+    assert [[(each.token, each.logprob) for each in its] for its in told] == expected
+    assert (batch.counts.put_back, batch.counts.cached_tokens) == (1, 139)
+    assert ended(batch).counts.hits == 2
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2_moe"])

@@ -6,7 +6,19 @@ import random
 
 import pytest
 
-from tiermoe.serve.prefixes import Prefixes
+from tiermoe.batch import Kind
+from tiermoe.serve.held import Held
+from tiermoe.serve.prefixes import Begun, Prefixes
+
+
+def held(tokens: list[int]) -> Held:
+    found = Held()
+    found.add(tokens, Kind.PROMPT)
+    return found
+
+
+def length(begun: Begun | None) -> int:
+    return -1 if begun is None else len(begun.held.tokens)
 
 
 class Cache:
@@ -69,17 +81,17 @@ def test_requests_never_take_more_than_the_memory(seed: int) -> None:
         if len(running) < rows and chance.random() < 0.6:
             prompt = [chance.randrange(2) for _ in range(chance.randint(1, 20))]
             answer = [chance.randrange(2) for _ in range(chance.randint(1, 20))]
-            at_work = [(slab, cache.tokens[slab]) for slab in running]
+            at_work = [(slab, held(cache.tokens[slab])) for slab in running]
             found = prefixes.begin(prompt, len(prompt) + min(len(answer), 4), at_work)
             if found is None:
                 assert running
                 waited += 1
             else:
                 assert found.slab not in running
-                assert cache.tokens[found.slab] == prompt[: found.length]
-                assert found.length < len(prompt)
-                running[found.slab] = [*prompt, *answer][found.length :]
-                begun, reused = begun + 1, reused + (found.length > 0)
+                assert cache.tokens[found.slab] == found.held.tokens == prompt[: length(found)]
+                assert length(found) < len(prompt)
+                running[found.slab] = [*prompt, *answer][length(found) :]
+                begun, reused = begun + 1, reused + (length(found) > 0)
         for slab in list(running):
             count = min(chance.randint(0, 6), len(running[slab]))
             if not prefixes.grow(slab, len(cache.tokens[slab]) + count):
@@ -96,7 +108,7 @@ def test_requests_never_take_more_than_the_memory(seed: int) -> None:
                 if chance.random() < 0.1:
                     prefixes.close(slab)
                 else:
-                    prefixes.leave(slab, cache.tokens[slab])
+                    prefixes.leave(slab, held(cache.tokens[slab]))
         assert cache.nbytes_held <= prefixes.taken <= memory
     assert min(waited, begun, reused, stuck) > 20
 
@@ -108,12 +120,10 @@ def test_the_oldest_is_given_up_for_a_longer_request() -> None:
         begun = prefixes.begin([first] * 9, 12, [])
         assert begun is not None
         cache.write(begun.slab, [first] * 12)
-        prefixes.leave(begun.slab, cache.tokens[begun.slab])
+        prefixes.leave(begun.slab, held(cache.tokens[begun.slab]))
     assert prefixes.begin([9] * 10, 16, []) is not None
-    again = prefixes.begin([3] * 9, 12, [])
-    assert again is not None
-    assert again.length == 8
-    assert prefixes.begin([1] * 9, 12, []).length == 0  # type: ignore[union-attr]
+    assert length(prefixes.begin([3] * 9, 12, [])) == 8
+    assert length(prefixes.begin([1] * 9, 12, [])) == 0
 
 
 def test_a_beginning_is_taken_over_where_there_is_no_memory_for_both() -> None:
@@ -122,10 +132,10 @@ def test_a_beginning_is_taken_over_where_there_is_no_memory_for_both() -> None:
     first = prefixes.begin([1] * 20, 30, [])
     assert first is not None
     cache.write(first.slab, [1] * 30)
-    prefixes.leave(first.slab, cache.tokens[first.slab])
+    prefixes.leave(first.slab, held(cache.tokens[first.slab]))
     second = prefixes.begin([1] * 10 + [2] * 5, 20, [])
     assert second is not None
-    assert (second.slab, second.length, prefixes.taken) == (first.slab, 10, 30)
+    assert (second.slab, length(second), prefixes.taken) == (first.slab, 10, 30)
     cache.write(second.slab, [2] * 5)
-    prefixes.leave(second.slab, cache.tokens[second.slab])
+    prefixes.leave(second.slab, held(cache.tokens[second.slab]))
     assert prefixes.taken == 30  # what was written behind it before has not come back

@@ -336,6 +336,8 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix", "not supported"),
     ("/v1/completions", {"prompt": ["a", "b"], "n": 5}, 400, "n", "10 answers are asked for, 8 at most"),
     ("/v1/completions", {"prompt": "a", "min_tokens": 3}, 400, "min_tokens", "not supported"),
+    ("/v1/completions", {"prompt": "a", "allowed_token_ids": [5]}, 400, "allowed_token_ids", "not supported"),
+    ("/v1/completions", {"prompt": "a", "typical_p": 0.5}, 400, "typical_p", "not supported"),
     ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "needs echo"),
     ("/v1/completions", {"prompt": "\ud800"}, 400, "prompt", "surrogate"),
     ("/v1/completions", {"prompt": "a", "logit_bias": {"99999": 1}}, 400, "logit_bias", "no token"),
@@ -353,6 +355,8 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
         {"type": "image_url", "image_url": {"url": "data:,"}}]}]}, 400, "messages", "reads text alone, no image_url"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, 400,
      "top_logprobs", "logprobs=true"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}, 400,
+     "tool_choice", "there are no tools"),
     ("/detokenize", {"tokens": [-1]}, 400, "tokens", "no token -1"),
     ("/tokenize", {}, 400, "prompt", "either"),
 ]  # fmt: skip
@@ -418,6 +422,28 @@ def test_what_fails_is_an_error_of_the_server(
     assert http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}).status_code == 200
 
 
+def test_what_nobody_foresaw_is_an_error_in_the_dialect_s_shape(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("torn")
+
+    monkeypatch.setattr(Served, "check_model", fails)
+    transport = httpx.ASGITransport(create_app(served), raise_app_exceptions=False)
+
+    async def asked(path: str) -> httpx.Response:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            message = {"role": "user", "content": "a"}
+            return await client.post(path, json={"messages": [message], "max_tokens": 1})
+
+    found = [asyncio.run(asked(path)) for path in ("/v1/chat/completions", "/v1/messages")]
+    assert [each.status_code for each in found] == [500, 500]
+    assert found[0].json()["error"] == {
+        "message": "RuntimeError: torn", "type": "server_error", "param": None, "code": None
+    }  # fmt: skip
+    assert found[1].json() == {"type": "error", "error": {"type": "api_error", "message": "RuntimeError: torn"}}
+
+
 def test_models_tokens_and_metrics(http: httpx.Client, client: openai.OpenAI) -> None:
     greedy(client)
     (model,) = client.models.list()
@@ -431,6 +457,7 @@ def test_models_tokens_and_metrics(http: httpx.Client, client: openai.OpenAI) ->
     assert float(lines['tiermoe:request_success_total{finished_reason="length"}']) >= 1
     stats = http.get("/stats").json()
     assert stats["expert_hits"] > 0
+    assert stats["other_budgets"] == []  # all are in memory
     assert (stats["rows"], stats["running"], stats["generated_tokens"] >= 8) == (4, 0, True)
     layers = http.get("/experts").json()["layers"]
     assert [len(layer["bits"]) for layer in layers] == [8, 8, 8]

@@ -705,8 +705,8 @@ BREAKAGES = (
     Breakage(
         "a request begins without the memory for its tokens",
         "src/tiermoe/serve/prefixes.py",
-        "        if not self._fits(needed, self._running):\n            return None\n        known",
-        "        known",
+        "        if not self._fits(needed, self._running):\n            return None\n        lengths",
+        "        lengths",
         ("tests/test_prefixes.py",),
     ),
     Breakage(
@@ -721,7 +721,21 @@ BREAKAGES = (
         "src/tiermoe/serve/work.py",
         "return verify(self.slab",
         "return prompt(self.slab",
-        ("tests/test_batcher.py",),
+        ("tests/test_put_back.py",),
+    ),
+    Breakage(
+        "what a request took over from another one runs again in other parts",
+        "src/tiermoe/serve/work.py",
+        "return prompt(self.slab, self.past.whole(part, first), first)",
+        "return prompt(self.slab, self.past.tokens[first : first + part.count], first)",
+        ("tests/test_put_back.py",),
+    ),
+    Breakage(
+        "an answer waits for the memory of later prompts",
+        "src/tiermoe/serve/batcher.py",
+        "max((*self._reading, *self._answering)",
+        "max((*self._answering,)",
+        ("tests/test_put_back.py",),
     ),
     Breakage(
         "a template that takes one system message alone is given several",

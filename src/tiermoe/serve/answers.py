@@ -18,7 +18,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer, whole or as a stream", "content": {"text/event-stream": {}}}
 }
 """What the documentation tells of an endpoint that streams where it is asked to."""
-KEEP_ALIVE_S = 15
+KEEP_ALIVE_S = 5
 """Between comments in a stream that has nothing to tell."""
 
 

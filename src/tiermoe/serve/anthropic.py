@@ -22,6 +22,7 @@ from tiermoe.serve.served import Served
 PATH = "/v1/messages"
 _KINDS = {
     400: "invalid_request_error",
+    405: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
     413: "request_too_large",
@@ -55,6 +56,7 @@ def routes(app: FastAPI, served: Served) -> None:
 
 
 def _prepared(served: Served, asked: CountRequest) -> Prepared:
+    asked.check()
     served.check_model(asked.model)
     return prepare(
         served, Chat(asked.plain, asked.functions, asked.choice, asked.answer_schema, asked.told, asked.parallel)

@@ -103,10 +103,14 @@ class OutputConfig(BaseModel):
     format: OutputFormat | None = None
 
 
-class CountRequest(BaseModel):
-    """Fields that change nothing here are ignored."""
+ELSEWHERE = ("mcp_servers", "container")
+"""Fields that ask for something that only Anthropic's own machines do."""
 
-    model_config = ConfigDict(extra="ignore")
+
+class CountRequest(BaseModel):
+    """Fields that change nothing here are ignored; those of `ELSEWHERE` are refused."""
+
+    model_config = ConfigDict(extra="allow")
 
     model: str = ""
     messages: list[Message] = Field(min_length=1)
@@ -116,6 +120,12 @@ class CountRequest(BaseModel):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
+
+    def check(self) -> None:
+        """Refused where a field asks for what this server does not do."""
+        for name in ELSEWHERE:
+            if (self.model_extra or {}).get(name):
+                raise Refused(400, f"{name} is not supported by this server; leave it out", name)
 
     @property
     def plain(self) -> list[dict[str, Any]]:

@@ -92,6 +92,10 @@ def _errors(app: FastAPI) -> None:
         said = f"{'.'.join(place) or 'body'}: {first['msg'].removeprefix('Value error, ')}"
         return await refused(request, Refused(400, said, place[0] if place else None))
 
+    @app.exception_handler(Exception)
+    async def unforeseen(request: HttpRequest, error: Exception) -> JSONResponse:
+        return await refused(request, Refused(500, f"{type(error).__name__}: {error}", kind="server_error"))
+
     @app.exception_handler(StarletteHTTPException)
     async def http(request: HttpRequest, error: HTTPException) -> JSONResponse:
         body = _body(request.url.path, Refused(error.status_code, str(error.detail)))
@@ -127,7 +131,8 @@ def _state(app: FastAPI, served: Served) -> None:
         batcher = served.worker.batcher
         rows = {"rows": batcher.rows, "running": batcher.running, "waiting": batcher.waiting}
         disk = {"prefix_disk": asdict(batcher.disk.counts)} if batcher.disk is not None else {}
-        return {**served.engine.stats(), **rows, **asdict(batcher.counts), **disk}
+        budgets = {"other_budgets": [asdict(each) for each in served.other_budgets]}
+        return {**served.engine.stats(), **rows, **asdict(batcher.counts), **disk, **budgets}
 
     @app.get("/experts")
     def experts() -> dict[str, Any]:

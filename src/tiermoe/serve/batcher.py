@@ -6,26 +6,27 @@ fit into a chunk: it reads each expert once. No request's tokens depend on what 
 and tokens that are generated together have the bits that each has alone.
 
 Memory for keys and values is set aside for a prompt and the beginning of its answer, and for more as the answer grows.
-Where it is used up, those that came later wait for those that came before them; where none can go on, the one that came
-last is put back into the queue, and what has run of it runs again later, in the same parts: no bit of it changes,
-unless it
-began with what another request had left and that is gone.
+Where it is used up, the request that came last is put back into the queue for those that came before it, and what has
+run of it runs again later, in the parts in which it ran (`held.py`), those of another request's beginning included: no
+bit of it changes.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from torch import Tensor
 
-from tiermoe.batch import Batch, Row
+from tiermoe.batch import Batch, Kind, Row
+from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.errors import PromptError
 from tiermoe.serve.prefix_disk import PrefixDisk
-from tiermoe.serve.prefixes import Prefixes
+from tiermoe.serve.prefixes import Begun, Prefixes
 from tiermoe.serve.request import Piece, Request
 from tiermoe.serve.scoring import use_of
 from tiermoe.serve.work import Work, work_on
@@ -38,9 +39,10 @@ class TooLongError(PromptError):
 
 @dataclass(slots=True)
 class Counts:
-    """What has been done since the beginning. cached_tokens: of prompts, found in what earlier requests left. aborted:
-    requests whose clients left. refused: requests that came to a full queue, or to a server that was about to end.
-    put_back: how often one lost its memory to those that came before it, and waited again."""
+    """What has been done since the beginning. prompt_tokens: of prompts that are through, those that were read.
+    cached_tokens: those that were found in what earlier requests left. aborted: requests whose clients left. refused:
+    requests that came to a full queue, or to a server that was about to end. put_back: how often one lost its memory to
+    those that came before it, and waited again."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -55,7 +57,8 @@ class Counts:
 
 class Batcher:
     """Runs up to `rows` requests at once over an engine, each of up to `context` tokens, in the order in which they
-    come: one that waits for memory (`MemoryPlan.kv_memory`) keeps those behind it waiting, however short. ends: tokens
+    come: one that waits for memory (`MemoryPlan.kv_memory`) keeps those behind it waiting, however short. `decoding`:
+    what steps of answers alone have taken, where experts are missing. ends: tokens
     that end an answer. penalty: for repetition, as the model's generation config has it. disk: makes what keeps
     beginnings of prompts on disk, of the cache. Not for several threads."""
 
@@ -69,6 +72,7 @@ class Batcher:
         disk: Callable[[Any], PrefixDisk] | None = None,
     ) -> None:
         self.counts = Counts()
+        self.decoding = PhaseCosts()
         self.rows = rows
         self.context: int = min(engine.plan.context, engine.longest_context or engine.plan.context)
         self._engine = engine
@@ -86,8 +90,8 @@ class Batcher:
         self._numbers = count(1)
         self._read_last = False
         # lossy rules look at all that runs at once, and transformers' code runs row by row
-        missing = engine.plan.slots < engine.plan.all_slots
-        self._joins = missing and not engine.lossy and engine.steps.decoder.rows_together
+        self._missing = engine.plan.slots < engine.plan.all_slots
+        self._joins = self._missing and not engine.lossy and engine.steps.decoder.rows_together
         self._verified = FEW_TOKENS if engine.steps.decoder.verifies else 1
 
     @property
@@ -160,16 +164,21 @@ class Batcher:
         return [*pieces, *self._run([], [first])]
 
     def _with_memory(self) -> list[Work]:
-        """The answers whose next token there is memory for; those that came first are given it first. Where nothing
-        else can go on either, the last ones are put back until one can."""
-        while True:
-            found = [row for row in sorted(self._answering, key=lambda row: row.number) if self._grows(row)]
-            if found or self._reading or not self._answering:
-                return found
-            self._put_back(max(self._answering, key=lambda row: row.number))
+        """The answers whose next token there is memory for: the one that came last is put back for those that came
+        before it, or waits until one of them has ended."""
+        found: list[Work] = []
+        for row in sorted(self._answering, key=lambda row: row.number):
+            while row.slab >= 0 and not self._grows(row):
+                last = max((*self._reading, *self._answering), key=lambda row: row.number)
+                if last is row:
+                    return found
+                self._put_back(last)
+            if row.slab >= 0:
+                found.append(row)
+        return found
 
     def _grows(self, row: Work) -> bool:
-        if len(row.held) < row.room:
+        if row.length < row.room:
             return True
         wanted = row.wanted(self.context)
         if not self._prefixes.grow(row.slab, wanted):
@@ -178,7 +187,7 @@ class Batcher:
         return True
 
     def _put_back(self, row: Work) -> None:
-        self._answering.remove(row)
+        (self._answering if row.is_read else self._reading).remove(row)
         self._prefixes.close(row.slab)
         row.put_back()
         self._waiting.appendleft(row)
@@ -189,40 +198,43 @@ class Batcher:
             row = self._waiting[0]
             wanted = row.wanted(self.context)
             try:
-                begun = self._prefixes.begin(self._shareable(row), wanted, self._at_work())
+                begun = self._begun(row, wanted)
             except Exception as error:
                 yield from self._failed([row], error)
                 continue
             if begun is None:
                 return
             self._waiting.popleft()
-            row.slab, row.stored, row.room = begun.slab, begun.stored, wanted
-            self._begin_after(row, begun.length)
-            self._reading.append(row)
+            row.slab, row.held, row.stored, row.room = begun.slab, begun.held, begun.stored, wanted
+            self._begins(row)
+            (self._answering if row.is_read else self._reading).append(row)
 
-    def _shareable(self, row: Work) -> list[int]:
-        """The tokens of a prompt that may begin as an earlier one. One that was put back shares what it shared: the
-        rest runs in the parts in which it ran."""
-        if row.request.prompt_logprobs:
-            return []
-        return row.request.ids[: row.cached + 1] if row.again else row.request.ids
+    def _begun(self, row: Work, wanted: int) -> Begun | None:
+        """A slab with the longest beginning that there is of it; of one whose prompt is scored, without."""
+        at_work = [(other.slab, other.held) for other in (*self._reading, *self._answering)]
+        if row.again:
+            return self._prefixes.begin_again(row.past, wanted, at_work)
+        ids = [] if row.request.prompt_logprobs else row.request.ids
+        return self._prefixes.begin(ids, wanted, at_work)
 
-    def _at_work(self) -> list[tuple[int, list[int]]]:
-        return [(row.slab, row.held) for row in (*self._reading, *self._answering)]
-
-    def _begin_after(self, row: Work, length: int) -> None:
-        """So many tokens of a prompt lie in the row's slab already."""
-        row.held = row.request.ids[:length]
+    def _begins(self, row: Work) -> None:
+        """What the row holds did not have to be read."""
         if not row.again:
-            row.cached = length
-            self.counts.cached_tokens += length
+            row.cached = row.length
 
     def _fill(self, row: Work) -> None:
         """Some of what lies on disk of a prompt; after it other prompts have their turn."""
         if row.stored is not None and self.disk is not None and self.disk.fill(row.stored, row.slab):
-            self._begin_after(row, row.stored.length)
+            row.has_filled(row.stored)
+            self._crop(row)
+            self._begins(row)
             row.stored = None
         self._reading.rotate(-1)
+
+    def _crop(self, row: Work) -> None:
+        """What came with a part that ran again, and was not held, is forgotten."""
+        if self._cache.length(row.slab) > row.length:
+            self._cache.crop(row.slab, row.length)
 
     def _that_fit(self, first: Work) -> list[Work]:
         """The prompt that is the first to be read, and others whose next chunks fit into one with its."""
@@ -248,7 +260,7 @@ class Batcher:
             return
         every = bool(prompts) and prompts[0].scored
         try:
-            logits = self._engine.step(Batch(rows, apart=True), self._cache, every)
+            logits = self._computed(rows, every)
         except Exception as error:
             if len(rows) == 1:
                 yield from self._failed([*answering, *prompts], error)
@@ -260,23 +272,30 @@ class Batcher:
             return
         self.counts.steps += 1
         for row, its in zip(answering, logits, strict=False):
-            row.held.append(row.answer[-1])
+            row.held.add(row.answer[-1:], Kind.DECODE)
             yield from self._chosen(row, its)
         read = [logits] if every else logits[len(answering) :, None]
         for row, part, its in zip(prompts, parts, read, strict=True):
             yield from self._has_read(row, part, its)
 
+    def _computed(self, rows: tuple[Row, ...], every: bool) -> Tensor:
+        batch = Batch(rows, apart=True)
+        timed = self._missing and batch.phase == "decode"
+        with self.decoding.measured(self._engine.snapshot, len(rows)) if timed else nullcontext():
+            logits: Tensor = self._engine.step(batch, self._cache, every)
+        return logits
+
     def _has_read(self, row: Work, part: Row, logits: Tensor) -> Iterator[Piece]:
         """The next chunk of a prompt has run; logits (n, vocabulary) of its last token, or of all where it is
         scored."""
         row.has_read(part, logits)
+        self._crop(row)
         self._reading.remove(row)
         (self._answering if row.is_read else self._reading).append(row)
-        if row.again:
-            return
-        self.counts.prompt_tokens += len(part.tokens)
-        if row.is_read:
-            self._prefixes.read(row.slab, row.held)
+        if row.is_read and not row.again:
+            self.counts.cached_tokens += row.cached
+            self.counts.prompt_tokens += row.length - row.cached
+            self._prefixes.read(row.slab, row.held.tokens)
             yield from self._chosen(row, logits[-1])
 
     def _chosen(self, row: Work, logits: Tensor) -> Iterator[Piece]:

@@ -82,6 +82,8 @@ def _named(chat: Chat, tools: Sequence[dict[str, Any]]) -> tuple[bool, list[dict
     """Whether a call is forced, and the functions that may be called. Refused where the one that must be is none."""
     forced = chat.choice not in ("none", "auto")
     named = [tool["function"] for tool in tools if chat.choice in ("auto", "required", tool["function"]["name"])]
+    if forced and not tools:
+        raise Refused(400, "tool_choice asks for a call, and there are no tools", "tool_choice")
     if forced and not named:
         raise Refused(400, f"tool_choice asks for '{chat.choice}', which is not among the tools", "tool_choice")
     return forced, named

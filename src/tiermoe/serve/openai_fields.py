@@ -212,12 +212,15 @@ class CompletionRequest(Common):
 _KEPT = ("tool_call_id", "name", "reasoning_content")
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "function_call": ("none",), "modalities": (["text"],), "repetition_penalty": (1,),
+    "repeat_penalty": (1,), "typical_p": (1,), "length_penalty": (1,), "truncate_prompt_tokens": (-1,),
 }  # fmt: skip
 """Field → values that ask for nothing."""
 REFUSED = (
     "functions", "function_call", "suffix", "best_of", "audio", "modalities", "web_search_options",
     "repetition_penalty", "stop_token_ids", "min_tokens", "ignore_eos", "use_beam_search", "structured_outputs",
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar", "json_schema", "allowed_token_ids",
+    "bad_words", "logits_processors", "prompt_logprobs", "truncate_prompt_tokens", "continue_final_message",
+    "repeat_penalty", "typical_p", "mirostat", "length_penalty",
 )  # fmt: skip
 """Fields of OpenAI's, and of other servers', that would change the answer."""
 

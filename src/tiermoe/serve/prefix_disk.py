@@ -49,6 +49,10 @@ class Stored:
     length: int
     at: int = 0
 
+    def anew(self) -> Stored:
+        """The same, of which nothing has been read."""
+        return Stored(self.names[: -(-self.length // BLOCK)], self.length)
+
 
 @dataclass(slots=True)
 class DiskCounts:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from tiermoe.generation.sequence import shared
+from tiermoe.serve.held import Held
 from tiermoe.serve.prefix_disk import PrefixDisk, Stored
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A slab that holds the first `length` tokens of a prompt. stored: a beginning on disk, to be read into it."""
+    """A slab, and what it holds of a prompt. stored: a beginning on disk, to be read into it."""
 
     slab: int
-    length: int = 0
+    held: Held = field(default_factory=Held)
     stored: Stored | None = None
 
 
@@ -33,7 +34,7 @@ class Prefixes:
         self._cache = cache
         self._rows = rows
         self._memory = None if memory is None else max(memory, cache.nbytes(cache.context))
-        self._left: OrderedDict[int, list[int]] = OrderedDict()  # slab → tokens of a finished request, oldest first
+        self._left: OrderedDict[int, Held] = OrderedDict()  # slab → what a finished request left, oldest first
         self._taken: dict[int, int] = {}  # slab → bytes that are set aside for it, of each that is open
 
     @property
@@ -49,21 +50,44 @@ class Prefixes:
         """The slabs of requests at work."""
         return [slab for slab in self._taken if slab not in self._left]
 
-    def begin(self, ids: list[int], tokens: int, at_work: Iterable[tuple[int, list[int]]]) -> Begun | None:
+    def begin(self, ids: list[int], tokens: int, at_work: Iterable[tuple[int, Held]]) -> Begun | None:
         """A slab for a prompt, with all of it but the last token at most; None while those that run leave too little
-        memory. tokens: that memory is given for. at_work: (slab, tokens) of those that run."""
+        memory. tokens: that memory is given for. at_work: slabs of those that run."""
+        known = ids[:-1]
+        its = {slab: (held, shared(held.tokens, known)) for slab, held in self._all(at_work)}
+        return self._begin(its, tokens, lambda length: self._found(known, length))
+
+    def begin_again(self, past: Held, tokens: int, at_work: Iterable[tuple[int, Held]]) -> Begun | None:
+        """The same for what runs again: it has the bits of `past`."""
+        its = {slab: (held, past.alike(held)) for slab, held in self._all(at_work)}
+        return self._begin(its, tokens, lambda length: _stored(past, length))
+
+    def _begin(
+        self, known: dict[int, tuple[Held, int]], tokens: int, stored_beyond: Callable[[int], Stored | None]
+    ) -> Begun | None:
+        """known: slab → what it holds, and how many tokens of it are of use. stored_beyond: what lies on disk that is
+        longer than so many tokens."""
         needed = self._cache.nbytes(tokens)
         if not self._fits(needed, self._running):
             return None
-        known = ids[:-1]
-        held = ((slab, shared(its, known)) for slab, its in (*at_work, *self._left.items()))
-        length, slab = max(((self._cache.kept(slab, length), slab) for slab, length in held), default=(0, -1))
-        stored = self.disk.find(known) if self.disk is not None and length < len(known) else None
-        if length and (stored is None or stored.length <= length):
+        lengths = ((self._cache.kept(slab, length), slab) for slab, (_, length) in known.items())
+        length, slab = max(lengths, default=(0, -1))
+        stored = stored_beyond(length)
+        if length and stored is None:
             begun = self._begun(slab, length, needed)
             if begun is not None:
-                return Begun(begun, length)
-        return Begun(self._fresh(needed), 0, stored)
+                return Begun(begun, known[slab][0].beginning(length))
+        return Begun(self._fresh(needed), stored=stored)
+
+    def _all(self, at_work: Iterable[tuple[int, Held]]) -> Iterator[tuple[int, Held]]:
+        yield from at_work
+        yield from self._left.items()
+
+    def _found(self, known: list[int], length: int) -> Stored | None:
+        if self.disk is None or length >= len(known):
+            return None
+        stored = self.disk.find(known)
+        return stored if stored is not None and stored.length > length else None
 
     def grow(self, slab: int, tokens: int) -> bool:
         """Gives a request at work memory for so many tokens; False while the others leave too little."""
@@ -82,12 +106,12 @@ class Prefixes:
         if self.disk is not None:
             self.disk.offer(slab, tokens[:-1])
 
-    def leave(self, slab: int, tokens: list[int]) -> None:
+    def leave(self, slab: int, held: Held) -> None:
         """A request has ended: its keys and values stay until their slab or its memory is needed."""
-        self._left[slab] = tokens[: self._cache.length(slab)]
+        self._left[slab] = held.beginning(self._cache.length(slab))
         self._taken[slab] = min(self._taken[slab], self._cache.nbytes(self._cache.reached(slab)))
         if self.disk is not None:
-            self.disk.offer(slab, self._left[slab])
+            self.disk.offer(slab, self._left[slab].tokens)
 
     def close(self, slab: int) -> None:
         """A request has failed, or is put back: nothing of it stays."""
@@ -119,7 +143,7 @@ class Prefixes:
         free = len(self._taken) < self._rows
         if slab in self._left:
             both = free and self._fits(needed, [*self._running, slab])
-            if length == len(self._left[slab]) or not both:
+            if length == len(self._left[slab].tokens) or not both:
                 return self._gone_on(slab, length, needed)
         elif not free:
             return None
@@ -152,3 +176,12 @@ class Prefixes:
     def _withdraw(self, slab: int, length: int = 0) -> None:
         if self.disk is not None:
             self.disk.withdraw(slab, length)
+
+
+def _stored(past: Held, length: int) -> Stored | None:
+    """What was read from disk at the beginning of `past`, to be read again; None where that has `length` tokens at the
+    most."""
+    first = past.parts[0] if past.parts else None
+    if first is None or not isinstance(first.how, Stored) or first.count <= length:
+        return None
+    return first.how.anew()

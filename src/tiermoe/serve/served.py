@@ -9,6 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from tiermoe.generation.sampling import Sampling
+from tiermoe.memory.other_budgets import OtherBudget, other_budgets
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.grammar import Grammars
 from tiermoe.serve.metrics import Metrics
@@ -32,6 +33,13 @@ class Served:
     def context(self) -> int:
         """Most tokens of a request, prompt and answer."""
         return self.worker.batcher.context
+
+    @property
+    def other_budgets(self) -> list[OtherBudget]:
+        """What other memory budgets would bring, by what answers have taken so far; empty where that says nothing."""
+        plan = self.engine.plan
+        curve = self.engine.scheduler.size_curve(plan.slots, self.worker.batcher.decoding)
+        return [] if curve is None else other_budgets(plan, curve)
 
     @property
     def template(self) -> str | None:
