@@ -82,7 +82,7 @@ def test_parts_and_settings_are_replaced_from_text() -> None:
         ("mobile", {"gamma": "nan"}, "gamma must be from 0 to 1"),
         ("hobbit", {"weights": "1,2,3"}, "weights must be four numbers that sum to 1"),
         ("hobbit", {"t1": "0.9", "t2": "0.5"}, r"t1 \(0.9\) must not be above t2"),
-        ("hobbit", {"low_bits": "3"}, "low_bits must be one of 2, 4, 8"),
+        ("hobbit", {"low_bits": "5"}, "low_bits must be one of 2, 3, 4, 8"),
         ("lru", {"mask": "maybe"}, "mask must be true or false"),
         ("lru", {"gamma": "0.5"}, "gamma does nothing with routing=all; it is read by routing=confident"),
         ("edgemoe", {"ahead": "2"}, "ahead does nothing with prefetch=path; it is read by prefetch=next-gate or"),

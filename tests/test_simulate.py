@@ -587,7 +587,7 @@ def test_the_tables_name_what_was_replayed(file: Path, profiles: Path, capsys: p
         ({"preset": "lru", "link": "nvme", "prefill_compute": "20ms"}, "needs --compute"),
         ({"preset": "lru", "link": "nvme", "cache": "10%,x"}, "not a size"),
         ({"preset": "hobbit", "link": "nvme"}, "calibrate tiny"),
-        ({"preset": "lru", "link": "nvme", "bits": 3}, "bits must be"),
+        ({"preset": "lru", "link": "nvme", "bits": 5}, "bits must be"),
     ],
 )
 def test_what_was_typed_wrong_is_told(file: Path, options: dict[str, Any], cause: str) -> None:
