@@ -444,7 +444,7 @@ def test_trace_command_writes_what_a_replay_reads(
     assert list(found.header.forecast_distances) == [1, 2]
     assert len(found.passes) == 2 * (1 + 24)
     assert found.header.times is not None
-    assert found.header.expert_bytes.keys() == {16, 8, 4, 2}
+    assert found.header.expert_bytes.keys() == {16, 8, 4, 3, 2}
     assert found.header.made_from["tokens"] == 64
     assert {passed.sequence for passed in found.passes} == {0, 1}
     for preset in ("lru", "mixtral-offload", "mobile"):
