@@ -111,7 +111,7 @@ BREAKAGES = (
         "src/tiermoe/serve/held.py",
         "elif its.count >= part.count and self.whole(part, at) == other.whole(its, at):",
         "elif its.count >= part.count:",
-        ("tests/test_prefixes.py",),
+        ("tests/test_held.py",),
     ),
     Breakage(
         "a fork leaves the recurrent state behind",
