@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from tiermoe.measure.expert_inputs import FOLDER, Text, forget_inputs, recorded_
 from tiermoe.model.blueprint import inspect_model
 from tiermoe.model.prepare_store import open_or_create, store_root
 from tiermoe.quant.gptq import EvenLevels, LadderLevels, solve
+from tiermoe.store import encode
 from tiermoe.store.pack import pack_experts
 from tiermoe.store.store import Store, open_store
 
@@ -163,6 +166,91 @@ def test_rare_experts_take_other_tokens_too(tiny_model: Callable[..., Path], tmp
     assert runs.count("running the calibration text") == 2
     forget_inputs(store.root)
     assert not (store.root / FOLDER).exists()
+
+
+class Interrupted(BaseException):
+    pass
+
+
+def test_a_recording_goes_on_where_it_was_interrupted(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes as without the interruption, though the step that was interrupted had left some of its own."""
+    monkeypatch.setattr(expert_inputs, "TOGETHER", 2)
+    directory = tiny_model("qwen3_moe", torch.float32)
+    text = Text("ids", torch.randint(3, 128, (7, 8), generator=torch.Generator().manual_seed(0)))
+
+    def recorded(root: Path, stop: int | None = None) -> list[int]:
+        """The windows after each step; stop: the step that is interrupted after its first layer."""
+        blueprint = inspect_model(directory, "tiny", root)
+        store = open_or_create(blueprint, store_root(blueprint, root))
+        steps: list[int] = []
+        route = expert_inputs._Recording.on_route
+
+        def interrupted(self: Any, routed: Any, hidden: torch.Tensor) -> None:
+            route(self, routed, hidden)
+            if len(steps) == stop:
+                raise Interrupted
+
+        def progress(what: str, done: int, _: int) -> None:
+            if what == "running the calibration text":
+                steps.append(done)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(expert_inputs._Recording, "on_route", interrupted)
+            recorded_inputs(blueprint, store, text, progress)
+        return steps
+
+    assert recorded(tmp_path / "whole") == [2, 4, 6, 7]
+    with pytest.raises(Interrupted):
+        recorded(tmp_path / "broken", stop=2)
+    assert recorded(tmp_path / "broken") == [6, 7]
+    assert recorded(tmp_path / "broken") == []
+    whole, broken = (contents(next((tmp_path / name).rglob(FOLDER))) for name in ("whole", "broken"))
+    assert whole == broken
+    short = next((tmp_path / "broken").rglob("layer001.index"))
+    short.write_bytes(short.read_bytes()[:-4])  # something else has been here: nothing of it is believed
+    assert recorded(tmp_path / "broken") == [2, 4, 6, 7]
+
+
+def test_a_disk_without_room(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused beforehand counts the experts at 8 bits too; a disk that fills is said in words."""
+    directory = tiny_model("mixtral", torch.float32)
+    blueprint = inspect_model(directory, "tiny", tmp_path)
+    store = open_or_create(blueprint, store_root(blueprint, tmp_path))
+    text = Text("ids", torch.randint(3, 128, (2, 8), generator=torch.Generator().manual_seed(0)))
+    with monkeypatch.context() as patched:
+        patched.setattr(type(blueprint.experts), "in_place", lambda *_: None)
+        patched.setattr(expert_inputs.shutil, "disk_usage", lambda _: SimpleNamespace(free=20_000))
+        with pytest.raises(PackError, match=r"of the experts' inputs in .*, and .* of experts at 8 bits to run"):
+            recorded_inputs(blueprint, store, text, lambda *_: None)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(expert_inputs._Recording, "on_route", full)
+        with pytest.raises(PackError, match=r"the disk filled while packing into .*; free some space and run again"):
+            recorded_inputs(blueprint, store, text, lambda *_: None)
+    recorded_inputs(blueprint, store, text, lambda *_: None)
+
+
+def test_no_more_experts_are_solved_at_a_time_than_memory_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together: list[int] = []
+    in_order = encode.in_order
+
+    def counted(work: Any, count: int, workers: int) -> Any:
+        together.append(workers)
+        return in_order(work, count, workers)
+
+    monkeypatch.setattr(encode, "in_order", counted)
+    packed(tmp_path / "much", workers=3)
+    monkeypatch.setattr(encode, "available_memory", lambda: (200_000, "that the machine has free"))
+    packed(tmp_path / "little", workers=3)
+    assert set(together[:3]) == {3}
+    assert set(together[3:]) == {1}
 
 
 def test_pack_calibrates(tiermoe_: Command, shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

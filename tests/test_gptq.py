@@ -68,6 +68,17 @@ def test_codes_are_those_of_the_textbook(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(found.values, levels * found.scale + found.zero)
 
 
+def test_rows_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are worked through apart, the last ones fewer, get what they get together."""
+    weight, moments = some_weight(40, 64).float(), some_moments(64)
+    whole = solve(weight, moments, EvenLevels(32, BF16))
+    monkeypatch.setattr(gptq, "_ROWS_TOGETHER", 16)
+    parts = solve(weight, moments, EvenLevels(32, BF16))
+    for mine, its in zip(parts, whole, strict=True):
+        assert float((mine == its).float().mean()) > 0.98  # products of other shapes round otherwise
+        torch.testing.assert_close(mine, its, rtol=0.2, atol=0.05)
+
+
 def test_no_single_code_can_be_better(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the scales that were found every other level of every column changes more: rounds enough to settle."""
     monkeypatch.setattr(gptq, "ROUNDS", 12)

@@ -107,6 +107,13 @@ BREAKAGES = (
         ("tests/test_delta.py",),
     ),
     Breakage(
+        "a beginning that ran in another step counts as alike",
+        "src/tiermoe/serve/held.py",
+        "elif its.count >= part.count and self.whole(part, at) == other.whole(its, at):",
+        "elif its.count >= part.count:",
+        ("tests/test_held.py",),
+    ),
+    Breakage(
         "a fork leaves the recurrent state behind",
         "src/tiermoe/model/kv_cache.py",
         "self.recurrent.copy(slab, other)",

@@ -4,6 +4,7 @@ at the checkpoint's own precision, kept in files, and summed up expert by expert
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Mapping, Sequence
@@ -28,9 +29,11 @@ from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.expert_gates import named_gates
 from tiermoe.model.hub import load_tokenizer
 from tiermoe.model.prepare_store import Progress
+from tiermoe.quant.registry import cpu_layout
 from tiermoe.store.files import write_atomically
 from tiermoe.store.layout import expert_format
-from tiermoe.store.store import Store
+from tiermoe.store.lock import exclusive
+from tiermoe.store.store import Store, precision_key
 from tiermoe.types import MoeLayer, Routed
 
 TEXT = "calibration.txt"
@@ -48,6 +51,7 @@ SEEN = 256
 FOLDER = "inputs"
 _TABLE = "inputs.json"
 _FIELDS = ("hidden", "index", "weights")
+_ROWS = 4096  # tokens whose products are formed at a time: bounds the temporaries
 
 
 class Text(NamedTuple):
@@ -89,13 +93,14 @@ def calibration_text(blueprint: Blueprint, name: str, content: str) -> Text:
 
 def recorded_inputs(blueprint: Blueprint, store: Store, text: Text, progress: Progress) -> ExpertInputs:
     """The inputs of a checkpoint's experts on a text, in the folder of its store: those that are there, where they were
-    made from the same."""
+    made from the same; the rest is recorded. PackError where the disk has no room, another process is recording there,
+    or the folder cannot be written."""
     folder = store.root / FOLDER
-    stamp = {"fingerprint": blueprint.checkpoint.fingerprint(), "made_from": text.made_from}
-    if _stamp_of(folder) != stamp:
-        _record(blueprint, store, text, progress)
-        store.refresh()  # what was run with may have been packed for it
-        write_atomically(folder / _TABLE, json.dumps(stamp).encode())
+    with exclusive(folder):
+        recording = _Recording(folder, blueprint, text)
+        if recording.windows < len(text.ids):
+            _record(recording, blueprint, store, text, progress)
+            store.refresh()  # what was run with may have been packed for it
     activations = [gate.activation() for gate in named_gates(blueprint.outline)]
     return ExpertInputs(folder, text.made_from, blueprint.layers, activations, blueprint.dtype)
 
@@ -135,11 +140,15 @@ class ExpertInputs:
             others = torch.linspace(0, len(hidden) - 1, min(SEEN, len(hidden)) - len(tokens)).long()
             usual = float(counts.mean()) if len(counts) else 1.0
             tokens, counts = torch.cat([tokens, others]), torch.cat([counts, torch.full(others.shape, usual)])
-        x = hidden[tokens]
         first, second = (part for part in self._layers[layer].parts if part.is_matrix)
+        found = {part.name: torch.zeros(part.out_in[1], part.out_in[1]) for part in (first, second)}
         views = {name: {"weight": values} for name, values in tensors.items()}
-        inner = self._activations[layer](self._steps[layer].features(x, views))
-        return {first.name: _moments(x, counts), second.name: _moments(inner, counts)}
+        for some, its_counts in zip(torch.split(tokens, _ROWS), torch.split(counts, _ROWS), strict=True):
+            x = hidden[some]
+            inner = self._activations[layer](self._steps[layer].features(x, views))
+            _add_moments(found[first.name], x, its_counts)
+            _add_moments(found[second.name], inner, its_counts)
+        return found
 
     def _of(self, layer: int) -> tuple[torch.Tensor, ...]:
         with self._lock:
@@ -156,16 +165,22 @@ class ExpertInputs:
         return torch.from_file(str(path), shared=False, size=size, dtype=dtype)
 
 
-def _moments(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def _add_moments(moments: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) -> None:
     weighted = x.float() * counts[:, None]
-    return weighted.t() @ weighted
+    moments.addmm_(weighted.t(), weighted)
 
 
 class _Recording(Observer):
+    """Files of what experts get, which a later process carries on with: `windows` of the text are in them."""
+
     weights = True
 
-    def __init__(self, folder: Path, layers: Sequence[MoeLayer]) -> None:
-        self._folder, self._layers = folder, layers
+    def __init__(self, folder: Path, blueprint: Blueprint, text: Text) -> None:
+        self._folder, self._layers = folder, blueprint.layers
+        self._stamp = {"fingerprint": blueprint.checkpoint.fingerprint(), "made_from": text.made_from}
+        self._window = text.ids.shape[1]
+        self._hidden = int(blueprint.config.hidden_size) * blueprint.dtype.itemsize
+        self.windows = self._kept()
 
     def on_route(self, routed: Routed, hidden: torch.Tensor) -> None:
         chosen = self._layers[routed.layer].top_k
@@ -174,20 +189,49 @@ class _Recording(Observer):
         for name, values in zip(_FIELDS, (hidden.cpu(), index, weights), strict=True):
             with _file(self._folder, routed.layer, name).open("ab") as file:
                 file.write(values.contiguous().view(torch.uint8).numpy().tobytes())
+                file.flush()
+                os.fsync(file.fileno())  # before the table speaks of it
+
+    def nbytes(self, windows: int) -> int:
+        """What so many windows take."""
+        return sum(sum(self._row_bytes(layer)) for layer in self._layers) * windows * self._window
+
+    def finished(self, windows: int) -> None:
+        """So many windows are in the files, all their layers."""
+        self.windows = windows
+        write_atomically(self._folder / _TABLE, json.dumps({**self._stamp, "windows": windows}).encode())
+
+    def _kept(self) -> int:
+        """The windows of this text that the files have; what else they hold is removed."""
+        table = _table_of(self._folder)
+        windows = int(table.get("windows", 0)) if self._stamp.items() <= table.items() else 0
+        places = [
+            (_file(self._folder, number, name), nbytes * windows * self._window)
+            for number, layer in enumerate(self._layers)
+            for name, nbytes in zip(_FIELDS, self._row_bytes(layer), strict=True)
+        ]
+        if windows and all(path.exists() and path.stat().st_size >= nbytes for path, nbytes in places):
+            for path, nbytes in places:
+                os.truncate(path, nbytes)
+            return windows
+        for path in (self._folder / _TABLE, *(path for path, _ in places)):
+            path.unlink(missing_ok=True)
+        return 0
+
+    def _row_bytes(self, layer: MoeLayer) -> tuple[int, int, int]:
+        """What a token takes in each file."""
+        return self._hidden, 4 * layer.top_k, 4 * layer.top_k
 
 
 def _filled(rows: Sequence[Sequence[float]], length: int, rest: int) -> list[list[float]]:
     return [[*row, *[rest] * (length - len(row))] for row in rows]
 
 
-def _record(blueprint: Blueprint, store: Store, text: Text, progress: Progress) -> None:
-    folder = store.root / FOLDER
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    _check_room(blueprint, folder, text)
+def _record(recording: _Recording, blueprint: Blueprint, store: Store, text: Text, progress: Progress) -> None:
     windows, window = text.ids.shape
     # at 8 bits where 16 would be a copy of the experts
     bits = 16 if blueprint.comes_quantized or blueprint.experts.in_place(0, 0) else 8
+    _check_room(store, bits, recording.nbytes(windows - recording.windows))
     options: dict[str, Any] = {
         "bits": bits, "dense_bits": 16, "device": "cpu", "store": store.root, "preset": "lru", "warm": False,
         "chunk": TOGETHER * window, "context": window, "batch": min(TOGETHER, windows),
@@ -198,10 +242,12 @@ def _record(blueprint: Blueprint, store: Store, text: Text, progress: Progress) 
         lambda what, done, total: progress(f"to calibrate: {what}", done, total),
     )
     try:
-        engine.observe(_Recording(folder, blueprint.layers))
-        for first in range(0, windows, TOGETHER):
-            _run(engine, text.ids[first : first + TOGETHER].tolist())
-            progress("running the calibration text", min(first + TOGETHER, windows), windows)
+        engine.observe(recording)
+        for first in range(recording.windows, windows, TOGETHER):
+            some = text.ids[first : first + TOGETHER]
+            _run(engine, some.tolist())
+            recording.finished(first + len(some))
+            progress("running the calibration text", first + len(some), windows)
     finally:
         engine.close()
 
@@ -212,14 +258,18 @@ def _run(engine: Engine, windows: list[list[int]]) -> None:
     engine.step(Batch(tuple(batch.prompt(cache.open(), ids) for ids in windows)), cache)
 
 
-def _check_room(blueprint: Blueprint, folder: Path, text: Text) -> None:
-    hidden = int(blueprint.config.hidden_size) * blueprint.dtype.itemsize
-    needed = text.ids.numel() * sum(hidden + 8 * layer.top_k for layer in blueprint.layers)
-    free = shutil.disk_usage(folder).free
-    if needed > free:
+def _check_room(store: Store, bits: int, recording: int) -> None:
+    """PackError where the disk lacks room for the recording and for the experts that have to be packed to run it."""
+    packed = 0
+    if bits == 8 and precision_key(8, "") not in store.precisions:
+        formats = [expert_format(layer, 8, store.dtype, cpu_layout(), "") for layer in store.layers]
+        packed = sum(form.stored.nbytes * form.layer.experts for form in formats)
+    free = shutil.disk_usage(store.root).free
+    if recording + packed > free:
+        experts = f", and {format_size(packed)} of experts at 8 bits to run the text" if packed else ""
         raise PackError(
-            f"calibrating keeps {format_size(needed)} of the experts' inputs in {folder} until packing is done, "
-            f"{format_size(free)} are free; free some space or choose another folder with --out"
+            f"calibrating keeps {format_size(recording)} of the experts' inputs in {store.root} until packing is "
+            f"done{experts}; {format_size(free)} are free; free some space or choose another folder with --out"
         )
 
 
@@ -227,8 +277,10 @@ def _file(folder: Path, layer: int, name: str) -> Path:
     return folder / f"layer{layer:03}.{name}"
 
 
-def _stamp_of(folder: Path) -> Any:
+def _table_of(folder: Path) -> dict[str, Any]:
+    """Empty where it cannot be read."""
     try:
-        return json.loads((folder / _TABLE).read_bytes())
-    except (OSError, ValueError):
-        return None
+        table = json.loads((folder / _TABLE).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return table if isinstance(table, dict) else {}

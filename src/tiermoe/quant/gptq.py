@@ -29,6 +29,8 @@ ROUNDS = 2  # of least squares and new codes
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of a group's ends, tried for each
 _FITS = 2  # steps of least squares of a group's scale alone
 _ROWS = 128  # rows whose scales are solved for together: bounds the temporaries
+_ROWS_TOGETHER = 1024  # rows that are worked through together: bounds the copies of them
+_COPIES, _SQUARES = 12, 6  # matrices of such rows, and of moments, that exist at a time at the most
 _RIDGE = 1e-6  # of the mean: keeps scales where they are that the codes say nothing of
 
 
@@ -166,14 +168,31 @@ def solve(weight: Tensor, moments: Tensor, levels: Levels) -> Solution:
         raise PackError("a weight matrix, or what it gets as inputs, holds infinite or undefined values")
     order = levels.order(moments.diagonal())
     damped = _damped(moments[order][:, order])
-    wanted = weight.float()[:, order]
-    first = _first_codes(wanted, _inverse_factor(damped), levels)
-    for _ in range(ROUNDS):
-        first.fit(damped, wanted)
-        first.choose_again(damped, wanted)
-    back = torch.argsort(order)
-    groups = torch.argsort(order[:: levels.group] // levels.group)
-    return Solution(first.values()[:, back].contiguous(), first.scale[:, groups], first.zero[:, groups])
+    factor = _inverse_factor(damped)
+    rows, columns = weight.shape
+    found = Solution(
+        torch.empty(rows, columns),
+        torch.empty(rows, columns // levels.group),
+        torch.empty(rows, columns // levels.group),
+    )
+    groups = order[:: levels.group] // levels.group
+    for first in range(0, rows, _ROWS_TOGETHER):
+        part = slice(first, first + _ROWS_TOGETHER)
+        wanted = weight[part].float()[:, order]
+        codes = _first_codes(wanted, factor, levels)
+        for _ in range(ROUNDS):
+            codes.fit(damped, wanted)
+            codes.choose_again(damped, wanted)
+        found.values[part, order] = codes.values()
+        found.scale[part, groups], found.zero[part, groups] = codes.scale, codes.zero
+    return found
+
+
+def solving_bytes(rows: int, columns: int) -> int:
+    """About the most that `solve` holds of a weight of so many rows and columns beside the weight and its moments."""
+    squares = columns * columns
+    some = min(rows, _ROWS_TOGETHER) * columns
+    return 4 * (rows * columns + max(_SQUARES * squares, 2 * squares + _COPIES * some))
 
 
 def change(weight: Tensor, values: Tensor, moments: Tensor) -> float:
@@ -192,9 +211,9 @@ def _by_moment(spans: Tensor, moments: Tensor) -> Tensor:
 
 
 def _damped(moments: Tensor) -> Tensor:
-    """With enough added that the factor exists. Inputs that were always 0 count as if they were not quite."""
-    mean = float(moments.diagonal().mean())
-    return moments + torch.eye(len(moments)) * (DAMPING * mean or 1.0)
+    """With enough added, in place, that the factor exists. Inputs that were always 0 count as if they were small."""
+    moments.diagonal().add_(DAMPING * float(moments.diagonal().mean()) or 1.0)
+    return moments
 
 
 def _inverse_factor(moments: Tensor) -> Tensor:

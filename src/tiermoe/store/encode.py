@@ -8,7 +8,9 @@ from pathlib import Path
 
 import torch
 
+from tiermoe.process.machine import available_memory
 from tiermoe.quant import row_blocks
+from tiermoe.quant.gptq import solving_bytes
 from tiermoe.quant.quantized import Quantizer
 from tiermoe.quant.scratch import scratch
 from tiermoe.quant.workers import in_order
@@ -18,7 +20,8 @@ from tiermoe.store.solving import Inputs, encode_solved
 from tiermoe.store.source import ExpertSource
 from tiermoe.types import Segment
 
-_SOLVING = 2 << 30  # bytes of second moments and what comes of them, of all workers; a single one takes what it must
+_SOLVING = 2 << 30  # bytes for all workers that solve for codes, fewer where less is free; one alone takes what it must
+_SHARE_OF_FREE = 0.7
 
 Task = list[Slice]
 """Slices of an expert that are read and encoded by one worker."""
@@ -38,7 +41,8 @@ def encoded_experts(
     Large experts that lie in the checkpoint as they are get read and encoded some rows at a time, by all workers;
     others one by each worker, as are all whose inputs are known."""
     if inputs is not None:
-        workers = max(1, min(workers, _SOLVING // _solving_bytes(form)))
+        room = min(_SOLVING, int(available_memory()[0] * _SHARE_OF_FREE))
+        workers = max(1, min(workers, room // _solving_bytes(form)))
     placed = _placed_experts(form, source, layer) if inputs is None else None
     tasks = _tasks(form, quantizer) if placed else [[]]
     # one for each expert that is being encoded or written; the gaps between fields stay zero
@@ -138,8 +142,12 @@ def _tasks(form: ExpertFormat, quantizer: Quantizer) -> list[Task]:
 
 
 def _solving_bytes(form: ExpertFormat) -> int:
-    """About what `encode_solved` holds of the widest matrix: its moments, in two orders, their factors and inverse."""
-    return 6 * 4 * max(part.out_in[1] for part in form.layer.parts if part.name in form.encodings) ** 2
+    """About what a worker holds of an expert whose inputs are known: its parts, their moments, what solving for the
+    largest takes, and what is stored."""
+    shapes = [part.out_in for part in form.layer.parts if part.name in form.encodings]
+    parts = sum(math.prod(part.shape) for part in form.layer.parts) * form.dtype.itemsize
+    moments = sum(4 * columns * columns for _, columns in shapes)
+    return parts + moments + max(solving_bytes(*shape) for shape in shapes) + form.stored.nbytes
 
 
 def _in_flight(tasks: int, workers: int) -> int:

@@ -66,7 +66,7 @@ def _in_words(root: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise PackError(
                 f"the disk filled while packing into {root} ({_free(root)} free; {error.strerror}); free some "
-                f"space and run again: finished layers are kept, or {_ELSEWHERE}"
+                f"space and run again: what is finished is kept, or {_ELSEWHERE}"
             ) from error
         if error.errno == errno.EIO:
             raise PackError(f"writing to {root} failed: {error.strerror}; check the drive, or {_ELSEWHERE}") from error
