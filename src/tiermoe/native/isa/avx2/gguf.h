@@ -12,6 +12,7 @@ enum {
     PARTS_SUMMED = 4,  /* times their scales, as integers: at most 128 * 32 * 32512 * 16 in a lane; all
                         * PARTS where lanes_keep(coding), at most 63 * 31 * 32512 * 32, or lanes are groups, 127 * 32512 * 32 */
     ALONE_AHEAD = 4096, /* bytes that are asked for ahead of their use */
+    IN_ORDER = 3,      /* tokens that take four rows from end to end: beyond, strips unpacked for more rows pay */
     WHOLE_FEW = 2,     /* tokens whose sums are in registers at a time */
     WHOLE_TOKENS = 32, /* that share what is unpacked of a strip */
 };
@@ -298,8 +299,8 @@ static inline __attribute__((always_inline)) void whole_alone(Coding coding, siz
     }
 }
 
-/* At most WHOLE_TOKENS tokens: a strip of four rows is unpacked for all of them. */
-static inline __attribute__((always_inline)) void whole_many(Coding coding, size_t group, const Matrix *matrix,
+/* At most WHOLE_TOKENS tokens: a strip of four rows is unpacked for all of them, the same strip of all rows after it. */
+static inline __attribute__((always_inline)) void whole_rows(Coding coding, size_t group, const Matrix *matrix,
                                                              const Rows *block, const Whole *x, size_t tokens, float *totals) {
     const size_t columns = matrix->columns, strips = strips_of(columns);
     Unpacked rows[STRIP_ROWS];
@@ -323,6 +324,18 @@ static inline __attribute__((always_inline)) void whole_many(Coding coding, size
             const Eight *four = lanes[r / STRIP_ROWS * tokens + m];
             _mm_storeu_ps(totals + m * BLOCK + r, four_sums(four[0], four[1], four[2], four[3]));
         }
+}
+
+/* Few tokens, whose strips of all columns the first cache holds: four rows from their first column to their last, so that
+ * memory is read in order. */
+static inline __attribute__((always_inline)) void whole_many(Coding coding, size_t group, const Matrix *matrix,
+                                                             const Rows *block, const Whole *x, size_t tokens, float *totals) {
+    const size_t some = tokens <= IN_ORDER ? STRIP_ROWS : BLOCK, row_bytes = row_bytes_of(coding, matrix->columns);
+    for (size_t r = 0; r < block->rows; r += some) {
+        const size_t left = block->rows - r;
+        const Rows rows = {block->weights + r * row_bytes, block->first + r, left < some ? left : some};
+        whole_rows(coding, group, matrix, &rows, x, tokens, totals + r);
+    }
 }
 
 static inline __attribute__((always_inline)) void whole_some(Coding coding, size_t group, const Matrix *matrix,
