@@ -99,19 +99,42 @@ static inline __attribute__((always_inline)) __m256i int6_bytes(const uint8_t *f
     return words_or(words_and(low, 0x0F0F0F0F), words_and(high, 0x30303030));
 }
 
+/* Whether the highest bit of a nibble is no bit of its code: then it is cleared before codes are transposed, and a lookup,
+ * which takes no heed of the three bits below a byte's highest, needs no mask. */
+static inline int is_short(Coding coding) { return coding == NL3 || coding == NL2; }
+
+/* Column 3 of four of NL3, whose bits are the highest ones of the other columns' nibbles. An average of bytes shifts their
+ * sum to the right. */
+static inline __attribute__((always_inline)) __m256i nl3_fourth(const uint8_t *four) {
+    const __m256i low = words_and(words_from(four), 0x88888888), middle = words_and(words_from(four + 32), 0x88888888);
+    const __m256i high = words_and(words_from(four + 64), 0x88888888);
+    return _mm256_avg_epu8(_mm256_avg_epu8(WORDS_RIGHT(low, 1), middle), high);
+}
+
+/* The codes of column i of four, of one half of the rows in INT6, else of both. */
+static inline __attribute__((always_inline)) __m256i column_codes(Coding coding, const uint8_t *four, int half, int i) {
+    if (coding == INT6) return int6_bytes(four, half, i);
+    if (coding == NL3 && i == 3) return nl3_fourth(four);
+    const __m256i nibbles = column_nibbles(coding, four, i);
+    return is_short(coding) ? words_and(nibbles, 0x77777777) : nibbles;
+}
+
 /* Four columns of codes. rows: in INT6 of one half, else of both, a nibble each. */
 static inline __attribute__((always_inline)) void four_columns(Coding coding, const uint8_t *codes, size_t c, int half,
                                                                __m256i rows[HALF]) {
     __m256i columns[4];
     const uint8_t *four = codes + code_bytes(coding, c);
-    for (int i = 0; i < 4; i++) columns[i] = coding == INT6 ? int6_bytes(four, half, i) : column_nibbles(coding, four, i);
+    for (int i = 0; i < 4; i++) columns[i] = column_codes(coding, four, half, i);
     across(columns, rows);
 }
 
 /* Codes of register n, from what four_columns made: words of the columns at even places, or of the others. */
 static inline __attribute__((always_inline)) __m256i words_of(Coding coding, __m256i rows, int half, int odd) {
     if (coding == INT4) return words_and(odd ? _mm256_srli_epi16(rows, 8) : rows, half ? 0x00F000F0 : 0x000F000F);
-    if (is_uneven(coding)) rows = words_looked_up(uneven_levels(coding), words_and(half ? WORDS_RIGHT(rows, 4) : rows, 0x0F0F0F0F));
+    if (is_uneven(coding)) {
+        const __m256i codes = half ? WORDS_RIGHT(rows, 4) : rows;
+        rows = words_looked_up(uneven_levels(coding), is_short(coding) ? codes : words_and(codes, 0x0F0F0F0F));
+    }
     return odd ? _mm256_srli_epi16(rows, 8) : words_and(rows, 0x00FF00FF);
 }
 
@@ -157,7 +180,7 @@ static inline __attribute__((always_inline)) void halves_alone(Coding coding, in
 
 static inline __attribute__((always_inline)) void span_alone(Coding coding, const uint8_t *codes, size_t span, const SpanX *x,
                                                              const Scales *scales, float *totals) {
-    if (coding == INT4) {
+    if (coding != INT6) {
         halves_alone(coding, 0, 2, codes, span, x, scales, totals);
         return;
     }
