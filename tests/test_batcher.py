@@ -39,10 +39,10 @@ class Letters:
         return data.decode(errors="replace")
 
 
-@pytest.fixture(scope="module", params=["4GiB", "a few experts"])
+@pytest.fixture(scope="module", params=["4GiB", "50%"])
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     directory = write(tmp_path_factory.mktemp("batcher"), "qwen3_moe", torch.bfloat16, **NATIVE)
-    size = {"memory": "4GiB"} if request.param == "4GiB" else {"cache": "50%"}
+    size = {"cache" if request.param.endswith("%") else "memory": request.param}
     model = tiermoe.load(directory, device="cpu", lanes=1, bits=4, dense_bits=4, chunk=8, batch=4, context=96, **size)[
         0
     ]
@@ -77,20 +77,27 @@ def alone(engine: Any, asked: Request) -> list[int]:
     return answers(batch, [])[number]
 
 
+@pytest.mark.parametrize("loaded", ["4GiB", "50%", "25%"], indirect=True)
 def test_each_answer_is_the_one_that_the_request_has_alone(loaded: Any) -> None:
     chance = random.Random(5)
     asked = [
         request(ids(chance.randint(1, 30), seed), chance.randint(1, 12), temperature=chance.choice([0, 0.9]), seed=seed)
-        for seed in range(24)
+        for seed in range(64)
     ]
-    batch, waiting, pieces, numbers = batcher(loaded), list(asked), [], []
+    batch, waiting, pieces, numbers, left = batcher(loaded), list(asked), [], [], set()
     while waiting or not batch.idle:
         if waiting and chance.random() < 0.5:
             numbers.append(batch.add(waiting.pop(0)))
+        if numbers and chance.random() < 0.1:
+            leaves = chance.choice(numbers[-4:])
+            left.add(leaves)
+            batch.cancel(leaves)
         pieces += batch.step()
     found = answers(batch, pieces)
-    assert [found[number] for number in numbers] == [alone(loaded, each) for each in asked]
-    assert batch.counts.cached_tokens == 0
+    for number, each in zip(numbers, asked, strict=True):
+        whole, told = alone(loaded, each), found.get(number, [])
+        assert told == (whole[: len(told)] if number in left else whole)
+    assert 3 <= batch.counts.aborted <= 32
 
 
 class Recording:
