@@ -183,6 +183,22 @@ def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert calls == [1] * 5
 
 
+def test_what_is_measured_on_a_busy_machine_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "measure", lambda threads: {"bandwidth": 12e9})
+    monkeypatch.setattr(measured, "_ALONE", 0.75)
+    monkeypatch.setattr(measured, "_products", lambda: (1e9, 0.4))
+    found = measured.machine_rates(tmp_path, 2)
+    assert found.source.endswith(
+        "with 2 threads, while other programs took 60% of their time: too little, and not kept"
+    )
+    monkeypatch.setattr(measured, "_products", lambda: (3e9, 0.99))
+    assert measured.machine_rates(tmp_path, 2).arithmetic == 3e9
+    monkeypatch.setattr(measured, "_products", lambda: (2e9, 0.99))
+    kept = measured.machine_rates(tmp_path, 2)
+    assert kept.arithmetic == 3e9
+    assert "kept in" in kept.source
+
+
 # --- the command ---
 
 

@@ -29,17 +29,24 @@ _LEAST_FILE, _SCRATCH = 64 * MIB, 128 * MIB
 _DAYS = 30
 _PRODUCT = (512, 2048)  # tokens, columns of a square weight
 _SECONDS = 0.2  # of products
+_ALONE = 0.75  # of its threads' time a product computes where no other program does
 
 
 def machine_rates(folder: Path, threads: int | None = None) -> Rates:
     """This machine's, with the drive of `folder`: as measured in the last 30 days by as many threads, or now, which
-    takes a few seconds. threads: that compute; None: torch's number."""
+    takes a few seconds. What is measured while other programs compute is too little: it is not kept, and says so.
+    threads: that compute; None: torch's number."""
     threads = threads or torch.get_num_threads()
     folder.mkdir(parents=True, exist_ok=True)
     case = f"{os.stat(folder).st_dev}:{threads}"
     kept = _read(folder / NAME)
     if case not in kept or (date.today() - kept[case].day).days > _DAYS:
-        kept[case] = _measure(folder, threads)
+        kept[case], share = _measure(folder, threads)
+        if share < _ALONE:
+            found = kept[case]
+            busy = f"while other programs took {1 - share:.0%} of their time"
+            source = f"measured on {found.day} with {threads} threads, {busy}: too little, and not kept"
+            return Rates(found.memory, found.drive, found.arithmetic, source)
         replace_unlocked(folder / NAME, json.dumps({name: each.as_json() for name, each in kept.items()}).encode())
     found = kept[case]
     source = f"measured on {found.day} with {threads} threads, kept in {folder / NAME}"
@@ -74,7 +81,8 @@ def _checked(entry: dict[str, str | float]) -> _Measured:
     return _Measured(memory, drive, arithmetic, date.fromisoformat(str(entry["day"])))
 
 
-def _measure(folder: Path, threads: int) -> _Measured:
+def _measure(folder: Path, threads: int) -> tuple[_Measured, float]:
+    """Also the share of the threads' time that they had a processor."""
     before = torch.get_num_threads()
     with _sample(folder) as file:
         size = file.stat().st_size // _READ
@@ -82,10 +90,11 @@ def _measure(folder: Path, threads: int) -> _Measured:
         drive = probe_drive(extents).bandwidth
     try:
         memory = float(bandwidth.measure(threads)["bandwidth"])
-        arithmetic = _products()
+        torch.set_num_threads(threads)
+        arithmetic, share = _products()
     finally:
         torch.set_num_threads(before)
-    return _Measured(memory, drive, arithmetic, date.today())
+    return _Measured(memory, drive, arithmetic, date.today()), share
 
 
 @contextlib.contextmanager
@@ -105,13 +114,16 @@ def _sample(folder: Path) -> Iterator[Path]:
         yield Path(scratch.name)
 
 
-def _products() -> float:
-    """Float operations a second of the fastest matrix product, in the dtype that this processor multiplies in."""
+def _products() -> tuple[float, float]:
+    """Float operations a second of the fastest matrix product, in the dtype that this processor multiplies in; and the
+    share of the threads' time that they computed, which is less where other programs do."""
     dtype = torch.bfloat16 if multiplies_bfloat16() else torch.float32
     tokens, columns = _PRODUCT
     x, weight = torch.ones(tokens, columns, dtype=dtype), torch.ones(columns, columns, dtype=dtype)
-    fastest, until = float("inf"), time.perf_counter() + _SECONDS
-    while (began := time.perf_counter()) < until or fastest == float("inf"):
+    torch.nn.functional.linear(x, weight)  # threads are made, pages are touched
+    fastest, started, used = float("inf"), time.perf_counter(), time.process_time()
+    while (began := time.perf_counter()) < started + _SECONDS or fastest == float("inf"):
         torch.nn.functional.linear(x, weight)
         fastest = min(fastest, time.perf_counter() - began)
-    return 2 * tokens * columns * columns / fastest
+    share = (time.process_time() - used) / (time.perf_counter() - started) / torch.get_num_threads()
+    return 2 * tokens * columns * columns / fastest, min(share, 1.0)
