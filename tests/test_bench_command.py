@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -103,13 +105,16 @@ def test_the_whole_command(tiermoe_: Command, shipped: Path, tmp_path: Path) -> 
     assert len(out.read_text().splitlines()) == 1 + 2
 
 
-def test_interrupted_it_prints_what_there_is(tiermoe_: Command, shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_prints_what_there_is(
+    tiermoe_: Command, shipped: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
+) -> None:
     def measure(planned: Any, rounds: int, ids: Any, journal: Any, rows: list[Any]) -> Any:
         (_, one), *_ = planned[0]
         row = session.Measured(one, {0: {"decode_tok_s": 12.5, "prefill_tok_s": 40.0, "limited": False}})
         rows.append(row)
         yield Step(one, 0, 1, 3, row.rounds[0])
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), sent)
 
     monkeypatch.setattr(session, "measure", measure)
     monkeypatch.setattr(session.Session, "_memory_bandwidth", lambda self: 1e10)

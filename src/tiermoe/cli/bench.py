@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -164,7 +167,7 @@ def _check(asked: dict[str, Any]) -> None:
 def _run(session: Session) -> bool:
     """Measures, with a line for each run that ends; whether it was interrupted after the first one."""
     try:
-        with progress_bar() as progress:
+        with _ended_as_by_ctrl_c(), progress_bar() as progress:
             for step in session.run(progress, note):
                 note(_line(step))
     except KeyboardInterrupt:
@@ -172,6 +175,16 @@ def _run(session: Session) -> bool:
             raise
         return True
     return False
+
+
+@contextlib.contextmanager
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM, too, ends the engine that runs, removes what was made for it and prints what there is."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _line(step: Step) -> str:
