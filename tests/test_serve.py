@@ -359,6 +359,8 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
      "tool_choice", "there are no tools"),
     ("/detokenize", {"tokens": [-1]}, 400, "tokens", "no token -1"),
     ("/tokenize", {}, 400, "prompt", "either"),
+    ("/tokenize", {"messages": [{"role": "assistant", "tool_calls": [
+        {"id": "1", "function": {"name": "f", "arguments": "{"}}]}]}, 400, "messages", "no JSON"),
 ]  # fmt: skip
 
 

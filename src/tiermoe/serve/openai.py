@@ -49,11 +49,8 @@ def routes(app: FastAPI, served: Served) -> None:
         served.check_model(asked.model)
         if asked.top_logprobs is not None and not asked.logprobs:
             raise Refused(400, "top_logprobs needs logprobs=true", "top_logprobs")
-        try:
-            messages = [message.plain for message in asked.messages]
-        except ValueError as error:
-            raise Refused(400, f"the arguments of a tool call are no JSON: {error}", "messages") from error
         parallel = asked.parallel_tool_calls is not False
+        messages = [message.plain for message in asked.messages]
         its = Chat(messages, asked.functions, asked.choice, asked.answer_schema, asked.told, parallel)
         prepared = prepare(served, its)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None

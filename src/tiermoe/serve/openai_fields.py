@@ -79,8 +79,12 @@ class CalledTool(BaseModel):
 
     @property
     def plain(self) -> dict[str, Any]:
-        """As chat templates take it. ValueError where the arguments are no JSON."""
-        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments or "{}")}
+        """As chat templates take it. Refused where the arguments are no JSON."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except ValueError as error:
+            raise Refused(400, f"the arguments of a tool call are no JSON: {error}", "messages") from error
+        function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": self.type, "function": function}
 
 
