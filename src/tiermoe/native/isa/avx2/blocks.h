@@ -188,10 +188,48 @@ static inline __attribute__((always_inline)) void span_alone(Coding coding, cons
     halves_alone(coding, 1, 1, codes, span, x, scales, totals);
 }
 
+/* Two registers of those that `across` makes: the first two, or the last. */
+static inline __attribute__((always_inline)) void across_two(const __m256i columns[4], int last, __m256i rows[2]) {
+    const __m256i a = last ? _mm256_unpackhi_epi8(columns[0], columns[1]) : _mm256_unpacklo_epi8(columns[0], columns[1]);
+    const __m256i b = last ? _mm256_unpackhi_epi8(columns[2], columns[3]) : _mm256_unpacklo_epi8(columns[2], columns[3]);
+    rows[0] = _mm256_unpacklo_epi16(a, b), rows[1] = _mm256_unpackhi_epi16(a, b);
+}
+
+/* totals (2, 64) += a span of a block's codes times two tokens', `apart` spans apart, scaled: what is unpacked stays in
+ * registers, two of each half of the rows at a time. Not of INT6. */
+static inline __attribute__((always_inline)) void span_of_two(Coding coding, const uint8_t *codes, size_t span, const SpanX *x,
+                                                              size_t apart, const Scales *scales, float *totals) {
+    for (int last = 0; last < 2; last++) {
+        __m256i sums[2][2][2]; /* of a token, of a half, of a register */
+        for (size_t m = 0; m < 2; m++)
+            for (int h = 0; h < 2; h++) sums[m][h][0] = sums[m][h][1] = sum_begin(coding, h, x + m * apart);
+        for (size_t c = 0; c < span; c += 4) {
+            __m256i columns[4], rows[2];
+            if (!last) ask_ahead(coding, codes + code_bytes(coding, c));
+            for (int i = 0; i < 4; i++) columns[i] = column_codes(coding, codes + code_bytes(coding, c), 0, i);
+            across_two(columns, last, rows);
+            for (int i = 0; i < 2; i++)
+                for (int h = 0; h < 2; h++)
+                    for (int odd = 0; odd < 2; odd++) {
+                        const __m256i words = words_of(coding, rows[i], h, odd);
+                        for (size_t m = 0; m < 2; m++) {
+                            const __m256i pair = _mm256_set1_epi32(x[m * apart].pairs[pair_of(c) + (odd ? TO_ODD : 0)]);
+                            sums[m][h][i] = in_register(plus_products(sums[m][h][i], words, pair));
+                        }
+                    }
+        }
+        for (size_t m = 0; m < 2; m++)
+            for (int h = 0; h < 2; h++)
+                for (int i = 0; i < 2; i++)
+                    add_sums(coding, sums[m][h][i], h * HALF + 2 * last + i, x + m * apart, scales, totals + m * BLOCK);
+    }
+}
+
 /* panel (span / 2, 8): the words of pair p, as they are numbered in SpanX. */
 static inline __attribute__((always_inline)) void span_unpack(Coding coding, const uint8_t *codes, size_t span, __m256i *panel) {
     for (size_t c = 0; c < span; c += 4) {
         __m256i *even = panel + pair_of(c) * SUMS, *odd = even + TO_ODD * SUMS, rows[HALF];
+        ask_ahead(coding, codes + code_bytes(coding, c));
         for (int half = 0; half < 2; half++) {
             if (half == 0 || coding == INT6) four_columns(coding, codes, c, half, rows);
             for (int k = 0; k < HALF; k++) {
@@ -246,6 +284,10 @@ static inline __attribute__((always_inline)) void add_span(Coding coding, const 
     __m256i panel[SPAN / 2 * SUMS];
     if (tokens == 1) {
         span_alone(coding, codes, span, x, scales, totals);
+        return;
+    }
+    if (tokens == 2 && (coding == INT4 || coding == NL4)) {
+        span_of_two(coding, codes, span, x, apart, scales, totals);
         return;
     }
     span_unpack(coding, codes, span, panel);
