@@ -127,6 +127,13 @@ def top_k(config: Any, layer: int) -> int:
     return 1
 
 
+def is_table(module: torch.nn.Module) -> bool:
+    """Whether a module of transformers does nothing but look up rows, and multiply them by its `embed_scale`."""
+    if not isinstance(module, torch.nn.Embedding) or module.max_norm is not None:
+        return False
+    return type(module) is torch.nn.Embedding or type(module).__name__.endswith("ScaledWordEmbedding")
+
+
 def takes_weight(owner: torch.nn.Module, child: str) -> bool:
     """Whether a module's code computes with the weight of its linear layer `child` itself, so that the layer must stay
     as it is. Questions about shape and dtype a packed one answers too, and a fused product of training never runs."""
