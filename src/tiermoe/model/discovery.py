@@ -55,7 +55,10 @@ def text_class_is_apart(config: Any, text: Any) -> bool:
 
 
 def text_tensors(tensors: Entries) -> Entries:
-    """The tensors of a larger checkpoint's text part, by the names that they have in a checkpoint of their own."""
+    """The tensors of a larger checkpoint's text part, by the names that they have in a checkpoint of their own. All of
+    them where none lies inside of another part: the text part has its own names there (dots3_note)."""
+    if not any("language_model." in key for key in tensors):
+        return tensors
     found: Entries = {}
     for key, entry in tensors.items():
         name = next((own + key.removeprefix(inside) for inside, own in _TEXT_KEYS if key.startswith(inside)), None)
