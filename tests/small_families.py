@@ -107,6 +107,14 @@ _SMALL_PART: dict[str, Any] = {
 
 LARGER: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "aria": ("aria_text", {}, {}),
+    "dots3_note": (
+        "dots3_note_text", {}, {
+            "vision_config": {"mlp_layer_types": ["dense"], "adapter_in_dim": 32, "adapter_out_dim": 64},
+            "audio_config": {
+                "adapter_input_size": 32, "adapter_out_dim": 64, "downsample_hidden_size": 16, "feature_size": 16,
+            },
+        },
+    ),
     "gemma4": ("gemma4_text", {"hidden_size_per_layer_input": 0}, {}),
     "glm4v_moe": ("glm4v_moe_text", {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}, {}),
     "llama4": ("llama4_text", {}, {}),
@@ -114,7 +122,7 @@ LARGER: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5_moe": ("qwen3_5_moe_text", {"layer_types": _THREE}, {}),
     "qwen3_vl_moe": ("qwen3_vl_moe_text", {}, {}),
     "qwen4_exp": ("qwen4_exp_text", {}, {}),
-}
+}  # fmt: skip
 """model_type of a model that reads more than text → that of its text part, entries of that and of the other parts'
 configs."""
 

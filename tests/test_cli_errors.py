@@ -142,7 +142,7 @@ def test_a_config_of_another_checkpoint(tiermoe_: Command, model: Path) -> None:
 def test_a_model_that_is_not_there(tiermoe_: Command, model: Path, tmp_path: Path) -> None:
     assert "config.json is a file; name the directory" in tiermoe_("run", model / "config.json", "hi").cause
     assert re.search(
-        r"nowhere does not exist; name a model directory or a hub id",
+        r"nowhere does not exist; name a model directory, a GGUF file, or a hub id",
         tiermoe_("run", tmp_path / "nowhere", "hi").cause,
     )
     assert "nomodel does not exist" in tiermoe_("plan", "nomodel").cause

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import small_families
 import tiermoe
 from tests import tiny
 from tiermoe.engine.loading import OutputLayer
@@ -30,7 +31,7 @@ def blueprint(
 @pytest.mark.parametrize("shape", [(1, 1), (2, 7), (5,), (1, 0)])
 def test_rows_are_those_of_the_whole_table(dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path) -> None:
     found = blueprint(tmp_path, dtype=dtype)
-    on_disk = EmbeddingOnDisk(found.checkpoint, KEY, torch.bfloat16)
+    on_disk = EmbeddingOnDisk(found.checkpoint, [KEY], torch.bfloat16)
     tokens = torch.randint(0, 128, shape, generator=torch.Generator().manual_seed(0))
     want = torch.nn.functional.embedding(tokens, found.checkpoint.read(KEY).bfloat16())
     assert torch.equal(on_disk(tokens), want)
@@ -38,7 +39,7 @@ def test_rows_are_those_of_the_whole_table(dtype: torch.dtype, shape: tuple[int,
 
 def test_ids_without_a_row_and_rows_that_are_gone_are_named(tmp_path: Path) -> None:
     found = blueprint(tmp_path)
-    on_disk = EmbeddingOnDisk(found.checkpoint, KEY, torch.bfloat16)
+    on_disk = EmbeddingOnDisk(found.checkpoint, [KEY], torch.bfloat16)
     for wrong in (128, -1):
         with pytest.raises(IndexError, match="128 rows"):
             on_disk(torch.tensor([3, wrong]))
@@ -118,3 +119,47 @@ def test_the_output_layer_multiplies_a_prompt_s_last_token_as_one_matrix(sequenc
     want = torch.nn.functional.linear(hidden, layer.weight, layer.bias)[:, -1:, :]
     torch.testing.assert_close(got, want)
     assert not any("bmm" in name for name in operations)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "path"),
+    [
+        ("gemma4_text", {"vocab_size_per_layer_input": 4096}, "model.embed_tokens_per_layer.weight"),
+        (
+            "qwen4_exp_text", {"ngram_vocab_size_base": 1024, "split_ngram_parts": 8},
+            "model.layers.0.ple.ple_embedding.ngram_embedding.weight",
+        ),
+    ],
+)  # fmt: skip
+def test_tables_beside_the_embedding_stay_on_disk(
+    family: str, changes: dict[str, int], path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Embeddings of each layer, and of several tokens, whose rows lie in eight tensors."""
+    monkeypatch.setattr("tiermoe.memory.plan.resident_bytes", lambda: 300 << 20)
+    monkeypatch.setattr("tiermoe.engine.reading.page_cache_room", lambda: -1)
+    directory = small_families.write_small(tmp_path, family, vocab_size=4096, **changes)
+    found = inspect_model(directory, "small")
+    keys = found.outline.tables[path]
+    assert len(keys) == changes.get("split_ngram_parts", 1)
+    ids = torch.randint(3, 4096, (2, 9), generator=torch.Generator().manual_seed(1))
+
+    def logits(memory: int, on_disk: bool) -> tuple[torch.Tensor, MemoryPlan]:
+        model, _ = tiermoe.load(directory, memory=memory, device="cpu", bits=16, context=64, chunk=16, preset="lru")
+        table = model.get_submodule(path.removesuffix(".weight"))
+        assert isinstance(table, EmbeddingOnDisk) == on_disk
+        with torch.no_grad():
+            got = model(ids).logits
+        assert model.generate(ids, max_new_tokens=3).shape == (2, 12)
+        plan = model.tiermoe.plan
+        model.tiermoe.close()
+        return got, plan
+
+    want, plan = logits(4 << 30, on_disk=False)
+    with torch.no_grad():
+        assert torch.equal(want, small_families.plain_model(directory)(ids).logits)
+    fixed = plan.fixed - plan.idle_activations
+    got, short = logits(fixed + (plan.all_slots - 2) * plan.slot_bytes, on_disk=True)
+    assert torch.equal(got, want)
+    table = sum(found.checkpoint.tensors[key].nbytes for key in keys)
+    own = 0 if family == "gemma4_text" else 4096 * 64 * 4  # gemma's input embedding is its output layer
+    assert plan.dense - short.dense == table + own

@@ -159,7 +159,7 @@ def architecture(name: str) -> Callable[[bytearray], Any]:
 
 
 DAMAGE: dict[str, tuple[Callable[[bytearray], Any], str]] = {
-    "text": (put(0, b"{js}"), r"is not a GGUF file: it does not begin with 'GGUF'"),
+    "text": (put(0, b"{js}"), r"is not a GGUF file: it does not begin with 'GGUF'; download it again"),
     "empty": (lambda content: content.clear(), r"is not a GGUF file"),
     "version": (put(4, struct.pack("<I", 1)), r"is GGUF version 1, versions 2 and 3 are read; convert the model again"),
     "endianness": (put(4, struct.pack(">I", 3)), r"is a big-endian GGUF; take the little-endian file"),
@@ -205,6 +205,11 @@ def test_a_model_without_experts(command: str, tmp_path: Path, tiermoe_: Command
     )
     words = (command, file, "hi") if command == "run" else (command, file)
     assert "is a 'qwen3moe' model without experts: tiermoe runs Mixture-of-Experts" in tiermoe_(*words).cause
+
+
+def test_a_directory_of_gguf_files_is_not_a_model(copy: Path, tiermoe_: Command) -> None:
+    cause = tiermoe_("show", copy.parent).cause
+    assert cause.endswith(f"is not a Hugging Face model directory; name the GGUF file in it, {copy}")
 
 
 def test_other_files_that_lack_something(tmp_path: Path, tiermoe_: Command) -> None:

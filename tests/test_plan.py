@@ -342,7 +342,7 @@ def test_loading_counts_what_is_converted(tmp_path: Path) -> None:
     assert needs["dense"] == 1000
     assert needs["conversion"] > 0
     key = "model.embed_tokens.weight"
-    lazy = LazyTensor(found.checkpoint, key, torch.bfloat16, placeholder=False)
+    lazy = LazyTensor(found.checkpoint, key, torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dense_weights, "CONVERTED", 1024)  # a few rows at a time
         assert torch.equal(lazy[...], found.checkpoint.read(key).bfloat16())

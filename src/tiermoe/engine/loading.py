@@ -22,9 +22,9 @@ from tiermoe.memory.memory_plan import MemoryPlan
 from tiermoe.model.blueprint import Blueprint, quantization_of
 from tiermoe.model.building import decoder_for
 from tiermoe.model.dense import attach_dense, recipe_key
-from tiermoe.model.dense_weights import LazyTensor, read_dtypes
+from tiermoe.model.dense_weights import LazyTensor, NoValues, read_dtypes
 from tiermoe.model.discovery import text_config
-from tiermoe.model.embedding import EmbeddingOnDisk, embedding_key, leave_on_disk
+from tiermoe.model.embedding import EmbeddingOnDisk, embedding_key, leave_on_disk, table_keys
 from tiermoe.model.expert_gates import ExpertGate, named_gates
 from tiermoe.model.face import face_base, face_class
 from tiermoe.model.generic import GenericDecoder
@@ -81,11 +81,17 @@ def load_dense(
     replaced = {blueprint.outline.tensors[f"{name}.weight"].key for name in (*packed, *own)} | {shared}
     if embedding_on_disk:
         replaced.add(embedding_key(blueprint))
-    dtypes = read_dtypes(blueprint)
+    dtypes, tables, stored = read_dtypes(blueprint), table_keys(blueprint), blueprint.checkpoint.tensors
     state = {
-        name: LazyTensor(blueprint.checkpoint, name, dtypes.get(name), name in replaced)
+        name: NoValues(stored[name].shape, dtypes.get(name, stored[name].dtype))
+        if name in replaced
+        else LazyTensor(blueprint.checkpoint, name, dtypes.get(name))
         for name in blueprint.dense_keys
+        if not (embedding_on_disk and name in tables)
     }
+    if embedding_on_disk:
+        outline = blueprint.outline
+        state |= {path: NoValues(outline.tensors[path].shape, blueprint.dtype) for path in outline.tables}
     config = _config_for_loading(blueprint)
     with experts_left_out(blueprint.family, text_config(config)), footprint.without_meta_references(), _quiet_loading():
         model, info = face_class(blueprint.model_class).from_pretrained(
@@ -109,7 +115,7 @@ def load_dense(
     if own:
         attach_own(model, blueprint, device)
     if shared is not None:
-        model.set_input_embeddings(EmbeddingOnDisk(blueprint.checkpoint, shared, blueprint.dtype))
+        model.set_input_embeddings(EmbeddingOnDisk(blueprint.checkpoint, [shared], blueprint.dtype))
     if embedding_on_disk:
         leave_on_disk(model, blueprint)
     _keep_output_whole(model)

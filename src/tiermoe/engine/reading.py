@@ -13,7 +13,7 @@ from tiermoe.memory.memory_plan import MemoryPlan
 from tiermoe.memory.plan import holds_everything
 from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.dense import recipe_key
-from tiermoe.model.embedding import embedding_key
+from tiermoe.model.embedding import embedding_bytes
 from tiermoe.process.footprint import resident_bytes
 from tiermoe.process.machine import page_cache_room
 from tiermoe.store.layout import PAGE, ExpertFormat
@@ -80,9 +80,9 @@ def reading_for(plan: MemoryPlan, packed: Packed, resolved: Resolved, device: st
 
 
 def rows_stay_on_disk(blueprint: Blueprint, plan: MemoryPlan, reading: Reading) -> bool:
-    """Whether the input embedding is left on the drive: its memory is planned for experts, or nothing else is copied
-    and reading it whole is what loading would wait for."""
-    return plan.embedding_on_disk or (reading.files is not None and embedding_key(blueprint) is not None)
+    """Whether embeddings are left on the drive: their memory is planned for experts, or nothing else is copied
+    and reading them whole is what loading would wait for."""
+    return plan.embedding_on_disk or (reading.files is not None and embedding_bytes(blueprint) > 0)
 
 
 def _packed(store: Store, resolved: Resolved, blueprint: Blueprint, device: str) -> Packed:

@@ -17,6 +17,7 @@ from tiermoe.model import cache_probe, generic, kv_cache
 from tiermoe.model.attention import GroupedSizes
 from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.delta import LinearSizes
+from tiermoe.model.embedding import table_keys
 from tiermoe.model.latent import LatentSizes
 from tiermoe.model.layer_sizes import AttentionSizes, attention_sizes
 from tiermoe.model.rotary import table_bytes
@@ -152,7 +153,8 @@ def _layer_needs(
 
 
 def _widest_dense(blueprint: Blueprint) -> int:
-    """Columns of what a dense matrix gives at the most, embedding and output layer apart: they give a row a token."""
+    """Columns of what a dense matrix gives at the most, embeddings and output layer apart: they give a row a token."""
     vocabulary, stored = int(blueprint.config.vocab_size), blueprint.checkpoint.tensors
-    shapes = [stored[key].shape for key in blueprint.dense_keys]
+    tables = table_keys(blueprint)
+    shapes = [stored[key].shape for key in blueprint.dense_keys if key not in tables]
     return max((max(shape) for shape in shapes if len(shape) == 2 and vocabulary not in shape), default=0)

@@ -82,7 +82,7 @@ def while_loading(model: Inputs, on_disk: int) -> list[Need]:
     come through main memory."""
     dense = dense_bytes(model.blueprint, model.settings.dense_bits_used, machine_layout(model.device)) - on_disk
     process = Need("interpreter", model.process, Phase.LOADING)
-    return [process, *loading_needs(model.blueprint, dense)]
+    return [process, *loading_needs(model.blueprint, dense, on_disk > 0)]
 
 
 def while_packing(model: Inputs, budget: int) -> tuple[int, list[Need]]:

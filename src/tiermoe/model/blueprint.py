@@ -22,7 +22,7 @@ from tiermoe.model.hub import chosen_store_root
 from tiermoe.process import footprint
 from tiermoe.store.checkpoint import Checkpoint
 from tiermoe.store.gguf.checkpoint import GgufCheckpoint
-from tiermoe.store.gguf.file import is_gguf, open_gguf
+from tiermoe.store.gguf.file import SUFFIX, is_gguf, open_gguf
 from tiermoe.store.layout import ExpertFormat, format_from_names
 from tiermoe.store.neurons import unit_format
 from tiermoe.store.outline import NAME as OUTLINE
@@ -216,7 +216,9 @@ def read_config(directory: Path) -> Any:
     """transformers' config of a checkpoint directory. ModelError where there is none, or it is not a MoE family's."""
     file = directory / "config.json"
     if not file.exists():
-        raise ModelError(f"{directory} has no config.json: it is not a Hugging Face model directory")
+        inside = min(directory.glob(f"*{SUFFIX}"), default=None)
+        hint = f"; name the GGUF file in it, {inside}" if inside is not None else ""
+        raise ModelError(f"{directory} has no config.json: it is not a Hugging Face model directory{hint}")
     try:
         raw = json.loads(file.read_bytes())
         model_type = raw.get("model_type")

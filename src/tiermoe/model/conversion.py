@@ -61,6 +61,7 @@ class CheckpointExperts:
         self.expert_keys: set[str] = set()
         self.dense_keys: set[str] = set()
         self._direct: dict[str, str] = {}
+        self._in_parts: dict[str, list[str]] = {}
         self._resolve()
 
     def read(self, layer: int, expert: int) -> Mapping[str, torch.Tensor]:
@@ -76,6 +77,12 @@ class CheckpointExperts:
     def direct_key(self, parameter: str) -> str | None:
         """The checkpoint key that becomes a dense parameter unchanged, None where several are converted into it."""
         return self._direct.get(parameter)
+
+    def row_keys(self, parameter: str) -> tuple[str, ...]:
+        """The checkpoint keys that hold a dense parameter's rows, one after another; none where they are converted
+        otherwise."""
+        direct = self.direct_key(parameter)
+        return tuple(self._in_parts.get(parameter, ())) if direct is None else (direct,)
 
     def sources(self, layer: int) -> dict[str, tuple[str, ...]]:
         """Part name → what its rows are made of, one after the other (`store.own_experts`); without parts that are
@@ -116,6 +123,8 @@ class CheckpointExperts:
                 self.dense_keys.add(key)
             if pattern is None:
                 self._direct[name] = key
+            elif _joins_rows(self._by_pattern[pattern]):
+                self._in_parts.setdefault(name, []).append(key)
         missing = sorted(targets - set(self._sources))
         if missing:
             raise ModelError(
@@ -245,6 +254,13 @@ def _only_stacks_rows(converter: WeightConverter, patterns: int) -> bool:
     if patterns == 1:
         return stacks and len(operations) == 1
     return stacks and len(operations) == 2 and isinstance(operations[1], Concatenate) and operations[1].dim == 1
+
+
+def _joins_rows(converter: WeightConverter) -> bool:
+    """True where one pattern's tensors are the rows of one, in the order of their names."""
+    operations = converter.operations
+    alone = len(operations) == len(converter.source_patterns) == 1
+    return alone and isinstance(operations[0], Concatenate) and operations[0].dim == 0
 
 
 def _each_of(sources: Sequence[Sequence[str]]) -> tuple[str, ...]:

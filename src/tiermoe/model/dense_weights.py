@@ -11,7 +11,7 @@ from torch.nn.functional import embedding
 
 from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.dense import packed_linears
-from tiermoe.model.embedding import EmbeddingOnDisk, embedding_key
+from tiermoe.model.embedding import EmbeddingOnDisk, embedding_key, table_keys
 from tiermoe.model.linear import Linear, PlainLinear
 from tiermoe.model.own_linears import read_own, shared_table
 from tiermoe.store.source import TensorSource
@@ -25,21 +25,33 @@ CONVERTED = 16 << 20
 _READERS = 4  # threads with which transformers reads a checkpoint
 
 
-class LazyTensor:
-    """A tensor of the checkpoint that is read when it is taken (`tensor[...]`), as `dtype`: some rows at a time where
-    that is another one, so that it is never there in both. dtype None: as it is stored. A placeholder takes no memory
-    and stands for a weight that is replaced by a packed one. transformers' loader takes such tensors."""
+class NoValues:
+    """Stands for a weight that is replaced by a packed one, or whose rows stay on the drive, and takes no memory.
+    transformers' loader takes such tensors."""
 
-    def __init__(
-        self, checkpoint: TensorSource, key: str, dtype: torch.dtype | None, placeholder: bool = False
-    ) -> None:
-        entry = checkpoint.tensors[key]
-        self.shape, self.dtype = torch.Size(entry.shape), dtype or entry.dtype
-        self._checkpoint, self._key, self._placeholder = checkpoint, key, placeholder
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = torch.Size(shape), dtype
 
     def __getitem__(self, index: Any) -> Tensor:
-        if self._placeholder:
-            return torch.zeros(1, dtype=self.dtype).expand(self.shape)
+        return torch.zeros(1, dtype=self.dtype).expand(self.shape)
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        return str(self.dtype)
+
+
+class LazyTensor(NoValues):
+    """A tensor of the checkpoint that is read when it is taken (`tensor[...]`), as `dtype`: some rows at a time where
+    that is another one, so that it is never there in both. dtype None: as it is stored."""
+
+    def __init__(self, checkpoint: TensorSource, key: str, dtype: torch.dtype | None) -> None:
+        entry = checkpoint.tensors[key]
+        super().__init__(entry.shape, dtype or entry.dtype)
+        self._checkpoint, self._key = checkpoint, key
+
+    def __getitem__(self, index: Any) -> Tensor:
         entry = self._checkpoint.tensors[self._key]
         if entry.dtype == self.dtype or not self.shape:
             return self._checkpoint.read(self._key)[index]
@@ -49,12 +61,6 @@ class LazyTensor:
             last = min(first + step, len(rows))
             rows[first:last] = self._checkpoint.read_rows(self._key, first, last)
         return rows[index]
-
-    def get_shape(self) -> list[int]:
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        return str(self.dtype)
 
 
 class StoredWeights:
@@ -101,7 +107,7 @@ class StoredWeights:
     def embedding(self, path: str) -> Callable[[Tensor], Tensor]:
         key = embedding_key(self._blueprint) if self._on_disk else self._shared
         if key is not None:
-            return EmbeddingOnDisk(self._blueprint.checkpoint, key, self._blueprint.dtype)
+            return EmbeddingOnDisk(self._blueprint.checkpoint, [key], self._blueprint.dtype)
         weight = self.tensor(f"{path}.weight")
         return lambda tokens: embedding(tokens, weight)
 
@@ -125,11 +131,13 @@ def read_dtypes(blueprint: Blueprint) -> dict[str, torch.dtype]:
     }
 
 
-def loading_needs(blueprint: Blueprint, dense: int) -> list[Need]:
+def loading_needs(blueprint: Blueprint, dense: int, on_disk: bool = False) -> list[Need]:
     """Loading holds the `dense` bytes that stay and, at most, what is converted: of tensors that are taken as they are
-    the rows that transformers' threads read at a time, of the others all that they are made of."""
+    the rows that transformers' threads read at a time, of the others all that they are made of; nothing of tables that
+    stay `on_disk`."""
     direct, stored = read_dtypes(blueprint), blueprint.checkpoint.tensors
-    converted = sum(stored[key].nbytes for key in blueprint.dense_keys if key not in direct)
+    known = {*direct, *(table_keys(blueprint) if on_disk else ())}
+    converted = sum(stored[key].nbytes for key in blueprint.dense_keys if key not in known)
     if any(stored[key].dtype != dtype for key, dtype in direct.items()):
         converted += _READERS * CONVERTED
     return [Need("dense", dense, Phase.LOADING), Need("conversion", converted, Phase.LOADING)]

@@ -55,7 +55,10 @@ def text_class_is_apart(config: Any, text: Any) -> bool:
 
 
 def text_tensors(tensors: Entries) -> Entries:
-    """The tensors of a larger checkpoint's text part, by the names that they have in a checkpoint of their own."""
+    """The tensors of a larger checkpoint's text part, by the names that they have in a checkpoint of their own. All of
+    them where none lies inside of another part: the text part has its own names there (dots3_note)."""
+    if not any("language_model." in key for key in tensors):
+        return tensors
     found: Entries = {}
     for key, entry in tensors.items():
         name = next((own + key.removeprefix(inside) for inside, own in _TEXT_KEYS if key.startswith(inside)), None)
@@ -125,6 +128,13 @@ def top_k(config: Any, layer: int) -> int:
             if value is not None:
                 return int(value[layer] if isinstance(value, list | tuple) else value)
     return 1
+
+
+def is_table(module: torch.nn.Module) -> bool:
+    """Whether a module of transformers does nothing but look up rows, and multiply them by its `embed_scale`."""
+    if not isinstance(module, torch.nn.Embedding) or module.max_norm is not None:
+        return False
+    return type(module) is torch.nn.Embedding or type(module).__name__.endswith("ScaledWordEmbedding")
 
 
 def takes_weight(owner: torch.nn.Module, child: str) -> bool:

@@ -33,7 +33,9 @@ def local_model(model: str | os.PathLike[str]) -> Path | None:
     if path.exists():
         raise ModelError(f"{path} is a file; name the directory that holds config.json and the weights, or a GGUF file")
     if text.startswith((".", "/", "~")) or text.count("/") != 1 or is_gguf(path):
-        raise ModelError(f"{text} does not exist; name a model directory or a hub id like Qwen/Qwen3-30B-A3B")
+        raise ModelError(
+            f"{text} does not exist; name a model directory, a GGUF file, or a hub id like Qwen/Qwen3-30B-A3B"
+        )
     return _in_cache(text)
 
 

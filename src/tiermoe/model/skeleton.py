@@ -17,7 +17,7 @@ from tiermoe.families import Family
 from tiermoe.kernels.gates import gate_name, in_halves
 from tiermoe.model.architectures import ARCHITECTURES
 from tiermoe.model.conversion import CheckpointExperts
-from tiermoe.model.discovery import takes_weight, text_config, top_k
+from tiermoe.model.discovery import is_table, takes_weight, text_config, top_k
 from tiermoe.model.gguf.experts import GgufExperts
 from tiermoe.model.shells import IMPLEMENTATION, activation_of, experts_left_out, is_shell, register, routers_of
 from tiermoe.process.footprint import without_meta_references
@@ -75,6 +75,7 @@ class Skeleton:
             tied=tied,
             packable=tuple(self._packable(set(dense_keys), tensors)),
             table=self._table(tensors),
+            tables=self._tables(),
             dense_bytes=self._dense_bytes(),
             dense_keys=tuple(dense_keys),
             gate=gate,
@@ -142,6 +143,23 @@ class Skeleton:
         if path in tied or path in tied.values():
             return None
         return path if tensors[path].key is not None else None
+
+    def _tables(self) -> dict[str, tuple[str, ...]]:
+        """Other embeddings whose rows can be read one by one: `Outline.tables`."""
+        if isinstance(self.experts, GgufExperts) or self._family.encoder_decoder:
+            return {}
+        used = self.model.get_input_embeddings()
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        found = {}
+        for name, module in self.model.named_modules():
+            if module is used or not is_table(module):
+                continue
+            path, (parent, _, child) = f"{name}.weight", name.rpartition(".")
+            keys = self.experts.row_keys(path)
+            shared = path in tied or path in tied.values()
+            if keys and not shared and not takes_weight(self.model.get_submodule(parent), child):
+                found[path] = keys
+        return found
 
     def _plain_embedding(self) -> bool:
         module = self.model.get_input_embeddings()

@@ -17,7 +17,7 @@ from tiermoe.store.store import layer_from_json, layer_to_json
 from tiermoe.types import MoeLayer
 
 FORMAT = "tiermoe-outline"
-VERSION = 2
+VERSION = 3
 NAME = "outline.json"
 
 _DTYPES = {
@@ -44,7 +44,8 @@ class DenseTensor:
 class Outline:
     """sources: of each layer's parts, what an expert's rows are made of (`store.own_experts`). tensors: by path in the
     model. tied: path → the path whose tensor it shares. packable: paths of the linear layers that `--dense-bits` packs.
-    table: path of the input embedding's weight where its rows can be read one by one.
+    table: path of the input embedding's weight where its rows can be read one by one. tables: the same of other
+    embeddings (of each layer, of several tokens) → the checkpoint's tensors that hold their rows, one after another.
     dense_bytes: that stay at 16 bits, tied ones once. dense_keys: of the checkpoint's tensors that are not experts'.
     gate: what lies between an expert's matrices (`kernels.gates.gate_named`), None for one that has no name. whole: our
     own decoders need nothing but these tensors."""
@@ -55,6 +56,7 @@ class Outline:
     tied: Mapping[str, str]
     packable: tuple[str, ...]
     table: str | None
+    tables: Mapping[str, tuple[str, ...]]
     dense_bytes: int
     dense_keys: tuple[str, ...]
     gate: tuple[Any, ...] | None
@@ -89,6 +91,7 @@ def write_outline(root: Path, fingerprint: str, transformers: str, outline: Outl
         "tied": outline.tied,
         "packable": outline.packable,
         "table": outline.table,
+        "tables": outline.tables,
         "dense_bytes": outline.dense_bytes,
         "dense_keys": outline.dense_keys,
         "gate": outline.gate,
@@ -105,6 +108,7 @@ def _from_json(document: dict[str, Any]) -> Outline:
         tied=dict(document["tied"]),
         packable=tuple(document["packable"]),
         table=document["table"],
+        tables={str(path): tuple(map(str, keys)) for path, keys in document["tables"].items()},
         dense_bytes=int(document["dense_bytes"]),
         dense_keys=tuple(map(str, document["dense_keys"])),
         gate=None if document["gate"] is None else tuple(document["gate"]),

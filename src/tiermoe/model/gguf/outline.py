@@ -50,6 +50,7 @@ def outline_of(checkpoint: GgufCheckpoint, config: Any, dtype: torch.dtype) -> O
         tied=tied,
         packable=tuple(path.removesuffix(".weight") for path, shape in dense.items() if _is_packable(path, shape)),
         table=None if tied else _TABLE,
+        tables={},
         dense_bytes=sum(math.prod(shape) * tensors[path].dtype.itemsize for path, shape in dense.items()),
         dense_keys=tuple(name for name in checkpoint.tensors if name not in experts),
         gate=gate,

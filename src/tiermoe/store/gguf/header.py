@@ -127,7 +127,7 @@ class _Reader:
 
     def _counts(self) -> tuple[int, int]:
         if self._size < 4 or self._take(4) != MAGIC:
-            raise ModelError(f"{self._file} is not a GGUF file: it does not begin with 'GGUF'")
+            raise ModelError(f"{self._file} is not a GGUF file: it does not begin with 'GGUF'; download it again")
         version: int = self._number("I")
         if version not in VERSIONS:
             if version.bit_length() > 16:  # the bytes the other way round
