@@ -105,16 +105,18 @@ def test_the_whole_command(tiermoe_: Command, shipped: Path, tmp_path: Path) -> 
     assert len(out.read_text().splitlines()) == 1 + 2
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("ended", [False, True])
 def test_interrupted_it_prints_what_there_is(
-    tiermoe_: Command, shipped: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
+    tiermoe_: Command, shipped: Path, monkeypatch: pytest.MonkeyPatch, ended: bool
 ) -> None:
     def measure(planned: Any, rounds: int, ids: Any, journal: Any, rows: list[Any]) -> Any:
         (_, one), *_ = planned[0]
         row = session.Measured(one, {0: {"decode_tok_s": 12.5, "prefill_tok_s": 40.0, "limited": False}})
         rows.append(row)
         yield Step(one, 0, 1, 3, row.rounds[0])
-        os.kill(os.getpid(), sent)
+        if ended:
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise KeyboardInterrupt  # a program in the background ignores SIGINT
 
     monkeypatch.setattr(session, "measure", measure)
     monkeypatch.setattr(session.Session, "_memory_bandwidth", lambda self: 1e10)
