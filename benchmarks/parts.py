@@ -130,6 +130,12 @@ def markdown(table: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """What stands before `--`, and behind it. argparse gives the first positional argument all there are."""
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at + 1 :]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -138,14 +144,14 @@ def main() -> None:
     parser.add_argument("--presets", default=",".join(WITHOUT))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--with", dest="shared", action="append", default=[], help="PRESET:NAME=VALUE for all variants")
-    parser.add_argument("options", nargs="*", help="for tiermoe eval, after --")
-    args = parser.parse_args()
+    own, options = _split(sys.argv[1:])
+    args = parser.parse_args(own)
     extra: dict[str, list[str]] = {}
     for text in args.shared:
         preset, _, change = text.partition(":")
         extra.setdefault(preset, []).append(change)
     chosen = variants(args.presets.split(","), extra)
-    words = [args.model, "--text", args.text, "--cache", args.cache, *args.options]
+    words = [args.model, "--text", args.text, "--cache", args.cache, *options]
     table = rows(chosen, measured(chosen, args.rounds, words))
     print(json.dumps({"machine": platform.platform(), "command": sys.argv, "rows": table}))
     print(markdown(table), file=sys.stderr)

@@ -25,6 +25,7 @@ from tiermoe.engine.load import start
 from tiermoe.measure.scoring import log_probabilities
 from tiermoe.model.blueprint import inspect_model
 from tiermoe.model.hub import load_tokenizer
+from tiermoe.systems import PRESETS
 
 EXACT = "default"
 
@@ -80,6 +81,8 @@ class Judge:
 def answers(args: argparse.Namespace, preset: str, questions: Sequence[Question]) -> list[bool]:
     """Whether a preset got each right, one question after the other with the cache that the last one left."""
     given = {name: getattr(args, name) for name in ("cache", "memory", "bits", "threads") if getattr(args, name)}
+    if PRESETS[preset].bits:  # of its own
+        given.pop("bits")
     changes = dict(each.split("=", 1) for each in args.set) if preset != EXACT else {}
     blueprint = inspect_model(args.model, str(args.model))
     engine = start(blueprint, settings(preset=preset, set=changes, warm=False, **given))

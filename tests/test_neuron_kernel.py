@@ -59,7 +59,7 @@ def inputs(tokens: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [4, 2])
 @pytest.mark.parametrize(("hidden", "neurons"), SHAPES)
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("tokens", [1, 5, 12])
 def test_theta_zero_is_dense_swiglu(tokens: int, hidden: int, neurons: int, bits: int, dtype: torch.dtype) -> None:
     form, views = packed(hidden, neurons, bits, dtype)
     kernel = NeuronKernel(form, F.silu, theta=0.0)

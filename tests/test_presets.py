@@ -45,8 +45,8 @@ def test_the_documents_name_parts_and_settings_that_there_are() -> None:
 
 
 def test_the_five_and_ours_are_lossy_and_the_rest_exact() -> None:
-    assert {name for name, preset in PRESETS.items() if preset.lossy} == {*FIVE, "frugal", "nimble"}
-    assert {*FIVE, *BASELINES, "default", "frugal", "nimble"} == set(PRESETS)
+    assert {name for name, preset in PRESETS.items() if preset.lossy} == {*FIVE, "frugal", "nimble", "nimble-3bit"}
+    assert {*FIVE, *BASELINES, "default", "frugal", "nimble", "nimble-3bit"} == set(PRESETS)
 
 
 def test_frugal_is_the_default_but_for_what_it_skips() -> None:

@@ -71,7 +71,7 @@ class Int8Linear:
         self._tokens = INT8_TOKENS.get(dtype, 0)
         self._encoding = encoding
         self._dtype = dtype
-        self._product_dtype = _product_dtype(dtype)
+        self._product_dtype = product_dtype(dtype)
         self._native_tokens = native_tokens()
 
     def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
@@ -103,7 +103,7 @@ class BlocksLinear:
         assert isinstance(encoding, Int6 | Uneven)
         self._encoding = encoding
         self._dtype = dtype
-        self._product_dtype = _product_dtype(dtype)
+        self._product_dtype = product_dtype(dtype)
         self._native_tokens = native_tokens()
 
     def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
@@ -148,7 +148,7 @@ class Int4Linear:
         self._tokens = INT4_TOKENS.get(dtype, 0) if is_torchs() else 0
         self._encoding = encoding
         self._dtype = dtype
-        self._product_dtype = _product_dtype(dtype)
+        self._product_dtype = product_dtype(dtype)
         self._native_tokens = native_tokens()
 
     def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
@@ -200,8 +200,8 @@ def multiplies_bfloat16() -> bool:
     return torch.backends.cpu.get_cpu_capability() != "AVX2" and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Products of decoded weights in float16 are taken in float32: faster on CPUs, and safe from overflow. Likewise
-    those in bfloat16 where the processor has no instructions for them."""
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what products of decoded weights of a dtype are taken. Those in float16 in float32: faster on CPUs, and safe from
+    overflow. Likewise those in bfloat16 where the processor has no instructions for them."""
     slow = dtype == torch.float16 or (dtype == torch.bfloat16 and not multiplies_bfloat16())
     return torch.float32 if slow else dtype

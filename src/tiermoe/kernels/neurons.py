@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tiermoe.kernels import linear_for
+from tiermoe.kernels.cpu import product_dtype
 from tiermoe.kernels.expert import Activation, Views
 from tiermoe.kernels.native import neurons as native_neurons
 from tiermoe.quant.neuron_records import Records, Sealed
@@ -18,6 +19,7 @@ from tiermoe.store.layout import ExpertFormat
 from tiermoe.store.neurons import GATE, NEURONS
 
 BLOCK_WEIGHTS = 1 << 20  # weights of a half unpacked at a time: bounds the temporaries
+APART = 8  # tokens up to which the native kernel, token by token, takes less time than unpacking all neurons
 
 
 class NeuronKernel:
@@ -34,8 +36,7 @@ class NeuronKernel:
         self._activation = activation
         self._records = records
         self._dtype = form.dtype
-        # products of decoded weights in float16 are taken in float32: faster on CPUs, and safe from overflow
-        self._product_dtype = torch.float32 if form.dtype == torch.float16 else form.dtype
+        self._product_dtype = product_dtype(form.dtype)
         self._theta = theta
         self._block = max(1, BLOCK_WEIGHTS // self._width)
         self._native = native_neurons.takes(records, self._width, form.dtype)
@@ -70,7 +71,12 @@ class NeuronKernel:
     def __call__(self, x: Tensor, views: Views) -> Tensor:
         """Many tokens, every neuron there: x (T, H) → (T, H), inactive neurons as zeros."""
         activations = self.activations(x, views)
-        activations = activations.masked_fill(~self.active(activations), 0).to(self._product_dtype)
+        active = self.active(activations)
+        if self._native and len(x) <= APART:
+            used = [each.nonzero()[:, 0] for each in active]
+            rows = zip(x[:, None], activations[:, None], used, strict=True)
+            return torch.cat([self.combine(*row, views) for row in rows])
+        activations = activations.masked_fill(~active, 0).to(self._product_dtype)
         x_product = x.to(self._product_dtype)
         total = torch.zeros(x.shape, dtype=torch.float32)
         for first in range(0, self.neurons, self._block):

@@ -9,7 +9,7 @@ from tiermoe.config import Settings
 from tiermoe.decide.compose import Tables, filled, precisions, require_settings, tables
 from tiermoe.decide.composition import Composition, changed, unread
 from tiermoe.decide.profiles import profile_path, read_profile
-from tiermoe.errors import ProfileError
+from tiermoe.errors import ConfigError, ProfileError
 from tiermoe.systems import compose
 
 
@@ -27,6 +27,7 @@ class Resolved:
 def resolve(settings: Settings, store: Path, fingerprint: str, model: str) -> Resolved:
     """ConfigError for an unknown preset, part or value; ProfileError where a profile is needed and cannot be used."""
     composition = compose(settings.preset, settings.set)
+    _require_its_bits(composition, settings)
     profile = None
     command = f"tiermoe calibrate {model} --text FILE --for {composition.profile}"
     path = profile_path(store, composition.profile)
@@ -50,6 +51,15 @@ def resolve(settings: Settings, store: Path, fingerprint: str, model: str) -> Re
     )
     found = tables(profile)
     return Resolved(settings, composition, found, precisions(composition, settings.bits_used, found.bits))
+
+
+def _require_its_bits(composition: Composition, settings: Settings) -> None:
+    """ConfigError where a composition has a precision of its own and the engine's option names another."""
+    if composition.bits is not None and settings.bits not in (None, composition.bits):
+        raise ConfigError(
+            f"the preset {settings.preset} has its experts at {composition.bits} bits, and --bits asks for "
+            f"{settings.bits}; leave --bits out, or use --set bits={settings.bits} in its place"
+        )
 
 
 def _refined(composition: Composition, settings: Settings, path: Path, fingerprint: str, command: str) -> Composition:
