@@ -213,6 +213,16 @@ def test_a_prior_of_no_strength_gives_the_exact_presets_bits(checkpoint: Path) -
     assert (found[2]["displaced_choices"], found[2]["moved_weight"], found[2]["lossy"]) == (0, 0.0, "routing=cached")
 
 
+def test_nimble_3bit_is_nimble_on_experts_at_three_bits(checkpoint: Path) -> None:
+    exact = answer(checkpoint, "default", bits=3, quantizer="nonlinear")
+    nonlinear = {"quantizer": "nonlinear"}
+    found = answer(checkpoint, "nimble-3bit", {**nonlinear, "prior": 0}, bits=None)
+    assert torch.equal(found[1], exact[1])
+    assert answer(checkpoint, "nimble-3bit", {**nonlinear, **MOVED}, bits=None)[2]["displaced_choices"] > 0
+    with pytest.raises(ConfigError, match="its experts at 3 bits, and --bits asks for 4; leave --bits out"):
+        answer(checkpoint, "nimble-3bit", bits=4)
+
+
 def test_its_counters_move_and_misses_are_fewer(checkpoint: Path) -> None:
     plain = answer(checkpoint, "nimble", {"routing": "all"})[2]
     _, logits, stats = answer(checkpoint, "nimble", MOVED)

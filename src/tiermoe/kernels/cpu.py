@@ -201,7 +201,7 @@ def multiplies_bfloat16() -> bool:
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what products of decoded weights of a dtype are taken. Those in float16 in float32: faster on CPUs, and safe from
-    overflow. Likewise those in bfloat16 where the processor has no instructions for them."""
+    """In what products of decoded weights of a dtype are taken. Those in float16 in float32: faster on CPUs, and safe
+    from overflow. Likewise those in bfloat16 where the processor has no instructions for them."""
     slow = dtype == torch.float16 or (dtype == torch.bfloat16 and not multiplies_bfloat16())
     return torch.float32 if slow else dtype

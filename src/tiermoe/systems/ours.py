@@ -30,7 +30,8 @@ OURS = (
         "nimble-3bit",
         "nimble with a weaker prior, on experts that gptq packs at 3 bits: a miss is fewer bytes, and more are here",
         "Cache-Prior (Skliar and others, 2024); GPTQ (Frantar and others, 2023)",
-        routing="cached", cache="weighted", allotment="even", prior=0.1, always=2, untouched=1, bits=3, quantizer="gptq",
+        routing="cached", cache="weighted", allotment="even", prior=0.1, always=2, untouched=1,
+        bits=3, quantizer="gptq",
         own={"weights": (0.25, 0.25, 0.25, 0.25)},
     ),
 )  # fmt: skip
