@@ -214,6 +214,18 @@ def test_distance_goes_around_the_decoder_alone(running: int, order: list[int]) 
     assert [who.layer for who in order_of_leaving(policy)] == order
 
 
+@pytest.mark.parametrize(("running", "order"), [(0, [1, 2, 0]), (1, [0, 2, 1])])
+def test_distance_goes_around_an_encoder_alone(running: int, order: list[int]) -> None:
+    # S = 3, f = 2, 4, 10: 1 use each since the calibration
+    # while layer 0 runs: 0, 1/4, 2/10; while layer 1 runs: 2/2, 0, 1/10
+    frequencies = {(0, 0): 1.0, (1, 0): 3.0, (2, 0): 9.0}
+    policy = EVICTIONS["distance"](context(Clock(layer=running), layers=3, encoder_layers=3, frequencies=frequencies))
+    for layer in (0, 1, 2):
+        policy.admitted(key(layer, 0))
+        use(policy, key(layer, 0), 1)
+    assert [who.layer for who in order_of_leaving(policy)] == order
+
+
 def test_belady_gives_up_what_is_asked_for_last() -> None:
     policy = EVICTIONS["belady"](context(next_use={key(0, 1): 5, key(0, 2): 9, key(0, 3): 1}.__getitem__))
     for expert in (1, 2, 3):

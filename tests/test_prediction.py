@@ -267,6 +267,14 @@ def test_an_encoders_layers_are_preloaded_whole_and_make_no_path() -> None:
     assert names(predictor, 1, Said()) == [], "the decoder's first layer has nothing before it"
 
 
+def test_an_encoder_alone_begins_with_its_most_used_experts_and_needs_no_paths() -> None:
+    frequencies = {(0, 3): 2.0, (0, 1): 9.0, (1, 0): 9.0, (2, 5): 4.0, (1, 7): 0.0}
+    alone = on_paths(paths={}, frequencies=frequencies, encoder_layers=3)
+    assert [(wanted.layer, wanted.expert) for wanted in alone.first()] == [(0, 1), (1, 0), (2, 5), (0, 3)]
+    assert {layer for layer, _ in names(alone, 1, Said())} == {2}, "whole layers ahead"
+    assert on_paths(frequencies=frequencies, encoder_layers=2).first() == []
+
+
 def test_the_most_frequent() -> None:
     frequencies = {(1, 0): 3.0, (1, 1): 5.0, (1, 3): 5.0, (2, 2): 1.0}
     predictor = PREDICTIONS["frequent"](context(frequencies=frequencies))

@@ -6,6 +6,7 @@ routers, sizes and caches are found from the model (`model/discovery.py`)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ class Family:
 
     model_type: `model_type` of config.json, of its text part where it has others.
     encoder_decoder: generates through an encoder and a decoder.
+    encoder_class: of an encoder alone, transformers' class: it gives hidden states and writes no text.
     adapter: of `model/adapters.py`, for experts that lie outside transformers' experts interface.
     forecasts: its routers, called on another layer's input, say which experts that layer would choose.
     continues: transformers' code can read several tokens after others; else they follow one by one (Jamba's scan begins
@@ -32,6 +34,7 @@ class Family:
     name: str
     model_type: str
     encoder_decoder: bool = False
+    encoder_class: str = ""
     adapter: str | None = None
     forecasts: bool = True
     continues: bool = True
@@ -39,6 +42,11 @@ class Family:
     hash_table: str | None = None
     normalised: bool | None = None
     plain_router: bool = False
+
+    @property
+    def encodes(self) -> bool:
+        """Whether an encoder reads the prompt, which it does at once."""
+        return self.encoder_decoder or bool(self.encoder_class)
 
     def renormalises(self, config: Any) -> bool:
         """Whether a model of this family scales the chosen experts' weights to a fixed sum."""
@@ -80,6 +88,14 @@ _TABLE = (
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _TABLE}
 
+ENCODERS = {
+    "SwitchTransformersEncoderModel": Family(
+        "Switch Transformers (encoder alone)", "switch_transformers", encoder_class="SwitchTransformersEncoderModel",
+        adapter="switch", forecasts=False, normalised=False,
+    ),
+}  # fmt: skip
+"""A class that config.json's `architectures` names → its family, where that is an encoder alone."""
+
 REFUSED = {
     "diffusion_gemma": "it fills in blocks of tokens rather than continue a text",
     "doge": "its experts are single rows of an embedding, of which a token adds up thousands: there are no matrices to "
@@ -93,10 +109,14 @@ REFUSED = {
 """model_type → why no model of this family runs."""
 
 
-def family_of(model_type: str) -> Family:
-    """The family of a config's `model_type`: what the table states, or one of which nothing is stated. ModelError with
-    the reason for one that is refused."""
+def family_of(model_type: str, architectures: Sequence[str] = ()) -> Family:
+    """The family of a config's `model_type`: what the table states, or one of which nothing is stated. architectures:
+    the classes that the config names, of which one may be an encoder alone. ModelError with the reason for a family
+    that is refused."""
     if model_type in REFUSED:
         raise ModelError(f"models of the family '{model_type}' are refused: {REFUSED[model_type]}")
+    for encoder in architectures:
+        if encoder in ENCODERS:
+            return ENCODERS[encoder]
     name = model_type.removesuffix("_text")
     return FAMILIES.get(model_type) or FAMILIES.get(name) or Family(name, model_type)

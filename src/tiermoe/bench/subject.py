@@ -28,6 +28,7 @@ class Subject:
     def __init__(self, model: str, text: str | None) -> None:
         self.directory = resolve_model(model)
         self._blueprint = inspect_model(self.directory, model)
+        self._blueprint.require_text()
         if self._blueprint.family.encoder_decoder:
             raise ModelError(
                 f"{self._blueprint.family.name} models read a prompt through an encoder, which the peers' runs do not; "

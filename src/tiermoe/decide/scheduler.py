@@ -84,12 +84,16 @@ class Scheduler:
         return str(self.trial or "")
 
     def fill(self, uses: Sequence[Sequence[float]]) -> None:
-        """Begins to read experts into free slots, in the background: all of them where all fit, else those that earlier
-        runs used most. uses: theirs, a row of experts for each layer; empty where nothing is known."""
+        """Begins to read experts into free slots, in the background: those that the prediction says the cache begins
+        with, else all of them where all fit, or those that earlier runs used most. uses: theirs, a row of experts for
+        each layer; empty where nothing is known."""
         self._earlier_uses = uses
         if uses:
             self._share_out()
-        if self.fills and (uses or self.everything):
+        first, bits = self.prediction.first(), self.precision.predicted
+        if first:
+            self.controller.fill([ExpertKey(layer, expert, bits(layer, (), expert)) for layer, expert, _ in first])
+        elif self.fills and (uses or self.everything):
             self.controller.fill(most_used(self.experts, self.fixed_bits, uses, self.everything))
 
     def new_sequence(self) -> None:

@@ -23,12 +23,12 @@ def attach(engine: Engine, model: Any, family: Family) -> None:
     """Puts a model whose class `face.face_class` made in front of its engine, until that is closed."""
     for shell, experts in zip(shells_of(model), engine.layers, strict=True):
         shell.run_experts = experts
-    if family.encoder_decoder:
-        for hook in engine.current.follow_both(model):
+    if family.encodes:
+        for hook in engine.current.follow_encoder(model, family.encoder_decoder):
             engine.before_closing(hook.remove)
     own = isinstance(engine.steps.decoder, Decoder)
     use_cache = bool(getattr(model.config.get_text_config(), "use_cache", True))
-    front = Front(engine.steps, engine.current, face_base(type(model)), own, use_cache, family.continues)
+    front = Front(engine.steps, engine.current, face_base(type(model)), own, use_cache, family)
     model.serve(engine, front)
 
 
@@ -36,12 +36,12 @@ class Front:
     """What a transformers model with an engine does when it is called: a step where the decoder answers, else the code
     of its own class, whose passes are told apart by their lengths.
 
-    own: the decoder is one of ours. base: the class whose code runs otherwise. continues: see `generic.pieces`."""
+    own: the decoder is one of ours. base: the class whose code runs otherwise."""
 
     def __init__(
-        self, steps: Steps, current: CurrentPass, base: Any, own: bool, use_cache: bool, continues: bool
+        self, steps: Steps, current: CurrentPass, base: Any, own: bool, use_cache: bool, family: Family
     ) -> None:
-        self._continues = continues
+        self._family = family
         self._steps = steps
         self._current = current
         self._base = base
@@ -64,13 +64,13 @@ class Front:
         return self._face.new_cache()
 
     def _by_transformers(self, model: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if model.config.is_encoder_decoder:
+        if self._family.encodes:  # hooks begin its passes
             return self._base.forward(model, *arguments, **named)
         given = {**dict(zip(self._parameters, arguments, strict=False)), **named}
         ids, rows, length = given_tokens((), given)
         cache = given.get("past_key_values")
         if ids is not None and cache is not None:
-            ends = pieces(past_tokens(given), length, self._steps.chunk, self._continues)
+            ends = pieces(past_tokens(given), length, self._steps.chunk, self._family.continues)
             if len(ends) > 1:
                 return self._in_chunks(model, given, ids, ends)
         self._current.begin_call(ids, rows, length, past_tokens(given), prompt=False)

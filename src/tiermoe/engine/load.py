@@ -82,7 +82,9 @@ def _load_found(
 
 
 def start(blueprint: Blueprint, settings: Settings, progress: Progress | None = None, use: Use = USUAL) -> Engine:
-    """The engine of an inspected checkpoint, planned for its use, and packed where needed."""
+    """The engine of an inspected checkpoint, planned for its use, and packed where needed. ModelError where the model
+    writes no text."""
+    blueprint.require_text()
     resolved = resolve_for(blueprint, settings)
     found = found_store(blueprint, settings.store)
     if not starts_lean(blueprint, resolved, found):
@@ -168,7 +170,7 @@ def resolve_for(blueprint: Blueprint, settings: Settings) -> Resolved:
     quantised stay in their types where no bits are asked for, which a CPU alone has kernels for; ModelError where they
     cannot."""
     if settings.preset == Settings().preset and not blueprint.family.forecasts:
-        changes = {"prefetch": "none"} | ({"allotment": "pool"} if blueprint.family.encoder_decoder else {})
+        changes = {"prefetch": "none"} | ({"allotment": "pool"} if blueprint.family.encodes else {})
         settings = replace(settings, set={**changes, **settings.set})
     if settings.bits is None and blueprint.comes_quantized:
         if blueprint.own_experts is None:

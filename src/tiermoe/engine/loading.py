@@ -49,7 +49,7 @@ def load_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: R
     footprint.settle()
     hash_tables = token_tables(model, family)
     own: Any = None
-    if settings.decoder != "generic" and not family.encoder_decoder and device == "cpu":
+    if settings.decoder != "generic" and not family.encodes and device == "cpu":
         own = decoder_for(blueprint.config, ModuleWeights(model), model.dtype, settings.kv_bits)
     shells, base = shells_of(model), face_base(type(model))
     if own is not None:
@@ -63,7 +63,7 @@ def load_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: R
     if blueprint.own_experts is not None and blueprint.outline.gate is not None:
         gates = named_gates(blueprint.outline)
     service = ExpertService(store, plan, resolved, reading, hash_tables)
-    engine = Engine(service, Model(blueprint, decoder, gates, routers, model.generation_config))
+    engine = Engine(service, Model(blueprint, decoder, gates, routers, getattr(model, "generation_config", None)))
     attach(engine, model, family)
     return model
 

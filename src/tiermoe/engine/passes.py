@@ -57,13 +57,13 @@ class CurrentPass:
             )
         self._begin(phase, _listed(ids), rows * length, 0)
 
-    def follow_both(self, model: Any) -> list[Any]:
-        """Hooks that begin passes of an encoder and of the decoder behind it, which `generate()` calls apart; returns
-        their handles."""
-        return [
-            model.get_encoder().register_forward_pre_hook(self.before_encoder, with_kwargs=True),
-            model.get_decoder().register_forward_pre_hook(self.before_decoder, with_kwargs=True),
-        ]
+    def follow_encoder(self, model: Any, decoder: bool) -> list[Any]:
+        """Hooks that begin passes of an encoder and of the `decoder` behind it where there is one, which `generate()`
+        calls apart; returns their handles."""
+        begins = [(model.get_encoder(), self.before_encoder)]
+        if decoder:
+            begins.append((model.get_decoder(), self.before_decoder))
+        return [part.register_forward_pre_hook(hook, with_kwargs=True) for part, hook in begins]
 
     def before_encoder(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Another request begins, and its prompt is read at once."""

@@ -106,7 +106,7 @@ def _unknown(blueprint: Blueprint, composition: Composition, plan: MemoryPlan) -
     """Why nobody can say what to expect; empty where it can be said."""
     if isinstance(plan, GpuMemoryPlan):
         return "a GPU's rates are not known"
-    if blueprint.family.encoder_decoder:
+    if blueprint.family.encodes:
         return "a model with an encoder"
     whole = composition.unit == "expert" and composition.routing == "all" and composition.precision == "fixed"
     if not whole or composition.store != "disk" or composition.cache not in {*EVICTIONS, "all"}:

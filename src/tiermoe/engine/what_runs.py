@@ -48,7 +48,7 @@ def _why_transformers(blueprint: Blueprint, asked: str, device: str) -> str:
         return "--decoder generic"
     if device != "cpu":
         return "tiermoe's own decoders compute on a CPU"
-    if blueprint.family.encoder_decoder or config.model_type not in ARCHITECTURES:
+    if blueprint.family.encodes or config.model_type not in ARCHITECTURES:
         return f"tiermoe has no decoder of its own for {config.model_type}"
     lacking = not_computed(config)
     return f"tiermoe's decoder does not compute this config: {lacking}" if lacking else ""

@@ -73,8 +73,8 @@ def shipped_text() -> str:
 def calibration_text(blueprint: Blueprint, name: str, content: str) -> Text:
     """The windows of a text that are run: at most `TOKENS` tokens, spread over it. ConfigError where there are fewer
     than `LEAST_TOKENS`, or the model is none that can be calibrated."""
-    if blueprint.family.encoder_decoder:
-        raise ConfigError("an encoder–decoder model cannot be calibrated for gptq; pack it with --quantizer hqq")
+    if blueprint.family.encodes:
+        raise ConfigError("a model with an encoder cannot be calibrated for gptq; pack it with --quantizer hqq")
     if blueprint.outline.gate is None:
         raise ConfigError(
             f"gptq does not know what {blueprint.family.model_type}'s experts compute between their matrices; pack it "

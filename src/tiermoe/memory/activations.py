@@ -5,6 +5,7 @@ Checked against measured peaks (docs/results.md)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -16,6 +17,7 @@ from tiermoe.kernels.native.matrix import prepared_at_most
 from tiermoe.model import cache_probe, generic, kv_cache
 from tiermoe.model.attention import GroupedSizes
 from tiermoe.model.blueprint import Blueprint
+from tiermoe.model.cache_probe import LayerCache
 from tiermoe.model.delta import LinearSizes
 from tiermoe.model.embedding import table_keys
 from tiermoe.model.latent import LatentSizes
@@ -37,10 +39,12 @@ def decoder_needs(
 ) -> list[Need]:
     """Key/value cache and activations of the decoder that a model gets on a device, for a workload."""
     sizes = sizes_of(blueprint, settings, device)
+    if blueprint.family.encodes:
+        load = replace(load, chunk=load.context)  # its prompt is read at once
     if sizes is None:
         eager = getattr(blueprint.skeleton.config, "_attn_implementation", None) == "eager"
         latent = blueprint.family.latent_kv or generic.expands_latents(blueprint.config)
-        grown = None if blueprint.family.encoder_decoder else cache_probe.measured(blueprint.skeleton, _PROBED)
+        grown = _grown(blueprint)
         its = generic.needs(blueprint.config, load, latent, eager, grown)
         heads, _, head_dim = generic.attention_shape(blueprint.config)
         columns = heads * head_dim
@@ -50,9 +54,16 @@ def decoder_needs(
     return its + _layer_needs(blueprint, formats, settings, load, columns)
 
 
+def _grown(blueprint: Blueprint) -> Sequence[LayerCache] | None:
+    """The layers of a model's own cache, of which an encoder alone has none; None: they follow from the config."""
+    if blueprint.family.encodes:
+        return [] if blueprint.family.encoder_class else None
+    return cache_probe.measured(blueprint.skeleton, _PROBED)
+
+
 def sizes_of(blueprint: Blueprint, settings: Settings, device: str) -> Sequence[AttentionSizes] | None:
     """Of each layer of our own decoder, what its attention asks memory for; None where transformers' code runs."""
-    if settings.decoder == "generic" or blueprint.family.encoder_decoder or device != "cpu":
+    if settings.decoder == "generic" or blueprint.family.encodes or device != "cpu":
         return None
     return attention_sizes(blueprint.config, blueprint.checkpoint.__contains__)
 
@@ -121,8 +132,7 @@ def _layer_needs(
     """A layer's tensors that live at the same time (those of a norm with its float32 copies, of its projections or of
     its feed-forward part), one decoded matrix where many tokens meet packed weights, and the logits. columns: of a
     token's queries."""
-    config, item = blueprint.config, load.itemsize
-    tokens = load.context * load.sequences if blueprint.family.encoder_decoder else load.tokens
+    config, item, tokens = blueprint.config, load.itemsize, load.tokens
     hidden = int(getattr(config, "hidden_size", 0) or config.d_model)
     matrices = [part.out_in for form in formats for part in form.layer.parts if part.is_matrix]
     top_k = max(layer.top_k for layer in blueprint.layers)

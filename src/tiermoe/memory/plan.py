@@ -103,7 +103,7 @@ def _check_options(blueprint: Blueprint, resolved: Resolved) -> None:
             f"prefetch={prefetch} does not apply to {blueprint.family.name}: its routers cannot be asked about another "
             f"layer's input; use --set prefetch=path or none"
         )
-    if not blueprint.family.encoder_decoder:
+    if not blueprint.family.encodes:
         return
     if resolved.settings.chunk != Settings().chunk:
         raise ConfigError(f"chunk does not apply to {blueprint.family.name}: an encoder reads its prompt at once")

@@ -171,6 +171,13 @@ class Blueprint:
         says."""
         return self.generation_config() or GenerationConfig.from_model_config(self.config)
 
+    def require_text(self) -> None:
+        """ModelError where the model writes no text."""
+        if self.family.encoder_class:
+            raise ModelError(
+                f"{self.name} is an encoder alone and writes no text; load it with tiermoe.load and call it"
+            )
+
     def leave_outline(self, root: Path) -> None:
         """Keeps the outline in the store at `root`, where that has none that can be used."""
         if self.known is None or not (root / OUTLINE).exists():
@@ -198,7 +205,8 @@ def inspect_model(
             checkpoint.tensors = text_tensors(checkpoint.tensors)
     fingerprint = checkpoint.fingerprint()
     known = read_outline(chosen_store_root(directory, name, fingerprint, store), fingerprint, transformers.__version__)
-    family, dtype = family_of(config.model_type), _dtype_of(config, checkpoint)
+    family = family_of(config.model_type, getattr(whole, "architectures", None) or ())
+    dtype = _dtype_of(config, checkpoint)
     if known is None and isinstance(checkpoint, GgufCheckpoint):
         known = outline_of(checkpoint, config, dtype)
     blueprint = Blueprint(directory, name, whole, config, apart, family, dtype, checkpoint, known)

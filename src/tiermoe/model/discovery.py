@@ -68,7 +68,10 @@ def text_tensors(tensors: Entries) -> Entries:
 
 
 def model_class(family: Family, config: Any) -> Any:
-    """transformers' class of models with this config. ModelError where it has none that continues a text."""
+    """transformers' class of models with this config. ModelError where it has none that continues a text, and the
+    family is no encoder alone."""
+    if family.encoder_class:
+        return getattr(transformers, family.encoder_class)
     if family.encoder_decoder:
         return transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)]
     for mapping in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING):

@@ -33,8 +33,7 @@ def needs(
     `cache_probe` measured them; None: they follow from the config."""
     heads, kv_heads, head_dim = attention_shape(config)
     tokens, context = load.tokens, load.context
-    at_once = load.sequences * context if getattr(config, "is_encoder_decoder", False) else tokens
-    scores = at_once * context * (heads * (2 * load.itemsize + 8) if eager or latent else 5)
+    scores = tokens * context * (heads * (2 * load.itemsize + 8) if eager or latent else 5)
     repeated = 2 * load.sequences * context * heads * head_dim * load.itemsize if kv_heads < heads else 0
     return [
         Need("kv cache", _cache_bytes(config, load, latent, grown), Phase.RUNNING, f"{context} tokens of context"),
@@ -49,7 +48,7 @@ def _cache_bytes(config: Any, load: Workload, latent: bool, grown: Sequence[Laye
         expanded = heads * sum(times * _widest(config, name) for name, times in _EXPANDED.items())
     if grown is not None:
         sizes = [layer.nbytes(load.context, load.chunk) for layer in grown]
-        return load.sequences * (sum(sizes) + 2 * max(sizes) + expanded * load.context * load.itemsize)
+        return load.sequences * (sum(sizes) + 2 * max(sizes, default=0) + expanded * load.context * load.itemsize)
     per_token = int(config.kv_lora_rank + config.qk_rope_head_dim) if latent else 2 * kv_heads * head_dim
     positions = _positions(config, load.context, load.chunk)
     each = per_token * (sum(positions) + 2 * max(positions)) + expanded * load.context

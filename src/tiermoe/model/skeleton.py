@@ -63,7 +63,8 @@ class Skeleton:
         dense_keys = [key for key in checkpoint.tensors if key not in self.experts.expert_keys]
         if isinstance(self.experts, CheckpointExperts):  # what other parts read, or other layers, is never loaded
             known = self.experts.dense_keys
-            left_out = {key for key in dense_keys if self._part or isinstance(checkpoint.tensors[key], QuantizedTensor)}
+            part = self._part or bool(self._family.encoder_class)
+            left_out = {key for key in dense_keys if part or isinstance(checkpoint.tensors[key], QuantizedTensor)}
             dense_keys = [key for key in dense_keys if key in known or key not in left_out]
         tensors = self._tensors(checkpoint)
         tied = self._tied(tensors)
@@ -135,7 +136,7 @@ class Skeleton:
     def _table(self, tensors: dict[str, DenseTensor]) -> str | None:
         """The input embedding, if its rows can be read one by one: a plain table that nothing else uses and that the
         checkpoint holds as it is."""
-        if not self._plain_embedding() or self._family.encoder_decoder:
+        if not self._plain_embedding() or self._family.encodes:
             return None
         module = self.model.get_input_embeddings()
         path = next(name for name, each in self.model.named_modules() if each is module) + ".weight"
@@ -146,7 +147,7 @@ class Skeleton:
 
     def _tables(self) -> dict[str, tuple[str, ...]]:
         """Other embeddings whose rows can be read one by one: `Outline.tables`."""
-        if isinstance(self.experts, GgufExperts) or self._family.encoder_decoder:
+        if isinstance(self.experts, GgufExperts) or self._family.encodes:
             return {}
         used = self.model.get_input_embeddings()
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}

@@ -15,14 +15,15 @@ class DistanceByFrequency(Scored):
 
     f is `context.frequencies` (0 where not given) and the uses since, one for each token served. Where f is 0 the score
     is infinite, and so it is for every expert of an encoder, which a request uses once. Of equal scores, fewer uses go
-    first. While an encoder runs, the decoder is about to begin: I is its first layer.
+    first. While an encoder runs, the decoder is about to begin: I is its first layer. An encoder alone has no decoder
+    whose experts are wanted sooner, and the next request runs it again: the S layers are its own, and its uses count.
     """
 
     def __init__(self, context: EvictionContext) -> None:
         super().__init__(context)
         self._clock = context.clock
-        self._first = context.encoder_layers
-        self._layers = context.layers - context.encoder_layers
+        self._first = context.encoder_layers if context.encoder_layers < context.layers else 0
+        self._layers = context.layers - self._first
         self._prior = context.frequencies
         self._uses: Counter[ExpertKey] = Counter()
 

@@ -22,18 +22,29 @@ class ActivationPath(Predictor):
 
     The path is a token's: a pass over several tokens names nothing, except that in an encoder, where all of them are
     re-batched by expert, the whole next layer is named in order, its first one when a request begins (section 3.3.3:
-    the initial buffer). Raises ConfigError without a calibration."""
+    the initial buffer). For an encoder alone, which needs no paths, the cache begins with the experts of the highest
+    frequency (there). Raises ConfigError without a calibration."""
 
     path: int = setting(2, read=int, low=1, high=2)
     reads_table: ClassVar[str] = "paths"
 
     def __post_init__(self) -> None:
-        if not self.context.paths:
+        if not self.context.paths and not self._encoder_alone:
             raise ConfigError(
                 "prefetch=path needs activation paths and there are none; make them with tiermoe calibrate MODEL "
                 "--text FILE, or take prefetch=next-gate"
             )
         self._active: dict[int, list[int]] = {}
+
+    @property
+    def _encoder_alone(self) -> bool:
+        return self.context.encoder_layers == self.context.layers
+
+    def first(self) -> list[Wanted]:
+        if not self._encoder_alone:
+            return []
+        used = sorted((-times, place) for place, times in self.context.frequencies.items() if times > 0)
+        return [Wanted(*place, -times) for times, place in used]
 
     def observe(self, routed: Routed) -> None:
         super().observe(routed)

@@ -98,6 +98,10 @@ class Predictor(ABC):
         """Experts of layers after `layer`, which runs now (-1: before the first), in the order in which they should be
         fetched (those that are here may be among them: they are kept from eviction)."""
 
+    def first(self) -> list[Wanted]:
+        """Experts that the cache begins with, most wanted first; empty where the prediction names none."""
+        return []
+
     def observe(self, routed: Routed) -> None:
         """The router of a layer has spoken."""
         self.tokens = max(1, sum(1 for chosen in routed.experts if chosen))
