@@ -159,6 +159,14 @@ def test_bits_that_are_asked_for_are_packed(family: str, scheme: str, tmp_path: 
     engine.close()
 
 
+def test_bits_that_a_preset_asks_for_are_packed(tmp_path: Path) -> None:
+    quantized, _ = write(tmp_path, "gpt_oss", "mxfp4")
+    engine = engine_of(quantized, torch.float32, store=tmp_path / "store", preset="io-qexp")
+    assert engine.settings.bits_used == 4
+    assert "4-linear" in engine.store.precisions
+    engine.close()
+
+
 def test_nothing_is_said_of_transformers_kernels(tmp_path: Path) -> None:
     told: list[str] = []
     handler, logger = logging.Handler(logging.WARNING), logging.getLogger("transformers")

@@ -32,6 +32,7 @@ from tiermoe.model.remote import inspect_without_download
 from tiermoe.process import footprint
 from tiermoe.store.own_experts import OWN_BITS
 from tiermoe.store.store import Store
+from tiermoe.systems import compose
 from tiermoe.systems.resolved import Resolved, resolve
 from tiermoe.tiers.cuda import resolve_device
 from tiermoe.types import USUAL, Use
@@ -167,12 +168,13 @@ def _lean_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: 
 def resolve_for(blueprint: Blueprint, settings: Settings) -> Resolved:
     """The settings' preset, made ready for a checkpoint. The default one asks no routers where they name no experts by
     index (Switch), and shares its slots where an encoder's layers run only once. Experts that come
-    quantised stay in their types where no bits are asked for, which a CPU alone has kernels for; ModelError where they
-    cannot."""
+    quantised stay in their types where neither the settings nor the preset ask for bits, which a CPU alone has kernels
+    for; ModelError where they cannot."""
     if settings.preset == Settings().preset and not blueprint.family.forecasts:
         changes = {"prefetch": "none"} | ({"allotment": "pool"} if blueprint.family.encodes else {})
         settings = replace(settings, set={**changes, **settings.set})
-    if settings.bits is None and blueprint.comes_quantized:
+    asked = settings.bits or compose(settings.preset, settings.set).bits
+    if asked is None and blueprint.comes_quantized:
         if blueprint.own_experts is None:
             blueprint.require_own_experts()  # raises, and says why
         settings = replace(settings, bits=OWN_BITS, device="cpu" if settings.device == "auto" else settings.device)
