@@ -31,9 +31,10 @@ from benchmarks.widen import widen
 from tiermoe.store.gguf.file import open_gguf
 
 FTYPES = {
-    "f16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1", "q5_0": "Q5_0", "q5_1": "Q5_1", "iq4_nl": "IQ4_NL",
-    "mxfp4": "MXFP4_MOE", "q2_k": "Q2_K", "q3_k": "Q3_K_S", "q4_k": "Q4_K_S", "q5_k": "Q5_K_S", "q6_k": "Q6_K",
-    "iq4_xs": "IQ4_XS",
+    "f32": "ALL_F32", "bf16": "MOSTLY_BF16", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0",
+    "q4_1": "MOSTLY_Q4_1", "q5_0": "MOSTLY_Q5_0", "q5_1": "MOSTLY_Q5_1", "iq4_nl": "MOSTLY_IQ4_NL",
+    "mxfp4": "MOSTLY_MXFP4_MOE", "q2_k": "MOSTLY_Q2_K", "q3_k": "MOSTLY_Q3_K_S", "q4_k": "MOSTLY_Q4_K_S",
+    "q5_k": "MOSTLY_Q5_K_S", "q6_k": "MOSTLY_Q6_K", "iq4_xs": "MOSTLY_IQ4_XS",
 }  # fmt: skip
 """Types of weights → llama.cpp's names of files of them."""
 
@@ -61,7 +62,7 @@ def written(args: argparse.Namespace, kind: str) -> Path:
     if not whole.exists():
         run_peer(args, "convert", model.resolve(), "--type", "bf16", "--out", whole.resolve())
     if not out.exists():
-        ftype = f"LLAMA_FTYPE_MOSTLY_{FTYPES[kind]}"
+        ftype = f"LLAMA_FTYPE_{FTYPES[kind]}"
         run_peer(args, "quantise", whole.resolve(), "--ftype", ftype, "--out", out.resolve())
     return out
 
