@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -179,7 +181,6 @@ def test_a_plan_has_no_keys_and_values_and_the_whole_prompts_activations(checkpo
     [
         ("run", "MODEL", "hi"),
         ("chat", "MODEL"),
-        ("serve", "MODEL", "--port", "PORT"),
         ("eval", "MODEL", "--text", "TEXT", "--tokens", "128", "--window", "64"),
         ("compare", "MODEL", "--text", "TEXT", "--tokens", "128", "--window", "64", "--presets", "lru"),
         ("bench", "MODEL", "--peers", "none"),
@@ -193,12 +194,21 @@ def test_what_writes_text_is_refused(
 ) -> None:
     text = tmp_path / "text"
     text.write_text("a few words of a text, " * 100)
-    places = {"MODEL": checkpoint, "TEXT": text, "OUT": tmp_path / "out.trace", "PORT": free_port()}
+    places = {"MODEL": checkpoint, "TEXT": text, "OUT": tmp_path / "out.trace"}
     outcome = tiermoe_(*(places.get(word, word) for word in words))
     assert outcome.code == 2
     assert "is an encoder alone and writes no text" in outcome.cause
     assert outcome.err.count("\n") == 1
     assert not outcome.out
+
+
+def test_a_server_refuses_it(checkpoint: Path) -> None:
+    """In a process of its own: the HTTP server's thread and logging are not pytest's to have."""
+    words = [sys.executable, "-m", "tiermoe", "serve", str(checkpoint), "--port", str(free_port())]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 2
+    assert "is an encoder alone and writes no text" in ended.stderr.splitlines()[-1]
+    assert not ended.stdout
 
 
 def free_port() -> int:

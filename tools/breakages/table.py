@@ -472,8 +472,8 @@ BREAKAGES = (
     Breakage(
         "what comes quantised is quantised again",
         "src/tiermoe/engine/load.py",
-        "if settings.bits is None and blueprint.comes_quantized:",
-        "if settings.bits is None and blueprint.in_gguf:",
+        "if asked is None and blueprint.comes_quantized:",
+        "if asked is None and blueprint.in_gguf:",
         ("tests/test_published.py::test_the_disk_holds_no_second_copy",),
     ),
     Breakage(
