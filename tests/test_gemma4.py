@@ -32,7 +32,7 @@ def test_what_no_block_computes_is_named(changes: dict[str, Any], lacking: str) 
     assert decodes(config) == (not lacking)
 
 
-@pytest.mark.parametrize("model_type", ["gemma4", "qwen3_5_moe"])
+@pytest.mark.parametrize("model_type", ["gemma4", "internvl", "kimi_k25", "qwen3_5_moe"])
 def test_the_text_part_of_a_larger_model_has_its_family_s_decoder(model_type: str, tmp_path: Path) -> None:
     directory = write_small(tmp_path, model_type)
     ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="40%", lanes=1)

@@ -82,6 +82,7 @@ _TABLE = (
     Family("JetMoE", "jetmoe", adapter="jetmoe", forecasts=False, normalised=True),
     Family("Llama 4", "llama4", adapter="llama4", normalised=False),
     Family("LongCat-Flash", "longcat_flash", adapter="longcat", normalised=False),
+    Family("Step 3.7", "step3p5", adapter="step", normalised=True),
     Family("ZAYA1", "zaya", forecasts=False, normalised=False),
     Family("Switch Transformers", "switch_transformers", True, adapter="switch", forecasts=False, normalised=False),
 )
@@ -104,7 +105,10 @@ REFUSED = {
     "take apart",
     "minimax": "transformers 5.23 computes something else for a token that follows others than for the same token "
     "inside of a prompt",
-    "nllb_moe": "transformers 5.23 computes only its first two experts",
+    "muse_spark": "it normalises what each expert gives before that is weighted, which no kernel of tiermoe does",
+    "nllb-moe": "transformers 5.23 computes only its first two experts",
+    "unlimited_ocr": "which tokens it attends to depends on which were given and which it wrote, and tiermoe's "
+    "sequences do not keep them apart",
 }
 """model_type → why no model of this family runs."""
 

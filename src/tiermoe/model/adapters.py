@@ -179,11 +179,31 @@ def _dbrx(own: Classes) -> dict[str, type[torch.nn.Module]]:
     return {cls.__name__: type(cls.__name__, (cls,), members)}
 
 
+def _step(own: Classes) -> dict[str, type[torch.nn.Module]]:
+    """Experts as those of the interface, which they do not ask."""
+    cls = own["Step3p7Experts"]
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        with torch.device("meta"):
+            cls.__init__(self, *args, **kwargs)
+        drop_parameters(self, self.num_experts)
+        self.is_transposed, self.has_gate = False, True
+        self._is_hf_initialized = True
+
+    def forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        result: Tensor = self.run_experts(hidden, index, weights)
+        return result
+
+    members = {"__init__": __init__, "forward": forward, "run_experts": None}
+    return {cls.__name__: type(cls.__name__, (cls,), members)}
+
+
 ADAPTERS: dict[str, Callable[[Classes], dict[str, type[torch.nn.Module]]]] = {
     "switch": _switch,
     "llama4": _llama4,
     "longcat": _longcat,
     "jetmoe": _jetmoe,
     "dbrx": _dbrx,
+    "step": _step,
 }
 """What `Family.adapter` names."""

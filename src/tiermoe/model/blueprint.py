@@ -14,7 +14,15 @@ from transformers import AutoConfig, GenerationConfig
 
 from tiermoe.errors import ModelError
 from tiermoe.families import Family, family_of
-from tiermoe.model.discovery import model_class, text_class_is_apart, text_config, text_only, text_tensors, unread
+from tiermoe.model.discovery import (
+    model_class,
+    text_class_is_apart,
+    text_config,
+    text_only,
+    text_tensors,
+    unread,
+    writing_config,
+)
 from tiermoe.model.gguf.architectures import config_of
 from tiermoe.model.gguf.outline import outline_of
 from tiermoe.model.gguf.parameters import compute_dtype, open_checkpoint
@@ -40,10 +48,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Blueprint:
-    """What `inspect_model` found. directory: of the checkpoint, or its GGUF file. whole: the checkpoint's config;
-    config: that of its text part, itself where there is no other. apart: transformers has a class for the text part
-    alone; the checkpoint's tensors are then that class's. known: the outline that the checkpoint's store has, or that
-    follows from a GGUF file's names; None: transformers' modelling code is asked where an outline is needed."""
+    """What `inspect_model` found. directory: of the checkpoint, or its GGUF file. whole: the checkpoint's config,
+    without parts that speak; config: that of its text part, itself where there is no other. apart: transformers has a
+    class for the text part alone; the checkpoint's tensors are then that class's. known: the outline that the
+    checkpoint's store has, or that follows from a GGUF file's names; None: transformers' modelling code is asked where
+    an outline is needed."""
 
     directory: Path
     name: str
@@ -195,7 +204,7 @@ def inspect_model(
         whole = config = gguf_config(checkpoint)
         apart = False
     else:
-        whole = read_config(directory)
+        whole = writing_config(read_config(directory))
         config, checkpoint = text_config(whole), checkpoint or Checkpoint(directory)
         apart = text_class_is_apart(whole, config)
         settings = quantization_of(config)

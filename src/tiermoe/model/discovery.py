@@ -30,19 +30,29 @@ _TEXT_KEYS = (
 """What the tensors of a text part are called inside of a larger model, and on their own."""
 
 
+def writing_config(config: Any) -> Any:
+    """The config of the part that reads and writes, where another one speaks (the thinker of Qwen3-Omni), for which
+    transformers has a class that takes its weights out of the whole checkpoint; `config` itself elsewhere."""
+    thinker = getattr(config, "thinker_config", None)
+    return config if thinker is None else _part(config, thinker)
+
+
 def text_config(config: Any) -> Any:
     """The config of a model's text part, with the quantisation that its whole checkpoint has; `config` itself where it
     has no other parts."""
     text = config if config.is_encoder_decoder else config.get_text_config()
-    quantization = getattr(config, "quantization_config", None)
-    if text is config:
-        return config
-    text = copy.deepcopy(text)
+    return config if text is config else _part(config, text)
+
+
+def _part(whole: Any, part: Any) -> Any:
+    """The config of a part, with the quantisation and the dtype of the whole checkpoint."""
+    part = copy.deepcopy(part)
+    quantization = getattr(whole, "quantization_config", None)
     if quantization is not None:
-        text.quantization_config = quantization
-    if getattr(text, "dtype", None) is None:
-        text.dtype = getattr(config, "dtype", None)
-    return text
+        part.quantization_config = quantization
+    if getattr(part, "dtype", None) is None:
+        part.dtype = getattr(whole, "dtype", None)
+    return part
 
 
 def text_class_is_apart(config: Any, text: Any) -> bool:
@@ -91,7 +101,7 @@ def text_only(cls: type[Any]) -> type[Any]:
         kept = {self.get_input_embeddings(), self.get_output_embeddings()}
         for parent in (self, getattr(self, self.base_model_prefix, self)):
             for name, child in list(parent.named_children()):
-                if kept.isdisjoint(child.modules()):
+                if child.state_dict() and kept.isdisjoint(child.modules()):
                     delattr(parent, name)
 
     return type(cls.__name__, (cls,), {"__init__": __init__, "__module__": cls.__module__})

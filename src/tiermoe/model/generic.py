@@ -250,4 +250,4 @@ class GenericDecoder:
         output = self._forward(input_ids=ids, past_key_values=cache.held[slab], use_cache=True, **named)
         cache.grew(slab, len(tokens), output.past_key_values)
         logits: Tensor = output.logits[0]
-        return logits
+        return logits if every else logits[-1:]  # Qwen3-Omni's class computes all whatever is asked for
