@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slabs import Slabs
 from tiermoe.batch import Batch, Kind
 from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.generation.sampling import Sampling
@@ -23,49 +24,6 @@ from tiermoe.serve.work import Work
 VOCABULARY, CHUNK, CONTEXT = 50, 8, 60
 
 
-class Slabs:
-    """Of each token a number, in place of its keys and values; a byte each."""
-
-    context = CONTEXT
-
-    def __init__(self, slabs: int) -> None:
-        self.values: list[list[int]] = [[] for _ in range(slabs)]
-        self._reached = [0] * slabs
-        self._free = list(range(slabs))
-
-    def open(self) -> int:
-        slab = self._free.pop()
-        self.values[slab], self._reached[slab] = [], 0
-        return slab
-
-    def close(self, slab: int) -> None:
-        self._free.append(slab)
-
-    def write(self, slab: int, values: list[int]) -> None:
-        self.values[slab] = values
-        self._reached[slab] = max(self._reached[slab], len(values))
-
-    def fork(self, slab: int, length: int) -> int:
-        other = self.open()
-        self.write(other, self.values[slab][:length])
-        return other
-
-    def crop(self, slab: int, length: int) -> None:
-        self.values[slab] = self.values[slab][:length]
-
-    def length(self, slab: int) -> int:
-        return len(self.values[slab])
-
-    def reached(self, slab: int) -> int:
-        return self._reached[slab]
-
-    def kept(self, slab: int, length: int) -> int:
-        return length
-
-    def nbytes(self, positions: int) -> int:
-        return positions
-
-
 class Rounding:
     """An engine whose numbers depend on everything that they may: what came before, and all tokens of their step."""
 
@@ -76,7 +34,7 @@ class Rounding:
     def __init__(self, memory: int, missing: bool) -> None:
         self.plan = SimpleNamespace(context=CONTEXT, slots=1, all_slots=1 + missing, kv_memory=memory)
         self.memory = memory
-        self.cache = Slabs(8)
+        self.cache = Slabs(8, CONTEXT)
 
     def new_cache(self, rows: int, context: int) -> Slabs:
         return self.cache
@@ -96,7 +54,7 @@ class Rounding:
             cache.write(row.slab, values)
             if not every:
                 logits[-len(row.tokens) :] = logits[-1:]
-        assert sum(map(cache.reached, set(range(8)) - set(cache._free))) <= self.memory
+        assert cache.nbytes_held <= self.memory
         return torch.stack(logits)
 
 

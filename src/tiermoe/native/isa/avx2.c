@@ -21,6 +21,7 @@ static int runs(void) {
 #include "avx2/integers.h"
 #include "shared/nibbles.h"
 #include "avx2/blocks.h"
+#include "shared/coded_blocks.h"
 #include "shared/eight_rows.h"
 #include "shared/eight_gguf.h"
 #include "avx2/gguf.h"

@@ -18,6 +18,7 @@ static int runs(void) {
 #endif
 
 #include "avx512bf16/blocks.h"
+#include "shared/coded_blocks.h"
 #include "avx512bf16/rows.h"
 #include "shared/x86_blocks.h"
 #include "avx512bf16/gguf.h"

@@ -6,6 +6,7 @@ static int runs(void) { return 1; }
 #include "generic/vector.h"
 
 #include "generic/products.h"
+#include "shared/coded_blocks.h"
 #include "generic/widen.h"
 #include "shared/eight_gguf.h"
 #include "shared/ahead.h"

@@ -11,6 +11,7 @@ static int runs(void) { return 1; }
 #include "generic/widen.h"
 #include "shared/nibbles.h"
 #include "neon/blocks.h"
+#include "shared/coded_blocks.h"
 #include "shared/eight_gguf.h"
 #include "shared/eight_rows.h"
 #include "shared/ahead.h"

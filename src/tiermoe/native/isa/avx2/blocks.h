@@ -328,7 +328,9 @@ static inline __attribute__((always_inline)) void block_some(Coding coding, cons
 }
 
 static inline __attribute__((always_inline)) void block_times(Coding coding, const Matrix *matrix, size_t block,
-                                                              const float *prepared, size_t tokens, bf16 *out, size_t stride) {
+                                                              const bf16 *unprepared, const float *prepared, size_t tokens,
+                                                              bf16 *out, size_t stride) {
+    (void)unprepared;
     const SpanX *x = (const SpanX *)prepared;
     for (size_t parts = (tokens + SPAN_TOKENS - 1) / SPAN_TOKENS; parts; parts--) {
         const size_t some = (tokens + parts - 1) / parts;
@@ -336,16 +338,3 @@ static inline __attribute__((always_inline)) void block_times(Coding coding, con
         x += some * (matrix->columns / span_of(matrix)), out += some * stride, tokens -= some;
     }
 }
-
-#define BLOCKS_OF(name, coding)                                                                                             \
-    static void name(const Matrix *matrix, size_t block, const bf16 *x, const float *prepared, size_t tokens, bf16 *out, \
-                     size_t stride) {                                                                                    \
-        (void)x;                                                                                                         \
-        block_times(coding, matrix, block, prepared, tokens, out, stride);                                               \
-    }
-
-BLOCKS_OF(int4_block, INT4)
-BLOCKS_OF(nl4_block, NL4)
-BLOCKS_OF(nl3_block, NL3)
-BLOCKS_OF(nl2_block, NL2)
-BLOCKS_OF(int6_block, INT6)

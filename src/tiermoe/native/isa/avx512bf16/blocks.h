@@ -185,7 +185,7 @@ static inline __attribute__((always_inline)) void block_tile(Coding coding, size
         block_tile(coding, n, matrix, at, x, sums, out, stride); \
         break;
 
-static inline __attribute__((always_inline)) void block_tiles(Coding coding, const Matrix *matrix, size_t block,
+static inline __attribute__((always_inline)) void block_times(Coding coding, const Matrix *matrix, size_t block,
                                                               const bf16 *x, const float *sums, size_t tokens, bf16 *out,
                                                               size_t stride) {
     const Place at = place_of(matrix, block);
@@ -197,29 +197,4 @@ static inline __attribute__((always_inline)) void block_tiles(Coding coding, con
         }
         x += some * matrix->columns, sums += some * groups, out += some * stride, tokens -= some;
     }
-}
-
-static void int4_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
-                       size_t stride) {
-    block_tiles(INT4, matrix, block, x, sums, tokens, out, stride);
-}
-
-static void nl4_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
-                      size_t stride) {
-    block_tiles(NL4, matrix, block, x, sums, tokens, out, stride);
-}
-
-static void nl3_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
-                      size_t stride) {
-    block_tiles(NL3, matrix, block, x, sums, tokens, out, stride);
-}
-
-static void nl2_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
-                      size_t stride) {
-    block_tiles(NL2, matrix, block, x, sums, tokens, out, stride);
-}
-
-static void int6_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
-                       size_t stride) {
-    block_tiles(INT6, matrix, block, x, sums, tokens, out, stride);
 }

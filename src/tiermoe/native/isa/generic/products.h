@@ -94,31 +94,6 @@ static inline __attribute__((always_inline)) void block_times(Coding coding, con
     }
 }
 
-static void int4_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
-                       size_t stride) {
-    block_times(INT4, matrix, block, x, sums, tokens, out, stride);
-}
-
-static void nl4_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
-                      size_t stride) {
-    block_times(NL4, matrix, block, x, sums, tokens, out, stride);
-}
-
-static void nl3_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
-                      size_t stride) {
-    block_times(NL3, matrix, block, x, sums, tokens, out, stride);
-}
-
-static void nl2_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
-                      size_t stride) {
-    block_times(NL2, matrix, block, x, sums, tokens, out, stride);
-}
-
-static void int6_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
-                       size_t stride) {
-    block_times(INT6, matrix, block, x, sums, tokens, out, stride);
-}
-
 static inline Vector load_codes(const int8_t *from) {
     Vector v;
     EACH_LANE v.lane[i] = from[i];
