@@ -52,10 +52,24 @@ def test_a_small_cache_is_bound_by_the_drive() -> None:
     found = expect(replace(WORK, share=0.1), RATES)
     (low, high), _ = hit_rates(64, 4, 0.1)
     assert found.drive_bytes.high == pytest.approx(40e6 * (1 - low))
-    assert found.decode_tok_s.high == pytest.approx(1e9 / (40e6 * (1 - high)))
+    decisions = 10 * 1e-4 + 40 * (1 - high) * 5e-5
+    assert found.decode_tok_s.high == pytest.approx(1 / (40e6 * (1 - high) / 1e9 + decisions))
     assert found.decode_tok_s.high < expect(WORK, RATES).decode_tok_s.high
     # at worst 512 tokens use nearly every expert, and nothing is there yet
     assert found.first_token_s.high > 640e6 / 1e9
+
+
+def test_small_experts_take_the_time_of_deciding() -> None:
+    small = [LayerWork(experts=64, top_k=4, slot_bytes=1_000, stored_bytes=1_000)] * 10
+    work = replace(WORK, moe=small, dense_bytes=0, share=0.25)
+    (low, high), _ = hit_rates(64, 4, 0.25)
+    found = expect(work, RATES)
+    assert found.decode_tok_s.high == pytest.approx(1 / (10 * 1e-4 + 40 * (1 - high) * (5e-5 + 1e-6)))
+    slow = 10 * (3e-4 + 6e-4) + 40e3 / 5e9 + 40 * (1 - low) * (5e-4 + 1e3 / 0.6e9)
+    assert found.decode_tok_s.low == pytest.approx(1 / slow)
+    assert found.first_token_s.high > 640 * 5e-4
+    assert "0.1 to 0.6 ms a layer" in found.assumptions
+    assert "ms a layer" not in expect(replace(work, share=1), RATES).assumptions
 
 
 def test_a_prompt_in_chunks_reads_experts_again() -> None:

@@ -2,8 +2,8 @@
 
 A decoded token reads the dense layers and its experts from memory, and from the drive those of its experts that are not
 in the cache. At best both happen at the same time, at the rates that were measured and with the best recorded hit rate;
-at worst one after the other, at a share of the rates, with the worst. A prompt reads each expert that any of its tokens
-uses once a chunk, and computes."""
+at worst one after the other, at a share of the rates, with the worst. Deciding what comes and goes takes time too: most
+of it, where experts are small. A prompt reads each expert that any of its tokens uses once a chunk, and computes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ PROMPT = 512
 _DISTINCT = 0.5  # of the experts that evenly spread routing would use in a prompt: at best
 _OURS = (0.0, 3e-4)  # seconds of a layer beside its weights, decoding, at best and at worst: our decoders
 _TRANSFORMERS = (5e-4, 4e-3)  # transformers' code
+_DECIDING = (1e-4, 6e-4)  # seconds of a decoded token's MoE layer where not all experts are in memory, likewise
+_COMING = (5e-5, 5e-4)  # seconds of an expert that comes, beside its bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +79,14 @@ class Expectation:
     @property
     def assumptions(self) -> str:
         """For people, in a line or two."""
+        layer, expert = (f"{low * 1e3:.2g} to {high * 1e3:.2g} ms" for low, high in (_DECIDING, _COMING))
+        decided = f"beside the bytes {layer} a layer and {expert} an expert that is read" if self.routing else ""
         hits = f"hit rates as in recorded routing of {self.routing}" if self.routing else "every expert has its slot"
-        return (
+        rates = (
             f"kernels reach {MEMORY_SHARE:.0%} to 100% of the memory's rate, loads {DRIVE_SHARE:.0%} to 100% of the "
-            f"drive's; {hits}; nothing else runs"
+            "drive's"
         )
+        return "; ".join(filter(None, (rates, decided, hits, "nothing else runs")))
 
 
 def expect(work: Work, rates: Rates) -> Expectation:
@@ -92,9 +97,14 @@ def expect(work: Work, rates: Rates) -> Expectation:
     memory = work.dense_bytes + sum(layer.top_k * layer.slot_bytes for layer in work.moe) + work.kv_bytes * prompt
     used = sum(layer.top_k * layer.stored_bytes for layer in work.moe)
     missed = Range(used * (1 - hits[1]), used * (1 - hits[0]))
-    least, most = _OURS if work.ours else _TRANSFORMERS
-    best = max(memory / rates.memory, missed.low / rates.drive) + least * work.layers
-    worst = memory / (rates.memory * MEMORY_SHARE) + missed.high / (rates.drive * DRIVE_SHARE) + most * work.layers
+    least, most = (seconds * work.layers for seconds in (_OURS if work.ours else _TRANSFORMERS))
+    if work.share < 1:
+        least, most = least + _DECIDING[0] * len(work.moe), most + _DECIDING[1] * len(work.moe)
+    asked = sum(layer.top_k for layer in work.moe)
+    quickly = missed.low / rates.drive + asked * (1 - hits[1]) * _COMING[0]
+    slowly = missed.high / (rates.drive * DRIVE_SHARE) + asked * (1 - hits[0]) * _COMING[1]
+    best = max(memory / rates.memory, quickly) + least
+    worst = memory / (rates.memory * MEMORY_SHARE) + slowly + most
     return Expectation(
         decode_tok_s=Range(1 / worst, 1 / best),
         first_token_s=_first_token(work, rates, prompt, (best, worst)),
@@ -112,17 +122,16 @@ def _first_token(work: Work, rates: Rates, prompt: int, token_s: tuple[float, fl
     """A prompt in chunks, then a token: at best with the cache as an earlier answer left it and everything at the same
     time, at worst with an empty one and one after the other."""
     computing = work.operations * prompt / rates.arithmetic
-    warm = cold = 0.0  # bytes
+    warm = cold = 0.0  # seconds in which experts come
     for first in range(0, prompt, work.chunk):
         tokens = min(work.chunk, prompt - first)
-        used = sum(_distinct(layer, tokens) * layer.stored_bytes for layer in work.moe)
-        warm += used * _DISTINCT * (1 - work.share)
-        cold += used * (1 - work.share) if first else used
+        for layer in work.moe:
+            used, missing = _distinct(layer, tokens), 1 - work.share
+            warm += used * _DISTINCT * missing * (layer.stored_bytes / rates.drive + _COMING[0])
+            each = layer.stored_bytes / (rates.drive * DRIVE_SHARE) + _COMING[1]
+            cold += used * (missing if first else 1) * each
     best, worst = token_s
-    return Range(
-        max(computing, warm / rates.drive) + best,
-        computing / ARITHMETIC_SHARE + cold / (rates.drive * DRIVE_SHARE) + worst,
-    )
+    return Range(max(computing, warm) + best, computing / ARITHMETIC_SHARE + cold + worst)
 
 
 def _distinct(layer: LayerWork, tokens: int) -> float:
