@@ -17,7 +17,7 @@ from tiermoe.memory import needs, plan
 from tiermoe.model import prepare_store
 from tiermoe.tiers.assemble import Tiers
 from tiermoe.tiers.gpu import GpuLink
-from tiermoe.tiers.slots import DeviceSlots, HostSlots
+from tiermoe.tiers.slots import DeviceSlots, HostSlots, SlotRuns
 from tiny import write
 
 FAMILY = "qwen3_moe"
@@ -45,8 +45,9 @@ def on_fake_gpu(layout_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Itera
         gpu = FakeGpu(seed=host_slots, blocking=True)
 
         def assemble(sizes, filler, lanes, bytes_of, device, _):
-            count, slot_bytes = sum(number for number, _ in sizes), max(nbytes for _, nbytes in sizes)
-            slots, host = DeviceSlots(count, slot_bytes, "cpu"), HostSlots(host_slots, slot_bytes)
+            slots = SlotRuns([DeviceSlots(count, nbytes, "cpu") for count, nbytes in sizes if count])
+            (_, largest), (_, smallest) = sizes[0], sizes[-1]
+            host = dict.fromkeys((16, 8, 4), HostSlots(host_slots, largest)) | {2: HostSlots(host_slots, smallest)}
             link = GpuLink(filler, host, slots, bytes_of, gpu, lanes)
             return Tiers(slots, link)
 

@@ -27,7 +27,7 @@ class Rig:
         self.disk, self.gpu = FakeDisk(seed), FakeGpu(seed)
         self.device = DeviceSlots(device_slots, BYTES, "cpu")
         host = HostSlots(host_slots, BYTES)
-        self.link = GpuLink(self.disk, host, self.device, lambda key: BYTES, self.gpu, lanes)
+        self.link = GpuLink(self.disk, {4: host}, self.device, lambda key: BYTES, self.gpu, lanes)
         self.controller = Controller(pools(device_slots), self.link)
 
     def layer(self, layer: int, experts: list[int]) -> None:
@@ -43,8 +43,8 @@ class Rig:
         host = self.link.host
         with host._changed:
             host._unpin_copied()
-        assert not host._cache._in_flight
-        assert not host._cache._pins
+        assert not host._caches[4]._in_flight
+        assert not host._caches[4]._pins
 
 
 def key(layer: int, expert: int) -> ExpertKey:

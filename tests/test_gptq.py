@@ -111,8 +111,7 @@ def test_outputs_change_less_than_by_rounding(encoding: Encoding) -> None:
     levels = levels_of(encoding, BF16)
     assert levels is not None
     stored = encoding.encode(weight, QUANTIZERS["hqq"], torch.float32)
-    slot = _in_slot(encoding, stored, 64, 128, torch.float32)
-    rounded = encoding.decode(slot, 64, 128, torch.float32)
+    rounded = encoding.decode(stored, 64, 128, torch.float32)
     found = solve(weight, moments, levels)
     assert change(weight.float(), found.values, moments) < 0.6 * change(weight.float(), rounded, moments)
 
@@ -145,8 +144,7 @@ def test_encodings_hold_what_was_found(encoding: Encoding, compute: torch.dtype)
     parts = [Solved(found).rows(first, first + 64) for first in (0, 64)]
     for values, quantizer in parts:
         stored, _ = encode_rows(encoding, quantizer, values, compute)
-        slot = _in_slot(encoding, stored, 64, 128, compute)
-        decoded = encoding.decode(slot, 64, 128, compute)
+        decoded = encoding.decode(stored, 64, 128, compute)
         assert torch.equal(decoded, values.to(compute))
 
 
@@ -167,14 +165,3 @@ def test_infinite_values_are_refused() -> None:
         solve(weight, some_moments(64), EvenLevels(64, BF16))
     with pytest.raises(PackError, match="infinite or undefined"):
         solve(some_weight(16, 64), torch.full((64, 64), torch.nan), EvenLevels(64, BF16))
-
-
-def _in_slot(
-    encoding: Encoding, stored: dict[str, torch.Tensor], out: int, in_: int, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    fields = encoding.slot_fields(out, in_, dtype)
-    if fields == encoding.stored_fields(out, in_, dtype):
-        return stored
-    slot = {field.name: torch.empty(field.shape, dtype=field.dtype) for field in fields}
-    encoding.widen(stored, slot)
-    return slot

@@ -183,6 +183,48 @@ def test_plan_of_a_small_gpu(gpu_model: Path, gpu_of_8_gib: None) -> None:
         tiermoe.plan(gpu_model, memory="4GiB", cache="5%")
 
 
+HOBBIT = {"t1": 0.4, "t2": 0.7, "weights": "0.4,0.3,0.2,0.1", "low_share": 0.3}
+
+
+@pytest.fixture(scope="module")
+def larger_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of several pages at 4 bits and fewer at 2."""
+    changes = {"hidden_size": 128, "moe_intermediate_size": 128}
+    return write(tmp_path_factory.mktemp("larger"), FAMILY, torch.float32, **changes)
+
+
+def test_slots_are_as_large_as_what_they_hold(larger_experts: Path, gpu_of_8_gib: None) -> None:
+    one = tiermoe.plan(larger_experts, memory="4GiB")
+    assert isinstance(one, GpuMemoryPlan)
+    room = one.gpu_fixed + 10 * one.slot_bytes
+    both = tiermoe.plan(larger_experts, memory="4GiB", gpu_memory=room, preset="hobbit", set=HOBBIT)
+    low = tiermoe.plan(larger_experts, memory="4GiB", gpu_memory=room, bits=2, dense_bits=4)
+    assert isinstance(both, GpuMemoryPlan)
+    assert isinstance(low, GpuMemoryPlan)
+    assert low.slot_bytes < one.slot_bytes
+    assert low.slots == (room - low.gpu_fixed) // low.slot_bytes > 10
+    sizes = {4: one.slot_bytes, 2: low.slot_bytes}
+    for pools in (both.pools, both.host_pools):
+        assert [(pool.bits, pool.slot_bytes) for pool in pools] == [((bits,), sizes[bits]) for bits in (4, 2)]
+    assert both.gpu_total <= both.gpu_budget
+    assert both.experts == sum(pool.slots * sizes[pool.bits[0]] for pool in both.pools) > 8 * one.slot_bytes
+    assert both.host_experts == both.all_slots * sum(sizes.values())
+
+
+def test_a_copy_moves_an_expert_s_own_bytes(
+    larger_experts: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]
+) -> None:
+    loaded, gpu = on_fake_gpu(larger_experts, 3, preset="hobbit", set={**HOBBIT, "prefetch": "none"}, cache="40%")
+    results(loaded)
+    engine = loaded.tiermoe
+    high, low = (pool.slot_bytes for pool in engine.plan.pools)
+    assert low < high
+    copied = [copy.host.nbytes for copy in gpu.asked]
+    assert set(copied) == {high, low}
+    assert copied.count(low) == engine.controller.counts.low_loads
+    assert engine.link.bytes_copied == sum(copied)
+
+
 def test_devices(gpu_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cuda.resolve_device("auto") == cuda.resolve_device("cpu") == "cpu"

@@ -25,7 +25,7 @@ from tiermoe.errors import LoadError
 from tiermoe.memory.memory_plan import MemoryPlan, SlotPool, total
 from tiermoe.model.blueprint import inspect_model
 from tiermoe.process.footprint import resident_bytes
-from tiermoe.store.layout import expert_format
+from tiermoe.store.layout import expert_format, format_from_names
 from tiermoe.store.store import open_store
 from tiermoe.systems import compose
 from tiermoe.systems.resolved import Resolved
@@ -198,8 +198,8 @@ def test_they_are_used_where_all_fits_and_kernels_take_the_files_as_they_are(
     smaller = MoeLayer("other", EXPERTS // 2, 2, (Part("weight", (64, 32)),))
     uneven = [FORM, expert_format(smaller, 16, torch.float32, "any", "")]
     larger = MoeLayer("layer", EXPERTS, 2, (Part("weight", (64, 256)),))
-    two_bits = expert_format(larger, 2, torch.bfloat16, "rowmajor", "hqq")
-    assert two_bits.widened  # as a GPU takes them
+    turned = format_from_names(larger, 4, torch.bfloat16, {"weight": "transposed4/awq/f16/32/1"})
+    assert turned.widened
     assert is_mapped(tmp_path)
     assert not is_mapped(tmp_path, slots=EXPERTS - 1)
     assert not is_mapped(tmp_path, {"store": "memory"})
@@ -208,7 +208,7 @@ def test_they_are_used_where_all_fits_and_kernels_take_the_files_as_they_are(
     assert not is_mapped(tmp_path, own=False)
     assert not is_mapped(tmp_path, extents=[Extent(halves, "")])
     assert not is_mapped(tmp_path, extents=[Extent((replace(segment, offset=64),), "")])
-    assert not is_mapped(tmp_path, formats=[two_bits])
+    assert not is_mapped(tmp_path, formats=[turned])
     assert not is_mapped(tmp_path, {"allotment": "even"}, formats=uneven)
     assert is_mapped(tmp_path, {"allotment": "pool"}, formats=uneven)
     monkeypatch.setattr(reading, "resident_bytes", lambda: 0)

@@ -54,18 +54,9 @@ weights = st.builds(
 )
 
 
-def slot_of(encoding, stored, out, in_, dtype):
-    slot = {f.name: torch.zeros(f.shape, dtype=f.dtype) for f in encoding.slot_fields(out, in_, dtype)}
-    if encoding.slot_fields(out, in_, dtype) == encoding.stored_fields(out, in_, dtype):
-        return stored
-    encoding.widen(stored, slot)
-    return slot
-
-
 def encoded_and_decoded(weight, encoding, quantizer, dtype, decoded_dtype=torch.float32):
     stored = encoding.encode(weight, quantizer, dtype)
-    slot = slot_of(encoding, stored, *weight.shape, dtype)
-    return stored, encoding.decode(slot, *weight.shape, decoded_dtype)
+    return stored, encoding.decode(stored, *weight.shape, decoded_dtype)
 
 
 # --- quantizers
@@ -210,7 +201,7 @@ def test_encode_gives_the_stored_fields(bits, quantizer, dtype):
         value = stored[field.name]
         assert (value.dtype, tuple(value.shape), value.nbytes) == (field.dtype, field.shape, field.nbytes)
         assert value.is_contiguous()
-    decoded = encoding.decode(slot_of(encoding, stored, out, in_, dtype), out, in_, dtype)
+    decoded = encoding.decode(stored, out, in_, dtype)
     assert decoded.shape == weight.shape
     assert decoded.dtype == dtype
     limit = {16: 0.002, 8: 0.01, 4: 0.16, 2: 0.26 if quantizer == "hqq" else 0.9}[bits]
@@ -315,18 +306,12 @@ def test_int2_widens_every_code_exactly(rows, shape, seed):
 
 
 @pytest.mark.parametrize("layout", [cpu_layout(), "rowmajor"])
-def test_int2_widens_in_blocks(layout, monkeypatch):
+def test_int2_decodes_in_blocks(layout, monkeypatch):
     encoding = encoding_named(f"int2/{layout}/g32")
     stored = random_stored(encoding, 208, 160, seed=1)
-
-    def widened():
-        if layout == cpu_layout():
-            return encoding.widen_codes(stored)["codes"].clone()
-        return slot_of(encoding, stored, 208, 160, torch.bfloat16)["codes"]
-
-    whole = widened()
+    whole = encoding.decode(stored, 208, 160, torch.bfloat16).clone()
     monkeypatch.setattr(int2, "BLOCK_WEIGHTS", 3 * 32 * 64)  # neither the groups nor the rows are a multiple of it
-    assert torch.equal(widened(), whole)
+    assert torch.equal(encoding.decode(stored, 208, 160, torch.bfloat16), whole)
 
 
 def test_ladders_are_the_13_that_differ():
@@ -401,10 +386,9 @@ def test_int2_of_a_symmetric_row_is_exact():
 @pytest.mark.parametrize("quantizer", EVEN)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", [(64, 1024), (16, 64), (80, 96), (48, 384), (16, 48), (7, 33)])
-def test_a_gpus_slot_at_2_bits_is_one_at_4_bits_a_cpus_is_what_is_stored(shape, dtype, quantizer):
-    low, high = (encoding_for(bits, *shape, dtype, "rowmajor", quantizer) for bits in (2, 4))
-    assert low.slot_fields(*shape, dtype) == high.slot_fields(*shape, dtype)
-    low, high = (encoding_for(bits, *shape, dtype, cpu_layout(), quantizer) for bits in (2, 4))
+@pytest.mark.parametrize("layout", [cpu_layout(), "rowmajor"])
+def test_a_slot_at_2_bits_is_what_is_stored(layout, shape, dtype, quantizer):
+    low, high = (encoding_for(bits, *shape, dtype, layout, quantizer) for bits in (2, 4))
     assert low.slot_fields(*shape, dtype) == low.stored_fields(*shape, dtype)
     assert low.name.partition("/")[2] == high.name.partition("/")[2]
 
@@ -542,10 +526,7 @@ for rows in (16, 48, 64, 112, 272):
     for layout in (int4_layout.cpu_layout(), "rowmajor"):
         encoding = encoding_named(f"int2/{layout}/g32")
         stored = encoding.encode(codes * 0.01, QUANTIZERS["hqq"], torch.bfloat16)
-        fields = encoding.slot_fields(rows, 64, torch.bfloat16)
-        slot = {field.name: torch.zeros(field.shape, dtype=field.dtype) for field in fields}
-        encoding.widen(stored, slot)
-        weights.append(encoding.decode(slot if layout == "rowmajor" else stored, rows, 64, torch.bfloat16))
+        weights.append(encoding.decode(stored, rows, 64, torch.bfloat16))
     assert torch.equal(*weights), rows
 print(int4_layout.cpu_layout(), stored_bytes.hexdigest())
 """

@@ -62,7 +62,7 @@ def test_long_cases(tmp_path: Path) -> None:
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("capabilities", "kernels"), [(["90"], 8), pytest.param(["75", "80"], 24, marks=pytest.mark.long)], ids=str
+    ("capabilities", "kernels"), [(["90"], 12), pytest.param(["75", "80"], 36, marks=pytest.mark.long)], ids=str
 )
 def test_kernels_compile_for_gpus_without_atomics(capabilities: list[str], kernels: int, tmp_path: Path) -> None:
     output = run_python(str(HERE / "triton_compiled.py"), *capabilities, tmp_path=tmp_path)

@@ -10,8 +10,10 @@ from triton.runtime import interpreter
 
 from tiermoe.kernels import linear_for
 from tiermoe.kernels.gpu.triton_linear import blocks, int4_linear
+from tiermoe.quant.int2 import RowMajorInt2
 from tiermoe.quant.quantizers import QUANTIZERS
 from tiermoe.quant.registry import Encoding, encoding_for
+from tiermoe.quant.rowmajor import RowMajorInt4, pack_nibbles
 from triton_device import DEVICE, DTYPES, TOLERANCE, tokens
 
 # (bits, quantizer); linear takes the largest group that divides K, HQQ 64 or 32
@@ -49,17 +51,12 @@ def dot_row_by_row(bfloat16_dot: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def packed(bits: int, quantizer: str, shape: tuple[int, int], dtype: torch.dtype):
-    """An encoding, and slot fields of a random matrix with a mean, as a load leaves them."""
+    """An encoding, and slot fields of a random matrix with a mean."""
     out, in_ = shape
     weight = torch.randn(out, in_, generator=torch.Generator().manual_seed(bits)) * 0.05 + 0.02
     encoding: Encoding = encoding_for(bits, out, in_, dtype, "rowmajor", quantizer)
     assert encoding.bits == bits
-    stored = encoding.encode(weight, QUANTIZERS[quantizer], dtype)
-    if encoding.stored_fields(out, in_, dtype) == encoding.slot_fields(out, in_, dtype):
-        slot = stored
-    else:
-        slot = {f.name: torch.empty(f.shape, dtype=f.dtype) for f in encoding.slot_fields(out, in_, dtype)}
-        encoding.widen(stored, slot)
+    slot = encoding.encode(weight, QUANTIZERS[quantizer], dtype)
     return encoding, {name: tensor.to(DEVICE) for name, tensor in slot.items()}
 
 
@@ -86,6 +83,23 @@ def test_agrees_with_decoded_weights(bits, quantizer, dtype, shape):
         check(encoding, slot, tokens(m, shape[1], dtype), *shape)
 
 
+@pytest.mark.parametrize("group", [32, 64, 128, 256])
+@pytest.mark.parametrize("m", [1, 3])
+def test_2_bits_are_levels_of_4_bits(m, group):
+    """Against the 4-bit kernel on the same levels, bit for bit."""
+    low, high, shape = RowMajorInt2(group), RowMajorInt4(group), (9, 768)
+    slot = low.encode(torch.randn(shape), QUANTIZERS["linear"], torch.float32)
+    levels = low.decode(
+        {**slot, "scale": torch.ones(9, 768 // group), "zero": torch.zeros(9, 768 // group)}, *shape, torch.float32
+    )
+    wide = {"codes": pack_nibbles((levels + 8).byte()), "scale": slot["scale"], "zero": slot["zero"]}
+    x, found = tokens(m, 768, torch.float32), []
+    for encoding, fields in ((low, slot), (high, wide)):
+        mine = {name: field.to(DEVICE) for name, field in fields.items()}
+        found.append(linear_for(encoding.name, "cuda", torch.float32)(x, mine, *shape))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize(("bits", "m"), [(4, 1), (4, 70), (8, 70)])
 def test_more_rows_and_tokens_than_one_block(bits, m):
     shape = (4099, 64) if m == 1 else (70, 64)
@@ -104,7 +118,7 @@ def test_int8_takes_any_number_of_columns(k):
 
 @pytest.mark.usefixtures("dot_row_by_row")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_equal_bits_wherever_the_tokens_lie_and_however_many_share_the_block(bits, dtype):
     shape = (20, 192)
     encoding, slot = packed(bits, "hqq", shape, dtype)

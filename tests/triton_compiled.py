@@ -23,8 +23,8 @@ def compiled(kernel, capability: int, dtype: str, bits: int, group: int, shared:
     block = triton_linear.blocks(40 if kernel is TILED else 1, n, k)
     sizes = {"BITS": bits, "GROUP": group, "BM": block.tokens, "BN": block.rows, "BK": block.columns}
     sizes |= {"TYPE": TYPES[dtype], "SHARED": shared}
-    numbers = dict.fromkeys(("M", "N", "K", "codes_at", "scale_at", "zero_at"), "i32")
-    types = {"codes": "*u8" if bits == 4 else "*i8", "slots": "*i64", **numbers}
+    numbers = dict.fromkeys(("M", "N", "K", "codes_at", "ladders_at", "scale_at", "zero_at"), "i32")
+    types = {"codes": "*i8" if bits == 8 else "*u8", "ladders": "*u8", "slots": "*i64", **numbers}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in sizes else types.get(name, f"*{dtype}") for name in names}
     constants = {(names.index(name),): size for name, size in sizes.items() if name in names}
@@ -48,7 +48,7 @@ def order_of_sums(result) -> tuple[list[str], list[str]]:
 
 
 for capability in map(int, sys.argv[1:]):
-    for dtype, bits in itertools.product(CAPABILITIES[capability], (4, 8)):
+    for dtype, bits in itertools.product(CAPABILITIES[capability], (2, 4, 8)):
         compiled(TILED, capability, dtype, bits, 256)
         alone = order_of_sums(compiled(ONE_TOKEN, capability, dtype, bits, 64))
         assert "shfl.sync.bfly" in alone[1], alone

@@ -55,10 +55,7 @@ def slots_with_experts(form: ExpertFormat, count: int) -> list[SlotViews]:
             part.name: torch.randn(part.shape, generator=generator) * 0.05 + 0.02 * place for part in form.layer.parts
         }
         form.encode(tensors, QUANTIZERS["linear"], stored)
-        if form.widened:
-            form.widen(stored, buffer[place])
-        else:
-            buffer[place] = stored
+        buffer[place] = stored
     buffer = buffer.to(DEVICE)
     return [SlotViews(form.slot.views(buffer[place])) for place in places]
 
@@ -82,7 +79,7 @@ def test_bits_of_the_single_launches(kind, experts):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kinds", [(KINDS[1], "int8"), ("int8", KINDS[0]), (KINDS[0], KINDS[2])])
+@pytest.mark.parametrize("kinds", [(KINDS[1], "int8"), ("int8", KINDS[0]), (KINDS[0], KINDS[2]), (KINDS[3], KINDS[1])])
 def test_matrices_of_two_encodings(kinds, dtype):
     check_against_single_launches(few_rows(kinds, dtype, (64, 128)), 3)
 

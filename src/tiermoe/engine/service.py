@@ -99,7 +99,9 @@ class ExpertService:
             self.drive.lanes,
             lambda key: self._format_of(key).slot.nbytes,
             self.device,
-            self.plan.host_slots if isinstance(self.plan, GpuMemoryPlan) else 0,
+            [(pool.bits, pool.slots, pool.slot_bytes) for pool in self.plan.host_pools]
+            if isinstance(self.plan, GpuMemoryPlan)
+            else (),
         )
 
     def _extent_of(self, key: ExpertKey) -> Extent:

@@ -70,7 +70,7 @@ KERNELS: dict[tuple[str, str], Callable[[Encoding, torch.dtype], LinearKernel]] 
     ("plain", "cuda"): cuda.PlainLinear,
     ("int8", "cuda"): cuda.Int8Linear,
     ("int4/rowmajor", "cuda"): cuda.RowMajorInt4Linear,
-    ("int2/rowmajor", "cuda"): cuda.RowMajorInt4Linear,
+    ("int2/rowmajor", "cuda"): cuda.RowMajorInt2Linear,
 }
 
 

@@ -53,12 +53,13 @@ def _packed_matrix(form: ExpertFormat, part: Part) -> SlotMatrix | None:
     if taken is None:
         return None
     at = {placed.field.name: placed.offset for placed in form.slot.fields if placed.part == part.name}
-    codes, zero = ("codes", "zero") if taken[0] == 4 else ("weight", "scale")
-    return SlotMatrix(*part.out_in, *taken, form.dtype, at[codes], at["scale"], at[zero])
+    codes, zero = ("weight", "scale") if taken[0] == 8 else ("codes", "zero")
+    ladders = "ladders" if taken[0] == 2 else codes
+    return SlotMatrix(*part.out_in, *taken, form.dtype, at[codes], at[ladders], at["scale"], at[zero])
 
 
 def _bits_and_group(encoding: Encoding | None) -> tuple[int, int] | None:
     """Of what a slot holds; None where the kernel does not read it."""
     if isinstance(encoding, (RowMajorInt4, RowMajorInt2)):
-        return 4, encoding.group
+        return encoding.bits, encoding.group
     return (8, 1) if isinstance(encoding, Int8) else None

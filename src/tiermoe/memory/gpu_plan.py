@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tiermoe.config import MIB, Settings, format_size
 from tiermoe.errors import BudgetError, ConfigError
-from tiermoe.memory.memory_plan import GpuMemoryPlan, MemoryPlan, slot_pools
+from tiermoe.memory.memory_plan import GpuMemoryPlan, MemoryPlan, SlotPool, slot_pools
 from tiermoe.memory.refusals import check_phases, mebibytes
 from tiermoe.systems.resolved import Resolved
 from tiermoe.tiers.cuda import free_memory
@@ -37,20 +37,15 @@ def gpu_budget(settings: Settings, device: str) -> tuple[int, str] | None:
 def divided_with_gpu(
     base: MemoryPlan, wanted: int, resolved: Resolved, sizes: Mapping[int, int], device: str, gpu: tuple[int, str]
 ) -> GpuMemoryPlan:
-    """The plan for a GPU. wanted: slots asked for by --cache. sizes: precision → bytes of a slot; on a GPU all slots
-    are as large as the largest. gpu: its budget. BudgetError, with the numbers, where one of the two budgets is too
-    small."""
+    """The plan for a GPU. wanted: bytes asked for by --cache. sizes: precision → bytes of a slot. gpu: its budget.
+    BudgetError, with the numbers, where one of the two budgets is too small."""
     parts = {name: getattr(base, name) for name in MemoryPlan.__dataclass_fields__ if name != "warnings"}
-    size = max(sizes.values())
-    empty = GpuMemoryPlan(
-        **parts | {"slot_bytes": size}, device=device, gpu_budget=gpu[0], gpu_budget_source=gpu[1], host_slots=0
-    )
-    slots = min((empty.gpu_budget - empty.gpu_fixed) // size, wanted, base.all_slots)
-    least = resolved.settings.lanes or LANES
-    host_slots = least if slots == base.all_slots else min((empty.budget - empty.fixed) // size, base.all_slots)
-    pools = slot_pools(slots * size, resolved, dict.fromkeys(sizes, size), base.all_slots)
-    plan = replace(empty, slots=slots, pools=pools, host_slots=max(host_slots, least))
-    _check_gpu(plan, wanted)
+    empty = GpuMemoryPlan(**parts, device=device, gpu_budget=gpu[0], gpu_budget_source=gpu[1], host_pools=())
+    room = min(empty.gpu_budget - empty.gpu_fixed, wanted)
+    _check_gpu(empty, room, wanted)
+    pools = slot_pools(room, resolved, sizes, base.all_slots)
+    plan = replace(empty, slots=sum(pool.slots for pool in pools), pools=pools)
+    plan = replace(plan, host_pools=_host_pools(plan, resolved, sizes))
     if plan.total > plan.budget:
         raise BudgetError(
             f"{format_size(plan.budget)} of main memory are too little: interpreter {format_size(plan.interpreter)}, "
@@ -61,15 +56,22 @@ def divided_with_gpu(
     return plan
 
 
-def _check_gpu(plan: GpuMemoryPlan, wanted: int) -> None:
-    """BudgetError where the GPU does not hold what it must."""
-    if plan.slots >= plan.layer_slots:
-        return
+def _host_pools(plan: GpuMemoryPlan, resolved: Resolved, sizes: Mapping[int, int]) -> tuple[SlotPool, ...]:
+    """Pinned slots: a cache where the GPU does not hold all experts, else and at least one for each lane."""
+    holds_all = plan.slots >= plan.all_slots and len(sizes) == 1
+    pools = slot_pools(0 if holds_all else plan.budget - plan.fixed, resolved, sizes, plan.all_slots)
+    return tuple(replace(pool, slots=max(pool.slots, resolved.settings.lanes or LANES)) for pool in pools)
+
+
+def _check_gpu(plan: GpuMemoryPlan, room: int, wanted: int) -> None:
+    """BudgetError where the GPU's room for experts, or what is wanted of it, does not hold those of a layer."""
     one_layer = plan.layer_slots * plan.slot_bytes
-    if wanted < plan.layer_slots:
+    if room >= one_layer:
+        return
+    if wanted < one_layer:
         raise BudgetError(
-            f"a cache of {wanted} experts cannot hold the {plan.layer_slots} that one layer uses for a "
-            f"token; the smallest --cache is {format_size(one_layer)}"
+            f"a cache of {wanted // plan.slot_bytes} experts cannot hold the {plan.layer_slots} that one layer "
+            f"uses for a token; the smallest --cache is {format_size(one_layer)}"
         )
     needed = plan.gpu_fixed + one_layer
     raise BudgetError(

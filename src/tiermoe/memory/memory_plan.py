@@ -169,12 +169,17 @@ ON_GPU = ("dense", "kv cache", "activations")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemoryPlan(MemoryPlan):
     """On the GPU, within `gpu_budget`: dense weights, key/value cache, activations, `slots` of
-    experts. In main memory, within `budget`: interpreter, staging, and `host_slots` pinned slots."""
+    experts. In main memory, within `budget`: interpreter, staging, and the pinned slots of `host_pools`."""
 
     device: str
     gpu_budget: int
     gpu_budget_source: str
-    host_slots: int
+    host_pools: tuple[SlotPool, ...]
+
+    @property
+    def host_slots(self) -> int:
+        """Pinned slots, of all precisions."""
+        return sum(pool.slots for pool in self.host_pools)
 
     @property
     def gpu_fixed(self) -> int:
@@ -193,7 +198,7 @@ class GpuMemoryPlan(MemoryPlan):
     @property
     def host_experts(self) -> int:
         """Bytes of the pinned slots."""
-        return self.host_slots * self.slot_bytes
+        return sum(pool.slots * pool.slot_bytes for pool in self.host_pools)
 
     @property
     def total(self) -> int:

@@ -84,7 +84,7 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None, u
             plan = replace(plan, unless_mapped=plan.looked_up)
         plan.warnings.extend(_warnings(plan) + _unread(blueprint))
         return plan
-    on_gpu = divided_with_gpu(base, wanted // base.slot_bytes, resolved, sizes, device, gpu)
+    on_gpu = divided_with_gpu(base, wanted, resolved, sizes, device, gpu)
     on_gpu.warnings.extend(gpu_warnings(on_gpu) + _unread(blueprint))
     return on_gpu
 

@@ -1,8 +1,7 @@
 """2 bits within the levels of the 4-bit format: 3 bits a weight at group 64, 2 of code, half a bit of ladder (see
 `ladders`), half a bit of scale and zero.
 
-A CPU's slot holds them as they are stored, and kernels widen a block of rows where they compute with it. A GPU's slot
-is that of 4 bits: codes are widened while loading, and one kernel computes both.
+Slots hold them as they are stored. A CPU's kernels widen a block of rows where they compute with it, a GPU's each tile.
 """
 
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from tiermoe.quant.encoding import Field, SameInSlot
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.quantized import Quantizer
 from tiermoe.quant.rowmajor import LAYOUT as ROW_MAJOR
-from tiermoe.quant.rowmajor import RowMajorInt4, pack_nibbles
+from tiermoe.quant.rowmajor import pack_nibbles, unpack_nibbles
 from tiermoe.quant.scratch import scratch
 
 BLOCK_WEIGHTS = 1 << 20  # weights widened at a time: bounds the temporaries to about a byte each
@@ -82,9 +81,9 @@ class Int2(SameInSlot):
 
 
 @dataclass(frozen=True)
-class RowMajorInt2:
-    """Stored: `codes` uint8 (4, N, K / 16), `ladders` uint8 (N, K / 16), `scale` and `zero` (N, K / group) as
-    RowMajorInt4's. Slot: the fields of RowMajorInt4 with the same group; the very weights of Int2.
+class RowMajorInt2(SameInSlot):
+    """Fields `codes` uint8 (4, N, K / 16), `ladders` uint8 (N, K / 16), `scale` and `zero` (N, K / group) as
+    RowMajorInt4's; the very weights of Int2.
 
     Byte j of `codes[i, n]` holds nibbles 2 j (low) and 2 j + 1 of the row's (g, i, q), g before q (see
     `ladders.pair`); byte j of a row of `ladders` those of (g, q): the four eighths of a row stand apart, so that each
@@ -97,11 +96,6 @@ class RowMajorInt2:
     def name(self) -> str:
         return f"int2/{ROW_MAJOR}/g{self.group}"
 
-    @property
-    def in_slot(self) -> RowMajorInt4:
-        """The encoding of what a slot holds."""
-        return RowMajorInt4(self.group)
-
     def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
         groups = in_ // self.group
         return (
@@ -111,33 +105,32 @@ class RowMajorInt2:
             Field("zero", dtype, (out, groups)),
         )
 
-    def slot_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
-        return self.in_slot.stored_fields(out, in_, dtype)
-
     def encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> dict[str, Tensor]:
         scale, zero, pairs, chosen = _quantize(weight, quantizer, dtype, self.group)
-        codes = pack_nibbles(pairs.movedim(2, 0).flatten(2))
+        codes = pack_nibbles(pairs.movedim(2, 0).flatten(2)).contiguous()
         return {"codes": codes, "ladders": pack_nibbles(chosen), "scale": scale, "zero": zero}
 
     def rows_apart(self, columns: int, quantizer: Quantizer) -> int | None:
-        return self.in_slot.rows_apart(columns, quantizer)
-
-    def widen(self, stored: Mapping[str, Tensor], slot: Mapping[str, Tensor]) -> None:
-        for name in ("scale", "zero"):
-            slot[name].copy_(stored[name])
-        rows, groups = stored["scale"].shape
-        word = _word(self.group)
-        block = max(1, BLOCK_WEIGHTS // (self.group * groups))
-        for first in range(0, rows, block):
-            part = slice(first, first + block)
-            codes, chosen = stored["codes"][:, part].flatten(1), stored["ladders"][part].view(1, 1, -1)
-            eighths = scratch.take("eighths", (1, 8, chosen.shape[2]), torch.uint8)
-            ladders.widen(codes[None], chosen, eighths)
-            words = eighths.view(word).view(8, -1, groups, self.group // 16 // word.itemsize)
-            slot["codes"][part].view(word).view(-1, groups, 8, words.shape[3]).copy_(words.movedim(0, 2))
+        return quantizer.rows_apart(columns)
 
     def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
-        return self.in_slot.decode(slot, out, in_, dtype)
+        result = torch.empty(out, in_, dtype=dtype, device=slot["scale"].device)
+        for first in range(0, out, block := max(1, BLOCK_WEIGHTS // in_)):
+            part = slice(first, first + block)
+            scale, zero = (slot[name][part].to(dtype)[..., None] for name in ("scale", "zero"))
+            grouped = self._levels(slot, part).sub_(8).to(dtype)
+            # one rounding: addcmul computes in float32 inside, whatever its operands' dtype
+            torch.addcmul(zero, grouped, scale, out=result[part].view(grouped.shape))
+        return result
+
+    def _levels(self, slot: Mapping[str, Tensor], rows: slice) -> Tensor:
+        """Of the 16 levels of 4 bits those of the weights, int8 (rows, groups, group)."""
+        groups, width = slot["scale"].shape[1], self.group // ladders.STRIPE
+        pairs = unpack_nibbles(slot["codes"][:, rows]).view(4, -1, groups, width)
+        chosen = unpack_nibbles(slot["ladders"][rows]).view(-1, groups, width)
+        codes = torch.cat((pairs & 3, pairs >> 2)).movedim(0, 2)
+        low, place = (each[:, :, None] for each in (chosen & 3, chosen >> 2))
+        return (codes * (low + ladders.LEAST_STEP) + (3 - low) * place).view(torch.int8).flatten(2)
 
 
 def _quantize(
@@ -149,8 +142,3 @@ def _quantize(
     # for the scales and zeros as stored, so that their rounding to `dtype` costs next to nothing
     codes, chosen = ladders.choose(weight, scale, zero, grid.ladders)
     return scale, zero, ladders.pair(codes, scale.shape[1]), chosen
-
-
-def _word(group: int) -> torch.dtype:
-    """The widest word of which an eighth of a group, group / 16 bytes, holds a whole number."""
-    return {32: torch.int16, 64: torch.int32}.get(group, torch.int64)

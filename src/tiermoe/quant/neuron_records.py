@@ -28,9 +28,9 @@ _CHECK = 8  # bytes of a record's checksum
 
 
 @dataclass(frozen=True)
-class Sealed:
-    """Another encoding with the checksum of its stored fields, so that a part can be verified without the rest of the
-    expert: field `check` uint8 (8,), XXH3-64 of their bytes one after the other."""
+class Sealed(SameInSlot):
+    """Another encoding, one that lies in its slot as stored, with the checksum of its fields, so that a part can be
+    verified without the rest of the expert: field `check` uint8 (8,), XXH3-64 of their bytes one after the other."""
 
     inner: Encoding
 
@@ -45,9 +45,6 @@ class Sealed:
     def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
         return (*self.inner.stored_fields(out, in_, dtype), Field("check", torch.uint8, (CHECK_BYTES,)))
 
-    def slot_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
-        return (*self.inner.slot_fields(out, in_, dtype), Field("check", torch.uint8, (CHECK_BYTES,)))
-
     def encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> dict[str, Tensor]:
         fields = self.inner.encode(weight, quantizer, dtype)
         rows, columns = weight.shape
@@ -57,10 +54,6 @@ class Sealed:
 
     def rows_apart(self, columns: int, quantizer: Quantizer) -> int | None:
         return None
-
-    def widen(self, stored: Mapping[str, Tensor], slot: Mapping[str, Tensor]) -> None:
-        self.inner.widen(stored, slot)
-        slot["check"].copy_(stored["check"])
 
     def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
         return self.inner.decode(slot, out, in_, dtype)

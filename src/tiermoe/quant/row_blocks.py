@@ -104,7 +104,7 @@ def encode_rows(
 
 def _squares(encoding: Encoding, stored: Mapping[str, Tensor], weight: Tensor, dtype: torch.dtype) -> Squares:
     rows, columns = weight.shape
-    decoded = encoding.decode(_in_slot(encoding, stored, rows, columns, dtype), rows, columns, dtype)
+    decoded = encoding.decode(stored, rows, columns, dtype)
     error = size = 0.0
     step = max(1, _COMPARED // columns)
     for first in range(0, rows, step):
@@ -114,14 +114,3 @@ def _squares(encoding: Encoding, stored: Mapping[str, Tensor], weight: Tensor, d
         size += float(part.square().sum(dtype=torch.float64))
         error += float(apart.square_().sum(dtype=torch.float64))
     return error, size
-
-
-def _in_slot(
-    encoding: Encoding, stored: Mapping[str, Tensor], rows: int, columns: int, dtype: torch.dtype
-) -> Mapping[str, Tensor]:
-    fields = encoding.slot_fields(rows, columns, dtype)
-    if fields == encoding.stored_fields(rows, columns, dtype):
-        return stored
-    slot = {field.name: torch.empty(field.shape, dtype=field.dtype) for field in fields}
-    encoding.widen(stored, slot)
-    return slot

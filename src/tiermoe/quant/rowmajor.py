@@ -47,8 +47,7 @@ class RowMajorInt4(SameInSlot):
         return quantizer.rows_apart(columns)
 
     def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
-        packed = slot["codes"]
-        codes = torch.stack((packed & 15, packed >> 4), dim=-1).view(torch.int8).sub_(8).to(dtype)
+        codes = unpack_nibbles(slot["codes"]).view(torch.int8).sub_(8).to(dtype)
         scale, zero = (slot[name].to(dtype)[..., None] for name in ("scale", "zero"))
         grouped = codes.view(out, -1, self.group)
         # one rounding: addcmul computes in float32 inside, whatever its operands' dtype
@@ -58,3 +57,8 @@ class RowMajorInt4(SameInSlot):
 def pack_nibbles(nibbles: Tensor) -> Tensor:
     """Values 0..15, uint8 (..., K), two to a byte: (..., K / 2), the even one in the low nibble."""
     return nibbles[..., ::2] | nibbles[..., 1::2] << 4
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """What `pack_nibbles` packed: uint8 (..., K / 2) → (..., K)."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)

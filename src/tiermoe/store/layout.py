@@ -1,8 +1,8 @@
 """How the parts of one expert lie in its extent on disk and in a slot in memory.
 
 An extent is one run of bytes: every field of every part (codes, scales, biases) at a 64-byte boundary, in the order
-of the layer's parts, padded to 4 KiB so that O_DIRECT reads it in one go. A slot holds the same bytes, except where a
-precision is widened while loading (2 bits, for a GPU).
+of the layer's parts, padded to 4 KiB so that O_DIRECT reads it in one go. A slot holds the same bytes, except where
+codes are rearranged while loading (AWQ's and GPTQ's).
 """
 
 from __future__ import annotations

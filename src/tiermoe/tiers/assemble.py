@@ -51,17 +51,19 @@ def assemble(
     lanes: int,
     bytes_of: Callable[[ExpertKey], int],
     device: str = "cpu",
-    host_slots: int = 0,
+    pinned: Sequence[tuple[Sequence[int], int, int]] = (),
 ) -> Tiers:
     """Disk → slots in main memory, filled by `lanes` threads. sizes: (count, bytes) of each run of equal slots,
-    numbered one run after the other. bytes_of: bytes of an expert in its slot. For a GPU: disk → `host_slots` pinned
-    slots → slots on the GPU, all of the largest size. BudgetError where memory is refused."""
+    numbered one run after the other. bytes_of: bytes of an expert in its slot. For a GPU: disk → pinned slots → slots
+    on the GPU; pinned: (the bits of the experts that lie there, count, bytes) of each run. BudgetError where memory is
+    refused."""
     if device == "cpu":
         slots = SlotRuns([HostSlots(count, nbytes) for count, nbytes in sizes if count])
         return Tiers(slots, DiskLink(filler, slots, lanes))
-    count, slot_bytes = sum(number for number, _ in sizes), max(nbytes for _, nbytes in sizes)
-    on_device = DeviceSlots(count, slot_bytes, device)
-    host = HostSlots(host_slots, slot_bytes, pin=True)
+    on_device = SlotRuns([DeviceSlots(count, nbytes, device) for count, nbytes in sizes if count])
+    host: dict[int, HostSlots] = {}
+    for bits, count, nbytes in pinned:
+        host |= dict.fromkeys(bits, HostSlots(count, nbytes, pin=True))
     link = GpuLink(filler, host, on_device, bytes_of, CudaCopier(device), lanes)
     return Tiers(on_device, link, lambda: _gpu_stats(device, link))
 

@@ -22,7 +22,7 @@ LANES = 4  # the most that the drive's probe chooses
 
 def staging_bytes(formats: Sequence[ExpertFormat], lanes: int) -> int:
     """What reading lanes hold beside the slots: a bounce buffer for experts served from the checkpoint in place, whose
-    offsets are not aligned, and the stored bytes of a precision that is widened into the slot."""
+    offsets are not aligned, and the stored bytes of codes that are rearranged in the slot."""
     buffers = any(form.bits == 16 for form in formats) + any(form.widened for form in formats)
     return buffers * lanes * (align(max(form.stored.nbytes for form in formats), PAGE) + PAGE)
 

@@ -11,15 +11,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tiermoe.decide.link import Finished
 from tiermoe.tiers.copier import Copier, Mark, Ticket
 from tiermoe.tiers.copies import CopyQueue
+from tiermoe.tiers.disk import Slots
 from tiermoe.tiers.host_cache import Filler, HostCache
 from tiermoe.tiers.lanes import Lanes
-from tiermoe.tiers.slots import DeviceSlots, HostSlots
+from tiermoe.tiers.slots import HostSlots
 from tiermoe.types import ExpertKey, Load
 
 
@@ -34,7 +35,7 @@ class _Arrival:
 
 class GpuLink:
     """Implements `tiermoe.decide.link.Link` with lanes that read experts into `host` slots and copies from there to
-    `device` slots. bytes_of: bytes of an expert in its slot.
+    `device` slots. host: as `HostCache`. bytes_of: bytes of an expert in its slot.
 
     `wait_s` adds up the time that the caller spent in `wait`, which does not wait for copies.
     """
@@ -42,8 +43,8 @@ class GpuLink:
     def __init__(
         self,
         filler: Filler,
-        host: HostSlots,
-        device: DeviceSlots,
+        host: Mapping[int, HostSlots],
+        device: Slots,
         bytes_of: Callable[[ExpertKey], int],
         copier: Copier,
         lanes: int,

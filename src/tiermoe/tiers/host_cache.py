@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
 from tiermoe.decide.cache import ExpertCache
-from tiermoe.decide.eviction import EVICTIONS, EvictionContext
+from tiermoe.decide.eviction import EVICTIONS, Eviction, EvictionContext
 from tiermoe.decide.eviction.protocol import Clock
 from tiermoe.decide.misses import averaged
 from tiermoe.tiers.copier import Mark, Ticket
@@ -32,14 +33,15 @@ class Filler(Protocol):
 
 
 class HostCache:
-    """Pinned slots in main memory, filled by `filler` and copied from by `copies`. Any thread may call.
+    """Pinned slots in main memory, filled by `filler` and copied from by `copies`. Any thread may call. slots: of the
+    experts of each precision; precisions may share slots.
 
     An expert that is still here is not read again. The expert that was copied longest ago is evicted, never one that is
     being read or copied, or borrowed: its slot is in use. `hits` and `misses` count what was found here, to be copied
     or borrowed, and what was not. `read_s`: what the last reads took on average, 0 before the first.
     """
 
-    def __init__(self, filler: Filler, slots: HostSlots, copies: CopyQueue) -> None:
+    def __init__(self, filler: Filler, slots: Mapping[int, HostSlots], copies: CopyQueue) -> None:
         self.hits = 0
         self.misses = 0
         self.read_s = 0.0
@@ -47,15 +49,18 @@ class HostCache:
         self._slots = slots
         self._copies = copies
         self._changed = copies.changed
-        self._cache = ExpertCache(slots.count, EVICTIONS["lru"](EvictionContext(Clock(), slots.count, layers=1)))
+        self._runs = {id(each): each for each in slots.values()}
+        caches = {run: ExpertCache(each.count, _least_recently(each.count)) for run, each in self._runs.items()}
+        self._caches = {bits: caches[id(each)] for bits, each in slots.items()}
 
     def pin_if_here(self, key: ExpertKey) -> bool:
         """Whether `key` is here; it is then pinned until `copy` is done or `give_back`."""
         with self._changed:
-            if self._cache.slot(key) is None:
+            cache = self._caches[key.bits]
+            if cache.slot(key) is None:
                 return False
-            self._cache.used(key, Demand(key.expert, 1, key.bits))
-            self._cache.pin(key)
+            cache.used(key, Demand(key.expert, 1, key.bits))
+            cache.pin(key)
             self.hits += 1
             return True
 
@@ -70,9 +75,9 @@ class HostCache:
     def buffer(self, key: ExpertKey) -> torch.Tensor:
         """The slot of a pinned expert, uint8 (slot_bytes,)."""
         with self._changed:
-            slot = self._cache.slot(key)
+            slot = self._caches[key.bits].slot(key)
         assert slot is not None
-        return self._slots.buffer(slot)
+        return self._slots[key.bits].buffer(slot)
 
     def borrow(self, key: ExpertKey) -> torch.Tensor:
         """The slot of an expert, uint8 (slot_bytes,), kept until `give_back`. It is read first where it is not here,
@@ -83,7 +88,7 @@ class HostCache:
     def give_back(self, key: ExpertKey) -> None:
         """Ends one `borrow` or `bring`: the expert's slot may be taken again."""
         with self._changed:
-            self._cache.unpin(key)
+            self._caches[key.bits].unpin(key)
             self._changed.notify_all()
 
     def copy(self, key: ExpertKey, nbytes: int, target: torch.Tensor, after: Mark) -> Ticket:
@@ -100,35 +105,37 @@ class HostCache:
     def close(self) -> None:
         """Gives the slots back. Nothing may be read, copied or borrowed."""
         self._filler.close()
-        self._slots.close()
+        for run in self._runs.values():
+            run.close()
 
     def _read(self, key: ExpertKey, slot: int) -> None:
         started = time.perf_counter()
         try:
-            self._filler.fill(key, self._slots.buffer(slot))
+            self._filler.fill(key, self._slots[key.bits].buffer(slot))
         except BaseException:
             with self._changed:
-                self._cache.abandon(key)
+                self._caches[key.bits].abandon(key)
                 self._changed.notify_all()
             raise
         with self._changed:
             self.read_s = averaged(self.read_s or None, time.perf_counter() - started)
-            self._cache.arrived(key)
-            self._cache.pin(key)
+            self._caches[key.bits].arrived(key)
+            self._caches[key.bits].pin(key)
             self._changed.notify_all()
 
     def _reserve(self, key: ExpertKey) -> int | None:
         """A slot for `key`; where all are in use, waits for the oldest copy, for a lane or for what is borrowed. None
         where another thread reads `key` meanwhile, once it is done."""
+        cache = self._caches[key.bits]
         while True:
             with self._changed:
-                if self._cache.in_flight(key):
-                    self._changed.wait_for(lambda: not self._cache.in_flight(key))
+                if cache.in_flight(key):
+                    self._changed.wait_for(lambda: not cache.in_flight(key))
                     return None
-                if self._cache.slot(key) is not None:
+                if cache.slot(key) is not None:
                     return None
                 self._unpin_copied()
-                slot = self._cache.reserve(key)
+                slot = cache.reserve(key)
                 if slot is not None:
                     self.misses += 1
                     return slot
@@ -140,4 +147,8 @@ class HostCache:
 
     def _unpin_copied(self) -> None:
         for key in self._copies.take_ended():
-            self._cache.unpin(key)
+            self._caches[key.bits].unpin(key)
+
+
+def _least_recently(slots: int) -> Eviction:
+    return EVICTIONS["lru"](EvictionContext(Clock(), slots, layers=1))

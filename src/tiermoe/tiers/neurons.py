@@ -137,14 +137,11 @@ class NeuronFiller(SlotFiller):
         """Reads W1 into its place in the slot."""
         encoding = form.encodings[GATE]
         assert isinstance(encoding, Sealed)
-        target = self._staged(form.stored.nbytes) if form.widened else slot.numpy().data
+        target = slot.numpy().data
         segment = self._segment(key)
         self._parts.read_part(Segment(segment.file, segment.offset, place.stored_at, 0), target, key)
-        stored = form.stored.views(torch.frombuffer(target, dtype=torch.uint8))[GATE]
-        if not self._parts.checked and not encoding.holds(stored):
+        if not self._parts.checked and not encoding.holds(form.slot.views(slot)[GATE]):
             raise damaged(f"W1 of {key}", segment.file)
-        if form.widened:
-            encoding.widen(stored, form.slot.views(slot)[GATE])
 
     def _read_records(self, key: ExpertKey, place: RecordPlace, wanted: int, slot: torch.Tensor) -> int:
         """Reads the records of `wanted` and returns which neurons that has brought."""

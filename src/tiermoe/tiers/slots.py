@@ -52,7 +52,7 @@ class HostSlots:
 class SlotRuns:
     """Runs of equal slots one after the other, numbered through."""
 
-    def __init__(self, runs: Sequence[HostSlots]) -> None:
+    def __init__(self, runs: Sequence[HostSlots | DeviceSlots]) -> None:
         self._runs = list(runs)
         self._firsts = [0, *accumulate(run.count for run in runs)]
 

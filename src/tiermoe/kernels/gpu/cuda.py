@@ -32,9 +32,19 @@ class Int8Linear:
         return result
 
 
+class RowMajorInt2Linear:
+    """Slots of RowMajorInt2. Raises ConfigError where Triton is not installed."""
+
+    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
+        self._linear = _triton_linear().int2_linear
+
+    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        result: Tensor = self._linear(x, slot["codes"], slot["ladders"], slot["scale"], slot["zero"])
+        return result
+
+
 class RowMajorInt4Linear:
-    """Slots of RowMajorInt4, and of RowMajorInt2, which widens to it. Raises ConfigError where Triton is not
-    installed."""
+    """Slots of RowMajorInt4. Raises ConfigError where Triton is not installed."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
         self._linear = _triton_linear().int4_linear

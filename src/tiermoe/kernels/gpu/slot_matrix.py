@@ -9,9 +9,10 @@ import torch
 
 @dataclass(frozen=True)
 class SlotMatrix:
-    """A packed matrix (rows, columns) in a slot. `codes`, `scale`, `zero`: where its fields begin, in bytes from the
-    slot's first one, multiples of 16. bits 4: fields as `triton_linear.int4_linear` takes them, `group` columns to a
-    scale; bits 8: as `int8_linear` does, `group` and `zero` unused. `dtype` is that of scales and zeros."""
+    """A packed matrix (rows, columns) in a slot. `codes`, `ladders`, `scale`, `zero`: where its fields begin, in bytes
+    from the slot's first one, multiples of 16. bits 2 and 4: fields as `triton_linear.int2_linear` and `int4_linear`
+    take them, `group` columns to a scale; bits 8: as `int8_linear` does, `group` and `zero` unused. 2 bits alone have
+    ladders. `dtype` is that of scales and zeros."""
 
     rows: int
     columns: int
@@ -19,5 +20,6 @@ class SlotMatrix:
     group: int
     dtype: torch.dtype
     codes: int
+    ladders: int
     scale: int
     zero: int

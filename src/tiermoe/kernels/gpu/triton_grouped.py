@@ -28,19 +28,20 @@ def _field(slot, offset, TYPE: tl.constexpr):
 
 @triton.jit
 def _grouped_kernel(
-    x, slots, y, N, K, codes_at, scale_at, zero_at,
+    x, slots, y, N, K, codes_at, ladders_at, scale_at, zero_at,
     BITS: tl.constexpr, GROUP: tl.constexpr, TYPE: tl.constexpr, SHARED: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1)
     slot = tl.load(slots + expert)
-    codes = _field(slot, codes_at, tl.uint8 if BITS == 4 else tl.int8)
+    codes = _field(slot, codes_at, tl.int8 if BITS == 8 else tl.uint8)
+    ladders = _field(slot, ladders_at, tl.uint8)
     scale = _field(slot, scale_at, TYPE)
     zero = _field(slot, zero_at, TYPE)
     if not SHARED:
         x += expert * K
     rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
-    total = row_sums(x, codes, scale, zero, rows, N, K, BITS, GROUP, BN, BK)
+    total = row_sums(x, codes, ladders, scale, zero, rows, N, K, BITS, GROUP, BN, BK)
     tl.store(y + expert * N + rows, total.to(y.dtype.element_ty), mask=rows < N)
 
 
@@ -54,7 +55,7 @@ def grouped_linear(x: Tensor, slots: Tensor, matrix: SlotMatrix, shared: bool) -
     experts, n, k = len(slots), matrix.rows, matrix.columns
     y = x.new_empty((experts, n))
     block = blocks(1, n, k)
-    fields = (matrix.codes, matrix.scale, matrix.zero)
+    fields = (matrix.codes, matrix.ladders, matrix.scale, matrix.zero)
     sizes = {"BITS": matrix.bits, "GROUP": matrix.group, "BN": block.rows, "BK": block.columns}
     with torch.cuda.device(x.get_device()):  # Triton launches on the current device, which may be another
         _grouped_kernel[(triton.cdiv(n, block.rows), experts)](

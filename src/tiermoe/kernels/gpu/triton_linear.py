@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # (Triton's kernel language has no types that a checker knows; what is called from outside is annotated.)
-"""Linear layers on packed weights for GPUs: y = x @ W.T, W in 4 or 8 bits and decoded inside the kernel.
+"""Linear layers on packed weights for GPUs: y = x @ W.T, W in 2, 4 or 8 bits and decoded inside the kernel.
 
 One token goes through a matrix-vector kernel: a program owns a few rows of W, keeps one fp32 partial sum per
 column of its tile and adds them up once at the end. More tokens go through a tiled kernel: a tile of W is
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tiermoe.kernels.gpu.triton_tiles import int4_tile, int8_tile, row_sums
+from tiermoe.kernels.gpu.triton_tiles import int2_tile, int4_tile, int8_tile, row_sums
 
 # Bytes; below it Triton compiles another kernel, which may add in another order. Slot fields have more.
 ALIGNMENT = 16
@@ -32,18 +32,18 @@ FUSE = True  # a * b + c rounds once: part of the result, so not left to Triton'
 
 @triton.jit
 def _vector_kernel(
-    x, codes, scale, zero, y, N, K,
+    x, codes, ladders, scale, zero, y, N, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
-    total = row_sums(x, codes, scale, zero, rows, N, K, BITS, GROUP, BN, BK)
+    total = row_sums(x, codes, ladders, scale, zero, rows, N, K, BITS, GROUP, BN, BK)
     tl.store(y + rows, total.to(y.dtype.element_ty), mask=rows < N)
 
 
 # M not specialized: one compilation, hence one order, for every number of tokens in a block
 @triton.jit(do_not_specialize=["M"])
 def _tiled_kernel(
-    x, codes, scale, zero, y, M, N, K,
+    x, codes, ladders, scale, zero, y, M, N, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
@@ -55,6 +55,8 @@ def _tiled_kernel(
         values = tl.load(x + tokens[:, None] * K + k[None, :], mask=inside, other=0)
         if BITS == 4:
             w = int4_tile(codes, scale, zero, rows, k0, N, K, GROUP, BK)
+        elif BITS == 2:
+            w = int2_tile(codes, ladders, scale, zero, rows, k0, N, K, GROUP, BK)
         else:
             w = int8_tile(codes, rows, k0, N, K, BK)
         total = tl.dot(values, tl.trans(w.to(values.dtype)), total, input_precision="ieee")
@@ -95,10 +97,13 @@ def int4_linear(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor
     `zero` (N, K/G), of any floating type, hold for G columns each. All contiguous. Raises ValueError where G
     is no power of two.
     """
-    group = x.shape[1] // scale.shape[1]
-    if group & (group - 1):
-        raise ValueError(f"groups of {group}: the int4 kernel takes powers of two")
-    return _launch(x, codes, scale, zero, 4, group)
+    return _launch(x, codes, codes, scale, zero, 4, _group(x, scale))
+
+
+def int2_linear(x: Tensor, codes: Tensor, ladders: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """x (M, K) @ W.T -> (M, N) in the type of x: what int4_linear gives for the levels of 4 bits that `codes` uint8
+    (4, N, K/16) and `ladders` uint8 (N, K/16) stand for (`quant.int2.RowMajorInt2`). `scale` and `zero` as there."""
+    return _launch(x, codes, ladders, scale, zero, 2, _group(x, scale))
 
 
 def int8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
@@ -106,7 +111,15 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
     `codes` (N, K) int8, `scale` (N,) of any floating type, both contiguous.
     """
-    return _launch(x, codes, scale, scale, 8, 1)
+    return _launch(x, codes, codes, scale, scale, 8, 1)
+
+
+def _group(x: Tensor, scale: Tensor) -> int:
+    """Columns to a scale. ValueError where they are no power of two."""
+    group = x.shape[1] // scale.shape[1]
+    if group & (group - 1):
+        raise ValueError(f"groups of {group}: the kernels take powers of two")
+    return group
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -115,8 +128,8 @@ def aligned(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
-def _launch(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bits: int, group: int) -> Tensor:
-    (m, k), n = x.shape, codes.shape[0]
+def _launch(x: Tensor, codes: Tensor, ladders: Tensor, scale: Tensor, zero: Tensor, bits: int, group: int) -> Tensor:
+    (m, k), n = x.shape, scale.shape[0]
     y = x.new_empty((m, n))
     x = aligned(x)
     block = blocks(m, n, k)
@@ -124,8 +137,8 @@ def _launch(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bits: int, gr
     sizes = {"BITS": bits, "GROUP": group, "BN": block.rows, "BK": block.columns, "enable_fp_fusion": FUSE}
     with torch.cuda.device(x.get_device()):  # Triton launches on the current device, which may be another
         if m == 1:
-            _vector_kernel[(across,)](x, codes, scale, zero, y, n, k, **sizes)
+            _vector_kernel[(across,)](x, codes, ladders, scale, zero, y, n, k, **sizes)
         else:
             grid = (across, triton.cdiv(m, block.tokens))
-            _tiled_kernel[grid](x, codes, scale, zero, y, m, n, k, BM=block.tokens, **sizes)
+            _tiled_kernel[grid](x, codes, ladders, scale, zero, y, m, n, k, BM=block.tokens, **sizes)
     return y

@@ -18,7 +18,30 @@ def int4_tile(codes, scale, zero, rows, k0, N, K, GROUP: tl.constexpr, BK: tl.co
     inside = (rows < N)[:, None] & (bytes_k < K // 2)[None, :]
     packed = tl.load(codes + rows[:, None] * (K // 2) + bytes_k[None, :], mask=inside, other=0)
     signed = tl.interleave(packed & 15, packed >> 4).to(tl.float32) - 8
+    return _scaled(signed, scale, zero, rows, k0, N, K, GROUP, BK)
 
+
+@triton.jit
+def int2_tile(codes, ladders, scale, zero, rows, k0, N, K, GROUP: tl.constexpr, BK: tl.constexpr):
+    """As int4_tile, of 2 bits within the levels of 4 (`quant.ladders`): the values of the same levels in 4 bits."""
+    width: tl.constexpr = GROUP // 8
+    k = k0 + tl.arange(0, BK)
+    eighth = k % GROUP // width
+    nibble = k // GROUP * width + k % width
+    shift = nibble % 2 * 4
+    inside = (rows < N)[:, None] & (k < K)[None, :]
+    at = rows[:, None] * (K // 16) + (nibble // 2)[None, :]
+    pairs = tl.load(codes + (eighth % 4 * N * (K // 16))[None, :] + at, mask=inside, other=0).to(tl.int32)
+    code = pairs >> (shift + eighth // 4 * 2)[None, :] & 3
+    ladder = tl.load(ladders + at, mask=inside, other=0).to(tl.int32) >> shift[None, :]
+    low = ladder & 3
+    level = code * (low + 2) + (ladder >> 2 & 3) * (3 - low)
+    return _scaled(level.to(tl.float32) - 8, scale, zero, rows, k0, N, K, GROUP, BK)
+
+
+@triton.jit
+def _scaled(signed, scale, zero, rows, k0, N, K, GROUP: tl.constexpr, BK: tl.constexpr):
+    """signed * scale + zero, of the groups of columns k0:k0+BK."""
     span: tl.constexpr = min(GROUP, BK)
     groups_k = k0 // GROUP + tl.arange(0, BK // span)
     inside_groups = (rows < N)[:, None] & (groups_k < K // GROUP)[None, :]
@@ -39,7 +62,7 @@ def int8_tile(codes, rows, k0, N, K, BK: tl.constexpr):
 
 @triton.jit
 def row_sums(
-    x, codes, scale, zero, rows, N, K,
+    x, codes, ladders, scale, zero, rows, N, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """W[rows] @ x for x (K), as fp32 (BN): one partial sum per column of a tile, added up once at the end."""
@@ -49,6 +72,8 @@ def row_sums(
         values = tl.load(x + k, mask=k < K, other=0).to(tl.float32)
         if BITS == 4:
             w = int4_tile(codes, scale, zero, rows, k0, N, K, GROUP, BK)
+        elif BITS == 2:
+            w = int2_tile(codes, ladders, scale, zero, rows, k0, N, K, GROUP, BK)
         else:
             w = int8_tile(codes, rows, k0, N, K, BK)
         partial += w * values[None, :]
