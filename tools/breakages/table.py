@@ -212,6 +212,20 @@ BREAKAGES = (
         "tokens = tl.arange(0, BM).to(tl.int64)",
         ("tests/test_triton.py",),
     ),
+    Breakage(
+        "2 bits on a GPU: the eighths of a group beyond the fourth have the codes of the first four",
+        "src/tiermoe/kernels/gpu/triton_tiles.py",
+        "code = pairs >> (shift + eighth // 4 * 2)[None, :] & 3",
+        "code = pairs >> shift[None, :] & 3",
+        ("tests/test_triton.py",),
+    ),
+    Breakage(
+        "slots for low precision on a GPU are as large as those for high precision",
+        "src/tiermoe/memory/gpu_plan.py",
+        "pools = slot_pools(room, resolved, sizes, base.all_slots)",
+        "pools = slot_pools(room, resolved, dict.fromkeys(sizes, max(sizes.values())), base.all_slots)",
+        ("tests/test_gpu_engine.py",),
+    ),
     # slots, pins, protection
     Breakage(
         "a slot that is pinned is given away",
