@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from fake_gpu import FakeGpu
 from tiermoe.engine import load, loading, reading, service
 from tiermoe.kernels import machine_layout
 from tiermoe.memory import needs, plan
+from tiermoe.memory.memory_plan import MemoryPlan
+from tiermoe.memory.plan import plan_memory
 from tiermoe.model import prepare_store
-from tiermoe.tiers.assemble import Tiers
-from tiermoe.tiers.gpu import GpuLink
-from tiermoe.tiers.slots import DeviceSlots, HostSlots, SlotRuns
+from tiermoe.tiers import assemble, slots
+from tiermoe.tiers.slots import DeviceSlots
 from tiny import write
 
 FAMILY = "qwen3_moe"
@@ -44,15 +46,21 @@ def on_fake_gpu(layout_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Itera
     def make(directory: Path, host_slots: int, **options: Any) -> tuple[Any, FakeGpu]:
         gpu = FakeGpu(seed=host_slots, blocking=True)
 
-        def assemble(sizes, filler, lanes, bytes_of, device, _):
-            slots = SlotRuns([DeviceSlots(count, nbytes, "cpu") for count, nbytes in sizes if count])
-            (_, largest), (_, smallest) = sizes[0], sizes[-1]
-            host = dict.fromkeys((16, 8, 4), HostSlots(host_slots, largest)) | {2: HostSlots(host_slots, smallest)}
-            link = GpuLink(filler, host, slots, bytes_of, gpu, lanes)
-            return Tiers(slots, link)
+        def planned(*arguments: Any) -> MemoryPlan:
+            plan = plan_memory(*arguments)
+            return replace(plan, host_pools=tuple(replace(pool, slots=host_slots) for pool in plan.pools))
 
+        def on_the_gpu(sizes, filler, lanes, bytes_of, device, pinned):
+            return assemble.assemble(sizes, filler, lanes, bytes_of, "cuda", pinned)
+
+        monkeypatch.setattr(load, "plan_memory", planned)
+        monkeypatch.setattr(service, "assemble_tiers", on_the_gpu)
+        monkeypatch.setattr(assemble, "CudaCopier", lambda device: gpu)
+        monkeypatch.setattr(assemble, "DeviceSlots", lambda count, nbytes, device: DeviceSlots(count, nbytes, "cpu"))
+        monkeypatch.setattr(assemble, "peak_memory", lambda device: 0)
+        for name in ("pin_memory", "unpin_memory"):
+            monkeypatch.setattr(slots, name, lambda tensor: None)
         monkeypatch.setattr(reading, "page_cache_room", lambda: 0)  # no slots in main memory that are mapped files
-        monkeypatch.setattr(service, "assemble_tiers", assemble)
         loaded, _ = tiermoe.load(directory, memory="4GiB", lanes=2, device="cpu", **{"dense_bits": 16, **options})
         made.append((loaded, gpu))
         return made[-1]

@@ -66,10 +66,18 @@ def test_precisions_share_slots_where_nothing_divides_them() -> None:
 
 def test_a_table_shares_the_bytes_as_it_uses_them() -> None:
     # three experts at 100 bytes, two at 50: 3/4 and 1/4 of 2000 bytes
-    assert divide(2000, compose("edgemoe"), {4: 100, 2: 50}, [4, 4, 4, 2, 2], 100) == [
-        PrecisionSlots((4,), 15),
-        PrecisionSlots((2,), 10),
-    ]
+    edgemoe, table = compose("edgemoe"), [4, 4, 4, 2, 2] * 6
+    assert divide(2000, edgemoe, {4: 100, 2: 50}, table, 30) == [PrecisionSlots((4,), 15), PrecisionSlots((2,), 10)]
+    # no more than there are
+    assert divide(9999, edgemoe, {4: 100, 2: 50}, table, 30) == [PrecisionSlots((4,), 18), PrecisionSlots((2,), 12)]
+
+
+def test_a_pool_has_its_least_slots_before_bytes_are_divided() -> None:
+    # 20 % of 1400 bytes are 5 slots of 50; of 1000 bytes, 6 take one from the larger pool
+    hobbit = {4: 100, 2: 50}
+    assert divide(1400, HOBBIT, hobbit, (), 100, least=6) == [PrecisionSlots((4,), 11), PrecisionSlots((2,), 6)]
+    assert divide(1000, HOBBIT, hobbit, (), 100, least=6) == [PrecisionSlots((4,), 7), PrecisionSlots((2,), 6)]
+    assert divide(0, HOBBIT, hobbit, (), 100, least=6) == [PrecisionSlots((4,), 6), PrecisionSlots((2,), 6)]
 
 
 @given(

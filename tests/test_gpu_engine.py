@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,19 @@ import tiermoe
 from fake_gpu import FakeGpu
 from gpu_models import FAMILY, needs_gpu
 from parity import logits, put_decoded_experts, tokens
+from tiermoe.config import Settings
+from tiermoe.decide.compose import Tables
 from tiermoe.engine import load, loading, reading, service
 from tiermoe.errors import BudgetError, ConfigError, StoreError
 from tiermoe.kernels import machine_layout
 from tiermoe.memory import plan
-from tiermoe.memory.gpu_plan import RESERVE
-from tiermoe.memory.memory_plan import GpuMemoryPlan
+from tiermoe.memory.gpu_plan import RESERVE, divided_with_gpu
+from tiermoe.memory.memory_plan import GpuMemoryPlan, MemoryPlan
 from tiermoe.model import prepare_store
 from tiermoe.quant.registry import cpu_layout
 from tiermoe.store.store import dense_key, machine_of, precision_key
+from tiermoe.systems import compose
+from tiermoe.systems.resolved import Resolved
 from tiermoe.tiers import cuda
 from tiermoe.tiers.disk import LANES
 from tiermoe.types import Need, Phase
@@ -209,6 +214,50 @@ def test_slots_are_as_large_as_what_they_hold(larger_experts: Path, gpu_of_8_gib
     assert both.gpu_total <= both.gpu_budget
     assert both.experts == sum(pool.slots * sizes[pool.bits[0]] for pool in both.pools) > 8 * one.slot_bytes
     assert both.host_experts == both.all_slots * sum(sizes.values())
+
+
+def test_what_a_plan_asks_for_is_enough(larger_experts: Path, gpu_of_8_gib: None) -> None:
+    """A share for low copies so small that its pinned slots are more than their share of the bytes."""
+    settings = {**HOBBIT, "low_share": 0.05}
+    whole = tiermoe.plan(larger_experts, memory="4GiB", preset="hobbit", set=settings)
+    room = whole.gpu_fixed + 6 * whole.slot_bytes
+    small = {"preset": "hobbit", "set": settings, "gpu_memory": room}
+    with pytest.raises(BudgetError, match=r"Use --memory \d+MiB or more") as refused:
+        tiermoe.plan(larger_experts, memory=whole.fixed + LANES * whole.slot_bytes, **small)
+    asked = re.search(r"--memory (\d+MiB)", str(refused.value))
+    assert asked
+    plan = tiermoe.plan(larger_experts, memory=asked[1], **small)
+    assert all(pool.slots >= LANES for pool in plan.host_pools)
+    assert plan.total <= plan.budget
+    notes = {what: note for what, _, note in plan.rows()}
+    first, second = plan.pools
+    assert notes["GPU: expert cache"] == f"{first.slots} at 4 bits, {second.slots} at 2 bits"
+
+
+def test_a_token_of_one_expert_needs_a_slot_of_each_precision(tmp_path: Path, gpu_of_8_gib: None) -> None:
+    changes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts_per_tok": 1}
+    model = write(tmp_path, FAMILY, torch.float32, **changes)
+    options = {"memory": "4GiB", "preset": "hobbit", "set": HOBBIT}
+    both = tiermoe.plan(model, **options)
+    sizes = sum(pool.slot_bytes for pool in both.pools)
+    assert tiermoe.plan(model, **options, gpu_memory=both.gpu_fixed + sizes).experts == sizes
+    with pytest.raises(BudgetError, match="are too little"):
+        tiermoe.plan(model, **options, gpu_memory=both.gpu_fixed + sizes - 1)
+    on_cpu = tiermoe.plan(model, **{**options, "device": "cpu"}, cache=sizes)
+    assert on_cpu.experts == sum(pool.slot_bytes for pool in on_cpu.pools) <= sizes
+
+
+def test_main_memory_pins_no_cache_where_the_gpu_has_each_expert_in_its_precision(gpu_of_8_gib: None) -> None:
+    table = {(layer, expert): 4 if expert % 2 else 2 for layer in range(4) for expert in range(8)}
+    sizes = {4: 100_000, 2: 60_000}
+    resolved = Resolved(Settings(), compose("edgemoe"), Tables(bits=table), (4, 2))
+    base = MemoryPlan(
+        4 * GIB, "", (), slot_bytes=100_000, slots=0, all_slots=32, layer_slots=2, token_slots=8, context=1
+    )
+    plan = divided_with_gpu(base, 32 * 100_000, resolved, sizes, "cuda", (GIB, ""))
+    assert [(pool.bits, pool.slots) for pool in plan.pools] == [((4,), 16), ((2,), 16)]
+    assert [pool.slots for pool in plan.host_pools] == [LANES, LANES]
+    assert not plan.warnings
 
 
 def test_a_copy_moves_an_expert_s_own_bytes(

@@ -11,9 +11,10 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from fake_gpu import BYTES, content
+from fake_gpu import BYTES, FakeDisk, FakeGpu, content
 from gpu_rig import EXPERTS, LAYERS, Rig, key, load, walk, within
-from tiermoe.errors import LoadError
+from tiermoe.errors import BudgetError, LoadError
+from tiermoe.tiers import assemble, slots
 from tiermoe.tiers.gpu import GpuLink
 from tiermoe.tiers.slots import DeviceSlots
 
@@ -46,6 +47,39 @@ def test_main_memory_drops_what_was_copied_longest_ago(rig: Callable[..., Rig]) 
         within(10, one.link.wait)
         one.gpu.wait(one.gpu.asked[-1])
     assert one.disk.order == [key(0, 0), key(0, 1), key(0, 2)]
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each run of slots that is pinned; a driver that pins no more than 40,000."""
+    found: list[int] = []
+
+    def pin(tensor: torch.Tensor) -> None:
+        if sum(found) + tensor.numel() > 40_000:
+            raise BudgetError("refused")
+        found.append(tensor.numel())
+
+    monkeypatch.setattr(slots, "pin_memory", pin)
+    monkeypatch.setattr(slots, "unpin_memory", lambda tensor: found.remove(tensor.numel()))
+    monkeypatch.setattr(assemble, "CudaCopier", lambda device: FakeGpu(0))
+    monkeypatch.setattr(assemble, "DeviceSlots", lambda count, nbytes, device: DeviceSlots(count, nbytes, "cpu"))
+    return found
+
+
+def test_main_memory_has_slots_of_each_precision_s_size(pinned: list[int]) -> None:
+    disk, runs = FakeDisk(), [((8, 4), 3, 2 * BYTES), ((2,), 2, BYTES)]
+    tiers = assemble.assemble([(4, 2 * BYTES), (1, BYTES)], disk, 1, lambda key: BYTES, "cuda", runs)
+    assert pinned == [3 * 2 * BYTES, 2 * BYTES]
+    assert [len(tiers.slots.buffer(slot)) for slot in range(5)] == [2 * BYTES] * 4 + [BYTES]
+    tiers.link.close()
+    assert not pinned
+
+
+def test_slots_that_cannot_be_pinned_give_the_others_back(pinned: list[int]) -> None:
+    runs = [((4,), 3, 2 * BYTES), ((2,), 9, BYTES)]
+    with pytest.raises(BudgetError, match="refused"):
+        assemble.assemble([(4, 2 * BYTES)], FakeDisk(), 1, lambda key: BYTES, "cuda", runs)
+    assert not pinned
 
 
 def test_a_host_slot_waits_for_its_copy(rig: Callable[..., Rig]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,13 @@ int main(void) {
     return atomic_load(&sum) != 400 * (4950 + 1225);
 }
 """
+
+
+def test_a_source_distribution_has_every_file() -> None:
+    project = tomllib.loads((SOURCES.parents[2] / "pyproject.toml").read_text())
+    (extension,) = project["tool"]["setuptools"]["ext-modules"]
+    listed = {Path(name) for name in extension["sources"] + extension["depends"]}
+    assert listed == {path.relative_to(SOURCES.parents[2]) for path in SOURCES.rglob("*.[ch]")}
 
 
 def compiler(*names: str) -> str:

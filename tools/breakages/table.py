@@ -779,4 +779,25 @@ BREAKAGES = (
         "batch.parts(10**9)",
         ("tests/test_steps.py",),
     ),
+    Breakage(
+        "a GPU's lanes have fewer pinned slots than they read into",
+        "src/tiermoe/memory/gpu_plan.py",
+        "base.all_slots, lanes)",
+        "base.all_slots)",
+        ("tests/test_gpu_engine.py",),
+    ),
+    Breakage(
+        "pinned slots are those of the GPU",
+        "src/tiermoe/engine/service.py",
+        "for pool in self.plan.host_pools]",
+        "for pool in self.plan.pools]",
+        ("tests/test_gpu_engine.py",),
+    ),
+    Breakage(
+        "a table's precision has slots for experts that are not there",
+        "src/tiermoe/decide/compose.py",
+        "sizes[bits], used.count(bits)) for",
+        "sizes[bits], all_slots) for",
+        ("tests/test_gpu_engine.py",),
+    ),
 )  # fmt: skip

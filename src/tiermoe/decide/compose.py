@@ -106,7 +106,7 @@ def cache_bytes(composition: Composition, cache: CacheSize, shape: ModelShape, s
     bytes of a slot."""
     unit, experts = sizes[max(sizes)], sum(shape.experts)
     if composition.cache == "none":
-        return max(shape.top_k) * unit
+        return max(max(shape.top_k) * unit, sum(sizes.values()))  # a slot of each precision in any case
     if composition.cache == "all":
         return experts * unit
     if cache.fraction is not None:
@@ -116,29 +116,38 @@ def cache_bytes(composition: Composition, cache: CacheSize, shape: ModelShape, s
 
 
 def divide(
-    nbytes: int, composition: Composition, sizes: Mapping[int, int], table: Iterable[int], all_slots: int
+    nbytes: int,
+    composition: Composition,
+    sizes: Mapping[int, int],
+    table: Iterable[int],
+    all_slots: int,
+    least: int = 1,
 ) -> list[PrecisionSlots]:
-    """Slots of each precision in `nbytes` bytes of cache, at most `all_slots` of each. sizes: precision → bytes of a
-    slot. table: the bits of every expert, where there is such a table.
+    """Slots of each precision in `nbytes` bytes of cache, `least` of each whatever they take, and at most as many as
+    experts can be there. sizes: precision → bytes of a slot. table: the bits of every expert, where there is such a
+    table.
 
     Precisions share slots of the largest, with two exceptions: where the composition keeps a share for low copies
     (HOBBIT, section 4: two caches), and where a table says how often each precision occurs and their sizes differ: then
-    each has slots of its own, in the table's proportion. Each has one slot at least."""
+    each has slots of its own, in the table's proportion."""
     high, *lower = sorted(sizes, reverse=True)
     used = list(table) if composition.precision == "table" else []
     if lower and composition.low_share:
         low_size = max(sizes[bits] for bits in lower)
-        shares = [((high,), 1 - composition.low_share, sizes[high]), (tuple(lower), composition.low_share, low_size)]
+        shares = [
+            ((high,), 1 - composition.low_share, sizes[high], all_slots),
+            (tuple(lower), composition.low_share, low_size, all_slots),
+        ]
     elif not used or max(sizes.values()) <= _ALIKE * min(sizes.values()):
-        shares = [((high, *lower), 1.0, max(sizes.values()))]
+        shares = [((high, *lower), 1.0, max(sizes.values()), all_slots)]
     else:
         weights = {bits: used.count(bits) * size for bits, size in sizes.items()}
         total = sum(weights.values())
-        shares = [((bits,), weights[bits] / total, sizes[bits]) for bits in (high, *lower)]
-    counts = [max(1, min(int(nbytes * part // size), all_slots)) for _, part, size in shares]
-    while max(counts) > 1 and sum(count * size for count, (_, _, size) in zip(counts, shares, strict=True)) > nbytes:
-        counts[counts.index(max(counts))] -= 1  # a precision that would have had none takes it from the largest
-    return [PrecisionSlots(bits, count) for count, (bits, _, _) in zip(counts, shares, strict=True)]
+        shares = [((bits,), weights[bits] / total, sizes[bits], used.count(bits)) for bits in (high, *lower)]
+    counts = [max(least, min(int(nbytes * part // size), most)) for _, part, size, most in shares]
+    while max(counts) > least and sum(count * share[2] for count, share in zip(counts, shares, strict=True)) > nbytes:
+        counts[counts.index(max(counts))] -= 1  # a precision that would have had too few takes them from the largest
+    return [PrecisionSlots(share[0], count) for count, share in zip(counts, shares, strict=True)]
 
 
 def assemble(

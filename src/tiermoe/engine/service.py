@@ -19,7 +19,7 @@ from tiermoe.engine.reading import Reading
 from tiermoe.engine.units import RunExperts, unit_of
 from tiermoe.kernels import machine_layout
 from tiermoe.kernels.expert import Views
-from tiermoe.memory.memory_plan import GpuMemoryPlan, MemoryPlan
+from tiermoe.memory.memory_plan import MemoryPlan
 from tiermoe.memory.plan import shape_of
 from tiermoe.model.expert_gates import ExpertGate
 from tiermoe.process.machine import processors
@@ -99,9 +99,7 @@ class ExpertService:
             self.drive.lanes,
             lambda key: self._format_of(key).slot.nbytes,
             self.device,
-            [(pool.bits, pool.slots, pool.slot_bytes) for pool in self.plan.host_pools]
-            if isinstance(self.plan, GpuMemoryPlan)
-            else (),
+            [(pool.bits, pool.slots, pool.slot_bytes) for pool in self.plan.host_pools],
         )
 
     def _extent_of(self, key: ExpertKey) -> Extent:

@@ -105,7 +105,7 @@ def decoded_bytes(formats: Sequence[ExpertFormat], dense_bits: int, dtype: torch
         if dense or decodes(form.encodings.get(part.name), *part.out_in, dtype)
     ]
     encodings = [encoding for form, _ in parts for encoding in form.encodings.values()]
-    widened = any(isinstance(encoding, Int2 | RowMajorInt2) for encoding in encodings)
+    widened = any(isinstance(encoding, Int2) for encoding in encodings)
     codes = max(decoded) // 2 if decoded and widened else 0  # 2 bits are decoded through the codes of 4
     return max(decoded) * dtype.itemsize + codes + _DECODING if decoded else 0
 

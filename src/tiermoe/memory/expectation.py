@@ -80,13 +80,16 @@ class Expectation:
     def assumptions(self) -> str:
         """For people, in a line or two."""
         layer, expert = (f"{low * 1e3:.2g} to {high * 1e3:.2g} ms" for low, high in (_DECIDING, _COMING))
-        decided = f"beside the bytes {layer} a layer and {expert} an expert that is read" if self.routing else ""
-        hits = f"hit rates as in recorded routing of {self.routing}" if self.routing else "every expert has its slot"
+        decided = f"beside the bytes {expert} an expert that is read"
+        hits = "every expert has its slot"
+        if self.routing:
+            decided += f" and {layer} a layer"
+            hits = f"hit rates as in recorded routing of {self.routing}"
         rates = (
             f"kernels reach {MEMORY_SHARE:.0%} to 100% of the memory's rate, loads {DRIVE_SHARE:.0%} to 100% of the "
             "drive's"
         )
-        return "; ".join(filter(None, (rates, decided, hits, "nothing else runs")))
+        return "; ".join((rates, decided, hits, "nothing else runs"))
 
 
 def expect(work: Work, rates: Rates) -> Expectation:

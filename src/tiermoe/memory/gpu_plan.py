@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from tiermoe.config import MIB, Settings, format_size
 from tiermoe.errors import BudgetError, ConfigError
-from tiermoe.memory.memory_plan import GpuMemoryPlan, MemoryPlan, SlotPool, slot_pools
+from tiermoe.memory.memory_plan import GpuMemoryPlan, MemoryPlan, least_room, slot_pools
 from tiermoe.memory.refusals import check_phases, mebibytes
 from tiermoe.systems.resolved import Resolved
 from tiermoe.tiers.cuda import free_memory
 from tiermoe.tiers.disk import LANES
 
 RESERVE = 512 * MIB  # of the GPU's free memory: matrix libraries, kernels' code, the allocator's fragments
+_EVERYTHING = 1 << 62  # bytes
 
 
 def gpu_budget(settings: Settings, device: str) -> tuple[int, str] | None:
@@ -37,15 +38,21 @@ def gpu_budget(settings: Settings, device: str) -> tuple[int, str] | None:
 def divided_with_gpu(
     base: MemoryPlan, wanted: int, resolved: Resolved, sizes: Mapping[int, int], device: str, gpu: tuple[int, str]
 ) -> GpuMemoryPlan:
-    """The plan for a GPU. wanted: bytes asked for by --cache. sizes: precision → bytes of a slot. gpu: its budget.
-    BudgetError, with the numbers, where one of the two budgets is too small."""
+    """The plan for a GPU, with its warnings. wanted: bytes asked for by --cache. sizes: precision → bytes of a slot.
+    gpu: its budget. Main memory has pinned slots, a cache where the GPU does not hold all experts. BudgetError, with
+    the numbers, where one of the two budgets is too small."""
     parts = {name: getattr(base, name) for name in MemoryPlan.__dataclass_fields__ if name != "warnings"}
-    empty = GpuMemoryPlan(**parts, device=device, gpu_budget=gpu[0], gpu_budget_source=gpu[1], host_pools=())
+    empty = GpuMemoryPlan(**parts, device=device, gpu_budget=gpu[0], gpu_budget_source=gpu[1])
     room = min(empty.gpu_budget - empty.gpu_fixed, wanted)
-    _check_gpu(empty, room, wanted)
+    least = least_room(empty, resolved, sizes)
+    if room < least:
+        raise _too_little(empty, wanted, least)
     pools = slot_pools(room, resolved, sizes, base.all_slots)
     plan = replace(empty, slots=sum(pool.slots for pool in pools), pools=pools)
-    plan = replace(plan, host_pools=_host_pools(plan, resolved, sizes))
+    holds_all = pools == slot_pools(_EVERYTHING, resolved, sizes, base.all_slots)
+    host_room = 0 if holds_all else plan.budget - plan.fixed  # a lane reads into a pinned slot in any case
+    lanes = resolved.settings.lanes or LANES
+    plan = replace(plan, host_pools=slot_pools(host_room, resolved, sizes, base.all_slots, lanes))
     if plan.total > plan.budget:
         raise BudgetError(
             f"{format_size(plan.budget)} of main memory are too little: interpreter {format_size(plan.interpreter)}, "
@@ -53,47 +60,38 @@ def divided_with_gpu(
             f"{format_size(plan.host_experts)}. Use --memory {mebibytes(plan.total)} or more"
         )
     check_phases(plan)
+    plan.warnings.extend(_warnings(plan, holds_all))
     return plan
 
 
-def _host_pools(plan: GpuMemoryPlan, resolved: Resolved, sizes: Mapping[int, int]) -> tuple[SlotPool, ...]:
-    """Pinned slots: a cache where the GPU does not hold all experts, else and at least one for each lane."""
-    holds_all = plan.slots >= plan.all_slots and len(sizes) == 1
-    pools = slot_pools(0 if holds_all else plan.budget - plan.fixed, resolved, sizes, plan.all_slots)
-    return tuple(replace(pool, slots=max(pool.slots, resolved.settings.lanes or LANES)) for pool in pools)
-
-
-def _check_gpu(plan: GpuMemoryPlan, room: int, wanted: int) -> None:
-    """BudgetError where the GPU's room for experts, or what is wanted of it, does not hold those of a layer."""
-    one_layer = plan.layer_slots * plan.slot_bytes
-    if room >= one_layer:
-        return
-    if wanted < one_layer:
-        raise BudgetError(
+def _too_little(plan: GpuMemoryPlan, wanted: int, least: int) -> BudgetError:
+    """For a GPU whose room for experts, or what is wanted of it, is less than the `least` bytes that they need."""
+    if wanted < least:
+        return BudgetError(
             f"a cache of {wanted // plan.slot_bytes} experts cannot hold the {plan.layer_slots} that one layer "
-            f"uses for a token; the smallest --cache is {format_size(one_layer)}"
+            f"uses for a token; the smallest --cache is {format_size(least)}"
         )
-    needed = plan.gpu_fixed + one_layer
-    raise BudgetError(
+    needed = plan.gpu_fixed + least
+    return BudgetError(
         f"{format_size(plan.gpu_budget)} on {plan.device} are too little: dense "
         f"{format_size(plan.dense)}, kv cache {format_size(plan.kv_cache)}, activations "
         f"{format_size(plan.activations)} and one layer's {plan.layer_slots} experts "
-        f"{format_size(one_layer)} need {format_size(needed)}. Use --gpu-memory {-(-needed // MIB)}MiB "
+        f"{format_size(least)} need {format_size(needed)}. Use --gpu-memory {-(-needed // MIB)}MiB "
         f"or more, or a smaller --context, --chunk or --dense-bits, or --device cpu"
     )
 
 
-def gpu_warnings(plan: GpuMemoryPlan) -> list[str]:
+def _warnings(plan: GpuMemoryPlan, holds_all: bool) -> list[str]:
     """What a plan that holds is still bad at, for people."""
     warnings = []
-    if plan.slots < plan.all_slots and plan.slots < plan.token_slots:
+    if plan.slots < plan.token_slots:
         enough = plan.gpu_fixed + plan.token_slots * plan.slot_bytes
         warnings.append(
             f"the GPU's cache holds {plan.slots} experts, one token uses {plan.token_slots}: a "
             f"least-recently-used cache of that size hits almost never; from --gpu-memory "
             f"{-(-enough // MIB)}MiB on it does"
         )
-    if plan.slots < plan.all_slots and plan.host_slots <= plan.slots:
+    if not holds_all and plan.host_slots <= plan.slots:
         warnings.append(
             f"main memory caches {plan.host_slots} experts, no more than the GPU's {plan.slots}: what the "
             f"GPU lacks comes from disk; more --memory changes that"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tiermoe.config import format_size
@@ -32,7 +32,7 @@ class MemoryPlan:
     `kv_memory`: what those of all sequences take together at the most; None: each has memory for its whole context.
     `packers`: how many pieces are packed at a time. `idle_activations`: bytes in `activations` for memory that stays in
     the process between passes; 0: all is given back. `types`: what experts lie in where they are used
-    as published, else empty."""
+    as published, else empty. `host_pools`: the pinned slots in main memory that a GPU's are filled from."""
 
     budget: int
     budget_source: str
@@ -53,6 +53,7 @@ class MemoryPlan:
     idle_activations: int = 0
     types: str = ""
     pools: tuple[SlotPool, ...] = ()
+    host_pools: tuple[SlotPool, ...] = ()
     warnings: list[str] = field(default_factory=list, init=False)
 
     @property
@@ -93,7 +94,7 @@ class MemoryPlan:
     @property
     def experts(self) -> int:
         """Bytes of the expert cache."""
-        return sum(pool.slots * pool.slot_bytes for pool in self.pools)
+        return pool_bytes(self.pools)
 
     @property
     def bits(self) -> str:
@@ -134,16 +135,13 @@ class MemoryPlan:
 
     def rows(self) -> list[tuple[str, int, str]]:
         """(what, bytes, note) for people, in the order of `total`."""
-        share = self._share(self.slots)
-        if len(self.pools) > 1:
-            share = ", ".join(f"{pool.slots} at {' or '.join(map(str, pool.bits))} bits" for pool in self.pools)
         return [
             ("interpreter and libraries", self.interpreter, "measured in this process"),
             ("dense weights", self.dense, self._where()),
             ("key/value cache", self.kv_cache, self._tokens()),
             ("activations", self.activations, "of one prefill chunk"),
             ("staging", self.staging, "reading lanes"),
-            ("expert cache", self.experts, share),
+            ("expert cache", self.experts, self._share(self.pools)),
         ]
 
     def _tokens(self) -> str:
@@ -158,7 +156,10 @@ class MemoryPlan:
             return f"resident; where the store is mapped {format_size(self.unless_mapped)} of embedding stay on disk"
         return "always resident"
 
-    def _share(self, slots: int) -> str:
+    def _share(self, pools: Sequence[SlotPool]) -> str:
+        if len(pools) > 1:
+            return ", ".join(f"{pool.slots} at {' or '.join(map(str, pool.bits))} bits" for pool in pools)
+        slots = sum(pool.slots for pool in pools)
         return f"{slots} of {self.all_slots} experts ({slots / self.all_slots:.0%})"
 
 
@@ -174,7 +175,6 @@ class GpuMemoryPlan(MemoryPlan):
     device: str
     gpu_budget: int
     gpu_budget_source: str
-    host_pools: tuple[SlotPool, ...]
 
     @property
     def host_slots(self) -> int:
@@ -198,7 +198,7 @@ class GpuMemoryPlan(MemoryPlan):
     @property
     def host_experts(self) -> int:
         """Bytes of the pinned slots."""
-        return sum(pool.slots * pool.slot_bytes for pool in self.host_pools)
+        return pool_bytes(self.host_pools)
 
     @property
     def total(self) -> int:
@@ -212,18 +212,32 @@ class GpuMemoryPlan(MemoryPlan):
             ("GPU: dense weights", self.dense, "always resident; loaded through main memory"),
             ("GPU: key/value cache", self.kv_cache, f"{self.context} tokens of context"),
             ("GPU: activations", self.activations, "of one prefill chunk"),
-            ("GPU: expert cache", self.experts, self._share(self.slots)),
+            ("GPU: expert cache", self.experts, self._share(self.pools)),
             ("GPU: in all", self.gpu_total, budget),
             ("interpreter and libraries", self.interpreter, "measured in this process"),
             ("staging", self.staging, "reading lanes"),
-            ("pinned expert cache", self.host_experts, self._share(self.host_slots)),
+            ("pinned expert cache", self.host_experts, self._share(self.host_pools)),
         ]
 
 
-def slot_pools(room: int, resolved: Resolved, sizes: Mapping[int, int], all_slots: int) -> tuple[SlotPool, ...]:
-    """The slots that fit `room` bytes. sizes: precision → bytes of a slot."""
-    shares = divide_slots(room, resolved.composition, sizes, resolved.tables.bits.values(), all_slots)
+def slot_pools(
+    room: int, resolved: Resolved, sizes: Mapping[int, int], all_slots: int, least: int = 1
+) -> tuple[SlotPool, ...]:
+    """The slots that fit `room` bytes, and `least` of each pool whatever they take. sizes: precision → bytes of a
+    slot."""
+    shares = divide_slots(room, resolved.composition, sizes, resolved.tables.bits.values(), all_slots, least)
     return tuple(SlotPool(bits, slots, max(sizes[value] for value in bits)) for bits, slots in shares)
+
+
+def least_room(plan: MemoryPlan, resolved: Resolved, sizes: Mapping[int, int]) -> int:
+    """Bytes of expert cache below which nothing runs: the experts that a token uses in a layer, and a slot of each
+    pool."""
+    one_each = slot_pools(0, resolved, sizes, plan.all_slots)
+    return max(plan.layer_slots * plan.slot_bytes, pool_bytes(one_each))
+
+
+def pool_bytes(pools: Iterable[SlotPool]) -> int:
+    return sum(pool.slots * pool.slot_bytes for pool in pools)
 
 
 def total(needs: Iterable[Need], phase: Phase) -> int:

@@ -13,8 +13,8 @@ from tiermoe.decide.prediction import PREDICTIONS
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.kernels import machine_layout
 from tiermoe.memory.activations import longest_request, sizes_for
-from tiermoe.memory.gpu_plan import divided_with_gpu, gpu_budget, gpu_warnings
-from tiermoe.memory.memory_plan import MemoryPlan, slot_pools, total
+from tiermoe.memory.gpu_plan import divided_with_gpu, gpu_budget
+from tiermoe.memory.memory_plan import MemoryPlan, least_room, slot_pools, total
 from tiermoe.memory.needs import Inputs, formats_of, while_loading, while_packing, while_running
 from tiermoe.memory.refusals import check_phases, refuse
 from tiermoe.model.blueprint import Blueprint
@@ -85,7 +85,7 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None, u
         plan.warnings.extend(_warnings(plan) + _unread(blueprint))
         return plan
     on_gpu = divided_with_gpu(base, wanted, resolved, sizes, device, gpu)
-    on_gpu.warnings.extend(gpu_warnings(on_gpu) + _unread(blueprint))
+    on_gpu.warnings.extend(_unread(blueprint))
     return on_gpu
 
 
@@ -164,8 +164,9 @@ def shape_of(layers: Sequence[MoeLayer]) -> ModelShape:
 def _divided(base: MemoryPlan, wanted: int, model: Inputs, sizes: Mapping[int, int]) -> MemoryPlan:
     """The plan with the slots that the rest of the budget gives, of `wanted` bytes at the most."""
     room = min(base.budget - base.fixed, wanted)
-    if room < base.layer_slots * base.slot_bytes:
-        refuse(base, model, wanted // base.slot_bytes)
+    least = least_room(base, model.resolved, sizes)
+    if room < least:
+        refuse(base, model, wanted, least)
     check_phases(base)
     pools = slot_pools(room, model.resolved, sizes, base.all_slots)
     slots = sum(pool.slots for pool in pools)

@@ -24,18 +24,18 @@ def check_phases(plan: MemoryPlan) -> None:
             )
 
 
-def refuse(plan: MemoryPlan, model: Inputs, wanted: int) -> None:
-    """BudgetError for a plan without room for the experts that a token uses in a layer, or for a cache without."""
-    one_layer = plan.layer_slots * plan.slot_bytes
-    needed = plan.fixed + one_layer
-    if wanted < plan.layer_slots and needed <= plan.budget:
+def refuse(plan: MemoryPlan, model: Inputs, wanted: int, least: int) -> None:
+    """BudgetError for a plan without room for the experts that a token uses in a layer, which take `least` bytes, or
+    for a cache of `wanted` bytes without."""
+    needed = plan.fixed + least
+    if wanted < least and needed <= plan.budget:
         raise BudgetError(
-            f"a cache of {wanted} experts cannot hold the {plan.layer_slots} that one layer uses for a token; "
-            f"use --cache {one_layer // KIB}KiB or more"
+            f"a cache of {wanted // plan.slot_bytes} experts cannot hold the {plan.layer_slots} that one layer uses "
+            f"for a token; use --cache {-(-least // KIB)}KiB or more"
         )
     raise BudgetError(
         f"{format_size(plan.budget)} are too little: {in_words(plan.needs, Phase.RUNNING)} and one layer's "
-        f"{plan.layer_slots} experts {format_size(one_layer)} need {format_size(needed)}. "
+        f"{plan.layer_slots} experts {format_size(least)} need {format_size(needed)}. "
         f"Use --memory {mebibytes(needed)} or more{_cheaper(plan, model, needed)}"
     )
 

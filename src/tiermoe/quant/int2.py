@@ -20,6 +20,7 @@ from tiermoe.quant.rowmajor import pack_nibbles, unpack_nibbles
 from tiermoe.quant.scratch import scratch
 
 BLOCK_WEIGHTS = 1 << 20  # weights widened at a time: bounds the temporaries to about a byte each
+_LEVELS_AT_ONCE = 1 << 18  # weights: their levels and the steps to them take 6 to 9 bytes each
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class RowMajorInt2(SameInSlot):
 
     def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
         result = torch.empty(out, in_, dtype=dtype, device=slot["scale"].device)
-        for first in range(0, out, block := max(1, BLOCK_WEIGHTS // in_)):
+        for first in range(0, out, block := max(1, _LEVELS_AT_ONCE // in_)):
             part = slice(first, first + block)
             scale, zero = (slot[name][part].to(dtype)[..., None] for name in ("scale", "zero"))
             grouped = self._levels(slot, part).sub_(8).to(dtype)

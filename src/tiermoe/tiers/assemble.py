@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -61,11 +62,20 @@ def assemble(
         slots = SlotRuns([HostSlots(count, nbytes) for count, nbytes in sizes if count])
         return Tiers(slots, DiskLink(filler, slots, lanes))
     on_device = SlotRuns([DeviceSlots(count, nbytes, device) for count, nbytes in sizes if count])
-    host: dict[int, HostSlots] = {}
-    for bits, count, nbytes in pinned:
-        host |= dict.fromkeys(bits, HostSlots(count, nbytes, pin=True))
-    link = GpuLink(filler, host, on_device, bytes_of, CudaCopier(device), lanes)
+    link = GpuLink(filler, _pinned(pinned), on_device, bytes_of, CudaCopier(device), lanes)
     return Tiers(on_device, link, lambda: _gpu_stats(device, link))
+
+
+def _pinned(runs: Sequence[tuple[Sequence[int], int, int]]) -> dict[int, HostSlots]:
+    """Bits → the slots of experts at so many. BudgetError where one run is refused; the others are given back."""
+    slots: dict[int, HostSlots] = {}
+    with contextlib.ExitStack() as undo:
+        for bits, count, nbytes in runs:
+            run = HostSlots(count, nbytes, pin=True)
+            undo.callback(run.close)
+            slots |= dict.fromkeys(bits, run)
+        undo.pop_all()
+    return slots
 
 
 def assemble_mapped(

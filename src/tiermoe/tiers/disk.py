@@ -58,8 +58,8 @@ class Reader(Protocol):
 class SlotFiller:
     """Reads experts from disk into slots in main memory, from any number of threads at once.
 
-    extent_of: where an expert lies. format_of: its encodings, for the precisions that are widened while
-    loading.
+    extent_of: where an expert lies. format_of: its encodings, for codes that are rearranged while loading (AWQ's and
+    GPTQ's).
     """
 
     def __init__(
