@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 from tiermoe.kernels.gpu import triton_grouped, triton_linear
 
 SHARED_BYTES = 64 * 1024  # what a program may use on the smallest GPU named below
+LOADS = 16  # of one token's kernel, in the code of a tile: codes come by bytes or wider, a scale once for a thread
 CAPABILITIES = {75: ("fp16",), 80: ("bf16", "fp32"), 90: ("bf16",)}  # Turing, Ampere, Hopper
 TYPES = {"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32}
 ONE_TOKEN, GROUPED, TILED = triton_linear._vector_kernel, triton_grouped._grouped_kernel, triton_linear._tiled_kernel
@@ -42,8 +43,10 @@ def compiled(kernel, capability: int, dtype: str, bits: int, group: int, shared:
 
 
 def order_of_sums(result) -> tuple[list[str], list[str]]:
-    """What decides it: which thread holds which values, and the float operations and exchanges in their order."""
+    """What decides it: which thread holds which values, and the float operations and exchanges in their order. Few
+    loads bring the weights."""
     held = re.findall(r"^#\w+ = #ttg.*", result.asm["ttgir"], re.M)
+    assert result.asm["ptx"].count("ld.global") <= LOADS
     return held, re.findall(r"\b(?:(?:fma|add|sub|mul)\.(?:rn\.)?f32|shfl\.sync\.\w+)\b", result.asm["ptx"])
 
 

@@ -15,7 +15,7 @@ from tiermoe.kernels.reference import DecodedLinear
 from tiermoe.native import _native, available, instruction_set
 from tiermoe.quant.encoding import Encoding
 from tiermoe.quant.gguf import Gguf
-from tiermoe.quant.int2 import Int2, RowMajorInt2
+from tiermoe.quant.int2 import Int2
 from tiermoe.quant.mixed import Halves
 from tiermoe.quant.published import Published
 from tiermoe.quant.registry import ROW_MAJOR, cpu_layout, encoding_named

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tiermoe.kernels.gpu.triton_tiles import int2_tile, int4_tile, int8_tile, row_sums
+from tiermoe.kernels.gpu.triton_tiles import columns, int2_tile, int4_tile, int8_tile, row_sums
 
 # Bytes; below it Triton compiles another kernel, which may add in another order. Slot fields have more.
 ALIGNMENT = 16
@@ -50,7 +50,7 @@ def _tiled_kernel(
     tokens = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
     total = tl.zeros((BM, BN), dtype=tl.float32)
     for k0 in range(0, K, BK):
-        k = k0 + tl.arange(0, BK)
+        k = columns(k0, BITS, GROUP, BK)
         inside = (tokens < M)[:, None] & (k < K)[None, :]
         values = tl.load(x + tokens[:, None] * K + k[None, :], mask=inside, other=0)
         if BITS == 4:
@@ -101,8 +101,8 @@ def int4_linear(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor
 
 
 def int2_linear(x: Tensor, codes: Tensor, ladders: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """x (M, K) @ W.T -> (M, N) in the type of x: what int4_linear gives for the levels of 4 bits that `codes` uint8
-    (4, N, K/16) and `ladders` uint8 (N, K/16) stand for (`quant.int2.RowMajorInt2`). `scale` and `zero` as there."""
+    """As int4_linear, of the levels of 4 bits that `codes` uint8 (4, N, K/16) and `ladders` uint8 (N, K/16) stand for
+    (`quant.int2.RowMajorInt2`). Sums have an order of their own."""
     return _launch(x, codes, ladders, scale, zero, 2, _group(x, scale))
 
 

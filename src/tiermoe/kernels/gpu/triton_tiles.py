@@ -23,25 +23,44 @@ def int4_tile(codes, scale, zero, rows, k0, N, K, GROUP: tl.constexpr, BK: tl.co
 
 @triton.jit
 def int2_tile(codes, ladders, scale, zero, rows, k0, N, K, GROUP: tl.constexpr, BK: tl.constexpr):
-    """As int4_tile, of 2 bits within the levels of 4 (`quant.ladders`): the values of the same levels in 4 bits."""
-    width: tl.constexpr = GROUP // 8
-    k = k0 + tl.arange(0, BK)
-    eighth = k % GROUP // width
-    nibble = k // GROUP * width + k % width
-    shift = nibble % 2 * 4
-    inside = (rows < N)[:, None] & (k < K)[None, :]
-    at = rows[:, None] * (K // 16) + (nibble // 2)[None, :]
-    pairs = tl.load(codes + (eighth % 4 * N * (K // 16))[None, :] + at, mask=inside, other=0).to(tl.int32)
-    code = pairs >> (shift + eighth // 4 * 2)[None, :] & 3
-    ladder = tl.load(ladders + at, mask=inside, other=0).to(tl.int32) >> shift[None, :]
+    """As int4_tile, of 2 bits within the levels of 4 (`quant.ladders`), with the columns as `columns` has them."""
+    sixteenth: tl.constexpr = BK // 16
+    bytes_k = k0 // 16 + tl.arange(0, sixteenth)
+    inside = (rows < N)[:, None] & (bytes_k < K // 16)[None, :]
+    at = rows[:, None] * (K // 16) + bytes_k[None, :]
+    plane = N * (K // 16)
+    first = tl.load(codes + at, mask=inside, other=0)
+    second = tl.load(codes + plane + at, mask=inside, other=0)
+    third = tl.load(codes + 2 * plane + at, mask=inside, other=0)
+    fourth = tl.load(codes + 3 * plane + at, mask=inside, other=0)
+    chosen = tl.load(ladders + at, mask=inside, other=0)
+    planes = tl.join(tl.join(first, third), tl.join(second, fourth))  # in a byte's order: first to fourth
+    place = tl.arange(0, 4)[None, None, None, :]
+    pairs = tl.reshape(planes, (rows.shape[0], sixteenth, 4, 1)).to(tl.int32)
+    code = pairs >> (place % 2 * 4 + place // 2 * 2) & 3
+    ladder = chosen.to(tl.int32)[:, :, None, None] >> (place % 2 * 4)
     low = ladder & 3
     level = code * (low + 2) + (ladder >> 2 & 3) * (3 - low)
-    return _scaled(level.to(tl.float32) - 8, scale, zero, rows, k0, N, K, GROUP, BK)
+    signed = tl.reshape(level, (rows.shape[0], BK)).to(tl.float32) - 8
+    return _scaled(signed, scale, zero, rows, k0, N, K, GROUP, BK)
+
+
+@triton.jit
+def columns(k0, BITS: tl.constexpr, GROUP: tl.constexpr, BK: tl.constexpr):
+    """Which columns of W the tile from k0 holds, in its order: k0:k0+BK, at 2 bits those of its bytes, whose 16 weights
+    are two neighbours in each eighth of a group."""
+    at = k0 + tl.arange(0, BK)
+    if BITS == 2:
+        width: tl.constexpr = GROUP // 8
+        stripe = at // 16 * 2 + at % 2
+        eighth = at % 16 // 4 + at % 4 // 2 * 4
+        at = stripe // width * GROUP + eighth * width + stripe % width
+    return at
 
 
 @triton.jit
 def _scaled(signed, scale, zero, rows, k0, N, K, GROUP: tl.constexpr, BK: tl.constexpr):
-    """signed * scale + zero, of the groups of columns k0:k0+BK."""
+    """signed * scale + zero, of the groups of columns k0:k0+BK; a group's columns in any order."""
     span: tl.constexpr = min(GROUP, BK)
     groups_k = k0 // GROUP + tl.arange(0, BK // span)
     inside_groups = (rows < N)[:, None] & (groups_k < K // GROUP)[None, :]
@@ -68,7 +87,7 @@ def row_sums(
     """W[rows] @ x for x (K), as fp32 (BN): one partial sum per column of a tile, added up once at the end."""
     partial = tl.zeros((BN, BK), dtype=tl.float32)
     for k0 in range(0, K, BK):
-        k = k0 + tl.arange(0, BK)
+        k = columns(k0, BITS, GROUP, BK)
         values = tl.load(x + k, mask=k < K, other=0).to(tl.float32)
         if BITS == 4:
             w = int4_tile(codes, scale, zero, rows, k0, N, K, GROUP, BK)
