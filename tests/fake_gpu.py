@@ -10,9 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
 from tiermoe.errors import LoadError
+from tiermoe.tiers import assemble
+from tiermoe.tiers.slots import DeviceSlots
 from tiermoe.types import ExpertKey
 
 BYTES = 4096
@@ -189,3 +192,9 @@ class FakeGpu:
         if not isinstance(operation, Copy):
             operation()
         self._reached += 1
+
+
+def put_on(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`assemble` for a GPU gives the tiers of this one."""
+    monkeypatch.setattr(assemble, "CudaCopier", lambda device: gpu)
+    monkeypatch.setattr(assemble, "DeviceSlots", lambda count, nbytes, device: DeviceSlots(count, nbytes, "cpu"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tiermoe
-from fake_gpu import FakeGpu
+from fake_gpu import FakeGpu, put_on
 from tiermoe.engine import load, loading, reading, service
 from tiermoe.kernels import machine_layout
 from tiermoe.memory import needs, plan
@@ -19,7 +19,6 @@ from tiermoe.memory.memory_plan import MemoryPlan
 from tiermoe.memory.plan import plan_memory
 from tiermoe.model import prepare_store
 from tiermoe.tiers import assemble, slots
-from tiermoe.tiers.slots import DeviceSlots
 from tiny import write
 
 FAMILY = "qwen3_moe"
@@ -55,9 +54,8 @@ def on_fake_gpu(layout_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Itera
 
         monkeypatch.setattr(load, "plan_memory", planned)
         monkeypatch.setattr(service, "assemble_tiers", on_the_gpu)
-        monkeypatch.setattr(assemble, "CudaCopier", lambda device: gpu)
-        monkeypatch.setattr(assemble, "DeviceSlots", lambda count, nbytes, device: DeviceSlots(count, nbytes, "cpu"))
         monkeypatch.setattr(assemble, "peak_memory", lambda device: 0)
+        put_on(gpu, monkeypatch)
         for name in ("pin_memory", "unpin_memory"):
             monkeypatch.setattr(slots, name, lambda tensor: None)
         monkeypatch.setattr(reading, "page_cache_room", lambda: 0)  # no slots in main memory that are mapped files

@@ -11,7 +11,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from fake_gpu import BYTES, FakeDisk, FakeGpu, content
+from fake_gpu import BYTES, FakeDisk, FakeGpu, content, put_on
 from gpu_rig import EXPERTS, LAYERS, Rig, key, load, walk, within
 from tiermoe.errors import BudgetError, LoadError
 from tiermoe.tiers import assemble, slots
@@ -61,8 +61,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(slots, "pin_memory", pin)
     monkeypatch.setattr(slots, "unpin_memory", lambda tensor: found.remove(tensor.numel()))
-    monkeypatch.setattr(assemble, "CudaCopier", lambda device: FakeGpu(0))
-    monkeypatch.setattr(assemble, "DeviceSlots", lambda count, nbytes, device: DeviceSlots(count, nbytes, "cpu"))
+    put_on(FakeGpu(0), monkeypatch)
     return found
 
 

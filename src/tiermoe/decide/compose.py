@@ -47,6 +47,15 @@ class PrecisionSlots(NamedTuple):
     slots: int
 
 
+class _Share(NamedTuple):
+    """Of a cache's bytes the `part` for copies in any of `bits`, in slots of `size`, of which `most` can be used."""
+
+    bits: tuple[int, ...]
+    part: float
+    size: int
+    most: int
+
+
 @dataclass(frozen=True, slots=True)
 class Tables:
     """What a profile measured, by (layer, expert): bits, and the share or number of tokens; and activation paths."""
@@ -135,19 +144,19 @@ def divide(
     if lower and composition.low_share:
         low_size = max(sizes[bits] for bits in lower)
         shares = [
-            ((high,), 1 - composition.low_share, sizes[high], all_slots),
-            (tuple(lower), composition.low_share, low_size, all_slots),
+            _Share((high,), 1 - composition.low_share, sizes[high], all_slots),
+            _Share(tuple(lower), composition.low_share, low_size, all_slots),
         ]
     elif not used or max(sizes.values()) <= _ALIKE * min(sizes.values()):
-        shares = [((high, *lower), 1.0, max(sizes.values()), all_slots)]
+        shares = [_Share((high, *lower), 1.0, max(sizes.values()), all_slots)]
     else:
         weights = {bits: used.count(bits) * size for bits, size in sizes.items()}
         total = sum(weights.values())
-        shares = [((bits,), weights[bits] / total, sizes[bits], used.count(bits)) for bits in (high, *lower)]
-    counts = [max(least, min(int(nbytes * part // size), most)) for _, part, size, most in shares]
-    while max(counts) > least and sum(count * share[2] for count, share in zip(counts, shares, strict=True)) > nbytes:
+        shares = [_Share((bits,), weights[bits] / total, sizes[bits], used.count(bits)) for bits in (high, *lower)]
+    counts = [max(least, min(int(nbytes * share.part // share.size), share.most)) for share in shares]
+    while max(counts) > least and sum(count * share.size for count, share in zip(counts, shares, strict=True)) > nbytes:
         counts[counts.index(max(counts))] -= 1  # a precision that would have had too few takes them from the largest
-    return [PrecisionSlots(share[0], count) for count, share in zip(counts, shares, strict=True)]
+    return [PrecisionSlots(share.bits, count) for share, count in zip(shares, counts, strict=True)]
 
 
 def assemble(

@@ -54,8 +54,8 @@ def _packed_matrix(form: ExpertFormat, part: Part) -> SlotMatrix | None:
         return None
     at = {placed.field.name: placed.offset for placed in form.slot.fields if placed.part == part.name}
     codes, zero = ("weight", "scale") if taken[0] == 8 else ("codes", "zero")
-    ladders = "ladders" if taken[0] == 2 else codes
-    return SlotMatrix(*part.out_in, *taken, form.dtype, at[codes], at[ladders], at["scale"], at[zero])
+    ladders = at.get("ladders", at[codes])  # read at 2 bits alone
+    return SlotMatrix(*part.out_in, *taken, form.dtype, at[codes], ladders, at["scale"], at[zero])
 
 
 def _bits_and_group(encoding: Encoding | None) -> tuple[int, int] | None:

@@ -14,7 +14,7 @@ from tiermoe.tiers.cuda import free_memory
 from tiermoe.tiers.disk import LANES
 
 RESERVE = 512 * MIB  # of the GPU's free memory: matrix libraries, kernels' code, the allocator's fragments
-_EVERYTHING = 1 << 62  # bytes
+_EVERYTHING = 1 << 62  # bytes: more than any model's experts
 
 
 def gpu_budget(settings: Settings, device: str) -> tuple[int, str] | None:

@@ -16,7 +16,7 @@ from tiermoe.quant.encoding import Field, SameInSlot
 from tiermoe.quant.int4 import Int4
 from tiermoe.quant.quantized import Quantizer
 from tiermoe.quant.rowmajor import LAYOUT as ROW_MAJOR
-from tiermoe.quant.rowmajor import pack_nibbles, unpack_nibbles
+from tiermoe.quant.rowmajor import on_scale, pack_nibbles, unpack_nibbles
 from tiermoe.quant.scratch import scratch
 
 BLOCK_WEIGHTS = 1 << 20  # weights widened at a time: bounds the temporaries to about a byte each
@@ -118,20 +118,18 @@ class RowMajorInt2(SameInSlot):
         result = torch.empty(out, in_, dtype=dtype, device=slot["scale"].device)
         for first in range(0, out, block := max(1, _LEVELS_AT_ONCE // in_)):
             part = slice(first, first + block)
-            scale, zero = (slot[name][part].to(dtype)[..., None] for name in ("scale", "zero"))
-            grouped = self._levels(slot, part).sub_(8).to(dtype)
-            # one rounding: addcmul computes in float32 inside, whatever its operands' dtype
-            torch.addcmul(zero, grouped, scale, out=result[part].view(grouped.shape))
+            values = on_scale(self._levels(slot, part), slot["scale"][part], slot["zero"][part], dtype)
+            result[part] = values.view(-1, in_)
         return result
 
     def _levels(self, slot: Mapping[str, Tensor], rows: slice) -> Tensor:
-        """Of the 16 levels of 4 bits those of the weights, int8 (rows, groups, group)."""
+        """Of the 16 levels of 4 bits those of the weights, uint8 (rows, groups, group)."""
         groups, width = slot["scale"].shape[1], self.group // ladders.STRIPE
         pairs = unpack_nibbles(slot["codes"][:, rows]).view(4, -1, groups, width)
         chosen = unpack_nibbles(slot["ladders"][rows]).view(-1, groups, width)
         codes = torch.cat((pairs & 3, pairs >> 2)).movedim(0, 2)
         low, place = (each[:, :, None] for each in (chosen & 3, chosen >> 2))
-        return (codes * (low + ladders.LEAST_STEP) + (3 - low) * place).view(torch.int8).flatten(2)
+        return (codes * (low + ladders.LEAST_STEP) + (3 - low) * place).flatten(2)
 
 
 def _quantize(

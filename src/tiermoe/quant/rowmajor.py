@@ -47,11 +47,16 @@ class RowMajorInt4(SameInSlot):
         return quantizer.rows_apart(columns)
 
     def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
-        codes = unpack_nibbles(slot["codes"]).view(torch.int8).sub_(8).to(dtype)
-        scale, zero = (slot[name].to(dtype)[..., None] for name in ("scale", "zero"))
-        grouped = codes.view(out, -1, self.group)
-        # one rounding: addcmul computes in float32 inside, whatever its operands' dtype
-        return torch.addcmul(zero, grouped, scale, out=grouped).view(out, in_)
+        levels = unpack_nibbles(slot["codes"]).view(out, -1, self.group)
+        return on_scale(levels, slot["scale"], slot["zero"], dtype).view(out, in_)
+
+
+def on_scale(levels: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
+    """(level - 8) * scale + zero in `dtype`, of levels 0..15, uint8 (N, G, group), which are written over; `scale` and
+    `zero` (N, G)."""
+    values = levels.view(torch.int8).sub_(8).to(dtype)
+    # one rounding: addcmul computes in float32 inside, whatever its operands' dtype
+    return torch.addcmul(zero.to(dtype)[..., None], values, scale.to(dtype)[..., None], out=values)
 
 
 def pack_nibbles(nibbles: Tensor) -> Tensor:

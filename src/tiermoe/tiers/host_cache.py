@@ -49,9 +49,8 @@ class HostCache:
         self._slots = slots
         self._copies = copies
         self._changed = copies.changed
-        self._runs = {id(each): each for each in slots.values()}
-        caches = {run: ExpertCache(each.count, _least_recently(each.count)) for run, each in self._runs.items()}
-        self._caches = {bits: caches[id(each)] for bits, each in slots.items()}
+        caches = {run: ExpertCache(run.count, _least_recently(run.count)) for run in set(slots.values())}
+        self._caches = {bits: caches[run] for bits, run in slots.items()}
 
     def pin_if_here(self, key: ExpertKey) -> bool:
         """Whether `key` is here; it is then pinned until `copy` is done or `give_back`."""
@@ -105,7 +104,7 @@ class HostCache:
     def close(self) -> None:
         """Gives the slots back. Nothing may be read, copied or borrowed."""
         self._filler.close()
-        for run in self._runs.values():
+        for run in set(self._slots.values()):
             run.close()
 
     def _read(self, key: ExpertKey, slot: int) -> None:

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tiermoe.kernels.gpu.triton_tiles import columns, int2_tile, int4_tile, int8_tile, row_sums
+from tiermoe.kernels.gpu.triton_tiles import columns, row_sums, tile
 
 # Bytes; below it Triton compiles another kernel, which may add in another order. Slot fields have more.
 ALIGNMENT = 16
@@ -53,12 +53,7 @@ def _tiled_kernel(
         k = columns(k0, BITS, GROUP, BK)
         inside = (tokens < M)[:, None] & (k < K)[None, :]
         values = tl.load(x + tokens[:, None] * K + k[None, :], mask=inside, other=0)
-        if BITS == 4:
-            w = int4_tile(codes, scale, zero, rows, k0, N, K, GROUP, BK)
-        elif BITS == 2:
-            w = int2_tile(codes, ladders, scale, zero, rows, k0, N, K, GROUP, BK)
-        else:
-            w = int8_tile(codes, rows, k0, N, K, BK)
+        w = tile(codes, ladders, scale, zero, rows, k0, N, K, BITS, GROUP, BK)
         total = tl.dot(values, tl.trans(w.to(values.dtype)), total, input_precision="ieee")
     if BITS == 8:
         total *= tl.load(scale + rows, mask=rows < N, other=0).to(tl.float32)[None, :]

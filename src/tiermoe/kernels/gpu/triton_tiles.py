@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def int4_tile(codes, scale, zero, rows, k0, N, K, GROUP: tl.constexpr, BK: tl.constexpr):
+def _int4_tile(codes, scale, zero, rows, k0, N, K, GROUP: tl.constexpr, BK: tl.constexpr):
     """Decodes W[rows, k0:k0+BK] to fp32, zero outside (N, K)."""
     half: tl.constexpr = BK // 2
     bytes_k = k0 // 2 + tl.arange(0, half)
@@ -22,8 +22,8 @@ def int4_tile(codes, scale, zero, rows, k0, N, K, GROUP: tl.constexpr, BK: tl.co
 
 
 @triton.jit
-def int2_tile(codes, ladders, scale, zero, rows, k0, N, K, GROUP: tl.constexpr, BK: tl.constexpr):
-    """As int4_tile, of 2 bits within the levels of 4 (`quant.ladders`), with the columns as `columns` has them."""
+def _int2_tile(codes, ladders, scale, zero, rows, k0, N, K, GROUP: tl.constexpr, BK: tl.constexpr):
+    """As _int4_tile, of 2 bits within the levels of 4 (`quant.ladders`), with the columns as `columns` has them."""
     sixteenth: tl.constexpr = BK // 16
     bytes_k = k0 // 16 + tl.arange(0, sixteenth)
     inside = (rows < N)[:, None] & (bytes_k < K // 16)[None, :]
@@ -72,11 +72,26 @@ def _scaled(signed, scale, zero, rows, k0, N, K, GROUP: tl.constexpr, BK: tl.con
 
 
 @triton.jit
-def int8_tile(codes, rows, k0, N, K, BK: tl.constexpr):
+def _int8_tile(codes, rows, k0, N, K, BK: tl.constexpr):
     """The codes of W[rows, k0:k0+BK] as fp32, zero outside (N, K); the row's scale is applied to the sum."""
     k = k0 + tl.arange(0, BK)
     inside = (rows < N)[:, None] & (k < K)[None, :]
     return tl.load(codes + rows[:, None] * K + k[None, :], mask=inside, other=0).to(tl.float32)
+
+
+@triton.jit
+def tile(
+    codes, ladders, scale, zero, rows, k0, N, K,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """W[rows, columns(k0, …)] as fp32, zero outside (N, K); at 8 bits the codes, whose scale is applied to the sum."""
+    if BITS == 4:
+        w = _int4_tile(codes, scale, zero, rows, k0, N, K, GROUP, BK)
+    elif BITS == 2:
+        w = _int2_tile(codes, ladders, scale, zero, rows, k0, N, K, GROUP, BK)
+    else:
+        w = _int8_tile(codes, rows, k0, N, K, BK)
+    return w
 
 
 @triton.jit
@@ -89,12 +104,7 @@ def row_sums(
     for k0 in range(0, K, BK):
         k = columns(k0, BITS, GROUP, BK)
         values = tl.load(x + k, mask=k < K, other=0).to(tl.float32)
-        if BITS == 4:
-            w = int4_tile(codes, scale, zero, rows, k0, N, K, GROUP, BK)
-        elif BITS == 2:
-            w = int2_tile(codes, ladders, scale, zero, rows, k0, N, K, GROUP, BK)
-        else:
-            w = int8_tile(codes, rows, k0, N, K, BK)
+        w = tile(codes, ladders, scale, zero, rows, k0, N, K, BITS, GROUP, BK)
         partial += w * values[None, :]
     total = tl.sum(partial, axis=1)
     if BITS == 8:
