@@ -1,10 +1,12 @@
 """Does a server hold under load? `tiermoe serve` with many clients, and its end while they ask.
 
-    python -m benchmarks.load MODEL --clients 64 --seconds 600 --memory 700MiB [--cgroup] [OPTIONS OF SERVE]
+    python -m benchmarks.load MODEL --clients 64 --seconds 600 --memory 700MiB [--hostile 8] [--cgroup] [OPTIONS]
 
 Clients stream or wait for whole answers, of mixed lengths; a tenth leaves midway; the queue overflows, and who is
-refused comes again after Retry-After. `--cgroup` starts the server in a memory cgroup of the size of --memory. Then
-they all stop, and the server's counters must add up with theirs; then they ask again while the server is told to end.
+refused comes again after Retry-After. `--hostile` many of them attack (`hostile_clients.py`); before that a fifth of
+the time passes without them. `--cgroup` starts the server in a memory cgroup of the size of --memory; OPTIONS are those
+of serve. Then they all stop, and the server's counters must add up with theirs; then they ask again while the server is
+told to end.
 Prints one JSON object, and on standard error each rule that was broken; exits with 1 where there is one:
 
     killed      the server was not killed, and ended with 0
@@ -14,6 +16,9 @@ Prints one JSON object, and on standard error each rule that was broken; exits w
     counters    requests sent are those that finished, failed, were refused or aborted as the server counts them; its
                 tokens are those of finished answers, and at most those that clients that left could have had
     lost        no answer broke off without a word, also not when the server ended; none failed
+    hostile     each hostile request is answered as it should be; beside them the others wait at most two steps longer
+                for a first and a next token (99th percentiles; a step: the longest silence in a stream without them);
+                the resident size stays within --memory
 """
 
 from __future__ import annotations
@@ -27,12 +32,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from benchmarks.hostile_clients import HostileClients
 from benchmarks.load_clients import Clients, Tally
 from benchmarks.memory_limit import CannotLimit, parse_size
 from benchmarks.serving import Group, Server, free_port, limited
@@ -77,7 +84,7 @@ class Loaded(Server):
         return {"exit": self.process.wait(), "ending_s": round(seconds, 1), "oom_kills": kills, "cgroup_peak": peak}
 
 
-async def under_load(server: Loaded, clients: Clients, seconds: float) -> list[int]:
+async def under_load(server: Loaded, clients: Clients, hostile: HostileClients, seconds: float) -> list[int]:
     """Resident sizes while clients ask."""
     sizes: list[int] = []
 
@@ -88,7 +95,7 @@ async def under_load(server: Loaded, clients: Clients, seconds: float) -> list[i
             await asyncio.sleep(_SAMPLE_S)
 
     sampling = asyncio.create_task(sample())
-    await clients.run(seconds)
+    await asyncio.gather(clients.run(seconds), hostile.run(seconds))
     sampling.cancel()
     return sizes
 
@@ -174,18 +181,59 @@ def broken_rules(first: Tally, last: Tally, ended: dict[str, Any], drifted: floa
     return broken
 
 
+def percentile_99(seconds: Sequence[float]) -> float:
+    """0 of nothing."""
+    return sorted(seconds)[len(seconds) * 99 // 100] if seconds else 0.0
+
+
+def waited(clients: Clients) -> dict[str, float]:
+    """Seconds to a first token, and between two events of a stream: 99th percentiles."""
+    return {"first token": percentile_99(clients.waits), "next token": percentile_99(clients.silences)}
+
+
+def hostile_broken(
+    unexpected: Sequence[str], alone: dict[str, float], beside: dict[str, float], step: float, peak: int, memory: int
+) -> list[str]:
+    """What others had to bear for hostile clients. alone, beside: what they `waited` without and with them; step:
+    seconds; peak: most bytes resident, of `memory`."""
+    broken = [f"hostile: {each}" for each in sorted(set(unexpected))]
+    for what, seconds in beside.items():
+        if seconds - alone[what] > 2 * step:
+            broken.append(f"hostile: {seconds:.2f} s to a {what} after {alone[what]:.2f}, a step takes {step:.2f}")
+    if peak > memory:
+        broken.append(f"hostile: {peak:,} bytes resident, --memory is {memory:,}")
+    return broken
+
+
 def measure(args: argparse.Namespace, server: Loaded) -> tuple[dict[str, Any], list[str]]:
     """The figures, and which rules were broken."""
     server.wait_until_loaded(_LOADING_S)
     (model,) = httpx.get(f"{server.address}/v1/models").json()["data"]
     context = int(model["max_model_len"])
-    clients = Clients(server.address, args.clients, context, args.seed)
-    sizes = asyncio.run(under_load(server, clients, args.seconds))
+    before = Clients(server.address, args.clients, context, args.seed + 2)
+    if args.hostile:
+        asyncio.run(before.run(args.seconds / 5))
+    clients = Clients(server.address, args.clients - args.hostile, context, args.seed)
+    hostile = HostileClients(server.address, args.hostile, context, args.seed)
+    already = settled(server.address)
+    sizes = asyncio.run(under_load(server, clients, hostile, args.seconds))
     told = settled(server.address)
+    counted = {name: value - already.get(name, 0) for name, value in told.items()}
+    seen = replace(
+        clients.tally,
+        **{
+            name: getattr(clients.tally, name) + getattr(hostile.tally, name)
+            for name in ("sent", "left", "refused", "unheard")
+        },
+    )
     last = Clients(server.address, args.clients, context, args.seed + 1)
     ended = asyncio.run(ended_under_load(server, last))
     drifted = drift(sizes)
-    broken = counters_broken(clients.tally, told, context)
+    broken = counters_broken(seen, counted, context)
+    if args.hostile:
+        step, peak = before.tally.longest_silence_s, int(told["resident_memory_peak_bytes"])
+        unexpected, memory = hostile.tally.unexpected, parse_size(args.memory)
+        broken += hostile_broken(unexpected, waited(before), waited(clients), step, peak, memory)
     broken += broken_rules(clients.tally, last.tally, ended, drifted if args.seconds >= SETTLES_S else None)
     figures = {
         "clients": args.clients,
@@ -196,6 +244,8 @@ def measure(args: argparse.Namespace, server: Loaded) -> tuple[dict[str, Any], l
         "resident_drift_percent": None if drifted is None else round(100 * drifted, 2),
         "resident_mib": course(sizes),
         "load": asdict(clients.tally),
+        "hostile": asdict(hostile.tally),
+        "percentiles_99_s": {"alone": waited(before), "beside_hostile": waited(clients)},
         "end": asdict(last.tally) | ended,
         "server": {name: value for name, value in told.items() if "_bucket" not in name and "_created" not in name},
         "broken": broken,
@@ -212,6 +262,7 @@ def main() -> None:
     top.add_argument("--memory", default="700MiB")
     top.add_argument("--max-batch", type=int, default=8)
     top.add_argument("--max-queue", type=int, default=32)
+    top.add_argument("--hostile", type=int, default=8, help="so many of the clients are hostile; 0: none")
     top.add_argument("--cgroup", action="store_true", help="in a memory cgroup of the size of --memory")
     top.add_argument("--seed", type=int, default=0)
     args, args.options = top.parse_known_args()

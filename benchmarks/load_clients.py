@@ -7,6 +7,7 @@ import json
 import math
 import random
 import time
+from array import array
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,11 +48,13 @@ class Tally:
 
 class Clients:
     """`count` clients of the server at `address`, whose requests have room for `context` tokens. `ended_at`: when the
-    server was told to end; what is asked for after that and breaks off was turned away."""
+    server was told to end; what is asked for after that and breaks off was turned away. waits: seconds to the first
+    token of each answer; silences: seconds between two events of a stream."""
 
     def __init__(self, address: str, count: int, context: int, seed: int = 0) -> None:
         self.tally = Tally()
         self.ended_at = math.inf
+        self.waits, self.silences = array("d"), array("d")
         self._address, self._count, self._context = address, count, context
         self._chance = random.Random(seed)
         told = httpx.post(f"{address}/tokenize", json={"prompt": _WORDS, "add_special_tokens": False}).json()
@@ -149,6 +152,7 @@ class Clients:
             if heard_at is None:
                 self._waited(began)
             else:
+                self.silences.append(now - heard_at)
                 self.tally.longest_silence_s = max(self.tally.longest_silence_s, now - heard_at)
             heard_at = now
             self._heard()
@@ -160,7 +164,8 @@ class Clients:
         self.tally.completion_tokens += usage.get("completion_tokens", 0)
 
     def _waited(self, began: float) -> None:
-        self.tally.longest_wait_s = max(self.tally.longest_wait_s, time.perf_counter() - began)
+        self.waits.append(time.perf_counter() - began)
+        self.tally.longest_wait_s = max(self.tally.longest_wait_s, self.waits[-1])
         self._heard()
 
     def _heard(self) -> None:
