@@ -32,9 +32,16 @@ BREAKAGES = (
     Breakage(
         "a token's experts are summed in falling order",
         "src/tiermoe/engine/expert_sums.py",
-        "self.place = index.argsort(dim=1).argsort(dim=1)",
-        "self.place = index.argsort(dim=1, descending=True).argsort(dim=1)",
+        "self.place = index.argsort(dim=1, stable=True).argsort(dim=1)",
+        "self.place = index.argsort(dim=1, stable=True, descending=True).argsort(dim=1)",
         ("tests/test_parity.py::test_experts_per_token",),
+    ),
+    Breakage(
+        "an expert that a token names twice is taken for two experts",
+        "src/tiermoe/engine/expert_sums.py",
+        "for expert in dict.fromkeys(experts):",
+        "for expert in experts:",
+        ("tests/test_hash_routing.py::test_an_expert_that_is_named_twice_counts_with_both_weights",),
     ),
     Breakage(
         "an expert's bias is dropped",
