@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from commands import Command
+from tiermoe.cli import output
 from tiermoe.cli.chart import Axis, draw
 from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.measure.compare import Case, Measured, evaluate_apart, measure_all, presets_asked, summarise
@@ -140,7 +141,10 @@ def test_without_a_reference_perplexity_takes_its_place() -> None:
     assert ">perplexity (less is better)<" in draw(rows)
 
 
-def test_compare_measures_what_can_run(tiermoe_: Command, shipped: Path, tmp_path: Path) -> None:
+def test_compare_measures_what_can_run(
+    tiermoe_: Command, shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "SECONDS_BETWEEN", 0)
     picture = tmp_path / "speed.svg"
     ended = tiermoe_(
         "compare", shipped, "--text", TEXT, "--presets", "lru,hobbit", "--cache", "45%", "--memory", "4GiB",
@@ -154,6 +158,7 @@ def test_compare_measures_what_can_run(tiermoe_: Command, shipped: Path, tmp_pat
     assert lru["perplexity"] > 1
     assert re.search("tiermoe calibrate .* --for hobbit", hobbit["error"])
     assert ">lru<" in picture.read_text()
+    assert re.search(r"^measuring presets: 1 of 2, \d+ s left$", ended.err, re.MULTILINE)
 
 
 def test_the_sixteen_bit_weights_are_scored_once(

@@ -667,6 +667,20 @@ BREAKAGES = (
         ("tests/test_gammas.py",),
     ),
     Breakage(
+        "a comparison says nothing of the time left in a pipe",
+        "src/tiermoe/cli/output.py",
+        "elif done < total and now - last >= SECONDS_BETWEEN:",
+        "elif done > total and now - last >= SECONDS_BETWEEN:",
+        ("tests/test_compare.py::test_compare_measures_what_can_run",),
+    ),
+    Breakage(
+        "the fastest preset presses the others into a corner of the picture",
+        "src/tiermoe/cli/chart.py",
+        "_LOGARITHMIC_FROM = 3",
+        "_LOGARITHMIC_FROM = 3_000_000",
+        ("tests/test_compare.py::test_every_preset_has_a_row_with_its_figures_in_the_picture",),
+    ),
+    Breakage(
         "a replay takes named neurons for those that are active",
         "src/tiermoe/simulate/neuron_loads.py",
         "if named is None else named",
