@@ -172,7 +172,7 @@ def test_the_sixteen_bit_weights_are_scored_once(
             return {}
         more = dict.fromkeys(("hit_rate", "wait_s", "bytes_per_token", "perplexity_loss", "same_top1"), 0.0)
         more |= {"perplexity_loss_se": None, "kl_se": None, "windows": 1, "prompt": 8, "window": 8, "dense_bits": 16}
-        return result(case.options["preset"], 5.0, **more, threads=1)
+        return result(case.options["preset"], 3859.0, 15373.0, **{**more, "bytes_per_token": 1020 * 2**10}, threads=1)
 
     monkeypatch.setattr("tiermoe.cli.compare.evaluate_apart", measured)
     text = tmp_path / "text.txt"
@@ -189,6 +189,8 @@ def test_the_sixteen_bit_weights_are_scored_once(
     assert not first.save.parent.exists()
     assert "fate" in ended.out
     assert max(map(len, ended.out.splitlines())) <= 120
+    assert "3,859–3,859" in ended.out
+    assert "…" not in ended.out
 
 
 def test_where_nothing_can_run_the_reason_is_told(

@@ -49,7 +49,7 @@ def compare(
     Each preset runs once a round, in a process of its own, from an empty cache
     that a window which is not scored warms. Progress says how long it takes.
 
-    decode, prefill tok/s: medians over the rounds, in brackets decode's range.
+    decode, prefill tok/s: medians over the rounds; range: decode's.
     / lru: median of the ratios to that preset's decode speed within a round.
     read a token: what a decoded token reads from the store.
     hits: share of the experts that were in memory when they were asked for.
@@ -120,9 +120,9 @@ def _print(results: list[dict[str, Any]]) -> None:
 
 def _table(results: list[dict[str, Any]]) -> Table:
     columns = _columns(results)
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=SIMPLE_HEAD, padding=0)
     for index, (heading, _) in enumerate(columns):
-        table.add_column(heading, justify="right" if index else "left", no_wrap=not index, overflow="fold")
+        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
     for result in results:
         table.add_row(*(show(result) for _, show in columns))
     return table
@@ -133,29 +133,26 @@ Column = tuple[str, Callable[[dict[str, Any]], str]]
 
 
 def _columns(results: list[dict[str, Any]]) -> list[Column]:
-    ratios = {f"/ {name}": f"decode_vs_{name.replace('-', '_')}" for name in BASELINES}
+    ratios = {f"/ {name}".replace("-", "-\n"): f"decode_vs_{name.replace('-', '_')}" for name in BASELINES}
     columns: list[Column] = [
         ("preset", lambda row: row["preset"] + (" *" if row["lossy"] else "")),
         ("bits", lambda row: str(row["bits"])),
         ("cached", lambda row: f"{row['cache_fraction']:.0%}"),
-        ("decode tok/s", lambda row: f"{in_figures(row['decode_tok_s'])} ({_range(row['decode_tok_s_range'])})"),
+        ("decode\ntok/s", lambda row: in_figures(row["decode_tok_s"])),
+        ("range", lambda row: "–".join(map(in_figures, row["decode_tok_s_range"]))),
         *((heading, _ratio(key)) for heading, key in ratios.items() if key in results[0]),
-        ("prefill tok/s", lambda row: in_figures(row["prefill_tok_s"])),
-        ("read a token", lambda row: format_size(row["bytes_per_token"])),
+        ("prefill\ntok/s", lambda row: in_figures(row["prefill_tok_s"])),
+        ("read a\ntoken", lambda row: format_size(row["bytes_per_token"])),
         ("hits", lambda row: f"{row['hit_rate']:.0%}"),
     ]
     if not all("kl" in result for result in results):
         return [*columns, ("perplexity", lambda row: f"{row['perplexity']:.4g}")]
     return [
         *columns,
-        ("loss, %", lambda row: _with_error(row, "perplexity_loss", ".2f", 100)),
-        ("KL, nats", lambda row: _with_error(row, "kl", ".3g")),
-        ("same top-1", lambda row: f"{row['same_top1']:.1%}"),
+        ("loss, %", lambda row: _with_error(row, "perplexity_loss", ".1f", 100)),
+        ("KL, nats", lambda row: _with_error(row, "kl", ".2g")),
+        ("same\ntop-1", lambda row: f"{row['same_top1']:.1%}"),
     ]
-
-
-def _range(speeds: list[float]) -> str:
-    return "–".join(map(in_figures, speeds))
 
 
 def _ratio(key: str) -> Callable[[dict[str, Any]], str]:
