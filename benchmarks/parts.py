@@ -9,12 +9,14 @@ medians, and the ratio whole / without with its least and most over the rounds: 
 import argparse
 import json
 import platform
+import subprocess
 import sys
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from tiermoe.measure.compare import Measured, eval_in_process, measure_all
+from tiermoe.errors import TiermoeError
+from tiermoe.measure.compare import Measured, measure_all
 
 WITHOUT: dict[str, dict[str, list[str]]] = {
     "default": {
@@ -89,6 +91,16 @@ def measured(chosen: list[Variant], rounds: int, words: list[str]) -> list[Measu
         print(f"{done}/{total}", file=sys.stderr, flush=True)
 
     return measure_all(list(by_name), rounds, measure, progress)
+
+
+def eval_in_process(words: list[str]) -> dict[str, Any]:
+    """Runs `tiermoe eval WORDS --json` in a process of its own. TiermoeError with the reason where it fails."""
+    command = [sys.executable, "-m", "tiermoe", "eval", *words, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise TiermoeError(f"{done.stderr.strip().rpartition(chr(10))[2]} (its process ended with {done.returncode})")
+    result: dict[str, Any] = json.loads(done.stdout)[0]
+    return result
 
 
 def rows(chosen: list[Variant], results: list[Measured]) -> list[dict[str, Any]]:

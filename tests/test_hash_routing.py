@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import tiermoe
 from links import finish
+from native_experts import checkpoint as native_checkpoint
+from parity import put_decoded_experts
 from tiermoe.decide.counts import Counts
 from tiermoe.decide.scheduler import Scheduler
 from tiermoe.types import Routed
@@ -80,3 +83,39 @@ def test_a_model_without_such_layers_is_refused(tmp_path: Path) -> None:
     directory = write(tmp_path, "olmoe", torch.float32)
     with pytest.raises(tiermoe.ConfigError, match="routed by a hash of the token, and this model has none"):
         tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, preset="lru", set={"prefetch": "hash"})
+
+
+@pytest.fixture(scope="module", params=[16, 4], ids=["torch", "kernels"])
+def naming_twice(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """A checkpoint whose tokens name one expert twice in their first layers, every third token three times; and the
+    bits that its experts get."""
+    directory, bits = tmp_path_factory.mktemp("twice"), request.param
+    if bits == 16:
+        write(directory, FAMILY, torch.float32)
+    else:
+        native_checkpoint(directory, FAMILY, num_key_value_heads=1)
+    (file,) = directory.glob("*.safetensors")
+    tensors = load_file(file)
+    for name, table in tensors.items():
+        if name.endswith("tid2eid"):
+            table[:, 2] = table[:, 0]
+            table[::3] = table[::3, :1]
+    save_file(tensors, file, metadata={"format": "pt"})
+    return directory, bits
+
+
+@pytest.mark.parametrize("cache", ["40%", "100%"])
+def test_an_expert_that_is_named_twice_counts_with_both_weights(cache: str, naming_twice: tuple[Path, int]) -> None:
+    """A token alone, twice, so that all experts of the second time are in memory; few tokens; many."""
+    directory, bits = naming_twice
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=bits, dense_bits=16, cache=cache)
+    plain = oracle(directory, FAMILY, torch.float32)
+    if bits != 16:
+        put_decoded_experts(ours.tiermoe, plain)
+    ids = torch.randint(3, 128, (1, 20), generator=torch.Generator().manual_seed(2))
+    for some in (ids[:, :1], ids[:, :1], ids[:, 1:2], ids[:, :3], ids):
+        with torch.no_grad():
+            mine, theirs = ours(input_ids=some).logits.float(), plain(input_ids=some).logits
+        error = (mine - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+        assert error.max() < (1e-5 if bits == 16 else 0.05)
+    ours.tiermoe.close()

@@ -47,6 +47,30 @@ def test_chunks_and_tokens_alone_agree_with_transformers(family: str, most: int,
     assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
+@pytest.mark.parametrize("chunk", [5, 32])
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_prompt_with_equal_scores_is_what_transformers_gives_one_by_one(
+    family: str, chunk: int, tmp_path: Path
+) -> None:
+    """With two heads a quarter of the scores are 0. Which of them `torch.topk` finds depends on a row's length, and in
+    a prompt transformers' rows have all its positions: its own logits differ between a prompt and its tokens."""
+    directory = write(tmp_path, family, torch.float32, index_topk=8, index_n_heads=2)
+    plain, ids = oracle(directory, family, torch.float32), tokens(24)
+    kept, one_by_one = DynamicCache(config=plain.config), []
+    with torch.no_grad():
+        whole = plain(torch.tensor([ids])).logits[0]
+        for each in ids:
+            one_by_one.append(plain(torch.tensor([[each]]), past_key_values=kept, use_cache=True).logits[0])
+    want = torch.cat(one_by_one)
+    assert (whole[:8] - want[:8]).abs().max() <= 1e-5 * want.abs().max()
+    assert (whole - want).abs().max() > 1e-2 * want.abs().max()
+    engine = engine_of(directory, bits=16, dense_bits=16, chunk=chunk, context=32)
+    cache = engine.new_cache()
+    mine = engine.step(Batch((prompt(cache.open(), ids),)), cache, every=True)
+    engine.close()
+    assert (mine - want).abs().max() <= 1e-5 * want.abs().max()
+
+
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
 def test_of_equal_scores_the_same_are_chosen_as_where_transformers_decodes(family: str) -> None:
     """With one head, half of a token's scores are 0, and where its weight is negative those are the largest."""

@@ -26,10 +26,11 @@ class Axis:
         return self.begin + (self._scaled(value) - low) / (high - low) * (self.end - self.begin)
 
     def ticks(self) -> list[float]:
-        """Round values along the axis: 1, 2 or 5 times a power of ten."""
+        """Round values along the axis: 1, 2 or 5 times a power of ten; of many powers, these alone."""
         if self.logarithmic:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-            values = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+            digits = (1, 2, 5) if len(powers) < 5 else (1,)
+            values = [digit * 10.0**power for power in powers for digit in digits]
             return [value for value in values if self.low <= value <= self.high]
         rough = (self.high - self.low) / 6
         power = 10.0 ** math.floor(math.log10(rough))

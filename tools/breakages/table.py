@@ -32,9 +32,16 @@ BREAKAGES = (
     Breakage(
         "a token's experts are summed in falling order",
         "src/tiermoe/engine/expert_sums.py",
-        "self.place = index.argsort(dim=1).argsort(dim=1)",
-        "self.place = index.argsort(dim=1, descending=True).argsort(dim=1)",
+        "self.place = index.argsort(dim=1, stable=True).argsort(dim=1)",
+        "self.place = index.argsort(dim=1, stable=True, descending=True).argsort(dim=1)",
         ("tests/test_parity.py::test_experts_per_token",),
+    ),
+    Breakage(
+        "an expert that a token names twice is taken for two experts",
+        "src/tiermoe/engine/expert_sums.py",
+        "for expert in dict.fromkeys(experts):",
+        "for expert in experts:",
+        ("tests/test_hash_routing.py::test_an_expert_that_is_named_twice_counts_with_both_weights",),
     ),
     Breakage(
         "an expert's bias is dropped",
@@ -658,6 +665,20 @@ BREAKAGES = (
         "        if judged(found) or gamma == order[-1]:",
         "        if True:",
         ("tests/test_gammas.py",),
+    ),
+    Breakage(
+        "a comparison says nothing of the time left in a pipe",
+        "src/tiermoe/cli/output.py",
+        "elif done < total and now - last >= SECONDS_BETWEEN:",
+        "elif done > total and now - last >= SECONDS_BETWEEN:",
+        ("tests/test_compare.py::test_compare_measures_what_can_run",),
+    ),
+    Breakage(
+        "the fastest preset presses the others into a corner of the picture",
+        "src/tiermoe/cli/chart.py",
+        "_LOGARITHMIC_FROM = 3",
+        "_LOGARITHMIC_FROM = 3_000_000",
+        ("tests/test_compare.py::test_every_preset_has_a_row_with_its_figures_in_the_picture",),
     ),
     Breakage(
         "a replay takes named neurons for those that are active",

@@ -1,152 +1,92 @@
-"""One picture of a comparison: decode speed over what it costs in quality, a self-contained SVG."""
+"""One picture of a comparison: a row for each preset, with decode speed and what it costs in quality side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from tiermoe.cli.budgets_panel import PANEL_HEIGHT, budgets_panel, curve_of
 from tiermoe.svg import CENTRED, FAINT, INK, Axis, circle, diamond, line, picture, text
 
-_WIDTH, _HEIGHT = 900, 560
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 30, 70, 500  # the plot's edges; _RIGHT from the picture's
-_EDGE = _WIDTH - _RIGHT
-_LINE = 15  # a label's height
-_LETTER = 7.0  # a letter's width, 12 px sans-serif
-_LOG_FROM = 30  # times that the largest x is the smallest, from which on the axis is logarithmic
+_WIDTH, _TOP, _ROW = 920, 110, 26
+_NAMES, _CACHED = 20, 180  # where presets' names begin, and where the shares of the experts that they cache end
+_SPEED, _QUALITY = (200, 480), (570, 840)  # left and right edges of the panels; a column of figures follows each
+_FIGURE = 'text-anchor="end" fill="#555"'
+_COLUMN = 60  # its width
 _EXACT, _LOSSY = "#1f6fb4", "#d1570b"
+_LOGARITHMIC_FROM = 3  # times that the largest value is the smallest
 
-_AXES = (("kl", "KL divergence to the 16-bit weights, nats per token"), ("perplexity", "perplexity"))
+_QUALITIES = (("kl", "KL divergence to 16 bits, nats per token"), ("perplexity", "perplexity"))
+_LINES = "lines: speed's range over the rounds, the standard error of quality"
 
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A preset: cost `x`, speed `y` with the least and most of its rounds."""
-
-    label: str
-    x: float
-    y: float
-    low: float
-    high: float
-    exact: bool
+Spread = tuple[float, float, float]
+"""Low end, value, high end."""
 
 
 def draw(results: Sequence[dict[str, Any]]) -> str:
-    """The picture of `tiermoe compare`'s results, as SVG text: decode tokens per second over KL divergence (perplexity
-    where there was no reference), a labelled point for each preset that was measured; below, for those whose runs say
-    so, over memory what other budgets would bring."""
+    """The picture of `tiermoe compare`'s results, as SVG text: a row for each preset that was measured, in their order;
+    in it decode tokens per second with the range over rounds, and KL divergence (perplexity where there was no
+    reference) with its standard error."""
     measured = [result for result in results if "error" not in result]
-    key, title = next((key, title) for key, title in _AXES if all(key in result for result in measured))
-    points = [_point(result, key) for result in measured]
-    across, up = _axes(points, from_zero=key == "kl")
-    leaders, labels = _labels(points, across, up)
-    curves = [curve for result in measured if (curve := curve_of(result)) is not None]
-    parts = [
-        *_frame(across, up, title),
-        text(_EDGE, 50, _conditions(measured), 'text-anchor="end" font-size="11"'),
-        *leaders,
-        *(_mark(point, across, up) for point in points),
-        *labels,
-        *(budgets_panel(curves, _LEFT, _EDGE, _HEIGHT) if curves else []),
+    key, title = next((key, title) for key, title in _QUALITIES if all(key in result for result in measured))
+    speeds = [
+        (low, result["decode_tok_s"], high) for result in measured for low, high in [result["decode_tok_s_range"]]
     ]
-    return picture(_WIDTH, _HEIGHT + (PANEL_HEIGHT if curves else 0), parts)
-
-
-def _conditions(results: Sequence[dict[str, Any]]) -> str:
-    cached = max(result["cache_fraction"] for result in results)
-    return f"at most {cached:.0%} of the experts cached; {results[0]['tokens']} tokens; rounds: {results[0]['rounds']}"
-
-
-def _point(result: dict[str, Any], key: str) -> Point:
-    low, high = result["decode_tok_s_range"]
-    return Point(result["preset"], result[key], result["decode_tok_s"], low, high, exact=not result["lossy"])
-
-
-def _axes(points: Sequence[Point], from_zero: bool) -> tuple[Axis, Axis]:
-    values = [point.x for point in points]
-    least, most = min(values), max(values)
-    logarithmic = least > 0 and most > _LOG_FROM * least
-    if logarithmic:
-        across = Axis(least / 1.5, most * 1.5, _LEFT, _EDGE, logarithmic=True)
-    else:
-        spread = (most - least) or abs(most) or 1.0
-        across = Axis(0.0 if from_zero and least >= 0 else least - 0.1 * spread, most + 0.1 * spread, _LEFT, _EDGE)
-    return across, Axis(0.0, max(point.high for point in points) * 1.08 or 1.0, _BOTTOM, _TOP)
-
-
-def _frame(across: Axis, up: Axis, title: str) -> list[str]:
-    middle = (_TOP + _BOTTOM) / 2
-    parts = [text(_LEFT, 26, "Decode speed and what it costs", 'font-size="16" font-weight="bold"')]
-    for value in up.ticks():
-        y = up.at(value)
-        parts += [line(_LEFT, y, _EDGE, y, FAINT), text(_LEFT - 8, y + 4, f"{value:g}", 'text-anchor="end"')]
-    for value in across.ticks():
-        x = across.at(value)
-        parts += [line(x, _BOTTOM, x, _BOTTOM + 5, INK), text(x, _BOTTOM + 20, f"{value:g}", CENTRED)]
-    parts += [
-        line(_LEFT, _BOTTOM, _EDGE, _BOTTOM, INK),
-        line(_LEFT, _TOP, _LEFT, _BOTTOM, INK),
-        text((_LEFT + _EDGE) / 2, _BOTTOM + 46, title, CENTRED),
-        text(20, middle, "decode, tokens per second", f'{CENTRED} transform="rotate(-90 20 {middle:.1f})"'),
-        circle(_LEFT + 6, 46, _EXACT), text(_LEFT + 18, 50, "exact"),
-        diamond(_LEFT + 86, 46, _LOSSY), text(_LEFT + 98, 50, "lossy: may change what the model says"),
+    qualities = [_within_error(result[key], result.get(f"{key}_se")) for result in measured]
+    first, lossy = measured[0], [bool(result["lossy"]) for result in measured]
+    parts = [
+        text(_NAMES, 28, "Decode speed and what it costs", 'font-size="16" font-weight="bold"'),
+        text(_NAMES, 48, f"{first['tokens']} tokens; rounds: {first['rounds']}; {_LINES}", 'font-size="11"'),
+        circle(_NAMES + 6, 70, _EXACT), text(_NAMES + 18, 74, "exact"),
+        diamond(_NAMES + 86, 70, _LOSSY), text(_NAMES + 98, 74, "lossy: may change what the model says"),
+        text(_CACHED, _TOP - 10, "cached", 'text-anchor="end"'),
+        *(part for row, result in enumerate(measured) for part in _names(_middle(row) + 4, result)),
+        *_panel(_SPEED, "decode, tokens per second (more is better)", speeds, lossy, in_figures),
+        *_panel(_QUALITY, f"{title} (less is better)", qualities, lossy, lambda cost: f"{cost:#.3g}"),
     ]  # fmt: skip
+    return picture(_WIDTH, _middle(len(measured)) + 36, parts)
+
+
+def _names(y: float, result: dict[str, Any]) -> tuple[str, str]:
+    return text(_NAMES, y, result["preset"]), text(_CACHED, y, f"{result['cache_fraction']:.0%}", _FIGURE)
+
+
+def in_figures(speed: float) -> str:
+    """Tokens per second as people read them."""
+    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}"
+
+
+def _within_error(value: float, error: float | None) -> Spread:
+    return value - (error or 0.0), value, value + (error or 0.0)
+
+
+def _middle(row: int) -> float:
+    return _TOP + _ROW * (row + 0.5)
+
+
+def _panel(
+    edges: tuple[int, int], title: str, values: Sequence[Spread], lossy: Sequence[bool], form: Callable[[float], str]
+) -> list[str]:
+    """Rows of a mark at each value with a line from its low to its high end, and the value in figures."""
+    (left, right), bottom = edges, _TOP + _ROW * len(values)
+    axis = _axis(values, left, right)
+    parts = [text((left + right) / 2, _TOP - 10, title, CENTRED), line(left, bottom, right, bottom, INK)]
+    for tick in axis.ticks():
+        x = axis.at(tick)
+        parts += [line(x, _TOP, x, bottom, FAINT), text(x, bottom + 18, f"{tick:g}", CENTRED)]
+    for row, (spread, changes) in enumerate(zip(values, lossy, strict=True)):
+        y, colour, mark = _middle(row), *((_LOSSY, diamond) if changes else (_EXACT, circle))
+        low, x, high = (axis.at(max(each, axis.low)) for each in spread)
+        parts += [line(left, y, right, y, FAINT), line(low, y, high, y, colour, 'stroke-width="2"'), mark(x, y, colour)]
+        parts.append(text(right + _COLUMN, y + 4, form(spread[1]), _FIGURE))
     return parts
 
 
-def _mark(point: Point, across: Axis, up: Axis) -> str:
-    x, y = across.at(point.x), up.at(point.y)
-    spread = line(x, up.at(point.low), x, up.at(point.high), _EXACT if point.exact else _LOSSY)
-    return spread + (circle(x, y, _EXACT) if point.exact else diamond(x, y, _LOSSY))
-
-
-def _labels(points: Sequence[Point], across: Axis, up: Axis) -> tuple[list[str], list[str]]:
-    """A label for each point beside it, further up or down with a line to it where others are in the way: the lines,
-    and the labels."""
-    places = [(across.at(point.x), up.at(point.y)) for point in points]
-    taken = [_Box(x - 6, y - 6, x + 6, y + 6) for x, y in places]
-    leaders, labels = [], []
-    for point, (x, y) in sorted(zip(points, places, strict=True), key=lambda pair: pair[1][1]):
-        box, away = _free_place(x, y, _LETTER * len(point.label), taken)
-        taken.append(box)
-        if away:
-            end = box.left if box.left > x else box.right
-            leaders.append(line(x, y, end, box.middle, "#999"))
-        labels.append(text(box.left, box.bottom - 4, point.label))
-    return leaders, labels
-
-
-@dataclass(frozen=True, slots=True)
-class _Box:
-    left: float
-    top: float
-    right: float
-    bottom: float
-
-    @property
-    def middle(self) -> float:
-        return (self.top + self.bottom) / 2
-
-    def meets(self, other: _Box) -> bool:
-        return (
-            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
-        )
-
-
-def _free_place(x: float, y: float, width: float, taken: Sequence[_Box]) -> tuple[_Box, bool]:
-    """Where a label of this width goes, and whether it stands away from its point at (x, y)."""
-    beside = _label_box(x, y, width, 10, 0)
-    for lines in range(2 * (_BOTTOM - _TOP) // _LINE):
-        for gap in (10, -10) if lines == 0 else (24, -24):
-            for shift in (0,) if lines == 0 else (-lines * _LINE / 2, lines * _LINE / 2):
-                box = _label_box(x, y, width, gap, shift)
-                inside = box.left > _LEFT and box.right < _WIDTH and box.top > _TOP - _LINE and box.bottom <= _BOTTOM
-                if inside and not any(box.meets(other) for other in taken):
-                    return box, lines > 0
-    return beside, False
-
-
-def _label_box(x: float, y: float, width: float, gap: float, shift: float) -> _Box:
-    left = x + gap if gap > 0 else x + gap - width
-    return _Box(left, y + shift - _LINE / 2, left + width, y + shift + _LINE / 2)
+def _axis(values: Sequence[Spread], left: float, right: float) -> Axis:
+    """From a little below the lowest to a little above the highest. Values of 0 stand at a logarithmic axis's end."""
+    middles = [value for _, value, _ in values if value > 0]
+    highest = max(high for _, _, high in values)
+    if middles and max(middles) > _LOGARITHMIC_FROM * min(middles):
+        return Axis(min(middles) / 1.5, highest * 1.2, left, right, logarithmic=True)
+    lowest = min(low for low, _, _ in values)
+    margin = 0.05 * (highest - lowest) or abs(highest) or 1.0
+    return Axis(lowest - margin, highest + margin, left, right)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,14 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from tiermoe.cli import options as opt
-from tiermoe.cli.chart import draw
+from tiermoe.cli.chart import draw, in_figures
 from tiermoe.cli.evaluate import Prompt, TextFile, Tokens, Window, read_text, scored
-from tiermoe.cli.output import note, progress_bar, waiting
+from tiermoe.cli.output import note, progress_bar
 from tiermoe.config import format_size, settings
 from tiermoe.errors import ConfigError
-from tiermoe.measure.compare import BASELINES, eval_in_process, measure_all, presets_asked, summarise
+from tiermoe.measure.compare import BASELINES, Case, evaluate_apart, measure_all, presets_asked, summarise
 
-_WIDE = 200  # columns of a table that goes to a file or a pipe
+_WIDE = 120  # columns of a table that goes to a file or a pipe
 
 
 @opt.engine_options(without=["context", "preset", "set"])
@@ -29,8 +31,8 @@ def compare(
     text: TextFile,
     options: dict[str, Any],
     presets: Annotated[str, typer.Option(help="all, or names with commas.")] = "all",
-    tokens: Tokens = 1024,
-    window: Window = 256,
+    tokens: Tokens = 512,
+    window: Window = 128,
     prompt: Prompt = 32,
     rounds: Annotated[int, typer.Option(help="Times that each preset is measured.")] = 3,
     reference: Annotated[
@@ -42,16 +44,28 @@ def compare(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of JSON objects, one for each preset.")] = False,
 ) -> None:
-    """Measure presets on the same text and budget: speed, bytes, hits, waiting, and quality against 16 bits."""
+    """Measure presets on the same text and budget: speed, bytes, hits, and quality against 16 bits.
+
+    Each preset runs once a round, in a process of its own, from an empty cache
+    that a window which is not scored warms. Progress says how long it takes.
+
+    decode, prefill tok/s: medians over the rounds; range: decode's.
+    / lru: median of the ratios to that preset's decode speed within a round.
+    read a token: what a decoded token reads from the store.
+    hits: share of the experts that were in memory when they were asked for.
+    loss: of perplexity, against the checkpoint's own weights.
+    KL: divergence from those weights' distribution of the next token.
+    same top-1: how often the likeliest token is the same as theirs.
+    ±: standard error over the windows. --json has more: waiting, peak memory.
+    """
     settings(**options)
-    read_text(text)
+    content = read_text(text)
     names = presets_asked(presets)
     if rounds < 1:
         raise ConfigError(f"rounds must be at least 1, got {rounds}")
     if picture is not None:
         _check_picture(picture)
-    words = [model, *_words({**options, "text": text, "tokens": tokens, "window": window, "prompt": prompt})]
-    results = _measure(names, rounds, words, reference)
+    results = _measure(Case(model, content, (prompt, window, tokens), options, reference), names, rounds)
     if all("error" in result for result in results):
         raise ConfigError(f"no preset could be measured; {results[0]['preset']}: {results[0]['error']}")
     if as_json:
@@ -62,23 +76,17 @@ def compare(
         _write(picture, draw(results))
 
 
-def _words(options: dict[str, Any]) -> list[str]:
-    return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-
-
-def _measure(names: list[str], rounds: int, words: list[str], reference: str) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        if reference == "16bit":
-            with waiting("scoring the 16-bit weights"):
-                reference = str(Path(folder) / "reference")
-                eval_in_process([*words, "--save-reference", reference])
-        with progress_bar() as progress:
-            rows = measure_all(
-                names,
-                rounds,
-                lambda preset: eval_in_process([*words, "--preset", preset, "--reference", reference]),
-                lambda done, total: progress("measuring presets", done, total),
-            )
+def _measure(case: Case, names: list[str], rounds: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder, progress_bar() as progress:
+        if case.reference == "16bit":
+            case = replace(case, reference=str(Path(folder) / "reference"))
+            evaluate_apart(replace(case, save=Path(case.reference)), progress)
+        rows = measure_all(
+            names,
+            rounds,
+            lambda preset: evaluate_apart(replace(case, options={**case.options, "preset": preset}), progress),
+            lambda done, total: progress("measuring presets", done, total),
+        )
     return summarise(rows)
 
 
@@ -104,58 +112,53 @@ def _print(results: list[dict[str, Any]]) -> None:
     if any(result["lossy"] for result in measured):
         note("* lossy: may change what the model says")
     rounds, threads = measured[0]["rounds"], measured[0]["threads"]
-    note(
-        f"[{scored(measured[0])}; compute threads: {threads}; rounds: {rounds}, of which medians and decode's range; "
-        f"± is the standard error over windows]"
-    )
+    note(f"[{scored(measured[0])}; compute threads: {threads}; rounds: {rounds}; the figures: tiermoe compare --help]")
     for result in results:
         if "error" in result:
             note(f"{result['preset']} was not measured: {result['error']}")
 
 
 def _table(results: list[dict[str, Any]]) -> Table:
-    columns = _columns(results[0], results)
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    columns = _columns(results)
+    table = Table(box=SIMPLE_HEAD, padding=0)
     for index, (heading, _) in enumerate(columns):
-        table.add_column(heading, justify="right" if index else "left", no_wrap=not index, overflow="fold")
+        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
     for result in results:
         table.add_row(*(show(result) for _, show in columns))
     return table
 
 
-def _columns(first: dict[str, Any], results: list[dict[str, Any]]) -> list[tuple[str, Any]]:
-    columns: list[tuple[str, Any]] = [
+Column = tuple[str, Callable[[dict[str, Any]], str]]
+"""A heading, and what a row of results shows below it."""
+
+
+def _columns(results: list[dict[str, Any]]) -> list[Column]:
+    ratios = {f"/ {name}".replace("-", "-\n"): f"decode_vs_{name.replace('-', '_')}" for name in BASELINES}
+    columns: list[Column] = [
         ("preset", lambda row: row["preset"] + (" *" if row["lossy"] else "")),
         ("bits", lambda row: str(row["bits"])),
         ("cached", lambda row: f"{row['cache_fraction']:.0%}"),
-        ("decode tok/s", lambda row: f"{row['decode_tok_s']:.1f}"),
-        ("range", lambda row: "–".join(f"{value:.1f}" for value in row["decode_tok_s_range"])),
-        *_ratio_columns(first, "decode"),
-        ("prefill tok/s", lambda row: f"{row['prefill_tok_s']:.1f}"),
-        *_ratio_columns(first, "prefill"),
-        ("read a token", lambda row: format_size(row["bytes_per_token"])),
-        ("hits", lambda row: f"{row['hit_rate']:.1%}"),
-        ("waited", lambda row: f"{row['wait_s']:.1f} s"),
-        ("perplexity", lambda row: f"{row['perplexity']:.4g}"),
+        ("decode\ntok/s", lambda row: in_figures(row["decode_tok_s"])),
+        ("range", lambda row: "–".join(map(in_figures, row["decode_tok_s_range"]))),
+        *((heading, _ratio(key)) for heading, key in ratios.items() if key in results[0]),
+        ("prefill\ntok/s", lambda row: in_figures(row["prefill_tok_s"])),
+        ("read a\ntoken", lambda row: format_size(row["bytes_per_token"])),
+        ("hits", lambda row: f"{row['hit_rate']:.0%}"),
     ]
-    if any("kl" in result for result in results):
-        columns += [
-            ("loss", lambda row: f"{row['perplexity_loss']:.2%}" + _error(row, "perplexity_loss", ".2%")),
-            ("KL, nats", lambda row: f"{row['kl']:.3g}" + _error(row, "kl", ".1g")),
-            ("same top-1", lambda row: f"{row['same_top1']:.1%}"),
-        ]
-    return columns
+    if not all("kl" in result for result in results):
+        return [*columns, ("perplexity", lambda row: f"{row['perplexity']:.4g}")]
+    return [
+        *columns,
+        ("loss, %", lambda row: _with_error(row, "perplexity_loss", ".1f", 100)),
+        ("KL, nats", lambda row: _with_error(row, "kl", ".2g")),
+        ("same\ntop-1", lambda row: f"{row['same_top1']:.1%}"),
+    ]
 
 
-def _ratio_columns(first: dict[str, Any], phase: str) -> list[tuple[str, Any]]:
-    keys = [(baseline, f"{phase}_vs_{baseline.replace('-', '_')}") for baseline in BASELINES]
-    return [(f"/ {baseline}".replace("on-", "on-\n"), _ratio_of(key)) for baseline, key in keys if key in first]
-
-
-def _ratio_of(key: str) -> Any:
+def _ratio(key: str) -> Callable[[dict[str, Any]], str]:
     return lambda row: f"{row[key]:.2f}" if key in row else ""
 
 
-def _error(row: dict[str, Any], name: str, form: str) -> str:
+def _with_error(row: dict[str, Any], name: str, form: str, times: int = 1) -> str:
     error = row[f"{name}_se"]
-    return "" if error is None else f" ± {error:{form}}"
+    return f"{row[name] * times:{form}}" + ("" if error is None else f" ± {error * times:.1g}")

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from tiermoe.generation.loop import Report
     from tiermoe.model.prepare_store import Progress as ProgressCall
 
+SECONDS_BETWEEN = 10.0
+"""At least, between two lines of progress where standard error is no terminal."""
+
 
 def note(text: str) -> None:
     """A line on standard error."""
@@ -34,7 +37,7 @@ def waiting(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[ProgressCall]:
-    """A callback that shows progress: a bar on a terminal, else one line at the beginning and one at the end."""
+    """A callback that shows progress with the time left: a bar on a terminal, else a line now and then."""
     if not sys.stderr.isatty():
         yield _lines()
         return
@@ -58,28 +61,47 @@ def prompt_progress() -> Callable[[int, int], None]:
     read; nothing elsewhere."""
     if not sys.stderr.isatty():
         return lambda done, total: None
-    first: list[tuple[int, float]] = []
+    time_left = TimeLeft()
 
     def report(done: int, total: int) -> None:
-        now = time.perf_counter()
-        if not first:
-            first.append((done, now))
-        before, began = first[0]
-        left = f", {(total - done) * (now - began) / (done - before):.0f} s left" if done > before else ""
+        left = time_left(done, total)
         text = f"reading the prompt: {done:,} of {total:,} tokens{left}" if done < total else ""
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
     return report
 
 
+class TimeLeft:
+    """What a task that goes on evenly still takes, from the pace since its first call: ', 80 s left'."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+
+    def __call__(self, done: int, total: int) -> str:
+        """'' where nothing is known yet."""
+        now = time.perf_counter()
+        before, began = self._first = self._first or (done, now)
+        if done == before:
+            return ""
+        left = (total - done) * (now - began) / (done - before)
+        return f", {left:.0f} s left" if left < 120 else f", {left / 60:.0f} min left"
+
+
 def _lines() -> ProgressCall:
-    """A callback that writes a line when something begins, and one when it is done."""
-    begun: set[str] = set()
+    """A callback that writes a line when something begins, one now and then on the way, and one when it is done."""
+    tasks: dict[str, TimeLeft] = {}
+    last = 0.0
 
     def report(what: str, done: int, total: int) -> None:
-        if what not in begun:
-            begun.add(what)
+        nonlocal last
+        begins, now = what not in tasks, time.perf_counter()
+        left = tasks.setdefault(what, TimeLeft())(done, total)
+        if begins:
             note(f"{what}: {total} to do")
+            last = now
+        elif done < total and now - last >= SECONDS_BETWEEN:
+            note(f"{what}: {done} of {total}{left}")
+            last = now
         if done == total:
             note(f"{what}: done")
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import itemgetter
 from typing import Protocol
 
 import torch
@@ -13,6 +14,8 @@ import torch
 from tiermoe.kernels.expert import weighted_sum
 from tiermoe.kernels.native.experts import combine_many, combine_rows, combines
 from tiermoe.types import FEW_TOKENS
+
+_EXPERT = itemgetter(0)
 
 
 class Sums(Protocol):
@@ -42,7 +45,8 @@ def sums_of(hidden: torch.Tensor, chosen: list[list[int]], index: torch.Tensor, 
 
 
 class FewSums:
-    """Of one token, or of a few whose outputs the native sum takes: in Python's lists, which are faster for few.
+    """Of one token, or of a few whose outputs the native sum takes: in Python's lists, which are faster for few. An
+    expert that a token names twice computes it once.
 
     native: `combines` takes the outputs."""
 
@@ -50,7 +54,7 @@ class FewSums:
         self._hidden, self._chosen, self._weights, self._native = hidden, chosen, weights, native
         self._tokens_of: dict[int, list[int]] = {}
         for token, experts in enumerate(chosen):
-            for expert in experts:
+            for expert in dict.fromkeys(experts):
                 self._tokens_of.setdefault(expert, []).append(token)
         self._outputs: list[torch.Tensor] = []  # kept alive for their addresses
         self._row: dict[tuple[int, int], torch.Tensor] = {}  # by token and expert, where torch adds
@@ -75,7 +79,7 @@ class FewSums:
         if not self._native:
             return self._added()
         gates = self._weights.tolist()
-        ordered = [sorted(zip(*each, strict=True)) for each in zip(self._chosen, gates, strict=True)]
+        ordered = [sorted(zip(*each, strict=True), key=_EXPERT) for each in zip(self._chosen, gates, strict=True)]
         addresses = [[self._address.get((token, expert), 0) for expert, _ in row] for token, row in enumerate(ordered)]
         if len(ordered) == 1:
             return combine_rows(addresses[0], [gate for _, gate in ordered[0]], self._hidden.shape[1])
@@ -84,11 +88,12 @@ class FewSums:
 
     def _added(self) -> torch.Tensor:
         """The one token's sum."""
-        came = sorted(expert for _, expert in self._row)
-        if not came:
+        chosen = self._chosen[0]
+        ascending = sorted(range(len(chosen)), key=chosen.__getitem__)
+        places = [place for place in ascending if (0, chosen[place]) in self._row]
+        if not places:
             return torch.zeros_like(self._hidden)
-        places = [self._chosen[0].index(expert) for expert in came]
-        return weighted_sum([self._row[0, expert] for expert in came], self._weights[0], places)
+        return weighted_sum([self._row[0, chosen[place]] for place in places], self._weights[0], places)
 
 
 class Choices:
@@ -100,7 +105,7 @@ class Choices:
         by_expert = index.t().reshape(-1).argsort(stable=True)
         self.shape = index.shape
         self.token = by_expert % index.shape[0]
-        self.place = index.argsort(dim=1).argsort(dim=1).t().reshape(-1)[by_expert]
+        self.place = index.argsort(dim=1, stable=True).argsort(dim=1).t().reshape(-1)[by_expert]
         self.gates = weights.t().reshape(-1)[by_expert]
         self.count = torch.bincount(index.reshape(-1)).tolist()
         self._ends = list(accumulate(self.count))

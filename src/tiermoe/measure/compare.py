@@ -1,17 +1,19 @@
 """Presets side by side: each measured in a process of its own, round after round, and summed up over the rounds.
 
 A process of its own gives every preset the same empty start and the same budget, and a preset that cannot run takes no
-other with it. Every other round goes backwards, so that a machine that slows down or speeds up favours no preset.
+other with it. The processes are forked from one that has imported torch, which took longer than many a measurement.
+Every other round goes backwards, so that a machine that slows down or speeds up favours no preset.
 """
 
 from __future__ import annotations
 
-import json
+import multiprocessing
+import signal
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from tiermoe.errors import ConfigError, TiermoeError
@@ -51,6 +53,7 @@ def measure_all(
     """Measures each preset once a round; one that fails is not run again. progress: called with (done, in all)."""
     rows = [Measured(preset) for preset in presets]
     done, total = 0, rounds * len(rows)
+    progress(done, total)
     for round_ in range(rounds):
         for row in rows if round_ % 2 == 0 else reversed(rows):
             if row.error is None:
@@ -109,15 +112,71 @@ def _ratios(row: Measured, by_name: dict[str, Measured]) -> dict[str, float]:
     return ratios
 
 
-def eval_in_process(words: Sequence[str]) -> dict[str, Any]:
-    """Runs `tiermoe eval WORDS --json` in a process of its own. TiermoeError with the reason where it fails."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tiermoe", "eval", *words, "--json"], capture_output=True, text=True, check=False
-    )
-    if done.returncode == 0:
-        result: dict[str, Any] = json.loads(done.stdout)[0]
-        return result
-    if done.returncode < 0:
-        raise TiermoeError(f"its process was ended by signal {-done.returncode}; 9 is often the system out of memory")
-    said = [line for line in done.stderr.splitlines() if line.strip()]
-    raise TiermoeError(said[-1].removeprefix("tiermoe: ") if said else f"its process ended with {done.returncode}")
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What one process evaluates. shape: tokens of a window's prompt, scored tokens of a window, and of all. options:
+    of `tiermoe.load`. reference: as `Evaluation.run` takes it. save: the file to which the 16-bit weights' scores go,
+    instead of an evaluation."""
+
+    model: str
+    text: str
+    shape: tuple[int, int, int]
+    options: dict[str, Any]
+    reference: str = "none"
+    save: Path | None = None
+
+
+def evaluate_apart(case: Case, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
+    """The object that `tiermoe eval --json` prints, from a process of its own. It is forked from a server that has
+    imported torch, where the system can fork. progress: of packing and of the 16-bit weights, not of the scoring.
+    TiermoeError with the reason where the evaluation fails."""
+    start = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context: Any = multiprocessing.get_context(start)
+    context.set_forkserver_preload(["tiermoe.measure.fork_server"])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_evaluate, args=(case, sender), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        while True:
+            kind, said = receiver.recv()
+            if kind == "progress":
+                progress(*said)
+            elif kind == "error":
+                raise TiermoeError(said)
+            else:
+                result: dict[str, Any] = said
+                return result
+    except EOFError:
+        process.join()
+        raise TiermoeError(_ended(process.exitcode or 0)) from None
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _ended(code: int) -> str:
+    if code < 0:
+        return f"its process was ended by signal {-code}; 9 is often the system out of memory"
+    return f"its process ended with {code}"
+
+
+def _evaluate(case: Case, sender: Connection) -> None:
+    """Runs in the process: sends progress, and in the end the result or what went wrong."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked ends this one
+    from tiermoe.measure.fork_server import evaluate, windows  # late: the process that asks needs no torch
+
+    def told(what: str, done: int, total: int) -> None:
+        if what != evaluate.SCORING:
+            sender.send(("progress", (what, done, total)))
+
+    try:
+        evaluation = evaluate.prepare(case.model, case.text, windows.Shape(*case.shape), case.options)
+        if case.save is not None:
+            sender.send(("result", evaluation.save_reference(case.save, told)))
+        else:
+            sender.send(("result", evaluation.run(case.reference, told)))
+    except TiermoeError as error:
+        sender.send(("error", str(error)))
+    except Exception as error:  # one preset's failure takes no other with it
+        sender.send(("error", f"{type(error).__name__}: {error}"))

@@ -33,6 +33,9 @@ from tiermoe.model.blueprint import Blueprint, inspect_model
 from tiermoe.model.hub import load_tokenizer, resolve_model
 from tiermoe.model.prepare_store import Progress, store_root
 
+SCORING = "scoring"
+"""What the progress of an evaluation's windows is called."""
+
 _SHARED = ("memory", "device", "gpu_memory", "lanes", "threads", "store")
 """Options of the preset's engine that the reference's has too; its precision, chunk and cache are its own."""
 
@@ -73,7 +76,7 @@ def evaluate(model: Any, windows: Windows, reference: Reference | None, progress
         decode_window(model, window, windows.shape.prompt, logits, prefill, decode)
         rows = reference.window(index) if reference is not None else None
         scores.append(scoring.score_tokens(logits, windows.targets(window), rows))
-        progress("scoring", index + 1, len(windows.scored))
+        progress(SCORING, index + 1, len(windows.scored))
     return {**_speed(model, prefill, decode), **scoring.summarise(scores)}
 
 

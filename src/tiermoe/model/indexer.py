@@ -40,9 +40,12 @@ class Indexer:
     its own. The first columns of queries and keys are turned.
 
     Scores are float32, as in transformers, and each token's are computed by themselves over its own positions alone:
-    what a token attends to depends neither on the other tokens of a step nor on how a prompt was cut. Of equal scores
-    the one is chosen that `torch.topk` finds among the token's positions, as where transformers decodes one by one. In
-    a prompt transformers searches rows that positions to come make longer, and may choose another of the equals."""
+    what a token attends to depends neither on the other tokens of a step nor on how a prompt was cut. Few heads give
+    many equal scores: a position that no head finds has 0. Of equal scores the one is chosen that `torch.topk` finds
+    among the token's positions, as where transformers decodes one by one. Which one that is depends on the length of
+    the row. In a prompt transformers' rows have all positions of the prompt, so it may choose another of the equals,
+    and its logits of the prompt differ from those of its own decoding: of random weights with two heads by any amount.
+    """
 
     narrow: Linear
     narrow_norm: Norm
