@@ -82,7 +82,6 @@ class Intake:
             self.held -= nbytes
 
 
-
 class Share:
     """What one request holds of an intake, until it is answered (`with`)."""
 
