@@ -20,7 +20,7 @@ import pytest
 from serving import KEY, Scripted, running
 from tiermoe.serve.app import create_app
 from tiermoe.serve.guards import Hosts
-from tiermoe.serve.intake import Intake, longest_text
+from tiermoe.serve.intake import Intake
 from tiermoe.serve.served import Served
 
 JSON = {"Content-Type": "application/json"}
@@ -84,6 +84,12 @@ def test_too_much_is_refused_before_anything_is_made_of_it(
     response = asyncio.run(asked())
     assert (response.status_code, calls) == (status, [])
     assert response.json()["error"].get("param") == param
+
+
+def test_punctuation_of_a_text_is_no_structure(http: httpx.Client) -> None:
+    text = '[{"a\\\\":1,},' * 10_000
+    assert http.post("/tokenize", json={"prompt": "a", "metadata": text}).status_code == 200
+    assert http.post("/tokenize", json={"prompt": "a", "metadata": [{"a": 1}] * 30_000}).status_code == 413
 
 
 def test_nobody_waits_for_a_text_that_is_tokenized(served: Served) -> None:
@@ -171,7 +177,7 @@ NESTED: list[tuple[str, Any, str | None]] = [
     ("/v1/chat/completions", {"messages": [call(DEEP)]}, "messages"),
     ("/tokenize", {"messages": [call(DEEP)]}, "messages"),
     ("/v1/responses", {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": DEEP}]}, "input"),
-    ("/v1/completions", DEEP, None),
+    ("/v1/completions", "[" * 10_000, None),
     ("/v1/responses", {"input": "a", "metadata": nested(110)}, None),
 ]
 
@@ -224,7 +230,9 @@ def test_clients_hear_that_a_body_is_too_large(address: str, ask: Any, chunks: b
 
 
 def test_a_body_has_one_length(address: str) -> None:
-    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer secret\r\nContent-Type: application/json\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer secret\r\nContent-Type: application/json\r\n"
+    )
     body = "Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n12345\r\n0\r\n\r\n"
     place = urlsplit(address)
     with socket.create_connection((place.hostname, place.port)) as connection:

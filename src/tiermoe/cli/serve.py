@@ -231,7 +231,8 @@ def _need_libraries() -> None:
 def _listen(host: str, port: int) -> socket.socket:
     """ConfigError where the address cannot be had: before minutes of loading."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # by its protocol asyncio knows that small writes, a token's event, are to be sent at once
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

@@ -148,7 +148,7 @@ async def _whole(incoming: _Incoming, share: Share) -> bytes | None:
     if incoming.left:
         return None
     body = b"".join(parts)
-    share.hold_values(body)
+    await share.hold_values(body)
     return body
 
 

@@ -21,10 +21,10 @@ _T = TypeVar("_T")
 
 _LEAST = 48 << 20  # bytes for requests in flight, beside those for each token of the context
 _TOKEN_OF_CONTEXT = 1 << 10
-_SHARES = 4  # so many of the largest requests fit
+_SHARES = 8  # so many of the largest requests fit
 _TEXT = 8  # bytes for each byte of a body: it, its texts and what a template makes of them, some at 4 a character
 _VALUE = 96  # bytes for each value of a body: half a dict with one entry
-_STRUCTURE = (b",", b":", b"[", b"{")  # there are no more values than these, and one
+_BEGIN_VALUES = (b",", b":", b"[", b"{")
 _TOKEN = 44  # bytes of a token id in a list
 _SMALL = 16 << 10  # bytes of a body that waits for no larger one
 _SMALL_AT_ONCE = 2
@@ -49,6 +49,16 @@ def requests_bytes(context: int) -> int:
     return intake_bytes(context) + _TOKENIZING * (longest_text(context) + small)
 
 
+def values_of(body: bytes, most: int) -> int:
+    """Values of a JSON text but for the outermost, as far as it is one: what may begin them outside of strings. Where
+    there are more than `most` strings, as many as there are strings."""
+    body = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    if (quotes := body.count(b'"')) > 2 * most:
+        return quotes // 2
+    outside = b"".join(body.split(b'"')[::2])
+    return sum(map(outside.count, _BEGIN_VALUES))
+
+
 class Intake:
     """Bytes that requests in flight hold together, in a server of up to `context` tokens a request, and the threads
     that prepare them. on_refusal: told of each request that finds too little."""
@@ -59,6 +69,7 @@ class Intake:
         self.largest_body = self.largest // _TEXT
         self.held = 0
         self._on_refusal = on_refusal
+        self.turn = asyncio.Lock()
         self._lock = threading.Lock()
         # threads of their own: what each one's allocator keeps is bounded
         self.small = ThreadPoolExecutor(_SMALL_AT_ONCE, "tiermoe-small")
@@ -92,7 +103,11 @@ class Share:
 
     @property
     def threads(self) -> ThreadPoolExecutor:
-        return self._intake.small if self._body <= _SMALL else self._intake.large
+        return self._intake.small if self._small else self._intake.large
+
+    @property
+    def _small(self) -> bool:
+        return self._body <= _SMALL
 
     def __enter__(self) -> Share:
         _CURRENT.set(self)
@@ -108,9 +123,14 @@ class Share:
             raise too_large(self._intake.largest_body)
         self._take(len(part))
 
-    def hold_values(self, body: bytes) -> None:
-        """The whole body is parsed next. Refused with 413 or 503 where it would become too much."""
-        self._take((_TEXT - 1) * len(body) + _VALUE * sum(map(body.count, _STRUCTURE)))
+    async def hold_values(self, body: bytes) -> None:
+        """The whole body is parsed next, a large one in a round of the event loop of its own: others' requests come
+        between two of them. Refused with 413 or 503 where it would become too much."""
+        values = values_of(body, self._intake.largest // _VALUE)
+        self._take((_TEXT - 1) * len(body) + _VALUE * values)
+        if not self._small:
+            async with self._intake.turn:
+                await asyncio.sleep(0)
 
     def hold_tokens(self, count: int) -> None:
         """Refused with 413 or 503 where they are too many."""
