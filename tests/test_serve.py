@@ -483,4 +483,7 @@ def test_bad_options(tiermoe_: Command) -> None:
     assert "the API key is empty" in tiermoe_("serve", "nowhere", "--api-key", " ").cause
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"cannot listen on 127.0.0.1:{port}" in tiermoe_("serve", "nowhere", "--port", port).cause
+        cause = tiermoe_("serve", "nowhere", "--port", port).cause
+        assert f"cannot listen on 127.0.0.1:{port}" in cause
+        assert "another --port" in cause
+    assert "another --host" in tiermoe_("serve", "nowhere", "--host", "192.0.2.1").cause  # of nobody: RFC 5737
