@@ -73,17 +73,18 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        incoming = _Incoming(receive)
+        incoming, refusal = _Incoming(receive), None
         with Share(self._intake) as share:
             try:
-                headers = Headers(scope=scope)
-                self._check(scope, headers)
+                self._check(scope, Headers(scope=scope))
                 body = await _whole(incoming, share)
             except Refused as error:
-                await self._refuse(error, scope, incoming, send)
-                return
-            if body is not None:
-                await self._app(scope, _again(body, receive), send)
+                refusal = error
+            else:
+                if body is not None:
+                    await self._app(scope, _again(body, receive), send)
+        if refusal is not None:  # which takes a while, and holds nothing
+            await self._refuse(refusal, scope, incoming, send)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         """By what is known before the body."""

@@ -110,10 +110,11 @@ class Share:
         return self._body <= _SMALL
 
     def __enter__(self) -> Share:
-        _CURRENT.set(self)
+        self._before = _CURRENT.set(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        _CURRENT.reset(self._before)
         self._intake.remove(self._held)
 
     def hold_part(self, part: bytes) -> None:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tiermoe.serve.bounds import from_json
 
 HEADER = "x-session-id"
-GATHERED = 4 << 20  # most bytes of a body that is looked into
+GATHERED = 1 << 20  # most bytes of a body that is looked into: everybody waits while it is parsed
 _BEGIN = 256
 """Characters of a text that is continued, or token ids, by which it is known: more come with every call."""
 
@@ -69,7 +69,7 @@ def session_of(body: bytes) -> str | None:
     except ValueError:
         return None
     begun = _beginning(asked) if isinstance(asked, dict) else None
-    return hashlib.sha256(begun.encode(errors="replace")).hexdigest()[:32] if begun else None
+    return hashlib.sha256(begun.encode()).hexdigest()[:32] if begun else None
 
 
 def _beginning(asked: Mapping[str, Any]) -> str | None:
