@@ -19,8 +19,7 @@ from tiermoe.serve.intake import Intake, Share, too_large
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _OPEN = ("/", "/health", "/metrics")  # asked without a key
 _BODY_S = 60  # for a body to come
-_DRAINED = 64 << 20  # bytes of a body that is refused, read so that the client reads why
-_DRAINING_S = 10
+_DRAINING_S = 10  # of reading a body that is refused, so that the client reads why
 
 
 class Hosts:
@@ -113,11 +112,10 @@ class Guard:
         answer = JSONResponse(self._body(scope["path"], error), error.status, headers)
         await send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
         await send({"type": "http.response.body", "body": answer.body, "more_body": True})
-        had = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_DRAINING_S):
-                while not incoming.ended and had < _DRAINED:
-                    had += len(await incoming.part())
+                while not incoming.ended:
+                    await incoming.part()
         await send({"type": "http.response.body", "body": b""})
 
 
