@@ -14,7 +14,8 @@ from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.memory.activations import longest_request
 from tiermoe.model.blueprint import Blueprint, inspect_model
 from tiermoe.process import footprint
-from tiermoe.serve.room import MOST_AT_ONCE, requests_at_once, with_room
+from tiermoe.serve.intake import Intake
+from tiermoe.serve.room import MOST_AT_ONCE, requests_at_once, use_of_server, with_room
 from tiermoe.types import USUAL, Use
 from tiny import write
 
@@ -77,6 +78,15 @@ def test_a_server_shares_what_experts_can_do_without(blueprint: Blueprint) -> No
     assert "--kv-memory names another size" in said[0]
     none, use = with_room(blueprint, asked(1 << 20), USUAL, said.append)
     assert (none.batch, use.kv_memory) == (1, None)  # the plan says what is missing
+
+
+def test_requests_in_flight_are_in_the_plan(blueprint: Blueprint) -> None:
+    little = asked(1 << 32)
+    use = use_of_server(blueprint, little)
+    plan, without = plan_for(blueprint, little, use), plan_for(blueprint, little, replace(use, requests=0))
+    assert plan.requests == plan.fixed - without.fixed == {w: n for w, n, _ in plan.rows()}["requests in flight"]
+    assert plan.total == sum(nbytes for _, nbytes, _ in plan.rows())
+    assert Intake(plan.context, lambda: None).most < plan.requests  # the tokenizer takes some
 
 
 def test_what_the_process_holds_is_measured_once(blueprint: Blueprint, monkeypatch: pytest.MonkeyPatch) -> None:

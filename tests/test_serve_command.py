@@ -41,6 +41,8 @@ def test_a_server_answers_while_it_loads_and_ends_its_answers(
         models = client.get("/v1/models")
         assert models.status_code == 200 or "being loaded" in models.json()["error"]["message"]
     assert client.get("/health").json() == {"status": "ok"}
+    assert client.get("/health", headers={"Host": "evil.example:8000"}).status_code == 403
+    assert "Access-Control-Allow-Origin" not in client.get("/health", headers={"Origin": "http://localhost:1"}).headers
     asked = {"prompt": "Once upon a time", "max_tokens": 60, "stream": True, "temperature": 0}
     with client.stream("POST", "/v1/completions", json=asked) as response:
         lines = response.iter_lines()

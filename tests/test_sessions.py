@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
-from tiermoe.serve.guards import LARGEST_BODY
-from tiermoe.serve.sessions import HEADER, SessionId, session_of
+from tiermoe.serve.sessions import GATHERED, HEADER, SessionId, session_of
 
 SYSTEM, FIRST, ANSWER, SECOND = "be brief", "who is there", "a king", "and who else"
 CHAT = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": FIRST}]
@@ -85,5 +84,5 @@ def test_the_header_is_made_and_the_body_kept() -> None:
 
 
 def test_a_body_that_is_too_large_is_not_gathered() -> None:
-    large = [b" " * (LARGEST_BODY + 1), b"{}", b""]
+    large = [b" " * (GATHERED + 1), b"{}", b""]
     assert asked(large) == (None, b"".join(large))

@@ -171,11 +171,13 @@ class Use:
     """What whoever runs an engine asks of a step. prompts: chunks of so many sequences' prompts at the most, and beside
     them a token of each; None: a chunk of each. scored: the logits of so many tokens at the most, beside those of a
     sequence's last one. kv_memory: bytes that the keys and values of all sequences take together at the most; None:
-    those of each one's context."""
+    those of each one's context. requests: bytes that a server's requests in flight take beside the engine at the
+    most."""
 
     prompts: int | None = None
     scored: int = 0
     kv_memory: int | None = None
+    requests: int = 0
 
 
 USUAL = Use()

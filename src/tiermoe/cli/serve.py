@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import socket
 import threading
@@ -35,6 +36,22 @@ def serve(
     api_key: Annotated[
         str | None,
         typer.Option(help="What clients must name. Default: nothing.", envvar="TIERMOE_API_KEY", show_default=False),
+    ] = None,
+    allowed_hosts: Annotated[
+        str | None,
+        typer.Option(
+            help="Names, with commas between them, that the server may be asked for by, as clients' Host header says; "
+            "* is any. Default: those of this machine alone and --host, and any where there is an --api-key.",
+            show_default=False,
+        ),
+    ] = None,
+    allowed_origins: Annotated[
+        str | None,
+        typer.Option(
+            help="Web pages, with commas between them, that browsers let ask, like http://localhost:3000; * is any. "
+            "Default: the server's own page alone.",
+            show_default=False,
+        ),
     ] = None,
     max_batch: Annotated[
         int | None,
@@ -104,6 +121,7 @@ def serve(
             chosen["folder"] = folder_for(prefix_disk, most, blueprint, settings(**options))
         chosen["sampling"] = choose_sampling(blueprint, {}, make_sampling(temperature=1.0))
 
+    access = _access(api_key, host, allowed_hosts, allowed_origins)
     options = options if max_batch is None else {**options, "batch": max_batch}
     shown = name or (Path(model).name if Path(model).exists() else model)
     if replicas > 1:
@@ -112,12 +130,12 @@ def serve(
         whole, share, shared = prepared(model, options, replicas, context_for, shared)
         from tiermoe.serve.replicas import Deployed
 
-        deployed = Deployed(whole, share, shown, chosen["sampling"], api_key, max_queue, shared)
+        deployed = Deployed(whole, share, shown, chosen["sampling"], access, max_queue, shared)
         run_replicas(deployed, replicas, address, GRACE_S, _wait_for_a_signal)
         return
     with _answering(listener) as gate:
         session = open_session(model, options, context_for, gate.report, served=True, kv_memory=shared)
-        _run(session, gate, listener, shown, api_key, max_queue, **chosen)
+        _run(session, gate, listener, shown, access, max_queue, **chosen)
 
 
 @contextmanager
@@ -141,8 +159,8 @@ def _answering(listener: socket.socket) -> Iterator[Any]:
 
 
 def _run(
-    session: Any, gate: Any, listener: socket.socket, name: str, key: str | None, max_queue: int, *, sampling: Any,
-    folder: Any,
+    session: Any, gate: Any, listener: socket.socket, name: str, access: dict[str, Any], max_queue: int, *,
+    sampling: Any, folder: Any,
 ) -> None:  # fmt: skip
     from tiermoe.serve.app import create_app
     from tiermoe.serve.assembly import served_of
@@ -152,7 +170,7 @@ def _run(
     disk = disk_of(engine, folder, note) if folder else None
     served = served_of(engine, session.tokenizer, name, sampling, max_queue, disk)
     worker = served.worker
-    gate.app = create_app(served, key)
+    gate.app = create_app(served, **access)
     host, port = listener.getsockname()[:2]
     note(f"{name} at http://{host}:{port}/v1; Ctrl-C ends the server")
     try:
@@ -163,6 +181,19 @@ def _run(
         if worker.batcher.disk is not None:
             worker.batcher.disk.close(LAST_WRITES_S)
         engine.close()
+
+
+def _access(key: str | None, host: str, hosts: str | None, origins: str | None) -> dict[str, Any]:
+    """Who is answered, as `create_app` takes it. A page that is not ours cannot name the key: with one, the server may
+    be called anything."""
+    from tiermoe.serve.guards import Hosts
+
+    known = Hosts(host, _split(hosts)) if key is None or hosts is not None else None
+    return {"key": key, "hosts": known, "origins": _split(origins)}
+
+
+def _split(names: str | None) -> list[str]:
+    return [name.strip() for name in (names or "").split(",") if name.strip()]
 
 
 def _prefix_bytes(root: Path | None, size: str | None) -> int:
@@ -200,13 +231,15 @@ def _need_libraries() -> None:
 def _listen(host: str, port: int) -> socket.socket:
     """ConfigError where the address cannot be had: before minutes of loading."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # by its protocol asyncio knows that small writes, a token's event, are to be sent at once
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
+        wrong = "--host" if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL else "--port"
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port"
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {wrong}"
         ) from error
     return listener

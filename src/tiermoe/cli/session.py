@@ -79,10 +79,9 @@ def _as_served(blueprint: Any, asked: Any, batch_named: bool, kv_memory: int | N
     """Settings and use of a server."""
     from dataclasses import replace
 
-    from tiermoe.serve.room import MOST_AT_ONCE, with_room
-    from tiermoe.serve.scoring import use_of
+    from tiermoe.serve.room import MOST_AT_ONCE, use_of_server, with_room
 
-    use = use_of(blueprint.config.vocab_size, asked.chunk)
+    use = use_of_server(blueprint, asked)
     if kv_memory is None:
         return (asked, use) if batch_named else with_room(blueprint, asked, use, note)
     batch = asked.batch if batch_named else MOST_AT_ONCE

@@ -77,6 +77,10 @@ class MemoryPlan:
         return running(self.needs, "staging")
 
     @property
+    def requests(self) -> int:
+        return running(self.needs, "requests")
+
+    @property
     def packing(self) -> int:
         """All that is held while the store is packed, 0 where it lacks nothing."""
         return total(self.needs, Phase.PACKING)
@@ -122,7 +126,7 @@ class MemoryPlan:
 
     def parts(self) -> dict[str, int]:
         """Name → bytes while the model runs."""
-        names = ("interpreter", "dense", "kv_cache", "activations", "staging", "experts")
+        names = ("interpreter", "dense", "kv_cache", "activations", "staging", "requests", "experts")
         return {name: getattr(self, name) for name in names}
 
     def phases(self) -> list[tuple[str, int, str]]:
@@ -141,8 +145,13 @@ class MemoryPlan:
             ("key/value cache", self.kv_cache, self._tokens()),
             ("activations", self.activations, "of one prefill chunk"),
             ("staging", self.staging, "reading lanes"),
+            *self._request_rows(),
             ("expert cache", self.experts, self._share(self.pools)),
         ]
+
+    def _request_rows(self) -> list[tuple[str, int, str]]:
+        """Of a server."""
+        return [("requests in flight", self.requests, "bodies, texts, token ids")] if self.requests else []
 
     def _tokens(self) -> str:
         shared = "" if self.kv_memory is None else "shared by requests of up to "
@@ -216,6 +225,7 @@ class GpuMemoryPlan(MemoryPlan):
             ("GPU: in all", self.gpu_total, budget),
             ("interpreter and libraries", self.interpreter, "measured in this process"),
             ("staging", self.staging, "reading lanes"),
+            *self._request_rows(),
             ("pinned expert cache", self.host_experts, self._share(self.host_pools)),
         ]
 

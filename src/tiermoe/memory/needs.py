@@ -74,6 +74,7 @@ def while_running(model: Inputs) -> list[Need]:
         *decoder_needs(blueprint, formats, settings, load, model.device),
         Need("staging", staging_bytes(formats, settings.lanes or LANES), Phase.RUNNING, "reading lanes"),
         Need("staging", held, Phase.RUNNING, "the store in memory"),
+        *([Need("requests", model.use.requests, Phase.RUNNING, "those in flight")] if model.use.requests else []),
     ]
 
 

@@ -10,7 +10,7 @@ from fastapi import Request as HttpRequest
 
 from tiermoe.errors import PromptError
 from tiermoe.serve.batcher import TooLongError
-from tiermoe.serve.errors import Refused
+from tiermoe.serve.errors import TOO_LONG, Refused
 from tiermoe.serve.request import Piece, Request
 from tiermoe.serve.worker import Answer, ClosingError, QueueFullError, Worker
 
@@ -60,7 +60,7 @@ async def _with_first(
 def failure(error: BaseException) -> Refused:
     """What a client is told of an error."""
     if isinstance(error, PromptError):
-        code = "context_length_exceeded" if isinstance(error, TooLongError) else None  # by which agents shorten
+        code = TOO_LONG if isinstance(error, TooLongError) else None
         return Refused(400, str(error), "prompt", code=code)
     status = 503 if isinstance(error, QueueFullError | ClosingError) else 500
     return Refused(status, str(error), kind="server_error")

@@ -16,6 +16,7 @@ from tiermoe.serve.anthropic_events import Growing
 from tiermoe.serve.anthropic_fields import CountRequest, MessagesRequest
 from tiermoe.serve.chats import Chat, Prepared, prepare
 from tiermoe.serve.errors import Refused
+from tiermoe.serve.intake import aside
 from tiermoe.serve.request import Piece, Request
 from tiermoe.serve.served import Served
 
@@ -24,6 +25,7 @@ _KINDS = {
     400: "invalid_request_error",
     405: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     503: "overloaded_error",
@@ -41,7 +43,7 @@ def routes(app: FastAPI, served: Served) -> None:
 
     @app.post(PATH, response_model=None, responses=ANSWERS)
     async def messages(asked: MessagesRequest, http: HttpRequest) -> Response | dict[str, Any]:
-        prepared = _prepared(served, asked)
+        prepared = await _prepared(served, asked)
         answers = together(served.worker, [_request(served, asked, prepared)])
         pieces = await begun(http, answers)
         growing = Growing(served.name, prepared.reader(), len(prepared.ids))
@@ -52,15 +54,14 @@ def routes(app: FastAPI, served: Served) -> None:
 
     @app.post(f"{PATH}/count_tokens")
     async def count_tokens(asked: CountRequest) -> dict[str, int]:
-        return {"input_tokens": len(_prepared(served, asked).ids)}
+        return {"input_tokens": len((await _prepared(served, asked)).ids)}
 
 
-def _prepared(served: Served, asked: CountRequest) -> Prepared:
+async def _prepared(served: Served, asked: CountRequest) -> Prepared:
     asked.check()
     served.check_model(asked.model)
-    return prepare(
-        served, Chat(asked.plain, asked.functions, asked.choice, asked.answer_schema, asked.told, asked.parallel)
-    )
+    chat = Chat(asked.plain, asked.functions, asked.choice, asked.answer_schema, asked.told, asked.parallel)
+    return await aside(prepare, served, chat)
 
 
 def _request(served: Served, asked: MessagesRequest, prepared: Prepared) -> Request:

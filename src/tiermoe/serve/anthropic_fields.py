@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from tiermoe.serve.bounds import Several, StopStrings, Tools
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.openai_fields import text_alone
 
@@ -39,7 +40,7 @@ class CallBlock(BaseModel):
 class ResultBlock(BaseModel):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[Annotated[TextBlock, BeforeValidator(text_alone)]] | None = None
+    content: str | Several[Annotated[TextBlock, BeforeValidator(text_alone)]] | None = None
 
 
 Block = Annotated[TextBlock | ThinkingBlock | RedactedBlock | CallBlock | ResultBlock, Field(discriminator="type")]
@@ -47,7 +48,7 @@ Block = Annotated[TextBlock | ThinkingBlock | RedactedBlock | CallBlock | Result
 
 class Message(BaseModel):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Several[Block]
 
     @property
     def plain(self) -> list[dict[str, Any]]:
@@ -113,9 +114,9 @@ class CountRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str = ""
-    messages: list[Message] = Field(min_length=1)
-    system: str | list[TextBlock] | None = None
-    tools: list[Tool] | None = None
+    messages: Several[Message] = Field(min_length=1)
+    system: str | Several[TextBlock] | None = None
+    tools: Tools[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -173,7 +174,7 @@ class CountRequest(BaseModel):
 class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=1)
     stream: bool = False
-    stop_sequences: list[str] | None = None
+    stop_sequences: StopStrings | None = None
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)

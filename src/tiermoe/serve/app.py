@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -12,13 +12,16 @@ from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from tiermoe.serve import anthropic, openai, responses
+from tiermoe.serve.bounds import Several, TokenIds, from_json
 from tiermoe.serve.errors import RETRY_S, Refused
 from tiermoe.serve.experts import experts_of
-from tiermoe.serve.guards import Guard
+from tiermoe.serve.guards import Guard, Hosts
+from tiermoe.serve.intake import Intake, aside
 from tiermoe.serve.openai_answers import error_body
 from tiermoe.serve.openai_fields import Message
 from tiermoe.serve.page import page
@@ -27,40 +30,41 @@ from tiermoe.serve.served import Served
 _REFUSALS: dict[int | str, str] = {
     400: "What was asked for cannot be done; the message says why",
     401: "The API key is missing or wrong",
+    403: "The server is not called what the request names as its host",
     404: "There is no such model",
+    408: "The body has not come in time",
     413: "The body is too large",
     500: "Computing failed",
-    503: "The model is being loaded, the queue is full, or the server is about to end",
+    503: "The model is being loaded, the queue or the memory for requests is full, or the server is about to end",
 }
 
 
 class TokenizeRequest(BaseModel):
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Several[Message] | None = None
     add_special_tokens: bool = True
 
 
 class DetokenizeRequest(BaseModel):
-    tokens: list[int]
+    tokens: TokenIds
 
 
-def create_app(served: Served, key: str | None = None) -> FastAPI:
-    """The routes over a model. key: what clients must name, by Bearer or X-Api-Key; None: nothing."""
+def create_app(
+    served: Served, key: str | None = None, hosts: Hosts | None = None, origins: Sequence[str] = ()
+) -> FastAPI:
+    """The routes over a model. key: what clients must name, by Bearer or X-Api-Key; None: nothing. hosts: what they may
+    call the server; None: anything. origins: of web pages of others that a browser lets ask; '*': of all."""
     app = FastAPI(
         title="tiermoe",
         version="1",
         docs_url=None,
         redoc_url=None,
-        default_response_class=Ascii,
         responses={status: {"description": text} for status, text in _REFUSALS.items()},
     )
-    app.add_middleware(Guard, key=key, body=_body)
-    app.add_middleware(
-        CORSMiddleware,
-        allow_origin_regex=r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?",
-        allow_methods=["*"],
-        allow_headers=["*"],
-    )
+    app.router.route_class = _Route
+    app.add_middleware(Guard, key=key, hosts=hosts, body=_body, intake=_intake(served))
+    if origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     _errors(app)
     _state(app, served)
     openai.routes(app, served)
@@ -69,26 +73,47 @@ def create_app(served: Served, key: str | None = None) -> FastAPI:
     return app
 
 
-class Ascii(JSONResponse):
-    """JSON that can tell back whatever JSON asked, half surrogate pairs among it."""
+class _Route(APIRoute):
+    """A route that reads bodies by `from_json`."""
 
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content, separators=(",", ":")).encode()
+    def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def bounded(request: HttpRequest) -> Response:
+            return await handle(_Bounded(request.scope, request.receive))
+
+        return bounded
+
+
+class _Bounded(HttpRequest):
+    async def json(self) -> Any:
+        try:
+            return from_json(await self.body())
+        except ValueError as error:
+            raise HTTPException(400, f"body: no JSON: {error}") from error
+
+
+def _intake(served: Served) -> Intake:
+    counts = served.worker.batcher.counts
+
+    def refused() -> None:
+        counts.refused += 1
+
+    return Intake(served.context, refused)
 
 
 def _errors(app: FastAPI) -> None:
     @app.exception_handler(Refused)
     async def refused(request: HttpRequest, error: Refused) -> JSONResponse:
         headers = {"Retry-After": str(RETRY_S)} if error.status == 503 else None
-        return Ascii(_body(request.url.path, error), error.status, headers)
+        return JSONResponse(_body(request.url.path, error), error.status, headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: HttpRequest, error: RequestValidationError) -> JSONResponse:
         # of a choice of shapes, the one that came closest
         first = max(error.errors(), key=lambda each: len(each["loc"]))
-        # neither where broken JSON breaks is a field, nor which shape of a choice was tried
-        places = [] if first["type"] == "json_invalid" else first["loc"][1:]
-        place = [str(part) for part in places if "[" not in str(part)]
+        # which shape of a choice was tried is no field
+        place = [str(part) for part in first["loc"][1:] if "[" not in str(part)]
         said = f"{'.'.join(place) or 'body'}: {first['msg'].removeprefix('Value error, ')}"
         return await refused(request, Refused(400, said, place[0] if place else None))
 
@@ -99,7 +124,7 @@ def _errors(app: FastAPI) -> None:
     @app.exception_handler(StarletteHTTPException)
     async def http(request: HttpRequest, error: HTTPException) -> JSONResponse:
         body = _body(request.url.path, Refused(error.status_code, str(error.detail)))
-        return Ascii(body, error.status_code, error.headers)
+        return JSONResponse(body, error.status_code, error.headers)
 
 
 def _state(app: FastAPI, served: Served) -> None:
@@ -153,15 +178,17 @@ def _state(app: FastAPI, served: Served) -> None:
         if (asked.prompt is None) == (asked.messages is None):
             raise Refused(400, "name either prompt or messages", "prompt")
         if asked.messages is not None:
-            ids = served.chat_ids([message.plain for message in asked.messages])
+            ids = await aside(served.chat_ids, [message.plain for message in asked.messages])
         else:
-            ids = served.text_ids(asked.prompt or "", asked.add_special_tokens)
+            ids = await aside(served.text_ids, asked.prompt or "", asked.add_special_tokens)
         return {"tokens": ids, "count": len(ids), "max_model_len": served.context}
 
     @app.post("/detokenize")
     async def detokenize(asked: DetokenizeRequest) -> dict[str, str]:
+        if len(asked.tokens) > served.context:
+            raise Refused(400, f"{len(asked.tokens):,} tokens, {served.context:,} at most", "tokens")
         served.check_ids(asked.tokens, "tokens")
-        return {"prompt": served.tokenizer.decode(asked.tokens)}
+        return {"prompt": await aside(served.tokenizer.decode, asked.tokens)}
 
 
 def _body(path: str, error: Refused) -> dict[str, Any]:

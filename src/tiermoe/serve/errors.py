@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 RETRY_S = 5  # after which a client may ask again
+TOO_LONG = "context_length_exceeded"  # by which agents know that they must shorten
 
 
 class Refused(Exception):

@@ -1,69 +1,165 @@
-"""What every request passes before it reaches a route: the key, and the size of its body."""
+"""What every request passes before it reaches a route: the name of the host, the key, and the size of its body."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
-from collections.abc import Callable
+import ipaddress
+from collections.abc import Callable, Collection
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tiermoe.serve.errors import Refused
+from tiermoe.serve.errors import RETRY_S, Refused
+from tiermoe.serve.intake import Intake, Share, too_large
 
-LARGEST_BODY = 16 << 20  # bytes
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _OPEN = ("/", "/health", "/metrics")  # asked without a key
+_BODY_S = 60  # for a body to come
+_DRAINING_S = 10  # of reading a body that is refused, so that the client reads why
+
+
+class Hosts:
+    """Names that a server without a key is asked for by: a web page whose name is made to point to this machine (DNS
+    rebinding) would pass every other check of a browser. names: beside the loopback's; '*' is any. host: what the
+    server listens on; where that is every address, any address will do, since a rebound name is none."""
+
+    def __init__(self, host: str, names: Collection[str] = ()) -> None:
+        self._names = {*LOOPBACK, host.lower(), *map(_name, names)}
+        self._addresses = _is_address(host) and ipaddress.ip_address(host).is_unspecified
+
+    def __contains__(self, header: str) -> bool:
+        """header: `Host`, with a port or without."""
+        name = _name(header)
+        return name in self._names or "*" in self._names or (self._addresses and _is_address(name))
+
+
+def _name(host: str) -> str:
+    """Without a port, and without the brackets of an IPv6 address."""
+    host = host.strip().lower()
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
+def _is_address(name: str) -> bool:
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name)
+        return True
+    return False
 
 
 class Guard:
-    """key: what clients must name, None: nothing. body: an error in the shape of the dialect that a path speaks."""
+    """key: what clients must name, None: nothing. hosts: what `Host` may be, None: anything. body: an error in the
+    shape of the dialect that a path speaks."""
 
-    def __init__(self, app: ASGIApp, key: str | None, body: Callable[[str, Refused], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        key: str | None,
+        hosts: Hosts | None,
+        body: Callable[[str, Refused], dict[str, Any]],
+        intake: Intake,
+    ) -> None:
         self._app = app
         self._key = key
+        self._hosts = hosts
         self._body = body
+        self._intake = intake
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        error = None if self._knows(scope, headers) else _wrong_key()
-        length = headers.get("content-length", "0")
-        if error is None and length.isdigit() and int(length) > LARGEST_BODY:
-            error = _too_large()
-        if error is not None:
-            await JSONResponse(self._body(scope["path"], error), error.status)(scope, receive, send)
-            return
-        await self._app(scope, _counted(receive), send)
+        incoming, refusal = _Incoming(receive), None
+        with Share(self._intake) as share:
+            try:
+                self._check(scope, Headers(scope=scope))
+                body = await _whole(incoming, share)
+            except Refused as error:
+                refusal = error
+            else:
+                if body is not None:
+                    await self._app(scope, _again(body, receive), send)
+        if refusal is not None:  # which takes a while, and holds nothing
+            await self._refuse(refusal, scope, incoming, send)
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        """By what is known before the body."""
+        host = headers.get("host", "")
+        if self._hosts is not None and host not in self._hosts:
+            raise Refused(403, f"this server is not called '{host}'; --allowed-hosts names what it is called")
+        if not self._knows(scope, headers):
+            raise Refused(401, "the API key is missing or wrong", kind="authentication_error", code="invalid_api_key")
+        length = headers.get("content-length")
+        if length is not None and "transfer-encoding" in headers:
+            raise Refused(400, "a request has Content-Length or Transfer-Encoding, not both")
+        if length is not None and length.isdecimal() and int(length) > self._intake.largest_body:
+            raise too_large(self._intake.largest_body)
 
     def _knows(self, scope: Scope, headers: Headers) -> bool:
         if self._key is None or scope["path"] in _OPEN or scope["method"] == "OPTIONS":
             return True
-        given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")
         return hmac.compare_digest(given.encode(), self._key.encode())
 
-
-def _counted(receive: Receive) -> Receive:
-    """A body without a length, in chunks, is refused as soon as it is too large."""
-    had = 0
-
-    async def counted() -> Message:
-        nonlocal had
-        message = await receive()
-        had += len(message.get("body", b""))
-        if had > LARGEST_BODY:
-            raise HTTPException(413, str(_too_large()))
-        return message
-
-    return counted
+    async def _refuse(self, error: Refused, scope: Scope, incoming: _Incoming, send: Send) -> None:
+        """Answers, and then reads on for a while: a connection that is closed with a body unread is reset, and the
+        client never sees the answer."""
+        headers = {"Connection": "close"} | ({"Retry-After": str(RETRY_S)} if error.status == 503 else {})
+        answer = JSONResponse(self._body(scope["path"], error), error.status, headers)
+        await send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
+        await send({"type": "http.response.body", "body": answer.body, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DRAINING_S):
+                while not incoming.ended:
+                    await incoming.part()
+        await send({"type": "http.response.body", "body": b""})
 
 
-def _wrong_key() -> Refused:
-    return Refused(401, "the API key is missing or wrong", kind="authentication_error", code="invalid_api_key")
+class _Incoming:
+    """A body that comes in parts. ended: all have come; left: or the client has."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.ended = self.left = False
+        self._receive = receive
+
+    async def part(self) -> bytes:
+        message = await self._receive()
+        self.left = message["type"] == "http.disconnect"
+        self.ended = not message.get("more_body", False)
+        part: bytes = message.get("body", b"")
+        return part
 
 
-def _too_large() -> Refused:
-    return Refused(413, f"the body has more than {LARGEST_BODY:,} bytes")
+async def _whole(incoming: _Incoming, share: Share) -> bytes | None:
+    """The body, counted as it comes; None where the client leaves. Refused where it is too large, or takes too long."""
+    parts = list[bytes]()
+    try:
+        async with asyncio.timeout(_BODY_S):
+            while not incoming.ended:
+                parts.append(await incoming.part())
+                share.hold_part(parts[-1])
+    except TimeoutError:
+        raise Refused(408, f"the body has not come within {_BODY_S} seconds") from None
+    if incoming.left:
+        return None
+    body = b"".join(parts)
+    await share.hold_values(body)
+    return body
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """Gives the body in one message, and then what comes after it."""
+    told = False
+
+    async def again() -> Message:
+        nonlocal told
+        if told:
+            return await receive()
+        told = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again

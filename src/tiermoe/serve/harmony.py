@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tiermoe.serve.bounds import from_json
 from tiermoe.serve.detokenize import overlap
 from tiermoe.serve.grammar import json_rule
 from tiermoe.serve.tools import ToolCall
@@ -154,6 +155,6 @@ def _call(name: str, content: str) -> ToolCall | None:
     """None where the content is no JSON object: an answer that was cut off."""
     arguments = content.strip() or "{}"
     try:
-        return ToolCall(name, arguments) if isinstance(json.loads(arguments), dict) else None
+        return ToolCall(name, arguments) if isinstance(from_json(arguments), dict) else None
     except ValueError:
         return None

@@ -15,6 +15,7 @@ from tiermoe.generation.sampling import Sampling
 from tiermoe.serve.answers import ANSWERS, KEEP_ALIVE_S, begun, together, whole
 from tiermoe.serve.chats import Chat, Prepared, grammar_of, prepare
 from tiermoe.serve.errors import Refused
+from tiermoe.serve.intake import aside
 from tiermoe.serve.openai_answers import Logprobs, Reading, choice, shape_of, stream, usage_of
 from tiermoe.serve.openai_fields import ChatRequest, Common, CompletionRequest, check_fields
 from tiermoe.serve.request import Piece, Request
@@ -52,7 +53,8 @@ def routes(app: FastAPI, served: Served) -> None:
         parallel = asked.parallel_tool_calls is not False
         messages = [message.plain for message in asked.messages]
         its = Chat(messages, asked.functions, asked.choice, asked.answer_schema, asked.told, parallel)
-        prepared = prepare(served, its)
+        _check_count(served, asked.n or 1)
+        prepared = await aside(prepare, served, its)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         return await _answer(http, served, asked, [prepared], logprobs)
 
@@ -62,8 +64,9 @@ def routes(app: FastAPI, served: Served) -> None:
         served.check_model(asked.model)
         if asked.max_tokens == 0 and not asked.echo:
             raise Refused(400, "max_tokens of 0 needs echo=true: there would be nothing to tell", "max_tokens")
-        grammar = grammar_of(served, asked.answer_schema)
-        prompts = [Prepared(ids, grammar=grammar) for ids in _prompts(served, asked.prompt)]
+        several = isinstance(asked.prompt, list) and asked.prompt and not isinstance(asked.prompt[0], int)
+        _check_count(served, (len(asked.prompt) if several else 1) * (asked.n or 1))
+        prompts = await aside(_prepared, served, asked)
         return await _answer(http, served, asked, prompts, asked.logprobs)
 
 
@@ -71,25 +74,7 @@ async def _answer(
     http: HttpRequest, served: Served, asked: Common, prompts: Sequence[Prepared], logprobs: int | None
 ) -> Response | dict[str, Any]:
     chat = isinstance(asked, ChatRequest)
-    echo = isinstance(asked, CompletionRequest) and asked.echo
-    requests: list[Request] = []
-    readings: dict[int, Reading] = {}
-    for each in prompts:
-        served.check_ids(each.ids, "prompt")
-        room = served.context - len(each.ids)
-        try:
-            sampling = sampling_of(asked, served.sampling, max(room, 1))
-        except ConfigError as error:
-            raise Refused(400, str(error)) from error
-        scored = echo and logprobs is not None
-        more = {"logprobs": logprobs, "grammar": each.grammar, "prompt_logprobs": scored, "special": each.special}
-        text = served.tokenizer.decode(each.ids, skip_special_tokens=True) if echo else ""
-        for request in requests_of(each, asked, sampling, more):
-            readings[len(requests)] = Reading(Logprobs(served.tokenizer, chat), each.reader(), text)
-            requests.append(request)
-    most = served.worker.most_waiting
-    if len(requests) > max(1, most):  # more than ever wait at once
-        raise Refused(400, f"{len(requests)} answers are asked for, {most} at most may wait; lower n", "n")
+    requests, readings = await aside(_requests, served, asked, prompts, logprobs)
     if asked.logit_bias is not None:
         served.check_ids(list(asked.logit_bias), "logit_bias")
     answers = together(served.worker, requests)
@@ -107,10 +92,46 @@ async def _answer(
     return form.whole(choices, usage_of(count, [piece for its in pieces for piece in its], readings.values()))
 
 
+def _requests(
+    served: Served, asked: Common, prompts: Sequence[Prepared], logprobs: int | None
+) -> tuple[list[Request], dict[int, Reading]]:
+    """Of all answers, by their indices."""
+    chat = isinstance(asked, ChatRequest)
+    echo = isinstance(asked, CompletionRequest) and asked.echo
+    requests: list[Request] = []
+    readings: dict[int, Reading] = {}
+    for each in prompts:
+        served.check_ids(each.ids, "prompt")
+        room = served.context - len(each.ids)
+        try:
+            sampling = sampling_of(asked, served.sampling, max(room, 1))
+        except ConfigError as error:
+            raise Refused(400, str(error)) from error
+        scored = echo and logprobs is not None
+        more = {"logprobs": logprobs, "grammar": each.grammar, "prompt_logprobs": scored, "special": each.special}
+        text = served.tokenizer.decode(each.ids, skip_special_tokens=True) if echo else ""
+        for request in requests_of(each, asked, sampling, more):
+            readings[len(requests)] = Reading(Logprobs(served.tokenizer, chat), each.reader(), text)
+            requests.append(request)
+    return requests, readings
+
+
+def _check_count(served: Served, count: int) -> None:
+    """Refused where so many answers are more than ever wait at once."""
+    most = served.worker.most_waiting
+    if count > max(1, most):
+        raise Refused(400, f"{count:,} answers are asked for, {most} at most may wait; lower n", "n")
+
+
 async def _prompts_alone(answers: AsyncGenerator[tuple[int, Piece]]) -> AsyncGenerator[tuple[int, Piece]]:
     """Answers of no tokens: the batch makes one at least, from the logits that the prompt's last token has anyway."""
     async for index, piece in answers:
         yield index, replace(piece, text="", tokens=(), logprobs=())
+
+
+def _prepared(served: Served, asked: CompletionRequest) -> list[Prepared]:
+    grammar = grammar_of(served, asked.answer_schema)
+    return [Prepared(ids, grammar=grammar) for ids in _prompts(served, asked.prompt)]
 
 
 def _prompts(served: Served, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from tiermoe.serve.bounds import Bias, Options, Several, StopString, StopStrings, TokenIds, Tools, from_json
 from tiermoe.serve.errors import Refused
 
 
@@ -24,7 +24,7 @@ class Common(BaseModel):
     model: str = ""
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: StopString | StopStrings | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -32,7 +32,7 @@ class Common(BaseModel):
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Bias | None = None
     response_format: ResponseFormat | None = None
     n: int | None = Field(None, ge=1, le=128)
     max_tokens: int | None = Field(None, ge=1)
@@ -81,7 +81,7 @@ class CalledTool(BaseModel):
     def plain(self) -> dict[str, Any]:
         """As chat templates take it. Refused where the arguments are no JSON."""
         try:
-            arguments = json.loads(self.function.arguments or "{}")
+            arguments = from_json(self.function.arguments or "{}")
         except ValueError as error:
             raise Refused(400, f"the arguments of a tool call are no JSON: {error}", "messages") from error
         function = {"name": self.function.name, "arguments": arguments}
@@ -111,7 +111,7 @@ class NamedTool(BaseModel):
 
 class AllowedFunctions(BaseModel):
     mode: Literal["auto", "required"]
-    tools: list[NamedTool]
+    tools: Tools[NamedTool]
 
 
 class AllowedTools(BaseModel):
@@ -123,8 +123,8 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    tool_calls: list[CalledTool] | None = None
+    content: str | Several[TextPart] | None = None
+    tool_calls: Several[CalledTool] | None = None
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
@@ -166,14 +166,14 @@ class ResponseFormat(BaseModel):
 
 
 class ChatRequest(Common):
-    messages: list[Message] = Field(min_length=1)
+    messages: Several[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Tool] | None = None
+    tools: Tools[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Options[Any] | None = None
     reasoning_effort: str | None = None
 
     @property
@@ -207,7 +207,7 @@ def told_of(effort: str | None) -> dict[str, Any]:
 
 
 class CompletionRequest(Common):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Several[str] | TokenIds | Several[TokenIds]
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
     max_tokens: int | None = Field(None, ge=0)

@@ -22,14 +22,14 @@ _CHECKS_S = 2  # between two looks whether a replica is well
 @dataclass(frozen=True, slots=True)
 class Deployed:
     """What each replica loads: a model with these options of `config.settings`, which are one replica's share. name:
-    the model's, for clients. sampling: where a request says nothing. key: what clients must name. most_waiting:
-    requests in a replica's queue."""
+    the model's, for clients. sampling: where a request says nothing. access: who is answered, as `create_app` takes
+    it. most_waiting: requests in a replica's queue."""
 
     model: str
     options: Mapping[str, Any]
     name: str
     sampling: Any
-    key: str | None
+    access: Mapping[str, Any]
     most_waiting: int
     kv_memory: int | None
 
@@ -77,12 +77,12 @@ def app_of(deployed: Deployed) -> Any:
     from tiermoe.model.hub import load_tokenizer, resolve_model
     from tiermoe.serve.app import create_app
     from tiermoe.serve.assembly import served_of
-    from tiermoe.serve.scoring import use_of
+    from tiermoe.serve.room import use_of_server
 
     asked = settings(**deployed.options)
     directory = resolve_model(deployed.model)
     blueprint = inspect_model(directory, deployed.model, asked.store)
-    use = replace(use_of(blueprint.config.vocab_size, asked.chunk), kv_memory=deployed.kv_memory)
+    use = replace(use_of_server(blueprint, asked), kv_memory=deployed.kv_memory)
     engine = start_engine(blueprint, asked, use=use)
     served = served_of(engine, load_tokenizer(directory), deployed.name, deployed.sampling, deployed.most_waiting)
-    return create_app(served, deployed.key)
+    return create_app(served, **deployed.access)

@@ -16,6 +16,7 @@ from sse_starlette import EventSourceResponse
 from tiermoe.serve.answers import ANSWERS, KEEP_ALIVE_S, begun, together, whole
 from tiermoe.serve.chats import Chat, Prepared, prepare
 from tiermoe.serve.errors import Refused
+from tiermoe.serve.intake import aside
 from tiermoe.serve.openai_answers import Logprobs
 from tiermoe.serve.request import Piece, Request
 from tiermoe.serve.responses_events import Growing
@@ -34,9 +35,8 @@ def routes(app: FastAPI, served: Served) -> None:
             messages = asked.messages
         except ValueError as error:
             raise Refused(400, f"the arguments of a function call are no JSON: {error}", "input") from error
-        prepared = prepare(
-            served, Chat(messages, asked.functions, asked.choice, asked.answer_schema, asked.told, asked.parallel)
-        )
+        chat = Chat(messages, asked.functions, asked.choice, asked.answer_schema, asked.told, asked.parallel)
+        prepared = await aside(prepare, served, chat)
         answers = together(served.worker, [_request(served, asked, prepared)])
         pieces = await begun(http, answers)
         logprobs = Logprobs(served.tokenizer, chat=True)

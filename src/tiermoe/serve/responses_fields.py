@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
 
+from tiermoe.serve.bounds import Options, Several, Tools, from_json
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.openai_fields import TextPart, told_of
 
@@ -20,7 +20,7 @@ class MessageItem(BaseModel):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[TextPart]
+    content: str | Several[TextPart]
 
 
 class CallItem(BaseModel):
@@ -33,7 +33,7 @@ class CallItem(BaseModel):
 class OutputItem(BaseModel):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[TextPart]
+    output: str | Several[TextPart]
 
 
 class ReasoningText(BaseModel):
@@ -42,7 +42,7 @@ class ReasoningText(BaseModel):
 
 class ReasoningItem(BaseModel):
     type: Literal["reasoning"]
-    content: list[ReasoningText] | None = None
+    content: Several[ReasoningText] | None = None
 
 
 class Format(BaseModel):
@@ -66,7 +66,7 @@ class NamedFunction(BaseModel):
 class AllowedTools(BaseModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedFunction]
+    tools: Tools[NamedFunction]
 
 
 class FunctionTool(BaseModel):
@@ -111,20 +111,20 @@ class ResponsesRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str = ""
-    input: str | list[Item] = Field(min_length=1)
+    input: str | Several[Item] = Field(min_length=1)
     instructions: str | None = None
     stream: bool = False
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    include: list[str] | None = None
+    include: Several[str] | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    tools: list[Tool] | None = None
+    tools: Tools[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools = "auto"
     parallel_tool_calls: bool | None = None
-    metadata: dict[str, JsonValue] | None = None
+    metadata: Options[JsonValue] | None = None
 
     def check(self) -> None:
         """Refused where a field asks for what was kept."""
@@ -211,9 +211,9 @@ def _add(turn: dict[str, Any], item: MessageItem | CallItem | ReasoningItem) -> 
     elif isinstance(item, MessageItem):
         turn["content"] += _text(item.content)
     else:
-        function = {"name": item.name, "arguments": json.loads(item.arguments or "{}")}
+        function = {"name": item.name, "arguments": from_json(item.arguments or "{}")}
         turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
 
 
-def _text(content: str | list[TextPart]) -> str:
+def _text(content: str | Several[TextPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -1,4 +1,4 @@
-"""How many requests run at once, and the memory for their keys and values, where nobody says."""
+"""What a server asks of an engine: how many requests run at once, and the memory for them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,19 @@ from tiermoe.memory.activations import longest_request
 from tiermoe.memory.memory_plan import MemoryPlan
 from tiermoe.memory.plan import context_of
 from tiermoe.model.blueprint import Blueprint
+from tiermoe.serve.intake import requests_bytes
+from tiermoe.serve.scoring import use_of
 from tiermoe.tiers.cuda import resolve_device
 from tiermoe.types import Use
 
 MOST_AT_ONCE = 16
 _SHARE = 4  # experts have so many times the memory of keys and values
+
+
+def use_of_server(blueprint: Blueprint, asked: Settings) -> Use:
+    """Without memory for keys and values of its own."""
+    context = context_of(blueprint, resolve_for(blueprint, asked).settings)
+    return replace(use_of(blueprint.config.vocab_size, asked.chunk), requests=requests_bytes(context))
 
 
 def with_room(blueprint: Blueprint, asked: Settings, use: Use, note: Callable[[str], None]) -> tuple[Settings, Use]:

@@ -10,8 +10,9 @@ from typing import Any
 
 from tiermoe.generation.sampling import Sampling
 from tiermoe.memory.other_budgets import OtherBudget, other_budgets
-from tiermoe.serve.errors import Refused
+from tiermoe.serve.errors import TOO_LONG, Refused
 from tiermoe.serve.grammar import Grammars
+from tiermoe.serve.intake import hold_tokens, longest_text
 from tiermoe.serve.metrics import Metrics
 from tiermoe.serve.worker import Worker
 
@@ -65,11 +66,18 @@ class Served:
             raise Refused(400, f"there is no token {wrong}; the vocabulary has {most:,}", param)
 
     def text_ids(self, text: str, special: bool = True) -> list[int]:
-        """Token ids of a text, with the tokens that every text begins with unless not `special`."""
-        try:
-            ids: list[int] = self.tokenizer(text, add_special_tokens=special).input_ids
-        except (UnicodeEncodeError, TypeError) as error:  # half a surrogate pair: JSON has it, UTF-8 does not
-            raise Refused(400, "the text has half a surrogate pair, which is no character", "prompt") from error
+        """Token ids of a text, with the tokens that every text begins with unless not `special`. Refused where it is
+        longer than `longest_text`."""
+        size, most = len(text.encode()), longest_text(self.context)
+        if size > most:
+            raise Refused(
+                400,
+                f"the text is too long: {size:,} bytes, {most:,} at most with a context of {self.context:,} tokens",
+                "prompt",
+                code=TOO_LONG,
+            )
+        ids: list[int] = self.tokenizer(text, add_special_tokens=special).input_ids
+        hold_tokens(len(ids))
         return ids
 
     def chat_ids(
@@ -88,17 +96,18 @@ class Served:
         own = inspect.signature(render).parameters
         variables = {name: value for name, value in (told or {}).items() if name in template and name not in own}
 
-        def encoded(its: Sequence[dict[str, Any]]) -> list[int]:
-            found = render(its, tools=list(tools) or None, add_generation_prompt=True, return_dict=True, **variables)
-            ids: list[int] = found["input_ids"]
-            return ids
+        def rendered(its: Sequence[dict[str, Any]]) -> str:
+            text: str = render(its, tools=list(tools) or None, add_generation_prompt=True, tokenize=False, **variables)
+            return text
 
         refused = None
         for its in (messages, system_first(messages)):
             try:
-                return encoded(its)
+                text = rendered(its)
             except Exception as error:  # a template refuses what it does not know with errors of its own
                 refused = refused or error
+            else:
+                return self.text_ids(text, special=False)
         raise Refused(
             400, f"the model's chat template does not take these messages: {refused}", "messages"
         ) from refused

@@ -16,9 +16,10 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tiermoe.serve.guards import LARGEST_BODY
+from tiermoe.serve.bounds import from_json
 
 HEADER = "x-session-id"
+GATHERED = 1 << 20  # most bytes of a body that is looked into: everybody waits while it is parsed
 _BEGIN = 256
 """Characters of a text that is continued, or token ids, by which it is known: more come with every call."""
 
@@ -53,7 +54,7 @@ class SessionId:
 async def _body_parts(receive: Receive) -> list[Message]:
     """All of a body, or as much of one that is too large as tells so."""
     parts, had, more = list[Message](), 0, True
-    while more and had <= LARGEST_BODY:
+    while more and had <= GATHERED:
         parts.append(await receive())
         had += len(parts[-1].get("body", b""))
         more = parts[-1].get("more_body", False)
@@ -64,11 +65,11 @@ def session_of(body: bytes) -> str | None:
     """The conversation of a request in any dialect: its `prompt_cache_key`, else what it begins with, up to what the
     user said first. None where there is nothing of the kind."""
     try:
-        asked = json.loads(body)
+        asked = from_json(body)
     except ValueError:
         return None
     begun = _beginning(asked) if isinstance(asked, dict) else None
-    return hashlib.sha256(begun.encode(errors="replace")).hexdigest()[:32] if begun else None
+    return hashlib.sha256(begun.encode()).hexdigest()[:32] if begun else None
 
 
 def _beginning(asked: Mapping[str, Any]) -> str | None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tiermoe.serve.bounds import from_json
 from tiermoe.serve.detokenize import overlap
 from tiermoe.serve.grammar import json_rule
 
@@ -108,12 +109,12 @@ class Format:
 
 def _json_call(text: str, _: Types) -> list[ToolCall]:
     """{"name": …, "arguments": {…}} (Qwen2, Qwen3, Hermes)."""
-    said = json.loads(text)
+    said = from_json(text)
     if not isinstance(said, dict) or not isinstance(said.get("name"), str):
         raise ValueError("no name")
     arguments = said.get("arguments", said.get("parameters", {}))
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)  # a client sends them back, and templates take no others
+        arguments = from_json(arguments)  # a client sends them back, and templates take no others
     return [ToolCall(said["name"], json.dumps(arguments))]
 
 
@@ -141,7 +142,7 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
     if schema.get("type") == "string":
         return text
     try:
-        return json.loads(text)
+        return from_json(text)
     except ValueError:
         return text
 

@@ -1,0 +1,166 @@
+"""What requests in flight hold: bodies, what is parsed of them, token ids. It is bounded and part of the memory plan.
+
+A body is bounded before it is parsed, by what it may become: Python's parser and its checks hold the interpreter, and
+everybody waits for them. Templates and the tokenizer run in threads beside the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from tiermoe.serve.errors import Refused
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_LEAST = 48 << 20  # bytes for requests in flight, beside those for each token of the context
+_TOKEN_OF_CONTEXT = 1 << 10
+_SHARES = 8  # so many of the largest requests fit
+_TEXT = 8  # bytes for each byte of a body: it, its texts and what a template makes of them, some at 4 a character
+_VALUE = 96  # bytes for each value of a body: half a dict with one entry
+_BEGIN_VALUES = (b",", b":", b"[", b"{")
+_TOKEN = 44  # bytes of a token id in a list
+_SMALL = 16 << 10  # bytes of a body that waits for no larger one
+_SMALL_AT_ONCE = 2
+_TEXT_BEGUN = 16 << 10  # bytes of text that are always tokenized, however small the context
+_TEXT_OF_TOKEN = 12  # bytes; a token has 4 in most texts
+_TOKENIZING = 240  # bytes for each byte of text while the tokenizer is at it: 75 to 230 measured
+
+
+def longest_text(context: int) -> int:
+    """Bytes of text beyond which nobody looks how many tokens it has: more than `context` in all likelihood."""
+    return _TEXT_BEGUN + _TEXT_OF_TOKEN * context
+
+
+def intake_bytes(context: int) -> int:
+    """Most bytes that requests in flight hold together, where each has up to `context` tokens."""
+    return _LEAST + _TOKEN_OF_CONTEXT * context
+
+
+def requests_bytes(context: int) -> int:
+    """`intake_bytes`, and what tokenizing takes beside: one large text and small ones."""
+    small = _SMALL_AT_ONCE * 2 * _SMALL  # a template may make twice as much of them
+    return intake_bytes(context) + _TOKENIZING * (longest_text(context) + small)
+
+
+def values_of(body: bytes, most: int) -> int:
+    """Values of a JSON text but for the outermost, as far as it is one: what may begin them outside of strings. Where
+    there are more than `most` strings, as many as there are strings."""
+    body = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    if (quotes := body.count(b'"')) > 2 * most:
+        return quotes // 2
+    outside = b"".join(body.split(b'"')[::2])
+    return sum(map(outside.count, _BEGIN_VALUES))
+
+
+class Intake:
+    """Bytes that requests in flight hold together, in a server of up to `context` tokens a request, and the threads
+    that prepare them. on_refusal: told of each request that finds too little."""
+
+    def __init__(self, context: int, on_refusal: Callable[[], None]) -> None:
+        self.most = intake_bytes(context)
+        self.largest = self.most // _SHARES
+        self.largest_body = self.largest // _TEXT
+        self.held = 0
+        self._on_refusal = on_refusal
+        self.turn = asyncio.Lock()
+        self._lock = threading.Lock()
+        # threads of their own: what each one's allocator keeps is bounded
+        self.small = ThreadPoolExecutor(_SMALL_AT_ONCE, "tiermoe-small")
+        self.large = ThreadPoolExecutor(1, "tiermoe-large")
+
+    def add(self, nbytes: int) -> None:
+        """Refused with 503 where there is no room for so many."""
+        with self._lock:
+            if self.held + nbytes <= self.most:
+                self.held += nbytes
+                return
+        self._on_refusal()
+        raise Refused(
+            503,
+            f"requests in flight hold {self.held:,} of {self.most:,} bytes; ask again later",
+            kind="server_error",
+        )
+
+    def remove(self, nbytes: int) -> None:
+        with self._lock:
+            self.held -= nbytes
+
+
+class Share:
+    """What one request holds of an intake, until it is answered (`with`)."""
+
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
+        self._body = 0  # bytes that have come
+        self._held = 0
+
+    @property
+    def threads(self) -> ThreadPoolExecutor:
+        return self._intake.small if self._small else self._intake.large
+
+    @property
+    def _small(self) -> bool:
+        return self._body <= _SMALL
+
+    def __enter__(self) -> Share:
+        self._before = _CURRENT.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _CURRENT.reset(self._before)
+        self._intake.remove(self._held)
+
+    def hold_part(self, part: bytes) -> None:
+        """A part of the body has come. Refused with 413 or 503 where it is too much."""
+        self._body += len(part)
+        if self._body > self._intake.largest_body:
+            raise too_large(self._intake.largest_body)
+        self._take(len(part))
+
+    async def hold_values(self, body: bytes) -> None:
+        """The whole body is parsed next, a large one in a round of the event loop of its own: others' requests come
+        between two of them. Refused with 413 or 503 where it would become too much."""
+        values = values_of(body, self._intake.largest // _VALUE)
+        self._take((_TEXT - 1) * len(body) + _VALUE * values)
+        if not self._small:
+            async with self._intake.turn:
+                await asyncio.sleep(0)
+
+    def hold_tokens(self, count: int) -> None:
+        """Refused with 413 or 503 where they are too many."""
+        self._take(_TOKEN * count)
+
+    def _take(self, nbytes: int) -> None:
+        most = self._intake.largest
+        if self._held + nbytes > most:
+            raise Refused(413, f"the request would take {self._held + nbytes:,} bytes of memory, {most:,} at most")
+        self._intake.add(nbytes)
+        self._held += nbytes
+
+
+_CURRENT: contextvars.ContextVar[Share] = contextvars.ContextVar("share")
+
+
+async def aside(work: Callable[_P, _T], *args: _P.args, **named: _P.kwargs) -> _T:
+    """What `work` returns, in a thread, for the request that is being answered: templates and tokenizers take long.
+    Large requests are at it one after the other, and small ones wait for none of them."""
+    run = partial(contextvars.copy_context().run, work, *args, **named)
+    return await asyncio.get_running_loop().run_in_executor(_CURRENT.get().threads, run)
+
+
+def hold_tokens(count: int) -> None:
+    """So many token ids are made of a text; nothing outside of a request. Refused with 413 or 503 where they are too
+    many."""
+    if (share := _CURRENT.get(None)) is not None:
+        share.hold_tokens(count)
+
+
+def too_large(most: int) -> Refused:
+    return Refused(413, f"the body has more than {most:,} bytes")

@@ -1,0 +1,291 @@
+"""What clients may ask of a server: sizes, counts, nesting, names of the host, pages of others."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from serving import KEY, Scripted, running
+from tiermoe.serve.app import create_app
+from tiermoe.serve.guards import Hosts
+from tiermoe.serve.intake import Intake
+from tiermoe.serve.served import Served
+
+JSON = {"Content-Type": "application/json"}
+
+
+def calling(app: Any, base: str = "http://test", **options: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=base, **options)
+
+
+class Watched:
+    """A tokenizer that is told of each call before it is made."""
+
+    def __init__(self, tokenizer: Any, called: Callable[[], object]) -> None:
+        self._tokenizer, self._called = tokenizer, called
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        self._called()
+        return self._tokenizer(*args, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+
+MUCH: list[tuple[str, dict[str, Any], int, str | None]] = [
+    ("/v1/completions", {"prompt": [[1]] * 20_000, "n": 128}, 400, "prompt"),
+    ("/v1/completions", {"prompt": ["a"] * 3, "n": 3}, 400, "n"),
+    ("/v1/completions", {"prompt": "a", "n": 9}, 400, "n"),
+    ("/v1/completions", {"prompt": "a", "stop": ["x"] * 17}, 400, "stop"),
+    ("/v1/completions", {"prompt": "a", "stop": "x" * 257}, 400, "stop"),
+    ("/v1/completions", {"prompt": "a", "stop": ["x"] * 300_000}, 413, None),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {str(n): 1 for n in range(1025)}}, 400, "logit_bias"),
+    ("/v1/completions", {"prompt": "a" * 20_000}, 400, "prompt"),
+    ("/v1/completions", {"prompt": "a" * 10_000_000}, 413, None),
+    ("/v1/completions", {"prompt": "a", "user": [{}] * 100_000}, 413, None),
+    ("/v1/chat/completions", {"messages": [1] * 1_000_000}, 413, None),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 2049}, 400, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 9}, 400, "n"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "a"}] * 2049, "max_tokens": 1}, 400, None),
+    ("/v1/responses", {"input": [{"role": "user", "content": "a"}] * 2049}, 400, "input"),
+    ("/v1/responses", {"input": "a", "tools": [{"type": "x"}] * 513}, 400, "tools"),
+    ("/tokenize", {"prompt": "a" * 15_000_000}, 413, None),
+    ("/tokenize", {"prompt": "a" * 20_000}, 400, "prompt"),
+    ("/detokenize", {"tokens": [5] * 65}, 400, "tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param"), MUCH)
+def test_too_much_is_refused_before_anything_is_made_of_it(
+    served: Served, path: str, body: dict[str, Any], status: int, param: str | None
+) -> None:
+    calls: list[int] = []
+    app = create_app(replace(served, tokenizer=Watched(served.tokenizer, lambda: calls.append(1))))
+
+    async def asked() -> httpx.Response:
+        async with calling(app) as client:
+            return await client.post(path, content=json.dumps(body), headers=JSON)
+
+    response = asyncio.run(asked())
+    assert (response.status_code, calls) == (status, [])
+    assert response.json()["error"].get("param") == param
+
+
+def test_punctuation_of_a_text_is_no_structure(http: httpx.Client) -> None:
+    text = '[{"a\\\\":1,},' * 10_000
+    assert http.post("/tokenize", json={"prompt": "a", "metadata": text}).status_code == 200
+    assert http.post("/tokenize", json={"prompt": "a", "metadata": [{"a": 1}] * 30_000}).status_code == 413
+
+
+def test_nobody_waits_for_a_text_that_is_tokenized(served: Served) -> None:
+    """Neither for a large one where a small one comes."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def called() -> None:
+        if not begun.is_set():
+            begun.set()
+            go_on.wait()
+
+    scripted: Any = Scripted(served, "a")
+    app = create_app(replace(served, tokenizer=Watched(served.tokenizer, called), worker=scripted))
+    large = {"prompt": "a", "user": "b" * 20_000}
+    with running(app) as address, httpx.Client(base_url=address) as client:
+        first = threading.Thread(target=lambda: httpx.post(f"{address}/v1/completions", json=large))
+        first.start()
+        try:
+            assert begun.wait(10)
+            assert client.get("/health").status_code == 200
+            assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+        finally:
+            go_on.set()
+            first.join()
+
+
+def test_requests_in_flight_hold_no_more_than_is_planned(served: Served) -> None:
+    app = create_app(served)
+    intake = Intake(served.context, lambda: None)
+    refused = served.worker.batcher.counts.refused
+    part = b" " * intake.largest_body
+
+    async def asked() -> tuple[httpx.Response, httpx.Response]:
+        go_on = asyncio.Event()
+        scope = {"type": "http", "method": "POST", "path": "/tokenize", "headers": [], "query_string": b""}
+        read: list[int] = []
+
+        async def slowly() -> None:
+            parts = [{"type": "http.request", "body": part, "more_body": True}]
+
+            async def receive() -> dict[str, Any]:
+                if parts:
+                    return parts.pop()
+                read.append(1)
+                await go_on.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(_: Any) -> None:
+                raise AssertionError
+
+            await app(dict(scope), receive, send)
+
+        count = intake.most // len(part)
+        clients = [asyncio.create_task(slowly()) for _ in range(count)]
+        while len(read) < count:
+            await asyncio.sleep(0)
+        async with calling(app) as client:
+            full = await client.post("/tokenize", json={"prompt": "a", "padding": "b" * 200_000})
+            go_on.set()
+            await asyncio.gather(*clients)
+            return full, await client.post("/tokenize", json={"prompt": "a", "padding": "b" * 200_000})
+
+    full, after = asyncio.run(asked())
+    assert (full.status_code, full.headers["Retry-After"]) == (503, "5")
+    assert "requests in flight hold" in full.json()["error"]["message"]
+    assert after.status_code == 200
+    assert served.worker.batcher.counts.refused == refused + 1
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+def call(arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}
+
+
+def nested(depth: int) -> Any:
+    found: Any = 1
+    for _ in range(depth):
+        found = {"a": [found]}
+    return found
+
+
+NESTED: list[tuple[str, Any, str | None]] = [
+    ("/v1/chat/completions", {"messages": [call(DEEP)]}, "messages"),
+    ("/tokenize", {"messages": [call(DEEP)]}, "messages"),
+    ("/v1/responses", {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": DEEP}]}, "input"),
+    ("/v1/completions", "[" * 10_000, None),
+    ("/v1/responses", {"input": "a", "metadata": nested(110)}, None),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), NESTED)
+def test_deep_nesting_is_refused(http: httpx.Client, path: str, body: Any, param: str | None) -> None:
+    response = http.post(path, content=body if isinstance(body, str) else json.dumps(body), headers=JSON)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert "recursion limit" in response.json()["error"]["message"]
+
+
+def test_nesting_within_the_bound_is_no_error_of_the_server(http: httpx.Client) -> None:
+    """Whatever copies it, writes it or tells it back."""
+    deep = nested(95)
+    tool = {"type": "function", "name": "f", "parameters": deep}
+    chat = {"messages": [{"role": "user", "content": "a"}, call(json.dumps(deep))], "max_tokens": 1}
+    asked = {"input": "a", "metadata": {"a": deep}, "tools": [tool], "tool_choice": "none", "max_output_tokens": 1}
+    assert http.post("/v1/responses", json=asked).json()["metadata"] == {"a": deep}
+    assert http.post("/v1/chat/completions", json=chat).is_success
+
+
+def by_http_client(url: str, body: Any) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection(urlsplit(url).netloc)
+    connection.request("POST", "/v1/completions", body, {**JSON, "Authorization": f"Bearer {KEY}"})
+    response = connection.getresponse()
+    return response.status, json.loads(response.read())
+
+
+def by_urllib(url: str, body: Any) -> tuple[int, Any]:
+    """Which closes its connections."""
+    headers = {**JSON, "Authorization": f"Bearer {KEY}"}
+    with pytest.raises(urllib.error.HTTPError) as told:
+        urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", body, headers))
+    with told.value:
+        return told.value.code, json.loads(told.value.read())
+
+
+def by_httpx(url: str, body: Any) -> tuple[int, Any]:
+    headers = {**JSON, "Authorization": f"Bearer {KEY}", "Connection": "close"}
+    response = httpx.post(f"{url}/v1/completions", content=body, headers=headers)
+    return response.status_code, response.json()
+
+
+@pytest.mark.parametrize("ask", [by_http_client, by_urllib, by_httpx])
+@pytest.mark.parametrize("chunks", [False, True])
+def test_clients_hear_that_a_body_is_too_large(address: str, ask: Any, chunks: bool) -> None:
+    body = (b" " * (1 << 20) for _ in range(17)) if chunks else b" " * (17 << 20)
+    status, told = ask(address, body)
+    assert (status, "body has more than" in told["error"]["message"]) == (413, True)
+
+
+def test_a_body_has_one_length(address: str) -> None:
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer secret\r\nContent-Type: application/json\r\n"
+    )
+    body = "Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n12345\r\n0\r\n\r\n"
+    place = urlsplit(address)
+    with socket.create_connection((place.hostname, place.port)) as connection:
+        connection.sendall((head + body).encode())
+        with connection.makefile("rb") as answer:
+            assert answer.readline().startswith(b"HTTP/1.1 400")
+            assert b"not both" in answer.read()  # and the connection is closed
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
+def test_a_key_s_scheme_is_known_however_it_is_written(address: str, scheme: str) -> None:
+    assert httpx.get(f"{address}/v1/models", headers={"Authorization": f"{scheme} {KEY}"}).status_code == 200
+    assert httpx.get(f"{address}/v1/models", headers={"Authorization": f"{scheme} wrong"}).status_code == 401
+    assert httpx.get(f"{address}/v1/models", headers={"Authorization": f"Basic {KEY}"}).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("hosts", "names", "others"),
+    [
+        (Hosts("127.0.0.1"), ("localhost:8000", "LOCALHOST", "127.0.0.1", "[::1]:80", "[::1]"),
+         ("evil.example:8000", "localhost.evil.example", "192.168.0.7", "[::2]", "")),
+        (Hosts("box.lan", ("[fd00::1]", "proxy.lan:443")), ("box.lan", "proxy.lan", "[fd00::1]:8", "localhost"),
+         ("lan", "192.168.0.7")),
+        (Hosts("0.0.0.0"), ("192.168.0.7:8000", "[fd00::1]"), ("evil.example", "box.lan")),
+        (Hosts("127.0.0.1", "*"), ("evil.example",), ()),
+        (None, ("evil.example",), ()),
+    ],
+)  # fmt: skip
+def test_a_page_that_rebinds_its_name_reaches_nothing(
+    served: Served, hosts: Hosts | None, names: tuple[str, ...], others: tuple[str, ...]
+) -> None:
+    app = create_app(served, hosts=hosts)
+
+    async def asked(name: str) -> tuple[int, str]:
+        async with calling(app) as client:
+            response = await client.get("/v1/models", headers={"Host": name})
+            return response.status_code, response.text
+
+    assert [asyncio.run(asked(name))[0] for name in names] == [200] * len(names)
+    for name in others:
+        status, said = asyncio.run(asked(name))
+        assert (status, "--allowed-hosts" in said) == (403, True)
+
+
+def test_pages_of_others_are_let_ask_where_they_are_named(served: Served) -> None:
+    async def asked(origins: tuple[str, ...], origin: str) -> tuple[int, str | None]:
+        asks = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        async with calling(create_app(served, origins=origins)) as client:
+            before = await client.options("/v1/models", headers=asks)
+            told = await client.get("/v1/models", headers={"Origin": origin})
+        return before.status_code, told.headers.get("Access-Control-Allow-Origin")
+
+    mine, other = "http://localhost:3000", "http://localhost:4000"
+    assert asyncio.run(asked((), mine)) == (405, None)
+    assert asyncio.run(asked((mine,), mine)) == (200, mine)
+    assert asyncio.run(asked((mine,), other)) == (400, None)
