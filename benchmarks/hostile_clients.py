@@ -15,6 +15,7 @@ import httpx
 
 _PAUSE_S = 0.5  # between two requests of a client
 _LEAVES_S = 0.3
+_JSON = {"Content-Type": "application/json"}
 _REFUSALS = frozenset({400, 413, 429, 503})
 
 
@@ -106,7 +107,7 @@ class HostileClients:
 
     async def _wait(self, http: httpx.AsyncClient, attack: Attack) -> str:
         try:
-            status = (await http.post(attack.path, content=attack.body)).status_code
+            status = (await http.post(attack.path, content=attack.body, headers=_JSON)).status_code
         except httpx.TransportError as error:
             return type(error).__name__
         self.tally.sent += status == 503
@@ -120,7 +121,7 @@ class HostileClients:
         try:
             async with (
                 asyncio.timeout(None if attack.streams else _LEAVES_S),
-                http.stream("POST", attack.path, content=attack.body) as response,
+                http.stream("POST", attack.path, content=attack.body, headers=_JSON) as response,
             ):
                 heard = True
                 if response.status_code != 200:

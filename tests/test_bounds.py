@@ -48,7 +48,8 @@ class Watched:
 
 
 MUCH: list[tuple[str, dict[str, Any], int, str | None]] = [
-    ("/v1/completions", {"prompt": [[1]] * 20_000, "n": 128}, 400, "prompt"),
+    ("/v1/completions", {"prompt": [[1]] * 20_000, "n": 128}, 413, None),
+    ("/v1/completions", {"prompt": [[1]] * 2049}, 400, "prompt"),
     ("/v1/completions", {"prompt": ["a"] * 3, "n": 3}, 400, "n"),
     ("/v1/completions", {"prompt": "a", "n": 9}, 400, "n"),
     ("/v1/completions", {"prompt": "a", "stop": ["x"] * 17}, 400, "stop"),

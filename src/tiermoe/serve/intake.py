@@ -19,14 +19,14 @@ from tiermoe.serve.errors import Refused
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_LEAST = 48 << 20  # bytes for requests in flight, beside those for each token of the context
+_LEAST = 16 << 20  # bytes for requests in flight, beside those for each token of the context
 _TOKEN_OF_CONTEXT = 1 << 10
 _SHARES = 8  # so many of the largest requests fit
 _TEXT = 8  # bytes for each byte of a body: it, its texts and what a template makes of them, some at 4 a character
 _VALUE = 96  # bytes for each value of a body: half a dict with one entry
 _BEGIN_VALUES = (b",", b":", b"[", b"{")
 _TOKEN = 44  # bytes of a token id in a list
-_SMALL = 16 << 10  # bytes of a body that waits for no larger one
+_SMALL = 8 << 10  # bytes of a body that waits for no larger one
 _SMALL_AT_ONCE = 2
 _TEXT_BEGUN = 16 << 10  # bytes of text that are always tokenized, however small the context
 _TEXT_OF_TOKEN = 12  # bytes; a token has 4 in most texts
