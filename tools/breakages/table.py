@@ -272,11 +272,25 @@ BREAKAGES = (
         ("tests/test_pools.py",),
     ),
     Breakage(
-        "an interrupted layer keeps its pins",
-        "src/tiermoe/decide/controller.py",
-        "        finally:\n            run.release()",
-        "        finally:\n            pass",
+        "an interrupted step keeps its pins",
+        "src/tiermoe/decide/cache.py",
+        "self._pins = eviction, [], {}, {}",
+        "self._pins = eviction, [], {}, self._pins",
+        ("tests/test_interruptions.py", "tests/test_controller.py"),
+    ),
+    Breakage(
+        "an expert that has been read over stays resident",
+        "src/tiermoe/decide/cache.py",
+        "for key, slot in self._resident.items() if key not in self._leaving}",
+        "for key, slot in self._resident.items()}",
         ("tests/test_controller.py",),
+    ),
+    Breakage(
+        "an interrupted step is not rolled back",
+        "src/tiermoe/engine/passes.py",
+        "            if self._interrupted:",
+        "            if False:",
+        ("tests/test_interruptions.py::test_a_step_after_an_interrupted_one_is_whole",),
     ),
     Breakage(
         "a prefetch that is taken back has made somebody leave",
@@ -331,8 +345,8 @@ BREAKAGES = (
     Breakage(
         "speculative reads go before urgent ones",
         "src/tiermoe/tiers/lanes.py",
-        "return self._urgent.popleft() if self._urgent else self._speculative.popleft()",
-        "return self._speculative.popleft() if self._speculative else self._urgent.popleft()",
+        "load = self._urgent.popleft() if self._urgent else self._speculative.popleft()",
+        "load = self._speculative.popleft() if self._speculative else self._urgent.popleft()",
         ("tests/test_disk.py",),
     ),
     # the store

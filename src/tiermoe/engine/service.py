@@ -81,6 +81,12 @@ class ExpertService:
         formats = {bits: packed.formats[index] for bits, packed in self.packed.items()}
         return self.unit.experts(index, gate, formats, current, self._views_of, renormalise)
 
+    def roll_back(self) -> None:
+        """After a step that was interrupted anywhere: nothing is under way any more, and what is resident stays."""
+        self.unit.roll_back()
+        self.link.roll_back()
+        self.scheduler.roll_back()
+
     def close(self) -> None:
         """Ends the reading lanes and gives the slots back."""
         if self._leave_record is not None:

@@ -80,9 +80,12 @@ class Steps:
     @torch.no_grad()
     def step(self, batch: Batch, cache: Any, every: bool = False) -> Tensor:
         """Runs a batch and returns the logits (rows, vocabulary) of each row's last token, or of every token of all
-        rows (T, vocabulary). Prompts run in chunks."""
+        rows (T, vocabulary). Prompts run in chunks. Threads wait for each other."""
+        return self._current.alone(lambda: self._step(batch, cache, every))
+
+    def _step(self, batch: Batch, cache: Any, every: bool) -> Tensor:
         if len(batch.rows) > 1 and self._by_rows(batch):
-            return torch.cat([self.step(Batch((row,)), cache, every) for row in batch.rows])
+            return torch.cat([self._step(Batch((row,)), cache, every) for row in batch.rows])
         row = batch.rows[0]
         if row.kind is Kind.VERIFY and len(row.tokens) > self._verified_at_once:
             return self._in_parts(row, cache, every)

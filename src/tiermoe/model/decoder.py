@@ -158,6 +158,8 @@ class Decoder:
         """Runs a batch: writes its tokens' keys, values and states into `cache` and returns the logits
         (rows, vocabulary) of each row's last token, or of every token (T, vocabulary)."""
         parts = batch.parts(FEW_TOKENS if batch.apart and self.verifies else 0)
+        for row in batch.rows:
+            cache.writes(row.slab, row.end)
         steps = [Step(part, cache, *self._rotaries) for part in parts]
         xs = [self._embedded(part) for part in parts]
         for index, layer in enumerate(self.layers):
