@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import shutil
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +131,64 @@ def test_packed_dense_layers_stay_close(shipped: Path, plain: Any, dense_bits: i
     divergence = torch.nn.functional.kl_div(mine.log_softmax(-1), theirs.softmax(-1), reduction="none").sum(-1).mean()
     assert 0 < divergence < (0.01 if dense_bits == 8 else 0.1)
     model.tiermoe.close()
+
+
+@pytest.mark.parametrize("decoder", ["auto", "generic"])
+def test_threads_that_share_a_model_get_what_each_gets_alone(shipped: Path, decoder: str) -> None:
+    with tiermoe.load(shipped, memory="4GiB", device="cpu", bits=4, cache="25%", decoder=decoder) as (model, tokenizer):
+        prompts = ["Once upon a time", "The old man took his hat and", "Two boys", "A"]
+
+        def answer(prompt: str) -> list[int]:
+            inputs = tokenizer(prompt, return_tensors="pt")
+            tokens: list[int] = model.generate(**inputs, max_new_tokens=16, do_sample=False)[0].tolist()
+            return tokens
+
+        alone = list(map(answer, prompts))
+        found: dict[str, list[int]] = {}
+        threads = [
+            threading.Thread(target=lambda each=prompt: found.update({each: answer(each)}), daemon=True)
+            for prompt in prompts
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert [found.get(prompt) for prompt in prompts] == alone
+
+
+def lanes() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("tiermoe-lane")}
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="Linux counts descriptors there")
+@pytest.mark.parametrize("options", [{"cache": "25%"}, {"cache": "25%", "decoder": "generic"}, {"bits": 4}], ids=str)
+def test_a_model_that_is_dropped_gives_everything_back(shipped: Path, options: dict[str, Any]) -> None:
+    gc.collect()
+    before, opened = lanes(), descriptors()
+    model, tokenizer = tiermoe.load(shipped, memory="4GiB", device="cpu", **options)
+    model.generate(**tokenizer("A", return_tensors="pt"), max_new_tokens=2)
+    service = weakref.ref(model.tiermoe.service)
+    assert lanes() - before
+    del model
+    gc.collect()
+    deadline = time.monotonic() + 60
+    while (lanes() - before or descriptors() > opened or service()) and time.monotonic() < deadline:
+        gc.collect()
+    assert lanes() == before
+    assert descriptors() <= opened
+    assert service() is None
+
+
+def test_a_context_closes_the_model(shipped: Path) -> None:
+    with tiermoe.load(shipped, memory="4GiB", device="cpu", bits=4) as (model, tokenizer):
+        inputs = tokenizer("A b c", return_tensors="pt")
+        model(**inputs)
+    with pytest.raises(tiermoe.TiermoeError, match="was closed"):
+        model(**inputs)
 
 
 def test_two_models_side_by_side(shipped: Path) -> None:
