@@ -99,6 +99,56 @@ def test_loss_of_a_text_equals_the_plain_model(ours: Any, plain: Any) -> None:
         assert model(ids, labels=ids).loss == plain(ids, labels=ids).loss
 
 
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda model: model.half(),
+        lambda model: model.float(),
+        lambda model: model.to(torch.float16),
+        lambda model: model.to("meta"),
+        lambda model: model.cuda(),
+        lambda model: model.type(torch.float64),
+    ],
+)
+def test_a_model_cannot_be_moved_or_converted(ours: Any, move: Any) -> None:
+    with pytest.raises(tiermoe.ConfigError, match=r"stays in bfloat16 on cpu.*device="):
+        move(ours[0])
+
+
+def test_a_model_is_moved_to_where_it_is(ours: Any) -> None:
+    model, tokenizer = ours
+    inputs = tokenizer("Once upon a time", return_tensors="pt")
+    before = model(**inputs).logits
+    moved = model.to("cpu").to(torch.bfloat16).bfloat16().cpu().to(device="cpu", dtype=torch.bfloat16).eval()
+    assert moved is model
+    assert torch.equal(moved(**inputs).logits, before)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "decoder", "named"),
+    [
+        ("model.layers.3.input_layernorm.weight", "auto", "layer 3"),
+        ("model.layers.3.input_layernorm.weight", "generic", r"model\.layers\.3"),
+        ("model.norm.weight", "auto", "weights are damaged"),
+    ],
+)
+def test_weights_that_give_no_numbers_are_an_error(
+    shipped: Path, tmp_path: Path, damaged: str, decoder: str, named: str
+) -> None:
+    shutil.copytree(shipped, tmp_path / "damaged")
+    weights = load_file(tmp_path / "damaged" / "model.safetensors")
+    weights[damaged] = weights[damaged] * float("nan")
+    save_file(weights, tmp_path / "damaged" / "model.safetensors")
+    options = {"memory": "4GiB", "device": "cpu", "bits": 16, "cache": "50%", "decoder": decoder}
+    with tiermoe.load(tmp_path / "damaged", **options) as (model, tokenizer):
+        ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
+        for _ in range(2):
+            with pytest.raises(tiermoe.ModelError, match=f"logits are not finite numbers.*{named}"):
+                tiermoe.generate(model, tokenizer, ids, tiermoe.Sampling(max_tokens=4))
+        with pytest.raises(tiermoe.ModelError, match="logits are not finite numbers"):
+            model.generate(ids, max_new_tokens=4)
+
+
 def test_stats_add_up(shipped: Path) -> None:
     model, tokenizer = tiermoe.load(shipped, memory="4GiB", device="cpu", bits=4, cache="10%", warm=False)
     model.generate(**tokenizer("A", return_tensors="pt"), max_new_tokens=6, do_sample=False)

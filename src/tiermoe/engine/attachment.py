@@ -11,7 +11,7 @@ from torch import Tensor
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.fallback import SavedCache
 from tiermoe.engine.passes import CurrentPass, given_tokens, past_tokens
-from tiermoe.engine.steps import Steps
+from tiermoe.engine.steps import Steps, is_finite, not_finite
 from tiermoe.families import Family
 from tiermoe.model.decoder import Decoder
 from tiermoe.model.face import Face, SlabCache, face_base, takes_own_cache
@@ -56,8 +56,12 @@ class Front:
             logits = self._steps.step(asked.batch, asked.cache.kv, every=asked.keep != 1)
             return self._face.answer(asked, logits)
         if self._family.encodes:  # its encoder and its decoder are passes
-            return self._base.forward(model, *arguments, **named)
-        return self._current.alone(lambda: self._by_transformers(model, arguments, named))
+            output = self._base.forward(model, *arguments, **named)
+        else:
+            output = self._current.alone(lambda: self._by_transformers(model, arguments, named))
+        if hasattr(output, "logits") and not is_finite(output.logits[:, -1]):
+            raise not_finite()
+        return output
 
     def cache_for_generate(self, generation_config: Any, model_kwargs: dict[str, Any]) -> SlabCache | None:
         """The cache that `generate()` begins with; None: one of transformers'."""

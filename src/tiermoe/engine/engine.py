@@ -315,7 +315,7 @@ class Engine:
 
     def _passes(self) -> CurrentPass:
         encoder_layers = shape_of(self.store.layers).encoder_layers
-        return CurrentPass(self.scheduler, PassForecasts(self.forecaster), encoder_layers, self.service.roll_back)
+        return CurrentPass(self.scheduler, PassForecasts(self.forecaster), encoder_layers, self.service.before_step)
 
     def _stacked_layers(self) -> int:
         """Layers whose routers are evaluated in one product."""

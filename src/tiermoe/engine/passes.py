@@ -27,12 +27,16 @@ class CurrentPass:
     encoder_layers: MoE layers of an encoder, which run first (0: a decoder alone). `needs_weights`, `proceed`: what the
     composition asks of the layers. `unsure`: in a fallback pass, the rows of the batch that run with all K; None runs
     every row with all K, an empty list none (the little pass). `little`: experts that run in a little pass, None for
-    K/2. `observer`: told of the layers. roll_back: ends what an interrupted step left under way. `lock`: held while a
-    step runs.
+    K/2. `observer`: told of the layers. before_step: called before each step, and told whether the last one was
+    interrupted. `lock`: held while a step runs.
     """
 
     def __init__(
-        self, scheduler: Scheduler, forecasts: PassForecasts, encoder_layers: int, roll_back: Callable[[], None]
+        self,
+        scheduler: Scheduler,
+        forecasts: PassForecasts,
+        encoder_layers: int,
+        before_step: Callable[[bool], None],
     ) -> None:
         self.lock = threading.Lock()
         self.scheduler = scheduler
@@ -45,15 +49,15 @@ class CurrentPass:
         self.observer: Observer | None = None
         self._encoder_layers = encoder_layers
         self._encoded = False
-        self._roll_back = roll_back
+        self._before_step = before_step
         self._interrupted = False
 
     def alone(self, step: Callable[[], Result]) -> Result:
         """What `step` returns. Threads wait for each other. A step that did not end, whatever interrupted it wherever,
         is rolled back before the next: an interruption may hit whoever would clean up behind it too."""
         with self.lock:
+            self._before_step(self._interrupted)
             if self._interrupted:
-                self._roll_back()
                 self.unsure = None
                 self.forecasts.little.clear()
             self._interrupted = True

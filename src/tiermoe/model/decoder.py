@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from tiermoe.kernels.native.few_tokens_attention import FewTokensAttention
 from tiermoe.model.attention import GroupedAttention
 from tiermoe.model.delta import GatedDelta
 from tiermoe.model.feed_forward import DenseBlock, Experts, MoeBlock, SideBySide
+from tiermoe.model.finite import FiniteLayer
 from tiermoe.model.indexer import Indexer
 from tiermoe.model.kv_cache import KVCache, LayerShape
 from tiermoe.model.latent import LatentAttention
@@ -141,6 +142,16 @@ class Decoder:
 
         def undo() -> None:
             self.layers, self._head = layers, head
+
+        return undo
+
+    def require_finite(self) -> Callable[[], None]:
+        """Layers raise NotFiniteError where they give what is not finite, until the result is called."""
+        layers = self.layers
+        self.layers = [cast(Layer, FiniteLayer(layer)) for layer in layers]
+
+        def undo() -> None:
+            self.layers = layers
 
         return undo
 
