@@ -207,8 +207,8 @@ class SettledExperts:
     def note(self, expert: int, views: Views) -> None:
         """The expert lies in the slot of these views from now on."""
         if expert not in self._noted:
-            self._noted.add(expert)
             self._kernel.place(expert, self._in_one_call.packed(views))
+            self._noted.add(expert)
 
     def watch(self, wrap: Callable[[Any], Any]) -> Callable[[], None]:
         """Puts wrap(kernel), which is called as the kernel is, in its place; returns what puts it back."""
