@@ -1,8 +1,8 @@
 """What stands in place of a model's experts: routing in, sum of the chosen experts out.
 
 The sum runs in ascending expert index and in the hidden states' dtype, as transformers' eager experts do, whatever the
-order in which the experts became available. Where all that have come stay for good nobody decides anything, and the
-block of a few tokens is one call (`SettledExperts`).
+order in which the experts became available. The block of few tokens is one native call where all that have come stay
+for good, and a few where they come and go (`FusedBlock`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ class LayerExperts:
 
     kernels: one per precision. views_of: (expert, slot) → typed views of what the slot holds. renormalise: whether
     the model scales the chosen experts' weights to a fixed sum, so that those of fewer experts are scaled too. on_cpu:
-    computes the experts that come without a slot (`controller.ELSEWHERE`), beside this device. settled: told of every
-    expert that comes, where those stay. by_row: whether a token's result does not depend on the others of a call of few
-    tokens.
+    computes the experts that come without a slot (`controller.ELSEWHERE`), beside this device. by_row: whether a
+    token's result does not depend on the others of a call of few tokens.
     """
 
     def __init__(
@@ -42,7 +41,6 @@ class LayerExperts:
         views_of: Callable[[ExpertKey, int], Views],
         renormalise: bool = False,
         on_cpu: OnCpu | None = None,
-        settled: SettledExperts | None = None,
     ) -> None:
         self._index = index
         self._experts = experts
@@ -51,7 +49,7 @@ class LayerExperts:
         self._views_of = views_of
         self._renormalise = renormalise
         self._on_cpu = on_cpu
-        self.settled = settled
+        self._fused = fused_block(kernels, experts)
         self.by_row = all(isinstance(kernel, InOneCall) for kernel in kernels.values())
 
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -59,6 +57,27 @@ class LayerExperts:
         → (T, H)."""
         (total,) = self.apart([(hidden, index, weights)])
         return total
+
+    @torch.no_grad()
+    def block(self, router: Router, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
+        """residual, if any, + the block of hidden, few tokens (T, 1, H) each; None where its parts must run one by one:
+        no native kernel computes them, somebody observes what is chosen, or decisions need the router's weights."""
+        fused, current = self._fused, self._current
+        if fused is None or current.observer is not None:
+            return None
+        if current.scheduler.settles:
+            result, experts = fused.resident(router, hidden, residual)
+            if result is not None:
+                current.scheduler.controller.counts.hits += experts
+                return result
+        if current.needs_weights or current.proceed or current.unsure is not None:
+            return None
+        routed = Routed(self._index, current.phase, chosen := fused.route(router, hidden), [[]] * len(chosen))
+        for group in current.run_layer(routed, hidden.view(len(chosen), -1)):
+            for ready in group:
+                fused.place(ready.expert, ready.slot, self._views(ready))
+            fused.compute([ready.expert for ready in group])
+        return fused.total(hidden, residual)
 
     @torch.no_grad()
     def apart(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
@@ -84,19 +103,19 @@ class LayerExperts:
         """Puts wrap(kernel), which is called as the kernel is, in the place of each; returns what puts them back."""
         kernels = self._kernels
         self._kernels = {bits: wrap(kernel) for bits, kernel in kernels.items()}
-        undo_settled = self.settled.watch(wrap) if self.settled is not None else None
+        undo_fused = self._fused.watch(wrap) if self._fused is not None else None
 
         def undo() -> None:
             self._kernels = kernels
-            if undo_settled is not None:
-                undo_settled()
+            if undo_fused is not None:
+                undo_fused()
 
         return undo
 
     def has_come(self, expert: int, bits: int, slot: int) -> None:
         """The expert lies in the slot now, though no token has asked for it."""
-        if self.settled is not None:
-            self.settled.note(expert, self._views_of(ExpertKey(self._index, expert, bits), slot))
+        if self._fused is not None:
+            self._fused.place(expert, slot, self._views_of(ExpertKey(self._index, expert, bits), slot))
 
     def _part(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> _Part:
         index, weights = self._current.route(self._index, index, weights, self._experts, self._renormalise)
@@ -138,8 +157,8 @@ class LayerExperts:
 
     def _views(self, ready: Ready) -> Views:
         views = self._views_of(ExpertKey(self._index, ready.expert, ready.bits), ready.slot)
-        if self.settled is not None:
-            self.settled.note(ready.expert, views)
+        if self._fused is not None and self._current.scheduler.settles:
+            self._fused.place(ready.expert, ready.slot, views)
         return views
 
     def _routed(self, parts: Sequence[_Part]) -> Routed:
@@ -194,45 +213,37 @@ def _left_out(index: torch.Tensor, weights: torch.Tensor, came: set[int]) -> tor
     return torch.where(kept > 0, weights.sum(1, keepdim=True) / kept, 1)
 
 
-class SettledExperts:
-    """The experts of a layer that have been computed with before, or brought by the background, under a composition
-    that evicts and predicts nothing (`Scheduler.settles`): counted as hits, and told to nobody."""
+class FusedBlock:
+    """A layer's router, experts and residual in native calls for few tokens: one where all that fits has come and
+    nothing is evicted or predicted (`Scheduler.settles`), else one for the router, one for each group of experts as
+    they come, and one for the sum."""
 
-    def __init__(self, kernel: InOneCall, experts: int, current: CurrentPass) -> None:
-        self._kernel: Any = MoeBlock(kernel.native, experts)
-        self._in_one_call = kernel
-        self._current = current
-        self._noted: set[int] = set()
+    def __init__(self, kernel: InOneCall, experts: int) -> None:
+        self._block = MoeBlock(kernel.native, experts)
+        self._kernel = kernel
+        self._slots: dict[int, int] = {}
+        self.route, self.total = self._block.route, self._block.total
+        self.compute: Callable[[list[int]], None] = self._block.compute
+        self.resident: Callable[..., tuple[torch.Tensor | None, int]] = self._block
 
-    def note(self, expert: int, views: Views) -> None:
+    def place(self, expert: int, slot: int, views: Views) -> None:
         """The expert lies in the slot of these views from now on."""
-        if expert not in self._noted:
-            self._noted.add(expert)
-            self._kernel.place(expert, self._in_one_call.packed(views))
+        if self._slots.get(expert) != slot:
+            self._slots[expert] = slot
+            self._block.place(expert, self._kernel.packed(views))
 
     def watch(self, wrap: Callable[[Any], Any]) -> Callable[[], None]:
-        """Puts wrap(kernel), which is called as the kernel is, in its place; returns what puts it back."""
-        kernel, self._kernel = self._kernel, wrap(self._kernel)
+        """Puts wrap(kernel), which is called as the kernel is, in the place of each; returns what puts them back."""
+        before = self.compute, self.resident
+        self.compute, self.resident = wrap(self.compute), wrap(self.resident)
 
         def undo() -> None:
-            self._kernel = kernel
+            self.compute, self.resident = before
 
         return undo
 
-    def __call__(self, router: Router, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
-        """residual, if any, + the block of hidden, (T, H) each; None where the layer must run as usual: an expert has
-        not come yet, or somebody observes what is chosen."""
-        if self._current.observer is not None:
-            return None
-        result: torch.Tensor
-        result, experts = self._kernel(router, hidden, residual)
-        self._current.scheduler.controller.counts.hits += experts
-        return result
 
-
-def settled_experts(kernels: Mapping[int, ExpertKernel], experts: int, current: CurrentPass) -> SettledExperts | None:
-    """None where the composition decides something or where no native kernel computes the experts."""
+def fused_block(kernels: Mapping[int, ExpertKernel], experts: int) -> FusedBlock | None:
+    """None where experts come in several precisions or where no native kernel computes them."""
     (kernel, *others) = kernels.values()
-    if others or not current.scheduler.settles or not isinstance(kernel, InOneCall):
-        return None
-    return SettledExperts(kernel, experts, current)
+    return FusedBlock(kernel, experts) if not others and isinstance(kernel, InOneCall) else None
