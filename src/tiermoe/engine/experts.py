@@ -72,11 +72,9 @@ class LayerExperts:
                 return result
         if current.needs_weights or current.proceed or current.unsure is not None:
             return None
-        routed = Routed(self._index, current.phase, chosen := fused.route(router, hidden), [[]] * len(chosen))
-        for group in current.run_layer(routed, hidden.view(len(chosen), -1)):
-            for ready in group:
-                fused.place(ready.expert, ready.slot, self._views(ready))
-            fused.compute([ready.expert for ready in group])
+        chosen = fused.route(router, hidden)
+        routed = Routed(self._index, current.phase, chosen, [[]] * len(chosen))
+        self._as_they_come(fused, routed, hidden.view(len(chosen), -1))
         return fused.total(hidden, residual)
 
     @torch.no_grad()
@@ -84,6 +82,8 @@ class LayerExperts:
         """What a call with each part's hidden, index and weights gives, bit for bit: each expert comes once, and
         computes the tokens of each part by themselves."""
         current = self._current
+        if self._fused is not None and len(parts) == 1 and parts[0][0].shape[0] <= FEW_TOKENS:
+            return [self._few(self._fused, *parts[0])]
         works = [self._part(*part) for part in parts]
         hidden = works[0].hidden if len(works) == 1 else torch.cat([each.hidden for each in works])
         for group in current.run_layer(self._routed(works), hidden):
@@ -94,6 +94,31 @@ class LayerExperts:
         if current.observer is not None:
             current.observer.on_computed(self._index)
         return totals
+
+    def _few(
+        self, fused: FusedBlock, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Few tokens with one part, whose experts are known."""
+        current, hidden = self._current, hidden.contiguous()
+        index, weights = current.route(self._index, index, weights, self._experts, self._renormalise)
+        fused.routed(hidden, index, weights)
+        routed = self._routed_of(index.tolist(), weights)
+        came = self._as_they_come(fused, routed, hidden)
+        total = fused.total(hidden, None)
+        if current.observer is not None:
+            current.observer.on_computed(self._index)
+        return self._rescaled(total, index, weights, came)
+
+    def _as_they_come(self, fused: FusedBlock, routed: Routed, hidden: torch.Tensor) -> set[int]:
+        """Computes what a layer's run brings, group by group; returns the experts that came."""
+        came = set[int]()
+        for group in self._current.run_layer(routed, hidden):
+            for ready in group:
+                self.has_come(ready.expert, ready.bits, ready.slot)
+            experts = [ready.expert for ready in group]
+            fused.compute(experts)
+            came.update(experts)
+        return came
 
     def held(self, ready: Ready) -> tuple[ExpertKernel, Views]:
         """What computes an expert that is ready, and what it computes with."""
@@ -113,8 +138,8 @@ class LayerExperts:
         return undo
 
     def has_come(self, expert: int, bits: int, slot: int) -> None:
-        """The expert lies in the slot now, though no token has asked for it."""
-        if self._fused is not None:
+        """The expert lies in the slot now."""
+        if self._fused is not None and self._fused.slots.get(expert) != slot:
             self._fused.place(expert, slot, self._views_of(ExpertKey(self._index, expert, bits), slot))
 
     def _part(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> _Part:
@@ -133,9 +158,13 @@ class LayerExperts:
     def _total(self, part: _Part) -> torch.Tensor:
         for future, experts in part.away:
             part.sums.keep(experts, future.result().to(part.hidden.device))
-        total = part.sums.total()
+        return self._rescaled(part.sums.total(), part.index, part.weights, part.came)
+
+    def _rescaled(
+        self, total: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, came: set[int]
+    ) -> torch.Tensor:
         if self._current.proceed and self._renormalise:
-            total = total * _left_out(part.index, part.weights, part.came).to(total.dtype)
+            return total * _left_out(index, weights, came).to(total.dtype)
         return total
 
     def _outputs(self, group: list[Ready], hidden: torch.Tensor, sums: Sums) -> torch.Tensor:
@@ -156,17 +185,17 @@ class LayerExperts:
         ]
 
     def _views(self, ready: Ready) -> Views:
-        views = self._views_of(ExpertKey(self._index, ready.expert, ready.bits), ready.slot)
-        if self._fused is not None and self._current.scheduler.settles:
-            self._fused.place(ready.expert, ready.slot, views)
-        return views
+        self.has_come(ready.expert, ready.bits, ready.slot)
+        return self._views_of(ExpertKey(self._index, ready.expert, ready.bits), ready.slot)
 
     def _routed(self, parts: Sequence[_Part]) -> Routed:
         """What all tokens chose."""
-        chosen = [row for part in parts for row in part.chosen]
-        gates: list[list[float]] = [[]] * len(chosen)
-        if self._current.needs_weights:
-            gates = [row for part in parts for row in part.weights.tolist()]
+        weights = parts[0].weights if len(parts) == 1 else torch.cat([part.weights for part in parts])
+        return self._routed_of([row for part in parts for row in part.chosen], weights)
+
+    def _routed_of(self, chosen: list[list[int]], weights: torch.Tensor) -> Routed:
+        """Of the choices of tokens, an index beyond the experts left out."""
+        gates: list[list[float]] = weights.tolist() if self._current.needs_weights else [[]] * len(chosen)
         if max(map(max, chosen)) >= self._experts:
             there = [[k for k, expert in enumerate(row) if expert < self._experts] for row in chosen]
             gates = [[row[k] for k in keep] if row else [] for row, keep in zip(gates, there, strict=True)]
@@ -216,21 +245,20 @@ def _left_out(index: torch.Tensor, weights: torch.Tensor, came: set[int]) -> tor
 class FusedBlock:
     """A layer's router, experts and residual in native calls for few tokens: one where all that fits has come and
     nothing is evicted or predicted (`Scheduler.settles`), else one for the router, one for each group of experts as
-    they come, and one for the sum."""
+    they come, and one for the sum. `slots`: by expert, where it lay last."""
 
     def __init__(self, kernel: InOneCall, experts: int) -> None:
         self._block = MoeBlock(kernel.native, experts)
         self._kernel = kernel
-        self._slots: dict[int, int] = {}
-        self.route, self.total = self._block.route, self._block.total
+        self.slots: dict[int, int] = {}
+        self.route, self.routed, self.total = self._block.route, self._block.routed, self._block.total
         self.compute: Callable[[list[int]], None] = self._block.compute
         self.resident: Callable[..., tuple[torch.Tensor | None, int]] = self._block
 
     def place(self, expert: int, slot: int, views: Views) -> None:
         """The expert lies in the slot of these views from now on."""
-        if self._slots.get(expert) != slot:
-            self._slots[expert] = slot
-            self._block.place(expert, self._kernel.packed(views))
+        self.slots[expert] = slot
+        self._block.place(expert, self._kernel.packed(views))
 
     def watch(self, wrap: Callable[[Any], Any]) -> Callable[[], None]:
         """Puts wrap(kernel), which is called as the kernel is, in the place of each; returns what puts them back."""

@@ -84,6 +84,16 @@ def block(
 def block_route(
     router: bytes, experts: bytes | bytearray, x: int, tokens: int, workspace: int, threads: int, chosen: int, /
 ) -> None: ...
+def block_routed(
+    router: bytes,
+    experts: bytes | bytearray,
+    chosen: int,
+    weights: int,
+    tokens: int,
+    workspace: int,
+    threads: int,
+    /,
+) -> None: ...
 def block_experts(
     router: bytes,
     experts: bytes | bytearray,

@@ -330,6 +330,23 @@ static PyObject *block_route(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *block_routed(PyObject *self, PyObject *args) {
+    const char *bytes;
+    Py_ssize_t length, tokens;
+    Py_buffer table;
+    Address chosen, weights, workspace;
+    unsigned threads;
+    int fits;
+    MoeBlock packed;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y#y*KKnKI", &bytes, &length, &table, &chosen, &weights, &tokens, &workspace, &threads)) return NULL;
+    if ((fits = take_block(bytes, length, &table, &packed)))
+        moe_block_routed(&packed, at(chosen), at(weights), (size_t)tokens, at(workspace), threads);
+    PyBuffer_Release(&table);
+    if (!fits) return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyObject *block_experts(PyObject *self, PyObject *args) {
     const char *bytes;
     Py_ssize_t length, tokens, row;
@@ -579,6 +596,7 @@ static PyMethodDef methods[] = {
     {"block_workspace", block_workspace, METH_VARARGS, "block_workspace(router, experts, tokens, threads) -> bytes that block needs"},
     {"block_route", block_route, METH_VARARGS,
      "block_route(router, experts, x, tokens, workspace, threads, chosen): what each token chooses, in ascending order"},
+    {"block_routed", block_routed, METH_VARARGS, "block_routed(router, experts, chosen, weights, tokens, workspace, threads)"},
     {"block_experts", block_experts, METH_VARARGS,
      "block_experts(router, experts, x, tokens, workspace, threads, which, row) -> the next call's row, 0 at first"},
     {"block_sum", block_sum, METH_VARARGS, "block_sum(router, experts, residual, tokens, workspace, threads, out)"},

@@ -70,22 +70,40 @@ static void route(void *data, size_t thread, size_t token) {
     sort(chosen, weights, router->k);
 }
 
-size_t moe_block_route(const MoeBlock *block, const bf16 *x, size_t tokens, void *workspace, size_t threads,
-                       int64_t *chosen) {
-    Job job = {.block = block, .x = x};
-    const size_t choices = tokens * block->router.k;
-    lay_out(&job, tokens, threads, workspace);
-    const Phase routing = {NULL, route, tokens};
-    team_run(&routing, 1, &job, threads, OWN);
-    memset(job.tokens_of, 0, block->router.experts * sizeof *job.tokens_of);
-    memset(job.summands, 0, choices * sizeof *job.summands);
+/* What each token chose is known: no expert has computed yet. Returns how many there are among them. */
+static size_t begin(Job *job, size_t tokens) {
+    const size_t count = job->block->router.experts, choices = tokens * job->block->router.k;
+    memset(job->tokens_of, 0, count * sizeof *job->tokens_of);
+    memset(job->summands, 0, choices * sizeof *job->summands);
     size_t distinct = 0;
-    for (size_t c = 0; c < choices; c++) distinct += !job.tokens_of[job.chosen[c]]++;
-    if (chosen) memcpy(chosen, job.chosen, choices * sizeof *chosen);
+    for (size_t c = 0; c < choices; c++)
+        if ((size_t)job->chosen[c] < count) distinct += !job->tokens_of[job->chosen[c]]++;
     return distinct;
 }
 
-/* One token's row of x serves all its experts; those of several are gathered by expert. */
+size_t moe_block_route(const MoeBlock *block, const bf16 *x, size_t tokens, void *workspace, size_t threads,
+                       int64_t *chosen) {
+    Job job = {.block = block, .x = x};
+    lay_out(&job, tokens, threads, workspace);
+    const Phase routing = {NULL, route, tokens};
+    team_run(&routing, 1, &job, threads, OWN);
+    if (chosen) memcpy(chosen, job.chosen, tokens * block->router.k * sizeof *chosen);
+    return begin(&job, tokens);
+}
+
+void moe_block_routed(const MoeBlock *block, const int64_t *chosen, const float *weights, size_t tokens, void *workspace,
+                      size_t threads) {
+    Job job = {.block = block};
+    const size_t k = block->router.k;
+    lay_out(&job, tokens, threads, workspace);
+    memcpy(job.chosen, chosen, tokens * k * sizeof *chosen);
+    memcpy(job.weights, weights, tokens * k * sizeof *weights);
+    for (size_t t = 0; t < tokens; t++) sort(job.chosen + t * k, job.weights + t * k, k);
+    begin(&job, tokens);
+}
+
+/* One token's row of x serves all its experts, and an expert that it names twice computes it once; the rows of several
+ * tokens are gathered by expert. */
 size_t moe_block_experts(const MoeBlock *block, const bf16 *x, size_t tokens, void *workspace, size_t threads,
                          const int64_t *experts, size_t count, size_t row) {
     Job job = {.block = block, .x = x};
@@ -94,18 +112,19 @@ size_t moe_block_experts(const MoeBlock *block, const bf16 *x, size_t tokens, vo
     memset(job.next, 0xff, block->router.experts * sizeof *job.next);
     size_t rows = 0, shares = 0;
     for (size_t i = 0; i < count; i++) {
-        const size_t its = job.tokens_of[experts[i]];
+        const size_t its = tokens > 1 ? job.tokens_of[experts[i]] : job.tokens_of[experts[i]] > 0;
         if (!its) continue;
         job.shares[shares++] = (Share){block->experts[experts[i]], tokens > 1 ? rows : 0, its, rows};
         job.next[experts[i]] = rows, rows += its;
     }
     bf16 *outputs = job.outputs + row * columns;
     for (size_t c = 0; c < choices; c++) {
-        size_t *next = &job.next[job.chosen[c]];
-        if (*next == NONE) continue;
-        job.summands[c] = outputs + *next * columns;
-        if (tokens > 1) memcpy(job.gathered + *next * columns, x + c / k * columns, columns * sizeof(bf16));
-        ++*next;
+        if ((size_t)job.chosen[c] >= block->router.experts || job.next[job.chosen[c]] == NONE) continue;
+        const size_t at = job.next[job.chosen[c]];
+        job.summands[c] = outputs + at * columns;
+        if (tokens == 1) continue;
+        memcpy(job.gathered + at * columns, x + c / k * columns, columns * sizeof(bf16));
+        job.next[job.chosen[c]]++;
     }
     if (shares)
         experts_run(job.shares, shares, tokens > 1 ? job.gathered : x, tokens > 1 ? rows : 1, rows, job.inner, job.prepared,

@@ -18,6 +18,11 @@ size_t moe_block_workspace(const MoeBlock *block, size_t tokens, size_t threads)
 size_t moe_block_route(const MoeBlock *block, const bf16 *x, size_t tokens, void *workspace, size_t threads,
                        int64_t *chosen);
 
+/* The same with a choice that is known: chosen and weights (tokens, k), in any order; router.experts or more: none. Of the
+ * router k, experts and columns are read. */
+void moe_block_routed(const MoeBlock *block, const int64_t *chosen, const float *weights, size_t tokens, void *workspace,
+                      size_t threads);
+
 /* Computes those of `experts` that tokens chose, which must be here. row: 0 at first, then what the call before returned. */
 size_t moe_block_experts(const MoeBlock *block, const bf16 *x, size_t tokens, void *workspace, size_t threads,
                          const int64_t *experts, size_t count, size_t row);
