@@ -16,6 +16,10 @@ def lru(slots: int) -> Eviction:
     return EVICTIONS["lru"](EvictionContext(Clock(), slots, LAYERS))
 
 
+def lru_of(pools: Sequence[Pool]) -> list[Eviction]:
+    return [lru(pool.slots) for pool in pools]
+
+
 def pools(slots: int, precisions: Sequence[int] = (4,)) -> Pools:
     """One pool for all layers and precisions."""
-    return Pools([Pool(slots, None, range(LAYERS))], lambda pool: lru(pool.slots), precisions)
+    return Pools([Pool(slots, None, range(LAYERS))], lru_of, precisions)

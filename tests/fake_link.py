@@ -73,6 +73,10 @@ class FakeLink:
         taken = [*self._running, *(finished.load for finished in self._finished)]
         return not (self._urgent or self._speculative or any(not load.background for load in taken))
 
+    def roll_back(self) -> None:
+        for loads in (self._urgent, self._speculative, self._background, self._running, self._finished):
+            loads.clear()
+
     def now(self) -> float:
         return self.time
 

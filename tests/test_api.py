@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import shutil
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,6 +99,56 @@ def test_loss_of_a_text_equals_the_plain_model(ours: Any, plain: Any) -> None:
         assert model(ids, labels=ids).loss == plain(ids, labels=ids).loss
 
 
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda model: model.half(),
+        lambda model: model.float(),
+        lambda model: model.to(torch.float16),
+        lambda model: model.to("meta"),
+        lambda model: model.cuda(),
+        lambda model: model.type(torch.float64),
+    ],
+)
+def test_a_model_cannot_be_moved_or_converted(ours: Any, move: Any) -> None:
+    with pytest.raises(tiermoe.ConfigError, match=r"stays in bfloat16 on cpu.*device="):
+        move(ours[0])
+
+
+def test_a_model_is_moved_to_where_it_is(ours: Any) -> None:
+    model, tokenizer = ours
+    inputs = tokenizer("Once upon a time", return_tensors="pt")
+    before = model(**inputs).logits
+    moved = model.to("cpu").to(torch.bfloat16).bfloat16().cpu().to(device="cpu", dtype=torch.bfloat16).eval()
+    assert moved is model
+    assert torch.equal(moved(**inputs).logits, before)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "decoder", "named"),
+    [
+        ("model.layers.3.input_layernorm.weight", "auto", "layer 3"),
+        ("model.layers.3.input_layernorm.weight", "generic", r"model\.layers\.3"),
+        ("model.norm.weight", "auto", "weights are damaged"),
+    ],
+)
+def test_weights_that_give_no_numbers_are_an_error(
+    shipped: Path, tmp_path: Path, damaged: str, decoder: str, named: str
+) -> None:
+    shutil.copytree(shipped, tmp_path / "damaged")
+    weights = load_file(tmp_path / "damaged" / "model.safetensors")
+    weights[damaged] = weights[damaged] * float("nan")
+    save_file(weights, tmp_path / "damaged" / "model.safetensors")
+    options = {"memory": "4GiB", "device": "cpu", "bits": 16, "cache": "50%", "decoder": decoder}
+    with tiermoe.load(tmp_path / "damaged", **options) as (model, tokenizer):
+        ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
+        for _ in range(2):
+            with pytest.raises(tiermoe.ModelError, match=f"logits are not finite numbers.*{named}"):
+                tiermoe.generate(model, tokenizer, ids, tiermoe.Sampling(max_tokens=4))
+        with pytest.raises(tiermoe.ModelError, match="logits are not finite numbers"):
+            model.generate(ids, max_new_tokens=4)
+
+
 def test_stats_add_up(shipped: Path) -> None:
     model, tokenizer = tiermoe.load(shipped, memory="4GiB", device="cpu", bits=4, cache="10%", warm=False)
     model.generate(**tokenizer("A", return_tensors="pt"), max_new_tokens=6, do_sample=False)
@@ -127,6 +181,64 @@ def test_packed_dense_layers_stay_close(shipped: Path, plain: Any, dense_bits: i
     divergence = torch.nn.functional.kl_div(mine.log_softmax(-1), theirs.softmax(-1), reduction="none").sum(-1).mean()
     assert 0 < divergence < (0.01 if dense_bits == 8 else 0.1)
     model.tiermoe.close()
+
+
+@pytest.mark.parametrize("decoder", ["auto", "generic"])
+def test_threads_that_share_a_model_get_what_each_gets_alone(shipped: Path, decoder: str) -> None:
+    with tiermoe.load(shipped, memory="4GiB", device="cpu", bits=4, cache="25%", decoder=decoder) as (model, tokenizer):
+        prompts = ["Once upon a time", "The old man took his hat and", "Two boys", "A"]
+
+        def answer(prompt: str) -> list[int]:
+            inputs = tokenizer(prompt, return_tensors="pt")
+            tokens: list[int] = model.generate(**inputs, max_new_tokens=16, do_sample=False)[0].tolist()
+            return tokens
+
+        alone = list(map(answer, prompts))
+        found: dict[str, list[int]] = {}
+        threads = [
+            threading.Thread(target=lambda each=prompt: found.update({each: answer(each)}), daemon=True)
+            for prompt in prompts
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert [found.get(prompt) for prompt in prompts] == alone
+
+
+def lanes() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("tiermoe-lane")}
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="Linux counts descriptors there")
+@pytest.mark.parametrize("options", [{"cache": "25%"}, {"cache": "25%", "decoder": "generic"}, {"bits": 4}], ids=str)
+def test_a_model_that_is_dropped_gives_everything_back(shipped: Path, options: dict[str, Any]) -> None:
+    gc.collect()
+    before, opened = lanes(), descriptors()
+    model, tokenizer = tiermoe.load(shipped, memory="4GiB", device="cpu", **options)
+    model.generate(**tokenizer("A", return_tensors="pt"), max_new_tokens=2)
+    service = weakref.ref(model.tiermoe.service)
+    assert lanes() - before
+    del model
+    gc.collect()
+    deadline = time.monotonic() + 60
+    while (lanes() - before or descriptors() > opened or service()) and time.monotonic() < deadline:
+        gc.collect()
+    assert lanes() == before
+    assert descriptors() <= opened
+    assert service() is None
+
+
+def test_a_context_closes_the_model(shipped: Path) -> None:
+    with tiermoe.load(shipped, memory="4GiB", device="cpu", bits=4) as (model, tokenizer):
+        inputs = tokenizer("A b c", return_tensors="pt")
+        model(**inputs)
+    with pytest.raises(tiermoe.TiermoeError, match="was closed"):
+        model(**inputs)
 
 
 def test_two_models_side_by_side(shipped: Path) -> None:

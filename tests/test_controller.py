@@ -86,12 +86,25 @@ def test_a_damaged_expert_raises_and_the_next_request_works() -> None:
     assert sorted(expert for expert, *_ in each(controller.run_layer(0, demands(0, 1, 2)))) == [0, 1, 2]
 
 
-def test_an_abandoned_pass_leaves_nothing_pinned() -> None:
-    controller, _ = controller_with(2)
+def test_an_abandoned_run_is_rolled_back() -> None:
+    controller, link = controller_with(2)
     run = controller.run_layer(0, demands(0, 1))
     next(run)
-    run.close()
+    link.roll_back()
+    controller.roll_back()
+    assert len(controller.cache) + controller.cache.free(0) == 2
     assert sorted(expert for expert, *_ in each(controller.run_layer(1, demands(2, 3)))) == [2, 3]
+
+
+def test_who_may_have_been_read_over_is_not_taken_for_resident() -> None:
+    controller, link = controller_with(1)
+    list(controller.run_layer(0, demands(0)))
+    controller.prefetch([ExpertKey(1, 7, 4)])  # into the slot of the one that leaves for it as soon as it begins
+    assert controller.cache.slot(ExpertKey(0, 0, 4)) is not None
+    link.roll_back()
+    controller.roll_back()
+    assert len(controller.cache) == 0
+    assert controller.cache.free(0) == 1
 
 
 def test_a_prefetch_in_time_is_a_hit_of_its_own_kind() -> None:

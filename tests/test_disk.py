@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import queue
 import random
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -138,12 +140,27 @@ def test_every_load_arrives_once_with_its_bytes(tmp_path: Path, lanes: int) -> N
 def test_urgent_loads_go_first_and_speculation_can_be_taken_back(tmp_path: Path) -> None:
     path = tmp_path / "experts"
     extents = write_experts(path)
-    link = DiskLink(filler(extents), HostSlots(EXPERTS, SIZE), lanes=0)
+
+    class Held(ExtentReader):
+        begun: queue.SimpleQueue[int] = queue.SimpleQueue()
+        go_on = threading.Semaphore(0)
+
+        def read(self, extent: Extent, target: memoryview, key: ExpertKey) -> None:
+            self.begun.put(key.expert)
+            self.go_on.acquire()
+            super().read(extent, target, key)
+
+    reader = Held()
+    link = DiskLink(SlotFiller(reader, lambda key: extents[key.expert], lambda _: FORM), HostSlots(EXPERTS, SIZE), 1)
+    link.submit(Load(ExpertKey(0, 4, 16), 4, urgent=True))
+    assert reader.begun.get() == 4
     for expert in range(4):
         link.submit(Load(ExpertKey(0, expert, 16), expert, urgent=expert >= 2))
-    assert [link._lanes._take().key.expert for _ in range(2)] == [2, 3]  # type: ignore[union-attr]
+    reader.go_on.release(2)
+    assert [reader.begun.get() for _ in range(2)] == [2, 3]
     assert [load.key.expert for load in link.recall()] == [0, 1]
     assert link.recall() == []
+    reader.go_on.release()
     link.close()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import random
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caches import lru, pools
+from caches import lru_of, pools
 from extent_files import EXPERTS, SIZE, bytes_of, filler, write_experts
 from fake_link import FakeLink, controller_with, demands
 from gpu_rig import Rig
@@ -53,7 +55,7 @@ def test_the_most_used_come_first_and_unused_ones_only_where_all_fit() -> None:
 
 
 def test_each_pool_takes_what_it_has_slots_for() -> None:
-    cache = Pools([Pool(1, None, range(1)), Pool(2, None, range(1, 2))], lambda pool: lru(pool.slots), (4,))
+    cache = Pools([Pool(1, None, range(1)), Pool(2, None, range(1, 2))], lru_of, (4,))
     wanted = [key(0, 3), key(0, 1), key(1, 5), key(1, 2), key(1, 7)]
     assert that_fit(cache, wanted) == [key(0, 3), key(1, 5), key(1, 2)]
     cache.reserve(key(1, 9))
@@ -221,18 +223,29 @@ def wait_for(done: Callable[[], bool]) -> None:
 
 
 def test_lanes_take_the_background_last_and_keep_one_lane_free() -> None:
-    lanes = Lanes(0, lambda load: None)
-    lanes._most_in_background = 2
-    for expert, urgent in ((0, False), (1, True), (2, False)):
-        lanes.submit(Load(key(0, expert), expert, urgent, background=expert == 0))
-    lanes.submit(Load(key(0, 3), 3, urgent=False, background=True))
-    assert [load.key.expert for load in lanes.recall()] == [2]
-    assert [lanes._take().key.expert for _ in range(3)] == [1, 0, 3]  # type: ignore[union-attr]
-    lanes.submit(Load(key(0, 4), 4, urgent=False, background=True))
-    assert not lanes._may_begin_background()
-    assert lanes.withdraw(key(0, 3)) is None  # it has begun
-    assert lanes.withdraw(key(0, 4)) is not None
-    assert lanes.withdraw(key(0, 4)) is None
+    begun: queue.SimpleQueue[int] = queue.SimpleQueue()
+    go_on = threading.Semaphore(0)
+
+    def work(load: Load) -> None:
+        begun.put(load.key.expert)
+        go_on.acquire()
+
+    lanes = Lanes(2, work)
+    for expert in range(3):
+        lanes.submit(Load(key(0, expert), expert, urgent=False, background=True))
+    assert begun.get() == 0
+    lanes.submit(Load(key(0, 3), 3, urgent=False))
+    assert begun.get() == 3  # by the lane that was kept free
+    lanes.submit(Load(key(0, 4), 4, urgent=False))
+    lanes.submit(Load(key(0, 5), 5, urgent=True))
+    assert [load.key.expert for load in lanes.recall()] == [4]
+    go_on.release()
+    assert begun.get() == 5
+    assert lanes.withdraw(key(0, 0)) is None  # it has begun
+    assert lanes.withdraw(key(0, 2)) is not None
+    assert lanes.withdraw(key(0, 2)) is None
+    go_on.release(4)
+    assert begun.get() == 1
     lanes.close()
 
 

@@ -17,6 +17,7 @@ from tiermoe.errors import BudgetError, LoadError
 from tiermoe.tiers import assemble, slots
 from tiermoe.tiers.gpu import GpuLink
 from tiermoe.tiers.slots import DeviceSlots
+from tiermoe.types import Demand
 
 
 @settings(max_examples=25, deadline=None, phases=[Phase.generate])  # a hang takes long to shrink
@@ -201,3 +202,16 @@ def test_device_slots_share_one_tensor() -> None:
     assert [buffer.data_ptr() - buffers[0].data_ptr() for buffer in buffers] == [0, 8192, 16384]
     assert all(buffer.dtype == torch.uint8 and buffer.shape == (8192,) for buffer in buffers)
     assert content(key(0, 0)).shape == (BYTES,)
+
+
+def test_an_interrupted_run_is_rolled_back(rig: Callable[..., Rig]) -> None:
+    made = rig(3, 3, 2)
+    made.layer(0, [0, 1])
+    run = made.controller.run_layer(0, [Demand(expert, 1, 4) for expert in (0, 2, 3, 4)])
+    next(run)
+    made.controller.prefetch([key(1, 5), key(1, 6)])
+    made.link.roll_back()
+    made.controller.roll_back()
+    assert made.link.is_idle()
+    for layer in range(3):
+        made.layer(layer, [0, 2, 3, 4, 5])

@@ -327,3 +327,23 @@ def test_populating_what_is_no_memory_is_said(tmp_path: Path) -> None:
     assert populate(files.view(extent))
     os.truncate(tmp_path / "file", 4096)
     assert not populate(files.view(extent))
+
+
+@pytest.mark.parametrize("file", ["dense", "experts"])
+def test_a_file_that_is_cut_short_in_use_is_an_error(
+    shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """Where a page of it were touched, the process would end."""
+    monkeypatch.setattr(mapped, "CHECK_EVERY_S", 0.0)
+    with tiermoe.load(shipped, memory="4GiB", device="cpu", bits=4, store=tmp_path / "store") as (model, tokenizer):
+        inputs = tokenizer("Once upon a time", return_tensors="pt")
+        whole = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+        assert model.tiermoe.stats()["mapped"]
+        cut = next(path for path in sorted((tmp_path / "store").iterdir()) if path.name.startswith(file))
+        content = cut.read_bytes()
+        os.truncate(cut, 4096)
+        for _ in range(2):
+            with pytest.raises(LoadError, match=rf"{cut.name} has become [0-9,]+ bytes shorter"):
+                model.generate(**inputs, max_new_tokens=4, do_sample=False)
+        cut.write_bytes(content)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=4, do_sample=False), whole)

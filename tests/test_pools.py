@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caches import lru, pools
+from caches import lru_of, pools
 from tiermoe.decide.allotment import Pool
 from tiermoe.decide.eviction import EVICTIONS, EvictionContext
 from tiermoe.decide.eviction.protocol import Clock
@@ -24,7 +24,7 @@ def fill(cache: Pools, *keys: ExpertKey) -> None:
 def high_and_low() -> Pools:
     layers = range(2)
     parts = [Pool(2, frozenset({4}), layers), Pool(1, frozenset({2}), layers)]
-    return Pools(parts, lambda pool: lru(pool.slots), (4, 2))
+    return Pools(parts, lru_of, (4, 2))
 
 
 def test_a_high_copy_satisfies_a_low_demand_and_never_the_other_way_round() -> None:
@@ -52,7 +52,7 @@ def test_precisions_evict_apart_and_slots_are_numbered_through() -> None:
 
 
 def test_a_layer_of_its_own_pool_takes_nothing_from_another() -> None:
-    cache = Pools([Pool(1, None, range(1)), Pool(1, None, range(1, 2))], lambda pool: lru(pool.slots), (4,))
+    cache = Pools([Pool(1, None, range(1)), Pool(1, None, range(1, 2))], lru_of, (4,))
     fill(cache, ExpertKey(0, 0, 4), ExpertKey(1, 0, 4))
     fill(cache, ExpertKey(1, 1, 4))
     assert cache.find(0, 0, 4) is not None
@@ -131,7 +131,7 @@ def pools_of(name: str) -> Pools:
     """Three slots under a policy."""
     options = {"weights": (0.4, 0.3, 0.2, 0.1)} if name == "weighted" else {}
     context = EvictionContext(Clock(), 3, 1)
-    return Pools([Pool(3, None, range(1))], lambda _: EVICTIONS[name](context, **options), [4])
+    return Pools([Pool(3, None, range(1))], lambda _: [EVICTIONS[name](context, **options)], [4])
 
 
 def use(cache: Pools, expert: int, lent: Iterable[int]) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caches import lru
+from caches import lru_of
 from tiermoe.decide.allotment import by_use
 from tiermoe.decide.pools import Pools
 from tiermoe.decide.shares import most_used
@@ -40,7 +40,7 @@ def test_what_is_left_goes_round_the_layers() -> None:
 
 
 def test_free_slots_move_at_once_and_others_when_a_layer_misses() -> None:
-    cache = Pools(by_use(6, 2), lambda pool: lru(pool.slots), (4,))
+    cache = Pools(by_use(6, 2), lru_of, (4,))
     for expert in range(2):
         assert cache.reserve(ExpertKey(0, expert, 4)) is not None
         cache.arrived(ExpertKey(0, expert, 4))
@@ -57,7 +57,7 @@ def test_free_slots_move_at_once_and_others_when_a_layer_misses() -> None:
 )
 def test_slots_are_neither_lost_nor_shared(asked: list[tuple[int, int, bool]], slots: int) -> None:
     """Whatever is asked for, protected and pinned meanwhile; a layer can always have its minimum."""
-    cache = Pools(by_use(slots, 3, 2), lambda pool: lru(pool.slots), (4,))
+    cache = Pools(by_use(slots, 3, 2), lru_of, (4,))
     uses = [[0] * 8 for _ in range(3)]
     pinned: list[ExpertKey] = []
     for layer, expert, protects in asked:
@@ -84,7 +84,7 @@ def test_slots_are_neither_lost_nor_shared(asked: list[tuple[int, int, bool]], s
 def test_a_layer_that_keeps_to_few_experts_leaves_its_slots_to_the_others() -> None:
     """Layer 0 uses two experts, layer 1 goes round seven: with four slots each it never hits, with six and two almost
     always."""
-    cache, hits = Pools(by_use(9, 2, 1), lambda pool: lru(pool.slots), (4,)), 0
+    cache, hits = Pools(by_use(9, 2, 1), lru_of, (4,)), 0
     uses = [[0] * 8 for _ in range(2)]
     for token in range(100):
         for key in (ExpertKey(0, token % 2, 4), ExpertKey(1, token % 7, 4)):

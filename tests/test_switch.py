@@ -202,7 +202,7 @@ def test_the_encoders_first_experts_are_read_in_order_when_a_request_begins(smal
     finish(small)
     assert len(resident(small, range(1), 4)) < EXPERTS
     loads = submitted(small)
-    small.tiermoe.current.before_encoder(None, (), {"input_ids": tokens(1, 9)})
+    small.tiermoe.current.before_encoder((), {"input_ids": tokens(1, 9)})
     keys = [load.key for load in loads]
     assert keys == sorted(keys)
     assert {(key.layer, load.urgent) for key, load in zip(keys, loads, strict=True)} == {(0, False)}

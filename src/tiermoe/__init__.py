@@ -1,9 +1,9 @@
 """tiermoe runs Mixture-of-Experts language models larger than the memory they run in, exactly.
 
     import tiermoe
-    model, tokenizer = tiermoe.load("path-or-hub-id", memory="6GiB", bits=4)
-    model.generate(...)          # a transformers model
-    model.tiermoe.stats()        # hits, misses, bytes, seconds waited, peak memory
+    with tiermoe.load("path-or-hub-id", memory="6GiB", bits=4) as (model, tokenizer):
+        model.generate(...)      # a transformers model
+        model.tiermoe.stats()    # hits, misses, bytes, seconds waited, peak memory
 
 The heavy libraries (torch, transformers) are imported at the first use of a name here.
 """

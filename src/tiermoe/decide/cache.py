@@ -111,8 +111,8 @@ class ExpertCache:
         victim = self._lent.pop(key)
         if victim is not None:
             self._eviction.victim(key, {victim}.__contains__)  # policies learn from being asked: again, at the end
-            self._leaving.discard(victim)
             self._evict(victim)
+            self._leaving.discard(victim)
         self._eviction.admitted(key)
 
     def give_back(self, key: ExpertKey) -> None:
@@ -137,6 +137,22 @@ class ExpertCache:
     def used(self, key: ExpertKey, demand: Demand) -> None:
         """Tells the eviction policy that a resident key is computed with."""
         self._eviction.used(key, demand)
+
+    def keep_resident(self, eviction: Eviction) -> list[int]:
+        """After an interruption anywhere, with nothing under way: what is resident stays, unless another may have been
+        read over it; pins and what was in flight are gone, and no slot is free (`put_free`). eviction: takes the place
+        of the policy, whose records may be half written. Returns the slots of what stays."""
+        self._resident = {key: slot for key, slot in self._resident.items() if key not in self._leaving}
+        self._eviction, self._free, self._in_flight, self._pins = eviction, [], {}, {}
+        self._lent, self._leaving = {}, set()
+        for key in self._resident:
+            eviction.admitted(key)
+        return list(self._resident.values())
+
+    def put_free(self, slots: list[int]) -> None:
+        """Slots in which nothing lies are free ones of this pool, beside what is resident: it has no others."""
+        self._free = slots
+        self.slots = len(self._resident) + len(slots)
 
     def new_sequence(self) -> None:
         """Tells the eviction policy that another request begins."""

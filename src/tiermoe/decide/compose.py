@@ -179,24 +179,29 @@ def assemble(
     found = found or Tables()
     clock = Clock()
     loaded = sorted({precision for share in slots for precision in share.bits}, reverse=True)
-    shared: dict[range, Eviction] = {}
     undoable: list[Undoable] = []
 
-    def eviction(pool: Pool) -> Eviction:
-        if pool.layers in shared:
-            return shared[pool.layers]
-        context = _eviction_context(composition, shape, pool, clock, loaded[0], found, foresight, seed)
-        policy = made = _eviction(composition, shape, context, pool, len(loaded) == 1)
-        if composition.routing == "confident":
-            made = Undoable(policy, context)
-            undoable.append(made)
-        if getattr(type(policy), "spans_precisions", False):
-            shared[pool.layers] = made
-        return made
+    def evictions(pools: Sequence[Pool]) -> list[Eviction]:
+        undoable.clear()
+        shared: dict[range, Eviction] = {}
+
+        def eviction(pool: Pool) -> Eviction:
+            if pool.layers in shared:
+                return shared[pool.layers]
+            context = _eviction_context(composition, shape, pool, clock, loaded[0], found, foresight, seed)
+            policy = made = _eviction(composition, shape, context, pool, len(loaded) == 1)
+            if composition.routing == "confident":
+                made = Undoable(policy, context)
+                undoable.append(made)
+            if getattr(type(policy), "spans_precisions", False):
+                shared[pool.layers] = made
+            return made
+
+        return [eviction(pool) for pool in pools]
 
     pools = Pools(
         [pool for share in slots for pool in _allotted(composition, shape, share, len(slots) == 1)],
-        eviction,
+        evictions,
         loaded,
         composition.exact_bits,
     )

@@ -37,9 +37,6 @@ class Controller(Loads):
         their computing begins before this device is given work (HOBBIT, section 4, CPU-GPU cooperative computing).
         All that is here is one group; while misses wait for slots each expert is one, so that its slot is free for a
         load as soon as it is computed.
-        Raises LoadError where an expert cannot be read; the controller stays usable."""
-        run = LayerRun(self, layer, demands, speculate, elsewhere)
-        try:
-            yield from run.steps(together)
-        finally:
-            run.release()
+        Raises LoadError where an expert cannot be read. `roll_back` after that, and after a run that was not taken to
+        its end."""
+        return LayerRun(self, layer, demands, speculate, elsewhere).steps(together)

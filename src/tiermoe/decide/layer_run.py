@@ -13,7 +13,7 @@ ELSEWHERE = -1
 
 
 class LayerRun:
-    """The state of one pass over one layer's demands; see `Controller.run_layer`. `release` it, however it ends."""
+    """The state of one pass over one layer's demands; see `Controller.run_layer`."""
 
     def __init__(
         self,
@@ -32,7 +32,6 @@ class LayerRun:
         self._elsewhere: list[ExpertKey] = []
         self._demands: dict[ExpertKey, Demand] = {}  # by the copy that serves it
         self._here: deque[ExpertKey] = deque()
-        self._pinned: set[ExpertKey] = set()
         self._missing: deque[ExpertKey] = deque()
         self._awaited: set[ExpertKey] = set()
 
@@ -49,7 +48,7 @@ class LayerRun:
                 group = [self._here.popleft() for _ in range(1 if self._missing else len(self._here))]
                 yield [self._use(key) for key in group]
                 for key in group:
-                    self._release(key)
+                    self._cache.unpin(key)
             elif not self._awaited and self._controller.link.is_idle() and not self._controller.filling:
                 # with nothing awaited, what is under way for others may hold the slots: its end frees one
                 raise RuntimeError(
@@ -71,7 +70,7 @@ class LayerRun:
         awaited = key in self._awaited
         self._awaited.discard(key)
         if finished.error is not None and awaited:
-            self._release(key)
+            self._cache.unpin(key)
         self._controller.settle(finished)
         if not awaited:
             return
@@ -82,12 +81,6 @@ class LayerRun:
         else:
             self._missing.append(key)
 
-    def release(self) -> None:
-        """Unpins what an interrupted pass left pinned; what is in flight arrives later and stays in the cache."""
-        for key in self._pinned:
-            self._cache.unpin(key)
-        self._pinned.clear()
-
     def _take_stock(self) -> None:
         """Pins what is here or on its way, counts hits and misses, takes idle speculation back from the link."""
         controller, cache = self._controller, self._cache
@@ -97,14 +90,14 @@ class LayerRun:
         for demand in self._ordered:
             key = cache.find(self._layer, demand.expert, demand.bits)
             if key is not None:
-                self._pin(key)
+                self._cache.pin(key)
                 self._here.append(key)
             else:
                 key = cache.arriving(self._layer, demand.expert, demand.bits)
                 if key is not None and controller.withdraw(key):
                     key = None
                 if key is not None:
-                    self._pin(key)
+                    self._cache.pin(key)
                     self._awaited.add(key)
                 elif demand.bits:
                     key = ExpertKey(self._layer, demand.expert, demand.bits)
@@ -133,7 +126,7 @@ class LayerRun:
         """Sends as many missing experts to the link as slots can be had for."""
         while self._missing and self._controller.load(self._missing[0], urgent=True):
             key = self._missing.popleft()
-            self._pin(key)
+            self._cache.pin(key)
             self._awaited.add(key)
 
     def _begin_speculation(self) -> None:
@@ -146,11 +139,3 @@ class LayerRun:
         assert slot is not None
         self._cache.used(key, self._demands[key])
         return Ready(key.expert, slot, key.bits)
-
-    def _pin(self, key: ExpertKey) -> None:
-        self._cache.pin(key)
-        self._pinned.add(key)
-
-    def _release(self, key: ExpertKey) -> None:
-        self._cache.unpin(key)
-        self._pinned.discard(key)

@@ -94,6 +94,16 @@ class Loads:
         while not self.link.is_idle() or self._background:
             self.settle(self.link.wait())
 
+    def roll_back(self) -> None:
+        """After an interruption anywhere, when the link has dropped all that was under way: the cache keeps what is
+        resident, and what the background had not brought is asked for again."""
+        background = list(self._background)
+        self._background = Background(self.cache)
+        self.cache.roll_back()
+        self._unused_prefetches = {key for key in self._unused_prefetches if self.cache.slot(key) is not None}
+        self._lent, self._urgent = {}, 0
+        self.fill(background)
+
     def load(self, key: ExpertKey, urgent: bool) -> bool:
         """Begins to load an absent expert, for a layer or by prefetch; False where no slot can be had for it."""
         slot = self._reserve(key, urgent)

@@ -5,7 +5,9 @@ At first a pool's slots are numbered after those of the pools before it. Each po
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from tiermoe.decide.allotment import Pool
 from tiermoe.decide.cache import ExpertCache
@@ -15,8 +17,8 @@ from tiermoe.types import Demand, ExpertKey
 
 
 class Pools:
-    """What the controller sees of the cache. `precisions`: the bits that experts are loaded in. exact_bits: a copy in
-    more bits than are asked for does not stand for one in these.
+    """What the controller sees of the cache. evictions: makes the policies of all pools. `precisions`: the bits that
+    experts are loaded in. exact_bits: a copy in more bits than are asked for does not stand for one in these.
 
     Predicted keys can be protected: they leave after all others, and never for another prediction, until their layer
     has run.
@@ -25,7 +27,7 @@ class Pools:
     def __init__(
         self,
         pools: Sequence[Pool],
-        eviction: Callable[[Pool], Eviction],
+        evictions: Callable[[Sequence[Pool]], Sequence[Eviction]],
         precisions: Sequence[int],
         exact_bits: bool = False,
     ) -> None:
@@ -33,11 +35,13 @@ class Pools:
         self._precisions = sorted(precisions, reverse=True)
         self._enough = {bits: [each for each in self._precisions if each >= bits] for bits in precisions}
         self._exact_bits = exact_bits
-        self._caches: list[ExpertCache] = []
-        first = 0
-        for pool in pools:
-            self._caches.append(ExpertCache(pool.slots, eviction(pool), first))
-            first += pool.slots
+        self._fresh_evictions = functools.partial(evictions, pools)
+        ends = list(accumulate(pool.slots for pool in pools))
+        self._slots = [range(end - pool.slots, end) for pool, end in zip(pools, ends, strict=True)]  # at first
+        self._caches = [
+            ExpertCache(len(slots), policy, slots.start)
+            for slots, policy in zip(self._slots, self._fresh_evictions(), strict=True)
+        ]
         self._by_place: dict[tuple[int, int], ExpertCache] = {}
         self._numbers: dict[tuple[int, int], int] = {}
         for number, pool in enumerate(pools):
@@ -47,8 +51,10 @@ class Pools:
                     self._numbers[layer, bits] = number
         self._protected: set[ExpertKey] = set()
         self._shares: dict[int, Shares] = {}  # by precision, where slots move
+        self._alike = [[number] for number, pool in enumerate(pools) if not pool.kept]  # pools that exchange slots
         for kind in {pool.bits for pool in pools if pool.kept}:
             alike = [number for number, pool in enumerate(pools) if pool.kept and pool.bits == kind]
+            self._alike.append(alike)
             shares = Shares([self._caches[number] for number in alike], pools[alike[0]].kept)
             self._shares.update(dict.fromkeys(kind or self._precisions, shares))
 
@@ -140,6 +146,20 @@ class Pools:
         """Layer `layer` has run: what was predicted for it, and for layers before it, is kept no longer."""
         if self._protected:
             self._protected = {key for key in self._protected if key.layer > layer}
+
+    def roll_back(self) -> None:
+        """What is resident after an interruption stays (`ExpertCache.keep_resident`), and every other slot is free."""
+        self._protected = set()
+        evictions = self._fresh_evictions()
+        kept = [cache.keep_resident(policy) for cache, policy in zip(self._caches, evictions, strict=True)]
+        for alike in self._alike:
+            taken = {slot for number in alike for slot in kept[number]}
+            free = [slot for number in alike for slot in reversed(self._slots[number]) if slot not in taken]
+            for number in alike:
+                cache, resident = self._caches[number], len(kept[number])
+                cache.put_free([free.pop() for _ in range(min(cache.slots - resident, len(free)))])
+            for slot in free:  # one that was between two pools
+                self._caches[alike[0]].take_over(slot)
 
     def new_sequence(self) -> None:
         self._protected.clear()

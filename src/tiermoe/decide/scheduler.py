@@ -155,6 +155,14 @@ class Scheduler:
             policy.undo()
         self._repeats = True
 
+    def roll_back(self) -> None:
+        """After a pass that was interrupted anywhere, when the link has dropped all that was under way: the next one
+        begins as the first one does, but for what is resident (`Loads.roll_back`)."""
+        self.controller.roll_back()
+        self._began = self._took = None
+        self._repeats = False
+        self.new_sequence()
+
     def here(self, layer: int) -> Callable[[int], bool]:
         """Whether an expert of the layer could be computed now, in the bits that would be asked for."""
         self.controller.recall()

@@ -11,7 +11,7 @@ from torch import Tensor
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.fallback import SavedCache
 from tiermoe.engine.passes import CurrentPass, given_tokens, past_tokens
-from tiermoe.engine.steps import Steps
+from tiermoe.engine.steps import Steps, is_finite, not_finite
 from tiermoe.families import Family
 from tiermoe.model.decoder import Decoder
 from tiermoe.model.face import Face, SlabCache, face_base, takes_own_cache
@@ -24,8 +24,8 @@ def attach(engine: Engine, model: Any, family: Family) -> None:
     for shell, experts in zip(shells_of(model), engine.layers, strict=True):
         shell.run_experts = experts
     if family.encodes:
-        for hook in engine.current.follow_encoder(model, family.encoder_decoder):
-            engine.before_closing(hook.remove)
+        for undo in engine.current.follow_encoder(model, family.encoder_decoder):
+            engine.before_closing(undo)
     own = isinstance(engine.steps.decoder, Decoder)
     use_cache = bool(getattr(model.config.get_text_config(), "use_cache", True))
     front = Front(engine.steps, engine.current, face_base(type(model)), own, use_cache, family)
@@ -55,7 +55,13 @@ class Front:
             asked.cache.kv.reserve(max(row.end for row in asked.batch.rows))
             logits = self._steps.step(asked.batch, asked.cache.kv, every=asked.keep != 1)
             return self._face.answer(asked, logits)
-        return self._by_transformers(model, arguments, named)
+        if self._family.encodes:  # its encoder and its decoder are passes
+            output = self._base.forward(model, *arguments, **named)
+        else:
+            output = self._current.alone(lambda: self._by_transformers(model, arguments, named))
+        if hasattr(output, "logits") and not is_finite(output.logits[:, -1]):
+            raise not_finite()
+        return output
 
     def cache_for_generate(self, generation_config: Any, model_kwargs: dict[str, Any]) -> SlabCache | None:
         """The cache that `generate()` begins with; None: one of transformers'."""
@@ -64,8 +70,6 @@ class Front:
         return self._face.new_cache()
 
     def _by_transformers(self, model: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if self._family.encodes:  # hooks begin its passes
-            return self._base.forward(model, *arguments, **named)
         given = {**dict(zip(self._parameters, arguments, strict=False)), **named}
         ids, rows, length = given_tokens((), given)
         cache = given.get("past_key_values")

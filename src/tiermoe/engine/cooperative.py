@@ -55,6 +55,10 @@ class CpuHelper:
 
         return lambda expert, bits, x: self._thread.submit(compute, expert, bits, x)
 
+    def finish(self) -> None:
+        """Waits until all that was asked for is computed."""
+        self._thread.submit(lambda: None).result()
+
     def close(self) -> None:
         """Ends the thread once it is done with the expert that it computes; the others are dropped."""
         self._thread.shutdown(cancel_futures=True)

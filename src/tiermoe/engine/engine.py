@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,7 +89,8 @@ class ServedExperts:
 
 
 class Engine:
-    """Runs batches of a model whose experts a service brings. Made by `tiermoe.load` and the commands."""
+    """Runs batches of a model whose experts a service brings. Made by `tiermoe.load` and the commands. One that is
+    collected as garbage is closed."""
 
     def __init__(self, service: ExpertService, model: Model) -> None:
         self.service = service
@@ -114,6 +117,9 @@ class Engine:
         self._undo: list[Callable[[], None]] = []
         self._unwatch: list[Undo] = []
         self._closed = False
+        # in a thread of its own: a lane itself may be what collects
+        self._collected = weakref.finalize(self, _thread.start_new_thread, _end, (service, self._blueprint))
+        self._collected.atexit = False
         self._decoded = PhaseCosts()
         self.observe(None)
 
@@ -256,17 +262,19 @@ class Engine:
         self._undo.append(undo)
 
     def close(self) -> None:
-        """Ends the reading lanes and gives the slots back. The model cannot run afterwards."""
-        if self._closed:
-            return
-        self._closed = True
-        for layer in self.layers:
-            layer.run = _Closed()
-        while self._undo:
-            self._undo.pop()()
-        self.forecaster.close()
-        self.service.close()
-        self._blueprint.checkpoint.close()
+        """Ends the reading lanes and gives the slots back, when the step that runs has ended. The model cannot run
+        afterwards."""
+        with self.current.lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._collected.detach()
+            for layer in self.layers:
+                layer.run = _Closed()
+            while self._undo:
+                self._undo.pop()()
+            self.forecaster.close()
+            _end(self.service, self._blueprint)
 
     def step(self, batch: Batch, cache: Any, every: bool = False) -> torch.Tensor:
         """Runs a batch (`engine.steps.Steps.step`): logits (rows, vocabulary), or (T, vocabulary) of every token."""
@@ -308,7 +316,7 @@ class Engine:
 
     def _passes(self) -> CurrentPass:
         encoder_layers = shape_of(self.store.layers).encoder_layers
-        return CurrentPass(self.scheduler, PassForecasts(self.forecaster), encoder_layers)
+        return CurrentPass(self.scheduler, PassForecasts(self.forecaster), encoder_layers, self.service.before_step)
 
     def _stacked_layers(self) -> int:
         """Layers whose routers are evaluated in one product."""
@@ -329,6 +337,11 @@ class Engine:
                 f"recurrent state that cannot be wound back; use --set routing=half or routing=all"
             )
         return ConfidentDecoding(self.current, gamma)
+
+
+def _end(service: ExpertService, blueprint: Blueprint) -> None:
+    service.close()
+    blueprint.checkpoint.close()
 
 
 def _told(layers: Sequence[Any]) -> Callable[[ExpertKey, int], None]:

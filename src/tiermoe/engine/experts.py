@@ -257,8 +257,8 @@ class FusedBlock:
 
     def place(self, expert: int, slot: int, views: Views) -> None:
         """The expert lies in the slot of these views from now on."""
-        self.slots[expert] = slot
         self._block.place(expert, self._kernel.packed(views))
+        self.slots[expert] = slot  # after it: an interruption may come between
 
     def watch(self, wrap: Callable[[Any], Any]) -> Callable[[], None]:
         """Puts wrap(kernel), which is called as the kernel is, in the place of each; returns what puts them back."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,7 +38,20 @@ from tiermoe.tiers.cuda import resolve_device
 from tiermoe.types import USUAL, Use
 
 
-def load(model: str | os.PathLike[str], *, progress: Progress | None = None, **options: Any) -> tuple[Any, Any]:
+class Loaded(NamedTuple):
+    """A transformers model and its tokenizer. As a context it closes the model's engine in the end."""
+
+    model: Any
+    tokenizer: Any
+
+    def __enter__(self) -> Loaded:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.model.tiermoe.close()
+
+
+def load(model: str | os.PathLike[str], *, progress: Progress | None = None, **options: Any) -> Loaded:
     """Loads a MoE model within a memory budget.
 
     model: a directory or a hub id. options: the fields of `tiermoe.config.Settings`, sizes also as text
@@ -46,18 +59,20 @@ def load(model: str | os.PathLike[str], *, progress: Progress | None = None, **o
     which happens once per checkpoint and precision.
 
     Returns (model, tokenizer): a transformers model in evaluation mode, with `model.tiermoe` for statistics, and its
-    tokenizer. Its modules are made by transformers' modelling code even where our own decoder computes, because
+    tokenizer. The model's modules are made by transformers' modelling code even where our own decoder computes, because
     `generate()`, pipelines and calls that the decoder does not answer need them; the commands make none (`start`).
     `model.get_input_embeddings()` looks up tokens' rows. Where the table stays on disk (memory is short, the store's
     files are mapped, or the checkpoint comes quantised) its `weight` has a shape and a dtype and no values: it is on
     the meta device.
+    What the engine holds (memory for experts, threads, files) is given back by `model.tiermoe.close()`, at the end of
+    `with tiermoe.load(...) as (model, tokenizer):`, or when the model is collected as garbage.
     Raises a TiermoeError that says what to do where the model, the budget or an option is not usable.
     """
     settings = make_settings(**options)
     directory = resolve_model(model)
     blueprint = inspect_model(directory, os.fspath(model), settings.store)
     tokenizer = load_tokenizer(directory)
-    return load_blueprint(blueprint, settings, progress), tokenizer
+    return Loaded(load_blueprint(blueprint, settings, progress), tokenizer)
 
 
 def load_blueprint(blueprint: Blueprint, settings: Settings, progress: Progress | None = None) -> Any:

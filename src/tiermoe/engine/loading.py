@@ -111,7 +111,8 @@ def load_dense(
     blueprint.checkpoint.close()
     _take_from_directory(model, blueprint)
     if packed:
-        attach_dense(model, store, key, ExtentReader(keep=reading.drive.keep), device, reading.files)
+        with contextlib.closing(ExtentReader(keep=reading.drive.keep)) as reader:
+            attach_dense(model, store, key, reader, device, reading.files)
     if own:
         attach_own(model, blueprint, device)
     if shared is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +18,8 @@ from tiermoe.engine.observer import Observer
 from tiermoe.errors import ConfigError
 from tiermoe.types import Ready, Routed
 
+Result = TypeVar("Result")
+
 
 class CurrentPass:
     """The pass that runs: told when one begins, it hands the model's layers to the scheduler.
@@ -23,10 +27,18 @@ class CurrentPass:
     encoder_layers: MoE layers of an encoder, which run first (0: a decoder alone). `needs_weights`, `proceed`: what the
     composition asks of the layers. `unsure`: in a fallback pass, the rows of the batch that run with all K; None runs
     every row with all K, an empty list none (the little pass). `little`: experts that run in a little pass, None for
-    K/2. `observer`: told of the layers.
+    K/2. `observer`: told of the layers. before_step: called before each step, and told whether the last one was
+    interrupted. `lock`: held while a step runs.
     """
 
-    def __init__(self, scheduler: Scheduler, forecasts: PassForecasts, encoder_layers: int) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        forecasts: PassForecasts,
+        encoder_layers: int,
+        before_step: Callable[[bool], None],
+    ) -> None:
+        self.lock = threading.Lock()
         self.scheduler = scheduler
         self.forecasts = forecasts
         self.phase = "prefill"
@@ -37,6 +49,21 @@ class CurrentPass:
         self.observer: Observer | None = None
         self._encoder_layers = encoder_layers
         self._encoded = False
+        self._before_step = before_step
+        self._interrupted = False
+
+    def alone(self, step: Callable[[], Result]) -> Result:
+        """What `step` returns. Threads wait for each other. A step that did not end, whatever interrupted it wherever,
+        is rolled back before the next: an interruption may hit whoever would clean up behind it too."""
+        with self.lock:
+            self._before_step(self._interrupted)
+            if self._interrupted:
+                self.unsure = None
+                self.forecasts.little.clear()
+            self._interrupted = True
+            result = step()
+            self._interrupted = False
+            return result
 
     def begin(self, batch: Batch) -> None:
         """A pass over a batch begins."""
@@ -57,22 +84,34 @@ class CurrentPass:
             )
         self._begin(phase, _listed(ids), rows * length, 0)
 
-    def follow_encoder(self, model: Any, decoder: bool) -> list[Any]:
-        """Hooks that begin passes of an encoder and of the `decoder` behind it where there is one, which `generate()`
-        calls apart; returns their handles."""
-        begins = [(model.get_encoder(), self.before_encoder)]
-        if decoder:
-            begins.append((model.get_decoder(), self.before_decoder))
-        return [part.register_forward_pre_hook(hook, with_kwargs=True) for part, hook in begins]
+    def follow_encoder(self, model: Any, decoder: bool) -> list[Callable[[], None]]:
+        """Makes calls of an encoder and of the `decoder` behind it where there is one, which `generate()` calls apart,
+        passes (`alone`); returns what ends that."""
+        undo = [self._follow(model.get_encoder(), self.before_encoder)]
+        return [*undo, self._follow(model.get_decoder(), self.before_decoder)] if decoder else undo
 
-    def before_encoder(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _follow(self, part: Any, begin: Callable[..., None]) -> Callable[[], None]:
+        forward = part.forward
+
+        @functools.wraps(forward)
+        def followed(*arguments: Any, **named: Any) -> Any:
+            def run() -> Any:
+                begin(arguments, named)
+                return forward(*arguments, **named)
+
+            return self.alone(run)
+
+        part.forward = followed
+        return functools.partial(delattr, part, "forward")
+
+    def before_encoder(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Another request begins, and its prompt is read at once."""
         ids, rows, length = given_tokens(arguments, named)
         self.scheduler.new_sequence()
         self._encoded = True
         self._begin("prefill", _listed(ids), rows * length, 0)
 
-    def before_decoder(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def before_decoder(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """The first token of a decoder behind an encoder is a generated one too."""
         ids, rows, length = given_tokens(arguments, named)
         if past_tokens(named) == 0 and not self._encoded:

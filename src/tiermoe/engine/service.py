@@ -53,7 +53,7 @@ class ExpertService:
         known: dict[Layout, Layout] = {}
         self.packed = {bits: PackedExperts(store, self._key_of(bits), known) for bits in resolved.precisions}
         self.drive: DriveProbe = reading.drive
-        self.mapped = reading.files is not None
+        self._files = reading.files
         self.unit = unit_of(resolved.composition, torch.device(self.device).type)
         tiers = self._tiers(reading.files)
         self._slots, self.link, self.tier_stats = tiers.slots, tiers.link, tiers.stats
@@ -80,6 +80,22 @@ class ExpertService:
         """What computes MoE layer `index` in the pass that is `current`."""
         formats = {bits: packed.formats[index] for bits, packed in self.packed.items()}
         return self.unit.experts(index, gate, formats, current, self._views_of, renormalise)
+
+    @property
+    def mapped(self) -> bool:
+        """Whether slots are extents of the store's files, mapped."""
+        return self._files is not None
+
+    def before_step(self, interrupted: bool) -> None:
+        """interrupted: the step before was, anywhere; then nothing is under way any more, and what is resident stays.
+        LoadError where a file that is mapped was cut short."""
+        if self._files is not None:
+            self._files.check()
+        if not interrupted:
+            return
+        self.unit.roll_back()
+        self.link.roll_back()
+        self.scheduler.roll_back()
 
     def close(self) -> None:
         """Ends the reading lanes and gives the slots back."""

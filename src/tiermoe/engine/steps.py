@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +12,8 @@ from torch import Tensor
 from tiermoe.batch import Batch, Kind, Row
 from tiermoe.engine.fallback import ConfidentDecoding
 from tiermoe.engine.passes import CurrentPass
+from tiermoe.errors import ModelError
+from tiermoe.model.finite import NotFiniteError
 from tiermoe.types import FEW_TOKENS
 
 
@@ -52,6 +56,8 @@ class AnyDecoder(Protocol):
 
     def new_cache(self, slabs: int, context: int, step: int) -> SequenceCache: ...
 
+    def require_finite(self) -> Callable[[], None]: ...
+
     def step(self, batch: Batch, cache: Any, every: bool = False) -> Tensor: ...
 
 
@@ -80,9 +86,28 @@ class Steps:
     @torch.no_grad()
     def step(self, batch: Batch, cache: Any, every: bool = False) -> Tensor:
         """Runs a batch and returns the logits (rows, vocabulary) of each row's last token, or of every token of all
-        rows (T, vocabulary). Prompts run in chunks."""
+        rows (T, vocabulary). Prompts run in chunks. Threads wait for each other. ModelError where logits are not
+        finite, which names the layer that they come from."""
+        return self._current.alone(lambda: self._checked(batch, cache, every))
+
+    def _checked(self, batch: Batch, cache: Any, every: bool) -> Tensor:
+        logits = self._step(batch, cache, every)
+        if is_finite(logits):
+            return logits
+        undo = self.decoder.require_finite()
+        try:
+            self._step(batch, cache, every)
+        except NotFiniteError as error:
+            raise not_finite(str(error)) from None
+        except ValueError:  # the sequence cannot be wound back for another run
+            pass
+        finally:
+            undo()
+        raise not_finite()
+
+    def _step(self, batch: Batch, cache: Any, every: bool) -> Tensor:
         if len(batch.rows) > 1 and self._by_rows(batch):
-            return torch.cat([self.step(Batch((row,)), cache, every) for row in batch.rows])
+            return torch.cat([self._step(Batch((row,)), cache, every) for row in batch.rows])
         row = batch.rows[0]
         if row.kind is Kind.VERIFY and len(row.tokens) > self._verified_at_once:
             return self._in_parts(row, cache, every)
@@ -121,3 +146,17 @@ class Steps:
         if self.confident is not None and batch.phase == "decode" and not every:
             return self.confident.decode(lambda: self.decoder.step(batch, cache), lambda logits: logits)
         return self.decoder.step(batch, cache, every)
+
+
+def is_finite(logits: Tensor) -> bool:
+    """Whether the largest is finite: NaN is larger than any to torch, and a model may rule tokens out by -inf."""
+    return math.isfinite(logits.max())
+
+
+def not_finite(where: str = "") -> ModelError:
+    """The error for logits that are not; where: the first layer whose values are not."""
+    found = f"; the first values that are not come from {where}" if where else ""
+    return ModelError(
+        f"the model's logits are not finite numbers{found}. Its weights are damaged, or its config is another's: "
+        f"'tiermoe show STORE --verify' finds damage in a store; else download the checkpoint again"
+    )

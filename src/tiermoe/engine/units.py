@@ -89,6 +89,11 @@ class WholeExperts:
         assert self._link is not None
         return MissCosts(self._link.seconds_per_load, self._helper.seconds_per_expert)
 
+    def roll_back(self) -> None:
+        """Waits for what runs beside the device, which nobody is going to ask for."""
+        if self._helper is not None:
+            self._helper.finish()
+
     def close(self) -> None:
         """Ends what runs beside the device; before the link is closed."""
         if self._helper is not None:
@@ -152,6 +157,9 @@ class ActiveNeurons:
             "neurons_left_out": counts.left_out / counts.active if counts.active else 0.0,
             "neurons_spared": self._filler.spared / self._filler.asked if self._filler.asked else 0.0,
         }
+
+    def roll_back(self) -> None:
+        """Nothing runs beside the device."""
 
     def close(self) -> None:
         """Nothing runs beside the device."""

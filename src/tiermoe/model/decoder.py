@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from tiermoe.kernels.native.few_tokens_attention import FewTokensAttention
 from tiermoe.model.attention import GroupedAttention
 from tiermoe.model.delta import GatedDelta
 from tiermoe.model.feed_forward import DenseBlock, Experts, MoeBlock, SideBySide
+from tiermoe.model.finite import FiniteLayer
 from tiermoe.model.indexer import Indexer
 from tiermoe.model.kv_cache import KVCache, LayerShape
 from tiermoe.model.latent import LatentAttention
@@ -144,6 +145,16 @@ class Decoder:
 
         return undo
 
+    def require_finite(self) -> Callable[[], None]:
+        """Layers raise NotFiniteError where they give what is not finite, until the result is called."""
+        layers = self.layers
+        self.layers = [cast(Layer, FiniteLayer(layer)) for layer in layers]
+
+        def undo() -> None:
+            self.layers = layers
+
+        return undo
+
     def attach(self, experts: Sequence[Experts]) -> None:
         """Gives each MoE layer its experts."""
         for block, its in zip(self._moe_blocks(), experts, strict=True):
@@ -158,6 +169,8 @@ class Decoder:
         """Runs a batch: writes its tokens' keys, values and states into `cache` and returns the logits
         (rows, vocabulary) of each row's last token, or of every token (T, vocabulary)."""
         parts = batch.parts(FEW_TOKENS if batch.apart and self.verifies else 0)
+        for row in batch.rows:
+            cache.writes(row.slab, row.end)
         steps = [Step(part, cache, *self._rotaries) for part in parts]
         xs = [self._embedded(part) for part in parts]
         for index, layer in enumerate(self.layers):

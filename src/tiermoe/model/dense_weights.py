@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -86,7 +87,8 @@ class StoredWeights:
         self._tensors: dict[str, Tensor] = {}
         self._packed: dict[str, Linear] = {}
         if dense is not None:
-            self._packed.update(packed_linears(store, dense, ExtentReader(keep=keep), "cpu", files, self._bias))
+            with contextlib.closing(ExtentReader(keep=keep)) as reader:
+                self._packed.update(packed_linears(store, dense, reader, "cpu", files, self._bias))
         else:
             self._packed.update(read_own(blueprint, "cpu", self._bias))
 

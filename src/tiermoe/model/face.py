@@ -191,15 +191,37 @@ def face_class(cls: type[Any]) -> type[Any]:
             "this model holds no experts, so it cannot be saved; its checkpoint and its expert store lie on disk"
         )
 
+    def apply_to_tensors(self: Any, change: Callable[[Tensor], Tensor], *rest: Any) -> Any:
+        engine = getattr(self, "tiermoe", None)
+        if engine is None:  # it is being loaded
+            return cls._apply(self, change, *rest)
+        if not _keeps(change, engine.dtype, engine.device):
+            dtype = str(engine.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"this model stays in {dtype} on {engine.device}, where its experts are; for another device load it "
+                f"with tiermoe.load(..., device=...), for fewer bytes with bits=... and dense_bits=..."
+            )
+        return self
+
     forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
     members = {
         "serve": serve,
         "forward": forward,
         "_prepare_cache_for_generation": prepare,
         "save_pretrained": save_pretrained,
+        "_apply": apply_to_tensors,  # what to(), half(), cuda() and the like come to
         "__module__": cls.__module__,
     }
     return type(cls.__name__, (cls,), members)
+
+
+def _keeps(change: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a change of a module's tensors leaves them in their dtype on their device."""
+    try:
+        changed = change(torch.empty(0, dtype=dtype, device=device))
+    except Exception:  # a device that is not here
+        return False
+    return changed.dtype == dtype and changed.device.type == device.type
 
 
 def face_base(cls: type[Any]) -> Any:

@@ -17,6 +17,7 @@ from transformers.integrations.heterogeneity.configuration_utils import Ambiguou
 from tiermoe.batch import Batch
 from tiermoe.errors import PromptError
 from tiermoe.model.cache_probe import LayerCache, bytes_of
+from tiermoe.model.finite import watch_modules
 from tiermoe.model.linear import PackedLinear
 from tiermoe.types import Need, Phase, Workload
 
@@ -209,6 +210,10 @@ class GenericDecoder:
     def new_cache(self, slabs: int, context: int, step: int) -> GenericCache:
         """A cache for `slabs` sequences of up to `context` tokens."""
         return GenericCache(slabs, context, self.rewinds)
+
+    def require_finite(self) -> Callable[[], None]:
+        """Layers raise NotFiniteError where they give what is not finite, until the result is called."""
+        return watch_modules(self.model)
 
     def time_linears(self, note: Callable[[float], None]) -> Callable[[], None]:
         """Calls `note` with the seconds of each call of a linear layer; returns what ends it."""

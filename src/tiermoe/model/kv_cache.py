@@ -198,10 +198,14 @@ class KVCache:
         """Positions that have been written since the slab was opened, those that were cut off again included."""
         return self._furthest[slab]
 
-    def wrote(self, slab: int, end: int) -> None:
-        """The sequence's tokens before position `end` have been written by a step."""
-        self._lengths[slab] = end
+    def writes(self, slab: int, end: int) -> None:
+        """A step begins that writes the sequence's tokens before position `end`."""
         self._furthest[slab] = max(self._furthest[slab], end)
+
+    def wrote(self, slab: int, end: int) -> None:
+        """That step has ended."""
+        self.writes(slab, end)
+        self._lengths[slab] = end
         if self.recurrent is not None:
             self.recurrent.wrote(slab, end)
 

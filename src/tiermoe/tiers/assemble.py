@@ -29,6 +29,10 @@ class MeteredLink(Link, Protocol):
     @property
     def bytes_read(self) -> int: ...
 
+    def roll_back(self) -> None:
+        """After an interruption of its caller anywhere: drops what is queued, waits for what is under way and forgets
+        what nobody has taken. Nothing is in its slots for sure but what was taken before."""
+
     def close(self) -> None:
         """Ends the link's threads, drops what is queued and gives the slots back."""
 

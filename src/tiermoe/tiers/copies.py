@@ -14,12 +14,13 @@ from tiermoe.types import ExpertKey
 
 
 class CopyQueue:
-    """Asks for copies and tells which are over. `changed` guards the queue and is notified when a copy begins; whoever
-    takes part in the same waiting may guard state of its own with it. `bytes_copied`: asked for so far. `seconds`: what
-    the last copies took on average, None before the first."""
+    """Asks for copies and tells which are over. `lock` guards the queue; `changed`, its condition, is notified when a
+    copy begins. Whoever takes part in the same waiting may guard state of its own with them. `bytes_copied`: asked
+    for so far. `seconds`: what the last copies took on average, None before the first."""
 
     def __init__(self, copier: Copier) -> None:
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()  # taken by itself: see `Lanes`
+        self.changed = threading.Condition(self.lock)
         self.bytes_copied = 0
         self.seconds: float | None = None
         self._copier = copier
@@ -35,14 +36,14 @@ class CopyQueue:
     def start(self, key: ExpertKey, source: torch.Tensor, target: torch.Tensor, after: Mark) -> Ticket:
         """Asks for the copy of an expert, which starts once `after` is reached."""
         ticket = self._copier.copy(source, target, after)
-        with self.changed:
+        with self.lock:
             self.bytes_copied += source.nbytes
             self._under_way.append((key, ticket))
             self.changed.notify_all()
         return ticket
 
     def take_ended(self) -> list[ExpertKey]:
-        """The experts whose copies are over since the last call. The caller holds `changed`."""
+        """The experts whose copies are over since the last call. The caller holds `lock`."""
         ended = [(key, ticket) for key, ticket in self._under_way if self.is_over(ticket)]
         self._under_way = deque(copy for copy in self._under_way if copy not in ended)
         for _, ticket in ended:
@@ -51,7 +52,7 @@ class CopyQueue:
         return [key for key, _ in ended]
 
     def oldest(self) -> Ticket | None:
-        """None where no copy is under way. The caller holds `changed`."""
+        """None where no copy is under way. The caller holds `lock`."""
         return self._under_way[0][1] if self._under_way else None
 
     def is_over(self, ticket: Ticket | None) -> bool:
@@ -70,7 +71,7 @@ class CopyQueue:
         """Lets what the calling thread launches from now on start only after the copy; raises what it failed of."""
         self._copier.wait_before_use(ticket)
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Waits for the copies under way."""
         for _, ticket in self._under_way:
             self.wait_out(ticket)

@@ -93,6 +93,11 @@ class SlotFiller:
         with self._reading():
             self._read(key, slot)
 
+    def roll_back(self) -> None:
+        """Nobody reads any more: who was interrupted while reading does not count as a reader."""
+        with self._lock:
+            self._readers = 0
+
     def close(self) -> None:
         self._reader.close()
 
@@ -190,6 +195,12 @@ class DiskLink:
 
     def is_idle(self) -> bool:
         return self._outstanding == 0
+
+    def roll_back(self) -> None:
+        self._lanes.drop()
+        self._filler.roll_back()
+        self._finished = queue.SimpleQueue()
+        self._outstanding = 0
 
     def now(self) -> float:
         return time.perf_counter()

@@ -8,7 +8,7 @@ needs the pinned slot that is copied from, and for speculative ones; nobody wait
 
 from __future__ import annotations
 
-import threading
+import queue
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -56,9 +56,9 @@ class GpuLink:
         self._copies = CopyQueue(copier)
         self.host = HostCache(filler, host, self._copies)
         self._marks: dict[int, Mark] = {}
-        self._arrivals: deque[_Arrival] = deque()
+        self._ended: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
+        self._arrivals: deque[_Arrival] = deque()  # taken from there, and not handed out
         self._outstanding = 0  # submitted, and neither taken nor recalled, background loads apart
-        self._changed = threading.Condition()
         self._lanes = Lanes(lanes, self._work)
         self._lane_count = lanes
 
@@ -94,35 +94,33 @@ class GpuLink:
         if load.urgent and self.host.pin_if_here(load.key):
             self._copy(load, mark)  # no reading to do: without a lane's detour
             return
-        with self._changed:
-            self._marks[load.slot] = mark
+        self._marks[load.slot] = mark
         self._lanes.submit(load)
 
     def wait(self) -> Finished:
         started = time.perf_counter()
-        with self._changed:
-            while not self._arrivals:
-                self._changed.wait()
-            arrival = min(self._arrivals, key=lambda a: (not self._copies.is_over(a.ticket), not a.load.urgent))
-            self._arrivals.remove(arrival)
+        if not self._arrivals:
+            self._arrivals.append(self._ended.get())
+        self._gather()
+        arrival = min(self._arrivals, key=lambda a: (not self._copies.is_over(a.ticket), not a.load.urgent))
+        self._arrivals.remove(arrival)
         finished = self._hand_out(arrival)
         self.wait_s += time.perf_counter() - started
         return finished
 
     def poll(self) -> Finished | None:
-        with self._changed:
-            # none whose copy is under way: all that is launched next would wait for it, needed or not
-            arrival = next((a for a in self._arrivals if self._copies.is_over(a.ticket)), None)
-            if arrival is None:
-                return None
-            self._arrivals.remove(arrival)
+        self._gather()
+        # none whose copy is under way: all that is launched next would wait for it, needed or not
+        arrival = next((a for a in self._arrivals if self._copies.is_over(a.ticket)), None)
+        if arrival is None:
+            return None
+        self._arrivals.remove(arrival)
         return self._hand_out(arrival)
 
     def recall(self) -> list[Load]:
         loads = self._lanes.recall()
-        with self._changed:
-            for load in loads:
-                del self._marks[load.slot]
+        for load in loads:
+            del self._marks[load.slot]
         self._outstanding -= len(loads)
         return loads
 
@@ -130,12 +128,22 @@ class GpuLink:
         load = self._lanes.withdraw(key)
         if load is None:
             return False
-        with self._changed:
-            del self._marks[load.slot]
+        del self._marks[load.slot]
         return True
 
     def is_idle(self) -> bool:
         return self._outstanding == 0
+
+    def roll_back(self) -> None:
+        with self._copies.lock:
+            self._copies.changed.notify_all()  # who waits for what the interrupted thread was about to tell
+        self._lanes.drop()
+        self._copies.finish()
+        self.host.roll_back()
+        self._marks.clear()
+        self._arrivals.clear()
+        self._ended = queue.SimpleQueue()
+        self._outstanding = 0
 
     def now(self) -> float:
         return time.perf_counter()
@@ -144,9 +152,13 @@ class GpuLink:
         """Ends the lanes, drops what is queued, waits for the copies under way and gives the slots back. Nothing may
         be borrowed."""
         self._lanes.close()
-        self._copies.close()
+        self._copies.finish()
         self.host.close()
         self._device.close()
+
+    def _gather(self) -> None:
+        while not self._ended.empty():
+            self._arrivals.append(self._ended.get())
 
     def _hand_out(self, arrival: _Arrival) -> Finished:
         self._outstanding -= not arrival.load.background
@@ -160,12 +172,11 @@ class GpuLink:
 
     def _work(self, load: Load) -> None:
         """A lane's part: brings the expert into main memory and asks for its copy."""
-        with self._changed:
-            mark = self._marks.pop(load.slot)
+        mark = self._marks.pop(load.slot)
         try:
             self.host.bring(load.key)
         except Exception as failure:  # handed to whoever waits for the load
-            self._arrived(_Arrival(load, error=failure))
+            self._ended.put(_Arrival(load, error=failure))
             return
         ticket = self._copy(load, mark)
         if ticket is not None and not load.urgent:
@@ -176,12 +187,7 @@ class GpuLink:
         try:
             ticket = self.host.copy(load.key, self._bytes_of(load.key), self._device.buffer(load.slot), mark)
         except Exception as failure:  # handed to whoever waits for the load
-            self._arrived(_Arrival(load, error=failure))
+            self._ended.put(_Arrival(load, error=failure))
             return None
-        self._arrived(_Arrival(load, ticket))
+        self._ended.put(_Arrival(load, ticket))
         return ticket
-
-    def _arrived(self, arrival: _Arrival) -> None:
-        with self._changed:
-            self._arrivals.append(arrival)
-            self._changed.notify_all()

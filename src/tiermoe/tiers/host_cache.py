@@ -29,6 +29,8 @@ class Filler(Protocol):
 
     def fill(self, key: ExpertKey, slot: torch.Tensor) -> None: ...
 
+    def roll_back(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -48,13 +50,13 @@ class HostCache:
         self._filler = filler
         self._slots = slots
         self._copies = copies
-        self._changed = copies.changed
-        caches = {run: ExpertCache(run.count, _least_recently(run.count)) for run in set(slots.values())}
-        self._caches = {bits: caches[run] for bits, run in slots.items()}
+        self._lock, self._changed = copies.lock, copies.changed
+        self._runs = {run: ExpertCache(run.count, _least_recently(run.count)) for run in set(slots.values())}
+        self._caches = {bits: self._runs[run] for bits, run in slots.items()}
 
     def pin_if_here(self, key: ExpertKey) -> bool:
         """Whether `key` is here; it is then pinned until `copy` is done or `give_back`."""
-        with self._changed:
+        with self._lock:
             cache = self._caches[key.bits]
             if cache.slot(key) is None:
                 return False
@@ -73,7 +75,7 @@ class HostCache:
 
     def buffer(self, key: ExpertKey) -> torch.Tensor:
         """The slot of a pinned expert, uint8 (slot_bytes,)."""
-        with self._changed:
+        with self._lock:
             slot = self._caches[key.bits].slot(key)
         assert slot is not None
         return self._slots[key.bits].buffer(slot)
@@ -86,7 +88,7 @@ class HostCache:
 
     def give_back(self, key: ExpertKey) -> None:
         """Ends one `borrow` or `bring`: the expert's slot may be taken again."""
-        with self._changed:
+        with self._lock:
             self._caches[key.bits].unpin(key)
             self._changed.notify_all()
 
@@ -97,14 +99,24 @@ class HostCache:
         except Exception:
             self.give_back(key)
             raise
-        with self._changed:
+        with self._lock:
             self._unpin_copied()
         return ticket
+
+    def roll_back(self) -> None:
+        """After an interruption of a caller anywhere: what is here stays, and nothing is in use. Nothing may be read,
+        copied or borrowed."""
+        self._filler.roll_back()
+        with self._lock:
+            self._copies.take_ended()  # whose pins go with all others
+        for run, cache in self._runs.items():
+            kept = cache.keep_resident(_least_recently(run.count))
+            cache.put_free([slot for slot in range(run.count) if slot not in kept])
 
     def close(self) -> None:
         """Gives the slots back. Nothing may be read, copied or borrowed."""
         self._filler.close()
-        for run in set(self._slots.values()):
+        for run in self._runs:
             run.close()
 
     def _read(self, key: ExpertKey, slot: int) -> None:
@@ -112,11 +124,11 @@ class HostCache:
         try:
             self._filler.fill(key, self._slots[key.bits].buffer(slot))
         except BaseException:
-            with self._changed:
+            with self._lock:
                 self._caches[key.bits].abandon(key)
                 self._changed.notify_all()
             raise
-        with self._changed:
+        with self._lock:
             self.read_s = averaged(self.read_s or None, time.perf_counter() - started)
             self._caches[key.bits].arrived(key)
             self._caches[key.bits].pin(key)
@@ -127,7 +139,7 @@ class HostCache:
         where another thread reads `key` meanwhile, once it is done."""
         cache = self._caches[key.bits]
         while True:
-            with self._changed:
+            with self._lock:
                 if cache.in_flight(key):
                     self._changed.wait_for(lambda: not cache.in_flight(key))
                     return None
