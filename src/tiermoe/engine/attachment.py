@@ -59,7 +59,8 @@ class Front:
             output = self._base.forward(model, *arguments, **named)
         else:
             output = self._current.alone(lambda: self._by_transformers(model, arguments, named))
-        if hasattr(output, "logits") and not is_finite(output.logits[:, -1]):
+        found: Any = getattr(output, "logits", None)
+        if found is not None and not is_finite(found[:, -1]):
             raise not_finite()
         return output
 

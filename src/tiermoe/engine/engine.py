@@ -268,13 +268,13 @@ class Engine:
             if self._closed:
                 return
             self._closed = True
-            self._collected.detach()
             for layer in self.layers:
                 layer.run = _Closed()
             while self._undo:
                 self._undo.pop()()
             self.forecaster.close()
             _end(self.service, self._blueprint)
+            self._collected.detach()
 
     def step(self, batch: Batch, cache: Any, every: bool = False) -> torch.Tensor:
         """Runs a batch (`engine.steps.Steps.step`): logits (rows, vocabulary), or (T, vocabulary) of every token."""
