@@ -172,3 +172,9 @@ def test_a_block_in_one_call_is_its_separate_calls(bits: int, gate: str, scoring
         assert computed == len(set(chosen.flatten().tolist()))
         assert got is not None
         assert torch.equal(got, residual + want if with_residual else want)
+        routed = block.route(router, x)
+        assert routed == chosen.sort(1).values.tolist()
+        last, *others = dict.fromkeys(chosen.flatten().tolist())
+        block.compute(others)
+        block.compute([*set(range(EXPERTS)) - {last, *others}, last])  # those that nobody chose compute nothing
+        assert torch.equal(block.total(x, residual if with_residual else None), got)

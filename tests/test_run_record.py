@@ -14,6 +14,7 @@ import torch
 import tiermoe
 from fake_link import FakeLink
 from schedules import Said
+from tiermoe import native
 from tiermoe.decide.compose import ModelShape, PrecisionSlots, assemble
 from tiermoe.decide.prefetch_trial import PAIRS
 from tiermoe.decide.scheduler import Scheduler
@@ -171,13 +172,14 @@ def test_all_that_fits_is_there_before_anything_runs(checkpoint: Path, tmp_path:
         run.engine.close()
 
 
-def test_what_has_come_by_itself_is_settled(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.skipif(not native.available(), reason="no native kernels here")
+def test_nothing_is_decided_of_what_has_come_by_itself(checkpoint: Path, tmp_path: Path) -> None:
     run = Run(checkpoint, tmp_path, dense_bits=4)
-    settled = [layer.run.settled for layer in run.engine.layers]
-    if any(each is None for each in settled):
-        pytest.skip("no native kernels here")
     run.engine.controller.tell(24)
-    assert [each._noted for each in settled] == [set(range(8))] * 3
+    uses = [list(row) for row in run.engine.scheduler.uses.counts]
+    run.answer()
+    assert run.engine.scheduler.uses.counts == uses
+    assert run.engine.stats()["expert_hits"] > 0
     run.engine.close()
 
 

@@ -19,7 +19,6 @@ from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.decide.routing import require_little
 from tiermoe.decide.scheduler import Scheduler
 from tiermoe.engine.cached_routing import Route, routes
-from tiermoe.engine.experts import SettledExperts
 from tiermoe.engine.fallback import ConfidentDecoding
 from tiermoe.engine.forecasts import Forecaster, PassForecasts
 from tiermoe.engine.observer import Observer, Undo, time_kernels
@@ -81,10 +80,12 @@ class ServedExperts:
         return [router.route(each) if self._chooses is None else self._chooses(router, each) for each in parts]
 
     def block(self, router: Router, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
-        settled: SettledExperts | None = getattr(self.run, "settled", None)
-        if settled is None or hidden.shape[0] > FEW_TOKENS or router.native is None:
+        block = getattr(self.run, "block", None)
+        if block is None or self._chooses is not None or hidden.shape[0] > FEW_TOKENS or router.native is None:
             return None
-        return settled(router.native, hidden, residual)
+        self._asked((hidden,))
+        result: torch.Tensor | None = block(router.native, hidden, residual)
+        return result
 
 
 class Engine:

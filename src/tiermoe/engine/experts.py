@@ -1,8 +1,8 @@
 """What stands in place of a model's experts: routing in, sum of the chosen experts out.
 
 The sum runs in ascending expert index and in the hidden states' dtype, as transformers' eager experts do, whatever the
-order in which the experts became available. Where all that have come stay for good nobody decides anything, and the
-block of a few tokens is one call (`SettledExperts`).
+order in which the experts became available. The block of few tokens is one native call where all that have come stay
+for good, and a few where they come and go (`FusedBlock`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ class LayerExperts:
 
     kernels: one per precision. views_of: (expert, slot) → typed views of what the slot holds. renormalise: whether
     the model scales the chosen experts' weights to a fixed sum, so that those of fewer experts are scaled too. on_cpu:
-    computes the experts that come without a slot (`controller.ELSEWHERE`), beside this device. settled: told of every
-    expert that comes, where those stay. by_row: whether a token's result does not depend on the others of a call of few
-    tokens.
+    computes the experts that come without a slot (`controller.ELSEWHERE`), beside this device. by_row: whether a
+    token's result does not depend on the others of a call of few tokens.
     """
 
     def __init__(
@@ -42,7 +41,6 @@ class LayerExperts:
         views_of: Callable[[ExpertKey, int], Views],
         renormalise: bool = False,
         on_cpu: OnCpu | None = None,
-        settled: SettledExperts | None = None,
     ) -> None:
         self._index = index
         self._experts = experts
@@ -51,7 +49,7 @@ class LayerExperts:
         self._views_of = views_of
         self._renormalise = renormalise
         self._on_cpu = on_cpu
-        self.settled = settled
+        self._fused = fused_block(kernels, experts)
         self.by_row = all(isinstance(kernel, InOneCall) for kernel in kernels.values())
 
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -61,10 +59,31 @@ class LayerExperts:
         return total
 
     @torch.no_grad()
+    def block(self, router: Router, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
+        """residual, if any, + the block of hidden, few tokens (T, 1, H) each; None where its parts must run one by one:
+        no native kernel computes them, somebody observes what is chosen, or decisions need the router's weights."""
+        fused, current = self._fused, self._current
+        if fused is None or current.observer is not None:
+            return None
+        if current.scheduler.settles:
+            result, experts = fused.resident(router, hidden, residual)
+            if result is not None:
+                current.scheduler.controller.counts.hits += experts
+                return result
+        if current.needs_weights or current.proceed or current.unsure is not None:
+            return None
+        chosen = fused.route(router, hidden)
+        routed = Routed(self._index, current.phase, chosen, [[]] * len(chosen))
+        self._as_they_come(fused, routed, hidden.view(len(chosen), -1))
+        return fused.total(hidden, residual)
+
+    @torch.no_grad()
     def apart(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
         """What a call with each part's hidden, index and weights gives, bit for bit: each expert comes once, and
         computes the tokens of each part by themselves."""
         current = self._current
+        if self._fused is not None and len(parts) == 1 and parts[0][0].shape[0] <= FEW_TOKENS:
+            return [self._few(self._fused, *parts[0])]
         works = [self._part(*part) for part in parts]
         hidden = works[0].hidden if len(works) == 1 else torch.cat([each.hidden for each in works])
         for group in current.run_layer(self._routed(works), hidden):
@@ -76,6 +95,31 @@ class LayerExperts:
             current.observer.on_computed(self._index)
         return totals
 
+    def _few(
+        self, fused: FusedBlock, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Few tokens with one part, whose experts are known."""
+        current, hidden = self._current, hidden.contiguous()
+        index, weights = current.route(self._index, index, weights, self._experts, self._renormalise)
+        fused.routed(hidden, index, weights)
+        routed = self._routed_of(index.tolist(), weights)
+        came = self._as_they_come(fused, routed, hidden)
+        total = fused.total(hidden, None)
+        if current.observer is not None:
+            current.observer.on_computed(self._index)
+        return self._rescaled(total, index, weights, came)
+
+    def _as_they_come(self, fused: FusedBlock, routed: Routed, hidden: torch.Tensor) -> set[int]:
+        """Computes what a layer's run brings, group by group; returns the experts that came."""
+        came = set[int]()
+        for group in self._current.run_layer(routed, hidden):
+            for ready in group:
+                self.has_come(ready.expert, ready.bits, ready.slot)
+            experts = [ready.expert for ready in group]
+            fused.compute(experts)
+            came.update(experts)
+        return came
+
     def held(self, ready: Ready) -> tuple[ExpertKernel, Views]:
         """What computes an expert that is ready, and what it computes with."""
         return self._kernels[ready.bits], self._views_of(ExpertKey(self._index, ready.expert, ready.bits), ready.slot)
@@ -84,19 +128,19 @@ class LayerExperts:
         """Puts wrap(kernel), which is called as the kernel is, in the place of each; returns what puts them back."""
         kernels = self._kernels
         self._kernels = {bits: wrap(kernel) for bits, kernel in kernels.items()}
-        undo_settled = self.settled.watch(wrap) if self.settled is not None else None
+        undo_fused = self._fused.watch(wrap) if self._fused is not None else None
 
         def undo() -> None:
             self._kernels = kernels
-            if undo_settled is not None:
-                undo_settled()
+            if undo_fused is not None:
+                undo_fused()
 
         return undo
 
     def has_come(self, expert: int, bits: int, slot: int) -> None:
-        """The expert lies in the slot now, though no token has asked for it."""
-        if self.settled is not None:
-            self.settled.note(expert, self._views_of(ExpertKey(self._index, expert, bits), slot))
+        """The expert lies in the slot now."""
+        if self._fused is not None and self._fused.slots.get(expert) != slot:
+            self._fused.place(expert, slot, self._views_of(ExpertKey(self._index, expert, bits), slot))
 
     def _part(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> _Part:
         index, weights = self._current.route(self._index, index, weights, self._experts, self._renormalise)
@@ -114,9 +158,13 @@ class LayerExperts:
     def _total(self, part: _Part) -> torch.Tensor:
         for future, experts in part.away:
             part.sums.keep(experts, future.result().to(part.hidden.device))
-        total = part.sums.total()
+        return self._rescaled(part.sums.total(), part.index, part.weights, part.came)
+
+    def _rescaled(
+        self, total: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, came: set[int]
+    ) -> torch.Tensor:
         if self._current.proceed and self._renormalise:
-            total = total * _left_out(part.index, part.weights, part.came).to(total.dtype)
+            return total * _left_out(index, weights, came).to(total.dtype)
         return total
 
     def _outputs(self, group: list[Ready], hidden: torch.Tensor, sums: Sums) -> torch.Tensor:
@@ -137,17 +185,17 @@ class LayerExperts:
         ]
 
     def _views(self, ready: Ready) -> Views:
-        views = self._views_of(ExpertKey(self._index, ready.expert, ready.bits), ready.slot)
-        if self.settled is not None:
-            self.settled.note(ready.expert, views)
-        return views
+        self.has_come(ready.expert, ready.bits, ready.slot)
+        return self._views_of(ExpertKey(self._index, ready.expert, ready.bits), ready.slot)
 
     def _routed(self, parts: Sequence[_Part]) -> Routed:
         """What all tokens chose."""
-        chosen = [row for part in parts for row in part.chosen]
-        gates: list[list[float]] = [[]] * len(chosen)
-        if self._current.needs_weights:
-            gates = [row for part in parts for row in part.weights.tolist()]
+        weights = parts[0].weights if len(parts) == 1 else torch.cat([part.weights for part in parts])
+        return self._routed_of([row for part in parts for row in part.chosen], weights)
+
+    def _routed_of(self, chosen: list[list[int]], weights: torch.Tensor) -> Routed:
+        """Of the choices of tokens, an index beyond the experts left out."""
+        gates: list[list[float]] = weights.tolist() if self._current.needs_weights else [[]] * len(chosen)
         if max(map(max, chosen)) >= self._experts:
             there = [[k for k, expert in enumerate(row) if expert < self._experts] for row in chosen]
             gates = [[row[k] for k in keep] if row else [] for row, keep in zip(gates, there, strict=True)]
@@ -194,45 +242,36 @@ def _left_out(index: torch.Tensor, weights: torch.Tensor, came: set[int]) -> tor
     return torch.where(kept > 0, weights.sum(1, keepdim=True) / kept, 1)
 
 
-class SettledExperts:
-    """The experts of a layer that have been computed with before, or brought by the background, under a composition
-    that evicts and predicts nothing (`Scheduler.settles`): counted as hits, and told to nobody."""
+class FusedBlock:
+    """A layer's router, experts and residual in native calls for few tokens: one where all that fits has come and
+    nothing is evicted or predicted (`Scheduler.settles`), else one for the router, one for each group of experts as
+    they come, and one for the sum. `slots`: by expert, where it lay last."""
 
-    def __init__(self, kernel: InOneCall, experts: int, current: CurrentPass) -> None:
-        self._kernel: Any = MoeBlock(kernel.native, experts)
-        self._in_one_call = kernel
-        self._current = current
-        self._noted: set[int] = set()
+    def __init__(self, kernel: InOneCall, experts: int) -> None:
+        self._block = MoeBlock(kernel.native, experts)
+        self._kernel = kernel
+        self.slots: dict[int, int] = {}
+        self.route, self.routed, self.total = self._block.route, self._block.routed, self._block.total
+        self.compute: Callable[[list[int]], None] = self._block.compute
+        self.resident: Callable[..., tuple[torch.Tensor | None, int]] = self._block
 
-    def note(self, expert: int, views: Views) -> None:
+    def place(self, expert: int, slot: int, views: Views) -> None:
         """The expert lies in the slot of these views from now on."""
-        if expert not in self._noted:
-            self._kernel.place(expert, self._in_one_call.packed(views))
-            self._noted.add(expert)
+        self._block.place(expert, self._kernel.packed(views))
+        self.slots[expert] = slot  # after it: an interruption may come between
 
     def watch(self, wrap: Callable[[Any], Any]) -> Callable[[], None]:
-        """Puts wrap(kernel), which is called as the kernel is, in its place; returns what puts it back."""
-        kernel, self._kernel = self._kernel, wrap(self._kernel)
+        """Puts wrap(kernel), which is called as the kernel is, in the place of each; returns what puts them back."""
+        before = self.compute, self.resident
+        self.compute, self.resident = wrap(self.compute), wrap(self.resident)
 
         def undo() -> None:
-            self._kernel = kernel
+            self.compute, self.resident = before
 
         return undo
 
-    def __call__(self, router: Router, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
-        """residual, if any, + the block of hidden, (T, H) each; None where the layer must run as usual: an expert has
-        not come yet, or somebody observes what is chosen."""
-        if self._current.observer is not None:
-            return None
-        result: torch.Tensor
-        result, experts = self._kernel(router, hidden, residual)
-        self._current.scheduler.controller.counts.hits += experts
-        return result
 
-
-def settled_experts(kernels: Mapping[int, ExpertKernel], experts: int, current: CurrentPass) -> SettledExperts | None:
-    """None where the composition decides something or where no native kernel computes the experts."""
+def fused_block(kernels: Mapping[int, ExpertKernel], experts: int) -> FusedBlock | None:
+    """None where experts come in several precisions or where no native kernel computes them."""
     (kernel, *others) = kernels.values()
-    if others or not current.scheduler.settles or not isinstance(kernel, InOneCall):
-        return None
-    return SettledExperts(kernel, experts, current)
+    return FusedBlock(kernel, experts) if not others and isinstance(kernel, InOneCall) else None

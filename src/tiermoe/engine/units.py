@@ -10,7 +10,7 @@ import torch
 from tiermoe.decide.composition import Composition
 from tiermoe.decide.misses import MissCosts
 from tiermoe.engine.cooperative import CpuHelper
-from tiermoe.engine.experts import LayerExperts, settled_experts
+from tiermoe.engine.experts import LayerExperts
 from tiermoe.engine.neuron_experts import NeuronCounts, NeuronExpert, NeuronLayerExperts, neuron_views
 from tiermoe.engine.passes import CurrentPass
 from tiermoe.kernels.expert import SlotViews, Views, expert_kernel
@@ -78,8 +78,7 @@ class WholeExperts:
         activation = gate.activation()
         kernels = {bits: expert_kernel(form, activation, self._device) for bits, form in formats.items()}
         on_cpu = self._helper.layer(index, formats, activation) if self._helper else None
-        settled = settled_experts(kernels, gate.experts, current)
-        return LayerExperts(index, gate.experts, kernels, current, views_of, renormalise, on_cpu, settled)
+        return LayerExperts(index, gate.experts, kernels, current, views_of, renormalise, on_cpu)
 
     def stats(self) -> dict[str, float]:
         return {}

@@ -81,6 +81,40 @@ def block(
     threads: int,
     /,
 ) -> int: ...
+def block_route(
+    router: bytes, experts: bytes | bytearray, x: int, tokens: int, workspace: int, threads: int, chosen: int, /
+) -> None: ...
+def block_routed(
+    router: bytes,
+    experts: bytes | bytearray,
+    chosen: int,
+    weights: int,
+    tokens: int,
+    workspace: int,
+    threads: int,
+    /,
+) -> None: ...
+def block_experts(
+    router: bytes,
+    experts: bytes | bytearray,
+    x: int,
+    tokens: int,
+    workspace: int,
+    threads: int,
+    which: list[int],
+    row: int,
+    /,
+) -> int: ...
+def block_sum(
+    router: bytes,
+    experts: bytes | bytearray,
+    residual: int,
+    tokens: int,
+    workspace: int,
+    threads: int,
+    out: int,
+    /,
+) -> None: ...
 def neurons(
     records: int,
     record_bytes: int,

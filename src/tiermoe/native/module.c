@@ -310,6 +310,94 @@ static PyObject *block(PyObject *self, PyObject *args) {
     return fits ? PyLong_FromSize_t(computed) : NULL;
 }
 
+static PyObject *block_route(PyObject *self, PyObject *args) {
+    const char *bytes;
+    Py_ssize_t length, tokens;
+    Py_buffer table;
+    Address x, workspace, chosen;
+    unsigned threads;
+    int fits;
+    MoeBlock packed;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y#y*KnKIK", &bytes, &length, &table, &x, &tokens, &workspace, &threads, &chosen)) return NULL;
+    if ((fits = take_block(bytes, length, &table, &packed))) {
+        Py_BEGIN_ALLOW_THREADS
+        moe_block_route(&packed, at(x), (size_t)tokens, at(workspace), threads, at(chosen));
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&table);
+    if (!fits) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *block_routed(PyObject *self, PyObject *args) {
+    const char *bytes;
+    Py_ssize_t length, tokens;
+    Py_buffer table;
+    Address chosen, weights, workspace;
+    unsigned threads;
+    int fits;
+    MoeBlock packed;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y#y*KKnKI", &bytes, &length, &table, &chosen, &weights, &tokens, &workspace, &threads)) return NULL;
+    if ((fits = take_block(bytes, length, &table, &packed)))
+        moe_block_routed(&packed, at(chosen), at(weights), (size_t)tokens, at(workspace), threads);
+    PyBuffer_Release(&table);
+    if (!fits) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *block_experts(PyObject *self, PyObject *args) {
+    const char *bytes;
+    Py_ssize_t length, tokens, row;
+    Py_buffer table;
+    Address x, workspace;
+    unsigned threads;
+    PyObject *list;
+    int fits;
+    size_t next = 0;
+    MoeBlock packed;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y#y*KnKIO!n", &bytes, &length, &table, &x, &tokens, &workspace, &threads, &PyList_Type, &list, &row))
+        return NULL;
+    const Py_ssize_t count = PyList_GET_SIZE(list);
+    int64_t experts[count ? count : 1];
+    fits = take_block(bytes, length, &table, &packed);
+    for (Py_ssize_t i = 0; fits && i < count; i++) {
+        experts[i] = PyLong_AsLongLong(PyList_GET_ITEM(list, i));
+        if (experts[i] >= 0 && (size_t)experts[i] < packed.router.experts) continue;
+        if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "there is no expert %lld", (long long)experts[i]);
+        fits = 0;
+    }
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS
+        next = moe_block_experts(&packed, at(x), (size_t)tokens, at(workspace), threads, experts, (size_t)count, (size_t)row);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&table);
+    return fits ? PyLong_FromSize_t(next) : NULL;
+}
+
+static PyObject *block_sum(PyObject *self, PyObject *args) {
+    const char *bytes;
+    Py_ssize_t length, tokens;
+    Py_buffer table;
+    Address residual, workspace, out;
+    unsigned threads;
+    int fits;
+    MoeBlock packed;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y#y*KnKIK", &bytes, &length, &table, &residual, &tokens, &workspace, &threads, &out)) return NULL;
+    if ((fits = take_block(bytes, length, &table, &packed))) {
+        Py_BEGIN_ALLOW_THREADS
+        moe_block_sum(&packed, at(residual), (size_t)tokens, at(workspace), threads, at(out));
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&table);
+    if (!fits) return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyObject *widen_codes(PyObject *self, PyObject *args) {
     Address pairs, ladders, codes;
     Py_ssize_t count, run;
@@ -506,6 +594,12 @@ static PyMethodDef methods[] = {
     {"logits", logits, METH_VARARGS, "logits(weight, x, tokens, experts, columns, out)"},
     {"choose", choose, METH_VARARGS, "choose(logits, tokens, experts, k, normalise, chosen, weights)"},
     {"block_workspace", block_workspace, METH_VARARGS, "block_workspace(router, experts, tokens, threads) -> bytes that block needs"},
+    {"block_route", block_route, METH_VARARGS,
+     "block_route(router, experts, x, tokens, workspace, threads, chosen): what each token chooses, in ascending order"},
+    {"block_routed", block_routed, METH_VARARGS, "block_routed(router, experts, chosen, weights, tokens, workspace, threads)"},
+    {"block_experts", block_experts, METH_VARARGS,
+     "block_experts(router, experts, x, tokens, workspace, threads, which, row) -> the next call's row, 0 at first"},
+    {"block_sum", block_sum, METH_VARARGS, "block_sum(router, experts, residual, tokens, workspace, threads, out)"},
     {"block", block, METH_VARARGS,
      "block(router, experts, x, residual, tokens, workspace, out, threads) -> how many experts computed, 0 where a chosen"
      " one is not here"},

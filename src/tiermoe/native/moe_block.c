@@ -11,10 +11,12 @@ typedef struct {
     bf16 *gathered, *inner, *outputs;
     int64_t *chosen; /* (tokens, k), of each token in ascending order */
     float *weights, *prepared;
-    size_t *next;          /* of each expert: the row of `outputs` for its next token */
-    const bf16 **summands; /* (tokens, k): rows of `outputs` */
+    size_t *tokens_of, *next; /* of each expert: its tokens, and the row for the next of them or NONE */
+    const bf16 **summands;    /* (tokens, k): rows of `outputs`, NULL until they are computed */
     Share *shares;
 } Job;
+
+static const size_t NONE = (size_t)-1;
 
 /* The parts of the workspace, each on a line of its own. */
 static size_t lay_out(Job *job, size_t tokens, size_t threads, char *begin) {
@@ -28,6 +30,7 @@ static size_t lay_out(Job *job, size_t tokens, size_t threads, char *begin) {
     PART(logits, tokens * count)
     PART(chosen, choices)
     PART(weights, choices)
+    PART(tokens_of, count)
     PART(next, count)
     PART(summands, choices)
     PART(shares, count < choices ? count : choices)
@@ -67,40 +70,88 @@ static void route(void *data, size_t thread, size_t token) {
     sort(chosen, weights, router->k);
 }
 
-/* Each chosen expert with its tokens, the results one after the other; returns how many experts, 0 where one is not here.
- * One token's row of x serves all its experts; those of several are gathered by expert. */
-static size_t share_out(Job *job, size_t tokens) {
-    const size_t k = job->block->router.k, choices = tokens * k, columns = job->block->router.columns;
-    size_t shares = 0, begin = 0;
-    memset(job->next, 0, job->block->router.experts * sizeof *job->next);
-    for (size_t c = 0; c < choices; c++) job->next[job->chosen[c]]++;
-    for (size_t e = 0; e < job->block->router.experts; e++) {
-        const size_t its = job->next[e];
+/* What each token chose is known: no expert has computed yet. Returns how many there are among them. */
+static size_t begin(Job *job, size_t tokens) {
+    const size_t count = job->block->router.experts, choices = tokens * job->block->router.k;
+    memset(job->tokens_of, 0, count * sizeof *job->tokens_of);
+    memset(job->summands, 0, choices * sizeof *job->summands);
+    size_t distinct = 0;
+    for (size_t c = 0; c < choices; c++)
+        if ((size_t)job->chosen[c] < count) distinct += !job->tokens_of[job->chosen[c]]++;
+    return distinct;
+}
+
+size_t moe_block_route(const MoeBlock *block, const bf16 *x, size_t tokens, void *workspace, size_t threads,
+                       int64_t *chosen) {
+    Job job = {.block = block, .x = x};
+    lay_out(&job, tokens, threads, workspace);
+    const Phase routing = {NULL, route, tokens};
+    team_run(&routing, 1, &job, threads, OWN);
+    if (chosen) memcpy(chosen, job.chosen, tokens * block->router.k * sizeof *chosen);
+    return begin(&job, tokens);
+}
+
+void moe_block_routed(const MoeBlock *block, const int64_t *chosen, const float *weights, size_t tokens, void *workspace,
+                      size_t threads) {
+    Job job = {.block = block};
+    const size_t k = block->router.k;
+    lay_out(&job, tokens, threads, workspace);
+    memcpy(job.chosen, chosen, tokens * k * sizeof *chosen);
+    memcpy(job.weights, weights, tokens * k * sizeof *weights);
+    for (size_t t = 0; t < tokens; t++) sort(job.chosen + t * k, job.weights + t * k, k);
+    begin(&job, tokens);
+}
+
+/* One token's row of x serves all its experts, and an expert that it names twice computes it once; the rows of several
+ * tokens are gathered by expert. */
+size_t moe_block_experts(const MoeBlock *block, const bf16 *x, size_t tokens, void *workspace, size_t threads,
+                         const int64_t *experts, size_t count, size_t row) {
+    Job job = {.block = block, .x = x};
+    const size_t k = block->router.k, columns = block->router.columns, choices = tokens * k;
+    lay_out(&job, tokens, threads, workspace);
+    memset(job.next, 0xff, block->router.experts * sizeof *job.next);
+    size_t rows = 0, shares = 0;
+    for (size_t i = 0; i < count; i++) {
+        const size_t its = tokens > 1 ? job.tokens_of[experts[i]] : job.tokens_of[experts[i]] > 0;
         if (!its) continue;
-        if (!job->block->experts[e].first.weights) return 0;
-        job->shares[shares++] = (Share){job->block->experts[e], tokens > 1 ? begin : 0, its, begin};
-        job->next[e] = begin, begin += its;
+        job.shares[shares++] = (Share){block->experts[experts[i]], tokens > 1 ? rows : 0, its, rows};
+        job.next[experts[i]] = rows, rows += its;
     }
+    bf16 *outputs = job.outputs + row * columns;
     for (size_t c = 0; c < choices; c++) {
-        const size_t row = job->next[job->chosen[c]]++;
-        job->summands[c] = job->outputs + row * columns;
-        if (tokens > 1) memcpy(job->gathered + row * columns, job->x + c / k * columns, columns * sizeof(bf16));
+        if ((size_t)job.chosen[c] >= block->router.experts || job.next[job.chosen[c]] == NONE) continue;
+        const size_t at = job.next[job.chosen[c]];
+        job.summands[c] = outputs + at * columns;
+        if (tokens == 1) continue;
+        memcpy(job.gathered + at * columns, x + c / k * columns, columns * sizeof(bf16));
+        job.next[job.chosen[c]]++;
     }
-    return shares;
+    if (shares)
+        experts_run(job.shares, shares, tokens > 1 ? job.gathered : x, tokens > 1 ? rows : 1, rows, job.inner, job.prepared,
+                    outputs, threads, OWN);
+    return row + rows;
+}
+
+void moe_block_sum(const MoeBlock *block, const bf16 *residual, size_t tokens, void *workspace, size_t threads, bf16 *out) {
+    Job job = {.block = block};
+    const size_t k = block->router.k, columns = block->router.columns;
+    lay_out(&job, tokens, threads, workspace);
+    experts_combine_many(job.summands, job.weights, tokens, k, columns, out, threads, OWN);
+    if (residual) kernels->add(out, 1, residual, tokens * columns);
 }
 
 size_t moe_block_run(const MoeBlock *block, const bf16 *x, const bf16 *residual, size_t tokens, void *workspace, bf16 *out,
                      size_t threads) {
-    Job job = {.block = block, .x = x};
-    const size_t k = block->router.k, columns = block->router.columns, choices = tokens * k;
+    int64_t experts[block->router.experts];
+    Job job = {.block = block};
+    const size_t distinct = moe_block_route(block, x, tokens, workspace, threads, NULL);
     lay_out(&job, tokens, threads, workspace);
-    const Phase routing = {NULL, route, tokens};
-    team_run(&routing, 1, &job, threads, OWN);
-    const size_t shares = share_out(&job, tokens);
-    if (!shares) return 0;
-    experts_run(job.shares, shares, tokens > 1 ? job.gathered : x, tokens > 1 ? choices : 1, choices, job.inner, job.prepared,
-                job.outputs, threads, OWN);
-    experts_combine_many(job.summands, job.weights, tokens, k, columns, out, threads, OWN);
-    if (residual) kernels->add(out, 1, residual, tokens * columns);
-    return shares;
+    for (size_t e = 0, found = 0; found < distinct; e++) {
+        if (!job.tokens_of[e]) continue;
+        if (!block->experts[e].first.weights) return 0;
+        experts[found++] = (int64_t)e;
+    }
+    moe_block_experts(block, x, tokens, workspace, threads, experts, distinct, 0);
+    moe_block_sum(block, residual, tokens, workspace, threads, out);
+    return distinct;
 }

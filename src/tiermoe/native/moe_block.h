@@ -13,7 +13,24 @@ typedef struct {
 /* Bytes of workspace. */
 size_t moe_block_workspace(const MoeBlock *block, size_t tokens, size_t threads);
 
-/* out (tokens, H) = residual (NULL: none) + the block of x, in ascending order of the experts, rounded where the separate operations
+/* Routes x (tokens, H). chosen (tokens, k): each token's experts in ascending order; NULL: not asked for. Returns how many
+ * experts there are among them. The workspace keeps what the next two functions need, of the same block and tokens. */
+size_t moe_block_route(const MoeBlock *block, const bf16 *x, size_t tokens, void *workspace, size_t threads,
+                       int64_t *chosen);
+
+/* The same with a choice that is known: chosen and weights (tokens, k), in any order; router.experts or more: none. Of the
+ * router k, experts and columns are read. */
+void moe_block_routed(const MoeBlock *block, const int64_t *chosen, const float *weights, size_t tokens, void *workspace,
+                      size_t threads);
+
+/* Computes those of `experts` that tokens chose, which must be here. row: 0 at first, then what the call before returned. */
+size_t moe_block_experts(const MoeBlock *block, const bf16 *x, size_t tokens, void *workspace, size_t threads,
+                         const int64_t *experts, size_t count, size_t row);
+
+/* out (tokens, H) = residual (NULL: none) + the weighted sums of what has been computed. */
+void moe_block_sum(const MoeBlock *block, const bf16 *residual, size_t tokens, void *workspace, size_t threads, bf16 *out);
+
+/* All three: out (tokens, H) = residual (NULL: none) + the block of x, in ascending order of the experts, rounded where the separate operations
  * round. Returns how many experts computed; 0, which leaves `out` alone, where a chosen one is not here. */
 size_t moe_block_run(const MoeBlock *block, const bf16 *x, const bf16 *residual, size_t tokens, void *workspace, bf16 *out,
                      size_t threads);

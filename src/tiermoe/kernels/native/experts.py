@@ -43,12 +43,12 @@ class ExpertMatrix:
 
 
 class GatedExperts:
-    """Experts second(gate(first(x))) in bfloat16; first (2 I, H), second (H, I)."""
+    """Experts second(gate(first(x))) in bfloat16; first (2 I, H), second (H, I). `hidden`: H."""
 
     def __init__(self, first: ExpertMatrix, second: ExpertMatrix, gate: tuple[Gate, float, float]) -> None:
         """gate: with its limit and alpha, 0 where it has none."""
         self._first, self._second = first, second
-        self._hidden, self._inner = second.form.out, second.form.in_
+        self.hidden, self._inner = second.form.out, second.form.in_
         self._gate = gate
         self.plain = Coding.BF16 in (first.form.coding, second.form.coding)
 
@@ -68,7 +68,7 @@ class GatedExperts:
         """x (M, H) through each of the packed `experts` → (experts, M, H). among_others: in a pass of several tokens,
         much of which torch computes; decides whose threads compute, and changes no value."""
         results = x.shape[0] * len(experts)
-        return self._run(x, experts, None, results, among_others).view(len(experts), x.shape[0], self._hidden)
+        return self._run(x, experts, None, results, among_others).view(len(experts), x.shape[0], self.hidden)
 
     def apart(self, x: Tensor, counts: list[int], experts: Sequence[bytes], among_others: bool) -> Tensor:
         """Each of the packed `experts` computes rows of its own: the first counts[0] rows of x (M, H) are the first
@@ -81,7 +81,7 @@ class GatedExperts:
     ) -> Tensor:
         x = x.contiguous()
         rows, threads = x.shape[0], torch.get_num_threads()
-        out = torch.empty((results, self._hidden), dtype=torch.bfloat16)
+        out = torch.empty((results, self.hidden), dtype=torch.bfloat16)
         inner = scratch.address("inner", 2 * results * self._inner)
         room = scratch.address("prepared", _native.prepared(experts[0], rows, results, threads))
         _native.experts(

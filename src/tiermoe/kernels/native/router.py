@@ -65,6 +65,11 @@ class Router:
         return all(each is None or (each.dtype == dtype and each.is_contiguous()) for each, dtype in vectors)
 
 
+def router_of(experts: int, columns: int, k: int) -> bytes:
+    """What kernels are told of a router that has chosen already: its sizes."""
+    return _native.router(0, 0, 0, experts, columns, k, 1, 1, 1, Scoring.SOFTMAX, False, False, False, 0.0, 1.0)
+
+
 def route(router: Router, x: Tensor) -> tuple[Tensor, Tensor]:
     """x (..., H) in bfloat16, contiguous, T tokens → weights (T, k) and experts int64 (T, k), of each token the best
     first, of equal ones the first first."""
