@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import socket
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,16 +189,6 @@ def test_many_at_once_get_what_each_gets_alone(address: str) -> None:
     with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY) as client:
         alone = [greedy(client, prompt=[3 + n, 5, 9 + n], max_tokens=6).choices[0].text for n in range(8)]
     assert together == alone
-
-
-def test_a_client_that_leaves_frees_its_row(http: httpx.Client, served: Served) -> None:
-    asked = {"prompt": PROMPT, "max_tokens": 55, "stream": True, "logit_bias": {"7": 100}}
-    with http.stream("POST", "/v1/completions", json=asked) as response:
-        next(response.iter_lines())
-    limit = time.monotonic() + 10
-    while served.worker.busy and time.monotonic() < limit:
-        time.sleep(0.01)
-    assert not served.worker.busy
 
 
 def test_counters_are_what_clients_see(served: Served) -> None:

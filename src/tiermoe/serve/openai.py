@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
-from sse_starlette import EventSourceResponse
 
 from tiermoe.errors import ConfigError
 from tiermoe.generation.sampling import Sampling
-from tiermoe.serve.answers import ANSWERS, KEEP_ALIVE_S, begun, together, whole
+from tiermoe.serve.answers import ANSWERS, Stream, submitted, whole
 from tiermoe.serve.chats import Chat, Prepared, grammar_of, prepare
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.openai_answers import Logprobs, Reading, choice, shape_of, stream, usage_of
@@ -92,25 +91,22 @@ async def _answer(
         raise Refused(400, f"{len(requests)} answers are asked for, {most} at most may wait; lower n", "n")
     if asked.logit_bias is not None:
         served.check_ids(list(asked.logit_bias), "logit_bias")
-    answers = together(served.worker, requests)
-    told = await begun(http, answers)
-    if asked.max_tokens == 0:
-        told = _prompts_alone(told)
+    answers = submitted(served.worker, requests)
     form, count = shape_of(served.name, chat), sum(len(each.ids) for each in prompts)
     if asked.stream:
         usage = asked.stream_options is not None and asked.stream_options.include_usage
-        events = stream(form, told, count, readings, usage)
-        return EventSourceResponse(events, ping=KEEP_ALIVE_S, sep="\n")
+        told = ((index, _shown(asked, piece)) async for index, piece in answers)
+        return Stream(answers, stream(form, told, count, readings, usage))
     pieces: list[list[Piece]] = [[] for _ in requests]
-    await whole(http, told, lambda index, piece: pieces[index].append(piece))
+    await whole(http, answers, lambda index, piece: pieces[index].append(_shown(asked, piece)))
     choices = [choice(index, chat, its, readings[index]) for index, its in enumerate(pieces)]
     return form.whole(choices, usage_of(count, [piece for its in pieces for piece in its], readings.values()))
 
 
-async def _prompts_alone(answers: AsyncGenerator[tuple[int, Piece]]) -> AsyncGenerator[tuple[int, Piece]]:
-    """Answers of no tokens: the batch makes one at least, from the logits that the prompt's last token has anyway."""
-    async for index, piece in answers:
-        yield index, replace(piece, text="", tokens=(), logprobs=())
+def _shown(asked: Common, piece: Piece) -> Piece:
+    """Without its token where none is asked for: the batch makes one at least, from the logits that the prompt's last
+    token has anyway."""
+    return replace(piece, text="", tokens=(), logprobs=()) if asked.max_tokens == 0 else piece
 
 
 def _prompts(served: Served, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
