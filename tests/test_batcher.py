@@ -431,7 +431,7 @@ class Tearing:
 
 def test_what_fails_beside_the_engine_ends_one_request(loaded: Any) -> None:
     batch, pieces = batcher(loaded), list[Piece]()
-    torn = batch.add(Request(ids(6, 1), Sampling(max_tokens=5), grammar=cast(Any, Tearing)))
+    torn = batch.add(Request(ids(6, 1), Sampling(max_tokens=5), grammar=cast(Any, Tearing())))
     other = batch.add(request(ids(6, 2), 5))
     found = answers(batch, pieces)
     ends = {piece.number: piece for piece in pieces if piece.finish}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 
 from serving import running
@@ -27,6 +28,7 @@ class Held:
     def __init__(self, engine: Any, phase: str) -> None:
         self.reached, self._steps = threading.Event(), threading.Semaphore(0)
         self._engine, self._phase = engine, phase
+        self.more_read = 0
 
     def step(self, rows: Batch, cache: Any, every: bool = False) -> Any:
         if rows.phase == self._phase:
@@ -36,6 +38,10 @@ class Held:
 
     def let_go(self, steps: int = 1000) -> None:
         self._steps.release(steps)
+
+    def snapshot(self) -> Any:
+        now = self._engine.snapshot()
+        return replace(now, bytes_read=now.bytes_read + self.more_read)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -226,3 +232,29 @@ def test_a_stream_that_waits_is_kept_alive(
 
     for before in asyncio.run(asked()):
         assert "data:" not in before
+
+
+@pytest.mark.parametrize("held", ["prefill"], indirect=True)
+def test_health_tells_of_a_batch_that_gets_no_further(
+    held: tuple[Held, Worker, Ended, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiermoe.serve.app.STALLED_S", 0)
+    engine, worker, _, app = held
+    with running(app) as address:
+
+        def health() -> tuple[int, Any]:
+            told = httpx.get(f"{address}/health")
+            return told.status_code, told.json()
+
+        assert [health() for _ in range(2)] == [(200, {"status": "ok"})] * 2
+        with connected(address, "/v1/completions", stream=False):
+            assert engine.reached.wait(30)
+            assert health() == (200, {"status": "ok"})
+            status, told = health()
+            assert (status, told["status"], told["stalled_s"] >= 0) == (503, "stalled", True)
+            engine.more_read += 1  # a step that takes long, and reads
+            assert health() == (200, {"status": "ok"})
+            assert health()[0] == 503
+            engine.let_go()
+            soon(lambda: not worker.busy)
+        assert [health() for _ in range(2)] == [(200, {"status": "ok"})] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -13,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from tiermoe.errors import PromptError, TiermoeError
 from tiermoe.serve.batcher import TooLongError
 from tiermoe.serve.errors import Refused
+from tiermoe.serve.grammar import Compiling
 from tiermoe.serve.request import Piece, Request
 from tiermoe.serve.worker import Answers, ClosingError, QueueFullError, Worker
 
@@ -24,8 +26,12 @@ KEEP_ALIVE_S = 5
 """Between comments in a stream that has nothing to tell."""
 
 
-def submitted(worker: Worker, requests: Sequence[Request]) -> Answers:
-    """The answers to requests, which wait for their turn from now on. Refused where one cannot be answered."""
+async def submitted(worker: Worker, requests: Sequence[Request], grammar: Compiling | None) -> Answers:
+    """The answers to requests, which wait for their turn from now on; grammar: compiles what they must follow. Refused
+    where one cannot be answered."""
+    if grammar is not None:
+        each = await grammar(len(requests))
+        requests = [replace(request, grammar=its) for request, its in zip(requests, each, strict=True)]
     try:
         return worker.submit(requests)
     except TiermoeError as error:

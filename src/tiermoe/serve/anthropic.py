@@ -41,7 +41,7 @@ def routes(app: FastAPI, served: Served) -> None:
     @app.post(PATH, response_model=None, responses=ANSWERS)
     async def messages(asked: MessagesRequest, http: HttpRequest) -> Response | dict[str, Any]:
         prepared = _prepared(served, asked)
-        answers = submitted(served.worker, [_request(served, asked, prepared)])
+        answers = await submitted(served.worker, [_request(served, asked, prepared)], prepared.grammar)
         growing = Growing(served.name, prepared.reader(), len(prepared.ids))
         if asked.stream:
             return Stream(answers, _stream(growing, answers))
@@ -66,7 +66,7 @@ def _request(served: Served, asked: MessagesRequest, prepared: Prepared) -> Requ
     named = {name: value for name, value in values.items() if value is not None}
     sampling = replace(served.sampling, max_tokens=asked.max_tokens, **named)
     stops = (*(asked.stop_sequences or ()), *prepared.stops)
-    return Request(prepared.ids, sampling, stops, grammar=prepared.grammar, special=prepared.special)
+    return Request(prepared.ids, sampling, stops, special=prepared.special)
 
 
 async def _stream(growing: Growing, pieces: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[dict[str, str]]:

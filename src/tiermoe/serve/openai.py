@@ -19,6 +19,9 @@ from tiermoe.serve.openai_fields import ChatRequest, Common, CompletionRequest, 
 from tiermoe.serve.request import Piece, Request
 from tiermoe.serve.served import Served
 
+COMPLETION_TOKENS = 16
+"""Of a completion that names no `max_tokens`, as OpenAI has it; a chat's answer may take the whole context."""
+
 
 def sampling_of(asked: Common, default: Sampling, most: int) -> Sampling:
     """How the tokens of an answer are chosen: as asked, else as `default`. most: tokens that there is room for."""
@@ -28,7 +31,9 @@ def sampling_of(asked: Common, default: Sampling, most: int) -> Sampling:
         values["top_k"] = 0
     kept = {name: getattr(default, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     wanted = getattr(asked, "max_completion_tokens", None) or asked.max_tokens
-    wanted = most if wanted is None else max(wanted, 1)
+    if wanted is None:
+        wanted = COMPLETION_TOKENS if isinstance(asked, CompletionRequest) else most
+    wanted = max(wanted, 1)
     return Sampling(max_tokens=min(wanted, most), **{**kept, **values})
 
 
@@ -81,7 +86,7 @@ async def _answer(
         except ConfigError as error:
             raise Refused(400, str(error)) from error
         scored = echo and logprobs is not None
-        more = {"logprobs": logprobs, "grammar": each.grammar, "prompt_logprobs": scored, "special": each.special}
+        more = {"logprobs": logprobs, "prompt_logprobs": scored, "special": each.special}
         text = served.tokenizer.decode(each.ids, skip_special_tokens=True) if echo else ""
         for request in requests_of(each, asked, sampling, more):
             readings[len(requests)] = Reading(Logprobs(served.tokenizer, chat), each.reader(), text)
@@ -91,7 +96,7 @@ async def _answer(
         raise Refused(400, f"{len(requests)} answers are asked for, {most} at most may wait; lower n", "n")
     if asked.logit_bias is not None:
         served.check_ids(list(asked.logit_bias), "logit_bias")
-    answers = submitted(served.worker, requests)
+    answers = await submitted(served.worker, requests, prompts[0].grammar)
     form, count = shape_of(served.name, chat), sum(len(each.ids) for each in prompts)
     if asked.stream:
         usage = asked.stream_options is not None and asked.stream_options.include_usage

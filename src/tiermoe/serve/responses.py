@@ -36,7 +36,7 @@ def routes(app: FastAPI, served: Served) -> None:
         prepared = prepare(
             served, Chat(messages, asked.functions, asked.choice, asked.answer_schema, asked.told, asked.parallel)
         )
-        answers = submitted(served.worker, [_request(served, asked, prepared)])
+        answers = await submitted(served.worker, [_request(served, asked, prepared)], prepared.grammar)
         logprobs = Logprobs(served.tokenizer, chat=True)
         growing = Growing(_response(served, asked), prepared.reader(), logprobs, len(prepared.ids))
         if asked.stream:
@@ -58,7 +58,6 @@ def _request(served: Served, asked: ResponsesRequest, prepared: Prepared) -> Req
         sampling,
         prepared.stops,
         logprobs=asked.logprobs,
-        grammar=prepared.grammar,
         special=prepared.special,
     )
 

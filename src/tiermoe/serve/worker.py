@@ -14,6 +14,9 @@ from tiermoe.errors import TiermoeError
 from tiermoe.serve.batcher import Batcher
 from tiermoe.serve.request import Piece, Request
 
+STALLED_S = 60
+"""After which a batch that gets no further is taken for dead; a layer of a prompt's chunk takes a few at most."""
+
 
 class QueueFullError(TiermoeError):
     """More requests wait than the queue holds."""
@@ -104,6 +107,8 @@ class Worker:
         self._answers: dict[int, _Answer] = {}
         self._orders: deque[Callable[[], None]] = deque()
         self._queued = 0  # asked for, and not yet handed to the batcher
+        self._step_at: float | None = None  # when the step that runs began
+        self._seen: tuple[object, float] = None, 0.0  # how far the batch was, and since when
         self._closing = False
         self._ended = False
         self._changed = threading.Condition()
@@ -151,6 +156,15 @@ class Worker:
         with self._changed:
             return bool(self._orders) or not self.batcher.idle
 
+    def stalled_s(self) -> float:
+        """Seconds for which the batch has had work and got no further, neither to the next step nor in the one that
+        runs (a chunk of a long prompt may take minutes): since the first call of this that found it where it is."""
+        began, now = self._step_at, time.monotonic()
+        at = began, self.batcher.progress
+        if began is None or at != self._seen[0]:
+            self._seen = at, now
+        return now - self._seen[1]
+
     def close(self, grace_s: float) -> None:
         """Takes no more requests, gives those that run so many seconds, tells the rest that the server ends, and ends
         the thread."""
@@ -184,8 +198,10 @@ class Worker:
                     return
                 while self._orders:
                     self._orders.popleft()()
+            self._step_at = time.monotonic()
             for piece in self.batcher.step():
                 self._hand_on(piece)
+            self._step_at = None
             with self._changed:
                 self._changed.notify_all()
 
