@@ -34,10 +34,8 @@ MOST_MEMORY = 64 << 20
 """Bytes that a grammar may take in a trial."""
 MOST_WAITING = 16
 """Grammars that are compiled, or wait for that."""
-_LIMITS: dict[str, Any] = {
-    "max_lexer_states": 20_000,
-    "verbose_errors": False,
-}  # a state has 1 to 2 KB; 250,000 by default
+# a state has 1 to 2 KB; llguidance allows 250,000
+_LIMITS: dict[str, Any] = {"max_lexer_states": 20_000, "verbose_errors": False}
 _STARVED_S = 60  # on a machine that gives a trial no time, or has no limits of processor time
 _KNOWN = 256  # outcomes of trials that are remembered
 _BETWEEN = r"\n? {0,16}"  # a model may not go on with blanks for ever
@@ -68,7 +66,7 @@ class Grammars:
         self._lock = Lock()
 
     async def compiled(self, rules: str, count: int) -> list[Grammar]:
-        """As `compile` does it, beside the event loop. Refused where too many are compiled."""
+        """As `compile` does it, beside the event loop. Refused where too many wait for that."""
         if self._under_way >= MOST_WAITING:
             raise Refused(503, f"{MOST_WAITING} grammars are being compiled; ask again later", kind="server_error")
         self._under_way += 1
@@ -114,18 +112,20 @@ class Grammars:
 
 
 def _tried(rules: str, special: list[str]) -> str:
-    """What is wrong with a grammar, by a trial; empty where nothing is."""
+    """What is wrong with a grammar, by a trial; empty where nothing is. Refused where the machine is too busy."""
     asked = {"rules": rules, "special": special, "limits": _LIMITS, "seconds": MOST_SECONDS, "memory": MOST_MEMORY}
     command = [sys.executable, "-P", str(Path(__file__).with_name("grammar_trial.py"))]
-    slow = f"compiling it takes more than {MOST_SECONDS} s of processor time"
     try:
         ended = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=_STARVED_S)
-    except subprocess.TimeoutExpired:
-        return slow
+    except subprocess.TimeoutExpired as error:
+        text = f"compiling the JSON schema took more than {_STARVED_S} s; simplify it, or ask again later"
+        raise Refused(503, text, kind="server_error") from error
     if ended.returncode == 0:
         return _line(json.loads(ended.stdout))
-    if sys.platform != "win32" and ended.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        return slow
+    if ended.returncode > 0:
+        return f"compiling it fails: {ended.stderr.strip().rpartition(chr(10))[2]}"
+    if sys.platform != "win32" and ended.returncode == -signal.SIGXCPU:
+        return f"compiling it takes more than {MOST_SECONDS} s of processor time"
     return f"compiling it needs more than {MOST_MEMORY >> 20} MiB"
 
 

@@ -37,7 +37,7 @@ def limit(seconds: int, memory: int) -> None:
         return
     import resource
 
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # whose first signal says why
     if sys.platform == "linux":
         most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + memory
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
