@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,10 +87,17 @@ class Scripted:
         self.batcher, self.asked, self._text = served.worker.batcher, list[Any](), text
         self.most_waiting = 8
 
-    async def answer(self, request: Any) -> AsyncIterator[Any]:
-        from tiermoe.serve.request import Piece
+    def stalled_s(self) -> float:
+        return 0.0
 
-        self.asked.append(request)
-        for letter in self._text:
-            yield Piece(1, letter, (1,))
-        yield Piece(1, "", (2,), finish="stop")
+    def submit(self, requests: Any) -> Any:
+        from tiermoe.serve.request import Piece
+        from tiermoe.serve.worker import Answers
+
+        self.asked += requests
+        answers = Answers(len(requests), lambda: None)
+        for index in range(len(requests)):
+            for letter in self._text:
+                answers.put(index, Piece(1, letter, (1,)))
+            answers.put(index, Piece(1, "", (2,), finish="stop"))
+        return answers

@@ -19,7 +19,6 @@ from tiermoe.batch import prompt as read
 from tiermoe.errors import PromptError
 from tiermoe.generation.sampling import Sampling
 from tiermoe.serve import work
-from tiermoe.serve.answers import together
 from tiermoe.serve.batcher import Batcher
 from tiermoe.serve.detokenize import Detokenizer
 from tiermoe.serve.request import Piece, Request
@@ -432,7 +431,7 @@ class Tearing:
 
 def test_what_fails_beside_the_engine_ends_one_request(loaded: Any) -> None:
     batch, pieces = batcher(loaded), list[Piece]()
-    torn = batch.add(Request(ids(6, 1), Sampling(max_tokens=5), grammar=cast(Any, Tearing)))
+    torn = batch.add(Request(ids(6, 1), Sampling(max_tokens=5), grammar=cast(Any, Tearing())))
     other = batch.add(request(ids(6, 2), 5))
     found = answers(batch, pieces)
     ends = {piece.number: piece for piece in pieces if piece.finish}
@@ -443,13 +442,13 @@ def test_what_fails_beside_the_engine_ends_one_request(loaded: Any) -> None:
 def test_the_end_of_a_server_is_told_to_who_still_waits(loaded: Any) -> None:
     async def asked(grace_s: float) -> tuple[list[Piece], str]:
         worker, pieces = Worker(batcher(loaded, 1), 8, lambda *_: None), list[Piece]()
-        answer = worker.answer(request(ids(9, 1), 60))
-        pieces.append(await anext(answer))
+        answers = worker.submit([request(ids(9, 1), 60)])
+        pieces.append((await anext(answers))[1])
         closing = asyncio.get_running_loop().run_in_executor(None, worker.close, grace_s)
-        pieces += [piece async for piece in answer]
+        pieces += [piece async for _, piece in answers]
         await closing
         try:
-            await anext(worker.answer(request(ids(9, 1))))
+            worker.submit([request(ids(9, 1))])
         except ClosingError as error:
             return pieces, str(error)
         return pieces, ""
@@ -461,16 +460,15 @@ def test_the_end_of_a_server_is_told_to_who_still_waits(loaded: Any) -> None:
     assert isinstance(pieces[-1].error, ClosingError)
 
 
-def test_what_is_refused_is_so_before_anything_is_waited_for(loaded: Any) -> None:
-    """A stream begins where nothing has come for a while: on a busy machine too it must not begin with a refusal."""
-
+def test_of_requests_that_belong_together_all_are_taken_or_none(loaded: Any) -> None:
     async def asked() -> None:
-        worker = Worker(batcher(loaded, 1), 0, lambda *_: None)
-        first: Any = anext(together(worker, [request(ids(9, 1))]))
-        with pytest.raises(QueueFullError):
-            first.send(None)
+        worker = Worker(batcher(loaded, 1), 2, lambda *_: None)
+        with pytest.raises(QueueFullError, match="0 requests wait already"):
+            worker.submit([request(ids(9, seed)) for seed in range(3)])
+        pieces = [(index, piece) async for index, piece in worker.submit([request(ids(9, n), 2 + n) for n in range(2)])]
         worker.close(0)
-        assert worker.batcher.counts.refused == 1
+        assert [sum(len(piece.tokens) for at, piece in pieces if at == index) for index in range(2)] == [2, 3]
+        assert (worker.batcher.counts.refused, worker.batcher.counts.requests) == (3, 2)
 
     asyncio.run(asked())
 

@@ -129,7 +129,7 @@ def test_a_grammar_has_the_headers(tokenizer: Any, text: str, forced: bool, free
     """forced: a call alone is let pass; free: a call, or JSON."""
     grammars = Grammars(tokenizer, len(tokenizer), {2})
     for schema, expected in ((None, forced), ({"type": "object"}, free)):
-        grammar, passed = grammars.of(rules_of([FUNCTION], schema))(), True
+        grammar, passed = grammars.compile(rules_of([FUNCTION], schema))[0], True
         for token in ids(tokenizer, text):
             passed = passed and not grammar.restrict(torch.zeros(len(tokenizer)))[token]
             if passed:

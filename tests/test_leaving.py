@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 
+from serving import running
 from tiermoe.batch import Batch
 from tiermoe.serve.app import create_app
 from tiermoe.serve.batcher import Batcher
@@ -24,6 +28,7 @@ class Held:
     def __init__(self, engine: Any, phase: str) -> None:
         self.reached, self._steps = threading.Event(), threading.Semaphore(0)
         self._engine, self._phase = engine, phase
+        self.more_read = 0
 
     def step(self, rows: Batch, cache: Any, every: bool = False) -> Any:
         if rows.phase == self._phase:
@@ -33,6 +38,10 @@ class Held:
 
     def let_go(self, steps: int = 1000) -> None:
         self._steps.release(steps)
+
+    def snapshot(self) -> Any:
+        now = self._engine.snapshot()
+        return replace(now, bytes_read=now.bytes_read + self.more_read)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -95,6 +104,73 @@ async def until(happened: Any) -> None:
         await asyncio.sleep(0.001)
 
 
+class Counted:
+    """An app; done: how many requests it has given up or answered."""
+
+    def __init__(self, app: Any) -> None:
+        self.done = 0
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self.done += 1
+
+
+SAID = [{"role": "user", "content": "once upon"}]
+MOST = 50  # tokens; each of them waits to be let go
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": [5, 6, 7], "max_tokens": MOST, "n": 2},
+    "/v1/chat/completions": {"messages": SAID, "max_tokens": MOST, "n": 2},
+    "/v1/responses": {"input": "once upon", "max_output_tokens": MOST},
+    "/v1/messages": {"messages": SAID, "max_tokens": MOST},
+}
+
+
+def connected(address: str, path: str, stream: bool) -> socket.socket:
+    """A connection over which something was asked for."""
+    body = json.dumps(ASKED[path] | {"model": "tiny", "stream": stream, "temperature": 0}).encode()
+    host, port = address.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    lines = (f"POST {path} HTTP/1.1", f"Host: {host}", "Content-Type: application/json", f"Content-Length: {len(body)}")
+    connection.sendall("\r\n".join((*lines, "", "")).encode() + body)
+    return connection
+
+
+def soon(happened: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("held", "path"), [*(("decode", path) for path in ASKED), ("prefill", "/v1/completions")], indirect=["held"]
+)
+def test_closed_connections_end_their_requests_with_the_step(
+    held: tuple[Held, Worker, Ended, Any], path: str, stream: bool
+) -> None:
+    """One is at work (its prompt is read, or it is answered), others wait for its row."""
+    engine, worker, ended, app = held
+    counted, counts = Counted(app), worker.batcher.counts
+    with running(counted) as address:
+        connections = [connected(address, path, stream)]
+        assert engine.reached.wait(30)
+        connections.append(connected(address, path, stream))
+        asked = 2 * ASKED[path].get("n", 1)
+        soon(lambda: worker.waiting == asked - 1)
+        for each in connections:
+            each.close()
+        soon(lambda: counted.done == 2)
+        engine.let_go(1)
+        soon(lambda: not worker.busy)
+    assert (counts.requests, counts.aborted, worker.batcher.running, worker.waiting) == (asked, asked, 0, 0)
+    assert counts.generated_tokens <= 2
+    assert not ended
+
+
 @pytest.mark.parametrize("held", ["prefill", "decode"], indirect=True)
 def test_a_client_that_waits_for_a_whole_answer_leaves(held: tuple[Held, Worker, Ended, Any]) -> None:
     engine, worker, ended, app = held
@@ -111,6 +187,7 @@ def test_a_client_that_waits_for_a_whole_answer_leaves(held: tuple[Held, Worker,
     assert [each["status"] for each in client.sent if "status" in each] == [499]
     assert not ended
     assert worker.batcher.counts.generated_tokens <= 2
+    assert worker.batcher.counts.aborted == 1
 
 
 @pytest.mark.parametrize("held", ["decode"], indirect=True)
@@ -121,9 +198,7 @@ def test_a_client_leaves_the_queue(held: tuple[Held, Worker, Ended, Any]) -> Non
         first = Client(app, 50)
         await until(engine.reached.is_set)
         second, third = Client(app, 50), Client(app, 3)
-        while worker.batcher.waiting < 2:  # they are taken up between two steps
-            engine.let_go(1)
-            await asyncio.sleep(0.02)
+        await until(lambda: worker.waiting == 2)
         await second.leave()
         engine.let_go()
         return await first.answer(), await third.answer()
@@ -132,6 +207,7 @@ def test_a_client_leaves_the_queue(held: tuple[Held, Worker, Ended, Any]) -> Non
     assert [answer["usage"]["completion_tokens"] for answer in answers] == [50, 3]
     worker.close(60)
     assert ended == ["length", "length"]
+    assert worker.batcher.counts.aborted == 1
 
 
 @pytest.mark.parametrize("held", ["prefill"], indirect=True)
@@ -139,8 +215,7 @@ def test_a_stream_that_waits_is_kept_alive(
     held: tuple[Held, Worker, Ended, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own prompt is being read, or it is in the queue: a comment comes as long as there is nothing to tell."""
-    monkeypatch.setattr("tiermoe.serve.openai.KEEP_ALIVE_S", 0.01)
-    monkeypatch.setattr("tiermoe.serve.answers._PATIENCE_S", 0.01)
+    monkeypatch.setattr("tiermoe.serve.answers.KEEP_ALIVE_S", 0.01)
     engine, worker, _, app = held
 
     def told(client: Client) -> str:
@@ -149,7 +224,7 @@ def test_a_stream_that_waits_is_kept_alive(
     async def asked() -> list[str]:
         clients = [Client(app, 3, stream=True) for _ in range(2)]
         await until(lambda: all(told(client).count(": ping") > 2 for client in clients))
-        assert worker.batcher.waiting == 1
+        assert worker.waiting == 1
         before = [told(client) for client in clients]
         engine.let_go()
         await until(lambda: all("[DONE]" in told(client) for client in clients))
@@ -157,3 +232,29 @@ def test_a_stream_that_waits_is_kept_alive(
 
     for before in asyncio.run(asked()):
         assert "data:" not in before
+
+
+@pytest.mark.parametrize("held", ["prefill"], indirect=True)
+def test_health_tells_of_a_batch_that_gets_no_further(
+    held: tuple[Held, Worker, Ended, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiermoe.serve.app.STALLED_S", 0)
+    engine, worker, _, app = held
+    with running(app) as address:
+
+        def health() -> tuple[int, Any]:
+            told = httpx.get(f"{address}/health")
+            return told.status_code, told.json()
+
+        assert [health() for _ in range(2)] == [(200, {"status": "ok"})] * 2
+        with connected(address, "/v1/completions", stream=False):
+            assert engine.reached.wait(30)
+            assert health() == (200, {"status": "ok"})
+            status, told = health()
+            assert (status, told["status"], told["stalled_s"] >= 0) == (503, "stalled", True)
+            engine.more_read += 1  # a step that takes long, and reads
+            assert health() == (200, {"status": "ok"})
+            assert health()[0] == 503
+            engine.let_go()
+            soon(lambda: not worker.busy)
+        assert [health() for _ in range(2)] == [(200, {"status": "ok"})] * 2

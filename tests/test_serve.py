@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import socket
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,13 @@ def test_a_completion(client: openai.OpenAI, served: Served) -> None:
     assert (answer.object, answer.model, answer.choices[0].finish_reason) == ("text_completion", "tiny", "length")
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (tokens, 8)
     assert greedy(client, prompt=served.tokenizer(PROMPT).input_ids).choices[0].text == answer.choices[0].text
+
+
+def test_a_completion_without_a_length_is_short(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "temperature": 0}
+    assert client.completions.create(prompt=PROMPT, **asked).usage.completion_tokens == 16  # type: ignore[union-attr]
+    said = client.chat.completions.create(messages=[{"role": "user", "content": PROMPT}], **asked)
+    assert said.usage.total_tokens == 64  # the context
 
 
 def test_a_stream_gives_what_the_whole_answer_is(client: openai.OpenAI) -> None:
@@ -176,6 +182,42 @@ def test_an_answer_is_a_json_object(client: openai.OpenAI) -> None:
     assert answer.choices[0].text.startswith("{")
 
 
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"type": "integer", "multipleOf": 99999999}, "more than 64 MiB"),
+        ({"const": "x" * 131_072}, "characters as a grammar, 131,072 at most"),
+        ({"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(600)}}, "max is 2000"),
+        ({"type": "string", "pattern": "^(a?){5000}a{5000}$"}, "too many expressions"),
+        ({"type": "string", "pattern": "(((a{100}){100}){100}){100}(?=b)"}, "look-ahead"),
+        (nested(150), "recursion limit"),
+    ],
+)
+def test_a_schema_beyond_the_limits_is_refused(client: openai.OpenAI, schema: Any, said: str) -> None:
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    with pytest.raises(openai.BadRequestError, match=said) as refused:
+        greedy(client, extra_body=asked)
+    assert refused.value.param == "response_format"
+    assert "\n" not in refused.value.message
+
+
+def test_a_step_of_a_grammar_beyond_the_limits_ends_its_answer(client: openai.OpenAI, served: Served) -> None:
+    """It is found behind the first of two ways, which no trial need have taken."""
+    schema = {"anyOf": [{"type": "integer"}, {"type": "string", "pattern": "^(a?){5000}a{5000}$"}]}
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    bias = {str(served.tokenizer('"').input_ids[0]): 100}
+    with pytest.raises(openai.InternalServerError, match="any further: lexer error: too many expressions"):
+        greedy(client, logit_bias=bias, extra_body=asked)
+    assert greedy(client).choices[0].finish_reason == "length"
+
+
 def test_many_at_once_get_what_each_gets_alone(address: str) -> None:
     async def all_of_them() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client:
@@ -189,16 +231,6 @@ def test_many_at_once_get_what_each_gets_alone(address: str) -> None:
     with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY) as client:
         alone = [greedy(client, prompt=[3 + n, 5, 9 + n], max_tokens=6).choices[0].text for n in range(8)]
     assert together == alone
-
-
-def test_a_client_that_leaves_frees_its_row(http: httpx.Client, served: Served) -> None:
-    asked = {"prompt": PROMPT, "max_tokens": 55, "stream": True, "logit_bias": {"7": 100}}
-    with http.stream("POST", "/v1/completions", json=asked) as response:
-        next(response.iter_lines())
-    limit = time.monotonic() + 10
-    while served.worker.busy and time.monotonic() < limit:
-        time.sleep(0.01)
-    assert not served.worker.busy
 
 
 def test_counters_are_what_clients_see(served: Served) -> None:
@@ -311,16 +343,16 @@ def test_a_call_is_forced(served: Served, monkeypatch: pytest.MonkeyPatch, choic
         async with openai.AsyncOpenAI(base_url="http://test/v1", api_key="any", http_client=http) as client:
             messages: Any = [{"role": "user", "content": "how is it in Bonn"}]
             return await client.chat.completions.create(
-                model="tiny", messages=messages, tools=[TOOL, NAMED], tool_choice=choice
+                model="tiny", messages=messages, tools=[TOOL, NAMED], tool_choice=choice, n=4
             )
 
     answer = asyncio.run(asked(choice)).choices[0]
     assert (answer.message.reasoning_content, answer.finish_reason) == ("look", "tool_calls")
-    grammar = scripted.asked[-1].grammar
-    for name in ("weather", "other", "third"):
+    *grammars, last = [each.grammar for each in scripted.asked]
+    for grammar, name in zip(grammars, ("weather", "other", "third"), strict=True):
         text = 'well</think>\n<tool_call>{"name":"NAME","arguments":{}}</tool_call>'.replace("NAME", name)
-        assert followed(served, grammar(), text) is (name in names)
-    assert not followed(served, grammar(), "well</think>hello")
+        assert followed(served, grammar, text) is (name in names)
+    assert not followed(served, last, "well</think>hello")
     with pytest.raises(openai.BadRequestError, match="not among the tools"):
         asyncio.run(asked({"type": "function", "function": {"name": "third"}}))
 

@@ -15,12 +15,21 @@ import pytest
 
 from benchmarks.serving import free_port
 
+HANGING = """
+import ctypes, sys
+from tiermoe.serve.batcher import Batcher
+from tiermoe.cli.main import main
+Batcher.step = lambda self: ctypes.CDLL(None).sleep(3600)
+sys.exit(main())
+"""
+"""The command, whose steps never come back from C."""
+
 
 @pytest.fixture
-def server(shipped: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+def server(shipped: Path, request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
     port = free_port()
-    command = [sys.executable, "-m", "tiermoe", "serve", str(shipped), "--port", str(port), "--memory", "2GiB"]
-    command += ["--lanes", "1", "--kv-memory", "256MiB"]
+    command = [sys.executable, *getattr(request, "param", ("-m", "tiermoe"))]
+    command += ["serve", str(shipped), "--port", str(port), "--memory", "2GiB", "--lanes", "1", "--kv-memory", "256MiB"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
     transport = httpx.HTTPTransport(retries=20)  # it listens once its modules are imported
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, transport=transport) as client:
@@ -53,3 +62,24 @@ def test_a_server_answers_while_it_loads_and_ends_its_answers(
     (end,) = [json.loads(line[6:])["choices"][0]["finish_reason"] for line in told[-2:-1]]
     assert end in ("length", "stop")
     assert process.wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize("server", [("-c", HANGING)], indirect=True)
+@pytest.mark.parametrize("signals", [(signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)])
+def test_a_second_signal_ends_a_server_that_hangs(
+    server: tuple[subprocess.Popen[str], httpx.Client], signals: tuple[signal.Signals, signal.Signals]
+) -> None:
+    process, client = server
+    while client.get("/health").status_code == 503 and process.poll() is None:
+        pass
+    asked = {"prompt": "Once upon a time", "stream": True}
+    with client.stream("POST", "/v1/completions", json=asked) as response:
+        assert response.status_code == 200
+        process.send_signal(signals[0])
+        status = 200
+        while status == 200:  # until the first one is taken in
+            with client.stream("POST", "/v1/completions", json=asked) as another:
+                status = another.status_code
+        assert status == 503
+        process.send_signal(signals[1])
+        assert process.wait(timeout=30) == -signals[1]

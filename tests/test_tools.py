@@ -106,7 +106,7 @@ def test_a_forced_call_can_be_read(form: Format, tokenizer: Any, seed: int) -> N
     """Random tokens, of those that the rule lets pass, make a call that follows its schema."""
     functions = [{"name": "weather", "parameters": PARAMETERS}]
     rule = form.rule(functions)
-    grammar = Grammars(tokenizer, 128, {2}).of(f"start: call\n{rule}")()
+    grammar = Grammars(tokenizer, 128, {2}).compile(f"start: call\n{rule}")[0]
     chance, written = torch.Generator().manual_seed(seed), list[int]()
     likely = tokenizer('"</parameter></arg_value>' + "\n", add_special_tokens=False).input_ids
     rare = tokenizer(" ", add_special_tokens=False).input_ids

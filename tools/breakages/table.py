@@ -787,6 +787,27 @@ BREAKAGES = (
         ("tests/test_batcher.py",),
     ),
     Breakage(
+        "a stream whose client left is computed to its end",
+        "src/tiermoe/serve/answers.py",
+        "        finally:\n            self._answers.cancel()",
+        "        finally:\n            pass",
+        ("tests/test_leaving.py",),
+    ),
+    Breakage(
+        "a grammar that is too much for a step is taken for whole",
+        "src/tiermoe/serve/grammar.py",
+        "        if self._matcher.is_error():\n            raise TiermoeError",
+        "        if not self._matcher:\n            raise TiermoeError",
+        ("tests/test_serve.py",),
+    ),
+    Breakage(
+        "a second signal waits for the batch",
+        "src/tiermoe/cli/serve.py",
+        "            signal.signal(each, signal.SIG_DFL)\n        ended.set()",
+        "            signal.signal(each, lambda *_: None)\n        ended.set()",
+        ("tests/test_serve_command.py",),
+    ),
+    Breakage(
         "a request begins without the memory for its tokens",
         "src/tiermoe/serve/prefixes.py",
         "        if not self._fits(needed, self._running):\n            return None\n        lengths",

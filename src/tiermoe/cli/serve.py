@@ -204,15 +204,16 @@ def _prefix_bytes(root: Path | None, size: str | None) -> int:
 
 
 def _wait_for_a_signal() -> None:
-    """Until SIGTERM or Ctrl-C; another one ends the program without waiting for answers."""
-    ended = threading.Event()
+    """Until SIGTERM or Ctrl-C. Another one ends the process without waiting for answers: by the system, since a thread
+    that hangs would keep Python from it."""
+    ended, signals = threading.Event(), (signal.SIGTERM, signal.SIGINT)
 
     def end(*_: Any) -> None:
-        if ended.is_set():
-            raise KeyboardInterrupt
+        for each in signals:
+            signal.signal(each, signal.SIG_DFL)
         ended.set()
 
-    for each in (signal.SIGTERM, signal.SIGINT):
+    for each in signals:
         signal.signal(each, end)
     ended.wait()
 

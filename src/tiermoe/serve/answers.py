@@ -1,18 +1,22 @@
-"""Several requests' answers as one stream of pieces."""
+"""Answers to an HTTP request, whole or as a stream. They are cancelled where the client leaves."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request as HttpRequest
+from sse_starlette import EventSourceResponse
+from starlette.types import Receive, Scope, Send
 
-from tiermoe.errors import PromptError
+from tiermoe.errors import PromptError, TiermoeError
 from tiermoe.serve.batcher import TooLongError
 from tiermoe.serve.errors import TOO_LONG, Refused
+from tiermoe.serve.grammar import Compiling
 from tiermoe.serve.request import Piece, Request
-from tiermoe.serve.worker import Answer, ClosingError, QueueFullError, Worker
+from tiermoe.serve.worker import Answers, ClosingError, QueueFullError, Worker
 
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer, whole or as a stream", "content": {"text/event-stream": {}}}
@@ -22,39 +26,16 @@ KEEP_ALIVE_S = 5
 """Between comments in a stream that has nothing to tell."""
 
 
-_PATIENCE_S = 2  # for what may be refused, before a stream begins and keeps the connection alive
-
-
-async def begun(http: HttpRequest, answers: AsyncGenerator[tuple[int, Piece]]) -> AsyncGenerator[tuple[int, Piece]]:
-    """The pieces, once there is one or it takes long: what is refused is refused before a stream begins. Refused where
-    the client leaves meanwhile; then the answers are dropped."""
-    first = asyncio.ensure_future(anext(answers))
-    gone = asyncio.ensure_future(_gone(http))
+async def submitted(worker: Worker, requests: Sequence[Request], grammar: Compiling | None) -> Answers:
+    """The answers to requests, which wait for their turn from now on; grammar: compiles what they must follow. Refused
+    where one cannot be answered."""
+    if grammar is not None:
+        each = await grammar(len(requests))
+        requests = [replace(request, grammar=its) for request, its in zip(requests, each, strict=True)]
     try:
-        await asyncio.wait({first, gone}, timeout=_PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
-    except asyncio.CancelledError:
-        first.cancel()
-        raise
-    finally:
-        gone.cancel()
-    if gone.done() and not first.done():
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        raise _left()
-    if first.done() and (error := first.exception()) is not None:
+        return worker.submit(requests)
+    except TiermoeError as error:
         raise failure(error) from error
-    return _with_first(first, answers)
-
-
-async def _with_first(
-    first: asyncio.Future[tuple[int, Piece]], rest: AsyncGenerator[tuple[int, Piece]]
-) -> AsyncGenerator[tuple[int, Piece]]:
-    try:
-        yield await first
-        async for each in rest:
-            yield each
-    finally:
-        await rest.aclose()
 
 
 def failure(error: BaseException) -> Refused:
@@ -66,59 +47,37 @@ def failure(error: BaseException) -> Refused:
     return Refused(status, str(error), kind="server_error")
 
 
-async def whole(
-    http: HttpRequest, pieces: AsyncGenerator[tuple[int, Piece]], add: Callable[[int, Piece], object]
-) -> None:
-    """Gives all pieces to `add`. Refused where computing fails, or the client leaves: then the answers are dropped."""
-
-    async def read() -> None:
-        async for index, piece in pieces:
+async def whole(http: HttpRequest, answers: Answers, add: Callable[[int, Piece], object]) -> None:
+    """Gives all pieces to `add`. Refused where computing fails, or the client leaves."""
+    leaving = asyncio.ensure_future(_cancelled_where_gone(http, answers))
+    try:
+        async for index, piece in answers:
             if piece.error is not None:
                 raise failure(piece.error) from piece.error
             add(index, piece)
-
-    reading, gone = asyncio.ensure_future(read()), asyncio.ensure_future(_gone(http))
-    try:
-        await asyncio.wait({reading, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not reading.done():
-            raise _left()
-        reading.result()
     finally:
-        gone.cancel()
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
-        await pieces.aclose()
+        answers.cancel()
+        leaving.cancel()
+    if leaving.done():
+        raise Refused(499, "the client has left")  # nobody reads it
 
 
-async def _gone(http: HttpRequest) -> None:
+async def _cancelled_where_gone(http: HttpRequest, answers: Answers) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
+    answers.cancel()
 
 
-def _left() -> Refused:
-    return Refused(499, "the client has left")  # nobody reads it
+class Stream(EventSourceResponse):
+    """Events that are made of answers. However the response ends, before its first event too, the answers are
+    cancelled then: by a call that waits for nothing, since whoever waits may be cancelled there."""
 
+    def __init__(self, answers: Answers, events: AsyncIterator[Any]) -> None:
+        super().__init__(events, ping=KEEP_ALIVE_S, sep="\n")
+        self._answers = answers
 
-async def together(worker: Worker, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Piece]]:
-    """The pieces of several answers as they come, each with its request's index. What is refused is so at once, however
-    long the loop takes for the rest."""
-    answers: list[Answer] = []
-    tasks: dict[asyncio.Future[Piece], int] = {}
-    try:
-        for request in requests:
-            answers.append(worker.answer(request))
-        tasks = {asyncio.ensure_future(anext(answer)): index for index, answer in enumerate(answers)}
-        while tasks:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=lambda task: tasks[task]):
-                index = tasks.pop(task)
-                piece = task.result()
-                if piece.finish is None:
-                    tasks[asyncio.ensure_future(anext(answers[index]))] = index
-                yield index, piece
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for answer in answers:
-            await answer.aclose()
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answers.cancel()

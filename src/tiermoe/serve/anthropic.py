@@ -9,9 +9,8 @@ from typing import Any
 
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
-from sse_starlette import EventSourceResponse
 
-from tiermoe.serve.answers import ANSWERS, KEEP_ALIVE_S, begun, failure, together, whole
+from tiermoe.serve.answers import ANSWERS, Stream, failure, submitted, whole
 from tiermoe.serve.anthropic_events import Growing
 from tiermoe.serve.anthropic_fields import CountRequest, MessagesRequest
 from tiermoe.serve.chats import Chat, Prepared, prepare
@@ -44,12 +43,11 @@ def routes(app: FastAPI, served: Served) -> None:
     @app.post(PATH, response_model=None, responses=ANSWERS)
     async def messages(asked: MessagesRequest, http: HttpRequest) -> Response | dict[str, Any]:
         prepared = await _prepared(served, asked)
-        answers = together(served.worker, [_request(served, asked, prepared)])
-        pieces = await begun(http, answers)
+        answers = await submitted(served.worker, [_request(served, asked, prepared)], prepared.grammar)
         growing = Growing(served.name, prepared.reader(), len(prepared.ids))
         if asked.stream:
-            return EventSourceResponse(_stream(growing, pieces), ping=KEEP_ALIVE_S, sep="\n")
-        await whole(http, pieces, lambda _, piece: list(growing.add(piece)))
+            return Stream(answers, _stream(growing, answers))
+        await whole(http, answers, lambda _, piece: list(growing.add(piece)))
         return growing.message
 
     @app.post(f"{PATH}/count_tokens")
@@ -69,7 +67,7 @@ def _request(served: Served, asked: MessagesRequest, prepared: Prepared) -> Requ
     named = {name: value for name, value in values.items() if value is not None}
     sampling = replace(served.sampling, max_tokens=asked.max_tokens, **named)
     stops = (*(asked.stop_sequences or ()), *prepared.stops)
-    return Request(prepared.ids, sampling, stops, grammar=prepared.grammar, special=prepared.special)
+    return Request(prepared.ids, sampling, stops, special=prepared.special)
 
 
 async def _stream(growing: Growing, pieces: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[dict[str, str]]:

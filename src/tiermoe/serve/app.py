@@ -26,6 +26,7 @@ from tiermoe.serve.openai_answers import error_body
 from tiermoe.serve.openai_fields import Message
 from tiermoe.serve.page import page
 from tiermoe.serve.served import Served
+from tiermoe.serve.worker import STALLED_S
 
 _REFUSALS: dict[int | str, str] = {
     400: "What was asked for cannot be done; the message says why",
@@ -144,8 +145,11 @@ def _state(app: FastAPI, served: Served) -> None:
         return page()
 
     @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
+    async def health() -> Response:
+        stalled = served.worker.stalled_s()
+        if stalled > STALLED_S:
+            return JSONResponse({"status": "stalled", "stalled_s": round(stalled, 1)}, 503)
+        return JSONResponse({"status": "ok"})
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

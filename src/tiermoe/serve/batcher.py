@@ -108,6 +108,12 @@ class Batcher:
         return self._prefixes.taken
 
     @property
+    def progress(self) -> tuple[int, int, int]:
+        """Numbers of which one changes with every layer of a step, and with every byte that is read for it."""
+        now = self._engine.snapshot()
+        return now.counts.hits, now.counts.misses, now.bytes_read
+
+    @property
     def idle(self) -> bool:
         return not (self._waiting or self.running)
 

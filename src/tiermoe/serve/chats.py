@@ -9,7 +9,7 @@ from typing import Any
 from tiermoe.errors import ConfigError
 from tiermoe.serve import harmony
 from tiermoe.serve.errors import Refused
-from tiermoe.serve.grammar import Grammar, json_rule
+from tiermoe.serve.grammar import Compiling, Grammar, json_rule
 from tiermoe.serve.reading import Reader
 from tiermoe.serve.served import Served
 from tiermoe.serve.thoughts import END, ThoughtReader, opened, thinks
@@ -32,12 +32,12 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """ids: of the prompt. reader: makes what reads an answer. grammar: makes what an answer must follow. special: an
+    """ids: of the prompt. reader: makes what reads an answer. grammar: compiles what answers must follow. special: an
     answer is read with its special tokens. stops: where it ends beside where it is asked to."""
 
     ids: list[int]
     reader: Callable[[], Reader] = Reader
-    grammar: Callable[[], Grammar] | None = None
+    grammar: Compiling | None = None
     special: bool = False
     stops: tuple[str, ...] = ()
 
@@ -91,7 +91,7 @@ def _named(chat: Chat, tools: Sequence[dict[str, Any]]) -> tuple[bool, list[dict
 
 def _grammar(
     served: Served, chat: Chat, form: Format | None, tools: Sequence[dict[str, Any]], inside: bool
-) -> Callable[[], Grammar] | None:
+) -> Compiling | None:
     """What the answer must be: one call, JSON, or either where tools may be called as well. A thought comes first where
     the prompt has opened one."""
     forced, named = _named(chat, tools)
@@ -111,13 +111,18 @@ def _grammar(
     return _followed(served, "\n".join([start, *rules]), "tools" if forced else "response_format")
 
 
-def grammar_of(served: Served, schema: Mapping[str, Any] | None) -> Callable[[], Grammar] | None:
-    """Of a text that is continued. Refused where the schema cannot be followed."""
+def grammar_of(served: Served, schema: Mapping[str, Any] | None) -> Compiling | None:
+    """Of a text that is continued."""
     return None if schema is None else _followed(served, f"start: {json_rule(schema)}", "response_format")
 
 
-def _followed(served: Served, rules: str, param: str) -> Callable[[], Grammar]:
-    try:
-        return served.grammars.of(rules)
-    except ConfigError as error:
-        raise Refused(400, str(error), param) from error
+def _followed(served: Served, rules: str, param: str) -> Compiling:
+    """Refused by what is returned where the rules cannot be followed."""
+
+    async def compiled(count: int) -> list[Grammar]:
+        try:
+            return await served.grammars.compiled(rules, count)
+        except ConfigError as error:
+            raise Refused(400, str(error), param) from error
+
+    return compiled

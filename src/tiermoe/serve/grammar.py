@@ -1,24 +1,53 @@
-"""Answers that must follow a grammar (JSON, a call): at each place only tokens that lead to one (llguidance)."""
+"""Answers that must follow a grammar (JSON, a call): at each place only tokens that lead to one (llguidance).
+
+What clients ask for is compiled beside the batch and the event loop, after a trial in a process of its own
+(`grammar_trial.py`): beyond the limits here it is refused. A step of an answer has llguidance's limits.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
-from collections.abc import Callable, Mapping
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
-from tiermoe.errors import ConfigError
+from tiermoe.errors import ConfigError, TiermoeError
+from tiermoe.serve.errors import Refused
 
+MOST_TEXT = 128 << 10
+"""Characters of a grammar; a step may take time in proportion."""
+MOST_SECONDS = 2
+"""Of processor time in a trial, that of starting it included."""
+MOST_MEMORY = 64 << 20
+"""Bytes that a grammar may take in a trial."""
+MOST_WAITING = 16
+"""Grammars that are compiled, or wait for that."""
+# a state has 1 to 2 KB; llguidance allows 250,000
+_LIMITS: dict[str, Any] = {"max_lexer_states": 20_000, "verbose_errors": False}
+_STARVED_S = 60  # on a machine that gives a trial no time, or has no limits of processor time
+_KNOWN = 256  # outcomes of trials that are remembered
 _BETWEEN = r"\n? {0,16}"  # a model may not go on with blanks for ever
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
     """What stands for JSON of a schema in the rules of a grammar."""
     return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _BETWEEN}})}"
+
+
+Compiling = Callable[[int], Awaitable["list[Grammar]"]]
+"""Compiles a grammar for so many answers."""
 
 
 class Grammars:
@@ -28,22 +57,82 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._ends = sorted(ends)
+        self._threads = ThreadPoolExecutor(2, "tiermoe-grammar")
+        self._under_way = 0
+        self._faults: dict[bytes, str] = {}
+        self._lock = Lock()
 
-    def of(self, rules: str) -> Callable[[], Grammar]:
-        """Makes the grammar of one answer, by rules in llguidance's form of Lark. ConfigError where they, or a JSON
-        schema in them, cannot be followed."""
-        import llguidance
+    async def compiled(self, rules: str, count: int) -> list[Grammar]:
+        """As `compile` does it, beside the event loop. Refused where too many wait for that."""
+        if self._under_way >= MOST_WAITING:
+            raise Refused(503, f"{MOST_WAITING} grammars are being compiled; ask again later", kind="server_error")
+        self._under_way += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self.compile, rules, count)
+        finally:
+            self._under_way -= 1
 
-        wrong = llguidance.LLMatcher.validate_grammar(rules, self._tokens)
-        if wrong:
-            raise ConfigError(f"the JSON schema cannot be followed: {wrong}")
-        return lambda: Grammar(llguidance.LLMatcher(self._tokens, rules))
+    def compile(self, rules: str, count: int = 1) -> list[Grammar]:
+        """A grammar for each of so many answers, by rules in llguidance's form of Lark. ConfigError where they, or a
+        JSON schema in them, cannot be followed, or not within the limits."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        if len(rules) > MOST_TEXT:
+            raise _unfollowed(f"it has {len(rules):,} characters as a grammar, {MOST_TEXT:,} at most")
+        if fault := self._fault(rules):
+            raise _unfollowed(fault)
+        with self._lock:
+            tokens = self._tokens
+        matcher = LLMatcher(tokens, rules, log_level=0, limits=LLParserLimits(**_LIMITS))
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise _unfollowed(_line(matcher.get_error()))
+        return [Grammar(matcher), *(Grammar(matcher.deep_copy()) for _ in range(count - 1))]
 
     @cached_property
     def _tokens(self) -> Any:
         from llguidance.hf import from_tokenizer
 
         return from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._ends or None)
+
+    def _fault(self, rules: str) -> str:
+        """What a trial has found, or has found before."""
+        key = hashlib.sha256(rules.encode(errors="replace")).digest()
+        fault = self._faults.get(key)
+        if fault is None:
+            fault = _tried(rules, [name for name in self._tokenizer.get_added_vocab() if name in rules])
+            with self._lock:
+                self._faults[key] = fault
+                if len(self._faults) > _KNOWN:
+                    del self._faults[next(iter(self._faults))]
+        return fault
+
+
+def _tried(rules: str, special: list[str]) -> str:
+    """What is wrong with a grammar, by a trial; empty where nothing is. Refused where the machine is too busy."""
+    asked = {"rules": rules, "special": special, "limits": _LIMITS, "seconds": MOST_SECONDS, "memory": MOST_MEMORY}
+    command = [sys.executable, "-P", str(Path(__file__).with_name("grammar_trial.py"))]
+    try:
+        ended = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=_STARVED_S)
+    except subprocess.TimeoutExpired as error:
+        text = f"compiling the JSON schema took more than {_STARVED_S} s; simplify it, or ask again later"
+        raise Refused(503, text, kind="server_error") from error
+    if ended.returncode == 0:
+        return _line(json.loads(ended.stdout))
+    if ended.returncode > 0:
+        return f"compiling it fails: {ended.stderr.strip().rpartition(chr(10))[2]}"
+    if sys.platform != "win32" and ended.returncode == -signal.SIGXCPU:
+        return f"compiling it takes more than {MOST_SECONDS} s of processor time"
+    return f"compiling it needs more than {MOST_MEMORY >> 20} MiB"
+
+
+def _line(error: str) -> str:
+    """What llguidance says, without what it adds."""
+    return " ".join(error.removesuffix("<non-verbose/>").split())
+
+
+def _unfollowed(why: str) -> ConfigError:
+    return ConfigError(f"the JSON schema cannot be followed: {why}")
 
 
 class Grammar:
@@ -58,13 +147,20 @@ class Grammar:
         return stopped
 
     def restrict(self, logits: Tensor) -> Tensor:
-        """logits (vocabulary), minus infinity for what must not come next."""
+        """logits (vocabulary), minus infinity for what must not come next. TiermoeError where finding that out takes
+        more than a step may."""
         # by hand: llguidance.torch has torch compile a kernel while the server answers. That needs a compiler, and with
         # torch held to AVX2 the kernel let other tokens pass.
         bits = numpy.frombuffer(self._matcher.compute_bitmask(), dtype=numpy.uint8)
+        self._check()
         allowed = numpy.unpackbits(bits, bitorder="little", count=len(logits))
         return logits.float().masked_fill(torch.from_numpy(allowed == 0), -torch.inf)
 
     def accept(self, token: int) -> None:
-        """The token that was chosen."""
+        """The token that was chosen. TiermoeError as `restrict` raises it."""
         self._matcher.consume_token(token)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise TiermoeError(f"the JSON schema cannot be followed any further: {_line(self._matcher.get_error())}")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
-from sse_starlette import EventSourceResponse
 
 from tiermoe.errors import ConfigError
 from tiermoe.generation.sampling import Sampling
-from tiermoe.serve.answers import ANSWERS, KEEP_ALIVE_S, begun, together, whole
+from tiermoe.serve.answers import ANSWERS, Stream, submitted, whole
 from tiermoe.serve.chats import Chat, Prepared, grammar_of, prepare
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.intake import aside
@@ -20,6 +19,9 @@ from tiermoe.serve.openai_answers import Logprobs, Reading, choice, shape_of, st
 from tiermoe.serve.openai_fields import ChatRequest, Common, CompletionRequest, check_fields
 from tiermoe.serve.request import Piece, Request
 from tiermoe.serve.served import Served
+
+COMPLETION_TOKENS = 16
+"""Of a completion that names no `max_tokens`, as OpenAI has it; a chat's answer may take the whole context."""
 
 
 def sampling_of(asked: Common, default: Sampling, most: int) -> Sampling:
@@ -30,7 +32,9 @@ def sampling_of(asked: Common, default: Sampling, most: int) -> Sampling:
         values["top_k"] = 0
     kept = {name: getattr(default, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     wanted = getattr(asked, "max_completion_tokens", None) or asked.max_tokens
-    wanted = most if wanted is None else max(wanted, 1)
+    if wanted is None:
+        wanted = COMPLETION_TOKENS if isinstance(asked, CompletionRequest) else most
+    wanted = max(wanted, 1)
     return Sampling(max_tokens=min(wanted, most), **{**kept, **values})
 
 
@@ -77,17 +81,14 @@ async def _answer(
     requests, readings = await aside(_requests, served, asked, prompts, logprobs)
     if asked.logit_bias is not None:
         served.check_ids(list(asked.logit_bias), "logit_bias")
-    answers = together(served.worker, requests)
-    told = await begun(http, answers)
-    if asked.max_tokens == 0:
-        told = _prompts_alone(told)
+    answers = await submitted(served.worker, requests, prompts[0].grammar)
     form, count = shape_of(served.name, chat), sum(len(each.ids) for each in prompts)
     if asked.stream:
         usage = asked.stream_options is not None and asked.stream_options.include_usage
-        events = stream(form, told, count, readings, usage)
-        return EventSourceResponse(events, ping=KEEP_ALIVE_S, sep="\n")
+        told = ((index, _shown(asked, piece)) async for index, piece in answers)
+        return Stream(answers, stream(form, told, count, readings, usage))
     pieces: list[list[Piece]] = [[] for _ in requests]
-    await whole(http, told, lambda index, piece: pieces[index].append(piece))
+    await whole(http, answers, lambda index, piece: pieces[index].append(_shown(asked, piece)))
     choices = [choice(index, chat, its, readings[index]) for index, its in enumerate(pieces)]
     return form.whole(choices, usage_of(count, [piece for its in pieces for piece in its], readings.values()))
 
@@ -108,7 +109,7 @@ def _requests(
         except ConfigError as error:
             raise Refused(400, str(error)) from error
         scored = echo and logprobs is not None
-        more = {"logprobs": logprobs, "grammar": each.grammar, "prompt_logprobs": scored, "special": each.special}
+        more = {"logprobs": logprobs, "prompt_logprobs": scored, "special": each.special}
         text = served.tokenizer.decode(each.ids, skip_special_tokens=True) if echo else ""
         for request in requests_of(each, asked, sampling, more):
             readings[len(requests)] = Reading(Logprobs(served.tokenizer, chat), each.reader(), text)
@@ -123,10 +124,10 @@ def _check_count(served: Served, count: int) -> None:
         raise Refused(400, f"{count:,} answers are asked for, {most} at most may wait; lower n", "n")
 
 
-async def _prompts_alone(answers: AsyncGenerator[tuple[int, Piece]]) -> AsyncGenerator[tuple[int, Piece]]:
-    """Answers of no tokens: the batch makes one at least, from the logits that the prompt's last token has anyway."""
-    async for index, piece in answers:
-        yield index, replace(piece, text="", tokens=(), logprobs=())
+def _shown(asked: Common, piece: Piece) -> Piece:
+    """Without its token where none is asked for: the batch makes one at least, from the logits that the prompt's last
+    token has anyway."""
+    return replace(piece, text="", tokens=(), logprobs=()) if asked.max_tokens == 0 else piece
 
 
 def _prepared(served: Served, asked: CompletionRequest) -> list[Prepared]:

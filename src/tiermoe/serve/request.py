@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiermoe.generation.sampling import Sampling
@@ -13,14 +12,14 @@ from tiermoe.serve.grammar import Grammar
 class Request:
     """What is to be answered: token ids of the prompt, how tokens are chosen (`sampling.max_tokens` at most), strings
     that end the answer. logprobs: of so many of the likeliest tokens at each place; None: none are told.
-    grammar: makes what the answer must follow. prompt_logprobs: those of the prompt's tokens are told as well; then
+    grammar: what the answer must follow. prompt_logprobs: those of the prompt's tokens are told as well; then
     all of it is read. special: special tokens are told as text."""
 
     ids: list[int]
     sampling: Sampling
     stops: tuple[str, ...] = ()
     logprobs: int | None = None
-    grammar: Callable[[], Grammar] | None = None
+    grammar: Grammar | None = None
     prompt_logprobs: bool = False
     special: bool = False
 

@@ -11,9 +11,8 @@ from typing import Any
 
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
-from sse_starlette import EventSourceResponse
 
-from tiermoe.serve.answers import ANSWERS, KEEP_ALIVE_S, begun, together, whole
+from tiermoe.serve.answers import ANSWERS, Stream, submitted, whole
 from tiermoe.serve.chats import Chat, Prepared, prepare
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.intake import aside
@@ -37,13 +36,12 @@ def routes(app: FastAPI, served: Served) -> None:
             raise Refused(400, f"the arguments of a function call are no JSON: {error}", "input") from error
         chat = Chat(messages, asked.functions, asked.choice, asked.answer_schema, asked.told, asked.parallel)
         prepared = await aside(prepare, served, chat)
-        answers = together(served.worker, [_request(served, asked, prepared)])
-        pieces = await begun(http, answers)
+        answers = await submitted(served.worker, [_request(served, asked, prepared)], prepared.grammar)
         logprobs = Logprobs(served.tokenizer, chat=True)
         growing = Growing(_response(served, asked), prepared.reader(), logprobs, len(prepared.ids))
         if asked.stream:
-            return EventSourceResponse(_stream(growing, pieces), ping=KEEP_ALIVE_S, sep="\n")
-        await whole(http, pieces, lambda _, piece: list(growing.add(piece)))
+            return Stream(answers, _stream(growing, answers))
+        await whole(http, answers, lambda _, piece: list(growing.add(piece)))
         return growing.response
 
 
@@ -60,7 +58,6 @@ def _request(served: Served, asked: ResponsesRequest, prepared: Prepared) -> Req
         sampling,
         prepared.stops,
         logprobs=asked.logprobs,
-        grammar=prepared.grammar,
         special=prepared.special,
     )
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from tiermoe.batch import Kind, Row, decode, prompt, verify
 from tiermoe.generation.sampling import Sampler, log_probabilities
 from tiermoe.serve.detokenize import Detokenizer
-from tiermoe.serve.grammar import Grammar
 from tiermoe.serve.held import Held
 from tiermoe.serve.prefix_disk import Stored
 from tiermoe.serve.request import Piece, Request, TokenLogprob
@@ -31,7 +30,6 @@ class Work:
     request: Request
     sampler: Sampler
     text: Detokenizer
-    grammar: Grammar | None = None
     slab: int = -1
     room: int = 0
     stored: Stored | None = None
@@ -123,18 +121,19 @@ class Work:
         """The next token of the answer, by the logits (vocabulary) of the one before. ends: tokens that end it.
         context: most tokens with the prompt."""
         request, told = self.request, tuple[TokenLogprob, ...]()
-        if self.grammar is not None:
-            logits = self.grammar.restrict(logits)
+        grammar = request.grammar
+        if grammar is not None:
+            logits = grammar.restrict(logits)
         token = self.sampler.choose(logits, self.held.tokens, len(self.answer))
         if request.logprobs is not None:
             told = (TokenLogprob(token, *log_probabilities(logits, token, request.logprobs)),)
         self.answer.append(token)
-        if self.grammar is not None:
-            self.grammar.accept(token)
+        if grammar is not None:
+            grammar.accept(token)
         ended = token in ends
         text = "" if ended else self.text.add(token)
         full = len(self.answer) >= request.sampling.max_tokens or self.length + 1 >= context
-        whole = self.grammar is not None and self.grammar.ended
+        whole = grammar is not None and grammar.ended
         finish = "stop" if ended or whole or self.text.stopped_by else "length" if full else None
         if finish is not None:
             text += self.text.end()
@@ -146,5 +145,4 @@ class Work:
 def work_on(number: int, request: Request, tokenizer: Any, penalty: float | None) -> Work:
     """A request that nothing has been done for. penalty: as `Sampler` takes it."""
     text = Detokenizer(tokenizer, request.stops, request.special)
-    grammar = request.grammar() if request.grammar else None
-    return Work(number, request, Sampler(request.sampling, penalty), text, grammar)
+    return Work(number, request, Sampler(request.sampling, penalty), text)

@@ -7,12 +7,15 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from tiermoe.errors import TiermoeError
 from tiermoe.serve.batcher import Batcher
 from tiermoe.serve.request import Piece, Request
+
+STALLED_S = 60
+"""After which a batch that gets no further is taken for dead; a layer of a prompt's chunk takes a few at most."""
 
 
 class QueueFullError(TiermoeError):
@@ -23,51 +26,74 @@ class ClosingError(TiermoeError):
     """The server is about to end."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Times:
     """Seconds of one answer: until its first token, and between each two after that."""
 
-    first: float
-    between: list[float]
+    first: float = 0.0
+    between: list[float] = field(default_factory=list)
 
 
-class Answer:
-    """The pieces of an answer as they come, for the event loop that asked. Who closes it drops the request: `drop`."""
+class Answers:
+    """The pieces of the answers to requests that were submitted together, each with its request's index, as they come:
+    for the event loop that submitted them. They stop once every answer has ended, or is cancelled."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, drop: Callable[[], None]) -> None:
-        self.asked_at = self.last_at = time.perf_counter()
-        self.first: float | None = None
-        self.between: list[float] = []
-        self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
-        self._ended = False
-        self._loop = loop
-        self._drop = drop
+    def __init__(self, count: int, cancel: Callable[[], None]) -> None:
+        self._pieces: deque[tuple[int, Piece]] = deque()
+        self._came = asyncio.Event()
+        self._open = set(range(count))
+        self._loop = asyncio.get_running_loop()
+        self._cancel = cancel
 
-    def put(self, piece: Piece) -> None:
+    def put(self, index: int, piece: Piece) -> None:
         """From any thread."""
-        now = time.perf_counter()
-        if self.first is None:
-            self.first = now - self.asked_at
-        else:
-            self.between.append(now - self.last_at)
-        self.last_at = now
-        self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+        with contextlib.suppress(RuntimeError):  # the loop has ended before its answers
+            self._loop.call_soon_threadsafe(self._add, index, piece)
 
-    def __aiter__(self) -> Answer:
+    def _add(self, index: int, piece: Piece) -> None:
+        self._pieces.append((index, piece))
+        self._came.set()
+
+    def cancel(self) -> None:
+        """Has the batch drop the requests that have not ended, before its next step. It waits for nothing."""
+        if self._open:
+            self._open.clear()
+            self._came.set()
+            self._cancel()
+
+    def __aiter__(self) -> Answers:
         return self
 
-    async def __anext__(self) -> Piece:
-        if self._ended:
+    async def __anext__(self) -> tuple[int, Piece]:
+        while self._open and not self._pieces:
+            self._came.clear()
+            await self._came.wait()
+        if not self._open:
             raise StopAsyncIteration
-        piece = await self._pieces.get()
-        self._ended = piece.finish is not None
-        return piece
+        index, piece = self._pieces.popleft()
+        if piece.finish is not None:
+            self._open.discard(index)
+        return index, piece
 
-    async def aclose(self) -> None:
-        """Drops the request; nothing where it has ended."""
-        if not self._ended:
-            self._ended = True
-            self._drop()
+
+class _Answer:
+    """One request that was submitted, and when it had its last piece."""
+
+    def __init__(self, answers: Answers, index: int) -> None:
+        self._answers = answers
+        self._index = index
+        self._asked_at = time.perf_counter()
+        self._last_at: float | None = None
+        self.times = Times()
+
+    def put(self, piece: Piece) -> None:
+        now = time.perf_counter()
+        if self._last_at is None:
+            self.times.first = now - self._asked_at
+        else:
+            self.times.between.append(now - self._last_at)
+        self._last_at = now
+        self._answers.put(self._index, piece)
 
 
 class Worker:
@@ -78,44 +104,49 @@ class Worker:
         self.batcher = batcher
         self.most_waiting = most_waiting
         self._on_end = on_end
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, _Answer] = {}
         self._orders: deque[Callable[[], None]] = deque()
         self._queued = 0  # asked for, and not yet handed to the batcher
+        self._step_at: float | None = None  # when the step that runs began
+        self._seen: tuple[object, float] = None, 0.0  # how far the batch was, and since when
         self._closing = False
         self._ended = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="tiermoe-batch", daemon=True)
         self._thread.start()
 
-    def answer(self, request: Request) -> Answer:
-        """The answer to a request, which waits for its turn from now on. PromptError for a prompt that cannot be
-        answered, QueueFullError, ClosingError."""
-        self.batcher.check(request)
+    def submit(self, requests: Sequence[Request]) -> Answers:
+        """The answers to requests, which wait for their turn from now on: all of them or none. PromptError for a prompt
+        that cannot be answered, QueueFullError, ClosingError."""
+        for request in requests:
+            self.batcher.check(request)
         numbers: list[int] = []
-
-        def drop() -> None:
-            with self._changed:
-                self._order(lambda: self._drop(numbers))
-
-        answer = Answer(asyncio.get_running_loop(), drop)
+        answers = Answers(len(requests), lambda: self._order(lambda: self._drop(numbers)))
+        each = [_Answer(answers, index) for index in range(len(requests))]
 
         def begin() -> None:
-            self._queued -= 1
-            number = self.batcher.add(request)
-            numbers.append(number)
-            self._answers[number] = answer
+            self._queued -= len(requests)
+            for request, answer in zip(requests, each, strict=True):
+                number = self.batcher.add(request)
+                numbers.append(number)
+                self._answers[number] = answer
 
         with self._changed:
-            self._check_open()
-            self._queued += 1
+            self._check_open(len(requests))
+            self._queued += len(requests)
             self._order(begin)
-        return answer
+        return answers
 
-    def _check_open(self) -> None:
-        waiting = self.batcher.waiting + self._queued
-        if not self._closing and waiting < self.most_waiting:
+    @property
+    def waiting(self) -> int:
+        """Requests without a row, those among them that the batch takes in after the step that runs."""
+        return self.batcher.waiting + self._queued
+
+    def _check_open(self, count: int) -> None:
+        waiting = self.waiting
+        if not self._closing and waiting + count <= self.most_waiting:
             return
-        self.batcher.counts.refused += 1
+        self.batcher.counts.refused += count
         if self._closing:
             raise ClosingError("the server is about to end")
         raise QueueFullError(f"{waiting} requests wait already; ask again later, or raise --max-queue")
@@ -124,6 +155,15 @@ class Worker:
     def busy(self) -> bool:
         with self._changed:
             return bool(self._orders) or not self.batcher.idle
+
+    def stalled_s(self) -> float:
+        """Seconds for which the batch has had work and got no further, neither to the next step nor in the one that
+        runs (a chunk of a long prompt may take minutes): since the first call of this that found it where it is."""
+        began, now = self._step_at, time.monotonic()
+        at = began, self.batcher.progress
+        if began is None or at != self._seen[0]:
+            self._seen = at, now
+        return now - self._seen[1]
 
     def close(self, grace_s: float) -> None:
         """Takes no more requests, gives those that run so many seconds, tells the rest that the server ends, and ends
@@ -138,12 +178,12 @@ class Worker:
         while self._orders:
             self._orders.popleft()()
         for number in list(self._answers):
-            with contextlib.suppress(RuntimeError):  # the loop that asked has ended before us
-                self._hand_on(Piece(number, finish="error", error=ClosingError("the server has ended")))
+            self._hand_on(Piece(number, finish="error", error=ClosingError("the server has ended")))
 
     def _order(self, order: Callable[[], None]) -> None:
-        self._orders.append(order)
-        self._changed.notify_all()
+        with self._changed:
+            self._orders.append(order)
+            self._changed.notify_all()
 
     def _drop(self, numbers: list[int]) -> None:
         for number in numbers:
@@ -158,8 +198,10 @@ class Worker:
                     return
                 while self._orders:
                     self._orders.popleft()()
+            self._step_at = time.monotonic()
             for piece in self.batcher.step():
                 self._hand_on(piece)
+            self._step_at = None
             with self._changed:
                 self._changed.notify_all()
 
@@ -170,4 +212,4 @@ class Worker:
         answer.put(piece)
         if piece.finish is not None:
             del self._answers[piece.number]
-            self._on_end(piece, Times(answer.first or 0.0, answer.between))
+            self._on_end(piece, answer.times)

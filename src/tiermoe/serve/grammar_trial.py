@@ -1,0 +1,71 @@
+"""Tries a grammar in a process of its own, whose time and memory have limits: `python -P grammar_trial.py`.
+
+llguidance has limits, but some grammars pass by them: the automaton of a `multipleOf` has as many states as its number,
+and they are counted nowhere. What has passed here takes as little in the server. It imports nothing of tiermoe, so that
+it starts within a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+_STEPS = 64  # of an answer that is tried: what a grammar costs often shows behind its first bytes
+
+
+class Bytes:
+    """A vocabulary of bytes, of special tokens and an end."""
+
+    bos_token_id = None
+
+    def __init__(self, special: list[str]) -> None:
+        self.eos_token_id = 256
+        self.tokens = [bytes([each]) for each in range(256)] + [b"<end>", *(each.encode() for each in special)]
+        self.special_token_ids = list(range(256, len(self.tokens)))
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def limit(seconds: int, memory: int) -> None:
+    """Ends the process beyond so much processor time, or so many bytes more than it has now. Windows has no such
+    limits."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # whose first signal says why
+    if sys.platform == "linux":
+        most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + memory
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def fault(rules: str, special: list[str], limits: dict[str, Any]) -> str:
+    """Why a grammar cannot be followed, nor an answer by it begun; empty where it can."""
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+    tokens = LLTokenizer(TokenizerWrapper(Bytes(special)))
+    matcher, chance = LLMatcher(tokens, rules, log_level=0, limits=LLParserLimits(**limits)), random.Random(0)
+    for _ in range(_STEPS):
+        if matcher.is_stopped():
+            break
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        allowed = [token for token in range(mask.bit_length()) if mask >> token & 1]
+        if allowed:
+            matcher.consume_token(chance.choice(allowed))
+    return str(matcher.get_error())
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    import llguidance  # noqa: F401  # what it takes itself is not the grammar's
+
+    limit(asked["seconds"], asked["memory"])
+    print(json.dumps(fault(asked["rules"], asked["special"], asked["limits"])))
+
+
+if __name__ == "__main__":
+    main()
