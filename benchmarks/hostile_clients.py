@@ -7,7 +7,6 @@ import asyncio
 import json
 import random
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,7 +72,7 @@ class HostileTally:
     left: int = 0
     refused: int = 0
     unheard: int = 0
-    statuses: dict[str, Counter[str]] = field(default_factory=dict)
+    statuses: dict[str, dict[str, int]] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)
     longest_answer_s: float = 0.0
 
@@ -100,7 +99,8 @@ class HostileClients:
             began = time.perf_counter()
             status = await (self._leave(http, attack) if attack.leaves else self._wait(http, attack))
             self.tally.longest_answer_s = max(self.tally.longest_answer_s, time.perf_counter() - began)
-            self.tally.statuses.setdefault(attack.name, Counter())[status] += 1
+            counts = self.tally.statuses.setdefault(attack.name, {})
+            counts[status] = counts.get(status, 0) + 1
             if not status.isdigit() or int(status) not in attack.answers:
                 self.tally.unexpected.append(f"{attack.name}: {status}")
             await asyncio.sleep(_PAUSE_S)
