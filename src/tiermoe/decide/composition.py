@@ -123,7 +123,7 @@ class Composition:
     where an expert is computed then depends on what is cached, so it counts as lossy. 'measured' computes so many of a
     layer's misses on the CPU that these end when the loads of the others do, by what both have taken so far.
     mask: predicted experts are kept from eviction until their layer has run.
-    bits, dense_bits, quantizer: overrides of the engine's own settings, None leaves them.
+    bits, dense_bits, quantizer: the engine's options of these names, None leaves them; what a user gives comes first.
     """
 
     name: str

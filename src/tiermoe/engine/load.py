@@ -127,7 +127,7 @@ def _prepared(
             store,
             blueprint,
             bits,
-            settings.quantizer,
+            settings.quantizer_used,
             settings.dense_bits_used,
             progress,
             device,

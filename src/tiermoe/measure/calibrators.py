@@ -69,11 +69,11 @@ def calibrate_hobbit(calibration: Calibration, progress: Progress) -> Made:
 def calibrate_edgemoe(calibration: Calibration, progress: Progress) -> Made:
     """Activation paths over two layers, frequencies, and a bitwidth per expert."""
     paths, used = _paths(calibration, 2, progress)
-    quantizer = calibration.asked.bitwidth_quantizer
+    quantizer, settings = calibration.asked.bitwidth_quantizer, calibration.settings
     resume = calibration.store / "profiles" / f"edgemoe-importance-{quantizer}.json"
     bitwidths = find_bitwidths(
         calibration.blueprint(),
-        replace(calibration.settings, quantizer=quantizer),
+        replace(settings, quantizer=quantizer, dense_bits=settings.dense_bits or PRESETS["edgemoe"].dense_bits),
         _task(calibration),
         calibration.asked.tolerated_loss,
         progress,

@@ -104,6 +104,7 @@ def _speed(model: Any, prefill: PhaseCosts, decode: PhaseCosts) -> dict[str, Any
         "set": dict(engine.settings.set),
         "bits": engine.settings.bits_used,
         "dense_bits": engine.settings.dense_bits_used,
+        "quantizer": engine.settings.quantizer_used,
         "cache_fraction": plan.experts / (plan.all_slots * plan.slot_bytes),
         "hit_rate": both.hit_rate,
         "prefill_hit_rate": prefill.hit_rate,
