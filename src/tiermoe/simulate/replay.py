@@ -37,8 +37,8 @@ class ReplaySettings:
     """The machine and what is given beside the trace. `bandwidth` in bytes per second, `latency` in seconds, `lanes`
     transfers at once, `start` seconds until a lane without work begins what is asked for, `wake` until whoever waits
     for a load goes on after its end. `bits`: of the experts, None
-    the composition's own, or those that the traced model ran in. `times`: None takes the trace's own. `copies`: the link moves copies to a GPU
-    (`Header.copied_bytes`), not what a drive stores."""
+    the composition's own, or those that the traced model ran in. `times`: None takes the trace's own. `copies`: the
+    link moves copies to a GPU (`Header.copied_bytes`), not what a drive stores."""
 
     cache: CacheSize
     bandwidth: float

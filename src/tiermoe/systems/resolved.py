@@ -11,7 +11,7 @@ from tiermoe.config import Settings
 from tiermoe.decide.compose import Tables, filled, precisions, require_settings, tables
 from tiermoe.decide.composition import Composition, changed, unread
 from tiermoe.decide.profiles import profile_path, read_profile
-from tiermoe.errors import ConfigError, ProfileError
+from tiermoe.errors import ProfileError
 from tiermoe.systems import compose
 
 OPTIONS = ("bits", "dense_bits", "quantizer")
