@@ -179,7 +179,7 @@ def resolve_for(blueprint: Blueprint, settings: Settings) -> Resolved:
             blueprint.require_own_experts()  # raises, and says why
         settings = replace(settings, bits=OWN_BITS, device="cpu" if settings.device == "auto" else settings.device)
     root = store_root(blueprint, settings.store)
-    return resolve(settings, root, blueprint.checkpoint.fingerprint(), blueprint.name)
+    return resolve(settings, root, blueprint.checkpoint.fingerprint(), blueprint.name, len(blueprint.layers))
 
 
 def plan(model: str | os.PathLike[str], **options: Any) -> MemoryPlan:

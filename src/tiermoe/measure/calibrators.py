@@ -136,7 +136,14 @@ def calibrate_fate(calibration: Calibration, progress: Progress) -> Made:
         return popularity_losses(engine, calibration.ids, low_bits, progress), engine.bandwidth
 
     losses, bandwidth = calibration.on_engine(
-        {"precision": "popularity", "low_popularity": 0.0, "low_bits": low_bits, "cache": "none"},
+        {
+            "precision": "popularity",
+            "low_popularity": 0.0,
+            "low_bits": low_bits,
+            "cache": "none",
+            "prefetch": PRESETS["fate"].prefetch,
+            "window": 0,  # predicted popularity decides who is low
+        },  # fmt: skip
         on_engine,
         progress,
         logits=True,

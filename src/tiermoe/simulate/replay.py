@@ -16,6 +16,7 @@ from tiermoe.decide.compose import (
     filled,
     precisions,
     tables,
+    with_low_share,
 )
 from tiermoe.decide.composition import Composition
 from tiermoe.decide.phase_costs import PhaseCosts
@@ -63,6 +64,7 @@ def replay(
     require(composition, header)
     composition = _with_theta(filled(composition, settings.profile), header)
     require_calibration(composition, settings.profile, header.model)
+    composition = with_low_share(composition, len(header.experts))
     times = settings.times or header.times
     if times is None:
         raise TraceError(f"the trace of {header.model} holds no computing times; give them with --compute 20ms")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tiermoe.config import Settings
-from tiermoe.decide.compose import Tables, filled, precisions, require_settings, tables
+from tiermoe.decide.compose import Tables, filled, precisions, require_settings, tables, with_low_share
 from tiermoe.decide.composition import Composition, changed, unread
 from tiermoe.decide.profiles import profile_path, read_profile
 from tiermoe.errors import ProfileError
@@ -29,10 +29,13 @@ class Resolved:
     precisions: tuple[int, ...]
 
 
-def resolve(settings: Settings, store: Path, fingerprint: str, model: str) -> Resolved:
-    """ConfigError for an unknown preset, part or value; ProfileError where a profile is needed and cannot be used."""
-    given = {name: value for name in OPTIONS if (value := getattr(settings, name)) is not None} | {**settings.set}
-    composition = compose(settings.preset, given)
+def resolve(settings: Settings, store: Path, fingerprint: str, model: str, layers: int) -> Resolved:
+    """layers: MoE layers of the model. ConfigError for an unknown preset, part or value; ProfileError where a profile
+    is needed and cannot be used."""
+    options = {name: value for name in OPTIONS if (value := getattr(settings, name)) is not None}
+    given = {**options, **settings.set}
+    composition = compose(settings.preset, settings.set)
+    composition = composition.having({name: value for name, value in options.items() if name not in settings.set})
     profile = None
     command = f"tiermoe calibrate {model} --text FILE --for {composition.profile}"
     path = profile_path(store, composition.profile)
@@ -48,6 +51,7 @@ def resolve(settings: Settings, store: Path, fingerprint: str, model: str) -> Re
     elif composition.profile:
         composition = _refined(composition, given, path, fingerprint, command)
     require_settings(composition, model)
+    composition = with_low_share(composition, layers)
     settings = replace(
         settings,
         bits=composition.bits or settings.bits_used,
