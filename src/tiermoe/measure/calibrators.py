@@ -143,7 +143,7 @@ def calibrate_fate(calibration: Calibration, progress: Progress) -> Made:
             "cache": "none",
             "prefetch": PRESETS["fate"].prefetch,
             "window": 0,  # predicted popularity decides who is low
-        },  # fmt: skip
+        },
         on_engine,
         progress,
         logits=True,
