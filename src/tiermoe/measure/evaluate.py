@@ -113,6 +113,7 @@ def _speed(model: Any, prefill: PhaseCosts, decode: PhaseCosts) -> dict[str, Any
         "decode_tok_s": decode.tok_s,
         "bound_tok_s": decode.bound_tok_s(engine.bandwidth),
         "bytes_read": both.bytes_read,
+        "prefill_bytes_per_token": prefill.bytes_per_token,
         "bytes_per_token": decode.bytes_per_token,
         "wait_s": both.wait_s,
         "decode_wait_s": decode.wait_s,
