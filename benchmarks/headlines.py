@@ -188,7 +188,7 @@ def _fate() -> list[Headline]:
 
 
 def _corm() -> list[Headline]:
-    ours = Side("corm", {"store": "memory"})
+    ours = Side("corm")
     base = Setting(ours, ON_DEMAND, "pcie4")
     moved = {
         "on_mispredict=reload": replace(base, ours=ours.but(on_mispredict="reload")),
@@ -196,7 +196,7 @@ def _corm() -> list[Headline]:
     }
     gates = Setting(ours, GATES, "pcie4")
     return [
-        Headline("corm", "CORM over int4 on demand, `store=memory`, PCIe 4.0", "1.92–2.09", base, moved),
+        Headline("corm", "CORM over int4 on demand, PCIe 4.0", "1.92–2.09", base, moved),
         Headline("corm", "over `mixtral-offload`", "1.23–1.27", gates, gates.shares("25%", "60%")),
     ]
 

@@ -27,7 +27,7 @@ def perplexity(args: argparse.Namespace) -> dict[str, Any]:
     result = score(logits_of(model), token_ids(args.model, args.text), args.context, args.stride)
     return {
         "bits": args.bits,
-        "quantizer": args.quantizer,
+        "quantizer": model.tiermoe.settings.quantizer_used,
         "dense_bits": model.tiermoe.stats()["dense_bits"],
         "perplexity": result.value,
         "tokens": result.tokens,
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--memory")
     common.add_argument("--bits", type=int, default=4)
     common.add_argument("--dense-bits", type=int, help="default: as --bits, 4 for 2")
-    common.add_argument("--quantizer", default="hqq")
+    common.add_argument("--quantizer")
     common.add_argument("--cache")
     common.add_argument("--threads", type=int, default=2)
     commands = top.add_subparsers(required=True)

@@ -49,6 +49,7 @@ WITHOUT: dict[str, dict[str, list[str]]] = {
         "neurons": ["unit=expert", "prefetch=next-gate"],
         "prefetch": ["prefetch=none"],
         "mixed precision by usage": ["precision=fixed"],
+        "main memory (a drive instead)": ["store=disk"],
     },
 }  # fmt: skip
 """Preset → part → what `--set` takes it out."""

@@ -1,6 +1,6 @@
 """Widen a Qwen3-MoE checkpoint without changing its function: same routing, same logits, real sizes.
 
-    python -m benchmarks.widen models/stories-7m OUT --m 16
+    python -m benchmarks.widen models/stories-7m OUT --m 16 [--profiles]
 
 Every unit of the residual stream is copied ``m`` times and every unit inside an expert ``mi`` times. Why the
 function stays the same, layer by layer:
@@ -18,11 +18,15 @@ function stays the same, layer by layer:
 significant bits in bfloat16, and logits differ by the rounding of longer sums alone. Hit rates, traces and
 perplexity measured on the widened model are therefore those of the trained one, at the sizes and costs of a
 large one. The new weights are as redundant as they look: they stand for speed and memory, not for quality.
+
+--profiles gives OUT the calibrations of the model that hold for it too: all but Fate's, whose windows are of an
+expert's bytes (`tiermoe calibrate OUT --for fate`).
 """
 
 import argparse
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tiermoe.bench.llama.checkpoint import INDEX, expert_count
+from tiermoe.decide.profiles import FOLDER, profile_path, read_profile, to_json
+from tiermoe.measure.calibrators import CALIBRATORS
+from tiermoe.model.blueprint import inspect_model
+from tiermoe.model.prepare_store import store_root
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -148,6 +156,17 @@ def widen(directory: Path, out: Path, m: int, mi: int) -> None:
     (out / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}) + "\n")
 
 
+def give_profiles(directory: Path, out: Path) -> None:
+    """The calibrations of ``directory`` but Fate's, for the checkpoint ``out``."""
+    narrow, wide = (inspect_model(path, path.name) for path in (directory, out))
+    store = store_root(wide, None)
+    (store / FOLDER).mkdir(parents=True, exist_ok=True)
+    for path in (store_root(narrow, None) / FOLDER).glob("*.json"):
+        if path.stem in CALIBRATORS.keys() - {"fate"}:
+            profile = replace(read_profile(path, None, ""), fingerprint=wide.checkpoint.fingerprint())
+            profile_path(store, path.stem).write_bytes(to_json(profile))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.widen", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -155,9 +174,12 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="directory to write")
     parser.add_argument("--m", type=int, default=16, help="copies of hidden units and heads (default 16)")
     parser.add_argument("--mi", type=int, help="copies of an expert's units (default: as --m)")
+    parser.add_argument("--profiles", action="store_true", help="give OUT the model's calibrations")
     args = parser.parse_args()
     try:
         widen(args.source, args.out, args.m, args.mi or args.m)
+        if args.profiles:
+            give_profiles(args.source, args.out)
     except ValueError as error:
         parser.error(str(error))
 

@@ -27,6 +27,9 @@ class Said:
     def ranked(self, target: int) -> Sequence[tuple[int, float]]:
         return self._ranked.get(target, ())
 
+    def counted(self, target: int) -> Sequence[tuple[int, float]]:
+        return ()
+
     def recalled(self, target: int) -> Sequence[tuple[int, float]]:
         return self._recalled.get(target, ())
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tiermoe.trace.schema import Header, LayerTrace, Pass, Times, Trace
 
-EVERYTHING = frozenset({"weights", "forecasts", "little", "neurons", "tokens"})
+EVERYTHING = frozenset({"weights", "forecasts", "counts", "little", "neurons", "tokens"})
 
 
 def layer(*tokens: Sequence[int], **more: Any) -> LayerTrace:

@@ -20,6 +20,7 @@ from tiermoe.decide.compose import (
     filled,
     precisions,
     tables,
+    with_low_share,
 )
 from tiermoe.decide.composition import Composition
 from tiermoe.decide.profiles import Profile
@@ -57,8 +58,20 @@ def test_a_share_is_kept_for_low_copies() -> None:
     assert divide(1000, HOBBIT, {4: 100, 2: 50}, (), 100) == [PrecisionSlots((4,), 8), PrecisionSlots((2,), 4)]
 
 
+def test_fates_low_copies_have_their_share_of_one_layers_part() -> None:
+    """40 % of an eighth of 4,000 bytes, in slots of 50; all of them are the running layer's."""
+    fate = with_low_share(compose("fate", {"low_popularity": 0.4, "boundary": 1, "window": 2}), 8)
+    slots = divide(4000, fate, {4: 100, 2: 50}, (), 100)
+    assert slots == [PrecisionSlots((4,), 38), PrecisionSlots((2,), 4)]
+    cache = assembled(fate, slots).controller.cache
+    assert [cache.reserve(ExpertKey(2, expert, 2)) for expert in range(5)] == [38, 39, 40, 41, None]
+    assert with_low_share(compose("fate", {"low_popularity": 0.4, "low_share": 0}), 8).low_share == 0
+    assert with_low_share(compose("fate", {"low_popularity": 0.4, "mispredicted": "low"}), 8).low_share is None
+
+
 def test_precisions_share_slots_where_nothing_divides_them() -> None:
-    assert divide(1000, compose("fate"), {4: 100, 2: 50}, (), 100) == [PrecisionSlots((4, 2), 10)]
+    fate = compose("fate", {"low_popularity": 0.4, "low_share": 0})
+    assert divide(1000, fate, {4: 100, 2: 50}, (), 100) == [PrecisionSlots((4, 2), 10)]
     table = compose("edgemoe")
     assert divide(1000, table, {4: 100, 2: 84}, [4, 2], 100) == [PrecisionSlots((4, 2), 10)]
     assert divide(1000, table, {4: 100}, (), 7) == [PrecisionSlots((4,), 7)]

@@ -138,7 +138,6 @@ def test_unknown_names_are_refused_with_a_near_one(name: str, hint: str) -> None
         ("kv_bits", 4),
         ("kv_bits", None),
         ("quantizer", "awq"),
-        ("quantizer", None),
         ("chunk", 0),
         ("chunk", "512"),
         ("chunk", 1.5),

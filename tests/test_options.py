@@ -60,7 +60,9 @@ def _layers(chance: random.Random, tokens: int) -> list[LayerTrace]:
             order += [expert for expert in chance.sample(range(EXPERTS), EXPERTS) if expert not in order]
             ahead[distance] = [(expert, 1 / (rank + 1)) for rank, expert in enumerate(order)]
         neurons = {e: sum(1 << neuron for neuron in chance.sample(range(8), 5)) for row in chosen[number] for e in row}
-        found.append(layer(*chosen[number], forecasts=ahead, neurons=neurons if tokens == 1 else {}))
+        counts = {distance: [(expert, 1) for expert, _ in order[:6]] for distance, order in ahead.items()}
+        more = {"neurons": neurons} if tokens == 1 else {"counts": counts}
+        found.append(layer(*chosen[number], forecasts=ahead, **more))
     return found
 
 

@@ -234,7 +234,6 @@ FIXED = {"t1": 1.0, "t2": 1.0}
 MOBILE = {"gamma": 0.3}
 BOTH = {"gamma": 1.0, "prefetch": "recalled+next-gate"}  # every little pass is discarded
 FIXED_BITS = {"precision": "fixed"}  # a layer's experts in two precisions are more than its slots
-NEURONS = {"store": "memory"}
 QUARTERS = {"recency": "0,0.4,0.3,0.3", "frequency": "0.4,0,0.3,0.3", "distance": "0.4,0.3,0.3,0"}
 PARTS = [
     Part("hobbit", "low precision", "low_loads", {"t2": 0.4}, HOBBIT),
@@ -264,11 +263,11 @@ PARTS = [
     Part("fate", "above the percentile", "named beyond the K", {"percentile": 90}),
     Part("fate", "ARC", "not the least recent", {"cache": "lru"}),
     Part("fate", "shallow first", "victims of the first layer", {"allotment": "pool"}, FIXED_BITS, still=True),
-    Part("corm", "active neurons", "neurons_spared", {"upper_limit": 0}, NEURONS),
-    Part("corm", "rare experts low", "low_loads", {"precision": "fixed"}, NEURONS),
-    Part("corm", "prefetch", "prefetched_hits", ALONE, NEURONS | {"on_mispredict": "reload"}),
-    Part("corm", "going on with experts", "expert_skips", {"on_mispredict": "reload"}, NEURONS),
-    Part("corm", "slots of a layer", "victims of other layers", {"allotment": "pool"}, NEURONS, still=True),
+    Part("corm", "active neurons", "neurons_spared", {"upper_limit": 0}),
+    Part("corm", "rare experts low", "low_loads", {"precision": "fixed"}),
+    Part("corm", "prefetch", "prefetched_hits", ALONE, {"on_mispredict": "reload"}),
+    Part("corm", "going on with experts", "expert_skips", {"on_mispredict": "reload"}),
+    Part("corm", "slots of a layer", "victims of other layers", {"allotment": "pool"}, still=True),
     Part("default", "prefetch", "prefetched_hits", ALONE, {"speculate": "always"}),
     Part("default", "slots that move", "victims of other layers", {"allotment": "even"}),
     Part("default", "the weighted cache", "not the least recent", {"cache": "lru"}),
@@ -289,6 +288,12 @@ def test_its_counter_moves_with_the_part_alone(part: Part, counts: Callable[...,
     moving, standing = (without, with_it) if part.still else (with_it, without)
     assert moving > 0
     assert standing == 0
+
+
+def test_corm_as_it_comes_spares_neurons_which_a_drive_does_not(counts: Callable[..., Counts]) -> None:
+    """A drive reads through the gaps between single neurons."""
+    memory, disk = (counts("corm", changes)["neurons_spared"] for changes in ({}, {"store": "disk"}))
+    assert memory > 0.3 > disk
 
 
 def test_the_five_are_here() -> None:

@@ -188,6 +188,15 @@ def test_dense_layers_follow_the_experts_bits(planned: Planner) -> None:
     assert planned(bits=16, set={"dense_bits": 4}).dense == planned().dense
 
 
+def test_a_store_on_disk_is_advised_where_it_is_enough(planned: Planner) -> None:
+    """CORM's preset holds the store in main memory."""
+    in_memory = {"store": "memory"}
+    short = least(planned(set=in_memory)) - 1000
+    with pytest.raises(BudgetError, match=r"or --set store=disk, which saves"):
+        planned(set=in_memory, memory=short)
+    planned(memory=short)
+
+
 def test_dense_bits_are_advised_where_they_are_enough(planned: Planner) -> None:
     plan = planned(dense_bits=16)
     short = least(plan) - 1000

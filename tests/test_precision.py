@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,24 +132,40 @@ def test_predictions_for_several_tokens_are_high() -> None:
     assert precision.predicted(1, [(9, 0.8), (8, 0.6), (7, 0.6)], 7) == 0
 
 
+TOKENS = Routed(0, "prefill", [[0, 1], [0, 2], [0, 2], [3, 4]], [[0.5, 0.5]] * 4)
+"""Of experts 0 to 4: 3, 1, 2, 1, 1."""
+
+
+def bits_of(precision: Any, routed: Routed) -> dict[int, int]:
+    return {demand.expert: demand.bits for demand in precision.demands(routed)}
+
+
 def test_popularity_lowers_the_least_popular_in_prefill() -> None:
-    """Tokens of experts 0 to 4: 3, 1, 2, 1, 1. Forty percent of five are two: of the three with one token the
-    higher indices."""
-    experts = [[0, 1], [0, 2], [0, 2], [3, 4]]
-    weights = [[0.5, 0.5]] * 4
+    """Forty percent of five are two: of the three with one token the higher indices."""
+    assert bits_of(make("popularity", low_popularity=0.4), TOKENS) == {0: 4, 1: 4, 2: 4, 3: 2, 4: 2}
+    nearly = bits_of(make("popularity", low_popularity=0.39), TOKENS)
+    assert [expert for expert, bits in nearly.items() if bits == 2] == [4], "rounded down"
+    assert set(bits_of(make("popularity", low_popularity=0.0), TOKENS).values()) == {4}
+
+
+def test_predicted_popularity_binds_what_its_layer_demands() -> None:
+    """A copy that was read ahead is the one that is asked for, and what nobody expected is least popular."""
     precision = make("popularity", low_popularity=0.4)
-    bits = {d.expert: d.bits for d in precision.demands(Routed(0, "prefill", experts, weights))}
-    assert bits == {0: 4, 1: 4, 2: 4, 3: 2, 4: 2}
-    ranked = [(4, 9.0), (2, 7.0), (0, 2.0), (1, 1.5), (3, 0.5)]
-    assert [precision.predicted(1, ranked, expert) for expert in range(5)] == [4, 2, 4, 2, 4]
-    more = [*ranked, (6, 0.4), (5, 0.3)]  # five are active in a layer: two of these are low, and what is behind them
-    assert [precision.predicted(1, more, expert) for expert in range(7)] == [4, 2, 4, 2, 4, 2, 2]
-    assert precision.predicted(1, (), 0) == 4, "nothing is known"
-    nearly = make("popularity", low_popularity=0.39).demands(Routed(0, "prefill", experts, weights))
-    assert [d.expert for d in nearly if d.bits == 2] == [4], "rounded down"
+    precision.demands(TOKENS)
+    ranked = [(4, 9), (2, 7), (0, 2), (1, 1), (6, 1)]
+    foreseen = [precision.predicted(1, ranked, expert) for expert in range(7)]
+    assert foreseen == [4, 2, 4, 2, 4, 2, 2]
+    found = bits_of(precision, replace(TOKENS, layer=1))
+    assert found == {expert: foreseen[expert] for expert in range(5)}
+    assert bits_of(precision, replace(TOKENS, layer=2))[1] == 4, "by its own tokens: nothing was predicted for it"
+    precision.predicted(2, ranked, 0)
+    precision.demands(replace(TOKENS, layer=0))
+    assert bits_of(precision, replace(TOKENS, layer=2))[1] == 4, "what an interrupted pass predicted is forgotten"
+    assert precision.predicted(1, (), 3) == 4, "nothing is known"
     none = make("popularity", low_popularity=0.0)
-    assert all(d.bits == 4 for d in none.demands(Routed(0, "prefill", experts, weights)))
+    none.demands(TOKENS)
     assert none.predicted(1, ranked, 3) == 4
+    assert set(bits_of(none, replace(TOKENS, layer=1)).values()) == {4}, "nothing is low, nor what was not predicted"
 
 
 def test_what_was_not_predicted_is_low_on_small_machines() -> None:

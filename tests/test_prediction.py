@@ -32,9 +32,13 @@ class Said:
     gates: Mapping[int, Ranked] = field(default_factory=dict)
     evicted: Mapping[int, Ranked] = field(default_factory=dict)
     tokens: Sequence[int] = ()
+    counts: Mapping[int, Ranked] = field(default_factory=dict)
 
     def ranked(self, target: int) -> Ranked:
         return self.gates.get(target, ())
+
+    def counted(self, target: int) -> Ranked:
+        return self.counts.get(target, ())
 
     def recalled(self, target: int) -> Ranked:
         return self.evicted.get(target, ())
@@ -128,6 +132,7 @@ def test_percentile_is_numpys(weights: list[int], percentile: int) -> None:
     predictor = PREDICTIONS["percentile"](
         context(layers=2, experts=[len(weights)] * 2, top_k=[1] * 2), percentile=float(percentile)
     )
+    predictor.observe(routed(0, [0]))
     assert names(predictor, 0, Said({1: ranked})) == above
 
 
@@ -135,6 +140,7 @@ def test_percentile_takes_what_a_replay_still_knows() -> None:
     """15 of 60 experts lie above the 75th percentile (position 44.25); a trace that holds six names these."""
     ranked = [(expert, 1.0 / (expert + 1)) for expert in range(60)]
     predictor = PREDICTIONS["percentile"](context(layers=2, experts=[60] * 2, top_k=[4] * 2))
+    predictor.observe(routed(0, [1, 2, 3, 4]))
     assert names(predictor, 0, Said({1: ranked})) == [(1, expert) for expert in range(15)]
     assert names(predictor, 0, Said({1: ranked[:6]})) == [(1, expert) for expert in range(6)]
 
@@ -146,10 +152,19 @@ def test_the_window_bounds_transfers_in_decode() -> None:
     assert names(predictor, 0, Said({1: ranked})) == [(1, 0), (1, 1)]
     here = frozenset({(1, 0), (1, 7), (1, 30)})
     assert names(predictor, 0, Said({1: ranked}), here) == [(1, 0), (1, 1), (1, 2), (1, 7)], "what is here costs none"
-    predictor.observe(routed(0, [1, 2, 3, 4], phase="prefill"))
-    assert len(names(predictor, 0, Said({1: ranked}))) == 15, "no window in prefill"
-    predictor.observe(routed(0, *[[1, 2, 3, 4]] * 3, phase="prefill"))
-    assert len(names(predictor, 0, Said({1: ranked}))) == 45, "fifteen for each of three tokens"
+
+
+def test_a_prompts_experts_come_by_popularity_whatever_the_window() -> None:
+    """By the number of tokens that choose each, or by the weights' sum: fifteen for each of three tokens."""
+    said = Said({1: [(expert, 1.0 / (expert + 1)) for expert in range(60)]}, counts={1: [(7, 3), (2, 1), (9, 1)]})
+    of_two = context(layers=2, experts=[60] * 2, top_k=[4] * 2)
+    for popularity, expected in {"counts": [7, 2, 9], "weights": list(range(45))}.items():
+        predictor = PREDICTIONS["percentile"](of_two, window=1, popularity=popularity)
+        predictor.observe(routed(0, *[[1, 2, 3, 4]] * 3, phase="prefill"))
+        assert names(predictor, 0, said) == [(1, expert) for expert in expected]
+        assert [expert for expert, _ in predictor.ranking(1, said)][:3] == expected[:3]
+        predictor.observe(routed(0, [1, 2, 3, 4]))
+        assert names(predictor, 0, said) == [(1, 0)], "a decoded token's, by weight"
 
 
 def test_a_window_of_each_layer_and_of_nothing() -> None:

@@ -105,6 +105,8 @@ def test_the_command_lists_and_shows(tiermoe_: Command) -> None:
     (described,) = json.loads(tiermoe_("presets", "hobbit", "--json").out)
     assert described["lossy"] == ["precision=gate-score"]
     assert described["needs_calibration"] == "hobbit"
+    (described,) = json.loads(tiermoe_("presets", "edgemoe", "--json").out)
+    assert (described["dense_bits"], described["quantizer"]) == (16, "linear")
 
 
 def test_errors_of_the_command_line(tiermoe_: Command, shipped: Path) -> None:

@@ -98,7 +98,7 @@ def test_without_misses_or_patience_there_is_none(
 
 def test_a_calibration_takes_the_presets_place_and_what_is_asked_for_stays(tmp_path: Path) -> None:
     def strength(**options: Any) -> float | None:
-        return resolve(settings(preset="nimble", **options), tmp_path, "abc", "m").composition.prior
+        return resolve(settings(preset="nimble", **options), tmp_path, "abc", "m", 8).composition.prior
 
     preset = strength()
     path = profile_path(tmp_path, "nimble")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,9 @@ def test_recorded_routing_is_the_plain_routers(model_type: str, tmp_path: Path) 
                 if target >= len(said):
                     assert distance not in layer.forecasts
                     continue
-                logits = captured.routers[target](hidden)[0]
+                logits, _, named = captured.routers[target](hidden)[:3]
+                tokens = Counter(named.flatten().tolist()) if len(hidden) > 1 else {}
+                assert layer.counts.get(distance, []) == sorted(tokens.items(), key=lambda pair: (-pair[1], pair[0]))
                 _check_ranked(layer.forecasts[distance], logits.float().softmax(-1).sum(0), len(hidden), top_k)
     model.tiermoe.close()
 
@@ -440,7 +443,7 @@ def test_trace_command_writes_what_a_replay_reads(
     )  # fmt: skip
     assert capsys.readouterr().out.strip() == str(out)
     found = read_trace(out)
-    assert found.header.holds == {"weights", "tokens", "forecasts", "little"}
+    assert found.header.holds == {"weights", "tokens", "forecasts", "counts", "little"}
     assert list(found.header.forecast_distances) == [1, 2]
     assert len(found.passes) == 2 * (1 + 24)
     assert found.header.times is not None
@@ -458,7 +461,7 @@ def test_a_precision_that_no_store_holds_yet_weighs_what_packing_makes_of_it(mix
     for bits in (4, 2):
         model, _ = tiermoe.load(mixtral, bits=bits, store=tmp_path, memory="2GiB")
         header = header_of(model, None, frozenset(), (), {})
-        packed = expert_bytes(model.tiermoe.store, model.tiermoe.settings.quantizer, machine_layout("cpu"))
+        packed = expert_bytes(model.tiermoe.store, model.tiermoe.settings.quantizer_used, machine_layout("cpu"))
         model.tiermoe.close()
         found.append((header.expert_bytes, packed))
     (before, alone), (after, both) = found

@@ -141,7 +141,7 @@ def test_corm_replays_it(traced: Path, tmp_path: Path, tiermoe_: Command) -> Non
         done = tiermoe_("simulate", traced, "--preset", "corm", "--link", "1MB/s", "--cache", "60%", "--json", *more)
         return json.loads(done.out)[0] if done.code == 0 else done.err
 
-    fixed = ("--set", "precision=fixed", "--set", "store=memory")
+    fixed = ("--set", "precision=fixed")
     alone = (*fixed, "--set", "prefetch=none")  # what a prefetch brings depends on bytes
     whole, found = simulated(*alone, "--set", "unit=expert"), simulated(*alone, "--set", f"theta={THETA}")
     assert (found["hits"], found["loads"]) == (whole["hits"], whole["loads"])

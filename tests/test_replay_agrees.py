@@ -88,7 +88,7 @@ class Run:
             self._feed("prefill", number, ids[:PROMPT], feed.prompt)
             for at in range(PROMPT, LENGTH):
                 self._feed("decode", number, ids[at : at + 1], functools.partial(feed.token, at))
-        holds = {"weights", "little", "tokens", "forecasts"}
+        holds = {"weights", "little", "tokens", "forecasts", "counts"}
         holds |= {"neurons"} if self.composition.unit == "neuron" else set()
         header = header_of(model, TIMES, frozenset(holds), DISTANCES, {})
         self.trace = Trace(header, self._passes)
@@ -120,6 +120,7 @@ class Run:
             target = routed.layer + distance
             if target < len(self._engine.store.layers):
                 traced.forecasts[distance] = list(self._engine.forecaster.ranked(target, hidden))
+                traced.counts[distance] = list(self._engine.forecaster.counted(target, hidden))
 
     def land(self) -> None:
         """Lets what is read ahead come."""
@@ -228,6 +229,17 @@ def test_precisions_in_slots_of_the_largest_agree(blueprint: Blueprint, sequence
     header = run.trace.header
     assert header.expert_bytes[2][0] == header.slot_bytes[2][0] < header.slot_bytes[4][0]
     assert_agree(run, run.replayed(run.trace))
+
+
+def test_fates_prompts_read_fewer_bytes_than_with_all_experts_high(
+    blueprint: Blueprint, sequences: torch.Tensor, calibrated: Path
+) -> None:
+    """Low copies lie in slots of their own size. What was read ahead is in the bits that its layer then asks for."""
+    run = Run(blueprint, sequences, "fate", {}, calibrated)
+    assert [pool.bits for pool in run.slots] == [(4,), (2,)]
+    fixed = Run(blueprint, sequences, "fate", {"precision": "fixed"}, calibrated)
+    assert run.phases["prefill"].bytes_read < fixed.phases["prefill"].bytes_read
+    assert_agree(run, run.replayed(run.trace, AT_ONCE))
 
 
 def test_fallbacks_agree(blueprint: Blueprint, sequences: torch.Tensor, recorded: Trace) -> None:

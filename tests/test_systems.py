@@ -13,6 +13,7 @@ import torch
 import tiermoe
 from tiermoe.decide.prediction import count_paths, paths_to_json
 from tiermoe.decide.profiles import Profile, profile_path, to_json
+from tiermoe.errors import ProfileError
 from tiermoe.model.blueprint import inspect_model
 from tiermoe.model.prepare_store import store_root
 from tiermoe.systems import PRESETS
@@ -81,6 +82,7 @@ def calibrated(checkpoint: Path) -> Path:
     }
     for name in ("edgemoe", "fate", "corm"):
         settings = {"theta": 0.02, "boundary": 1, "window": 2, "low_popularity": 0.3}
+        settings |= {"quantizer": "linear"} if name == "edgemoe" else {}
         path = profile_path(store_root(blueprint, None), name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(to_json(Profile(name, blueprint.checkpoint.fingerprint(), {}, settings, data)))
@@ -95,11 +97,24 @@ def test_runs_from_a_profile_and_without_its_lossy_parts_exactly(preset: str, ca
     if preset == "corm":
         assert 0 < stats["neurons_active"] < 1
     off = {"precision": "fixed", "unit": "expert", "on_mispredict": "reload"}
-    quantizer = PRESETS[preset].quantizer or "hqq"
-    expected = answer(calibrated, "lru", {"quantizer": quantizer})
+    options = {"quantizer": PRESETS[preset].quantizer, "dense_bits": PRESETS[preset].dense_bits}
+    expected = answer(calibrated, "lru", **options)
     found = answer(calibrated, preset, off)
     assert found[2]["lossy"] == ""
     assert torch.equal(found[1], expected[1])
+
+
+def test_a_preset_brings_options_of_its_own_and_what_the_user_gives_comes_first(calibrated: Path, answer: Any) -> None:
+    """EdgeMoE's paper never quantises what is no expert. The bits of its table hold for one quantiser."""
+
+    def dense(changes: dict[str, Any], **options: Any) -> Any:
+        return answer(calibrated, "edgemoe", changes, **options)[2]["dense_bits"]
+
+    assert dense({}) == 16
+    assert dense({}, dense_bits=4) == dense({"dense_bits": 4}, dense_bits=8) == 4
+    assert answer(calibrated, "lru", {})[2]["dense_bits"] == 4
+    with pytest.raises(ProfileError, match="found for linear, not for hqq; calibrate with --bitwidth-quantizer hqq"):
+        dense({}, quantizer="hqq")
 
 
 @pytest.mark.parametrize("preset", sorted(SETTINGS))

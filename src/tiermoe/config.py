@@ -30,6 +30,7 @@ DENSE_BITS = (16, 8, 4)
 KV_BITS = (16, 8)
 DEFAULT_BITS = 4
 QUANTIZERS = ("nonlinear", "hqq", "linear", "gptq", "gptq-nonlinear")
+DEFAULT_QUANTIZER = "hqq"
 
 
 def parse_size(text: str | int, what: str = "size") -> int:
@@ -86,8 +87,9 @@ class Settings:
     bits: precision of the experts (16 is the checkpoint's own); None takes 4, and of a checkpoint that comes quantised
     its own. dense_bits: of the other linear layers, of which some are kept at more (`tiermoe.model.dense`); None
     follows `bits`.
-    quantizer: one of `QUANTIZERS`, for 4 and 2 bits. 3 bits are 'nonlinear', or where one of the two 'gptq' is named
-    'gptq-nonlinear'; these take a calibration (`tiermoe pack`).
+    quantizer: one of `QUANTIZERS`, for 4 and 2 bits; None takes hqq. 3 bits are 'nonlinear', or where one of the two
+    'gptq' is named 'gptq-nonlinear'; these take a calibration (`tiermoe pack`).
+    A preset may have bits, dense_bits and a quantizer of its own, in the place of what None takes.
     cache: size of the expert cache alone (experiments).
     kv_bits: precision of keys and values in the cache: 16 is the checkpoint's own, 8 halves it and can change tokens.
     chunk: tokens of a prompt that run at once. context: tokens (prompt and answer) to reserve key/value memory for;
@@ -104,7 +106,7 @@ class Settings:
     memory: int | None = None
     bits: int | None = None
     dense_bits: int | None = None
-    quantizer: str = "hqq"
+    quantizer: str | None = None
     cache: CacheSize | None = None
     chunk: int = 512
     context: int | None = None
@@ -135,7 +137,8 @@ class Settings:
         )
         _require(self.kv_bits in KV_BITS, f"kv_bits must be one of {KV_BITS}, got {self.kv_bits}")
         _require(
-            self.quantizer in QUANTIZERS, f"quantizer must be one of {', '.join(QUANTIZERS)}, got '{self.quantizer}'"
+            self.quantizer is None or self.quantizer in QUANTIZERS,
+            f"quantizer must be one of {', '.join(QUANTIZERS)}, got '{self.quantizer}'",
         )
         _require(
             self.bits != 3 or self.quantizer != "linear",
@@ -164,6 +167,11 @@ class Settings:
     def dense_bits_used(self) -> int:
         """`dense_bits`, or what follows from `bits`: the same, but never below 4."""
         return self.dense_bits or max(self.bits_used, min(DENSE_BITS))
+
+    @property
+    def quantizer_used(self) -> str:
+        """`quantizer`, or the default."""
+        return self.quantizer or DEFAULT_QUANTIZER
 
 
 _KINDS: dict[str, tuple[Any, str]] = {

@@ -641,9 +641,23 @@ BREAKAGES = (
     Breakage(
         "unpopular experts stay high",
         "src/tiermoe/decide/precision.py",
-        "low = set(ascending[: self._low_count()])",
-        "low: set[int] = set()",
+        "return self._bits if high is None or expert in high else self.low_bits",
+        "return self._bits",
         ("tests/test_parts.py",),
+    ),
+    Breakage(
+        "predicted popularity binds no demand",
+        "src/tiermoe/decide/precision.py",
+        "if routed.layer in predicted:",
+        "if False:",
+        ("tests/test_precision.py",),
+    ),
+    Breakage(
+        "a preset's own options come before the user's",
+        "src/tiermoe/systems/resolved.py",
+        "options.items() if name not in settings.set})",
+        "options.items() if composition[name] is None})",
+        ("tests/test_systems.py::test_a_preset_brings_options_of_its_own_and_what_the_user_gives_comes_first",),
     ),
     Breakage(
         "what was not predicted comes high",

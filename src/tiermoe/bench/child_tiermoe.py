@@ -138,7 +138,7 @@ def _record(engine: Any, ids: Any, prompt: int, path: Path) -> None:
     from tiermoe.measure.write_trace import expert_bytes
 
     layers = engine.store.layers
-    sizes = expert_bytes(engine.store, engine.settings.quantizer, machine_layout("cpu"))
+    sizes = expert_bytes(engine.store, engine.settings.quantizer_used, machine_layout("cpu"))
     header = {
         "experts": [layer.experts for layer in layers],
         "top_k": [layer.top_k for layer in layers],

@@ -66,10 +66,18 @@ class Subject:
             unit = resolved.composition.unit
             for bits in resolved.precisions:
                 ensure_packed(
-                    store, self._blueprint, bits, settings.quantizer, settings.dense_bits_used, progress, "cpu", unit
+                    store,
+                    self._blueprint,
+                    bits,
+                    settings.quantizer_used,
+                    settings.dense_bits_used,
+                    progress,
+                    "cpu",
+                    unit,
                 )
             keys = [
-                precision_key(bits, settings.quantizer, machine_layout("cpu"), unit) for bits in resolved.precisions
+                precision_key(bits, settings.quantizer_used, machine_layout("cpu"), unit)
+                for bits in resolved.precisions
             ]
             extents = (extent for key in keys for layer in store.precisions[key].layers for extent in layer.extents)
             experts = {Path(segment.file) for extent in extents for segment in extent.segments}

@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from tiermoe.config import QUANTIZERS, Settings
+from tiermoe.config import DEFAULT_QUANTIZER, QUANTIZERS, Settings
 from tiermoe.errors import ConfigError
 
 Model = Annotated[
@@ -47,8 +47,8 @@ ENGINE: dict[str, Any] = {
     "bits": Annotated[
         int | None,
         typer.Option(
-            help="Precision of the experts: 16 (the checkpoint's own), 8, 4, 3 or 2 bits. Default: 4; of what "
-            "comes quantised its own.",
+            help="Precision of the experts: 16 (the checkpoint's own), 8, 4, 3 or 2 bits. Default: the preset's, "
+            "else 4, and of what comes quantised its own.",
             show_default=False,
         ),
     ],
@@ -56,15 +56,17 @@ ENGINE: dict[str, Any] = {
         int | None,
         typer.Option(
             help="Precision of the other linear layers: 16, 8 or 4 bits (4: the output layer at 6, on GPUs 8). "
-            "Default: that of the experts, 4 where theirs is less.",
+            "Default: the preset's, else that of the experts, 4 where theirs is less.",
             show_default=False,
         ),
     ],
     "quantizer": Annotated[
-        str,
+        str | None,
         typer.Option(
             help=f"How 4 and 2 bits are made: {', '.join(QUANTIZERS)}. gptq and gptq-nonlinear lose least; tiermoe "
-            "pack calibrates them on a text. 3 bits are always nonlinear, or gptq-nonlinear where a gptq is named."
+            "pack calibrates them on a text. 3 bits are always nonlinear, or gptq-nonlinear where a gptq is named. "
+            f"Default: {DEFAULT_QUANTIZER}.",
+            show_default=False,
         ),
     ],
     "cache": Annotated[

@@ -65,7 +65,7 @@ def pack(
         usual = OWN_BITS if blueprint.comes_quantized else Settings().bits_used
         asked = [settings(bits=number, device=device, **options) for number in precisions or [usual]]
         store = open_or_create(blueprint, store_root(blueprint, out), force)
-        experts = {each.bits_used: precision_key(each.bits_used, each.quantizer, layout) for each in asked}
+        experts = {each.bits_used: precision_key(each.bits_used, each.quantizer_used, layout) for each in asked}
         dense = {each.bits_used: recipe_key(blueprint, each.dense_bits_used, layout) for each in asked}
         name = calibration_text.name if calibration_text is not None else None
         calibrated = Calibrated(blueprint, store, asked, experts, name, content, force)
@@ -78,7 +78,7 @@ def pack(
                 store,
                 blueprint,
                 each.bits_used,
-                each.quantizer,
+                each.quantizer_used,
                 each.dense_bits_used,
                 progress,
                 kernels,

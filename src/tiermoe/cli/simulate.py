@@ -57,7 +57,8 @@ PrefillCompute = Annotated[
     str | None, typer.Option(help="Computing time of a prompt token, like 5ms. Default: --compute.")
 ]
 ExpertBits = Annotated[
-    int | None, typer.Option(help="Precision of the experts. Default: the one that the traced model ran in.")
+    int | None,
+    typer.Option(help="Precision of the experts. Default: the preset's, else the one that the traced model ran in."),
 ]
 Profiles = Annotated[
     Path | None, typer.Option(help="Folder of calibration profiles (NAME.json) for the presets that need one.")

@@ -85,6 +85,20 @@ def filled(composition: Composition, profile: Profile | None) -> Composition:
     )
 
 
+def with_low_share(composition: Composition, layers: int) -> Composition:
+    """The composition with the share of the cache for low copies that follows from its own settings, where none is
+    given. Low copies that come for a prompt's layer serve that layer and no later one, since all are high in decode:
+    of one layer's part of the cache, their share of its experts."""
+    if composition.low_share is None and _passing(composition):
+        return composition.having({"low_share": composition["low_popularity"] / layers})
+    return composition
+
+
+def _passing(composition: Composition) -> bool:
+    """Whether low copies serve the layer that they come for and no later one."""
+    return composition.precision == "popularity" and composition["mispredicted"] == "high"
+
+
 def require_settings(composition: Composition, model: str) -> None:
     """ProfileError where a calibration must fill settings and has not; names the command that makes it for `model`."""
     missing = composition.missing()
@@ -263,8 +277,10 @@ def _elsewhere(composition: Composition, costs: Callable[[], MissCosts] | None) 
 def _allotted(composition: Composition, shape: ModelShape, share: PrecisionSlots, only: bool) -> list[Pool]:
     """The pools of one precision. Slots that do not give every layer room for its K are one pool, in which the running
     layer has them all; shallow-first, that is what the shallow layers leave. Where the cache is divided by precision,
-    so are those that do not go round the layers."""
+    so are those that do not go round the layers, and those of low copies that serve one layer."""
     kept = composition.cache in ("none", "all")
+    if not only and _passing(composition) and composition["low_bits"] in share.bits:
+        kept = True
     needed = max(shape.top_k) if only else 1
     scarce = share.slots < len(shape.experts) * needed
     allotment = "pool" if kept or scarce else composition.allotment

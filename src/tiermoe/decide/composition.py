@@ -89,6 +89,10 @@ def _size(given: Any) -> int:
         raise ValueError from None
 
 
+def _share(given: Any) -> float | None:
+    return None if given is None else float(given)
+
+
 def _flag(given: Any) -> bool:
     return {"true": True, "false": False}[str(given).lower()]
 
@@ -112,7 +116,8 @@ class Composition:
     allotment: 'pool' one for all layers, 'even' the same for each, 'by-use' more where experts are used most,
     'shallow' all of the layers below `boundary` first;
     'pool' too where slots do not give every layer its K.
-    `low_share`: of the cache's bytes, for a pool of low-precision copies.
+    `low_share`: of the cache's bytes, for a pool of low-precision copies, in slots of their own size; 0: they take
+    those of high ones; None: what follows from the precision (`compose.with_low_share`).
     unit: 'expert', or 'neuron' where |act(W1 x)| > `theta` decides which rows are loaded, all above the share
     `upper_limit` (CORM). `gap`: bytes between two wanted ones that are read through; None: what suits the store.
     store: experts are read from 'disk', or copied from a store that is held in main memory whole ('memory').
@@ -123,7 +128,7 @@ class Composition:
     where an expert is computed then depends on what is cached, so it counts as lossy. 'measured' computes so many of a
     layer's misses on the CPU that these end when the loads of the others do, by what both have taken so far.
     mask: predicted experts are kept from eviction until their layer has run.
-    bits, dense_bits, quantizer: overrides of the engine's own settings, None leaves them.
+    bits, dense_bits, quantizer: the engine's options of these names, None leaves them; what a user gives comes first.
     """
 
     name: str
@@ -158,7 +163,7 @@ class Composition:
     boundary: int | None = setting(
         None, read=int, low=0, high=1 << 16, calibrated=True, read_by=(_is("allotment", "shallow"),)
     )
-    low_share: float = setting(0.0, low=0, high=0.9, read_by=(("precision", _several),), off=True)
+    low_share: float | None = setting(0.0, read=_share, low=0, high=0.9, read_by=(("precision", _several),), off=True)
     theta: float | None = setting(None, low=0, high=1e9, calibrated=True, read_by=(_is("unit", "neuron"),))
     upper_limit: float = setting(0.75, low=0, high=1, read_by=(_is("unit", "neuron"),))
     gap: int | None = setting(None, read=_size, kind="a size like 16KiB", read_by=(_is("unit", "neuron"),))

@@ -54,8 +54,8 @@ class Precision(ABC):
 
     @abstractmethod
     def predicted(self, layer: int, ranked: Sequence[tuple[int, float]], expert: int) -> int:
-        """The bits in which a predicted expert is fetched, 0: not at all. `ranked`: the experts of `layer` with their
-        predicted weights (summed over the tokens of a pass), likeliest first; empty where nothing is known."""
+        """The bits in which a predicted expert is fetched, 0: not at all. `ranked`: the experts of `layer`, likeliest
+        first, with their predicted weights or counts (`Predictor.ranking`); empty where nothing is known."""
 
 
 @dataclass(eq=False)
@@ -170,11 +170,12 @@ class GateScore(HighAndLow):
 
 @dataclass(eq=False)
 class Popularity(HighAndLow):
-    """In prefill the `low_popularity` share of the active experts that serve the fewest tokens is low, rounded down,
-    of equals the higher index first; all are high in decode (Fate, section 4.5). A prediction takes as many experts of
-    its layer for active as were in the one that runs: low is the end of these, and what ranks behind them.
-    `mispredicted`: 'low' loads what no prediction has brought low in decode (Fate, for small machines). Raises
-    ConfigError without the share."""
+    """In prefill the `low_popularity` share of a layer's experts, rounded down, of the least popular, is low; all are
+    high in decode (Fate, section 4.5). Popularity is what was predicted while the layer before ran, and binds the
+    layer's demands: where some are low, so is what was not predicted. Of a layer that nothing was predicted for (the
+    first), it is how many tokens the active experts serve, of equals the higher index less. `mispredicted`: 'low'
+    loads what no prediction has brought low in decode (Fate, for small machines). Raises ConfigError without the
+    share."""
 
     low_popularity: float | None = setting(None, low=0, high=1, calibrated=True)
     mispredicted: str = setting("high", read=str, one_of=("high", "low"))
@@ -189,27 +190,36 @@ class Popularity(HighAndLow):
             )
         self._bits, self._share = self.context.bits, self.low_popularity
         self._phase = "prefill"
-        self._active = 0  # experts, in the running layer
+        self._predicted: dict[int, set[int] | None] = {}  # later layer → `_popular`, by the running layer's prediction
         self._decode_bits = self.low_bits if self.mispredicted == "low" else self._bits
 
     def demands(self, routed: Routed) -> list[Demand]:
         self._phase = routed.phase
+        predicted, self._predicted = self._predicted, {}
         counts = routed.tokens_per_expert()
-        self._active = len(counts)
         if routed.phase == "decode":
             return [Demand(e, tokens, self._decode_bits) for e, tokens in counts.items()]
-        ascending = sorted(counts, key=lambda expert: (counts[expert], -expert))
-        low = set(ascending[: self._low_count()])
-        return [Demand(e, tokens, self.low_bits if e in low else self._bits) for e, tokens in counts.items()]
+        if routed.layer in predicted:
+            high = predicted[routed.layer]
+        else:
+            high = self._popular(sorted(counts, key=lambda expert: (-counts[expert], expert)))
+        return [Demand(e, tokens, self._bits_of(e, high)) for e, tokens in counts.items()]
 
     def predicted(self, layer: int, ranked: Sequence[tuple[int, float]], expert: int) -> int:
-        low = self._low_count() if self._phase == "prefill" else 0
-        unpopular = ranked[self._active - low :] if low else ()
-        return self.low_bits if any(expert == other for other, _ in unpopular) else self._bits
+        if self._phase == "decode" or not ranked:
+            return self._bits
+        if layer not in self._predicted:
+            self._predicted[layer] = self._popular([other for other, _ in ranked])
+        return self._bits_of(expert, self._predicted[layer])
 
-    def _low_count(self) -> int:
+    def _popular(self, experts: Sequence[int]) -> set[int] | None:
+        """Of experts by falling popularity those that are high; None where all of their layer are."""
         # 1e-9: 0.29 of 100 experts are 29 of them, whatever their product is rounded to
-        return math.floor(self._share * self._active + 1e-9)
+        low = math.floor(self._share * len(experts) + 1e-9)
+        return set(experts[: len(experts) - low]) if low else None
+
+    def _bits_of(self, expert: int, high: set[int] | None) -> int:
+        return self._bits if high is None or expert in high else self.low_bits
 
 
 class Table(Precision):

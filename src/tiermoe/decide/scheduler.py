@@ -247,7 +247,7 @@ class Scheduler:
         named: list[ExpertKey] = []
 
         def bits_of(target: int, expert: int) -> int:
-            ranked = forecasts.ranked(target) if precision.reads_forecasts else ()
+            ranked = self.prediction.ranking(target, forecasts) if precision.reads_forecasts else ()
             return precision.predicted(target, ranked, expert)
 
         def here(target: int, expert: int) -> bool:

@@ -75,7 +75,7 @@ def loss_of(engine: Any, blueprint: Blueprint) -> str:
     """`packing_loss` of what a loaded model runs on."""
     settings, unit = engine.settings, engine.composition.unit
     layout = machine_layout(resolve_device(settings.device))
-    keys = [precision_key(bits, settings.quantizer, layout, unit) for bits in engine.precisions]
+    keys = [precision_key(bits, settings.quantizer_used, layout, unit) for bits in engine.precisions]
     return packing_loss(engine.store, keys, recipe_key(blueprint, settings.dense_bits_used, layout))
 
 

@@ -51,14 +51,10 @@ class Forecaster:
     def ranked(self, target: int, hidden: torch.Tensor) -> Ranked:
         """The router of layer `target` on `hidden` (T, H): experts with weights, likeliest first; weights are summed
         over the tokens. The chosen ones come first for a single token."""
-        if target >= len(self._routers) or target not in self._beside_input:
+        if not self._knows(target):
             return ()
-        arguments, named = self._beside_input[target]
         experts = self._experts[target]
-        router = self._routers[target]
-        call = router.forward if isinstance(router, torch.nn.Module) else router  # past the hooks
-        rows = hidden if self._flat[target] else hidden[None]
-        logits, weights, index = call(rows, *arguments, **named)[:3]
+        logits, weights, index = self._routed(target, hidden)
         if not self.whole:
             return [pair for pair in _chosen(weights, index, logits.shape[-1]) if pair[0] < experts]
         probabilities = logits.float().softmax(-1)[:, :experts]
@@ -80,6 +76,15 @@ class Forecaster:
         rows = zip(layers, experts.tolist(), weights.tolist(), strict=True)
         return {layer: list(zip(chosen, gates, strict=True)) for layer, chosen, gates in rows}
 
+    def counted(self, target: int, hidden: torch.Tensor) -> Ranked:
+        """`decide.prediction.Forecasts.counted`, of layer `target` on `hidden` (T, H)."""
+        if not self._knows(target):
+            return ()
+        experts = self._experts[target]
+        _, _, index = self._routed(target, hidden)
+        counts = torch.bincount(index.reshape(-1).cpu(), minlength=experts)[:experts]
+        return [entry for entry in _descending(counts) if entry[1]]
+
     def asked(self, parts: Sequence[torch.Tensor]) -> None:
         """A router of our own is given each of the parts of a step, (T, H)."""
         self._asked = parts
@@ -97,6 +102,18 @@ class Forecaster:
         """Takes its hooks off the model's routers."""
         for hook in self._hooks:
             hook.remove()
+
+    def _knows(self, target: int) -> bool:
+        return target < len(self._routers) and target in self._beside_input
+
+    def _routed(self, target: int, hidden: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The router's logits, weights and experts."""
+        arguments, named = self._beside_input[target]
+        router = self._routers[target]
+        call = router.forward if isinstance(router, torch.nn.Module) else router  # past the hooks
+        rows = hidden if self._flat[target] else hidden[None]
+        routed: Sequence[torch.Tensor] = call(rows, *arguments, **named)[:3]
+        return routed
 
     def _remember(self, layer: int) -> Callable[..., None]:
         def remember(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -117,6 +134,7 @@ class PassForecasts:
         self._forecaster = forecaster
         self._hidden: torch.Tensor | None = None
         self._known: dict[int, Ranked] = {}
+        self._counted: dict[int, Ranked] = {}
 
     def at(self, hidden: torch.Tensor | None) -> None:
         """Another layer runs, on `hidden`."""
@@ -124,6 +142,7 @@ class PassForecasts:
             hidden = self._forecaster.given(hidden)
         self._hidden = hidden
         self._known.clear()
+        self._counted.clear()
 
     def ranked(self, target: int) -> Ranked:
         if self._hidden is None or self._forecaster is None:
@@ -131,6 +150,13 @@ class PassForecasts:
         if target not in self._known:
             self._known |= self._forecaster.ranked_ahead(target, self._hidden)
         return self._known[target]
+
+    def counted(self, target: int) -> Ranked:
+        if self._hidden is None or self._forecaster is None:
+            return ()
+        if target not in self._counted:
+            self._counted[target] = self._forecaster.counted(target, self._hidden)
+        return self._counted[target]
 
     def token_ids(self) -> Sequence[int]:
         return self.tokens

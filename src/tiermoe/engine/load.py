@@ -142,7 +142,7 @@ def _prepared(
             store,
             blueprint,
             bits,
-            settings.quantizer,
+            settings.quantizer_used,
             settings.dense_bits_used,
             progress,
             device,
@@ -194,7 +194,7 @@ def resolve_for(blueprint: Blueprint, settings: Settings) -> Resolved:
             blueprint.require_own_experts()  # raises, and says why
         settings = replace(settings, bits=OWN_BITS, device="cpu" if settings.device == "auto" else settings.device)
     root = store_root(blueprint, settings.store)
-    return resolve(settings, root, blueprint.checkpoint.fingerprint(), blueprint.name)
+    return resolve(settings, root, blueprint.checkpoint.fingerprint(), blueprint.name, len(blueprint.layers))
 
 
 def plan(model: str | os.PathLike[str], **options: Any) -> MemoryPlan:

@@ -27,7 +27,9 @@ def numerics(engine: Engine) -> dict[str, Any]:
         "torch": torch.__version__,
         "checkpoint": engine.store.source.fingerprint,
         "dtype": str(engine.dtype),
-        "experts": [precision_key(bits, settings.quantizer, layout, composition.unit) for bits in engine.precisions],
+        "experts": [
+            precision_key(bits, settings.quantizer_used, layout, composition.unit) for bits in engine.precisions
+        ],
         "dense": engine.plan.dense_bits,
         "kv_bits": settings.kv_bits,
         "chunk": settings.chunk,

@@ -96,7 +96,7 @@ def _earlier_run(blueprint: Blueprint, resolved: Resolved) -> SizeCurve | None:
     if store is None or composition.lossy or composition.cache not in EVICTIONS:
         return None
     layout = machine_layout(resolve_device(resolved.settings.device))
-    key = precision_key(resolved.precisions[0], resolved.settings.quantizer, layout, composition.unit)
+    key = precision_key(resolved.precisions[0], resolved.settings.quantizer_used, layout, composition.unit)
     return read_record(
         record_path(store.root, key), store.source.fingerprint, [each.experts for each in store.layers]
     ).curve

@@ -86,7 +86,7 @@ def rows_stay_on_disk(blueprint: Blueprint, plan: MemoryPlan, reading: Reading) 
 
 
 def _packed(store: Store, resolved: Resolved, blueprint: Blueprint, device: str) -> Packed:
-    unit, quantizer, layout = resolved.composition.unit, resolved.settings.quantizer, machine_layout(device)
+    unit, quantizer, layout = resolved.composition.unit, resolved.settings.quantizer_used, machine_layout(device)
     dense_bits = resolved.settings.dense_bits_used
     dense = store.dense[recipe_key(blueprint, dense_bits, layout)] if dense_bits < 16 else None
     keys = [precision_key(bits, quantizer, layout, unit) for bits in resolved.precisions]

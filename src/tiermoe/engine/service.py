@@ -138,7 +138,7 @@ class ExpertService:
 
     def _key_of(self, bits: int) -> str:
         settings, unit = self.resolved.settings, self.resolved.composition.unit
-        return precision_key(bits, settings.quantizer, machine_layout(self.device), unit)
+        return precision_key(bits, settings.quantizer_used, machine_layout(self.device), unit)
 
     def _schedule(self, hash_tables: Mapping[int, HashTable], trial: PrefetchTrial) -> Scheduler:
         shape = replace(shape_of(self.store.layers), hash_tables=hash_tables)

@@ -133,7 +133,9 @@ def _name(table: Mapping[Place, int]) -> str:
 
 
 def _made_from(blueprint: Blueprint, settings: Settings, task: Task) -> str:
-    return _digest([blueprint.checkpoint.fingerprint(), settings.quantizer, settings.dense_bits_used, task.digest()])
+    return _digest(
+        [blueprint.checkpoint.fingerprint(), settings.quantizer_used, settings.dense_bits_used, task.digest()]
+    )
 
 
 def _digest(document: Any) -> str:

@@ -69,4 +69,4 @@ class Calibrated:
 
 
 def _takes_inputs(settings: Settings) -> bool:
-    return settings.quantizer in CALIBRATED and settings.bits_used in (4, 3, 2)
+    return settings.quantizer_used in CALIBRATED and settings.bits_used in (4, 3, 2)

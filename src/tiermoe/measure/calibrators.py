@@ -69,11 +69,11 @@ def calibrate_hobbit(calibration: Calibration, progress: Progress) -> Made:
 def calibrate_edgemoe(calibration: Calibration, progress: Progress) -> Made:
     """Activation paths over two layers, frequencies, and a bitwidth per expert."""
     paths, used = _paths(calibration, 2, progress)
-    quantizer = calibration.asked.bitwidth_quantizer
+    quantizer, settings = calibration.asked.bitwidth_quantizer, calibration.settings
     resume = calibration.store / "profiles" / f"edgemoe-importance-{quantizer}.json"
     bitwidths = find_bitwidths(
         calibration.blueprint(),
-        replace(calibration.settings, quantizer=quantizer),
+        replace(settings, quantizer=quantizer, dense_bits=settings.dense_bits or PRESETS["edgemoe"].dense_bits),
         _task(calibration),
         calibration.asked.tolerated_loss,
         progress,
@@ -136,7 +136,14 @@ def calibrate_fate(calibration: Calibration, progress: Progress) -> Made:
         return popularity_losses(engine, calibration.ids, low_bits, progress), engine.bandwidth
 
     losses, bandwidth = calibration.on_engine(
-        {"precision": "popularity", "low_popularity": 0.0, "low_bits": low_bits, "cache": "none"},
+        {
+            "precision": "popularity",
+            "low_popularity": 0.0,
+            "low_bits": low_bits,
+            "cache": "none",
+            "prefetch": PRESETS["fate"].prefetch,
+            "window": 0,  # predicted popularity decides who is low
+        },
         on_engine,
         progress,
         logits=True,

@@ -139,7 +139,7 @@ def pack_all(blueprint: Blueprint, settings: Settings, progress: Progress) -> No
     store = open_or_create(blueprint, store_root(blueprint, settings.store))
     device = resolve_device(settings.device)
     for bits in PRECISIONS:
-        ensure_packed(store, blueprint, bits, settings.quantizer, settings.dense_bits_used, progress, device)
+        ensure_packed(store, blueprint, bits, settings.quantizer_used, settings.dense_bits_used, progress, device)
 
 
 def _holding(blueprint: Blueprint, settings: Settings, pair: tuple[int, int]) -> Resolved:

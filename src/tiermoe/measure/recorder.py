@@ -71,7 +71,9 @@ class Recorder(Observer):
     @property
     def holds(self) -> frozenset[str]:
         """Of `tiermoe.trace.schema.HOLDS`."""
-        parts = {"forecasts": self.distances, "little": self.little, "neurons": self._neurons}
+        parts = {
+            "forecasts": self.distances, "counts": self.distances, "little": self.little, "neurons": self._neurons,
+        }  # fmt: skip
         return frozenset(["weights", "tokens", *(name for name, there in parts.items() if there)])
 
     def __enter__(self) -> Recorder:
@@ -140,6 +142,8 @@ class Recorder(Observer):
                 ranked = self._engine.forecaster.ranked(target, hidden)
                 kept = self._kept(target) if len(hidden) == 1 else self._experts[target]
                 traced.forecasts[distance] = _shortened(ranked[:kept])
+                if routed.phase == "prefill":
+                    traced.counts[distance] = list(self._engine.forecaster.counted(target, hidden))
 
     def on_ready(self, layer: int, ready: Ready) -> None:
         if self._neurons is not None:

@@ -39,13 +39,13 @@ def header_of(
     engine = engine_of(model)
     store, plan = engine.store, engine.plan
     layout = machine_layout(str(engine.device))
-    slots = slot_bytes(store, engine.settings.quantizer, layout)
+    slots = slot_bytes(store, engine.settings.quantizer_used, layout)
     return Header(
         model=store.source.name,
         fingerprint=store.source.fingerprint,
         experts=[layer.experts for layer in store.layers],
         top_k=[layer.top_k for layer in store.layers],
-        expert_bytes=stored_bytes(store, engine.settings.quantizer, layout),
+        expert_bytes=stored_bytes(store, engine.settings.quantizer_used, layout),
         slot_bytes=slots,
         copied_bytes=slots,  # a copy to a GPU fills the slot
         times=times,
@@ -62,7 +62,8 @@ def neuron_sizes(store: Store, settings: Settings, dtype: torch.dtype) -> dict[s
     """`head_bytes`, `neuron_bytes`, `neurons` and `neuron_slot_bytes` of a header: of the first MoE layer (all are of
     one shape), as the neuron unit stores it in the settings' bits, in 4 where there is no such unit of them."""
     forms = {
-        bits: neuron_format(store.layers[0], bits, dtype, machine_layout("cpu"), settings.quantizer) for bits in (4, 2)
+        bits: neuron_format(store.layers[0], bits, dtype, machine_layout("cpu"), settings.quantizer_used)
+        for bits in (4, 2)
     }
     place = record_place(forms.get(settings.bits_used, forms[4]))
     return {
@@ -142,6 +143,6 @@ def made_from(text_name: str, text: str, shape: Cut, settings: Settings) -> Made
         "sequence": shape.sequence,
         "bits": settings.bits_used,
         "dense_bits": settings.dense_bits_used,
-        "quantizer": settings.quantizer,
+        "quantizer": settings.quantizer_used,
         "version": __version__,
     }

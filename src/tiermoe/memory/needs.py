@@ -51,7 +51,7 @@ class Inputs:
 
 def formats_of(blueprint: Blueprint, resolved: Resolved, layout: str) -> dict[int, list[ExpertFormat]]:
     """Precision → the format of each layer's experts."""
-    unit, quantizer = resolved.composition.unit, resolved.settings.quantizer
+    unit, quantizer = resolved.composition.unit, resolved.settings.quantizer_used
     return {bits: blueprint.expert_formats(bits, unit, layout, quantizer) for bits in resolved.precisions}
 
 

@@ -41,15 +41,21 @@ def refuse(plan: MemoryPlan, model: Inputs, wanted: int, least: int) -> None:
 
 
 def _cheaper(plan: MemoryPlan, model: Inputs, needed: int) -> str:
-    """Fewer bits of dense layers that are enough; else what else would help."""
-    settings = model.settings
+    """A store on disk, or fewer bits of dense layers, that are enough; else what else would help."""
+    settings, resolved = model.settings, model.resolved
+    cheaper = {
+        f"--dense-bits {bits}": replace(resolved, settings=replace(settings, dense_bits=bits))
+        for bits in (8, 4)
+        if bits < settings.dense_bits_used
+    }
+    if resolved.composition.store == "memory":
+        on_disk = replace(resolved, composition=replace(resolved.composition, store="disk"))
+        cheaper = {"--set store=disk": on_disk} | cheaper
     full = total(while_running(model), Phase.RUNNING)
-    for bits in (8, 4):
-        if bits < settings.dense_bits_used:
-            fewer = replace(model, resolved=replace(model.resolved, settings=replace(settings, dense_bits=bits)))
-            saved = full - total(while_running(fewer), Phase.RUNNING)
-            if needed - saved <= plan.budget:
-                return f", or --dense-bits {bits}, which saves {format_size(saved)}"
+    for option, fewer in cheaper.items():
+        saved = full - total(while_running(replace(model, resolved=fewer)), Phase.RUNNING)
+        if needed - saved <= plan.budget:
+            return f", or {option}, which saves {format_size(saved)}"
     if settings.context is None or settings.context > 512:
         return ", or a smaller --context, --chunk or --dense-bits"
     return ""

@@ -166,7 +166,7 @@ def is_packed(store: Store | None, blueprint: Blueprint, resolved: Resolved, lay
         return False
     settings, unit = resolved.settings, resolved.composition.unit
     for bits in resolved.precisions:
-        precision = store.precisions.get(precision_key(bits, settings.quantizer, layout, unit))
+        precision = store.precisions.get(precision_key(bits, settings.quantizer_used, layout, unit))
         if precision is None or (precision.in_place and _moved(precision, blueprint)):
             return False
     bits = settings.dense_bits_used
@@ -183,15 +183,15 @@ def packing_needs(
     dense: Collection[str] = store.dense if store else ()
     steps = []
     for bits in resolved.precisions:
-        if precision_key(bits, settings.quantizer, layout, unit) in precisions:
+        if precision_key(bits, settings.quantizer_used, layout, unit) in precisions:
             continue
         if bits == 16:  # checksums at the most, or copies
             steps.append(workers * 2 * max(_expert_bytes(layer, blueprint) for layer in blueprint.layers))
             continue
-        formats = blueprint.expert_formats(bits, unit, layout, settings.quantizer)
+        formats = blueprint.expert_formats(bits, unit, layout, settings.quantizer_used)
         placed = unit == "expert" and blueprint.experts.in_place(0, 0) is not None
         reading = None if placed else blueprint.experts.reading_bytes()
-        steps.append(packing_bytes(formats, settings.quantizer, reading, workers))
+        steps.append(packing_bytes(formats, settings.quantizer_used, reading, workers))
     bits = settings.dense_bits_used
     if bits < 16 and recipe_key(blueprint, bits, layout) not in dense:
         steps.append(workers * dense_packing_bytes(blueprint, bits, layout))

@@ -68,6 +68,8 @@ def _lacking(composition: Composition, header: Header) -> Iterator[str]:
         yield f"forecasts (prefetch={composition.prefetch})"
     elif gates and (beyond := set(range(1, composition["ahead"] + 1)) - set(header.forecast_distances)):
         yield f"forecasts {max(beyond)} layers ahead (prefetch={composition.prefetch}, ahead={composition['ahead']})"
+    if composition.prefetch == "percentile" and composition["popularity"] == "counts" and "counts" not in holds:
+        yield "predicted counts of tokens (popularity=counts)"
     if composition.policy("precision").reads_weights and "weights" not in holds:
         yield f"gate weights (precision={composition.precision})"
     if composition.routing == "half" and "weights" not in holds:

@@ -16,6 +16,7 @@ from tiermoe.decide.compose import (
     filled,
     precisions,
     tables,
+    with_low_share,
 )
 from tiermoe.decide.composition import Composition
 from tiermoe.decide.phase_costs import PhaseCosts
@@ -37,8 +38,8 @@ class ReplaySettings:
     """The machine and what is given beside the trace. `bandwidth` in bytes per second, `latency` in seconds, `lanes`
     transfers at once, `start` seconds until a lane without work begins what is asked for, `wake` until whoever waits
     for a load goes on after its end. `bits`: of the experts, None
-    those that the traced model ran in. `times`: None takes the trace's own. `copies`: the link moves copies to a GPU
-    (`Header.copied_bytes`), not what a drive stores."""
+    the composition's own, or those that the traced model ran in. `times`: None takes the trace's own. `copies`: the
+    link moves copies to a GPU (`Header.copied_bytes`), not what a drive stores."""
 
     cache: CacheSize
     bandwidth: float
@@ -63,6 +64,7 @@ def replay(
     require(composition, header)
     composition = _with_theta(filled(composition, settings.profile), header)
     require_calibration(composition, settings.profile, header.model)
+    composition = with_low_share(composition, len(header.experts))
     times = settings.times or header.times
     if times is None:
         raise TraceError(f"the trace of {header.model} holds no computing times; give them with --compute 20ms")
@@ -115,7 +117,7 @@ class _Run:
         header, found = trace.header, tables(settings.profile)
         self.steps = steps_of(trace, composition)
         self.phases = {"prefill": PhaseCosts(), "decode": PhaseCosts()}
-        self.bits = composition.bits or settings.bits or run_bits(header)
+        self.bits = settings.bits or composition.bits or run_bits(header)
         sizes = slot_sizes(header, precisions(composition, self.bits, found.bits), composition.unit)
         self.nbytes = cache_bytes(composition, settings.cache, shape_of(header), sizes)
         self.slots = divide(self.nbytes, composition, sizes, found.bits.values(), sum(header.experts))

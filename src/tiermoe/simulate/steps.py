@@ -81,7 +81,7 @@ def _little(layers: Sequence[LayerTrace], count: int | None) -> list[LayerTrace]
         kept = [little(gates, count) for gates in layer.weights]
         experts = [[row[place] for place in places] for row, places in zip(layer.experts, kept, strict=True)]
         weights = [[row[place] for place in places] for row, places in zip(layer.weights, kept, strict=True)]
-        passes.append(LayerTrace(experts, weights, layer.forecasts, layer.neurons, layer.named))
+        passes.append(replace(layer, experts=experts, weights=weights))
     return passes
 
 
@@ -96,6 +96,11 @@ class Recorded:
         if self.layer < 0:
             return ()
         return self._step.layers[self.layer].forecasts.get(target - self.layer, ())
+
+    def counted(self, target: int) -> Ranked:
+        if self.layer < 0:
+            return ()
+        return self._step.layers[self.layer].counts.get(target - self.layer, ())
 
     def token_ids(self) -> Sequence[int]:
         return self._step.tokens

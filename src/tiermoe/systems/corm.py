@@ -13,7 +13,7 @@ PRESET = Composition(
     "corm",
     "active neurons alone, two-level prediction and cache, rarely used experts in low precision",
     "CORM (2025)",
-    precision="table", prefetch="neurons", cache="lru", allotment="even", unit="neuron",
+    precision="table", prefetch="neurons", cache="lru", allotment="even", unit="neuron", store="memory",
     on_mispredict="proceed", profile="corm",
 )  # fmt: skip
 

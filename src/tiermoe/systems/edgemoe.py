@@ -25,7 +25,7 @@ PRESET = Composition(
     "a bitwidth per expert within a tolerated loss, activation paths, distance-by-frequency eviction",
     "EdgeMoE (2023)",
     precision="table", prefetch="path", cache="distance", profile="edgemoe", quantizer="linear",
-    own={"path": 2},
+    dense_bits=16, own={"path": 2},
 )  # fmt: skip
 
 

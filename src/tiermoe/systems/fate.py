@@ -17,6 +17,7 @@ PRESET = Composition(
     "next gate above a percentile, shallow layers first, ARC per layer, 2 bits for unpopular ones in prefill",
     "Fate (2025)",
     precision="popularity", prefetch="percentile", cache="arc", allotment="shallow", profile="fate",
+    low_share=None,
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ _COMMAND = "tiermoe trace MODEL --text FILE --out TRACE"
 _AGAIN = f"make it again with {_COMMAND}"
 _GZIP = b"\x1f\x8b"
 _NEURONS = ("neurons", "named")  # fields of a layer
+_RANKED = ("forecasts", "counts")  # likewise
 
 _LATER = ("slot_bytes", "copied_bytes", "neuron_slot_bytes")  # files of earlier versions of tiermoe lack them
 
@@ -185,8 +186,9 @@ def _pass_from_json(document: dict[str, Any], header: Header) -> Pass:
 
 def _layer_to_json(layer: LayerTrace) -> dict[str, Any]:
     document: dict[str, Any] = {"experts": layer.experts, "weights": layer.weights}
-    if layer.forecasts:
-        document["forecasts"] = layer.forecasts
+    for name in _RANKED:
+        if found := getattr(layer, name):
+            document[name] = found
     for name in _NEURONS:
         if found := getattr(layer, name):
             document[name] = {expert: f"{neurons:x}" for expert, neurons in found.items()}
@@ -205,14 +207,17 @@ def _layer_from_json(document: dict[str, Any], count: int) -> LayerTrace:
         raise ValueError("as many weights as experts belong to each token")
     if any(not 0 <= expert < count for row in experts for expert in row):
         raise ValueError(f"an expert that is none of the layer's {count}")
-    forecasts = {
-        int(distance): [(int(expert), float(weight)) for expert, weight in ranked]
-        for distance, ranked in document.get("forecasts", {}).items()
+    ranked = {
+        name: {
+            int(distance): [(int(expert), float(value)) for expert, value in pairs]
+            for distance, pairs in document.get(name, {}).items()
+        }
+        for name in _RANKED
     }
-    neurons = [
+    neurons, named = (
         {int(expert): int(neurons, 16) for expert, neurons in document.get(name, {}).items()} for name in _NEURONS
-    ]
-    return LayerTrace(experts, weights, forecasts, *neurons)
+    )
+    return LayerTrace(experts, weights, ranked["forecasts"], neurons, named, ranked["counts"])
 
 
 def _by_number(document: dict[str, Any]) -> dict[int, Any]:

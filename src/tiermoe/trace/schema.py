@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 VERSION = 1
-HOLDS = ("weights", "forecasts", "little", "neurons", "tokens")
+HOLDS = ("weights", "forecasts", "counts", "little", "neurons", "tokens")
 """What a trace can hold beside the experts that were chosen."""
 
 
@@ -14,14 +14,17 @@ HOLDS = ("weights", "forecasts", "little", "neurons", "tokens")
 class LayerTrace:
     """One layer in one pass. `experts[t]`, `weights[t]`: the K experts and gate weights of token t, in the router's
     order; no tokens where the layer did not run. `forecasts`: distance d → the router of layer l + d on this layer's
-    input, likeliest first (summed over the pass's tokens), with softmax weights. `neurons`: expert → its active neurons
-    as a bit set (neuron j is bit j), where recorded; `named`: those that would be, by the layer before's input."""
+    input, likeliest first (summed over the pass's tokens), with softmax weights. `counts`: of a prompt's pass, distance
+    d → the experts that this router chooses, with how many tokens choose each, most first. `neurons`: expert → its
+    active neurons as a bit set (neuron j is bit j), where recorded; `named`: those that would be, by the layer before's
+    input."""
 
     experts: list[list[int]]
     weights: list[list[float]]
     forecasts: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     neurons: dict[int, int] = field(default_factory=dict)
     named: dict[int, int] = field(default_factory=dict)
+    counts: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

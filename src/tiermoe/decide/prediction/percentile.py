@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tiermoe.decide.prediction.protocol import Forecasts, Here, LooksAhead
+from tiermoe.decide.prediction.protocol import Forecasts, Here, LooksAhead, Ranked
 from tiermoe.decide.settings import setting
 from tiermoe.errors import ConfigError
 from tiermoe.types import Wanted
@@ -34,16 +34,18 @@ def _window(given: Any) -> int | tuple[int, ...]:
 @dataclass(eq=False)
 class AbovePercentile(LooksAhead):
     """By falling weight, in decode at most `window` that are not here: N_prefetch = floor(T_window / T_io) transfers
-    fit the time of the running layer (Fate, sections 4.2 and 4.3). In prefill no time bounds it, and each token has its
-    own experts above the percentile: as many as these can be together, by summed weight. `percentile`: 0 to 100.
-    `window`: transfers while a layer runs, of each MoE layer or one number for all; 0: none, None: no bound. Raises
-    ConfigError for a window of another number of layers."""
+    fit the time of the running layer (Fate, sections 4.2 and 4.3). In prefill no time bounds it, and experts come by
+    falling `popularity`: 'counts' of the tokens that choose them, and those alone (the paper's); or 'weights', summed
+    over the tokens, of as many experts as may be above the percentile of one. `percentile`: 0 to 100. `window`:
+    transfers while a layer runs, of each MoE layer or one number for all; 0: none, None: no bound. Raises ConfigError
+    for a window of another number of layers."""
 
     percentile: float = setting(75.0, low=0, high=100)
     window: int | tuple[int, ...] | None = setting(
         None, read=_window, kind=f"transfers from 0 to {_MOST}, one number or one for each MoE layer like 3,2,2,0",
         calibrated=True,
     )  # fmt: skip
+    popularity: str = setting("counts", read=str, one_of=("counts", "weights"))
     asks_routers: ClassVar[bool] = True
     ranks_all: ClassVar[bool] = True
 
@@ -60,12 +62,17 @@ class AbovePercentile(LooksAhead):
         transfers = self._transfers(layer) if self.phase == "decode" else None
         for target in self.targets(layer):
             count = self.most(count_above(self.percentile, self.context.experts[target]))
-            for expert, weight in forecasts.ranked(target)[:count]:
+            for expert, weight in self.ranking(target, forecasts)[:count]:
                 if transfers is not None and not here(target, expert):
                     if transfers == 0:
                         continue
                     transfers -= 1
                 yield Wanted(target, expert, weight)
+
+    def ranking(self, target: int, forecasts: Forecasts) -> Ranked:
+        if self.phase == "prefill" and self.popularity == "counts":
+            return forecasts.counted(target)
+        return forecasts.ranked(target)
 
     def _transfers(self, layer: int) -> int | None:
         return self.window[layer] if isinstance(self.window, tuple) else self.window

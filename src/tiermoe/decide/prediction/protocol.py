@@ -26,6 +26,10 @@ class Forecasts(Protocol):
         """Layer `target`'s router on the running layer's input. With several tokens, weights are summed over them;
         empty where nothing is known (no such layer, a trace without it)."""
 
+    def counted(self, target: int) -> Ranked:
+        """The experts that layer `target`'s router chooses for the pass's tokens on the running layer's input, with how
+        many tokens choose each, most first, of equals the lower index first; empty where nothing is known."""
+
     def token_ids(self) -> Sequence[int]:
         """The tokens of this pass (for layers that are routed by a hash of the token)."""
 
@@ -97,6 +101,10 @@ class Predictor(ABC):
     def candidates(self, layer: int, forecasts: Forecasts, here: Here) -> Iterator[Wanted]:
         """Experts of layers after `layer`, which runs now (-1: before the first), in the order in which they should be
         fetched (those that are here may be among them: they are kept from eviction)."""
+
+    def ranking(self, target: int, forecasts: Forecasts) -> Ranked:
+        """What is predicted of the experts of layer `target`, as the precision of their loads follows it."""
+        return forecasts.ranked(target)
 
     def first(self) -> list[Wanted]:
         """Experts that the cache begins with, most wanted first; empty where the prediction names none."""
