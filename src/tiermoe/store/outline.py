@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tiermoe.process.json_files import read_json
 from tiermoe.store.run_record import replace_unlocked
 from tiermoe.store.store import layer_from_json, layer_to_json
 from tiermoe.types import MoeLayer
@@ -71,7 +72,7 @@ def read_outline(root: Path, fingerprint: str, transformers: str) -> Outline | N
     """The outline in the store at `root` of a checkpoint with this fingerprint, as this version of transformers makes
     it; None where there is none that can be used."""
     try:
-        document = json.loads((root / NAME).read_bytes())
+        document = read_json(root / NAME)
         made = document["format"], document["version"], document["fingerprint"], document["transformers"]
         return _from_json(document) if made == (FORMAT, VERSION, fingerprint, transformers) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
