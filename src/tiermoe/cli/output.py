@@ -16,8 +16,16 @@ if TYPE_CHECKING:
 
 
 def note(text: str) -> None:
-    """A line on standard error."""
-    print(text, file=sys.stderr, flush=True)
+    """Lines on standard error."""
+    print("\n".join(map(plain, text.split("\n"))), file=sys.stderr, flush=True)
+
+
+def plain(text: str) -> str:
+    """Text in which a model may have a say, for a terminal: characters that it would obey, or cannot show, are written
+    as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 @contextlib.contextmanager

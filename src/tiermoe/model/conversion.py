@@ -131,6 +131,32 @@ class CheckpointExperts:
                 f"the checkpoint in {self.checkpoint.directory} lacks the weights of {len(missing)} expert "
                 f"parameters, the first is {missing[0]}; download it again"
             )
+        for index, layer in enumerate(self.layers):
+            for part in layer.parts:
+                self._check_part(index, part)
+
+    def _check_part(self, index: int, part: Part) -> None:
+        """ModelError where the checkpoint has a part of more or fewer experts than the config asks for, or of another
+        shape. What is converted is held against its shape when it is read."""
+        layer, tensors = self.layers[index], self.checkpoint.tensors
+        if not self._stacked[index]:
+            return
+        flat = self._flat(index, part)
+        if flat is not None:
+            for key in flat:
+                _require_shape(key, tensors[key].shape, (layer.experts * part.shape[0] // len(flat), *part.shape[1:]))
+            return
+        target = self._target(index, 0, part.name)
+        for pattern, keys in self._sources[target].items():
+            if pattern is None:
+                _require_shape(target, tensors[keys[0]].shape, (layer.experts, *part.shape))
+                continue
+            found = len(keys) if len(keys) > 1 else (*tensors[keys[0]].shape, 0)[0]
+            if found != layer.experts and len(keys) != layer.experts:
+                raise ModelError(
+                    f"the checkpoint in {self.checkpoint.directory} has {target} of {found} experts, the config asks "
+                    f"for {layer.experts}; config.json and weights do not belong together"
+                )
 
     def _rows(self, layer: int) -> range:
         return range(1) if self._stacked[layer] else range(self.layers[layer].experts)
@@ -174,7 +200,7 @@ class CheckpointExperts:
         value = next(iter(converted.values()))
         value = value[0] if isinstance(value, list) else value
         result: torch.Tensor = value[0]
-        _require_shape(target, expert, tuple(result.shape), part.shape)
+        _require_shape(f"{target} of expert {expert}", tuple(result.shape), part.shape)
         return result
 
     def _sources_of(self, layer: int, part: Part) -> tuple[str, ...]:
@@ -202,7 +228,11 @@ class CheckpointExperts:
             key = sources[None][0]
             if not self._is_plain(key):
                 return None
-            _require_shape(target, expert, self.checkpoint.tensors[key].shape[int(self._stacked[layer]) :], part.shape)
+            _require_shape(
+                f"{target} of expert {expert}",
+                self.checkpoint.tensors[key].shape[int(self._stacked[layer]) :],
+                part.shape,
+            )
             return [self.checkpoint.segment(key, expert if self._stacked[layer] else None, at)]
         converter = self._by_pattern[next(iter(sources))]
         if not _only_stacks_rows(converter, len(sources)):
@@ -211,7 +241,7 @@ class CheckpointExperts:
         if not all(map(self._is_plain, keys)):
             return None
         shapes = [self.checkpoint.tensors[key].shape for key in keys]
-        _require_shape(target, expert, (sum(shape[0] for shape in shapes), *shapes[0][1:]), part.shape)
+        _require_shape(f"{target} of expert {expert}", (sum(shape[0] for shape in shapes), *shapes[0][1:]), part.shape)
         segments = []
         for key in keys:
             segments.append(self.checkpoint.segment(key, None, at))
@@ -239,11 +269,11 @@ class OneExpert:
         return getattr(self._model, name)
 
 
-def _require_shape(target: str, expert: int, found: tuple[int, ...], asked: tuple[int, ...]) -> None:
+def _require_shape(what: str, found: tuple[int, ...], asked: tuple[int, ...]) -> None:
     if found != asked:
         raise ModelError(
-            f"{target} of expert {expert} has shape {found} in the checkpoint, the config asks for {asked}; "
-            f"config.json and weights do not belong together"
+            f"{what} has shape {found} in the checkpoint, the config asks for {asked}; config.json and weights do not "
+            f"belong together"
         )
 
 

@@ -251,7 +251,7 @@ def read_header(file: Path) -> tuple[bytes, int]:
 
 
 def indexed(index: Path) -> list[str]:
-    """The shards that an index names, each once. ModelError where it is malformed or names one outside of its folder."""
+    """The shards that an index names, each once. ModelError where it is malformed or names one outside its folder."""
     try:
         names = sorted(set(read_json(index)["weight_map"].values()))
         outside = [name for name in names if not stays_inside(name)]
