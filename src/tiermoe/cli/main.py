@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import io
 import os
 import sys
 from collections.abc import Sequence
@@ -77,8 +76,6 @@ _HELP_SHOWN: type[Exception] = sys.modules[typer.BadParameter.__module__].NoArgs
 def main() -> None:
     """Runs the command line. Errors are one line on standard error and exit code 2."""
     add_commands(sys.argv[1:])
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # what is no UTF-8 is refused with what it was read for
     try:
         code = app(standalone_mode=False)
     except TiermoeError as error:
