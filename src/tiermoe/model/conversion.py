@@ -157,6 +157,8 @@ class CheckpointExperts:
                     f"the checkpoint in {self.checkpoint.directory} has {target} of {found} experts, the config asks "
                     f"for {layer.experts}; config.json and weights do not belong together"
                 )
+        if None not in self._sources[target]:
+            self._stacked_keys(index, 0, part)
 
     def _rows(self, layer: int) -> range:
         return range(1) if self._stacked[layer] else range(self.layers[layer].experts)
@@ -234,19 +236,28 @@ class CheckpointExperts:
                 part.shape,
             )
             return [self.checkpoint.segment(key, expert if self._stacked[layer] else None, at)]
-        converter = self._by_pattern[next(iter(sources))]
-        if not _only_stacks_rows(converter, len(sources)):
+        keys = self._stacked_keys(layer, expert, part)
+        if keys is None or not all(map(self._is_plain, keys)):
             return None
-        keys = [sources[pattern][expert] for pattern in converter.source_patterns]
-        if not all(map(self._is_plain, keys)):
-            return None
-        shapes = [self.checkpoint.tensors[key].shape for key in keys]
-        _require_shape(f"{target} of expert {expert}", (sum(shape[0] for shape in shapes), *shapes[0][1:]), part.shape)
         segments = []
         for key in keys:
             segments.append(self.checkpoint.segment(key, None, at))
             at += segments[-1].nbytes
         return segments
+
+    def _stacked_keys(self, layer: int, expert: int, part: Part) -> list[str] | None:
+        """The keys of the tensors that one expert's part is stacked of; None where it is converted otherwise."""
+        target = self._target(layer, expert, part.name)
+        sources = self._sources[target]
+        converter = self._by_pattern[next(pattern for pattern in sources if pattern is not None)]
+        if not _only_stacks_rows(converter, len(sources)):
+            return None
+        keys = [sources[pattern][expert] for pattern in converter.source_patterns]
+        shapes = [self.checkpoint.tensors[key].shape for key in keys]
+        _require_shape(
+            f"{target} of expert {expert}", (sum(sum(shape[:1]) for shape in shapes), *shapes[0][1:]), part.shape
+        )
+        return keys
 
     def _is_plain(self, key: str) -> bool:
         """Whether a tensor lies in the compute dtype."""

@@ -84,6 +84,8 @@ def check_outline(outline: Outline, checkpoint: TensorSource, directory: Path) -
                 f"not belong together"
             )
     for layer in outline.layers:
+        if not layer.expert_elements:
+            raise ModelError(f"{directory} says that the experts of {layer.name} have no weights; download it again")
         if not 1 <= layer.top_k <= layer.experts:
             raise ModelError(
                 f"{directory} says that a token uses {layer.top_k} of the {layer.experts} experts of {layer.name}; "
