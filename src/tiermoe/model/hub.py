@@ -124,16 +124,18 @@ def cache_folder() -> Path:
     none. ConfigError where nothing names a folder of the user's."""
     if own := os.environ.get("TIERMOE_CACHE"):
         return Path(own)
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "tiermoe"
     try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # nobody's home
-        base = Path()
-    if not base.is_absolute():
+        home = None if os.environ.get("HOME") == "" else Path.home()  # Python takes / for an empty one
+    except RuntimeError:
+        home = None
+    if home is None:
         raise ConfigError(
-            f"no folder for packed experts: {base} is not absolute, by HOME and XDG_CACHE_HOME; set one of them, or "
-            f"TIERMOE_CACHE, to a folder, or name one with --store"
+            "there is no folder for packed experts: HOME and XDG_CACHE_HOME are empty; set one of them, or "
+            "TIERMOE_CACHE"
         )
-    return base / "tiermoe"
+    return home / ".cache" / "tiermoe"
 
 
 def default_store_root(directory: Path, name: str, fingerprint: str) -> Path:

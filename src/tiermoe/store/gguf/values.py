@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from tiermoe.errors import ModelError
@@ -21,14 +22,14 @@ def count(file: GgufFile, key: str, default: int = _NEEDED, least: int = 0) -> i
 
 
 def decimal(file: GgufFile, key: str, default: Any = _NEEDED) -> Any:
-    """An entry of the architecture's own, `rounded`, or the default. ModelError where it is no number, or is missing
-    and has no default."""
+    """An entry of the architecture's own, `rounded`, or the default. ModelError where it is no finite number of at least
+    0, or is missing and has no default."""
     value = file.of_model(key, default)
     value = file.require(f"{file.architecture}.{key}") if value is _NEEDED else value
     if value is default:
         return value
-    if not isinstance(value, int | float):
-        raise _wrong(file, key, value, "a number")
+    if not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise _wrong(file, key, value, "a finite number of at least 0")
     return rounded(value)
 
 
