@@ -22,8 +22,8 @@ def count(file: GgufFile, key: str, default: int = _NEEDED, least: int = 0) -> i
 
 
 def decimal(file: GgufFile, key: str, default: Any = _NEEDED) -> Any:
-    """An entry of the architecture's own, `rounded`, or the default. ModelError where it is no finite number of at least
-    0, or is missing and has no default."""
+    """An entry of the architecture's own, `rounded`, or the default. ModelError where it is no finite number from 0 on,
+    or is missing and has no default."""
     value = file.of_model(key, default)
     value = file.require(f"{file.architecture}.{key}") if value is _NEEDED else value
     if value is default:
