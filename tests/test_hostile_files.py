@@ -32,7 +32,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 def ends_well(outcome: Outcome) -> str:
     """What a command said that ended as it should: '' where it worked."""
-    assert "did not foresee" not in outcome.err
+    assert "unforeseen" not in outcome.err
     return outcome.cause if outcome.code else ""
 
 
@@ -137,6 +137,7 @@ ALTERED: dict[str, tuple[Alteration, str]] = {
     "penalty": (generation(repetition_penalty="x"), "repetition_penalty is 'x'"),
     "template raises": (template("{{ raise_exception('no \x1b[31mred') }}"), r"no \x1b[31mred"),
     "template": (template("{% for %}"), "chat template does not take this prompt"),
+    "template of nothing": (template("{# nothing #}"), "the prompt has no tokens"),
     "template divides": (template("{{ 1 / 0 }}"), "chat template does not take this prompt"),
     "template for ever": (template("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"), "chat template does not take"),
     "token ids": (vocabulary, "the model has 128: they do not belong together"),
@@ -428,6 +429,18 @@ def test_a_damaged_outline_is_made_anew(change: str, model: Path, tmp_path: Path
     assert file.read_bytes() == whole
 
 
+def test_deep_files_of_the_cache_are_made_anew(
+    model: Path, tmp_path: Path, tiermoe_: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERMOE_CACHE", str(tmp_path))
+    for name in ("machine.json", "store/outline.json", "store/drive.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(DEEP)
+    assert tiermoe_("run", model, "hi", *RUN, "--store", tmp_path / "store").code == 0
+    assert tiermoe_("plan", model, "--memory", "4GiB").code == 0
+    assert isinstance(json.loads((tmp_path / "machine.json").read_text()), dict)
+
+
 def test_a_trace_that_unpacks_to_too_much(tmp_path: Path) -> None:
     path = tmp_path / "bomb"
     with gzip.open(path, "wb") as file:
@@ -461,8 +474,7 @@ def test_an_error_that_nobody_foresaw(model: Path, tiermoe_: Command, monkeypatc
     monkeypatch.setattr("tiermoe.engine.describe.describe_model", breaks)
     cause = tiermoe_("show", model).cause
     assert cause == (
-        "tiermoe: an error that tiermoe did not foresee: 'of a kind'; TIERMOE_TRACEBACK=1 before the command shows "
-        "where"
+        "tiermoe: an unforeseen error (KeyError: 'of a kind'); TIERMOE_TRACEBACK=1 before the command shows where"
     )
     monkeypatch.setenv("TIERMOE_TRACEBACK", "1")
     with pytest.raises(KeyError, match="of a kind"):

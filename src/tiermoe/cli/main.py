@@ -12,7 +12,7 @@ import typer
 
 from tiermoe import __version__
 from tiermoe.cli.output import plain
-from tiermoe.errors import TiermoeError, reason
+from tiermoe.errors import TiermoeError
 
 TRACEBACK = "TIERMOE_TRACEBACK"
 """The environment variable with which an error that was not foreseen ends in a traceback."""
@@ -95,7 +95,8 @@ def main() -> None:
     except Exception as error:
         if os.environ.get(TRACEBACK):
             raise
-        _fail(f"an error that tiermoe did not foresee: {reason(error)}; {TRACEBACK}=1 before the command shows where")
+        kind = type(error).__name__
+        _fail(f"an unforeseen error ({kind}: {error}); {TRACEBACK}=1 before the command shows where")
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -75,6 +75,10 @@ def encode_prompt(tokenizer: Any, prompt: str, raw: bool = False) -> torch.Tenso
         ids: torch.Tensor = tokenizer(prompt, return_tensors="pt").input_ids
     except Exception as error:
         raise _not_encoded("tokenizer", error) from error
+    return _require_tokens(ids)
+
+
+def _require_tokens(ids: torch.Tensor) -> torch.Tensor:
     if ids.shape[1] == 0:
         raise PromptError("the prompt has no tokens; say something to answer")
     return ids
@@ -91,7 +95,7 @@ def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:
     except Exception as error:  # a template refuses what it does not know with errors of its own
         raise _not_encoded("chat template", error) from error
     ids: torch.Tensor = encoded["input_ids"]
-    return ids
+    return _require_tokens(ids)
 
 
 def _require_unicode(text: str) -> None:

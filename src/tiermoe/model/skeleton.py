@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.core_model_loading import build_glob_alternation
 
-from tiermoe.errors import ModelError, reason
+from tiermoe.errors import ModelError, TiermoeError, reason
 from tiermoe.families import Family
 from tiermoe.kernels.gates import gate_name, in_halves
 from tiermoe.model.architectures import ARCHITECTURES
@@ -50,7 +50,7 @@ class Skeleton:
         with experts_left_out(family, text), without_meta_references(), torch.device("meta"):
             try:
                 self.model = cls._from_config(config, dtype=dtype, experts_implementation=IMPLEMENTATION)
-            except (MemoryError, ModelError):
+            except (MemoryError, TiermoeError):
                 raise
             except Exception as error:  # whatever its code does with values that no model has
                 raise ModelError(
