@@ -136,8 +136,8 @@ class CheckpointExperts:
                 self._check_part(index, part)
 
     def _check_part(self, index: int, part: Part) -> None:
-        """ModelError where the checkpoint has a part of more or fewer experts than the config asks for, or of another
-        shape. What is converted is held against its shape when it is read."""
+        """ModelError where the checkpoint has a part of fewer experts than the config asks for (LongCat's has more), or
+        of another shape. What is converted is held against its shape when it is read."""
         layer, tensors = self.layers[index], self.checkpoint.tensors
         if not self._stacked[index]:
             return
@@ -148,15 +148,15 @@ class CheckpointExperts:
             return
         target = self._target(index, 0, part.name)
         for pattern, keys in self._sources[target].items():
-            if pattern is None:
-                _require_shape(target, tensors[keys[0]].shape, (layer.experts, *part.shape))
-                continue
-            found = len(keys) if len(keys) > 1 else (*tensors[keys[0]].shape, 0)[0]
-            if found != layer.experts and len(keys) != layer.experts:
+            shape = tensors[keys[0]].shape
+            found = len(keys) if len(keys) > 1 else sum(shape[:1])
+            if found < layer.experts:
                 raise ModelError(
                     f"the checkpoint in {self.checkpoint.directory} has {target} of {found} experts, the config asks "
                     f"for {layer.experts}; config.json and weights do not belong together"
                 )
+            if pattern is None:
+                _require_shape(f"{target} of an expert", shape[1:], part.shape)
         if None not in self._sources[target]:
             self._stacked_keys(index, 0, part)
 
