@@ -16,13 +16,17 @@ from tiermoe.bench import stretches
 
 def token_ids(model: Path, text: Path) -> npt.NDArray[np.int64]:
     """The tokens (N,) of a whole text file, without added special tokens."""
-    ids = stretches.token_ids(AutoTokenizer.from_pretrained(model), text.read_text(encoding="utf-8"))
+    ids = stretches.token_ids(
+        AutoTokenizer.from_pretrained(model, trust_remote_code=False), text.read_text(encoding="utf-8")
+    )
     return np.asarray(ids, dtype=np.int64)
 
 
 def load_eager(model: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The checkpoint with transformers' eager experts, in evaluation mode."""
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, experts_implementation="eager")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        model, dtype=dtype, experts_implementation="eager", trust_remote_code=False
+    )
     loaded.eval()
     return loaded
 

@@ -33,12 +33,13 @@ Command = Callable[..., Outcome]
 
 
 def command_runner(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """A function (*words, stdin="") → Outcome."""
+    """A function (*words, stdin="") → Outcome. stdin: text, or bytes that need not be any."""
 
-    def command(*words: object, stdin: str = "") -> Outcome:
+    def command(*words: object, stdin: str | bytes = "") -> Outcome:
         capsys.readouterr()
         monkeypatch.setattr(sys, "argv", ["tiermoe", *map(str, words)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        told = io.StringIO(stdin) if isinstance(stdin, str) else io.TextIOWrapper(io.BytesIO(stdin))
+        monkeypatch.setattr(sys, "stdin", told)
         with pytest.raises(SystemExit) as ended:
             main()
         out, err = capsys.readouterr()

@@ -45,6 +45,15 @@ def in_float32(shipped: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def test_right_padding_is_refused_by_name(ours: tuple[Any, Any]) -> None:
+    model, tokenizer = ours
+    ids = tokenizer("Once upon a time", return_tensors="pt").input_ids.repeat(2, 1)
+    mask = torch.ones_like(ids)
+    mask[1, -2:] = 0
+    with pytest.raises(tiermoe.ConfigError, match=r"padding elsewhere than on the left.*padding_side = 'left'"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=2)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -1,6 +1,13 @@
 """One exception tree. Every error a user can cause or meet names its cause, the numbers and what to do next."""
 
 
+def reason(error: BaseException) -> str:
+    """What another library's exception says, in one line of 500 characters at most, with its kind where it says a word
+    alone."""
+    text = " ".join(str(error).split())[:500]
+    return text if " " in text else f"{type(error).__name__} {text}".strip()
+
+
 class TiermoeError(Exception):
     """Base of all errors that tiermoe raises on purpose; the commands print it in one line and exit with 2."""
 

@@ -431,9 +431,31 @@ BREAKAGES = (
     Breakage(
         "a trace that was cut short is read",
         "src/tiermoe/trace/file.py",
-        'if footer.get("passes") != len(lines) - 2:',
-        'if footer.get("passes") is None and len(lines) < 2:',
+        'if last is None or last.get("passes") != len(passes):',
+        'if last is None or (last.get("passes") is None and not passes):',
         ("tests/test_trace.py",),
+    ),
+    # what comes from outside
+    Breakage(
+        "a checkpoint's own code runs",
+        "src/tiermoe/model/blueprint.py",
+        "AutoConfig.from_pretrained(directory, trust_remote_code=False)",
+        "AutoConfig.from_pretrained(directory, trust_remote_code=True)",
+        ("tests/test_hostile_files.py::test_a_checkpoint_s_own_code_never_runs",),
+    ),
+    Breakage(
+        "a shard above its folder is read",
+        "src/tiermoe/process/json_files.py",
+        'not path.anchor and ".." not in path.parts',
+        "not path.anchor",
+        ("tests/test_hostile_files.py",),
+    ),
+    Breakage(
+        "shapes are not held against the config",
+        "src/tiermoe/model/counts.py",
+        "if found != tensor.shape:",
+        "if len(found) != len(tensor.shape):",
+        ("tests/test_hostile_files.py",),
     ),
     # routing that looks at the cache, and what other sizes of it would hit
     Breakage(

@@ -28,7 +28,9 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if job.get("offload"):
         options = {"device_map": "auto", "max_memory": {"cpu": job["cpu_bytes"]}, "offload_folder": job["offload"]}
-    model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype="auto", **options)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        job["model"], dtype="auto", trust_remote_code=False, **options
+    )
     model.eval()
     load_s, first_token_s = since_start(), 0.0
     ids, prompt = torch.from_numpy(np.load(job["ids"])), job["prompt"]

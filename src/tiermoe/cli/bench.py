@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from tiermoe.bench.cases import (
@@ -28,6 +27,7 @@ from tiermoe.bench.summary import Column, case_of, figures, notes, speeds, spent
 from tiermoe.cli import options as opt
 from tiermoe.cli.evaluate import read_text
 from tiermoe.cli.output import note, progress_bar, waiting
+from tiermoe.cli.terminal import Terminal
 from tiermoe.config import settings
 from tiermoe.errors import ConfigError
 from tiermoe.measure.compare import presets_asked
@@ -43,8 +43,8 @@ _WIDE = 200  # columns of a table that goes to a file or a pipe
 
 def print_tables(document: dict[str, Any]) -> None:
     """The speeds of every case that has figures, a rule between conditions; then where our own time went."""
-    console = Console()
-    console = console if console.is_terminal else Console(width=_WIDE)
+    console = Terminal()
+    console = console if console.is_terminal else Terminal(width=_WIDE)
     for cases, columns in ((figures(document), speeds(document)), (split_up(document), spent())):
         if cases:
             console.print(_drawn(cases, [column for column in columns if any(map(column[1], cases))]))

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.evaluate import read_text
 from tiermoe.cli.output import note, progress_bar, waiting
 from tiermoe.cli.replicas import need_ray
+from tiermoe.cli.terminal import Terminal
 from tiermoe.cli.trace import Prompt, Sequence, TextFile, Tokens
 from tiermoe.errors import ConfigError
 from tiermoe.systems import PRESETS
@@ -97,7 +97,7 @@ def calibrate(
     found = [result for result in results if isinstance(result, Found)]
     failed = [result for result in results if not isinstance(result, Found)]
     if found:
-        Console().print(_table(found))
+        Terminal().print(_table(found))
         note(f"[kept in {calibration.store / 'profiles'}]")
     if len(failed) == 1:
         raise failed[0].error

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tiermoe.cli import options as opt
-from tiermoe.cli.output import note, prompt_progress, summary
+from tiermoe.cli.output import note, prompt_progress, summary, utf8_input
 from tiermoe.cli.session import Session, choose_sampling, make_sampling, open_session
 from tiermoe.config import format_size
 from tiermoe.errors import ModelError, TiermoeError
@@ -134,7 +134,9 @@ def _lines() -> Iterator[str]:
         prompt = "> "
     while True:
         try:
-            yield input(prompt)
+            with utf8_input():
+                line = input(prompt)
+            yield line
         except EOFError:
             return
         except KeyboardInterrupt:

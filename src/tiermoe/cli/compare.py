@@ -11,13 +11,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.chart import draw, in_figures
 from tiermoe.cli.evaluate import Prompt, TextFile, Tokens, Window, read_text, scored
 from tiermoe.cli.output import note, progress_bar
+from tiermoe.cli.terminal import Terminal
 from tiermoe.config import format_size, settings
 from tiermoe.errors import ConfigError
 from tiermoe.measure.compare import BASELINES, Case, evaluate_apart, measure_all, presets_asked, summarise
@@ -105,8 +105,8 @@ def _write(picture: Path, drawing: str) -> None:
 
 
 def _print(results: list[dict[str, Any]]) -> None:
-    console = Console()
-    console = console if console.is_terminal else Console(width=_WIDE)
+    console = Terminal()
+    console = console if console.is_terminal else Terminal(width=_WIDE)
     measured = [result for result in results if "error" not in result]
     console.print(_table(measured))
     if any(result["lossy"] for result in measured):

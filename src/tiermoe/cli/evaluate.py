@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.output import note, progress_bar, waiting
+from tiermoe.cli.terminal import Terminal
 from tiermoe.config import format_size
 from tiermoe.errors import ConfigError
 
@@ -56,7 +56,7 @@ def evaluate(
     if as_json:
         print(json.dumps([result]))
         return
-    Console().print(_table(result))
+    Terminal().print(_table(result))
     note(conditions(result))
 
 

@@ -11,7 +11,11 @@ from typing import Any, NoReturn
 import typer
 
 from tiermoe import __version__
+from tiermoe.cli.output import plain
 from tiermoe.errors import TiermoeError
+
+TRACEBACK = "TIERMOE_TRACEBACK"
+"""The environment variable with which an error that was not foreseen ends in a traceback."""
 
 app = typer.Typer(
     name="tiermoe",
@@ -28,7 +32,7 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(epilog=f"{TRACEBACK}=1 in the environment shows the traceback of an error that was not foreseen.")
 def _root(
     version: bool = typer.Option(False, "--version", help="Print the version.", callback=_version, is_eager=True),
 ) -> None:
@@ -70,7 +74,7 @@ _HELP_SHOWN: type[Exception] = sys.modules[typer.BadParameter.__module__].NoArgs
 
 
 def main() -> None:
-    """Runs the command line. Errors of the user's making are one line on standard error and exit code 2."""
+    """Runs the command line. Errors are one line on standard error and exit code 2."""
     add_commands(sys.argv[1:])
     try:
         code = app(standalone_mode=False)
@@ -88,6 +92,11 @@ def main() -> None:
         if isinstance(error, _HELP_SHOWN):
             sys.exit(2)
         _fail(_explain(error))
+    except Exception as error:
+        if os.environ.get(TRACEBACK):
+            raise
+        kind = type(error).__name__
+        _fail(f"an unforeseen error ({kind}: {error}); {TRACEBACK}=1 before the command shows where")
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -99,6 +108,6 @@ def _explain(error: Any) -> str:
 
 
 def _fail(message: str) -> NoReturn:
-    one_line = " ".join(message.split())  # libraries' messages have several
+    one_line = plain(" ".join(message.split()))  # libraries' messages have several
     print(f"tiermoe: {one_line}", file=sys.stderr)
     sys.exit(2)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tiermoe.config import format_size
+from tiermoe.errors import PromptError
 
 if TYPE_CHECKING:
     from tiermoe.generation.loop import Report
@@ -19,8 +20,25 @@ SECONDS_BETWEEN = 10.0
 
 
 def note(text: str) -> None:
-    """A line on standard error."""
-    print(text, file=sys.stderr, flush=True)
+    """Lines on standard error."""
+    print("\n".join(map(plain, text.split("\n"))), file=sys.stderr, flush=True)
+
+
+def plain(text: str) -> str:
+    """Text in which a model may have a say, for a terminal: characters that it would obey, or cannot show, are written
+    as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+@contextlib.contextmanager
+def utf8_input() -> Iterator[None]:
+    """While standard input is read: PromptError where it is no UTF-8."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise PromptError(f"standard input is not valid UTF-8 ({error.reason}); convert it first") from None
 
 
 @contextlib.contextmanager

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.output import note, waiting
+from tiermoe.cli.terminal import Terminal
 from tiermoe.config import Settings, format_size
 from tiermoe.config import settings as make_settings
 from tiermoe.errors import ConfigError
@@ -101,7 +101,7 @@ def _document(found: Preview) -> dict[str, Any]:
 
 
 def _print_plan(found: Preview) -> None:
-    result, console = found.plan, Console()
+    result, console = found.plan, Terminal()
     table = Table(
         title=f"{format_size(result.budget)} ({result.budget_source}), {result.precision}",
         title_justify="left",

@@ -6,9 +6,9 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from tiermoe.cli.terminal import Terminal
 from tiermoe.decide.composition import Composition, declarations
 from tiermoe.systems import PRESETS, preset_named
 
@@ -40,7 +40,7 @@ def _list(chosen: list[Composition]) -> None:
         table.add_column(column, no_wrap=column == "preset")
     for preset in chosen:
         table.add_row(preset.name, preset.summary, _tokens(preset), preset.profile if preset.needs_profile else "-")
-    Console().print(table)
+    Terminal().print(table)
 
 
 def _show(preset: Composition) -> None:
@@ -57,7 +57,7 @@ def _show(preset: Composition) -> None:
     for part, value in preset.settings().items():
         shown = "from the calibration" if part in missing else "-" if value is None else str(value).lower()
         table.add_row(part, shown, ", ".join(map(str, known[part].told.one_of)))
-    Console().print(table)
+    Terminal().print(table)
 
 
 def _tokens(preset: Composition) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from tiermoe.cli import options as opt
-from tiermoe.cli.output import note, prompt_progress, summary
+from tiermoe.cli.output import note, prompt_progress, summary, utf8_input
 from tiermoe.cli.session import choose_sampling, make_sampling, open_session
 
 
@@ -30,7 +30,8 @@ def run(
 ) -> None:
     """Answer one prompt. The first run of a model packs its experts; later runs start from the store."""
     if prompt == "-":
-        prompt = sys.stdin.read()
+        with utf8_input():
+            prompt = sys.stdin.read()
     named = opt.given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     make_sampling(**named)
     chosen: dict[str, Any] = {}

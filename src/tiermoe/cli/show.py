@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.output import note, progress_bar, waiting
+from tiermoe.cli.terminal import Terminal
 from tiermoe.config import format_size
 from tiermoe.errors import StoreError
 
@@ -43,7 +43,7 @@ def show(
 
 
 def _print(facts: dict[str, Any]) -> None:
-    console = Console()
+    console = Terminal()
     table = Table(show_header=False, title=facts["name"], title_justify="left")
     for key, value in facts.items():
         if key not in ("name", "precisions"):

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.output import note, waiting
+from tiermoe.cli.terminal import Terminal
 from tiermoe.config import BITS, CacheSize, format_size, parse_cache
 from tiermoe.decide.composition import Composition, declarations, parsed, unread
 from tiermoe.decide.eviction import EVICTIONS
@@ -246,7 +246,7 @@ def _print_evictions(rows: list[EvictionRow]) -> None:
     if "belady" not in {row.eviction for row in rows}:
         best = {row.cache_fraction: row.belady_hit_rate for row in rows}
         table.add_row("belady", *(f"{best[fraction]:.3f}" for fraction in fractions))
-    Console().print(table)
+    Terminal().print(table)
 
 
 def _print_results(results: list[Result | Refused], machine: Machine, times: str) -> None:
@@ -259,7 +259,7 @@ def _print_results(results: list[Result | Refused], machine: Machine, times: str
         if isinstance(result, Result):
             table.add_row(*_cells(result))
     if table.row_count:
-        Console().print(table)
+        Terminal().print(table)
     for refused in dict.fromkeys(result for result in results if isinstance(result, Refused)):
         note(f"left out {refused.preset}: {refused.reason}")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tiermoe.errors import ProfileError
+from tiermoe.process.json_files import read_json
 
 FORMAT = "tiermoe-profile"
 VERSION = 1
@@ -53,7 +54,7 @@ def read_profile(path: Path, fingerprint: str | None, command: str) -> Profile:
     """The profile at `path`. ProfileError, naming the `command` that makes it, where it is missing, damaged, of another
     version, or made for another checkpoint than `fingerprint` (None: any)."""
     try:
-        document = json.loads(path.read_bytes())
+        document = read_json(path)
     except FileNotFoundError:
         raise ProfileError(f"no calibration in {path}; make it with: {command}") from None
     except (OSError, ValueError) as error:

@@ -47,6 +47,7 @@ def describe_model(model: str, chosen: Path | None = None) -> dict[str, Any]:
         "experts_at_16_bits_bytes": expert_weights * blueprint.dtype.itemsize,
         "context": blueprint.max_context() or "unbounded",
         "not_read": blueprint.unread,
+        "not_run": f"its own code, of {blueprint.own_code}" if blueprint.own_code else "",
         "decoder": runs.decoder,
         "kernels": runs.kernels,
         **({"download_bytes": download.nbytes} if download else {"checkpoint": str(blueprint.directory)}),

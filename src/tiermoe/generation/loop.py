@@ -12,7 +12,7 @@ from transformers import TextStreamer
 
 from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.engine.engine import engine_of, transformers_model
-from tiermoe.errors import PromptError
+from tiermoe.errors import ModelError, PromptError, reason
 from tiermoe.generation.sampling import Sampler, Sampling
 from tiermoe.generation.sequence import OnRead, Sequence, end_tokens
 from tiermoe.memory.other_budgets import OtherBudget
@@ -68,19 +68,47 @@ def encode_prompt(tokenizer: Any, prompt: str, raw: bool = False) -> torch.Tenso
     PromptError where the prompt is empty."""
     if not prompt.strip():
         raise PromptError("the prompt is empty; say something to answer")
+    _require_unicode(prompt)
     if not raw and getattr(tokenizer, "chat_template", None):
         return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
-    ids: torch.Tensor = tokenizer(prompt, return_tensors="pt").input_ids
+    try:
+        ids: torch.Tensor = tokenizer(prompt, return_tensors="pt").input_ids
+    except Exception as error:
+        raise _not_encoded("tokenizer", error) from error
+    return _require_tokens(ids)
+
+
+def _require_tokens(ids: torch.Tensor) -> torch.Tensor:
     if ids.shape[1] == 0:
         raise PromptError("the prompt has no tokens; say something to answer")
     return ids
 
 
 def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:
-    """Token ids (1, n) of a conversation in the model's chat template, ready for the assistant's turn."""
-    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    """Token ids (1, n) of a conversation in the model's chat template, ready for the assistant's turn. PromptError
+    where the template does not take it."""
+    _require_unicode("".join(message["content"] for message in messages))
+    try:
+        encoded = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    except Exception as error:  # a template refuses what it does not know with errors of its own
+        raise _not_encoded("chat template", error) from error
     ids: torch.Tensor = encoded["input_ids"]
-    return ids
+    return _require_tokens(ids)
+
+
+def _require_unicode(text: str) -> None:
+    """PromptError where a text was made of bytes that are no UTF-8: Python keeps such bytes as halves of pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PromptError("the prompt is not valid UTF-8; convert it first") from None
+
+
+def _not_encoded(what: str, error: Exception) -> PromptError:
+    instead = "'tiermoe run --raw' does without" if what == "chat template" else "choose another model"
+    return PromptError(f"the model's {what} does not take this prompt ({reason(error)}); {instead}")
 
 
 def check_length(prompt_tokens: int, max_tokens: int, longest: int | None, reserved: int | None = None) -> int:
@@ -116,6 +144,12 @@ def generate(
     prompt is read (`Sequence.read`). Raises LoadError where an expert is damaged.
     """
     engine = engine_of(model)
+    unknown = int(input_ids.max())
+    if unknown >= engine.config.vocab_size:
+        raise ModelError(
+            f"the tokenizer gives the token {unknown:,}, the model has {engine.config.vocab_size:,}: they do not "
+            f"belong together; download both again"
+        )
     max_tokens = check_length(input_ids.shape[1], sampling.max_tokens, engine.longest_context, engine.plan.context)
     streamer = _Streamer(tokenizer, on_text, engine)
     before = engine.snapshot()

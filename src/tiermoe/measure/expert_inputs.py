@@ -29,6 +29,7 @@ from tiermoe.model.blueprint import Blueprint
 from tiermoe.model.expert_gates import named_gates
 from tiermoe.model.hub import load_tokenizer
 from tiermoe.model.prepare_store import Progress
+from tiermoe.process.json_files import read_json
 from tiermoe.quant.registry import cpu_layout
 from tiermoe.store.files import write_atomically
 from tiermoe.store.layout import expert_format
@@ -280,7 +281,7 @@ def _file(folder: Path, layer: int, name: str) -> Path:
 def _table_of(folder: Path) -> dict[str, Any]:
     """Empty where it cannot be read."""
     try:
-        table = json.loads((folder / _TABLE).read_bytes())
+        table = read_json(folder / _TABLE)
     except (FileNotFoundError, ValueError):
         return {}
     return table if isinstance(table, dict) else {}

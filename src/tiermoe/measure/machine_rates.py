@@ -18,6 +18,7 @@ import torch
 from tiermoe.config import MIB
 from tiermoe.kernels.cpu import multiplies_bfloat16
 from tiermoe.process import bandwidth
+from tiermoe.process.json_files import read_json
 from tiermoe.simulate.machines import Rates
 from tiermoe.store.run_record import replace_unlocked
 from tiermoe.tiers.probe import probe_drive
@@ -69,7 +70,7 @@ class _Measured:
 def _read(path: Path) -> dict[str, _Measured]:
     """What is kept; nothing where the file is missing or torn."""
     try:
-        return {case: _checked(entry) for case, entry in json.loads(path.read_bytes()).items()}
+        return {case: _checked(entry) for case, entry in read_json(path).items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 

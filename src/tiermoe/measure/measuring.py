@@ -19,6 +19,7 @@ from tiermoe.measure.evaluate import reserved_bytes
 from tiermoe.measure.tasks import Task
 from tiermoe.model.blueprint import Blueprint, inspect_model
 from tiermoe.model.prepare_store import Progress, ensure_packed, open_or_create, store_root
+from tiermoe.process.json_files import parse_json
 from tiermoe.systems.edgemoe import PRECISIONS, Place
 from tiermoe.systems.resolved import Resolved
 from tiermoe.tiers.cuda import resolve_device
@@ -59,7 +60,7 @@ class Measured:
 
     def _read(self, line: bytes) -> None:
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
             if entry["of"] == self._made_from:
                 self._values[str(entry["name"])] = [float(value) for value in entry["values"]]
         except (ValueError, KeyError, TypeError):

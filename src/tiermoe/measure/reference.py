@@ -21,6 +21,7 @@ import torch
 from tiermoe.config import format_size
 from tiermoe.errors import ConfigError
 from tiermoe.measure.windows import Windows
+from tiermoe.process.json_files import parse_json
 
 _FORMAT = "tiermoe log-probabilities 1"
 _HEADER = 4096
@@ -75,7 +76,7 @@ class Reference:
         self._file.seek(0)
         again = f"make it again with --save-reference {self._name}"
         try:
-            about = json.loads(self._file.read(_HEADER))
+            about = parse_json(self._file.read(_HEADER))
             known = about["format"] == _FORMAT
         except (ValueError, KeyError, TypeError):
             known = False

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 
 from tiermoe.errors import ConfigError
 from tiermoe.measure.scoring import log_probabilities, row_blocks
+from tiermoe.process.json_files import parse_json
 from tiermoe.systems.edgemoe import Loss
 
 LEAST_ITEMS = 4
@@ -174,7 +174,7 @@ def read_pairs(path: Path) -> list[tuple[str, str]]:
         if not line.strip():
             continue
         try:
-            pair = json.loads(line)
+            pair = parse_json(line)
             pairs.append((str(pair["document"]), str(pair["summary"])))
         except (ValueError, KeyError, TypeError):
             raise ConfigError(

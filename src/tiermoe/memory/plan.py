@@ -82,10 +82,10 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None, u
         plan = _divided(base, wanted, model, sizes)
         if holds_everything(plan, resolved) and composition.unit == "expert":
             plan = replace(plan, unless_mapped=plan.looked_up)
-        plan.warnings.extend(_warnings(plan) + _unread(blueprint))
+        plan.warnings.extend(_warnings(plan) + _left_out(blueprint))
         return plan
     on_gpu = divided_with_gpu(base, wanted, resolved, sizes, device, gpu)
-    on_gpu.warnings.extend(_unread(blueprint))
+    on_gpu.warnings.extend(_left_out(blueprint))
     return on_gpu
 
 
@@ -201,5 +201,14 @@ def _warnings(plan: MemoryPlan) -> list[str]:
     return []
 
 
-def _unread(blueprint: Blueprint) -> list[str]:
-    return [f"only the text part of this model runs: it does not read {blueprint.unread}"] if blueprint.unread else []
+def _left_out(blueprint: Blueprint) -> list[str]:
+    """What a checkpoint has that does not run."""
+    found = []
+    if blueprint.unread:
+        found.append(f"only the text part of this model runs: it does not read {blueprint.unread}")
+    if blueprint.own_code:
+        found.append(
+            f"{blueprint.own_code} of this model names code of the model's own, which does not run: transformers' code "
+            f"for its family does"
+        )
+    return found

@@ -253,4 +253,4 @@ def not_computed(config: Any) -> str:
 def activation_of(config: Any) -> str:
     """The name of what is between a dense block's matrices."""
     stated = ARCHITECTURES[config.model_type].activation
-    return stated or str(getattr(config, "hidden_act", None) or config.hidden_activation)
+    return stated or str(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import AutoConfig, GenerationConfig
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig
 
-from tiermoe.errors import ModelError
+from tiermoe.config import MIB
+from tiermoe.errors import ModelError, reason
 from tiermoe.families import Family, family_of
+from tiermoe.model.counts import check_counts, check_generation, check_outline
 from tiermoe.model.discovery import (
     model_class,
     text_class_is_apart,
@@ -26,8 +27,9 @@ from tiermoe.model.discovery import (
 from tiermoe.model.gguf.architectures import config_of
 from tiermoe.model.gguf.outline import outline_of
 from tiermoe.model.gguf.parameters import compute_dtype, open_checkpoint
-from tiermoe.model.hub import chosen_store_root
+from tiermoe.model.hub import OWN_CODE, chosen_store_root, files_with_code
 from tiermoe.process import footprint
+from tiermoe.process.json_files import read_json
 from tiermoe.store.checkpoint import Checkpoint
 from tiermoe.store.gguf.checkpoint import GgufCheckpoint
 from tiermoe.store.gguf.file import SUFFIX, is_gguf, open_gguf
@@ -44,6 +46,9 @@ if TYPE_CHECKING:
     from tiermoe.model.conversion import CheckpointExperts
     from tiermoe.model.gguf.experts import GgufExperts
     from tiermoe.model.skeleton import Skeleton
+
+CONFIG = "config.json"
+_LARGEST_CONFIG = 16 * MIB
 
 
 @dataclass
@@ -85,6 +90,12 @@ class Blueprint:
     def unread(self) -> str:
         """What the model's other parts read and tiermoe does not: 'pictures and sound', empty for a text model."""
         return unread(self.whole)
+
+    @functools.cached_property
+    def own_code(self) -> str:
+        """Which files of the checkpoint name code of its own, which never runs: 'config.json'; empty where none
+        does."""
+        return " and ".join(files_with_code(self.directory))
 
     @property
     def skeleton(self) -> Any:
@@ -171,9 +182,11 @@ class Blueprint:
         if not file.exists():
             return None
         try:
+            fields = read_json(file, _LARGEST_CONFIG)
+            check_generation(fields)
             return GenerationConfig.from_pretrained(self.directory)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{file} cannot be read ({error}); download it again") from error
+        except Exception as error:
+            raise ModelError(f"{file} cannot be read ({reason(error)}); download it again") from error
 
     def generation_settings(self) -> Any:
         """The GenerationConfig that a transformers model of the checkpoint has: the checkpoint's, or what the config
@@ -204,8 +217,10 @@ def inspect_model(
         whole = config = gguf_config(checkpoint)
         apart = False
     else:
-        whole = writing_config(read_config(directory))
-        config, checkpoint = text_config(whole), checkpoint or Checkpoint(directory)
+        fields = read_fields(directory)
+        checkpoint = checkpoint or Checkpoint(directory)
+        check_counts(fields, checkpoint.tensors, directory / CONFIG)
+        whole, config = _read_configs(directory, fields)
         apart = text_class_is_apart(whole, config)
         settings = quantization_of(config)
         if settings is not None and isinstance(checkpoint, Checkpoint):
@@ -219,7 +234,7 @@ def inspect_model(
     if known is None and isinstance(checkpoint, GgufCheckpoint):
         known = outline_of(checkpoint, config, dtype)
     blueprint = Blueprint(directory, name, whole, config, apart, family, dtype, checkpoint, known)
-    assert blueprint.outline
+    check_outline(blueprint.outline, checkpoint, directory)
     return blueprint
 
 
@@ -229,34 +244,50 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
     return settings if settings is None or isinstance(settings, dict) else dict(settings.to_dict())
 
 
-def read_config(directory: Path) -> Any:
-    """transformers' config of a checkpoint directory. ModelError where there is none, or it is not a MoE family's."""
-    file = directory / "config.json"
+def read_fields(directory: Path) -> dict[str, Any]:
+    """What config.json of a checkpoint directory says. ModelError where there is none, or it is not a MoE family's."""
+    file = directory / CONFIG
     if not file.exists():
         inside = min(directory.glob(f"*{SUFFIX}"), default=None)
         hint = f"; name the GGUF file in it, {inside}" if inside is not None else ""
         raise ModelError(f"{directory} has no config.json: it is not a Hugging Face model directory{hint}")
     try:
-        raw = json.loads(file.read_bytes())
-        model_type = raw.get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
+        fields: dict[str, Any] = read_json(file, _LARGEST_CONFIG)
+    except (OSError, ValueError) as error:
         raise ModelError(f"{file} cannot be read ({error}); download it again") from error
-    if not model_type:
+    model_type = fields.get("model_type") if isinstance(fields, dict) else None
+    if not model_type or not isinstance(model_type, str):
         raise ModelError(f"{file} names no model_type: transformers cannot tell what model it is")
-    if not _looks_like_moe(raw):
+    if not _looks_like_moe(fields):
         raise ModelError(
             f"{directory} is a '{model_type}' model without experts: tiermoe runs Mixture-of-Experts models; "
             f"transformers itself or llama.cpp run a dense one"
         )
     family_of(model_type)
-    try:
-        return AutoConfig.from_pretrained(directory)
-    except Exception as error:
-        cause = str(error) or type(error).__name__
+    if OWN_CODE in fields and model_type not in CONFIG_MAPPING:
         raise ModelError(
-            f"transformers {transformers.__version__} cannot read {file} ({cause}); download it again, or a model that "
-            f"this version knows"
+            f"{directory} is a '{model_type}' model, which transformers {transformers.__version__} does not know and "
+            f"the checkpoint brings code for; tiermoe never runs a checkpoint's own code: choose another model"
+        )
+    return fields
+
+
+def _read_configs(directory: Path, fields: dict[str, Any]) -> tuple[Any, Any]:
+    """transformers' config of a checkpoint directory, and that of its text part. ModelError where it is refused."""
+    try:
+        whole = writing_config(AutoConfig.from_pretrained(directory, trust_remote_code=False))
+        text = text_config(whole)
+        if text.is_encoder_decoder and not family_of(text.model_type).encodes:
+            raise ValueError(f"no '{text.model_type}' model has an encoder and a decoder")
+        family_of(text.model_type, getattr(whole, "architectures", None) or ())
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"transformers {transformers.__version__} cannot read {directory / CONFIG} ({reason(error)}); download it "
+            f"again, or a model that this version knows"
         ) from error
+    return whole, text
 
 
 def gguf_config(checkpoint: GgufCheckpoint) -> Any:
@@ -265,13 +296,13 @@ def gguf_config(checkpoint: GgufCheckpoint) -> Any:
     fields = config_of(checkpoint.file)
     model_type = fields.pop("model_type")
     family_of(model_type)
+    check_counts(fields, checkpoint.tensors, checkpoint.directory)
     try:
         return AutoConfig.for_model(model_type, **fields, dtype=compute_dtype(checkpoint))
     except Exception as error:
-        cause = str(error) or type(error).__name__
         raise ModelError(
-            f"transformers {transformers.__version__} refuses what {checkpoint.directory} says of its model ({cause}); "
-            f"download it again, or another file of the model"
+            f"transformers {transformers.__version__} refuses what {checkpoint.directory} says of its model "
+            f"({reason(error)}); download it again, or another file of the model"
         ) from error
 
 

@@ -131,6 +131,34 @@ class CheckpointExperts:
                 f"the checkpoint in {self.checkpoint.directory} lacks the weights of {len(missing)} expert "
                 f"parameters, the first is {missing[0]}; download it again"
             )
+        for index, layer in enumerate(self.layers):
+            for part in layer.parts:
+                self._check_part(index, part)
+
+    def _check_part(self, index: int, part: Part) -> None:
+        """ModelError where the checkpoint has a part of fewer experts than the config asks for (LongCat's has more), or
+        of another shape. What is converted is held against its shape when it is read."""
+        layer, tensors = self.layers[index], self.checkpoint.tensors
+        if not self._stacked[index]:
+            return
+        flat = self._flat(index, part)
+        if flat is not None:
+            for key in flat:
+                _require_shape(key, tensors[key].shape, (layer.experts * part.shape[0] // len(flat), *part.shape[1:]))
+            return
+        target = self._target(index, 0, part.name)
+        for pattern, keys in self._sources[target].items():
+            shape = tensors[keys[0]].shape
+            found = len(keys) if len(keys) > 1 else sum(shape[:1])
+            if found < layer.experts:
+                raise ModelError(
+                    f"the checkpoint in {self.checkpoint.directory} has {target} of {found} experts, the config asks "
+                    f"for {layer.experts}; config.json and weights do not belong together"
+                )
+            if pattern is None:
+                _require_shape(f"{target} of an expert", shape[1:], part.shape)
+        if None not in self._sources[target]:
+            self._stacked_keys(index, 0, part)
 
     def _rows(self, layer: int) -> range:
         return range(1) if self._stacked[layer] else range(self.layers[layer].experts)
@@ -174,7 +202,7 @@ class CheckpointExperts:
         value = next(iter(converted.values()))
         value = value[0] if isinstance(value, list) else value
         result: torch.Tensor = value[0]
-        _require_shape(target, expert, tuple(result.shape), part.shape)
+        _require_shape(f"{target} of expert {expert}", tuple(result.shape), part.shape)
         return result
 
     def _sources_of(self, layer: int, part: Part) -> tuple[str, ...]:
@@ -202,21 +230,34 @@ class CheckpointExperts:
             key = sources[None][0]
             if not self._is_plain(key):
                 return None
-            _require_shape(target, expert, self.checkpoint.tensors[key].shape[int(self._stacked[layer]) :], part.shape)
+            _require_shape(
+                f"{target} of expert {expert}",
+                self.checkpoint.tensors[key].shape[int(self._stacked[layer]) :],
+                part.shape,
+            )
             return [self.checkpoint.segment(key, expert if self._stacked[layer] else None, at)]
-        converter = self._by_pattern[next(iter(sources))]
-        if not _only_stacks_rows(converter, len(sources)):
+        keys = self._stacked_keys(layer, expert, part)
+        if keys is None or not all(map(self._is_plain, keys)):
             return None
-        keys = [sources[pattern][expert] for pattern in converter.source_patterns]
-        if not all(map(self._is_plain, keys)):
-            return None
-        shapes = [self.checkpoint.tensors[key].shape for key in keys]
-        _require_shape(target, expert, (sum(shape[0] for shape in shapes), *shapes[0][1:]), part.shape)
         segments = []
         for key in keys:
             segments.append(self.checkpoint.segment(key, None, at))
             at += segments[-1].nbytes
         return segments
+
+    def _stacked_keys(self, layer: int, expert: int, part: Part) -> list[str] | None:
+        """The keys of the tensors that one expert's part is stacked of; None where it is converted otherwise."""
+        target = self._target(layer, expert, part.name)
+        sources = self._sources[target]
+        converter = self._by_pattern[next(pattern for pattern in sources if pattern is not None)]
+        if not _only_stacks_rows(converter, len(sources)):
+            return None
+        keys = [sources[pattern][expert] for pattern in converter.source_patterns]
+        shapes = [self.checkpoint.tensors[key].shape for key in keys]
+        _require_shape(
+            f"{target} of expert {expert}", (sum(sum(shape[:1]) for shape in shapes), *shapes[0][1:]), part.shape
+        )
+        return keys
 
     def _is_plain(self, key: str) -> bool:
         """Whether a tensor lies in the compute dtype."""
@@ -239,11 +280,11 @@ class OneExpert:
         return getattr(self._model, name)
 
 
-def _require_shape(target: str, expert: int, found: tuple[int, ...], asked: tuple[int, ...]) -> None:
+def _require_shape(what: str, found: tuple[int, ...], asked: tuple[int, ...]) -> None:
     if found != asked:
         raise ModelError(
-            f"{target} of expert {expert} has shape {found} in the checkpoint, the config asks for {asked}; "
-            f"config.json and weights do not belong together"
+            f"{what} has shape {found} in the checkpoint, the config asks for {asked}; config.json and weights do not "
+            f"belong together"
         )
 
 

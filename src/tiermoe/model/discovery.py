@@ -134,12 +134,19 @@ def is_experts_class(cls: type[torch.nn.Module]) -> bool:
 
 
 def top_k(config: Any, layer: int) -> int:
-    """Experts that a token uses in decoder layer `layer`; 1 where the config names no number (Switch)."""
+    """Experts that a token uses in decoder layer `layer`; 1 where the config has no entry for it (Switch). ModelError
+    where the entry names no number."""
+    named = ""
     for part in (config, getattr(config, "ffn_config", None)):
         for name in _TOP_K:
             value = getattr(part, name, None)
-            if value is not None:
-                return int(value[layer] if isinstance(value, list | tuple) else value)
+            if isinstance(value, list | tuple):
+                value = value[layer] if layer < len(value) else None
+            if isinstance(value, int):
+                return value
+            named = name if hasattr(part, name) else named
+    if named:
+        raise ModelError(f"the config names no number of experts that a token uses ({named} of layer {layer})")
     return 1
 
 

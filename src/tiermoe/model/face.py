@@ -110,7 +110,14 @@ class Face:
         given = {**dict(zip(self._parameters, arguments, strict=False)), **named}
         given = {name: value for name, value in given.items() if value is not None}
         asked = self._plain(given)
-        if asked is None and isinstance(given.get("past_key_values"), SlabCache):
+        cache = given.get("past_key_values")
+        if asked is None and isinstance(cache, SlabCache):
+            ids, mask = given.get("input_ids"), given.get("attention_mask")
+            if isinstance(ids, Tensor) and isinstance(mask, Tensor) and _padding(mask, ids, cache) is None:
+                raise ConfigError(
+                    "this attention_mask has padding elsewhere than on the left of the sequences, which tiermoe's own "
+                    "decoder does not compute; pad with tokenizer.padding_side = 'left'"
+                )
             raise ConfigError(
                 "this call asks for what tiermoe's own decoder does not compute, with the decoder's key/value cache; "
                 "begin the sequence with past_key_values=DynamicCache(config=model.config)"

@@ -6,12 +6,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tiermoe.errors import ModelError, StoreError
+from tiermoe.errors import ConfigError, ModelError, StoreError
 from tiermoe.model.download import download
 from tiermoe.model.repository import first_line
+from tiermoe.process.json_files import read_json
 from tiermoe.store.checkpoint import Checkpoint
 from tiermoe.store.gguf.file import SUFFIX, is_gguf, open_gguf
 from tiermoe.store.store import TABLE
+
+OWN_CODE = "auto_map"
+"""The entry by which a checkpoint's files name Python code of its own."""
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def resolve_model(model: str | os.PathLike[str]) -> Path:
@@ -67,17 +72,35 @@ def load_tokenizer(directory: Path) -> Any:
         return _from_gguf(directory)
     from transformers import AutoTokenizer
 
-    names = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "tokenizer_config.json")
+    names = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", TOKENIZER_CONFIG)
     if not any((directory / name).exists() for name in names):
         raise ModelError(
             f"{directory} has no tokenizer (none of {', '.join(names)}); download it again with its tokenizer"
         )
     try:
-        return AutoTokenizer.from_pretrained(directory)
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
+        own = TOKENIZER_CONFIG in files_with_code(directory)
         raise ModelError(
-            f"the tokenizer in {directory} cannot be loaded ({first_line(error)}); download it again"
+            f"the tokenizer in {directory} needs code of its own, and tiermoe never runs a checkpoint's code: choose "
+            f"another model"
+            if own
+            else f"the tokenizer in {directory} cannot be loaded ({first_line(error)}); download it again"
         ) from error
+
+
+def files_with_code(directory: Path) -> list[str]:
+    """Which files of a checkpoint's folder name Python code in it, for config, model or tokenizer. It never runs."""
+    return [name for name in ("config.json", TOKENIZER_CONFIG) if OWN_CODE in _fields(directory / name)]
+
+
+def _fields(file: Path) -> dict[str, Any]:
+    """What a JSON file says; nothing where there is none that can be read."""
+    try:
+        document = read_json(file)
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
 
 
 def _from_gguf(file: Path) -> Any:
@@ -97,9 +120,22 @@ def is_store(path: Path) -> bool:
 
 
 def cache_folder() -> Path:
-    """The user's cache folder: TIERMOE_CACHE, or XDG_CACHE_HOME/tiermoe, or ~/.cache/tiermoe."""
-    base = os.environ.get("TIERMOE_CACHE")
-    return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tiermoe"
+    """The user's cache folder: TIERMOE_CACHE, or XDG_CACHE_HOME/tiermoe, or ~/.cache/tiermoe. Empty variables count as
+    none. ConfigError where nothing names a folder of the user's."""
+    if own := os.environ.get("TIERMOE_CACHE"):
+        return Path(own)
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "tiermoe"
+    try:
+        home = None if os.environ.get("HOME") == "" else Path.home()  # Python takes / for an empty one
+    except RuntimeError:
+        home = None
+    if home is None:
+        raise ConfigError(
+            "there is no folder for packed experts: HOME and XDG_CACHE_HOME are empty; set one of them, or "
+            "TIERMOE_CACHE"
+        )
+    return home / ".cache" / "tiermoe"
 
 
 def default_store_root(directory: Path, name: str, fingerprint: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tiermoe.errors import ModelError
 from tiermoe.model.architectures import ARCHITECTURES, Architecture, decodes
 from tiermoe.model.attention import GroupedSizes
 from tiermoe.model.delta import LinearSizes
@@ -66,6 +67,8 @@ def _layer_sizes(
 
 def window_of(architecture: Architecture, config: Any, index: int) -> int | None:
     window = getattr(config, "sliding_window", None)
+    if window is not None and window < 0:
+        raise ModelError(f"the config says that attention sees {window} tokens; download the model again")
     slides = architecture.window == "all" or (
         architecture.window == "layer" and config.layer_types[index] == "sliding_attention"
     )

@@ -215,9 +215,12 @@ def _follow_checkpoint(precision: Precision, blueprint: Blueprint) -> None:
 
 
 def _moved(precision: Precision, blueprint: Blueprint) -> bool:
-    """Whether experts that are served from the checkpoint lay elsewhere when they were packed."""
-    where = Path(precision.layers[0].extents[0].segments[0].file).parent
-    return not precision.derived and where != blueprint.directory
+    """Whether experts that are served from the checkpoint lie in other files, by the table, than it has now."""
+    if precision.derived:
+        return False
+    shards = {str(shard) for shard in blueprint.checkpoint.shards}
+    extents = (extent for layer in precision.layers for extent in layer.extents)
+    return any(segment.file not in shards for extent in extents for segment in extent.segments)
 
 
 def check_machine(root: Path, machine: str, layout: str) -> None:

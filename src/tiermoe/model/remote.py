@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from tiermoe.errors import ModelError
-from tiermoe.model.blueprint import Blueprint, inspect_model, read_config
+from tiermoe.model.blueprint import Blueprint, inspect_model, read_fields
 from tiermoe.model.hub import local_model
 from tiermoe.model.repository import Repository, fetch, hub_errors, read_repository
 from tiermoe.store.checkpoint import Checkpoint, Descriptors, entries_of
@@ -64,7 +64,7 @@ def inspect_without_download(model: str | os.PathLike[str], store: Path | None) 
         return inspect_model(found, name, store), None
     repository = read_repository(name)
     folder = fetch(name, repository.planned)
-    read_config(folder)  # says what is wrong with it before headers are asked for
+    read_fields(folder)  # says what is wrong with it before headers are asked for
     shards = repository.weights(folder)
     checkpoint = RemoteCheckpoint(folder, name, _headers(repository, shards), repository.sizes)
     download = Download(len(shards), repository.nbytes(shards))

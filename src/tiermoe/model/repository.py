@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import glob
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tiermoe.errors import ModelError
+from tiermoe.store.checkpoint import INDEX, SINGLE, indexed
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PLANNED = ("config.json", "generation_config.json", INDEX)
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Endings of config, tokenizer and chat template. Code, pictures and weights in other formats stay where they are."""
@@ -40,7 +39,7 @@ class Repository:
         """The files of the weights, none of which is there twice in another format. folder: holds the small files.
         ModelError where there are no safetensors, or the index names a file that the repository lacks."""
         if INDEX in self.sizes:
-            files = _indexed(folder / INDEX)
+            files = indexed(folder / INDEX)
         elif SINGLE in self.sizes:
             files = [SINGLE]
         else:
@@ -129,10 +128,3 @@ def first_line(error: Exception) -> str:
     """What an exception says, in one line."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
-
-
-def _indexed(index: Path) -> list[str]:
-    try:
-        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is malformed ({error}); download it again") from error

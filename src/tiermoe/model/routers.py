@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tiermoe.errors import ModelError
 from tiermoe.kernels.native import router as native
 from tiermoe.model.norms import Norm
 from tiermoe.types import FEW_TOKENS
@@ -56,9 +57,21 @@ class RouterRule:
     jitter: float = 0.0
 
 
+def _check_groups(rule: RouterRule, experts: int) -> None:
+    groups, kept = rule.groups, rule.kept_groups
+    size = experts // groups if groups > 0 and experts % groups == 0 else 0
+    judged = 1 if groups == 1 or rule.best_of_group else 2
+    if not (1 <= kept <= groups and size >= judged and 1 <= rule.top_k <= kept * size):
+        raise ModelError(
+            f"no router chooses {rule.top_k} of {experts} experts from {kept} of {groups} groups; the model's config "
+            f"is damaged: download it again"
+        )
+
+
 class Router:
     """weight (E, H), bias (E) of the logits, correction (E) of the scores by which experts are chosen; None: without.
     prepared: what is done to hidden states before; expert_scale (E): of the weights of each expert (Gemma 4).
+    ModelError where there are too few experts, or groups of them, for the rule.
 
     `native`: what the native kernels are told of it; None where they do not take it."""
 
@@ -72,6 +85,7 @@ class Router:
         expert_scale: Tensor | None = None,
     ) -> None:
         self.weight, self.rule, self.bias, self.correction = weight, rule, bias, correction
+        _check_groups(rule, weight.shape[0])
         self._prepared, self._expert_scale = prepared, expert_scale
         self._form = self._native_form()
         self.native = self._form if prepared is None and expert_scale is None else None

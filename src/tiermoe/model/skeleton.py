@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.core_model_loading import build_glob_alternation
 
-from tiermoe.errors import ModelError
+from tiermoe.errors import ModelError, TiermoeError, reason
 from tiermoe.families import Family
 from tiermoe.kernels.gates import gate_name, in_halves
 from tiermoe.model.architectures import ARCHITECTURES
@@ -48,7 +48,15 @@ class Skeleton:
         self._part, self._model_type = text is not config, text.model_type
         register()
         with experts_left_out(family, text), without_meta_references(), torch.device("meta"):
-            self.model = cls._from_config(config, dtype=dtype, experts_implementation=IMPLEMENTATION)
+            try:
+                self.model = cls._from_config(config, dtype=dtype, experts_implementation=IMPLEMENTATION)
+            except (MemoryError, TiermoeError):
+                raise
+            except Exception as error:  # whatever its code does with values that no model has
+                raise ModelError(
+                    f"transformers' {cls.__name__} cannot be built as {checkpoint.directory} says "
+                    f"({reason(error)}); download it again"
+                ) from error
         self.experts: CheckpointExperts | GgufExperts
         if isinstance(checkpoint, GgufCheckpoint):
             self.experts = GgufExperts(self.model, checkpoint, dtype, top_k(text, 0))  # one number a file

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import struct
@@ -16,6 +15,7 @@ import xxhash
 
 from tiermoe.errors import ModelError
 from tiermoe.process import system_files
+from tiermoe.process.json_files import parse_json, read_json, stays_inside
 from tiermoe.store.entry import TensorEntry
 from tiermoe.store.own_experts import EACH, LiesAs
 from tiermoe.store.quantized_tensors import Entries, QuantizedTensor
@@ -27,6 +27,7 @@ DTYPES = {
     "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MAX_HEADER = 100 << 20  # the safetensors format's own limit
 _SAMPLES = 32
 _SAMPLE_BYTES = 4096
@@ -150,7 +151,7 @@ def entries_of(shard: Path, header: bytes, start: int, size: int) -> dict[str, T
     ModelError where the header is malformed, or the file shorter than it says."""
     found = {}
     try:
-        entries: dict[str, Any] = json.loads(header)
+        entries: dict[str, Any] = parse_json(header)
         for name, entry in entries.items():
             if name == "__metadata__":
                 continue
@@ -249,14 +250,25 @@ def read_header(file: Path) -> tuple[bytes, int]:
     return header, 8 + length
 
 
+def indexed(index: Path) -> list[str]:
+    """The shards that an index names, each once. ModelError where it is malformed or names one outside its folder."""
+    try:
+        names = sorted(set(read_json(index)["weight_map"].values()))
+        outside = [name for name in names if not stays_inside(name)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is malformed ({error}); download it again") from error
+    if outside:
+        raise ModelError(
+            f"{index} names {outside[0]!r}, which lies outside of its folder: nothing else is read; download it again"
+        )
+    return names
+
+
 def _shards(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
+    index = directory / INDEX
     if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-            shards = [directory / name for name in names]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{index} is malformed ({error}); download it again") from error
+        names = indexed(index)
+        shards = [directory / name for name in names]
         missing = [shard.name for shard in shards if not shard.exists()]
         if missing:
             raise ModelError(
@@ -264,7 +276,7 @@ def _shards(directory: Path) -> list[Path]:
                 f"{' …' if len(missing) > 3 else ''}; download them again"
             )
         return shards
-    single = directory / "model.safetensors"
+    single = directory / SINGLE
     if single.exists():
         return [single]
     others = sorted(directory.glob("*.safetensors"))

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tiermoe.process.json_files import read_json
 from tiermoe.store.files import file_name, write_atomically
 from tiermoe.store.layout import ExpertFormat
 from tiermoe.store.store import VERSION, PackedLayer, Source
@@ -36,11 +37,12 @@ class Journal:
         """The layers that need no packing any more. in_place: where experts served from the checkpoint lie (checksums
         are not compared), None where they are written to the store."""
         try:
-            document = json.loads(self.path.read_bytes())
+            document = read_json(self.path)
             if {name: document[name] for name in self._stamp} != self._stamp:
                 return {}
             layers = {
-                int(index): PackedLayer.from_json(entry, self._root) for index, entry in document["layers"].items()
+                int(index): PackedLayer.from_json(entry, self._root, in_place is not None)
+                for index, entry in document["layers"].items()
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}

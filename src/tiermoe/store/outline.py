@@ -1,6 +1,6 @@
 """What a checkpoint's model is made of, in a small file beside its store: what transformers' modelling code says of it,
-so that a later start need not import that code. A file that is torn, of another checkpoint or of another transformers
-is passed over, and one that cannot be written is done without."""
+so that a later start need not import that code. A file that is damaged, of another checkpoint or of another
+transformers is passed over, and one that cannot be written is done without."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
+from tiermoe.process.json_files import read_json
 from tiermoe.store.run_record import replace_unlocked
 from tiermoe.store.store import layer_from_json, layer_to_json
 from tiermoe.types import MoeLayer
 
 FORMAT = "tiermoe-outline"
-VERSION = 3
+VERSION = 4
 NAME = "outline.json"
 
 _DTYPES = {
@@ -71,9 +73,10 @@ def read_outline(root: Path, fingerprint: str, transformers: str) -> Outline | N
     """The outline in the store at `root` of a checkpoint with this fingerprint, as this version of transformers makes
     it; None where there is none that can be used."""
     try:
-        document = json.loads((root / NAME).read_bytes())
+        document = read_json(root / NAME)
         made = document["format"], document["version"], document["fingerprint"], document["transformers"]
-        return _from_json(document) if made == (FORMAT, VERSION, fingerprint, transformers) else None
+        whole = made == (FORMAT, VERSION, fingerprint, transformers) and document.pop("checksum") == _checksum(document)
+        return _from_json(document) if whole else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -97,7 +100,15 @@ def write_outline(root: Path, fingerprint: str, transformers: str, outline: Outl
         "gate": outline.gate,
         "whole": outline.whole,
     }
-    replace_unlocked(root / NAME, json.dumps(document, separators=(",", ":")).encode())
+    replace_unlocked(root / NAME, _written({**document, "checksum": _checksum(document)}))
+
+
+def _checksum(document: dict[str, Any]) -> str:
+    return xxhash.xxh3_64(_written(document)).hexdigest()
+
+
+def _written(document: dict[str, Any]) -> bytes:
+    return json.dumps(document, separators=(",", ":")).encode()
 
 
 def _from_json(document: dict[str, Any]) -> Outline:

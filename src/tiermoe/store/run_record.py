@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tiermoe.decide.reuse import SizeCurve
+from tiermoe.process.json_files import read_json
 
 FORMAT = "tiermoe-runs"
 VERSION = 1
@@ -38,13 +39,13 @@ def read_record(path: Path, fingerprint: str, experts: Sequence[int]) -> RunReco
     """The record of a checkpoint with this fingerprint and so many experts a layer; an empty one where there is none
     that can be used."""
     try:
-        document = json.loads(path.read_bytes())
+        document = read_json(path)
         if (document["format"], document["version"], document["fingerprint"]) != (FORMAT, VERSION, fingerprint):
             return RunRecord()
         uses = [[float(count) for count in row] for row in document["uses"]]
         prefetching = {str(name): bool(pays) for name, pays in document["prefetching"].items()}
         curve = _curve(document["curve"]) if document.get("curve") else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return RunRecord()
     whole = all(math.isfinite(count) and count >= 0 for row in uses for count in row)
     if not whole or [len(row) for row in uses] != list(experts):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tiermoe.errors import StoreError
+from tiermoe.process.json_files import read_json, stays_inside
 from tiermoe.quant.registry import ROW_MAJOR, quantizer_used
 from tiermoe.store.files import write_atomically
 from tiermoe.store.layout import ExpertFormat, format_from_names
@@ -82,13 +83,14 @@ class PackedLayer:
         }
 
     @classmethod
-    def from_json(cls, data: dict[str, Any], root: Path) -> PackedLayer:
+    def from_json(cls, data: dict[str, Any], root: Path, in_place: bool) -> PackedLayer:
+        """in_place: the experts lie in a checkpoint's shards, not in the store's own files; ValueError where not."""
+        entries = data["experts"]
+        files = {file for entry in entries for file, *_ in entry["segments"]}
+        where = {file: _located(file, root, in_place) for file in files}
         extents = [
-            Extent(
-                tuple(Segment(str(root / file), offset, nbytes, at) for file, offset, nbytes, at in entry["segments"]),
-                entry["checksum"],
-            )
-            for entry in data["experts"]
+            Extent(tuple(Segment(where[file], *place) for file, *place in entry["segments"]), entry["checksum"])
+            for entry in entries
         ]
         return cls(data["encodings"], extents, [entry["error"] for entry in data["experts"]])
 
@@ -120,7 +122,7 @@ class Precision:
 
     @classmethod
     def from_json(cls, data: dict[str, Any], root: Path) -> Precision:
-        layers = [PackedLayer.from_json(layer, root) for layer in data["layers"]]
+        layers = [PackedLayer.from_json(layer, root, data["in_place"]) for layer in data["layers"]]
         made_from = data.get("made_from", "")
         return cls(data["bits"], data["quantizer"], data["machine"], data["in_place"], layers, made_from=made_from)
 
@@ -218,7 +220,7 @@ def open_store(root: Path) -> Store:
     """Reads store.json. StoreError: not a store, another format version, or a damaged table."""
     table = root / TABLE
     try:
-        document = json.loads(table.read_bytes())
+        document = read_json(table)
     except FileNotFoundError:
         raise StoreError(
             f"{root} holds no {TABLE}: it is not an expert store (or its packing never finished)"
@@ -256,6 +258,7 @@ def _check_table(store: Store) -> None:
         whole = {"file", "machine", "layers"} <= dense.keys()
         if not whole or not all(entry.keys() >= _DENSE_ENTRY for entry in dense["layers"].values()):
             raise ValueError(f"dense layers {key} are not whole")
+        _located(dense["file"], store.root, in_place=False)
 
 
 def check_files(precision: Precision) -> None:
@@ -294,6 +297,14 @@ def layer_from_json(entry: dict[str, Any]) -> MoeLayer:
     """What `layer_to_json` wrote."""
     parts = tuple(Part(name, tuple(shape), transposed) for name, shape, transposed in entry["parts"])
     return MoeLayer(entry["name"], entry["experts"], entry["top_k"], parts)
+
+
+def _located(file: str, root: Path, in_place: bool) -> str:
+    """The path of a file that a table names: one in the store's folder or, of experts that are served from a
+    checkpoint, a shard. ValueError for any other."""
+    if not (Path(file).is_absolute() and file.endswith(".safetensors") if in_place else stays_inside(file)):
+        raise ValueError(f"{file!r} lies outside of the store")
+    return str(root / file)
 
 
 def _relative(file: str, root: Path) -> str:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tiermoe.errors import LoadError
+from tiermoe.process.json_files import read_json
 from tiermoe.process.system_files import drop_cached
 from tiermoe.store.run_record import replace_unlocked
 from tiermoe.tiers.reader import ExtentReader, aligned_memory
@@ -104,7 +105,7 @@ def _case(extents: Sequence[Extent], lanes: int | None) -> str:
 def _read_kept(path: Path) -> dict[str, DriveProbe]:
     """What was found today; empty where the file is missing, torn or of another day."""
     try:
-        document = json.loads(path.read_bytes())
+        document = read_json(path)
         if document["day"] != _today():
             return {}
         return {case: _checked(entry) for case, entry in document["drives"].items()}

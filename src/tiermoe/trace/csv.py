@@ -31,6 +31,8 @@ def parse(text: str, name: str) -> Trace:
     sizes = [dict(re.findall(r"(\w+)=(\d+)", line)) for line in remarks[2:]]
     try:
         layers, experts, top_k = (int(fields[key]) for key in ("n_layer", "n_expert", "n_expert_used"))
+        if len(sizes) != layers:
+            raise TraceError(f"{name} is cut short: sizes of {len(sizes)} layers of {layers}")
         header = Header(
             model=fields["model"],
             fingerprint="",
@@ -42,8 +44,6 @@ def parse(text: str, name: str) -> Trace:
             dense_bytes=sum(int(size["dense_bytes"]) for size in sizes),
             made_from={"source": "route_trace v1"},
         )
-        if len(sizes) != layers:
-            raise TraceError(f"{name} is cut short: sizes of {len(sizes)} layers of {layers}")
         rows = _rows([line for line in lines if not line.startswith("#")], header)
     except (KeyError, ValueError, IndexError) as error:
         raise TraceError(f"{name} is damaged or cut short ({error!r}); fetch it again") from error

@@ -6,11 +6,14 @@ import gzip
 import json
 import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tiermoe.config import MIB, format_size
 from tiermoe.errors import TraceError
+from tiermoe.process.json_files import parse_json
 from tiermoe.trace import csv
 from tiermoe.trace.schema import HOLDS, VERSION, Header, LayerTrace, Little, Pass, Times, Trace
 
@@ -18,6 +21,8 @@ FORMAT = "tiermoe-trace"
 _COMMAND = "tiermoe trace MODEL --text FILE --out TRACE"
 _AGAIN = f"make it again with {_COMMAND}"
 _GZIP = b"\x1f\x8b"
+_RATIO, _PLAIN = 32, 16 * MIB
+"""Times its packed size and bytes beside that a trace may unpack to: recorded ones have four times."""
 _NEURONS = ("neurons", "named")  # fields of a layer
 _RANKED = ("forecasts", "counts")  # likewise
 
@@ -74,8 +79,8 @@ def read_trace(path: Path) -> Trace:
             return csv.parse(path.read_text(encoding="utf-8"), str(path))
         if not start.startswith(_GZIP):
             raise TraceError(f"{path} is not a trace: neither gzip nor a CSV that begins with {csv.SIGNATURE!r}")
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
-            return _parse(list(lines), path)
+        with gzip.open(path) as file:
+            return _parse(_lines(file, _PLAIN + _RATIO * os.path.getsize(path), path), path)
     except (EOFError, zlib.error) as error:
         raise TraceError(f"{path} is cut short or damaged ({error}); {_AGAIN}") from error
     except FileNotFoundError:
@@ -84,35 +89,48 @@ def read_trace(path: Path) -> Trace:
         raise TraceError(f"{path} cannot be read ({error}); {_AGAIN}") from error
 
 
-def _parse(lines: list[str], path: Path) -> Trace:
-    header = _document(lines, 0, path)
+def _lines(file: gzip.GzipFile, most: int, path: Path) -> Iterator[bytes]:
+    """The lines of a file, unpacked one by one. TraceError where there are more than `most` bytes of them."""
+    left = most
+    while line := file.readline(left + 1):
+        left -= len(line)
+        if left < 0:
+            raise TraceError(
+                f"{path} unpacks to more than {format_size(most)}, {_RATIO} times its size: no trace does; {_AGAIN}"
+            )
+        yield line
+
+
+def _parse(lines: Iterator[bytes], path: Path) -> Trace:
+    header = _document(next(lines, b""), 1, path)
     if header.get("format") != FORMAT:
         raise TraceError(f"{path} is not a trace: its first line does not say {FORMAT!r}")
     if header.get("version") != VERSION:
         raise TraceError(
             f"{path} has version {header.get('version')} of the trace format, this tiermoe reads {VERSION}; {_AGAIN}"
         )
-    footer = _document(lines, len(lines) - 1, path)
-    if footer.get("passes") != len(lines) - 2:
-        raise TraceError(f"{path} is cut short: {len(lines) - 1} passes and no footer that counts them; {_AGAIN}")
-    number = 0
+    number, passes = 1, list[Pass]()
+    last: dict[str, Any] | None = None
     try:
         parsed = _header_from_json(header)
-        passes = []
-        for number in range(1, len(lines) - 1):
-            passes.append(_pass_from_json(_document(lines, number, path), parsed))
+        for number, line in enumerate(lines, 2):
+            if last is not None:
+                passes.append(_pass_from_json(last, parsed))
+            last = _document(line, number, path)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise TraceError(f"{path}, line {number + 1} is damaged ({error!r}); {_AGAIN}") from error
+        raise TraceError(f"{path}, line {number - (last is not None)} is damaged ({error!r}); {_AGAIN}") from error
+    if last is None or last.get("passes") != len(passes):
+        raise TraceError(f"{path} is cut short: {number - 1} passes and no footer that counts them; {_AGAIN}")
     return Trace(parsed, passes)
 
 
-def _document(lines: list[str], number: int, path: Path) -> dict[str, Any]:
+def _document(line: bytes, number: int, path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(lines[number])
-    except (IndexError, ValueError) as error:
-        raise TraceError(f"{path}, line {number + 1} is no JSON: cut short or damaged; {_AGAIN}") from error
+        document = parse_json(line)
+    except ValueError as error:
+        raise TraceError(f"{path}, line {number} is no JSON: cut short or damaged; {_AGAIN}") from error
     if not isinstance(document, dict):
-        raise TraceError(f"{path}, line {number + 1} is no JSON object: cut short or damaged; {_AGAIN}")
+        raise TraceError(f"{path}, line {number} is no JSON object: cut short or damaged; {_AGAIN}")
     return document
 
 

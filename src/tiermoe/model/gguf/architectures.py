@@ -16,6 +16,7 @@ from tiermoe.model.gguf.shapes import experts
 from tiermoe.store.gguf.file import GgufFile
 from tiermoe.store.gguf.header import GgufTensor
 from tiermoe.store.gguf.parameter import Rows
+from tiermoe.store.gguf.values import count
 
 TOP = {
     "token_embd": "model.embed_tokens",
@@ -115,7 +116,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
 def architecture_of(file: GgufFile) -> GgufArchitecture:
     """The entry of a file. ModelError where there is none, or the file is of a dense model."""
     name = file.architecture
-    if not file.of_model("expert_count", 0):
+    if not count(file, "expert_count", 0):
         raise ModelError(
             f"{file.path} is a '{name}' model without experts: tiermoe runs Mixture-of-Experts models; llama.cpp runs "
             f"a dense one"

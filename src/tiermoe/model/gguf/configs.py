@@ -20,7 +20,7 @@ from tiermoe.model.gguf.shapes import (
     shape,
 )
 from tiermoe.store.gguf.file import GgufFile
-from tiermoe.store.gguf.values import decimal, whole
+from tiermoe.store.gguf.values import count, decimal, whole
 
 Config = dict[str, Any]
 
@@ -30,13 +30,13 @@ _SOFTMAX, _SIGMOID = 1, 2
 
 def _common(file: GgufFile) -> Config:
     return {
-        "vocab_size": shape(file, "token_embd.weight")[0],
-        "hidden_size": file.needed("embedding_length"),
+        "vocab_size": shape(file, "token_embd.weight", 2)[0],
+        "hidden_size": count(file, "embedding_length"),
         "num_hidden_layers": blocks(file),
         "num_attention_heads": whole(file, "attention.head_count"),
-        "max_position_embeddings": file.needed("context_length"),
-        "rms_norm_eps": decimal(file.needed("attention.layer_norm_rms_epsilon")),
-        "num_experts_per_tok": file.needed("expert_used_count"),
+        "max_position_embeddings": count(file, "context_length"),
+        "rms_norm_eps": decimal(file, "attention.layer_norm_rms_epsilon"),
+        "num_experts_per_tok": count(file, "expert_used_count"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_parameters": rope_parameters(file),
         "bos_token_id": token_id(file, "bos"),
@@ -51,7 +51,7 @@ def _grouped(file: GgufFile) -> Config:
     return {
         **_common(file),
         "num_key_value_heads": whole(file, "attention.head_count_kv", heads),
-        "head_dim": file.of_model("attention.key_length", file.needed("embedding_length") // heads),
+        "head_dim": count(file, "attention.key_length", count(file, "embedding_length") // heads, least=1),
     }
 
 
@@ -74,7 +74,7 @@ def qwen2moe(file: GgufFile) -> Config:
         "model_type": "qwen2_moe",
         "num_experts": experts(file),
         "moe_intermediate_size": inner(file),
-        "shared_expert_intermediate_size": in_first_block(file, "ffn_gate_shexp.weight")[0],
+        "shared_expert_intermediate_size": in_first_block(file, "ffn_gate_shexp.weight", 2)[0],
         "intermediate_size": dense_inner(file),
         "mlp_only_layers": dense_layers(file),
         "norm_topk_prob": False,  # models/qwen2moe.cpp
@@ -98,7 +98,7 @@ def olmoe(file: GgufFile) -> Config:
         "model_type": "olmoe",
         "num_experts": experts(file),
         "intermediate_size": inner(file),
-        "clip_qkv": file.of_model("attention.clamp_kqv"),
+        "clip_qkv": decimal(file, "attention.clamp_kqv", None),
         "norm_topk_prob": False,  # models/olmoe.cpp
     }
 
@@ -113,33 +113,33 @@ def gpt_oss(file: GgufFile) -> Config:
         "model_type": "gpt_oss",
         "num_local_experts": experts(file),
         "intermediate_size": inner(file),
-        "sliding_window": file.needed("attention.sliding_window"),
+        "sliding_window": count(file, "attention.sliding_window"),
         "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in layers],
     }
 
 
 def deepseek2(file: GgufFile) -> Config:
-    rotary = int(file.needed("rope.dimension_count"))
-    key = file.of_model("attention.key_length_mla", file.needed("attention.key_length"))
+    rotary = count(file, "rope.dimension_count")
+    key = count(file, "attention.key_length_mla", count(file, "attention.key_length"))
     corrected = any(name.endswith("exp_probs_b.bias") for name in file.tensors)  # no DeepSeek-V2 is
-    sigmoid = file.of_model("expert_gating_func", _SIGMOID if corrected else _SOFTMAX) == _SIGMOID
-    groups, kept = file.of_model("expert_group_count", 1), file.of_model("expert_group_used_count", 1)
-    shared = int(file.needed("expert_shared_count"))
+    sigmoid = count(file, "expert_gating_func", _SIGMOID if corrected else _SOFTMAX) == _SIGMOID
+    groups, kept = count(file, "expert_group_count", 1), count(file, "expert_group_used_count", 1)
+    shared = count(file, "expert_shared_count")
     heads = whole(file, "attention.head_count")
     config = {
         **_common(file),
         "num_key_value_heads": heads,
-        "q_lora_rank": file.of_model("attention.q_lora_rank") or None,
-        "kv_lora_rank": file.needed("attention.kv_lora_rank"),
+        "q_lora_rank": count(file, "attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": count(file, "attention.kv_lora_rank"),
         "qk_rope_head_dim": rotary,
         "qk_nope_head_dim": key - rotary,
-        "v_head_dim": file.of_model("attention.value_length_mla", file.needed("attention.value_length")),
+        "v_head_dim": count(file, "attention.value_length_mla", count(file, "attention.value_length")),
         "n_routed_experts": experts(file),
         "n_shared_experts": shared,
         "moe_intermediate_size": inner(file),
         "intermediate_size": dense_inner(file),
         "first_k_dense_replace": leading_dense(file),
-        "routed_scaling_factor": decimal(file.of_model("expert_weights_scale", 1.0)),
+        "routed_scaling_factor": decimal(file, "expert_weights_scale", 1.0),
         "norm_topk_prob": bool(file.of_model("expert_weights_norm", False)),
         "n_group": groups,
         "topk_group": kept,
@@ -168,7 +168,7 @@ def qwen35moe(file: GgufFile) -> Config:
         "model_type": "qwen3_5_moe_text",
         "num_experts": experts(file),
         "moe_intermediate_size": inner(file),
-        "shared_expert_intermediate_size": in_first_block(file, "ffn_gate_shexp.weight")[0],
+        "shared_expert_intermediate_size": in_first_block(file, "ffn_gate_shexp.weight", 2)[0],
     }
 
 
@@ -177,14 +177,14 @@ def glm4moe(file: GgufFile) -> Config:
         **_partly_turned(file),
         "model_type": "glm4_moe",
         "n_routed_experts": experts(file),
-        "n_shared_experts": int(file.needed("expert_shared_count")),
+        "n_shared_experts": count(file, "expert_shared_count"),
         "moe_intermediate_size": inner(file),
         "intermediate_size": dense_inner(file),
         "first_k_dense_replace": leading_dense(file),
-        "routed_scaling_factor": decimal(file.of_model("expert_weights_scale", 1.0)),
+        "routed_scaling_factor": decimal(file, "expert_weights_scale", 1.0),
         "norm_topk_prob": bool(file.of_model("expert_weights_norm", False)),
-        "n_group": file.of_model("expert_group_count", 1),
-        "topk_group": file.of_model("expert_group_used_count", 1),
+        "n_group": count(file, "expert_group_count", 1),
+        "topk_group": count(file, "expert_group_used_count", 1),
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
     }
@@ -200,7 +200,7 @@ def lfm2moe(file: GgufFile) -> Config:
         "num_key_value_heads": _most(file, "attention.head_count_kv"),  # convolutions have none
         "norm_eps": config["rms_norm_eps"],
         "layer_types": ["conv" if each else "full_attention" for each in convolution],
-        "conv_L_cache": int(file.needed("shortconv.l_cache")),
+        "conv_L_cache": count(file, "shortconv.l_cache"),
         "num_dense_layers": first,
         "num_experts": experts(file),
         "moe_intermediate_size": inner(file),
@@ -212,8 +212,8 @@ def lfm2moe(file: GgufFile) -> Config:
 
 def _most(file: GgufFile, key: str) -> int:
     """The largest of an entry's values for each layer."""
-    value = file.needed(key)
-    return int(max(value) if isinstance(value, list) else value)
+    value = file.of_model(key)
+    return max(value, default=0) if isinstance(value, list) else count(file, key)
 
 
 def minimaxm2(file: GgufFile) -> Config:
@@ -231,7 +231,7 @@ def ernie45moe(file: GgufFile) -> Config:
         **_grouped(file),
         "model_type": "ernie4_5_moe",
         "moe_num_experts": experts(file),
-        "moe_num_shared_experts": int(file.of_model("expert_shared_count", 0)),
+        "moe_num_shared_experts": count(file, "expert_shared_count", 0),
         "moe_intermediate_size": inner(file),
         "intermediate_size": dense_inner(file),
         "moe_layer_start_index": first,
@@ -243,6 +243,6 @@ def ernie45moe(file: GgufFile) -> Config:
 def _partly_turned(file: GgufFile) -> Config:
     """A model of which some columns of each head are turned by their position."""
     config = _grouped(file)
-    share = int(file.of_model("rope.dimension_count", config["head_dim"])) / config["head_dim"]
+    share = count(file, "rope.dimension_count", config["head_dim"]) / config["head_dim"]
     config["rope_parameters"]["partial_rotary_factor"] = share
     return config

@@ -15,6 +15,7 @@ from tiermoe.model.gguf.shapes import blocks
 from tiermoe.store.gguf.file import GgufFile
 from tiermoe.store.gguf.header import GgufTensor
 from tiermoe.store.gguf.parameter import Rows
+from tiermoe.store.gguf.values import count
 
 _TILED = "qwen35moe"
 """The architecture whose heads of values are in another order (`orders.tiled`)."""
@@ -109,12 +110,18 @@ def _heads(file: GgufFile, sizes: DeltaSizes, rows: int) -> Tensor | None:
 
 
 def _sizes(file: GgufFile) -> DeltaSizes:
-    heads, key_heads = int(file.needed("ssm.time_step_rank")), int(file.needed("ssm.group_count"))
-    inner = int(file.needed("ssm.inner_size"))
-    if not key_heads or heads % key_heads or inner % heads:
+    heads, key_heads = count(file, "ssm.time_step_rank", least=1), count(file, "ssm.group_count", least=1)
+    inner = count(file, "ssm.inner_size", least=1)
+    if heads % key_heads or inner % heads:
         raise ModelError(
             f"{file.path} says that its linear attention has {heads} heads of values, {key_heads} of keys and "
             f"{inner} columns, which do not belong together; download it again"
         )
-    state, kernel = int(file.needed("ssm.state_size")), int(file.needed("ssm.conv_kernel"))
-    return DeltaSizes(key_heads, heads, state, inner // heads, kernel - 1)
+    state, kernel = count(file, "ssm.state_size", least=1), count(file, "ssm.conv_kernel", least=1)
+    sizes = DeltaSizes(key_heads, heads, state, inner // heads, kernel - 1)
+    if sizes.channels > file.longest:
+        raise ModelError(
+            f"{file.path} says that its linear attention has {sizes.channels:,} channels, no tensor has more than "
+            f"{file.longest:,} rows; download it again"
+        )
+    return sizes

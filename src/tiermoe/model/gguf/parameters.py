@@ -26,6 +26,8 @@ _BARE = ("sinks", "e_score_correction_bias", "expert_bias")
 _OF_ONE = ("shared_expert_gate", "moe_statics.e_score_correction_bias")
 """Parameters of one row, which the file has as a vector."""
 
+_AGAIN = "download it again"
+
 FIRST, SECOND = "gate_up_proj", "down_proj"
 """What all families call the stacked matrices of a layer's experts."""
 
@@ -80,7 +82,10 @@ def _in_block(
         raise _unknown(file, f"blk.{layer}.{stem}" + (f".{suffix}" if suffix else ""))
     order = None
     if architecture.turned and stem in _TURNED:
-        order = orders.turned(tensor.shape[0], whole(file, _TURNED[stem]))
+        heads = whole(file, _TURNED[stem])
+        if tensor.shape[0] % (2 * heads):
+            raise ModelError(f"{file.path} says that {stem} of {tensor.shape[0]} rows has {heads} heads; {_AGAIN}")
+        order = orders.turned(tensor.shape[0], heads)
     full = path if path.endswith(_BARE) else f"{path}.{suffix}"
     return {f"{prefix}.{full}": Rows(tensor, _shape(path, tensor), order, change=_change(architecture, full))}
 
@@ -119,6 +124,12 @@ def _experts(file: GgufFile, layer: int, block: str) -> dict[str, Parameter]:
                 f"{file.path} holds of layer {layer}'s experts {_named(there)} ({suffix}), not gate, up and down; "
                 f"download it again, or convert the model with a current llama.cpp"
             )
+        dimensions = 3 if suffix == "weight" else 2
+        for matrix, tensor in there.items():
+            if len(tensor.shape) != dimensions or tensor.shape[0] != there["down"].shape[0]:
+                raise ModelError(
+                    f"{file.path}: the {suffix} {matrix} of layer {layer}'s experts has shape {tensor.shape}; {_AGAIN}"
+                )
         prefix = f"model.layers.{layer}.{block}"
         found |= {f"{prefix}.{FIRST}{end}": Stacked(tuple(first)), f"{prefix}.{SECOND}{end}": Stacked((there["down"],))}
     return found
@@ -133,6 +144,11 @@ def _expanding(file: GgufFile, layer: int) -> dict[str, Parameter]:
     keys, values = (file.tensors.get(f"blk.{layer}.attn_{part}_b.weight") for part in "kv")
     if keys is None or values is None:
         return {}
+    if len(keys.shape) != 3 or len(values.shape) != 3 or values.shape[::2] != keys.shape[:2]:
+        raise ModelError(
+            f"{file.path}: layer {layer}'s attn_k_b of shape {keys.shape} and attn_v_b of {values.shape} do not belong "
+            f"together; {_AGAIN}"
+        )
     return {f"model.layers.{layer}.self_attn.kv_b_proj.weight": Expanding(keys, values)}
 
 

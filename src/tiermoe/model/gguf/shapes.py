@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from tiermoe.errors import ModelError
 from tiermoe.store.gguf.file import GgufFile
+from tiermoe.store.gguf.values import count
+
+_AGAIN = "download it again"
 
 
 def blocks(file: GgufFile) -> int:
-    """Layers, without those that predict several tokens."""
-    return int(file.needed("block_count")) - int(file.of_model("nextn_predict_layers", 0))
+    """Layers, without those that predict several tokens. ModelError where there are more than tensors, or none."""
+    layers = count(file, "block_count") - count(file, "nextn_predict_layers", 0)
+    if not 0 < layers <= len(file.tensors):
+        raise ModelError(f"{file.path} says that it has {layers:,} layers, of {len(file.tensors):,} tensors; {_AGAIN}")
+    return layers
 
 
 def experts(file: GgufFile) -> int:
     """Experts of a layer."""
-    return int(file.needed("expert_count"))
+    return count(file, "expert_count")
 
 
 def dense_layers(file: GgufFile) -> list[int]:
@@ -31,24 +37,27 @@ def leading_dense(file: GgufFile) -> int:
 
 def inner(file: GgufFile) -> int:
     """Columns between an expert's matrices."""
-    return in_first_block(file, "ffn_down_exps.weight")[2]
+    return in_first_block(file, "ffn_down_exps.weight", 3)[2]
 
 
 def dense_inner(file: GgufFile) -> int:
     """Columns between a dense layer's matrices; of no matter where there are none."""
     dense = dense_layers(file)
-    return shape(file, f"blk.{dense[0]}.ffn_down.weight")[1] if dense else inner(file)
+    return shape(file, f"blk.{dense[0]}.ffn_down.weight", 2)[1] if dense else inner(file)
 
 
-def in_first_block(file: GgufFile, name: str) -> tuple[int, ...]:
+def in_first_block(file: GgufFile, name: str, dimensions: int) -> tuple[int, ...]:
     """The shape of a tensor in the first layer with experts."""
-    dense = dense_layers(file)
+    dense = set(dense_layers(file))
     layer = next((layer for layer in range(blocks(file)) if layer not in dense), 0)
-    return shape(file, f"blk.{layer}.{name}")
+    return shape(file, f"blk.{layer}.{name}", dimensions)
 
 
-def shape(file: GgufFile, name: str) -> tuple[int, ...]:
-    """The shape of a tensor. ModelError where there is none."""
+def shape(file: GgufFile, name: str, dimensions: int) -> tuple[int, ...]:
+    """The shape of a tensor of so many dimensions. ModelError where there is none."""
     if name not in file.tensors:
         raise ModelError(f"{file.path} has no tensor {name}; convert the model again with a current llama.cpp")
-    return file.tensors[name].shape
+    found = file.tensors[name].shape
+    if len(found) != dimensions:
+        raise ModelError(f"{file.path} has {name} of shape {found}, not of {dimensions} dimensions; {_AGAIN}")
+    return found

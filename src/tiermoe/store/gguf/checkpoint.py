@@ -36,6 +36,7 @@ class GgufCheckpoint:
     def __init__(self, file: GgufFile, parameters: Mapping[str, Parameter]) -> None:
         self.file = file
         self.directory = file.path
+        self.shards = list(file.shards)
         self.parameters = parameters
         self.tensors = {name: GgufEntry(each.dtype, each.shape) for name, each in parameters.items()}
         self._descriptors = Descriptors()

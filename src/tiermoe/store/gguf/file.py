@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ SUFFIX = ".gguf"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GgufFile:
     """path: the file that was named. shards: all files, in their order. entries: of the first shard's header. tensors:
     of all, by llama.cpp's names. digests: of the headers, a shard each."""
@@ -24,6 +25,11 @@ class GgufFile:
     entries: dict[str, Any]
     tensors: dict[str, GgufTensor]
     digests: tuple[bytes, ...]
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """The longest dimension of a tensor."""
+        return max((size for tensor in self.tensors.values() for size in tensor.shape), default=0)
 
     @property
     def architecture(self) -> str:
@@ -45,10 +51,6 @@ class GgufFile:
         """The value of an entry of the architecture's own: 'expert_count' for 'qwen3moe.expert_count'."""
         return self.entries.get(f"{self.architecture}.{key}", default)
 
-    def needed(self, key: str) -> Any:
-        """`of_model`. ModelError where the file has none."""
-        return self.require(f"{self.architecture}.{key}")
-
 
 def is_gguf(path: Path) -> bool:
     """Whether a path names a GGUF file."""
@@ -63,8 +65,8 @@ def open_gguf(path: Path) -> GgufFile:
     stated = headers[0].entries.get("split.count", len(shards)) or 1
     if stated != len(shards):
         raise ModelError(
-            f"{path} is one of {stated} shards, but is not called NAME-00001-of-{stated:05}.gguf; give the shards "
-            f"their names back"
+            f"{path} is one of {stated} shards, but is not called NAME-00001-of-{str(stated).zfill(5)}.gguf; give the "
+            f"shards their names back"
         )
     digests = tuple(each.digest for each in headers)
     return GgufFile(path, tuple(shards), headers[0].entries, _merged(path, headers), digests)

@@ -31,7 +31,7 @@ VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _ALIGNMENT = 32  # where general.alignment says nothing
-_MOST = 512 << 20  # bytes of a header: 200,000 tokens and as many merges take 10 MB
+_MOST = 64 << 20  # bytes of a header: 200,000 tokens and as many merges take 10 MB
 _AT_ONCE = 4 << 20  # bytes read at a time
 _DIMENSIONS = 4
 _FEW = 256  # numbers of an array that are a list
@@ -185,9 +185,7 @@ class _Reader:
             return self._scalars(_SCALARS[of], count)
         if of == _STRING:
             return self._skipped(count)
-        if of != _ARRAY:
-            raise self._malformed(f"an array of type {of}")
-        return [self._value(of) for _ in range(count)]
+        raise self._malformed(f"an array of type {of}")  # nor of arrays, as in llama.cpp
 
     def _scalars(self, code: str, count: int) -> Sequence[Any]:
         if count <= _FEW:
