@@ -7,6 +7,7 @@ import json
 import re
 import socket
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ from commands import Command
 from serving import KEY, Scripted, running
 from tiermoe.batch import Batch
 from tiermoe.batch import prompt as row
+from tiermoe.model.hub import load_tokenizer
 from tiermoe.serve.app import create_app
 from tiermoe.serve.grammar import Grammar
 from tiermoe.serve.guards import LARGEST_BODY
+from tiermoe.serve.request import Piece, TokenLogprob
 from tiermoe.serve.served import Served
 
 PROMPT = "once upon a time"
@@ -111,6 +114,53 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
     )
     entries = chat.choices[0].logprobs.content
     assert [len(entry.top_logprobs) for entry in entries] == [2, 2, 2]
+
+
+def test_what_a_grammar_forbids_has_a_log_probability_that_json_can_say(http: httpx.Client) -> None:
+    """OpenAI's -9999.0: minus infinity is no JSON."""
+    asked = {"response_format": {"type": "json_object"}, "max_tokens": 3, "temperature": 0}
+    said = {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": 20}
+    chat = http.post("/v1/chat/completions", json=asked | said)
+    text = http.post("/v1/completions", json=asked | {"prompt": PROMPT, "logprobs": 20})
+    assert "Infinity" not in chat.text + text.text
+    first = chat.json()["choices"][0]["logprobs"]["content"][0]
+    assert (first["token"], first["logprob"], first["top_logprobs"][-1]["logprob"]) == ("{", 0, -9999)
+    assert sorted(set(text.json()["choices"][0]["logprobs"]["top_logprobs"][0].values())) == [-9999, 0]
+
+
+class Scored(Scripted):
+    """A worker that answers with certain tokens."""
+
+    def __init__(self, served: Any, tokens: list[int]) -> None:
+        super().__init__(served, "")
+        self._tokens = tokens
+
+    async def answer(self, request: Any) -> AsyncIterator[Any]:
+        for token in self._tokens:
+            yield Piece(1, "", (token,), (TokenLogprob(token, -1.0, [(token, -1.0)]),))
+        yield Piece(1, finish="stop")
+
+
+def test_parts_of_characters_have_their_own_bytes(served: Served, shipped: Path) -> None:
+    tokenizer = load_tokenizer(shipped)
+    worker: Any = Scored(served, tokenizer("a… é🚀").input_ids)
+    app = create_app(replace(served, worker=worker, tokenizer=tokenizer))
+
+    async def asked() -> tuple[Any, Any]:
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
+        async with openai.AsyncOpenAI(base_url="http://test/v1", api_key="any", http_client=http) as client:
+            user: Any = [{"role": "user", "content": PROMPT}]
+            chat = await client.chat.completions.create(model="tiny", messages=user, logprobs=True, top_logprobs=1)
+            text = await client.completions.create(model="tiny", prompt=PROMPT, logprobs=1)
+        return chat.choices[0].logprobs.content, text.choices[0].logprobs
+
+    chat, text = asyncio.run(asked())
+    assert b"".join(bytes(entry.bytes) for entry in chat) == "a… é🚀".encode()
+    assert [entry.top_logprobs[0].bytes for entry in chat] == [entry.bytes for entry in chat]
+    assert [entry.token for entry in chat] == text.tokens
+    assert text.tokens[:4] == ["a", r"bytes:\xe2\x80", r"bytes:\xa6", " "]
+    assert text.text_offset[:5] == [0, 1, 1, 2, 3]
+    assert [*text.top_logprobs[1]] == [r"bytes:\xe2\x80"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
