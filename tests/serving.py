@@ -81,10 +81,11 @@ def http(address: str) -> Iterator[Any]:
 
 
 class Scripted:
-    """A worker whose answers are given: a piece for each letter. asked: what it was asked for."""
+    """A worker whose answers are given: a piece for each letter. asked: what it was asked for. finish: why they end."""
 
-    def __init__(self, served: Any, text: str) -> None:
+    def __init__(self, served: Any, text: str, finish: str = "stop") -> None:
         self.batcher, self.asked, self._text = served.worker.batcher, list[Any](), text
+        self._finish = finish
         self.most_waiting = 8
 
     async def answer(self, request: Any) -> AsyncIterator[Any]:
@@ -93,4 +94,4 @@ class Scripted:
         self.asked.append(request)
         for letter in self._text:
             yield Piece(1, letter, (1,))
-        yield Piece(1, "", (2,), finish="stop")
+        yield Piece(1, "", (2,), finish=self._finish)

@@ -8,12 +8,13 @@ from typing import Any
 
 from tiermoe.errors import ConfigError
 from tiermoe.serve import harmony
+from tiermoe.serve.call_reader import CallReader
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.grammar import Grammar, json_rule
 from tiermoe.serve.reading import Reader
 from tiermoe.serve.served import Served
 from tiermoe.serve.thoughts import END, ThoughtReader, opened, thinks
-from tiermoe.serve.tools import CallReader, Format, format_of, types_of
+from tiermoe.serve.tools import Format, format_of, types_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,11 @@ class Chat:
     schema: Mapping[str, Any] | None = None
     told: Mapping[str, Any] = field(default_factory=dict)
     parallel: bool = True
+
+    @property
+    def forced(self) -> bool:
+        """Whether the answer is a call."""
+        return self.choice not in ("none", "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +60,8 @@ def prepare(served: Served, chat: Chat) -> Prepared:
     types, one = types_of(tools), not chat.parallel
 
     def reader() -> Reader:
-        return Reader(ThoughtReader(inside) if thinking else None, CallReader(form, types, one) if form else None)
+        calls = CallReader(form, types, one, chat.forced) if form else None
+        return Reader(ThoughtReader(inside) if thinking else None, calls)
 
     stops = (form.end,) if form and one else ()
     return Prepared(ids, reader, _grammar(served, chat, form, tools, inside), stops=stops)
@@ -70,23 +77,21 @@ def _format(served: Served, tools: Sequence[dict[str, Any]]) -> Format:
 def _in_channels(served: Served, chat: Chat, tools: Sequence[dict[str, Any]]) -> Prepared:
     messages = [harmony.message_of(message) for message in chat.messages]
     ids = served.chat_ids(messages, [harmony.tool_of(tool) for tool in tools], chat.told)
-    forced, functions = _named(chat, tools)
-    grammar = None
-    if forced or chat.schema is not None:
-        rules = harmony.rules_of(functions, None if forced else chat.schema)
-        grammar = _followed(served, rules, "tools" if forced else "response_format")
+    functions, grammar = _named(chat, tools), None
+    if chat.forced or chat.schema is not None:
+        rules = harmony.rules_of(functions, None if chat.forced else chat.schema)
+        grammar = _followed(served, rules, "tools" if chat.forced else "response_format")
     return Prepared(ids, lambda: Reader(channels=harmony.ChannelReader()), grammar, special=True)
 
 
-def _named(chat: Chat, tools: Sequence[dict[str, Any]]) -> tuple[bool, list[dict[str, Any]]]:
-    """Whether a call is forced, and the functions that may be called. Refused where the one that must be is none."""
-    forced = chat.choice not in ("none", "auto")
+def _named(chat: Chat, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The functions that may be called. Refused where the one that must be is none."""
     named = [tool["function"] for tool in tools if chat.choice in ("auto", "required", tool["function"]["name"])]
-    if forced and not tools:
+    if chat.forced and not tools:
         raise Refused(400, "tool_choice asks for a call, and there are no tools", "tool_choice")
-    if forced and not named:
+    if chat.forced and not named:
         raise Refused(400, f"tool_choice asks for '{chat.choice}', which is not among the tools", "tool_choice")
-    return forced, named
+    return named
 
 
 def _grammar(
@@ -94,21 +99,21 @@ def _grammar(
 ) -> Callable[[], Grammar] | None:
     """What the answer must be: one call, JSON, or either where tools may be called as well. A thought comes first where
     the prompt has opened one."""
-    forced, named = _named(chat, tools)
-    if not forced and chat.schema is None:
+    named = _named(chat, tools)
+    if not chat.forced and chat.schema is None:
         return None
     rules, said = [], []
     if form is not None and named:
         rules.append(form.rule(named))
         said.append("call")
-    if not forced and chat.schema is not None:
+    if not chat.forced and chat.schema is not None:
         rules.append(f"json: {json_rule(chat.schema)}")
         said.append("json")
     start = f"start: {' | '.join(said)}"
     if inside:
         start = f"start: thought /\\n{{0,2}}/ ({' | '.join(said)})"
         rules.append(f'thought[suffix="{END}"]: /(.|\\n)*/')
-    return _followed(served, "\n".join([start, *rules]), "tools" if forced else "response_format")
+    return _followed(served, "\n".join([start, *rules]), "tools" if chat.forced else "response_format")
 
 
 def grammar_of(served: Served, schema: Mapping[str, Any] | None) -> Callable[[], Grammar] | None:
