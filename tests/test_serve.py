@@ -305,6 +305,93 @@ def test_tools_are_called(served: Served, monkeypatch: pytest.MonkeyPatch) -> No
     assert (again.finish_reason, again.message.content) == ("stop", "Let me look." + CALL)  # none may be called
 
 
+TURNS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+ASKED: dict[str, Any] = {"role": "user", "content": "a"}
+BEGUN = [ASKED, {"role": "assistant", "content": "Once; and "}]
+GOES_ON, NEW_TURN = "[user]a;[assistant]Once; and ", "[user]a;[assistant]Once; and ;[assistant]"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "prompt"),
+    [
+        ("chat/completions", {"messages": BEGUN}, GOES_ON),
+        ("chat/completions", {"messages": BEGUN, "continue_final_message": True}, GOES_ON),
+        ("chat/completions", {"messages": BEGUN, "continue_final_message": True, "add_generation_prompt": False},
+         GOES_ON),
+        ("chat/completions", {"messages": BEGUN, "continue_final_message": False}, NEW_TURN),
+        ("chat/completions", {"messages": BEGUN, "add_generation_prompt": True}, NEW_TURN),
+        ("chat/completions", {"messages": [ASKED, {"role": "assistant"}]}, "[user]a;[assistant]"),
+        ("messages", {"messages": BEGUN, "max_tokens": 9}, GOES_ON),
+        ("responses", {"input": BEGUN}, GOES_ON),
+    ],
+)  # fmt: skip
+def test_an_assistant_s_message_at_the_end_is_continued(
+    served: Served, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], prompt: str
+) -> None:
+    monkeypatch.setattr(served.tokenizer, "chat_template", TURNS)
+    scripted: Any = Scripted(served, "so on")
+    with running(create_app(replace(served, worker=scripted))) as address:
+        assert httpx.post(f"{address}/v1/{path}", json=body).status_code == 200
+    assert served.tokenizer.decode(scripted.asked[0].ids) == prompt
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "why"),
+    [
+        ({"messages": [ASKED], "continue_final_message": True}, "continue_final_message", "needs an assistant's"),
+        ({"messages": BEGUN, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message",
+         "excludes"),
+        ({"messages": [ASKED], "add_generation_prompt": False}, "add_generation_prompt", "a message to continue"),
+        ({"messages": BEGUN, "response_format": {"type": "json_object"}}, "messages", "cannot follow response_format"),
+        ({"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, "messages",
+         "send their results"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_continued(
+    http: httpx.Client, served: Served, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any], param: str, why: str
+) -> None:
+    monkeypatch.setattr(served.tokenizer, "chat_template", TURNS)
+    response = http.post("/v1/chat/completions", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert why in response.json()["error"]["message"]
+
+
+def test_a_continued_answer_is_the_rest_of_the_whole_one(
+    client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.tokenizer, "chat_template", TURNS)
+
+    def answer(tokens: int, *begun: Any) -> str:
+        said: Any = [ASKED, *begun]
+        told = client.chat.completions.create(model="tiny", messages=said, temperature=0, max_tokens=tokens)
+        return told.choices[0].message.content or ""
+
+    whole, begun = answer(9), answer(4)
+    assert begun + answer(5, {"role": "assistant", "content": begun}) == whole
+
+
+@pytest.mark.parametrize(
+    ("template", "begun", "thought", "content"),
+    [
+        (TURNS + "<think>{% if 0 %}</think>{% endif %}", "<think>hm", "a", "b"),
+        (TURNS + "<think>{% if 0 %}</think>{% endif %}", "<think>hm</think>so", "", "a</think>b"),
+        (TURNS + "{% if 0 %}<|channel|>{% endif %}", "so", "", "a</think>b"),
+    ],
+)
+def test_an_answer_goes_on_within_a_thought_or_behind_it(
+    served: Served, monkeypatch: pytest.MonkeyPatch, template: str, begun: str, thought: str, content: str
+) -> None:
+    monkeypatch.setattr(served.tokenizer, "chat_template", template)
+    scripted: Any = Scripted(served, "a</think>b")
+    body = {"messages": [ASKED, {"role": "assistant", "content": begun}]}
+    with running(create_app(replace(served, worker=scripted))) as address:
+        told = httpx.post(f"{address}/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    assert (told.get("reasoning_content", ""), told["content"]) == (thought, content)
+
+
 CHANNELS = (
     "{% for m in messages %}<|start|>{{ m.role }}<|channel|>{{ m.thinking }}<|message|>{{ m.content }}{% endfor %}"
 )

@@ -12,8 +12,8 @@ from tiermoe.serve.call_reader import CallReader
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.grammar import Grammar, json_rule
 from tiermoe.serve.reading import Reader
-from tiermoe.serve.served import Served
-from tiermoe.serve.thoughts import END, ThoughtReader, opened, thinks
+from tiermoe.serve.served import Served, continued
+from tiermoe.serve.thoughts import END, ThoughtReader, opened, thinks, unfinished
 from tiermoe.serve.tools import Format, format_of, types_of
 
 
@@ -21,7 +21,8 @@ from tiermoe.serve.tools import Format, format_of, types_of
 class Chat:
     """messages: as chat templates take them. tools: as OpenAI has them. choice: 'none', 'auto', 'required' or the name
     of the function that must be called. schema: of JSON that the answer must be; None: it is free. told: what else the
-    template is told (`enable_thinking`, …). parallel: an answer may call several times."""
+    template is told (`enable_thinking`, …). parallel: an answer may call several times. new_turn: an assistant's
+    message at the end is not continued."""
 
     messages: Sequence[dict[str, Any]]
     tools: Sequence[dict[str, Any]] = ()
@@ -29,11 +30,31 @@ class Chat:
     schema: Mapping[str, Any] | None = None
     told: Mapping[str, Any] = field(default_factory=dict)
     parallel: bool = True
+    new_turn: bool = False
 
     @property
     def forced(self) -> bool:
         """Whether the answer is a call."""
         return self.choice not in ("none", "auto")
+
+    @property
+    def continued(self) -> str | None:
+        """What the answer continues. Refused where it cannot."""
+        if self.new_turn or not self.messages:
+            return None
+        if self.messages[-1].get("tool_calls"):
+            raise Refused(400, "the conversation ends with calls of tools; send their results", "messages")
+        if not continued(self.messages):
+            return None
+        if self.forced or self.schema is not None:
+            wanted = "tool_choice" if self.forced else "response_format"
+            raise Refused(
+                400,
+                f"an answer that continues the assistant's message cannot follow {wanted}; leave out one",
+                "messages",
+            )
+        text: str = self.messages[-1]["content"]
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +75,10 @@ def prepare(served: Served, chat: Chat) -> Prepared:
     if harmony.speaks(served.template):
         return _in_channels(served, chat, tools)
     form = _format(served, tools) if tools else None
-    ids = served.chat_ids(chat.messages, tools, chat.told)
+    begun = chat.continued
+    ids = served.chat_ids(chat.messages, tools, chat.told, chat.new_turn)
     thinking = thinks(served.template)
-    inside = thinking and opened(served.tokenizer.decode(ids[-8:]))
+    inside = thinking and (opened(served.tokenizer.decode(ids[-8:])) if begun is None else unfinished(begun))
     types, one = types_of(tools), not chat.parallel
 
     def reader() -> Reader:
@@ -76,12 +98,13 @@ def _format(served: Served, tools: Sequence[dict[str, Any]]) -> Format:
 
 def _in_channels(served: Served, chat: Chat, tools: Sequence[dict[str, Any]]) -> Prepared:
     messages = [harmony.message_of(message) for message in chat.messages]
-    ids = served.chat_ids(messages, [harmony.tool_of(tool) for tool in tools], chat.told)
+    goes_on = chat.continued is not None
+    ids = served.chat_ids(messages, [harmony.tool_of(tool) for tool in tools], chat.told, chat.new_turn)
     functions, grammar = _named(chat, tools), None
     if chat.forced or chat.schema is not None:
         rules = harmony.rules_of(functions, None if chat.forced else chat.schema)
         grammar = _followed(served, rules, "tools" if chat.forced else "response_format")
-    return Prepared(ids, lambda: Reader(channels=harmony.ChannelReader()), grammar, special=True)
+    return Prepared(ids, lambda: Reader(channels=harmony.ChannelReader(goes_on)), grammar, special=True)
 
 
 def _named(chat: Chat, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -79,12 +79,13 @@ class _Message:
 
 class ChannelReader:
     """Reads one answer: text with its special tokens in, (thought, answer, calls) out. Several messages of a kind are
-    told with a line break between them. `calls`: the whole ones so far."""
+    told with a line break between them. goes_on: it begins within a message to the user. `calls`: the whole ones so
+    far."""
 
-    def __init__(self) -> None:
+    def __init__(self, goes_on: bool = False) -> None:
         self.calls: list[ToolCall] = []
         self._held = ""
-        self._message: _Message | None = None  # None: within a header
+        self._message = _Message() if goes_on else None  # None: within a header
         self._first = True
         self._told: set[bool] = set()  # of thoughts, of the answer: something was told
 

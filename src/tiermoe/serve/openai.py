@@ -51,7 +51,7 @@ def routes(app: FastAPI, served: Served) -> None:
             raise Refused(400, "top_logprobs needs logprobs=true", "top_logprobs")
         parallel = asked.parallel_tool_calls is not False
         messages = [message.plain for message in asked.messages]
-        its = Chat(messages, asked.functions, asked.choice, asked.answer_schema, asked.told, parallel)
+        its = Chat(messages, asked.functions, asked.choice, asked.answer_schema, asked.told, parallel, asked.new_turn)
         prepared = prepare(served, its)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         return await _answer(http, served, asked, [prepared], logprobs)

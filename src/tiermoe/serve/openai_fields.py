@@ -175,6 +175,22 @@ class ChatRequest(Common):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def new_turn(self) -> bool:
+        """As `Chat` has it. Refused where the fields that say so contradict each other or the messages."""
+        begins, goes_on = self.add_generation_prompt, self.continue_final_message
+        last = self.messages[-1].role == "assistant"
+        if goes_on and begins:
+            raise Refused(400, "continue_final_message excludes add_generation_prompt", "continue_final_message")
+        if goes_on and not last:
+            needed = "continue_final_message needs an assistant's message at the end"
+            raise Refused(400, needed, "continue_final_message")
+        if begins is False and not (last and goes_on is not False):
+            raise Refused(400, "add_generation_prompt of false needs a message to continue", "add_generation_prompt")
+        return bool(begins) or goes_on is False
 
     @property
     def choice(self) -> str:
@@ -223,7 +239,7 @@ REFUSED = (
     "functions", "function_call", "suffix", "best_of", "audio", "modalities", "web_search_options",
     "repetition_penalty", "stop_token_ids", "min_tokens", "ignore_eos", "use_beam_search", "structured_outputs",
     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar", "json_schema", "allowed_token_ids",
-    "bad_words", "logits_processors", "prompt_logprobs", "truncate_prompt_tokens", "continue_final_message",
+    "bad_words", "logits_processors", "prompt_logprobs", "truncate_prompt_tokens",
     "repeat_penalty", "typical_p", "mirostat", "length_penalty",
 )  # fmt: skip
 """Fields of OpenAI's, and of other servers', that would change the answer."""
