@@ -47,6 +47,13 @@ def test_a_message(claude: anthropic.Anthropic, client: openai.OpenAI) -> None:
     assert counted.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
 
 
+def test_what_agents_send_beside_changes_nothing(claude: anthropic.Anthropic) -> None:
+    edits: Any = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    more: Any = {"temperature": 0, "context_management": edits, "speed": "standard", "betas": ["a"]}
+    answer = claude.messages.create(**{**MESSAGES, "metadata": {"user_id": "u"}, "extra_body": more})
+    assert answer.content == claude.messages.create(**MESSAGES).content
+
+
 def test_a_streamed_message(claude: anthropic.Anthropic) -> None:
     whole = claude.messages.create(**MESSAGES)
     with claude.messages.stream(**MESSAGES) as stream:
@@ -66,7 +73,11 @@ def test_a_streamed_message(claude: anthropic.Anthropic) -> None:
         ({"extra_body": {"mcp_servers": [{"url": "a"}]}}, "mcp_servers is not supported"),
         ({"model": "other"}, "this server has 'tiny'"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "user"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+         "text alone, no image"),
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "text alone, no document"),
+        ({"extra_body": {"min_p": 0.1}}, "min_p is not supported"),
+        ({"extra_body": {"stop": ["a"]}}, "use stop_sequences"),
         ({"messages": [{"role": "user", "content": [
             {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}]}]}, "text alone, no image"),
         ({"messages": [{"role": "user", "content": "a " * 99}]}, "the prompt is too long"),

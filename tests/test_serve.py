@@ -96,6 +96,32 @@ def test_sampling_is_what_is_asked_for(client: openai.OpenAI, served: Served) ->
     assert greedy(client, stop=[text[2:4]]).choices[0].text == text[: text.index(text[2:4])]
 
 
+def test_fields_that_change_nothing_may_be_there(client: openai.OpenAI) -> None:
+    """Those of clients and gateways, and samplers that this server does not have where they are switched off."""
+    passed: dict[str, Any] = {
+        "user": "u", "metadata": {"a": "b"}, "store": True, "stream_options": None, "prompt_cache_key": "k",
+        "cache_prompt": False, "repeat_penalty": 1.0, "repeat_last_n": 64, "typical_p": 1, "mirostat": 0,
+        "mirostat_tau": 5.0, "dry_multiplier": 0, "dry_base": 1.75, "dry_sequence_breakers": ["\n"],
+        "xtc_probability": 0.0, "xtc_threshold": 0.1, "top_n_sigma": -1, "n_predict": -1, "ignore_eos": False,
+        "repetition_penalty": 1.0, "grammar": "", "json_schema": None,
+    }  # fmt: skip
+    assert greedy(client, extra_body=passed).choices[0].text == greedy(client).choices[0].text
+
+
+def test_a_penalty_for_repetition_can_be_asked_for(client: openai.OpenAI) -> None:
+    repeated, penalised = (
+        greedy(client, logprobs=0, max_tokens=12, extra_body=more).choices[0].logprobs.tokens
+        for more in ({}, {"repetition_penalty": 100.0})
+    )
+    assert len(set(penalised)) > len(set(repeated))
+
+
+def test_a_completion_without_a_limit_is_short(client: openai.OpenAI) -> None:
+    """As OpenAI's and vLLM's; null is to the end of the context."""
+    sixteen, rest = (client.completions.create(model="tiny", prompt=[5], **more) for more in ({}, {"max_tokens": None}))
+    assert (sixteen.usage.completion_tokens, rest.usage.completion_tokens) == (16, 63)
+
+
 def test_penalties_turn_to_other_tokens(client: openai.OpenAI, served: Served) -> None:
     logits = {str(token): 3.0 for token in (40, 41)}
     repeated = greedy(client, logit_bias=logits, logprobs=0, max_tokens=12).choices[0].logprobs.tokens
@@ -475,6 +501,12 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("/v1/completions", {"prompt": "a", "min_tokens": 3}, 400, "min_tokens", "not supported"),
     ("/v1/completions", {"prompt": "a", "allowed_token_ids": [5]}, 400, "allowed_token_ids", "not supported"),
     ("/v1/completions", {"prompt": "a", "typical_p": 0.5}, 400, "typical_p", "not supported"),
+    ("/v1/completions", {"prompt": "a", "n_predict": 3}, 400, "n_predict", "not supported by this server; use max_tok"),
+    ("/v1/completions", {"prompt": "a", "dry_multiplier": 0.8}, 400, "dry_multiplier", "not supported"),
+    ("/v1/completions", {"prompt": "a", "xtc_probability": 0.5}, 400, "xtc_probability", "not supported"),
+    ("/v1/completions", {"prompt": "a", "a_sampler_of_tomorrow": 0}, 400, "a_sampler_of_tomorrow", "leave it out"),
+    ("/v1/completions", {"prompt": "a", "repeat_penalty": 1.1}, 400, "repeat_penalty", "use repetition_penalty"),
+    ("/v1/completions", {"prompt": "a", "repetition_penalty": 0}, 400, "repetition_penalty", "greater"),
     ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "needs echo"),
     ("/v1/completions", {"prompt": "\ud800"}, 400, "prompt", "surrogate"),
     ("/v1/completions", {"prompt": "a", "logit_bias": {"99999": 1}}, 400, "logit_bias", "no token"),

@@ -16,6 +16,7 @@ from tiermoe.serve.anthropic_events import Growing
 from tiermoe.serve.anthropic_fields import CountRequest, MessagesRequest
 from tiermoe.serve.chats import Chat, Prepared, prepare
 from tiermoe.serve.errors import Refused
+from tiermoe.serve.fields import check_fields
 from tiermoe.serve.request import Piece, Request
 from tiermoe.serve.served import Served
 
@@ -56,7 +57,7 @@ def routes(app: FastAPI, served: Served) -> None:
 
 
 def _prepared(served: Served, asked: CountRequest) -> Prepared:
-    asked.check()
+    check_fields(asked)
     served.check_model(asked.model)
     return prepare(
         served, Chat(asked.plain, asked.functions, asked.choice, asked.answer_schema, asked.told, asked.parallel)

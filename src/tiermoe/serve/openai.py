@@ -15,16 +15,21 @@ from tiermoe.generation.sampling import Sampling
 from tiermoe.serve.answers import ANSWERS, KEEP_ALIVE_S, begun, together, whole
 from tiermoe.serve.chats import Chat, Prepared, grammar_of, prepare
 from tiermoe.serve.errors import Refused
+from tiermoe.serve.fields import check_fields
 from tiermoe.serve.openai_answers import Logprobs, Reading, choice, shape_of, stream, usage_of
-from tiermoe.serve.openai_fields import ChatRequest, Common, CompletionRequest, check_fields
+from tiermoe.serve.openai_fields import ChatRequest, Common, CompletionRequest
 from tiermoe.serve.request import Piece, Request
 from tiermoe.serve.served import Served
+
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias",
+)  # fmt: skip
 
 
 def sampling_of(asked: Common, default: Sampling, most: int) -> Sampling:
     """How the tokens of an answer are chosen: as asked, else as `default`. most: tokens that there is room for."""
-    named = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
-    values = {name: getattr(asked, name) for name in named if getattr(asked, name) is not None}
+    values = {name: value for name in _SAMPLING if (value := getattr(asked, name)) is not None}
     if values.get("top_k") == -1:
         values["top_k"] = 0
     kept = {name: getattr(default, name) for name in ("temperature", "top_p", "top_k", "min_p")}

@@ -16,6 +16,7 @@ from sse_starlette import EventSourceResponse
 from tiermoe.serve.answers import ANSWERS, KEEP_ALIVE_S, begun, together, whole
 from tiermoe.serve.chats import Chat, Prepared, prepare
 from tiermoe.serve.errors import Refused
+from tiermoe.serve.fields import check_fields
 from tiermoe.serve.openai_answers import Logprobs
 from tiermoe.serve.request import Piece, Request
 from tiermoe.serve.responses_events import Growing
@@ -28,7 +29,7 @@ def routes(app: FastAPI, served: Served) -> None:
 
     @app.post("/v1/responses", response_model=None, responses=ANSWERS)
     async def responses(asked: ResponsesRequest, http: HttpRequest) -> Response | dict[str, Any]:
-        asked.check()
+        check_fields(asked)
         served.check_model(asked.model)
         try:
             messages = asked.messages
