@@ -102,7 +102,7 @@ def test_fields_that_change_nothing_may_be_there(client: openai.OpenAI) -> None:
         "user": "u", "metadata": {"a": "b"}, "store": True, "stream_options": None, "prompt_cache_key": "k",
         "cache_prompt": False, "repeat_penalty": 1.0, "repeat_last_n": 64, "typical_p": 1, "mirostat": 0,
         "mirostat_tau": 5.0, "dry_multiplier": 0, "dry_base": 1.75, "dry_sequence_breakers": ["\n"],
-        "xtc_probability": 0.0, "xtc_threshold": 0.1, "top_n_sigma": -1, "n_predict": -1, "ignore_eos": False,
+        "xtc_probability": 0.0, "xtc_threshold": 0.1, "top_n_sigma": -1, "ignore_eos": False,
         "repetition_penalty": 1.0, "grammar": "", "json_schema": None,
     }  # fmt: skip
     assert greedy(client, extra_body=passed).choices[0].text == greedy(client).choices[0].text

@@ -96,6 +96,11 @@ def test_a_forced_call_s_beginning_is_no_text(form: Format) -> None:
     assert reader.add(f"\n{form.begin[:-2]}", last=True, cut=True) == ("", [])
 
 
+def test_a_forced_call_that_cannot_be_read_is_text(form: Format) -> None:
+    text = f"{form.begin}{{{form.end}"
+    assert CallReader(form, TYPES, forced=True).add(text, last=True) == (text, [])
+
+
 def test_a_string_stays_a_string() -> None:
     form = next(form for form in FORMATS if form.mark == "<function=")
     text = WRITTEN[form.mark].replace("Bonn", "53111")

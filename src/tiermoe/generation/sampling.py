@@ -28,7 +28,7 @@ class Sampling:
     token's probability that a token must have) and seed matter above it. presence_penalty is taken from the logits of
     tokens that the answer has, frequency_penalty once for each time; logit_bias is added to a token's logit. By
     repetition_penalty the logits of tokens that prompt or answer have are divided, or multiplied where they are
-    negative; None: by that of the model's generation_config.json, as which an answer ends, too."""
+    negative; None: by the model's own. That, and what ends an answer, is as its generation_config.json says."""
 
     max_tokens: int = 256
     temperature: float = 0.0

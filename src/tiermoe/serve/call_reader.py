@@ -12,7 +12,7 @@ from tiermoe.serve.tools import Format, Tags, ToolCall, Types, value_of
 
 class CallReader:
     """Reads one answer: text in, text and calls out. What turns out to be no call is text. one: nothing is told after
-    the first call. forced: an answer is a call, so that none of it is text. `calls`: the whole ones so far."""
+    the first call. forced: an answer is a call, so that no beginning of one is text. `calls`: the whole ones so far."""
 
     def __init__(self, form: Format, types: Types, one: bool = False, forced: bool = False) -> None:
         self.calls: list[ToolCall] = []
@@ -30,7 +30,7 @@ class CallReader:
         while not (self._one and (self.calls or new)):
             before, begin, rest = self._held.partition(self._form.begin)
             if not begin:
-                kept = 0 if last else overlap(self._held, self._form.begin)
+                kept = 0 if last and not self._forced else overlap(self._held, self._form.begin)
                 said += self._held[: len(self._held) - kept]
                 self._held = self._held[len(self._held) - kept :]
                 break
@@ -44,12 +44,12 @@ class CallReader:
             if not found and not end and (cut or self._forced):
                 found = _begun(self._form, inside, self._types)
             new += found
-            if not found:
+            if not found and (end or not self._forced):
                 said += begin + inside + end
-        if self.calls or new:
-            said = said.strip("\n") if not said.strip() else said  # line breaks between calls
+        if self._forced or self.calls or new:
+            said = said.strip("\n") if not said.strip() else said  # line breaks before calls and between them
         self.calls += [call for call in new if call.whole]
-        return "" if self._forced else said, new
+        return said, new
 
     def _read(self, inside: str) -> list[ToolCall]:
         try:

@@ -33,7 +33,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("ignore_eos", "use_beam_search", "include_stop_str_in_output", "return_token_ids"), (False,)),
     **dict.fromkeys(("background", "echo"), (False,)),
     **dict.fromkeys(("skip_special_tokens", "parse_tool_calls", "include_reasoning"), (True,)),
-    "function_call": ("none",), "modalities": (["text"],), "n_predict": (-1,), "reasoning_format": ("auto", "deepseek"),
+    "function_call": ("none",), "modalities": (["text"],), "reasoning_format": ("auto", "deepseek"),
     "spaces_between_special_tokens": (False, True), "top_n_sigma": (-1, 0), "truncate_prompt_tokens": (-1,),
     "truncation": ("auto", "disabled"),
 }  # fmt: skip
