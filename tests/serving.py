@@ -81,23 +81,24 @@ def http(address: str) -> Iterator[Any]:
 
 
 class Scripted:
-    """A worker whose answers are given: a piece for each letter. asked: what it was asked for."""
+    """A worker whose answers are given: a piece for each letter. asked: what it was asked for. finish: why they end."""
 
-    def __init__(self, served: Any, text: str) -> None:
-        self.batcher, self.asked, self._text = served.worker.batcher, list[Any](), text
+    def __init__(self, served: Any, text: str, finish: str = "stop") -> None:
+        from tiermoe.serve.request import Piece
+
+        self.batcher, self.asked = served.worker.batcher, list[Any]()
+        self.pieces = [*(Piece(1, letter, (1,)) for letter in text), Piece(1, "", (2,), finish=finish)]
         self.most_waiting = 8
 
     def stalled_s(self) -> float:
         return 0.0
 
     def submit(self, requests: Any) -> Any:
-        from tiermoe.serve.request import Piece
         from tiermoe.serve.worker import Answers
 
         self.asked += requests
         answers = Answers(len(requests), lambda: None)
         for index in range(len(requests)):
-            for letter in self._text:
-                answers.put(index, Piece(1, letter, (1,)))
-            answers.put(index, Piece(1, "", (2,), finish="stop"))
+            for piece in self.pieces:
+                answers.put(index, piece)
         return answers

@@ -47,6 +47,13 @@ def test_a_message(claude: anthropic.Anthropic, client: openai.OpenAI) -> None:
     assert counted.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
 
 
+def test_what_agents_send_beside_changes_nothing(claude: anthropic.Anthropic) -> None:
+    edits: Any = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    more: Any = {"temperature": 0, "context_management": edits, "speed": "standard", "betas": ["a"]}
+    answer = claude.messages.create(**{**MESSAGES, "metadata": {"user_id": "u"}, "extra_body": more})
+    assert answer.content == claude.messages.create(**MESSAGES).content
+
+
 def test_a_streamed_message(claude: anthropic.Anthropic) -> None:
     whole = claude.messages.create(**MESSAGES)
     with claude.messages.stream(**MESSAGES) as stream:
@@ -66,7 +73,11 @@ def test_a_streamed_message(claude: anthropic.Anthropic) -> None:
         ({"extra_body": {"mcp_servers": [{"url": "a"}]}}, "mcp_servers is not supported"),
         ({"model": "other"}, "this server has 'tiny'"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "user"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+         "text alone, no image"),
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "text alone, no document"),
+        ({"extra_body": {"min_p": 0.1}}, "min_p is not supported"),
+        ({"extra_body": {"stop": ["a"]}}, "use stop_sequences"),
         ({"messages": [{"role": "user", "content": [
             {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}]}]}, "text alone, no image"),
         ({"messages": [{"role": "user", "content": "a " * 99}]}, "the prompt is too long"),
@@ -165,6 +176,42 @@ def test_one_call_where_several_are_not_wanted(served: Served, monkeypatch: pyte
     assert len(chat["choices"][0]["message"]["tool_calls"]) == 1
     assert [item["type"] for item in response["output"]] == ["function_call"]
     assert [request.stops for request in scripted.asked] == [("zz", "</tool_call>"), *[("</tool_call>",)] * 2]
+
+
+def test_a_forced_call_that_is_cut_off(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each dialect: the call with the arguments so far, nothing as text, and that the answer was too long."""
+    monkeypatch.setattr(served.tokenizer, "chat_template", TEMPLATE)
+    scripted: Any = Scripted(served, CALL.partition("nn")[0], "length")
+    function: Any = {"name": "weather", "parameters": {"type": "object"}}
+    said: Any = [{"role": "user", "content": "a"}]
+    with (
+        running(create_app(replace(served, worker=scripted))) as address,
+        anthropic.Anthropic(base_url=address, api_key="any") as claude,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="any") as client,
+    ):
+        options: Any = {"messages": said, "tools": [TOOL], "tool_choice": {"type": "any"}, "max_tokens": 9}
+        whole = claude.messages.create(model="tiny", **options)
+        with claude.messages.stream(model="tiny", **options) as stream:
+            summed = stream.get_final_message()
+        options = {"model": "tiny", "tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+        chat = client.chat.completions.create(messages=said, **options).choices[0]
+        chunks = list(client.chat.completions.create(messages=said, stream=True, **options))
+        options = {"tools": [{"type": "function", **function}], "tool_choice": "required"}
+        response = client.responses.create(model="tiny", input="a", **options)
+    for message in (whole, summed):
+        (block,) = message.content
+        assert (block.type, block.name, message.stop_reason) == ("tool_use", "weather", "max_tokens")
+    assert whole.content[0].input == {"city": "Bo"}
+    arguments = '{"city": "Bo'
+    assert (chat.message.content, chat.finish_reason) == (None, "length")
+    assert [call.function.arguments for call in chat.message.tool_calls or ()] == [arguments]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ""
+    calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert ([call.function.arguments for call in calls], chunks[-1].choices[0].finish_reason) == ([arguments], "length")
+    (item,) = response.output
+    assert (item.type, item.arguments, item.status, response.status) == (
+        "function_call", arguments, "incomplete", "incomplete"
+    )  # fmt: skip
 
 
 STRICT = (

@@ -22,6 +22,7 @@ from tiermoe.model.gguf.ends import end_ids
 from tiermoe.model.gguf.pre_tokenizers import PRE_TOKENIZERS
 from tiermoe.model.gguf.tokenizer import load_tokenizer
 from tiermoe.model.hub import load_tokenizer as load_any
+from tiermoe.serve.detokenize import token_bytes
 from tiermoe.store.gguf.file import GgufFile, open_gguf
 
 PEER = os.environ.get("TIERMOE_PEER_PYTHON", sys.executable)
@@ -80,6 +81,7 @@ def test_every_text_comes_back(pre: str, vocabulary: dict[str, Any], tmp_path: P
     tokenizer = load_tokenizer(write(tmp_path / "v.gguf", vocabulary, pre, add_bos_token=False))
     for text in TEXTS:
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+        assert bytes_of(tokenizer, text) == text.encode()
     ids = tokenizer("a<|im_end|>b<think>c")["input_ids"]
     names = ["a", "<|im_end|>", "b", "<think>", "c"]
     assert tokenizer.convert_ids_to_tokens(ids) == names
@@ -103,6 +105,10 @@ def test_what_splits_text_must_be_known(vocabulary: dict[str, Any], tmp_path: Pa
         load_tokenizer(write(tmp_path / "v.gguf", vocabulary, "kimi-k2"))
 
 
+def bytes_of(tokenizer: Any, text: str) -> bytes:
+    return b"".join(token_bytes(tokenizer, token) for token in tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 def _peer(file: Path) -> list[list[int]]:
     job = json.dumps({"file": str(file), "texts": TEXTS})
     done = subprocess.run([PEER, "-c", _ASK], input=job, capture_output=True, text=True, check=False)
@@ -123,7 +129,9 @@ def test_ids_are_llama_cpps(pre: str | None, vocabulary: dict[str, Any], tmp_pat
         assert text in left_out or tokenizer(text)["input_ids"] == wanted, text
 
 
-def test_ids_of_a_sentencepiece_vocabulary_are_llama_cpps(tmp_path: Path) -> None:
+@pytest.fixture
+def sentencepiece(tmp_path: Path) -> Path:
+    """A file with a vocabulary of words' beginnings, letters and bytes."""
     pieces = [(text[:end], -float(end)) for text in TEXTS for end in range(1, 6) if text[:end]]
     words = {"▁" + word[:end]: -10.0 * end for text in TEXTS for word in text.split() for end in range(1, 8)}
     letters = {letter: -1000.0 for text in TEXTS for letter in text if letter != " "} | {"▁": -1000.0, "▁▁": -2.0}
@@ -142,11 +150,21 @@ def test_ids_of_a_sentencepiece_vocabulary_are_llama_cpps(tmp_path: Path) -> Non
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    tokenizer = load_tokenizer(open_gguf(file))
+    return file
+
+
+def test_ids_of_a_sentencepiece_vocabulary_are_llama_cpps(sentencepiece: Path) -> None:
+    tokenizer = load_tokenizer(open_gguf(sentencepiece))
     texts = [text for text in TEXTS if text]
     found = [tokenizer(text)["input_ids"] for text in texts]
-    wanted = dict(zip(TEXTS, _peer(file), strict=True))
+    wanted = dict(zip(TEXTS, _peer(sentencepiece), strict=True))
     assert found == [wanted[text] for text in texts]
+
+
+def test_tokens_of_a_sentencepiece_vocabulary_have_their_own_bytes(sentencepiece: Path) -> None:
+    tokenizer = load_tokenizer(open_gguf(sentencepiece))
+    for text in (*TEXTS, "ሰላም\u3000\U00013000"):  # the last one's characters are no tokens
+        assert bytes_of(tokenizer, text) == (b" " + text.encode() if text else b"")
 
 
 def test_a_model_s_tokenizer_is_its_file_s(tmp_path: Path, shipped: Path) -> None:

@@ -65,6 +65,26 @@ def test_messages_are_read_however_their_text_comes(
     assert len({call.id for call in reader.calls}) == len(calls)
 
 
+@pytest.mark.parametrize("pieces", [1, 5])
+@pytest.mark.parametrize(
+    ("text", "answer", "calls"),
+    [
+        (CALLED[:-9], "", [("get_weather", CALL[:-9])]),
+        (CALLED.partition("{")[0], "", [("get_weather", "")]),
+        (CALLED.partition(".get")[0], "", []),
+        (CALLED + "<|call|>", "", [("get_weather", CALL)]),
+        (BOTH[:-3], "2 + 2 =", []),
+    ],
+)
+def test_a_call_that_is_cut_off_has_the_arguments_so_far(text: str, answer: str, calls: list[Any], pieces: int) -> None:
+    reader, parts = ChannelReader(), parts_of(text, pieces)
+    told = [reader.add(part, index == len(parts) - 1, index == len(parts) - 1) for index, part in enumerate(parts)]
+    assert "".join(each[1] for each in told) == answer
+    found = [call for each in told for call in each[2]]
+    assert [(call.name, call.arguments) for call in found] == calls
+    assert reader.calls == [call for call in found if text.endswith("<|call|>")]
+
+
 @pytest.mark.parametrize(("text", "finish"), [(BOTH, "stop"), (CALLED, "tool_calls")])
 def test_an_answer_ends_as_its_last_message_says(text: str, finish: str) -> None:
     reader = Reader(channels=ChannelReader())

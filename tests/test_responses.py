@@ -116,6 +116,8 @@ def test_thoughts_and_calls_are_items(served: Served, monkeypatch: pytest.Monkey
         ({"tools": [{"type": "function"}]}, "tools", "required"),
         ({"tools": [TOOL]}, "tools", "no chat template with tools"),
         ({"text": {"format": {"type": "json_schema"}}}, "text", "schema"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"max_tokens": 5}, "max_tokens", "use max_output_tokens"),
         ({"temperature": -1}, "temperature", "greater"),
     ],
 )  # fmt: skip

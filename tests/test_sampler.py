@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tiermoe.generation.sampling import Sampler, Sampling
+from tiermoe.errors import ConfigError
+from tiermoe.generation.sampling import IMPOSSIBLE, Sampler, Sampling, log_probabilities
 
 LOGITS = torch.log(torch.tensor([0.05, 0.4, 0.1, 0.3, 0.15]))
 DRAWS = 4000
@@ -95,7 +96,48 @@ def test_a_seed_names_an_answer() -> None:
     assert len(other) == 3
 
 
-def test_a_penalty_lowers_tokens_that_were_there() -> None:
-    sampler = Sampler(Sampling(), penalty=2.0)
-    assert sampler.choose(torch.tensor([2.0, 1.5, -1.0]), before=[0]) == 1
+@pytest.mark.parametrize("sampler", [Sampler(Sampling(), 2.0), Sampler(Sampling(repetition_penalty=2.0), 0.5)])
+def test_a_penalty_lowers_tokens_that_were_there(sampler: Sampler) -> None:
+    logits = torch.tensor([2.0, 1.5, -1.0])
+    assert sampler.choose(logits, before=[0]) == 1
+    assert logits.tolist() == [2.0, 1.5, -1.0]  # log probabilities are told of these
     assert sampler.choose(torch.tensor([-1.0, -1.5, -1.2]), before=[0]) == 2
+
+
+def test_a_model_s_own_penalty_can_be_switched_off() -> None:
+    assert Sampler(Sampling(repetition_penalty=1.0), penalty=2.0).choose(torch.tensor([2.0, 1.5]), before=[0]) == 0
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-46, 1e-38, 1e-37, 1e-30, 1e-6])
+@pytest.mark.parametrize("options", [{}, {"top_p": 1e-38}, {"top_p": 1e-46, "top_k": 3}, {"min_p": 1.0}])
+def test_the_smallest_temperatures_take_the_likeliest_token(temperature: float, options: dict[str, Any]) -> None:
+    for logits in (torch.tensor([12.0, 40.0, 39.0, -90.0]), torch.tensor([-50.0, -20.0, -torch.inf, -21.0])):
+        sampler = Sampler(Sampling(temperature=temperature, seed=1, **options))
+        assert {sampler.choose(logits) for _ in range(20)} == {1}
+
+
+def test_the_hardest_biases_and_penalties_let_nothing_impossible_pass() -> None:
+    logits = torch.tensor([-torch.inf, 3e4, -3e4, 0.0])
+    for temperature in (0.0, 1e-38, 1.0, 100.0):
+        hard = {"presence_penalty": 2.0, "frequency_penalty": 2.0, "repetition_penalty": 100.0}
+        sampler = Sampler(Sampling(temperature=temperature, logit_bias={0: 100, 2: -100}, seed=1, **hard))
+        assert 0 not in {sampler.choose(logits, [0, 1, 2, 3] * 50, 100) for _ in range(20)}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "cause"),
+    [
+        ({"logit_bias": {3: 1e30}}, "logit-bias must be from -100 to 100, got 1e"),
+        ({"logit_bias": {3: float("nan")}}, "logit-bias must be"),
+        ({"repetition_penalty": 0.0}, "repetition-penalty must be from 0.01 to 100, got 0"),
+        ({"repetition_penalty": 1e38}, "repetition-penalty must be"),
+    ],
+)
+def test_what_would_overflow_is_refused(wrong: dict[str, Any], cause: str) -> None:
+    with pytest.raises(ConfigError, match=cause):
+        Sampling(**wrong)
+
+
+def test_what_cannot_come_has_a_log_probability_that_json_can_say() -> None:
+    told, likeliest = log_probabilities(torch.tensor([-torch.inf, 0.0]), 0, 2)
+    assert (told, likeliest) == (IMPOSSIBLE, [(1, 0.0), (0, IMPOSSIBLE)])

@@ -21,8 +21,10 @@ from commands import Command
 from serving import KEY, Scripted, running
 from tiermoe.batch import Batch
 from tiermoe.batch import prompt as row
+from tiermoe.model.hub import load_tokenizer
 from tiermoe.serve.app import create_app
 from tiermoe.serve.grammar import Grammar
+from tiermoe.serve.request import Piece, TokenLogprob
 from tiermoe.serve.served import Served
 
 PROMPT = "once upon a time"
@@ -98,6 +100,26 @@ def test_sampling_is_what_is_asked_for(client: openai.OpenAI, served: Served) ->
     assert greedy(client, stop=[text[2:4]]).choices[0].text == text[: text.index(text[2:4])]
 
 
+def test_fields_that_change_nothing_may_be_there(client: openai.OpenAI) -> None:
+    """Those of clients and gateways, and samplers that this server does not have where they are switched off."""
+    passed: dict[str, Any] = {
+        "user": "u", "metadata": {"a": "b"}, "store": True, "stream_options": None, "prompt_cache_key": "k",
+        "cache_prompt": False, "repeat_penalty": 1.0, "repeat_last_n": 64, "typical_p": 1, "mirostat": 0,
+        "mirostat_tau": 5.0, "dry_multiplier": 0, "dry_base": 1.75, "dry_sequence_breakers": ["\n"],
+        "xtc_probability": 0.0, "xtc_threshold": 0.1, "top_n_sigma": -1, "ignore_eos": False,
+        "repetition_penalty": 1.0, "grammar": "", "json_schema": None,
+    }  # fmt: skip
+    assert greedy(client, extra_body=passed).choices[0].text == greedy(client).choices[0].text
+
+
+def test_a_penalty_for_repetition_can_be_asked_for(client: openai.OpenAI) -> None:
+    repeated, penalised = (
+        greedy(client, logprobs=0, max_tokens=12, extra_body=more).choices[0].logprobs.tokens
+        for more in ({}, {"repetition_penalty": 100.0})
+    )
+    assert len(set(penalised)) > len(set(repeated))
+
+
 def test_penalties_turn_to_other_tokens(client: openai.OpenAI, served: Served) -> None:
     logits = {str(token): 3.0 for token in (40, 41)}
     repeated = greedy(client, logit_bias=logits, logprobs=0, max_tokens=12).choices[0].logprobs.tokens
@@ -116,6 +138,42 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
     )
     entries = chat.choices[0].logprobs.content
     assert [len(entry.top_logprobs) for entry in entries] == [2, 2, 2]
+
+
+def test_what_a_grammar_forbids_has_a_log_probability_that_json_can_say(http: httpx.Client) -> None:
+    """OpenAI's -9999.0: minus infinity is no JSON."""
+    asked = {"response_format": {"type": "json_object"}, "max_tokens": 3, "temperature": 0}
+    said = {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": 20}
+    chat = http.post("/v1/chat/completions", json=asked | said)
+    text = http.post("/v1/completions", json=asked | {"prompt": PROMPT, "logprobs": 20})
+    assert "Infinity" not in chat.text + text.text
+    first = chat.json()["choices"][0]["logprobs"]["content"][0]
+    assert (first["token"], first["logprob"], first["top_logprobs"][-1]["logprob"]) == ("{", 0, -9999)
+    assert sorted(set(text.json()["choices"][0]["logprobs"]["top_logprobs"][0].values())) == [-9999, 0]
+
+
+def test_parts_of_characters_have_their_own_bytes(served: Served, shipped: Path) -> None:
+    tokenizer = load_tokenizer(shipped)
+    worker: Any = Scripted(served, "")
+    tokens = tokenizer("a… é🚀").input_ids
+    worker.pieces[:0] = [Piece(1, "", (token,), (TokenLogprob(token, -1.0, [(token, -1.0)]),)) for token in tokens]
+    app = create_app(replace(served, worker=worker, tokenizer=tokenizer))
+
+    async def asked() -> tuple[Any, Any]:
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
+        async with openai.AsyncOpenAI(base_url="http://test/v1", api_key="any", http_client=http) as client:
+            user: Any = [{"role": "user", "content": PROMPT}]
+            chat = await client.chat.completions.create(model="tiny", messages=user, logprobs=True, top_logprobs=1)
+            text = await client.completions.create(model="tiny", prompt=PROMPT, logprobs=1)
+        return chat.choices[0].logprobs.content, text.choices[0].logprobs
+
+    chat, text = asyncio.run(asked())
+    assert b"".join(bytes(entry.bytes) for entry in chat) == "a… é🚀".encode()
+    assert [entry.top_logprobs[0].bytes for entry in chat] == [entry.bytes for entry in chat]
+    assert [entry.token for entry in chat] == text.tokens
+    assert text.tokens[:4] == ["a", r"bytes:\xe2\x80", r"bytes:\xa6", " "]
+    assert text.text_offset[:5] == [0, 1, 1, 2, 3]
+    assert [*text.top_logprobs[1]] == [r"bytes:\xe2\x80"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -286,6 +344,93 @@ def test_tools_are_called(served: Served, monkeypatch: pytest.MonkeyPatch) -> No
     assert (again.finish_reason, again.message.content) == ("stop", "Let me look." + CALL)  # none may be called
 
 
+TURNS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+ASKED: dict[str, Any] = {"role": "user", "content": "a"}
+BEGUN = [ASKED, {"role": "assistant", "content": "Once; and "}]
+GOES_ON, NEW_TURN = "[user]a;[assistant]Once; and ", "[user]a;[assistant]Once; and ;[assistant]"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "prompt"),
+    [
+        ("chat/completions", {"messages": BEGUN}, GOES_ON),
+        ("chat/completions", {"messages": BEGUN, "continue_final_message": True}, GOES_ON),
+        ("chat/completions", {"messages": BEGUN, "continue_final_message": True, "add_generation_prompt": False},
+         GOES_ON),
+        ("chat/completions", {"messages": BEGUN, "continue_final_message": False}, NEW_TURN),
+        ("chat/completions", {"messages": BEGUN, "add_generation_prompt": True}, NEW_TURN),
+        ("chat/completions", {"messages": [ASKED, {"role": "assistant"}]}, "[user]a;[assistant]"),
+        ("messages", {"messages": BEGUN, "max_tokens": 9}, GOES_ON),
+        ("responses", {"input": BEGUN}, GOES_ON),
+    ],
+)  # fmt: skip
+def test_an_assistant_s_message_at_the_end_is_continued(
+    served: Served, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], prompt: str
+) -> None:
+    monkeypatch.setattr(served.tokenizer, "chat_template", TURNS)
+    scripted: Any = Scripted(served, "so on")
+    with running(create_app(replace(served, worker=scripted))) as address:
+        assert httpx.post(f"{address}/v1/{path}", json=body).status_code == 200
+    assert served.tokenizer.decode(scripted.asked[0].ids) == prompt
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "why"),
+    [
+        ({"messages": [ASKED], "continue_final_message": True}, "continue_final_message", "needs an assistant's"),
+        ({"messages": BEGUN, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message",
+         "excludes"),
+        ({"messages": [ASKED], "add_generation_prompt": False}, "add_generation_prompt", "a message to continue"),
+        ({"messages": BEGUN, "response_format": {"type": "json_object"}}, "messages", "cannot follow response_format"),
+        ({"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, "messages",
+         "send their results"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_continued(
+    http: httpx.Client, served: Served, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any], param: str, why: str
+) -> None:
+    monkeypatch.setattr(served.tokenizer, "chat_template", TURNS)
+    response = http.post("/v1/chat/completions", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert why in response.json()["error"]["message"]
+
+
+def test_a_continued_answer_is_the_rest_of_the_whole_one(
+    client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.tokenizer, "chat_template", TURNS)
+
+    def answer(tokens: int, *begun: Any) -> str:
+        said: Any = [ASKED, *begun]
+        told = client.chat.completions.create(model="tiny", messages=said, temperature=0, max_tokens=tokens)
+        return told.choices[0].message.content or ""
+
+    whole, begun = answer(9), answer(4)
+    assert begun + answer(5, {"role": "assistant", "content": begun}) == whole
+
+
+@pytest.mark.parametrize(
+    ("template", "begun", "thought", "content"),
+    [
+        (TURNS + "<think>{% if 0 %}</think>{% endif %}", "<think>hm", "a", "b"),
+        (TURNS + "<think>{% if 0 %}</think>{% endif %}", "<think>hm</think>so", "", "a</think>b"),
+        (TURNS + "{% if 0 %}<|channel|>{% endif %}", "so", "", "a</think>b"),
+    ],
+)
+def test_an_answer_goes_on_within_a_thought_or_behind_it(
+    served: Served, monkeypatch: pytest.MonkeyPatch, template: str, begun: str, thought: str, content: str
+) -> None:
+    monkeypatch.setattr(served.tokenizer, "chat_template", template)
+    scripted: Any = Scripted(served, "a</think>b")
+    body = {"messages": [ASKED, {"role": "assistant", "content": begun}]}
+    with running(create_app(replace(served, worker=scripted))) as address:
+        told = httpx.post(f"{address}/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    assert (told.get("reasoning_content", ""), told["content"]) == (thought, content)
+
+
 CHANNELS = (
     "{% for m in messages %}<|start|>{{ m.role }}<|channel|>{{ m.thinking }}<|message|>{{ m.content }}{% endfor %}"
 )
@@ -369,6 +514,12 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("/v1/completions", {"prompt": "a", "min_tokens": 3}, 400, "min_tokens", "not supported"),
     ("/v1/completions", {"prompt": "a", "allowed_token_ids": [5]}, 400, "allowed_token_ids", "not supported"),
     ("/v1/completions", {"prompt": "a", "typical_p": 0.5}, 400, "typical_p", "not supported"),
+    ("/v1/completions", {"prompt": "a", "n_predict": 3}, 400, "n_predict", "not supported by this server; use max_tok"),
+    ("/v1/completions", {"prompt": "a", "dry_multiplier": 0.8}, 400, "dry_multiplier", "not supported"),
+    ("/v1/completions", {"prompt": "a", "xtc_probability": 0.5}, 400, "xtc_probability", "not supported"),
+    ("/v1/completions", {"prompt": "a", "a_sampler_of_tomorrow": 0}, 400, "a_sampler_of_tomorrow", "leave it out"),
+    ("/v1/completions", {"prompt": "a", "repeat_penalty": 1.1}, 400, "repeat_penalty", "use repetition_penalty"),
+    ("/v1/completions", {"prompt": "a", "repetition_penalty": 0}, 400, "repetition_penalty", "greater"),
     ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "needs echo"),
     ("/v1/completions", {"prompt": "\ud800"}, 400, None, "no JSON"),
     ("/v1/completions", {"prompt": "a", "logit_bias": {"99999": 1}}, 400, "logit_bias", "no token"),

@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from tiermoe.serve.call_reader import CallReader
 from tiermoe.serve.grammar import Grammars
-from tiermoe.serve.tools import FORMATS, CallReader, Format, format_of, types_of
+from tiermoe.serve.tools import FORMATS, Format, format_of, types_of
 from tiny import write_tokenizer
 
 TOOLS = [
@@ -67,6 +68,37 @@ def test_what_is_no_call_is_text(form: Format, pieces: int) -> None:
         said, calls = read(form, text, pieces)
         if form.mark != "<arg_key>" or "nothing" not in text:  # there a name alone is a call without arguments
             assert (said, calls) == (text, [])
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_call_that_is_cut_off_has_the_arguments_so_far(form: Format, forced: bool) -> None:
+    """At each letter: never is any of it text, and what is told only grows."""
+    whole, told = WRITTEN[form.mark], ""
+    for end in range(len(form.begin), len(whole)):
+        reader = CallReader(form, TYPES, forced=forced)
+        before, _ = reader.add("\n" if forced else "So:")
+        said, calls = reader.add(whole[:end], last=True, cut=True)
+        if calls:
+            (call,) = calls
+            assert (before + said, call.name, call.whole) == ("" if forced else "So:", "weather", False)
+            assert call.arguments.startswith(told)
+            assert reader.calls == []
+            assert "Bonn".startswith(call.values.get("city", ""))
+            told = call.arguments
+        else:
+            assert told == ""
+            assert before + said == ("" if forced else "So:" + whole[:end])  # no function is named yet
+    assert json.loads(told.removesuffix("}") + "}") == {"city": "Bonn", "days": 3}
+
+
+def test_a_forced_call_s_beginning_is_no_text(form: Format) -> None:
+    reader = CallReader(form, TYPES, forced=True)
+    assert reader.add(f"\n{form.begin[:-2]}", last=True, cut=True) == ("", [])
+
+
+def test_a_forced_call_that_cannot_be_read_is_text(form: Format) -> None:
+    text = f"{form.begin}{{{form.end}"
+    assert CallReader(form, TYPES, forced=True).add(text, last=True) == (text, [])
 
 
 def test_a_string_stays_a_string() -> None:

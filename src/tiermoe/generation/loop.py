@@ -195,7 +195,7 @@ def _answer_by_transformers(
     if sampling.seed is not None:
         transformers.set_seed(sampling.seed)
     options: dict[str, Any] = {"do_sample": False}
-    if sampling.temperature > 0:
+    if not sampling.greedy:
         options = {
             "do_sample": True,
             "temperature": sampling.temperature,

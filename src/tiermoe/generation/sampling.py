@@ -16,14 +16,19 @@ from tiermoe.errors import ConfigError
 
 _CANDIDATES = 256  # of which the nucleus is nearly always a part: sorting a whole vocabulary takes milliseconds
 _MORE = 16  # times as many are looked at where they are too few
+_COLDEST = 1e-30  # logits that are divided by less overflow; at it the likeliest token alone is drawn anyway
+_LARGEST_BIAS = 100
+IMPOSSIBLE = -9999.0
+"""What is told as the log probability of a token that cannot come, as OpenAI does: JSON has no infinity."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are chosen. temperature 0 is greedy; top_p, top_k (0: all tokens), min_p (share of the likeliest
     token's probability that a token must have) and seed matter above it. presence_penalty is taken from the logits of
-    tokens that the answer has, frequency_penalty once for each time; logit_bias is added to a token's logit. Ends of an
-    answer and the penalty for repetition are those of the model's generation_config.json."""
+    tokens that the answer has, frequency_penalty once for each time; logit_bias is added to a token's logit. By
+    repetition_penalty the logits of tokens that prompt or answer have are divided, or multiplied where they are
+    negative; None: by the model's own. That, and what ends an answer, is as its generation_config.json says."""
 
     max_tokens: int = 256
     temperature: float = 0.0
@@ -34,6 +39,7 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    repetition_penalty: float | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -49,6 +55,16 @@ class Sampling:
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= getattr(self, name) <= 2:
                 raise ConfigError(f"{name.replace('_', '-')} must be from -2 to 2, got {getattr(self, name)}")
+        wrong = [bias for bias in self.logit_bias.values() if not -_LARGEST_BIAS <= bias <= _LARGEST_BIAS]
+        if wrong:
+            raise ConfigError(f"logit-bias must be from -{_LARGEST_BIAS} to {_LARGEST_BIAS}, got {wrong[0]}")
+        if self.repetition_penalty is not None and not 0.01 <= self.repetition_penalty <= 100:
+            raise ConfigError(f"repetition-penalty must be from 0.01 to 100, got {self.repetition_penalty}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature < _COLDEST
 
 
 def sampling_for(config: Any, named: Mapping[str, Any], otherwise: Sampling) -> Sampling:
@@ -65,7 +81,7 @@ def sampling_for(config: Any, named: Mapping[str, Any], otherwise: Sampling) -> 
         )
     sampling = replace(said, **named)
     idle = [name.replace("_", "-") for name in ("top_p", "top_k") if name in named]
-    if idle and sampling.temperature == 0:
+    if idle and sampling.greedy:
         raise ConfigError(
             f"{' and '.join(idle)} would do nothing: at temperature 0 the likeliest token is taken; name a temperature "
             f"above 0 beside it"
@@ -74,12 +90,13 @@ def sampling_for(config: Any, named: Mapping[str, Any], otherwise: Sampling) -> 
 
 
 class Sampler:
-    """Draws tokens by a `Sampling`; its random numbers are its own, so that a seed names an answer. penalty: by which
-    the logits of tokens that were there already are divided, or multiplied where they are negative."""
+    """Draws tokens by a `Sampling`; its random numbers are its own, so that a seed names an answer. penalty: for
+    repetition, where the sampling has none."""
 
     def __init__(self, sampling: Sampling, penalty: float | None = None) -> None:
         self._sampling = sampling
-        self._penalty = 1.0 if penalty is None else penalty
+        named = (sampling.repetition_penalty, penalty, 1.0)
+        self._penalty = next(each for each in named if each is not None)
         self._random = torch.Generator()
         if sampling.seed is None:
             self._random.seed()
@@ -87,7 +104,7 @@ class Sampler:
             self._random.manual_seed(sampling.seed)
 
     def choose(self, logits: Tensor, before: Sequence[int] = (), answered: int = 0) -> int:
-        """logits (vocabulary) → a token. Temperature 0: the likeliest, of equal ones the first. before: the tokens that
+        """logits (vocabulary) → a token. Greedy: the likeliest, of equal ones the first. before: the tokens that
         were there already, of which the last `answered` are the answer's."""
         with _one_thread():
             return self._chosen(logits, before, answered)
@@ -98,7 +115,7 @@ class Sampler:
             logits = self._penalised(logits, before)
         if sampling.logit_bias or sampling.presence_penalty or sampling.frequency_penalty:
             logits = self._biased(logits, before[len(before) - answered :])
-        if sampling.temperature == 0:
+        if sampling.greedy:
             return _likeliest(logits)
         probabilities = torch.softmax(logits.float() / sampling.temperature, dim=-1)
         if sampling.min_p:
@@ -109,7 +126,7 @@ class Sampler:
         return self._drawn(probabilities)
 
     def _penalised(self, logits: Tensor, before: Sequence[int]) -> Tensor:
-        logits = logits.float()
+        logits = logits.float().clone()  # who asks for log probabilities is told those of the model's own
         there = torch.tensor(sorted(set(before)))
         values = logits[there]
         logits[there] = torch.where(values < 0, values * self._penalty, values / self._penalty)
@@ -165,8 +182,9 @@ def _likeliest(logits: Tensor) -> int:
 
 def log_probabilities(logits: Tensor, token: int, most: int) -> tuple[float, list[tuple[int, float]]]:
     """Of logits (vocabulary), as the model gives them: the token's log probability, and those of the `most` likeliest
-    tokens, falling. In 64 bits: those of long texts are summed up."""
+    tokens, falling; `IMPOSSIBLE` at the least. In 64 bits: those of long texts are summed up."""
     with _one_thread():
         logs = torch.log_softmax(logits.double(), dim=-1)
         values, tokens = logs.topk(most)
-    return float(logs[token]), list(zip(tokens.tolist(), values.tolist(), strict=True))
+        values, its = values.clamp(min=IMPOSSIBLE), logs[token].clamp(min=IMPOSSIBLE)
+    return float(its), list(zip(tokens.tolist(), values.tolist(), strict=True))

@@ -15,6 +15,7 @@ from tiermoe.serve.anthropic_events import Growing
 from tiermoe.serve.anthropic_fields import CountRequest, MessagesRequest
 from tiermoe.serve.chats import Chat, Prepared, prepare
 from tiermoe.serve.errors import Refused
+from tiermoe.serve.fields import check_fields
 from tiermoe.serve.intake import aside
 from tiermoe.serve.request import Piece, Request
 from tiermoe.serve.served import Served
@@ -56,7 +57,7 @@ def routes(app: FastAPI, served: Served) -> None:
 
 
 async def _prepared(served: Served, asked: CountRequest) -> Prepared:
-    asked.check()
+    check_fields(asked)
     served.check_model(asked.model)
     chat = Chat(asked.plain, asked.functions, asked.choice, asked.answer_schema, asked.told, asked.parallel)
     return await aside(prepare, served, chat)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -70,8 +69,7 @@ class Growing:
     def _call(self, call: ToolCall) -> Iterator[Event]:
         named = {"id": f"toolu_{call.id.removeprefix('call_')}", "name": call.name}
         yield from self._begin("tool_use", {**named, "input": {}})
-        given = json.loads(call.arguments)
-        self.message["content"][-1]["input"] = given if isinstance(given, dict) else {}
+        self.message["content"][-1]["input"] = call.values
         yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
 
     def _begin(self, kind: str, empty: dict[str, Any]) -> Iterator[Event]:

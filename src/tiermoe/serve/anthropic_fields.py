@@ -43,7 +43,12 @@ class ResultBlock(BaseModel):
     content: str | Several[Annotated[TextBlock, BeforeValidator(text_alone)]] | None = None
 
 
-Block = Annotated[TextBlock | ThinkingBlock | RedactedBlock | CallBlock | ResultBlock, Field(discriminator="type")]
+_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+Block = Annotated[
+    TextBlock | ThinkingBlock | RedactedBlock | CallBlock | ResultBlock,
+    Field(discriminator="type"),
+    BeforeValidator(lambda block: text_alone(block, _BLOCKS)),
+]
 
 
 class Message(BaseModel):
@@ -104,12 +109,8 @@ class OutputConfig(BaseModel):
     format: OutputFormat | None = None
 
 
-ELSEWHERE = ("mcp_servers", "container")
-"""Fields that ask for something that only Anthropic's own machines do."""
-
-
 class CountRequest(BaseModel):
-    """Fields that change nothing here are ignored; those of `ELSEWHERE` are refused."""
+    """Other fields are kept for `check_fields`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -121,12 +122,6 @@ class CountRequest(BaseModel):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-
-    def check(self) -> None:
-        """Refused where a field asks for what this server does not do."""
-        for name in ELSEWHERE:
-            if (self.model_extra or {}).get(name):
-                raise Refused(400, f"{name} is not supported by this server; leave it out", name)
 
     @property
     def plain(self) -> list[dict[str, Any]]:

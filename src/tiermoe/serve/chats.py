@@ -8,19 +8,21 @@ from typing import Any
 
 from tiermoe.errors import ConfigError
 from tiermoe.serve import harmony
+from tiermoe.serve.call_reader import CallReader
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.grammar import Compiling, Grammar, json_rule
 from tiermoe.serve.reading import Reader
-from tiermoe.serve.served import Served
-from tiermoe.serve.thoughts import END, ThoughtReader, opened, thinks
-from tiermoe.serve.tools import CallReader, Format, format_of, types_of
+from tiermoe.serve.served import Served, continued
+from tiermoe.serve.thoughts import END, ThoughtReader, opened, thinks, unfinished
+from tiermoe.serve.tools import Format, format_of, types_of
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
     """messages: as chat templates take them. tools: as OpenAI has them. choice: 'none', 'auto', 'required' or the name
     of the function that must be called. schema: of JSON that the answer must be; None: it is free. told: what else the
-    template is told (`enable_thinking`, …). parallel: an answer may call several times."""
+    template is told (`enable_thinking`, …). parallel: an answer may call several times. new_turn: an assistant's
+    message at the end is not continued."""
 
     messages: Sequence[dict[str, Any]]
     tools: Sequence[dict[str, Any]] = ()
@@ -28,6 +30,31 @@ class Chat:
     schema: Mapping[str, Any] | None = None
     told: Mapping[str, Any] = field(default_factory=dict)
     parallel: bool = True
+    new_turn: bool = False
+
+    @property
+    def forced(self) -> bool:
+        """Whether the answer is a call."""
+        return self.choice not in ("none", "auto")
+
+    @property
+    def continued(self) -> str | None:
+        """What the answer continues. Refused where it cannot."""
+        if self.new_turn or not self.messages:
+            return None
+        if self.messages[-1].get("tool_calls"):
+            raise Refused(400, "the conversation ends with calls of tools; send their results", "messages")
+        if not continued(self.messages):
+            return None
+        if self.forced or self.schema is not None:
+            wanted = "tool_choice" if self.forced else "response_format"
+            raise Refused(
+                400,
+                f"an answer that continues the assistant's message cannot follow {wanted}; leave out one",
+                "messages",
+            )
+        text: str = self.messages[-1]["content"]
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +75,15 @@ def prepare(served: Served, chat: Chat) -> Prepared:
     if harmony.speaks(served.template):
         return _in_channels(served, chat, tools)
     form = _format(served, tools) if tools else None
-    ids = served.chat_ids(chat.messages, tools, chat.told)
+    begun = chat.continued
+    ids = served.chat_ids(chat.messages, tools, chat.told, chat.new_turn)
     thinking = thinks(served.template)
-    inside = thinking and opened(served.tokenizer.decode(ids[-8:]))
+    inside = thinking and (opened(served.tokenizer.decode(ids[-8:])) if begun is None else unfinished(begun))
     types, one = types_of(tools), not chat.parallel
 
     def reader() -> Reader:
-        return Reader(ThoughtReader(inside) if thinking else None, CallReader(form, types, one) if form else None)
+        calls = CallReader(form, types, one, chat.forced) if form else None
+        return Reader(ThoughtReader(inside) if thinking else None, calls)
 
     stops = (form.end,) if form and one else ()
     return Prepared(ids, reader, _grammar(served, chat, form, tools, inside), stops=stops)
@@ -69,24 +98,23 @@ def _format(served: Served, tools: Sequence[dict[str, Any]]) -> Format:
 
 def _in_channels(served: Served, chat: Chat, tools: Sequence[dict[str, Any]]) -> Prepared:
     messages = [harmony.message_of(message) for message in chat.messages]
-    ids = served.chat_ids(messages, [harmony.tool_of(tool) for tool in tools], chat.told)
-    forced, functions = _named(chat, tools)
-    grammar = None
-    if forced or chat.schema is not None:
-        rules = harmony.rules_of(functions, None if forced else chat.schema)
-        grammar = _followed(served, rules, "tools" if forced else "response_format")
-    return Prepared(ids, lambda: Reader(channels=harmony.ChannelReader()), grammar, special=True)
+    goes_on = chat.continued is not None
+    ids = served.chat_ids(messages, [harmony.tool_of(tool) for tool in tools], chat.told, chat.new_turn)
+    functions, grammar = _named(chat, tools), None
+    if chat.forced or chat.schema is not None:
+        rules = harmony.rules_of(functions, None if chat.forced else chat.schema)
+        grammar = _followed(served, rules, "tools" if chat.forced else "response_format")
+    return Prepared(ids, lambda: Reader(channels=harmony.ChannelReader(goes_on)), grammar, special=True)
 
 
-def _named(chat: Chat, tools: Sequence[dict[str, Any]]) -> tuple[bool, list[dict[str, Any]]]:
-    """Whether a call is forced, and the functions that may be called. Refused where the one that must be is none."""
-    forced = chat.choice not in ("none", "auto")
+def _named(chat: Chat, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The functions that may be called. Refused where the one that must be is none."""
     named = [tool["function"] for tool in tools if chat.choice in ("auto", "required", tool["function"]["name"])]
-    if forced and not tools:
+    if chat.forced and not tools:
         raise Refused(400, "tool_choice asks for a call, and there are no tools", "tool_choice")
-    if forced and not named:
+    if chat.forced and not named:
         raise Refused(400, f"tool_choice asks for '{chat.choice}', which is not among the tools", "tool_choice")
-    return forced, named
+    return named
 
 
 def _grammar(
@@ -94,21 +122,21 @@ def _grammar(
 ) -> Compiling | None:
     """What the answer must be: one call, JSON, or either where tools may be called as well. A thought comes first where
     the prompt has opened one."""
-    forced, named = _named(chat, tools)
-    if not forced and chat.schema is None:
+    named = _named(chat, tools)
+    if not chat.forced and chat.schema is None:
         return None
     rules, said = [], []
     if form is not None and named:
         rules.append(form.rule(named))
         said.append("call")
-    if not forced and chat.schema is not None:
+    if not chat.forced and chat.schema is not None:
         rules.append(f"json: {json_rule(chat.schema)}")
         said.append("json")
     start = f"start: {' | '.join(said)}"
     if inside:
         start = f"start: thought /\\n{{0,2}}/ ({' | '.join(said)})"
         rules.append(f'thought[suffix="{END}"]: /(.|\\n)*/')
-    return _followed(served, "\n".join([start, *rules]), "tools" if forced else "response_format")
+    return _followed(served, "\n".join([start, *rules]), "tools" if chat.forced else "response_format")
 
 
 def grammar_of(served: Served, schema: Mapping[str, Any] | None) -> Compiling | None:

@@ -1,11 +1,18 @@
-"""Tokens to text while they come: no character is split, and nothing that may begin a stop string is told."""
+"""Tokens to text while they come: no character is split, and nothing that may begin a stop string is told. Single
+tokens to their bytes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 _UNFINISHED = "\ufffd"  # what a tokenizer gives for the first bytes of a character
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_UNPRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + at): byte for at, byte in enumerate(_UNPRINTABLE)}
+"""Character → byte of byte-level vocabularies (GPT-2's alphabet)."""
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # a sentencepiece vocabulary's
 
 
 class Detokenizer:
@@ -59,3 +66,29 @@ class Detokenizer:
 def overlap(text: str, stop: str) -> int:
     """The longest end of `text` that `stop` begins with."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """What a token adds to a text, a blank before a word among it; of a part of a character the bytes that it is."""
+    once, twice = (_decoded(tokenizer, [token] * count) for count in (1, 2))
+    text = twice[len(once) :]  # a text of sentencepiece tokens begins without its first blank
+    if _UNFINISHED in text:
+        piece: str = tokenizer.convert_ids_to_tokens(token)
+        if byte := _BYTE_TOKEN.fullmatch(piece):
+            return bytes.fromhex(byte[1])
+        if all(letter in _BYTES for letter in piece):
+            return bytes(_BYTES[letter] for letter in piece)
+    return text.encode()
+
+
+def token_text(its: bytes) -> str:
+    r"""A token's bytes as OpenAI names them: `bytes:\xe2\x80` where they are no whole characters."""
+    try:
+        return its.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in its)
+
+
+def _decoded(tokenizer: Any, tokens: list[int]) -> str:
+    text: str = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+    return text

@@ -80,12 +80,13 @@ class _Message:
 
 class ChannelReader:
     """Reads one answer: text with its special tokens in, (thought, answer, calls) out. Several messages of a kind are
-    told with a line break between them. `calls`: all so far."""
+    told with a line break between them. goes_on: it begins within a message to the user. `calls`: the whole ones so
+    far."""
 
-    def __init__(self) -> None:
+    def __init__(self, goes_on: bool = False) -> None:
         self.calls: list[ToolCall] = []
         self._held = ""
-        self._message: _Message | None = None  # None: within a header
+        self._message = _Message() if goes_on else None  # None: within a header
         self._first = True
         self._told: set[bool] = set()  # of thoughts, of the answer: something was told
 
@@ -94,14 +95,19 @@ class ChannelReader:
         """Whether a thought is under way."""
         return self._message is not None and self._message.thinks
 
-    def add(self, text: str, last: bool = False) -> tuple[str, str, list[ToolCall]]:
-        """What is certain with more text. last: no more comes. What turns out to be no call is part of the answer."""
+    def add(self, text: str, last: bool = False, cut: bool = False) -> tuple[str, str, list[ToolCall]]:
+        """What is certain with more text. last: no more comes. cut: because there is no room for more; then a call that
+        has begun is told as far as it is there. What turns out to be no call is part of the answer."""
         self._held += text
         told, calls = {True: "", False: ""}, list[ToolCall]()
         while (message := self._message or self._read_header(last)) is not None:
             self._message, self._first = message, False
             content, ended = self._read_content(message, last)
-            call = _call(message.function, content) if message.function and ended else None
+            call = None
+            if message.function and cut and not ended:
+                call = ToolCall(message.function, content, whole=False)
+            elif message.function and (ended or last):
+                call = _call(message.function, content)
             if call is not None:
                 calls.append(call)
             elif content:
@@ -109,7 +115,9 @@ class ChannelReader:
             if not ended:
                 break
             self._message = None
-        self.calls += calls
+        if last:
+            self._message = None
+        self.calls += [call for call in calls if call.whole]
         return told[True], told[False], calls
 
     def _read_header(self, last: bool) -> _Message | None:
@@ -131,7 +139,7 @@ class ChannelReader:
         return None if header or may_be or not start else _Message()
 
     def _read_content(self, message: _Message, last: bool) -> tuple[str, bool]:
-        """More of a message's content, and whether it is whole; of a call only all of it."""
+        """More of a message's content, and whether it has ended; of a call only all of it."""
         held = self._held
         at, mark = min(((held.find(mark), mark) for mark in _ENDS if mark in held), default=(-1, ""))
         if at >= 0:
@@ -141,7 +149,7 @@ class ChannelReader:
         if message.function and not last:
             kept = len(held)
         self._held = held[len(held) - kept :]
-        return held[: len(held) - kept], last
+        return held[: len(held) - kept], False
 
     def _apart(self, message: _Message) -> str:
         """What stands before more of a message's content."""

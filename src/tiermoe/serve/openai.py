@@ -14,20 +14,24 @@ from tiermoe.generation.sampling import Sampling
 from tiermoe.serve.answers import ANSWERS, Stream, submitted, whole
 from tiermoe.serve.chats import Chat, Prepared, grammar_of, prepare
 from tiermoe.serve.errors import Refused
+from tiermoe.serve.fields import check_fields
 from tiermoe.serve.intake import aside
 from tiermoe.serve.openai_answers import Logprobs, Reading, choice, shape_of, stream, usage_of
-from tiermoe.serve.openai_fields import ChatRequest, Common, CompletionRequest, check_fields
+from tiermoe.serve.openai_fields import ChatRequest, Common, CompletionRequest
 from tiermoe.serve.request import Piece, Request
 from tiermoe.serve.served import Served
 
 COMPLETION_TOKENS = 16
 """Of a completion that names no `max_tokens`, as OpenAI has it; a chat's answer may take the whole context."""
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias",
+)  # fmt: skip
 
 
 def sampling_of(asked: Common, default: Sampling, most: int) -> Sampling:
     """How the tokens of an answer are chosen: as asked, else as `default`. most: tokens that there is room for."""
-    named = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
-    values = {name: getattr(asked, name) for name in named if getattr(asked, name) is not None}
+    values = {name: value for name in _SAMPLING if (value := getattr(asked, name)) is not None}
     if values.get("top_k") == -1:
         values["top_k"] = 0
     kept = {name: getattr(default, name) for name in ("temperature", "top_p", "top_k", "min_p")}
@@ -56,7 +60,7 @@ def routes(app: FastAPI, served: Served) -> None:
             raise Refused(400, "top_logprobs needs logprobs=true", "top_logprobs")
         parallel = asked.parallel_tool_calls is not False
         messages = [message.plain for message in asked.messages]
-        its = Chat(messages, asked.functions, asked.choice, asked.answer_schema, asked.told, parallel)
+        its = Chat(messages, asked.functions, asked.choice, asked.answer_schema, asked.told, parallel, asked.new_turn)
         _check_count(served, asked.n or 1)
         prepared = await aside(prepare, served, its)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tiermoe.serve.answers import failure
+from tiermoe.serve.detokenize import token_bytes, token_text
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.reading import Reader
 from tiermoe.serve.request import Piece, TokenLogprob
@@ -63,7 +65,9 @@ class Logprobs:
     def __init__(self, tokenizer: Any, chat: bool) -> None:
         self._tokenizer = tokenizer
         self._chat = chat
-        self._offset = 0
+        self._bytes: dict[int, bytes] = {}
+        self._text = getincrementaldecoder("utf-8")("replace")
+        self._offset = 0  # characters of the text so far
 
     def of(self, told: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         """None where none were asked for."""
@@ -75,13 +79,12 @@ class Logprobs:
         return self._named(each.token, each.logprob) | {"top_logprobs": [self._named(*pair) for pair in each.top]}
 
     def _completion(self, told: Sequence[TokenLogprob]) -> dict[str, Any]:
-        names = [self._name(each.token) for each in told]
         offsets = []
-        for name in names:
+        for each in told:
             offsets.append(self._offset)
-            self._offset += len(name)
+            self._offset += len(self._text.decode(self._bytes_of(each.token)))
         return {
-            "tokens": names,
+            "tokens": [token_text(self._bytes_of(each.token)) for each in told],
             "token_logprobs": [each.logprob for each in told],
             "top_logprobs": [self._top(each) for each in told],
             "text_offset": offsets,
@@ -92,16 +95,17 @@ class Logprobs:
             return None
         found: dict[str, float] = {}
         for token, value in each.top:
-            found.setdefault(self._name(token), value)  # of tokens that read alike, the likeliest
+            found.setdefault(token_text(self._bytes_of(token)), value)  # of tokens that read alike, the likeliest
         return found
 
     def _named(self, token: int, value: float | None) -> dict[str, Any]:
-        name = self._name(token)
-        return {"token": name, "logprob": value, "bytes": list(name.encode())}
+        its = self._bytes_of(token)
+        return {"token": token_text(its), "logprob": value, "bytes": list(its)}
 
-    def _name(self, token: int) -> str:
-        name: str = self._tokenizer.decode([token])
-        return name
+    def _bytes_of(self, token: int) -> bytes:
+        if token not in self._bytes:
+            self._bytes[token] = token_bytes(self._tokenizer, token)
+        return self._bytes[token]
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -16,8 +16,7 @@ class StreamOptions(BaseModel):
 
 
 class Common(BaseModel):
-    """What both endpoints take. Fields that change nothing here are ignored; those of `REFUSED` are refused where they
-    ask for something."""
+    """What both endpoints take. Other fields are kept for `check_fields`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -32,6 +31,7 @@ class Common(BaseModel):
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     logit_bias: Bias | None = None
     response_format: ResponseFormat | None = None
     n: int | None = Field(None, ge=1, le=128)
@@ -48,15 +48,15 @@ class Common(BaseModel):
         return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def text_alone(part: Any) -> Any:
-    """ValueError for a part of a content that is no text."""
+_TextKind = Literal["text", "input_text", "output_text"]
+
+
+def text_alone(part: Any, kinds: Sequence[str] = get_args(_TextKind)) -> Any:
+    """ValueError for a part of a content that is of none of these kinds: an image, a file."""
     kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind not in get_args(_TextKind):
+    if isinstance(kind, str) and kind not in kinds:
         raise ValueError(f"this server reads text alone, no {kind}")
     return part
-
-
-_TextKind = Literal["text", "input_text", "output_text"]
 
 
 class _TextPart(BaseModel):
@@ -175,6 +175,22 @@ class ChatRequest(Common):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Options[Any] | None = None
     reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def new_turn(self) -> bool:
+        """As `Chat` has it. Refused where the fields that say so contradict each other or the messages."""
+        begins, goes_on = self.add_generation_prompt, self.continue_final_message
+        last = self.messages[-1].role == "assistant"
+        if goes_on and begins:
+            raise Refused(400, "continue_final_message excludes add_generation_prompt", "continue_final_message")
+        if goes_on and not last:
+            needed = "continue_final_message needs an assistant's message at the end"
+            raise Refused(400, needed, "continue_final_message")
+        if begins is False and not (last and goes_on is not False):
+            raise Refused(400, "add_generation_prompt of false needs a message to continue", "add_generation_prompt")
+        return bool(begins) or goes_on is False
 
     @property
     def choice(self) -> str:
@@ -214,25 +230,3 @@ class CompletionRequest(Common):
 
 
 _KEPT = ("tool_call_id", "name", "reasoning_content")
-_HARMLESS: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,), "function_call": ("none",), "modalities": (["text"],), "repetition_penalty": (1,),
-    "repeat_penalty": (1,), "typical_p": (1,), "length_penalty": (1,), "truncate_prompt_tokens": (-1,),
-}  # fmt: skip
-"""Field → values that ask for nothing."""
-REFUSED = (
-    "functions", "function_call", "suffix", "best_of", "audio", "modalities", "web_search_options",
-    "repetition_penalty", "stop_token_ids", "min_tokens", "ignore_eos", "use_beam_search", "structured_outputs",
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar", "json_schema", "allowed_token_ids",
-    "bad_words", "logits_processors", "prompt_logprobs", "truncate_prompt_tokens", "continue_final_message",
-    "repeat_penalty", "typical_p", "mirostat", "length_penalty",
-)  # fmt: skip
-"""Fields of OpenAI's, and of other servers', that would change the answer."""
-
-
-def check_fields(asked: Common) -> None:
-    """Refused where a field asks for what this server does not do."""
-    for name in REFUSED:
-        value = (asked.model_extra or {}).get(name)
-        if not value or value in _HARMLESS.get(name, ()):
-            continue
-        raise Refused(400, f"{name} is not supported by this server; leave it out", name)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tiermoe.serve.call_reader import CallReader
 from tiermoe.serve.harmony import ChannelReader
 from tiermoe.serve.request import Piece
 from tiermoe.serve.thoughts import ThoughtReader
-from tiermoe.serve.tools import CallReader, ToolCall
+from tiermoe.serve.tools import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +37,17 @@ class Reader:
         self._channels = channels
 
     def add(self, piece: Piece) -> Said:
-        last, thought, text, calls = piece.finish is not None, "", piece.text, list[ToolCall]()
+        last, cut = piece.finish is not None, piece.finish == "length"
+        thought, text, calls = "", piece.text, list[ToolCall]()
         if self._channels is not None:
-            thought, text, calls = self._channels.add(text, last)
+            thought, text, calls = self._channels.add(text, last, cut)
         elif self._thoughts is not None:
             thought, text = self._thoughts.add(text, last)
         thinking = self._channels or self._thoughts
         if thinking is not None and (thought or thinking.inside):
             self.thought_tokens += len(piece.tokens)
         if self._calls is not None:
-            text, calls = self._calls.add(text, last)
+            text, calls = self._calls.add(text, last, cut)
         calling, finish = self._channels or self._calls, piece.finish
         if finish == "stop" and calling is not None and calling.calls:
             finish = "tool_calls"

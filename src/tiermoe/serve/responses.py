@@ -15,6 +15,7 @@ from fastapi import Request as HttpRequest
 from tiermoe.serve.answers import ANSWERS, Stream, submitted, whole
 from tiermoe.serve.chats import Chat, Prepared, prepare
 from tiermoe.serve.errors import Refused
+from tiermoe.serve.fields import check_fields
 from tiermoe.serve.intake import aside
 from tiermoe.serve.openai_answers import Logprobs
 from tiermoe.serve.request import Piece, Request
@@ -28,7 +29,7 @@ def routes(app: FastAPI, served: Served) -> None:
 
     @app.post("/v1/responses", response_model=None, responses=ANSWERS)
     async def responses(asked: ResponsesRequest, http: HttpRequest) -> Response | dict[str, Any]:
-        asked.check()
+        check_fields(asked)
         served.check_model(asked.model)
         try:
             messages = asked.messages

@@ -101,7 +101,8 @@ class Growing:
         item = {"id": _id("fc"), "type": "function_call", "call_id": call.id, "name": call.name}
         yield self._begun(item | {"arguments": "", "status": "in_progress"})
         yield self._of_item("function_call_arguments.delta", delta=call.arguments)
-        self.response["output"][-1] |= {"arguments": call.arguments, "status": "completed"}
+        status = "completed" if call.whole else "incomplete"
+        self.response["output"][-1] |= {"arguments": call.arguments, "status": status}
         yield self._of_item("function_call_arguments.done", name=call.name, arguments=call.arguments)
         yield self._done()
 

@@ -11,9 +11,6 @@ from tiermoe.serve.bounds import Options, Several, Tools, from_json
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.openai_fields import TextPart, told_of
 
-STORED = ("previous_response_id", "conversation", "prompt", "background")
-"""Fields that ask for something that was kept on the server: nothing is."""
-
 
 class MessageItem(BaseModel):
     model_config = ConfigDict(extra="ignore")
@@ -106,7 +103,7 @@ Tool = Annotated[
 
 
 class ResponsesRequest(BaseModel):
-    """Fields that change nothing here are ignored; those of `STORED` are refused."""
+    """Other fields are kept for `check_fields`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -125,12 +122,6 @@ class ResponsesRequest(BaseModel):
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools = "auto"
     parallel_tool_calls: bool | None = None
     metadata: Options[JsonValue] | None = None
-
-    def check(self) -> None:
-        """Refused where a field asks for what was kept."""
-        for name in STORED:
-            if (self.model_extra or {}).get(name):
-                raise Refused(400, f"this server keeps no responses; send all items in input, without {name}", name)
 
     @property
     def functions(self) -> list[dict[str, Any]]:

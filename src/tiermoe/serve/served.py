@@ -85,11 +85,14 @@ class Served:
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] = (),
         told: Mapping[str, Any] | None = None,
+        new_turn: bool = False,
     ) -> list[int]:
-        """Token ids of a conversation (role, content) in the model's chat template, ready for the answer. A model of
-        texts, without a template, is given what was said, one after the other. told: variables of the template;
-        those that it does not know are left out. Where the template does not take the messages, it is given
-        `system_first`. Refused where it does not take that either."""
+        """Token ids of a conversation (role, content) in the model's chat template, ready for the answer: which
+        continues the last message where it is `continued`, unless it is to be a `new_turn`. A model of texts, without a
+        template, is given what was said, one after the other. told: variables of the template; those that it does not
+        know are left out. Where the template does not take the messages, it is given `system_first`. Refused where it
+        does not take that either."""
+        goes_on = continued(messages) and not new_turn
         template, render = self.template, self.tokenizer.apply_chat_template
         if template is None:
             return self.text_ids("\n".join(message["content"] for message in messages))
@@ -97,7 +100,8 @@ class Served:
         variables = {name: value for name, value in (told or {}).items() if name in template and name not in own}
 
         def rendered(its: Sequence[dict[str, Any]]) -> str:
-            text: str = render(its, tools=list(tools) or None, add_generation_prompt=True, tokenize=False, **variables)
+            ending = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+            text: str = render(its, tools=list(tools) or None, tokenize=False, **ending, **variables)
             return text
 
         refused = None
@@ -108,9 +112,13 @@ class Served:
                 refused = refused or error
             else:
                 return self.text_ids(text, special=False)
-        raise Refused(
-            400, f"the model's chat template does not take these messages: {refused}", "messages"
-        ) from refused
+        why = str(refused).partition("\n")[0]  # one that cannot continue a message tells the conversation after it
+        raise Refused(400, f"the model's chat template does not take these messages: {why}", "messages") from refused
+
+
+def continued(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a conversation ends with what the assistant said, which the answer continues."""
+    return bool(messages) and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
 
 
 def system_first(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

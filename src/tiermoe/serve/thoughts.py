@@ -20,6 +20,11 @@ def opened(prompt: str) -> bool:
     return prompt.rstrip().endswith(BEGIN)
 
 
+def unfinished(text: str) -> bool:
+    """Whether a text that is continued ends within a thought."""
+    return text.rfind(BEGIN) > text.rfind(END)
+
+
 class ThoughtReader:
     """Reads one answer: text in, (thought, answer) out. Line breaks around the thought belong to neither. inside:
     whether the answer begins within a thought."""

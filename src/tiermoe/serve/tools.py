@@ -1,8 +1,7 @@
 """Calls of tools in an answer's text, in the formats that model families write them in.
 
-The format is found in the model's chat template, which describes it to the model. An answer's text is read as it comes:
-what may begin a call is held back, and a call is told once it is whole. The text that was sampled stays what it is: a
-client sends the call back, and the template writes it again.
+The format is found in the model's chat template, which describes it to the model. The text that was sampled stays what
+it is: a client sends the call back, and the template writes it again.
 """
 
 from __future__ import annotations
@@ -14,20 +13,34 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic_core import from_json as from_partial_json
+
 from tiermoe.serve.bounds import from_json
-from tiermoe.serve.detokenize import overlap
 from tiermoe.serve.grammar import json_rule
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """arguments: JSON, as OpenAI has it."""
+    """arguments: JSON, as OpenAI has it. whole: False where the answer was cut off within the call; then the arguments
+    are what there was of them."""
 
     name: str
     arguments: str
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+    whole: bool = True
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The arguments as an object, of which what was cut off is left out; empty where they are none."""
+        try:
+            whole, text = self.whole, self.arguments
+            found = from_json(text) if whole else from_partial_json(text, allow_partial=_PARTIAL)
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
 
 
+_PARTIAL: Any = "trailing-strings"  # an unfinished string counts as far as it is there
 Types = Mapping[str, Mapping[str, Any]]
 """Function → parameter → its JSON schema: what text between tags is a value of."""
 
@@ -126,7 +139,7 @@ def _tagged(names: re.Pattern[str], parameters: re.Pattern[str]) -> Callable[[st
         for name, body in names.findall(text):
             schemas = types.get(name.strip(), {})
             values = {
-                key.strip(): _value(value, schemas.get(key.strip(), {})) for key, value in parameters.findall(body)
+                key.strip(): value_of(value, schemas.get(key.strip(), {})) for key, value in parameters.findall(body)
             }
             found.append(ToolCall(name.strip(), json.dumps(values, ensure_ascii=False)))
         if not found:
@@ -136,7 +149,7 @@ def _tagged(names: re.Pattern[str], parameters: re.Pattern[str]) -> Callable[[st
     return read
 
 
-def _value(text: str, schema: Mapping[str, Any]) -> Any:
+def value_of(text: str, schema: Mapping[str, Any]) -> Any:
     """The value that text between tags stands for: as it is where a string is asked for, else JSON where it is that."""
     text = text.removeprefix("\n").removesuffix("\n")
     if schema.get("type") == "string":
@@ -189,42 +202,3 @@ def format_of(template: str | None) -> Format | None:
 def types_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Of tools as OpenAI has them."""
     return {tool["function"]["name"]: _properties(tool["function"].get("parameters") or {}) for tool in tools}
-
-
-class CallReader:
-    """Reads one answer: text in, text and whole calls out. What turns out to be no call is text. one: nothing
-    is told after the first call."""
-
-    def __init__(self, form: Format, types: Types, one: bool = False) -> None:
-        self.calls: list[ToolCall] = []
-        self._one = one
-        self._form = form
-        self._types = types
-        self._held = ""
-
-    def add(self, text: str, last: bool = False) -> tuple[str, list[ToolCall]]:
-        """The text that belongs to no call, and the calls that are whole now. last: no more comes."""
-        self._held += text
-        said, new = "", list[ToolCall]()
-        while not (self._one and (self.calls or new)):
-            before, begin, rest = self._held.partition(self._form.begin)
-            if not begin:
-                kept = 0 if last else overlap(self._held, self._form.begin)
-                said += self._held[: len(self._held) - kept]
-                self._held = self._held[len(self._held) - kept :]
-                break
-            inside, end, after = rest.partition(self._form.end)
-            if not end and not last:
-                said += before
-                self._held = begin + rest
-                break
-            said += before
-            try:
-                new += self._form.read(inside, self._types)[: 1 if self._one else None]
-            except ValueError:
-                said += begin + inside + end
-            self._held = after
-        if self.calls or new:
-            said = said.strip("\n") if not said.strip() else said  # line breaks between calls
-        self.calls += new
-        return said, new

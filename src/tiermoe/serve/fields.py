@@ -1,0 +1,65 @@
+"""Fields of a request that this server does not have: what would change the answer is refused by its name, what
+changes nothing may be there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from tiermoe.serve.errors import Refused
+
+PASSED = frozenset({
+    # OpenAI's
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "prediction", "verbosity", "stream_options", "client_metadata", "max_tool_calls",
+    # Anthropic's
+    "anthropic_version", "betas", "cache_control", "context_management", "diagnostics", "fallbacks", "inference_geo",
+    "speed", "user_profile_id", "workspace_id",
+    # vLLM's, llama-server's, Ollama's
+    "request_id", "priority", "cache_salt", "cache_prompt", "id_slot", "n_keep", "timings_per_token", "return_progress",
+    "keep_alive",
+    # of gateways and agents
+    "chat_id", "session_id", "trace_id", "provider", "usage", "timeout",
+    # that say how much of what another field asks for
+    "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "xtc_threshold", "mirostat_tau",
+    "mirostat_eta", "dynatemp_exponent", "smoothing_curve", "repeat_last_n", "min_keep",
+})  # fmt: skip
+"""Fields that clients send and that change no answer."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("repeat_penalty", "typical_p", "tfs_z", "length_penalty", "guidance_scale", "best_of"), (1,)),
+    **dict.fromkeys(("dry_multiplier", "xtc_probability", "dynatemp_range", "smoothing_factor", "mirostat"), (0,)),
+    **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "min_tokens", "n_probs"), (0,)),
+    **dict.fromkeys(("ignore_eos", "use_beam_search", "include_stop_str_in_output", "return_token_ids"), (False,)),
+    **dict.fromkeys(("background", "echo"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "parse_tool_calls", "include_reasoning"), (True,)),
+    "function_call": ("none",), "modalities": (["text"],), "reasoning_format": ("auto", "deepseek"),
+    "spaces_between_special_tokens": (False, True), "top_n_sigma": (-1, 0), "truncate_prompt_tokens": (-1,),
+    "truncation": ("auto", "disabled"),
+}  # fmt: skip
+"""Field → values that ask for nothing."""
+_INSTEAD = {
+    **dict.fromkeys(("n_predict", "max_new_tokens", "max_length", "num_predict", "max_output_tokens"), "max_tokens"),
+    **dict.fromkeys(("guided_json", "json_schema", "structured_outputs", "format"), "response_format"),
+    **dict.fromkeys(("enable_thinking", "thinking"), "chat_template_kwargs"),
+    "repeat_penalty": "repetition_penalty", "max_completion_tokens": "max_tokens", "functions": "tools",
+    "function_call": "tool_choice", "n_probs": "logprobs", "reasoning": "reasoning_effort", "stop_sequences": "stop",
+    "stop": "stop_sequences", "max_tokens": "max_output_tokens", "response_format": "text",
+}  # fmt: skip
+"""Field → what this server has for it, where the request has that."""
+_UNKEPT = ("previous_response_id", "conversation", "prompt", "background")
+
+
+def check_fields(asked: BaseModel) -> None:
+    """Refused where a body has a field that the request does not have, unless it is known to change nothing, or its
+    value asks for nothing. asked: a model that keeps what it does not know."""
+    for name, value in (asked.model_extra or {}).items():
+        nothing = value is None or value in ("", [], {}) or value in NEUTRAL.get(name, ())
+        if name in PASSED or nothing:
+            continue
+        instead = _INSTEAD.get(name)
+        if name in _UNKEPT and "input" in type(asked).model_fields:
+            raise Refused(400, f"this server keeps no responses; send all items in input, without {name}", name)
+        if instead in type(asked).model_fields:
+            raise Refused(400, f"{name} is not supported by this server; use {instead}", name)
+        raise Refused(400, f"{name} is not supported by this server; leave it out", name)
