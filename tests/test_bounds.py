@@ -194,7 +194,8 @@ def test_nesting_within_the_bound_is_no_error_of_the_server(http: httpx.Client) 
     """Whatever copies it, writes it or tells it back."""
     deep = nested(95)
     tool = {"type": "function", "name": "f", "parameters": deep}
-    said = [{"role": "user", "content": "a"}, call(json.dumps(deep)), {"role": "tool", "tool_call_id": "1", "content": "b"}]
+    result = {"role": "tool", "tool_call_id": "1", "content": "b"}
+    said = [{"role": "user", "content": "a"}, call(json.dumps(deep)), result]
     chat = {"messages": said, "max_tokens": 1}
     asked = {"input": "a", "metadata": {"a": deep}, "tools": [tool], "tool_choice": "none", "max_output_tokens": 1}
     assert http.post("/v1/responses", json=asked).json()["metadata"] == {"a": deep}
