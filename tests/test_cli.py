@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import typer
 
 import tiermoe
 from commands import Command
-from tiermoe.cli.main import add_commands, app
+from tiermoe.cli.main import COMMANDS, app
 from tiermoe.config import Settings
 from tiermoe.engine import load
 from tiermoe.engine.passes import CurrentPass
@@ -317,8 +318,9 @@ def test_every_command_has_the_defaults_of_the_settings() -> None:
     """Options of the engine are declared once: no command has a default of its own."""
     known = {field.name: field.default for field in dataclasses.fields(Settings)} | {"set": None}
     seen: dict[str, set[str]] = {}
-    add_commands([])
-    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+    group: Any = typer.main.get_command(app)
+    for name in COMMANDS:
+        _, command, _ = group.resolve_command(None, [name])
         for option in command.params:
             setting = option.name.removesuffix("_")
             if setting in known and (name, setting) not in OF_THEIR_OWN:
@@ -353,6 +355,28 @@ def test_version_and_help(tiermoe_: Command) -> None:
         outcome = tiermoe_(*words)
         assert outcome.code == 0
         assert "Usage" in outcome.out
+
+
+def test_what_needs_no_model_starts_without_the_libraries() -> None:
+    """Importing them takes seconds."""
+    script = (
+        "import sys; from tiermoe.cli.main import main\n"
+        "try: main()\n"
+        "finally: print(*sys.modules.keys() & {'torch', 'transformers', 'numpy'}, file=sys.stderr)"
+    )
+    for word in ("--version", "--help", "presets"):
+        ended = subprocess.run([sys.executable, "-c", script, word], capture_output=True, text=True, timeout=100)
+        assert (ended.returncode, ended.stderr.strip()) == (0, ""), word
+        assert ended.stdout
+
+
+def test_the_shell_completes_commands_and_options(tiermoe_: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_TIERMOE_COMPLETE", "complete_bash")
+    for typed, known in (("tiermoe pr", {"presets"}), ("tiermoe run --max", {"--max-tokens"})):
+        words = typed.split()
+        monkeypatch.setenv("COMP_WORDS", typed)
+        monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+        assert set(tiermoe_().out.split()) == known
 
 
 def test_a_reader_that_leaves_early(tiermoe_: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
