@@ -404,3 +404,28 @@ def test_an_interrupted_command(tiermoe_: Command, tiny: Path, monkeypatch: pyte
     outcome = tiermoe_("run", tiny, "hi", *FAST)
     assert outcome.code == 130
     assert "Traceback" not in outcome.err
+
+
+SWALLOWED = """
+import signal, sys
+
+class Swallows:
+    def find_spec(name, path=None, target=None):
+        if name == "torch":
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                print("swallowed", file=sys.stderr)
+
+sys.meta_path.insert(0, Swallows)
+sys.argv = ["tiermoe", *sys.argv[1:]]
+from tiermoe.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize("words", [("run", "nowhere", "hi"), ("pack", "nowhere"), ("bench", "nowhere")])
+def test_an_interruption_while_libraries_are_imported(words: tuple[str, ...]) -> None:
+    """What torch and numpy import of each other swallows it: the command went on, or ended in half a library."""
+    ended = subprocess.run([sys.executable, "-c", SWALLOWED, *words], capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stderr) == (130, "")

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from tiermoe import __version__
+from tiermoe.cli.output import ends_at_once
 from tiermoe.errors import TiermoeError
 
 COMMANDS = {
@@ -43,7 +44,9 @@ class LazyCommands(TyperGroup):
         if args[0] in COMMANDS:
             module, _, function = COMMANDS[args[0]][0].partition(":")
             alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-            alone.command(args[0])(getattr(importlib.import_module(module), function))
+            with ends_at_once():
+                command = getattr(importlib.import_module(module), function)
+            alone.command(args[0])(command)
             self.add_command(typer.main.get_command(alone))
         return super().resolve_command(ctx, args)
 

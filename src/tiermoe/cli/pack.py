@@ -9,7 +9,7 @@ import typer
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.evaluate import read_text
-from tiermoe.cli.output import note, progress_bar, waiting
+from tiermoe.cli.output import note, progress_bar, starting
 from tiermoe.config import BITS, Settings, format_size, settings
 from tiermoe.errors import ConfigError
 
@@ -43,7 +43,7 @@ def pack(
     """Pack a checkpoint's experts into a store. Interrupted, it picks up where it stopped when run again."""
     precisions = _parse_bits(bits) if bits is not None else None
     content = read_text(calibration_text) if calibration_text is not None else None
-    with waiting("reading the checkpoint's headers"):
+    with starting("reading the checkpoint's headers"):
         from tiermoe.process import footprint
 
         footprint.import_libraries(own_process=True)

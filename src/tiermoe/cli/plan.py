@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tiermoe.cli import options as opt
-from tiermoe.cli.output import note, waiting
+from tiermoe.cli.output import note, starting
 from tiermoe.config import Settings, format_size
 from tiermoe.config import settings as make_settings
 from tiermoe.errors import ConfigError
@@ -43,7 +43,7 @@ def plan(
     """Show how a memory budget would be used and how fast it would run. Nothing is loaded or packed, and of a model on
     the hub only the config and the headers are read."""
     elsewhere = _elsewhere(machine, options)
-    with waiting("reading headers and measuring this machine"):
+    with starting("reading headers and measuring this machine"):
         from tiermoe.process import footprint
 
         footprint.import_libraries(own_process=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tiermoe.cli.output import note, progress_bar, waiting
+from tiermoe.cli.output import note, progress_bar, starting
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ def open_session(
     may run 16 requests at once, which share `kv_memory` bytes for keys and values; None: as there is room for. The
     plan's warnings go to standard error."""
     started = time.perf_counter()
-    with waiting("starting"):
+    with starting():
         from tiermoe.process import footprint
 
         footprint.import_libraries(own_process=True)
@@ -91,10 +91,11 @@ def _as_served(blueprint: Any, asked: Any, batch_named: bool, kv_memory: int | N
 
 def make_sampling(**values: Any) -> Any:
     """`Sampling` of these values, checked. ConfigError where one is out of range."""
-    from tiermoe.process import footprint
+    with starting():
+        from tiermoe.process import footprint
 
-    footprint.import_libraries(own_process=True)
-    from tiermoe.generation.sampling import Sampling
+        footprint.import_libraries(own_process=True)
+        from tiermoe.generation.sampling import Sampling
 
     return Sampling(**values)
 
