@@ -83,7 +83,7 @@ def progress_bar() -> Iterator[ProgressCall]:
         def report(what: str, done: int, total: int) -> None:
             if what not in tasks:
                 tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done)
+            bar.update(tasks[what], completed=done, total=total)
 
         yield report
 

@@ -11,7 +11,7 @@ from tiermoe.model.download import download
 from tiermoe.model.repository import first_line
 from tiermoe.store.checkpoint import Checkpoint
 from tiermoe.store.gguf.file import SUFFIX, is_gguf, open_gguf
-from tiermoe.store.store import TABLE
+from tiermoe.store.store import TABLE, pack_anew
 
 
 def resolve_model(model: str | os.PathLike[str]) -> Path:
@@ -125,5 +125,5 @@ def check_fingerprint(root: Path, stored: str, actual: str) -> None:
     if stored != actual:
         raise StoreError(
             f"the store in {root} was packed from another checkpoint (fingerprint {stored}, this model's is {actual}); "
-            f"choose another folder with --store/--out, or pack anew with 'tiermoe pack MODEL --out DIR --force'"
+            f"choose another folder with --store, or {pack_anew(root)}"
         )
