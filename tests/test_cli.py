@@ -22,6 +22,7 @@ from tiermoe.cli.main import COMMANDS, app
 from tiermoe.config import Settings
 from tiermoe.engine import load
 from tiermoe.engine.passes import CurrentPass
+from tiermoe.process.machine import processors
 from tiermoe.store.store import open_store
 from tiny import TEMPLATE, oracle, write
 
@@ -179,6 +180,20 @@ def test_a_long_prompt_runs_in_chunks(
 def test_memory_left_out_is_said(tiermoe_: Command, tiny: Path) -> None:
     outcome = tiermoe_("run", tiny, "hi", "--max-tokens", "1", "--lanes", "1")
     assert re.search(r"^memory: .*iB, 80% of the .*iB .*; --memory sets another bound$", outcome.err, re.MULTILINE)
+
+
+def test_more_than_the_machine_has_is_said(tiermoe_: Command, tiny: Path) -> None:
+    memory = r"^note: --memory 1000 TiB is more than the \S+ \w+ that this process can have"
+    asked, threads = ("--memory", "1000TiB"), processors() + 1
+    try:
+        outcome = tiermoe_("run", tiny, "hi", *asked, "--threads", threads, "--max-tokens", "1", "--lanes", "1")
+    finally:
+        torch.set_num_threads(1)
+    assert outcome.code == 0
+    assert re.search(memory, outcome.err, re.MULTILINE)
+    assert re.search(rf"^note: --threads {threads} is more than the {threads - 1} processors", outcome.err, re.MULTILINE)
+    assert re.search(memory, tiermoe_("plan", tiny, *asked).err, re.MULTILINE)
+    assert "more than" not in tiermoe_("plan", tiny, *asked, "--machine", "macbook-air-m2").err
 
 
 def test_run_an_encoder_and_decoder(tiermoe_: Command, tmp_path: Path) -> None:

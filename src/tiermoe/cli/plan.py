@@ -13,6 +13,7 @@ from rich.table import Table
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.output import note, starting
+from tiermoe.cli.session import beyond_this_machine
 from tiermoe.config import Settings, format_size
 from tiermoe.config import settings as make_settings
 from tiermoe.errors import ConfigError
@@ -55,7 +56,8 @@ def plan(
         print(json.dumps(_document(found)))
         return
     _print_plan(found)
-    for warning in found.plan.warnings:
+    beyond = beyond_this_machine(settings) if elsewhere is None else ()
+    for warning in (*beyond, *found.plan.warnings):
         note(f"note: {warning}")
 
 
