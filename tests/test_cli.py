@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ import typer
 
 import tiermoe
 from commands import Command
-from tiermoe.cli.main import add_commands, app
+from tiermoe.cli.main import COMMANDS, app
 from tiermoe.config import Settings
 from tiermoe.engine import load
 from tiermoe.engine.passes import CurrentPass
+from tiermoe.process.machine import processors
 from tiermoe.store.store import open_store
 from tiny import TEMPLATE, oracle, write
 
@@ -180,6 +182,21 @@ def test_memory_left_out_is_said(tiermoe_: Command, tiny: Path) -> None:
     assert re.search(r"^memory: .*iB, 80% of the .*iB .*; --memory sets another bound$", outcome.err, re.MULTILINE)
 
 
+def test_more_than_the_machine_has_is_said(tiermoe_: Command, tiny: Path) -> None:
+    memory = r"^note: --memory 1000 TiB is more than the \S+ \w+ that this process can have"
+    asked, threads = ("--memory", "1000TiB"), processors() + 1
+    try:
+        outcome = tiermoe_("run", tiny, "hi", *asked, "--threads", threads, "--max-tokens", "1", "--lanes", "1")
+    finally:
+        torch.set_num_threads(1)
+    assert outcome.code == 0
+    assert re.search(memory, outcome.err, re.MULTILINE)
+    said = rf"^note: --threads {threads} is more than the {threads - 1} processors"
+    assert re.search(said, outcome.err, re.MULTILINE)
+    assert re.search(memory, tiermoe_("plan", tiny, *asked).err, re.MULTILINE)
+    assert "more than" not in tiermoe_("plan", tiny, *asked, "--machine", "macbook-air-m2").err
+
+
 def test_run_an_encoder_and_decoder(tiermoe_: Command, tmp_path: Path) -> None:
     directory = write(tmp_path / "switch", "switch_transformers", torch.float32)
     model = oracle(directory, "switch_transformers", torch.float32)
@@ -317,8 +334,9 @@ def test_every_command_has_the_defaults_of_the_settings() -> None:
     """Options of the engine are declared once: no command has a default of its own."""
     known = {field.name: field.default for field in dataclasses.fields(Settings)} | {"set": None}
     seen: dict[str, set[str]] = {}
-    add_commands([])
-    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+    group: Any = typer.main.get_command(app)
+    for name in COMMANDS:
+        _, command, _ = group.resolve_command(None, [name])
         for option in command.params:
             setting = option.name.removesuffix("_")
             if setting in known and (name, setting) not in OF_THEIR_OWN:
@@ -355,6 +373,28 @@ def test_version_and_help(tiermoe_: Command) -> None:
         assert "Usage" in outcome.out
 
 
+def test_what_needs_no_model_starts_without_the_libraries() -> None:
+    """Importing them takes seconds."""
+    script = (
+        "import sys; from tiermoe.cli.main import main\n"
+        "try: main()\n"
+        "finally: print(*sys.modules.keys() & {'torch', 'transformers', 'numpy'}, file=sys.stderr)"
+    )
+    for word in ("--version", "--help", "presets"):
+        ended = subprocess.run([sys.executable, "-c", script, word], capture_output=True, text=True, timeout=100)
+        assert (ended.returncode, ended.stderr.strip()) == (0, ""), word
+        assert ended.stdout
+
+
+def test_the_shell_completes_commands_and_options(tiermoe_: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_TIERMOE_COMPLETE", "complete_bash")
+    for typed, known in (("tiermoe pr", {"presets"}), ("tiermoe run --max", {"--max-tokens"})):
+        words = typed.split()
+        monkeypatch.setenv("COMP_WORDS", typed)
+        monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+        assert set(tiermoe_().out.split()) == known
+
+
 def test_a_reader_that_leaves_early(tiermoe_: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`tiermoe plan … | head -0`: quiet, no traceback."""
 
@@ -380,3 +420,28 @@ def test_an_interrupted_command(tiermoe_: Command, tiny: Path, monkeypatch: pyte
     outcome = tiermoe_("run", tiny, "hi", *FAST)
     assert outcome.code == 130
     assert "Traceback" not in outcome.err
+
+
+SWALLOWED = """
+import signal, sys
+
+class Swallows:
+    def find_spec(name, path=None, target=None):
+        if name == "torch":
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                print("swallowed", file=sys.stderr)
+
+sys.meta_path.insert(0, Swallows)
+sys.argv = ["tiermoe", *sys.argv[1:]]
+from tiermoe.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize("words", [("run", "nowhere", "hi"), ("pack", "nowhere"), ("bench", "nowhere")])
+def test_an_interruption_while_libraries_are_imported(words: tuple[str, ...]) -> None:
+    """What torch and numpy import of each other swallows it: the command went on, or ended in half a library."""
+    ended = subprocess.run([sys.executable, "-c", SWALLOWED, *words], capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stderr) == (130, "")

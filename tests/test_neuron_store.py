@@ -43,7 +43,7 @@ def test_every_neuron_decodes_near_its_weights(bits: int, worst: float, dtype: t
     key = precision_key(bits, "hqq", cpu_layout(), "neuron")
     assert key == f"{bits}-hqq-neuron"
     store = open_store(store.root)
-    check_files(store.precisions[key])
+    check_files(store, key)
     for layer in range(2):
         for expert in range(EXPERTS):
             tensors = source.read(layer, expert)

@@ -166,7 +166,7 @@ def test_too_little_space_is_said_before_anything_is_read(tmp_path: Path, monkey
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     store = Store(tmp_path / "file" / "store", empty_store(tmp_path / "other").source, RandomExperts().layers)
-    with pytest.raises(PackError, match=r"cannot write to .*: Not a directory; choose another folder with --out"):
+    with pytest.raises(PackError, match=r"cannot write to .*: Not a directory; choose another folder with --store"):
         pack_experts(store, RandomExperts(), 4, "hqq")
 
 
@@ -178,29 +178,34 @@ def test_a_folder_that_cannot_be_written(code: int, tmp_path: Path, monkeypatch:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(lock.os, "open", refused)
-    with pytest.raises(PackError, match=rf"cannot write to .*: {os.strerror(code)}; choose another folder with --out"):
+    with pytest.raises(
+        PackError, match=rf"cannot write to .*: {os.strerror(code)}; choose another folder with --store"
+    ):
         pack_experts(store, RandomExperts(), 4, "hqq")
 
 
-def test_a_second_packer_is_refused_by_the_first_one_s_number(whole: dict[str, bytes], tmp_path: Path) -> None:
-    root = tmp_path / "store"
-    refusals: list[str] = []
+def test_a_second_packer_waits_and_finds_what_the_first_one_packed(whole: dict[str, bytes], tmp_path: Path) -> None:
+    root, again = tmp_path / "store", RandomExperts()
+    told: list[tuple[str, int, int]] = []
+    waits = threading.Event()
+
+    def waiting(*progress: Any) -> None:
+        told.append(progress)
+        waits.set()
+
+    second = threading.Thread(target=lambda: pack_experts(open_store(root), again, 4, "hqq", waiting=waiting))
 
     def meanwhile(layer: int, expert: int) -> None:
         if (layer, expert) == (1, 1):
-            second = threading.Thread(target=try_again)
             second.start()
-            second.join()
-
-    def try_again() -> None:
-        try:
-            packed(root)
-        except PackError as error:
-            refusals.append(str(error))
+            waits.wait()
 
     packed(root, RandomExperts(before=meanwhile))
-    assert len(refusals) == 1
-    assert refusals[0].startswith(f"process {os.getpid()} is packing into {root} right now; wait until it is done")
+    second.join()
+    whom = f"waiting for process {os.getpid()}, which packs into the same folder"
+    assert told[0] == (whom, EXPERTS + 1, 3 * EXPERTS)
+    assert told[-1] == (whom, 3 * EXPERTS, 3 * EXPERTS)
+    assert again.reads == []
     assert contents(root) == whole
 
 
@@ -208,9 +213,10 @@ def test_a_dead_packer_s_lock_is_free(tmp_path: Path) -> None:
     root = tmp_path / "store"
     empty_store(root)
     in_a_process_of_its_own(lambda: packed(root, RandomExperts(before=dies_at(3))))
-    assert (root / ".lock").read_text() != str(os.getpid())
+    packer = (root / ".lock").read_text().split()[0]
+    assert packer != str(os.getpid())
     packed(root)
-    assert (root / ".lock").read_text() == str(os.getpid())
+    assert (root / ".lock").read_text().split()[0] == str(os.getpid())
 
 
 def test_what_another_process_packed_meanwhile_is_kept(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tiermoe.decide.compose import Tables
 from tiermoe.engine import reading
 from tiermoe.engine.reading import Packed, Reading
 from tiermoe.memory.memory_plan import MemoryPlan
-from tiermoe.process.machine import page_cache_room
+from tiermoe.process.machine import most_memory, page_cache_room, total_memory
 from tiermoe.systems import compose
 from tiermoe.systems.resolved import Resolved
 from tiermoe.tiers import probe as probes
@@ -47,11 +47,14 @@ def in_group(root: Path, version: int, path: str) -> None:
 def test_every_group_above_the_process_counts_and_pages_of_files_do_not(tmp_path: Path, version: int) -> None:
     in_group(tmp_path, version, "/outer/inner")
     assert page_cache_room(tmp_path) > 1 << 20
+    assert most_memory(tmp_path) == total_memory()
     write_group(tmp_path, version, "/outer/inner", "max" if version == 2 else str((1 << 63) - 4096), 10, 0)
     write_group(tmp_path, version, "/outer", "4096", 3000, 500)
     assert page_cache_room(tmp_path) == 4096 - 3000 + 505
+    assert most_memory(tmp_path) == 4096
     write_group(tmp_path, version, "/outer/inner", "1000", 900, 100)
     assert page_cache_room(tmp_path) == 1000 - 900 + 105
+    assert most_memory(tmp_path) == 1000
     write_group(tmp_path, version, "/outer/inner", "1000", 2000, 100)
     assert page_cache_room(tmp_path) == 0
 

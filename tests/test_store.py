@@ -98,7 +98,7 @@ def test_the_table_reads_back_as_it_was_written(packed: Path) -> None:
         precision = store.precisions[key]
         assert (precision.bits, precision.quantizer) == (bits, quantizer if bits < 8 else "")
         assert precision.machine == (cpu_layout() if bits in (4, 3, 2) else "any")
-        check_files(precision)
+        check_files(store, key)
 
 
 @pytest.mark.parametrize(("bits", "quantizer", "key"), PRECISIONS, ids=[key for _, _, key in PRECISIONS])
@@ -159,7 +159,7 @@ def test_no_store(tmp_path: Path) -> None:
 
 def test_another_format_version(copied: Path) -> None:
     edit(copied, lambda table: table.update(version=99))
-    with pytest.raises(StoreError, match=r"format version 99, this tiermoe reads version 1; pack the model again"):
+    with pytest.raises(StoreError, match=r"format version 99, this tiermoe reads version 1; 'tiermoe pack"):
         open_store(copied)
 
 
@@ -172,7 +172,9 @@ def test_another_table(copied: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", '{"format":', "\x00\xff"])
 def test_a_damaged_table(text: str, copied: Path) -> None:
     (copied / "store.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(StoreError, match=r"store\.json cannot be read .*pack the model again with --force"):
+    with pytest.raises(
+        StoreError, match=r"store\.json cannot be read .*'tiermoe pack MODEL --store .* --force' packs the model anew"
+    ):
         open_store(copied)
 
 
@@ -193,7 +195,9 @@ def test_a_damaged_table(text: str, copied: Path) -> None:
 )
 def test_a_table_that_contradicts_itself(change: Any, copied: Path) -> None:
     edit(copied, change)
-    with pytest.raises(StoreError, match=r"store\.json is damaged .*pack the model again with --force"):
+    with pytest.raises(
+        StoreError, match=r"store\.json is damaged .*'tiermoe pack MODEL --store .* --force' packs the model anew"
+    ):
         open_store(copied)
 
 
@@ -205,23 +209,25 @@ def test_a_missing_file_and_a_short_one(copied: Path) -> None:
         handle.truncate(size - 1)
     with pytest.raises(
         StoreError,
-        match=rf"layer001\.safetensors is truncated: {size - 1:,} bytes of at least {size:,}; pack",
+        match=rf"layer001\.safetensors is truncated: {size - 1:,} bytes of at least {size:,}; 'tiermoe pack",
     ):
-        check_files(store.precisions["8"])
+        check_files(store, "8")
     short.unlink()
     with pytest.raises(StoreError, match=r"layer001\.safetensors is missing .*--force"):
-        check_files(store.precisions["8"])
-    check_files(store.precisions["4-hqq"])
+        check_files(store, "8")
+    check_files(store, "4-hqq")
 
 
 def test_another_checkpoint_and_another_machine(tmp_path: Path) -> None:
     check_fingerprint(tmp_path, "aa", "aa")
-    with pytest.raises(StoreError, match=r"packed from another checkpoint .*aa, this model's is bb.*--out DIR --force"):
+    with pytest.raises(
+        StoreError, match=r"packed from another checkpoint .*aa, this model's is bb.*--store \S+ --force"
+    ):
         check_fingerprint(tmp_path, "aa", "bb")
     check_machine(tmp_path, "any", "cpu-avx2")
     check_machine(tmp_path, "cpu-avx2", "cpu-avx2")
     with pytest.raises(
-        StoreError, match=r"packed for cpu-avx512, this machine needs cpu-avx2; .*--out, or anew with --force"
+        StoreError, match=r"packed for cpu-avx512, this machine needs cpu-avx2; .*--store, or 'tiermoe pack .*--force'"
     ):
         check_machine(tmp_path, "cpu-avx512", "cpu-avx2")
 

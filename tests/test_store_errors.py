@@ -8,7 +8,8 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def run_with(store: Path, tiny: Path) -> tuple[Any, ...]:
 def test_a_store_of_another_version(tiermoe_: Command, tiny: Path, store: Path) -> None:
     edit_json(store / "store.json", lambda table: table.update(version=2))
     cause = tiermoe_(*run_with(store, tiny)).cause
-    assert "has store format version 2, this tiermoe reads version 1; pack the model again" in cause
+    assert "has store format version 2, this tiermoe reads version 1; 'tiermoe pack" in cause
     assert "format version 2" in tiermoe_("show", store).cause
     assert tiermoe_("pack", tiny, "--out", store, "--force").code == 0  # what the message says helps
     assert tiermoe_(*run_with(store, tiny)).code == 0
@@ -87,7 +88,7 @@ def test_a_store_of_another_cpu_layout(tiermoe_: Command, tiny: Path, store: Pat
     edit_json(store / "store.json", lambda table: table["precisions"]["4-hqq"].update(machine="cpu-other"))
     cause = tiermoe_(*run_with(store, tiny)).cause
     assert re.search(
-        r"is packed for cpu-other, this machine needs \S+; pack it here into another folder with --out", cause
+        r"is packed for cpu-other, this machine needs \S+; choose another folder with --store, or 'tiermoe pack", cause
     )
     assert tiermoe_("show", store).code == 0
     assert tiermoe_("pack", tiny, "--out", store, "--force").code == 0
@@ -99,12 +100,12 @@ def test_a_store_that_is_damaged(tiermoe_: Command, tiny: Path, store: Path, tmp
     with open(file, "r+b") as handle:
         handle.truncate(5000)
     cause = tiermoe_(*run_with(store, tiny)).cause
-    assert re.search(r"layer001\.safetensors is truncated: 5,000 bytes of at least [\d,]+; pack the model again", cause)
+    assert re.search(r"layer001\.safetensors is truncated: 5,000 bytes of at least [\d,]+; 'tiermoe pack", cause)
     file.unlink()
     assert "is missing from the expert store" in tiermoe_(*run_with(store, tiny)).cause
     (store / "store.json").write_text("{")
     assert re.search(
-        r"store\.json cannot be read .*; pack the model again with --force",
+        rf"store\.json cannot be read .*; 'tiermoe pack MODEL --store {store} --force' packs",
         tiermoe_(*run_with(store, tiny)).cause,
     )
     assert "there is no store to verify" in tiermoe_("show", tiny, "--verify", "--store", tmp_path / "no").cause
@@ -183,37 +184,38 @@ def test_a_cache_folder_that_cannot_be_written(
     for words in (("run", tiny, "hi", *RUN), ("pack", tiny)):
         cause = tiermoe_(*words).cause
         assert re.search(
-            r"cannot write to \S+/file/cache/tiny-\w{16}: Not a directory; choose another folder with --out",
+            r"cannot write to \S+/file/cache/tiny-\w{16}: Not a directory; choose another folder with --store",
             cause,
         )
     assert "cannot write to" in tiermoe_("pack", tiny, "--out", tmp_path / "file").cause
 
 
-@pytest.fixture
-def busy(tmp_path: Path) -> Iterator[Path]:
-    """A folder that somebody is packing into."""
-    release, held = threading.Event(), threading.Event()
+def test_a_second_process_waits_for_the_first(
+    tiermoe_: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody is packing into the folder, until the command has slept once."""
+    for number, words in enumerate((["pack", tiny], ["run", tiny, "hi", *RUN])):
+        folder, slept = tmp_path / str(number), threading.Event()
+        held = threading.Event()
 
-    def pack() -> None:
-        with lock.exclusive(tmp_path / "busy"):
-            held.set()
-            release.wait()
+        def pack(folder: Path = folder, held: threading.Event = held, slept: threading.Event = slept) -> None:
+            with lock.exclusive(folder) as note:
+                note(3, 24)
+                held.set()
+                slept.wait()
 
-    thread = threading.Thread(target=pack)
-    thread.start()
-    held.wait()
-    yield tmp_path / "busy"
-    release.set()
-    thread.join()
-
-
-def test_two_that_pack_at_once(tiermoe_: Command, tiny: Path, busy: Path) -> None:
-    for words in (("pack", tiny, "--out", busy), ("run", tiny, "hi", *RUN, "--store", busy)):
-        cause = tiermoe_(*words).cause
-        assert re.search(
-            rf"process {os.getpid()} is packing into \S+/busy right now; wait until it is done and run again",
-            cause,
-        )
+        thread = threading.Thread(target=pack)
+        thread.start()
+        held.wait()
+        with monkeypatch.context() as patched:
+            patched.setattr(time, "sleep", lambda _, slept=slept: slept.set())
+            outcome = tiermoe_(*words, "--store", folder)
+        thread.join()
+        assert outcome.code == 0, outcome.err
+        waiting = f"waiting for process {os.getpid()}, which packs into the same folder"
+        assert outcome.err.splitlines()[:3] == [
+            f"{waiting}: 24 to do", f"{waiting}: done", "packing experts (once): 24 to do"
+        ]  # fmt: skip
 
 
 def test_a_store_is_not_a_model(tiermoe_: Command, store: Path) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from tiermoe.errors import PackError
 from tiermoe.process import footprint, machine, system_files, windows
 from tiermoe.store.files import whole_or_nothing
 from tiermoe.store.lock import exclusive
@@ -187,10 +186,13 @@ def test_windows_opens_past_its_cache(on_windows: Kernel32, tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("system")
 def test_a_second_packer_is_told_of_the_first(tmp_path: Path) -> None:
+    def waiting(whom: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt(whom)
+
     with (
         exclusive(tmp_path / "store"),
-        pytest.raises(PackError, match=rf"process {os.getpid()} is packing"),
-        exclusive(tmp_path / "store"),
+        pytest.raises(KeyboardInterrupt, match=rf"waiting for process {os.getpid()}, which packs"),
+        exclusive(tmp_path / "store", waiting),
     ):
         pass
 

@@ -152,7 +152,7 @@ class Settings:
             f"context must be at least 2 tokens, got {self.context}",
         )
         _require(self.lanes is None or 1 <= self.lanes <= 64, f"lanes must be 1 to 64, got {self.lanes}")
-        _require(self.threads is None or self.threads >= 1, f"threads must be at least 1, got {self.threads}")
+        _require(self.threads is None or 1 <= self.threads <= 1024, f"threads must be 1 to 1024, got {self.threads}")
         _require(
             self.device in ("auto", "cpu", "cuda") or self.device.startswith("cuda:"),
             f"device must be auto, cpu or cuda, got '{self.device}'",

@@ -26,7 +26,7 @@ from tiermoe.bench.stretches import RANDOM, text_file
 from tiermoe.bench.summary import Column, case_of, figures, notes, speeds, spent, split_up
 from tiermoe.cli import options as opt
 from tiermoe.cli.evaluate import read_text
-from tiermoe.cli.output import note, progress_bar, waiting
+from tiermoe.cli.output import note, progress_bar, starting
 from tiermoe.cli.terminal import Terminal
 from tiermoe.config import settings
 from tiermoe.errors import ConfigError
@@ -128,7 +128,7 @@ def bench(
         "out": out,
     }  # fmt: skip
     _check(asked)
-    with waiting("starting"):
+    with starting():
         from tiermoe.process import footprint
 
         footprint.import_libraries(own_process=True)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.evaluate import read_text
-from tiermoe.cli.output import note, progress_bar, waiting
+from tiermoe.cli.output import note, progress_bar, starting
 from tiermoe.cli.replicas import need_ray
 from tiermoe.cli.terminal import Terminal
 from tiermoe.cli.trace import Prompt, Sequence, TextFile, Tokens
@@ -71,7 +71,7 @@ def calibrate(
     ratio = None if fallback_ratio is None else parse_percent("fallback-ratio", fallback_ratio)
     _check_processes(names, processes, ray)
     content = read_text(text)
-    with waiting("starting"):
+    with starting():
         from tiermoe.process import footprint
 
         footprint.import_libraries(own_process=True)

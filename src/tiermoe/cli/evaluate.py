@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from tiermoe.cli import options as opt
-from tiermoe.cli.output import note, progress_bar, waiting
+from tiermoe.cli.output import note, progress_bar, starting
 from tiermoe.cli.terminal import Terminal
 from tiermoe.config import format_size
 from tiermoe.errors import ConfigError
@@ -40,7 +40,7 @@ def evaluate(
 ) -> None:
     """Score a text: perplexity, KL divergence and same top-1 against the 16-bit weights, with standard errors."""
     content = read_text(text)
-    with waiting("starting"):
+    with starting():
         from tiermoe.process import footprint
 
         footprint.import_libraries(own_process=True)

@@ -5,23 +5,59 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from tiermoe import __version__
-from tiermoe.cli.output import plain
+from tiermoe.cli.output import ends_at_once, plain
 from tiermoe.errors import TiermoeError
 
 TRACEBACK = "TIERMOE_TRACEBACK"
 """The environment variable with which an error that was not foreseen ends in a traceback."""
+COMMANDS = {
+    "run": ("tiermoe.cli.run:run", "Answer one prompt; the first run of a model packs its experts."),
+    "chat": ("tiermoe.cli.chat:chat", "Talk to a model in the terminal."),
+    "serve": ("tiermoe.cli.serve:serve", "Serve a model to OpenAI's and Anthropic's clients."),
+    "pack": ("tiermoe.cli.pack:pack", "Pack a model's experts ahead of the first run."),
+    "plan": ("tiermoe.cli.plan:plan", "Show how a memory budget would be used and how fast the model would run."),
+    "show": ("tiermoe.cli.show:show", "Show what a model or a store holds."),
+    "presets": ("tiermoe.cli.presets:presets", "List the presets, or show what one is made of."),
+    "calibrate": ("tiermoe.cli.calibrate:calibrate", "Learn from a text what a preset needs to know of a model."),
+    "compare": ("tiermoe.cli.compare:compare", "Run presets over the same text: speed, bytes, loss."),
+    "bench": ("tiermoe.cli.bench:bench", "Measure a model's speed, beside llama.cpp's if asked."),
+    "trace": ("tiermoe.cli.trace:trace", "Record which experts a text uses."),
+    "simulate": ("tiermoe.cli.simulate:simulate", "Replay a recorded trace on a virtual machine."),
+    "eval": ("tiermoe.cli.evaluate:evaluate", "Measure a model's loss on a text."),
+}
+"""Command → the function that runs it, and its line in the list of commands, in the order of that list."""
+
+
+class LazyCommands(TyperGroup):
+    """The commands by name and line; a command's module is imported when that command is asked for. Importing all of
+    them, torch among what they import, takes seconds."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = {name: TyperCommand(name, help=line) for name, (_, line) in COMMANDS.items()}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in COMMANDS:
+            module, _, function = COMMANDS[args[0]][0].partition(":")
+            alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            with ends_at_once():
+                command = getattr(importlib.import_module(module), function)
+            alone.command(args[0])(command)
+            self.add_command(typer.main.get_command(alone))
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
     name="tiermoe",
+    cls=LazyCommands,
     help="Run Mixture-of-Experts language models larger than the memory they run in, exactly.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -39,35 +75,6 @@ def _root(
     """Run Mixture-of-Experts language models larger than the memory they run in, exactly."""
 
 
-COMMANDS = {
-    "run": "tiermoe.cli.run:run",
-    "chat": "tiermoe.cli.chat:chat",
-    "serve": "tiermoe.cli.serve:serve",
-    "pack": "tiermoe.cli.pack:pack",
-    "plan": "tiermoe.cli.plan:plan",
-    "show": "tiermoe.cli.show:show",
-    "presets": "tiermoe.cli.presets:presets",
-    "calibrate": "tiermoe.cli.calibrate:calibrate",
-    "compare": "tiermoe.cli.compare:compare",
-    "bench": "tiermoe.cli.bench:bench",
-    "trace": "tiermoe.cli.trace:trace",
-    "simulate": "tiermoe.cli.simulate:simulate",
-    "eval": "tiermoe.cli.evaluate:evaluate",
-}
-"""Command → the function that runs it, in the order of the help."""
-
-
-def add_commands(words: Sequence[str]) -> None:
-    """Makes known the command that the words of a command line begin with, or all: importing all takes a quarter of a
-    second."""
-    known = {command.name for command in app.registered_commands}
-    named = [word for word in words[:1] if word in COMMANDS]
-    for name in named or COMMANDS:
-        if name not in known:
-            module, _, function = COMMANDS[name].partition(":")
-            app.command(name)(getattr(importlib.import_module(module), function))
-
-
 # typer carries its own copy of click; this is that copy's base of all errors in how a command was typed
 _TypedWrong: type[Exception] = typer.BadParameter.__mro__[2]
 _HELP_SHOWN: type[Exception] = sys.modules[typer.BadParameter.__module__].NoArgsIsHelpError
@@ -75,7 +82,6 @@ _HELP_SHOWN: type[Exception] = sys.modules[typer.BadParameter.__module__].NoArgs
 
 def main() -> None:
     """Runs the command line. Errors are one line on standard error and exit code 2."""
-    add_commands(sys.argv[1:])
     try:
         code = app(standalone_mode=False)
     except TiermoeError as error:

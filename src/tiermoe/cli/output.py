@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -54,6 +57,38 @@ def waiting(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def ends_at_once() -> Iterator[None]:
+    """Ctrl-C ends the process there and then, with exit code 130: for imports and headers, where nothing has to be
+    cleaned up. Libraries swallow a KeyboardInterrupt while they are imported, in `__del__` or in an `except`, and are
+    half imported then; raised under pybind11 it aborts the process."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or not _in_main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        if sys.stderr.isatty():
+            os.write(sys.stderr.fileno(), b"\033[?25h\r\033[K")  # the spinner has hidden the cursor
+        os._exit(130)
+
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextlib.contextmanager
+def starting(what: str = "starting") -> Iterator[None]:
+    """`waiting` for imports and headers; Ctrl-C ends the process at once."""
+    with ends_at_once(), waiting(what):
+        yield
+
+
+@contextlib.contextmanager
 def progress_bar() -> Iterator[ProgressCall]:
     """A callback that shows progress with the time left: a bar on a terminal, else a line now and then."""
     if not sys.stderr.isatty():
@@ -69,7 +104,7 @@ def progress_bar() -> Iterator[ProgressCall]:
         def report(what: str, done: int, total: int) -> None:
             if what not in tasks:
                 tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done)
+            bar.update(tasks[what], completed=done, total=total)
 
         yield report
 

@@ -9,7 +9,7 @@ import typer
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.evaluate import read_text
-from tiermoe.cli.output import note, progress_bar, waiting
+from tiermoe.cli.output import note, progress_bar, starting
 from tiermoe.config import BITS, Settings, format_size, settings
 from tiermoe.errors import ConfigError
 
@@ -26,9 +26,11 @@ def pack(
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Pack for cpu, for cuda (here or not), or auto.")] = "auto",
-    out: Annotated[
+    store: Annotated[
         Path | None,
-        typer.Option(help="Folder of the store. Default: the user's cache folder.", show_default=False),
+        typer.Option(
+            "--store", "--out", help="Folder of the store. Default: the user's cache folder.", show_default=False
+        ),
     ] = None,
     calibration_text: Annotated[
         Path | None,
@@ -43,7 +45,7 @@ def pack(
     """Pack a checkpoint's experts into a store. Interrupted, it picks up where it stopped when run again."""
     precisions = _parse_bits(bits) if bits is not None else None
     content = read_text(calibration_text) if calibration_text is not None else None
-    with waiting("reading the checkpoint's headers"):
+    with starting("reading the checkpoint's headers"):
         from tiermoe.process import footprint
 
         footprint.import_libraries(own_process=True)
@@ -61,21 +63,21 @@ def pack(
 
         kernels = resolve_device(device) if device == "auto" else device
         layout = machine_layout(kernels)
-        blueprint = inspect_model(resolve_model(model), model, out)
+        blueprint = inspect_model(resolve_model(model), model, store)
         usual = OWN_BITS if blueprint.comes_quantized else Settings().bits_used
         asked = [settings(bits=number, device=device, **options) for number in precisions or [usual]]
-        store = open_or_create(blueprint, store_root(blueprint, out), force)
         experts = {each.bits_used: precision_key(each.bits_used, each.quantizer_used, layout) for each in asked}
         dense = {each.bits_used: recipe_key(blueprint, each.dense_bits_used, layout) for each in asked}
-        name = calibration_text.name if calibration_text is not None else None
-        calibrated = Calibrated(blueprint, store, asked, experts, name, content, force)
+    name = calibration_text.name if calibration_text is not None else None
+    with progress_bar() as progress:
+        packed = open_or_create(blueprint, store_root(blueprint, store), force, waiting=progress)
+        calibrated = Calibrated(blueprint, packed, asked, experts, name, content, force)
         if force:  # once it is clear that what was asked for can be packed
             for each in asked:
-                forget(store, experts[each.bits_used], dense[each.bits_used])
-    with progress_bar() as progress:
+                forget(packed, experts[each.bits_used], dense[each.bits_used], progress)
         for each in asked:
             ensure_packed(
-                store,
+                packed,
                 blueprint,
                 each.bits_used,
                 each.quantizer_used,
@@ -86,12 +88,12 @@ def pack(
             )
     calibrated.forget()
     for precision, key in experts.items():
-        packed = store.precisions[key]
-        nbytes = sum(extent.nbytes for layer in packed.layers for extent in layer.extents)
-        note(f"{precision} bits: {format_size(nbytes)}" + (" (served from the checkpoint, no copy)" * packed.in_place))
-        if loss := packing_loss(store, [key], dense[precision]):
+        found = packed.precisions[key]
+        nbytes = sum(extent.nbytes for layer in found.layers for extent in layer.extents)
+        note(f"{precision} bits: {format_size(nbytes)}" + (" (served from the checkpoint, no copy)" * found.in_place))
+        if loss := packing_loss(packed, [key], dense[precision]):
             note(loss)
-    print(store.root)
+    print(packed.root)
 
 
 def _parse_bits(text: str) -> list[int]:

@@ -11,7 +11,8 @@ import typer
 from rich.table import Table
 
 from tiermoe.cli import options as opt
-from tiermoe.cli.output import note, waiting
+from tiermoe.cli.output import note, starting
+from tiermoe.cli.session import beyond_this_machine
 from tiermoe.cli.terminal import Terminal
 from tiermoe.config import Settings, format_size
 from tiermoe.config import settings as make_settings
@@ -43,7 +44,7 @@ def plan(
     """Show how a memory budget would be used and how fast it would run. Nothing is loaded or packed, and of a model on
     the hub only the config and the headers are read."""
     elsewhere = _elsewhere(machine, options)
-    with waiting("reading headers and measuring this machine"):
+    with starting("reading headers and measuring this machine"):
         from tiermoe.process import footprint
 
         footprint.import_libraries(own_process=True)
@@ -55,7 +56,8 @@ def plan(
         print(json.dumps(_document(found)))
         return
     _print_plan(found)
-    for warning in found.plan.warnings:
+    beyond = beyond_this_machine(settings) if elsewhere is None else ()
+    for warning in (*beyond, *found.plan.warnings):
         note(f"note: {warning}")
 
 

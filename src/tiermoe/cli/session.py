@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tiermoe.cli.output import note, progress_bar, waiting
+from tiermoe.cli.output import note, progress_bar, starting
+from tiermoe.config import Settings, format_size, settings
+from tiermoe.process.machine import most_memory, processors
 
 
 @dataclass(slots=True)
@@ -33,11 +35,10 @@ def open_session(
     may run 16 requests at once, which share `kv_memory` bytes for keys and values; None: as there is room for. The
     plan's warnings go to standard error."""
     started = time.perf_counter()
-    with waiting("starting"):
+    with starting():
         from tiermoe.process import footprint
 
         footprint.import_libraries(own_process=True)
-        from tiermoe.config import format_size, settings
         from tiermoe.engine.describe import loss_of
         from tiermoe.engine.load import start
         from tiermoe.model.blueprint import inspect_model
@@ -70,9 +71,24 @@ def open_session(
     plan = engine.plan
     if options.get("memory") is None:
         note(f"memory: {format_size(plan.budget)}, {plan.budget_source}; --memory sets another bound")
-    for warning in plan.warnings:
+    for warning in (*beyond_this_machine(asked), *plan.warnings):
         note(f"note: {warning}")
     return Session(engine, tokenizer, time.perf_counter() - started)
+
+
+def beyond_this_machine(asked: Settings) -> Iterator[str]:
+    """Lines about what is asked for and this machine does not have."""
+    memory, cores = most_memory(), processors()
+    if asked.memory is not None and asked.memory > memory:
+        yield (
+            f"--memory {format_size(asked.memory)} is more than the {format_size(memory)} that this process can have; "
+            "what it takes beyond that is swapped, or the system ends it"
+        )
+    if asked.threads is not None and asked.threads > cores:
+        yield (
+            f"--threads {asked.threads} is more than the {cores} processors that this process may run on; threads then "
+            "wait for each other"
+        )
 
 
 def _as_served(blueprint: Any, asked: Any, batch_named: bool, kv_memory: int | None) -> tuple[Any, Any]:
@@ -90,10 +106,11 @@ def _as_served(blueprint: Any, asked: Any, batch_named: bool, kv_memory: int | N
 
 def make_sampling(**values: Any) -> Any:
     """`Sampling` of these values, checked. ConfigError where one is out of range."""
-    from tiermoe.process import footprint
+    with starting():
+        from tiermoe.process import footprint
 
-    footprint.import_libraries(own_process=True)
-    from tiermoe.generation.sampling import Sampling
+        footprint.import_libraries(own_process=True)
+        from tiermoe.generation.sampling import Sampling
 
     return Sampling(**values)
 

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from tiermoe.cli import options as opt
-from tiermoe.cli.output import note, progress_bar, waiting
+from tiermoe.cli.output import note, progress_bar, starting
 from tiermoe.cli.terminal import Terminal
 from tiermoe.config import format_size
 from tiermoe.errors import StoreError
@@ -25,7 +25,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Show family, layers, experts, bytes, precisions and provenance."""
-    with waiting("reading"):
+    with starting("reading"):
         from tiermoe.process import footprint
 
         footprint.import_libraries(own_process=True)

@@ -56,7 +56,7 @@ def load(model: str | os.PathLike[str], *, progress: Progress | None = None, **o
 
     model: a directory or a hub id. options: the fields of `tiermoe.config.Settings`, sizes also as text
     (`memory="6GiB"`, `bits=4`, `cache="25%"`, …). progress: called with (what, done, total) while experts are packed,
-    which happens once per checkpoint and precision.
+    which happens once per checkpoint and precision, or while another process that packs them is waited for.
 
     Returns (model, tokenizer): a transformers model in evaluation mode, with `model.tiermoe` for statistics, and its
     tokenizer. The model's modules are made by transformers' modelling code even where our own decoder computes, because
@@ -135,7 +135,7 @@ def _prepared(
         torch.set_num_threads(settings.threads)
     _measured(blueprint, resolved, found, lean)
     plan = plan_memory(blueprint, resolved, found, use)
-    store = open_or_create(blueprint, store_root(blueprint, settings.store), found=found)
+    store = open_or_create(blueprint, store_root(blueprint, settings.store), found=found, waiting=progress)
     unit = resolved.composition.unit
     for bits in resolved.precisions:
         ensure_packed(

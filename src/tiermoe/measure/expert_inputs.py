@@ -94,10 +94,10 @@ def calibration_text(blueprint: Blueprint, name: str, content: str) -> Text:
 
 def recorded_inputs(blueprint: Blueprint, store: Store, text: Text, progress: Progress) -> ExpertInputs:
     """The inputs of a checkpoint's experts on a text, in the folder of its store: those that are there, where they were
-    made from the same; the rest is recorded. PackError where the disk has no room, another process is recording there,
-    or the folder cannot be written."""
+    made from the same; the rest is recorded. Another process that records there is waited for. PackError where the disk
+    has no room or the folder cannot be written."""
     folder = store.root / FOLDER
-    with exclusive(folder):
+    with exclusive(folder, progress):
         recording = _Recording(folder, blueprint, text)
         if recording.windows < len(text.ids):
             _record(recording, blueprint, store, text, progress)

@@ -43,7 +43,7 @@ def make_profiles(
     """The profiles `names`, in order. force: make all anew, the recording too. What cannot be made of one profile does
     not keep the others from being made."""
     results: list[Found | Failed] = []
-    with exclusive(calibration.store / FOLDER):
+    with exclusive(calibration.store / FOLDER, progress):
         if force:
             (calibration.store / FOLDER / TRACE).unlink(missing_ok=True)
         for name in names:

@@ -8,7 +8,7 @@ lose most keep 6.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 import torch
@@ -25,7 +25,7 @@ from tiermoe.quant.registry import encoding_for
 from tiermoe.quant.scratch import scratch
 from tiermoe.store.files import ExtentWriter, forget_cached, whole_or_nothing
 from tiermoe.store.layout import PAGE, ExpertFormat, align, relative_error
-from tiermoe.store.lock import adding_to
+from tiermoe.store.lock import Progress, Waiting, adding_to
 from tiermoe.store.store import Store, dense_file_name, dense_key, machine_of, one_matrix
 from tiermoe.tiers.disk import Reader
 from tiermoe.tiers.mapped import MappedFiles, MappedReader
@@ -101,19 +101,21 @@ def pack_dense(
     blueprint: Blueprint,
     bits: int,
     layout: str,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     workers: int = 1,
+    waiting: Waiting | None = None,
 ) -> None:
     """Adds the packed dense layers at `bits` to the store, some rows at a time, each of the `workers` its own
-    (`packing_bytes` each); written whole or not at all. progress: called with (blocks of rows done, in all)."""
+    (`packing_bytes` each); written whole or not at all. progress: called with (blocks of rows done, in all). waiting:
+    called with the progress of another process that packs into the folder, which is waited for."""
     key = recipe_key(blueprint, bits, layout)
     path = store.root / dense_file_name(key)
-    with adding_to(store):
+    with adding_to(store, waiting) as note:
         if key in store.dense:
             return
         try:
             with whole_or_nothing(path) as handle:
-                table = _pack_layers(handle, blueprint, bits, layout, progress, workers)
+                table = _pack_layers(handle, blueprint, bits, layout, [note, *filter(None, [progress])], workers)
                 forget_cached(handle)
         finally:
             scratch.clear()  # what one worker alone, in this thread, has used
@@ -126,7 +128,7 @@ def _pack_layers(
     blueprint: Blueprint,
     bits: int,
     layout: str,
-    progress: Callable[[int, int], None] | None,
+    listeners: Sequence[Progress],
     workers: int,
 ) -> dict[str, Any]:
     """The dense layers' entries in the store's table, once they are written."""
@@ -139,8 +141,8 @@ def _pack_layers(
     total = sum(len(matrix.blocks()) for matrix in matrices)
 
     def report(blocks: int) -> None:
-        if progress is not None:
-            progress(blocks, total)
+        for listener in listeners:
+            listener(blocks, total)
 
     table = {}
     found = zip(formats.items(), extents, row_blocks.encode(matrices, report, workers), strict=True)

@@ -12,7 +12,7 @@ from tiermoe.model.repository import first_line
 from tiermoe.process.json_files import read_json
 from tiermoe.store.checkpoint import Checkpoint
 from tiermoe.store.gguf.file import SUFFIX, is_gguf, open_gguf
-from tiermoe.store.store import TABLE
+from tiermoe.store.store import TABLE, pack_anew
 
 OWN_CODE = "auto_map"
 """The entry by which a checkpoint's files name Python code of its own."""
@@ -161,5 +161,5 @@ def check_fingerprint(root: Path, stored: str, actual: str) -> None:
     if stored != actual:
         raise StoreError(
             f"the store in {root} was packed from another checkpoint (fingerprint {stored}, this model's is {actual}); "
-            f"choose another folder with --store/--out, or pack anew with 'tiermoe pack MODEL --out DIR --force'"
+            f"choose another folder with --store, or {pack_anew(root)}"
         )

@@ -28,13 +28,14 @@ from tiermoe.store.store import (
     check_dense_file,
     check_files,
     open_store,
+    pack_anew,
     precision_key,
 )
 from tiermoe.systems.resolved import Resolved
 from tiermoe.types import Extent, MoeLayer, Need, Phase
 
 Progress = Callable[[str, int, int], None]
-"""Called with (what is packed, done, in all)."""
+"""Called with (what is packed, or which process is waited for, done, in all)."""
 
 
 def store_root(blueprint: Blueprint, chosen: Path | None) -> Path:
@@ -54,11 +55,14 @@ def found_store(blueprint: Blueprint, chosen: Path | None) -> Store | None:
         return _with_own(_new(blueprint, root), blueprint)
 
 
-def open_or_create(blueprint: Blueprint, root: Path, force: bool = False, found: Store | None = None) -> Store:
+def open_or_create(
+    blueprint: Blueprint, root: Path, force: bool = False, found: Store | None = None, waiting: Progress | None = None
+) -> Store:
     """The store at `root`, empty where there is none yet, with the checkpoint's outline beside it. found: what was just
-    read there, which is not read again. StoreError where the store is damaged, another checkpoint's or another
-    version's; `force` makes an empty one of it then."""
-    store = _opened_or_new(blueprint, root, force) if found is None else _checked(found, blueprint)
+    read there, which is not read again. waiting: called with the progress of another process that packs there.
+    StoreError where the store is damaged, another checkpoint's or another version's; `force` makes an empty one of it
+    then."""
+    store = _opened_or_new(blueprint, root, force, waiting) if found is None else _checked(found, blueprint)
     with contextlib.suppress(OSError):
         root.mkdir(parents=True, exist_ok=True)
     blueprint.leave_outline(root)
@@ -72,14 +76,14 @@ def _with_own(store: Store, blueprint: Blueprint) -> Store:
     return store
 
 
-def _opened_or_new(blueprint: Blueprint, root: Path, force: bool) -> Store:
+def _opened_or_new(blueprint: Blueprint, root: Path, force: bool, waiting: Progress | None) -> Store:
     if (root / TABLE).exists():
         try:
             return _checked(open_store(root), blueprint)
         except StoreError:
             if not force:
                 raise
-    with exclusive(root):
+    with exclusive(root, waiting):
         if force:
             clear(root)
         elif (root / TABLE).exists():  # another process was faster
@@ -103,7 +107,7 @@ def _checked(store: Store, blueprint: Blueprint) -> Store:
     if store.layers != blueprint.layers or store.dtype != blueprint.dtype:
         raise StoreError(
             f"the store in {store.root} does not describe the layers of {blueprint.name} as this transformers does; "
-            f"pack the model again (tiermoe pack MODEL --force)"
+            f"{pack_anew(store.root)}"
         )
     return store
 
@@ -121,7 +125,8 @@ def ensure_packed(
     inputs: Inputs | None = None,
 ) -> None:
     """Packs the asked precision, and the dense layers, where the store lacks them, for the kernels of `device`;
-    `workers` pieces at a time, None: one more than torch has threads, for one of them reads. inputs: the experts', for
+    `workers` pieces at a time, None: one more than torch has threads, for one of them reads. Where another process
+    packs into the store, it is waited for, and its result is used. inputs: the experts', for
     quantizers that need to know them. StoreError where it holds them for another machine's kernels."""
     layout, workers = machine_layout(device), workers or torch.get_num_threads() + 1
     key = precision_key(bits, quantizer, layout, unit)
@@ -129,19 +134,19 @@ def ensure_packed(
     if precision is None:
         report = (lambda done, total: progress("packing experts (once)", done, total)) if progress else None
         with heap_for_packing():
-            pack_experts(store, blueprint.experts, bits, quantizer, layout, report, unit, workers, inputs)
+            pack_experts(store, blueprint.experts, bits, quantizer, layout, report, unit, workers, inputs, progress)
     else:
         check_machine(store.root, precision.machine, layout)
         if precision.in_place and not precision.derived:
             _follow_checkpoint(precision, blueprint)
-        check_files(precision)
+        check_files(store, key)
     if dense_bits < 16:
         dense = recipe_key(blueprint, dense_bits, layout)
         if dense not in store.dense:
             what = f"packing dense layers (once{_instead_of(store, dense, layout)})"
             report = (lambda done, total: progress(what, done, total)) if progress else None
             with heap_for_packing():
-                pack_dense(store, blueprint, dense_bits, layout, report, workers)
+                pack_dense(store, blueprint, dense_bits, layout, report, workers, progress)
         else:
             check_machine(store.root, store.dense[dense]["machine"], layout)
             check_dense_file(store, dense)
@@ -228,5 +233,5 @@ def check_machine(root: Path, machine: str, layout: str) -> None:
     if machine not in ("any", layout):
         raise StoreError(
             f"the store in {root} is packed for {machine}, this machine needs {layout}; "
-            f"pack it here into another folder with --out, or anew with --force"
+            f"choose another folder with --store, or {pack_anew(root)}"
         )

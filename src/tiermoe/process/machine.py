@@ -69,8 +69,23 @@ def page_cache_room(root: Path = Path("/")) -> int:
     return min([_system_memory()[0], *_cgroup_rooms(root)])
 
 
+def most_memory(root: Path = Path("/")) -> int:
+    """Bytes that a process may have at the most: the machine's memory, or the smallest limit of the memory cgroups that
+    it runs in. root: of the file system (tests)."""
+    limits = (_limit(group, names[0]) for group, names, _ in _cgroups(root))
+    return min([total_memory(), *(limit for limit in limits if limit is not None)])
+
+
 def _cgroup_rooms(root: Path) -> Iterator[int]:
     """Limit minus use, pages of files apart, of every memory cgroup around the process that has a limit."""
+    for cgroup in _cgroups(root):
+        room = _room(*cgroup)
+        if room is not None:
+            yield room
+
+
+def _cgroups(root: Path) -> Iterator[tuple[Path, tuple[str, str], str]]:
+    """(folder, names of its limit and its use, prefix of its statistics) of every memory cgroup around the process."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -85,24 +100,32 @@ def _cgroup_rooms(root: Path) -> Iterator[int]:
         prefix = "total_" if first else ""
         folder = top / path.lstrip("/")
         for group in (folder, *folder.parents):
-            room = _room(group, names, prefix)
-            if room is not None:
-                yield room
+            yield group, names, prefix
             if group == top:
                 break
 
 
 def _room(group: Path, names: tuple[str, str], prefix: str) -> int | None:
+    limit = _limit(group, names[0])
+    if limit is None:
+        return None
     try:
-        limit, used = ((group / name).read_text().strip() for name in names)
+        used = int((group / names[1]).read_text())
         pairs = (line.split() for line in (group / "memory.stat").read_text().splitlines())
         stat = {name: int(value) for name, value in pairs}
     except (OSError, ValueError):
         return None
-    if limit == "max" or int(limit) >= 1 << 60:
-        return None
     files = sum(stat.get(f"{prefix}{name}", 0) for name in ("inactive_file", "active_file"))
-    return max(int(limit) - int(used) + files, 0)
+    return max(limit - used + files, 0)
+
+
+def _limit(group: Path, name: str) -> int | None:
+    """None where there is none."""
+    try:
+        limit = int((group / name).read_text())  # ValueError for "max"
+    except (OSError, ValueError):
+        return None
+    return limit if limit < 1 << 60 else None
 
 
 def _system_memory() -> tuple[int, str]:

@@ -1,12 +1,15 @@
-"""Writing into a store's folder: one process at a time, and what goes wrong there in words."""
+"""Writing into a store's folder: one process at a time, others wait; and what goes wrong there in words."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
+import re
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tiermoe.config import format_size
@@ -15,45 +18,66 @@ from tiermoe.process import system_files
 from tiermoe.store.files import PARTIAL
 from tiermoe.store.store import Store
 
-_ELSEWHERE = "choose another folder with --out (or --store)"
+Progress = Callable[[int, int], None]
+"""Called with (done, in all)."""
+Waiting = Callable[[str, int, int], None]
+"""Called with (whom a process waits for, what that one has done, in all)."""
+
+_ELSEWHERE = "choose another folder with --store"
+_POLL_S = 0.2
+_NOTE = re.compile(rb"(\d{1,10}) (\d{1,10}) (\d{1,10})\n")  # process, done, in all
+_NOTE_BYTES = 64
 
 
 @contextlib.contextmanager
-def exclusive(root: Path) -> Iterator[None]:
-    """Holds the lock of a store's folder and clears what an interrupted process left unfinished there. PackError names
-    the process that has the lock, and says what to do where the folder cannot be written or the disk fills."""
+def exclusive(root: Path, waiting: Waiting | None = None) -> Iterator[Progress]:
+    """Holds the lock of a store's folder and clears what an interrupted process left unfinished there. Yields a call
+    that notes progress in the lock's file. Another process that has the lock is waited for; `waiting` is called with
+    its progress meanwhile. PackError says what to do where the folder cannot be written or the disk fills."""
     with _in_words(root):
         root.mkdir(parents=True, exist_ok=True)
         descriptor = system_files.open_to_write(root / ".lock")
         try:
-            _take(descriptor, root)
+            _take(descriptor, waiting or (lambda whom, done, total: None))
+            note = functools.partial(_note, descriptor)
+            note(0, 1)
             for name in ("store", "packing-*", "experts-*", "dense-*"):
                 for unfinished in root.glob(name + PARTIAL):
                     unfinished.unlink()
-            yield
+            yield note
         finally:
             os.close(descriptor)
 
 
 @contextlib.contextmanager
-def adding_to(store: Store) -> Iterator[None]:
+def adding_to(store: Store, waiting: Waiting | None = None) -> Iterator[Progress]:
     """`exclusive`, with the store's table as it is on disk now: another process may have packed meanwhile."""
-    with exclusive(store.root):
+    with exclusive(store.root, waiting) as note:
         store.refresh()
-        yield
+        yield note
 
 
-def _take(descriptor: int, root: Path) -> None:
-    try:
-        system_files.lock(descriptor)
-    except BlockingIOError:
-        holder = system_files.read_bytes_at(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
-        raise PackError(
-            f"process {holder} is packing into {root} right now; wait until it is done and run again, or name "
-            f"another folder with --out"
-        ) from None
-    os.ftruncate(descriptor, 0)
-    system_files.write_at(descriptor, str(os.getpid()).encode(), 0)
+def _take(descriptor: int, waiting: Waiting) -> None:
+    whom, total = "", 1
+    while True:
+        try:
+            system_files.lock(descriptor)
+        except BlockingIOError:
+            noted = _NOTE.match(system_files.read_bytes_at(descriptor, _NOTE_BYTES, 0))
+            if noted:  # else the process that has the lock is about to write it
+                process, done, total = (int(number) for number in noted.groups())
+                whom = f"waiting for process {process}, which packs into the same folder"
+                waiting(whom, done, total)
+            time.sleep(_POLL_S)
+        else:
+            break
+    if whom:
+        waiting(whom, total, total)
+
+
+def _note(descriptor: int, done: int, total: int) -> None:
+    """Tells who waits for the lock of the process that has it, and how far that one is."""
+    system_files.write_at(descriptor, f"{os.getpid()} {done} {total}\n".ljust(_NOTE_BYTES).encode(), 0)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Checkpoint → expert store: one expert at a time, layer by layer, resumable, never half a store taken for whole.
 
 A layer's file is written as `….partial`, synced and renamed; a journal remembers finished layers; `store.json` names
-the precision only when all are there. A lock keeps a second process out.
+the precision only when all are there. A second process waits for a lock and finds what the first one has packed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tiermoe.store.encode import encoded_experts, working_bytes
 from tiermoe.store.files import Pieces, file_name, whole_or_nothing, write_header
 from tiermoe.store.journal import Journal
 from tiermoe.store.layout import ExpertFormat, expert_format
-from tiermoe.store.lock import adding_to
+from tiermoe.store.lock import Progress, Waiting, adding_to
 from tiermoe.store.neurons import NeuronSource, neuron_format
 from tiermoe.store.outline import NAME as OUTLINE
 from tiermoe.store.solving import Inputs
@@ -38,9 +38,6 @@ from tiermoe.store.store import (
 )
 from tiermoe.types import Extent, MoeLayer, Segment
 
-Progress = Callable[[int, int], None]
-"""Called with (experts done, experts in all)."""
-
 
 def pack_experts(
     store: Store,
@@ -52,14 +49,16 @@ def pack_experts(
     unit: str = "expert",
     workers: int = 1,
     inputs: Inputs | None = None,
+    waiting: Waiting | None = None,
 ) -> Precision:
     """Adds a precision to `store` and returns it. Picks up where an interrupted run stopped.
 
     machine: layout of the kernels, by default this CPU's. unit: 'expert', or 'neuron' for a precision whose neurons can
     be read alone (`store.neurons`; ModelError and ConfigError as `neuron_format`). workers: experts, or parts of large
     ones, that are read and encoded at a time, each on a thread; what is written does not depend on it. inputs: what the
-    experts get, for quantizers that need to know it. Raises PackError where the disk fills, the folder cannot be
-    written, another process is packing into it, or a quantizer lacks inputs.
+    experts get, for quantizers that need to know it. progress: called with (experts done, in all). waiting: called with
+    the progress of another process that packs into the folder, which is waited for. Raises PackError where the disk
+    fills, the folder cannot be written, or a quantizer lacks inputs.
     """
     machine = machine or cpu_layout()
     key = precision_key(bits, quantizer, machine, unit)
@@ -71,7 +70,7 @@ def pack_experts(
     in_place = _in_place(source, store.layers) if bits == 16 else None
     job = _Job(store.root, source, key, formats, quantizer, in_place, workers, inputs)
     made_from = inputs.made_from if inputs is not None else ""
-    with adding_to(store):
+    with adding_to(store, waiting) as note:
         if key in store.precisions:
             return store.precisions[key]
         journal = Journal(store.root, key, store.source, made_from)
@@ -79,7 +78,7 @@ def pack_experts(
         if in_place is None:
             _make_room(store.root, key, formats, finished)
         try:
-            layers = list(_pack_layers(job, journal, finished, progress))
+            layers = list(_pack_layers(job, journal, finished, [note, *filter(None, [progress])]))
         finally:
             scratch.clear()  # what one worker alone, in this thread, has used
         quantized_by = quantizer if bits < 8 else ""
@@ -110,10 +109,10 @@ def packing_bytes(formats: Sequence[ExpertFormat], quantizer: str, reading: int 
     return max(working_bytes(form, QUANTIZERS[quantizer], reading, workers) for form in formats)
 
 
-def forget(store: Store, precision: str, dense: str | None) -> None:
+def forget(store: Store, precision: str, dense: str | None, waiting: Waiting | None = None) -> None:
     """Takes a precision, and the dense layers packed under `dense`, out of the store and removes their files. A
-    precision that the store does not hold itself stays."""
-    with adding_to(store):
+    precision that the store does not hold itself stays. waiting: as in `pack_experts`."""
+    with adding_to(store, waiting):
         kept = store.precisions.get(precision)
         if kept is not None and kept.derived:
             return
@@ -149,15 +148,15 @@ class _Job:
 
 
 def _pack_layers(
-    job: _Job, journal: Journal, finished: Mapping[int, PackedLayer], progress: Progress | None
+    job: _Job, journal: Journal, finished: Mapping[int, PackedLayer], listeners: Sequence[Progress]
 ) -> Iterator[PackedLayer]:
     total = sum(form.layer.experts for form in job.formats)
     done = 0
     for index, form in enumerate(job.formats):
 
         def report(expert: int, before: int = done) -> None:
-            if progress is not None:
-                progress(before + expert, total)
+            for listener in listeners:
+                listener(before + expert, total)
 
         packed = finished.get(index)
         if packed is None:
@@ -241,5 +240,5 @@ def _make_room(root: Path, key: str, formats: list[ExpertFormat], finished: Mapp
     if needed > free:
         raise PackError(
             f"packing needs {format_size(needed)} in {root}, {format_size(free)} are free; free some space or choose "
-            f"another folder with --out"
+            f"another folder with --store"
         )

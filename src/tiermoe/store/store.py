@@ -216,6 +216,11 @@ def one_matrix(name: str, out: int, in_: int) -> MoeLayer:
     return MoeLayer(name, 1, 1, (Part("weight", (out, in_)),))
 
 
+def pack_anew(root: Path) -> str:
+    """What to do about the store in `root` where it cannot be used, for a message."""
+    return f"'tiermoe pack MODEL --store {root} --force' packs the model anew"
+
+
 def open_store(root: Path) -> Store:
     """Reads store.json. StoreError: not a store, another format version, or a damaged table."""
     table = root / TABLE
@@ -226,13 +231,13 @@ def open_store(root: Path) -> Store:
             f"{root} holds no {TABLE}: it is not an expert store (or its packing never finished)"
         ) from None
     except (OSError, ValueError) as error:
-        raise StoreError(f"{table} cannot be read ({error}); pack the model again with --force") from error
+        raise StoreError(f"{table} cannot be read ({error}); {pack_anew(root)}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise StoreError(f"{table} is not the table of a tiermoe expert store; name another folder")
     if document.get("version") != VERSION:
         raise StoreError(
             f"{root} has store format version {document.get('version')}, this tiermoe reads version {VERSION}; "
-            f"pack the model again (tiermoe pack MODEL --force)"
+            f"{pack_anew(root)}"
         )
     try:
         store = Store(
@@ -244,7 +249,7 @@ def open_store(root: Path) -> Store:
         )
         _check_table(store)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StoreError(f"{table} is damaged ({error!r}); pack the model again with --force") from error
+        raise StoreError(f"{table} is damaged ({error!r}); {pack_anew(root)}") from error
     return store
 
 
@@ -261,17 +266,17 @@ def _check_table(store: Store) -> None:
         _located(dense["file"], store.root, in_place=False)
 
 
-def check_files(precision: Precision) -> None:
-    """StoreError where a file of `precision` is missing or shorter than its extents need."""
-    _check_extents(extent for layer in precision.layers for extent in layer.extents)
+def check_files(store: Store, key: str) -> None:
+    """StoreError where a file of precision `key` is missing or shorter than its extents need."""
+    _check_extents(store.root, (extent for layer in store.precisions[key].layers for extent in layer.extents))
 
 
 def check_dense_file(store: Store, key: str) -> None:
     """StoreError where the file of the dense layers packed under `key` is missing or too short."""
-    _check_extents(store.dense_extent(key, name) for name in store.dense[key]["layers"])
+    _check_extents(store.root, (store.dense_extent(key, name) for name in store.dense[key]["layers"]))
 
 
-def _check_extents(extents: Iterable[Extent]) -> None:
+def _check_extents(root: Path, extents: Iterable[Extent]) -> None:
     needed: dict[str, int] = {}
     for extent in extents:
         for segment in extent.segments:
@@ -280,11 +285,9 @@ def _check_extents(extents: Iterable[Extent]) -> None:
         try:
             size = os.path.getsize(file)
         except OSError:
-            raise StoreError(f"{file} is missing from the expert store; pack the model again with --force") from None
+            raise StoreError(f"{file} is missing from the expert store; {pack_anew(root)}") from None
         if size < nbytes:
-            raise StoreError(
-                f"{file} is truncated: {size:,} bytes of at least {nbytes:,}; pack the model again with --force"
-            )
+            raise StoreError(f"{file} is truncated: {size:,} bytes of at least {nbytes:,}; {pack_anew(root)}")
 
 
 def layer_to_json(layer: MoeLayer) -> dict[str, Any]:
