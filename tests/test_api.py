@@ -6,6 +6,8 @@ import gc
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -240,6 +242,18 @@ def test_a_model_that_is_dropped_gives_everything_back(shipped: Path, options: d
     assert lanes() == before
     assert descriptors() <= opened
     assert service() is None
+
+
+def test_a_process_whose_last_model_is_dropped_ends_well(shipped: Path) -> None:
+    program = f"""
+import tiermoe
+def answer():
+    model, tokenizer = tiermoe.load({str(shipped)!r}, memory="4GiB", device="cpu")
+    model.generate(**tokenizer("A", return_tensors="pt"), max_new_tokens=2)
+answer()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_context_closes_the_model(shipped: Path) -> None:

@@ -121,10 +121,10 @@ def test_two_that_create_the_store_at_once(tiny_model: Any, tmp_path: Path, monk
     root, faster = tmp_path / "store", lock.exclusive
     blueprint = tiny_model("qwen3_moe")
 
-    def overtaken(path: Path) -> Any:
+    def overtaken(path: Path, *waiting: Any) -> Any:
         monkeypatch.undo()
         ensure_packed(open_or_create(blueprint, path), blueprint, 4, "hqq")
-        return faster(path)
+        return faster(path, *waiting)
 
     monkeypatch.setattr("tiermoe.model.prepare_store.exclusive", overtaken)
     assert set(open_or_create(blueprint, root).precisions) == {"4-hqq"}

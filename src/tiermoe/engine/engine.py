@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import atexit
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -117,8 +118,7 @@ class Engine:
         self._undo: list[Callable[[], None]] = []
         self._unwatch: list[Undo] = []
         self._closed = False
-        # in a thread of its own: a lane itself may be what collects
-        self._collected = weakref.finalize(self, _thread.start_new_thread, _end, (service, self._blueprint))
+        self._collected = weakref.finalize(self, _end_beside, service, self._blueprint)
         self._collected.atexit = False
         self._decoded = PhaseCosts()
         self.observe(None)
@@ -342,6 +342,38 @@ class Engine:
 def _end(service: ExpertService, blueprint: Blueprint) -> None:
     service.close()
     blueprint.checkpoint.close()
+
+
+_ending: set[_thread.LockType] | None = set()
+"""One lock for each engine that ends beside the program, held until it has ended. None once the program ends."""
+
+
+def _end_beside(service: ExpertService, blueprint: Blueprint) -> None:
+    """`_end` in a thread of its own: a lane itself may be what collects."""
+    if _ending is None:
+        return
+    running = _thread.allocate_lock()
+    running.acquire()
+    _ending.add(running)
+
+    def end() -> None:
+        try:
+            _end(service, blueprint)
+        finally:
+            if _ending is not None:
+                _ending.discard(running)
+            running.release()
+
+    _thread.start_new_thread(end, ())
+
+
+@atexit.register
+def _wait_until_ended() -> None:
+    """A thread that is at work when the interpreter goes would be stopped within C++, which ends the process."""
+    global _ending
+    ending, _ending = _ending or set(), None
+    for running in list(ending):
+        running.acquire()
 
 
 def _told(layers: Sequence[Any]) -> Callable[[ExpertKey, int], None]:
