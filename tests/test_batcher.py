@@ -491,11 +491,14 @@ def test_ends(loaded: Any) -> None:
     assert "".join(piece.text for piece in pieces) == text[: text.index(text[3:5])]
 
 
-def test_a_prompt_without_room_is_refused(loaded: Any) -> None:
+def test_a_prompt_that_cannot_be_answered_is_refused(loaded: Any) -> None:
     with pytest.raises(PromptError, match="96 tokens, there is room for 96"):
         batcher(loaded).add(request(ids(96, 1)))
     with pytest.raises(PromptError, match="no tokens"):
         batcher(loaded).add(request([]))
+    vocabulary = loaded.config.vocab_size
+    with pytest.raises(PromptError, match=f"the prompt has token {vocabulary}"):
+        batcher(loaded).add(request([1, vocabulary]))
 
 
 def test_an_answer_ends_where_the_context_does(loaded: Any) -> None:

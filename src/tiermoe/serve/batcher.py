@@ -77,7 +77,8 @@ class Batcher:
         self.context: int = min(engine.plan.context, engine.longest_context or engine.plan.context)
         self._engine = engine
         self._chunk: int = engine.settings.chunk
-        self._scored = use_of(engine.config.vocab_size, self._chunk).scored
+        self._vocabulary: int = engine.config.vocab_size
+        self._scored = use_of(self._vocabulary, self._chunk).scored
         self._tokenizer = tokenizer
         self._ends = ends
         self._penalty = penalty
@@ -118,9 +119,12 @@ class Batcher:
         return not (self._waiting or self.running)
 
     def check(self, request: Request) -> None:
-        """PromptError where the prompt is empty, TooLongError where it leaves no room for an answer."""
+        """PromptError where the prompt is empty or the model lacks a token of it, TooLongError where it leaves no room
+        for an answer."""
         if not request.ids:
             raise PromptError("the prompt has no tokens")
+        if (largest := max(request.ids)) >= self._vocabulary:
+            raise PromptError(f"the model has {self._vocabulary:,} tokens, and the prompt has token {largest}")
         if len(request.ids) >= self.context:
             raise TooLongError(
                 f"the prompt is too long: {len(request.ids):,} tokens, there is room for {self.context:,} with the "
