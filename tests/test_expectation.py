@@ -82,6 +82,15 @@ def test_a_prompt_in_chunks_reads_experts_again() -> None:
     assert chunks.first_token_s.low > whole.first_token_s.low
 
 
+def test_what_torch_computes_takes_the_time_that_it_was_measured_to_take() -> None:
+    slow = replace(RATES, torch_s=(1e-9, 3e-9))  # of 40 MB of experts: 40 and 120 ms
+    found = expect(replace(WORK, packed_bytes=20_000_000), slow)
+    assert found.decode_tok_s.high == pytest.approx(1 / (0.5 * 40e-3 + 10 * 3e-4))
+    assert found.decode_tok_s.low == pytest.approx(1 / (100e6 / 5e9 + 60e6 * 3e-9 + 10 * 4e-3))
+    assert found.first_token_s.high > expect(WORK, RATES).first_token_s.high + 630e6 * 3e-9
+    assert "torch's products" in found.assumptions
+
+
 works = st.builds(
     Work,
     moe=st.lists(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from commands import Command
 from feeding import logits_of_steps
 from native_experts import checkpoint, packed, tokens
 from tiermoe import native
+from tiermoe.engine.what_runs import missing_kernels
 from tiermoe.errors import ConfigError
 from tiermoe.kernels.native.linear import linear
 from tiermoe.kernels.native.matrix import matrix_form
@@ -78,6 +81,44 @@ def test_a_plan_says_which_kernels_run(tiermoe_: Command, shipped: Path, monkeyp
     native.available.cache_clear()
     done = tiermoe_("plan", shipped, "--cache", "25%", "--context", "256")
     assert re.search(r"CPU kernels: +generic\b", done.out)
+
+
+@pytest.mark.parametrize("words", [("run", "Once", "--max-tokens", "2"), ("chat",)], ids=["run", "chat"])
+def test_a_session_says_that_there_are_no_compiled_kernels(
+    tiermoe_: Command, shipped: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    words = (words[0], str(shipped), *words[1:], "--memory", "4GiB", "--lanes", "1")
+    assert "compiled kernels" not in tiermoe_(*words).err
+    monkeypatch.setenv(native.SWITCH, "0")
+    native.available.cache_clear()
+    told = tiermoe_(*words).err
+    assert told.count("note: TIERMOE_NATIVE=0 keeps the compiled kernels out: torch computes, slowly; unset it\n") == 1
+
+
+def test_what_to_do_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert missing_kernels(torch.bfloat16) == ""
+    monkeypatch.setattr(native, "_native", None)  # as in a build without a compiler
+    native.available.cache_clear()
+    assert "install a C compiler and reinstall tiermoe, or install one of its wheels" in missing_kernels(torch.bfloat16)
+    assert missing_kernels(torch.float32) == ""
+    monkeypatch.undo()
+
+
+def test_a_plan_counts_the_speed_of_torch(tiermoe_: Command, shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def expected(*words: str) -> dict[str, Any]:
+        told = tiermoe_("plan", shipped, "--memory", "4GiB", "--json", *words)
+        return dict(json.loads(told.out)["expectation"])
+
+    compiled = expected()
+    assert compiled["rates"]["torch_s"] is None
+    monkeypatch.setenv(native.SWITCH, "0")
+    native.available.cache_clear()
+    found = expected()
+    assert 0 < found["rates"]["torch_s"][0] <= found["rates"]["torch_s"][1]
+    assert found["decode_tok_s"]["high"] < compiled["decode_tok_s"]["high"] / 2
+    assert found["decode_tok_s"]["low"] < compiled["decode_tok_s"]["low"] / 2
+    elsewhere = expected("--machine", "desktop-ddr5")  # what is installed there is not known
+    assert elsewhere["rates"]["torch_s"] is None
 
 
 @pytest.mark.parametrize("encoding", [None, Int8(), Plain()], ids=["4 bits", "8 bits", "16 bits"])

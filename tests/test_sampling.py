@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,19 @@ def test_an_answer_ends_where_the_model_s_generation_config_says(tiermoe_: Comma
     directory = saying(tiny, tmp_path / "model", eos_token_id=[2, whole[0]], pad_token_id=0)
     words = ("run", directory, "once upon", *FAST, "--max-tokens", "12", "--json")
     assert json.loads(tiermoe_(*words).out)["token_ids"] == whole[:1]
+
+
+def test_the_shipped_model_does_not_repeat_itself(tiermoe_: Command, shipped: Path) -> None:
+    words = ("run", shipped, "Why is the sky blue?", "--memory", "4GiB", "--lanes", "1", "--seed", "1")
+    told = tiermoe_(*words)
+    assert "sampling as the model's generation_config.json says: temperature 0.7, top-p 0.9, top-k all" in told.err
+    assert most_of_a_sentence(told.out) <= 3
+    assert most_of_a_sentence(tiermoe_(*words, "--temperature", "0").out) > 10  # the likeliest tokens do
+
+
+def most_of_a_sentence(text: str) -> int:
+    """How often the sentence stands there that is there most often."""
+    return Counter(text.split(".")).most_common(1)[0][1]
 
 
 def test_a_torn_generation_config(tiermoe_: Command, tiny: Path, tmp_path: Path) -> None:

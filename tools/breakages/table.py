@@ -422,6 +422,20 @@ BREAKAGES = (
         ("tests/test_plan.py",),
     ),
     Breakage(
+        "what to expect of torch's operators is what compiled kernels do",
+        "src/tiermoe/engine/preview.py",
+        "by_torch = _formats(blueprint, resolved)[0] if runs.torch else None",
+        "by_torch = None",
+        ("tests/test_instruction_sets.py::test_a_plan_counts_the_speed_of_torch",),
+    ),
+    Breakage(
+        "nobody is told that the compiled kernels are missing",
+        "src/tiermoe/engine/what_runs.py",
+        "if native.available() or dtype != torch.bfloat16:",
+        "if dtype == torch.bfloat16:",
+        ("tests/test_instruction_sets.py::test_a_session_says_that_there_are_no_compiled_kernels",),
+    ),
+    Breakage(
         "a trace is off by one layer",
         "src/tiermoe/measure/recorder.py",
         "traced = self._layers[routed.layer]\n",

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from tiermoe.cli import options as opt
-from tiermoe.cli.output import note, progress_bar, starting
+from tiermoe.cli.output import BOUND, note, progress_bar, starting
 from tiermoe.cli.terminal import Terminal
 from tiermoe.config import format_size
 from tiermoe.errors import ConfigError
@@ -131,7 +131,7 @@ def _speed(result: dict[str, Any]) -> list[tuple[str, str]]:
     if "preset" not in result:
         return []
     bound = result["bound_tok_s"]
-    share = f" ({result['decode_tok_s'] / bound:.0%} of the bound {bound:.1f})" if bound else ""
+    share = f" ({result['decode_tok_s'] / bound:.0%} of {BOUND.format(bound)})" if bound else ""
     rows = [
         ("decode", f"{result['decode_tok_s']:.1f} tok/s{share}"),
         ("prefill", f"{result['prefill_tok_s']:.1f} tok/s"),

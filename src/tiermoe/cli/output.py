@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN = 10.0
 """At least, between two lines of progress where standard error is no terminal."""
 
+BOUND = "the {:.1f} that drive and computing allow"
+"""Of a bound in tokens a second."""
+
 
 def note(text: str) -> None:
     """Lines on standard error."""
@@ -167,7 +170,7 @@ def summary(report: Report) -> str:
     if report.decode_tok_s:
         parts.append(f"{report.decode_tok_s:.1f} tok/s")
     if report.bound_tok_s:
-        parts.append(f"{report.bound_fraction:.0%} of the bound {report.bound_tok_s:.1f}")
+        parts.append(f"{report.bound_fraction:.0%} of {BOUND.format(report.bound_tok_s)}")
     parts += [
         f"first token after {report.ttft_s:.2f} s",
         f"hit rate {report.hit_rate:.0%}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tiermoe.engine.preview import Preview
     from tiermoe.memory.expectation import Expectation, Range
     from tiermoe.memory.other_budgets import OtherBudget
+    from tiermoe.store.layout import ExpertFormat
 
 Machine = Annotated[
     str | None,
@@ -70,14 +71,16 @@ def _elsewhere(machine: str | None, options: dict[str, Any]) -> Rates | None:
     return rates
 
 
-def _rates(settings: Settings, machine: str | None, elsewhere: Rates | None) -> Callable[[], Rates]:
-    def rates() -> Rates:
+def _rates(settings: Settings, machine: str | None, elsewhere: Rates | None) -> Callable[[ExpertFormat | None], Rates]:
+    def rates(by_torch: ExpertFormat | None) -> Rates:
         if elsewhere is not None:
             return elsewhere
-        from tiermoe.measure.machine_rates import machine_rates
+        from tiermoe.measure.machine_rates import machine_rates, torch_seconds
         from tiermoe.model.hub import cache_folder
 
         here = machine_rates(cache_folder(), settings.threads)
+        if by_torch is not None:
+            here = replace(here, torch_s=torch_seconds(by_torch))
         return here if machine is None else with_drive(here, machine)
 
     return rates

@@ -41,6 +41,7 @@ def open_session(
         footprint.import_libraries(own_process=True)
         from tiermoe.engine.describe import loss_of
         from tiermoe.engine.load import start
+        from tiermoe.engine.what_runs import missing_kernels
         from tiermoe.model.blueprint import inspect_model
         from tiermoe.model.hub import load_tokenizer, resolve_model
         from tiermoe.types import USUAL
@@ -71,7 +72,8 @@ def open_session(
     plan = engine.plan
     if options.get("memory") is None:
         note(f"memory: {format_size(plan.budget)}, {plan.budget_source}; --memory sets another bound")
-    for warning in (*beyond_this_machine(asked), *plan.warnings):
+    slow = missing_kernels(blueprint.dtype) if engine.device.type == "cpu" else ""
+    for warning in filter(None, (slow, *beyond_this_machine(asked), *plan.warnings)):
         note(f"note: {warning}")
     return Session(engine, tokenizer, time.perf_counter() - started)
 

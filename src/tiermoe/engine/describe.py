@@ -80,26 +80,34 @@ def loss_of(engine: Any, blueprint: Blueprint) -> str:
     return packing_loss(engine.store, keys, recipe_key(blueprint, settings.dense_bits_used, layout))
 
 
+_COSTS = {
+    "8": "0.05% of perplexity",
+    "4-hqq": "0.6% of perplexity, as llama.cpp's Q4_0 does",
+    "4-gptq": "0.2% of perplexity, less than llama.cpp's Q4_0 does",
+    "4-gptq-nonlinear": "0.2% of perplexity, less than llama.cpp's Q4_0 does",
+    "3-gptq-nonlinear": "1.2% of perplexity",
+    "3-nonlinear": "2% of perplexity",
+    "2-hqq": "6% of perplexity",
+}
+"""Precision of experts → what it costs the shipped model: docs/results.md, "Quality by precision"; 3 bits without GPTQ:
+docs/notebook/codes.md."""
+
+
 def packing_loss(store: Store, precisions: Sequence[str], dense: str) -> str:
-    """What packing cost, in a line: how far the weights in `precisions`, and of the layers packed under the key `dense`
-    (if the store has it), are from the checkpoint's on average. Empty where they are the checkpoint's own."""
-    found = []
-    for precision in (store.precisions[key] for key in precisions):
-        if precision.bits < 16:
-            errors = [error for layer in precision.layers for error in layer.errors]
-            found.append(f"experts at {precision.bits} bits {mean(errors):.1%}")
+    """What packing costs, in a line for people who have never packed: the bits of experts in `precisions`, and of the
+    layers packed under the key `dense` (if the store has it), and what the fewest of experts' cost in quality where
+    that was measured. Empty where all are the checkpoint's own."""
+    found = [f"experts at {bits} bits" for bits in (store.precisions[key].bits for key in precisions) if bits < 16]
     by_bits: dict[int, list[str]] = {}
     for name, entry in store.dense.get(dense, {"layers": {}})["layers"].items():
         by_bits.setdefault(encoding_named(entry["encoding"]).bits, []).append(name)
     for bits, names in sorted(by_bits.items()):
-        error = mean(store.dense[dense]["layers"][name]["error"] for name in names)
-        found.append(f"{_kinds(names) if bits != min(by_bits) else 'other layers'} at {bits} bits {error:.1%}")
+        found.append(f"{_kinds(names) if bits != min(by_bits) else 'other layers'} at {bits} bits")
     if not found:
         return ""
-    return (
-        f"packed; relative error of the weights, on average: {', '.join(found)}; "
-        f"'tiermoe eval MODEL --text FILE' measures the loss in quality"
-    )
+    cost = _COSTS.get(min(precisions, key=lambda key: store.precisions[key].bits))
+    told = f"experts at so many bits cost the shipped model {cost} (docs/results.md); " if cost else ""
+    return f"packed: {', '.join(found)}; {told}'tiermoe eval MODEL --text FILE' measures the loss in quality here"
 
 
 def _kinds(names: Iterable[str]) -> str:

@@ -19,10 +19,12 @@ from tiermoe.memory.memory_plan import GpuMemoryPlan, MemoryPlan
 from tiermoe.memory.needs import formats_of
 from tiermoe.memory.other_budgets import OtherBudget, at_slots, other_budgets
 from tiermoe.model.blueprint import Blueprint
-from tiermoe.model.dense import kind_of, packable
+from tiermoe.model.dense import kind_of, packable, packed_bytes
+from tiermoe.model.own_linears import own_bytes
 from tiermoe.model.prepare_store import found_store
 from tiermoe.model.remote import Download, inspect_without_download
 from tiermoe.simulate.machines import Rates
+from tiermoe.store.layout import ExpertFormat
 from tiermoe.store.run_record import read_record, record_path
 from tiermoe.store.store import precision_key
 from tiermoe.systems.resolved import Resolved
@@ -46,8 +48,11 @@ class Preview:
     other_budgets: Sequence[OtherBudget] = ()
 
 
-def preview(model: str | os.PathLike[str], settings: Settings, rates: Callable[[], Rates]) -> Preview:
-    """Of a model on a machine of these rates, which are asked for when everything else is known. ModelError as
+def preview(
+    model: str | os.PathLike[str], settings: Settings, rates: Callable[[ExpertFormat | None], Rates]
+) -> Preview:
+    """Of a model on a machine of these rates, which are asked for when everything else is known: with the format of
+    experts that torch's operators compute, None where compiled kernels do. ModelError as
     `inspect_without_download`, BudgetError as `plan_memory`."""
     blueprint, download = inspect_without_download(model, settings.store)
     plan = plan_for(blueprint, settings)
@@ -57,7 +62,8 @@ def preview(model: str | os.PathLike[str], settings: Settings, rates: Callable[[
     expectation = None
     if not unknown:
         try:
-            expectation = expect(work_of(blueprint, resolved, plan, runs.ours), rates())
+            by_torch = _formats(blueprint, resolved)[0] if runs.torch else None
+            expectation = expect(work_of(blueprint, resolved, plan, runs.ours), rates(by_torch))
         except OSError as error:
             unknown = f"this machine cannot be measured ({error})"
     to_pack = _expert_bytes(blueprint, resolved) if plan.packing else 0
@@ -68,7 +74,8 @@ def preview(model: str | os.PathLike[str], settings: Settings, rates: Callable[[
 
 def work_of(blueprint: Blueprint, resolved: Resolved, plan: MemoryPlan, ours: bool) -> Work:
     """What a token costs, by the plan and the sizes of the model's matrices."""
-    formats = formats_of(blueprint, resolved, machine_layout("cpu"))[resolved.precisions[0]]
+    formats, bits = _formats(blueprint, resolved), resolved.settings.dense_bits_used
+    _, packed = own_bytes(blueprint, "cpu") if bits == 16 else packed_bytes(blueprint, bits, machine_layout("cpu"))
     moe = [LayerWork(form.layer.experts, form.layer.top_k, form.slot.nbytes, form.stored.nbytes) for form in formats]
     dense = sum(
         math.prod(blueprint.outline.tensors[f"{name}.weight"].shape)
@@ -86,7 +93,12 @@ def work_of(blueprint: Blueprint, resolved: Resolved, plan: MemoryPlan, ours: bo
         context=plan.context,
         layers=int(getattr(blueprint.config, "num_hidden_layers", len(moe))),
         ours=ours,
+        packed_bytes=packed,
     )
+
+
+def _formats(blueprint: Blueprint, resolved: Resolved) -> list[ExpertFormat]:
+    return formats_of(blueprint, resolved, machine_layout("cpu"))[resolved.precisions[0]]
 
 
 def _earlier_run(blueprint: Blueprint, resolved: Resolved) -> SizeCurve | None:

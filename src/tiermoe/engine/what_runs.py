@@ -25,11 +25,12 @@ _LACKS = {
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """What computes, for people; `ours`: a decoder of our own."""
+    """What computes, for people; `ours`: a decoder of our own; `torch`: its operators compute experts, on a CPU."""
 
     decoder: str
     kernels: str
     ours: bool
+    torch: bool
 
 
 def what_runs(blueprint: Blueprint, resolved: Resolved) -> Runs:
@@ -37,8 +38,21 @@ def what_runs(blueprint: Blueprint, resolved: Resolved) -> Runs:
     device = resolve_device(resolved.settings.device)
     why = _why_transformers(blueprint, resolved.settings.decoder, device)
     decoder = f"transformers' code ({why}): slower" if why else f"tiermoe's own, for {blueprint.config.model_type}"
-    kernels = _kernels(blueprint, resolved) if device == "cpu" else f"Triton, on {device}"
-    return Runs(decoder, kernels, not why)
+    kernels, by_torch = _kernels(blueprint, resolved) if device == "cpu" else (f"Triton, on {device}", False)
+    return Runs(decoder, kernels, not why, by_torch)
+
+
+def missing_kernels(dtype: torch.dtype) -> str:
+    """What to do where a model in `dtype` runs on a CPU and the compiled kernels are missing, in a line; empty where
+    they are there, or would not compute it."""
+    if native.available() or dtype != torch.bfloat16:
+        return ""
+    if _switched_off():
+        return f"{native.SWITCH}=0 keeps the compiled kernels out: torch computes, slowly; unset it"
+    return (
+        "the compiled kernels are missing from this installation: torch computes, slowly; install a C compiler and "
+        "reinstall tiermoe, or install one of its wheels"
+    )
 
 
 def _why_transformers(blueprint: Blueprint, asked: str, device: str) -> str:
@@ -54,21 +68,26 @@ def _why_transformers(blueprint: Blueprint, asked: str, device: str) -> str:
     return f"tiermoe's decoder does not compute this config: {lacking}" if lacking else ""
 
 
-def _kernels(blueprint: Blueprint, resolved: Resolved) -> str:
+def _kernels(blueprint: Blueprint, resolved: Resolved) -> tuple[str, bool]:
+    """In words; whether torch's operators compute experts."""
     found = cpu_kernels()
     if not native.available():
-        off = os.environ.get(native.SWITCH) == "0"
-        return f"{found}: {f'{native.SWITCH}=0' if off else 'this build has no native kernels'}, slower"
+        why = f"{native.SWITCH}=0" if _switched_off() else "this build has no native kernels"
+        return f"{found}: {why}, slower", True
     if blueprint.dtype != torch.bfloat16:
-        dtype = str(blueprint.dtype).removeprefix("torch.")
-        return f"torch's operators: the native kernels ({found}) compute in bfloat16, the checkpoint is in {dtype}"
+        lacking = f"compute in bfloat16, the checkpoint is in {str(blueprint.dtype).removeprefix('torch.')}"
+        return f"torch's operators: the native kernels ({found}) {lacking}", True
     left_out = _left_out(blueprint, resolved)
     if left_out:
-        return f"{found}; torch's operators for experts' matrices of {left_out}, which it does not take: slower"
+        return f"{found}; torch's operators for experts' matrices of {left_out}, which it does not take: slower", True
     asked = os.environ.get(native.ISA)
     if asked:
-        return f"{found}: {native.ISA}={asked}"
-    return f"{found}: {_LACKS[found]}" if found in _LACKS else found
+        return f"{found}: {native.ISA}={asked}", False
+    return (f"{found}: {_LACKS[found]}" if found in _LACKS else found), False
+
+
+def _switched_off() -> bool:
+    return os.environ.get(native.SWITCH) == "0"
 
 
 def _left_out(blueprint: Blueprint, resolved: Resolved) -> str:

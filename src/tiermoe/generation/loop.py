@@ -23,7 +23,8 @@ class Report:
     """One answer and its costs; the object that `--json` prints. Times in seconds, rates in tokens per second.
 
     `hit_rate`: of the experts the router asked for, the share already there. `bound_tok_s`: what decoding could have
-    reached, tokens / max(compute time, bytes read / measured bandwidth of the drive): docs/architecture.md, "Bounds".
+    reached, tokens / max(compute time, bytes read / measured bandwidth of the drive): docs/architecture.md, "Bounds"; 0
+    where it read nothing.
     `prefetching`: whether measuring has turned it on or off, and its figures; empty where nothing has been decided.
     `displaced_choices`: of the experts of decoded tokens, the share that stood in for one that was not here, and
     `moved_weight` the share of the gate weight that moved with them (routing=cached). `other_budgets`: what other
@@ -260,7 +261,7 @@ def _report(
         preset=engine.composition.name,
         bits=engine.settings.bits_used,
         dense_bits=engine.settings.dense_bits_used,
-        bound_tok_s=decode.bound_tok_s(engine.bandwidth),
+        bound_tok_s=decode.bound_tok_s(engine.bandwidth) if decode.bytes_read else 0.0,
         prefetching=stats["prefetching"],
         displaced_choices=decode.displaced_share,
         moved_weight=decode.moved_share(len(engine.layers)),

@@ -114,7 +114,7 @@ def _speed(model: Any, prefill: PhaseCosts, decode: PhaseCosts) -> dict[str, Any
         "decode_hit_rate": decode.hit_rate,
         "prefill_tok_s": prefill.tok_s,
         "decode_tok_s": decode.tok_s,
-        "bound_tok_s": decode.bound_tok_s(engine.bandwidth),
+        "bound_tok_s": decode.bound_tok_s(engine.bandwidth) if decode.bytes_read else 0.0,
         "bytes_read": both.bytes_read,
         "prefill_bytes_per_token": prefill.bytes_per_token,
         "bytes_per_token": decode.bytes_per_token,

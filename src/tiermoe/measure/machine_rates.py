@@ -11,15 +11,20 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
 from tiermoe.config import MIB
+from tiermoe.kernels import linear_for
 from tiermoe.kernels.cpu import multiplies_bfloat16
 from tiermoe.process import bandwidth
 from tiermoe.process.json_files import read_json
+from tiermoe.quant.registry import FIXED
 from tiermoe.simulate.machines import Rates
+from tiermoe.store.layout import ExpertFormat
 from tiermoe.store.run_record import replace_unlocked
 from tiermoe.tiers.probe import probe_drive
 from tiermoe.types import Extent, Segment
@@ -29,7 +34,7 @@ _READ = 4 * MIB  # about an expert
 _LEAST_FILE, _SCRATCH = 64 * MIB, 128 * MIB
 _DAYS = 30
 _PRODUCT = (512, 2048)  # tokens, columns of a square weight
-_SECONDS = 0.2  # of products
+_SECONDS = 0.2  # of products, of either kind
 _ALONE = 0.9  # of its threads' time a product computes where no other program does; at .8 it was a sixth slower
 
 
@@ -52,6 +57,35 @@ def machine_rates(folder: Path, threads: int | None = None) -> Rates:
     found = kept[case]
     source = f"measured on {found.day} with {threads} threads, kept in {folder / NAME}"
     return Rates(found.memory, found.drive, found.arithmetic, source)
+
+
+def torch_seconds(form: ExpertFormat) -> tuple[float, float]:
+    """Seconds a byte in its slot that the products of a token with an expert of this format take, for torch's number of
+    threads: at best and on average. Where matrices are small they are those of a call, which waits for every thread."""
+    products = []
+    for part in form.layer.parts:
+        if part.is_matrix:
+            out, in_ = part.out_in
+            encoding = form.encodings.get(part.name) or FIXED[16]
+            fields = {
+                each.name: torch.zeros(each.shape, dtype=each.dtype)
+                for each in encoding.slot_fields(out, in_, form.dtype)
+            }
+            kernel = linear_for(encoding.name, "cpu", form.dtype)
+            products.append(partial(kernel, torch.ones(1, in_, dtype=form.dtype), fields, out, in_))
+
+    def token() -> float:
+        began = time.perf_counter()
+        for _ in range(form.layer.top_k):
+            for product in products:
+                product()
+        return (time.perf_counter() - began) / (form.layer.top_k * form.slot.nbytes)
+
+    token()  # threads are made, pages are touched
+    seconds, started = [token()], time.perf_counter()
+    while time.perf_counter() < started + _SECONDS:
+        seconds.append(token())
+    return min(seconds), fmean(seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,9 @@
 A decoded token reads the dense layers and its experts from memory, and from the drive those of its experts that are not
 in the cache. At best both happen at the same time, at the rates that were measured and with the best recorded hit rate;
 at worst one after the other, at a share of the rates, with the worst. Deciding what comes and goes takes time too: most
-of it, where experts are small. A prompt reads each expert that any of its tokens uses once a chunk, and computes."""
+of it, where experts are small. A prompt reads each expert that any of its tokens uses once a chunk, and computes.
+
+Where torch's operators compute, products take what they were measured to take, and what stands between them longer."""
 
 from __future__ import annotations
 
@@ -20,6 +22,10 @@ PROMPT = 512
 _DISTINCT = 0.5  # of the experts that evenly spread routing would use in a prompt: at best
 _OURS = (0.0, 3e-4)  # seconds of a layer beside its weights, decoding, at best and at worst: our decoders
 _TRANSFORMERS = (5e-4, 4e-3)  # transformers' code
+_TORCH = (3e-4, 4e-3)  # our decoders on torch's operators: stories-7m .8 ms, a thread of a Zen 4
+_TORCH_SHARE = 0.5  # of the time of products in a row that they take at best, with other work between them (.6 there)
+_MANY_TOKENS = 2  # times as long as for one token a prompt's products of an expert take: its weights are decoded first
+_GATHERING = 5e-4  # seconds of an expert's operators on a prompt beside its products, at worst
 _DECIDING = (1e-4, 6e-4)  # seconds of a decoded token's MoE layer where not all experts are in memory, likewise
 _COMING = (5e-5, 5e-4)  # seconds of an expert that comes, beside its bytes
 
@@ -38,7 +44,8 @@ class LayerWork:
 class Work:
     """What a token costs. dense_bytes: read from memory for each; kv_bytes: of keys and values a token of context;
     operations: float operations a token of a prompt; share: of the experts that have a slot; chunk: tokens of a prompt
-    that run at once; context: most tokens; layers: of the whole model; ours: a decoder of our own runs."""
+    that run at once; context: most tokens; layers: of the whole model; ours: a decoder of our own runs.
+    packed_bytes: those of `dense_bytes` that are packed, or of a file's own types."""
 
     moe: Sequence[LayerWork]
     dense_bytes: int
@@ -49,6 +56,7 @@ class Work:
     context: int
     layers: int
     ours: bool
+    packed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +93,10 @@ class Expectation:
         if self.routing:
             decided += f" and {layer} a layer"
             hits = f"hit rates as in recorded routing of {self.routing}"
+        torch = "torch's products take the time that they took just now, " if self.rates.torch_s else ""
         rates = (
-            f"kernels reach {MEMORY_SHARE:.0%} to 100% of the memory's rate, loads {DRIVE_SHARE:.0%} to 100% of the "
-            "drive's"
+            f"{torch}kernels reach {MEMORY_SHARE:.0%} to 100% of the memory's rate, loads {DRIVE_SHARE:.0%} to 100% of "
+            "the drive's"
         )
         return "; ".join((rates, decided, hits, "nothing else runs"))
 
@@ -97,17 +106,20 @@ def expect(work: Work, rates: Rates) -> Expectation:
     typical = max(work.moe, key=lambda layer: layer.experts)
     hits, routing = hit_rates(typical.experts, typical.top_k, work.share)
     prompt = max(1, min(PROMPT, work.context - 1))
-    memory = work.dense_bytes + sum(layer.top_k * layer.slot_bytes for layer in work.moe) + work.kv_bytes * prompt
+    experts = sum(layer.top_k * layer.slot_bytes for layer in work.moe)
+    memory = work.dense_bytes + experts + work.kv_bytes * prompt
     used = sum(layer.top_k * layer.stored_bytes for layer in work.moe)
     missed = Range(used * (1 - hits[1]), used * (1 - hits[0]))
-    least, most = (seconds * work.layers for seconds in (_OURS if work.ours else _TRANSFORMERS))
+    torch_least, torch_most = rates.torch_s or (0.0, 0.0)
+    ours = _TORCH if rates.torch_s else _OURS
+    least, most = (seconds * work.layers for seconds in (ours if work.ours else _TRANSFORMERS))
     if work.share < 1:
         least, most = least + _DECIDING[0] * len(work.moe), most + _DECIDING[1] * len(work.moe)
     asked = sum(layer.top_k for layer in work.moe)
     quickly = missed.low / rates.drive + asked * (1 - hits[1]) * _COMING[0]
     slowly = missed.high / (rates.drive * DRIVE_SHARE) + asked * (1 - hits[0]) * _COMING[1]
-    best = max(memory / rates.memory, quickly) + least
-    worst = memory / (rates.memory * MEMORY_SHARE) + slowly + most
+    best = max(memory / rates.memory, experts * torch_least * _TORCH_SHARE, quickly) + least
+    worst = memory / (rates.memory * MEMORY_SHARE) + (experts + work.packed_bytes) * torch_most + slowly + most
     return Expectation(
         decode_tok_s=Range(1 / worst, 1 / best),
         first_token_s=_first_token(work, rates, prompt, (best, worst)),
@@ -126,6 +138,8 @@ def _first_token(work: Work, rates: Rates, prompt: int, token_s: tuple[float, fl
     time, at worst with an empty one and one after the other."""
     computing = work.operations * prompt / rates.arithmetic
     warm = cold = 0.0  # seconds in which experts come
+    few = many = 0.0  # and in which torch multiplies by them
+    torch_least, torch_most = rates.torch_s or (0.0, 0.0)
     for first in range(0, prompt, work.chunk):
         tokens = min(work.chunk, prompt - first)
         for layer in work.moe:
@@ -133,8 +147,11 @@ def _first_token(work: Work, rates: Rates, prompt: int, token_s: tuple[float, fl
             warm += used * _DISTINCT * missing * (layer.stored_bytes / rates.drive + _COMING[0])
             each = layer.stored_bytes / (rates.drive * DRIVE_SHARE) + _COMING[1]
             cold += used * (missing if first else 1) * each
+            few += used * _DISTINCT * layer.slot_bytes * torch_least * _TORCH_SHARE
+            if rates.torch_s:
+                many += used * (layer.slot_bytes * torch_most * _MANY_TOKENS + _GATHERING)
     best, worst = token_s
-    return Range(max(computing, warm) + best, computing / ARITHMETIC_SHARE + cold + worst)
+    return Range(max(computing, warm, few) + best, computing / ARITHMETIC_SHARE + cold + many + worst)
 
 
 def _distinct(layer: LayerWork, tokens: int) -> float:

@@ -20,12 +20,14 @@ _A76 = 16  # two FMA units of 128 bits, also of Cortex-A78
 @dataclass(frozen=True, slots=True)
 class Rates:
     """What a machine gives: `memory` and `drive` in bytes a second, `arithmetic` in float operations a second of matrix
-    products on its processor. source: where the figures come from, for people."""
+    products on its processor. source: where the figures come from, for people. torch_s: seconds a byte of a model's
+    experts where torch's operators compute them, at best and on average; None where compiled kernels do."""
 
     memory: float
     drive: float
     arithmetic: float
     source: str
+    torch_s: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
