@@ -95,9 +95,7 @@ class LayerExperts:
             current.observer.on_computed(self._index)
         return totals
 
-    def _few(
-        self, fused: FusedBlock, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+    def _few(self, fused: FusedBlock, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Few tokens with one part, whose experts are known."""
         current, hidden = self._current, hidden.contiguous()
         index, weights = current.route(self._index, index, weights, self._experts, self._renormalise)
