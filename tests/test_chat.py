@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import re
+import select
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,7 @@ from tiermoe.generation.loop import _Streamer
 from tiny import TEMPLATE, write
 
 FAST = ("--memory", "4GiB", "--lanes", "1")
+GREEDY = (*FAST, "--max-tokens", "5", "--temperature", "0")
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +73,130 @@ def test_chat_with_piped_input(tiermoe_: Command, tiny: Path) -> None:
         r"^\[3 tokens, .*\]$",
         r"^hit rate [\d.]+% \(\d+ hits, \d+ misses\), .* read, waited",
         r"^forgotten$",
-        r"^unknown command /dance now; /help lists them$",
+        r"^unknown command /dance now; /help lists them, a message that begins with / is typed //$",
     ):
         assert re.search(wanted, said, re.MULTILINE), wanted
+
+
+def test_set_takes_values_of_the_right_kind_alone(tiermoe_: Command, tiny: Path) -> None:
+    """Of every setting that /set lists; nothing else changes, and the conversation goes on."""
+    listed = tiermoe_("chat", tiny, *GREEDY, stdin="/set\n").err
+    names = re.findall(r"^(\w+) = ", listed, re.MULTILINE)
+    assert {"max_tokens", "seed", "logit_bias", "repetition_penalty"} <= set(names)
+    wrong = [f"/set {name} {value}" for name in names for value in ("x", "[1", "")]
+    wrong += ["/set logit_bias 3", "/set logit_bias 99999=1", "/set logit_bias -1=1", "/set logit_bias 3=x"]
+    wrong += ["/set top_k 1.5", "/set temperature none", "/set temperature nan", f"/set seed {2**64}"]
+    outcome = tiermoe_("chat", tiny, *GREEDY, stdin="\n".join([*wrong, "/set", "hello"]))
+    assert outcome.code == 0
+    assert len(re.findall(r"^\w+ cannot be .+: .+$", outcome.err, re.MULTILINE)) == len(wrong)
+    for wanted in (
+        r"^logit_bias cannot be 3: it takes tokens and what is added to their logits, like 15=-2,20=0\.5, or none$",
+        r"^logit_bias cannot be 99999=1: the model has the tokens 0 to 127, not 99999$",
+        r"^seed cannot be x: it takes a whole number or none$",
+        r"^seed cannot be empty: it takes a whole number or none$",
+        r"^repetition_penalty cannot be \[1: it takes a number or none$",
+        r"^top_k cannot be 1\.5: it takes a whole number$",
+        r"^temperature cannot be none: it takes a number$",
+    ):
+        assert re.search(wanted, outcome.err, re.MULTILINE), wanted
+    settings = "".join(f"{line}\n" for line in listed.splitlines() if " = " in line)
+    assert settings in outcome.err
+    assert outcome.out == tiermoe_("chat", tiny, *GREEDY, stdin="hello\n").out
+
+
+def test_what_is_set_can_be_unset(tiermoe_: Command, tiny: Path) -> None:
+    lines = ["/set logit_bias 75=100,9=-1.5", "hello", "/set logit_bias none", "/set seed 3", "/set seed none"]
+    lines += ["/set repetition_penalty 2", "/set repetition_penalty None", "/clear", "hello"]
+    outcome = tiermoe_("chat", tiny, *GREEDY, stdin="\n".join(lines))
+    for wanted in ("logit_bias = {75: 100.0, 9: -1.5}", "seed = 3\nseed = None", "repetition_penalty = None"):
+        assert f"{wanted}\n" in outcome.err, wanted
+    biased, _, plain = outcome.out.partition("\n")
+    assert len(set(biased)) == 1  # the token that is favoured
+    assert plain == tiermoe_("chat", tiny, *GREEDY, stdin="hello\n").out
+
+
+@pytest.mark.parametrize("error", [tiermoe.LoadError("layer 1: torn"), KeyError("unforeseen"), MemoryError()])
+def test_an_error_of_one_reply_ends_no_conversation(
+    error: Exception, tiermoe_: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second reply fails after its prompt was read; the third answers as if the second had not been asked."""
+    begin, replies = CurrentPass.begin, []
+
+    def failing(self: Any, batch: Any) -> None:
+        replies.extend([batch.tokens] if len(batch.tokens) > 1 else [])
+        if len(replies) == 2 and len(batch.tokens) == 1:
+            raise error
+        begin(self, batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CurrentPass, "begin", failing)
+        outcome = tiermoe_("chat", tiny, *GREEDY, stdin="one two\nthree\nfour\n")
+    assert outcome.code == 0
+    assert len(re.findall(r"^tiermoe: ", outcome.err, re.MULTILINE)) == 1
+    assert {"LoadError": "layer 1: torn", "KeyError": "unforeseen", "MemoryError": "out of memory"}[
+        type(error).__name__
+    ] in outcome.err
+    first, *_, last = outcome.out.splitlines()
+    assert [first, last] == tiermoe_("chat", tiny, *GREEDY, stdin="one two\nfour\n").out.splitlines()
+
+
+def test_a_message_that_begins_with_a_slash(tiermoe_: Command, tiny: Path) -> None:
+    """Typed with two; it is sent with one."""
+    outcome = tiermoe_("chat", tiny, *GREEDY, stdin="//set\n")
+    assert "max_tokens =" not in outcome.err
+    assert outcome.out == tiermoe_("chat", tiny, *GREEDY, "--system", "/", stdin="set\n").out
+
+
+def test_a_system_prompt(tiermoe_: Command, tiny: Path) -> None:
+    lines = ["/system", "/system Be  brief", "/system", "/clear", "hi", "/system none", "/clear", "hi"]
+    outcome = tiermoe_("chat", tiny, *GREEDY, "--system", "Be kind", stdin="\n".join(lines))
+    assert re.findall(r"^system = (.*)$", outcome.err, re.MULTILINE) == ["Be kind", "Be  brief", "Be  brief", "None"]
+    told, untold = outcome.out.splitlines()
+    assert told != untold
+    assert [told] == tiermoe_("chat", tiny, *GREEDY, "--system", "Be  brief", stdin="hi\n").out.splitlines()
+    assert [untold] == tiermoe_("chat", tiny, *GREEDY, stdin="hi\n").out.splitlines()
+
+
+def test_lines_that_are_pasted_are_one_message(tiny: Path) -> None:
+    """On a terminal: a terminal that marks what is pasted, as readline asks for, and one that does not."""
+    ours, its = pty.openpty()
+    script = "import sys; from tiermoe.cli.main import main; sys.argv[0] = 'tiermoe'; main()"
+    words = ("chat", str(tiny), *FAST, "--max-tokens", "1")
+    environment = {**os.environ, "TERM": "xterm", "INPUTRC": os.devnull}
+    with subprocess.Popen(
+        [sys.executable, "-c", script, *words], stdin=its, stdout=its, stderr=its, env=environment
+    ) as chat:
+        os.close(its)
+        try:
+            read_until(ours, b"> ")
+            os.write(ours, b"/set temperature 0\r")
+            said = read_until(ours, b"temperature = 0.0", b"> ")
+            assert b"\x1b[?2004h" in said  # the terminal is asked to mark what is pasted
+            os.write(ours, b"\x1b[200~one\rtwo\r\x1b[201~\r")
+            said = read_until(ours, b"[1 tokens", b"> ")
+            os.write(ours, b"three\nfour\n")
+            said += read_until(ours, b"[1 tokens", b"> ")
+            os.write(ours, b"five\n\x04")
+            said += read_until(ours)
+            assert chat.wait(60) == 0
+        finally:
+            chat.kill()
+            os.close(ours)
+    assert said.count(b"[1 tokens") == 3
+
+
+def read_until(terminal: int, *wanted: bytes) -> bytes:
+    """What comes on a terminal, up to all of `wanted` in this order; up to its end where nothing is."""
+    order = re.compile(b".*?".join(map(re.escape, wanted)), re.DOTALL)
+    come = b""
+    while not wanted or not order.search(come):
+        assert select.select([terminal], [], [], 120)[0], come
+        try:
+            come += os.read(terminal, 4096)
+        except OSError:  # whoever wrote there is gone
+            assert not wanted, come
+            break
+    return come
 
 
 def test_chat_ends_with_its_input(tiermoe_: Command, tiny: Path) -> None:
@@ -138,6 +265,20 @@ def test_a_conversation_equals_a_fresh_run_on_all_of_it(
     conversation.clear()
     again = conversation.reply("tell me", greedy, lambda _: None)
     assert again.prompt_tokens < 20
+
+
+def test_a_system_prompt_begins_the_conversation(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that changes counts from the first message on; what was said stays."""
+    model, tokenizer = loaded
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    greedy = tiermoe.Sampling(max_tokens=4)
+    conversation = Conversation(model, tokenizer, "Be kind")
+    first = conversation.reply("hi", greedy, lambda _: None)
+    assert first.prompt_tokens == len(tokenizer("s:Be kind;u:hi;a:").input_ids)
+    conversation.system = "Be brief"
+    second = conversation.reply("so", greedy, lambda _: None)
+    ids = tokenizer(f"s:Be brief;u:hi;a:{first.text};u:so;a:", return_tensors="pt").input_ids
+    assert second.token_ids == tiermoe.generate(model, tokenizer, ids, greedy).token_ids
 
 
 def test_earlier_turns_are_not_computed_again(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -773,6 +773,20 @@ BREAKAGES = (
         ("tests/test_compare.py::test_compare_measures_what_can_run",),
     ),
     Breakage(
+        "an error that was not foreseen ends a chat",
+        "src/tiermoe/cli/chat.py",
+        "        except Exception as error:  # whatever",
+        "        except ConfigError as error:  # whatever",
+        ("tests/test_chat.py::test_an_error_of_one_reply_ends_no_conversation",),
+    ),
+    Breakage(
+        "a terminal is not asked to mark what is pasted",
+        "src/tiermoe/cli/chat.py",
+        "set enable-bracketed-paste on",
+        "set enable-bracketed-paste off",
+        ("tests/test_chat.py::test_lines_that_are_pasted_are_one_message",),
+    ),
+    Breakage(
         "the fastest preset presses the others into a corner of the picture",
         "src/tiermoe/cli/chart.py",
         "_LOGARITHMIC_FROM = 3",

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Annotated, Any, get_type_hints
+
+import typer
 
 from tiermoe.cli import options as opt
-from tiermoe.cli.output import note, prompt_progress, summary, utf8_input
+from tiermoe.cli.output import cause, note, one_line, prompt_progress, summary, utf8_input
 from tiermoe.cli.session import Session, choose_sampling, make_sampling, open_session
 from tiermoe.config import format_size
-from tiermoe.errors import ModelError, TiermoeError
+from tiermoe.errors import ConfigError, ModelError, PromptError
 
 OTHERWISE = {"temperature": 0.7, "top_p": 0.95}
 """How a model that says nothing of sampling chats."""
@@ -20,9 +24,38 @@ OTHERWISE = {"temperature": 0.7, "top_p": 0.95}
 HELP = """\
 /help            this text
 /stats           hits, misses, bytes, waiting time and memory since loading
-/set NAME VALUE  max_tokens, temperature, top_p, top_k or seed; /set alone shows them
+/set NAME VALUE  how tokens are chosen, like temperature 0 or seed none; /set alone shows all
+/system TEXT     what the model is told before the conversation; /system alone shows it, /system none takes it back
+//TEXT           a message that begins with /
 /clear           forget the conversation
-/bye             leave (so does Ctrl-D); Ctrl-C stops the reply"""
+/bye             leave (so does Ctrl-D); Ctrl-C stops the reply
+Lines that are pasted at once are one message."""
+PASTE_S = 0.02
+"""How long a terminal may take to hand over the next line of what is pasted."""
+
+
+def _is_none(text: str) -> bool:
+    return text.lower() == "none"
+
+
+def _read_bias(text: str) -> dict[int, float]:
+    if _is_none(text):
+        return {}
+    return {int(token): float(bias) for token, _, bias in (pair.partition("=") for pair in text.split(","))}
+
+
+def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    return lambda text: None if _is_none(text) else read(text)
+
+
+KINDS: dict[Any, tuple[str, Callable[[str], Any]]] = {
+    int: ("a whole number", int),
+    float: ("a number", float),
+    int | None: ("a whole number or none", _or_none(int)),
+    float | None: ("a number or none", _or_none(float)),
+    Mapping[int, float]: ("tokens and what is added to their logits, like 15=-2,20=0.5, or none", _read_bias),
+}
+"""Type of a field of `Sampling` → what /set takes for it, and how that is read (ValueError where it is not that)."""
 
 
 @opt.engine_options()
@@ -34,61 +67,66 @@ def chat(
     top_p: opt.TopP = None,
     top_k: opt.TopK = None,
     seed: opt.Seed = None,
+    system: Annotated[
+        str, typer.Option(help="What the model is told before the conversation.", show_default=False)
+    ] = "",
 ) -> None:
     """Talk to a model in its chat template. Type /help for the commands."""
     named = opt.given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    make_sampling(**named)
-    sampling: dict[str, Any] = {}
+    sampling = make_sampling(**named)
 
     def no_context(tokenizer: Any, blueprint: Any) -> None:
+        nonlocal sampling
         _refuse_encoder_decoder(blueprint)
-        sampling.update(asdict(choose_sampling(blueprint, named, make_sampling(**OTHERWISE))))
+        sampling = choose_sampling(blueprint, named, make_sampling(**OTHERWISE))
 
     session = open_session(model, options, no_context)
     if not getattr(session.tokenizer, "chat_template", None):
         note("this model has no chat template: what you type is continued as plain text")
     note("type /help for the commands, /bye to leave")
-    _Chat(session, sampling).loop()
+    _Chat(session, sampling, system).loop()
     session.engine.close()
 
 
 class _Chat:
     """A conversation: its messages, its sampling settings, and the keys and values computed so far."""
 
-    def __init__(self, session: Session, sampling: dict[str, Any]) -> None:
+    def __init__(self, session: Session, sampling: Any, system: str) -> None:
         from tiermoe.generation.chat import Conversation
 
         self._session = session
         self._sampling = sampling
-        self._conversation = Conversation(session.engine, session.tokenizer)
+        self._conversation = Conversation(session.engine, session.tokenizer, system)
 
     def loop(self) -> None:
-        for line in _lines():
-            if not line.strip():
-                continue
-            if line.startswith("/"):
-                if not self._command(line.split()):
+        for text in _messages():
+            if text.startswith("//"):
+                self._answer(text.removeprefix("/"))
+            elif text.startswith("/"):
+                if not self._command(text):
                     return
-                continue
-            self._answer(line)
+            elif text.strip():
+                self._answer(text)
 
     def _answer(self, text: str) -> None:
         try:
             report = self._conversation.reply(
-                text, make_sampling(**self._sampling), lambda piece: print(piece, end="", flush=True), prompt_progress()
+                text, self._sampling, lambda piece: print(piece, end="", flush=True), prompt_progress()
             )
             print(flush=True)
             note(summary(report))
         except KeyboardInterrupt:
             print(flush=True)
             note("[stopped]")
-        except TiermoeError as error:
+        except BrokenPipeError:
+            raise  # nobody is there to be answered
+        except Exception as error:  # whatever it is, what was said so far need not go with it
             print(flush=True)
-            note(f"tiermoe: {error}")
+            note(f"tiermoe: {one_line(cause(error))}")
 
-    def _command(self, words: list[str]) -> bool:
+    def _command(self, text: str) -> bool:
         """Runs a /command; False where the conversation is over."""
-        match words:
+        match text.split():
             case ["/bye"]:
                 return False
             case ["/help"]:
@@ -99,25 +137,39 @@ class _Chat:
                 self._conversation.clear()
                 note("forgotten")
             case ["/set"]:
-                note("\n".join(f"{name} = {value}" for name, value in self._sampling.items()))
-            case ["/set", name, value]:
-                self._set(name, value)
-            case _:
-                note(f"unknown command {' '.join(words)}; /help lists them")
+                note("\n".join(f"{name} = {value}" for name, value in asdict(self._sampling).items()))
+            case ["/set", name, *words]:
+                self._set(name, " ".join(words))
+            case ["/system", *_]:
+                if told := text.removeprefix("/system").strip():
+                    self._conversation.system = "" if _is_none(told) else told
+                note(f"system = {self._conversation.system or None}")
+            case words:
+                note(f"unknown command {' '.join(words)}; /help lists them, a message that begins with / is typed //")
         return True
 
     def _set(self, name: str, value: str) -> None:
-        if name not in self._sampling:
-            note(f"unknown setting {name}; there are {', '.join(self._sampling)}")
+        settings = get_type_hints(type(self._sampling))
+        if name not in settings:
+            note(f"unknown setting {name}; there are {', '.join(settings)}")
             return
+        kind, read = KINDS[settings[name]]
         try:
-            number = int(value) if name in ("max_tokens", "top_k", "seed") else float(value)
-            make_sampling(**{**self._sampling, name: number})
-        except (ValueError, TiermoeError) as error:
+            changed = replace(self._sampling, **{name: read(value)})
+            self._check_tokens(changed.logit_bias)
+        except ValueError:
+            note(f"{name} cannot be {value or 'empty'}: it takes {kind}")
+        except ConfigError as error:
             note(f"{name} cannot be {value}: {error}")
-            return
-        self._sampling[name] = number
-        note(f"{name} = {number}")
+        else:
+            self._sampling = changed
+            note(f"{name} = {getattr(changed, name)}")
+
+    def _check_tokens(self, tokens: Iterable[int]) -> None:
+        vocabulary = self._session.engine.config.vocab_size
+        for token in tokens:
+            if not 0 <= token < vocabulary:
+                raise ConfigError(f"the model has the tokens 0 to {vocabulary - 1:,}, not {token}")
 
 
 def _refuse_encoder_decoder(blueprint: Any) -> None:
@@ -125,22 +177,37 @@ def _refuse_encoder_decoder(blueprint: Any) -> None:
         raise ModelError(f"{blueprint.family.name} models do not chat; use 'tiermoe run'")
 
 
-def _lines() -> Iterator[str]:
-    """Lines of the user: with editing and history on a terminal, plain where input is piped."""
-    prompt = ""
-    if sys.stdin.isatty():
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (makes input() editable)
+def _messages() -> Iterator[str]:
+    """What the user says: with editing and history on a terminal, where lines that are pasted at once are one message;
+    a line a message where input is piped."""
+    prompt, terminal = "", sys.stdin.isatty()
+    if terminal:
         prompt = "> "
-    while True:
+        with contextlib.suppress(ImportError):
+            import readline  # makes input() editable
+
+            if os.environ.get("TERM", "dumb") != "dumb":
+                readline.parse_and_bind("set enable-bracketed-paste on")  # which Python turns off
+    ended = False
+    while not ended:
+        lines: list[str] = []
         try:
             with utf8_input():
-                line = input(prompt)
-            yield line
+                lines.append(input(prompt))
+                while terminal and select.select([sys.stdin], [], [], PASTE_S)[0]:
+                    lines.append(input())
         except EOFError:
-            return
+            ended = True
         except KeyboardInterrupt:
             note("")
+            continue
+        except PromptError as error:
+            if not terminal:
+                raise
+            note(f"tiermoe: {error}")
+            continue
+        if lines:
+            yield "\n".join(lines)
 
 
 def _stats(stats: dict[str, Any]) -> str:

@@ -11,11 +11,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from tiermoe import __version__
-from tiermoe.cli.output import ends_at_once, plain
-from tiermoe.errors import TiermoeError
+from tiermoe.cli.output import TRACEBACK, cause, ends_at_once, one_line
 
-TRACEBACK = "TIERMOE_TRACEBACK"
-"""The environment variable with which an error that was not foreseen ends in a traceback."""
 COMMANDS = {
     "run": ("tiermoe.cli.run:run", "Answer one prompt; the first run of a model packs its experts."),
     "chat": ("tiermoe.cli.chat:chat", "Talk to a model in the terminal."),
@@ -84,25 +81,18 @@ def main() -> None:
     """Runs the command line. Errors are one line on standard error and exit code 2."""
     try:
         code = app(standalone_mode=False)
-    except TiermoeError as error:
-        _fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except BrokenPipeError:
         # the reader of our output is gone: nothing more to say, also not while the interpreter shuts down
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except MemoryError:
-        _fail("out of memory while allocating; lower --memory or --cache, or end other programs")
     except _TypedWrong as error:
         if isinstance(error, _HELP_SHOWN):
             sys.exit(2)
         _fail(_explain(error))
     except Exception as error:
-        if os.environ.get(TRACEBACK):
-            raise
-        kind = type(error).__name__
-        _fail(f"an unforeseen error ({kind}: {error}); {TRACEBACK}=1 before the command shows where")
+        _fail(cause(error))
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -114,6 +104,5 @@ def _explain(error: Any) -> str:
 
 
 def _fail(message: str) -> NoReturn:
-    one_line = plain(" ".join(message.split()))  # libraries' messages have several
-    print(f"tiermoe: {one_line}", file=sys.stderr)
+    print(f"tiermoe: {one_line(message)}", file=sys.stderr)
     sys.exit(2)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tiermoe.config import format_size
-from tiermoe.errors import PromptError
+from tiermoe.errors import PromptError, TiermoeError
 
 if TYPE_CHECKING:
     from tiermoe.generation.loop import Report
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 SECONDS_BETWEEN = 10.0
 """At least, between two lines of progress where standard error is no terminal."""
+TRACEBACK = "TIERMOE_TRACEBACK"
+"""The environment variable with which an error that was not foreseen ends in a traceback."""
 
 BOUND = "the {:.1f} that drive and computing allow"
 """Of a bound in tokens a second."""
@@ -36,6 +38,22 @@ def plain(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def one_line(text: str) -> str:
+    """`plain` text without newlines: libraries' messages have several."""
+    return plain(" ".join(text.split()))
+
+
+def cause(error: Exception) -> str:
+    """What is told of an error. One that was not foreseen is raised where `TRACEBACK` is set."""
+    if isinstance(error, TiermoeError):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return "out of memory while allocating; lower --memory or --cache, or end other programs"
+    if os.environ.get(TRACEBACK):
+        raise error
+    return f"an unforeseen error ({type(error).__name__}: {error}); {TRACEBACK}=1 before the command shows where"
 
 
 @contextlib.contextmanager

@@ -16,18 +16,22 @@ class Conversation:
     """The messages of a chat with `model` (or an engine), and the keys and values of their tokens.
 
     A reply runs only the tokens that follow the longest beginning that the key/value cache holds already. Where a reply
-    was interrupted, the turn is dropped and the cache with it.
+    was interrupted or failed, the turn is dropped and the cache with it.
+
+    `system`: what the model is told before all messages, "" for nothing; it may change between replies. Without a chat
+    template the text begins with it.
     """
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any, system: str = "") -> None:
         self._model, self._engine = model, engine_of(model)
         self._tokenizer = tokenizer
+        self.system = system
         self._messages: list[dict[str, str]] = []
         self._text = ""
         self._sequence: Sequence | None = None
 
     def clear(self) -> None:
-        """Forgets everything said."""
+        """Forgets everything said, but not the system prompt."""
         self._messages.clear()
         self._text = ""
         self._sequence = None
@@ -44,7 +48,11 @@ class Conversation:
         chat = bool(getattr(self._tokenizer, "chat_template", None))
         messages = [*self._messages, {"role": "user", "content": text}]
         so_far = self._text + text
-        ids = encode_chat(self._tokenizer, messages) if chat else encode_prompt(self._tokenizer, so_far, raw=True)
+        if chat:
+            told = [{"role": "system", "content": self.system}] if self.system else []
+            ids = encode_chat(self._tokenizer, told + messages)
+        else:
+            ids = encode_prompt(self._tokenizer, self.system + so_far, raw=True)
         self._check_room(ids.shape[1])
         report = self._answer(ids, sampling, on_text, on_read)
         self._messages = [*messages, {"role": "assistant", "content": report.text}]
