@@ -14,6 +14,7 @@ from transformers import GenerationConfig, set_seed
 
 import tiermoe
 from commands import Command
+from tiermoe.generation.chat import Conversation
 from tiermoe.generation.sampling import Sampling, sampling_for
 from tiny import oracle, write
 
@@ -104,6 +105,17 @@ def test_the_shipped_model_does_not_repeat_itself(tiermoe_: Command, shipped: Pa
     assert "sampling as the model's generation_config.json says: temperature 0.7, top-p 0.9, top-k all" in told.err
     assert most_of_a_sentence(told.out) <= 3
     assert most_of_a_sentence(tiermoe_(*words, "--temperature", "0").out) > 10  # the likeliest tokens do
+
+
+def test_a_penalty_of_tokens_that_the_answer_has_counts_in_a_chat(shipped: Path) -> None:
+    with tiermoe.load(shipped, memory="4GiB", device="cpu", lanes=1) as (model, tokenizer):
+        answers = []
+        for penalty in (0.0, 2.0):
+            sampling = Sampling(max_tokens=12, temperature=0, frequency_penalty=penalty, logit_bias={5: 30.0, 6: 29.0})
+            report = Conversation(model, tokenizer).reply("Once", sampling, lambda text: None)
+            answers.append(report.token_ids)
+    assert set(answers[0]) == {5}
+    assert {5, 6} <= set(answers[1])
 
 
 def most_of_a_sentence(text: str) -> int:

@@ -393,6 +393,20 @@ BREAKAGES = (
     ),
     # the store
     Breakage(
+        "who waited for a packer packs again",
+        "src/tiermoe/store/lock.py",
+        "        store.refresh()\n",
+        "",
+        ("tests/test_pack.py::test_a_second_packer_waits_and_finds_what_the_first_one_packed",),
+    ),
+    Breakage(
+        "Ctrl-C while libraries are imported is an exception that they swallow",
+        "src/tiermoe/cli/output.py",
+        "        os._exit(130)\n",
+        "        raise KeyboardInterrupt\n",
+        ("tests/test_cli.py::test_an_interruption_while_libraries_are_imported",),
+    ),
+    Breakage(
         "experts are written a page further than the table says",
         "src/tiermoe/store/pack.py",
         "segment = Segment(str(path), offset, len(content), 0)",

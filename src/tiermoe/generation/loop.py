@@ -178,7 +178,7 @@ def _answer(
     try:
         logits = sequence.read(ids, on_read)
         for count in range(1, max_tokens + 1):
-            token = sampler.choose(logits, sequence.tokens)
+            token = sampler.choose(logits, sequence.tokens, count - 1)
             streamer.put(torch.tensor([token]))
             if token in ends or count == max_tokens:
                 break
