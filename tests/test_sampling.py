@@ -111,7 +111,7 @@ def test_a_penalty_of_tokens_that_the_answer_has_counts_in_a_chat(shipped: Path)
     with tiermoe.load(shipped, memory="4GiB", device="cpu", lanes=1) as (model, tokenizer):
         answers = []
         for penalty in (0.0, 2.0):
-            sampling = Sampling(max_tokens=12, temperature=0, frequency_penalty=penalty, logit_bias={5: 30.0, 6: 29.0})
+            sampling = Sampling(max_tokens=24, temperature=0, frequency_penalty=penalty, logit_bias={5: 70.0, 6: 60.0})
             report = Conversation(model, tokenizer).reply("Once", sampling, lambda text: None)
             answers.append(report.token_ids)
     assert set(answers[0]) == {5}
