@@ -43,8 +43,7 @@ _WIDE = 200  # columns of a table that goes to a file or a pipe
 
 def print_tables(document: dict[str, Any]) -> None:
     """The speeds of every case that has figures, a rule between conditions; then where our own time went."""
-    console = Terminal()
-    console = console if console.is_terminal else Terminal(width=_WIDE)
+    console = Terminal(piped=_WIDE)
     for cases, columns in ((figures(document), speeds(document)), (split_up(document), spent())):
         if cases:
             console.print(_drawn(cases, [column for column in columns if any(map(column[1], cases))]))

@@ -105,8 +105,7 @@ def _write(picture: Path, drawing: str) -> None:
 
 
 def _print(results: list[dict[str, Any]]) -> None:
-    console = Terminal()
-    console = console if console.is_terminal else Terminal(width=_WIDE)
+    console = Terminal(piped=_WIDE)
     measured = [result for result in results if "error" not in result]
     console.print(_table(measured))
     if any(result["lossy"] for result in measured):

@@ -12,10 +12,12 @@ from tiermoe.cli.output import plain
 
 class Terminal(Console):
     """rich's console for texts in which a model may have a say: no markup in them is followed, and no control character
-    comes through."""
+    comes through. piped: columns where standard output is no terminal."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(markup=False, emoji=False, **options)
+    def __init__(self, piped: int | None = None) -> None:
+        super().__init__(markup=False, emoji=False)
+        if piped is not None and not self.is_terminal:
+            self.width = piped
 
     def render_str(self, text: str, **options: Any) -> Text:
         """A cell or a title, of one line or several."""

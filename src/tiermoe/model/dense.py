@@ -8,7 +8,7 @@ lose most keep 6.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 import torch
@@ -110,12 +110,12 @@ def pack_dense(
     called with the progress of another process that packs into the folder, which is waited for."""
     key = recipe_key(blueprint, bits, layout)
     path = store.root / dense_file_name(key)
-    with adding_to(store, waiting) as note:
+    with adding_to(store, waiting, progress) as report:
         if key in store.dense:
             return
         try:
             with whole_or_nothing(path) as handle:
-                table = _pack_layers(handle, blueprint, bits, layout, [note, *filter(None, [progress])], workers)
+                table = _pack_layers(handle, blueprint, bits, layout, report, workers)
                 forget_cached(handle)
         finally:
             scratch.clear()  # what one worker alone, in this thread, has used
@@ -128,7 +128,7 @@ def _pack_layers(
     blueprint: Blueprint,
     bits: int,
     layout: str,
-    listeners: Sequence[Progress],
+    progress: Progress,
     workers: int,
 ) -> dict[str, Any]:
     """The dense layers' entries in the store's table, once they are written."""
@@ -141,8 +141,7 @@ def _pack_layers(
     total = sum(len(matrix.blocks()) for matrix in matrices)
 
     def report(blocks: int) -> None:
-        for listener in listeners:
-            listener(blocks, total)
+        progress(blocks, total)
 
     table = {}
     found = zip(formats.items(), extents, row_blocks.encode(matrices, report, workers), strict=True)

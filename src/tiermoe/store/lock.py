@@ -50,11 +50,18 @@ def exclusive(root: Path, waiting: Waiting | None = None) -> Iterator[Progress]:
 
 
 @contextlib.contextmanager
-def adding_to(store: Store, waiting: Waiting | None = None) -> Iterator[Progress]:
-    """`exclusive`, with the store's table as it is on disk now: another process may have packed meanwhile."""
+def adding_to(store: Store, waiting: Waiting | None = None, progress: Progress | None = None) -> Iterator[Progress]:
+    """`exclusive`, with the store's table as it is on disk now: another process may have packed meanwhile. What it
+    yields notes progress, and calls `progress`."""
     with exclusive(store.root, waiting) as note:
         store.refresh()
-        yield note
+
+        def report(done: int, total: int) -> None:
+            note(done, total)
+            if progress is not None:
+                progress(done, total)
+
+        yield report
 
 
 def _take(descriptor: int, waiting: Waiting) -> None:

@@ -70,7 +70,7 @@ def pack_experts(
     in_place = _in_place(source, store.layers) if bits == 16 else None
     job = _Job(store.root, source, key, formats, quantizer, in_place, workers, inputs)
     made_from = inputs.made_from if inputs is not None else ""
-    with adding_to(store, waiting) as note:
+    with adding_to(store, waiting, progress) as report:
         if key in store.precisions:
             return store.precisions[key]
         journal = Journal(store.root, key, store.source, made_from)
@@ -78,7 +78,7 @@ def pack_experts(
         if in_place is None:
             _make_room(store.root, key, formats, finished)
         try:
-            layers = list(_pack_layers(job, journal, finished, [note, *filter(None, [progress])]))
+            layers = list(_pack_layers(job, journal, finished, report))
         finally:
             scratch.clear()  # what one worker alone, in this thread, has used
         quantized_by = quantizer if bits < 8 else ""
@@ -148,15 +148,14 @@ class _Job:
 
 
 def _pack_layers(
-    job: _Job, journal: Journal, finished: Mapping[int, PackedLayer], listeners: Sequence[Progress]
+    job: _Job, journal: Journal, finished: Mapping[int, PackedLayer], progress: Progress
 ) -> Iterator[PackedLayer]:
     total = sum(form.layer.experts for form in job.formats)
     done = 0
     for index, form in enumerate(job.formats):
 
         def report(expert: int, before: int = done) -> None:
-            for listener in listeners:
-                listener(before + expert, total)
+            progress(before + expert, total)
 
         packed = finished.get(index)
         if packed is None:

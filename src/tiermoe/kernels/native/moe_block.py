@@ -38,12 +38,12 @@ class MoeBlock:
         """x and residual (T, 1, H) in bfloat16 and contiguous → residual + the block of x, (T, 1, H), and the number of
         experts that computed; None and 0 where one that the router chooses is not here. Without a residual, the block
         of x. Gives what the separate calls give, bit for bit."""
-        threads, tokens, packed = torch.get_num_threads(), x.shape[0], self._packed(router)
+        self._begin(self._packed(router), x)
+        packed, table, address, tokens, workspace, threads = self._call
         out = torch.empty_like(x)
-        workspace = scratch.address("block", _native.block_workspace(packed, self._table, tokens, threads))
         computed = _native.block(
-            packed, self._table, x.data_ptr(), 0 if residual is None else residual.data_ptr(), tokens, workspace,
-            out.data_ptr(), threads,
+            packed, table, address, 0 if residual is None else residual.data_ptr(), tokens, workspace, out.data_ptr(),
+            threads,
         )  # fmt: skip
         return (out if computed else None), computed
 

@@ -10,7 +10,7 @@ import torch
 from tiermoe.errors import ModelError
 from tiermoe.model.gguf import orders
 from tiermoe.model.gguf.architectures import BLOCK, TOP, GgufArchitecture, architecture_of
-from tiermoe.model.gguf.shapes import blocks, dense_layers
+from tiermoe.model.gguf.shapes import AGAIN, blocks, dense_layers
 from tiermoe.store.gguf.checkpoint import GgufCheckpoint
 from tiermoe.store.gguf.file import GgufFile
 from tiermoe.store.gguf.header import GgufTensor
@@ -25,8 +25,6 @@ _BARE = ("sinks", "e_score_correction_bias", "expert_bias")
 """Parameters whose own name is their path's end."""
 _OF_ONE = ("shared_expert_gate", "moe_statics.e_score_correction_bias")
 """Parameters of one row, which the file has as a vector."""
-
-_AGAIN = "download it again"
 
 FIRST, SECOND = "gate_up_proj", "down_proj"
 """What all families call the stacked matrices of a layer's experts."""
@@ -84,7 +82,7 @@ def _in_block(
     if architecture.turned and stem in _TURNED:
         heads = whole(file, _TURNED[stem])
         if tensor.shape[0] % (2 * heads):
-            raise ModelError(f"{file.path} says that {stem} of {tensor.shape[0]} rows has {heads} heads; {_AGAIN}")
+            raise ModelError(f"{file.path} says that {stem} of {tensor.shape[0]} rows has {heads} heads; {AGAIN}")
         order = orders.turned(tensor.shape[0], heads)
     full = path if path.endswith(_BARE) else f"{path}.{suffix}"
     return {f"{prefix}.{full}": Rows(tensor, _shape(path, tensor), order, change=_change(architecture, full))}
@@ -128,7 +126,7 @@ def _experts(file: GgufFile, layer: int, block: str) -> dict[str, Parameter]:
         for matrix, tensor in there.items():
             if len(tensor.shape) != dimensions or tensor.shape[0] != there["down"].shape[0]:
                 raise ModelError(
-                    f"{file.path}: the {suffix} {matrix} of layer {layer}'s experts has shape {tensor.shape}; {_AGAIN}"
+                    f"{file.path}: the {suffix} {matrix} of layer {layer}'s experts has shape {tensor.shape}; {AGAIN}"
                 )
         prefix = f"model.layers.{layer}.{block}"
         found |= {f"{prefix}.{FIRST}{end}": Stacked(tuple(first)), f"{prefix}.{SECOND}{end}": Stacked((there["down"],))}
@@ -147,7 +145,7 @@ def _expanding(file: GgufFile, layer: int) -> dict[str, Parameter]:
     if len(keys.shape) != 3 or len(values.shape) != 3 or values.shape[::2] != keys.shape[:2]:
         raise ModelError(
             f"{file.path}: layer {layer}'s attn_k_b of shape {keys.shape} and attn_v_b of {values.shape} do not belong "
-            f"together; {_AGAIN}"
+            f"together; {AGAIN}"
         )
     return {f"model.layers.{layer}.self_attn.kv_b_proj.weight": Expanding(keys, values)}
 

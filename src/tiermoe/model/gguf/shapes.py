@@ -6,14 +6,15 @@ from tiermoe.errors import ModelError
 from tiermoe.store.gguf.file import GgufFile
 from tiermoe.store.gguf.values import count
 
-_AGAIN = "download it again"
+AGAIN = "download it again"
+"""What to do about a file that contradicts itself."""
 
 
 def blocks(file: GgufFile) -> int:
     """Layers, without those that predict several tokens. ModelError where there are more than tensors, or none."""
     layers = count(file, "block_count") - count(file, "nextn_predict_layers", 0)
     if not 0 < layers <= len(file.tensors):
-        raise ModelError(f"{file.path} says that it has {layers:,} layers, of {len(file.tensors):,} tensors; {_AGAIN}")
+        raise ModelError(f"{file.path} says that it has {layers:,} layers, of {len(file.tensors):,} tensors; {AGAIN}")
     return layers
 
 
@@ -59,5 +60,5 @@ def shape(file: GgufFile, name: str, dimensions: int) -> tuple[int, ...]:
         raise ModelError(f"{file.path} has no tensor {name}; convert the model again with a current llama.cpp")
     found = file.tensors[name].shape
     if len(found) != dimensions:
-        raise ModelError(f"{file.path} has {name} of shape {found}, not of {dimensions} dimensions; {_AGAIN}")
+        raise ModelError(f"{file.path} has {name} of shape {found}, not of {dimensions} dimensions; {AGAIN}")
     return found

@@ -14,8 +14,7 @@ _NEEDED: Any = object()
 def count(file: GgufFile, key: str, default: int = _NEEDED, least: int = 0) -> int:
     """An entry of the architecture's own: a whole number of at least `least`. ModelError where it is no such number, or
     is missing and has no default."""
-    value = file.of_model(key, default)
-    value = file.require(f"{file.architecture}.{key}") if value is _NEEDED else value
+    value = _entry(file, key, default)
     if not isinstance(value, int) or value < least:
         raise _wrong(file, key, value, f"a whole number of at least {least}")
     return value
@@ -24,8 +23,7 @@ def count(file: GgufFile, key: str, default: int = _NEEDED, least: int = 0) -> i
 def decimal(file: GgufFile, key: str, default: Any = _NEEDED) -> Any:
     """An entry of the architecture's own, `rounded`, or the default. ModelError where it is no finite number from 0 on,
     or is missing and has no default."""
-    value = file.of_model(key, default)
-    value = file.require(f"{file.architecture}.{key}") if value is _NEEDED else value
+    value = _entry(file, key, default)
     if value is default:
         return value
     if not isinstance(value, int | float) or not 0 <= value < math.inf:
@@ -48,6 +46,11 @@ def whole(file: GgufFile, key: str, default: int = _NEEDED) -> int:
     if not isinstance(value[0], int) or value[0] < 1:
         raise _wrong(file, key, value[0], "a whole number of at least 1")
     return value[0]
+
+
+def _entry(file: GgufFile, key: str, default: Any) -> Any:
+    value = file.of_model(key, default)
+    return file.require(f"{file.architecture}.{key}") if value is _NEEDED else value
 
 
 def _wrong(file: GgufFile, key: str, value: Any, instead: str) -> ModelError:
