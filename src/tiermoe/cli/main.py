@@ -32,8 +32,8 @@ COMMANDS = {
 
 
 class LazyCommands(TyperGroup):
-    """The commands by name and line; a command's module is imported when that command is asked for. Importing all of
-    them, torch among what they import, takes seconds."""
+    """A group of commands that imports a command's module when the command is invoked, or its help is: importing every
+    module, and torch with them, takes seconds."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
