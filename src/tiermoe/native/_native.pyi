@@ -70,51 +70,14 @@ def route(router: bytes, x: int, tokens: int, chosen: int, weights: int, /) -> N
 def logits(weight: int, x: int, tokens: int, experts: int, columns: int, out: int, /) -> None: ...
 def choose(logits: int, tokens: int, experts: int, k: int, normalise: bool, chosen: int, weights: int, /) -> None: ...
 def block_workspace(router: bytes, experts: bytes | bytearray, tokens: int, threads: int, /) -> int: ...
-def block(
-    router: bytes,
-    experts: bytes | bytearray,
-    x: int,
-    residual: int,
-    tokens: int,
-    workspace: int,
-    out: int,
-    threads: int,
-    /,
-) -> int: ...
-def block_route(
-    router: bytes, experts: bytes | bytearray, x: int, tokens: int, workspace: int, threads: int, chosen: int, /
-) -> None: ...
-def block_routed(
-    router: bytes,
-    experts: bytes | bytearray,
-    chosen: int,
-    weights: int,
-    tokens: int,
-    workspace: int,
-    threads: int,
-    /,
-) -> None: ...
-def block_experts(
-    router: bytes,
-    experts: bytes | bytearray,
-    x: int,
-    tokens: int,
-    workspace: int,
-    threads: int,
-    which: list[int],
-    row: int,
-    /,
-) -> int: ...
-def block_sum(
-    router: bytes,
-    experts: bytes | bytearray,
-    residual: int,
-    tokens: int,
-    workspace: int,
-    threads: int,
-    out: int,
-    /,
-) -> None: ...
+def block_call(
+    router: bytes, experts: bytes | bytearray, x: int, tokens: int, workspace: int, threads: int, /
+) -> bytes: ...
+def block_route(call: bytes, chosen: int, /) -> None: ...
+def block_routed(call: bytes, chosen: int, weights: int, /) -> None: ...
+def block_experts(call: bytes, which: list[int], row: int, /) -> int: ...
+def block_sum(call: bytes, residual: int, out: int, /) -> None: ...
+def block(call: bytes, residual: int, out: int, /) -> int: ...
 def neurons(
     records: int,
     record_bytes: int,

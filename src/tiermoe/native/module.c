@@ -289,112 +289,102 @@ static PyObject *block_workspace(PyObject *self, PyObject *args) {
     return needed ? PyLong_FromSize_t(needed) : NULL;
 }
 
-static PyObject *block(PyObject *self, PyObject *args) {
+/* What the parts of a block's computation share: the block, its tokens and where they compute. */
+typedef struct {
+    MoeBlock block;
+    const bf16 *x;
+    size_t tokens;
+    void *workspace;
+    size_t threads;
+} BlockCall;
+
+static PyObject *block_call(PyObject *self, PyObject *args) {
     const char *bytes;
     Py_ssize_t length, tokens;
     Py_buffer table;
-    Address x, residual, workspace, out;
+    Address x, workspace;
     unsigned threads;
-    int fits;
-    size_t computed = 0;
-    MoeBlock packed;
+    BlockCall call;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y#y*KKnKKI", &bytes, &length, &table, &x, &residual, &tokens, &workspace, &out, &threads))
-        return NULL;
-    if ((fits = take_block(bytes, length, &table, &packed))) {
-        Py_BEGIN_ALLOW_THREADS
-        computed = moe_block_run(&packed, at(x), at(residual), (size_t)tokens, at(workspace), at(out), threads);
-        Py_END_ALLOW_THREADS
-    }
+    memset(&call, 0, sizeof call);
+    if (!PyArg_ParseTuple(args, "y#y*KnKI", &bytes, &length, &table, &x, &tokens, &workspace, &threads)) return NULL;
+    const int fits = take_block(bytes, length, &table, &call.block);
     PyBuffer_Release(&table);
-    return fits ? PyLong_FromSize_t(computed) : NULL;
+    if (!fits) return NULL;
+    call.x = at(x), call.tokens = (size_t)tokens, call.workspace = at(workspace), call.threads = threads;
+    return PyBytes_FromStringAndSize((const char *)&call, sizeof call);
+}
+
+static PyObject *block(PyObject *self, PyObject *args) {
+    const char *bytes;
+    Py_ssize_t length;
+    Address residual, out;
+    size_t computed;
+    BlockCall call;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y#KK", &bytes, &length, &residual, &out) || !take(bytes, length, &call, sizeof call)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    computed = moe_block_run(&call.block, call.x, at(residual), call.tokens, call.workspace, at(out), call.threads);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromSize_t(computed);
 }
 
 static PyObject *block_route(PyObject *self, PyObject *args) {
     const char *bytes;
-    Py_ssize_t length, tokens;
-    Py_buffer table;
-    Address x, workspace, chosen;
-    unsigned threads;
-    int fits;
-    MoeBlock packed;
+    Py_ssize_t length;
+    Address chosen;
+    BlockCall call;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y#y*KnKIK", &bytes, &length, &table, &x, &tokens, &workspace, &threads, &chosen)) return NULL;
-    if ((fits = take_block(bytes, length, &table, &packed))) {
-        Py_BEGIN_ALLOW_THREADS
-        moe_block_route(&packed, at(x), (size_t)tokens, at(workspace), threads, at(chosen));
-        Py_END_ALLOW_THREADS
-    }
-    PyBuffer_Release(&table);
-    if (!fits) return NULL;
+    if (!PyArg_ParseTuple(args, "y#K", &bytes, &length, &chosen) || !take(bytes, length, &call, sizeof call)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    moe_block_route(&call.block, call.x, call.tokens, call.workspace, call.threads, at(chosen));
+    Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
 static PyObject *block_routed(PyObject *self, PyObject *args) {
     const char *bytes;
-    Py_ssize_t length, tokens;
-    Py_buffer table;
-    Address chosen, weights, workspace;
-    unsigned threads;
-    int fits;
-    MoeBlock packed;
+    Py_ssize_t length;
+    Address chosen, weights;
+    BlockCall call;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y#y*KKnKI", &bytes, &length, &table, &chosen, &weights, &tokens, &workspace, &threads)) return NULL;
-    if ((fits = take_block(bytes, length, &table, &packed)))
-        moe_block_routed(&packed, at(chosen), at(weights), (size_t)tokens, at(workspace), threads);
-    PyBuffer_Release(&table);
-    if (!fits) return NULL;
+    if (!PyArg_ParseTuple(args, "y#KK", &bytes, &length, &chosen, &weights) || !take(bytes, length, &call, sizeof call)) return NULL;
+    moe_block_routed(&call.block, at(chosen), at(weights), call.tokens, call.workspace, call.threads);
     Py_RETURN_NONE;
 }
 
 static PyObject *block_experts(PyObject *self, PyObject *args) {
     const char *bytes;
-    Py_ssize_t length, tokens, row;
-    Py_buffer table;
-    Address x, workspace;
-    unsigned threads;
+    Py_ssize_t length, row;
     PyObject *list;
-    int fits;
-    size_t next = 0;
-    MoeBlock packed;
+    size_t next;
+    BlockCall call;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y#y*KnKIO!n", &bytes, &length, &table, &x, &tokens, &workspace, &threads, &PyList_Type, &list, &row))
+    if (!PyArg_ParseTuple(args, "y#O!n", &bytes, &length, &PyList_Type, &list, &row) || !take(bytes, length, &call, sizeof call))
         return NULL;
     const Py_ssize_t count = PyList_GET_SIZE(list);
     int64_t experts[count ? count : 1];
-    fits = take_block(bytes, length, &table, &packed);
-    for (Py_ssize_t i = 0; fits && i < count; i++) {
+    for (Py_ssize_t i = 0; i < count; i++) {
         experts[i] = PyLong_AsLongLong(PyList_GET_ITEM(list, i));
-        if (experts[i] >= 0 && (size_t)experts[i] < packed.router.experts) continue;
-        if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "there is no expert %lld", (long long)experts[i]);
-        fits = 0;
+        if (experts[i] >= 0 && (size_t)experts[i] < call.block.router.experts) continue;
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "there is no expert %lld", (long long)experts[i]);
     }
-    if (fits) {
-        Py_BEGIN_ALLOW_THREADS
-        next = moe_block_experts(&packed, at(x), (size_t)tokens, at(workspace), threads, experts, (size_t)count, (size_t)row);
-        Py_END_ALLOW_THREADS
-    }
-    PyBuffer_Release(&table);
-    return fits ? PyLong_FromSize_t(next) : NULL;
+    Py_BEGIN_ALLOW_THREADS
+    next = moe_block_experts(&call.block, call.x, call.tokens, call.workspace, call.threads, experts, (size_t)count, (size_t)row);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromSize_t(next);
 }
 
 static PyObject *block_sum(PyObject *self, PyObject *args) {
     const char *bytes;
-    Py_ssize_t length, tokens;
-    Py_buffer table;
-    Address residual, workspace, out;
-    unsigned threads;
-    int fits;
-    MoeBlock packed;
+    Py_ssize_t length;
+    Address residual, out;
+    BlockCall call;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y#y*KnKIK", &bytes, &length, &table, &residual, &tokens, &workspace, &threads, &out)) return NULL;
-    if ((fits = take_block(bytes, length, &table, &packed))) {
-        Py_BEGIN_ALLOW_THREADS
-        moe_block_sum(&packed, at(residual), (size_t)tokens, at(workspace), threads, at(out));
-        Py_END_ALLOW_THREADS
-    }
-    PyBuffer_Release(&table);
-    if (!fits) return NULL;
+    if (!PyArg_ParseTuple(args, "y#KK", &bytes, &length, &residual, &out) || !take(bytes, length, &call, sizeof call)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    moe_block_sum(&call.block, at(residual), call.tokens, call.workspace, call.threads, at(out));
+    Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
@@ -594,15 +584,13 @@ static PyMethodDef methods[] = {
     {"logits", logits, METH_VARARGS, "logits(weight, x, tokens, experts, columns, out)"},
     {"choose", choose, METH_VARARGS, "choose(logits, tokens, experts, k, normalise, chosen, weights)"},
     {"block_workspace", block_workspace, METH_VARARGS, "block_workspace(router, experts, tokens, threads) -> bytes that block needs"},
-    {"block_route", block_route, METH_VARARGS,
-     "block_route(router, experts, x, tokens, workspace, threads, chosen): what each token chooses, in ascending order"},
-    {"block_routed", block_routed, METH_VARARGS, "block_routed(router, experts, chosen, weights, tokens, workspace, threads)"},
-    {"block_experts", block_experts, METH_VARARGS,
-     "block_experts(router, experts, x, tokens, workspace, threads, which, row) -> the next call's row, 0 at first"},
-    {"block_sum", block_sum, METH_VARARGS, "block_sum(router, experts, residual, tokens, workspace, threads, out)"},
-    {"block", block, METH_VARARGS,
-     "block(router, experts, x, residual, tokens, workspace, out, threads) -> how many experts computed, 0 where a chosen"
-     " one is not here"},
+    {"block_call", block_call, METH_VARARGS,
+     "block_call(router, experts, x, tokens, workspace, threads) -> bytes of a BlockCall, valid as long as all of these live"},
+    {"block_route", block_route, METH_VARARGS, "block_route(call, chosen): what each token chooses, in ascending order"},
+    {"block_routed", block_routed, METH_VARARGS, "block_routed(call, chosen, weights): a choice that is known"},
+    {"block_experts", block_experts, METH_VARARGS, "block_experts(call, which, row) -> the next call's row, 0 at first"},
+    {"block_sum", block_sum, METH_VARARGS, "block_sum(call, residual, out)"},
+    {"block", block, METH_VARARGS, "block(call, residual, out) -> how many experts computed, 0 where a chosen one is not here"},
     {"hqq", solve_hqq, METH_VARARGS,
      "hqq(weights, rows, columns, wide, group, block, largest, thresholds, steps, codes, scale, offset, shrunk, threads)"},
     {"encode", encode, METH_VARARGS,
