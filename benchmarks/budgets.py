@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.llamacpp import last_object
-from benchmarks.memory_limit import parse_size
 from benchmarks.rounds import print_table
-from tiermoe.bench.limit import joining, memory_group, usage
+from tiermoe.bench.child import joining, last_object, memory_group, usage
+from tiermoe.config import parse_size
 
 _TEXT = "Once upon a time there was a king who lived in a great house by the sea, and he had a little dog. "
 _REFUSAL = "are too little"  # what the plan's messages have in common
@@ -28,7 +27,7 @@ _REFUSAL = "are too little"  # what the plan's messages have in common
 
 def prompt_of(model: Path, tokens: int) -> str:
     """A text of so many tokens."""
-    from tiermoe.model.hub import load_tokenizer
+    from tiermoe.model.hf.hub import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     ids = tokenizer(_TEXT * (1 + tokens // 8))["input_ids"][:tokens]

@@ -2,7 +2,7 @@
 
     python -m benchmarks.controller [--layers 24 --experts 64 --top-k 6 --share 0.5] [--policies lru,arc]
 
-Measured is all that is decided for a layer (`tiermoe.decide.scheduler`, as the engine calls it): demands, what is
+Measured is all that is decided for a layer (`tiermoe.offload.scheduler`, as the engine calls it): demands, what is
 here, whom to evict, bookkeeping. `resident`: a slot for every expert; `misses`: slots for a share of them, so that
 experts are loaded and leave. Experts are drawn at random, the same for every policy; nothing is prefetched. Prints
 one JSON object, and a table on standard error.
@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.rounds import about, at_least_one, parser_of, print_table, rates, shown, timed
-from tiermoe.decide.compose import ModelShape, PrecisionSlots, assemble
-from tiermoe.decide.composition import Composition
-from tiermoe.decide.counts import Counts
-from tiermoe.decide.eviction import EVICTIONS
-from tiermoe.decide.scheduler import Scheduler
+from tiermoe.metrics import ExpertCounts
+from tiermoe.offload.assembly import ModelShape, PrecisionSlots, assemble
+from tiermoe.offload.composition import Composition
+from tiermoe.offload.policies.eviction import EVICTIONS
+from tiermoe.offload.scheduler import Scheduler
 from tiermoe.simulate.link import InstantLink
 from tiermoe.types import Routed
 
@@ -77,7 +77,7 @@ def measure(args: Any) -> dict[str, Any]:
     }
     for made in runs.values():
         decide(made, passes)()
-        made.controller.counts = Counts()  # what comes first misses in any cache
+        made.loader.counts = ExpertCounts()  # what comes first misses in any cache
     seconds = timed({json.dumps(key): decide(made, passes) for key, made in runs.items()}, args.rounds)
     sizes = {name: getattr(args, name) for name in ("layers", "experts", "top_k", "tokens", "seed")}
     return {
@@ -87,7 +87,7 @@ def measure(args: Any) -> dict[str, Any]:
 
 
 def _row(cache: str, policy: str, made: Scheduler, seconds: Sequence[float], args: Any) -> dict[str, Any]:
-    counts = made.controller.counts
+    counts = made.loader.counts
     return {
         "cache": cache,
         "policy": policy,
@@ -96,7 +96,7 @@ def _row(cache: str, policy: str, made: Scheduler, seconds: Sequence[float], arg
     }
 
 
-def policies_asked(text: str) -> list[str]:
+def parse_policies(text: str) -> list[str]:
     """Of POLICIES. ValueError for an unknown one."""
     words = text.split(",")
     if set(words) - set(POLICIES):
@@ -110,7 +110,7 @@ def main() -> None:
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=at_least_one, default=default, help=f"default {default}")
     parser.add_argument("--share", type=float, default=0.5, help="of the experts that has slots (default 0.5)")
-    parser.add_argument("--policies", type=policies_asked, default=POLICIES, help="default " + ",".join(POLICIES))
+    parser.add_argument("--policies", type=parse_policies, default=POLICIES, help="default " + ",".join(POLICIES))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.top_k > args.experts or not 0 < args.share <= 1:

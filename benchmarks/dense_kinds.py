@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.reference import load_eager, token_ids
-from tiermoe.model.blueprint import inspect_model
+from benchmarks.perplexity import load_eager, token_ids
+from tiermoe.formats.int4 import CPU_LAYOUT
+from tiermoe.formats.quantizers import QUANTIZERS
+from tiermoe.formats.registry import encoding_for
 from tiermoe.model.dense import kind_of, packable
-from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.quant.registry import cpu_layout, encoding_for
+from tiermoe.model.hf.blueprint import inspect_model
 
 OUTPUT = "lm_head"
 Recipe = dict[str, int]
@@ -31,7 +32,7 @@ Recipe = dict[str, int]
 
 def packed(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """The float32 values that a matrix (out, in) has at `bits`."""
-    encoding = encoding_for(bits, *weight.shape, torch.bfloat16, cpu_layout())
+    encoding = encoding_for(bits, *weight.shape, torch.bfloat16, CPU_LAYOUT)
     fields = encoding.encode(weight, QUANTIZERS["hqq"], torch.bfloat16)
     return encoding.decode(fields, *weight.shape, torch.bfloat16).float()
 

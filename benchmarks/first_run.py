@@ -5,7 +5,7 @@
 In every round each engine answers twice, each time in a process of its own: `cold`, its files dropped from the page
 cache, and `again`, as that left them. What counts is the time from the beginning of loading to the last of the answer's
 tokens, greedy, imports apart (`imports_s`; `process_s` is everything). llama.cpp has its own defaults: its file mapped,
-its weights repacked. Expert store and GGUF are made before, where they are not there. Prints one JSON object, ratios
+its weights repacked. The expert store is made before, where it is not there. Prints one JSON object, ratios
 being llama.cpp's seconds over ours within a round.
 """
 
@@ -19,16 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.rounds import about, at_least_one, parser_of, print_table, shown
+from benchmarks.rounds import about, at_least_one, parser_of, print_table, say, shown
 from tiermoe.bench.cases import LLAMA, OURS, alternating
-from tiermoe.bench.child import Bounds, CaseFailed, run_child
-from tiermoe.bench.engines import Common
-from tiermoe.bench.limit import drop_from_page_cache
-from tiermoe.bench.llama_peer import LlamaCpp
-from tiermoe.bench.subject import Subject
+from tiermoe.bench.child import Bounds, CaseFailed, drop_from_page_cache, run_child
+from tiermoe.bench.engines import Common, LlamaCpp
+from tiermoe.bench.session import Subject
 from tiermoe.bench.summary import spread
 from tiermoe.errors import TiermoeError
-from tiermoe.process.machine import processors
+from tiermoe.platform.machine import processors
 
 STARTS = ("cold", "again")
 FIGURES = ("seconds", "load_s", "ttft_s", "decode_tok_s", "imports_s", "process_s", "peak_memory_bytes")
@@ -76,23 +74,22 @@ def summary(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def first_run(args: argparse.Namespace) -> dict[str, Any]:
-    from tiermoe.generation.loop import encode_prompt
-    from tiermoe.model.hub import load_tokenizer
+    from tiermoe.engine.generate import encode_prompt
+    from tiermoe.model.hf.hub import load_tokenizer
 
     def progress(what: str, done: int, total: int) -> None:
         if done == 0:
             say(what)
 
     subject = Subject(str(args.model), args.prompt)
-    files = subject.ensure("default", {})(progress)
+    files = subject.ensure_packed("default", {}, progress)
     base = subject.store_root.parent
     with tempfile.TemporaryDirectory(prefix="first-run-", dir=base) as folder:
         common = Common(subject.directory, processors(), args.timeout, Path(folder))
-        kept = base / "gguf" / subject.store_root.name
-        peer = LlamaCpp(common, args.gguf, kept, args.peer_python)
+        peer = LlamaCpp(common, args.gguf, args.peer_python)
         if (reason := peer.missing()) is not None:
             raise CaseFailed(reason)
-        peer.prepare(progress)
+        assert peer.gguf is not None
         ids = encode_prompt(load_tokenizer(subject.directory), args.prompt).numpy()
         prompt = Path(folder) / "prompt.npy"
         np.save(prompt, ids)
@@ -111,10 +108,6 @@ def first_run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def table(result: dict[str, Any]) -> None:
     rows = []
     for start in STARTS:
@@ -130,8 +123,8 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--prompt", default="Once upon a time there was a little")
     parser.add_argument("--tokens", type=at_least_one, default=96, help="of the answer; default 96")
-    parser.add_argument("--gguf", type=Path, help="the model for llama.cpp; default: made once, kept beside the stores")
-    parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has llama-cpp-python and gguf")
+    parser.add_argument("--gguf", type=Path, help="the model for llama.cpp; default: MODEL, where it is one")
+    parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has llama-cpp-python")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one run may take; default 600")
     args = parser.parse_args()
     if args.tokens < 2:

@@ -7,17 +7,17 @@ import json
 import sys
 from typing import Any
 
-from tiermoe.bench.started import since_start
+from tiermoe.bench.run_peer import since_start
 
-_IMPORTED = ("model.blueprint", "model.hub", "engine.load", "generation.loop")  # what `run` imports as it goes
+_IMPORTED = ("model.hf.blueprint", "model.hf.hub", "engine.load", "engine.generate")  # what `run` imports as it goes
 
 
 def answer(words: list[str]) -> dict[str, Any]:
     """words: what follows `tiermoe` on the command line, with `--json`. Raises SystemExit as the command does."""
     from tiermoe.cli.main import main as command
-    from tiermoe.process import footprint
+    from tiermoe.platform import process_memory
 
-    footprint.import_libraries()
+    process_memory.import_libraries()
     for name in _IMPORTED:
         importlib.import_module(f"tiermoe.{name}")
     imports_s = since_start()

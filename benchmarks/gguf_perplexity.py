@@ -1,11 +1,11 @@
 """Perplexity of the same GGUF files under tiermoe and llama.cpp, a type of weights after the other.
 
-    python -m benchmarks.gguf_perplexity --work WORK --peer-python PYTHON
+    python -m benchmarks.gguf_perplexity --work WORK --converter FOLDER --peer-python PYTHON
 
-llama.cpp's quantiser writes each file, with every matrix in the type where llama.cpp has it so. Both engines get the
-same tokens in the same windows. llama.cpp rounds what a matrix is multiplied with to 8 bits, tiermoe to the model's
-16-bit dtype, so perplexities differ a little either way. The difference has a standard error: that of the windows'
-means. A table goes to standard error, one JSON object to standard output.
+llama.cpp's converter (`benchmarks.llamacpp`) and quantiser write each file, with every matrix in the type where
+llama.cpp has it so. Both engines get the same tokens in the same windows. llama.cpp rounds what a matrix is multiplied
+with to 8 bits, tiermoe to the model's 16-bit dtype, so perplexities differ a little either way. The difference has a
+standard error: that of the windows' means. A table goes to standard error, one JSON object to standard output.
 
 Blocks of 256 do not divide the shipped model's rows: for those types it is widened first (`benchmarks.widen`), which
 leaves its function as it is.
@@ -24,11 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 import tiermoe
-from benchmarks.llamacpp import ROOT, PeerFailed, run_peer
-from benchmarks.perplexity import surprisals
-from benchmarks.reference import logits_of, token_ids
+from benchmarks.llamacpp import ROOT, Peer, convert
+from benchmarks.perplexity import TEXT, Ids, logits_of, surprisals, token_ids
 from benchmarks.widen import widen
-from tiermoe.store.gguf.file import open_gguf
+from tiermoe.errors import ConfigError, TiermoeError
+from tiermoe.formats.gguf_file import open_gguf
 
 FTYPES = {
     "f32": "ALL_F32", "bf16": "MOSTLY_BF16", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0",
@@ -54,20 +54,21 @@ def wide(model: Path, work: Path) -> Path:
     return out
 
 
-def written(args: argparse.Namespace, kind: str) -> Path:
+def written(args: argparse.Namespace, kind: str, peer: Peer) -> Path:
     """The file of a type, written where it is not there yet."""
     blocks_of_256 = kind.endswith("_k") or kind == "iq4_xs"
     model = wide(args.model, args.work) if blocks_of_256 else args.model
     whole, out = args.work / f"{model.name}.bf16.gguf", args.work / f"{model.name}.{kind}.gguf"
     if not whole.exists():
-        run_peer(args, "convert", model.resolve(), "--type", "bf16", "--out", whole.resolve())
+        if args.converter is None:
+            raise ConfigError(f"{whole} is not there yet; name the folder of llama.cpp's converter with --converter")
+        convert(model, args.converter, "bf16", whole, peer)
     if not out.exists():
-        ftype = f"LLAMA_FTYPE_{FTYPES[kind]}"
-        run_peer(args, "quantise", whole.resolve(), "--ftype", ftype, "--out", out.resolve())
+        peer.quantise(whole, FTYPES[kind], out, pure=True)
     return out
 
 
-def ours(args: argparse.Namespace, file: Path, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def ours(args: argparse.Namespace, file: Path, ids: Ids) -> npt.NDArray[np.float64]:
     """The mean surprisal of each window under tiermoe, in nats."""
     model, _ = tiermoe.load(file, store=args.work / f"store-{file.stem}", threads=args.threads)
     found = [window.mean() for window in surprisals(logits_of(model), ids, args.context, args.context)]
@@ -75,19 +76,11 @@ def ours(args: argparse.Namespace, file: Path, ids: npt.NDArray[np.int64]) -> np
     return np.array(found)
 
 
-def theirs(args: argparse.Namespace, file: Path, ids: Path) -> npt.NDArray[np.float64]:
-    """That under llama.cpp."""
-    out = args.work / "surprisals.npy"
-    words = ("surprisals", file.resolve(), "--ids", ids.resolve(), "--out", out.resolve())
-    run_peer(args, *words, "--context", args.context, "--stride", args.context, "--attention", args.attention)
-    found: npt.NDArray[np.float64] = np.load(out)
-    return found
-
-
-def compared(args: argparse.Namespace, kind: str, ids: Path) -> dict[str, Any]:
+def compared(args: argparse.Namespace, kind: str, ids: Ids, peer: Peer) -> dict[str, Any]:
     """Both perplexities of a type, their difference as a share of llama.cpp's, and its standard error."""
-    file = written(args, kind)
-    mine, its = ours(args, file, np.load(ids)), theirs(args, file, ids)
+    file = written(args, kind, peer)
+    sums, counts = peer.surprisals(file, ids, args.context, args.context, args.attention)
+    mine, its = ours(args, file, ids), sums / counts
     difference = mine - its
     return {
         "type": kind,
@@ -113,9 +106,10 @@ def parser() -> argparse.ArgumentParser:
     top.formatter_class = argparse.RawDescriptionHelpFormatter
     top.add_argument("model", type=Path, nargs="?", default=ROOT / "models" / "stories-7m")
     top.add_argument("--work", type=Path, required=True, help="a folder for the files; what is there is used again")
+    top.add_argument("--converter", type=Path, help="folder of llama.cpp's convert_hf_to_gguf.py, for the first file")
     top.add_argument("--peer-python", default=sys.executable, help="interpreter that has llama-cpp-python")
     top.add_argument("--types", default=",".join(FTYPES), help=f"of {', '.join(FTYPES)}; default: all")
-    top.add_argument("--text", type=Path, default=ROOT / "data" / "heldout.txt")
+    top.add_argument("--text", type=Path, default=TEXT)
     top.add_argument("--tokens", type=int, default=32768, help="of the text's beginning")
     top.add_argument("--context", type=int, default=256, help="tokens of a window; windows do not overlap")
     top.add_argument("--attention", choices=["default", "exact"], default="default", help="of llama.cpp")
@@ -129,15 +123,14 @@ def main() -> None:
     if unknown := [kind for kind in kinds if kind not in FTYPES]:
         sys.exit(f"gguf_perplexity: no type {unknown[0]}; there are {', '.join(FTYPES)}")
     args.work.mkdir(parents=True, exist_ok=True)
-    ids = args.work / "ids.npy"
-    np.save(ids, token_ids(args.model, args.text)[: args.tokens])
+    ids, peer = token_ids(args.model, args.text)[: args.tokens], Peer(args.peer_python, args.threads)
     print("type      tiermoe llama.cpp  difference  standard error  types in the file", file=sys.stderr)
     results = []
     try:
         for kind in kinds:
-            results.append(compared(args, kind, ids))
+            results.append(compared(args, kind, ids, peer))
             print(row(results[-1]), file=sys.stderr, flush=True)
-    except (PeerFailed, ValueError) as error:
+    except (TiermoeError, ValueError) as error:
         sys.exit(f"gguf_perplexity: {error}")
     print(json.dumps({"model": args.model.name, "context": args.context, "types": results}))
 

@@ -17,29 +17,27 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tiermoe.config import CacheSize, parse_cache
-from tiermoe.decide.composition import Composition
-from tiermoe.decide.phase_costs import PhaseCosts
-from tiermoe.decide.profiles import read_profile
 from tiermoe.errors import TiermoeError
+from tiermoe.metrics import Metrics
+from tiermoe.offload.composition import Composition
+from tiermoe.offload.profiles import read_profile
 from tiermoe.simulate import BeladyHits, ReplaySettings, parse_link, replay, spread
 from tiermoe.simulate.costs import run_bits, slot_sizes
-from tiermoe.simulate.result import Result
+from tiermoe.simulate.replay import Result
 from tiermoe.systems import compose
 from tiermoe.systems.fate import windows
-from tiermoe.trace.file import read_trace
-from tiermoe.trace.schema import Times, Trace
+from tiermoe.trace.file import Times, Trace, read_trace
 
 
 @dataclass(frozen=True)
 class Side:
-    """One composition. share: of the experts in `bits`, or in `share_of` bits where two sides have the same bytes;
-    None: the headline's."""
+    """One composition."""
 
     preset: str
-    changes: Mapping[str, str] = field(default_factory=dict)
+    changes: Mapping[str, str] = field(default_factory=dict)  # what `--set` changes in it
     bits: int = 4
-    share: str | None = None
-    share_of: int | None = None
+    share: str | None = None  # of the experts that are cached; None: the headline's
+    share_of: int | None = None  # bits of the experts that the share is of, where two sides have the same bytes
 
     def but(self, **changes: object) -> Side:
         """The same with other parts, and with another precision or share where these are named."""
@@ -50,15 +48,14 @@ class Side:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is compared, where: `ours` over `theirs` in a phase. seconds: of computing, of a decoded token and of a
-    prompt's."""
+    """What is compared, and where: `ours` over `theirs`."""
 
     ours: Side
     theirs: Side
     link: str
     phase: str = "decode"
     share: str = "45%"
-    seconds: tuple[float, float] = (2e-3, 2e-4)
+    seconds: tuple[float, float] = (2e-3, 2e-4)  # of computing: a decoded token, a prompt's token
 
     def shares(self, *shares: str) -> dict[str, Setting]:
         """Other caches."""
@@ -67,13 +64,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Headline:
-    """A paper's claim and number, our setting of it, and that with one thing changed."""
+    """A paper's claim."""
 
     system: str
     claim: str
-    paper: str
-    setting: Setting
-    moved: Mapping[str, Setting] = field(default_factory=dict)
+    paper: str  # the paper's number
+    setting: Setting  # ours of the claim
+    moved: Mapping[str, Setting] = field(default_factory=dict)  # what is changed → the setting with that change
 
 
 def headlines() -> list[Headline]:
@@ -218,7 +215,7 @@ class Replays:
         place = repr((side, setting.link, setting.share, setting.seconds))
         if place not in self._known:
             self._known[place] = self._replayed(side, setting)
-        return self._known[place].phases[setting.phase].tok_s
+        return self._known[place].metrics.by_phase[setting.phase].tok_s
 
     def _replayed(self, side: Side, setting: Setting) -> Result:
         trace, machine = self._trace, parse_link(setting.link)
@@ -252,8 +249,8 @@ def with_windows(composition: Composition, trace: Trace, times: Times, bandwidth
 class _Unasked(BeladyHits):
     """Nobody looks at Belady's hits here, which take their time."""
 
-    def of(self, slots: int, bits: int) -> dict[str, PhaseCosts]:
-        return {phase: PhaseCosts() for phase in ("prefill", "decode")}
+    def of(self, slots: int, bits: int) -> Metrics:
+        return Metrics()
 
 
 def row(headline: Headline, replays: Replays) -> str:

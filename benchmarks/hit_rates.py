@@ -1,4 +1,4 @@
-"""The table of `tiermoe.simulate.recorded`: what the default preset hits on recorded routing, without prefetch.
+"""The table of `tiermoe.engine.expectation`: what the default preset hits on recorded routing, without prefetch.
 
     python -m benchmarks.hit_rates TRACE [TRACE...]
 
@@ -8,16 +8,15 @@ prompt has left."""
 
 from __future__ import annotations
 
-import sys
+import argparse
 from itertools import pairwise
 from pathlib import Path
 
 from tiermoe.config import CacheSize
-from tiermoe.decide.counts import Counts
+from tiermoe.metrics import ExpertCounts
 from tiermoe.simulate import ReplaySettings, replay, spread
 from tiermoe.systems import compose
-from tiermoe.trace.file import read_trace
-from tiermoe.trace.schema import Trace
+from tiermoe.trace.file import Trace, read_trace
 
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
 WINDOW = 64
@@ -28,19 +27,22 @@ def windows(trace: Trace, share: float) -> list[float]:
     end, less those up to its beginning."""
     decoded = [index for index, each in enumerate(trace.passes) if each.phase == "decode"]
     ends = [decoded[count - 1] + 1 for count in range(WINDOW, len(decoded) + 1, WINDOW)]
-    sums = [Counts(), *(_counts(Trace(trace.header, trace.passes[:end]), share) for end in ends)]
+    sums = [ExpertCounts(), *(_counts(Trace(trace.header, trace.passes[:end]), share) for end in ends)]
     return [after.minus(before).hit_rate or 0.0 for before, after in pairwise(sums)]
 
 
-def _counts(trace: Trace, share: float) -> Counts:
+def _counts(trace: Trace, share: float) -> ExpertCounts:
     composition = compose("default", {"prefetch": "none"})
     settings = ReplaySettings(CacheSize(fraction=share), bandwidth=1e9, times=spread(trace.header, 1e-2, 1e-3))
-    return replay(trace, composition, settings).phases["decode"].counts
+    return replay(trace, composition, settings).metrics.decode.counts
 
 
 def main() -> None:
     """Prints the table's lines."""
-    traces = [read_trace(Path(name)) for name in sys.argv[1:]]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.hit_rates", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("traces", type=Path, nargs="+")
+    traces = [read_trace(path) for path in parser.parse_args().traces]
     print(f"{traces[0].header.model}: {max(traces[0].header.experts)} experts, {max(traces[0].header.top_k)} a token")
     for share in SHARES:
         rates = [rate for trace in traces for rate in windows(trace, share)]

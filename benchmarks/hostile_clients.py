@@ -20,14 +20,13 @@ _REFUSALS = frozenset({400, 413, 429, 503})
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """A POST of `body` to `path`. answers: statuses that a server in order may give. leaves: the client leaves amid the
-    answer, at a stream's first event or after a moment."""
+    """A POST request that could harm a server."""
 
     name: str
     path: str
     body: bytes
-    answers: frozenset[int] = _REFUSALS
-    leaves: bool = False
+    answers: frozenset[int] = _REFUSALS  # statuses that a server in order may give
+    leaves: bool = False  # the client leaves amid the answer, at a stream's first event or after a moment
 
     @property
     def streams(self) -> bool:
@@ -64,16 +63,14 @@ def attacks(context: int) -> list[Attack]:
 
 @dataclass(slots=True)
 class HostileTally:
-    """What hostile clients have seen. sent, left, refused, unheard: as in `Tally`, of requests that the server counts.
-    One that was turned away with 503 is among the unheard, since that may happen before it is counted. statuses: how
-    often each attack was answered how. unexpected: answers that a server in order does not give."""
+    """What hostile clients have seen. Numbers are those of `Tally`, of requests that the server counts."""
 
     sent: int = 0
     left: int = 0
     refused: int = 0
-    unheard: int = 0
-    statuses: dict[str, dict[str, int]] = field(default_factory=dict)
-    unexpected: list[str] = field(default_factory=list)
+    unheard: int = 0  # also those turned away with 503, which may happen before the server counts them
+    statuses: dict[str, dict[str, int]] = field(default_factory=dict)  # attack → status → how often
+    unexpected: list[str] = field(default_factory=list)  # answers that a server in order does not give
     longest_answer_s: float = 0.0
 
 

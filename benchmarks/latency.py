@@ -24,14 +24,13 @@ import httpx
 
 from benchmarks.rounds import about, at_least_one, parser_of, print_table, shown
 from benchmarks.serving import Server, free_port
-from tiermoe.bench.cases import Condition
+from tiermoe.bench.cases import DEFAULT_TEXT, Condition, check_lengths, rows
 from tiermoe.bench.child import CaseFailed
-from tiermoe.bench.stretches import DEFAULT_TEXT, check_lengths, rows
-from tiermoe.bench.subject import Subject
+from tiermoe.bench.session import Subject
 from tiermoe.bench.summary import spread
 from tiermoe.config import Settings
 from tiermoe.errors import TiermoeError
-from tiermoe.process.machine import processors
+from tiermoe.platform.machine import processors
 
 SHORT = 16  # tokens of a short prompt, and of a turn
 _UNDER_WAY = 0.25  # of a chunk's time after which a short one comes

@@ -1,132 +1,115 @@
-"""llama.cpp on the same model, text and scoring, for comparison.
+"""GGUF files of checkpoints for llama.cpp, by its own converter and quantiser.
 
-    python -m benchmarks.llamacpp convert MODEL --type q4_k_m --out FILE.gguf
-    python -m benchmarks.llamacpp logits MODEL FILE.gguf        # the difference to transformers' logits
-    python -m benchmarks.llamacpp perplexity MODEL FILE.gguf
+    pip download --no-deps --no-binary llama-cpp-python llama-cpp-python && tar xf llama_cpp_python-*.tar.gz
+    python -m benchmarks.llamacpp MODEL --converter llama_cpp_python-*/vendor/llama.cpp --type q4_k_m --out FILE.gguf
 
-MODEL is the directory of a Qwen3-MoE, gpt-oss, DeepSeek-V2 or GLM4-MoE checkpoint (it also gives the tokenizer).
-llama.cpp runs in the interpreter that --peer-python names, which needs llama-cpp-python, gguf and numpy; every command
-prints one JSON object. `tiermoe bench` measures its speed.
+The converter runs in this interpreter, which has torch and transformers. llama.cpp quantises in the one that
+--peer-python names, which needs llama-cpp-python and numpy. Prints one JSON object.
 
 llama.cpp rounds the bounds between which YaRN blends its frequencies; gpt-oss is published with bounds that are not
 rounded, so its logits differ by that from transformers'.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from tiermoe.bench.child import last_object
+from benchmarks.perplexity import Ids, Perplexity
+from tiermoe.bench.child import CaseFailed, last_object
+from tiermoe.errors import TiermoeError
 
 ROOT = Path(__file__).resolve().parents[1]
+CONVERTED = ("f32", "bf16")  # types that the converter writes
+QUANTISED = {"q4_0": "MOSTLY_Q4_0", "q4_k_m": "MOSTLY_Q4_K_M", "mxfp4": "MOSTLY_MXFP4_MOE"}
+"""Types of files → llama.cpp's names. `mxfp4` keeps experts that are published so and puts the rest in 8 bits, as the
+files do that people download."""
 
 
-class PeerFailed(Exception):
-    """The peer's interpreter ended with an error, which it has printed."""
+@dataclass(frozen=True)
+class Peer:
+    """llama.cpp in an interpreter of its own (`benchmarks.peer`)."""
+
+    python: str  # the interpreter, which has llama-cpp-python and numpy
+    threads: int
+
+    def run(self, *words: object) -> dict[str, Any]:
+        """The JSON object that one command of `benchmarks.peer` prints. CaseFailed where it fails."""
+        command = [self.python, "-m", "benchmarks.peer", *map(str, words), "--threads", str(self.threads)]
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment)
+        if done.returncode:
+            raise CaseFailed(f"{self.python} ended with code {done.returncode}; see above")
+        return last_object(done.stdout)
+
+    def quantise(self, gguf: Path, ftype: str, out: Path, pure: bool = False) -> None:
+        """Writes a file in another type. ftype: llama.cpp's name, as MOSTLY_Q4_0; pure: every matrix in that type, as
+        far as llama.cpp has it so."""
+        self.run("quantise", gguf.resolve(), "--ftype", ftype, "--out", out.resolve(), *(["--pure"] if pure else []))
+
+    def surprisals(
+        self, gguf: Path, ids: Ids, context: int, stride: int, attention: str
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+        """Of each window of `benchmarks.perplexity`: the sum of its surprisals in nats, and how many they are."""
+        with tempfile.TemporaryDirectory() as folder:
+            file, out = Path(folder) / "ids.npy", Path(folder) / "out.npz"
+            np.save(file, ids)
+            words = ("surprisals", gguf.resolve(), "--ids", file, "--out", out, "--context", context)
+            self.run(*words, "--stride", stride, "--attention", attention)
+            with np.load(out) as found:
+                return found["sums"], found["counts"]
+
+    def perplexity(self, gguf: Path, ids: Ids, context: int, stride: int, attention: str) -> Perplexity:
+        """That of `ids` (N,)."""
+        sums, counts = self.surprisals(gguf, ids, context, stride, attention)
+        return Perplexity(float(np.exp(sums.sum() / counts.sum())), int(counts.sum()), context, stride)
 
 
-def peer_command(args: argparse.Namespace, *words: object) -> list[str]:
-    start = ["env", f"PYTHONPATH={ROOT}:{ROOT / 'src'}", args.peer_python, "-m", "benchmarks.peer"]
-    return [*start, *map(str, words), "--threads", str(args.threads)]
-
-
-def run_peer(args: argparse.Namespace, *words: object) -> dict[str, Any]:
-    """Run one command of `benchmarks.peer` and return the JSON object that it printed."""
-    done = subprocess.run(peer_command(args, *words), stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise PeerFailed(f"{args.peer_python} ended with code {done.returncode}")
-    return last_object(done.stdout)
-
-
-def save_ids(args: argparse.Namespace, directory: str, limit: int | None = None) -> Path:
-    from benchmarks.reference import token_ids
-
-    path = Path(directory) / "ids.npy"
-    np.save(path, token_ids(args.model, args.text)[args.offset :][:limit])
-    return path
-
-
-def convert(args: argparse.Namespace) -> dict[str, Any]:
-    return run_peer(args, "convert", args.model.resolve(), "--type", args.type, "--out", args.out.resolve())
-
-
-def logits(args: argparse.Namespace) -> dict[str, Any]:
-    """Compare the logits of one window of text with those of transformers' eager experts in float32."""
-    import torch
-
-    from benchmarks.reference import load_eager, logits_of
-
-    torch.set_num_threads(args.threads)
-    with tempfile.TemporaryDirectory() as directory:
-        ids = save_ids(args, directory, args.tokens)
-        out = Path(directory) / "logits.npy"
-        run_peer(args, "logits", args.gguf.resolve(), "--ids", ids, "--out", out, "--attention", args.attention)
-        theirs = np.load(out)
-        ours = logits_of(load_eager(args.model, torch.float32))(np.load(ids))
-    return {
-        "gguf": args.gguf.name,
-        "attention": args.attention,
-        "tokens": len(ours),
-        "max_abs_difference": float(np.abs(ours - theirs).max()),
-        "mean_abs_difference": float(np.abs(ours - theirs).mean()),
-        "max_abs_logit": float(np.abs(ours).max()),
-        "same_argmax": float((ours.argmax(1) == theirs.argmax(1)).mean()),
-    }
-
-
-def perplexity(args: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as directory:
-        words = ["perplexity", args.gguf.resolve(), "--ids", save_ids(args, directory)]
-        result = run_peer(
-            args, *words, "--context", args.context, "--stride", args.stride, "--attention", args.attention
-        )
-    return {"gguf": args.gguf.name, "bytes": args.gguf.stat().st_size, "attention": args.attention, **result}
-
-
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m benchmarks.llamacpp", description=__doc__)
-    top.formatter_class = argparse.RawDescriptionHelpFormatter
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("model", type=Path)
-    common.add_argument("--peer-python", default=sys.executable, help="interpreter that has llama-cpp-python")
-    common.add_argument("--threads", type=int, default=2)
-    text = argparse.ArgumentParser(add_help=False)
-    text.add_argument("gguf", type=Path)
-    text.add_argument("--text", type=Path, default=ROOT / "data" / "heldout.txt")
-    text.add_argument("--offset", type=int, default=0, help="tokens of the text to leave out at its beginning")
-    text.add_argument(
-        "--attention",
-        choices=["default", "exact"],
-        default="default",
-        help="llama.cpp's default (float16 KV cache, flash attention) or float32",
-    )
-    commands = top.add_subparsers(required=True)
-    add = commands.add_parser("convert", parents=[common])
-    add.add_argument("--type", choices=["f32", "bf16", "q4_0", "q4_k_m", "mxfp4"], required=True)
-    add.add_argument("--out", type=Path, required=True)
-    add.set_defaults(run=convert)
-    add = commands.add_parser("logits", parents=[common, text])
-    add.add_argument("--tokens", type=int, default=256)
-    add.set_defaults(run=logits, attention="exact")
-    add = commands.add_parser("perplexity", parents=[common, text])
-    add.add_argument("--context", type=int, default=256)
-    add.add_argument("--stride", type=int, default=128)
-    add.set_defaults(run=perplexity)
-    return top
+def convert(model: Path, converter: Path, kind: str, out: Path, peer: Peer) -> None:
+    """Writes a checkpoint as a GGUF file of a type: of `CONVERTED` or `QUANTISED`. CaseFailed where llama.cpp's
+    programs fail or are not there."""
+    if not (converter / "convert_hf_to_gguf.py").is_file():
+        raise CaseFailed(f"{converter} has no convert_hf_to_gguf.py; --help says where llama.cpp's converter is")
+    with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+        whole = Path(folder) / "whole.gguf"
+        first = kind if kind in CONVERTED else "bf16"
+        words = [str(converter.resolve()), str(model.resolve()), "--outtype", first, "--outfile", str(whole.resolve())]
+        command = [sys.executable, "-m", "benchmarks.run_converter", *words]
+        done = subprocess.run(command, stdout=sys.stderr, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        if done.returncode:
+            raise CaseFailed(f"llama.cpp's converter ended with code {done.returncode}; see above")
+        if kind in QUANTISED:
+            quantised = Path(folder) / "quantised.gguf"
+            peer.quantise(whole, QUANTISED[kind], quantised)
+            whole = quantised
+        whole.rename(out)
 
 
 def main() -> None:
-    args = parser().parse_args()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.llamacpp", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--converter", type=Path, required=True, help="folder of convert_hf_to_gguf.py")
+    parser.add_argument("--type", choices=[*CONVERTED, *QUANTISED], required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has llama-cpp-python")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
     try:
-        print(json.dumps(args.run(args)))
-    except PeerFailed as error:
+        convert(args.model, args.converter, args.type, args.out, Peer(args.peer_python, args.threads))
+    except TiermoeError as error:
         sys.exit(f"llamacpp: {error}")
+    print(json.dumps({"out": str(args.out), "bytes": args.out.stat().st_size}))
 
 
 if __name__ == "__main__":

@@ -41,10 +41,10 @@ import httpx
 
 from benchmarks.hostile_clients import HostileClients
 from benchmarks.load_clients import Clients, Tally
-from benchmarks.memory_limit import CannotLimit, parse_size
 from benchmarks.serving import Group, Server, free_port, limited
-from tiermoe.bench.child import CaseFailed
-from tiermoe.bench.limit import usage
+from tiermoe.bench.child import usage
+from tiermoe.config import parse_size
+from tiermoe.errors import TiermoeError
 
 MOST_DRIFT = 0.02
 SETTLES_S = 300
@@ -275,9 +275,7 @@ def main() -> None:
                 finally:
                     server.process.kill()
                     server.process.wait()
-        except CannotLimit as error:
-            sys.exit(f"memory limit: {error}")
-        except CaseFailed as error:
+        except TiermoeError as error:
             sys.exit(f"load: {error}")
         print(json.dumps(figures | {"said": server.log().splitlines()[-20:]}))
     for each in broken:

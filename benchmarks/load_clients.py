@@ -26,24 +26,21 @@ class ClosedError(Exception):
 
 @dataclass(slots=True)
 class Tally:
-    """What clients have seen. refused: with status 503. left: requests that they left midway; unheard: those of them
-    that the server had not said a word to. told: those that ended with an error; lost: those that ended without a word.
-    Tokens are those of finished answers. Seconds are the longest: until a first token, between two events of a stream
-    after it, and without an event for anybody. errors: what was told, and how often."""
+    """What clients have seen: numbers of requests, tokens of finished answers, and the longest times."""
 
     sent: int = 0
     finished: int = 0
-    refused: int = 0
-    left: int = 0
-    unheard: int = 0
-    told: int = 0
-    lost: int = 0
+    refused: int = 0  # with status 503
+    left: int = 0  # by the client, midway
+    unheard: int = 0  # of those that were left: the server had not said a word
+    told: int = 0  # ended with an error
+    lost: int = 0  # ended without a word
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    longest_wait_s: float = 0.0
-    longest_silence_s: float = 0.0
-    longest_standstill_s: float = 0.0
-    errors: dict[str, int] = field(default_factory=dict)
+    longest_wait_s: float = 0.0  # until a first token
+    longest_silence_s: float = 0.0  # between two events of a stream
+    longest_standstill_s: float = 0.0  # without an event for any client
+    errors: dict[str, int] = field(default_factory=dict)  # message → how often
 
 
 class Clients:

@@ -27,14 +27,13 @@ from typing import Any
 
 import torch
 
-from tiermoe.decide.neurons import Records
-from tiermoe.kernels import machine_layout
-from tiermoe.store.layout import PAGE, align
-from tiermoe.store.neurons import neuron_format, record_place
+from tiermoe.formats.expert_format import PAGE, align
+from tiermoe.formats.neurons import neuron_format, record_place
+from tiermoe.kernels.linear import machine_layout
+from tiermoe.offload.policies.neurons import Records
+from tiermoe.offload.reader import ExtentReader, aligned_memory
 from tiermoe.systems.corm import neuron_recall
-from tiermoe.tiers.reader import ExtentReader, aligned_memory
-from tiermoe.trace.file import read_trace
-from tiermoe.trace.schema import Trace
+from tiermoe.trace.file import Trace, read_trace
 from tiermoe.types import ExpertKey, MoeLayer, Part, Segment
 
 Expert = tuple[int, int]
@@ -44,14 +43,13 @@ MOST_BUNDLED = 16  # neurons
 
 @dataclass(frozen=True)
 class Layout:
-    """How an expert's neurons lie behind its W1. `order`: expert → its neurons in the order that they lie in; `bundle`:
-    neurons that lie together, `bundle_bytes` of them."""
+    """How an expert's neurons lie behind its W1."""
 
     name: str
-    order: dict[Expert, list[int]]
-    bundle: int
+    order: dict[Expert, list[int]]  # expert → its neurons in the order that they lie in
+    bundle: int  # neurons that lie together
     bundle_bytes: int
-    gap: int
+    gap: int  # bytes between two reads up to which one read takes both
 
 
 def loads_of(trace: Trace) -> list[tuple[Expert, int]]:

@@ -22,14 +22,14 @@ import torch
 
 from benchmarks.rounds import about, at_least_one, parser_of, print_table, rates, ratios, shown, timed
 from tiermoe.errors import TiermoeError
-from tiermoe.kernels import machine_layout
-from tiermoe.model.blueprint import Blueprint, inspect_model
+from tiermoe.formats.pack import pack_experts
+from tiermoe.formats.store import Source, Store
+from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.dense import pack_dense, packable
-from tiermoe.model.hub import resolve_model
-from tiermoe.process.footprint import heap_for_packing, peak_resident_bytes, resident_bytes, settle
-from tiermoe.store.pack import pack_experts
-from tiermoe.store.store import Source, Store
-from tiermoe.tiers.reader import aligned_memory
+from tiermoe.model.hf.blueprint import Blueprint, inspect_model
+from tiermoe.model.hf.hub import resolve_model
+from tiermoe.offload.reader import aligned_memory
+from tiermoe.platform.process_memory import heap_for_packing, peak_resident_bytes, resident_bytes, settle
 from tiermoe.types import MoeLayer
 
 BLOCK = 4 << 20

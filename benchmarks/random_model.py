@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME as INDEX
 
-from benchmarks.random_moe import TOKENIZER
 from benchmarks.rounds import at_least_one
 from benchmarks.widen import TOKENIZER_FILES
-from tiermoe.bench.llama.checkpoint import INDEX
 
 Config = dict[str, Any]
+TOKENIZER = Path(__file__).resolve().parents[1] / "models" / "stories-7m"
 _SHARD = 1 << 30  # bytes of a file, and so of memory
 _POOL = 1 << 24  # different random values; every tensor begins at another of them
 _STEP = 7919 * 257
@@ -33,11 +33,12 @@ _STEP = 7919 * 257
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor to draw, in bfloat16. kind: 'matrix' (outputs vary about as much as inputs), 'embedding', 'vector' (a
-    bias), 'ones' (a norm), or MXFP4's bytes: 'codes' and 'exponents'."""
+    """A tensor to draw, in bfloat16, or in bytes of MXFP4."""
 
     shape: tuple[int, ...]
     kind: str = "matrix"
+    """'matrix' (outputs vary about as much as inputs), 'embedding', 'vector' (a bias), 'ones' (a norm), or MXFP4's
+    bytes: 'codes' and 'exponents'."""
 
     @property
     def nbytes(self) -> int:
@@ -73,10 +74,10 @@ Layer = Callable[[Config, int], dict[str, Spec]]
 
 @dataclass(frozen=True)
 class Kind:
-    """A model's config.json, and the tensors of one of its layers, named without the layer's prefix."""
+    """A model that people run."""
 
-    config: Config
-    layer: Layer
+    config: Config  # config.json
+    layer: Layer  # the tensors of one of its layers, named without the layer's prefix
 
 
 def _linear(**sizes: tuple[int, int]) -> dict[str, Spec]:

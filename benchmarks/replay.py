@@ -24,16 +24,15 @@ from typing import Any
 import tiermoe
 from tiermoe.cli.options import changes
 from tiermoe.config import CacheSize
-from tiermoe.decide.composition import Composition
-from tiermoe.decide.phase_costs import PhaseCosts
-from tiermoe.decide.profiles import profile_path, read_profile
 from tiermoe.errors import TiermoeError
-from tiermoe.measure.measure_times import Lap, Stopwatch, times_of
-from tiermoe.measure.recorder import DISTANCES, Feed, Recorder
-from tiermoe.measure.sequences import Cut, cut, needed_chunk
-from tiermoe.measure.write_trace import header_of
+from tiermoe.measure.record import DISTANCES, Recorder, header_of
+from tiermoe.measure.texts import Feed, SequenceShape, cut_sequences
+from tiermoe.measure.times import Lap, Stopwatch, times_of
+from tiermoe.metrics import PhaseMetrics
+from tiermoe.offload.composition import Composition
+from tiermoe.offload.profiles import profile_path, read_profile
 from tiermoe.simulate import ReplaySettings, Result, replay
-from tiermoe.trace.schema import Header, Pass, Times, Trace
+from tiermoe.trace.file import Header, Pass, Times, Trace
 
 
 class MeasuredRun:
@@ -61,10 +60,10 @@ class MeasuredRun:
         link = self._engine.link
         return (link.lanes.starts, link.lanes.start_s), (link.wakes, link.wake_s)
 
-    def _feed(self, sequences: Any) -> dict[str, PhaseCosts]:
+    def _feed(self, sequences: Any) -> dict[str, PhaseMetrics]:
         import torch
 
-        phases = {"prefill": PhaseCosts(), "decode": PhaseCosts()}
+        phases = {"prefill": PhaseMetrics(), "decode": PhaseMetrics()}
         self._laps = {"prefill": [], "decode": []}
         with torch.inference_mode(), Stopwatch(self._model) as watch:
             for ids in sequences:
@@ -81,13 +80,13 @@ class MeasuredRun:
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    shape = Cut(args.tokens + args.sequence, args.prompt, args.sequence)
+    shape = SequenceShape(args.tokens + args.sequence, args.prompt, args.sequence)
     options = {name: getattr(args, name) for name in ("cache", "preset", "bits", "dense_bits", "threads", "lanes")}
-    options |= {"set": changes(args.set) or {}, "chunk": needed_chunk(shape), "memory": args.memory}
+    options |= {"set": changes(args.set) or {}, "chunk": shape.chunk, "memory": args.memory}
     model, tokenizer = tiermoe.load(args.model, warm=False, **{name: value for name, value in options.items() if value})
     engine = model.tiermoe
     composition, drive = engine.composition, engine.drive
-    ids = cut(tokenizer, args.text.read_text(), shape)
+    ids = cut_sequences(tokenizer, args.text.read_text(), shape)
     run = MeasuredRun(model, ids, args.prompt)
     pools = engine.plan.pools
     cache = engine.settings.cache or CacheSize(nbytes=sum(pool.slots * pool.slot_bytes for pool in pools))
@@ -136,16 +135,16 @@ def recorded(model: Any, ids: Any, prompt: int, times: Times, composition: Compo
         return header_of(model, times, recorder.holds, recorder.distances, {}), passes
 
 
-def _of_run(phase: PhaseCosts) -> dict[str, float]:
+def _of_run(phase: PhaseMetrics) -> dict[str, float]:
     return _row(phase.tokens, phase.counts.hits, phase.counts.misses, phase.seconds, phase.wait_s, phase.bytes_read)
 
 
 def _of_replays(whole: Result, warming: Result) -> dict[str, dict[str, float]]:
     """What the sequences after the first took: the whole replay less that of the first alone."""
     rows = {}
-    for name, first in warming.phases.items():
-        used = whole.phases[name].since(first)
-        tokens = whole.phases[name].tokens - first.tokens
+    for name, first in warming.metrics.by_phase.items():
+        used = whole.metrics.by_phase[name].since(first)
+        tokens = whole.metrics.by_phase[name].tokens - first.tokens
         rows[name] = _row(tokens, used.counts.hits, used.counts.misses, used.seconds, used.wait_s, used.bytes_read)
     return rows
 

@@ -9,8 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from tiermoe.bench.cases import alternating
-from tiermoe.bench.machine import describe
-from tiermoe.bench.summary import number, spread
+from tiermoe.bench.summary import describe_machine, number, spread
 
 Spread = dict[str, Any]
 """{median, low, high}."""
@@ -51,7 +50,7 @@ def ratios(seconds: Mapping[str, Sequence[float]], mine: str) -> dict[str, Sprea
 
 def about(rounds: int, threads: int | None = None) -> dict[str, Any]:
     """Machine, command and date."""
-    machine = describe() if threads is None else {**describe(), "threads": threads}
+    machine = describe_machine() if threads is None else {**describe_machine(), "threads": threads}
     command = shlex.join(["python", "-m", _module(), *sys.argv[1:]])
     return {
         "machine": machine,
@@ -92,6 +91,11 @@ def shown(value: Spread | None) -> str:
     if value is None:
         return ""
     return f"{number(value['median'])} ({number(value['low'])}-{number(value['high'])})"
+
+
+def say(text: str) -> None:
+    """A line on standard error."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

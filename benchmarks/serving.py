@@ -10,8 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from tiermoe.bench.child import CaseFailed
-from tiermoe.bench.limit import joining, memory_group
+from tiermoe.bench.child import CaseFailed, joining, memory_group
 
 _LOOK_S = 0.2
 _ENDING_S = 60

@@ -28,16 +28,14 @@ from typing import Any
 
 import httpx
 
-from benchmarks.memory_limit import parse_size
-from benchmarks.rounds import about, at_least_one, numbers, parser_of, print_table, rates, ratios, shown
+from benchmarks.rounds import about, at_least_one, numbers, parser_of, print_table, rates, ratios, say, shown
 from benchmarks.serving import Server, free_port, limited
-from tiermoe.bench.cases import OURS, Condition, alternating
-from tiermoe.bench.child import CaseFailed
-from tiermoe.bench.limit import drop_from_page_cache, usage
-from tiermoe.bench.stretches import DEFAULT_TEXT, check_lengths, rows
-from tiermoe.bench.subject import Subject
+from tiermoe.bench.cases import DEFAULT_TEXT, OURS, Condition, alternating, check_lengths, rows
+from tiermoe.bench.child import CaseFailed, drop_from_page_cache, usage
+from tiermoe.bench.session import Subject
+from tiermoe.config import parse_size
 from tiermoe.errors import TiermoeError
-from tiermoe.process.machine import processors
+from tiermoe.platform.machine import processors
 
 LLAMA_SERVER = "llama-server"
 _SLOT = 256  # tokens, of which llama-server's slots have a multiple
@@ -48,24 +46,22 @@ Prompts = Sequence[Sequence[list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A server to be measured. words: (port, clients) → how it is started. fields: of a request that has it go on where
-    a text ends. files: what it reads of the model."""
+    """A server to be measured."""
 
-    words: Callable[[int, int], list[str]]
-    fields: Mapping[str, Any]
-    files: tuple[Path, ...]
+    words: Callable[[int, int], list[str]]  # (port, clients) → how it is started
+    fields: Mapping[str, Any]  # of a request that has it go on where a text ends
+    files: tuple[Path, ...]  # what it reads of the model
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """prompt, tokens: of a request. answers: of each client. memory: of the cgroup, in bytes, or None. timeout: seconds
-    that a server may take to load, and clients to be answered."""
+class Requests:
+    """What clients ask for."""
 
-    prompt: int
-    tokens: int
-    answers: int
-    memory: int | None
-    timeout: float
+    prompt: int  # tokens of a request
+    tokens: int  # of an answer
+    answers: int  # of each client
+    memory: int | None  # bytes of the server's cgroup; None: no cgroup
+    timeout: float  # seconds that a server may take to load, and clients to be answered
 
     @property
     def warm_tokens(self) -> int:
@@ -83,10 +79,10 @@ class Asked:
 
 @dataclass(slots=True)
 class Measured:
-    """Of one number of clients: server → seconds of every round; error: why a server has no figures."""
+    """The figures of one number of clients."""
 
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, list[float]] = field(default_factory=dict)  # server → of every round
+    errors: dict[str, str] = field(default_factory=dict)  # server → why it has no figures
 
     def summary(self, tokens: int) -> dict[str, Any]:
         """Server → {median, low, high} of tokens a second, of `tokens` in all, and the ratio to llama-server's."""
@@ -145,22 +141,22 @@ async def _client(http: httpx.AsyncClient, prompts: Sequence[list[int]], asked: 
             raise CaseFailed(f"an answer ended after {made} of {asked['max_tokens']} tokens")
 
 
-def turn(contender: Contender, asked: Asked, ids: Sequence[int], clients: int, log: Path) -> float:
+def turn(contender: Contender, requests: Requests, ids: Sequence[int], clients: int, log: Path) -> float:
     """Seconds of the answers of a server that is started for them. CaseFailed where it gives none."""
-    warming, prompts = asked.prompts(ids, clients)
-    with limited(asked.memory) as group:
+    warming, prompts = requests.prompts(ids, clients)
+    with limited(requests.memory) as group:
         if group:
             drop_from_page_cache(contender.files)
         port = free_port()
         server = Server(contender.words(port, clients), f"http://127.0.0.1:{port}", log, group)
         try:
-            server.wait_until_loaded(asked.timeout)
+            server.wait_until_loaded(requests.timeout)
             fields, address = contender.fields, server.address
-            asyncio.run(answered(address, warming, asked.warm_tokens, fields, asked.timeout))
-            return asyncio.run(answered(address, prompts, asked.tokens, fields, asked.timeout))
+            asyncio.run(answered(address, warming, requests.warm_tokens, fields, requests.timeout))
+            return asyncio.run(answered(address, prompts, requests.tokens, fields, requests.timeout))
         except CaseFailed as error:
             if group and usage(*group)[1]:
-                raise CaseFailed(f"killed: it needs more than {asked.memory:,} bytes") from error
+                raise CaseFailed(f"killed: it needs more than {requests.memory:,} bytes") from error
             raise
         finally:
             server.end()
@@ -187,38 +183,38 @@ def measure(
 
 def throughput(args: argparse.Namespace) -> dict[str, Any]:
     """The figures. Raises a TiermoeError for what cannot be measured."""
-    asked = Asked(args.prompt_tokens, args.tokens, args.answers, args.memory, args.timeout)
+    requests = Requests(args.prompt_tokens, args.tokens, args.answers, args.memory, args.timeout)
     binary = shutil.which(args.llama_server)
     if binary is None:
         raise CaseFailed(f"{args.llama_server} is no program; name llama.cpp's server with --llama-server")
     if not args.gguf.exists():
-        raise CaseFailed(f"{args.gguf} is not there; `python -m benchmarks.llamacpp convert` makes one")
+        raise CaseFailed(f"{args.gguf} is not there; `python -m benchmarks.llamacpp` makes one")
     subject = Subject(str(args.model), args.text.read_text())
     options = {} if args.memory is None else {"memory": args.memory}
-    files = subject.ensure("default", options)(lambda what, done, total: say(what) if done == 0 else None)
+    files = subject.ensure_packed("default", options, lambda what, done, total: say(what) if done == 0 else None)
     contenders = {
         OURS: ours(args.model, args.memory, args.serve_options, subject.ends, files),
-        LLAMA_SERVER: llama_server(binary, args.gguf, asked.prompt + asked.tokens, args.llama_options, args.memory),
+        LLAMA_SERVER: llama_server(
+            binary, args.gguf, requests.prompt + requests.tokens, args.llama_options, args.memory
+        ),
     }
     for count in args.clients:
-        asked.prompts(subject.ids, count)  # refuses before anything is measured
+        requests.prompts(subject.ids, count)  # refuses before anything is measured
     with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
         found = measure(
             list(contenders), args.rounds, args.clients,
-            lambda name, count: turn(contenders[name], asked, subject.ids, count, Path(folder) / "log"), say,
+            lambda name, count: turn(contenders[name], requests, subject.ids, count, Path(folder) / "log"), say,
         )  # fmt: skip
     return {
         "model": subject.name,
         "gguf": args.gguf.name,
-        **{name: getattr(asked, name) for name in ("prompt", "tokens", "answers", "warm_tokens", "memory")},
+        **{name: getattr(requests, name) for name in ("prompt", "tokens", "answers", "warm_tokens", "memory")},
         **about(args.rounds, processors()),
         "servers": {name: shlex.join(each.words(0, 1)) for name, each in contenders.items()},
-        "clients": {str(count): each.summary(count * asked.answers * asked.tokens) for count, each in found.items()},
+        "clients": {
+            str(count): each.summary(count * requests.answers * requests.tokens) for count, each in found.items()
+        },
     }
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def table(result: dict[str, Any]) -> None:

@@ -33,12 +33,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME as INDEX
 
-from tiermoe.bench.llama.checkpoint import INDEX, expert_count
-from tiermoe.decide.profiles import FOLDER, profile_path, read_profile, to_json
-from tiermoe.measure.calibrators import CALIBRATORS
-from tiermoe.model.blueprint import inspect_model
+from tiermoe.measure.profiles import CALIBRATORS
+from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.prepare_store import store_root
+from tiermoe.offload.profiles import FOLDER, profile_path, read_profile, to_json
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -97,7 +97,7 @@ def widen_layer(source: Source, config: dict[str, Any], layer: int, m: int, mi: 
         wide[key] = share_columns(copy_rows(source(key), m), m)
     gate = f"{prefix}mlp.gate.weight"
     wide[gate] = share_columns(source(gate), m)
-    for expert in range(expert_count(config)):
+    for expert in range(config.get("num_experts", config.get("num_local_experts"))):
         for name, rows, columns in (("gate_proj", mi, m), ("up_proj", mi, m), ("down_proj", m, mi)):
             key = f"{prefix}mlp.experts.{expert}.{name}.weight"
             wide[key] = share_columns(copy_rows(source(key), rows), columns)

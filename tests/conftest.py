@@ -16,8 +16,8 @@ import tiny
 from commands import Command, command_runner
 from tiermoe import native
 from tiermoe.measure import machine_rates
-from tiermoe.process import footprint
-from tiermoe.tiers import probe
+from tiermoe.offload import probe
+from tiermoe.platform import process_memory
 
 pytest_plugins = ["gpu_models", "gpu_rig", "serving"]
 torch.set_num_threads(1)
@@ -42,14 +42,14 @@ def _short_looks_at_the_drive() -> None:
     """Every load probes the drive; what it finds is of no interest here. Nor is how fast this machine
     is."""
     probe.SECONDS = 0.002
-    machine_rates._ALONE = 0
+    machine_rates.ALONE_SHARE = 0
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _loads_are_quick() -> Iterator[None]:
     """Half the time of loading a tiny model goes into what helps a user's process, and files against power cuts."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(footprint, "_clean_library_pages", list)
+        patched.setattr(process_memory, "clean_library_pages", list)
         patched.setattr(os, "fsync", lambda descriptor: None)
         yield
 

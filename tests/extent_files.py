@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 import xxhash
 
-from tiermoe.store.layout import expert_format
-from tiermoe.tiers.disk import SlotFiller
-from tiermoe.tiers.reader import ExtentReader
+from tiermoe.formats.expert_format import expert_format
+from tiermoe.offload.disk import SlotFiller
+from tiermoe.offload.reader import ExtentReader
 from tiermoe.types import Extent, MoeLayer, Part, Segment
 
 EXPERTS = 16

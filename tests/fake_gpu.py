@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tiermoe.errors import LoadError
-from tiermoe.tiers import assemble
-from tiermoe.tiers.slots import DeviceSlots
+from tiermoe.offload import tiers
+from tiermoe.offload.slots import DeviceSlots
 from tiermoe.types import ExpertKey
 
 BYTES = 4096
@@ -199,5 +199,5 @@ class FakeGpu:
 
 def put_on(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """`assemble` for a GPU gives the tiers of this one."""
-    monkeypatch.setattr(assemble, "CudaCopier", lambda device: gpu)
-    monkeypatch.setattr(assemble, "DeviceSlots", lambda count, nbytes, device: DeviceSlots(count, nbytes, "cpu"))
+    monkeypatch.setattr(tiers, "CudaCopier", lambda device: gpu)
+    monkeypatch.setattr(tiers, "DeviceSlots", lambda count, nbytes, device: DeviceSlots(count, nbytes, "cpu"))

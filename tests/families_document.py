@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from small_families import FAMILIES, LARGER
-from tiermoe.families import REFUSED, family_of
-from tiermoe.model.architectures import ARCHITECTURES
+from tiermoe.model.families.table import ARCHITECTURES, REFUSED, family_of
 from tiny import CONFIGS
 
 FILE = Path(__file__).parent.parent / "docs" / "families.md"

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from gguf.quants import GGMLQuantizationType, dequantize
 
-from tiermoe.quant.gguf import gguf_encoding
+from tiermoe.formats.gguf_types import gguf_encoding
 
 # type -> bytes of a block at which its float16 scales and minima begin
 _SCALES = {

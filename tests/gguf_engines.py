@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from tiermoe.batch import Batch, prompt
+from tiermoe.batch import Batch, decode, prompt
 from tiermoe.config import settings
 from tiermoe.engine.load import start
-from tiermoe.generation.sequence import Sequence
-from tiermoe.model.blueprint import inspect_model
+from tiermoe.model.hf.blueprint import inspect_model
 
 
 def engine_of(file: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
@@ -25,16 +24,18 @@ def engine_of(file: Path, dtype: torch.dtype = torch.float32, **options: Any) ->
 
 
 def logits_of(engine: Any, ids: list[int]) -> torch.Tensor:
-    cache = engine.steps.new_cache(1, len(ids))
+    cache = engine.new_cache(1, len(ids))
     found: torch.Tensor = engine.step(Batch((prompt(cache.open(), ids),)), cache, every=True)
     return found
 
 
 def greedy(engine: Any, ids: list[int], count: int) -> list[int]:
-    sequence = Sequence(engine, engine.steps.new_cache(1, len(ids) + count))
-    found = [int(sequence.read(ids).argmax())]
+    cache = engine.new_cache(1, len(ids) + count)
+    slab = cache.open()
+    found = [int(engine.step(Batch((prompt(slab, ids),)), cache).argmax())]
     while len(found) < count:
-        found.append(int(sequence.add(found[-1]).argmax()))
+        row = decode(slab, len(ids) + len(found) - 1, found[-1])
+        found.append(int(engine.step(Batch((row,)), cache).argmax()))
     return found
 
 

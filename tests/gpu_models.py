@@ -12,13 +12,12 @@ import torch
 
 import tiermoe
 from fake_gpu import FakeGpu, put_on
-from tiermoe.engine import load, loading, reading, service
-from tiermoe.kernels import machine_layout
-from tiermoe.memory import needs, plan
-from tiermoe.memory.memory_plan import MemoryPlan
-from tiermoe.memory.plan import plan_memory
+from tiermoe.engine import budget, load, loading, needs, reading, service
+from tiermoe.engine.budget import plan_memory
+from tiermoe.engine.memory_plan import MemoryPlan
+from tiermoe.kernels.linear import machine_layout
 from tiermoe.model import prepare_store
-from tiermoe.tiers import assemble, slots
+from tiermoe.offload import slots, tiers
 from tiny import write
 
 FAMILY = "qwen3_moe"
@@ -33,7 +32,7 @@ def gpu_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def layout_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """4-bit codes as a GPU's kernels take them; on the CPU the reference kernel computes with them."""
-    for module in (plan, needs, prepare_store, reading, load, loading, service):
+    for module in (budget, needs, prepare_store, reading, load, loading, service):
         monkeypatch.setattr(module, "machine_layout", lambda device: machine_layout("cuda"))
 
 
@@ -50,11 +49,11 @@ def on_fake_gpu(layout_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Itera
             return replace(plan, host_pools=tuple(replace(pool, slots=host_slots) for pool in plan.pools))
 
         def on_the_gpu(sizes, filler, lanes, bytes_of, device, pinned):
-            return assemble.assemble(sizes, filler, lanes, bytes_of, "cuda", pinned)
+            return tiers.assemble(sizes, filler, lanes, bytes_of, "cuda", pinned)
 
         monkeypatch.setattr(load, "plan_memory", planned)
         monkeypatch.setattr(service, "assemble_tiers", on_the_gpu)
-        monkeypatch.setattr(assemble, "peak_memory", lambda device: 0)
+        monkeypatch.setattr(tiers, "peak_memory", lambda device: 0)
         put_on(gpu, monkeypatch)
         for name in ("pin_memory", "unpin_memory"):
             monkeypatch.setattr(slots, name, lambda tensor: None)
@@ -65,7 +64,7 @@ def on_fake_gpu(layout_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Itera
 
     yield make
     for loaded, gpu in made:
-        loaded.tiermoe.controller.drain()
+        loaded.tiermoe.loader.drain()
         gpu.finish()
         loaded.tiermoe.close()
         assert gpu.violations == []

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from caches import pools
 from fake_gpu import BYTES, FakeDisk, FakeGpu
-from groups import each
-from tiermoe.decide.controller import Controller
-from tiermoe.tiers.gpu import GpuLink
-from tiermoe.tiers.slots import DeviceSlots, HostSlots
+from fake_link import each, pools
+from tiermoe.offload.gpu import GpuLink
+from tiermoe.offload.loader import ExpertLoader
+from tiermoe.offload.slots import DeviceSlots, HostSlots
 from tiermoe.types import Demand, ExpertKey, Load
 
 LAYERS, EXPERTS = 4, 6
@@ -28,7 +27,7 @@ class Rig:
         self.device = DeviceSlots(device_slots, BYTES, "cpu")
         host = HostSlots(host_slots, BYTES)
         self.link = GpuLink(self.disk, {4: host}, self.device, lambda key: BYTES, self.gpu, lanes)
-        self.controller = Controller(pools(device_slots), self.link)
+        self.controller = ExpertLoader(pools(device_slots), self.link)
 
     def layer(self, layer: int, experts: list[int]) -> None:
         for expert, slot, *_ in each(self.controller.run_layer(layer, [Demand(expert, 1, 4) for expert in experts])):

@@ -75,8 +75,8 @@ static void products_of_any_count(const Kernels *set, const Matrix *matrix, cons
         set->prepare(matrix, x, tokens, prepared);
         for (size_t b = 0; b < blocks; b++) {
             const size_t width = rows - b * BLOCK < BLOCK ? rows - b * BLOCK : BLOCK;
-            set->block[matrix->coding](matrix, b, x, prepared, tokens, out + b * BLOCK, rows);
-            set->block[matrix->coding](matrix, b, x + m * matrix->columns, prepared + m * each, 1, alone, rows);
+            set->product[matrix->coding](matrix, b, x, prepared, tokens, out + b * BLOCK, rows);
+            set->product[matrix->coding](matrix, b, x + m * matrix->columns, prepared + m * each, 1, alone, rows);
             if (memcmp(alone, out + m * rows + b * BLOCK, width * sizeof *out))
                 wrong++, printf("%s, %s: a token among %zu has other bits than alone\n", set->name, name, tokens);
         }

@@ -8,17 +8,16 @@ from typing import Any
 import torch
 
 import tiny
-from tiermoe.kernels.expert import SlotViews
-from tiermoe.quant.int4 import Int4
-from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.quant.registry import cpu_layout
-from tiermoe.store.layout import ExpertFormat
+from tiermoe.formats.expert_format import ExpertFormat
+from tiermoe.formats.int4 import CPU_LAYOUT, Int4
+from tiermoe.formats.quantizers import QUANTIZERS
+from tiermoe.kernels.experts import SlotViews
 from tiermoe.types import MoeLayer, Part
 
 
 def packed(out: int, in_: int, group: int, seed: int = 0) -> tuple[Int4, dict[str, torch.Tensor]]:
     weight = torch.randn(out, in_, generator=torch.Generator().manual_seed(seed)) * 0.05
-    encoding = Int4(cpu_layout(), group)
+    encoding = Int4(CPU_LAYOUT, group)
     return encoding, encoding.encode(weight.bfloat16(), QUANTIZERS["linear"], torch.bfloat16)
 
 
@@ -28,7 +27,7 @@ def tokens(count: int, width: int, seed: int = 1) -> torch.Tensor:
 
 def expert_format(hidden: int, inner: int) -> ExpertFormat:
     parts = (Part("gate_up", (2 * inner, hidden)), Part("down", (hidden, inner)))
-    encoding = Int4(cpu_layout(), 64)
+    encoding = Int4(CPU_LAYOUT, 64)
     return ExpertFormat(MoeLayer("experts", 4, 2, parts), 4, torch.bfloat16, {"gate_up": encoding, "down": encoding})
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from sources import RandomExperts
-from tiermoe.store.store import Source, Store
+from tiermoe.formats.store import Source, Store
 from tiermoe.types import MoeLayer, Part
 
 HIDDEN, NEURONS, EXPERTS = 128, 160, 3

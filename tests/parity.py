@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tiermoe.tiers.reader import ExtentReader, aligned_memory
+from tiermoe.offload.reader import ExtentReader, aligned_memory
 from tiermoe.types import ExpertKey
 
 

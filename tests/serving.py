@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -34,25 +35,18 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     import torch
 
     import tiermoe
-    from tiermoe.generation.sampling import Sampling
-    from tiermoe.serve.batcher import Batcher
-    from tiermoe.serve.grammar import Grammars
-    from tiermoe.serve.metrics import Metrics
-    from tiermoe.serve.served import Served
-    from tiermoe.serve.worker import Worker
+    from tiermoe.engine.sampling import Sampling
+    from tiermoe.serve.served import served_of
     from tiny import write
 
     directory = write(tmp_path_factory.mktemp("served"), "qwen3_moe", torch.float32)
     model, tokenizer = tiermoe.load(
         directory, device="cpu", lanes=1, bits=16, dense_bits=16, memory="4GiB", batch=4, context=64
     )
-    batcher = Batcher(model.tiermoe, tokenizer, set(), 4)
-    metrics = Metrics(model.tiermoe, batcher)
-    worker = Worker(batcher, 8, metrics.ended)
-    yield Served(
-        "tiny", tokenizer, worker, metrics, model.tiermoe, Sampling(max_tokens=16), 1, Grammars(tokenizer, 128, set())
-    )
-    worker.close(1)
+    model.tiermoe.generation_config.eos_token_id = None  # answers are as long as they are asked for
+    served = served_of(model.tiermoe, tokenizer, "tiny", Sampling(max_tokens=16), 8)
+    yield served
+    served.worker.close(1)
     model.tiermoe.close()
 
 
@@ -80,13 +74,36 @@ def http(address: str) -> Iterator[Any]:
         yield client
 
 
+class Letters:
+    """A tokenizer: every token is a letter; 100 and 101 are the halves of one character."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+        data = b"".join({100: b"\xc3", 101: b"\xa9"}.get(token, bytes([97 + token % 26])) for token in tokens)
+        return data.decode(errors="replace")
+
+
+def ids(count: int, seed: int = 1) -> list[int]:
+    """Random token ids."""
+    return random.Random(seed).choices(range(3, 99), k=count)
+
+
+class WrappedEngine:
+    """An engine of which a subclass replaces some attributes."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
 class Scripted:
     """A worker whose answers are given: a piece for each letter. asked: what it was asked for. finish: why they end."""
 
     def __init__(self, served: Any, text: str, finish: str = "stop") -> None:
-        from tiermoe.serve.request import Piece
+        from tiermoe.engine.request import Piece
 
-        self.batcher, self.asked = served.worker.batcher, list[Any]()
+        self.loop, self.asked = served.worker.loop, list[Any]()
         self.pieces = [*(Piece(1, letter, (1,)) for letter in text), Piece(1, "", (2,), finish=finish)]
         self.most_waiting = 8
 

@@ -1,13 +1,17 @@
-"""Engines over small checkpoints whose sizes the native kernels take, and token ids for them."""
+"""Engines over small checkpoints whose sizes the native kernels take; tokens fed to them; what their routers chose."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import tiermoe
+from tiermoe.batch import Batch, decode, prompt
+from tiermoe.engine.observer import Observer
+from tiermoe.types import Routed
 
 NATIVE = {"hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32}
 """Sizes of a Qwen3-MoE that the native kernels take."""
@@ -19,3 +23,32 @@ def tokens(count: int, seed: int = 1) -> list[int]:
 
 def engine_of(directory: Path, **options: Any) -> Any:
     return tiermoe.load(directory, memory="4GiB", device="cpu", lanes=1, **options)[0].tiermoe
+
+
+def logits_of_steps(engine: Any, ids: list[int], first: int) -> torch.Tensor:
+    """Logits (1 + len(ids) - first, vocabulary) of a prompt of the first tokens, then of each of the others alone."""
+    cache = engine.new_cache()
+    slab = cache.open()
+    steps = [engine.step(Batch((prompt(slab, ids[:first]),)), cache)]
+    steps += [engine.step(Batch((decode(slab, at, ids[at]),)), cache) for at in range(first, len(ids))]
+    return torch.cat(steps)
+
+
+def alone(engine: Any, ids: list[int], read: int) -> torch.Tensor:
+    """Logits (len(ids) - read, vocabulary) after each token beyond the first `read`, decoded one by one."""
+    return logits_of_steps(engine, ids, read)[1:]
+
+
+class OnRoute(Observer):
+    """Calls `note` with each layer's routing and its input, with gate weights where `weights` says so."""
+
+    def __init__(self, note: Callable[[Routed, torch.Tensor], Any], weights: bool = False) -> None:
+        self.on_route = note
+        self.weights = weights
+
+
+def finish(model: Any) -> None:
+    """Waits until all that was submitted has arrived, prefetches too: as if the link were fast enough."""
+    controller = model.tiermoe.loader
+    while not controller.link.is_idle():
+        controller.record(controller.link.wait())

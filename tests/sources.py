@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tiermoe.store.store import Source, Store
+from tiermoe.formats.store import Source, Store
 from tiermoe.types import MoeLayer, Part, Segment
 
 EXPERTS = 4
@@ -19,7 +19,7 @@ def layers(count: int = 3) -> list[MoeLayer]:
 
 
 class RandomExperts:
-    """`store.source.ExpertSource`; `before` is called before each read and may raise."""
+    """`formats.source.ExpertSource`; `before` is called before each read and may raise."""
 
     def __init__(self, count: int = 3, seed: int = 0, before: Callable[[int, int], None] = lambda *_: None) -> None:
         self.layers = layers(count)

@@ -20,27 +20,25 @@ from additions.prediction import LikeliestExpert, SameAgain
 from additions.speculation import speculate
 from commands import Command
 from parity import close, logits, put_decoded_experts, tokens
-from replays import replayed
-from small_traces import EVERYTHING, decode, layer, trace_of
+from small_traces import EVERYTHING, decode, layer, replayed, trace_of
 from tiermoe import config
 from tiermoe.batch import Batch
 from tiermoe.batch import decode as decode_row
 from tiermoe.batch import prompt as prompt_row
-from tiermoe.decide.composition import Composition
-from tiermoe.decide.eviction import EVICTIONS
-from tiermoe.decide.precision import PRECISIONS
-from tiermoe.decide.prediction import PREDICTIONS
 from tiermoe.errors import ConfigError, TraceError
-from tiermoe.families import FAMILIES, Family
-from tiermoe.kernels import KERNELS, linear_for
-from tiermoe.kernels.reference import DecodedLinear
-from tiermoe.model.architectures import ARCHITECTURES, Architecture, deepseek_v3_router
+from tiermoe.formats.quantizers import QUANTIZERS
+from tiermoe.formats.registry import FIXED, encoding_for, encoding_named
+from tiermoe.kernels.linear import KERNELS, DecodedLinear, linear_for
+from tiermoe.model.architecture import Architecture
 from tiermoe.model.decoder import Decoder
-from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.quant.registry import FIXED, encoding_for, encoding_named
+from tiermoe.model.families.table import ARCHITECTURES, FAMILIES, Family, deepseek_v3_router
+from tiermoe.offload.composition import Composition
+from tiermoe.offload.policies.eviction import EVICTIONS
+from tiermoe.offload.policies.precision import PRECISIONS
+from tiermoe.offload.policies.prediction import PREDICTIONS
 from tiermoe.simulate.evictions import hits_of
 from tiermoe.systems import PRESETS, compose
-from tiermoe.trace.schema import Trace
+from tiermoe.trace.file import Trace
 from tiny import oracle
 
 Model = Callable[..., Path]
@@ -68,7 +66,7 @@ def answered(directory: Path, **options: Any) -> tuple[list[int], Any, dict[str,
     """Tokens, counts and stats of a short answer under a composition."""
     engine = engine_of(directory, **options)
     found = greedy(engine, tokens(1, 6)[0].tolist(), 16)
-    counts, stats = engine.controller.counts, engine.stats()
+    counts, stats = engine.loader.counts, engine.stats()
     engine.close()
     return found, counts, stats
 
@@ -105,12 +103,12 @@ def test_an_eviction_policy_in_a_replay(monkeypatch: pytest.MonkeyPatch) -> None
     for key in [0, 1, 2] * 8:
         hits += key in held
         held = _after(held, key)
-    assert hits_of(trace, "mru", 2, 4)["decode"].counts.hits == hits > 0
-    assert hits_of(trace, "lru", 2, 4)["decode"].counts.hits == 0
+    assert hits_of(trace, "mru", 2, 4).decode.counts.hits == hits > 0
+    assert hits_of(trace, "lru", 2, 4).decode.counts.hits == 0
     result = replayed(trace, slots=2, changes={"cache": "mru"})
     assert result.hit_rate == pytest.approx(hits / 24)
     assert replayed(trace, slots=2, changes={"cache": "mru", "spared": "1"}).hit_rate == 0
-    assert hits_of(trace, "mru", 2, 4, {"spared": 1})["decode"].counts.hits == 0
+    assert hits_of(trace, "mru", 2, 4, {"spared": 1}).decode.counts.hits == 0
 
 
 def _after(held: list[int], key: int) -> list[int]:
@@ -152,8 +150,8 @@ def test_a_predictor_that_asks_routers_needs_a_trace_that_holds_what_they_said(
     same = layer([0], forecasts={1: [(0, 1.0)]})
     trace = trace_of([decode(same, same, same) for _ in range(3)], top_k=1)
     alone, asking = (replayed(trace, slots=2, changes={"prefetch": name}) for name in ("none", "likeliest"))
-    assert (alone.speculative_loads, alone.hit_rate) == (0, 0)
-    assert asking.speculative_loads > 0
+    assert (alone.counts.speculative_loads, alone.hit_rate) == (0, 0)
+    assert asking.counts.speculative_loads > 0
     with pytest.raises(TraceError, match="no forecasts"):
         replayed(trace_of(trace.passes, top_k=1, holds=EVERYTHING - {"forecasts"}), changes={"prefetch": "likeliest"})
 
@@ -210,7 +208,7 @@ def test_a_family_of_two_table_entries(tmp_path: Path, monkeypatch: pytest.Monke
     ids = tokens(2, 9)
     options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="40%", lanes=1)
-    assert isinstance(ours.tiermoe.steps.decoder, Decoder)
+    assert isinstance(ours.tiermoe.decoder, Decoder)
     assert close(logits(ours, name, ids), logits(plain, name, ids))
     assert torch.equal(ours.generate(ids, **options), plain.generate(ids, **options))
     ours.tiermoe.close()
@@ -302,7 +300,7 @@ def test_speculation_by_looking_up_the_prompt(engine: Any) -> None:
 def test_a_batch_policy(engine: Any) -> None:
     """Three requests of different lengths, two at a time: each gets the tokens that it gets alone. In bfloat16 that
     takes kernels whose rounding does not depend on how many tokens there are."""
-    if engine.settings.bits == 4 and not engine.steps.decoder.verifies:
+    if engine.settings.bits == 4 and not engine.decoder.can_verify_draft:
         pytest.skip("this machine has no native kernels")
     requests = [tokens(1, length, seed=length)[0].tolist() for length in (4, 11, 7)]
     counted = Counted(engine)

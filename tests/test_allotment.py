@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermoe.decide.allotment import ALLOTMENTS, Pool, Share, even, one_pool, shallow_and_shared, shallow_first
 from tiermoe.errors import ConfigError
+from tiermoe.offload.policies.allotment import (
+    ALLOTMENTS,
+    Pool,
+    Share,
+    even,
+    one_pool,
+    shallow_and_shared,
+    shallow_first,
+)
 
 
 def sizes(pools: list[Pool]) -> list[int]:
@@ -15,24 +23,24 @@ def sizes(pools: list[Pool]) -> list[int]:
 
 
 def test_one_pool_serves_all_layers() -> None:
-    assert one_pool(10, 24) == [Pool(10, None, range(24))]
+    assert one_pool(Share(10, [8] * 24)) == [Pool(10, None, range(24))]
 
 
 def test_even_gives_what_does_not_divide_to_the_first_layers() -> None:
-    assert even(11, 4) == [Pool(n, None, range(i, i + 1)) for i, n in enumerate((3, 3, 3, 2))]
+    assert even(Share(11, [8] * 4)) == [Pool(n, None, range(i, i + 1)) for i, n in enumerate((3, 3, 3, 2))]
 
 
 def test_shallow_layers_are_whole_and_the_others_share_the_rest() -> None:
     # Fate: (N - bE) / (L - b) = (300 - 4 * 60) / (24 - 4) = 3
-    assert sizes(shallow_first(300, [60] * 24, boundary=4)) == [60] * 4 + [3] * 20
+    assert sizes(shallow_first(Share(300, [60] * 24, boundary=4))) == [60] * 4 + [3] * 20
     # (70 - 2 * 16) / (6 - 2) = 9.5
-    assert sizes(shallow_first(70, [16] * 6, boundary=2)) == [16, 16, 10, 10, 9, 9]
+    assert sizes(shallow_first(Share(70, [16] * 6, boundary=2))) == [16, 16, 10, 10, 9, 9]
 
 
 def test_shallow_layers_are_filled_in_order_where_memory_is_short() -> None:
     # one slot each for six layers, 20 left: 15 make layer 0 whole, 5 go to layer 1
-    assert sizes(shallow_first(26, [16] * 6, boundary=3)) == [16, 6, 1, 1, 1, 1]
-    assert sizes(shallow_first(26, [16] * 6, boundary=3, minimum=2)) == [16, 2, 2, 2, 2, 2]
+    assert sizes(shallow_first(Share(26, [16] * 6, boundary=3))) == [16, 6, 1, 1, 1, 1]
+    assert sizes(shallow_first(Share(26, [16] * 6, boundary=3, minimum=2))) == [16, 2, 2, 2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -53,13 +61,13 @@ def test_below_a_layers_k_each_the_shallow_come_first_and_the_others_share_a_poo
 
 
 def test_layers_of_different_sizes_are_whole_at_their_own_size() -> None:
-    assert sizes(shallow_first(30, [4, 8, 8, 8], boundary=2)) == [4, 8, 9, 9]
+    assert sizes(shallow_first(Share(30, [4, 8, 8, 8], boundary=2))) == [4, 8, 9, 9]
 
 
 def test_boundaries_at_the_ends() -> None:
-    assert sizes(shallow_first(11, [8] * 4, boundary=0)) == sizes(even(11, 4))
-    assert sizes(shallow_first(16, [4] * 4, boundary=4)) == [4, 4, 4, 4]
-    assert sizes(shallow_first(18, [4] * 4, boundary=4)) == [5, 5, 4, 4]
+    assert sizes(shallow_first(Share(11, [8] * 4))) == sizes(even(Share(11, [8] * 4)))
+    assert sizes(shallow_first(Share(16, [4] * 4, boundary=4))) == [4, 4, 4, 4]
+    assert sizes(shallow_first(Share(18, [4] * 4, boundary=4))) == [5, 5, 4, 4]
 
 
 @pytest.mark.parametrize("name", ["even", "shallow"])
@@ -75,7 +83,7 @@ def test_one_pool_too_small() -> None:
 
 def test_a_boundary_beyond_the_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="from 0 to 4, the model's MoE layers, got 5"):
-        shallow_first(100, [8] * 4, boundary=5)
+        shallow_first(Share(100, [8] * 4, boundary=5))
 
 
 @given(st.data())

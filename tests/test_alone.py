@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import tiny
-from one_by_one import alone
-from small_engines import NATIVE, engine_of, tokens
+from small_engines import NATIVE, alone, engine_of, tokens
 from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt, verify
 

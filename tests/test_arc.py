@@ -8,10 +8,10 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermoe.decide.cache import ExpertCache
-from tiermoe.decide.eviction import EvictionContext
-from tiermoe.decide.eviction.arc import AdaptiveReplacement
-from tiermoe.decide.eviction.protocol import Clock
+from fake_link import one_pool
+from tiermoe.offload.cache import ExpertCache
+from tiermoe.offload.policies.eviction import Clock, EvictionContext
+from tiermoe.offload.policies.eviction.arc import AdaptiveReplacement
 from tiermoe.types import Demand, ExpertKey
 
 
@@ -75,7 +75,7 @@ def use(cache: ExpertCache, expert: int) -> bool:
     hit = cache.slot(key(expert)) is not None
     if not hit:
         load(cache, expert)
-    cache.used(key(expert), Demand(expert, 1, 4))
+    cache.used([key(expert)], [Demand(expert, 1, 4)])
     return hit
 
 
@@ -90,7 +90,7 @@ def resident(cache: ExpertCache, universe: int = 40) -> set[int]:
 
 def arc_cache(slots: int) -> tuple[ExpertCache, AdaptiveReplacement]:
     arc = AdaptiveReplacement(EvictionContext(Clock(), slots, layers=1))
-    return ExpertCache(slots, arc), arc
+    return one_pool(slots, arc), arc
 
 
 def agrees(slots: int, trace: list[int]) -> None:
@@ -252,7 +252,7 @@ def test_several_loads_under_way_each_change_the_target_by_what_was_so_at_their_
     assert resident(cache) == {2, 6}
     for expert in (3, 4):
         cache.arrived(key(expert))
-        cache.used(key(expert), Demand(expert, 1, 4))
+        cache.used([key(expert)], [Demand(expert, 1, 4)])
     assert arc._p == 2.0
 
 

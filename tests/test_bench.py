@@ -1,11 +1,14 @@
-"""`tiermoe bench`: runs kept and repeated, medians and ratios by hand, processes that fail, bounds, peers."""
+"""The bench: its cases, its engines, its figures, its command."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import re
+import signal
 import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +17,143 @@ import pytest
 import torch
 
 import tiermoe
-from tiermoe.bench import child, child_tiermoe, session
+from commands import Command
+from tiermoe.bench import child, run_peer, run_tiermoe, session
 from tiermoe.bench.bounds import Ideal, ideal, read_routing, with_bounds
-from tiermoe.bench.cases import Condition
-from tiermoe.bench.child import Bounds, CaseFailed, last_object, run_child
-from tiermoe.bench.engines import Accelerate, Common, Transformers, not_installed
-from tiermoe.bench.feeding import Feeding
+from tiermoe.bench.cases import (
+    Case,
+    Condition,
+    Measured,
+    alternating,
+    check_lengths,
+    conditions,
+    parse_budgets,
+    parse_groups,
+    parse_numbers,
+    parse_peers,
+    parse_starts,
+    random_ids,
+    rows,
+)
+from tiermoe.bench.child import Bounds, CannotLimit, CaseFailed, Hierarchy, find_hierarchy, last_object, run_child
+from tiermoe.bench.engines import Accelerate, BenchEngine, Common, LlamaCpp, Transformers, not_installed
 from tiermoe.bench.kernel_clock import KernelClock
-from tiermoe.bench.limit import CannotLimit
-from tiermoe.bench.llama_peer import LlamaCpp, quantisation
-from tiermoe.bench.machine import describe
-from tiermoe.bench.measure import Journal, Measured, measure, plan
-from tiermoe.bench.summary import summarise
+from tiermoe.bench.plots import missing_plots
+from tiermoe.bench.report import html_report
+from tiermoe.bench.session import Journal, Step, measure, writable
+from tiermoe.bench.summary import describe_machine, number, summarise
 from tiermoe.config import CacheSize
-from tiermoe.errors import ConfigError, TraceError
-from tiermoe.model.blueprint import Blueprint
+from tiermoe.errors import ConfigError, PromptError, TraceError
+from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.simulate import compare_evictions
-from tiermoe.trace.schema import Pass, Trace
+from tiermoe.trace.file import Pass, Trace
 from tiny import write
+
+MIB = 1 << 20
+
+
+def test_lists_are_read() -> None:
+    assert parse_budgets("700MiB, none,700MiB") == [700 * MIB, None]
+    assert parse_budgets(None) == [None]
+    assert parse_groups("16x32,128X128") == [(16, 32), (128, 128)]
+    assert parse_groups("none") == []
+    assert parse_numbers("1,4,16", "batch") == [1, 4, 16]
+    assert parse_starts("warm,cold") == ["warm", "cold"]
+    assert parse_peers("all") == ["llama.cpp", "transformers", "accelerate"]
+    assert parse_peers("none") == []
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "reason"),
+    [
+        (parse_groups, "16", "group '16' is not PROMPTxOUTPUT"),
+        (parse_groups, "0x4", "group '0x4' is not"),
+        (parse_groups, "16x32x2", "is not PROMPTxOUTPUT"),
+        (parse_budgets, "banana", "memory 'banana' is not a size"),
+        (lambda text: parse_numbers(text, "batch"), "4,0", "batch '0' is not a whole number"),
+        (lambda text: parse_numbers(text, "batch"), ",", "--batch names nothing"),
+        (parse_starts, "warn", "did you mean warm"),
+        (parse_peers, "lama.cpp", "did you mean llama.cpp"),
+        (parse_peers, "vllm", "there are llama.cpp, transformers, accelerate"),
+    ],
+)
+def test_what_is_no_list_is_said(read: object, text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        read(text)  # type: ignore[operator]
+
+
+def test_prompts_alone_run_in_a_batch_of_one() -> None:
+    found = conditions([MIB, None], [(16, 32)], [512], [1, 4], ["warm", "cold"])
+    assert len(found) == len(set(found)) == 2 * 2 * 3
+    assert {condition.batch for condition in found if not condition.output} == {1}
+    assert [condition.label for condition in found[:4]] == [
+        "1 MiB, 16+32, warm", "1 MiB, 16+32, batch 4, warm", "1 MiB, prompt 512, warm", "1 MiB, 16+32, cold",
+    ]  # fmt: skip
+
+
+def test_engines_alternate_and_every_other_round_goes_back() -> None:
+    assert [name for _, name in alternating("abc", 3)] == list("abccbaabc")
+    assert [number for number, _ in alternating("ab", 2)] == [0, 0, 1, 1]
+
+
+def test_rows_are_different_stretches_at_equal_distances() -> None:
+    found = rows(range(100), Condition(None, 3, 2, batch=4))
+    assert found == [[0, 1, 2, 3, 4], [25, 26, 27, 28, 29], [50, 51, 52, 53, 54], [75, 76, 77, 78, 79]]
+
+
+def test_random_tokens_are_of_the_whole_vocabulary_and_always_the_same() -> None:
+    found = random_ids(1000)
+    assert (min(found), max(found)) == (0, 999)
+    assert found == random_ids(1000)
+    check_lengths([Condition(None, 4096, 128, batch=16)], len(found), None)
+
+
+def test_lengths_beyond_text_or_context_are_refused() -> None:
+    check_lengths([Condition(None, 16, 16), Condition(None, 32, 0)], 32, 32)
+    with pytest.raises(PromptError, match="16\\+17 is 33 tokens, the model's context has 32"):
+        check_lengths([Condition(None, 16, 17)], 1000, 32)
+    with pytest.raises(PromptError, match="takes 64 tokens of text, this one has 63"):
+        check_lengths([Condition(None, 8, 8, batch=4)], 63, None)
+
+
+@pytest.mark.parametrize(
+    ("condition", "warm", "dropped"),
+    [
+        (Condition(None, 16, 32), 48, False),
+        (Condition(None, 16, 32, start="cold"), 0, True),
+        (Condition(MIB, 16, 32), 16, True),
+        (Condition(MIB, 16, 32, start="cold"), 0, True),
+    ],
+)
+def test_what_runs_before_the_clock_and_what_the_page_cache_may_hold(
+    condition: Condition, warm: int, dropped: bool
+) -> None:
+    assert condition.warm_tokens == warm
+    assert bool(condition.files_to_drop((Path("x"),))) is dropped
+
 
 CONDITION = Condition(700 << 20, 16, 32)
 
 
-class Fake:
+V1 = "36 31 0:33 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
+
+
+V1_IN_CONTAINER = "36 31 0:33 /docker/7f /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"
+
+
+V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
+
+
+OTHER = "31 23 0:28 / /proc rw - proc proc rw\n"
+
+
+class Fake(BenchEngine):
     """An engine with given speeds, one a run; an Exception among them is raised."""
 
     def __init__(self, name: str, speeds: list[Any], preset: str | None = None) -> None:
         self.name, self.preset = name, preset
         self.speeds = iter(speeds)
         self.asked: list[Condition] = []
-
-    def missing(self) -> str | None:
-        return None
-
-    def takes(self, condition: Condition) -> bool:
-        return True
-
-    def prepare(self, progress: Any) -> None:
-        pass
 
     def run(self, condition: Condition, ids: Path) -> dict[str, Any]:
         self.asked.append(condition)
@@ -64,7 +166,7 @@ class Fake:
 def measured(engines: list[Any], rounds: int, journal: Journal | None = None) -> list[Measured]:
     rows: list[Measured] = []
     journal = journal or Journal(None, {})
-    for _ in measure(plan(engines, [CONDITION]), rounds, lambda _: Path("ids"), journal, rows):
+    for _ in measure(engines, [CONDITION], rounds, lambda _: Path("ids"), journal, rows):
         pass
     return rows
 
@@ -131,8 +233,27 @@ def test_how_a_process_ends_is_said(text: str, reason: str) -> None:
         run_child(program(text), Bounds(None, 1 if "sleep" in text else 60))
 
 
+@pytest.mark.parametrize(
+    ("mounts", "membership", "expected"),
+    [
+        (OTHER + V1, "4:memory:/a/b\n0::/\n", Hierarchy(1, Path("/sys/fs/cgroup/memory/a/b"))),
+        (V1_IN_CONTAINER, "4:memory:/docker/7f\n", Hierarchy(1, Path("/sys/fs/cgroup/memory"))),
+        (V1 + V2, "4:memory:/a\n0::/b\n", Hierarchy(1, Path("/sys/fs/cgroup/memory/a"))),
+        (V2, "0::/user.slice/run.scope\n", Hierarchy(2, Path("/sys/fs/cgroup/user.slice"))),
+        (V2, "0::/\n", Hierarchy(2, Path("/sys/fs/cgroup"))),
+    ],
+)
+def test_where_a_memory_group_goes(mounts: str, membership: str, expected: Hierarchy) -> None:
+    assert find_hierarchy(mounts, membership) == expected
+
+
+def test_no_memory_controller_is_said() -> None:
+    with pytest.raises(CannotLimit, match="no cgroup file system"):
+        find_hierarchy(OTHER, "3:cpuset:/\n")
+
+
 def test_a_killed_process_is_a_result() -> None:
-    if (reason := describe()["no_limit"]) is not None:
+    if (reason := describe_machine()["no_limit"]) is not None:
         pytest.skip(reason)
     with pytest.raises(CaseFailed, match=r"^killed: needs more than 60 MiB$") as failed:
         run_child(program("bytearray(200 << 20)"), Bounds(60 << 20, 60))
@@ -140,6 +261,9 @@ def test_a_killed_process_is_a_result() -> None:
     kept = run_child(program("print('{}')"), Bounds(60 << 20, 60))
     assert kept["limited"]
     assert kept["cgroup_peak_bytes"] is None or 0 < kept["cgroup_peak_bytes"] <= 60 << 20
+    with child.memory_group(60 << 20) as (_, group):
+        assert group.is_dir()
+    assert not group.exists()
 
 
 def test_where_no_cgroup_can_be_made_the_result_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,13 +283,13 @@ def common(shipped: Path, tmp_path: Path) -> Common:
 def test_accelerate_that_is_killed_runs_free_and_says_so(common: Common, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[int | None] = []
 
-    def run(self: Accelerate, condition: Condition, ids: Path, memory: int | None, more: Any) -> dict[str, Any]:
-        limits.append(memory)
-        if memory is not None:
+    def run(command: list[str], bounds: Bounds) -> dict[str, Any]:
+        limits.append(bounds.memory)
+        if bounds.memory is not None:
             raise CaseFailed("killed", killed=True)
         return {"decode_tok_s": 1.0}
 
-    monkeypatch.setattr(Accelerate, "_child", run)
+    monkeypatch.setattr("tiermoe.bench.engines.run_child", run)
     engine = Accelerate(common)
     for _ in range(2):
         assert "killed within 700 MiB" in engine.run(CONDITION, Path("ids"))["note"]
@@ -176,61 +300,51 @@ def test_accelerate_that_is_killed_runs_free_and_says_so(common: Common, monkeyp
 def test_a_peer_that_is_not_there_says_how_to_get_it(common: Common, tmp_path: Path) -> None:
     assert not_installed("torch") is None
     assert not_installed("surely_not_there") == "surely_not_there is not installed; pip install surely_not_there"
-    gone = LlamaCpp(common, None, tmp_path, "no-such-python").missing()
+    gone = LlamaCpp(common, tmp_path, "no-such-python").missing()
     assert gone is not None
     assert "no-such-python is no interpreter" in gone
     bare = tmp_path / "python"
     bare.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'llama_cpp'\" >&2\nexit 1\n")
     bare.chmod(0o755)
-    lacking = LlamaCpp(common, None, tmp_path, str(bare)).missing()
+    lacking = LlamaCpp(common, tmp_path, str(bare)).missing()
     assert lacking is not None
     assert "No module named 'llama_cpp'" in lacking
     assert "--peer-python" in lacking
 
 
-def test_narrow_models_get_blocks_that_divide_them(shipped: Path, tmp_path: Path) -> None:
-    assert quantisation(shipped) == "q4_0"
-    (tmp_path / "config.json").write_text('{"hidden_size": 2048, "moe_intermediate_size": 768}')
-    assert quantisation(tmp_path) == "q4_k_m"
-    (tmp_path / "config.json").write_text('{"hidden_size": 2048, "moe_intermediate_size": 1408}')
-    assert quantisation(tmp_path) == "q4_k_m"  # the down projections alone get another type
-    (tmp_path / "config.json").write_text('{"hidden_size": 2880, "quantization_config": {"quant_method": "mxfp4"}}')
-    assert quantisation(tmp_path) == "mxfp4"
-
-
 def test_on_a_gguf_file_llama_cpp_runs_the_very_file_and_transformers_nothing(common: Common, tmp_path: Path) -> None:
     file = tmp_path / "model-Q4_K_M.gguf"
     on_file = dataclasses.replace(common, directory=file)
-    assert LlamaCpp(on_file, None, tmp_path / "kept", sys.executable).gguf == file
-    assert LlamaCpp(on_file, tmp_path / "other.gguf", tmp_path / "kept", sys.executable).gguf.name == "other.gguf"
+    assert LlamaCpp(on_file, None, sys.executable).gguf == file
+    assert LlamaCpp(on_file, tmp_path / "other.gguf", sys.executable).gguf == tmp_path / "other.gguf"
     assert "not on a GGUF file" in str(Transformers(on_file).missing())
     assert "not on a GGUF file" in str(Accelerate(on_file).missing())
 
 
-def test_a_gguf_is_made_once_and_whole(shipped: Path, common: Common, tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    lines = [
-        f"#!{sys.executable}", "import json, sys", "job = json.loads(sys.argv[2])",
-        "open(job['out'], 'a').write(job['type'])", "print('{}')",
-    ]  # fmt: skip
-    python.write_text("\n".join(lines))
-    python.chmod(0o755)
-    peer, said = LlamaCpp(common, None, tmp_path / "kept", str(python)), []
-    for _ in range(2):
-        peer.prepare(lambda *words: said.append(words))
-    assert peer.gguf.read_text() == "q4_0"
-    assert [done for _, done, _ in said] == [0, 1]
-    assert str(peer.gguf) in said[0][0]
-    failing = LlamaCpp(common, None, tmp_path / "other", "false")
-    with pytest.raises(ConfigError, match="give one with --gguf"):
-        failing.prepare(lambda *_: None)
-    assert os.listdir(tmp_path / "other") == []
+def test_on_a_checkpoint_llama_cpp_asks_for_a_file(common: Common) -> None:
+    reason = LlamaCpp(common, None, sys.executable).missing()
+    assert reason is not None
+    assert "--gguf" in reason
+    assert "convert_hf_to_gguf.py" in reason
 
 
 def test_the_peers_script_needs_no_tiermoe() -> None:
-    script = Path(child.__file__).parent / "llama" / "run_in_peer.py"
+    command = [sys.executable, "-I", "-S", run_peer.__file__, '{"task": "llama.cpp"}']
     with pytest.raises(CaseFailed, match=r"^No module named 'llama_cpp'$"):
-        run_child([sys.executable, "-I", "-S", str(script), '{"task": "run"}'], Bounds(None, 60))
+        run_child(command, Bounds(None, 60))
+
+
+@pytest.mark.parametrize(("warm", "fed"), [(0, []), (6, ["0-6"]), (8, ["0-6", "6-7", "7-8"])])
+def test_a_peer_is_fed_alike(warm: int, fed: list[str]) -> None:
+    """Two rows of 6 + 2 tokens: what is warm runs first and is forgotten."""
+    order: list[str] = []
+    job = {"shape": (2, 8), "prompt": 6, "warm": warm}
+    found = run_peer.timed_run(lambda begin, end: order.append(f"{begin}-{end}"), lambda: order.append("clear"), job)
+    assert order == [*fed, *(["clear"] if warm else []), "0-6", "6-7", "7-8"]
+    assert found["prefill_tok_s"] > 0
+    assert found["decode_tok_s"] > 0
+    alone = run_peer.timed_run(lambda begin, end: None, lambda: None, {"shape": (1, 6), "prompt": 6, "warm": 0})
+    assert alone["decode_tok_s"] is None
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +354,7 @@ def recorded(shipped: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     ids = torch.arange(40, 60).view(2, 10)
     path = tmp_path_factory.mktemp("routing") / "routing.jsonl"
     with torch.inference_mode():
-        child_tiermoe._record(model.tiermoe, ids, 6, path)
+        run_tiermoe.write_routing(model.tiermoe, ids, 6, path)
     return path, model, ids
 
 
@@ -317,7 +431,7 @@ def test_the_clock_counts_kernels_and_changes_nothing(recorded: tuple[Path, Any,
         before = logits()
         with KernelClock(model.tiermoe) as clock:
             within = logits()
-            Feeding(model, ids[:1], 6).decode(7)
+            model(input_ids=ids[:1, :1])
         experts, dense = clock.experts_s, clock.dense_s
         after = logits()
     assert experts > 0
@@ -346,30 +460,13 @@ def test_the_clock_counts_the_kernels_of_the_neuron_unit(tmp_path: Path) -> None
     assert torch.equal(before, after)
 
 
-def test_feeding_in_chunks_gives_the_whole_text(recorded: tuple[Path, Any, Any]) -> None:
-    _, model, ids = recorded
-    lengths: list[tuple[int, int]] = []
-
-    class Watched:
-        def __call__(self, **named: Any) -> Any:
-            past = named["past_key_values"]
-            lengths.append((past.get_seq_length() if past is not None else 0, named["input_ids"].shape[1]))
-            return model(**named)
-
-    with torch.inference_mode():
-        feeding = Feeding(Watched(), ids, 6, chunk=4)
-        feeding.prompt()
-        feeding.decode(9)
-    assert lengths == [(0, 4), (4, 2), (6, 1), (7, 1), (8, 1)]
-
-
 @pytest.mark.parametrize("length", [10, 6])
 def test_one_run_of_ours(shipped: Path, tmp_path: Path, length: int) -> None:
     np.save(tmp_path / "ids.npy", np.arange(40, 60).reshape(2, 10)[:, :length])
     options = {"preset": "lru", "bits": 4, "dense_bits": 8, "cache": "25%", "device": "cpu", "threads": 1, "batch": 2}
     job = {"model": str(shipped), "options": options, "ids": str(tmp_path / "ids.npy"), "prompt": 6, "warm": 6,
            "routing": str(tmp_path / "routing")}  # fmt: skip
-    found = child_tiermoe.measure(job)
+    found = run_tiermoe.measure(job)
     assert (found["slots"], found["batch"], found["lossy"]) == (64, 2, [])
     assert found["prefill_tok_s"] > 0
     assert (found["decode_tok_s"] is None) == (length == 6)
@@ -384,14 +481,162 @@ def test_one_run_of_ours(shipped: Path, tmp_path: Path, length: int) -> None:
 
 def test_a_run_of_ours_needs_no_transformers_model(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"bits": 4, "dense_bits": 8, "device": "cpu", "warm": False}
-    child_tiermoe._started(str(shipped), options).close()  # packs what is not there
+    run_tiermoe.start_engine(str(shipped), options).close()  # packs what is not there
     monkeypatch.setattr(Blueprint, "model_class", property(lambda _: pytest.fail("modelling code is imported")))
-    child_tiermoe._started(str(shipped), options).close()
+    run_tiermoe.start_engine(str(shipped), options).close()
 
 
 def test_a_report_is_checked_before_the_work(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--report"), session.writable(tmp_path / "none" / "r.html", "--report"):
+    with pytest.raises(ConfigError, match="--report"), writable(tmp_path / "none" / "r.html", "--report"):
         raise AssertionError("the work began")
-    with session.writable(tmp_path / "r.html", "--report"):
+    with writable(tmp_path / "r.html", "--report"):
         pass
     assert os.listdir(tmp_path) == []
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+CASE = dict.fromkeys(
+    ("decode_tok_s", "prefill_tok_s", "first_token_s", "peak_memory_bytes", "bytes_per_token", "hit_rate",
+     "belady_hit_rate", "bound_tok_s", "fraction_of_bound", "fraction_of_own_bound", "token_ms", "compute_ms",
+     "wait_ms", "framework_ms", "link_bandwidth", "note", "error", "limit_missing")
+)  # fmt: skip
+
+
+def case(engine: str, memory: int | None, speed: float | None, **more: Any) -> dict[str, Any]:
+    spread = {"median": speed, "low": 0.9 * speed, "high": 1.1 * speed} if speed else None
+    found = {**CASE, "engine": engine, "preset": None, "memory_bytes": memory, "prompt": 16, "output": 32, "batch": 1}
+    return {**found, "start": "warm", "decode_tok_s": spread, "ratios": {}, "limited": memory is not None, **more}
+
+
+def document(*cases: dict[str, Any]) -> dict[str, Any]:
+    machine = {"cpu": "A & B", "instructions": [], "cores": 2, "threads": 2, "memory_bytes": 1 << 34, "system": "S",
+               "memory_bandwidth": 2e10}  # fmt: skip
+    return {"model": {"name": "m<1>"}, "machine": machine, "command": "tiermoe bench", "date": "today", "rounds": 3,
+            "skipped": [{"engine": "accelerate", "reason": "not installed"}], "cases": list(cases)}  # fmt: skip
+
+
+def parts_of(report: str) -> ET.Element:
+    """The body as XML: whatever is drawn or written is well-formed."""
+    found = re.search(r"<body>.*</body>", report, re.S)
+    assert found is not None
+    return ET.fromstring(found[0])
+
+
+def test_a_report_shows_every_case() -> None:
+    split = {"token_ms": 50.0, "compute_ms": 30.0, "wait_ms": 15.0, "framework_ms": 5.0, "bound_tok_s": 40.0}
+    whole = document(
+        case("tiermoe", 700 << 20, 20.0, preset="default", **split),
+        case("llama.cpp", 700 << 20, 2.0),
+        case("transformers", 700 << 20, None, error="killed: needs more than 700 MiB"),
+        case("llama.cpp", None, 80.0),
+    )
+    report = html_report(whole)
+    body = parts_of(report)
+    text = " ".join(body.itertext())
+    for words in ("tiermoe (default)", "llama.cpp", "20.0 (18.0–22.0)", "80.0 (72.0–88.0)", "m<1>", "A & B",
+                  "killed: needs more than 700 MiB", "skipped: not installed", "resident"):  # fmt: skip
+        assert words in text, words
+    assert len(list(body.iter(f"{SVG}svg"))) == (2 if missing_plots() is None else 0)
+    assert not re.search(r"<script|<link|src=|url\((?!#)", report)
+
+
+def test_without_matplotlib_a_report_has_tables_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    body = parts_of(html_report(document(case("llama.cpp", None, 80.0))))
+    text = " ".join(body.itertext())
+    assert "pip install 'tiermoe[plots]'" in text
+    assert "80.0 (72.0–88.0)" in text
+    assert not list(body.iter(f"{SVG}svg"))
+
+
+def test_a_report_of_nothing_is_one() -> None:
+    failed = document(case("tiermoe", 1, None, preset="default", error="too little"))
+    assert "too little" in " ".join(parts_of(html_report(failed)).itertext())
+
+
+def test_the_whole_command(tiermoe_: Command, shipped: Path, tmp_path: Path) -> None:
+    report, out = tmp_path / "report.html", tmp_path / "runs.jsonl"
+    words = ["bench", shipped, "--peers", "transformers,llama.cpp", "--peer-python", "no-such-python", "--groups",
+             "4x2", "--rounds", "1", "--threads", "1", "--store", tmp_path / "stores", "--out", out,
+             "--report", report]  # fmt: skip
+    done = tiermoe_(*words, "--json")
+    assert done.code == 0, done.err
+    assert list((tmp_path / "stores").iterdir())
+    found = json.loads(done.out)
+    assert [(one["engine"], one["output"], one["error"]) for one in found["cases"]] == [
+        ("tiermoe", 2, None), ("transformers", 2, None),
+    ]  # fmt: skip
+    ours, _ = found["cases"]
+    assert ours["decode_tok_s"]["median"] > 0
+    assert ours["ratios"]["transformers"]["decode"]["median"] > 0
+    assert ours["hit_rate"] == ours["belady_hit_rate"] == 1.0
+    assert ours["fraction_of_bound"] == pytest.approx(ours["decode_tok_s"]["median"] / ours["bound_tok_s"])
+    assert [one["engine"] for one in found["skipped"]] == ["llama.cpp"]
+    assert found["options"]["bits"] == found["options"]["dense_bits"] == "4"
+    assert "skipped: llama.cpp: it reads GGUF files and this model is none: name one with --gguf" in done.err
+    text = " ".join(parts_of(report.read_text()).itertext())
+    assert "transformers" in text
+    again = tiermoe_(*words)  # nothing is run again
+    assert again.code == 0, again.err
+    assert f"{number(ours['decode_tok_s']['median'])} (" in again.out
+    assert len(out.read_text().splitlines()) == 1 + 2
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_interrupted_it_prints_what_there_is(
+    tiermoe_: Command, shipped: Path, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    def measure(engines: Any, conditions: Any, rounds: int, ids: Any, journal: Any, rows: list[Any]) -> Any:
+        one = Case(engines[0].name, engines[0].preset, conditions[0])
+        row = Measured(one, {0: {"decode_tok_s": 12.5, "prefill_tok_s": 40.0, "limited": False}})
+        rows.append(row)
+        yield Step(one, 0, 1, 3, row.rounds[0])
+        if ended:
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise KeyboardInterrupt  # a program in the background ignores SIGINT
+
+    monkeypatch.setattr(session, "measure", measure)
+    monkeypatch.setattr(session, "memory_bandwidth", lambda *_: 1e10)
+    done = tiermoe_("bench", shipped, "--peers", "none")
+    assert done.code == 130
+    assert "12.5 (12.5–12.5)" in done.out
+    assert "interrupted" in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--peers", "lama.cpp"], "did you mean llama.cpp"),
+        (["--groups", "16by32"], "is not PROMPTxOUTPUT"),
+        (["--groups", "2000x49"], "the model's context has 2048"),
+        (["--groups", "1000x1000", "--batch", "64"], "tokens of text"),
+        (["--memory", "lots"], "memory 'lots' is not a size"),
+        (["--presets", "hobit"], "did you mean hobbit"),
+        (["--presets", "none", "--peers", "none"], "leave nothing to measure"),
+        (["--gguf", "none.gguf"], "the GGUF none.gguf is no file"),
+        (["--report", "no/such/folder/r.html"], "cannot be written"),
+        (["--out", "no/such/folder/r.jsonl"], "cannot be used"),
+        (["--rounds", "0"], "rounds must be at least 1"),
+        (["--groups", "none"], "no prompts"),
+        (["--set", "prefetch"], "is not NAME=VALUE"),
+        (["--set", "prefetch=nothing"], "prefetch"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    tiermoe_: Command, shipped: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], reason: str
+) -> None:
+    monkeypatch.setattr(session, "memory_bandwidth", lambda *_: 1e10)
+    monkeypatch.setattr(session, "measure", lambda *_: pytest.fail("something was run"))
+    assert reason in tiermoe_("bench", shipped, *words).cause
+
+
+def test_a_budget_that_cannot_be_kept_is_the_cases_result(tiermoe_: Command, shipped: Path) -> None:
+    done = tiermoe_(
+        "bench", shipped, "--peers", "none", "--memory", "20MiB", "--groups", "4x2", "--rounds", "1", "--json"
+    )
+    assert done.code == 1
+    (only,) = json.loads(done.out)["cases"]
+    assert re.search("killed: needs more than 20 MiB|are too little", only["error"])
+    assert only["decode_tok_s"] is None

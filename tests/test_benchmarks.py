@@ -1,10 +1,12 @@
-"""What the benchmarks share: perplexity, the memory limit, the checkpoint reader."""
+"""The benchmarks: what they share, compare, read and print. No time is asserted."""
 
 from __future__ import annotations
 
-import subprocess
+import math
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,17 +14,28 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
 
-from benchmarks.memory_limit import CannotLimit, Hierarchy, find_hierarchy, parse_size, run_limited
-from benchmarks.perplexity import perplexity, windows
-from tiermoe.bench.llama.checkpoint import Checkpoint
+from benchmark_commands import Printed, benchmark_runner, command_of
+from benchmarks import attention, first_run, kernels
+from benchmarks.controller import POLICIES
+from benchmarks.first_run import FIGURES, measure, ours, summary
+from benchmarks.headlines import ON_DEMAND, Headline, Replays, Setting, Side, headlines, row, with_windows
+from benchmarks.kernels import Turns
+from benchmarks.llamacpp import Peer, convert
+from benchmarks.load import broken_rules, drift, hostile_broken
+from benchmarks.load_clients import Tally
+from benchmarks.neuron_reads import Layout, bundled, by_activity, positions, spans
+from benchmarks.perplexity import load_eager, logits_of, perplexity, token_ids, windows
+from benchmarks.rounds import ratios, timed
+from small_traces import decode, layer, trace_of
+from tests import tiny
+from tiermoe import native
+from tiermoe.bench.child import CaseFailed
+from tiermoe.config import CacheSize
+from tiermoe.simulate import ReplaySettings, parse_link, replay, spread
+from tiermoe.systems import compose
+from tiermoe.trace.file import Times, Trace
 from tiny import write
-
-V1 = "36 31 0:33 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
-V1_IN_CONTAINER = "36 31 0:33 /docker/7f /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"
-V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
-OTHER = "31 23 0:28 / /proc rw - proc proc rw\n"
 
 
 @given(st.integers(2, 200), st.integers(2, 40), st.data())
@@ -61,58 +74,329 @@ def test_perplexity_refuses_what_it_cannot_score() -> None:
         list(windows(20, 8, 9))
 
 
+CONVERTER = """
+import sys
+model, _, kind, _, out = sys.argv[1:]
+open(out, "w").write(f"{kind} of {model}")
+"""
+
+
+PEER = """#!{python}
+import json, sys
+command, gguf, _, ftype, _, out, *rest = sys.argv[3:]
+open(out, "w").write(f"{{ftype}} of {{open(gguf).read()}}")
+print(json.dumps({{"out": out}}))
+"""
+
+
+@pytest.mark.parametrize(("kind", "written"), [("f32", "f32 of "), ("q4_k_m", "MOSTLY_Q4_K_M of bf16 of ")])
+def test_a_gguf_is_written_by_llama_cpps_own_programs(kind: str, written: str, shipped: Path, tmp_path: Path) -> None:
+    (tmp_path / "convert_hf_to_gguf.py").write_text(f"def main():{textwrap.indent(CONVERTER, '    ')}")
+    (tmp_path / "conversion").mkdir()
+    (tmp_path / "conversion/base.py").write_text("class TextModel:\n    get_vocab_base_pre = _set_vocab_glm = None\n")
+    python, out = tmp_path / "python", tmp_path / "files/out.gguf"
+    python.write_text(PEER.format(python=sys.executable))
+    python.chmod(0o755)
+    out.parent.mkdir()
+    convert(shipped, tmp_path, kind, out, Peer(str(python), 1))
+    assert out.read_text() == f"{written}{shipped}"
+    assert [path.name for path in out.parent.iterdir()] == ["out.gguf"]
+
+
+def test_where_the_converter_fails_or_is_not_there_nothing_is_written(shipped: Path, tmp_path: Path) -> None:
+    peer = Peer("false", 1)
+    with pytest.raises(CaseFailed, match=r"has no convert_hf_to_gguf\.py"):
+        convert(shipped, tmp_path, "bf16", tmp_path / "out.gguf", peer)
+    (tmp_path / "convert_hf_to_gguf.py").write_text("raise SystemExit(3)")
+    with pytest.raises(CaseFailed, match="ended with code 3"):
+        convert(shipped, tmp_path, "bf16", tmp_path / "out.gguf", peer)
+    assert [path.name for path in tmp_path.iterdir()] == ["convert_hf_to_gguf.py"]
+
+
+@pytest.mark.parametrize("words", [["transformers"], ["tiermoe", "--bits", "16", "--cache", "50%"]])
+def test_both_engines_score_the_same_tokens(
+    words: list[str], tmp_path: Path, shipped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text"
+    text.write_text((shipped.parents[1] / "data/heldout.txt").read_text()[:1500])
+    run_ = benchmark_runner(monkeypatch, capsys)
+    engine, *options = words
+    found, _ = run_("benchmarks.perplexity", engine, shipped, "--text", text, "--context", 64, "--stride", 32,
+                    "--threads", 1, *options)  # fmt: skip
+    assert found["engine"] == engine
+    assert found["tokens"] > 200
+    model = load_eager(shipped, torch.float32)
+    expected = perplexity(logits_of(model), token_ids(shipped, text), 64, 32)
+    assert found["tokens"] == expected.tokens
+    assert found["value"] == pytest.approx(expected.value, rel=0.01)
+
+
+@pytest.fixture
+def run_(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Printed:
+    return benchmark_runner(monkeypatch, capsys)
+
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+SHARED = {"__init__", "rounds", "serving", "load_clients", "hostile_clients", "first_run_child", "run_converter",
+          "peer"}  # fmt: skip
+
+
+COMMANDS = [*sorted({path.stem for path in FOLDER.glob("*.py")} - SHARED), "evaluation.__main__"]
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_every_command_says_how_it_is_called(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = f"benchmarks.{module}"
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        command_of(module)()
+    out = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert f"python -m {module.removesuffix('.__main__')}" in out
+
+
+def test_calls_alternate_after_one_that_does_not_count() -> None:
+    order: list[str] = []
+    found = timed({name: lambda name=name: order.append(name) for name in "ab"}, 2, lambda: order.append("-"))
+    assert "".join(order) == "-a-b" + "-a-b" + "-b-a"
+    assert {name: len(seconds) for name, seconds in found.items()} == {"a": 2, "b": 2}
+    assert ratios({"a": [1.0, 2.0, 4.0], "b": [3.0, 2.0, 2.0]}, "a") == {"b": {"median": 1.0, "low": 0.5, "high": 3.0}}
+
+
+def test_turns_come_round() -> None:
+    turns = Turns([1, 2, 3])
+    assert [*turns.take(2), *turns.take(2)] == [1, 2, 3, 1]
+
+
+def positive(spread: dict[str, float]) -> bool:
+    return 0 < spread["low"] <= spread["median"] <= spread["high"] < math.inf
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the native kernels")
+def test_kernels_prints_every_part(run_: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {
+        "plain": kernels.Shape(128, 64, 2, 4, 2, 32, 320),
+        "clamped": kernels.Shape(128, 64, 2, 4, 2, 32, 320, clamped=True),
+    }
+    monkeypatch.setattr(kernels, "SHAPES", small)
+    words = {"shapes": "plain,clamped", "threads": "1", "megabytes": 1, "rounds": 2}
+    found, err = run_("benchmarks.kernels", *(f"--{name}={value}" for name, value in words.items()))
+    for name in small:
+        read, *rest = found[name]
+        assert read["part"] == kernels.READ
+        assert [row["part"] for row in rest] == ["experts", "query", "key", "attention's output", "output layer"]
+        assert all(positive(row["gb_s"]) and positive(row["share"]) for row in rest)
+    assert "clamped, output layer" in err
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the native kernels")
+def test_attention_prints_every_way(run_: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "SHAPES", {"small": kernels.Shape(128, 64, 2, 4, 2, 32, 320)})
+    monkeypatch.setattr(attention, "CHUNK", 8)
+    isa = native.instruction_sets()[0]
+    words = {"shapes": "small", "depths": "40", "threads": "1", "megabytes": 1, "rounds": 2}
+    found, err = run_("benchmarks.attention", *(f"--{name}={value}" for name, value in words.items()))
+    read, *rest = found["small"]
+    assert read["way"] == kernels.READ
+    ways = [f"{what}, {bits} bits, {isa}" for bits in (16, 8) for what in ("one token", "a chunk")]
+    assert [row["way"] for row in rest] == [*ways[:2], "a chunk, torch", *ways[2:]]
+    assert all(positive(row.get("gb_s") or row["gflop_s"]) and row["depth"] == 40 for row in rest)
+    assert "small, 40, a chunk, torch" in err
+
+
+def test_controller_prints_every_policy(run_: Printed) -> None:
+    found, _ = run_("benchmarks.controller", "--layers=3", "--experts=8", "--top-k=2", "--tokens=5", "--rounds=2")
+    assert [(each["cache"], each["policy"]) for each in found["rows"]] == [
+        (cache, policy) for cache in ("resident", "misses") for policy in POLICIES
+    ]
+    for each in found["rows"]:
+        assert positive(each["us_a_layer"])
+        assert (each["hit_rate"] == 1) == (each["cache"] == "resident")
+
+
+def test_packing_prints_its_speed_and_memory(tmp_path: Path, run_: Printed) -> None:
+    model = tiny.write(tmp_path / "model", "qwen3_moe", torch.bfloat16)
+    words = ["--layers", "1", "--dense-bits", "4", "--rounds", "1", "--workers", "2", "--out", tmp_path]
+    found, err = run_("benchmarks.packing", model, *words)
+    assert 0 < found["dense_weights"] < found["weights"]
+    assert found["bytes"] > 2 * found["dense_weights"]
+    assert all(map(positive, [found["weights_per_s"], *found["gb_s"].values(), *found["ratios"].values()]))
+    assert found["peak_bytes_above"] >= 0
+    assert "packing / plain read" in err
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model"]
+
+
+def small() -> Trace:
+    return trace_of([decode(layer([0, 1]), layer([token % 4, 3])) for token in range(3)], nbytes=1 << 20)
+
+
+def test_every_setting_is_one_that_the_parts_read() -> None:
+    for headline in headlines():
+        for setting in (headline.setting, *headline.moved.values()):
+            parse_link(setting.link)
+            for side in (setting.ours, setting.theirs):
+                compose(side.preset, dict(side.changes))
+
+
+def test_a_ratio_is_that_of_two_replays() -> None:
+    trace, machine = small(), parse_link("sata")
+    times = spread(trace.header, 2e-3, 2e-4)
+
+    def speed(preset: str, nbytes: int) -> float:
+        settings = ReplaySettings(CacheSize(nbytes=nbytes), machine.bandwidth, machine.latency, bits=4, times=times)
+        return replay(trace, compose(preset, {}), settings).metrics.decode.tok_s
+
+    setting = Setting(Side("lru"), ON_DEMAND, "sata", share="75%")
+    expected = speed("lru", 6 << 20) / speed("load-on-demand", 6 << 20)
+    assert expected > 1.2
+    assert Replays(trace, None).ratio(setting) == pytest.approx(expected)
+    half = Setting(Side("lru", bits=2, share="50%", share_of=4), ON_DEMAND, "sata")
+    assert Replays(trace, None).ratio(half) > Replays(trace, None).ratio(setting)
+
+
+def test_fates_windows_are_of_the_machine_that_is_replayed() -> None:
+    trace, times = small(), Times(2e-3, {4: 5e-4}, 1e-3, {4: 1e-4})  # of two layers each 1 ms and two experts': 2 ms
+    ahead = [with_windows(compose("fate", {}), trace, times, megabytes * 2**20)["window"] for megabytes in (400, 1600)]
+    assert ahead == [(0, 0), (3, 0)]  # in 2 ms .8 and 3.2 experts of 1 MiB; behind the last layer none
+
+
+def test_what_cannot_be_replayed_says_why(tmp_path: Path) -> None:
+    setting = Setting(Side("fate"), ON_DEMAND, "pcie3")
+    headline = Headline("fate", "Fate", "4.1", setting, {"lru": Setting(Side("lru"), ON_DEMAND, "pcie3")})
+    line = row(headline, Replays(small(), tmp_path))
+    assert line.startswith("| Fate | 4.1 | not replayed (no calibration in ")
+    assert line.rsplit("lru: ", 1)[1].removesuffix(" |").replace(".", "").isdigit()
+
+
+PAGE = 4096
+
+
+def test_neurons_in_the_order_of_their_activity() -> None:
+    """Of four neurons 2 is active three times, 0 twice, 3 once; 1 never."""
+    passes = [decode(layer([0], neurons={0: active})) for active in (0b0101, 0b0101, 0b1100)]
+    order = by_activity(trace_of(passes, top_k=1), 4)
+    assert order == {(0, 0): [2, 0, 3, 1]}
+    assert positions(0b1101, order[0, 0], 4) == 0b0111
+    assert positions(0b1101, None, 4) == 0b1101
+
+
+def test_bundles_are_read_whole() -> None:
+    assert bundled(0b1000_0001, 8, 3) == 0b101
+    assert bundled(0b0011_1000, 8, 3) == 0b010
+    alone = Layout("checkpoint", {}, 1, PAGE // 2, 0)
+    assert spans(alone, (0, 0), 0b1000_0001, PAGE, 8) == [(PAGE, 2 * PAGE), (4 * PAGE, 5 * PAGE)]
+    together = Layout("checkpoint", {}, 2, PAGE, 0)
+    assert spans(together, (0, 0), 0b1000_0001, PAGE, 8) == [(PAGE, 2 * PAGE), (4 * PAGE, 5 * PAGE)]
+    through = Layout("checkpoint", {}, 1, PAGE // 2, 2 * PAGE + PAGE)
+    assert spans(through, (0, 0), 0b1000_0001, PAGE, 8) == [(PAGE, 5 * PAGE)]
+    ideal = Layout("ideal", {}, 1, PAGE // 2, 0)
+    assert spans(ideal, (0, 0), 0b1000_0001, PAGE, 8) == [(PAGE, 2 * PAGE)]
+
+
+def test_each_kind_alone_and_all_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write(tmp_path / "tiny", "qwen3_moe", torch.bfloat16)
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a small model that spoke in single letters. " * 4)
+    words = (model, "--text", text, "--tokens", 64, "--window", 16)
+    run = benchmark_runner(monkeypatch, capsys)
+    found, shown = run("benchmarks.dense_kinds", *words)
+    assert found["weights"] == {"q_proj": 3 * 4096, "o_proj": 3 * 4096, "lm_head": 8192}  # others are too small
+    kl = {row["recipe"]: row["kl"][0] for row in found["rows"]}
+    assert kl["all at 16"] == 0
+    for kind in ("q_proj", "o_proj", "lm_head"):
+        assert 0 < kl[f"{kind} at 8"] < kl[f"{kind} at 6"] < kl[f"{kind} at 4"] < kl["all at 4"]
+    for bits in (6, 8):
+        assert kl["all at 8"] < kl[f"4, lm_head {bits}"] < kl["all at 4"]
+    assert "all at 4" in shown
+    packed, _ = run("benchmarks.dense_kinds", *words, "--experts", 4)
+    assert packed["perplexity_16bit"] == found["perplexity_16bit"]
+    assert packed["rows"][0]["kl"][0] > 0
+
+
+ENDED = {"exit": 0, "oom_kills": 0}
+
+
+def test_drift_is_that_of_the_last_fifth_to_the_second() -> None:
+    assert drift([50, 100, 100, 100, 103]) == pytest.approx(0.03)
+    assert drift([1, 1, 1]) is None
+
+
 @pytest.mark.parametrize(
-    ("mounts", "membership", "expected"),
+    ("first", "last", "ended", "drifted", "rule"),
     [
-        (OTHER + V1, "4:memory:/a/b\n0::/\n", Hierarchy(1, Path("/sys/fs/cgroup/memory/a/b"))),
-        (V1_IN_CONTAINER, "4:memory:/docker/7f\n", Hierarchy(1, Path("/sys/fs/cgroup/memory"))),
-        (V1 + V2, "4:memory:/a\n0::/b\n", Hierarchy(1, Path("/sys/fs/cgroup/memory/a"))),
-        (V2, "0::/user.slice/run.scope\n", Hierarchy(2, Path("/sys/fs/cgroup/user.slice"))),
-        (V2, "0::/\n", Hierarchy(2, Path("/sys/fs/cgroup"))),
+        (Tally(), Tally(), {"exit": -9, "oom_kills": 1}, 0.0, "killed"),
+        (Tally(), Tally(), ENDED, 0.03, "drift"),
+        (Tally(longest_silence_s=11), Tally(), ENDED, 0.0, "standstill"),
+        (Tally(longest_standstill_s=11), Tally(), ENDED, 0.0, "standstill"),
+        (Tally(told=1), Tally(), ENDED, 0.0, "lost"),
+        (Tally(), Tally(lost=1), ENDED, 0.0, "lost"),
     ],
 )
-def test_where_a_memory_group_goes(mounts: str, membership: str, expected: Hierarchy) -> None:
-    assert find_hierarchy(mounts, membership) == expected
+def test_each_rule_is_told_of(first: Tally, last: Tally, ended: dict[str, int], drifted: float, rule: str) -> None:
+    (line,) = broken_rules(first, last, ended, drifted)
+    assert line.startswith(f"{rule}: ")
 
 
-def test_no_memory_controller_is_said() -> None:
-    with pytest.raises(CannotLimit, match="no cgroup file system"):
-        find_hierarchy(OTHER, "3:cpuset:/\n")
+def test_answers_that_end_with_a_word_when_the_server_does_break_no_rule() -> None:
+    assert broken_rules(Tally(longest_wait_s=30), Tally(told=3, refused=9), ENDED, -0.01) == []
 
 
-@pytest.mark.parametrize(("text", "size"), [("700M", 700 << 20), ("2 GiB", 2 << 30), ("4096", 4096), ("1k", 1024)])
-def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
+@pytest.mark.parametrize(
+    ("unexpected", "beside", "peak", "said"),
+    [
+        (["schema: 200", "schema: 200"], (1.0, 0.1), 100, "schema: 200"),
+        ([], (1.7, 0.1), 100, "1.70 s to a first token after 1.00"),
+        ([], (1.0, 0.8), 100, "0.80 s to a next token after 0.10"),
+        ([], (1.0, 0.1), 101, "101 bytes resident"),
+    ],
+)
+def test_what_hostile_clients_cost_others_is_told_of(
+    unexpected: list[str], beside: tuple[float, float], peak: int, said: str
+) -> None:
+    names = ("first token", "next token")
+    alone = dict(zip(names, (1.0, 0.1), strict=True))
+    (line,) = hostile_broken(unexpected, alone, dict(zip(names, beside, strict=True)), 0.3, peak, 100)
+    assert line.startswith("hostile: ")
+    assert said in line
 
 
-@pytest.mark.parametrize("text", ["", "banana", "1.5G", "-1M", "7T"])
-def test_no_sizes(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a size"):
-        parse_size(text)
+def test_hostile_clients_that_cost_two_steps_break_no_rule() -> None:
+    assert hostile_broken([], {"first token": 1.0}, {"first token": 1.6}, 0.31, 100, 100) == []
 
 
-def test_the_limit_holds_and_the_group_goes() -> None:
-    before = sys.executable, "-c"
-    limit = 80 << 20
-    try:
-        kept, output = run_limited([*before, "print(len(bytes(1 << 20)))"], limit, stdout=subprocess.PIPE)
-    except CannotLimit as error:
-        pytest.skip(str(error))
-    assert (kept.returncode, kept.oom_kills, output) == (0, 0, "1048576\n")
-    assert kept.peak_bytes is None or 0 < kept.peak_bytes <= limit
-    killed, _ = run_limited([*before, "bytearray(200 << 20)"], limit)
-    assert killed.returncode != 0
-    assert killed.oom_kills > 0
+def figures(seconds: float) -> dict[str, Any]:
+    return {**dict.fromkeys(FIGURES, 1.0), "seconds": seconds}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("shard", ["5GB", "100KB"])
-def test_checkpoint_reader_agrees_with_safetensors(tmp_path: Path, dtype: torch.dtype, shard: str) -> None:
-    write(tmp_path, "qwen3_moe", dtype, shard=shard)
-    checkpoint, seen = Checkpoint(tmp_path), 0
-    for file in tmp_path.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                np.testing.assert_array_equal(checkpoint.float32(name), opened.get_tensor(name).float().numpy())
-                seen += name in checkpoint
-    assert seen > 50
+def test_engines_alternate_and_files_are_dropped_before_the_cold_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def run(name: str) -> dict[str, Any]:
+        order.append(name)
+        return figures({"tiermoe": 2.0, "llama.cpp": 6.0}[name])
+
+    monkeypatch.setattr(first_run, "drop_from_page_cache", lambda files: order.append(f"drop {files[0]}"))
+    runs = {name: (lambda name=name: run(name)) for name in ("tiermoe", "llama.cpp")}
+    found = measure(runs, {"tiermoe": [Path("store")], "llama.cpp": [Path("gguf")]}, 2, lambda _: None)
+    mine, theirs = ["drop store", "tiermoe", "tiermoe"], ["drop gguf", "llama.cpp", "llama.cpp"]
+    assert order == [*mine, *theirs, *theirs, *mine]
+    said = summary(found["cold"])
+    assert said["seconds_ratio"] == {"median": 3.0, "low": 3.0, "high": 3.0}
+    assert said["tiermoe"]["seconds"]["median"] == 2.0
+
+
+def test_our_side_answers_with_as_many_tokens(shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERMOE_CACHE", str(tmp_path))
+    found = ours(shipped, "Once upon a time", 6, 300)()
+    assert found["completion_tokens"] == 6
+    assert found["seconds"] == pytest.approx(found["load_s"] + found["ttft_s"] + 5 / found["decode_tok_s"])
+    assert found["imports_s"] + found["seconds"] < found["process_s"]
+    monkeypatch.setattr(first_run, "run_child", lambda *_: {**found, "completion_tokens": 1})
+    with pytest.raises(CaseFailed, match="ended after 1 of 6"):
+        ours(shipped, "Once upon a time", 6, 300)()

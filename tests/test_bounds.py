@@ -120,7 +120,7 @@ def test_nobody_waits_for_a_text_that_is_tokenized(served: Served) -> None:
 def test_requests_in_flight_hold_no_more_than_is_planned(served: Served) -> None:
     app = create_app(served)
     intake = Intake(served.context, lambda: None)
-    refused = served.worker.batcher.counts.refused
+    refused = served.worker.loop.counts.refused
     part = b" " * intake.largest_body
 
     async def asked() -> tuple[httpx.Response, httpx.Response]:
@@ -157,7 +157,7 @@ def test_requests_in_flight_hold_no_more_than_is_planned(served: Served) -> None
     assert (full.status_code, full.headers["Retry-After"]) == (503, "5")
     assert "requests in flight hold" in full.json()["error"]["message"]
     assert after.status_code == 200
-    assert served.worker.batcher.counts.refused == refused + 1
+    assert served.worker.loop.counts.refused == refused + 1
 
 
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -1,10 +1,10 @@
-"""Choices moved towards experts that are here: the rule by hand and by its formula, and in a model."""
+"""Choices moved towards experts that are here: the rule by hand and by formula, in a model; what a strength costs."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,24 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import tiermoe
-from schedules import Said, scheduler_with
-from tiermoe.decide.composition import Composition, changed
-from tiermoe.decide.routing import CachePrior
-from tiermoe.errors import ConfigError
+from commands import Command
+from fake_link import Said, scheduler_with
+from tiermoe.config import settings
+from tiermoe.engine.engine import Engine
+from tiermoe.engine.load import start
+from tiermoe.errors import ConfigError, ProfileError
+from tiermoe.measure import prior
+from tiermoe.measure.prior import STRENGTHS, Trials, cost, find_prior
+from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.routers import Router, RouterRule
+from tiermoe.offload.composition import Composition, changed
+from tiermoe.offload.policies.routing import CachePrior
+from tiermoe.offload.profiles import Profile, profile_path, to_json
+from tiermoe.systems.resolved import resolve
 from tiermoe.types import Routed
 
+
 # the rule
-
-
 def test_by_hand() -> None:
     """Scores 5, 4, 3, 2, 1, spread 4: a quarter of it lifts what is here by 1, which is more than nothing and not more
     than 1."""
@@ -85,8 +93,6 @@ def test_what_cannot_be_chosen_stays_out() -> None:
 
 
 # routers
-
-
 RULES = {
     "softmax": RouterRule(3), "softmax, normalised": RouterRule(3, normalise=True, wide=True),
     "chosen": RouterRule(3, "chosen"), "sigmoid": RouterRule(3, "sigmoid", normalise=True, scale=2.5),
@@ -117,13 +123,11 @@ def test_scores_rank_and_weigh_as_the_router_does(name: str, dtype: torch.dtype,
 
 
 # a composition
-
-
 def _moved(changes: dict[str, Any], tokens: int = 40) -> tuple[int, int]:
     """(choices displaced, misses) of random scores under a composition, four experts of a layer, two a token."""
     chance = random.Random(3)
     scheduler, _ = scheduler_with("lru", **changes)
-    prior, counts = scheduler.prior, scheduler.controller.counts
+    prior, counts = scheduler.prior, scheduler.loader.counts
     for _ in range(tokens):
         scheduler.begin_pass(1, Said(), "decode")
         for layer in range(3):
@@ -131,7 +135,7 @@ def _moved(changes: dict[str, Any], tokens: int = 40) -> tuple[int, int]:
             taken = sorted(range(4), key=lambda expert: -scores[expert])[:2]
             weights = [math.exp(score) for score in scores]
             if prior is not None:
-                own, here = taken, scheduler.here(layer)
+                own, here = taken, scheduler.is_resident(layer)
                 taken, _ = prior.choose(layer, own, scores, weights, here)
                 counts.displaced += sum(a != b for a, b in zip(own, taken, strict=True))
             gates = [weights[expert] for expert in taken]
@@ -180,14 +184,14 @@ def test_what_does_nothing_is_refused(given: dict[str, Any], message: str) -> No
 
 
 # a model
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tiny_model: Callable[..., Path]) -> Path:
     return tiny_model("qwen3_moe", torch.bfloat16)
 
 
 MOVED = {"prior": 0.3, "always": 1, "untouched": 0}
+
+
 IDS = torch.randint(3, 128, (2, 7), generator=torch.Generator().manual_seed(2))
 
 
@@ -253,7 +257,7 @@ def test_a_choice_that_is_moved_is_weighed_by_the_routers_own_scores(checkpoint:
         checkpoint, preset="nimble", set=MOVED, memory="4GiB", device="cpu", bits=16, cache="50%", warm=False
     )
     engine = model.tiermoe
-    block, seen = engine.steps.decoder.layers[0].feed_forward, []
+    block, seen = engine.decoder.layers[0].feed_forward, []
     experts = block.experts
 
     def route(router: Router, *parts: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -281,7 +285,7 @@ class _Watched:
 
     def __init__(self, experts: Any, route: Any) -> None:
         self._experts, self.route = experts, route
-        self.by_row = experts.by_row
+        self.batch_invariant = experts.batch_invariant
         self.block = experts.block
 
     def __call__(self, *arguments: torch.Tensor) -> Any:
@@ -303,3 +307,101 @@ def test_models_whose_scores_are_not_known_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="routing=cached needs the scores of all experts"):
         answer(tiny_model(family, torch.bfloat16), "nimble", **more)
+
+
+TEXT_IDS = torch.randint(3, 128, (4, 24), generator=torch.Generator().manual_seed(7))
+
+
+def test_cost_by_hand() -> None:
+    """Sequences that lose .1 and .3 nats a token: .2 ± .1."""
+    base = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 3.0])]
+    moved = [torch.tensor([1.1, 2.1]), torch.tensor([3.4, 3.2])]
+    found = cost(0.1, (moved, 3.0), (base, 4.0))
+    assert found.loss == pytest.approx(math.exp(0.2) - 1)
+    assert found.error == pytest.approx(0.1 * math.exp(0.2))
+    assert (found.strength, found.misses) == (0.1, 0.75)
+    assert cost(0.1, (moved[:1], 3.0), (base[:1], 4.0)).error is None
+
+
+@pytest.fixture
+def engine(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Engine]]:
+    started: list[Engine] = []
+
+    def make(**options: Any) -> Engine:
+        directory = tiny_model("qwen3_moe", torch.bfloat16)
+        options = {"memory": "4GiB", "device": "cpu", "bits": 4, "cache": "50%", "warm": False, **options}
+        options = {"preset": "nimble", "context": 32, **options}
+        options["set"] = {"always": 1, "untouched": 0, **options.get("set", {})}
+        started.append(start(inspect_model(directory, str(directory)), settings(**options)))
+        return started[-1]
+
+    yield make
+    for each in started:
+        each.close()
+
+
+def test_the_exact_run_displaces_nothing_and_skips_nothing(engine: Callable[..., Engine]) -> None:
+    running = engine(set={"precision": "gate-score", "t1": 0.3, "t2": 0.3})
+    counts = running.loader.counts
+    losses, misses = Trials(running, TEXT_IDS, 6).exact()
+    assert [len(each) for each in losses] == [18] * 4
+    assert (counts.displaced, counts.skipped) == (0, 0)
+    moved, fewer = Trials(running, TEXT_IDS, 6).moved(0.4)
+    assert counts.displaced > 0
+    assert counts.skipped > 0
+    assert fewer < misses
+    assert any(not torch.equal(a, b) for a, b in zip(losses, moved, strict=True))
+
+
+def test_the_strongest_that_costs_little_is_found(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter([0.001, 0.004, 0.02, 0.003])
+    real = prior.cost
+
+    def said(*arguments: Any) -> prior.Cost:
+        found = real(*arguments)
+        return prior.Cost(found.strength, next(losses), found.error, found.misses)
+
+    monkeypatch.setattr(prior, "cost", said)
+    running = engine()
+    steps: list[tuple[int, int]] = []
+    found = find_prior(running, TEXT_IDS, 6, lambda done, total: steps.append((done, total)))
+    assert [each.strength for each in found.tried] == list(STRENGTHS[:3])
+    assert (found.strength, found.judged.loss) == (STRENGTHS[1], 0.003)
+    assert steps[-1] == (len(STRENGTHS) + 1, len(STRENGTHS) + 1)
+    assert running.scheduler.prior is not None
+    assert running.scheduler.prior.strength == running.composition.prior  # as it was
+
+
+def test_without_misses_or_patience_there_is_none(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="every expert fits this memory"):
+        find_prior(engine(cache="100%"), TEXT_IDS, 6, lambda *_: None)
+    monkeypatch.setattr(prior, "TOLERATED", -1.0)
+    with pytest.raises(ConfigError, match="even the weakest prior"):
+        find_prior(engine(), TEXT_IDS, 6, lambda *_: None)
+
+
+def test_a_calibration_takes_the_presets_place_and_what_is_asked_for_stays(tmp_path: Path) -> None:
+    def strength(**options: Any) -> float | None:
+        return resolve(settings(preset="nimble", **options), tmp_path, "abc", "m", 8).composition.prior
+
+    preset = strength()
+    path = profile_path(tmp_path, "nimble")
+    path.parent.mkdir()
+    path.write_bytes(to_json(Profile("nimble", "abc", {}, {"prior": 0.375}, {})))
+    assert preset != 0.375
+    assert strength() == 0.375
+    assert strength(set={"prior": 0.05}) == 0.05
+    assert strength(set={"routing": "all"}) == preset  # which nothing reads
+    path.write_bytes(to_json(Profile("nimble", "another", {}, {"prior": 0.375}, {})))
+    with pytest.raises(ProfileError, match="made for another checkpoint"):
+        strength()
+
+
+def test_it_is_among_what_calibrate_takes(tiermoe_: Command, tiny_model: Callable[..., Path]) -> None:
+    failed = tiermoe_("calibrate", tiny_model("qwen3_moe", torch.bfloat16), "--text", __file__, "--for", "frugal")
+    assert "'frugal' needs no calibration of its own; --for takes" in failed.err
+    assert "hobbit, edgemoe, fate, corm, mobile, nimble" in failed.err

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.recall_table import recall_table
+from benchmarks.prediction import recall_table
+from small_traces import decode, layer, prompt, trace_of
 from tiermoe.config import CacheSize
-from tiermoe.decide.composition import Composition
-from tiermoe.decide.prediction import count_paths
 from tiermoe.errors import TraceError
+from tiermoe.offload.composition import Composition
+from tiermoe.offload.policies.prediction import count_paths
 from tiermoe.systems import PRESETS, corm, fate, hobbit
 from tiermoe.systems.routings import frequencies, halves, routings
-from tiermoe.trace.schema import LayerTrace, Little, Pass, Times, Trace
-from traces import decoded, layer, prompt, trace
+from tiermoe.trace.file import Little, Pass, Times, Trace
 
 HALF = CacheSize(fraction=0.5)
 
@@ -20,9 +20,9 @@ HALF = CacheSize(fraction=0.5)
 def test_thresholds_split_the_scores_of_decoded_tokens() -> None:
     """Ten tokens of two experts: ten scores of 0, and the first weights .50, .55, … .95 in another order."""
     firsts = [0.95, 0.5, 0.9, 0.55, 0.85, 0.6, 0.8, 0.65, 0.75, 0.7]
-    passes = [decoded(layer([[0, 1]], [[first, 1 - first]])) for first in firsts]
-    passes.append(prompt(1, layer([[0, 1]], [[0.01, 0.99]])))  # of a prompt: does not count
-    found = trace(passes, [2], [2])
+    passes = [decode(layer([0, 1], weights=[[first, 1 - first]])) for first in firsts]
+    passes.append(prompt(layer([0, 1], weights=[[0.01, 0.99]])))  # of a prompt: does not count
+    found = trace_of(passes, 2)
     t1, t2 = hobbit.thresholds_of(found, high_share=0.75, skip_share=0.1)
     assert t1 == pytest.approx(0.7)  # 15 of 20: the ten zeros and .50 to .70
     assert t2 == pytest.approx(0.85)  # 18 of 20
@@ -33,9 +33,9 @@ def test_thresholds_split_the_scores_of_decoded_tokens() -> None:
 def _two_pools() -> tuple[Trace, Composition]:
     """Eight experts of 100 and 50 bytes; half of 800 bytes, half for each pool: 2 high and 4 low slots."""
     choices = [[0, 1], [0, 1], [1, 0], [2, 3], [4, 0]]
-    passes = [decoded(layer([chosen], [[0.6, 0.4]])) for chosen in choices]
+    passes = [decode(layer(chosen, weights=[[0.6, 0.4]])) for chosen in choices]
     composition = PRESETS["hobbit"].having({"t1": 0.5, "t2": 0.9, "low_share": 0.5})
-    return trace(passes, [8], [2]), composition
+    return trace_of(passes, 8), composition
 
 
 def test_miss_penalty_counts_a_low_miss_by_its_bits() -> None:
@@ -86,10 +86,10 @@ def _predicted(right: list[list[bool]]) -> Trace:
     is named by the layer before."""
     passes = []
     for token in range(len(right[0])):
-        layers = [layer([[0]], forecasts={1: [(0 if row[token] else 1, 0.9), (0 if not row[token] else 1, 0.1)]})
+        layers = [layer([0], forecasts={1: [(0 if row[token] else 1, 0.9), (0 if not row[token] else 1, 0.1)]})
                   for row in right]  # fmt: skip
-        passes.append(decoded(*layers, layer([[0]])))
-    return trace(passes, [4] * (len(right) + 1), [1] * (len(right) + 1), distances=(1,))
+        passes.append(decode(*layers, layer([0])))
+    return trace_of(passes, top_k=1)
 
 
 def test_accuracies_per_layer_and_the_boundary() -> None:
@@ -109,7 +109,7 @@ def test_boundary_has_the_first_layer_at_least(accuracy: list[float], expected: 
 
 def test_accuracy_needs_forecasts() -> None:
     with pytest.raises(TraceError, match="no forecasts"):
-        fate.accuracies(trace([decoded(layer([[0]]))], [4], [1]))
+        fate.accuracies(trace_of([decode(layer([0]))], top_k=1, forecast_distances=()))
 
 
 @pytest.mark.parametrize(("bandwidth", "expected"), [(1e8, [2, 2, 2, 0]), (2e8, [5, 5, 5, 0]), (1e6, [0, 0, 0, 0])])
@@ -117,21 +117,22 @@ def test_windows_are_a_layers_time_by_an_experts(bandwidth: float, expected: lis
     """.04 s over four layers and two experts of 5 ms: 20 ms a layer; 0.8 MB take 8, 4 and 800 ms. Behind the last layer
     nothing is read."""
     times = Times(0.04, {4: 0.005}, 0.0, {4: 0.0})
-    found = trace([], [8] * 4, [2] * 4, times, nbytes={4: 800_000})
+    found = trace_of([], 8, 2, 800_000, times, layers=4)
     assert fate.windows(found, 4, bandwidth) == expected
 
 
 def test_each_layer_has_its_own_window() -> None:
     """10 ms and 1, 2 or 4 experts of 5 ms: 15, 20 and 30 ms; the experts of the layers behind take 8, 4 and 2 ms."""
     times = Times(0.04, {4: 0.005}, 0.0, {4: 0.0})
-    found = trace([], [8] * 4, [1, 2, 4, 4], times, nbytes={4: 800_000})
+    found = trace_of([], 8, 4, times=times, layers=4)
+    found.header.top_k[:2] = [1, 2]
     found.header.expert_bytes[4] = [800_000, 800_000, 400_000, 200_000]
     assert fate.windows(found, 4, 1e8) == [1, 5, 15, 0]
 
 
 def test_window_needs_times() -> None:
     with pytest.raises(TraceError, match="no computing times"):
-        fate.windows(trace([], [8], [2]), 4, 1e8)
+        fate.windows(trace_of([], layers=1), 4, 1e8)
 
 
 @pytest.mark.parametrize(
@@ -147,8 +148,8 @@ def test_the_largest_share_before_the_loss(losses: list[tuple[float, float]], ex
 
 
 def test_bits_by_usage() -> None:
-    passes = [decoded(layer([[0, 1]])), decoded(layer([[0, 1]])), decoded(layer([[0, 2]])), decoded(layer([[3, 4]]))]
-    found = trace(passes, [7], [2])
+    passes = [decode(layer(chosen)) for chosen in ([0, 1], [0, 1], [0, 2], [3, 4])]
+    found = trace_of(passes, 7)
     assert frequencies(found) == [[3, 2, 1, 1, 1, 0, 0]]
     # 30 % of seven are two: 5 and 6; half are three: of 2, 3 and 4, which serve one token each, the higher index
     assert corm.bits_by_usage(found, 4, 2) == [[4, 4, 4, 4, 4, 2, 2]]
@@ -159,31 +160,26 @@ def test_bits_by_usage() -> None:
 
 def test_routings_are_token_by_token_and_leave_an_encoder_out() -> None:
     passes = [
-        prompt(2, layer([[1], [2]]), layer([[3]])),
-        decoded(LayerTrace([], []), layer([[0]])),
+        prompt(layer([1], [2]), layer([3])),
+        decode(layer(), layer([0])),
     ]
-    found = trace(passes, [4, 4], [1, 1], encoder_layers=1)
+    found = trace_of(passes, top_k=1, encoder_layers=1)
     assert list(routings(found)) == [[[], [3]], [[], [0]]]
-    decoder = trace([prompt(2, layer([[1], [2]]), layer([[3], [0]]))], [4, 4], [1, 1])
+    decoder = trace_of([prompt(layer([1], [2]), layer([3], [0]))], top_k=1)
     assert list(routings(decoder)) == [[[1], [3]], [[2], [0]]]
     assert count_paths(routings(decoder), 2) == {1: {((1,),): {3: 1}, ((2,),): {0: 1}}}
 
 
 def _routed(first: int, second: int, forecast: int, little: int) -> Pass:
-    passed = decoded(layer([[first]], forecasts={1: [(forecast, 1.0)]}), layer([[second]]))
-    passed.little = Little(0.5, [layer([[first]]), layer([[little]])])
+    passed = decode(layer([first], forecasts={1: [(forecast, 1.0)]}), layer([second]))
+    passed.little = Little(0.5, [layer([first]), layer([little])])
     return passed
 
 
 def test_recall_of_every_predictor() -> None:
     """Calibrated on 0 → 1 (twice), 0 → 2 and 3 → 3; held out: 0 → 1, 0 → 2, 3 → 3, 1 → 1 (never seen)."""
-    calibration = trace(
-        [decoded(layer([[a]]), layer([[b]])) for a, b in [(0, 1), (0, 1), (0, 2), (3, 3)]], [4] * 2, [1] * 2
-    )
-    held_out = trace(
-        [_routed(0, 1, 1, 1), _routed(0, 2, 1, 2), _routed(3, 3, 0, 3), _routed(1, 1, 1, 0)],
-        [4] * 2, [1] * 2, distances=(1,), holds=frozenset({"weights", "little"}),
-    )  # fmt: skip
+    calibration = trace_of([decode(layer([a]), layer([b])) for a, b in [(0, 1), (0, 1), (0, 2), (3, 3)]], top_k=1)
+    held_out = trace_of([_routed(0, 1, 1, 1), _routed(0, 2, 1, 2), _routed(3, 3, 0, 3), _routed(1, 1, 1, 0)], top_k=1)
     rows = {row.predictor: row for row in recall_table(calibration, held_out)}
     recalls = {name: row.recall for name, row in rows.items()}
     assert recalls == {

@@ -16,9 +16,12 @@ import torch
 
 import tiermoe
 from commands import Command
-from tiermoe.engine.passes import CurrentPass
-from tiermoe.generation.chat import Conversation
-from tiermoe.generation.loop import _Streamer
+from small_engines import OnRoute
+from tiermoe.batch import Batch
+from tiermoe.engine.chat import Conversation
+from tiermoe.engine.detokenize import Detokenizer
+from tiermoe.engine.engine import Engine
+from tiermoe.types import Routed
 from tiny import TEMPLATE, write
 
 FAST = ("--memory", "4GiB", "--lanes", "1")
@@ -120,16 +123,16 @@ def test_an_error_of_one_reply_ends_no_conversation(
     error: Exception, tiermoe_: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second reply fails after its prompt was read; the third answers as if the second had not been asked."""
-    begin, replies = CurrentPass.begin, []
+    step, replies = Engine.step, []
 
-    def failing(self: Any, batch: Any) -> None:
+    def failing(self: Engine, batch: Batch, *arguments: Any) -> Any:
         replies.extend([batch.tokens] if len(batch.tokens) > 1 else [])
         if len(replies) == 2 and len(batch.tokens) == 1:
             raise error
-        begin(self, batch)
+        return step(self, batch, *arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(CurrentPass, "begin", failing)
+        patched.setattr(Engine, "step", failing)
         outcome = tiermoe_("chat", tiny, *GREEDY, stdin="one two\nthree\nfour\n")
     assert outcome.code == 0
     assert len(re.findall(r"^tiermoe: ", outcome.err, re.MULTILINE)) == 1
@@ -205,15 +208,15 @@ def test_chat_ends_with_its_input(tiermoe_: Command, tiny: Path) -> None:
 
 def test_interrupting_a_reply_stops_it_alone(tiermoe_: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C after the second token of the first reply; the second turn answers as in a fresh chat."""
-    put, calls = _Streamer.put, []
+    add, calls = Detokenizer.add, []
 
-    def stopped(self: Any, value: torch.Tensor) -> None:
-        calls.append(value)
-        if len(calls) == 4:  # the prompt and two tokens have passed
+    def stopped(self: Any, token: int) -> str:
+        calls.append(token)
+        if len(calls) == 3:  # two tokens have passed
             raise KeyboardInterrupt
-        put(self, value)
+        return add(self, token)
 
-    monkeypatch.setattr(_Streamer, "put", stopped)
+    monkeypatch.setattr(Detokenizer, "add", stopped)
     words = ("chat", tiny, *FAST, "--max-tokens", "9", "--temperature", "0")
     outcome = tiermoe_(*words, stdin="first one\nsecond\n")
     assert outcome.code == 0
@@ -284,13 +287,13 @@ def test_a_system_prompt_begins_the_conversation(loaded: Any, monkeypatch: pytes
 def test_earlier_turns_are_not_computed_again(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = loaded
     lengths: list[int] = []
-    begin = CurrentPass.begin
+    step = Engine.step
 
-    def counted(self: Any, batch: Any) -> None:
+    def counted(self: Engine, batch: Batch, *arguments: Any) -> Any:
         lengths.append(len(batch.tokens))
-        begin(self, batch)
+        return step(self, batch, *arguments)
 
-    monkeypatch.setattr(CurrentPass, "begin", counted)
+    monkeypatch.setattr(Engine, "step", counted)
     conversation = Conversation(model, tokenizer)
     report = conversation.reply("a long beginning of it", tiermoe.Sampling(max_tokens=4), lambda _: None)
     assert lengths[0] == 22
@@ -312,21 +315,20 @@ def test_a_prompt_that_fails_leaves_the_conversation_as_it_was(loaded: Any) -> N
     assert other.reply("def", greedy, lambda _: None).token_ids == after.token_ids
 
 
-def test_an_interruption_in_the_middle_of_a_layer_leaves_nothing_behind(
-    loaded: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption_in_the_middle_of_a_pass_leaves_nothing_behind(loaded: Any) -> None:
     """Some layers have taken the new tokens' keys and values, others have not: none of them may stay."""
     model, tokenizer = loaded
     greedy = tiermoe.Sampling(max_tokens=5)
     one, other = Conversation(model, tokenizer), Conversation(model, tokenizer)
     one.reply("abc", greedy, lambda _: None)
     other.reply("abc", greedy, lambda _: None)
-    with monkeypatch.context() as patched:
-        patched.setattr(model.tiermoe.layers[1], "run", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            one.reply("never mind", greedy, lambda _: None)
+    model.tiermoe.observe(OnRoute(interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        one.reply("never mind", greedy, lambda _: None)
+    model.tiermoe.observe(None)
     assert one.reply("def", greedy, lambda _: None).token_ids == other.reply("def", greedy, lambda _: None).token_ids
 
 
-def interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
+def interrupt(routed: Routed, _: torch.Tensor) -> None:
+    if routed.layer == 1:
+        raise KeyboardInterrupt

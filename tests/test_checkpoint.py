@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tiermoe.errors import ModelError
-from tiermoe.store.checkpoint import Checkpoint
+from tiermoe.formats.safetensors import Checkpoint
 
 TENSORS = {
     "a.weight": torch.arange(24, dtype=torch.float32).view(4, 6),
@@ -126,7 +126,7 @@ def test_a_truncated_shard_is_named_with_the_sizes(kept: int, tmp_path: Path) ->
 
 
 def test_a_large_tensor_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiermoe.store.checkpoint._PIECE", 4096)
+    monkeypatch.setattr("tiermoe.formats.safetensors.READ_BYTES", 4096)
     large = torch.randn(37, 1001, generator=torch.Generator().manual_seed(0))
     checkpoint = Checkpoint(single(tmp_path / "model", {"small": torch.ones(3), "large": large}))
     assert torch.equal(checkpoint.read("large"), large)

@@ -18,12 +18,13 @@ import typer
 
 import tiermoe
 from commands import Command
+from options_document import FILE, document
 from tiermoe.cli.main import COMMANDS, app
+from tiermoe.cli.options import ENGINE
 from tiermoe.config import Settings
 from tiermoe.engine import load
-from tiermoe.engine.passes import CurrentPass
-from tiermoe.process.machine import processors
-from tiermoe.store.store import open_store
+from tiermoe.formats.store import open_store
+from tiermoe.platform.machine import processors
 from tiny import TEMPLATE, oracle, write
 
 FAST = ("--memory", "4GiB", "--lanes", "1")
@@ -144,17 +145,18 @@ def test_the_answer_ends_where_the_context_does(tiermoe_: Command, tiny: Path) -
 def test_memory_is_reserved_for_the_prompt_and_the_answer(
     tiermoe_: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int | None] = []
-    plan = load.plan_memory
+    reserved: list[int] = []
+    start = load.start
 
-    def planned(blueprint: Any, resolved: Any, *rest: Any) -> Any:
-        asked.append(resolved.settings.context)
-        return plan(blueprint, resolved, *rest)
+    def started(*arguments: Any) -> Any:
+        engine = start(*arguments)
+        reserved.append(engine.plan.context)
+        return engine
 
-    monkeypatch.setattr(load, "plan_memory", planned)
+    monkeypatch.setattr(load, "start", started)
     for words in (("--max-tokens", "5"), ("--max-tokens", "500"), ("--max-tokens", "5", "--context", "30")):
         assert tiermoe_("run", tiny, "x" * 20, *FAST, *words).code == 0
-    assert asked == [25, 256, 30]
+    assert reserved == [25, 256, 30]
 
 
 def test_a_seed_repeats_an_answer(tiermoe_: Command, tiny: Path) -> None:
@@ -163,19 +165,11 @@ def test_a_seed_repeats_an_answer(tiermoe_: Command, tiny: Path) -> None:
     assert one == again != other
 
 
-def test_a_long_prompt_runs_in_chunks(
-    tiermoe_: Command, tiny: Path, loaded: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lengths: list[int] = []
-    begin = CurrentPass.begin
-
-    def counted(self: Any, batch: Any) -> None:
-        lengths.append(len(batch.tokens))
-        begin(self, batch)
-
-    monkeypatch.setattr(CurrentPass, "begin", counted)
+def test_a_long_prompt_runs_in_chunks(tiermoe_: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[tuple[int, int]] = []
+    monkeypatch.setattr("tiermoe.cli.run.prompt_progress", lambda: lambda done, total: read.append((done, total)))
     assert tiermoe_("run", tiny, "x" * 40, *FAST, "--chunk", "16", "--max-tokens", "3").code == 0
-    assert lengths == [16, 16, 8, 1, 1]
+    assert read == [(16, 40), (32, 40), (40, 40)]
 
 
 def test_memory_left_out_is_said(tiermoe_: Command, tiny: Path) -> None:
@@ -355,6 +349,20 @@ OF_THEIR_OWN = {
 }  # fmt: skip
 
 
+def test_the_document_of_options_is_current_and_has_every_option() -> None:
+    text = FILE.read_text()
+    assert text == document(), "run: python tests/options_document.py"
+    group: Any = typer.main.get_command(app)
+    for name in COMMANDS:
+        section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+        for option in group.resolve_command(None, [name])[1].params:
+            if option.param_type_name == "option" and option.name.removesuffix("_") not in ENGINE:
+                assert all(f"`{flag}`" in section for flag in (*option.opts, *option.secondary_opts)), (
+                    name,
+                    option.name,
+                )
+
+
 def test_version_and_help(tiermoe_: Command) -> None:
     nothing_asked = tiermoe_()
     assert (nothing_asked.code, nothing_asked.err) == (2, "")
@@ -416,7 +424,7 @@ def test_an_interrupted_command(tiermoe_: Command, tiny: Path, monkeypatch: pyte
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tiermoe.generation.loop.generate", interrupted)
+    monkeypatch.setattr("tiermoe.engine.generate.generate", interrupted)
     outcome = tiermoe_("run", tiny, "hi", *FAST)
     assert outcome.code == 130
     assert "Traceback" not in outcome.err

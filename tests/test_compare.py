@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import multiprocessing
 import re
-import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,8 @@ from typing import Any
 import pytest
 
 from commands import Command
+from tiermoe.bench.plots import missing_plots
 from tiermoe.cli import output
-from tiermoe.cli.chart import Axis, draw
 from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.measure.compare import Case, Measured, evaluate_apart, measure_all, presets_asked, summarise
 from tiermoe.systems import PRESETS
@@ -88,59 +86,6 @@ def killing(what: str, done: int, total: int) -> None:
         process.kill()
 
 
-def crowd() -> list[dict[str, Any]]:
-    """All presets: the exact ones at one KL and nearly one speed, and one far out."""
-    rows = []
-    for index, preset in enumerate(PRESETS.values()):
-        speed = 20 + 0.2 * index
-        kl = 0.02 + 0.01 * index if preset.lossy else 0.01
-        rows.append(
-            result(preset.name, speed, kl=kl, lossy=preset.lossy, rounds=3, decode_tok_s_range=[speed - 1, speed + 1])
-        )
-    return rows
-
-
-def test_every_preset_has_a_row_with_its_figures_in_the_picture() -> None:
-    """One preset is twenty times as fast as the others, as io-free is on a small model, and one costs nothing."""
-    rows = [*crowd(), {"preset": "broken", "error": "no calibration"}]
-    rows[0] |= {"decode_tok_s": 3859.0, "decode_tok_s_range": [3800.0, 3900.0], "kl": 0.0, "kl_se": 0.0}
-    root = ET.fromstring(draw(rows))
-    labels = {str(each.text): (float(each.attrib["x"]), float(each.attrib["y"])) for each in root.iter(f"{SVG}text")}
-    names = [row["preset"] for row in rows if "error" not in row]
-    heights = [labels[name][1] for name in names]
-    assert all(below - above >= 20 for above, below in itertools.pairwise(heights))
-    assert labels["3,859"][1] == labels[names[0]][1]
-    assert "broken" not in labels
-    dots = [float(circle.attrib["cx"]) for circle in root.iter(f"{SVG}circle")]
-    paths = [float(re.match(r"M([\d.]+)", path.attrib["d"])[1]) for path in root.iter(f"{SVG}path")]  # type: ignore[index]
-    exact = sum(not row["lossy"] for row in rows if "error" not in row)
-    assert (len(dots), len(paths)) == (2 * exact + 1, 2 * (len(names) - exact) + 1)  # with the legend's
-    speeds = sorted(x for x in [*dots, *paths] if 200 <= x <= 480)
-    assert speeds[-2] - speeds[0] > 2, "the others are told apart beside the fastest"
-    assert {"20", "50", "1000"} <= labels.keys()
-
-
-def test_points_stand_at_their_values() -> None:
-    axis = Axis(0.0, 10.0, 100.0, 200.0)
-    assert [axis.at(value) for value in (0, 2.5, 10)] == [100, 125, 200]
-    assert axis.ticks() == [0, 2, 4, 6, 8, 10]
-    steps = Axis(0.01, 1.0, 0.0, 100.0, logarithmic=True)
-    assert steps.at(0.1) == pytest.approx(50)
-    assert steps.ticks() == pytest.approx([0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0])
-    many = Axis(1e-5, 2.0, 0.0, 100.0, logarithmic=True)
-    assert many.ticks() == pytest.approx([1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0])
-    root = ET.fromstring(draw([row for row in crowd() if row["preset"] in ("default", "lru")]))
-    _, *points = [float(circle.attrib["cx"]) for circle in root.iter(f"{SVG}circle")]
-    assert points[1] > points[0]  # lru is faster here, so further right
-
-
-def test_without_a_reference_perplexity_takes_its_place() -> None:
-    rows = crowd()
-    for row in rows:
-        del row["kl"]
-    assert ">perplexity (less is better)<" in draw(rows)
-
-
 def test_compare_measures_what_can_run(
     tiermoe_: Command, shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +94,7 @@ def test_compare_measures_what_can_run(
     ended = tiermoe_(
         "compare", shipped, "--text", TEXT, "--presets", "lru,hobbit", "--cache", "45%", "--memory", "4GiB",
         "--tokens", 16, "--window", 8, "--prompt", 8, "--rounds", 1, "--lanes", 1, "--threads", 1, "--bits", 8,
-        "--reference", "none", "--picture", picture, "--json",
+        "--reference", "none", "--json", *(["--picture", picture] if missing_plots() is None else []),
     )  # fmt: skip
     assert ended.code == 0, ended.err
     lru, hobbit = json.loads(ended.out)
@@ -157,7 +102,7 @@ def test_compare_measures_what_can_run(
     assert lru["decode_vs_lru"] == 1
     assert lru["perplexity"] > 1
     assert re.search("tiermoe calibrate .* --for hobbit", hobbit["error"])
-    assert ">lru<" in picture.read_text()
+    assert missing_plots() is not None or ">lru<" in picture.read_text()
     assert re.search(r"^measuring presets: 1 of 2, \d+ s left$", ended.err, re.MULTILINE)
 
 

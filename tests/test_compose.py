@@ -9,23 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiermoe.config import CacheSize
-from tiermoe.decide.compose import (
-    Foresight,
-    ModelShape,
-    PrecisionSlots,
-    Tables,
-    assemble,
-    cache_bytes,
-    divide,
-    filled,
-    precisions,
-    tables,
-    with_low_share,
-)
-from tiermoe.decide.composition import Composition
-from tiermoe.decide.profiles import Profile
-from tiermoe.decide.scheduler import Scheduler
 from tiermoe.errors import ProfileError
+from tiermoe.offload.assembly import FutureTrace, ModelShape, PrecisionSlots, assemble, cache_bytes, divide, precisions
+from tiermoe.offload.composition import Composition, filled, with_low_share
+from tiermoe.offload.profiles import Profile, Tables, tables
+from tiermoe.offload.scheduler import Scheduler
 from tiermoe.simulate.link import InstantLink
 from tiermoe.systems import PRESETS, compose
 from tiermoe.types import ExpertKey
@@ -49,7 +37,7 @@ def link() -> InstantLink:
 
 
 def assembled(composition: Composition, slots: list[PrecisionSlots]) -> Scheduler:
-    foresight = Foresight(lambda key: 0.0, lambda layer: [])
+    foresight = FutureTrace(lambda key: 0.0, lambda layer: [])
     return assemble(composition, SHAPE, slots, link(), 4, tables(PROFILE), foresight)
 
 
@@ -63,7 +51,7 @@ def test_fates_low_copies_have_their_share_of_one_layers_part() -> None:
     fate = with_low_share(compose("fate", {"low_popularity": 0.4, "boundary": 1, "window": 2}), 8)
     slots = divide(4000, fate, {4: 100, 2: 50}, (), 100)
     assert slots == [PrecisionSlots((4,), 38), PrecisionSlots((2,), 4)]
-    cache = assembled(fate, slots).controller.cache
+    cache = assembled(fate, slots).loader.cache
     assert [cache.reserve(ExpertKey(2, expert, 2)) for expert in range(5)] == [38, 39, 40, 41, None]
     assert with_low_share(compose("fate", {"low_popularity": 0.4, "low_share": 0}), 8).low_share == 0
     assert with_low_share(compose("fate", {"low_popularity": 0.4, "mispredicted": "low"}), 8).low_share is None
@@ -166,33 +154,33 @@ def test_every_preset_assembles(name: str) -> None:
     loaded = precisions(composition, 4, tables(PROFILE).bits)
     slots = divide(1600, composition, {bits: bits * 20 for bits in loaded}, tables(PROFILE).bits.values(), 32)
     scheduler = assembled(composition, slots)
-    assert scheduler.controller.cache.slots == sum(share.slots for share in slots)
+    assert scheduler.loader.cache.slots == sum(share.slots for share in slots)
     assert scheduler.together is (name == "hobbit")
     assert scheduler.whole_layer is (name == "sti")
     assert scheduler.proceed is (name == "corm")
 
 
 def test_precisions_evict_in_pools_of_their_own() -> None:
-    cache = assembled(HOBBIT, [PrecisionSlots((4,), 2), PrecisionSlots((2,), 1)]).controller.cache
+    cache = assembled(HOBBIT, [PrecisionSlots((4,), 2), PrecisionSlots((2,), 1)]).loader.cache
     assert [cache.reserve(ExpertKey(0, expert, 4)) for expert in range(3)] == [0, 1, None]  # all in flight
     assert [cache.reserve(ExpertKey(0, expert, 2)) for expert in range(2)] == [2, None]
 
 
 def test_one_share_serves_every_precision() -> None:
-    cache = assembled(compose("edgemoe"), [PrecisionSlots((4, 2), 2)]).controller.cache
+    cache = assembled(compose("edgemoe"), [PrecisionSlots((4, 2), 2)]).loader.cache
     assert [cache.reserve(key) for key in (ExpertKey(0, 0, 4), ExpertKey(3, 0, 2), ExpertKey(1, 0, 4))] == [0, 1, None]
 
 
 def test_no_cache_is_one_pool_whatever_the_allotment() -> None:
     none = compose("mixtral-offload", {"cache": "none", "prefetch": "none"})
     assert none.allotment == "even"
-    assert assembled(none, [PrecisionSlots((4,), 2)]).controller.cache.slots == 2
+    assert assembled(none, [PrecisionSlots((4,), 2)]).loader.cache.slots == 2
 
 
 @pytest.mark.parametrize("preset", ["default", "mixtral-offload"])
 def test_slots_that_do_not_give_every_layer_its_k_are_one_pool(preset: str) -> None:
     def of_layer_0(slots: int) -> int:
-        cache = assembled(compose(preset), [PrecisionSlots((4,), slots)]).controller.cache
+        cache = assembled(compose(preset), [PrecisionSlots((4,), slots)]).loader.cache
         return sum(cache.reserve(ExpertKey(0, expert, 4)) is not None for expert in range(8))
 
     assert [of_layer_0(slots) for slots in (2, 7, 8, 9)] == [2, 7, 2, 3]
@@ -203,7 +191,7 @@ def test_below_a_layers_k_each_shallow_layers_still_come_first() -> None:
 
     def room(slots: int) -> list[int]:
         fate = compose("fate", {"precision": "fixed", "boundary": 1, "window": 2})
-        cache = assembled(fate, [PrecisionSlots((4,), slots)]).controller.cache
+        cache = assembled(fate, [PrecisionSlots((4,), slots)]).loader.cache
         return [
             sum(cache.reserve(ExpertKey(layer, expert, 4)) is not None for expert in range(8)) for layer in range(4)
         ]
@@ -213,7 +201,7 @@ def test_below_a_layers_k_each_shallow_layers_still_come_first() -> None:
 
 def test_a_precision_whose_slots_do_not_go_round_is_one_pool() -> None:
     corm = filled(compose("corm"), PROFILE)
-    cache = assembled(corm, [PrecisionSlots((4,), 8), PrecisionSlots((2,), 3)]).controller.cache
+    cache = assembled(corm, [PrecisionSlots((4,), 8), PrecisionSlots((2,), 3)]).loader.cache
     low = [cache.reserve(ExpertKey(0, expert, 2)) for expert in range(4)]
     high = [cache.reserve(ExpertKey(0, expert, 4)) for expert in range(3)]
     assert (low, high) == ([8, 9, 10, None], [0, 1, None])

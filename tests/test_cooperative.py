@@ -17,21 +17,20 @@ from fake_gpu import FakeGpu
 from gpu_models import needs_gpu
 from gpu_rig import within
 from parity import tokens
-from tiermoe import kernels
-from tiermoe.decide.composition import require_device
-from tiermoe.decide.controller import ELSEWHERE
-from tiermoe.engine import service
+from small_engines import OnRoute
+from tiermoe.engine import budget, service
 from tiermoe.engine.cooperative import CpuHelper
-from tiermoe.engine.experts import LayerExperts
+from tiermoe.engine.moe_layer import ExpertSource, MoELayer
 from tiermoe.engine.units import unit_of
 from tiermoe.errors import ConfigError, LoadError
-from tiermoe.kernels.expert import one_by_one
-from tiermoe.kernels.reference import DecodedLinear
-from tiermoe.memory import plan
+from tiermoe.kernels import linear as kernels
+from tiermoe.kernels.experts import one_by_one
+from tiermoe.kernels.linear import DecodedLinear
+from tiermoe.offload.composition import require_device
+from tiermoe.offload.gpu import GpuLink
+from tiermoe.offload.loader import CPU_FALLBACK
 from tiermoe.systems import compose
-from tiermoe.tiers.gpu import GpuLink
 from tiermoe.types import ExpertKey, Ready, Routed
-from watching import OnRoute
 
 
 @pytest.mark.parametrize("changes", [{}, {"unit": "neuron", "theta": "0.1"}, {"misses": "measured"}])
@@ -54,10 +53,10 @@ class Kernel:
     def __call__(self, x: torch.Tensor, slot: Any) -> torch.Tensor:
         return self._compute(x, slot)
 
-    def together(self, x: torch.Tensor, slots: list[Any]) -> torch.Tensor:
+    def forward_one(self, x: torch.Tensor, slots: list[Any]) -> torch.Tensor:
         return torch.cat([self(x, slot) for slot in slots])
 
-    def apart(self, x: torch.Tensor, counts: list[int], slots: list[Any], among_others: bool) -> torch.Tensor:
+    def forward_ragged(self, x: torch.Tensor, counts: list[int], slots: list[Any], among_others: bool) -> torch.Tensor:
         return one_by_one(self, x, counts, slots)
 
 
@@ -71,16 +70,15 @@ class Layer:
         self.asked: list[tuple[int, int]] = []
         self._away, self._left = away, 2
         current = SimpleNamespace(
-            route=lambda layer, index, weights, *_: (index, weights),
-            run_layer=self._run, phase="decode", needs_weights=False, proceed=False,
-            observer=None,
+            run_layer=self._run, phase="decode", needs_weights=False, proceed=False, observer=None, unsure=None
         )  # fmt: skip
         views = lambda key, slot: slot  # noqa: E731
         kernels = {4: Kernel(self._kernel)}
-        self.experts = LayerExperts(0, 3, kernels, current, views, on_cpu=self._on_cpu)  # type: ignore[arg-type]
+        source = ExpertSource(kernels, views, self._on_cpu)  # type: ignore[arg-type]
+        self.experts = MoELayer(0, 3, source, current)  # type: ignore[arg-type]
 
     def _run(self, routed: Routed, hidden: torch.Tensor) -> Iterator[list[Ready]]:
-        yield [Ready(self._away, ELSEWHERE, 2)]
+        yield [Ready(self._away, CPU_FALLBACK, 2)]
         yield from ([Ready(expert, expert, 4)] for expert in reversed(range(3)) if expert != self._away)
 
     def _kernel(self, x: torch.Tensor, slot: Any) -> torch.Tensor:
@@ -137,8 +135,8 @@ def cooperating(
     on the CPU."""
     for kind in ("int4/rowmajor", "int8"):
         monkeypatch.setitem(kernels.KERNELS, (kind, "cuda"), DecodedLinear)
-    monkeypatch.setattr("tiermoe.kernels.expert.grouped_experts", lambda form: None)
-    monkeypatch.setattr(plan, "require_device", lambda composition, device: require_device(composition, "cuda"))
+    monkeypatch.setattr("tiermoe.kernels.experts.grouped_experts", lambda form: None)
+    monkeypatch.setattr(budget, "require_device", lambda composition, device: require_device(composition, "cuda"))
     monkeypatch.setattr(service, "unit_of", lambda composition, device: unit_of(composition, "cuda"))
 
     def make(directory: Path, host_slots: int, misses: str = "cpu", **options: Any) -> tuple[Any, FakeGpu]:
@@ -172,11 +170,11 @@ def test_a_model_says_what_it_says_without(
         mine = within(60, lambda rows=rows: generated(loaded, rows))
         assert (mine - theirs).abs().max() <= 1e-4 * theirs.abs().max()
     stats, link = loaded.tiermoe.stats(), loaded.tiermoe.link
-    counts = loaded.tiermoe.controller.counts
+    counts = loaded.tiermoe.loader.counts
     assert stats["lossy"] == "misses=cpu"
-    assert 0 < stats["experts_on_cpu"] == counts.elsewhere
+    assert 0 < stats["experts_on_cpu"] == counts.cpu_fallback
     assert counts.loads <= len(gpu.asked) <= counts.loads + counts.speculative_loads  # some were recalled
-    loaded.tiermoe.controller.drain()
+    loaded.tiermoe.loader.drain()
     kept = {key for cache in link.host._caches.values() for key in cache._pins}
     assert kept == {key for key, _ in link._copies._under_way}  # nothing stays lent
     loaded.tiermoe.close()
@@ -205,12 +203,12 @@ def test_what_takes_less_is_done(
     gpu.copy_s = 1e6
     expected = within(60, lambda: generated(loaded, 1))
     engine = loaded.tiermoe
-    before, costs = engine.controller.counts.copy(), engine.service.unit.miss_costs()
+    before, costs = engine.loader.counts.copy(), engine.service.unit.miss_costs()
     assert engine.stats()["lossy"] == "misses=measured"
     assert costs.load_s >= 1e6 if copies_take_long else costs.load_s == 1e-9
-    assert 0 < costs.elsewhere_s < 60  # one expert was tried
+    assert 0 < costs.cpu_s < 60  # one expert was tried
     again = within(60, lambda: generated(loaded, 1))
-    assert (engine.controller.counts.minus(before).elsewhere > 0) == copies_take_long
+    assert (engine.loader.counts.minus(before).cpu_fallback > 0) == copies_take_long
     assert (again - expected).abs().max() <= 1e-4 * expected.abs().max()
     loaded.tiermoe.close()
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from extent_files import EXPERTS, FORM, SIZE, bytes_of, filler, write_experts
 from tiermoe.errors import LoadError
-from tiermoe.process import system_files
-from tiermoe.store.layout import PAGE
-from tiermoe.tiers.disk import DiskLink, SlotFiller
-from tiermoe.tiers.probe import probe_drive
-from tiermoe.tiers.reader import ExtentReader, aligned_memory
-from tiermoe.tiers.slots import HostSlots
+from tiermoe.formats.expert_format import PAGE
+from tiermoe.offload.disk import DiskLink, SlotFiller
+from tiermoe.offload.probe import probe_drive
+from tiermoe.offload.reader import ExtentReader, aligned_memory
+from tiermoe.offload.slots import HostSlots
+from tiermoe.platform import file_io
 from tiermoe.types import ExpertKey, Extent, Load, Segment
 
 
@@ -76,12 +76,12 @@ def file_of_pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("most", [1, 1000, 4096, 5000])
 def test_a_read_that_ends_early_goes_on(file_of_pages: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    whole = system_files.read_scattered
+    whole = file_io.read_scattered
 
     def short(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
         return whole(descriptor, [views[0][:most]], offset)
 
-    monkeypatch.setattr(system_files, "read_scattered", short)
+    monkeypatch.setattr(file_io, "read_scattered", short)
     memory, reader = aligned_memory(6 * PAGE), ExtentReader(direct=False)
     reader.direct = most == PAGE  # what is left of a direct read must begin with a page
     reader.read(Extent((Segment(str(file_of_pages), 100, 5 * PAGE, 100),), ""), memory, ExpertKey(0, 0, 16))

@@ -13,10 +13,10 @@ import small_families
 import tiermoe
 from tests import tiny
 from tiermoe.engine.loading import OutputLayer
+from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.errors import ModelError
-from tiermoe.memory.memory_plan import MemoryPlan
-from tiermoe.model.blueprint import Blueprint, inspect_model
-from tiermoe.model.embedding import EmbeddingOnDisk, embedding_bytes, embedding_key
+from tiermoe.model.dense_weights import EmbeddingOnDisk, embedding_bytes, embedding_key
+from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 
 KEY = "model.embed_tokens.weight"
 
@@ -63,7 +63,7 @@ def test_what_is_shared_or_scaled_stays_in_memory(tmp_path: Path) -> None:
 def test_a_model_gives_the_same_logits_with_its_embedding_on_disk(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiermoe.memory.plan.resident_bytes", lambda: 300 << 20)
+    monkeypatch.setattr("tiermoe.engine.budget.resident_bytes", lambda: 300 << 20)
     monkeypatch.setattr("tiermoe.engine.reading.page_cache_room", lambda: -1)  # mapped, it stays on disk as well
     directory = tiny.write(tmp_path, family, torch.bfloat16, vocab_size=4096)
     ids = torch.randint(3, 4096, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -135,7 +135,7 @@ def test_tables_beside_the_embedding_stay_on_disk(
     family: str, changes: dict[str, int], path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Embeddings of each layer, and of several tokens, whose rows lie in eight tensors."""
-    monkeypatch.setattr("tiermoe.memory.plan.resident_bytes", lambda: 300 << 20)
+    monkeypatch.setattr("tiermoe.engine.budget.resident_bytes", lambda: 300 << 20)
     monkeypatch.setattr("tiermoe.engine.reading.page_cache_room", lambda: -1)
     directory = small_families.write_small(tmp_path, family, vocab_size=4096, **changes)
     found = inspect_model(directory, "small")

@@ -17,11 +17,10 @@ from transformers import SwitchTransformersEncoderModel
 
 import tiermoe
 from commands import Command
-from links import finish
-from tiermoe.decide.profiles import Profile, profile_path, to_json
-from tiermoe.model.blueprint import inspect_model
+from small_engines import OnRoute, finish
+from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.offload.profiles import Profile, profile_path, to_json
 from tiny import config_of, make_random, write, write_tokenizer
-from watching import OnRoute
 
 LAYERS, EXPERTS = 2, 8
 EXACT: dict[str, Any] = {"memory": "4GiB", "device": "cpu", "dense_bits": 16, "lanes": 1}
@@ -146,16 +145,16 @@ def test_a_pass_loads_each_expert_once_and_reads_the_next_layer_ahead(edgemoe: C
 def test_the_buffer_begins_with_the_experts_of_the_highest_frequency(edgemoe: Callable[..., Any], bits: int) -> None:
     """In the bits of the table, not the run's own."""
     model = edgemoe(bits, cache="40%")
-    controller = model.tiermoe.controller
+    controller = model.tiermoe.loader
     while controller.filling:
-        controller.settle(controller.link.wait())
+        controller.record(controller.link.wait())
     cache = controller.cache
     assert cache.slots == len(MOST_USED)
     assert all(cache.find(layer, expert, bits) is not None for layer, expert in MOST_USED)
 
 
 def test_a_cold_start_has_an_empty_buffer(edgemoe: Callable[..., Any]) -> None:
-    controller = edgemoe(4, cache="40%", warm=False).tiermoe.controller
+    controller = edgemoe(4, cache="40%", warm=False).tiermoe.loader
     assert not controller.filling
     assert len(controller.cache) == 0
 

@@ -13,16 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commands import Command
-from tiermoe.decide.counts import Counts
-from tiermoe.decide.phase_costs import PhaseCosts
 from tiermoe.errors import BudgetError, ConfigError, ModelError
 from tiermoe.measure.evaluate import Evaluation, prepare
 from tiermoe.measure.scoring import TokenScores, mean_over_windows, score_tokens, summarise
-from tiermoe.measure.windows import Shape, cut
-from tiermoe.model.hub import load_tokenizer
+from tiermoe.measure.texts import WindowShape, cut_windows
+from tiermoe.metrics import ExpertCounts, PhaseMetrics
+from tiermoe.model.hf.hub import load_tokenizer
 from tiny import oracle, write
 
-SHAPE = Shape(prompt=8, window=12, tokens=36)
+SHAPE = WindowShape(prompt=8, window=12, tokens=36)
 OPTIONS = {"memory": "4GiB", "lanes": 1, "cache": "40%"}
 TEXT = "Once upon a time there was a small model that spoke in single letters, and it was glad to. " * 4
 
@@ -112,7 +111,7 @@ def test_the_loss_is_paired_window_by_window() -> None:
 
 
 def test_the_bound_is_the_slower_of_computing_and_reading() -> None:
-    phase = PhaseCosts(4.0, 1.0, 3.0, bytes_read=600, tokens=10, counts=Counts(hits=3, misses=1))
+    phase = PhaseMetrics(4.0, 1.0, 3.0, bytes_read=600, tokens=10, counts=ExpertCounts(hits=3, misses=1))
     assert phase.bound_tok_s(bandwidth=300.0) == pytest.approx(5)  # 2 s of reading, 1 s of computing
     assert phase.bound_tok_s(bandwidth=6000.0) == pytest.approx(10)
     assert (phase.tok_s, phase.hit_rate, phase.bytes_per_token) == (2.5, 0.75, 60)
@@ -120,12 +119,12 @@ def test_the_bound_is_the_slower_of_computing_and_reading() -> None:
 
 def test_nothing_that_ran_is_above_its_bound() -> None:
     """Reading that is faster than the drive was found to be, and bytes that came as the phase began."""
-    phase = PhaseCosts(4.0, 1.0, 3.0, bytes_read=600, tokens=10, read_s=3.5)
+    phase = PhaseMetrics(4.0, 1.0, 3.0, bytes_read=600, tokens=10, read_s=3.5)
     assert phase.bound_tok_s(bandwidth=100.0) == pytest.approx(10 / 3.5)
     assert phase.bound_tok_s(bandwidth=300.0) == pytest.approx(5)  # a drive that was slow here is not a slow drive
-    began = PhaseCosts(100.0, 50.0, 50.0, 1000, 0, read_s=40.0)
-    ended = PhaseCosts(104.0, 51.0, 53.0, 1600, 0, read_s=43.5)
-    used = PhaseCosts(tokens=3)
+    began = PhaseMetrics(100.0, 50.0, 50.0, 1000, 0, read_s=40.0)
+    ended = PhaseMetrics(104.0, 51.0, 53.0, 1600, 0, read_s=43.5)
+    used = PhaseMetrics(tokens=3)
     used.add(ended.since(began), 7)
     assert used.bound_tok_s(bandwidth=100.0) == pytest.approx(10 / 3.5)
     used.add(ended.since(began), 10)
@@ -149,9 +148,9 @@ class Letters:
 
 @given(st.integers(2, 9), st.integers(1, 9), st.integers(1, 5), st.integers(0, 200))
 def test_windows_do_not_overlap_and_reach_over_the_text(prompt: int, window: int, count: int, more: int) -> None:
-    shape = Shape(prompt, window, window * count)
+    shape = WindowShape(prompt, window, window * count)
     length = (count + 1) * (shape.length - 1) + more
-    windows = cut(Letters(), "x" * length, shape)
+    windows = cut_windows(Letters(), "x" * length, shape)
     rows = torch.cat([windows.warming[None], windows.scored])
     assert rows.shape == (count + 1, shape.length)
     assert (rows[:, 0] == 7).all()
@@ -159,12 +158,12 @@ def test_windows_do_not_overlap_and_reach_over_the_text(prompt: int, window: int
     assert flat == sorted(set(flat))
     assert (flat[0], flat[-1]) == (1000, 1000 + length - 1)
     with pytest.raises(ConfigError, match="the text has"):
-        cut(Letters(), "x" * (length - more - 1), shape)
+        cut_windows(Letters(), "x" * (length - more - 1), shape)
 
 
 def test_a_text_that_is_too_short_says_what_would_do() -> None:
     with pytest.raises(ConfigError, match=r"has 57 tokens; scoring 36 .* takes 76: .* or use --tokens 24$"):
-        cut(Letters(), "x" * 57, Shape(8, 12, 36))
+        cut_windows(Letters(), "x" * 57, WindowShape(8, 12, 36))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +172,7 @@ def test_a_text_that_is_too_short_says_what_would_do() -> None:
 )
 def test_shapes_that_score_nothing_are_refused(values: tuple[int, int, int], cause: str) -> None:
     with pytest.raises(ConfigError, match=cause):
-        Shape(*values)
+        WindowShape(*values)
 
 
 # ---- a model
@@ -195,7 +194,7 @@ def against_itself(sixteen: Evaluation) -> dict[str, Any]:
 
 
 def test_perplexity_is_plain_transformers(tiny: Path, against_itself: dict[str, Any]) -> None:
-    windows = cut(load_tokenizer(tiny), TEXT, SHAPE)
+    windows = cut_windows(load_tokenizer(tiny), TEXT, SHAPE)
     model = oracle(tiny, "qwen3_moe", torch.float32)
     with torch.no_grad():
         logits = model(windows.scored).logits[:, SHAPE.prompt - 1 : -1]
@@ -308,7 +307,7 @@ def test_models_that_do_not_continue_a_text_are_refused(tmp_path: Path) -> None:
 
 def test_a_window_longer_than_the_context_is_refused(tiny: Path) -> None:
     with pytest.raises(ConfigError, match=r"window of 8 \+ 249 tokens is longer than the model's context of 256"):
-        prepare(str(tiny), TEXT, Shape(8, 249, 249), OPTIONS)
+        prepare(str(tiny), TEXT, WindowShape(8, 249, 249), OPTIONS)
 
 
 # ---- the command

@@ -1,16 +1,66 @@
-"""Eviction policies: each formula as an example worked out by hand."""
+"""Eviction policies: each formula as an example worked out by hand, brute force, and what holds for all of them."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import random
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import cache as memoised
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from evictions import LAYERS, context, key, made, order_of_leaving, use
-from tiermoe.decide.eviction import EVICTIONS, Eviction
-from tiermoe.decide.eviction.protocol import Clock
+from fake_link import one_pool
 from tiermoe.errors import ConfigError
-from tiermoe.types import ExpertKey
+from tiermoe.offload.policies.eviction import EVICTIONS, Clock, Eviction, EvictionContext
+from tiermoe.types import Demand, ExpertKey
+
+LAYERS = 4
+
+
+def key(layer: int, expert: int, bits: int = 4) -> ExpertKey:
+    return ExpertKey(layer, expert, bits)
+
+
+def context(clock: Clock | None = None, **given: Any) -> EvictionContext:
+    values: dict[str, Any] = {"slots": 4, "layers": LAYERS, "next_use": lambda _: math.inf}
+    return EvictionContext(clock or Clock(), **(values | given))
+
+
+def made(name: str, weights: tuple[float, ...], clock: Clock, **given: Any) -> Eviction:
+    """A policy by its name, with `weights` where it has any."""
+    settings = {"weights": weights} if name == "weighted" else {}
+    return EVICTIONS[name](context(clock, **given), **settings)
+
+
+def use(policy: Eviction, who: ExpertKey, tokens: int = 1, bits: int = 4) -> None:
+    policy.used(who, Demand(who.expert, tokens, bits))
+
+
+def holding(policy: Eviction, *keys: ExpertKey, uses: Sequence[int] = ()) -> Eviction:
+    """The policy with `keys` admitted, each used for so many tokens of `uses`, if any."""
+    for who, tokens in zip_longest(keys, uses):
+        policy.admitted(who)
+        if tokens:
+            use(policy, who, tokens)
+    return policy
+
+
+def any_key(_: ExpertKey) -> bool:
+    return True
+
+
+def order_of_leaving(policy: Eviction) -> list[ExpertKey]:
+    """Empties the policy: everything it knows, in the order in which it gives it up now."""
+    leaving = []
+    while (victim := policy.victim(key(0, 99), any_key)) is not None:
+        policy.removed(victim)
+        leaving.append(victim)
+    return leaving
 
 
 def test_fifo_goes_by_arrival_and_lru_by_use() -> None:
@@ -26,9 +76,7 @@ def test_fifo_goes_by_arrival_and_lru_by_use() -> None:
 
 def test_random_repeats_itself_for_a_seed_and_reaches_everyone() -> None:
     def choices(seed: int) -> list[ExpertKey | None]:
-        policy = EVICTIONS["random"](context(seed=seed))
-        for expert in range(4):
-            policy.admitted(key(0, expert))
+        policy = holding(EVICTIONS["random"](context(seed=seed)), *(key(0, expert) for expert in range(4)))
         return [policy.victim(key(0, 9), lambda who: who.expert != 3) for _ in range(300)]
 
     assert choices(1) == choices(1) != choices(2)
@@ -38,10 +86,7 @@ def test_random_repeats_itself_for_a_seed_and_reaches_everyone() -> None:
 
 
 def test_lfu_counts_tokens_and_remembers_who_left() -> None:
-    policy = EVICTIONS["lfu"](context())
-    for expert, tokens in ((1, 3), (2, 1), (3, 1)):
-        policy.admitted(key(0, expert))
-        use(policy, key(0, expert), tokens)
+    policy = holding(EVICTIONS["lfu"](context()), *(key(0, expert) for expert in (1, 2, 3)), uses=(3, 1, 1))
     use(policy, key(0, 2))  # 3, 2 and 1 uses
     policy.removed(key(0, 1))
     policy.admitted(key(0, 1))
@@ -49,9 +94,7 @@ def test_lfu_counts_tokens_and_remembers_who_left() -> None:
 
 
 def test_ties_of_lfu_go_to_the_least_recently_used() -> None:
-    policy = EVICTIONS["lfu"](context())
-    for expert in (1, 2, 3):
-        policy.admitted(key(0, expert))
+    policy = holding(EVICTIONS["lfu"](context()), *(key(0, expert) for expert in (1, 2, 3)))
     for expert in (2, 3, 1):
         use(policy, key(0, expert))
     assert order_of_leaving(policy) == [key(0, 2), key(0, 3), key(0, 1)]
@@ -71,10 +114,7 @@ def test_lhu_prefers_few_high_uses_to_many_low_ones() -> None:
 
 
 def test_fld_takes_the_layer_that_runs_last() -> None:
-    clock = Clock(layer=2)
-    policy = EVICTIONS["fld"](context(clock))
-    for layer in range(LAYERS):
-        policy.admitted(key(layer, 0))
+    policy = holding(EVICTIONS["fld"](context(Clock(layer=2))), *(key(layer, 0) for layer in range(LAYERS)))
     # from layer 2 on they run in the order 2, 3, 0, 1
     assert [who.layer for who in order_of_leaving(policy)] == [1, 0, 3, 2]
 
@@ -120,8 +160,7 @@ def test_weighted_counts_a_use_of_either_precision_for_both() -> None:
     clock = Clock(token=1)
     policy = hobbit(clock, weights=(0.0, 1.0, 0.0, 0.0))
     low, high, other = key(0, 1, 2), key(0, 1, 8), key(0, 2, 2)
-    for who in (low, high, other):
-        policy.admitted(who)
+    holding(policy, low, high, other)
     use(policy, other, 2, bits=2)
     use(policy, high, 3, bits=8)
     # one instance serves the high and the low pool: each sees its own keys
@@ -132,8 +171,7 @@ def test_weighted_counts_a_use_of_either_precision_for_both() -> None:
 def test_a_use_of_the_other_precision_is_not_recent() -> None:
     policy = hobbit(Clock(token=1), weights=(0.0, 1.0, 0.0, 0.0))
     low, high, other = key(0, 1, 2), key(0, 1, 8), key(0, 2, 2)
-    for who in (low, high, other):
-        policy.admitted(who)
+    holding(policy, low, high, other)
     use(policy, other, 3, bits=2)
     use(policy, high, 3, bits=8)
     assert order_of_leaving(policy) == [low, other, high]
@@ -146,8 +184,7 @@ def test_tokens_are_counted_over_sequences_where_records_are_kept(per_sequence: 
     # forgotten: .5, .25, .125
     clock = Clock(token=6)
     policy = hobbit(clock, weights=(0.5, 0.0, 0.0, 0.5), per_sequence=per_sequence)
-    for layer in (0, 2, 3):
-        policy.admitted(key(layer, 0))
+    holding(policy, *(key(layer, 0) for layer in (0, 2, 3)))
     use(policy, key(2, 0))
     use(policy, key(3, 0))
     clock.new_sequence()
@@ -161,8 +198,7 @@ def test_tokens_of_earlier_sequences_do_not_count_where_records_are_forgotten() 
     # weights as above; layer 2 is used at token 1 of T = 4: .5*1/4 + .5*2/4 = .375, layer 0 never: .5
     clock = Clock(token=8)
     policy = hobbit(clock, weights=(0.5, 0.0, 0.0, 0.5), per_sequence=True)
-    for layer in (0, 2):
-        policy.admitted(key(layer, 0))
+    holding(policy, key(0, 0), key(2, 0))
     use(policy, key(2, 0))
     clock.new_sequence()
     policy.new_sequence()
@@ -177,29 +213,21 @@ def test_distance_is_edgemoes_score() -> None:
     clock = Clock()
     policy = EVICTIONS["distance"](context(clock))
     a, b, c, d, unused = key(2, 0), key(0, 1), key(3, 2), key(1, 3), key(1, 4)
-    for who, tokens in ((a, 1), (b, 6), (c, 1), (d, 1)):
-        policy.admitted(who)
-        use(policy, who, tokens)
-    policy.admitted(unused)
+    holding(policy, a, b, c, d, unused, uses=(1, 6, 1, 1))
     clock.layer = 1
     assert order_of_leaving(policy) == [unused, c, a, b, d]
 
 
 def test_distance_starts_from_known_frequencies() -> None:
-    policy = EVICTIONS["distance"](context(Clock(), frequencies={(2, 0): 8.0, (2, 1): 1.5}))
-    for expert in (0, 1, 2):
-        policy.admitted(key(2, expert))
-    use(policy, key(2, 2))
+    policy = EVICTIONS["distance"](context(frequencies={(2, 0): 8.0, (2, 1): 1.5}))
+    holding(policy, *(key(2, expert) for expert in range(3)), uses=(0, 0, 1))
     assert [who.expert for who in order_of_leaving(policy)] == [2, 1, 0]
 
 
 def test_experts_of_an_encoder_leave_first() -> None:
     # layers 0 and 1 are the encoder's; the decoder's S = 2 begins at layer 2
-    clock = Clock(layer=0)
-    policy = EVICTIONS["distance"](context(clock, encoder_layers=2, frequencies={(0, 0): 50.0}))
-    for layer in (3, 2, 0, 1):
-        policy.admitted(key(layer, 0))
-        use(policy, key(layer, 0), tokens=9 if layer < 2 else 1)
+    policy = EVICTIONS["distance"](context(encoder_layers=2, frequencies={(0, 0): 50.0}))
+    holding(policy, *(key(layer, 0) for layer in (3, 2, 0, 1)), uses=(1, 1, 9, 9))
     assert [who.layer for who in order_of_leaving(policy)] == [0, 1, 3, 2]
 
 
@@ -208,9 +236,7 @@ def test_distance_goes_around_the_decoder_alone(running: int, order: list[int]) 
     # layer 0 is the encoder's, S = 3; f = 5, 2, 2 in layers 1, 2, 3
     # while layer 0 or 1 runs: 0, 1/2, 2/2; while layer 2 runs: 2/5, 0, 1/2
     policy = EVICTIONS["distance"](context(Clock(layer=running), encoder_layers=1))
-    for layer, tokens in ((1, 5), (2, 2), (3, 2)):
-        policy.admitted(key(layer, 0))
-        use(policy, key(layer, 0), tokens)
+    holding(policy, *(key(layer, 0) for layer in (1, 2, 3)), uses=(5, 2, 2))
     assert [who.layer for who in order_of_leaving(policy)] == order
 
 
@@ -220,16 +246,13 @@ def test_distance_goes_around_an_encoder_alone(running: int, order: list[int]) -
     # while layer 0 runs: 0, 1/4, 2/10; while layer 1 runs: 2/2, 0, 1/10
     frequencies = {(0, 0): 1.0, (1, 0): 3.0, (2, 0): 9.0}
     policy = EVICTIONS["distance"](context(Clock(layer=running), layers=3, encoder_layers=3, frequencies=frequencies))
-    for layer in (0, 1, 2):
-        policy.admitted(key(layer, 0))
-        use(policy, key(layer, 0), 1)
+    holding(policy, *(key(layer, 0) for layer in range(3)), uses=(1, 1, 1))
     assert [who.layer for who in order_of_leaving(policy)] == order
 
 
 def test_belady_gives_up_what_is_asked_for_last() -> None:
     policy = EVICTIONS["belady"](context(next_use={key(0, 1): 5, key(0, 2): 9, key(0, 3): 1}.__getitem__))
-    for expert in (1, 2, 3):
-        policy.admitted(key(0, expert))
+    holding(policy, *(key(0, expert) for expert in (1, 2, 3)))
     assert order_of_leaving(policy) == [key(0, 2), key(0, 1), key(0, 3)]
 
 
@@ -245,9 +268,7 @@ def test_records_per_sequence_are_forgotten_and_per_model_kept() -> None:
             frequencies = {(1, 1): 0.5, (1, 2): 0.5}
             policy = made(name, (0, 0.5, 0.5, 0), clock, per_sequence=per_sequence, frequencies=frequencies)
             clock.advance(8)
-            for expert, tokens in ((1, 5), (2, 2)):
-                policy.admitted(key(1, expert))
-                use(policy, key(1, expert), tokens)
+            holding(policy, key(1, 1), key(1, 2), uses=(5, 2))
             policy.removed(key(1, 1))
             clock.new_sequence()
             policy.new_sequence()
@@ -258,3 +279,265 @@ def test_records_per_sequence_are_forgotten_and_per_model_kept() -> None:
             use(policy, key(1, 2), 1)
             # kept: 6 uses of expert 1, 4 of expert 2; forgotten: 1 and 2
             assert order_of_leaving(policy)[0].expert == (1 if per_sequence else 2), name
+
+
+NAMES = sorted(EVICTIONS)
+
+
+# --- brute force: every score recomputed from a log of uses ---
+class Use(NamedTuple):
+    token: int
+    who: ExpertKey
+    tokens: int
+    bits: int
+
+
+Log = Sequence[Use]
+
+
+WEIGHTS = (0.4, 0.3, 0.2, 0.1)
+
+
+PRIOR = {(1, 0): 3.0, (3, 1): 2.0, (0, 2): 1.0}
+
+
+ENCODER = 1
+
+
+def uses_of(log: Log, who: ExpertKey) -> int:
+    return sum(use.tokens for use in log if use.who == who)
+
+
+def high_uses_of(log: Log, who: ExpertKey) -> int:
+    return sum(use.tokens for use in log if use.who == who and use.bits >= 4)
+
+
+def fld_of(layer: int, clock: Clock) -> Fraction:
+    return 1 - Fraction((layer - clock.layer + LAYERS) % LAYERS, LAYERS)
+
+
+def weighted_of(log: Log, who: ExpertKey, clock: Clock, now: int) -> Fraction:
+    recency = max((use.token for use in log if use.who == who), default=0)
+    frequency = sum(use.tokens for use in log if use.who[:2] == who[:2])
+    w = [Fraction(str(weight)) for weight in WEIGHTS]
+    counts = (Fraction(n, max(now, 1)) for n in (recency, frequency, high_uses_of(log, who)))
+    return sum((a * b for a, b in zip(w, (*counts, fld_of(who.layer, clock)), strict=True)), Fraction(0))
+
+
+def distance_of(log: Log, who: ExpertKey, clock: Clock, now: int) -> tuple[Any, Fraction]:
+    """Negated, since the lowest leaves here; of equal ones the fewest uses."""
+    frequency = Fraction(PRIOR.get((who.layer, who.expert), 0)) + uses_of(log, who)
+    if who.layer < ENCODER or not frequency:
+        return -math.inf, Fraction(0)
+    return -((who.layer - max(clock.layer, ENCODER)) % (LAYERS - ENCODER)) / frequency, frequency
+
+
+SCORES: dict[str, Callable[[Log, ExpertKey, Clock, int], Any]] = {
+    "lfu": lambda log, who, clock, now: uses_of(log, who),
+    "lhu": lambda log, who, clock, now: high_uses_of(log, who),
+    "fld": lambda log, who, clock, now: fld_of(who.layer, clock),
+    "weighted": weighted_of,
+    "distance": distance_of,
+}
+
+
+keys = st.builds(key, st.integers(0, LAYERS - 1), st.integers(0, 2), st.sampled_from([2, 4]))
+
+
+steps = st.one_of(
+    st.tuples(st.just("use"), keys, st.integers(1, 3)),
+    st.tuples(st.just("victim"), keys, st.integers(0, 3)),
+    st.tuples(st.just("pass"), keys, st.integers(1, 4)),
+    st.tuples(st.just("sequence"), keys, st.just(0)),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(SCORES)), st.booleans(), st.lists(steps, min_size=10, max_size=60))
+def test_the_victim_has_the_lowest_score_of_a_brute_force_count(
+    name: str, per_sequence: bool, script: list[tuple[str, ExpertKey, int]]
+) -> None:
+    clock = Clock(token=1)
+    policy = made(name, WEIGHTS, clock, encoder_layers=ENCODER, frequencies=PRIOR, per_sequence=per_sequence)
+    log: list[Use] = []
+    earlier = 0  # tokens of the sequences before, while records go on
+    resident: list[ExpertKey] = []  # least recently used first
+    for step, who, number in script:
+        if step == "use":
+            if who in resident:
+                resident.remove(who)
+            else:
+                policy.admitted(who)
+            resident.append(who)
+            bits = min(who.bits, 2 * number)
+            log.append(Use(earlier + clock.token, who, number, bits))
+            use(policy, who, number, bits)
+        elif step == "pass":
+            clock.advance(number)
+            clock.layer = who.layer
+        elif step == "sequence":
+            if per_sequence:
+                log.clear()
+            earlier = max((use.token for use in log), default=0)
+            clock.new_sequence()
+            policy.new_sequence()
+        else:
+            evictable = [other for other in resident if (other.layer + other.expert) % 4 != number]
+            victim = policy.victim(who, evictable.__contains__)
+            scores = {other: SCORES[name](log, other, clock, earlier + clock.token) for other in evictable}
+            if not evictable:
+                assert victim is None
+                continue
+            assert victim in evictable
+            if name == "weighted":  # a sum of floats: equal up to rounding
+                assert float(scores[victim]) == pytest.approx(float(min(scores.values())))
+            else:  # the first in the order of use among the lowest
+                assert victim == min(evictable, key=scores.__getitem__)
+            policy.removed(victim)
+            resident.remove(victim)
+
+
+# --- what holds for every policy ---
+def future(trace: Sequence[ExpertKey], clock: list[int]) -> Callable[[ExpertKey], float]:
+    def next_use(who: ExpertKey) -> float:
+        return next((t - clock[0] for t in range(clock[0] + 1, len(trace)) if trace[t] == who), math.inf)
+
+    return next_use
+
+
+def hits(name: str, slots: int, trace: Sequence[ExpertKey]) -> int:
+    """Of single requests: a load where the key is absent, then one use."""
+    now, clock = [0], Clock()
+    policy = EVICTIONS[name](context(clock, slots=slots, next_use=future(trace, now)))
+    cache = one_pool(slots, policy)
+    found = 0
+    for now[0], who in enumerate(trace):
+        if now[0] == 0 or who.layer < clock.layer:
+            clock.advance(1)
+        clock.layer = who.layer
+        found += cache.slot(who) is not None
+        if cache.slot(who) is None:
+            assert cache.reserve(who) is not None
+            cache.arrived(who)
+        cache.used([who], [Demand(who.expert, 1, who.bits)])
+    return found
+
+
+def best_possible(slots: int, trace: Sequence[ExpertKey]) -> int:
+    """Most hits of any demand replacement, by trying every victim."""
+
+    @memoised
+    def most(step: int, held: frozenset[ExpertKey]) -> int:
+        if step == len(trace):
+            return 0
+        who = trace[step]
+        if who in held:
+            return 1 + most(step + 1, held)
+        if len(held) < slots:
+            return most(step + 1, held | {who})
+        return max(most(step + 1, held - {victim} | {who}) for victim in held)
+
+    return most(0, frozenset())
+
+
+requests = st.builds(key, st.integers(0, 2), st.integers(0, 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.lists(requests, max_size=14))
+def test_beladys_hits_are_the_most_possible(slots: int, trace: list[ExpertKey]) -> None:
+    assert hits("belady", slots, trace) == best_possible(slots, trace)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(1, 6), st.lists(st.builds(key, st.integers(0, LAYERS - 1), st.integers(0, 2)), min_size=10, max_size=80)
+)
+def test_no_policy_has_more_hits_than_belady(slots: int, trace: list[ExpertKey]) -> None:
+    bound = hits("belady", slots, trace)
+    for name in NAMES:
+        assert hits(name, slots, trace) <= bound, name
+
+
+def test_no_policy_has_more_hits_than_belady_over_tokens() -> None:
+    # as a model asks: layer by layer, two experts each, some far more often than others
+    draw = random.Random(5)
+    trace = [
+        key(layer, expert)
+        for _ in range(60)
+        for layer in range(LAYERS)
+        for expert in sorted({int(draw.paretovariate(0.7)) % 8, int(draw.paretovariate(0.7)) % 8})
+    ]
+    for slots in (4, 10, 20):
+        found = {name: hits(name, slots, trace) for name in NAMES}
+        assert max(found, key=found.__getitem__) == "belady"
+        assert len(set(found.values())) > 4
+
+
+class Watched:
+    """A policy under observation: its victims must be evictable, and there must be one wherever one is evictable."""
+
+    def __init__(self, policy: Eviction) -> None:
+        self.policy = policy
+        self.held: set[ExpertKey] = set()
+
+    def admitted(self, who: ExpertKey) -> None:
+        self.held.add(who)
+        self.policy.admitted(who)
+
+    def used(self, who: ExpertKey, demand: Demand) -> None:
+        self.policy.used(who, demand)
+
+    def removed(self, who: ExpertKey) -> None:
+        self.held.remove(who)
+        self.policy.removed(who)
+
+    def victim(self, incoming: ExpertKey, evictable: Callable[[ExpertKey], bool]) -> ExpertKey | None:
+        victim = self.policy.victim(incoming, evictable)
+        allowed = set(filter(evictable, self.held))
+        assert victim in allowed if allowed else victim is None
+        return victim
+
+    def new_sequence(self) -> None:
+        self.policy.new_sequence()
+
+
+operations = st.lists(
+    st.tuples(st.sampled_from(["load", "arrive", "abandon", "use", "pin", "unpin", "pass", "new"]), keys), max_size=80
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(NAMES), st.booleans(), st.integers(1, 5), operations)
+def test_bookkeeping_never_leaks(
+    name: str, per_sequence: bool, slots: int, script: list[tuple[str, ExpertKey]]
+) -> None:
+    clock = Clock()
+    watched = Watched(EVICTIONS[name](context(clock, slots=slots, per_sequence=per_sequence, encoder_layers=1)))
+    cache = one_pool(slots, watched)
+    pins: list[ExpertKey] = []
+    for step, who in script:
+        here, coming = cache.slot(who) is not None, cache.in_flight(who)
+        if step == "load" and not here and not coming:
+            cache.reserve(who)
+        elif step == "arrive" and coming:
+            cache.arrived(who)
+        elif step == "abandon" and coming:
+            cache.abandon(who)
+            pins = [pin for pin in pins if pin != who or cache.unpin(who)]
+        elif step == "use" and here:
+            cache.used([who], [Demand(who.expert, 1, who.bits)])
+        elif step == "pin" and (here or coming):
+            cache.pin(who)
+            pins.append(who)
+        elif step == "unpin" and pins:
+            cache.unpin(pins.pop())
+        elif step == "pass":
+            clock.advance(1)
+            clock.layer = who.layer
+        elif step == "new":
+            clock.new_sequence()
+            cache.new_sequence()
+    held = set(watched.held)
+    assert len(held) <= slots
+    assert sorted(order_of_leaving(watched.policy)) == sorted(held)

@@ -17,18 +17,17 @@ from hypothesis import strategies as st
 from commands import Command
 from small_traces import decode, layer, trace_of
 from tiermoe import native
+from tiermoe.cli.describe import backend_of
 from tiermoe.config import CacheSize, settings
+from tiermoe.engine.expectation import RECORDINGS, LayerWork, Range, Work, expect, hit_rates
 from tiermoe.engine.load import resolve_for
-from tiermoe.engine.what_runs import what_runs
 from tiermoe.measure import machine_rates as measured
-from tiermoe.memory.expectation import LayerWork, Range, Work, expect
-from tiermoe.model.blueprint import inspect_model
-from tiermoe.process import bandwidth
+from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.platform import bandwidth
 from tiermoe.simulate import ReplaySettings, replay
 from tiermoe.simulate.machines import COMPUTERS, DRIVES, Rates
-from tiermoe.simulate.recorded import RECORDINGS, hit_rates
 from tiermoe.systems import compose
-from tiermoe.trace.schema import Times
+from tiermoe.trace.file import Times
 from tiny import write
 
 RATES = Rates(memory=10e9, drive=1e9, arithmetic=100e9, source="by hand")
@@ -212,15 +211,15 @@ def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_what_is_measured_on_a_busy_machine_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bandwidth, "measure", lambda threads: {"bandwidth": 12e9})
-    monkeypatch.setattr(measured, "_ALONE", 0.75)
-    monkeypatch.setattr(measured, "_products", lambda: (1e9, 0.4))
+    monkeypatch.setattr(measured, "ALONE_SHARE", 0.75)
+    monkeypatch.setattr(measured, "product_rate", lambda: (1e9, 0.4))
     found = measured.machine_rates(tmp_path, 2)
     assert found.source.endswith(
         "with 2 threads, while other programs took 60% of their time: too little, and not kept"
     )
-    monkeypatch.setattr(measured, "_products", lambda: (3e9, 0.99))
+    monkeypatch.setattr(measured, "product_rate", lambda: (3e9, 0.99))
     assert measured.machine_rates(tmp_path, 2).arithmetic == 3e9
-    monkeypatch.setattr(measured, "_products", lambda: (2e9, 0.99))
+    monkeypatch.setattr(measured, "product_rate", lambda: (2e9, 0.99))
     kept = measured.machine_rates(tmp_path, 2)
     assert kept.arithmetic == 3e9
     assert "kept in" in kept.source
@@ -283,7 +282,7 @@ def test_why_no_faster_code_runs(
 ) -> None:
     def runs(directory: Path, **options: Any) -> Any:
         blueprint = inspect_model(directory, "tiny")
-        return what_runs(blueprint, resolve_for(blueprint, settings(device="cpu", **options)))
+        return backend_of(blueprint, resolve_for(blueprint, settings(device="cpu", **options)))
 
     own = runs(model)
     assert (own.decoder, own.ours) == ("tiermoe's own, for qwen3_moe", True)

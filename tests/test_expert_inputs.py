@@ -18,20 +18,20 @@ from commands import Command
 from sources import EXPERTS, RandomExperts, contents, empty_store
 from test_pack import dies_at, in_a_process_of_its_own
 from tiermoe.errors import PackError
+from tiermoe.formats import encode_experts
+from tiermoe.formats.gptq import SubsetLevels, UniformLevels, solve
+from tiermoe.formats.pack import pack_experts
+from tiermoe.formats.store import Store, open_store
 from tiermoe.measure import expert_inputs
 from tiermoe.measure.expert_inputs import FOLDER, Text, forget_inputs, recorded_inputs, shipped_text
-from tiermoe.model.blueprint import inspect_model
+from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.prepare_store import open_or_create, store_root
-from tiermoe.quant.gptq import EvenLevels, LadderLevels, solve
-from tiermoe.store import encode
-from tiermoe.store.pack import pack_experts
-from tiermoe.store.store import Store, open_store
 
 PARTS = {"gate_up_proj": 64, "down_proj": 48}
 
 
 class SomeInputs:
-    """`store.solving.Inputs` of random tokens."""
+    """`encode_experts.Inputs` of random tokens."""
 
     def __init__(self, made_from: str = "a text") -> None:
         self.made_from = made_from
@@ -54,7 +54,7 @@ def packed(root: Path, bits: int = 4, source: RandomExperts | None = None, worke
     pack_experts(store, source or RandomExperts(), bits, "gptq", workers=workers, inputs=inputs)
 
 
-@pytest.mark.parametrize(("bits", "levels"), [(4, EvenLevels), (2, LadderLevels)])
+@pytest.mark.parametrize(("bits", "levels"), [(4, UniformLevels), (2, SubsetLevels)])
 def test_experts_are_packed_as_solved(bits: int, levels: Any, tmp_path: Path) -> None:
     """The matrix of 64 columns; that of 48 has no such format and takes 8 bits, as without inputs."""
     packed(tmp_path, bits)
@@ -239,15 +239,15 @@ def test_no_more_experts_are_solved_at_a_time_than_memory_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together: list[int] = []
-    in_order = encode.in_order
+    in_order = encode_experts.in_order
 
     def counted(work: Any, count: int, workers: int) -> Any:
         together.append(workers)
         return in_order(work, count, workers)
 
-    monkeypatch.setattr(encode, "in_order", counted)
+    monkeypatch.setattr(encode_experts, "in_order", counted)
     packed(tmp_path / "much", workers=3)
-    monkeypatch.setattr(encode, "available_memory", lambda: (200_000, "that the machine has free"))
+    monkeypatch.setattr(encode_experts, "available_memory", lambda: (200_000, "that the machine has free"))
     packed(tmp_path / "little", workers=3)
     assert set(together[:3]) == {3}
     assert set(together[3:]) == {1}

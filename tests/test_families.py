@@ -10,14 +10,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tiermoe
+import tiny
 from families_document import FILE, document
 from parity import close, logits, tokens
 from small_families import FAMILIES, LARGER, config_of, plain_model, write_small
 from tiermoe.batch import Batch, decode, prompt
-from tiermoe.families import family_of
-from tiermoe.model.blueprint import inspect_model
-from tiermoe.model.cache_probe import measured, tensors_in
-from tiermoe.model.shells import IMPLEMENTATION, experts_left_out, register
+from tiermoe.model.decoder import Decoder
+from tiermoe.model.families.table import decodes, family_of, not_computed
+from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.model.hf.generic import measured_cache, tensors_in
+from tiermoe.model.hf.shells import IMPLEMENTATION, experts_left_out, register
 
 
 def stepped(engine: Any, ids: list[int], length: int) -> list[int]:
@@ -60,7 +62,7 @@ def test_a_family(model_type: str, tmp_path: Path) -> None:
     assert stepped(ours.tiermoe, ids[0].tolist(), expected.shape[1]) == expected[0].tolist()
     unread = "does not read sound" if model_type in HEARING else "does not read pictures"
     assert any(unread in each for each in ours.tiermoe.plan.warnings) == (model_type in LARGER)
-    assert forecasts == (ours.tiermoe.controller.counts.speculative_loads > 0)
+    assert forecasts == (ours.tiermoe.loader.counts.speculative_loads > 0)
     ours.tiermoe.close()
 
 
@@ -91,6 +93,37 @@ def test_the_cache_takes_what_the_model_says_of_itself(model_type: str) -> None:
     with experts_left_out(family_of(model_type), config), torch.device("meta"):
         register()
         skeleton = type(model)._from_config(config, dtype=torch.float32, experts_implementation=IMPLEMENTATION)
-    grown = measured(skeleton, 64)
+    grown = measured_cache(skeleton, 64)
     assert grown is not None
     assert sum(layer.nbytes(24, 24) for layer in grown) == held
+
+
+# Gemma 4: configs that have a decoder of ours, and the text part of a larger model
+
+
+@pytest.mark.parametrize(
+    ("changes", "lacking"),
+    [
+        ({"hidden_size_per_layer_input": 8}, "embeddings of each layer"),
+        ({"num_kv_shared_layers": 1}, "layers that share keys and values"),
+        ({"use_bidirectional_attention": "all"}, "attention to later tokens"),
+        ({"hidden_activation": "quick_gelu"}, "quick_gelu, rotary embedding 'unknown'"),
+        ({"use_bidirectional_attention": "vision", "attention_k_eq_v": False}, ""),
+    ],
+)
+def test_what_no_block_computes_is_named(changes: dict[str, Any], lacking: str) -> None:
+    config = tiny.config_of("gemma4_text", **changes)
+    assert not_computed(config) == lacking
+    assert decodes(config) == (not lacking)
+
+
+@pytest.mark.parametrize("model_type", ["gemma4", "internvl", "kimi_k25", "qwen3_5_moe"])
+def test_the_text_part_of_a_larger_model_has_its_family_s_decoder(model_type: str, tmp_path: Path) -> None:
+    directory = write_small(tmp_path, model_type)
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="40%", lanes=1)
+    assert isinstance(ours.tiermoe.decoder, Decoder)
+    plain, ids = plain_model(directory), tokens(2, 9)
+    assert close(logits(ours, model_type, ids), logits(plain, model_type, ids))
+    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(ours.generate(ids, **options), plain.generate(ids, **options))
+    ours.tiermoe.close()

@@ -11,18 +11,16 @@ import torch
 from transformers import DynamicCache
 
 import tiermoe
-from feeding import logits_of_steps
 from native_experts import checkpoint, expert_format, expert_views, tokens
+from small_engines import OnRoute, logits_of_steps
 from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt
 from tiermoe.engine.expert_sums import Choices, FewSums, NativeSums, TorchSums
-from tiermoe.kernels.expert import InOneCall, expert_kernel, weighted_sum
+from tiermoe.kernels.experts import FusedExperts, combine_many, expert_kernel, weighted_sum
 from tiermoe.kernels.gates import silu_gate
-from tiermoe.kernels.native.experts import combine_many
-from tiermoe.kernels.native.moe_block import MoeBlock
-from tiermoe.kernels.native.norm import norm
-from tiermoe.kernels.native.router import Router, choose, logits_of
-from watching import OnRoute
+from tiermoe.kernels.moe_block import MoeBlock
+from tiermoe.kernels.norm import norm
+from tiermoe.kernels.router import Router, choose, logits_of
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native kernels")
 
@@ -31,24 +29,24 @@ GENERATED = 6
 
 
 @pytest.fixture
-def kernel() -> InOneCall:
+def kernel() -> FusedExperts:
     made = expert_kernel(expert_format(128, 64), silu_gate, "cpu")
-    assert isinstance(made, InOneCall)
+    assert isinstance(made, FusedExperts)
     return made
 
 
 @pytest.mark.parametrize("counts", [[1], [3, 1, 2], [1, 9, 1], [7, 2]])
-def test_rows_of_several_experts_are_those_of_a_call_for_each(counts: list[int], kernel: InOneCall) -> None:
+def test_rows_of_several_experts_are_those_of_a_call_for_each(counts: list[int], kernel: FusedExperts) -> None:
     views, x = [expert_views(128, 64, seed) for seed in range(len(counts))], tokens(sum(counts), 128)
     alone = [kernel(row[None], each) for rows, each in zip(x.split(counts), views, strict=True) for row in rows]
-    assert torch.equal(kernel.apart(x, counts, views), torch.cat(alone))
+    assert torch.equal(kernel.forward_ragged(x, counts, views), torch.cat(alone))
 
 
-def test_counts_that_do_not_fit_the_rows_are_refused(kernel: InOneCall) -> None:
+def test_counts_that_do_not_fit_the_rows_are_refused(kernel: FusedExperts) -> None:
     views, x = [expert_views(128, 64, seed) for seed in range(2)], tokens(3, 128)
     for counts in ([1, 1], [3], [2, 2]):
         with pytest.raises(ValueError, match="counts"):
-            kernel.apart(x, counts, views)
+            kernel.forward_ragged(x, counts, views)
 
 
 @pytest.mark.parametrize("count", [1, 70, 200])
@@ -87,7 +85,7 @@ def test_sums_in_lists_native_and_torchs_agree_bit_for_bit(tokens_of_first: int)
 
 
 @pytest.mark.parametrize("count", [2, 5, 12])
-def test_a_block_of_several_tokens_is_each_token_s_block(count: int, kernel: InOneCall) -> None:
+def test_a_block_of_several_tokens_is_each_token_s_block(count: int, kernel: FusedExperts) -> None:
     router, x, residual = tokens(5, 128, 3), tokens(count, 128)[:, None], tokens(count, 128, 2)[:, None]
     block, chooser = MoeBlock(kernel.native, 5), Router(router, 2, normalise=True)
     views = [expert_views(128, 64, seed) for seed in range(5)]  # alive as long as the block
@@ -184,7 +182,7 @@ def test_few_tokens_are_computed_as_many_are(model: Any, monkeypatch: pytest.Mon
     model.tiermoe.observe(OnRoute(lambda *_: None))  # a block whose experts have all come would be one call
     with torch.no_grad():
         few = model(ids).logits
-        monkeypatch.setattr("tiermoe.engine.experts.FEW_TOKENS", 1)
+        monkeypatch.setattr("tiermoe.engine.moe_layer.FEW_TOKENS", 1)
         monkeypatch.setattr("tiermoe.engine.expert_sums.FEW_TOKENS", 1)
         many = model(ids).logits
     model.tiermoe.observe(None)

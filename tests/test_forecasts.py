@@ -12,8 +12,8 @@ import tiermoe
 from small_engines import engine_of
 from tiermoe.batch import Batch, decode, prompt
 from tiermoe.engine.forecasts import PassForecasts
+from tiermoe.model.hf.shells import routers_of
 from tiermoe.model.routers import Router
-from tiermoe.model.shells import routers_of
 from tiny import write
 
 ROUTED = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "phimoe"]

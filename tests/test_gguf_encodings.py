@@ -8,17 +8,17 @@ from gguf.quants import GGMLQuantizationType
 import gguf_blocks
 from measures import relative_error
 from tiermoe.errors import ConfigError, StoreError
-from tiermoe.kernels import linear_for
+from tiermoe.formats import gguf_types
+from tiermoe.formats.gguf_types import ENCODINGS, gguf_encoding
+from tiermoe.formats.quantizers import QUANTIZERS
+from tiermoe.formats.registry import encoding_named
+from tiermoe.kernels.linear import linear_for
 from tiermoe.native import ISA, SWITCH, available
-from tiermoe.quant import gguf
-from tiermoe.quant.gguf import TYPES, gguf_encoding
-from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.quant.registry import encoding_named
 
-NAMES = [each.type for each in TYPES]
+NAMES = [each.type for each in ENCODINGS]
 
 
-@pytest.mark.parametrize("each", TYPES, ids=NAMES)
+@pytest.mark.parametrize("each", ENCODINGS, ids=NAMES)
 def test_blocks_have_the_sizes_that_the_gguf_package_knows(each):
     assert GGML_QUANT_SIZES[GGMLQuantizationType[each.type.upper()]] == (each.columns, each.nbytes)
     assert encoding_named(each.name) is each is gguf_encoding(each.type.upper())
@@ -30,7 +30,7 @@ def test_blocks_have_the_sizes_that_the_gguf_package_knows(each):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("type", NAMES)
 def test_decodes_to_what_the_gguf_package_dequantises(type, dtype, monkeypatch):
-    monkeypatch.setattr(gguf, "DECODED_WEIGHTS", 1024)  # two rows at a time, the last one alone
+    monkeypatch.setattr(gguf_types, "DECODED_WEIGHTS", 1024)  # two rows at a time, the last one alone
     slot = gguf_blocks.random_blocks(type, 5, 512)
     decoded = gguf_encoding(type).decode(slot, 5, 512, dtype)
     assert torch.equal(decoded, gguf_blocks.weights(type, slot).to(dtype))

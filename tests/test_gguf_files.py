@@ -21,12 +21,10 @@ import gguf_files
 from commands import Command
 from gguf_files import kinds
 from tiermoe.errors import ModelError
-from tiermoe.model.gguf.architectures import config_of
-from tiermoe.model.gguf.ends import end_ids
-from tiermoe.model.gguf.parameters import open_checkpoint
-from tiermoe.store.gguf.file import open_gguf
-from tiermoe.store.gguf.header import read_header
-from tiermoe.store.gguf.types import TYPES, UNREAD
+from tiermoe.formats.gguf_file import open_gguf, read_header
+from tiermoe.formats.gguf_types import TYPES, UNREAD
+from tiermoe.model.gguf.config import end_ids
+from tiermoe.model.gguf.parameters import config_of, open_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +173,7 @@ DAMAGE: dict[str, tuple[Callable[[bytearray], Any], str]] = {
     "type": (
         type_of("blk.0.attn_q.weight", 16),
         r"blk\.0\.attn_q\.weight is stored as IQ2_XXS, which tiermoe does not read; take a file with these types only: "
-        r"F32, F16, Q4_0.*MXFP4",
+        r"F32, F16, BF16, Q8_0.*MXFP4",
     ),
     "unknown type": (type_of("blk.0.attn_q.weight", 99), r"is stored as type 99, which"),
     "architecture": (

@@ -15,11 +15,11 @@ from gguf_engines import engine_of, logits_of
 from gguf_linear import linear_metadata
 from parity import close, tokens
 from tiermoe.errors import ModelError
-from tiermoe.model.blueprint import inspect_model
+from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
+from tiermoe.formats.gguf_file import GgufFile, open_gguf
+from tiermoe.model.dense import own_linears
 from tiermoe.model.gguf.linear_attention import linear_rows
-from tiermoe.model.own_linears import own_linears
-from tiermoe.store.gguf.checkpoint import GgufCheckpoint
-from tiermoe.store.gguf.file import GgufFile, open_gguf
+from tiermoe.model.hf.blueprint import inspect_model
 
 CONFIG = tiny.config_of("qwen3_next", linear_num_value_heads=6)
 KEYS, HEADS, KEY, VALUE = 2, 6, 16, 32

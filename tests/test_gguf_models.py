@@ -16,8 +16,8 @@ import gguf_files
 from gguf_engines import eager_greedy, engine_of, greedy, logits_of
 from gguf_files import kinds
 from parity import tokens
-from tiermoe.model.blueprint import inspect_model
 from tiermoe.model.gguf.outline import outline_of
+from tiermoe.model.hf.blueprint import inspect_model
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
         "beta_slow": 1.0, "factor": 4.0}  # fmt: skip
@@ -87,11 +87,11 @@ def test_a_file_that_is_not_as_its_config_says_is_left_to_transformers_code(tmp_
 START = """
 import sys
 from pathlib import Path
-from tiermoe.process import footprint
-footprint.import_libraries(own_process=True)
+from tiermoe.platform import process_memory
+process_memory.import_libraries(own_process=True)
 from tiermoe.config import settings
 from tiermoe.engine.load import start
-from tiermoe.model.blueprint import inspect_model
+from tiermoe.model.hf.blueprint import inspect_model
 asked = settings(threads=1, memory="4GiB", store=sys.argv[2])
 engine = start(inspect_model(Path(sys.argv[1]), sys.argv[1], asked.store), asked)
 assert not [name for name in sys.modules if name.startswith("transformers.models.qwen3_moe.modeling")]

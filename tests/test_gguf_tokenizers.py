@@ -17,13 +17,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 import gguf_files
 from gguf_files import kinds
+from tiermoe.engine.detokenize import token_bytes
 from tiermoe.errors import ModelError
-from tiermoe.model.gguf.ends import end_ids
-from tiermoe.model.gguf.pre_tokenizers import PRE_TOKENIZERS
-from tiermoe.model.gguf.tokenizer import load_tokenizer
-from tiermoe.model.hub import load_tokenizer as load_any
-from tiermoe.serve.detokenize import token_bytes
-from tiermoe.store.gguf.file import GgufFile, open_gguf
+from tiermoe.formats.gguf_file import GgufFile, open_gguf
+from tiermoe.model.gguf.config import end_ids
+from tiermoe.model.gguf.tokenizer import PRE_TOKENIZERS, load_tokenizer
+from tiermoe.model.hf.hub import load_tokenizer as load_any
 
 PEER = os.environ.get("TIERMOE_PEER_PYTHON", sys.executable)
 _COMBINING = "Việt Nam ไทย हिन्दी"

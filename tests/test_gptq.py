@@ -8,22 +8,29 @@ import pytest
 import torch
 
 from tiermoe.errors import PackError
-from tiermoe.quant import gptq
-from tiermoe.quant.encoding import Encoding
-from tiermoe.quant.gptq import EvenLevels, LadderLevels, Levels, Place, UnevenLevels, change, solve
-from tiermoe.quant.int2 import Int2, RowMajorInt2
-from tiermoe.quant.int4 import Int4
-from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.quant.registry import cpu_layout
-from tiermoe.quant.row_blocks import encode_rows
-from tiermoe.quant.rowmajor import RowMajorInt4
-from tiermoe.quant.solved import Solved, levels_of
-from tiermoe.quant.uneven import Uneven
+from tiermoe.formats import gptq
+from tiermoe.formats.encode_matrix import encode_rows
+from tiermoe.formats.encoding import Encoding
+from tiermoe.formats.gptq import (
+    Levels,
+    NonUniformLevels,
+    Place,
+    Solved,
+    SubsetLevels,
+    UniformLevels,
+    change,
+    levels_of,
+    solve,
+)
+from tiermoe.formats.int2 import Int2, RowMajorInt2
+from tiermoe.formats.int4 import CPU_LAYOUT, Int4, RowMajorInt4
+from tiermoe.formats.nonuniform import NonUniform
+from tiermoe.formats.quantizers import QUANTIZERS
 
 BF16 = torch.bfloat16
 ENCODINGS: list[Encoding] = [
-    Int4(cpu_layout(), 64), Int4(cpu_layout(), 32), Int2(cpu_layout(), 64), Uneven(4, cpu_layout(), 32),
-    Uneven(3, cpu_layout(), 64), Uneven(2, cpu_layout(), 64), RowMajorInt4(64), RowMajorInt2(64),
+    Int4(CPU_LAYOUT, 64), Int4(CPU_LAYOUT, 32), Int2(CPU_LAYOUT, 64), NonUniform(4, CPU_LAYOUT, 32),
+    NonUniform(3, CPU_LAYOUT, 64), NonUniform(2, CPU_LAYOUT, 64), RowMajorInt4(64), RowMajorInt2(64),
 ]  # fmt: skip
 
 
@@ -54,7 +61,7 @@ def textbook(weight: torch.Tensor, moments: torch.Tensor, place: Place) -> torch
     return levels.float()
 
 
-class InTheirOrder(EvenLevels):
+class InTheirOrder(UniformLevels):
     def order(self, moments: torch.Tensor) -> torch.Tensor:
         return torch.arange(len(moments))
 
@@ -71,9 +78,9 @@ def test_codes_are_those_of_the_textbook(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_rows_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are worked through apart, the last ones fewer, get what they get together."""
     weight, moments = some_weight(40, 64).float(), some_moments(64)
-    whole = solve(weight, moments, EvenLevels(32, BF16))
-    monkeypatch.setattr(gptq, "_ROWS_TOGETHER", 16)
-    parts = solve(weight, moments, EvenLevels(32, BF16))
+    whole = solve(weight, moments, UniformLevels(32, BF16))
+    monkeypatch.setattr(gptq, "ROWS_TOGETHER", 16)
+    parts = solve(weight, moments, UniformLevels(32, BF16))
     for mine, its in zip(parts, whole, strict=True):
         assert float((mine == its).float().mean()) > 0.98  # products of other shapes round otherwise
         torch.testing.assert_close(mine, its, rtol=0.2, atol=0.05)
@@ -83,7 +90,7 @@ def test_no_single_code_can_be_better(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the scales that were found every other level of every column changes more: rounds enough to settle."""
     monkeypatch.setattr(gptq, "ROUNDS", 12)
     weight, moments = some_weight(4, 32).float(), some_moments(32)
-    found = solve(weight, moments, EvenLevels(32, BF16))
+    found = solve(weight, moments, UniformLevels(32, BF16))
     damped = moments + torch.eye(32) * gptq.DAMPING * moments.diagonal().mean()
     for row, column in itertools.product(range(4), range(32)):
         least = change(weight, found.values, damped)
@@ -96,7 +103,7 @@ def test_no_single_code_can_be_better(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_as_good_as_trying_all() -> None:
     """Four columns, 16 ** 4 codes: with the scales that were found no others are much better."""
     weight, moments = some_weight(6, 4).float(), some_moments(4)
-    found = solve(weight, moments, EvenLevels(4, BF16))
+    found = solve(weight, moments, UniformLevels(4, BF16))
     all_levels = torch.tensor(list(itertools.product(range(-8, 8), repeat=4)), dtype=torch.float32)
     for row in range(6):
         apart = all_levels * found.scale[row] + found.zero[row] - weight[row]
@@ -118,7 +125,13 @@ def test_outputs_change_less_than_by_rounding(encoding: Encoding) -> None:
 
 @pytest.mark.parametrize(
     "levels",
-    [EvenLevels(32, BF16), LadderLevels(64, BF16), UnevenLevels(4, 32), UnevenLevels(3, 64), UnevenLevels(2, 64)],
+    [
+        UniformLevels(32, BF16),
+        SubsetLevels(64, BF16),
+        NonUniformLevels(4, 32),
+        NonUniformLevels(3, 64),
+        NonUniformLevels(2, 64),
+    ],
 )
 def test_every_round_lowers_the_change(levels: Levels, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, moments = some_weight(16, 128), some_moments(128)
@@ -153,7 +166,7 @@ def test_inputs_that_are_always_0_do_no_harm(columns: int) -> None:
     moments = some_moments(columns)
     moments[5] = moments[:, 5] = 0
     for its in (moments, torch.zeros(columns, columns)):
-        found = solve(some_weight(16, columns), its, EvenLevels(64, BF16))
+        found = solve(some_weight(16, columns), its, UniformLevels(64, BF16))
         assert torch.isfinite(found.values).all()
         assert float((found.values - some_weight(16, columns).float()).abs().max()) < 1
 
@@ -162,6 +175,6 @@ def test_infinite_values_are_refused() -> None:
     weight = some_weight(16, 64)
     weight[2, 3] = torch.inf
     with pytest.raises(PackError, match="infinite or undefined"):
-        solve(weight, some_moments(64), EvenLevels(64, BF16))
+        solve(weight, some_moments(64), UniformLevels(64, BF16))
     with pytest.raises(PackError, match="infinite or undefined"):
-        solve(some_weight(16, 64), torch.full((64, 64), torch.nan), EvenLevels(64, BF16))
+        solve(some_weight(16, 64), torch.full((64, 64), torch.nan), UniformLevels(64, BF16))

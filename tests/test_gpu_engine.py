@@ -16,20 +16,19 @@ from fake_gpu import FakeGpu
 from gpu_models import FAMILY, needs_gpu
 from parity import logits, put_decoded_experts, tokens
 from tiermoe.config import Settings
-from tiermoe.decide.compose import Tables
-from tiermoe.engine import load, loading, reading, service
+from tiermoe.engine import budget, load, loading, reading, service
+from tiermoe.engine.budget import RESERVE, divided_with_gpu
+from tiermoe.engine.memory_plan import GpuMemoryPlan, MemoryPlan
 from tiermoe.errors import BudgetError, ConfigError, StoreError
-from tiermoe.kernels import machine_layout
-from tiermoe.memory import plan
-from tiermoe.memory.gpu_plan import RESERVE, divided_with_gpu
-from tiermoe.memory.memory_plan import GpuMemoryPlan, MemoryPlan
+from tiermoe.formats.int4 import CPU_LAYOUT
+from tiermoe.formats.store import dense_key, machine_of, precision_key
+from tiermoe.kernels.linear import machine_layout
 from tiermoe.model import prepare_store
-from tiermoe.quant.registry import cpu_layout
-from tiermoe.store.store import dense_key, machine_of, precision_key
+from tiermoe.offload import cuda
+from tiermoe.offload.disk import LANES
+from tiermoe.offload.profiles import Tables
 from tiermoe.systems import compose
 from tiermoe.systems.resolved import Resolved
-from tiermoe.tiers import cuda
-from tiermoe.tiers.disk import LANES
 from tiermoe.types import Need, Phase
 from tiny import oracle, write
 
@@ -96,8 +95,8 @@ def test_cpu_and_gpu_lie_side_by_side(
     """Also the dense layers; 8 bits serve both. The output layer has a size that 6 bits do not take: of 128 rows it
     would be at 6 bits on a CPU, at 8 on a GPU."""
     ids, found, directory = tokens(1, 5), {}, tiny_model(FAMILY, torch.float32, vocab_size=144)
-    for layout in (cpu_layout(), "rowmajor"):
-        for module in (plan, prepare_store, reading, load, loading, service):
+    for layout in (CPU_LAYOUT, "rowmajor"):
+        for module in (budget, prepare_store, reading, load, loading, service):
             monkeypatch.setattr(module, "machine_layout", lambda device, layout=layout: layout)
         for bits in (4, 8, 2):
             loaded, _ = tiermoe.load(
@@ -111,21 +110,21 @@ def test_cpu_and_gpu_lie_side_by_side(
     machines = {key: entry["machine"] for key, entry in table["precisions"].items()}
     assert machines.pop("8") == "any"
     for bits in (4, 2):
-        assert machines.pop(f"{bits}-hqq") == cpu_layout()
+        assert machines.pop(f"{bits}-hqq") == CPU_LAYOUT
         assert machines.pop(f"{bits}-hqq-rowmajor") == "rowmajor"
     assert not machines
     for bits in (4, 8, 2):  # the same weights in another order
-        mine, theirs = found["rowmajor", bits], found[cpu_layout(), bits]
+        mine, theirs = found["rowmajor", bits], found[CPU_LAYOUT, bits]
         assert (mine - theirs).abs().max() <= 1e-4 * theirs.abs().max()
 
 
 def test_names_in_the_store() -> None:
-    assert machine_layout("cpu") == cpu_layout()
+    assert machine_layout("cpu") == CPU_LAYOUT
     assert machine_layout("cuda") == machine_layout("cuda:1") == "rowmajor"
     assert precision_key(4, "hqq", "rowmajor") == "4-hqq-rowmajor"
-    assert precision_key(4, "hqq", cpu_layout()) == "4-hqq"
+    assert precision_key(4, "hqq", CPU_LAYOUT) == "4-hqq"
     assert precision_key(2, "linear", "rowmajor") == "2-linear-rowmajor"
-    assert precision_key(2, "linear", cpu_layout()) == "2-linear"
+    assert precision_key(2, "linear", CPU_LAYOUT) == "2-linear"
     assert precision_key(8, "hqq", "rowmajor") == dense_key(8, "rowmajor") == "8"
     assert machine_of(8, "rowmajor") == "any"
     assert machine_of(2, "rowmajor") == "rowmajor"
@@ -141,7 +140,7 @@ def gpu_of_8_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (8 * GIB, 10 * GIB))
-    monkeypatch.setattr(plan, "resident_bytes", lambda: 300 << 20)
+    monkeypatch.setattr(budget, "resident_bytes", lambda: 300 << 20)
 
 
 def test_plan_of_a_gpu(gpu_model: Path, gpu_of_8_gib: None) -> None:
@@ -170,7 +169,7 @@ def test_plan_of_a_small_gpu(gpu_model: Path, gpu_of_8_gib: None) -> None:
     with pytest.raises(BudgetError, match=r"on cuda are too little: .* Use --gpu-memory \d+MiB or more"):
         tiermoe.plan(gpu_model, memory="4GiB", gpu_memory=whole.gpu_fixed + whole.slot_bytes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "while_loading", lambda *args: [Need("dense", 5 * GIB, Phase.LOADING)])
+        patch.setattr(budget, "while_loading", lambda *args: [Need("dense", 5 * GIB, Phase.LOADING)])
         with pytest.raises(BudgetError, match=r"are too little: loading needs 5 GiB .* Use --memory \d+MiB or more"):
             tiermoe.plan(gpu_model, memory="4GiB")  # weights come through main memory
     with pytest.raises(BudgetError, match=r"4 pinned experts .* Use --memory \d+MiB or more"):
@@ -270,7 +269,7 @@ def test_a_copy_moves_an_expert_s_own_bytes(
     assert low < high
     copied = [copy.host.nbytes for copy in gpu.asked]
     assert set(copied) == {high, low}
-    assert copied.count(low) == engine.controller.counts.low_loads
+    assert copied.count(low) == engine.loader.counts.low_loads
     assert engine.link.bytes_copied == sum(copied)
 
 

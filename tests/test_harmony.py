@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from tiermoe.serve.detokenize import Detokenizer
+from tiermoe.engine.detokenize import Detokenizer
+from tiermoe.engine.request import Piece
+from tiermoe.serve.chats import AnswerReader
 from tiermoe.serve.grammar import Grammars
 from tiermoe.serve.harmony import ChannelReader, message_of, rules_of, speaks, tool_of
-from tiermoe.serve.reading import Reader
-from tiermoe.serve.request import Piece
 from tiny import write_tokenizer
 
 THOUGHT = 'User asks: "What is 2 + 2?" Simple arithmetic. Provide answer.'
@@ -87,7 +87,7 @@ def test_a_call_that_is_cut_off_has_the_arguments_so_far(text: str, answer: str,
 
 @pytest.mark.parametrize(("text", "finish"), [(BOTH, "stop"), (CALLED, "tool_calls")])
 def test_an_answer_ends_as_its_last_message_says(text: str, finish: str) -> None:
-    reader = Reader(channels=ChannelReader())
+    reader = AnswerReader(channels=ChannelReader())
     pieces = [Piece(1, part, (1,)) for part in parts_of(text, 9)] + [Piece(1, "", (2,), finish="stop")]
     assert [reader.add(piece).finish for piece in pieces] == [None] * 9 + [finish]
     assert 0 < reader.thought_tokens < 9

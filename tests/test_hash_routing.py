@@ -11,14 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiermoe
-from links import finish
 from native_experts import checkpoint as native_checkpoint
 from parity import put_decoded_experts
-from tiermoe.decide.counts import Counts
-from tiermoe.decide.scheduler import Scheduler
+from small_engines import OnRoute, finish
+from tiermoe.metrics import ExpertCounts
+from tiermoe.offload.scheduler import Scheduler
 from tiermoe.types import Routed
 from tiny import oracle, write
-from watching import OnRoute
 
 FAMILY = "deepseek_v4"
 HASHED = 2  # of three layers
@@ -47,10 +46,10 @@ def model(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     loaded.tiermoe.close()
 
 
-def counted(model: Any) -> list[Counts]:
+def counted(model: Any) -> list[ExpertCounts]:
     """The counts when the hashed layers of each pass begin, and when the first layer after them does."""
-    seen: list[Counts] = []
-    controller = model.tiermoe.controller
+    seen: list[ExpertCounts] = []
+    controller = model.tiermoe.loader
 
     def note(routed: Routed, _: torch.Tensor) -> None:
         if routed.layer in (0, HASHED):

@@ -20,8 +20,8 @@ import gguf_files
 import tiny
 from commands import Command, Outcome
 from tiermoe.errors import ConfigError, StoreError, TraceError
-from tiermoe.model.hub import cache_folder
-from tiermoe.store.store import open_store
+from tiermoe.formats.store import open_store
+from tiermoe.model.hf.blueprint import cache_folder
 from tiermoe.trace.file import read_trace
 
 Alteration = Callable[[Path], object]
@@ -471,7 +471,7 @@ def test_an_error_that_nobody_foresaw(model: Path, tiermoe_: Command, monkeypatc
     def breaks(*_: Any, **__: Any) -> None:
         raise KeyError("of a kind")
 
-    monkeypatch.setattr("tiermoe.engine.describe.describe_model", breaks)
+    monkeypatch.setattr("tiermoe.cli.describe.describe_model", breaks)
     cause = tiermoe_("show", model).cause
     assert cause == (
         "tiermoe: an unforeseen error (KeyError: 'of a kind'); TIERMOE_TRACEBACK=1 before the command shows where"

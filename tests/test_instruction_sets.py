@@ -14,17 +14,17 @@ import torch
 
 import tiermoe
 from commands import Command
-from feeding import logits_of_steps
 from native_experts import checkpoint, packed, tokens
+from small_engines import logits_of_steps
 from tiermoe import native
-from tiermoe.engine.what_runs import missing_kernels
+from tiermoe.cli.describe import missing_kernels
 from tiermoe.errors import ConfigError
-from tiermoe.kernels.native.linear import linear
-from tiermoe.kernels.native.matrix import matrix_form
-from tiermoe.quant.encoding import Encoding
-from tiermoe.quant.int8 import Int8
-from tiermoe.quant.plain import Plain
-from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.formats.encoding import Encoding
+from tiermoe.formats.int8 import Int8
+from tiermoe.formats.plain import Plain
+from tiermoe.formats.quantizers import QUANTIZERS
+from tiermoe.kernels.linear import linear
+from tiermoe.kernels.matrix import matrix_form
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native kernels")
 

@@ -13,14 +13,16 @@ import torch
 import tiermoe
 from commands import Command
 from parity import close, logits, tokens
-from tiermoe.kernels import cpu, linear_for
-from tiermoe.model.blueprint import inspect_model
+from tiermoe.formats import encode_matrix, int6
+from tiermoe.formats.int4 import CPU_LAYOUT, ROW_MAJOR
+from tiermoe.formats.int6 import Int6
+from tiermoe.formats.quantizers import QUANTIZERS
+from tiermoe.formats.registry import encoding_for
+from tiermoe.formats.store import open_store
+from tiermoe.kernels import linear
+from tiermoe.kernels.linear import linear_for
 from tiermoe.model.dense import recipe, recipe_key
-from tiermoe.quant import int6, int6_layout, row_blocks
-from tiermoe.quant.int6 import Int6
-from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.quant.registry import ROW_MAJOR, cpu_layout, encoding_for
-from tiermoe.store.store import open_store
+from tiermoe.model.hf.blueprint import inspect_model
 from tiny import oracle, write
 
 HQQ = QUANTIZERS["hqq"]
@@ -50,7 +52,7 @@ def test_where_a_code_lies() -> None:
     codes = torch.zeros(64, 4, dtype=torch.uint8)
     codes[1] = torch.tensor([0b01_1010, 0b10_0001, 0b11_0010, 0b00_0011])
     codes[33] = torch.tensor([0b10_0101, 0b11_1111, 0b01_0000, 0b00_1000])
-    packed = int6_layout.pack(codes)
+    packed = int6.pack(codes)
     assert packed.shape == (64, 3)
     low = {1: 0b0101_1010, 33: 0b1111_0001, 65: 0b0000_0010, 97: 0b1000_0011}
     high = {129: 0b10_11_01_10, 161: 0b00_00_11_01}  # of columns 1 and 0, of 3 and 2: row 1, row 33
@@ -61,18 +63,18 @@ def test_where_a_code_lies() -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(64, 4), (192, 96)])
 def test_codes_lie_where_the_layout_says(rows: int, columns: int) -> None:
     codes = torch.randint(0, 64, (rows, columns), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-    packed = int6_layout.pack(codes)
+    packed = int6.pack(codes)
     flat = packed.flatten().tolist()
     assert [[code_at(flat, columns, r, c) for c in range(columns)] for r in range(rows)] == codes.tolist()
     into = torch.empty((columns, rows), dtype=torch.uint8)
-    assert torch.equal(int6_layout.unpack_transposed(packed, into), codes.t())
+    assert torch.equal(int6.unpack_transposed(packed, into), codes.t())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [64, 32])
 def test_a_weight_is_its_code_less_32_times_its_groups_scale(group: int, dtype: torch.dtype) -> None:
     rows, columns = 128, 192
-    encoding = Int6(cpu_layout(), group)
+    encoding = Int6(CPU_LAYOUT, group)
     weight = random(rows, columns)
     weight[5, :group] = 0
     fields = encoding.encode(weight, HQQ, dtype)
@@ -106,24 +108,24 @@ def test_the_better_of_two_scales_is_taken() -> None:
     weight[1, :64] = (32 - steps) * 0.5  # the same with a scale below 0
     weight[2, :64] = (steps - 31).clamp(max=31) * 0.5  # as far up as down: 31 steps
     weight[2, 64:] = -weight[2, :64]
-    encoding = Int6(cpu_layout(), 64)
+    encoding = Int6(CPU_LAYOUT, 64)
     fields = encoding.encode(weight, HQQ, torch.float32)
     assert torch.equal(encoding.decode(fields, 64, 128, torch.float32), weight)
     assert [scale_at(fields["scales"].flatten().tolist(), 2, row, 0) for row in (0, 1)] == [0.5, -0.5]
 
 
 def test_blocks_of_rows_are_those_of_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoding, weight, columns = Int6(cpu_layout(), 64), random(320, 128).bfloat16(), 128
+    encoding, weight, columns = Int6(CPU_LAYOUT, 64), random(320, 128).bfloat16(), 128
     want = encoding.encode(weight, HQQ, torch.bfloat16)
-    monkeypatch.setattr(row_blocks, "BLOCK_WEIGHTS", 1)
+    monkeypatch.setattr(encode_matrix, "BLOCK_WEIGHTS", 1)
     monkeypatch.setattr(int6, "BLOCK_WEIGHTS", 5 * columns)
     got = {name: torch.empty_like(value) for name, value in want.items()}
     done: list[int] = []
-    matrix = row_blocks.Matrix(
+    matrix = encode_matrix.Matrix(
         encoding, HQQ, (320, columns), torch.bfloat16, lambda first, last: weight[first:last],
         lambda field, first, value: got[field.name][first : first + len(value)].copy_(value),
     )  # fmt: skip
-    assert len(list(row_blocks.encode([matrix], done.append))) == 1
+    assert len(list(encode_matrix.encode([matrix], done.append))) == 1
     assert done == [1, 2, 3, 4, 5]
     assert all(torch.equal(got[name], want[name]) for name in want)
 
@@ -132,10 +134,10 @@ def test_blocks_of_rows_are_those_of_the_whole_matrix(monkeypatch: pytest.Monkey
 def test_without_native_kernels_blocks_are_decoded_and_multiplied(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoding = Int6(cpu_layout(), 64)
+    encoding = Int6(CPU_LAYOUT, 64)
     fields = encoding.encode(random(320, 128), HQQ, dtype)
-    monkeypatch.setattr(cpu, "matrix_form", lambda *_: None)
-    monkeypatch.setattr(cpu, "DECODED_BLOCKS", 130 * 128)  # two blocks at a time, and one is left
+    monkeypatch.setattr(linear, "matrix_form", lambda *_: None)
+    monkeypatch.setattr(linear, "DECODED_BLOCKS", 130 * 128)  # two blocks at a time, and one is left
     kernel, decoded = linear_for(encoding.name, "cpu", dtype), encoding.decode(fields, 320, 128, torch.float32)
     step = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
     for count in (1, 20):
@@ -145,9 +147,7 @@ def test_without_native_kernels_blocks_are_decoded_and_multiplied(
         assert bool(((kernel(x, fields, 320, 128).double() - exact).abs() <= allowed).all())
 
 
-@pytest.mark.parametrize(
-    ("out", "in_", "layout"), [(80, 64, cpu_layout()), (64, 48, cpu_layout()), (64, 64, ROW_MAJOR)]
-)
+@pytest.mark.parametrize(("out", "in_", "layout"), [(80, 64, CPU_LAYOUT), (64, 48, CPU_LAYOUT), (64, 64, ROW_MAJOR)])
 def test_what_6_bits_do_not_take_gets_8(out: int, in_: int, layout: str) -> None:
     assert encoding_for(6, out, in_, torch.bfloat16, layout).name == "int8"
 
@@ -179,7 +179,7 @@ def put_dense_decoded(store: Any, key: str, plain: Any) -> None:
         layer = plain.get_submodule(name)
         layer.weight.data = decoded.to(layer.weight.dtype)
         found[name] = entry["encoding"]
-    assert found["lm_head"] == f"int6/{cpu_layout()}/g32"
+    assert found["lm_head"] == f"int6/{CPU_LAYOUT}/g32"
 
 
 def test_a_store_with_the_output_layer_at_8_bits_gets_it_at_6(
@@ -203,7 +203,7 @@ def test_a_store_with_the_output_layer_at_8_bits_gets_it_at_6(
 
 def test_where_the_output_layer_keeps_8_bits(tiny_model: Model, tmp_path: Path) -> None:
     blueprint = inspect_model(tiny_model("qwen3_moe", torch.float32), "tiny")
-    assert [recipe(blueprint, bits, cpu_layout()) for bits in (4, 8)] == [{"lm_head": 6}, {}]
+    assert [recipe(blueprint, bits, CPU_LAYOUT) for bits in (4, 8)] == [{"lm_head": 6}, {}]
     assert recipe_key(blueprint, 4, ROW_MAJOR) == "4-lm_head8-rowmajor"  # no kernel of a GPU takes 6
     odd = inspect_model(write(tmp_path, "qwen3_moe", torch.float32, vocab_size=144), "odd")
-    assert recipe_key(odd, 4, cpu_layout()) == "4-lm_head8"
+    assert recipe_key(odd, 4, CPU_LAYOUT) == "4-lm_head8"

@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 
 import tiermoe
-from caches import lru_of
-from fake_link import FakeLink, demands
-from groups import each
-from tiermoe.decide.allotment import by_use
-from tiermoe.decide.controller import Controller
-from tiermoe.decide.pools import Pools
+from fake_link import FakeLink, demands, each, lru_of
+from tiermoe.offload.cache import ExpertCache
+from tiermoe.offload.loader import ExpertLoader
+from tiermoe.offload.policies.allotment import Share, by_use
 from tiermoe.types import ExpertKey
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # generators that end
@@ -85,8 +83,8 @@ def loaded(request: pytest.FixtureRequest, shipped: Path) -> Iterator[Any]:
 
 def nothing_is_left(engine: Any) -> bool:
     """Whether every slot is free or holds an expert."""
-    engine.controller.drain()
-    cache = engine.controller.cache
+    engine.loader.drain()
+    cache = engine.loader.cache
     pools = {cache.pool(ExpertKey(layer, 0, 4)) for layer in range(len(engine.layers))}
     return len(cache) + sum(map(cache.free, pools)) == cache.slots
 
@@ -114,10 +112,10 @@ def test_wherever_deciding_is_interrupted_no_slot_is_lost_or_held_by_two() -> No
     places, at = 0, 0
     while at <= places:
         link = FakeLink()
-        controller = Controller(Pools(by_use(7, 3, 2), lru_of, (4,)), link)
+        controller = ExpertLoader(ExpertCache(by_use(Share(7, [99] * 3, minimum=2)), lru_of, (4,)), link)
         watch = Interrupted(at)
 
-        def work(controller: Controller = controller, link: FakeLink = link) -> None:
+        def work(controller: ExpertLoader = controller, link: FakeLink = link) -> None:
             for number in range(6):
                 layer, first = number % 3, number * 5 % 8
                 for _ in controller.run_layer(layer, demands(first, (first + 1) % 8, (first + 3) % 8)):

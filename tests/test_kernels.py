@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermoe.errors import ConfigError
-from tiermoe.kernels import cpu, linear_for
-from tiermoe.kernels.cpu import INT4_TOKENS, INT8_TOKENS
-from tiermoe.kernels.reference import DecodedLinear
-from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.quant.registry import cpu_layout, encoding_for
+from tiermoe.formats.int4 import CPU_LAYOUT
+from tiermoe.formats.quantizers import QUANTIZERS
+from tiermoe.formats.registry import encoding_for
+from tiermoe.kernels import linear
+from tiermoe.kernels.linear import INT4_TOKENS, INT8_TOKENS, DecodedLinear, linear_for
 
 ALIGNMENT = 64
 # of sum |x| |w|: the rounding of operands, of the accumulation and of the result
@@ -45,7 +45,7 @@ def in_one_buffer(fields, values):
 def slot_for(bits, weight, dtype, quantizer="hqq"):
     """The encoding of a weight and its slot fields, loaded the way that a slot is."""
     out, in_ = weight.shape
-    encoding = encoding_for(bits, out, in_, dtype, cpu_layout(), quantizer)
+    encoding = encoding_for(bits, out, in_, dtype, CPU_LAYOUT, quantizer)
     stored = encoding.encode(weight, QUANTIZERS[quantizer], dtype)
     fields, slot_fields = (f(out, in_, dtype) for f in (encoding.stored_fields, encoding.slot_fields))
     loaded = in_one_buffer(fields, stored)
@@ -116,14 +116,14 @@ def test_int8_reads_nothing_beyond_its_rows(in_, tokens):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_large_matrix_at_8_bits_is_decoded_in_pieces(dtype, monkeypatch):
-    encoding = encoding_for(8, 100, 48, dtype, cpu_layout())
+    encoding = encoding_for(8, 100, 48, dtype, CPU_LAYOUT)
     random = torch.Generator().manual_seed(0)
     fields = encoding.encode(torch.randn(100, 48, generator=random), QUANTIZERS["linear"], dtype)
     x, kernel = torch.randn(20, 48, generator=random).to(dtype), linear_for("int8", "cpu", dtype)
     taken = []
-    monkeypatch.setattr(cpu, "DECODED_WEIGHTS", 48 * 32)
+    monkeypatch.setattr(linear, "DECODED_WEIGHTS", 48 * 32)
     monkeypatch.setattr(
-        cpu.scratch, "take", lambda _, shape, dtype: taken.append(shape) or torch.empty(shape, dtype=dtype)
+        linear.scratch, "take", lambda _, shape, dtype: taken.append(shape) or torch.empty(shape, dtype=dtype)
     )
     exact = x.double() @ encoding.decode(fields, 100, 48, torch.float64).t()
     assert torch.allclose(kernel(x, fields, 100, 48).double(), exact, rtol=1e-2, atol=1e-2)
@@ -140,10 +140,10 @@ def test_no_product_in_bfloat16_where_the_processor_has_no_instructions_for_it(b
         multiplied.append({x.dtype, weight.dtype})
         return product(x, weight)
 
-    monkeypatch.setattr(cpu, "multiplies_bfloat16", lambda: False)
-    monkeypatch.setattr(cpu, "is_torchs", lambda: False)
-    monkeypatch.setattr(cpu, "matrix_form", lambda *_: None)  # nor are there native kernels
-    monkeypatch.setattr(cpu.F, "linear", watched)
+    monkeypatch.setattr(linear, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(linear, "is_torchs", lambda: False)
+    monkeypatch.setattr(linear, "matrix_form", lambda *_: None)  # nor are there native kernels
+    monkeypatch.setattr(linear.F, "linear", watched)
     encoding, slot = slot_for(bits, torch.randn(64, 128, generator=random), torch.bfloat16)
     x = torch.randn(tokens, 128, generator=random).bfloat16()
     y = linear_for(encoding.name, "cpu", torch.bfloat16)(x, slot, 64, 128)
@@ -176,7 +176,7 @@ def test_strided_tokens(bits):
 def test_one_token_takes_mv_where_the_machine_has_amx(amx, tokens, monkeypatch):
     calls = []
     mv = torch.mv
-    monkeypatch.setattr(cpu, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(linear, "multiplies_bfloat16", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch, "mv", lambda *operands: calls.append(operands) or mv(*operands))
     encoding, slot = slot_for(16, torch.randn(33, 64), torch.bfloat16)

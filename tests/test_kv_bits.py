@@ -10,15 +10,14 @@ import pytest
 import torch
 
 import tiermoe
-from one_by_one import alone
-from small_engines import NATIVE, engine_of, tokens
+from small_engines import NATIVE, alone, engine_of, tokens
 from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt, verify
 from tiermoe.config import Settings
 from tiermoe.engine.load import plan_for
 from tiermoe.errors import ConfigError
-from tiermoe.model import kv_codes
-from tiermoe.model.blueprint import inspect_model
+from tiermoe.model import kv_memory
+from tiermoe.model.hf.blueprint import inspect_model
 from tiny import write
 
 
@@ -43,10 +42,10 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 def test_a_code_is_the_nearest_and_the_largest_is_127() -> None:
     rows = torch.randn(50, 3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     rows[7] = 0
-    codes, scales = kv_codes.encode(rows)
+    codes, scales = kv_memory.encode_kv(rows)
     assert codes.dtype == torch.int8
     assert torch.equal(codes.abs().amax(-1) == 127, (rows != 0).any(-1))
-    error = (kv_codes.decode(codes, scales, torch.float32) - rows.float()).abs()
+    error = (kv_memory.decode_kv(codes, scales, torch.float32) - rows.float()).abs()
     # half a step, and what a scale's own rounding leaves of the largest
     assert bool((error <= 0.5 * scales.float() * 1.0001 + rows.float().abs() / 256).all())
     assert not codes[7].any()
@@ -62,7 +61,7 @@ def test_what_is_kept_are_the_codes_of_what_16_bits_keep(count: int, engines: di
         engine.step(Batch((prompt(caches[bits].open(), tokens(count)),)), caches[bits])
     for name in ("keys", "values"):
         wide, kept = (getattr(caches[bits], name)[0][0, :, :count] for bits in (16, 8))
-        codes, scales = kv_codes.encode(wide)
+        codes, scales = kv_memory.encode_kv(wide)
         assert torch.equal(kept, codes)
         its = {"keys": "key_scales", "values": "value_scales"}[name]
         assert torch.equal(getattr(caches[8], its)[0][0, :, :count], scales)
@@ -76,7 +75,7 @@ def test_logits_are_near_those_of_16_bits_and_not_them(engines: dict[int, Any]) 
 
 def test_verified_tokens_and_rows_of_a_batch_have_the_bits_that_each_has_alone(engines: dict[int, Any]) -> None:
     engine = engines[8]
-    if not engine.steps.decoder.verifies:
+    if not engine.decoder.can_verify_draft:
         pytest.skip("this machine has no native kernels")
     ids, others = tokens(90), tokens(21, seed=2)
     want, theirs = alone(engine, ids, 83), alone(engine, others, 20)

@@ -1,7 +1,11 @@
-"""Slabs of keys and values: opened, cropped, forked, saved."""
+"""Slabs of keys and values: opened, cropped, forked, saved; and their memory by pages, which is what is said and comes
+back."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,10 +13,13 @@ import torch
 
 from tiermoe.batch import Batch, Row, decode, prompt
 from tiermoe.errors import ModelError, PromptError
-from tiermoe.model.kv_cache import KVCache, LayerShape, cache_bytes
+from tiermoe.model import kv_memory
+from tiermoe.model.kv_cache import KVCache, LayerShape, cache_bytes, needs
+from tiermoe.model.kv_memory import read_rows, write_rows
+from tiermoe.model.recurrent_states import StateShape
 from tiermoe.model.rotary import Rotary
-from tiermoe.model.step import Step, held, put, read
-from tiermoe.model.step import write as write_both
+from tiermoe.model.step import Step
+from tiermoe.types import Use, Workload
 
 WHOLE, SLIDING = LayerShape(2, 4, 6), LayerShape(1, 4, 4, window=3)
 
@@ -26,10 +33,10 @@ def write(kv: KVCache, row: Row) -> list[torch.Tensor]:
     written = []
     for layer, shape in enumerate(kv.shapes):
         keys = torch.randn(len(row.tokens), shape.heads, shape.key_columns)
-        put(kv.keys[layer], row, keys)
-        put(kv.values[layer], row, torch.randn(len(row.tokens), shape.heads, shape.value_columns))
+        write_rows(kv.keys[layer], row, keys)
+        write_rows(kv.values[layer], row, torch.randn(len(row.tokens), shape.heads, shape.value_columns))
         written.append(keys)
-    kv.wrote(row.slab, row.end)
+    kv.end_write(row.slab, row.end)
     return written
 
 
@@ -39,7 +46,7 @@ def test_a_window_keeps_its_last_positions_in_a_ring() -> None:
     rows = [prompt(slab, range(4), first) for first in (0, 4, 8)]
     all_keys = [torch.cat(each) for each in zip(*(write(kv, row) for row in rows), strict=True)]
     for layer, window in ((0, None), (1, 3)):
-        found = held(kv.keys[layer], rows[-1], window).transpose(0, 1)
+        found = read_rows(kv.keys[layer], rows[-1], window).transpose(0, 1)
         begin = 0 if window is None else 8 - window + 1
         assert torch.equal(found, all_keys[layer][begin:12])
     assert kv.keys[1].shape[2] == 3 + 4
@@ -88,7 +95,7 @@ def test_a_fork_of_a_beginning_goes_on_from_there() -> None:
     assert kv.length(other) == 5
     for layer, window in ((0, None), (1, 3)):
         row, same = prompt(slab, range(1), 4), prompt(other, range(1), 4)
-        assert torch.equal(held(kv.keys[layer], same, window), held(kv.keys[layer], row, window))
+        assert torch.equal(read_rows(kv.keys[layer], same, window), read_rows(kv.keys[layer], row, window))
     write(kv, prompt(other, range(4), 5))
     assert (kv.length(slab), kv.length(other)) == (9, 9)
     kv.close(other)
@@ -117,11 +124,11 @@ def test_more_room_keeps_what_is_there() -> None:
 def test_more_room_keeps_codes_and_their_scales() -> None:
     kv = KVCache([WHOLE], 1, 8, 4, torch.float32, bits=8)
     slab, keys, values = kv.open(), torch.randn(4, 2, 4), torch.randn(4, 2, 6)
-    write_both(kv, 0, prompt(slab, range(4)), keys, values)
-    before = read(kv, 0, prompt(slab, range(4)), None)
+    kv.write(0, prompt(slab, range(4)), keys, values)
+    before = kv.read(0, prompt(slab, range(4)), None)
     kv.reserve(9)
     assert kv.key_scales[0].shape[2] == kv.keys[0].shape[2] == 16
-    for kept, again in zip(before, read(kv, 0, prompt(slab, range(4)), None), strict=True):
+    for kept, again in zip(before, kv.read(0, prompt(slab, range(4)), None), strict=True):
         assert torch.equal(kept, again)
     assert torch.allclose(before[0], keys.transpose(0, 1), atol=0.02)
     assert torch.allclose(before[1], values.transpose(0, 1), atol=0.02)
@@ -147,8 +154,8 @@ def test_a_saved_sequence_comes_back(tmp_path: Path) -> None:
     assert fresh.length(again) == 12
     for layer, window in ((0, None), (1, 3)):
         row = prompt(slab, range(4), 8)
-        there = held(fresh.keys[layer], prompt(again, range(4), 8), window)
-        assert torch.equal(there, held(kv.keys[layer], row, window))
+        there = read_rows(fresh.keys[layer], prompt(again, range(4), 8), window)
+        assert torch.equal(there, read_rows(kv.keys[layer], row, window))
 
 
 def test_a_sequence_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -173,3 +180,86 @@ def test_a_row_s_angles_follow_its_own_length() -> None:
     together, *alone = (Step(Batch(tuple(each)), cache, rotary) for each in (rows, rows[:1], rows[1:]))
     assert torch.equal(together.cos, torch.cat([each.cos for each in alone]))
     assert torch.equal(together.sin, torch.cat([each.sin for each in alone]))
+
+
+# memory by pages
+
+SHAPES = [
+    LayerShape(2, 128, 128),
+    LayerShape(3, 40, 24),
+    LayerShape(1, 64, 64, window=100),
+    LayerShape(0, 0, 0, state=StateShape(3, 50, 2, 16, 16)),
+]
+
+
+def resident(kv: KVCache) -> int:
+    """Bytes of pages that are there, as the system says."""
+    tensors = [*kv.keys, *kv.values, *kv.key_scales, *kv.value_scales]
+    if kv.recurrent is not None:
+        tensors += [tensor for kept in kv.recurrent.tensors.values() for tensor in kept.values()]
+    libc, found = ctypes.CDLL(None), 0
+    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+    for tensor in tensors:
+        there = ctypes.create_string_buffer(-(-tensor.nbytes // mmap.PAGESIZE))
+        if tensor.nbytes:
+            assert libc.mincore(tensor.data_ptr(), tensor.nbytes, there) == 0
+        found += mmap.PAGESIZE * sum(page & 1 for page in there.raw)
+    return found
+
+
+def fill(kv: KVCache, slab: int, positions: int) -> None:
+    for tensors in (kv.keys, kv.values, kv.key_scales, kv.value_scales):
+        for tensor in tensors:
+            tensor[slab, :, :positions] = 1
+    for kept in kv.recurrent.tensors.values() if kv.recurrent is not None else ():
+        for tensor in kept.values():
+            tensor[slab] = 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which pages are there")
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize(("context", "positions"), [(2048, 17), (2048, 2048), (3001, 1000)])
+def test_a_sequence_takes_what_is_said_and_gives_it_back(bits: int, context: int, positions: int) -> None:
+    kv = KVCache(SHAPES, 3, context, 64, torch.bfloat16, bits)
+    assert resident(kv) == 0
+    slabs = [kv.open() for _ in range(3)]
+    for slab in slabs:
+        fill(kv, slab, positions)
+    taken = resident(kv)
+    assert taken <= 3 * kv.nbytes(positions) <= 1.5 * taken
+    kv.close(slabs[1])
+    assert resident(kv) <= 2 * kv.nbytes(positions) + between(context, bits)
+    for tensor in kv.keys:
+        assert (tensor[slabs[0], :, :positions] == 1).all()
+        assert (tensor[slabs[2], :, :positions] == 1).all()
+    kv.close(slabs[0])
+    kv.close(slabs[2])
+    assert resident(kv) <= between(context, bits)
+
+
+def between(context: int, bits: int) -> int:
+    load = Workload(context, 64, 3, 2, 1, bits, Use(kv_memory=1 << 40))
+    return next(need.nbytes for need in needs(SHAPES, load) if need.what == "pages between them")
+
+
+def test_what_ends_at_pages_is_exact() -> None:
+    kv = KVCache([LayerShape(2, 128, 128)], 2, 2048, 64, torch.bfloat16)
+    row = 2 * 128
+    for positions in (1, 16, 17, 2048):
+        pages = -(-positions * row // mmap.PAGESIZE)
+        expected = pages if kv_memory.can_free_pages() else 2048 * row // mmap.PAGESIZE
+        assert kv.nbytes(positions) == 2 * 2 * expected * mmap.PAGESIZE
+
+
+def test_a_system_that_takes_nothing_back_is_asked_for_whole_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_memory, "can_free_pages", lambda: False)
+    kv = KVCache([LayerShape(2, 128, 128)], 2, 2048, 64, torch.bfloat16)
+    assert kv.nbytes(1) == kv.nbytes(2048) == 2 * 2 * 2048 * 256
+
+
+def test_the_plan_counts_what_is_shared_and_no_more_than_all_take() -> None:
+    shape = LayerShape(2, 128, 128)
+    longest = 2 * 2 * 2048 * 256
+    for asked, counted in ((3 * longest, 3 * longest), (9 * longest, 4 * longest)):
+        its = needs([shape], Workload(2048, 64, 4, 2, 1, use=Use(kv_memory=asked)))
+        assert sum(need.nbytes for need in its) == counted

@@ -21,16 +21,16 @@ from tiermoe.config import settings
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import load_blueprint, resolve_for, start, starts_lean
 from tiermoe.errors import StoreError
+from tiermoe.formats.outline import NAME, read_outline, write_outline
 from tiermoe.kernels.gates import ClampedGate, gate_name, gate_named, gelu_gate, silu_gate
-from tiermoe.model import blueprint as blueprint_module
-from tiermoe.model import prepare_store, skeleton
-from tiermoe.model.architectures import ARCHITECTURES
-from tiermoe.model.blueprint import Blueprint, inspect_model
-from tiermoe.model.dense_weights import StoredWeights
-from tiermoe.model.embedding import EmbeddingOnDisk
+from tiermoe.model import prepare_store
+from tiermoe.model.dense_weights import EmbeddingOnDisk, StoredWeights
+from tiermoe.model.families.table import ARCHITECTURES
+from tiermoe.model.hf import blueprint as blueprint_module
+from tiermoe.model.hf import skeleton
+from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.prepare_store import found_store, open_or_create, store_root
-from tiermoe.process import footprint
-from tiermoe.store.outline import NAME, read_outline, write_outline
+from tiermoe.platform import process_memory
 from tiny import oracle, write
 
 IDS = [5, 9, 31, 77, 12, 64, 100, 3, 18, 42, 7]
@@ -221,9 +221,9 @@ def test_a_config_that_it_cannot_compute_is_not_started_so(
 @pytest.mark.parametrize("lean", [True, False])
 def test_memory_of_activations_is_kept_as_planned(qwen: Case, lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, int]] = []
-    monkeypatch.setattr(footprint, "keep_activations", lambda planned, idle: told.append((planned, idle)))
+    monkeypatch.setattr(process_memory, "keep_activations", lambda planned, idle: told.append((planned, idle)))
     engine = qwen.alone() if lean else qwen.behind_a_model()
-    assert told == [(engine.plan.activations, footprint.ACTIVATIONS_HEAP)]
+    assert told == [(engine.plan.activations, process_memory.ACTIVATIONS_HEAP)]
     engine.close()
 
 
@@ -341,7 +341,7 @@ for words in json.loads(sys.argv[1]):
         assert not ended.code, (words, ended.code)
     named = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
     named = [name for name in named if not name.startswith("transformers.models.auto.")]  # tables of names
-    more = ("transformers.modeling_utils", "torch._dynamo", "sympy", "tiermoe.process.deferred_imports")
+    more = ("transformers.modeling_utils", "torch._dynamo", "sympy")
     found.append(named + [name for name in more if name in sys.modules])
 print(json.dumps(found), file=sys.stderr)
 """

@@ -16,8 +16,8 @@ import pytest
 
 from serving import running
 from tiermoe.batch import Batch
+from tiermoe.engine.loop import RequestLoop
 from tiermoe.serve.app import create_app
-from tiermoe.serve.batcher import Batcher
 from tiermoe.serve.served import Served
 from tiermoe.serve.worker import Worker
 
@@ -58,7 +58,7 @@ class Ended(list[str]):
 def held(served: Served, request: pytest.FixtureRequest) -> Iterator[tuple[Held, Worker, Ended, Any]]:
     """An engine held in a phase, a worker of one row over it, the ends that it tells of, and the app."""
     engine, ended = Held(served.engine, request.param), Ended()
-    worker = Worker(Batcher(engine, served.tokenizer, set(), 1), 8, ended)
+    worker = Worker(RequestLoop(engine, served.tokenizer, 1, set()), 8, ended)
     yield engine, worker, ended, create_app(replace(served, worker=worker))
     engine.let_go()
     worker.close(1)
@@ -154,7 +154,7 @@ def test_closed_connections_end_their_requests_with_the_step(
 ) -> None:
     """One is at work (its prompt is read, or it is answered), others wait for its row."""
     engine, worker, ended, app = held
-    counted, counts = Counted(app), worker.batcher.counts
+    counted, counts = Counted(app), worker.loop.counts
     with running(counted) as address:
         connections = [connected(address, path, stream)]
         assert engine.reached.wait(30)
@@ -166,7 +166,7 @@ def test_closed_connections_end_their_requests_with_the_step(
         soon(lambda: counted.done == 2)
         engine.let_go(1)
         soon(lambda: not worker.busy)
-    assert (counts.requests, counts.aborted, worker.batcher.running, worker.waiting) == (asked, asked, 0, 0)
+    assert (counts.requests, counts.aborted, worker.loop.running, worker.waiting) == (asked, asked, 0, 0)
     assert counts.generated_tokens <= 2
     assert not ended
 
@@ -186,8 +186,8 @@ def test_a_client_that_waits_for_a_whole_answer_leaves(held: tuple[Held, Worker,
     client = asyncio.run(asked())
     assert [each["status"] for each in client.sent if "status" in each] == [499]
     assert not ended
-    assert worker.batcher.counts.generated_tokens <= 2
-    assert worker.batcher.counts.aborted == 1
+    assert worker.loop.counts.generated_tokens <= 2
+    assert worker.loop.counts.aborted == 1
 
 
 @pytest.mark.parametrize("held", ["decode"], indirect=True)
@@ -207,7 +207,7 @@ def test_a_client_leaves_the_queue(held: tuple[Held, Worker, Ended, Any]) -> Non
     assert [answer["usage"]["completion_tokens"] for answer in answers] == [50, 3]
     worker.close(60)
     assert ended == ["length", "length"]
-    assert worker.batcher.counts.aborted == 1
+    assert worker.loop.counts.aborted == 1
 
 
 @pytest.mark.parametrize("held", ["prefill"], indirect=True)

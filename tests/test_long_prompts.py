@@ -12,9 +12,13 @@ import pytest
 import torch
 
 import tiermoe
+from serving import Letters
 from tiermoe import native
+from tiermoe.batch import Batch, prompt
 from tiermoe.cli.output import prompt_progress
-from tiermoe.generation.sequence import Sequence
+from tiermoe.engine.loop import RequestLoop
+from tiermoe.engine.request import Piece, Request
+from tiermoe.engine.sampling import Sampling
 from tiermoe.model.rotary import Rotary
 from tiny import write
 
@@ -29,30 +33,31 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     loaded.close()
 
 
-def test_each_chunk_is_told(engine: Any) -> None:
-    told: list[tuple[int, int]] = []
-    sequence = Sequence(engine, engine.new_cache())
-    sequence.read(IDS, lambda done, total: told.append((done, total)))
-    assert told == [(8, 20), (16, 20), (20, 20)]
-    told.clear()
-    sequence.read([*IDS[:18], 5, 6], lambda done, total: told.append((done, total)))
-    assert told == [(20, 20)]
+def answered(loop: RequestLoop, ids: list[int]) -> tuple[list[Piece], list[tuple[int, int]]]:
+    """The pieces of an answer of two tokens with their log probabilities, and what was reported while it was read."""
+    reported: list[tuple[int, int]] = []
+    loop.add(Request(ids, Sampling(2), logprobs=1, on_read=lambda done, total: reported.append((done, total))))
+    pieces: list[Piece] = []
+    while not loop.idle:
+        pieces += loop.step()
+    return pieces, reported
+
+
+def test_each_chunk_is_reported(engine: Any) -> None:
+    loop = RequestLoop(engine, Letters())
+    assert answered(loop, IDS)[1] == [(8, 20), (16, 20), (20, 20)]
+    assert answered(loop, [*IDS[:18], 5, 6])[1] == [(20, 20)]
 
 
 def test_chunks_that_have_run_stay_where_reading_is_interrupted(engine: Any) -> None:
-    class Stopped(Exception):
-        pass
-
-    def stop(done: int, total: int) -> None:
-        if done == 16:
-            raise Stopped
-
-    whole = Sequence(engine, engine.new_cache()).read(IDS)
-    sequence = Sequence(engine, engine.new_cache())
-    with pytest.raises(Stopped):
-        sequence.read(IDS, stop)
-    assert sequence.tokens == IDS[:16]
-    assert torch.equal(sequence.read(IDS), whole)
+    (whole, *_), _ = answered(RequestLoop(engine, Letters()), IDS)
+    loop = RequestLoop(engine, Letters())
+    number = loop.add(Request(IDS, Sampling(2)))
+    loop.step()
+    loop.step()
+    loop.cancel(number)
+    (again, *_), _ = answered(loop, IDS)
+    assert (again.cached, again.logprobs) == (16, whole.logprobs)
 
 
 def test_angles_that_come_chunk_by_chunk_are_those_of_the_whole() -> None:
@@ -81,11 +86,17 @@ def test_latents_are_expanded_piece_by_piece(tmp_path: Path, monkeypatch: pytest
         dense_bits=16, chunk=150,
     )[0].tiermoe  # fmt: skip
     ids = torch.randint(3, 128, (300,), generator=torch.Generator().manual_seed(1)).tolist()
-    whole = Sequence(loaded, loaded.new_cache(context=400)).read(ids).float()
-    monkeypatch.setattr("tiermoe.model.latent._PIECE", 128)
-    pieces = Sequence(loaded, loaded.new_cache(context=400)).read(ids).float()
-    monkeypatch.setattr("tiermoe.model.latent.takes_prompts", lambda *_: False)
-    torchs = Sequence(loaded, loaded.new_cache(context=400)).read(ids).float()
+
+    def read() -> torch.Tensor:
+        cache = loaded.new_cache(context=400)
+        logits: torch.Tensor = loaded.step(Batch((prompt(cache.open(), ids),)), cache)[0]
+        return logits.float()
+
+    whole = read()
+    monkeypatch.setattr("tiermoe.model.latent_attention.PIECE", 128)
+    pieces = read()
+    monkeypatch.setattr("tiermoe.model.latent_attention.takes_prompts", lambda *_: False)
+    torchs = read()
     loaded.close()
     for each in (whole, pieces):
         assert (each - torchs).norm() < 0.03 * torchs.norm()

@@ -17,21 +17,21 @@ import tiermoe
 from extent_files import EXPERTS, FORM, SIZE, bytes_of, write_experts
 from parity import logits, tokens
 from tiermoe.config import Settings
-from tiermoe.decide.compose import Tables
 from tiermoe.engine import reading
 from tiermoe.engine.load import load_resolved, resolve_for
+from tiermoe.engine.memory_plan import MemoryPlan, SlotPool, total
 from tiermoe.engine.reading import Packed, open_reading, reading_for
 from tiermoe.errors import LoadError
-from tiermoe.memory.memory_plan import MemoryPlan, SlotPool, total
-from tiermoe.model.blueprint import inspect_model
-from tiermoe.process.footprint import resident_bytes
-from tiermoe.store.layout import expert_format, format_from_names
-from tiermoe.store.store import open_store
+from tiermoe.formats.expert_format import expert_format, format_from_names
+from tiermoe.formats.store import open_store
+from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.offload import mapped
+from tiermoe.offload.mapped import MappedFiles, populate
+from tiermoe.offload.profiles import Tables
+from tiermoe.offload.tiers import Tiers, assemble_mapped
+from tiermoe.platform.process_memory import resident_bytes
 from tiermoe.systems import compose
 from tiermoe.systems.resolved import Resolved
-from tiermoe.tiers import mapped
-from tiermoe.tiers.assemble import Tiers, assemble_mapped
-from tiermoe.tiers.mapped import MappedFiles, populate
 from tiermoe.types import ExpertKey, Extent, Load, MoeLayer, Need, Part, Phase, Segment
 
 FAMILIES = ["qwen3_moe", "gpt_oss"]

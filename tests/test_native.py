@@ -16,18 +16,17 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import tiermoe
-from feeding import logits_of_steps
 from native_experts import checkpoint, expert_format, expert_views, packed, tokens
+from small_engines import OnRoute, logits_of_steps
 from tiermoe import native
-from tiermoe.kernels.expert import InOneCall, SeparateSteps, expert_kernel, weighted_sum
+from tiermoe.formats.encoding import Encoding
+from tiermoe.formats.int2 import widen
+from tiermoe.kernels.experts import FusedExperts, UnfusedExperts, expert_kernel, weighted_sum
 from tiermoe.kernels.gates import silu_gate
-from tiermoe.kernels.native.linear import linear
-from tiermoe.kernels.native.matrix import matrix_form
-from tiermoe.kernels.native.moe_block import MoeBlock
-from tiermoe.kernels.native.router import Router, choose, logits_of
-from tiermoe.quant.encoding import Encoding
-from tiermoe.quant.ladders import widen
-from watching import OnRoute
+from tiermoe.kernels.linear import linear
+from tiermoe.kernels.matrix import matrix_form
+from tiermoe.kernels.moe_block import MoeBlock
+from tiermoe.kernels.router import Router, choose, logits_of
 
 pytestmark = [
     pytest.mark.skipif(not native.available(), reason="needs the native kernels"),
@@ -124,7 +123,7 @@ def test_widening_gives_numpys_codes(count: int, run: int, seed: int) -> None:
     targets = [torch.full((count + 1, 8, run), 77, dtype=torch.uint8) for _ in range(2)]
     widen(pairs, ladders, targets[0][:count])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tiermoe.quant.ladders.native.available", lambda: False)
+        patch.setattr("tiermoe.formats.int2.native.available", lambda: False)
         widen(pairs, ladders, targets[1][:count])
     assert torch.equal(*targets)
 
@@ -132,7 +131,7 @@ def test_widening_gives_numpys_codes(count: int, run: int, seed: int) -> None:
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 70])
 def test_an_expert_in_one_call_is_its_separate_steps(count: int) -> None:
     form = expert_format(128, 192)
-    one_call, separate = expert_kernel(form, silu_gate, "cpu"), SeparateSteps(form, silu_gate, "cpu")
+    one_call, separate = expert_kernel(form, silu_gate, "cpu"), UnfusedExperts(form, silu_gate, "cpu")
     assert type(one_call) is not type(separate)
     views, x = expert_views(128, 192, 0), tokens(count, 128) * 3
     got, want = one_call(x, views).float(), separate(x, views).float()
@@ -148,7 +147,7 @@ def test_large_and_small_gates() -> None:
         x = tokens(3, 64) * scale
         got = expert_kernel(form, silu_gate, "cpu")(x, views)
         assert torch.allclose(
-            got, SeparateSteps(form, silu_gate, "cpu")(x, views), rtol=0.05, atol=0.05 * scale * scale
+            got, UnfusedExperts(form, silu_gate, "cpu")(x, views), rtol=0.05, atol=0.05 * scale * scale
         )
         assert got.isfinite().all()
 
@@ -158,18 +157,18 @@ def test_experts_computed_together_give_what_each_gives_alone() -> None:
     views, x = [expert_views(128, 64, seed) for seed in range(5)], tokens(1, 128)
     alone = torch.cat([kernel(x, each) for each in views])
     for order in ([0, 1, 2, 3, 4], [4, 2], [3]):
-        assert torch.equal(kernel.together(x, [views[at] for at in order]), alone[order])
+        assert torch.equal(kernel.forward_one(x, [views[at] for at in order]), alone[order])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_block_in_one_call_is_its_separate_calls_and_waits_for_all_its_experts(dtype: torch.dtype) -> None:
     kernel = expert_kernel(expert_format(128, 64), silu_gate, "cpu")
-    assert isinstance(kernel, InOneCall)
+    assert isinstance(kernel, FusedExperts)
     views = [expert_views(128, 64, seed) for seed in range(5)]
     router, x, residual = tokens(5, 128, 3), tokens(1, 128)[None], tokens(1, 128, 2)[None]
     weights, chosen = choose(logits_of(router, x), 3, normalise=True)
     order = chosen[0].argsort().tolist()
-    outputs = list(kernel.together(x[0], [views[chosen[0, at]] for at in order]))
+    outputs = list(kernel.forward_one(x[0], [views[chosen[0, at]] for at in order]))
     want = residual + weighted_sum(outputs, weights[0].to(dtype), order)
     block = MoeBlock(kernel.native, 5)
     for expert in chosen[0].tolist():
@@ -185,7 +184,7 @@ def test_a_block_in_one_call_is_its_separate_calls_and_waits_for_all_its_experts
 def test_the_weighted_sum_is_torchs_bit_for_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     outputs, weights = list(tokens(5, 96)), torch.rand(7).to(dtype)
     got = weighted_sum(outputs, weights, [6, 0, 3, 2, 1])
-    monkeypatch.setattr("tiermoe.kernels.expert.combines", lambda _: False)
+    monkeypatch.setattr("tiermoe.kernels.experts.combines", lambda _: False)
     assert torch.equal(got, weighted_sum(outputs, weights, [6, 0, 3, 2, 1]))
 
 
@@ -276,7 +275,7 @@ def test_the_switch_keeps_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
     native.available.cache_clear()
     try:
         assert not native.takes(torch.bfloat16, native.Coding.INT4, 64, 64, 64)
-        assert isinstance(expert_kernel(expert_format(64, 64), silu_gate, "cpu"), SeparateSteps)
+        assert isinstance(expert_kernel(expert_format(64, 64), silu_gate, "cpu"), UnfusedExperts)
     finally:
         monkeypatch.undo()
         native.available.cache_clear()

@@ -14,14 +14,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests import tiny
 from tiermoe import native
-from tiermoe.kernels.native.attention import GroupedAttention, LatentAttention, Norm, PackedMatrix
-from tiermoe.kernels.native.few_tokens_attention import FewTokensAttention, Slabs, Step, few_tokens_attention
-from tiermoe.quant.encoding import Encoding
-from tiermoe.quant.int4 import Int4
-from tiermoe.quant.int8 import Int8
-from tiermoe.quant.plain import Plain
-from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.quant.registry import cpu_layout
+from tiermoe.formats.encoding import Encoding
+from tiermoe.formats.int4 import CPU_LAYOUT, Int4
+from tiermoe.formats.int8 import Int8
+from tiermoe.formats.plain import Plain
+from tiermoe.formats.quantizers import QUANTIZERS
+from tiermoe.kernels.attention import (
+    DecodeAttention,
+    GroupedAttention,
+    LatentAttention,
+    PackedMatrix,
+    Slabs,
+    Step,
+    decode_attention,
+)
+from tiermoe.kernels.norm import Norm
 
 pytestmark = [
     pytest.mark.skipif(not native.available(), reason="needs the native kernels"),
@@ -44,8 +51,8 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-FOUR: tuple[Encoding, ...] = (Int4(cpu_layout(), 32),)
-MIXED: tuple[Encoding, ...] = (Int8(), *FOUR, Plain(), Int4(cpu_layout(), 64))
+FOUR: tuple[Encoding, ...] = (Int4(CPU_LAYOUT, 32),)
+MIXED: tuple[Encoding, ...] = (Int8(), *FOUR, Plain(), Int4(CPU_LAYOUT, 64))
 Encodings = Iterator[Encoding]  # of one matrix after the other
 
 
@@ -173,9 +180,9 @@ class Case:
         encodings = cycle(MIXED if name.endswith("mixed bits") else FOUR)
         of = latent if family.startswith("deepseek") else grouped
         self.weights: GroupedAttention | LatentAttention = of(self.layer, rotary, encodings)
-        kernel = few_tokens_attention(self.weights)
+        kernel = decode_attention(self.weights)
         assert kernel is not None
-        self.kernel: FewTokensAttention = kernel
+        self.kernel: DecodeAttention = kernel
 
     def turns(self) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin as the kernel takes them."""
@@ -354,7 +361,7 @@ def test_values_of_another_width_and_interleaved_pairs() -> None:
     weights = GroupedAttention(
         query, key, value, output, one, one, head, rotary, 0.2, value_columns=width, interleaved=True
     )
-    kernel = few_tokens_attention(weights)
+    kernel = decode_attention(weights)
     assert kernel is not None
     x = random(length, HIDDEN, seed=9)
     angles = torch.rand(length, rotary // 2, generator=torch.Generator().manual_seed(1)) * 6
@@ -416,5 +423,5 @@ def test_a_layer_whose_shapes_do_not_suit_has_no_kernel(case: Callable[[str], Ca
     weights = case("qwen3_moe").weights
     assert isinstance(weights, GroupedAttention)
     for change in ({"head_columns": 16}, {"head_columns": 64}, {"rotary_columns": 33}, {"value_columns": 64}):
-        assert few_tokens_attention(replace(weights, **change)) is None
-    assert few_tokens_attention(replace(weights, norm_query=Norm(torch.ones(16).bfloat16(), 1e-6))) is None
+        assert decode_attention(replace(weights, **change)) is None
+    assert decode_attention(replace(weights, norm_query=Norm(torch.ones(16).bfloat16(), 1e-6))) is None

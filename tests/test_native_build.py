@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -11,15 +14,23 @@ from pathlib import Path
 import pytest
 
 from tiermoe import native
+from tiermoe.native import structs
 
 SOURCES = Path(__file__).parent.parent / "src" / "tiermoe" / "native"
 FILES = sorted(str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.c"))
-BINDINGS = {"module.c", "attention_binding.c"}  # these include Python's headers, which are this machine's
+HEADERS = sorted(str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.h"))
+PYTHON = ["-isystem", sysconfig.get_path("include")]
 ELSEWHERE = ["-U__linux__", "-Ulinux"]  # a system of POSIX alone
-CHECK = [str(Path(__file__).parent / "kernels_check.c"), str(SOURCES / "matrix.c"), f"-I{SOURCES}"]
+CHECK = [
+    str(Path(__file__).parent / "kernels_check.c"),
+    str(SOURCES / "matrix.c"),
+    str(SOURCES / "team.c"),
+    f"-I{SOURCES}",
+]
+LIBRARIES = ["-lm", "-lpthread", "-ldl"]
 GENERIC = [str(Path(__file__).parent / "generic_alone.c"), str(SOURCES / "isa" / "generic.c")]
 EVERY = [str(SOURCES / name) for name in FILES if name.startswith("isa") or name == "kernels.c"]
-AVX512 = str(SOURCES / "isa" / "avx512bf16.c")
+AVX512 = str(SOURCES / "isa" / "avx512.c")
 SIMDE = Path("/usr/include/simde")
 STRICT = ["-std=gnu11", "-ffp-contract=off", "-Wall", "-Wextra"]
 CALLS = """
@@ -72,12 +83,64 @@ def ran(command: list[str]) -> list[str]:
 @pytest.mark.parametrize("options", [[], ELSEWHERE], ids=["here", "another system"])
 def test_no_file_has_a_warning(options: list[str]) -> None:
     files = [str(SOURCES / name) for name in FILES]
-    python = ["-isystem", sysconfig.get_path("include")]
-    built([compiler("cc"), *STRICT, "-O1", "-Werror", "-fsyntax-only", *python, *options, *files])
+    built([compiler("cc"), *STRICT, "-O1", "-Werror", "-fsyntax-only", *PYTHON, *options, *files])
+
+
+X86 = ["-mavx2", "-mfma", "-mf16c"]
+SETS = {  # what a set's own headers are compiled with
+    "avx2": ["-DSIMD_AVX2", *X86],
+    "avx512": ["-DSIMD_AVX512", *X86, *(f"-mavx512{each}" for each in ("f", "bw", "dq", "vl", "vbmi", "bf16"))],
+    "neon": ["-DSIMD_NEON"],
+    "generic": [],
+}
+
+
+def sets_of(header: str) -> list[str]:
+    """The instruction sets whose vocabulary a header is written in, the native one first."""
+    folder, own = Path(header).parts[0], Path(header).parent.name
+    if folder != "isa":
+        return ["generic"]
+    if own in SETS:
+        return [own]
+    needs = {"x86.h": ["avx2", "avx512"], "nibbles.h": ["avx2", "neon"], "rows.h": ["avx2", "neon"]}
+    every = [each for each in SETS if (header, each) != ("isa/strip_products.h", "avx512")]
+    return needs.get(Path(header).name, every)
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_header_compiles_alone(header: str) -> None:
+    """With a guard of its own, and for every instruction set that it may be included by."""
+    text = (SOURCES / header).read_text()
+    assert re.search(r"^#ifndef (TIERMOE_\w+_H)\n#define \1$", text, re.MULTILINE)
+    assert text.endswith("#endif\n")
+    for each in sets_of(header):
+        cc = shutil.which("aarch64-linux-gnu-gcc") if each == "neon" else compiler("cc")
+        if cc and (each in ("neon", "generic") or platform.machine() == "x86_64"):
+            quiet = ["-Wno-unused-function"]  # who includes it calls them
+            flags = [*STRICT, "-O1", "-Werror", *quiet, "-fsyntax-only", *PYTHON, *SETS[each]]
+            built([cc, *flags, "-include", str(SOURCES / header), "-x", "c", "/dev/null"])
+
+
+def test_python_describes_structs_as_c_does(tmp_path: Path) -> None:
+    program = tmp_path / "structs.c"
+    headers = sorted({each.__doc__.split(";")[0].split()[0] for each in structs.STRUCTS})
+    lines = [f'#include "{name}"' for name in headers]
+    for each in structs.STRUCTS:
+        name = each.__name__
+        lines.append(f'_Static_assert(sizeof({name}) == {ctypes.sizeof(each)}, "{name}");')
+        for field, kind in each._fields_:
+            place, size = getattr(each, field).offset, ctypes.sizeof(kind)
+            same = f"offsetof({name}, {field}) == {place} && sizeof((({name} *)0)->{field}) == {size}"
+            lines.append(f'_Static_assert({same}, "{name}.{field}");')
+    program.write_text("\n".join(lines) + "\n")
+    built([compiler("cc"), "-std=gnu11", "-fsyntax-only", f"-I{SOURCES}", str(program)])
 
 
 def test_no_file_has_a_warning_on_arm() -> None:
-    files = [str(SOURCES / name) for name in FILES if name not in BINDINGS]
+    paths = [SOURCES / name for name in FILES]
+    files = [
+        str(path) for path in paths if not re.search(r'Python\.h|"(binding|io)\.h"', path.read_text())
+    ]  # this machine's
     built([compiler("aarch64-linux-gnu-gcc"), *STRICT, "-O1", "-Werror", "-fsyntax-only", *files])
 
 
@@ -93,7 +156,7 @@ def test_threads_wait_for_each_other_without_a_race(options: list[str], tmp_path
 def test_generic_kernels_are_right_under_sanitizers(tmp_path: Path) -> None:
     program = str(tmp_path / "check")
     build = [compiler("cc"), *STRICT, "-Og", "-g1", "-fsanitize=address,undefined"]
-    built([*build, *CHECK, *GENERIC, "-lm", "-o", program])
+    built([*build, *CHECK, *GENERIC, *LIBRARIES, "-o", program])
     assert ran([program]) == ["generic"]
 
 
@@ -101,7 +164,7 @@ def test_generic_kernels_are_right_under_sanitizers(tmp_path: Path) -> None:
 def test_every_instruction_set_is_right_under_sanitizers(tmp_path: Path) -> None:
     program = str(tmp_path / "check")
     build = [compiler("cc"), *STRICT, "-O1", "-g1", "-fsanitize=address,undefined"]
-    built([*build, *CHECK, *EVERY, "-lm", "-o", program])
+    built([*build, *CHECK, *EVERY, *LIBRARIES, "-o", program])
     assert ran([program])[-1] == "generic"
 
 
@@ -109,7 +172,7 @@ def test_every_instruction_set_is_right_under_sanitizers(tmp_path: Path) -> None
 def test_neon_is_right_in_an_emulator(tmp_path: Path) -> None:
     program, emulator = str(tmp_path / "check"), compiler("qemu-aarch64", "qemu-aarch64-static")
     build = [compiler("aarch64-linux-gnu-gcc"), *STRICT, "-O2", "-static"]
-    built([*build, *CHECK, *EVERY, "-lm", "-o", program])
+    built([*build, *CHECK, *EVERY, *LIBRARIES, "-o", program])
     assert ran([emulator, program]) == ["neon", "generic"]
 
 
@@ -120,11 +183,50 @@ def test_avx512_is_right_in_c(tmp_path: Path) -> None:
         pytest.skip("needs SIMDe's headers (libsimde-dev)")
     if "avx2" not in native.instruction_sets():
         pytest.skip("needs AVX2, on which AVX-512 is emulated")
-    program, unit = str(tmp_path / "check"), str(tmp_path / "avx512bf16.o")
+    program, unit = str(tmp_path / "check"), str(tmp_path / "avx512.o")
     build = [compiler("gcc"), *STRICT, "-O1"]
     headers = ["-isystem", str(Path(__file__).parent / "emulated"), f"-I{SOURCES}"]
     quiet = ["-Wno-unknown-pragmas", "-Wno-psabi"]  # Clang's pragmas; 64 bytes between functions
     built([*build, "-mavx2", "-mfma", "-mf16c", *headers, *quiet, "-c", AVX512, "-o", unit])
     others = [name for name in EVERY if name != AVX512]
-    built([*build, *CHECK, *others, unit, "-lm", "-o", program])
+    built([*build, *CHECK, *others, unit, *LIBRARIES, "-o", program])
     assert ran([program]) == ["avx512bf16", "avx2", "generic"]
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the native kernels")
+def test_a_struct_with_values_that_no_kernel_takes_is_refused() -> None:
+    pack = native._native.pack
+    with pytest.raises(AttributeError, match="rowz"):
+        structs.Matrix(rowz=64)
+    for struct, told in (
+        (structs.Matrix(coding=99, scale_rows=1, scale_columns=1, factor_rows=1), "99 is not a coding"),
+        (
+            structs.Matrix(coding=0, scale_kind=6, scale_rows=1, scale_columns=1, factor_rows=1),
+            "6 is no kind of scales",
+        ),
+        (structs.Matrix(coding=0), "a scale of no weights"),
+        (structs.Expert(gate=4), "4 is not a gate"),
+        (structs.Router(experts=8, columns=64, k=9, groups=1, kept=1, judges=1), "no router: 9 of 8 experts"),
+        (structs.Delta(heads=3, key_heads=2, key_columns=16, value_columns=16), "no linear attention: 2 of 3 heads"),
+        (structs.Neurons(bits=3, group=16, width=64), "no neurons of 64 weights of 3 bits"),
+        (structs.Codes(coding=native.Coding.NL4), "coding 5 is not packed here"),
+        (structs.Uneven(coding=native.Coding.INT4), "coding 0 has no uneven levels"),
+        (structs.Hqq(group=512), "hqq takes groups of 256"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            pack(struct)
+    with pytest.raises(ValueError, match="bytes of a packed struct"):
+        native._native.product(pack(structs.Norm()), 0, 1, 0, 0, 1, False)
+    with pytest.raises(TypeError, match="no struct is called Other"):
+        pack(type("Other", (structs.Struct,), {"_fields_": ()})())
+
+
+def test_every_quant_is_named_in_each_sets_table() -> None:
+    """By one list, quants.h: a product of its own, and the same sizes for Python."""
+    text = (SOURCES / "quants.h").read_text()
+    named = re.findall(r"^    X\((\w+), (\w+), (\d+), (\d+), (\d+), \d\)", text, re.MULTILINE)
+    assert {coding for coding, *_ in named} == set(native.Coding.__members__)
+    assert all(coding.lower() == name for coding, name, *_ in named)
+    if native.available():
+        sizes = {coding: (int(columns), int(bytes_), int(group)) for coding, _, columns, bytes_, group in named}
+        assert {name: tuple(rest) for name, *rest in native._native.quants()} == sizes

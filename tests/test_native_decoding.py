@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tiermoe
-from feeding import logits_of_steps
 from native_experts import checkpoint
+from small_engines import logits_of_steps
 from tiermoe import native
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native kernels")
@@ -56,7 +56,7 @@ def test_decoding_agrees_with_transformers_code_on_the_same_packed_weights(famil
         model, _ = tiermoe.load(directory, memory="4GiB", bits=4, dense_bits=4, decoder=decoder)
         engine = model.tiermoe
         if decoder == "auto":
-            assert all(layer.few is not None for layer in engine.steps.decoder.layers)
+            assert all(layer.decode_attention is not None for layer in engine.decoder.layers)
         found.append(logits_of_steps(engine, ids, 6).float())
         engine.close()
     fast, own = found

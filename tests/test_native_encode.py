@@ -12,15 +12,15 @@ import torch
 from sources import EXPERTS, RandomExperts, contents, empty_store
 from tiermoe import native
 from tiermoe.errors import PackError
-from tiermoe.model.blueprint import inspect_model
+from tiermoe.formats import encode_experts, encode_matrix
+from tiermoe.formats.encoding import Encoding
+from tiermoe.formats.expert_format import expert_format
+from tiermoe.formats.int4 import CPU_LAYOUT
+from tiermoe.formats.pack import pack_experts
+from tiermoe.formats.quantizers import QUANTIZERS
+from tiermoe.formats.registry import encoding_named
+from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.prepare_store import ensure_packed, open_or_create
-from tiermoe.quant import native_encode, row_blocks
-from tiermoe.quant.encoding import Encoding
-from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.quant.registry import cpu_layout, encoding_named
-from tiermoe.store import encode
-from tiermoe.store.layout import expert_format
-from tiermoe.store.pack import pack_experts
 from tiermoe.types import MoeLayer, Part, Segment
 
 pytestmark = pytest.mark.skipif(not native.quantizes(), reason="this build has no kernels")
@@ -59,10 +59,10 @@ def some(rows: int, columns: int, size: float, dtype: torch.dtype, seed: int = 0
 
 def in_torch(
     encoding: Encoding, quantizer: str, weight: torch.Tensor, dtype: torch.dtype, patch: pytest.MonkeyPatch
-) -> tuple[Any, row_blocks.Squares]:
+) -> tuple[Any, encode_matrix.Squares]:
     with patch.context() as without:
         without.setattr(native, "quantizes", lambda: False)
-        return row_blocks.encode_rows(encoding, QUANTIZERS[quantizer], weight, dtype)
+        return encode_matrix.encode_rows(encoding, QUANTIZERS[quantizer], weight, dtype)
 
 
 ENCODINGS = ["int8", *[f"int{bits}/{{}}/g{group}" for bits in (4, 2) for group in (32, 64, 128, 256)]]
@@ -77,7 +77,7 @@ SHAPES = [(64, 256), (80, 2816), (16, 768)]
 def test_fields_are_torchs_bit_for_bit(
     shape: tuple[int, int], name: str, quantizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoding = encoding_named(name.format(cpu_layout()))
+    encoding = encoding_named(name.format(CPU_LAYOUT))
     for dtype, size in ((torch.bfloat16, 0.5), (torch.float32, 0.02)):
         weight = some(*shape, size, dtype, seed=shape[0])
         compare(encoding, quantizer, weight, dtype, monkeypatch)
@@ -87,7 +87,7 @@ def test_fields_are_torchs_bit_for_bit(
 @pytest.mark.parametrize("name", ["int6/{}/g32", "int6/{}/g64"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_six_bits_are_torchs_bit_for_bit(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoding = encoding_named(name.format(cpu_layout()))
+    encoding = encoding_named(name.format(CPU_LAYOUT))
     for seed in range(2):
         compare(encoding, "hqq", some(192, 1024, 0.05, dtype, seed), dtype, monkeypatch)
     # groups whose largest weights are as far up as down: the two scales are nearly as good as each other
@@ -99,8 +99,8 @@ def test_six_bits_are_torchs_bit_for_bit(name: str, dtype: torch.dtype, monkeypa
 def compare(
     encoding: Encoding, quantizer: str, weight: torch.Tensor, dtype: torch.dtype, patch: pytest.MonkeyPatch
 ) -> None:
-    assert native_encode.takes(encoding, weight.shape[1], weight.dtype, dtype)
-    mine, squares = row_blocks.encode_rows(encoding, QUANTIZERS[quantizer], weight, dtype)
+    assert encode_matrix.encodes_natively(encoding, weight.shape[1], weight.dtype, dtype)
+    mine, squares = encode_matrix.encode_rows(encoding, QUANTIZERS[quantizer], weight, dtype)
     theirs, torchs = in_torch(encoding, quantizer, weight, dtype, patch)
     assert mine.keys() == theirs.keys()
     for field, value in mine.items():
@@ -118,14 +118,11 @@ def test_every_set_stops_where_torch_stops(group: int, monkeypatch: pytest.Monke
     for weight in (easy, torch.cat((easy, torch.randn(4, easy.shape[1], generator=torch.Generator().manual_seed(1))))):
         with monkeypatch.context() as without:
             without.setattr(native, "quantizes", lambda: False)
-            want = quantizer(weight, 4, group)
+            want = quantizer.parameters(weight, 4, group)
         for name in SETS:
             native.use(name)
-            found = quantizer(weight, 4, group)
-            assert all(torch.equal(a, b) for a, b in zip(vars(found).values(), vars(want).values(), strict=True))
-            scale, offset = quantizer.parameters(weight, 4, group)
-            assert torch.equal(scale, want.scale)
-            assert torch.equal(offset, want.offset)
+            found = quantizer.parameters(weight, 4, group)
+            assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
     native.use(SETS[0])
 
 
@@ -135,8 +132,8 @@ def test_every_set_stops_where_torch_stops(group: int, monkeypatch: pytest.Monke
 ])  # fmt: skip
 def test_torch_encodes_the_rest(shape: tuple[int, int], weights: torch.dtype, dtype: torch.dtype) -> None:
     encoding = encoding_named("int8")
-    assert not native_encode.takes(encoding, shape[1], weights, dtype)
-    fields, _ = row_blocks.encode_rows(encoding, QUANTIZERS["hqq"], torch.ones(shape, dtype=weights), dtype)
+    assert not encode_matrix.encodes_natively(encoding, shape[1], weights, dtype)
+    fields, _ = encode_matrix.encode_rows(encoding, QUANTIZERS["hqq"], torch.ones(shape, dtype=weights), dtype)
     assert fields["scale"].dtype == dtype
 
 
@@ -194,8 +191,8 @@ def test_rows_that_are_read_where_they_lie(
 ) -> None:
     whole = empty_store(tmp_path / "whole")
     pack_experts(whole, RandomExperts(), 4, "hqq")
-    monkeypatch.setattr(row_blocks, "BLOCK_WEIGHTS", block)
-    monkeypatch.setattr("tiermoe.quant.quantizers.BLOCK_WEIGHTS", 64 * 64)
+    monkeypatch.setattr(encode_matrix, "BLOCK_WEIGHTS", block)
+    monkeypatch.setattr("tiermoe.formats.quantizers.BLOCK_WEIGHTS", 64 * 64)
     source = FromFile(tmp_path / "checkpoint")
     parts, again = (empty_store(tmp_path / name) for name in ("parts", "again"))
     pack_experts(parts, source, 4, "hqq", workers=workers)
@@ -209,10 +206,10 @@ def test_rows_that_are_read_where_they_lie(
 def test_memory_is_that_of_a_few_rows(tmp_path: Path) -> None:
     """Of an expert that is larger than what workers hold of it."""
     layer = MoeLayer("experts", 8, 2, (Part("gate_up", (28672, 4096)), Part("down", (4096, 14336))))
-    form = expert_format(layer, 4, torch.bfloat16, cpu_layout(), "hqq")
-    placed = encode.working_bytes(form, QUANTIZERS["hqq"], None, 3)
+    form = expert_format(layer, 4, torch.bfloat16, CPU_LAYOUT, "hqq")
+    placed = encode_experts.working_bytes(form, QUANTIZERS["hqq"], None, 3)
     assert 2 * form.stored.nbytes < placed < 300 << 20
-    assert encode.working_bytes(form, QUANTIZERS["hqq"], 1 << 20, 3) > 3 * 2 * 28672 * 4096
+    assert encode_experts.working_bytes(form, QUANTIZERS["hqq"], 1 << 20, 3) > 3 * 2 * 28672 * 4096
 
 
 def test_undefined_weights_are_refused_where_rows_are_read(tmp_path: Path) -> None:

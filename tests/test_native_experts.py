@@ -7,24 +7,24 @@ import torch
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 
 from tiermoe import native
-from tiermoe.kernels.expert import (
-    InOneCall,
-    OneTokenInOneCall,
-    SeparateSteps,
+from tiermoe.formats.encoding import Encoding
+from tiermoe.formats.expert_format import ExpertFormat
+from tiermoe.formats.int4 import CPU_LAYOUT, Int4
+from tiermoe.formats.int8 import Int8
+from tiermoe.formats.quantizers import QUANTIZERS
+from tiermoe.kernels.experts import (
+    FusedDecode,
+    FusedExperts,
+    GatedExperts,
     SlotViews,
+    UnfusedExperts,
     expert_kernel,
+    gated_experts,
     weighted_sum,
 )
 from tiermoe.kernels.gates import ClampedGate, gelu_gate, silu_gate
-from tiermoe.kernels.native.experts import GatedExperts, gated_experts
-from tiermoe.kernels.native.moe_block import MoeBlock
-from tiermoe.kernels.native.router import Router, Scoring, route
-from tiermoe.quant.encoding import Encoding
-from tiermoe.quant.int4 import Int4
-from tiermoe.quant.int8 import Int8
-from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.quant.registry import cpu_layout
-from tiermoe.store.layout import ExpertFormat
+from tiermoe.kernels.moe_block import MoeBlock
+from tiermoe.kernels.router import Router, Scoring, route
 from tiermoe.types import MoeLayer, Part
 
 pytestmark = [
@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 HIDDEN, INNER, EXPERTS, K = 192, 128, 5, 3
-ENCODINGS: dict[int, Encoding | None] = {4: Int4(cpu_layout(), 64), 8: Int8(), 16: None}
+ENCODINGS: dict[int, Encoding | None] = {4: Int4(CPU_LAYOUT, 64), 8: Int8(), 16: None}
 GATES = {
     "silu": silu_gate,
     "clamped": ClampedGate(7.0, 1.702),
@@ -76,7 +76,7 @@ def test_an_expert_in_one_call_is_its_separate_steps(count: int, bits: int, gate
     form = expert_format(bits, gate)
     kernel, views, x = kernel_of(form, gate), slot(form, 0), random(count, HIDDEN, seed=9)
     got = kernel(x, [kernel.pack(views)], among_others=False)[0].float()
-    want = SeparateSteps(form, GATES[gate], "cpu")(x, views).float()
+    want = UnfusedExperts(form, GATES[gate], "cpu")(x, views).float()
     # the inner values may differ in their last bit, where two ways to compute e^x do
     assert (got - want).norm() <= 2.0**-8 * want.norm()
     assert (got == want).float().mean() > 0.8
@@ -95,7 +95,7 @@ def test_a_tokens_result_depends_on_no_other_token_expert_or_thread(bits: int, g
             torch.set_num_threads(threads)
             assert torch.equal(kernel(x, packed, False), torch.stack(alone))
             want = torch.cat([alone[0][:2], alone[1][2:8], alone[2][8:]])
-            assert torch.equal(kernel.apart(x, [2, 6, 1], packed, among_others=False), want)
+            assert torch.equal(kernel.forward_ragged(x, [2, 6, 1], packed, among_others=False), want)
     finally:
         torch.set_num_threads(before)
 
@@ -115,7 +115,7 @@ def test_gpt_oss_experts_are_transformers_on_the_decoded_weights(bits: int) -> N
     theirs.gate_up_proj_bias.copy_(views["gate_up_bias"]["weight"])
     theirs.down_proj_bias.copy_(views["down_bias"]["weight"])
     kernel = expert_kernel(form, ClampedGate(theirs.limit, theirs.alpha), "cpu")
-    assert isinstance(kernel, InOneCall)
+    assert isinstance(kernel, FusedExperts)
     x = random(8, HIDDEN, seed=9)
     want = theirs(x.float(), torch.zeros(8, 1, dtype=torch.int64), torch.ones(8, 1))
     assert (kernel(x, views).float() - want).norm() <= 0.01 * want.norm()
@@ -131,12 +131,12 @@ def test_the_clamped_gate_is_transformers_bit_for_bit() -> None:
 
 def test_at_16_bits_only_a_token_alone_is_native() -> None:
     form = expert_format(16, "silu")
-    kernel, separate = expert_kernel(form, silu_gate, "cpu"), SeparateSteps(form, silu_gate, "cpu")
+    kernel, separate = expert_kernel(form, silu_gate, "cpu"), UnfusedExperts(form, silu_gate, "cpu")
     views, x = [slot(form, 10 * seed) for seed in range(3)], random(5, HIDDEN, seed=9)
     for count in (1, 5):
         assert torch.equal(kernel(x[:count], views[0]), separate(x[:count], views[0]))
-    assert isinstance(kernel, OneTokenInOneCall)
-    got, want = kernel.together(x[:1], views), separate.together(x[:1], views).float()
+    assert isinstance(kernel, FusedDecode)
+    got, want = kernel.forward_one(x[:1], views), separate.forward_one(x[:1], views).float()
     assert torch.equal(got, kernel.native(x[:1], [kernel.native.pack(each) for each in views], False)[:, 0])
     assert (got.float() - want).norm() <= 2.0**-8 * want.norm()
 
@@ -149,7 +149,7 @@ def test_at_16_bits_only_a_token_alone_is_native() -> None:
 def test_a_block_in_one_call_is_its_separate_calls(bits: int, gate: str, scoring: Scoring, with_residual: bool) -> None:
     form = expert_format(bits, gate)
     kernel = expert_kernel(form, GATES[gate], "cpu")
-    assert isinstance(kernel, InOneCall)
+    assert isinstance(kernel, FusedExperts)
     experts = [slot(form, 10 * seed) for seed in range(EXPERTS)]
     bias = random(EXPERTS, seed=4) if scoring == Scoring.CHOSEN else None
     correction = None if bias is not None else random(EXPERTS, seed=4).float()
@@ -161,7 +161,7 @@ def test_a_block_in_one_call_is_its_separate_calls(bits: int, gate: str, scoring
         rows = []
         for at in range(tokens):
             order = chosen[at].argsort().tolist()
-            outputs = list(kernel.together(x[at], [experts[chosen[at, place]] for place in order]))
+            outputs = list(kernel.forward_one(x[at], [experts[chosen[at, place]] for place in order]))
             rows.append(weighted_sum(outputs, weights[at], order))
         want = torch.stack(rows)
         if tokens == 1:

@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 
 import gguf_blocks
 from tiermoe import native
-from tiermoe.kernels import linear_for
-from tiermoe.kernels.expert import InOneCall, expert_kernel
+from tiermoe.formats.expert_format import ExpertFormat
+from tiermoe.formats.gguf_types import ENCODINGS, gguf_encoding
+from tiermoe.kernels.experts import FusedExperts, expert_kernel
 from tiermoe.kernels.gates import ClampedGate, Gate, silu_gate
-from tiermoe.kernels.native.linear import linear
-from tiermoe.kernels.native.matrix import matrix_form
-from tiermoe.quant.gguf import TYPES, gguf_encoding
-from tiermoe.store.layout import ExpertFormat
+from tiermoe.kernels.linear import linear, linear_for
+from tiermoe.kernels.matrix import matrix_form
 from tiermoe.types import MoeLayer, Part
 from whole_columns import ROUNDING, allowed
 
@@ -24,7 +23,7 @@ pytestmark = [
     pytest.mark.usefixtures("instruction_set"),
 ]
 
-NAMES = [each.type for each in TYPES]
+NAMES = [each.type for each in ENCODINGS]
 
 
 def random(rows: int, columns: int, seed: int) -> torch.Tensor:
@@ -129,10 +128,10 @@ def test_an_expert_of_a_mixture_of_types(up: str, down: str, gate: str, count: i
         out, in_ = next(part.out_in for part in parts if part.name == name)
         views[name]["blocks"].copy_(gguf_blocks.random_blocks(type, out, in_, seed)["blocks"])
     kernel, x = expert_kernel(form, GATES[gate], "cpu"), random(count, HIDDEN, 9)
-    assert isinstance(kernel, InOneCall)
+    assert isinstance(kernel, FusedExperts)
     features = x.float() @ gguf_blocks.weights(up, views["gate_up"]).t()
     want = gated(gate, features) @ gguf_blocks.weights(down, views["down"]).t()
     got = kernel(x, views).float()
     assert (got - want).norm() <= 0.01 * want.norm()
-    assert torch.equal(kernel.together(x[:1], [views, views])[1].float(), got[0])
+    assert torch.equal(kernel.forward_one(x[:1], [views, views])[1].float(), got[0])
     assert (kernel.separate(x, views).float() - want).norm() <= 0.01 * want.norm()

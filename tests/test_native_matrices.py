@@ -10,18 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermoe import native
-from tiermoe.kernels.native.linear import linear
-from tiermoe.kernels.native.matrix import MatrixForm, matrix_form
-from tiermoe.quant import int6_layout
-from tiermoe.quant.encoding import Encoding
-from tiermoe.quant.int2 import Int2
-from tiermoe.quant.int4 import Int4
-from tiermoe.quant.int6 import Int6
-from tiermoe.quant.int8 import Int8
-from tiermoe.quant.plain import Plain
-from tiermoe.quant.quantizers import QUANTIZERS, LinearQuantizer
-from tiermoe.quant.registry import cpu_layout
-from tiermoe.quant.uneven import LEVELS, Uneven
+from tiermoe.formats import int6
+from tiermoe.formats.encoding import Encoding
+from tiermoe.formats.int2 import Int2
+from tiermoe.formats.int4 import CPU_LAYOUT, Int4
+from tiermoe.formats.int6 import Int6
+from tiermoe.formats.int8 import Int8
+from tiermoe.formats.nonuniform import LEVELS, NonUniform
+from tiermoe.formats.plain import Plain
+from tiermoe.formats.quantizers import QUANTIZERS, LinearQuantizer
+from tiermoe.kernels.linear import linear
+from tiermoe.kernels.matrix import MatrixForm, matrix_form
 
 pytestmark = [
     pytest.mark.skipif(not native.available(), reason="needs the native kernels"),
@@ -30,12 +29,12 @@ pytestmark = [
 
 ROUNDING = 2.0**-8  # the most that rounding to bfloat16 changes a value, relative
 ENCODINGS: dict[str, Encoding] = {
-    "2 bits": Int2(cpu_layout(), 64),
-    "4 bits": Int4(cpu_layout(), 64),
-    "uneven 2 bits": Uneven(2, cpu_layout(), 64),
-    "uneven 3 bits": Uneven(3, cpu_layout(), 64),
-    "uneven 4 bits": Uneven(4, cpu_layout(), 32),
-    "6 bits": Int6(cpu_layout(), 64),
+    "2 bits": Int2(CPU_LAYOUT, 64),
+    "4 bits": Int4(CPU_LAYOUT, 64),
+    "uneven 2 bits": NonUniform(2, CPU_LAYOUT, 64),
+    "uneven 3 bits": NonUniform(3, CPU_LAYOUT, 64),
+    "uneven 4 bits": NonUniform(4, CPU_LAYOUT, 32),
+    "6 bits": Int6(CPU_LAYOUT, 64),
     "8 bits": Int8(),
     "16 bits": Plain(),
 }
@@ -100,8 +99,8 @@ def test_a_product_is_the_decoded_weights_rounded_once(
 @pytest.mark.parametrize(
     "encoding",
     [
-        *(kind(cpu_layout(), group) for kind, group in itertools.product([Int2, Int4, Int6], [32, 64, 128])),
-        *(Uneven(bits, cpu_layout(), group) for bits, group in itertools.product(LEVELS, [32, 64])),
+        *(kind(CPU_LAYOUT, group) for kind, group in itertools.product([Int2, Int4, Int6], [32, 64, 128])),
+        *(NonUniform(bits, CPU_LAYOUT, group) for bits, group in itertools.product(LEVELS, [32, 64])),
     ],
     ids=lambda encoding: encoding.name,
 )
@@ -113,7 +112,7 @@ def test_a_product_is_the_decoded_weights_rounded_once(
     seed=st.integers(0, 100),
 )
 def test_a_product_of_blocks_is_the_decoded_weights_rounded_once(
-    encoding: Int2 | Int4 | Int6 | Uneven, blocks: int, groups: int, count: int, seed: int
+    encoding: Int2 | Int4 | Int6 | NonUniform, blocks: int, groups: int, count: int, seed: int
 ) -> None:
     group = encoding.group
     form, fields = encoded(encoding, 64 * blocks, group * groups, seed)
@@ -128,8 +127,8 @@ def test_every_code_of_6_bits() -> None:
     scales = torch.linspace(-2, 2, 128).bfloat16().view(64, 2)  # (N, G)
     weight = torch.cat((codes, codes.flip(0)), 1)
     stored = scales.t().contiguous().view(64, 2)  # one block: (G, 64)
-    fields = {"codes": int6_layout.pack(weight), "scales": stored}
-    form = matrix_form(Int6(cpu_layout(), 64), 64, 128, torch.bfloat16)
+    fields = {"codes": int6.pack(weight), "scales": stored}
+    form = matrix_form(Int6(CPU_LAYOUT, 64), 64, 128, torch.bfloat16)
     assert form is not None
     want = ((weight.float() - 32) * scales.float().repeat_interleave(64, 1)).bfloat16()
     x = torch.eye(128).bfloat16()
@@ -140,7 +139,7 @@ def test_every_code_of_6_bits() -> None:
 @pytest.mark.parametrize("bits", LEVELS)
 def test_every_level_of_uneven_bits(bits: int) -> None:
     """One token takes one column, in every place that a code can have, under scales of both signs."""
-    encoding = Uneven(bits, cpu_layout(), 32)
+    encoding = NonUniform(bits, CPU_LAYOUT, 32)
     codes = torch.stack([torch.arange(64).roll(shift) for shift in range(64)]) % (1 << bits)
     scales = torch.linspace(-2, 2, 128).bfloat16().float().view(64, 2)  # (N, G)
     want = torch.tensor(LEVELS[bits]).float()[codes] * scales.repeat_interleave(32, 1)

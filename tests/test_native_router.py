@@ -18,7 +18,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwe
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeTopKRouter
 
 from tiermoe import native
-from tiermoe.kernels.native.router import Router, Scoring, route
+from tiermoe.kernels.router import Router, Scoring, route
 
 pytestmark = [
     pytest.mark.skipif(not native.available(), reason="needs the native kernels"),

@@ -14,24 +14,22 @@ from transformers import AutoConfig
 
 from tiermoe import native
 from tiermoe.config import settings
+from tiermoe.engine.budget import plan_memory
 from tiermoe.engine.load import resolve_for
-from tiermoe.kernels.native.delta import DeltaKernel, DeltaSizes
-from tiermoe.kernels.native.few_tokens_attention import Slabs, Step, few_tokens_workspace
-from tiermoe.memory.activations import expanding_needs
-from tiermoe.memory.memory_plan import total
-from tiermoe.memory.plan import plan_memory
-from tiermoe.model.architectures import ARCHITECTURES
-from tiermoe.model.attention import GroupedSizes
-from tiermoe.model.blueprint import inspect_model
-from tiermoe.model.building import decoder_for
-from tiermoe.model.decoder import Decoder
-from tiermoe.model.delta import LinearSizes
+from tiermoe.engine.loop import use_of
+from tiermoe.engine.memory_plan import total
+from tiermoe.engine.needs import expanding_needs
+from tiermoe.kernels.attention import Slabs, Step, decode_attention_workspace
+from tiermoe.kernels.delta import DeltaKernel, DeltaSizes
+from tiermoe.model.decoder import Decoder, attention_sizes, decoder_for
+from tiermoe.model.families.table import ARCHITECTURES
+from tiermoe.model.grouped_attention import GroupedSizes
+from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.kv_cache import KVCache, needs
-from tiermoe.model.latent import LatentSizes
-from tiermoe.model.layer_sizes import attention_sizes
+from tiermoe.model.latent_attention import LatentSizes
+from tiermoe.model.linear_attention import LinearSizes
 from tiermoe.model.weights import ModuleWeights
 from tiermoe.native import _native
-from tiermoe.serve.scoring import use_of
 from tiermoe.types import FEW_TOKENS, USUAL, Phase, Use, Workload
 from tiny import _COMMON, CONFIGS, auto_class, write
 
@@ -92,12 +90,12 @@ def test_few_tokens_take_no_more_than_is_said(kind: str, tokens: int, positions:
     cache = decoder.new_cache(tokens, positions, 1)
     last = torch.full((tokens,), positions - 1)
     for layer, (each, its) in enumerate(zip(decoder.layers, sizes, strict=True)):
-        assert each.few is not None
-        slabs: Slabs = cache.native(layer)
+        assert each.decode_attention is not None
+        slabs: Slabs = cache.native[layer]
         turned = torch.zeros(tokens, 64, dtype=torch.bfloat16)
         step = Step(torch.arange(tokens), last, turned, turned)
-        taken = _native.workspace(each.few._packed, step.packed, slabs.packed, threads)
-        said = its.few_tokens_bytes(tokens, positions, threads, 128)
+        taken = _native.workspace(each.decode_attention._packed, step.packed, slabs.packed, threads)
+        said = its.decode_bytes(tokens, positions, threads, 128)
         assert taken <= said
         if tokens == 64 and positions == 3000 and native.instruction_set() != "avx2":
             assert said <= 1.5 * taken  # AVX2's count holds integers for packed weights, of which there are none
@@ -106,7 +104,7 @@ def test_few_tokens_take_no_more_than_is_said(kind: str, tokens: int, positions:
 def test_more_than_few_tokens_need_no_more() -> None:
     """A longer step is none of the kernel's."""
     args = (4096, 2, (32, 4, 128, 128), 2048, 0)
-    assert few_tokens_workspace(64, *args) == few_tokens_workspace(4096, *args) > 16 << 20
+    assert decode_attention_workspace(64, *args) == decode_attention_workspace(4096, *args) > 16 << 20
 
 
 @pytest.mark.skipif(not native.available(), reason="needs the native kernels")
@@ -114,8 +112,8 @@ def test_what_expands_latents_is_in_the_plan(tmp_path: Path) -> None:
     _, decoder, sizes = model_of("deepseek_v2", torch.bfloat16, **SUITABLE["deepseek_v2"])
     kept = 0
     for layer in decoder.layers:
-        assert layer.few is not None
-        matrices = (layer.few.weights.key_up, layer.few.weights.value_up)  # type: ignore[union-attr]
+        assert layer.decode_attention is not None
+        matrices = (layer.decode_attention.weights.key_up, layer.decode_attention.weights.value_up)  # type: ignore[union-attr]
         kept += sum(matrix.fields["weight"].nbytes for matrix in matrices)
     assert kept == sum(each.expanding_bytes for each in sizes if isinstance(each, LatentSizes)) > 0
     blueprint = inspect_model(write(tmp_path, "deepseek_v2", torch.bfloat16, **SUITABLE["deepseek_v2"]), "latent")
@@ -155,7 +153,7 @@ def test_latents_are_attended_to_some_heads_at_a_time(monkeypatch: pytest.Monkey
         held = row.end
         found = []
         for scores in (1 << 22, 1):
-            monkeypatch.setattr(attention, "_SCORES", scores)
+            monkeypatch.setattr(attention, "SCORES_AT_ONCE", scores)
             found.append(attention.attend(query, keys[:, :held], values[:, :held], 0.2, None, None))
         assert torch.equal(*found)
 
@@ -165,7 +163,7 @@ import json, sys
 from pathlib import Path
 import tiermoe
 from tiermoe.batch import Batch, decode, prompt
-from tiermoe.process.footprint import peak_resident_bytes, resident_bytes
+from tiermoe.platform.process_memory import peak_resident_bytes, resident_bytes
 folder = sys.argv[1]
 plan = tiermoe.plan(folder, memory="4GiB", device="cpu", threads=1, store=folder + "/store")
 memory = plan.total + (8 << 20)

@@ -16,19 +16,19 @@ from hypothesis import strategies as st
 import tiny
 from measures import relative_error
 from neuron_sources import EXPERTS, HIDDEN, NEURONS, GatedExperts, gated_store
-from tiermoe.decide.neurons import whole
-from tiermoe.engine.experts import LayerExperts
-from tiermoe.engine.neuron_experts import NeuronCounts, NeuronExpert, NeuronLayerExperts, neuron_views
+from tiermoe.engine.moe_layer import ExpertSource, MoELayer
+from tiermoe.engine.neuron_experts import NeuronCounts, NeuronExpert, neuron_views
 from tiermoe.errors import LoadError, ModelError
+from tiermoe.formats.neurons import record_place
+from tiermoe.formats.pack import pack_experts
+from tiermoe.formats.store import Store, open_store
 from tiermoe.kernels.neurons import NeuronKernel
-from tiermoe.model.blueprint import inspect_model
-from tiermoe.model.shells import gate_activation_of, is_shell
-from tiermoe.store.neurons import record_place
-from tiermoe.store.pack import pack_experts
-from tiermoe.store.store import Store, open_store
-from tiermoe.tiers.neurons import NeuronFiller, PartReader, to_bits, to_indices
-from tiermoe.tiers.reader import ExtentReader, HeldReader
-from tiermoe.tiers.slots import HostSlots
+from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.model.hf.shells import gate_of, is_shell
+from tiermoe.offload.neurons import NeuronFiller, PartReader, to_bits, to_indices
+from tiermoe.offload.policies.neurons import whole
+from tiermoe.offload.reader import ExtentReader, HeldReader
+from tiermoe.offload.slots import HostSlots
 from tiermoe.types import ExpertKey, Extent, Ready
 
 KEYS = {4: "4-hqq-neuron", 2: "2-hqq-neuron"}
@@ -249,13 +249,10 @@ def test_proceeding_leaves_out_what_was_not_predicted_for_that_token_alone(store
 class _Pass:
     """Loads every expert when it is asked for."""
 
-    phase, needs_weights, proceed, observer = "decode", False, False, None
+    phase, needs_weights, proceed, observer, unsure = "decode", False, False, None, None
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-
-    def route(self, layer: int, index: torch.Tensor, weights: torch.Tensor, *_: object):
-        return index, weights
 
     def run_layer(self, routed, _: torch.Tensor) -> Iterator[list[Ready]]:
         for expert in sorted({expert for row in routed.experts for expert in row}, reverse=True):
@@ -263,12 +260,12 @@ class _Pass:
             yield [Ready(expert, 2, 4)]
 
 
-def layer_on(unit: Unit) -> NeuronLayerExperts:
+def layer_on(unit: Unit) -> MoELayer:
     def views_of(key: ExpertKey, slot: int):
         return neuron_views(unit.form(key), unit.slots.buffer(slot))
 
-    experts = LayerExperts(1, EXPERTS, {4: unit.experts[4, 1]}, _Pass(unit), views_of)
-    return NeuronLayerExperts(1, experts, unit.filler)
+    source = ExpertSource({4: unit.experts[4, 1]}, views_of, expect=unit.filler.expect)
+    return MoELayer(1, EXPERTS, source, _Pass(unit))
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
@@ -351,10 +348,10 @@ def test_other_gates_are_refused(tmp_path: Path) -> None:
         blueprint = inspect_model(tiny.write(tmp_path / family, family, torch.bfloat16), family)
         shell = next(module for module in blueprint.skeleton.modules() if is_shell(module))
         if taken:
-            assert torch.equal(gate_activation_of(shell)(torch.ones(2)), F.silu(torch.ones(2)))
+            assert torch.equal(gate_of(shell).require_elementwise()(torch.ones(2)), F.silu(torch.ones(2)))
         else:
             with pytest.raises(ModelError, match=r"cannot take .*use the unit 'expert'"):
-                gate_activation_of(shell)
+                gate_of(shell).require_elementwise()
 
 
 def test_sets_of_neurons() -> None:

@@ -14,14 +14,13 @@ from measures import relative_error
 from neuron_sources import EXPERTS, HIDDEN, NEURONS, GatedExperts, gated_store
 from sources import contents
 from tiermoe.errors import ConfigError, ModelError, PackError
-from tiermoe.model.blueprint import inspect_model
-from tiermoe.quant.neuron_records import Records, Records2, Records4, checksum, records_for
-from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.quant.registry import cpu_layout
-from tiermoe.store.neurons import NeuronSource, neuron_format, neuron_layer
-from tiermoe.store.pack import forget, pack_experts
-from tiermoe.store.store import Store, check_files, open_store, precision_key
-from tiermoe.tiers.reader import ExtentReader, aligned_memory
+from tiermoe.formats.int4 import CPU_LAYOUT
+from tiermoe.formats.neurons import Records, Records2, Records4, checksum, neuron_format, neuron_layer, records_for
+from tiermoe.formats.pack import NeuronSource, forget, pack_experts
+from tiermoe.formats.quantizers import QUANTIZERS
+from tiermoe.formats.store import Store, check_files, open_store, precision_key
+from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.offload.reader import ExtentReader, aligned_memory
 from tiermoe.types import ExpertKey, MoeLayer, Part
 
 
@@ -40,7 +39,7 @@ def test_every_neuron_decodes_near_its_weights(bits: int, worst: float, dtype: t
     source = GatedExperts(dtype)
     store = gated_store(tmp_path / "store", source, str(dtype).removeprefix("torch."))
     precision = pack_experts(store, source, bits, "hqq", unit="neuron")
-    key = precision_key(bits, "hqq", cpu_layout(), "neuron")
+    key = precision_key(bits, "hqq", CPU_LAYOUT, "neuron")
     assert key == f"{bits}-hqq-neuron"
     store = open_store(store.root)
     check_files(store, key)
@@ -73,7 +72,7 @@ def _buffer(store: Store, key: str, layer: int, expert: int) -> torch.Tensor:
 
 
 def test_the_parts_lie_at_pages_and_the_records_side_by_side() -> None:
-    form = neuron_format(MoeLayer("l", 8, 2, _parts(2048, 1024)), 4, torch.bfloat16, cpu_layout(), "hqq")
+    form = neuron_format(MoeLayer("l", 8, 2, _parts(2048, 1024)), 4, torch.bfloat16, CPU_LAYOUT, "hqq")
     offsets = {placed.field.name: placed.offset for placed in form.stored.fields}
     assert offsets["codes"] == 0
     assert offsets["records"] % 4096 == form.stored.nbytes % 4096 == 0

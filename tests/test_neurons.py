@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermoe.decide.neurons import NeuronCache, runs, to_load, whole
+from tiermoe.offload.policies.neurons import NeuronCache, runs, to_load, whole
 from tiermoe.types import ExpertKey
 
 KEY = ExpertKey(1, 2, 4)

@@ -64,7 +64,7 @@ def test_layers_are_told_in_the_order_they_run(engine: Any, count: int) -> None:
     assert torch.equal(before, within)
     assert torch.equal(before, logits(engine, count))
     assert told.events == seen
-    assert not engine.current.needs_weights
+    assert not engine.context.needs_weights
     layer = 0
     while seen:
         at, chosen = seen.pop(0)

@@ -10,20 +10,19 @@ from typing import Any
 
 import pytest
 
-from replays import TIMES
-from small_traces import layer, trace_of
+from small_traces import TIMES, layer, trace_of
 from tiermoe.config import CacheSize
-from tiermoe.decide.composition import Composition, changed, declarations, unread
-from tiermoe.decide.profiles import Profile
-from tiermoe.decide.settings import declared
 from tiermoe.errors import ConfigError
+from tiermoe.offload.composition import Composition, changed, declarations, unread
+from tiermoe.offload.policies.settings import declared
+from tiermoe.offload.profiles import Profile
 from tiermoe.simulate import ReplaySettings, replay
 from tiermoe.simulate.replay import BeladyHits
 from tiermoe.systems import PRESETS
-from tiermoe.trace.schema import LayerTrace, Little, Pass, Trace
+from tiermoe.trace.file import LayerTrace, Little, Pass, Trace
 
 PARTS = {
-    name: [True, False] if name == "mask" else list(declarations()[name].told.one_of)
+    name: [True, False] if name == "mask" else list(declarations()[name].setting.one_of)
     for name in (
         "routing", "precision", "prefetch", "speculate", "cache", "allotment", "records", "unit", "start",
         "on_mispredict", "mask",
@@ -182,7 +181,7 @@ def test_every_part_is_tried() -> None:
     assert {*fields[: fields.index("profile")], "mask"} == {*PARTS, *DEVICES} - {"low_share"}
 
 
-@pytest.mark.parametrize("name", [name for name, declaration in declarations().items() if declaration.told.off])
+@pytest.mark.parametrize("name", [name for name, declaration in declarations().items() if declaration.setting.off])
 def test_what_is_off_may_be_said_anywhere(name: str) -> None:
     default = declarations()[name].default
     nothing = {"cache": "none", "prefetch": "none", "precision": "fixed"}

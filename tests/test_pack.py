@@ -17,9 +17,9 @@ import pytest
 
 from sources import EXPERTS, RandomExperts, contents, empty_store
 from tiermoe.errors import ModelError, PackError
-from tiermoe.store import files, journal, lock, pack
-from tiermoe.store.pack import forget, pack_experts
-from tiermoe.store.store import Store, open_store
+from tiermoe.formats import pack, store_files
+from tiermoe.formats.pack import forget, pack_experts
+from tiermoe.formats.store import PackedLayer, Store, open_store
 
 KEY = "4-hqq"
 
@@ -88,7 +88,7 @@ def test_killed_between_any_two_renames(step: int, whole: dict[str, bytes], tmp_
                 os.kill(os.getpid(), signal.SIGKILL)
             replace(source, target)
 
-        files.os.replace = counted  # type: ignore[assignment]
+        store_files.os.replace = counted  # type: ignore[assignment]
         packed(root)
 
     status = in_a_process_of_its_own(work)
@@ -177,7 +177,7 @@ def test_a_folder_that_cannot_be_written(code: int, tmp_path: Path, monkeypatch:
     def refused(*_: Any) -> int:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(lock.os, "open", refused)
+    monkeypatch.setattr(store_files.os, "open", refused)
     with pytest.raises(
         PackError, match=rf"cannot write to .*: {os.strerror(code)}; choose another folder with --store"
     ):
@@ -336,11 +336,10 @@ def test_forgetting_one_precision_leaves_the_others(whole: dict[str, bytes], tmp
 
 def test_the_stamp_of_a_journal_is_the_store_s(tmp_path: Path) -> None:
     """A new format version makes old journals void without anybody thinking of it."""
-    source = empty_store(tmp_path).source
-    assert (
-        journal.Journal(tmp_path, KEY, source)._stamp["version"]
-        == json.loads((tmp_path / "store.json").read_text())["version"]
-    )
+    journal = pack.Journal(tmp_path, KEY, empty_store(tmp_path).source)
+    journal.add(0, PackedLayer({}, [], []))
+    versions = {json.loads(file.read_text())["version"] for file in (journal.path, tmp_path / "store.json")}
+    assert len(versions) == 1
 
 
 def test_workers_write_the_same_files(whole: dict[str, bytes], tmp_path: Path) -> None:

@@ -13,13 +13,12 @@ import xxhash
 
 from sources import contents
 from tiermoe.errors import StoreError
-from tiermoe.model.blueprint import inspect_model
+from tiermoe.formats import encode_matrix, quantizers, store_files
+from tiermoe.formats.int4 import CPU_LAYOUT
+from tiermoe.formats.store import open_store
 from tiermoe.model.dense import pack_dense
+from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.prepare_store import ensure_packed, open_or_create
-from tiermoe.quant import quantizers, row_blocks
-from tiermoe.quant.registry import cpu_layout
-from tiermoe.store import lock
-from tiermoe.store.store import open_store
 from tiny import write
 
 
@@ -118,7 +117,7 @@ def test_packed_dense_layers_are_checked_like_experts(tiny_model: Any, tmp_path:
 
 def test_two_that_create_the_store_at_once(tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slower one finds the table that it did not see a moment ago, and keeps it."""
-    root, faster = tmp_path / "store", lock.exclusive
+    root, faster = tmp_path / "store", store_files.exclusive
     blueprint = tiny_model("qwen3_moe")
 
     def overtaken(path: Path, *waiting: Any) -> Any:
@@ -140,9 +139,9 @@ def test_dense_layers_in_blocks_of_rows_are_those_packed_whole(
     monkeypatch.setattr(quantizers, "BLOCK_WEIGHTS", 64 * 64)  # so that a tiny matrix has several
     found = []
     for weights in (1, 1 << 22):
-        monkeypatch.setattr(row_blocks, "BLOCK_WEIGHTS", weights)
+        monkeypatch.setattr(encode_matrix, "BLOCK_WEIGHTS", weights)
         store = open_or_create(blueprint, tmp_path / str(weights))
-        pack_dense(store, blueprint, bits, cpu_layout(), lambda done, total: steps.append((done, total)))
+        pack_dense(store, blueprint, bits, CPU_LAYOUT, lambda done, total: steps.append((done, total)))
         (entry,) = store.dense.values()
         found.append(((store.root / entry["file"]).read_bytes(), entry["layers"]))
         assert steps[-1][0] == steps[-1][1]

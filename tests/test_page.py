@@ -16,8 +16,8 @@ import pytest
 
 from serving import running
 from tiermoe.serve.app import create_app
-from tiermoe.serve.gate import Gate
 from tiermoe.serve.served import Served
+from tiermoe.serve.startup import StartupApp
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_every_control_has_a_name(page: httpx.Response) -> None:
 
 def test_the_page_is_there_while_the_model_is_loaded(page: httpx.Response) -> None:
     async def asked() -> list[httpx.Response]:
-        gate = Gate()
+        gate = StartupApp()
         async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://test") as client:
             found = [await client.get("/health")]
             gate.report("packing experts", 3, 8)

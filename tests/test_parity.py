@@ -11,8 +11,8 @@ import torch
 
 import tiermoe
 from parity import close, logits, put_decoded_experts, tokens
-from tiermoe.kernels.cpu import multiplies_bfloat16
-from tiermoe.model.architectures import ARCHITECTURES
+from tiermoe.kernels.linear import multiplies_bfloat16
+from tiermoe.model.families.table import ARCHITECTURES
 from tiny import CONFIGS, oracle, write
 
 Model = Callable[..., Path]
@@ -90,9 +90,9 @@ def test_prefetching_names_the_routers_own_choice_and_changes_nothing(family: st
     expected = oracle(directory, family, torch.float32).generate(ids, **options)
     for _ in range(20):  # on a busy machine a prediction may be taken back before any lane has begun with it
         assert torch.equal(ours.generate(ids, **options), expected)
-        if ours.tiermoe.controller.counts.speculative_loads:
+        if ours.tiermoe.loader.counts.speculative_loads:
             break
-    assert ours.tiermoe.controller.counts.speculative_loads > 0
+    assert ours.tiermoe.loader.counts.speculative_loads > 0
     ours.tiermoe.close()
 
 

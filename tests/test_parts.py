@@ -12,19 +12,20 @@ import pytest
 import torch
 
 from tiermoe.config import CacheSize, settings
-from tiermoe.decide.eviction import EVICTIONS, EvictionContext
-from tiermoe.decide.eviction.lru import LeastRecentlyUsed
-from tiermoe.decide.eviction.weighted import Weighted
-from tiermoe.decide.prediction import PREDICTIONS, count_paths, paths_to_json
-from tiermoe.decide.profiles import Profile, profile_path, to_json
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import load_blueprint
 from tiermoe.engine.observer import Observer
-from tiermoe.measure.recorder import Feed, Recorder
-from tiermoe.model.blueprint import Blueprint, inspect_model
-from tiermoe.model.hub import load_tokenizer
+from tiermoe.measure.record import Recorder
+from tiermoe.measure.texts import Feed
+from tiermoe.model.hf.blueprint import Blueprint, inspect_model
+from tiermoe.model.hf.hub import load_tokenizer
+from tiermoe.offload.policies.eviction import EVICTIONS, EvictionContext
+from tiermoe.offload.policies.eviction.hobbit import Weighted
+from tiermoe.offload.policies.eviction.lru import LeastRecentlyUsed
+from tiermoe.offload.policies.prediction import PREDICTIONS, count_paths, paths_to_json
+from tiermoe.offload.profiles import Profile, profile_path, to_json
 from tiermoe.systems.routings import frequencies, routings
-from tiermoe.trace.schema import Header, Trace
+from tiermoe.trace.file import Header, Trace
 from tiermoe.types import Demand, ExpertKey, Ready, Routed, Wanted
 
 PROMPT, LENGTH = 8, 24
@@ -86,13 +87,13 @@ class Watching(Observer):
     def on_ready(self, layer: int, ready: Ready) -> None:
         self.found["computed while others come"] += not self._engine.link.is_idle()
         self.found["experts of no token"] += ready.expert not in self._tokens
-        self.found["low in decode"] += self._engine.current.phase == "decode" and ready.bits == 2
-        self.found["low in prefill"] += self._engine.current.phase == "prefill" and ready.bits == 2
+        self.found["low in decode"] += self._engine.context.phase == "decode" and ready.bits == 2
+        self.found["low in prefill"] += self._engine.context.phase == "prefill" and ready.bits == 2
 
     def on_computed(self, layer: int) -> None:
-        controller = self._engine.controller
+        controller = self._engine.loader
         while not controller.link.is_idle():
-            controller.settle(controller.link.wait())
+            controller.record(controller.link.wait())
 
 
 class Shadowed:

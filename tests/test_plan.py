@@ -18,18 +18,19 @@ from transformers.cache_utils import DynamicCache
 
 from tiermoe import native
 from tiermoe.config import MIB, format_size, settings
+from tiermoe.engine import budget as plan_module
+from tiermoe.engine.budget import plan_memory
 from tiermoe.engine.load import resolve_for
+from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.errors import BudgetError, ConfigError
-from tiermoe.families import FAMILIES
-from tiermoe.memory import plan as plan_module
-from tiermoe.memory.memory_plan import MemoryPlan
-from tiermoe.memory.plan import plan_memory
-from tiermoe.model import dense_weights, generic
-from tiermoe.model.blueprint import Blueprint, inspect_model
+from tiermoe.model import dense_weights
 from tiermoe.model.dense import packable
 from tiermoe.model.dense_weights import LazyTensor, loading_needs
-from tiermoe.process import machine
-from tiermoe.process.footprint import ACTIVATIONS_HEAP
+from tiermoe.model.families.table import FAMILIES
+from tiermoe.model.hf import generic
+from tiermoe.model.hf.blueprint import Blueprint, inspect_model
+from tiermoe.platform import machine
+from tiermoe.platform.process_memory import ACTIVATIONS_HEAP
 from tiermoe.types import Need, Phase, Workload
 from tiny import _COMMON, CONFIGS, auto_class, write
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermoe.decide.precision import PRECISIONS, Precision, PrecisionContext, thresholds, unimportance
 from tiermoe.errors import ConfigError
+from tiermoe.offload.policies.precision import PRECISIONS, Precision, PrecisionContext, thresholds, unimportance
 from tiermoe.types import Demand, Routed
 
 
@@ -155,17 +154,17 @@ def test_predicted_popularity_binds_what_its_layer_demands() -> None:
     ranked = [(4, 9), (2, 7), (0, 2), (1, 1), (6, 1)]
     foreseen = [precision.predicted(1, ranked, expert) for expert in range(7)]
     assert foreseen == [4, 2, 4, 2, 4, 2, 2]
-    found = bits_of(precision, replace(TOKENS, layer=1))
+    found = bits_of(precision, TOKENS._replace(layer=1))
     assert found == {expert: foreseen[expert] for expert in range(5)}
-    assert bits_of(precision, replace(TOKENS, layer=2))[1] == 4, "by its own tokens: nothing was predicted for it"
+    assert bits_of(precision, TOKENS._replace(layer=2))[1] == 4, "by its own tokens: nothing was predicted for it"
     precision.predicted(2, ranked, 0)
-    precision.demands(replace(TOKENS, layer=0))
-    assert bits_of(precision, replace(TOKENS, layer=2))[1] == 4, "what an interrupted pass predicted is forgotten"
+    precision.demands(TOKENS._replace(layer=0))
+    assert bits_of(precision, TOKENS._replace(layer=2))[1] == 4, "what an interrupted pass predicted is forgotten"
     assert precision.predicted(1, (), 3) == 4, "nothing is known"
     none = make("popularity", low_popularity=0.0)
     none.demands(TOKENS)
     assert none.predicted(1, ranked, 3) == 4
-    assert set(bits_of(none, replace(TOKENS, layer=1)).values()) == {4}, "nothing is low, nor what was not predicted"
+    assert set(bits_of(none, TOKENS._replace(layer=1)).values()) == {4}, "nothing is low, nor what was not predicted"
 
 
 def test_what_was_not_predicted_is_low_on_small_machines() -> None:

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermoe.decide.composition import parsed
-from tiermoe.decide.prediction import (
+from tiermoe.errors import ConfigError, ProfileError
+from tiermoe.offload.composition import parsed
+from tiermoe.offload.policies.prediction import (
     PREDICTIONS,
     PredictionContext,
     Predictor,
@@ -21,7 +22,6 @@ from tiermoe.decide.prediction import (
     paths_from_json,
     paths_to_json,
 )
-from tiermoe.errors import ConfigError, ProfileError
 from tiermoe.types import Routed
 
 
@@ -285,9 +285,9 @@ def test_an_encoders_layers_are_preloaded_whole_and_make_no_path() -> None:
 def test_an_encoder_alone_begins_with_its_most_used_experts_and_needs_no_paths() -> None:
     frequencies = {(0, 3): 2.0, (0, 1): 9.0, (1, 0): 9.0, (2, 5): 4.0, (1, 7): 0.0}
     alone = on_paths(paths={}, frequencies=frequencies, encoder_layers=3)
-    assert [(wanted.layer, wanted.expert) for wanted in alone.first()] == [(0, 1), (1, 0), (2, 5), (0, 3)]
+    assert [(wanted.layer, wanted.expert) for wanted in alone.initial_experts()] == [(0, 1), (1, 0), (2, 5), (0, 3)]
     assert {layer for layer, _ in names(alone, 1, Said())} == {2}, "whole layers ahead"
-    assert on_paths(frequencies=frequencies, encoder_layers=2).first() == []
+    assert on_paths(frequencies=frequencies, encoder_layers=2).initial_experts() == []
 
 
 def test_the_most_frequent() -> None:

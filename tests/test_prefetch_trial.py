@@ -14,15 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiermoe
-from fake_link import FakeLink
-from groups import each
-from replays import replayed
-from schedules import Said, keys, scheduler_with
-from small_traces import decode, layer, trace_of
+from fake_link import FakeLink, Said, each, keys, scheduler_with
+from small_traces import decode, layer, replayed, trace_of
 from tiermoe.cli.output import summary
-from tiermoe.decide.compose import ModelShape, PrecisionSlots, assemble
-from tiermoe.decide.prefetch_trial import PrefetchTrial, promising
-from tiermoe.generation.loop import Report
+from tiermoe.engine.generate import Report
+from tiermoe.offload.assembly import ModelShape, PrecisionSlots, assemble
+from tiermoe.offload.policies.prefetch_trial import PrefetchTrial, promising
 from tiermoe.simulate import Result
 from tiermoe.systems import PRESETS, compose
 from tiermoe.types import Routed
@@ -42,7 +39,7 @@ def stretches(
         ways.append(trial.on)
         for position in range(8):
             assert trial.on is ways[-1]
-            trial.note(seconds(trial.on) if position else first, layer_s)
+            trial.record(seconds(trial.on) if position else first, layer_s)
     return ways
 
 
@@ -225,7 +222,7 @@ def test_nothing_is_predicted_or_loaded_ahead_while_it_is_off() -> None:
 
 def test_nothing_is_kept_from_eviction_while_it_is_off() -> None:
     passes, protected = Passes(), []
-    cache = passes.scheduler.controller.cache
+    cache = passes.scheduler.loader.cache
     protect = cache.protect
     cache.protect = lambda key: protected.append(passes.on) or protect(key)  # type: ignore[method-assign,func-returns-value]
     for _ in range(96):
@@ -265,7 +262,7 @@ def test_every_expert_comes_whatever_the_way() -> None:
             passes.begin()
             passes.run()
     assert measured.chosen == always.chosen
-    asked = [passes.scheduler.controller.counts for passes in (measured, always)]
+    asked = [passes.scheduler.loader.counts for passes in (measured, always)]
     assert asked[0].hits + asked[0].misses == asked[1].hits + asked[1].misses == 96 * 6
 
 
@@ -329,8 +326,8 @@ def test_a_replay_prefetches_where_it_saves_time() -> None:
     assert always.decode_tok_s is not None
     assert never.decode_tok_s is not None
     assert never.decode_tok_s < measured.decode_tok_s < always.decode_tok_s
-    assert 0 < measured.speculative_loads < always.speculative_loads
-    assert measured.hits + measured.misses == always.hits + always.misses == 400
+    assert 0 < measured.counts.speculative_loads < always.counts.speculative_loads
+    assert measured.counts.hits + measured.counts.misses == always.counts.hits + always.counts.misses == 400
 
 
 def test_a_replay_prefetches_no_more_where_that_costs_time() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from commands import Command
-from tiermoe.decide.composition import POLICIES, Composition, declarations, unread
-from tiermoe.decide.settings import declared
 from tiermoe.errors import ConfigError
+from tiermoe.offload.composition import POLICIES, Composition, declarations, unread
+from tiermoe.offload.policies.settings import declared
 from tiermoe.systems import PRESETS, compose
 
 FIVE = ("hobbit", "edgemoe", "mobile", "fate", "corm")
@@ -39,7 +39,7 @@ def test_the_documents_name_parts_and_settings_that_there_are() -> None:
     known, found = declarations(), 0
     for name, value in re.findall(r"`(\w+)=([\w.-]+)", (docs / "systems.md").read_text()):
         if name in known:
-            known[name].told.value(name, value)
+            known[name].setting.value(name, value)
             found += 1
     assert found > 50
 

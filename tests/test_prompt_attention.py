@@ -11,15 +11,8 @@ import torch
 from torch import Tensor
 
 from tiermoe import native
-from tiermoe.kernels.native.few_tokens_attention import Slabs
-from tiermoe.kernels.native.prompt_attention import (
-    Piece,
-    prompt_attention,
-    prompt_state,
-    prompt_workspace,
-    takes_prompts,
-)
-from tiermoe.model.kv_codes import decode, encode
+from tiermoe.kernels.attention import Piece, Slabs, prompt_attention, prompt_state, prompt_workspace, takes_prompts
+from tiermoe.model.kv_memory import decode_kv, encode_kv
 from tiermoe.native import _native
 
 pytestmark = [
@@ -80,7 +73,7 @@ class Sequence:
         """Slab 1 of 2 with the first `written` positions; what is not written must not be looked at."""
         kept = []
         for rows in (self.keys, self.values):
-            tensors = (rows,) if self.case.bits == 16 else encode(rows)
+            tensors = (rows,) if self.case.bits == 16 else encode_kv(rows)
             for tensor in tensors:
                 unwritten = 99 if tensor.dtype == torch.int8 else torch.nan
                 slab = torch.full((2, tensor.shape[1], room, tensor.shape[2]), unwritten, dtype=tensor.dtype)
@@ -103,7 +96,7 @@ class Sequence:
         case = self.case
         keys, values = self.keys, self.values
         if case.bits == 8:
-            keys, values = (decode(*encode(each), torch.float64) for each in (keys, values))
+            keys, values = (decode_kv(*encode_kv(each), torch.float64) for each in (keys, values))
         group = case.heads // case.kv_heads
         wide_keys, wide_values = (each.double().repeat_interleave(group, 1) for each in (keys, values))
         scores = torch.einsum("thc,nhc->htn", self.query.double(), wide_keys) * SCALE

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -14,12 +15,12 @@ from hypothesis import strategies as st
 from measures import relative_error
 from tiermoe import native
 from tiermoe.errors import ConfigError, PackError, StoreError
-from tiermoe.quant import int2, int4, int4_layout, quantizers, row_blocks
-from tiermoe.quant.ladders import choose
-from tiermoe.quant.quantized import Ladder, nearest
-from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.quant.registry import cpu_layout, encoding_for, encoding_named
-from tiermoe.quant.workers import in_order
+from tiermoe.formats import encode_matrix, int2, int4, quantizers
+from tiermoe.formats.encode_matrix import in_order
+from tiermoe.formats.int2 import choose
+from tiermoe.formats.int4 import CPU_LAYOUT
+from tiermoe.formats.quantizers import QUANTIZERS, LevelSubset, nearest, nearest_codes
+from tiermoe.formats.registry import encoding_for, encoding_named
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LINEAR, HQQ = QUANTIZERS["linear"], QUANTIZERS["hqq"]
@@ -54,6 +55,26 @@ weights = st.builds(
 )
 
 
+@dataclass(frozen=True)
+class Quantized:
+    """Codes uint8 (N, K), scale and offset float32 (N, G)."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    offset: torch.Tensor
+
+    def dequantized(self):
+        rows, groups = self.scale.shape
+        codes = self.codes.view(rows, groups, -1).float()
+        return torch.addcmul(self.offset[..., None], codes, self.scale[..., None]).view(rows, -1)
+
+
+def quantized(quantizer, weight, bits, group):
+    """The codes that are nearest under a quantizer's scales and offsets."""
+    scale, offset = quantizer.parameters(weight, bits, group)
+    return Quantized(nearest_codes(weight, scale, offset, 0, 2**bits - 1, torch.uint8), scale, offset)
+
+
 def encoded_and_decoded(weight, encoding, quantizer, dtype, decoded_dtype=torch.float32):
     stored = encoding.encode(weight, quantizer, dtype)
     return stored, encoding.decode(stored, *weight.shape, decoded_dtype)
@@ -64,7 +85,7 @@ def encoded_and_decoded(weight, encoding, quantizer, dtype, decoded_dtype=torch.
 
 def test_linear_worked_example():
     weight = torch.tensor([[-1.4, 0.7, 0.1, 0.0], [0.21, -0.07, 0.02, 0.1]])
-    found = LINEAR(weight, 4, 2)
+    found = quantized(LINEAR, weight, 4, 2)
     assert found.codes.tolist() == [[1, 12, 8, 8], [15, 6, 9, 11]]
     torch.testing.assert_close(found.scale, torch.tensor([[0.2, 0.2], [0.03, 0.03]]))
     torch.testing.assert_close(found.offset, torch.tensor([[-1.6, -1.6], [-0.24, -0.24]]))
@@ -72,7 +93,7 @@ def test_linear_worked_example():
 
 @pytest.mark.parametrize(("bits", "largest"), [(2, 1), (4, 7), (8, 127)])
 def test_linear_scale_is_the_largest_magnitude_over_the_largest_code(bits, largest):
-    found = LINEAR(torch.tensor([[0.5, -2.0]]), bits, 1)
+    found = quantized(LINEAR, torch.tensor([[0.5, -2.0]]), bits, 1)
     torch.testing.assert_close(found.scale, torch.full((1, 2), 2.0 / largest))
     assert found.codes.tolist()[0][1] == 1  # -largest + 2**(bits - 1): code 0 is never used
 
@@ -80,7 +101,7 @@ def test_linear_scale_is_the_largest_magnitude_over_the_largest_code(bits, large
 @settings(max_examples=40, deadline=None)
 @given(weights, st.sampled_from([2, 4, 8]))
 def test_linear_rounds_to_the_nearest(weight, bits):
-    found = LINEAR(weight, bits, 32)
+    found = quantized(LINEAR, weight, bits, 32)
     assert 1 <= int(found.codes.min()) <= int(found.codes.max()) <= 2**bits - 1
     error = (found.dequantized() - weight).abs()
     assert bool((error <= found.scale[:, :1] * (0.5 + 1e-4)).all())
@@ -116,7 +137,7 @@ def test_hqq_follows_the_published_iteration(size, bits):
     weight = random_weight(50, 16, seed=bits, size=size)
     close = 0
     for row in weight.split(1):
-        error = float((HQQ(row, bits, 16).dequantized() - row).abs().sum())
+        error = float((quantized(HQQ, row, bits, 16).dequantized() - row).abs().sum())
         close += error == pytest.approx(published_hqq(row[0].tolist(), bits), rel=1e-3)
     # between a group's two middle errors their sum is flat: rounding then decides which step is the last
     assert close >= 46
@@ -132,17 +153,17 @@ def test_the_native_hqq_gives_the_bits_of_torch_s(bits, group, rows, columns, si
     weight = random_weight(rows, columns, seed=rows + group, size=size).bfloat16()
     weight[1, : columns // 2] = 0.25  # groups of equal weights
     weight[2, :8] = torch.tensor([0.0, -0.0]).repeat(4)
-    found = HQQ(weight, bits, group)
+    found = quantized(HQQ, weight, bits, group)
     monkeypatch.setattr(native, "quantizes", lambda: False)
-    for mine, torchs in zip(vars(found).values(), vars(HQQ(weight, bits, group)).values(), strict=True):
+    for mine, torchs in zip(vars(found).values(), vars(quantized(HQQ, weight, bits, group)).values(), strict=True):
         assert torch.equal(mine, torchs)
 
 
 def test_hqq_of_whole_blocks_is_that_of_the_matrix():
     weight = random_weight(300, 2880)
-    step = 2 * HQQ.rows_apart(2880)
-    parts = [HQQ(part, 4, 64) for part in weight.split(step)]
-    whole = HQQ(weight, 4, 64)
+    step = 2 * HQQ.row_multiple(2880)
+    parts = [quantized(HQQ, part, 4, 64) for part in weight.split(step)]
+    whole = quantized(HQQ, weight, 4, 64)
     for name, value in vars(whole).items():
         assert torch.equal(value, torch.cat([getattr(part, name) for part in parts]))
 
@@ -155,10 +176,10 @@ def mean_error_by_group(found, weight, group):
 @given(weights, st.sampled_from([(2, 16), (4, 64), (4, 32)]))
 def test_hqq_is_never_worse_than_plain_rounding_in_any_group(weight, precision):
     bits, group = precision
-    found = HQQ(weight, bits, group)
+    found = quantized(HQQ, weight, bits, group)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantizers, "STEPS", 1)  # the first candidate alone: plain rounding between minimum and maximum
-        plain = HQQ(weight, bits, group)
+        plain = quantized(HQQ, weight, bits, group)
     assert int(found.codes.max()) < 2**bits
     assert bool(
         (
@@ -172,14 +193,15 @@ def test_hqq_is_never_worse_than_plain_rounding_in_any_group(weight, precision):
 
 def test_hqq_lowers_the_error_of_gaussian_weights():
     weight = random_weight(256, 512)
-    errors = {bits: relative_error(weight, HQQ(weight, bits, 64 if bits == 4 else 16).dequantized()) for bits in (2, 4)}
+    found = {bits: quantized(HQQ, weight, bits, group) for bits, group in ((2, 16), (4, 64))}
+    errors = {bits: relative_error(weight, each.dequantized()) for bits, each in found.items()}
     assert errors[4] < 0.088  # plain rounding: 0.0896
     assert errors[2] < 0.310  # plain rounding: 0.327
 
 
 def test_hqq_result_does_not_depend_on_the_other_rows():
     weight = random_weight(600, 512)
-    whole, part = HQQ(weight, 4, 64), HQQ(weight[512:], 4, 64)
+    whole, part = quantized(HQQ, weight, 4, 64), quantized(HQQ, weight[512:], 4, 64)
     assert relative_error(whole.dequantized()[512:], part.dequantized()) < 1e-3
 
 
@@ -192,7 +214,7 @@ CASES = [(bits, quantizer, dtype) for bits in (16, 8, 4, 2) for quantizer in QUA
 def test_encode_gives_the_stored_fields(bits, quantizer, dtype):
     out, in_ = 80, 192
     weight = random_weight(out, in_)
-    encoding = encoding_for(bits, out, in_, dtype, cpu_layout(), quantizer)
+    encoding = encoding_for(bits, out, in_, dtype, CPU_LAYOUT, quantizer)
     assert encoding.bits == bits
     stored = encoding.encode(weight.to(dtype), QUANTIZERS[quantizer], dtype)
     fields = encoding.stored_fields(out, in_, dtype)
@@ -212,7 +234,7 @@ def test_encode_gives_the_stored_fields(bits, quantizer, dtype):
 @given(weights, st.sampled_from([8, 4]))
 def test_linear_encodings_are_within_half_a_step(weight, bits):
     weight = weight.repeat(16, 1)
-    encoding = encoding_for(bits, *weight.shape, torch.float32, cpu_layout(), "linear")
+    encoding = encoding_for(bits, *weight.shape, torch.float32, CPU_LAYOUT, "linear")
     _, decoded = encoded_and_decoded(weight, encoding, LINEAR, torch.float32)
     step = weight.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
     assert bool(((decoded - weight).abs() <= step * (0.5 + 1e-3)).all())
@@ -221,11 +243,11 @@ def test_linear_encodings_are_within_half_a_step(weight, bits):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("quantizer", EVEN)
 @pytest.mark.parametrize("rows", [16, 32, 48, 64, 80, 272, 336])
-@pytest.mark.skipif(not int4_layout.is_torchs(), reason="torch's operator takes another order here")
+@pytest.mark.skipif(not int4.is_torchs(), reason="torch's operator takes another order here")
 def test_int4_decodes_what_the_operator_computes(rows, quantizer, dtype):
     columns = 192
     weight = random_weight(rows, columns, mean=0.01)
-    encoding = encoding_for(4, rows, columns, dtype, cpu_layout(), quantizer)
+    encoding = encoding_for(4, rows, columns, dtype, CPU_LAYOUT, quantizer)
     stored, decoded = encoded_and_decoded(weight, encoding, QUANTIZERS[quantizer], dtype, dtype)
     columns_one_by_one = torch.ops.aten._weight_int4pack_mm_for_cpu(
         torch.eye(columns, dtype=dtype), stored["codes"], encoding.group, stored["scales_and_zeros"]
@@ -235,7 +257,7 @@ def test_int4_decodes_what_the_operator_computes(rows, quantizer, dtype):
 
 def test_int4_decodes_in_blocks_of_columns(monkeypatch):
     weight = random_weight(80, 320)
-    encoding = encoding_for(4, 80, 320, torch.bfloat16, cpu_layout())
+    encoding = encoding_for(4, 80, 320, torch.bfloat16, CPU_LAYOUT)
     stored, whole = encoded_and_decoded(weight, encoding, HQQ, torch.bfloat16)
     monkeypatch.setattr(int4, "BLOCK_WEIGHTS", 2 * 64 * 80)  # two groups, and a block of one group at the end
     assert torch.equal(encoding.decode(stored, 80, 320, torch.float32), whole)
@@ -246,7 +268,7 @@ def test_int4_decodes_in_blocks_of_columns(monkeypatch):
 def test_int4_codes_are_the_nearest_under_the_stored_parameters(weight, dtype):
     weight = weight.to(dtype).repeat(16, 1)
     rows, columns = weight.shape
-    encoding = encoding_for(4, rows, columns, dtype, cpu_layout())
+    encoding = encoding_for(4, rows, columns, dtype, CPU_LAYOUT)
     stored, decoded = encoded_and_decoded(weight, encoding, HQQ, dtype)
     scale, zero = (part.t().float().repeat_interleave(64, 1) for part in stored["scales_and_zeros"].unbind(-1))
     distances = [((q - 8) * scale + zero - weight.float()).abs() for q in range(16)]
@@ -259,7 +281,7 @@ def test_int4_codes_are_the_nearest_under_the_stored_parameters(weight, dtype):
 
 def nibbles(packed, columns):
     """(N, columns) from bytes in the order of the CPU's operator."""
-    return int4_layout.unpack_transposed(packed, 0, columns).t().clone()
+    return int4.unpack_transposed(packed, 0, columns).t().clone()
 
 
 def random_bytes(shape, generator):
@@ -288,7 +310,7 @@ def level_by_the_book(pair, ladder, eighth):
 @given(st.sampled_from([16, 64, 80, 144]), st.sampled_from([(32, 96), (64, 128), (128, 128)]), st.integers(0, 10**6))
 def test_int2_widens_every_code_exactly(rows, shape, seed):
     group, columns = shape
-    encoding = encoding_named(f"int2/{cpu_layout()}/g{group}")
+    encoding = encoding_named(f"int2/{CPU_LAYOUT}/g{group}")
     stored = random_stored(encoding, rows, columns, seed)
     slot = encoding.widen_codes(stored)
     pairs, ladders = nibbles(stored["codes"], columns // 2).tolist(), nibbles(stored["ladders"], columns // 8).tolist()
@@ -305,23 +327,23 @@ def test_int2_widens_every_code_exactly(rows, shape, seed):
     assert torch.equal(encoding.decode(stored, rows, columns, torch.bfloat16), meant)
 
 
-@pytest.mark.parametrize("layout", [cpu_layout(), "rowmajor"])
+@pytest.mark.parametrize("layout", [CPU_LAYOUT, "rowmajor"])
 def test_int2_decodes_in_blocks(layout, monkeypatch):
     encoding = encoding_named(f"int2/{layout}/g32")
     stored = random_stored(encoding, 208, 160, seed=1)
     whole = encoding.decode(stored, 208, 160, torch.bfloat16)
-    for name in ("BLOCK_WEIGHTS", "_LEVELS_AT_ONCE"):
+    for name in ("BLOCK_WEIGHTS", "LEVELS_AT_ONCE"):
         monkeypatch.setattr(int2, name, 3 * 32 * 64)  # neither the groups nor the rows are a multiple of it
     assert torch.equal(encoding.decode(stored, 208, 160, torch.bfloat16), whole)
 
 
 def test_ladders_are_the_13_that_differ():
-    levels = {tuple(ladder.step * code + ladder.offset for code in range(4)) for ladder in quantizers.LADDERS}
-    assert len(levels) == len(quantizers.LADDERS) == 13
+    levels = {tuple(ladder.step * code + ladder.offset for code in range(4)) for ladder in quantizers.LEVEL_SUBSETS}
+    assert len(levels) == len(quantizers.LEVEL_SUBSETS) == 13
     assert all(0 <= level <= 15 for ladder in levels for level in ladder)
     assert (0, 5, 10, 15) in levels
     assert {(0, 2, 4, 6), (9, 11, 13, 15), (3, 7, 11, 15), (2, 5, 8, 11)} < levels
-    assert {Ladder(step, place).packed for step in (2, 3, 4, 5) for place in range(4)} == set(range(16))
+    assert {LevelSubset(step, place).packed for step in (2, 3, 4, 5) for place in range(4)} == set(range(16))
 
 
 @settings(max_examples=25, deadline=None)
@@ -329,13 +351,13 @@ def test_ladders_are_the_13_that_differ():
 def test_int2_takes_the_best_ladder_and_the_nearest_levels(weight, dtype):
     weight = weight.to(dtype).repeat(16, 1)
     rows, columns = weight.shape
-    encoding = encoding_for(2, rows, columns, dtype, cpu_layout())
+    encoding = encoding_for(2, rows, columns, dtype, CPU_LAYOUT)
     stored, decoded = encoded_and_decoded(weight, encoding, HQQ, dtype)
     pairs = stored["scales_and_zeros"].float().permute(1, 0, 2)[:, :, None, None]
     scale, zero = pairs.unbind(-1)
     stripes = weight.float().view(rows, -1, 8, 8)  # row, group, eighth, stripe
     errors = []
-    for ladder in quantizers.LADDERS:
+    for ladder in quantizers.LEVEL_SUBSETS:
         levels = [(ladder.step * code + ladder.offset - 8) * scale + zero for code in range(4)]
         nearest = torch.stack([(level - stripes).abs() for level in levels]).amin(0)
         errors.append(nearest.square().sum(2))
@@ -347,7 +369,7 @@ def test_int2_takes_the_best_ladder_and_the_nearest_levels(weight, dtype):
 def test_int2_lies_within_the_levels_of_int4():
     """So scales and zeros are those of the 4-bit copy."""
     weight = random_weight(64, 192, mean=0.01)
-    low, high = (encoding_for(bits, 64, 192, torch.bfloat16, cpu_layout()) for bits in (2, 4))
+    low, high = (encoding_for(bits, 64, 192, torch.bfloat16, CPU_LAYOUT) for bits in (2, 4))
     stored = low.encode(weight, HQQ, torch.bfloat16)
     assert torch.equal(stored["scales_and_zeros"], high.encode(weight, HQQ, torch.bfloat16)["scales_and_zeros"])
 
@@ -359,7 +381,7 @@ def test_int2_of_8_weights_on_a_ladder_is_exact():
     weight[:, :, 1] = torch.tensor([3, 7, 11, 15, 3, 3, 15, 15]) - 8
     weight[:, :, 2:] = (torch.tensor([0, 15, 5, 10, 5, 0, 15, 0]) - 8)[:, None]
     scale, zero = torch.ones(16, 1), torch.zeros(16, 1)
-    ladders = (Ladder(2, 1), Ladder(4, 3), Ladder(5, 0))
+    ladders = (LevelSubset(2, 1), LevelSubset(4, 3), LevelSubset(5, 0))
     codes, chosen = choose(weight.view(16, 64), scale, zero, ladders)
     assert codes.view(16, 8, 8)[3, :, :3].t().tolist() == [
         [0, 1, 2, 3, 0, 0, 3, 2], [0, 1, 2, 3, 0, 0, 3, 3], [0, 3, 1, 2, 1, 0, 3, 0]
@@ -371,15 +393,15 @@ def test_int2_of_8_weights_on_a_ladder_is_exact():
 @given(weights)
 def test_int2_of_the_linear_rule_is_the_linear_rule(weight):
     weight = weight.repeat(16, 1)
-    encoding = encoding_for(2, *weight.shape, torch.float32, cpu_layout(), "linear")
+    encoding = encoding_for(2, *weight.shape, torch.float32, CPU_LAYOUT, "linear")
     _, decoded = encoded_and_decoded(weight, encoding, LINEAR, torch.float32)
-    expected = LINEAR(weight, 2, encoding.group).dequantized()
+    expected = quantized(LINEAR, weight, 2, encoding.group).dequantized()
     torch.testing.assert_close(decoded, expected, rtol=1e-6, atol=0)
 
 
 def test_int2_of_a_symmetric_row_is_exact():
     weight = torch.tensor([-0.5, 0.0, 0.5, 0.5]).repeat(16, 16)
-    encoding = encoding_named(f"int2/{cpu_layout()}/g64")
+    encoding = encoding_named(f"int2/{CPU_LAYOUT}/g64")
     _, decoded = encoded_and_decoded(weight, encoding, LINEAR, torch.bfloat16)
     assert torch.equal(decoded, weight)
 
@@ -387,7 +409,7 @@ def test_int2_of_a_symmetric_row_is_exact():
 @pytest.mark.parametrize("quantizer", EVEN)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", [(64, 1024), (16, 64), (80, 96), (48, 384), (16, 48), (7, 33)])
-@pytest.mark.parametrize("layout", [cpu_layout(), "rowmajor"])
+@pytest.mark.parametrize("layout", [CPU_LAYOUT, "rowmajor"])
 def test_a_slot_at_2_bits_is_what_is_stored(layout, shape, dtype, quantizer):
     low, high = (encoding_for(bits, *shape, dtype, layout, quantizer) for bits in (2, 4))
     assert low.slot_fields(*shape, dtype) == low.stored_fields(*shape, dtype)
@@ -396,7 +418,7 @@ def test_a_slot_at_2_bits_is_what_is_stored(layout, shape, dtype, quantizer):
 
 def test_bytes_of_a_matrix():
     def nbytes(bits, slot=False, quantizer="hqq"):
-        encoding = encoding_for(bits, 2048, 1024, torch.bfloat16, cpu_layout(), quantizer)
+        encoding = encoding_for(bits, 2048, 1024, torch.bfloat16, CPU_LAYOUT, quantizer)
         fields = (encoding.slot_fields if slot else encoding.stored_fields)(2048, 1024, torch.bfloat16)
         return sum(field.nbytes for field in fields)
 
@@ -417,7 +439,7 @@ def test_bytes_of_a_matrix():
 @pytest.mark.parametrize("value", [0.0, 0.375, -0.375])
 def test_equal_weights_are_kept(bits, quantizer, dtype, value):
     weight = torch.full((64, 64), value, dtype=dtype)
-    encoding = encoding_for(bits, 64, 64, dtype, cpu_layout(), quantizer)
+    encoding = encoding_for(bits, 64, 64, dtype, CPU_LAYOUT, quantizer)
     _, decoded = encoded_and_decoded(weight, encoding, QUANTIZERS[quantizer], dtype)
     torch.testing.assert_close(decoded, weight.float(), rtol=0.01, atol=0)
 
@@ -428,7 +450,7 @@ def test_equal_weights_are_kept(bits, quantizer, dtype, value):
 def test_undefined_weights_are_refused(bits, quantizer, value):
     weight = random_weight(64, 64)
     weight[3, 5] = value
-    encoding = encoding_for(bits, 64, 64, torch.float32, cpu_layout(), quantizer)
+    encoding = encoding_for(bits, 64, 64, torch.float32, CPU_LAYOUT, quantizer)
     with pytest.raises(PackError, match="infinite or undefined"):
         encoding.encode(weight, QUANTIZERS[quantizer], torch.float32)
 
@@ -459,28 +481,28 @@ def test_undefined_weights_are_refused(bits, quantizer, value):
     ],
 )
 def test_the_encoding_of_a_shape(bits, out, in_, quantizer, name):
-    encoding = encoding_for(bits, out, in_, torch.bfloat16, cpu_layout(), quantizer)
-    assert encoding.name == name.format(cpu_layout())
+    encoding = encoding_for(bits, out, in_, torch.bfloat16, CPU_LAYOUT, quantizer)
+    assert encoding.name == name.format(CPU_LAYOUT)
     assert encoding_named(encoding.name) == encoding
 
 
 def test_what_cannot_be_encoded_is_refused():
     with pytest.raises(ConfigError, match="no 5-bit encoding"):
-        encoding_for(5, 64, 64, torch.bfloat16, cpu_layout())
+        encoding_for(5, 64, 64, torch.bfloat16, CPU_LAYOUT)
     with pytest.raises(ConfigError, match="float64"):
-        encoding_for(4, 64, 64, torch.float64, cpu_layout())
+        encoding_for(4, 64, 64, torch.float64, CPU_LAYOUT)
     for bits in (6, 4, 2):
         with pytest.raises(ConfigError, match=f"int{bits} for 'cpu-other'"):
             encoding_for(bits, 64, 64, torch.bfloat16, "cpu-other")
     for bits in (4, 2):
         with pytest.raises(ConfigError, match="unknown quantizer 'awq'"):
-            encoding_for(bits, 64, 64, torch.bfloat16, cpu_layout(), "awq")
+            encoding_for(bits, 64, 64, torch.bfloat16, CPU_LAYOUT, "awq")
 
 
 def test_names_of_other_machines_and_versions_are_refused():
     other = "cpu-avx2"
     for bits in (6, 4, 2):
-        with pytest.raises(StoreError, match=f"int{bits} layout '{other}', CPUs take '{cpu_layout()}'"):
+        with pytest.raises(StoreError, match=f"int{bits} layout '{other}', CPUs take '{CPU_LAYOUT}'"):
             encoding_named(f"int{bits}/{other}/g64")
     for name in ("int3", "int4/cpu-avx2/g48", "int4", "int2/g16", "int8/cpu-avx2/g64"):
         with pytest.raises(StoreError, match="unknown encoding"):
@@ -503,33 +525,33 @@ def test_relative_error():
 def test_int4_unpacks_what_was_packed(rows16, columns, seed):
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 16, (16 * rows16, columns), generator=generator).to(torch.uint8)
-    packed = int4_layout.pack(codes)
-    if int4_layout.is_torchs():
+    packed = int4.pack(codes)
+    if int4.is_torchs():
         theirs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
         assert torch.equal(packed.flatten(), theirs.flatten())
-    unpacked = [int4_layout.unpack_transposed(packed, *span).clone() for span in ((0, 32), (32, columns))]
+    unpacked = [int4.unpack_transposed(packed, *span).clone() for span in ((0, 32), (32, columns))]
     assert torch.equal(torch.cat(unpacked).t(), codes)
 
 
 ANY_MACHINE = """
 import hashlib
 import torch
-from tiermoe.quant import int4_layout
-from tiermoe.quant.registry import encoding_named
-from tiermoe.quant.quantizers import QUANTIZERS
+from tiermoe.formats import int4
+from tiermoe.formats.registry import encoding_named
+from tiermoe.formats.quantizers import QUANTIZERS
 stored_bytes = hashlib.sha256()
 for rows in (16, 48, 64, 112, 272):
     codes = torch.arange(rows * 64).mul(7919).div(13, rounding_mode="floor").remainder(16).view(rows, 64)
-    packed = int4_layout.pack(codes)
+    packed = int4.pack(codes)
     stored_bytes.update(packed.numpy().tobytes())
-    assert torch.equal(int4_layout.unpack_transposed(packed, 0, 64).t(), codes), rows
+    assert torch.equal(int4.unpack_transposed(packed, 0, 64).t(), codes), rows
     weights = []
-    for layout in (int4_layout.cpu_layout(), "rowmajor"):
+    for layout in (int4.CPU_LAYOUT, "rowmajor"):
         encoding = encoding_named(f"int2/{layout}/g32")
         stored = encoding.encode(codes * 0.01, QUANTIZERS["hqq"], torch.bfloat16)
         weights.append(encoding.decode(stored, rows, 64, torch.bfloat16))
     assert torch.equal(*weights), rows
-print(int4_layout.cpu_layout(), stored_bytes.hexdigest())
+print(int4.CPU_LAYOUT, stored_bytes.hexdigest())
 """
 
 
@@ -551,9 +573,9 @@ def test_codes_lie_in_one_order_on_every_machine():
 @pytest.mark.parametrize("rows", [2 * 640, 2 * 640 + 16 * 5])
 @pytest.mark.parametrize("name", ["int4/{}/g64", "int2/{}/g64", "int4/rowmajor/g64", "int2/rowmajor/g64", "int8"])
 def test_blocks_of_rows_are_those_of_the_whole_matrix(name, rows, monkeypatch):
-    encoding, columns = encoding_named(name.format(cpu_layout())), 704
+    encoding, columns = encoding_named(name.format(CPU_LAYOUT)), 704
     weight = random_weight(rows, columns).bfloat16()
-    monkeypatch.setattr(row_blocks, "BLOCK_WEIGHTS", 1)
+    monkeypatch.setattr(encode_matrix, "BLOCK_WEIGHTS", 1)
     monkeypatch.setattr(quantizers, "BLOCK_WEIGHTS", 20 * columns)
     got = {f.name: torch.empty(f.shape, dtype=f.dtype) for f in encoding.stored_fields(rows, columns, torch.bfloat16)}
 
@@ -561,10 +583,10 @@ def test_blocks_of_rows_are_those_of_the_whole_matrix(name, rows, monkeypatch):
         got[field.name].narrow(field.rows_at, first, value.shape[field.rows_at]).copy_(value)
 
     done = []
-    matrix = row_blocks.Matrix(
+    matrix = encode_matrix.Matrix(
         encoding, HQQ, (rows, columns), torch.bfloat16, lambda first, last: weight[first:last], write
     )
-    (squares,) = row_blocks.encode([matrix], done.append)
+    (squares,) = encode_matrix.encode([matrix], done.append)
     assert len(done) > 1
     assert done == list(range(1, len(done) + 1))
     want = encoding.encode(weight, HQQ, torch.bfloat16)
@@ -576,7 +598,7 @@ def test_blocks_of_rows_are_those_of_the_whole_matrix(name, rows, monkeypatch):
 def test_workers_change_no_bit() -> None:
     """Blocks of two matrices, by several workers and by one; and torch has as many threads afterwards as before."""
     weights = [torch.randn(rows, 2048, generator=torch.Generator().manual_seed(rows)).bfloat16() for rows in (64, 4352)]
-    encoding, threads = encoding_for(4, 64, 2048, torch.bfloat16, cpu_layout(), "hqq"), torch.get_num_threads()
+    encoding, threads = encoding_for(4, 64, 2048, torch.bfloat16, CPU_LAYOUT, "hqq"), torch.get_num_threads()
     found = []
     for workers in (1, 3):
         written: dict[tuple[int, str, int], torch.Tensor] = {}
@@ -585,13 +607,13 @@ def test_workers_change_no_bit() -> None:
             into[rows, field.name, first] = value.clone()
 
         matrices = [
-            row_blocks.Matrix(
+            encode_matrix.Matrix(
                 encoding, HQQ, tuple(weight.shape), torch.bfloat16,
                 lambda first, last, weight=weight: weight[first:last], partial(write, rows=len(weight)),
             )
             for weight in weights
         ]  # fmt: skip
-        found.append((written, list(row_blocks.encode(matrices, workers=workers))))
+        found.append((written, list(encode_matrix.encode(matrices, workers=workers))))
     (alone, squares), (together, others) = found
     assert len(alone) == 2 + 3 * 2
     assert alone.keys() == together.keys()

@@ -11,16 +11,16 @@ import pytest
 
 from extent_files import EXPERTS, FORM, SIZE, write_experts
 from tiermoe.config import Settings
-from tiermoe.decide.compose import Tables
 from tiermoe.engine import reading
+from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.engine.reading import Packed, Reading
-from tiermoe.memory.memory_plan import MemoryPlan
-from tiermoe.process.machine import most_memory, page_cache_room, total_memory
+from tiermoe.offload import probe as probes
+from tiermoe.offload.probe import DriveProbe, known_drive
+from tiermoe.offload.profiles import Tables
+from tiermoe.offload.reader import ExtentReader, aligned_memory
+from tiermoe.platform.machine import most_memory, page_cache_room, total_memory
 from tiermoe.systems import compose
 from tiermoe.systems.resolved import Resolved
-from tiermoe.tiers import probe as probes
-from tiermoe.tiers.probe import DriveProbe, known_drive
-from tiermoe.tiers.reader import ExtentReader, aligned_memory
 from tiermoe.types import ExpertKey, Extent, Need, Phase
 
 GIB = 1 << 30

@@ -17,24 +17,22 @@ from tiermoe.cli.calibrate import calibrate as calibrate_command
 from tiermoe.cli.calibrate import parse_names, parse_percent
 from tiermoe.cli.trace import trace as trace_command
 from tiermoe.config import CacheSize
-from tiermoe.decide.compose import filled
-from tiermoe.decide.precision import Fixed, PrecisionContext
-from tiermoe.decide.profiles import profile_path, read_profile
 from tiermoe.errors import ConfigError, ModelError
-from tiermoe.kernels import machine_layout
-from tiermoe.measure import calibration as calibration_module
-from tiermoe.measure import calibrators
-from tiermoe.measure.activations import find_theta
-from tiermoe.measure.calibration import Asked, Calibration, prepare
-from tiermoe.measure.make_profiles import Failed, Found, make_profiles
-from tiermoe.measure.recorder import Recorder
-from tiermoe.measure.sequences import Cut, cut
-from tiermoe.measure.write_trace import expert_bytes, header_of
-from tiermoe.model.blueprint import inspect_model
+from tiermoe.kernels.linear import machine_layout
+from tiermoe.measure import calibrate as calibration_module
+from tiermoe.measure import profiles
+from tiermoe.measure.calibrate import Calibration, CalibrationOptions, prepare
+from tiermoe.measure.neurons import find_theta
+from tiermoe.measure.profiles import FailedProfile, MadeProfile, make_profiles
+from tiermoe.measure.record import Recorder, expert_bytes, header_of
+from tiermoe.measure.texts import SequenceShape, cut_sequences
+from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.offload.composition import filled
+from tiermoe.offload.policies.precision import Fixed, PrecisionContext
+from tiermoe.offload.profiles import profile_path, read_profile
 from tiermoe.simulate import ReplaySettings, replay
 from tiermoe.systems import PRESETS
-from tiermoe.trace.file import TraceWriter, read_trace
-from tiermoe.trace.schema import Header, Pass, Times, Trace
+from tiermoe.trace.file import Header, Pass, Times, Trace, TraceWriter, read_trace
 
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen; Winston Smith slipped quickly. " * 8
 IDS = torch.tensor([5, 40, 77, 12, 9, 100, 33, 8, 61, 25, 90, 14])
@@ -55,13 +53,13 @@ class Captured:
         ]
         self.said: list[tuple[torch.Tensor, ...]] = [()] * len(self.routers)
         for index, router in enumerate(self.routers):
-            router.register_forward_hook(self._note(index))
+            router.register_forward_hook(self._hook(index))
 
-    def _note(self, index: int) -> Any:
-        def note(_: Any, arguments: Any, output: Any) -> None:
+    def _hook(self, index: int) -> Any:
+        def record(_: Any, arguments: Any, output: Any) -> None:
             self.said[index] = (arguments[0].reshape(-1, arguments[0].shape[-1]), *output)
 
-        return note
+        return record
 
     def last(self) -> list[tuple[torch.Tensor, ...]]:
         return list(self.said)
@@ -136,8 +134,8 @@ def _check_little(plain: Any, captured: Captured, passed: Pass, ids: torch.Tenso
 def test_the_little_pass_disturbs_nothing(mixtral: Path) -> None:
     model, with_little = _record(mixtral)
     engine = model.tiermoe
-    assert engine.current.observer is None
-    assert not engine.current.needs_weights
+    assert engine.context.observer is None
+    assert not engine.context.needs_weights
     with Recorder(model, little=False) as recorder:
         alone = list(recorder.passes(IDS, PROMPT))
     assert all(passed.little is None for passed in alone)
@@ -153,7 +151,7 @@ def test_a_replay_of_a_recording_has_the_engines_hits(mixtral: Path) -> None:
         header = header_of(model, Times(1e-3, {16: 1e-4}, 1e-3, {16: 1e-5}), recorder.holds, recorder.distances, {})
     result = replay(Trace(header, passes), PRESETS["lru"], ReplaySettings(CacheSize(fraction=0.4), 1e9))
     stats = engine.stats()
-    assert (result.hits, result.misses) == (stats["expert_hits"], stats["expert_misses"])
+    assert (result.counts.hits, result.counts.misses) == (stats["expert_hits"], stats["expert_misses"])
     assert result.bytes_read == stats["bytes_read"]
     engine.close()
 
@@ -196,24 +194,24 @@ def test_recording_a_lossy_preset_is_refused(mixtral: Path) -> None:
 
 
 def test_sequences_are_spread_over_the_text_and_refused_with_numbers(shipped: Path) -> None:
-    from tiermoe.model.hub import load_tokenizer
+    from tiermoe.model.hf.hub import load_tokenizer
 
     tokenizer = load_tokenizer(shipped)
     ids = tokenizer(TEXT, add_special_tokens=False).input_ids
     start = [tokenizer.bos_token_id] if tokenizer("").input_ids[:1] == [tokenizer.bos_token_id] else []
-    rows = cut(tokenizer, TEXT, Cut(96, 8, 32))
+    rows = cut_sequences(tokenizer, TEXT, SequenceShape(96, 8, 32))
     assert rows.shape == (3, 32)
     body = 32 - len(start)
     assert rows[0].tolist() == [*start, *ids[:body]]
     assert rows[2].tolist() == [*start, *ids[-body:]]
     with pytest.raises(ConfigError, match=r"the text has [\d,]+ tokens; recording 8,192 .* or use --tokens \d+"):
-        cut(tokenizer, TEXT, Cut(8192, 8, 32))
+        cut_sequences(tokenizer, TEXT, SequenceShape(8192, 8, 32))
     with pytest.raises(ConfigError, match="longer than the model's context of 16"):
-        cut(tokenizer, TEXT, Cut(96, 8, 32), longest=16)
+        cut_sequences(tokenizer, TEXT, SequenceShape(96, 8, 32), longest=16)
     with pytest.raises(ConfigError, match="longer than its prompt"):
-        Cut(96, 32, 32)
+        SequenceShape(96, 32, 32)
     with pytest.raises(ConfigError, match="less than one sequence"):
-        Cut(31, 8, 32)
+        SequenceShape(31, 8, 32)
 
 
 @torch.inference_mode()
@@ -256,18 +254,18 @@ def test_losses_of_popularity_are_of_perplexity(mixtral: Path, monkeypatch: pyte
     low = nll()
     with model.tiermoe.scheduler.ruled_by(Fixed(PrecisionContext(4, [2] * 3))):
         expected = math.exp(low - nll()) - 1
-    monkeypatch.setattr(calibrators, "TOLERATED", math.inf)
-    losses = calibrators.popularity_losses(model.tiermoe, ids, 2, _quiet)
-    assert [share for share, _ in losses] == list(calibrators.SHARES)
+    monkeypatch.setattr(profiles, "TOLERATED", math.inf)
+    losses = profiles.popularity_losses(model.tiermoe, ids, 2, _quiet)
+    assert [share for share, _ in losses] == list(profiles.SHARES)
     assert dict(losses)[0.3] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert expected != 0
     assert model.tiermoe.scheduler.precision is before
-    monkeypatch.setattr(calibrators, "TOLERATED", -math.inf)
-    assert len(calibrators.popularity_losses(model.tiermoe, ids, 2, _quiet)) == 1
+    monkeypatch.setattr(profiles, "TOLERATED", -math.inf)
+    assert len(profiles.popularity_losses(model.tiermoe, ids, 2, _quiet)) == 1
     model.tiermoe.close()
 
 
-SHAPE = Cut(64, 8, 32)
+SHAPE = SequenceShape(64, 8, 32)
 
 
 def _quiet(what: str, done: int, total: int) -> None:
@@ -279,7 +277,7 @@ def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration_module, "LEAST_TOKENS", 32)
 
 
-def _prepare(directory: Path, store: Path, shape: Cut = SHAPE) -> Calibration:
+def _prepare(directory: Path, store: Path, shape: SequenceShape = SHAPE) -> Calibration:
     return prepare(str(directory), "text.txt", TEXT, shape, {"store": store})
 
 
@@ -290,7 +288,7 @@ def calibrated(mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(calibration_module, "LEAST_TOKENS", 32)
         results = make_profiles(_prepare(mixtral, store), ["hobbit", "fate", "corm"], _quiet)
-    assert all(isinstance(result, Found) and not result.kept for result in results), results
+    assert all(isinstance(result, MadeProfile) and not result.kept for result in results), results
     return store
 
 
@@ -320,12 +318,14 @@ class Recordings:
         monkeypatch.setattr(Calibration, "on_engine", self._on_engine)
         monkeypatch.setattr(calibration_module, "write_trace", self._write)
         for name in ("hobbit", "fate"):
-            monkeypatch.setitem(calibrators.CALIBRATORS, name, self.calibrate)
+            monkeypatch.setitem(profiles.CALIBRATORS, name, self.calibrate)
 
     def _on_engine(self, changes: Any, use: Any, progress: Any, logits: bool = False) -> Any:
         return use(None, None)
 
-    def _write(self, path: Path, model: Any, ids: Any, shape: Cut, made_from: Any, progress: Any, **_: Any) -> None:
+    def _write(
+        self, path: Path, model: Any, ids: Any, shape: SequenceShape, made_from: Any, progress: Any, **_: Any
+    ) -> None:
         self.count += 1
         header = Header("", self._fingerprint, [8], [2], {4: [1]}, None, frozenset(), made_from=made_from)
         with TraceWriter(path, header):
@@ -337,8 +337,8 @@ class Recordings:
         return {"found": self.count}, {}, {}
 
 
-def _kept(results: list[Found | Failed]) -> list[bool]:
-    return [result.kept for result in results if isinstance(result, Found)]
+def _kept(results: list[MadeProfile | FailedProfile]) -> list[bool]:
+    return [result.kept for result in results if isinstance(result, MadeProfile)]
 
 
 def test_an_interrupted_calibration_resumes(mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,18 +348,17 @@ def test_an_interrupted_calibration_resumes(mixtral: Path, tmp_path: Path, monke
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(calibrators.CALIBRATORS, "fate", interrupted)
+    monkeypatch.setitem(profiles.CALIBRATORS, "fate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         make_profiles(calibration, ["hobbit", "fate"], _quiet)
-    monkeypatch.setitem(calibrators.CALIBRATORS, "fate", recordings.calibrate)
+    monkeypatch.setitem(profiles.CALIBRATORS, "fate", recordings.calibrate)
     assert _kept(make_profiles(calibration, ["hobbit", "fate"], _quiet)) == [True, False]
     assert recordings.count == 1
     assert _kept(make_profiles(calibration, ["hobbit", "fate"], _quiet)) == [True, True]
-    assert _kept(make_profiles(_prepare(mixtral, tmp_path, Cut(32, 8, 32)), ["hobbit"], _quiet)) == [
-        False
-    ]  # other tokens
+    fewer_tokens = _prepare(mixtral, tmp_path, SequenceShape(32, 8, 32))
+    assert _kept(make_profiles(fewer_tokens, ["hobbit"], _quiet)) == [False]
     assert recordings.count == 2
-    assert _kept(make_profiles(_prepare(mixtral, tmp_path, Cut(32, 8, 32)), ["hobbit"], _quiet, force=True)) == [False]
+    assert _kept(make_profiles(fewer_tokens, ["hobbit"], _quiet, force=True)) == [False]
     assert recordings.count == 3
 
 
@@ -377,9 +376,9 @@ def test_a_model_without_gates_keeps_the_other_profiles(tmp_path: Path, monkeypa
     directory = tiny.write(tmp_path / "model", "gpt_oss", torch.float32)
     Recordings(monkeypatch)
     failed, found = make_profiles(_prepare(directory, tmp_path / "store"), ["corm", "hobbit"], _quiet)
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, FailedProfile)
     assert "its experts have biases" in str(failed.error)
-    assert isinstance(found, Found)
+    assert isinstance(found, MadeProfile)
     assert not profile_path(tmp_path / "store", "corm").exists()
 
 
@@ -395,7 +394,7 @@ def _fake_bitwidths(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         table[0][0] = 2
         return {"table": table, "importance": [], "loss": 0.01, "loss_error": 0.002, "metric": task.name}
 
-    monkeypatch.setattr(calibrators, "find_bitwidths", find_bitwidths)
+    monkeypatch.setattr(profiles, "find_bitwidths", find_bitwidths)
     return asked
 
 
@@ -405,8 +404,8 @@ def test_an_encoder_decoder_model_is_calibrated_for_edgemoe_alone(
     asked = _fake_bitwidths(monkeypatch)
     calibration = _prepare(switch, tmp_path)
     edgemoe, fate = make_profiles(calibration, ["edgemoe", "fate"], _quiet)
-    assert isinstance(edgemoe, Found)
-    assert isinstance(fate, Failed)
+    assert isinstance(edgemoe, MadeProfile)
+    assert isinstance(fate, FailedProfile)
     assert isinstance(fate.error, ModelError)
     assert (asked["settings"].quantizer, asked["loss"], tuple(asked["task"].ids.shape)) == ("linear", 0.05, (2, 32))
     assert set(edgemoe.profile.data["paths"]) == {"3"}  # the decoder's second MoE layer, after its first
@@ -421,7 +420,7 @@ def test_bitwidths_by_the_rouge2_of_summaries(mixtral: Path, tmp_path: Path, mon
     told = _fake_bitwidths(monkeypatch)
 
     def made(*pairs: tuple[str, str]) -> list[bool]:
-        asked = Asked(metric="rouge2", pairs=pairs)
+        asked = CalibrationOptions(metric="rouge2", pairs=pairs)
         calibration = prepare(str(mixtral), "text.txt", TEXT, SHAPE, {"store": tmp_path}, asked)
         return _kept(make_profiles(calibration, ["edgemoe"], _quiet))
 
@@ -496,10 +495,10 @@ def test_names_and_shares() -> None:
     with pytest.raises(ConfigError, match="fallback-ratio 'few' is not a share"):
         parse_percent("fallback-ratio", "few")
     with pytest.raises(ConfigError, match="metric must be one of perplexity, rouge2"):
-        Asked(metric="bleu")
+        CalibrationOptions(metric="bleu")
     with pytest.raises(ConfigError, match="give both or none"):
-        Asked(metric="rouge2")
+        CalibrationOptions(metric="rouge2")
     with pytest.raises(ConfigError, match="fallback-ratio must be from 0% to 100%"):
-        Asked(fallback_ratio=1.5)
+        CalibrationOptions(fallback_ratio=1.5)
     with pytest.raises(ConfigError, match="write it like 5%"):
         parse_percent("tolerated-loss", "five")

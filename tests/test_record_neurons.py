@@ -13,17 +13,15 @@ import tiermoe
 import tiny
 from commands import Command
 from small_traces import decode, layer, trace_of
-from tiermoe.decide.composition import Composition
-from tiermoe.decide.profiles import Profile, to_json
 from tiermoe.errors import ModelError
-from tiermoe.measure.recorder import Recorder
-from tiermoe.simulate.costs import Costs
-from tiermoe.simulate.neuron_loads import RECALL, NeuronLoads
-from tiermoe.store.neurons import record_place
-from tiermoe.store.store import open_store
+from tiermoe.formats.neurons import record_place
+from tiermoe.formats.store import open_store
+from tiermoe.measure.record import Recorder
+from tiermoe.offload.composition import Composition
+from tiermoe.offload.profiles import Profile, to_json
+from tiermoe.simulate.costs import RECALL, Costs, NeuronLoads
 from tiermoe.systems import corm
-from tiermoe.trace.file import read_trace
-from tiermoe.trace.schema import Times
+from tiermoe.trace.file import Times, read_trace
 from tiermoe.types import ExpertKey
 
 IDS = torch.tensor([5, 40, 77, 12, 9, 100, 33, 8, 61, 25, 90, 14])
@@ -44,7 +42,7 @@ def test_recorded_neurons_are_those_of_the_plain_models_gates(mixtral: Path) -> 
     with Recorder(model, theta=THETA) as recorder:
         assert "neurons" in recorder.holds
         prefill, *decoded = recorder.passes(IDS, PROMPT)
-    assert model.tiermoe.current.observer is None
+    assert model.tiermoe.context.observer is None
     model.tiermoe.close()
     assert not any(traced.neurons for traced in prefill.layers)
     assert all(not traced.neurons for passed in decoded if passed.little for traced in passed.little.layers)
@@ -93,10 +91,10 @@ def test_the_neurons_that_a_trace_names_are_those_that_a_prefetch_brings() -> No
     trace = trace_of(passes, top_k=1, head_bytes=40, neuron_bytes=15, neurons=4)
     key, costs = ExpertKey(1, 0, 4), Costs(trace.header, Times(0, {4: 0}, 0, {4: 0}))
     loads = NeuronLoads(trace, costs, composition())
-    loads.begin(trace.passes[0].layers, 1)
-    loads.at(0)
+    loads.start_pass(trace.passes[0].layers, 1)
+    loads.start_layer(0)
     assert loads.load(key) == 40 + 2 * 15
-    loads.at(1)
+    loads.start_layer(1)
     assert loads.complete(key) == 15  # of neurons 1 and 2 it named 1
     assert corm.neuron_recall(trace) == [None, 0.5]
 
@@ -105,7 +103,7 @@ def test_a_model_without_gates_has_no_neurons(tmp_path: Path) -> None:
     model, _ = tiermoe.load(tiny.write(tmp_path, "switch_transformers", torch.float32), preset="lru", bits=16)
     with pytest.raises(ModelError, match="neuron unit cannot take"):
         Recorder(model, theta=THETA)
-    assert model.tiermoe.current.observer is None
+    assert model.tiermoe.context.observer is None
     model.tiermoe.close()
 
 
@@ -167,14 +165,14 @@ def test_bytes_of_whole_experts_in_a_prompt_and_of_active_neurons_after_it() -> 
     loads = NeuronLoads(trace, Costs(trace.header, Times(0, {4: 0}, 0, {4: 0})), composition(upper_limit=0.9))
     active = trace.passes[0].layers
     keys = [ExpertKey(0, expert, 4) for expert in range(3)]
-    loads.begin(active, 1)
-    loads.at(0)
+    loads.start_pass(active, 1)
+    loads.start_layer(0)
     # of 100 bytes 40 are W1 and 15 each neuron; expert 2 was not chosen: the mean is two neurons
     assert [loads.load(key) for key in keys] == [55, 85, 70]
-    loads.begin([layer([0], neurons={0: 0b1001})], 1)
-    loads.at(0)
+    loads.start_pass([layer([0], neurons={0: 0b1001})], 1)
+    loads.start_layer(0)
     assert loads.complete(keys[0]) == 15
-    loads.begin(active, 3)
+    loads.start_pass(active, 3)
     assert loads.complete(keys[1]) == 15  # what is missing of all four
     assert loads.load(keys[0]) == 100
 
@@ -194,16 +192,16 @@ def test_what_is_read_ahead_brings_other_neurons_than_those_that_are_active() ->
     passed = trace.passes[0].layers
 
     loads = NeuronLoads(trace, costs, composition())
-    loads.begin(passed, 1)
-    loads.at(0)
+    loads.start_pass(passed, 1)
+    loads.start_layer(0)
     assert loads.load(key) == 40  # as many as are active
-    loads.at(1)
+    loads.start_layer(1)
     assert loads.complete(key) == round((1 - RECALL) * 40)  # the active ones among them that it did not name
     assert loads.complete(key) == 0
     going_on = NeuronLoads(trace, costs, composition(on_mispredict="proceed"))
-    going_on.begin(passed, 1)
-    going_on.at(0)
+    going_on.start_pass(passed, 1)
+    going_on.start_layer(0)
     assert going_on.load(key) == 40
-    going_on.at(1)
+    going_on.start_layer(1)
     assert going_on.complete(key) == 0  # it goes on with what was predicted
     assert going_on.complete(key) == round((1 - RECALL) * 40)  # and fetches the rest when it is asked for again

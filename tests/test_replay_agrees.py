@@ -14,19 +14,19 @@ import pytest
 import torch
 
 from tiermoe.config import CacheSize, settings
-from tiermoe.decide.compose import PrecisionSlots
-from tiermoe.decide.phase_costs import PhaseCosts
-from tiermoe.decide.prediction import count_paths, paths_to_json
-from tiermoe.decide.profiles import Profile, profile_path, read_profile, to_json
 from tiermoe.engine.load import load_blueprint
 from tiermoe.engine.observer import Observer
-from tiermoe.measure.recorder import Feed, Recorder
-from tiermoe.measure.write_trace import header_of
-from tiermoe.model.blueprint import Blueprint, inspect_model
-from tiermoe.model.hub import load_tokenizer
+from tiermoe.measure.record import Recorder, header_of
+from tiermoe.measure.texts import Feed
+from tiermoe.metrics import Metrics
+from tiermoe.model.hf.blueprint import Blueprint, inspect_model
+from tiermoe.model.hf.hub import load_tokenizer
+from tiermoe.offload.assembly import PrecisionSlots
+from tiermoe.offload.policies.prediction import count_paths, paths_to_json
+from tiermoe.offload.profiles import Profile, profile_path, read_profile, to_json
 from tiermoe.simulate import BeladyHits, ReplaySettings, Result, replay
 from tiermoe.systems.routings import frequencies, routings
-from tiermoe.trace.schema import LayerTrace, Little, Pass, Times, Trace
+from tiermoe.trace.file import LayerTrace, Little, Pass, Times, Trace
 from tiermoe.types import Routed
 
 PROMPT, LENGTH = 8, 28
@@ -81,7 +81,7 @@ class Run:
         if store:
             self.profile = read_profile(profile_path(store, self.composition.profile), None, "")
         engine.observe(Watching(self))
-        self.phases = {"prefill": PhaseCosts(), "decode": PhaseCosts()}
+        self.metrics = Metrics()
         self._passes: list[Pass] = []
         for number, ids in enumerate(sequences):
             feed = Feed(model, ids, PROMPT)
@@ -101,14 +101,14 @@ class Run:
         self._little = self._nothing()
         passed = Pass(phase, sequence, ids.tolist(), self._nothing())
         self._passes.append(passed)
-        with self.phases[phase].measured(self._engine.snapshot, len(ids)):
+        with self.metrics.by_phase[phase].measured(self._engine.snapshot, len(ids)):
             run()
         if self._little[0].experts:
             fell_back = bool(passed.layers[0].experts)
             passed.little = Little(0.0 if fell_back else 1.0, self._little)
 
-    def note(self, routed: Routed, hidden: torch.Tensor) -> None:
-        current = self._engine.current
+    def record(self, routed: Routed, hidden: torch.Tensor) -> None:
+        current = self._engine.context
         if current.unsure == [] and current.phase == "decode":
             ranked = current.forecasts.little[routed.layer]
             traced = LayerTrace([[e for e, _ in ranked]], [[weight for _, weight in ranked]])
@@ -124,9 +124,9 @@ class Run:
 
     def land(self) -> None:
         """Lets what is read ahead come."""
-        controller = self._engine.controller
+        controller = self._engine.loader
         while not controller.link.is_idle():
-            controller.settle(controller.link.wait())
+            controller.record(controller.link.wait())
 
     def _nothing(self) -> list[LayerTrace]:
         return [LayerTrace([], []) for _ in self._engine.store.layers]
@@ -148,7 +148,7 @@ class Watching(Observer):
         self._run = run
 
     def on_route(self, routed: Routed, hidden: torch.Tensor) -> None:
-        self._run.note(routed, hidden)
+        self._run.record(routed, hidden)
         self._land()
 
     def on_computed(self, layer: int) -> None:
@@ -163,19 +163,20 @@ class Watching(Observer):
 class NoBelady(BeladyHits):
     """Takes no time."""
 
-    def of(self, slots: int, bits: int) -> dict[str, PhaseCosts]:
-        return {phase: PhaseCosts() for phase in ("prefill", "decode")}
+    def of(self, slots: int, bits: int) -> Metrics:
+        return Metrics()
 
 
 def assert_agree(run: Run, result: Result) -> None:
-    for name, phase in run.phases.items():
-        found = result.phases[name]
-        assert (found.counts.hits, found.counts.misses) == (phase.counts.hits, phase.counts.misses)
-        assert found.bytes_read == phase.bytes_read
+    for name, phase in run.metrics.by_phase.items():
+        replayed = result.metrics.by_phase[name]
+        assert (replayed.counts.hits, replayed.counts.misses) == (phase.counts.hits, phase.counts.misses)
+        assert replayed.bytes_read == phase.bytes_read
         assert phase.counts.misses
+    found = result.as_dict()
     for name in ("low_loads", "discarded_hits", "discarded_misses"):
-        assert getattr(result, name) == run.stats[name]
-    assert result.skipped == run.stats["expert_skips"]
+        assert found[name] == run.stats[name]
+    assert found["skipped"] == run.stats["expert_skips"]
 
 
 def _routing(trace: Trace) -> list[list[tuple[list[list[int]], list[list[float]]]]]:
@@ -197,7 +198,7 @@ def test_an_exact_run_hits_as_the_recorded_trace(
     changes: dict[str, Any], blueprint: Blueprint, sequences: torch.Tensor, recorded: Trace
 ) -> None:
     run = Run(blueprint, sequences, "lru", changes)
-    assert run.phases["decode"].counts.hits
+    assert run.metrics.decode.counts.hits
     assert _routing(run.trace) == _routing(recorded)
     assert_agree(run, run.replayed(recorded))
 
@@ -238,7 +239,7 @@ def test_fates_prompts_read_fewer_bytes_than_with_all_experts_high(
     run = Run(blueprint, sequences, "fate", {}, calibrated)
     assert [pool.bits for pool in run.slots] == [(4,), (2,)]
     fixed = Run(blueprint, sequences, "fate", {"precision": "fixed"}, calibrated)
-    assert run.phases["prefill"].bytes_read < fixed.phases["prefill"].bytes_read
+    assert run.metrics.prefill.bytes_read < fixed.metrics.prefill.bytes_read
     assert_agree(run, run.replayed(run.trace, AT_ONCE))
 
 
@@ -294,8 +295,8 @@ def test_bits_by_a_table_agree(preset: str, blueprint: Blueprint, sequences: tor
     found = run.replayed(run.trace)
     if preset == "edgemoe":
         assert_agree(run, found)
-    for name, phase in run.phases.items():
-        counts = found.phases[name].counts
+    for name, phase in run.metrics.by_phase.items():
+        counts = found.metrics.by_phase[name].counts
         assert (counts.hits, counts.misses) == (phase.counts.hits, phase.counts.misses)
         assert phase.counts.misses
 
@@ -307,10 +308,10 @@ def test_the_other_presets_agree(preset: str, blueprint: Blueprint, sequences: t
     run = Run(blueprint, sequences, preset, changes, calibrated if preset == "eap" else None)
     assert bool(run.stats["expert_skips"]) == (preset == "frugal")
     found = run.replayed(run.trace)
-    for name, phase in run.phases.items():
-        counts = found.phases[name].counts
+    for name, phase in run.metrics.by_phase.items():
+        counts = found.metrics.by_phase[name].counts
         assert (counts.hits, counts.misses) == (phase.counts.hits, phase.counts.misses)
-        assert found.phases[name].bytes_read == phase.bytes_read
+        assert found.metrics.by_phase[name].bytes_read == phase.bytes_read
 
 
 AHEAD: dict[str, dict[str, Any]] = {
@@ -335,10 +336,10 @@ def test_what_is_read_ahead_agrees(
     assert run.stats["speculative_loads"]
     assert run.stats["prefetched_hits"]
     found = run.replayed(run.trace, AT_ONCE)
-    for name, phase in run.phases.items():
-        counts = found.phases[name].counts
+    for name, phase in run.metrics.by_phase.items():
+        counts = found.metrics.by_phase[name].counts
         assert phase.counts.hit_rate is not None
         assert counts.hit_rate == pytest.approx(phase.counts.hit_rate, abs=0.02), name
     alone = {**AHEAD[preset], "prefetch": "none"}
     without = Run(blueprint, sequences, preset, alone, calibrated if preset in CALIBRATED else None)
-    assert run.phases["decode"].counts.hit_rate != without.phases["decode"].counts.hit_rate
+    assert run.metrics.decode.counts.hit_rate != without.metrics.decode.counts.hit_rate

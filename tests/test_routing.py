@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermoe.decide.routing import is_confident, little, require_little, speedup
-from tiermoe.engine.passes import keep_little
+from tiermoe.engine.forward_context import keep_little
 from tiermoe.errors import ConfigError
+from tiermoe.offload.policies.routing import is_confident, little, require_little, speedup
 from tiermoe.systems.routings import baseline_uniform, recall
 
 

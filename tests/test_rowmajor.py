@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from measures import relative_error
 from tiermoe.errors import ConfigError
-from tiermoe.kernels import linear_for
-from tiermoe.quant.int2 import Int2, RowMajorInt2
-from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.quant.registry import Int4, cpu_layout, encoding_for, encoding_named
-from tiermoe.quant.rowmajor import RowMajorInt4
+from tiermoe.formats.int2 import Int2, RowMajorInt2
+from tiermoe.formats.int4 import CPU_LAYOUT, Int4, RowMajorInt4
+from tiermoe.formats.quantizers import QUANTIZERS
+from tiermoe.formats.registry import encoding_for, encoding_named
+from tiermoe.kernels.linear import linear_for
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 matrices = st.builds(
@@ -42,7 +42,7 @@ def by_definition(slot: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Te
 def test_decodes_as_defined_to_the_weights_of_the_cpu_encoding(weight, dtype, quantizer):
     out, in_ = weight.shape
     encoding = encoding_for(4, out, in_, dtype, "rowmajor", quantizer)
-    on_cpu = encoding_for(4, out, in_, dtype, cpu_layout(), quantizer)
+    on_cpu = encoding_for(4, out, in_, dtype, CPU_LAYOUT, quantizer)
     assert isinstance(encoding, RowMajorInt4)
     assert isinstance(on_cpu, Int4)
     slot = encoding.encode(weight, QUANTIZERS[quantizer], dtype)
@@ -73,7 +73,7 @@ def test_fields_are_what_encode_returns(dtype):
 def test_2_bits_decode_to_the_weights_of_the_cpu_encoding(weight, dtype, quantizer):
     out, in_ = weight.shape
     decoded = []
-    for layout, expected in (("rowmajor", RowMajorInt2), (cpu_layout(), Int2)):
+    for layout, expected in (("rowmajor", RowMajorInt2), (CPU_LAYOUT, Int2)):
         encoding = encoding_for(2, out, in_, dtype, layout, quantizer)
         assert isinstance(encoding, expected)
         slot = encoding.encode(weight, QUANTIZERS[quantizer], dtype)

@@ -12,15 +12,14 @@ import pytest
 import torch
 
 import tiermoe
-from fake_link import FakeLink
-from schedules import Said
+from fake_link import FakeLink, Said
 from tiermoe import native
-from tiermoe.decide.compose import ModelShape, PrecisionSlots, assemble
-from tiermoe.decide.prefetch_trial import PAIRS
-from tiermoe.decide.scheduler import Scheduler
 from tiermoe.engine.history import History
-from tiermoe.store.run_record import RunRecord, read_record, record_path, write_record
-from tiermoe.store.store import Source, Store
+from tiermoe.formats.store import Source, Store
+from tiermoe.offload.assembly import ModelShape, PrecisionSlots, assemble
+from tiermoe.offload.policies.prefetch_trial import PAIRS
+from tiermoe.offload.run_record import RunRecord, read_record, record_path, write_record
+from tiermoe.offload.scheduler import Scheduler
 from tiermoe.systems import compose
 from tiermoe.types import ExpertKey, MoeLayer, Routed
 from tiny import write
@@ -136,9 +135,9 @@ class Run:
         self.model, _ = tiermoe.load(checkpoint, **options)
         self.engine = self.model.tiermoe
         limit = time.monotonic() + 30
-        while wait and self.engine.controller.filling:
+        while wait and self.engine.loader.filling:
             assert time.monotonic() < limit, "it hangs"
-            self.engine.controller.collect()
+            self.engine.loader.collect()
 
     def answer(self, tokens: int = 12) -> torch.Tensor:
         mask = torch.ones_like(IDS)
@@ -148,7 +147,7 @@ class Run:
 
     def here(self) -> set[ExpertKey]:
         keys = (ExpertKey(layer, expert, 4) for layer in range(3) for expert in range(8))
-        return {key for key in keys if self.engine.controller.cache.slot(key) is not None}
+        return {key for key in keys if self.engine.loader.cache.slot(key) is not None}
 
 
 @pytest.fixture
@@ -175,7 +174,7 @@ def test_all_that_fits_is_there_before_anything_runs(checkpoint: Path, tmp_path:
 @pytest.mark.skipif(not native.available(), reason="no native kernels here")
 def test_nothing_is_decided_of_what_has_come_by_itself(checkpoint: Path, tmp_path: Path) -> None:
     run = Run(checkpoint, tmp_path, dense_bits=4)
-    run.engine.controller.tell(24)
+    run.engine.loader.report_warmed(24)
     uses = [list(row) for row in run.engine.scheduler.uses.counts]
     run.answer()
     assert run.engine.scheduler.uses.counts == uses

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fake_link import FakeLink
-from groups import each
-from schedules import HOBBIT, SHAPE, Said, keys, run, scheduler_with
-from tiermoe.decide.compose import PrecisionSlots, Tables, assemble
+from fake_link import HOBBIT, SHAPE, FakeLink, Said, each, keys, run, scheduler_with
 from tiermoe.errors import ConfigError, ProfileError
+from tiermoe.offload.assembly import PrecisionSlots, assemble
+from tiermoe.offload.profiles import Tables
 from tiermoe.systems import PRESETS, compose
 from tiermoe.types import ExpertKey, Routed
 
@@ -18,8 +17,8 @@ def test_hobbit_loads_high_low_or_nothing_on_a_miss() -> None:
     scheduler.begin_pass(1, Said(), "decode")
     ready = run(scheduler, 0, [3, 1, 2], [0.65, 0.3, 0.05])  # s = 0, .65, .95
     assert [(one.expert, one.bits) for one in ready] == [(1, 2), (3, 4)]
-    assert (scheduler.controller.counts.misses, scheduler.controller.counts.skipped) == (2, 1)
-    assert scheduler.controller.counts.low_loads == 1
+    assert (scheduler.loader.counts.misses, scheduler.loader.counts.skipped) == (2, 1)
+    assert scheduler.loader.counts.low_loads == 1
 
 
 def test_frugal_fetches_four_fifths_of_the_weight_and_uses_the_rest_where_it_is() -> None:
@@ -28,7 +27,7 @@ def test_frugal_fetches_four_fifths_of_the_weight_and_uses_the_rest_where_it_is(
     assert keys(link, urgent=True) == [ExpertKey(0, 1, 4)]
     run(scheduler, 0, [3, 2], [0.7, 0.3])  # 0.7 of the weight before it: wanted
     assert [ready.expert for ready in run(scheduler, 0, [1, 2], [0.85, 0.15])] == [1, 2]
-    assert scheduler.controller.counts.skipped == 1
+    assert scheduler.loader.counts.skipped == 1
 
 
 def test_hobbit_uses_a_cached_copy_of_what_a_miss_would_skip() -> None:
@@ -38,15 +37,15 @@ def test_hobbit_uses_a_cached_copy_of_what_a_miss_would_skip() -> None:
     scheduler.begin_pass(1, Said(), "decode")
     ready = run(scheduler, 0, [3, 1, 2], [0.65, 0.3, 0.05])
     assert (2, 4) in [(one.expert, one.bits) for one in ready]
-    assert scheduler.controller.counts.skipped == 0
-    assert scheduler.controller.counts.hits == 1
+    assert scheduler.loader.counts.skipped == 0
+    assert scheduler.loader.counts.hits == 1
 
 
 def test_hobbit_goes_on_to_the_first_layer_with_a_missing_expert() -> None:
     scheduler, link = scheduler_with("hobbit", bits=(4, 2), **{**HOBBIT, "prefetch": "stacked-gates", "ahead": 2})
     scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 1, [0, 1], [0.9, 0.1])
-    scheduler.controller.drain()
+    scheduler.loader.drain()
     said = Said({1: [(0, 0.9), (1, 0.1)], 2: [(3, 0.8), (2, 0.2)]})
     scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [0, 1], [0.9, 0.1], said)
@@ -69,11 +68,11 @@ def test_a_discarded_pass_is_counted_apart_and_its_token_once() -> None:
     scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [0], [1.0])
     scheduler.discard_pass()
-    assert (scheduler.controller.counts.misses, scheduler.discarded.misses) == (0, 1)
+    assert (scheduler.loader.counts.misses, scheduler.discarded.misses) == (0, 1)
     assert scheduler.clock.token == 0
     scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [0, 1], [0.5, 0.5])
-    assert (scheduler.controller.counts.hits, scheduler.controller.counts.misses) == (1, 1)
+    assert (scheduler.loader.counts.hits, scheduler.loader.counts.misses) == (1, 1)
     assert scheduler.clock.token == 1
 
 
@@ -113,7 +112,7 @@ def test_what_came_in_a_discarded_pass_is_here_and_was_not_used() -> None:
     scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [1], [1.0])
     scheduler.discard_pass()
-    cache = scheduler.controller.cache
+    cache = scheduler.loader.cache
     assert cache.find(0, 1, 4) is not None
     assert scheduler.uses.counts[0] == [1, 0, 0, 0]
     scheduler.begin_pass(1, Said(), "decode")
@@ -132,7 +131,7 @@ def test_sti_fetches_the_whole_layer_and_asks_for_the_routed_alone() -> None:
     scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [2, 1], [0.5, 0.5])
     assert {key.expert for key in keys(link, urgent=True)} == {0, 1, 2, 3}
-    assert scheduler.controller.counts.misses == 2
+    assert scheduler.loader.counts.misses == 2
 
 
 CORM = {"prefetch": "next-gate", "on_mispredict": "proceed"}
@@ -143,7 +142,7 @@ def test_corm_proceeds_with_what_was_predicted() -> None:
     scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [0, 1], [0.5, 0.5], Said({1: [(2, 0.7), (3, 0.3)]}))
     assert [one.expert for one in run(scheduler, 1, [2, 0], [0.5, 0.5])] == [2]
-    assert scheduler.controller.counts.skipped == 1
+    assert scheduler.loader.counts.skipped == 1
     scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [0, 1], [0.5, 0.5], Said({1: [(1, 0.7), (0, 0.3)]}))
     assert [one.expert for one in run(scheduler, 1, [1, 2], [0.5, 0.5])] == [1, 2], "one is here, though not predicted"
@@ -161,14 +160,14 @@ def test_corm_loads_everything_where_nothing_was_predicted() -> None:
     assert [one.expert for one in run(scheduler, 0, [1, 2], [0.5, 0.5])] == [1, 2]
     assert [one.expert for one in run(scheduler, 1, [1, 2], [0.5, 0.5])] == [1, 2]
     assert [one.expert for one in run(scheduler, 2, [1, 3], [0.5, 0.5])] == [1, 3], "a prediction of an earlier pass"
-    assert scheduler.controller.counts.skipped == 0
+    assert scheduler.loader.counts.skipped == 0
 
 
 def test_corm_loads_what_was_predicted_and_has_not_begun() -> None:
     scheduler, link = scheduler_with("lru", slots=9, **CORM)
     scheduler.begin_pass(1, Said(), "decode")
     run(scheduler, 0, [0, 1], [0.5, 0.5], Said({1: [(2, 0.7), (3, 0.3)]}))
-    assert [load.key.expert for load in link._speculative] == [2, 3]
+    assert [load.key.expert for load in link.speculative] == [2, 3]
     assert [one.expert for one in run(scheduler, 1, [2, 3], [0.5, 0.5])] == [2, 3]
 
 
@@ -176,11 +175,11 @@ def test_corm_loads_everything_where_its_prefetch_was_not_issued() -> None:
     scheduler, link = scheduler_with("lru", slots=9, **CORM)
     link.poll = lambda: None  # type: ignore[method-assign]
     scheduler.begin_pass(1, Said(), "decode")
-    scheduler.controller.load(ExpertKey(0, 3, 4), urgent=True)  # of a request that has ended with an error
+    scheduler.loader.load(ExpertKey(0, 3, 4))  # of a request that has ended with an error
     run(scheduler, 1, [], [], Said({2: [(2, 0.7), (3, 0.3)]}))
     assert keys(link, urgent=False) == []
     assert {one.expert for one in run(scheduler, 2, [2, 0], [0.5, 0.5])} == {0, 2}
-    assert scheduler.controller.counts.skipped == 0
+    assert scheduler.loader.counts.skipped == 0
 
 
 def test_load_on_demand_never_hits() -> None:
@@ -189,7 +188,7 @@ def test_load_on_demand_never_hits() -> None:
         scheduler.begin_pass(1, Said(), "decode")
         for layer in range(3):
             run(scheduler, layer, [0, 1], [0.5, 0.5])
-    assert scheduler.controller.counts.hits == 0
+    assert scheduler.loader.counts.hits == 0
 
 
 def test_together_waits_for_all_loads() -> None:
@@ -211,7 +210,7 @@ def test_a_new_sequence_forgets_what_is_recorded_per_sequence() -> None:
     scheduler.new_sequence()
     run(scheduler, 0, [1], [1.0])
     run(scheduler, 0, [2], [1.0])
-    cache = scheduler.controller.cache
+    cache = scheduler.loader.cache
     assert cache.find(0, 1, 4) is not None
     assert cache.find(0, 0, 4) is None
 

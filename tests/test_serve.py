@@ -21,10 +21,10 @@ from commands import Command
 from serving import KEY, Scripted, running
 from tiermoe.batch import Batch
 from tiermoe.batch import prompt as row
-from tiermoe.model.hub import load_tokenizer
+from tiermoe.engine.request import Piece, TokenLogprob
+from tiermoe.engine.sampling import Grammar
+from tiermoe.model.hf.hub import load_tokenizer
 from tiermoe.serve.app import create_app
-from tiermoe.serve.grammar import Grammar
-from tiermoe.serve.request import Piece, TokenLogprob
 from tiermoe.serve.served import Served
 
 PROMPT = "once upon a time"
@@ -580,10 +580,10 @@ def test_a_key_is_asked_for(address: str) -> None:
 
 def test_a_full_queue_asks_to_come_again(served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served.worker, "most_waiting", 0)
-    refused = served.worker.batcher.counts.refused
+    refused = served.worker.loop.counts.refused
     response = http.post("/v1/completions", json={"prompt": "a"})
     assert (response.status_code, response.headers["Retry-After"]) == (503, "5")
-    assert served.worker.batcher.counts.refused == refused + 1
+    assert served.worker.loop.counts.refused == refused + 1
 
 
 def test_what_fails_is_an_error_of_the_server(
@@ -594,7 +594,7 @@ def test_what_fails_is_an_error_of_the_server(
 
     engine = type("Failing", (), {"step": staticmethod(fails)})
     with monkeypatch.context() as patch:
-        patch.setattr(served.worker.batcher, "_engine", engine)
+        patch.setattr(served.worker.loop, "_engine", engine)
         response = http.post("/v1/completions", json={"prompt": PROMPT})
         assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
         events = http.post("/v1/completions", json={"prompt": PROMPT, "stream": True})

@@ -17,9 +17,9 @@ from benchmarks.serving import free_port
 
 HANGING = """
 import ctypes, sys
-from tiermoe.serve.batcher import Batcher
+from tiermoe.engine.loop import RequestLoop
 from tiermoe.cli.main import main
-Batcher.step = lambda self: ctypes.CDLL(None).sleep(3600)
+RequestLoop.step = lambda self: ctypes.CDLL(None).sleep(3600)
 sys.exit(main())
 """
 """The command, whose steps never come back from C."""

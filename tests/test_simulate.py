@@ -14,19 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replays import TIMES, replayed
-from small_traces import decode, layer, trace_of
+from small_traces import TIMES, decode, layer, replayed, trace_of
 from tiermoe.cli.simulate import simulate
 from tiermoe.config import CacheSize
-from tiermoe.decide.profiles import Profile, to_json
 from tiermoe.errors import ConfigError, ProfileError, TiermoeError, TraceError
-from tiermoe.simulate import MACHINES, all_evictions, compare_evictions, parse_link, spread
+from tiermoe.metrics import ExpertCounts
+from tiermoe.offload.profiles import Profile, to_json
+from tiermoe.simulate import LINKS, all_evictions, compare_evictions, parse_link, spread
 from tiermoe.simulate.costs import expert_bytes, run_bits
 from tiermoe.simulate.evictions import hits_of
 from tiermoe.simulate.link import VirtualClock, VirtualLink
 from tiermoe.systems import PRESETS, compose
-from tiermoe.trace.file import TraceWriter, read_trace
-from tiermoe.trace.schema import LayerTrace, Little, Pass, Times, Trace
+from tiermoe.trace.file import LayerTrace, Little, Pass, Times, Trace, TraceWriter, read_trace
 from tiermoe.types import ExpertKey, Load
 
 # the link
@@ -139,7 +138,7 @@ def test_a_miss_is_overlapped_with_computing() -> None:
     # dense until 3.4 | 1 is here and runs until 3.8 while 2 comes until 4.4 | 2 runs until 4.8
     assert result.decode_tok_s == pytest.approx(2 / 4.8)
     assert result.wait_s == pytest.approx(1.0 + 0.6 + 0.6)
-    assert (result.hits, result.misses, result.bytes_read) == (1, 3, 300)
+    assert (result.counts.hits, result.counts.misses, result.bytes_read) == (1, 3, 300)
     assert (result.hit_rate, result.bytes_per_token) == (0.25, 150)
     assert result.bound_tok_s == pytest.approx(2 / 3.0)  # 300 bytes are more than 2.6 s of computing
     assert result.bound_fraction == pytest.approx(3.0 / 4.8)
@@ -156,9 +155,10 @@ def test_a_prefetch_comes_while_the_layer_runs() -> None:
     assert replayed(trace).decode_tok_s == pytest.approx(1 / (1.9 + 1.0 + 0.4))
     ahead = replayed(trace, changes={"prefetch": "oracle"})
     assert ahead.decode_tok_s == pytest.approx(1 / (2.25 + 0.4))
-    assert (ahead.hits, ahead.misses, ahead.speculative_loads) == (0, 2, 1)  # it was still on its way
+    counts = ahead.counts
+    assert (counts.hits, counts.misses, counts.speculative_loads) == (0, 2, 1)  # it was still on its way
     fast = replayed(trace, changes={"prefetch": "oracle"}, bandwidth=1000.0)
-    assert (fast.hits, fast.prefetched_hits, fast.misses) == (1, 1, 1)
+    assert (fast.counts.hits, fast.counts.prefetched, fast.counts.misses) == (1, 1, 1)
 
 
 def test_a_prompt_is_charged_by_token() -> None:
@@ -186,14 +186,14 @@ def test_forecasts_are_prefetched() -> None:
     first = layer([0], forecasts={1: [(2, 0.9), (1, 0.1)]})
     trace = trace_of([decode(first, layer([2]))], top_k=1)
     result = replayed(trace, changes={"prefetch": "next-gate"}, bandwidth=1000.0)
-    assert (result.hits, result.prefetched_hits, result.bytes_read) == (1, 1, 200)
+    assert (result.counts.hits, result.counts.prefetched, result.bytes_read) == (1, 1, 200)
 
 
 def test_a_forecast_is_of_the_layer_so_far_ahead() -> None:
     layers = [layer([0]), layer([0], forecasts={1: [(2, 0.9)], 2: [(3, 0.9)]}), layer([2]), layer([3])]
     trace = trace_of([decode(*layers)], top_k=1, forecast_distances=[1, 2])
     result = replayed(trace, changes={"prefetch": "next-gate", "ahead": 2}, bandwidth=1e4)
-    assert (result.prefetched_hits, result.misses) == (2, 2)
+    assert (result.counts.prefetched, result.counts.misses) == (2, 2)
 
 
 def test_a_pass_without_experts_is_passed_over() -> None:
@@ -212,7 +212,7 @@ def test_an_encoder_and_its_decoder_make_passes_of_their_own() -> None:
     # dense 3 x .1, two experts for three tokens; then two decoded tokens: .5 + 2 x .4 each
     assert result.prefill_tok_s == pytest.approx(3 / (0.3 + 2 * (0.4 + 2 * 0.05)))
     assert result.decode_tok_s == pytest.approx(1 / (0.5 + 0.8))
-    assert (result.hits, result.misses) == (2, 4)
+    assert (result.counts.hits, result.counts.misses) == (2, 4)
 
 
 # parts
@@ -223,17 +223,19 @@ def test_the_little_pass_is_kept_or_counted_apart() -> None:
         return decode(layer([0, 1]), layer([2, 3]), little=Little(confidence, [layer([0, 1]), layer([2, 3])]))
 
     sure = replayed(trace_of([token(0.9), token(0.9)]), "mobile", slots=8)
-    assert (sure.hits, sure.misses, sure.discarded_hits, sure.discarded_misses) == (2, 2, 0, 0)
+    assert (sure.counts.hits, sure.counts.misses) == (2, 2)
+    assert sure.metrics.total.discarded == ExpertCounts()
     unsure = replayed(trace_of([token(0.7)], experts=6), "mobile", slots=8, bandwidth=1e4, changes={"ahead": 1})
     # 0 and 2 come with the little pass; of 1 and 3, which its routers named too, 1 is on its way when layer 0 asks
-    assert (unsure.discarded_hits, unsure.discarded_misses) == (0, 2)
-    assert (unsure.hits, unsure.misses, unsure.prefetched_hits) == (4, 0, 2)
+    discarded = unsure.metrics.total.discarded
+    assert (discarded.hits, discarded.misses) == (0, 2)
+    assert (unsure.counts.hits, unsure.counts.misses, unsure.counts.prefetched) == (4, 0, 2)
     assert unsure.decode_tok_s == pytest.approx(1 / (2 * 0.5 + 2 * 0.4 + 4 * 0.4 + 2 * 0.01), rel=1e-3)
 
 
 def test_a_little_pass_of_other_than_half() -> None:
     trace = trace_of([decode(layer([0, 1, 2]))], top_k=3)
-    asked = [replayed(trace, changes={"routing": "half", **changes}).misses for changes in ({}, {"little": 1})]
+    asked = [replayed(trace, changes={"routing": "half", **changes}).counts.misses for changes in ({}, {"little": 1})]
     assert asked == [2, 1]
     with pytest.raises(ConfigError, match="little=3 leaves no expert out"):
         replayed(trace, changes={"routing": "half", "little": 3})
@@ -241,14 +243,14 @@ def test_a_little_pass_of_other_than_half() -> None:
     with pytest.raises(TraceError, match=r"of 1 experts.* of K/2 was"):
         replayed(trace_of([said], top_k=3), "mobile", changes={"little": 1})
     made = trace_of([said], top_k=3, made_from={"little": 1})
-    assert replayed(made, "mobile", changes={"little": 1}).misses == 1
+    assert replayed(made, "mobile", changes={"little": 1}).counts.misses == 1
 
 
 def test_low_precision_moves_fewer_bytes_and_skips_the_rest() -> None:
     changes = {"t1": 0.4, "t2": 0.8, "weights": "0.25,0.25,0.25,0.25", "prefetch": "none"}
     # weights .5, .33, .17: unimportance 0 (high), .5 (low), .83 (skipped)
     result = replayed(trace_of([decode(layer([0, 1, 2]))], top_k=3), "hobbit", slots=10, changes=changes)
-    assert (result.misses, result.skipped, result.low_loads, result.bytes_read) == (2, 1, 1, 150)
+    assert (result.counts.misses, result.counts.skipped, result.counts.low_loads, result.bytes_read) == (2, 1, 1, 150)
 
 
 def test_only_active_neurons_move_and_their_union_stays() -> None:
@@ -279,7 +281,7 @@ def test_a_drive_reads_the_pages_of_active_neurons_and_through_gaps() -> None:
 
 def test_a_whole_layer_is_fetched_routed_or_not() -> None:
     result = replayed(trace_of([decode(layer([0, 1]))]), "sti", changes={"prefetch": "none"})
-    assert (result.bytes_read, result.misses) == (400, 2)
+    assert (result.bytes_read, result.counts.misses) == (400, 2)
     assert result.decode_tok_s == pytest.approx(1 / (0.5 + 4))  # 0 and 1, which come first, run while 2 and 3 come
 
 
@@ -297,10 +299,10 @@ def routings(draw: st.DrawFn, experts: int = 5, most: int = 12) -> Trace:
 @settings(max_examples=60, deadline=None)
 @given(routings(), st.integers(2, 8))
 def test_no_policy_hits_more_than_belady(trace: Trace, slots: int) -> None:
-    best = hits_of(trace, "belady", slots, 4)["decode"].counts
+    best = hits_of(trace, "belady", slots, 4).decode.counts
     for name in all_evictions():
         for per_sequence in (False, True):
-            counts = hits_of(trace, name, slots, 4, per_sequence=per_sequence)["decode"].counts
+            counts = hits_of(trace, name, slots, 4, per_sequence=per_sequence).decode.counts
             assert counts.hits <= best.hits, name
             assert counts.hits + counts.misses == 4 * len(trace.passes)
 
@@ -332,7 +334,7 @@ def test_belady_is_the_optimum(trace: Trace, slots: int) -> None:
         for passed in trace.passes
         for number, traced in enumerate(passed.layers)
     ]
-    assert hits_of(trace, "belady", slots, 4)["decode"].counts.hits == most_hits(requests, slots)
+    assert hits_of(trace, "belady", slots, 4).decode.counts.hits == most_hits(requests, slots)
 
 
 @settings(max_examples=60, deadline=None)
@@ -350,9 +352,9 @@ def test_lru_hits_as_a_plain_lru(trace: Trace, slots: int) -> None:
                 order.move_to_end(key)
             while len(order) > slots:
                 order.popitem(last=False)
-    assert hits_of(trace, "lru", slots, 4)["decode"].counts.hits == hits
+    assert hits_of(trace, "lru", slots, 4).decode.counts.hits == hits
     timed = replayed(trace, slots=slots)
-    assert timed.hits == hits
+    assert timed.counts.hits == hits
     assert timed.belady_hit_rate >= timed.hit_rate
     assert replayed(trace, slots=slots, changes={"cache": "belady"}).hit_rate == timed.belady_hit_rate
 
@@ -363,7 +365,7 @@ def test_records_are_kept_or_forgotten_and_weighed() -> None:
     trace = trace_of(first + second, top_k=1)
 
     def hits(name: str, **options: Any) -> int:
-        return hits_of(trace, name, 2, 4, **options)["decode"].counts.hits
+        return hits_of(trace, name, 2, 4, **options).decode.counts.hits
 
     # 0 was used three times: it stays, and 1 and 2 drive each other out, unless a new sequence forgets that
     assert (hits("lfu"), hits("lfu", per_sequence=True)) == (2, 4)
@@ -419,12 +421,12 @@ def test_missing_times_settings_and_theta_are_named() -> None:
     neurons = trace_of([decode(layer([0, 1]))], head_bytes=1, neuron_bytes=1, neurons=3, made_from={"theta": 0.2})
     with pytest.raises(TraceError, match=r"theta 0.2.*0.3"):
         replayed(neurons, changes={"unit": "neuron", "theta": 0.3})
-    assert replayed(neurons, changes={"unit": "neuron"}).misses == 2
+    assert replayed(neurons, changes={"unit": "neuron"}).counts.misses == 2
 
 
 def test_links_by_name_and_by_bandwidth() -> None:
     assert parse_link("16GB/s").bandwidth == 16e9
-    assert parse_link("PCIe3") is MACHINES["pcie3"]
+    assert parse_link("PCIe3") is LINKS["pcie3"]
     for text in ("16GB", "fast", "0GB/s", "/s"):
         with pytest.raises(ConfigError, match="link"):
             parse_link(text)
@@ -470,7 +472,7 @@ def test_every_preset_replays(preset: str) -> None:
     assert result.decode_tok_s is not None
     assert result.bound_tok_s is not None
     assert 0 < result.decode_tok_s <= result.bound_tok_s * (1 + 1e-9)
-    asked = result.hits + result.misses + result.skipped
+    asked = result.counts.hits + result.counts.misses + result.counts.skipped
     assert asked >= 6 * 4
 
 
@@ -479,8 +481,8 @@ def test_every_preset_replays(preset: str) -> None:
 def test_prefetch_changes_no_demand(prefetch: str, cache_: str) -> None:
     changes = {"prefetch": prefetch, "cache": cache_} | ({} if prefetch == "none" else {"ahead": 2})
     result = replayed(full_trace(), slots=6, changes=completed("lru", changes))
-    assert result.hits + result.misses == 3 * 4 + 6 * 4 * 2
-    assert result.skipped == 0
+    assert result.counts.hits + result.counts.misses == 3 * 4 + 6 * 4 * 2
+    assert result.counts.skipped == 0
 
 
 # the command

@@ -11,11 +11,10 @@ import torch
 from transformers import DynamicCache
 
 from native_experts import checkpoint
-from one_by_one import alone
-from small_engines import engine_of, tokens
+from small_engines import alone, engine_of, tokens
 from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt, verify
-from tiermoe.model.building import decoder_for
+from tiermoe.model.decoder import decoder_for
 from tiermoe.model.rotary import rotary_of
 from tiermoe.model.step import Step
 from tiermoe.model.weights import ModuleWeights
@@ -108,7 +107,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         pytest.skip("needs the native kernels")
     directory = checkpoint(tmp_path_factory.mktemp("sparse"), request.param, **NATIVE)
     made = engine_of(directory, bits=4, dense_bits=4, context=128)
-    assert made.steps.decoder.verifies
+    assert made.decoder.can_verify_draft
     yield made
     made.close()
 

@@ -1,4 +1,4 @@
-"""What a batch can hold: rows of different lengths and positions, a forked prefix, tokens that are verified at once."""
+"""Batches and the passes that a step makes of them: rows, tokens, logits."""
 
 from __future__ import annotations
 
@@ -9,12 +9,48 @@ from typing import Any
 import pytest
 import torch
 
-from one_by_one import alone
-from small_engines import NATIVE, engine_of, tokens
-from tiermoe.batch import Batch, decode, prompt, verify
-from tiermoe.model.architectures import ARCHITECTURES
+from small_engines import NATIVE, OnRoute, alone, engine_of, tokens
+from tiermoe.batch import Batch, Kind, Row, decode, prompt, verify
+from tiermoe.model.families.table import ARCHITECTURES
 from tiny import write
-from watching import OnRoute
+
+
+def test_tokens_positions_and_slabs_of_rows_of_different_sequences() -> None:
+    batch = Batch((prompt(2, [5, 6, 7], first=4), decode(0, 9, 8), verify(1, 3, [1, 2])))
+    assert batch.tokens == [5, 6, 7, 8, 1, 2]
+    assert batch.positions == [4, 5, 6, 9, 3, 4]
+    assert batch.slabs == [2, 2, 2, 0, 1, 1]
+    assert batch.last == [2, 3, 5]
+    assert [row.end for row in batch.rows] == [7, 10, 5]
+
+
+def test_a_batch_with_a_prompt_is_a_prefill() -> None:
+    assert Batch((decode(0, 9, 8), prompt(1, [3]))).phase == "prefill"
+    assert Batch((decode(0, 9, 8), verify(1, 2, [3, 4]))).phase == "decode"
+
+
+def test_chunks_keep_positions_and_leave_out_rows_that_are_through() -> None:
+    chunks = list(Batch((prompt(0, range(5)), prompt(1, range(2), first=7))).chunks(2))
+    assert [[(row.slab, row.first, row.tokens) for row in chunk.rows] for chunk in chunks] == [
+        [(0, 0, (0, 1)), (1, 7, (0, 1))],
+        [(0, 2, (2, 3))],
+        [(0, 4, (4,))],
+    ]
+    assert all(row.kind is Kind.PROMPT for chunk in chunks for row in chunk.rows)
+
+
+def test_parts_are_each_prompt_and_what_lies_between() -> None:
+    rows = (decode(0, 9, 8), decode(1, 3, 1), prompt(2, range(5)), prompt(3, range(2)), verify(4, 3, [1, 2]))
+    assert [part.rows for part in Batch(rows, apart=True).parts()] == [rows[:2], rows[2:3], rows[3:4], rows[4:]]
+    assert [part.rows for part in Batch(rows, apart=True).parts(7)] == [rows[:3], rows[3:]]
+    assert [part.rows for part in Batch(rows).parts()] == [rows]
+    assert [len(chunk.parts()) for chunk in Batch(rows[1:4], apart=True).chunks(2)] == [3, 1, 1]
+
+
+@pytest.mark.parametrize("rows", [(), (Row(0, 0, (), Kind.PROMPT),)])
+def test_an_empty_batch_is_refused(rows: tuple[Row, ...]) -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        Batch(rows)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +110,7 @@ def test_five_tokens_verified_at_once_by_native_kernels(native: Any) -> None:
 @pytest.mark.parametrize(("read", "beside"), [(7, 0), (0, 80)], ids=["long", "beside a prompt"])
 def test_tokens_among_too_many_for_one_call_are_verified_in_several(native: Any, read: int, beside: int) -> None:
     """More than are computed as few; or few, but with a prompt's."""
-    if not native.steps.decoder.verifies:
+    if not native.decoder.can_verify_draft:
         pytest.skip("this machine has no native kernels")
     ids = tokens(77)
     first, count = (read, 70) if read else (70, 7)
@@ -137,10 +173,10 @@ def test_prompts_that_are_computed_apart_have_the_bits_of_each_alone(
     engine.step(Batch((prompt(slabs[0], answered[:6]),)), cache)
     asked: list[int] = []
     engine.observe(OnRoute(lambda routed, _: asked.append(len({expert for row in routed.experts for expert in row}))))
-    before = engine.controller.counts.copy()
+    before = engine.loader.counts.copy()
     rows = [prompt(slab, ids) for slab, ids in zip(slabs[1:], prompts, strict=True)]
     found = engine.step(Batch((decode(slabs[0], 6, answered[6]), *rows), apart=True), cache)
-    done = engine.controller.counts.minus(before)
+    done = engine.loader.counts.minus(before)
     assert torch.equal(found, torch.cat(want))
     assert done.hits + done.misses == sum(asked)
     assert done.misses > 0
@@ -170,5 +206,5 @@ def test_every_family_with_an_architecture_decodes_by_it(tmp_path: Path) -> None
 
     for family in sorted(ARCHITECTURES):
         engine = engine_of(write(tmp_path / family, family, torch.float32), bits=16, dense_bits=16)
-        assert isinstance(engine.steps.decoder, Decoder), family
+        assert isinstance(engine.decoder, Decoder), family
         engine.close()

@@ -14,15 +14,14 @@ from safetensors import safe_open
 
 from sources import EXPERTS, RandomExperts, empty_store
 from tiermoe.errors import StoreError
-from tiermoe.model.hub import check_fingerprint, is_store
-from tiermoe.model.prepare_store import check_machine
-from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.quant.registry import cpu_layout
-from tiermoe.store import files
-from tiermoe.store.layout import expert_format
-from tiermoe.store.pack import pack_experts
-from tiermoe.store.store import Store, check_files, open_store
-from tiermoe.tiers.reader import ExtentReader, aligned_memory
+from tiermoe.formats import store_files
+from tiermoe.formats.expert_format import expert_format
+from tiermoe.formats.int4 import CPU_LAYOUT
+from tiermoe.formats.pack import pack_experts
+from tiermoe.formats.quantizers import QUANTIZERS
+from tiermoe.formats.store import Store, check_files, open_store
+from tiermoe.model.prepare_store import check_fingerprint, check_machine, is_store
+from tiermoe.offload.reader import ExtentReader, aligned_memory
 from tiermoe.types import ExpertKey
 
 SOURCE = RandomExperts()
@@ -71,7 +70,7 @@ def stored(store: Store, key: str, layer: int, expert: int) -> dict[str, dict[st
 
 def expected(bits: int, quantizer: str, layer: int, expert: int) -> dict[str, dict[str, torch.Tensor]]:
     """The fields of an expert by the encodings themselves."""
-    form = expert_format(SOURCE.layers[layer], bits, torch.bfloat16, cpu_layout(), quantizer)
+    form = expert_format(SOURCE.layers[layer], bits, torch.bfloat16, CPU_LAYOUT, quantizer)
     fields = {}
     for name, weight in SOURCE.read(layer, expert).items():
         encoding = form.encodings.get(name)
@@ -97,7 +96,7 @@ def test_the_table_reads_back_as_it_was_written(packed: Path) -> None:
     for bits, quantizer, key in PRECISIONS:
         precision = store.precisions[key]
         assert (precision.bits, precision.quantizer) == (bits, quantizer if bits < 8 else "")
-        assert precision.machine == (cpu_layout() if bits in (4, 3, 2) else "any")
+        assert precision.machine == (CPU_LAYOUT if bits in (4, 3, 2) else "any")
         check_files(store, key)
 
 
@@ -233,7 +232,8 @@ def test_another_checkpoint_and_another_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", [[10], [files.PIECE], [100, files.PIECE - 100, 1], [3 * files.PIECE + 5, 7, files.PIECE]]
+    "sizes",
+    [[10], [store_files.PIECE], [100, store_files.PIECE - 100, 1], [3 * store_files.PIECE + 5, 7, store_files.PIECE]],
 )
 def test_files_are_written_in_whole_pieces(sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = [os.urandom(size) for size in sizes]
@@ -245,12 +245,12 @@ def test_files_are_written_in_whole_pieces(sizes: list[int], tmp_path: Path, mon
         return pwrite(descriptor, some, at)
 
     monkeypatch.setattr(os, "pwrite", counted)
-    with files.whole_or_nothing(tmp_path / "file") as handle:
-        pieces = files.Pieces(handle)
+    with store_files.whole_or_nothing(tmp_path / "file") as handle:
+        pieces = store_files.Pieces(handle)
         assert [pieces.write(some) for some in content] == sizes
         pieces.finish()
     assert (tmp_path / "file").read_bytes() == b"".join(content)
-    whole, rest = divmod(sum(sizes), files.PIECE)
-    assert written == [(i * files.PIECE, files.PIECE) for i in range(whole)] + (
-        [(whole * files.PIECE, rest)] if rest else []
+    whole, rest = divmod(sum(sizes), store_files.PIECE)
+    assert written == [(i * store_files.PIECE, store_files.PIECE) for i in range(whole)] + (
+        [(whole * store_files.PIECE, rest)] if rest else []
     )

@@ -18,9 +18,9 @@ import torch
 
 import tiermoe
 from commands import Command
-from tiermoe.store import lock
-from tiermoe.store.store import open_store
-from tiermoe.tiers.probe import probe_drive
+from tiermoe.formats import store_files
+from tiermoe.formats.store import open_store
+from tiermoe.offload.probe import probe_drive
 from tiny import write
 
 RUN = ("--memory", "4GiB", "--max-tokens", "4", "--lanes", "1")
@@ -166,7 +166,7 @@ def test_a_disk_that_fills(tiermoe_: Command, tiny: Path, tmp_path: Path, monkey
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr("tiermoe.store.pack.write_header", full)
+        patched.setattr("tiermoe.formats.pack.write_header", full)
         cause = tiermoe_("pack", tiny, "--out", tmp_path / "out").cause
         assert re.search(
             r"the disk filled while packing into \S+ \([\d.]+ \S+ free; No space left .*\); free some space",
@@ -199,7 +199,7 @@ def test_a_second_process_waits_for_the_first(
         held = threading.Event()
 
         def pack(folder: Path = folder, held: threading.Event = held, slept: threading.Event = slept) -> None:
-            with lock.exclusive(folder) as note:
+            with store_files.exclusive(folder) as note:
                 note(3, 24)
                 held.set()
                 slept.wait()

@@ -11,12 +11,11 @@ import torch
 
 import tiermoe
 from channel_wise import round_experts
-from links import finish
-from tiermoe.decide.profiles import Profile, profile_path, to_json
-from tiermoe.model.blueprint import inspect_model
+from small_engines import OnRoute, finish
+from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.offload.profiles import Profile, profile_path, to_json
 from tiermoe.types import ExpertKey, Load
 from tiny import oracle, write
-from watching import OnRoute
 
 FAMILY = "switch_transformers"
 ENCODER, LAYERS, EXPERTS = 2, 4, 8
@@ -106,7 +105,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Any:
     ('new sequence', 0)."""
 
     def noting(model: Any) -> list[tuple[str, int]]:
-        current = model.tiermoe.current
+        current = model.tiermoe.context
         noting = _Noting(current)
         monkeypatch.setattr(current, "scheduler", noting)
         return noting.seen
@@ -135,7 +134,7 @@ class _Noting:
 
 def resident(model: Any, layers: range, bits: int) -> set[ExpertKey]:
     keys = [ExpertKey(layer, expert, bits) for layer in layers for expert in range(EXPERTS)]
-    return {key for key in keys if model.tiermoe.controller.cache.find(*key) is not None}
+    return {key for key in keys if model.tiermoe.loader.cache.find(*key) is not None}
 
 
 def test_greedy_tokens_at_sixteen_bits_are_the_models_own(exact: Any, plain: Any) -> None:
@@ -181,7 +180,7 @@ def test_a_forward_call_begins_the_same_passes(exact: Any, passes: Any) -> None:
 @torch.no_grad()
 def test_an_encoder_pass_loads_each_expert_at_most_once(exact: Any, submitted: Any) -> None:
     """Re-batching, where fewer experts fit than a layer has: 40 tokens share 8 experts a layer."""
-    assert exact.tiermoe.controller.cache.slots < EXPERTS
+    assert exact.tiermoe.loader.cache.slots < EXPERTS
     finish(exact)
     loads = submitted(exact)
     chosen: dict[int, set[int]] = {}
@@ -202,7 +201,7 @@ def test_the_encoders_first_experts_are_read_in_order_when_a_request_begins(smal
     finish(small)
     assert len(resident(small, range(1), 4)) < EXPERTS
     loads = submitted(small)
-    small.tiermoe.current.before_encoder((), {"input_ids": tokens(1, 9)})
+    small.tiermoe.context.before_encoder((), {"input_ids": tokens(1, 9)})
     keys = [load.key for load in loads]
     assert keys == sorted(keys)
     assert {(key.layer, load.urgent) for key, load in zip(keys, loads, strict=True)} == {(0, False)}
@@ -237,7 +236,7 @@ def test_a_decoder_follows_the_path_and_reads_no_encoder_expert(small: Any, subm
 @torch.no_grad()
 def test_encoder_experts_leave_first(small: Any) -> None:
     """A full cache of both: while one of the encoder's is there, none of the decoder's leaves."""
-    cache = small.tiermoe.controller.cache
+    cache = small.tiermoe.loader.cache
     small.get_encoder()(input_ids=tokens(8, 9, seed=2))
     encoded = small.get_encoder()(input_ids=tokens(1, 9))
     finish(small)

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import tiermoe
-from tiermoe.decide.prediction import count_paths, paths_to_json
-from tiermoe.decide.profiles import Profile, profile_path, to_json
 from tiermoe.errors import ProfileError
-from tiermoe.model.blueprint import inspect_model
+from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.prepare_store import store_root
+from tiermoe.offload.policies.prediction import count_paths, paths_to_json
+from tiermoe.offload.profiles import Profile, profile_path, to_json
 from tiermoe.systems import PRESETS
 from tiny import write
 

@@ -13,15 +13,15 @@ import pytest
 from benchmark_commands import benchmark_runner
 from benchmarks import throughput
 from benchmarks.latency import computed
-from benchmarks.throughput import LLAMA_SERVER, Asked, Contender, Measured, llama_server, measure, ours, turn
+from benchmarks.throughput import LLAMA_SERVER, Contender, Measured, Requests, llama_server, measure, ours, turn
 from serving import running
 from tiermoe.bench.child import CaseFailed
 from tiermoe.errors import PromptError
-from tiermoe.process.machine import processors
+from tiermoe.platform.machine import processors
 from tiermoe.serve.app import create_app
 from tiermoe.serve.served import Served
 
-ASKED = Asked(prompt=3, tokens=5, answers=2, memory=None, timeout=60)
+ASKED = Requests(prompt=3, tokens=5, answers=2, memory=None, timeout=60)
 
 FAKE = """#!{python}
 import json, sys
@@ -112,7 +112,7 @@ def test_ours_has_no_options_but_the_memory_and_goes_on_where_a_text_ends() -> N
 
 
 def test_under_a_bound_one_token_is_enough_to_begin_with() -> None:
-    assert (ASKED.warm_tokens, Asked(3, 5, 2, 1 << 30, 60).warm_tokens) == (5, 1)
+    assert (ASKED.warm_tokens, Requests(3, 5, 2, 1 << 30, 60).warm_tokens) == (5, 1)
 
 
 def test_a_text_that_is_too_short_is_refused() -> None:

@@ -10,9 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from tiermoe.serve.call_reader import CallReader
 from tiermoe.serve.grammar import Grammars
-from tiermoe.serve.tools import FORMATS, Format, format_of, types_of
+from tiermoe.serve.tools import FORMATS, CallReader, Format, format_of, types_of
 from tiny import write_tokenizer
 
 TOOLS = [

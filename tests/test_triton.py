@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tiermoe.errors import ConfigError
-from tiermoe.kernels import linear_for
+from tiermoe.kernels.linear import linear_for
 
 HERE = Path(__file__).parent
 CASES = [str(HERE / name) for name in ("triton_cases.py", "triton_grouped_cases.py")]
@@ -78,8 +78,8 @@ def test_missing_triton_is_named(encoding: str, monkeypatch: pytest.MonkeyPatch)
             raise ModuleNotFoundError("No module named 'triton'", name="triton")
         return real_import(name, *rest)
 
-    monkeypatch.delitem(sys.modules, "tiermoe.kernels.gpu.triton_linear", raising=False)
-    monkeypatch.delattr("tiermoe.kernels.gpu.triton_linear", raising=False)
+    monkeypatch.delitem(sys.modules, "tiermoe.kernels.triton_kernels", raising=False)
+    monkeypatch.delattr("tiermoe.kernels.triton_kernels", raising=False)
     monkeypatch.setattr(builtins, "__import__", without_triton)
     with pytest.raises(ConfigError, match=re.escape("pip install tiermoe[cuda]")):
         linear_for(encoding, "cuda", torch.bfloat16)

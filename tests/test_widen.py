@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.reference import load_eager
+from benchmarks.perplexity import load_eager
 from benchmarks.widen import widen
 from tiny import write
 

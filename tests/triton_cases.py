@@ -8,11 +8,12 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from tiermoe.kernels import linear_for
-from tiermoe.kernels.gpu.triton_linear import blocks, int4_linear
-from tiermoe.quant.int2 import RowMajorInt2
-from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.quant.registry import Encoding, encoding_for
+from tiermoe.formats.encoding import Encoding
+from tiermoe.formats.int2 import RowMajorInt2
+from tiermoe.formats.quantizers import QUANTIZERS
+from tiermoe.formats.registry import encoding_for
+from tiermoe.kernels.linear import linear_for
+from tiermoe.kernels.triton_kernels import blocks, int4_linear
 from triton_device import DEVICE, DTYPES, TOLERANCE, tokens
 
 # (bits, quantizer); linear takes the largest group that divides K, HQQ 64 or 32

@@ -10,18 +10,18 @@ from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tiermoe.kernels.gpu import triton_grouped, triton_linear
+from tiermoe.kernels import triton_kernels
 
 SHARED_BYTES = 64 * 1024  # what a program may use on the smallest GPU named below
 LOADS = 16  # of one token's kernel, in the code of a tile: codes come by bytes or wider, a scale once for a thread
 CAPABILITIES = {75: ("fp16",), 80: ("bf16", "fp32"), 90: ("bf16",)}  # Turing, Ampere, Hopper
 TYPES = {"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32}
-ONE_TOKEN, GROUPED, TILED = triton_linear._vector_kernel, triton_grouped._grouped_kernel, triton_linear._tiled_kernel
+ONE_TOKEN, GROUPED, TILED = triton_kernels._vector_kernel, triton_kernels._grouped_kernel, triton_kernels._tiled_kernel
 
 
 def compiled(kernel, capability: int, dtype: str, bits: int, group: int, shared: bool = False):
     n, k = 1024, 2048
-    block = triton_linear.blocks(40 if kernel is TILED else 1, n, k)
+    block = triton_kernels.blocks(40 if kernel is TILED else 1, n, k)
     sizes = {"BITS": bits, "GROUP": group, "BM": block.tokens, "BN": block.rows, "BK": block.columns}
     sizes |= {"TYPE": TYPES[dtype], "SHARED": shared}
     numbers = dict.fromkeys(("M", "N", "K", "codes_at", "ladders_at", "scale_at", "zero_at"), "i32")
@@ -32,7 +32,7 @@ def compiled(kernel, capability: int, dtype: str, bits: int, group: int, shared:
     multiples = [i for i, name in enumerate(names) if signature[name][0] in "*i" and name != "M"]
     aligned = {(i,): [["tt.divisibility", 16]] for i in multiples}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"enable_fp_fusion": triton_linear.FUSE}
+    options = {"enable_fp_fusion": triton_kernels.FUSE}
     result = compile_kernel(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert result.asm["cubin"]
     assert not re.search(r"\b(atom|red)\.", result.asm["ptx"])

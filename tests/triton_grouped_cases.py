@@ -8,13 +8,13 @@ from gpu_models import FAMILY
 from parity import logits
 from parity import tokens as tokens_of_text
 from tiermoe.engine import units
-from tiermoe.kernels.expert import Grouped, SeparateSteps, SlotViews, expert_kernel, separate_steps
+from tiermoe.formats.expert_format import ExpertFormat
+from tiermoe.formats.quantizers import QUANTIZERS
+from tiermoe.formats.registry import encoding_for, encoding_named
+from tiermoe.kernels import triton_kernels
+from tiermoe.kernels.experts import Grouped, SlotViews, UnfusedExperts, expert_kernel, unfused
 from tiermoe.kernels.gates import silu_gate
-from tiermoe.kernels.gpu import triton_grouped
-from tiermoe.kernels.grouped import grouped_experts
-from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.quant.registry import encoding_for, encoding_named
-from tiermoe.store.layout import ExpertFormat
+from tiermoe.kernels.gpu import grouped_experts
 from tiermoe.types import MoeLayer, Part
 from triton_device import DEVICE, DTYPES, TOLERANCE, tokens
 
@@ -62,14 +62,14 @@ def slots_with_experts(form: ExpertFormat, count: int) -> list[SlotViews]:
 
 def check_against_single_launches(form: ExpertFormat, experts: int) -> None:
     views, activation = slots_with_experts(form, experts), spread(form)
-    grouped, separate = expert_kernel(form, activation, "cuda"), SeparateSteps(form, activation, "cuda")
+    grouped, separate = expert_kernel(form, activation, "cuda"), UnfusedExperts(form, activation, "cuda")
     assert isinstance(grouped, Grouped)
     x = tokens(1, form.layer.parts[0].shape[1], form.dtype)
-    together = grouped.together(x, views)
+    together = grouped.forward_one(x, views)
     assert together.dtype == form.dtype
     assert torch.equal(together, torch.cat([separate(x, each) for each in views]))
     some = list(range(experts))[::-2]
-    assert torch.equal(grouped.together(x, [views[at] for at in some]), together[some])
+    assert torch.equal(grouped.forward_one(x, [views[at] for at in some]), together[some])
 
 
 @pytest.mark.parametrize("experts", [1, 2, 5])
@@ -109,7 +109,7 @@ def test_agrees_with_decoded_weights(kind, dtype):
     slots = torch.tensor([next(iter(each["up"].values())).data_ptr() for each in views]).to(DEVICE)
     for part, matrix, shared in zip(form.layer.parts, (grouped._first, grouped._second), (True, False), strict=True):
         x = tokens(1 if shared else 3, columns, dtype)
-        y = triton_grouped.grouped_linear(x, slots, matrix, shared)
+        y = triton_kernels.grouped_linear(x, slots, matrix, shared)
         assert y.dtype == dtype
         assert y.shape == (3, part.shape[0])
         for row, expert in enumerate(views):
@@ -121,18 +121,18 @@ def test_agrees_with_decoded_weights(kind, dtype):
 def test_two_launches_for_any_number_of_experts(monkeypatch):
     form = gated("int8", torch.bfloat16)
     kernel, views, launched = expert_kernel(form, silu_gate, "cuda"), slots_with_experts(form, 6), []
-    launch = triton_grouped._grouped_kernel
+    launch = triton_kernels._grouped_kernel
 
     class Counted:
         def __getitem__(self, grid):
             launched.append(grid)
             return launch[grid]
 
-    monkeypatch.setattr(triton_grouped, "_grouped_kernel", Counted())
+    monkeypatch.setattr(triton_kernels, "_grouped_kernel", Counted())
     x = tokens(1, 64, torch.bfloat16)
     for experts in (1, 6):
         launched.clear()
-        together = kernel.together(x, views[:experts])
+        together = kernel.forward_one(x, views[:experts])
         assert launched == [(16, experts), (16, experts)]  # 64 rows of each matrix, 4 to a program
         assert torch.equal(together, torch.cat([kernel(x, each) for each in views[:experts]]))
 
@@ -141,8 +141,8 @@ def test_more_tokens_go_through_each_expert_alone():
     form = gated(KINDS[0], torch.float32)
     kernel, (views,) = expert_kernel(form, silu_gate, "cuda"), slots_with_experts(form, 1)
     x = tokens(3, 64, torch.float32)
-    assert torch.equal(kernel(x, views), SeparateSteps(form, silu_gate, "cuda")(x, views))
-    assert isinstance(separate_steps(kernel), SeparateSteps)
+    assert torch.equal(kernel(x, views), UnfusedExperts(form, silu_gate, "cuda")(x, views))
+    assert isinstance(unfused(kernel), UnfusedExperts)
 
 
 @pytest.mark.parametrize(
@@ -156,9 +156,9 @@ def test_more_tokens_go_through_each_expert_alone():
 )
 def test_other_experts_are_computed_one_by_one(form):
     kernel, views = expert_kernel(form, silu_gate, "cuda"), slots_with_experts(form, 2)
-    assert isinstance(kernel, SeparateSteps)
+    assert isinstance(kernel, UnfusedExperts)
     x = tokens(1, 64, torch.bfloat16)
-    assert torch.equal(kernel.together(x, views), torch.cat([kernel(x, each) for each in views]))
+    assert torch.equal(kernel.forward_one(x, views), torch.cat([kernel(x, each) for each in views]))
 
 
 def test_a_shape_without_groups_gets_eight_bits_and_is_taken():
@@ -174,13 +174,13 @@ if DEVICE == "cpu":  # the pretended GPU computes on the CPU, as the interpreter
         sizes = []
 
         class Watched(Grouped):
-            def together(self, x, views):
+            def forward_one(self, x, views):
                 sizes.append(len(views))
-                return super().together(x, views)
+                return super().forward_one(x, views)
 
         def kernel(form, activation, device):
             grouped = grouped_experts(form)
-            return Watched(grouped, activation, SeparateSteps(form, activation, "cuda"))
+            return Watched(grouped, activation, UnfusedExperts(form, activation, "cuda"))
 
         monkeypatch.setattr(units, "expert_kernel", kernel)
         found, groups = [], []

@@ -1,5 +1,5 @@
 """What native products may differ by from those of the decoded weights, and what of it the integers of AVX2's kernels
-change of a token's columns (native/isa/avx2/gguf.h)."""
+change of a token's columns (native/isa/avx2/strip_tokens.h)."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import Qwen3MoeForCausalLM
 
-from benchmarks.perplexity import perplexity
-from benchmarks.reference import load_eager, logits_of
+from benchmarks.perplexity import load_eager, logits_of, perplexity
 from training.checkpoint import OtherSettings, load_state, save_state
 from training.data import Tokens, batch, documents, encode
 from training.export import export

@@ -5,7 +5,7 @@
 FOLDER has `piqa/valid.jsonl` with `piqa/valid-labels.lst`, `winogrande/winogrande.jsonl` and `wikitext2/wiki.test.raw`.
 First `tiermoe.load` gives the model to lm-eval's transformers class, then `tiermoe serve` answers its
 `local-completions`. Prints one JSON object, and a table on standard error; the exit code is 1 where a figure differs in
-what is shown. Needs `pip install 'tiermoe[eval]'`.
+what is shown. Both are told to see the same tokens. Needs `pip install 'tiermoe[eval]'`.
 """
 
 from __future__ import annotations
@@ -14,26 +14,99 @@ import argparse
 import json
 import os
 import sys
-from contextlib import AbstractContextManager, ExitStack
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evaluation.scorers import in_process, over_http, server
+import httpx
+
+import tiermoe
 from benchmarks.rounds import at_least_one, print_table
+from benchmarks.serving import Server, free_port
 from tiermoe.config import Settings
+from tiermoe.engine.loop import scored_tokens
 from tiermoe.errors import ConfigError, TiermoeError
-from tiermoe.model.blueprint import inspect_model
-from tiermoe.model.hub import resolve_model
-from tiermoe.serve.scoring import scored_tokens
+from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.model.hf.hub import load_tokenizer, resolve_model
 
 TASKS = ("piqa", "winogrande", "wikitext")
 FOLDER = Path(__file__).parent / "tasks"
+LOADING_S = 3600  # packing included
 DIGITS = 4
 """Behind the point, as lm-eval shows them."""
 
+MORE = 2
+"""Tokens of context beside a window's: the one that stands before it, and the one that a server generates."""
+
 Figures = dict[str, dict[str, float]]
 """Task → metric → its value."""
+
+
+@contextmanager
+def in_process(model: str, length: int, options: Mapping[str, Any]) -> Iterator[Any]:
+    """lm-eval's transformers class on the model that `tiermoe.load` returns. length: of windows, in tokens."""
+    from lm_eval.models.huggingface import HFLM
+
+    loaded, tokenizer = tiermoe.load(model, context=length + MORE, **options)
+    try:
+        yield HFLM(
+            pretrained=loaded,
+            tokenizer=tokenizer,
+            backend="causal",
+            batch_size=1,  # several are padded: other shapes, other roundings
+            max_length=length,
+            add_bos_token=begins(tokenizer),
+            softmax_dtype="float64",  # of sums too; else that of the logits, which may have 8 bits of mantissa
+        )
+    finally:
+        loaded.tiermoe.close()
+
+
+@contextmanager
+def over_http(model: str, address: str, length: int, together: int) -> Iterator[Any]:
+    """lm-eval's class for a completions endpoint. together: prompts a request."""
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    directory = resolve_model(model)
+    yield LocalCompletionsAPI(
+        model=name_at(address),
+        base_url=f"{address}/v1/completions",
+        tokenizer_backend="huggingface",
+        tokenizer=str(directory),
+        add_bos_token=begins(load_tokenizer(directory)),
+        batch_size=together,
+        max_length=length + MORE,
+        timeout=3600,
+    )
+
+
+def begins(tokenizer: Any) -> bool:
+    """Whether a model's texts begin with a token of their own: lm-eval's API class adds it only where it is told to."""
+    return bool(tokenizer("").input_ids)
+
+
+@contextmanager
+def server(model: str, length: int, options: Mapping[str, Any]) -> Iterator[str]:
+    """The address of `tiermoe serve` in a process of its own, once it answers. CaseFailed where it ends before."""
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    address = f"http://127.0.0.1:{(port := free_port())}"
+    command = ["serve", model, "--port", str(port), "--context", str(length + MORE), "--max-batch", "1", *words]
+    with tempfile.TemporaryDirectory(prefix="evaluation-") as folder:
+        process = Server([sys.executable, "-m", "tiermoe", *command], address, Path(folder) / "log")
+        try:
+            process.wait_until_loaded(LOADING_S)
+            yield address
+        finally:
+            process.end()
+
+
+def name_at(address: str) -> str:
+    """What a server's model is called."""
+    name: str = httpx.get(f"{address}/v1/models").raise_for_status().json()["data"][0]["id"]
+    return name
 
 
 def measure(scorer: AbstractContextManager[Any], tasks: list[str], data: str, limit: int | None) -> Figures:

@@ -25,10 +25,10 @@ from tiermoe.errors import (
 )
 
 if TYPE_CHECKING:
+    from tiermoe.engine.generate import Report, generate
     from tiermoe.engine.load import load, plan
-    from tiermoe.generation.loop import Report, generate
-    from tiermoe.generation.sampling import Sampling
-    from tiermoe.memory.memory_plan import MemoryPlan
+    from tiermoe.engine.memory_plan import MemoryPlan
+    from tiermoe.engine.sampling import Sampling
 
 __version__ = "0.1.0"
 
@@ -53,17 +53,17 @@ __all__ = [
 _HOMES = {
     "load": "tiermoe.engine.load",
     "plan": "tiermoe.engine.load",
-    "generate": "tiermoe.generation.loop",
-    "Sampling": "tiermoe.generation.sampling",
-    "Report": "tiermoe.generation.loop",
-    "MemoryPlan": "tiermoe.memory.memory_plan",
+    "generate": "tiermoe.engine.generate",
+    "Sampling": "tiermoe.engine.sampling",
+    "Report": "tiermoe.engine.generate",
+    "MemoryPlan": "tiermoe.engine.memory_plan",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'tiermoe' has no attribute '{name}'")
-    from tiermoe.process import footprint
+    from tiermoe.platform import process_memory
 
-    footprint.import_libraries()
+    process_memory.import_libraries()
     return getattr(importlib.import_module(_HOMES[name]), name)

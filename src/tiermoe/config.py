@@ -1,4 +1,4 @@
-"""Settings of an engine and how sizes are written. Unknown keys and malformed values are refused. No torch."""
+"""Settings of an engine, and sizes as people write them. Unknown names and malformed values are refused."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ DEFAULT_QUANTIZER = "hqq"
 
 
 def parse_size(text: str | int, what: str = "size") -> int:
-    """Bytes of '6GiB', '700M', '1.5 GB' or a plain number of bytes (K, M, G, T are powers of 1024, KB, MB, GB of
-    1000). ConfigError names `what` on anything else."""
+    """Bytes of '6GiB', '700M', '1.5 GB' or a plain number of bytes (K, M, G, T are powers of 1024, KB, MB, GB, TB of
+    1000). ConfigError, naming `what`, for anything else."""
     match = _SIZE.fullmatch(str(text))
     if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(f"{what} {str(text)!r} is not a size; write it like 6GiB, 700MiB or 1.5GB")
@@ -46,7 +46,7 @@ def parse_size(text: str | int, what: str = "size") -> int:
 
 
 def format_size(nbytes: float) -> str:
-    """Bytes for people: '3.54 MiB', '700 MiB', '6 GiB'."""
+    """Bytes with a binary unit: '3.54 MiB', '700 MiB', '6 GiB'."""
     value = float(nbytes)
     units = iter(("B", "KiB", "MiB", "GiB", "TiB"))
     unit = next(units)
@@ -59,14 +59,15 @@ def format_size(nbytes: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """Expert cache asked for directly: `fraction` of all experts, or `nbytes`; exactly one is set."""
+    """Size of an expert cache; exactly one of the two is set."""
 
-    fraction: float | None = None
+    fraction: float | None = None  # of the bytes of all experts in their slots
     nbytes: int | None = None
 
 
 def parse_cache(text: str | int) -> CacheSize:
-    """'25%' of the experts' bytes in their slots, or a size such as '3MiB'."""
+    """The cache size of '25%' of the experts' bytes in their slots, or of a size such as '3MiB'. ConfigError for
+    anything else."""
     stripped = str(text).strip()
     if stripped.endswith("%"):
         try:
@@ -81,52 +82,56 @@ def parse_cache(text: str | int) -> CacheSize:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that `tiermoe.load` and the commands can be asked for, and the defaults of all of them.
+    """Settings of an engine, with the defaults of `tiermoe.load` and of every command.
 
-    memory: bound on the whole process in bytes; None takes it from what the machine has free.
-    bits: precision of the experts (16 is the checkpoint's own); None takes 4, and of a checkpoint that comes quantised
-    its own. dense_bits: of the other linear layers, of which some are kept at more (`tiermoe.model.dense`); None
-    follows `bits`.
-    quantizer: one of `QUANTIZERS`, for 4 and 2 bits; None takes hqq. 3 bits are 'nonlinear', or where one of the two
-    'gptq' is named 'gptq-nonlinear'; these take a calibration (`tiermoe pack`).
-    A preset may have bits, dense_bits and a quantizer of its own, in the place of what None takes.
-    cache: size of the expert cache alone (experiments).
-    kv_bits: precision of keys and values in the cache: 16 is the checkpoint's own, 8 halves it and can change tokens.
-    chunk: tokens of a prompt that run at once. context: tokens (prompt and answer) to reserve key/value memory for;
-    None takes the smaller of 4096 and the model's own. batch: sequences that run at once.
-    lanes: threads that read experts; None takes the best of a short probe. threads: compute threads; None leaves
-    torch's setting. device: 'cpu', 'cuda', or 'auto'. gpu_memory: bound on the GPU's allocations, None all but a
-    reserve. decoder: 'auto' takes tiermoe's own where the family has one, 'generic' runs transformers' modelling code.
-    store: folder of the expert store; None is the user's cache folder. preset: a named composition
-    (`tiermoe.systems`). set: its parts and settings to replace, as {'prefetch': 'none'}. warm: experts are read in the
-    background from the moment of loading, by what earlier runs used, and this run's uses are kept for later ones; False
-    begins with an empty cache and keeps nothing (measurements).
-    """
+    A preset may have bits, dense_bits and a quantizer of its own; they take the place of None here."""
 
     memory: int | None = None
+    """Bound on the whole process in bytes; None: 80% of what the machine has free."""
     bits: int | None = None
+    """Precision of the experts, one of `BITS`; 16 is the checkpoint's own. None: 4, for a checkpoint that is quantised
+    already its own."""
     dense_bits: int | None = None
+    """Precision of the other linear layers, one of `DENSE_BITS`; some layers are kept at more (`tiermoe.model.dense`).
+    None: that of the experts, but at least 4."""
     quantizer: str | None = None
+    """One of `QUANTIZERS`, for 4 and 2 bits; None: hqq. 3 bits are 'nonlinear', or 'gptq-nonlinear' where one of the
+    two 'gptq' is named. Both 'gptq' need a calibration (`tiermoe pack`)."""
     cache: CacheSize | None = None
+    """Size of the expert cache alone, for experiments; None: what `memory` leaves."""
     chunk: int = 512
+    """Tokens of a prompt that run in one step."""
     context: int | None = None
+    """Tokens (prompt and answer) to reserve KV cache for; None: the smaller of 4096 and the model's own."""
     kv_bits: int = 16
+    """Precision of the KV cache: 16 is the checkpoint's own; 8 takes half the memory and can change tokens."""
     batch: int = 1
+    """Sequences that run at once."""
     lanes: int | None = None
+    """Threads that read experts; None: the best of a short probe."""
     threads: int | None = None
+    """Compute threads; None: torch's setting."""
     device: str = "auto"
+    """'cpu', 'cuda', 'cuda:N' or 'auto': a GPU where there is one."""
     gpu_memory: int | None = None
+    """Bound on allocations on a GPU in bytes; None: what is free, less a reserve."""
     store: Path | None = None
+    """Folder of the expert store; None: in the user's cache folder."""
     decoder: str = "auto"
+    """'auto': tiermoe's own decoder where the family has one; 'generic': transformers' modelling code."""
     preset: str = "default"
+    """Name of a composition of policies (`tiermoe.systems`)."""
     set: Mapping[str, Any] = field(default_factory=dict)
+    """Parts and settings of the preset to replace, as {'prefetch': 'none'}."""
     warm: bool = True
+    """Experts are read in the background from loading on, in the order of earlier runs' uses, and this run's uses are
+    recorded for later ones. False, for measurements: an empty cache, and nothing is recorded."""
 
     def __post_init__(self) -> None:
         for name, (kind, written) in _KINDS.items():
             value = getattr(self, name)
             optional = type(self).__dataclass_fields__[name].default is None
-            # True is an int to Python, and none to the user
+            # True is an int to Python, but no number to a user
             fits = isinstance(value, kind) and not isinstance(value, bool)
             _require(fits or (optional and value is None), f"{name} must be {written}, got {value!r}")
         _require(isinstance(self.warm, bool), f"warm must be True or False, got {self.warm!r}")
@@ -165,7 +170,7 @@ class Settings:
 
     @property
     def dense_bits_used(self) -> int:
-        """`dense_bits`, or what follows from `bits`: the same, but never below 4."""
+        """`dense_bits`, or the default: `bits_used`, but at least 4."""
         return self.dense_bits or max(self.bits_used, min(DENSE_BITS))
 
     @property
@@ -187,6 +192,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "set": (Mapping, "parts and settings by name"),
     "cache": (CacheSize, "a share like 25% or a size like 3MiB"),
 }
+"""Setting → (type of its value, the type in words)."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -195,7 +201,8 @@ def _require(condition: bool, message: str) -> None:
 
 
 def settings(**options: Any) -> Settings:
-    """Settings from loose values: sizes as text, unknown names refused with the nearest known one."""
+    """`Settings` from values as people write them: sizes as text, paths as text. ConfigError for an unknown name, with
+    the nearest known one, and for a value out of range."""
     known = {field.name for field in dataclasses.fields(Settings)}
     for name in options:
         if name not in known:

@@ -1,19 +1,19 @@
-"""One exception tree. Every error a user can cause or meet names its cause, the numbers and what to do next."""
+"""Exceptions of tiermoe. Messages name the cause, the numbers and what to do next."""
 
 
 def reason(error: BaseException) -> str:
-    """What another library's exception says, in one line of 500 characters at most, with its kind where it says a word
-    alone."""
+    """Message of another library's exception in one line of at most 500 characters, with the exception's type where the
+    message is a single word or empty."""
     text = " ".join(str(error).split())[:500]
     return text if " " in text else f"{type(error).__name__} {text}".strip()
 
 
 class TiermoeError(Exception):
-    """Base of all errors that tiermoe raises on purpose; the commands print it in one line and exit with 2."""
+    """Base of all errors that tiermoe raises on purpose; commands print the message in one line and exit with 2."""
 
 
 class ConfigError(TiermoeError):
-    """An option or setting that is unknown, malformed or contradicts another."""
+    """An option or setting that is unknown, malformed, or contradicts another."""
 
 
 class ModelError(TiermoeError):
@@ -21,7 +21,7 @@ class ModelError(TiermoeError):
 
 
 class BudgetError(TiermoeError):
-    """A memory budget that cannot be kept; the message holds the nearest setting that would work."""
+    """A memory budget that cannot be kept; the message has the nearest setting that works."""
 
 
 class PromptError(TiermoeError):
@@ -29,19 +29,19 @@ class PromptError(TiermoeError):
 
 
 class StoreError(TiermoeError):
-    """An expert store that cannot be used: other format version, other checkpoint, other machine layout, torn."""
+    """An expert store that cannot be used: of another format version, checkpoint or machine layout, or torn."""
 
 
 class PackError(StoreError):
-    """Packing could not finish; what is already packed is kept and the next run resumes."""
+    """Packing that could not finish; what is packed is kept and the next run resumes."""
 
 
 class LoadError(StoreError):
-    """Reading an expert failed: short read, I/O error or wrong checksum. Names layer, expert and file."""
+    """A read of an expert that failed: short read, I/O error or wrong checksum. Names layer, expert and file."""
 
 
 class ProfileError(TiermoeError):
-    """A calibration profile that is missing, damaged, or another checkpoint's; says the command that makes it."""
+    """A calibration profile that is missing, damaged, or another checkpoint's; names the command that makes it."""
 
 
 class TraceError(TiermoeError):

@@ -26,8 +26,7 @@ class ExpertKey(NamedTuple):
         return f"layer {self.layer}, expert {self.expert} ({self.bits} bits)"
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(NamedTuple):
     """That the running layer needs `expert` for `tokens` tokens of the current chunk, in `bits` or more.
 
     A miss loads it at `bits`; 0 asks for it only where it is already here: a miss is skipped."""
@@ -37,8 +36,7 @@ class Demand:
     bits: int
 
 
-@dataclass(frozen=True, slots=True)
-class Routed:
+class Routed(NamedTuple):
     """A router's choice for one layer: `experts[t]` and `weights[t]` are the K experts of token t and their gate
     weights, in the router's order (empty where a token has none). `phase` is 'prefill' or 'decode'."""
 
@@ -71,8 +69,7 @@ class Ready(NamedTuple):
     bits: int
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """One transfer of an expert into a slot. `urgent` loads are waited for; others are speculative, those in the
     `background` wait for all of these too."""
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiermoe.quant.encoding import Field, SameInSlot
-from tiermoe.quant.quantized import Quantizer, nearest_codes
-from tiermoe.quant.quantizers import LinearQuantizer
+from tiermoe.formats.encoding import Field, SameInSlot
+from tiermoe.formats.quantizers import LinearQuantizer, Quantizer, nearest_codes
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Int5(SameInSlot):
     def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
         return Field("codes", torch.uint8, (out, in_ * 5 // 8)), Field("scale", dtype, (out,))
 
-    def rows_apart(self, columns: int, quantizer: Quantizer) -> int | None:
+    def row_multiple(self, columns: int, quantizer: Quantizer) -> int | None:
         return 1
 
     def encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiermoe.decide.eviction import EvictionContext
-from tiermoe.decide.settings import setting
+from tiermoe.offload.policies.eviction import EvictionContext
+from tiermoe.offload.policies.settings import setting
 from tiermoe.types import Demand, ExpertKey
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tiermoe.decide.precision import HighAndLow
-from tiermoe.decide.settings import setting
+from tiermoe.offload.policies.precision import HighAndLow
+from tiermoe.offload.policies.settings import setting
 from tiermoe.types import Demand, Routed
 
 

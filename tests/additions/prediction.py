@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tiermoe.decide.prediction import Forecasts, Here, LooksAhead
-from tiermoe.decide.settings import setting
+from tiermoe.offload.policies.prediction import Available, Forecasts, LooksAhead
+from tiermoe.offload.policies.settings import setting
 from tiermoe.types import Routed, Wanted
 
 
@@ -24,7 +24,7 @@ class SameAgain(LooksAhead):
         super().observe(routed)
         self._last[routed.layer] = routed.tokens_per_expert()
 
-    def candidates(self, layer: int, forecasts: Forecasts, here: Here) -> Iterator[Wanted]:
+    def candidates(self, layer: int, forecasts: Forecasts, available: Available) -> Iterator[Wanted]:
         for target in self.targets(layer):
             for expert, tokens in self._last.get(target, {}).items():
                 if tokens >= self.least:
@@ -36,7 +36,7 @@ class LikeliestExpert(LooksAhead):
 
     asks_routers: ClassVar[bool] = True
 
-    def candidates(self, layer: int, forecasts: Forecasts, here: Here) -> Iterator[Wanted]:
+    def candidates(self, layer: int, forecasts: Forecasts, available: Available) -> Iterator[Wanted]:
         for target in self.targets(layer):
             for expert, weight in forecasts.ranked(target)[:1]:
                 yield Wanted(target, expert, weight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tiermoe.batch import Batch, prompt, verify
-from tiermoe.generation.sequence import shared
+from tiermoe.model.prefix_cache import common_prefix
 
 
 def looked_up(tokens: list[int], most: int) -> list[int]:
@@ -25,7 +25,7 @@ def speculate(engine: Any, ids: list[int], count: int, most: int = 4) -> list[in
         guessed = looked_up(tokens, most)
         row = verify(slab, cache.length(slab), [tokens[-1], *guessed])
         found = engine.step(Batch((row,)), cache, every=True).argmax(-1).tolist()
-        right = shared(guessed, found)
+        right = common_prefix(guessed, found)
         cache.crop(slab, len(tokens) + right)
         tokens += found[: right + 1]
     return tokens[len(ids) : len(ids) + count]

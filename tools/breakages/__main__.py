@@ -20,10 +20,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from table import BREAKAGES, Breakage
+from breakage import Breakage
+from table import BREAKAGES
 
 ROOT = Path(__file__).parents[2]
 BUILT = "src/tiermoe/native/*.so"
+BUILD = ("-c", "import setuptools; setuptools.setup()", "build_ext", "--inplace")
 LINKED = "models"
 """A folder that no breakage touches, and large."""
 PATIENCE_S = 600
@@ -63,11 +65,17 @@ def run_tests(root: Path, tests: Sequence[str], quiet: bool = True) -> int | Non
 
 def verdict(breakage: Breakage, root: Path, tests: Sequence[str]) -> str:
     """'found', 'missed', or why neither can be said. The copy at `root` is as before afterwards."""
-    before = breakage.apply(root)
+    path, text = breakage.broken(root)
+    changed = [path] if path.suffix == ".py" else [path, *root.glob(BUILT)]
+    before = [(file, file.read_bytes()) for file in changed]
     try:
+        path.write_text(text)
+        if path.suffix != ".py":
+            subprocess.run([sys.executable, *BUILD], cwd=root, capture_output=True, check=True)
         code = run_tests(root, tests)
     finally:
-        (root / breakage.file).write_text(before)
+        for file, content in before:
+            file.write_bytes(content)
     return {0: "missed", 1: "found", None: "found (hangs)"}.get(code, f"pytest ended with {code}")
 
 
@@ -82,14 +90,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder).resolve()
         copy_tree(root)
-        named = sorted({test for breakage in chosen for test in breakage.tests})
+        named = sorted({test for breakage in chosen for test in breakage.node_ids(root)})
         if (code := run_tests(root, [] if asked.all else named, quiet=False)) != 0:
             print(f"the tests do not pass on the unbroken tree (pytest ended with {code}): nothing can be said")
             return 2
         missed = 0
         for breakage in chosen:
             began = time.monotonic()
-            said = verdict(breakage, root, [] if asked.all else breakage.tests)
+            said = verdict(breakage, root, [] if asked.all else breakage.node_ids(root))
             missed += not said.startswith("found")
             print(f"{said:14} {breakage.name}  ({time.monotonic() - began:.0f} s)", flush=True)
     print(f"{len(chosen) - missed} of {len(chosen)} found")

@@ -16,31 +16,30 @@ from typing import Any
 
 from tiermoe.errors import TraceError
 from tiermoe.simulate.evictions import hits_of
-from tiermoe.trace.schema import Header, LayerTrace, Pass, Trace
+from tiermoe.trace.file import Header, LayerTrace, Pass, Trace
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The choices of one run: passes over its prompt, then one for each decoded token (of all rows of the batch)."""
+    """The routers' choices of one run."""
 
     header: Header
-    bits: int
+    bits: int  # of every expert
     prompt: list[Pass]
-    decode: list[Pass]
+    decode: list[Pass]  # one for each decoded token, of all rows of the batch
 
 
 @dataclass(frozen=True, slots=True)
 class Ideal:
-    """A decode pass at its best: Belady's `hit_rate` and `missed_bytes`, and how many `experts` it uses in all layers
-    together, on average."""
+    """A decode pass at its best, on average."""
 
-    hit_rate: float
-    missed_bytes: float
-    experts: float
+    hit_rate: float  # of Belady's choice
+    missed_bytes: float  # by Belady's choice
+    experts: float  # used in all layers together
 
 
 def read_routing(path: Path, decoded: int) -> Routing | None:
-    """What `child_tiermoe` wrote of a run of `decoded` tokens; None where it wrote nothing, as there is no one answer
+    """What `run_tiermoe` wrote of a run of `decoded` tokens; None where it wrote nothing, as there is no one answer
     for the preset. TraceError where layers or tokens are missing: a bound of those that are there would be too high."""
     if not path.exists():
         return None
@@ -84,7 +83,7 @@ def ideal(routing: Routing, slots: int, warm_prompt: bool, warm_output: bool) ->
     passes = [_as(passed, "prefill", 0) for passed in before]
     passes += [_as(passed, passed.phase, 1) for passed in [*routing.prompt, *routing.decode]]
     slots = min(slots, sum(routing.header.experts))
-    best = hits_of(Trace(routing.header, passes), "belady", slots, routing.bits)["decode"]
+    best = hits_of(Trace(routing.header, passes), "belady", slots, routing.bits).decode
     count = len(routing.decode)
     used = sum(len({e for row in layer.experts for e in row}) for passed in routing.decode for layer in passed.layers)
     return Ideal(best.counts.hit_rate or 0.0, best.bytes_read / count, used / count)

@@ -1,9 +1,9 @@
-"""How long kernels run within a stretch: those of experts, and those of all other weights.
+"""Seconds of an engine's kernels.
 
-The second are linear layers, and a decoder layer's attention where one call computes all of it. What is left of a
-token's time, less waiting for the link, is the framework's own: Python, transformers' modelling code, norms, other
-attention, routing, and this program's decisions. Timing every call costs a little, so it is done in a pass of its own
-and never in the one that is measured.
+Kernels are those of experts, and those of all other weights: linear layers, and a decoder layer's attention where one
+call computes all of it. What is left of a token's time, less waiting for the link, is the framework's own: Python,
+transformers' modelling code, norms, other attention, routing, cache decisions. Timing every call costs a little, so it
+is done in a pass of its own and never in the one that is measured.
 """
 
 from __future__ import annotations
@@ -14,22 +14,15 @@ from tiermoe.engine.observer import DENSE, EXPERTS, Observer
 
 
 class KernelClock(Observer):
-    """Sums the seconds of an engine's kernels while it is entered: `experts_s` and `dense_s` so far."""
+    """Sums the seconds of an engine's kernels while it is entered."""
 
     layers = False
     kernels = True
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._seconds = {DENSE: 0.0, EXPERTS: 0.0}
-
-    @property
-    def experts_s(self) -> float:
-        return self._seconds[EXPERTS]
-
-    @property
-    def dense_s(self) -> float:
-        return self._seconds[DENSE]
+        self.experts_s = 0.0  # kernels of experts
+        self.dense_s = 0.0  # all others
 
     @property
     def seconds(self) -> float:
@@ -44,4 +37,5 @@ class KernelClock(Observer):
         self._engine.observe(None)
 
     def on_kernel(self, kind: str, seconds: float) -> None:
-        self._seconds[kind] += seconds
+        self.experts_s += seconds * (kind == EXPERTS)
+        self.dense_s += seconds * (kind == DENSE)

@@ -1,4 +1,5 @@
-"""One HTML file for people: pictures, tables, machine and command. It needs nothing but itself."""
+"""One HTML file for people: pictures, tables, machine and command. It needs nothing but itself, and has no pictures
+where matplotlib is not installed."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tiermoe.bench.charts import speed_over_budget, time_per_token
+from tiermoe.bench.plots import missing_plots, speed_over_budget, time_per_token
 from tiermoe.bench.summary import Column, case_of, failure, figures, heading, notes, speeds, spent, split_up
 from tiermoe.config import format_size
 
@@ -38,17 +39,18 @@ measured in a pass of its own; waiting is for experts; the framework is the rest
 def html_report(document: dict[str, Any]) -> str:
     """The report of what `tiermoe bench --json` prints."""
     title = f"tiermoe and its peers: {document['model'].get('name', '')}"
+    no_plots = missing_plots()
     parts = [
         f"<p>{_text(document['date'])}. <code>{_text(document['command'])}</code></p>",
         machine_words(document["machine"]),
         f"<p>{_text(_EXPLAINED)}</p>",
-        *_pictures(document["cases"]),
+        *([f"<p>{_text(no_plots)}</p>"] if no_plots else _pictures(document["cases"])),
         "<h2>Speed</h2>",
         _table(figures(document), speeds(document)),
     ]
     if ours := split_up(document):
-        parts += ["<h2>Where the time of a token goes</h2>", time_per_token(ours), f"<p>{_text(_BOUND)}</p>"]
-        parts.append(_table(ours, spent()))
+        parts += ["<h2>Where the time of a token goes</h2>", "" if no_plots else time_per_token(ours)]
+        parts += [f"<p>{_text(_BOUND)}</p>", _table(ours, spent())]
     parts += _left_out(document)
     return page(title, parts)
 

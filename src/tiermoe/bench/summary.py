@@ -1,14 +1,24 @@
-"""Medians, spread and ratios of what was run, one flat object for each case, and the columns of its tables."""
+"""What was measured and on what: the machine, medians, spread and ratios as one flat object for each case, and the
+columns of its tables."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tiermoe.bench.cases import OURS, Case, Condition, named
-from tiermoe.bench.measure import Measured
+from tiermoe import __version__
+from tiermoe.bench.cases import OURS, Case, Condition, Measured, named
+from tiermoe.bench.child import CannotLimit, memory_group
 from tiermoe.config import format_size
+from tiermoe.platform.bandwidth import last_cache_bytes
+from tiermoe.platform.machine import fields_of, installed_version, processors, total_memory
+
+_PACKAGES = ("torch", "transformers", "accelerate", "numpy")
+_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
+_LEAST = 1 << 30  # bytes of the cgroup that is tried
 
 SPEEDS = ("decode_tok_s", "prefill_tok_s")
 NUMBERS = (
@@ -20,6 +30,32 @@ NUMBERS = (
 )  # fmt: skip
 """Of a run; a case has their medians."""
 _KEPT = ("limited", "limit_missing", "lossy", "note", "version", "gguf", "lanes", "direct_io")
+
+
+def describe_machine() -> dict[str, Any]:
+    """CPU, cores that this process may use, memory, versions, and whether memory can be bounded (`no_limit`: why
+    not)."""
+    info = fields_of(Path("/proc/cpuinfo"))
+    flags = set(info.get("flags", "").split())
+    no_limit = None
+    try:
+        with memory_group(_LEAST):
+            pass
+    except CannotLimit as error:
+        no_limit = str(error)
+    return {
+        "cpu": info.get("model name") or platform.processor() or platform.machine(),
+        "instructions": [flag for flag in _FLAGS if flag in flags],
+        "cores": processors(),
+        "last_cache_bytes": last_cache_bytes(),
+        "memory_bytes": total_memory(),
+        "swap_bytes": int(fields_of(Path("/proc/meminfo")).get("SwapTotal", "0").split()[0]) * 1024,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "tiermoe": __version__,
+        **{package: version for package in _PACKAGES if (version := installed_version(package))},
+        "no_limit": no_limit,
+    }
 
 
 def summarise(rows: Sequence[Measured]) -> list[dict[str, Any]]:

@@ -15,27 +15,28 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from tiermoe.bench.cases import (
-    budgets_asked,
+    RANDOM,
+    BenchConfig,
     conditions,
-    groups_asked,
-    numbers_asked,
-    peers_asked,
-    starts_asked,
+    parse_budgets,
+    parse_groups,
+    parse_numbers,
+    parse_peers,
+    parse_starts,
+    text_file,
 )
-from tiermoe.bench.stretches import RANDOM, text_file
+from tiermoe.bench.plots import missing_plots
 from tiermoe.bench.summary import Column, case_of, figures, notes, speeds, spent, split_up
 from tiermoe.cli import options as opt
-from tiermoe.cli.evaluate import read_text
+from tiermoe.cli.options import read_text
 from tiermoe.cli.output import note, progress_bar, starting
 from tiermoe.cli.terminal import Terminal
 from tiermoe.config import settings
-from tiermoe.errors import ConfigError
 from tiermoe.measure.compare import presets_asked
-from tiermoe.process.machine import processors
+from tiermoe.platform.machine import processors
 
 if TYPE_CHECKING:
-    from tiermoe.bench.measure import Step
-    from tiermoe.bench.session import Session
+    from tiermoe.bench.session import Session, Step
 
 
 _WIDE = 200  # columns of a table that goes to a file or a pipe
@@ -89,10 +90,12 @@ def bench(
     ] = None,
     gguf: Annotated[
         Path | None,
-        typer.Option(help="The model for llama.cpp. Default: made once, kept beside the stores.", show_default=False),
+        typer.Option(
+            help="A GGUF file of the model for llama.cpp. Default: the model, where it is one.", show_default=False
+        ),
     ] = None,
     peer_python: Annotated[
-        str, typer.Option(help="Interpreter that has llama-cpp-python and gguf.", show_default="this one")
+        str, typer.Option(help="Interpreter that has llama-cpp-python.", show_default="this one")
     ] = sys.executable,
     timeout: Timeout = 600.0,
     out: Annotated[
@@ -109,32 +112,32 @@ def bench(
     threads = options.pop("threads", None) or processors()
     if "store" in options:
         options["store"] = str(options["store"])  # it goes to other processes as JSON
-    asked: dict[str, Any] = {
-        "model": model,
-        "conditions": conditions(
-            budgets_asked(memory), groups_asked(groups), numbers_asked(prefill, "prefill"),
-            numbers_asked(batch, "batch"), starts_asked(start),
+    config = BenchConfig(
+        model,
+        conditions=conditions(
+            parse_budgets(memory), parse_groups(groups), parse_numbers(prefill, "prefill"),
+            parse_numbers(batch, "batch"), parse_starts(start),
         ),
-        "presets": [] if presets.strip() == "none" else presets_asked(presets),
-        "peers": peers_asked(peers),
-        "options": options,
-        "rounds": rounds,
-        "threads": threads,
-        "timeout": timeout,
-        "text": None if text == Path(RANDOM) else read_text(text_file(text)),
-        "gguf": gguf,
-        "peer_python": peer_python,
-        "out": out,
-    }  # fmt: skip
-    _check(asked)
+        presets=[] if presets.strip() == "none" else presets_asked(presets),
+        peers=parse_peers(peers),
+        options=options,
+        rounds=rounds,
+        threads=threads,
+        timeout=timeout,
+        text=None if text == Path(RANDOM) else read_text(text_file(text)),
+        gguf=gguf,
+        peer_python=peer_python,
+        out=out,
+    )  # fmt: skip
+    config.check()
     with starting():
-        from tiermoe.process import footprint
+        from tiermoe.platform import process_memory
 
-        footprint.import_libraries(own_process=True)
+        process_memory.import_libraries(own_process=True)
         from tiermoe.bench.report import html_report
-        from tiermoe.bench.session import Asked, Session, writable
+        from tiermoe.bench.session import Session, writable
     with writable(report, "--report"):
-        session = Session(Asked(**asked))
+        session = Session(config)
         interrupted = _run(session)
         document = session.document()
         if as_json:
@@ -143,24 +146,13 @@ def bench(
             _print(document)
         if report is not None:
             report.write_text(html_report(document), encoding="utf-8")
+            if (reason := missing_plots()) is not None:
+                note(f"the report has tables alone: {reason}")
     if interrupted:
         note("interrupted: these are the cases that had ended")
         raise typer.Exit(130)
     if all(case["error"] for case in document["cases"]):
         raise typer.Exit(1)
-
-
-def _check(asked: dict[str, Any]) -> None:
-    if asked["rounds"] < 1:
-        raise ConfigError(f"rounds must be at least 1, got {asked['rounds']}")
-    if asked["timeout"] <= 0:
-        raise ConfigError(f"timeout must be above 0 seconds, got {asked['timeout']:g}")
-    if not asked["conditions"]:
-        raise ConfigError("no prompts: --groups none needs --prefill with lengths, like --prefill 512")
-    if not asked["presets"] and not asked["peers"]:
-        raise ConfigError("no engine: --presets none and --peers none leave nothing to measure; name one of them")
-    if asked["gguf"] is not None and not asked["gguf"].is_file():
-        raise ConfigError(f"the GGUF {asked['gguf']} is no file; leave --gguf out and one is made")
 
 
 def _run(session: Session) -> bool:
@@ -170,7 +162,7 @@ def _run(session: Session) -> bool:
             for step in session.run(progress, note):
                 note(_line(step))
     except KeyboardInterrupt:
-        if not any(row.rounds or row.error for row in session.rows):
+        if not any(row.rounds or row.error for row in session.measured):
             raise
         return True
     return False

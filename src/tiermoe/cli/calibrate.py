@@ -1,4 +1,4 @@
-"""`tiermoe calibrate`: the profiles of the presets that need one."""
+"""`tiermoe calibrate`: calibration profiles of presets, kept beside the store."""
 
 from __future__ import annotations
 
@@ -9,78 +9,74 @@ import typer
 from rich.table import Table
 
 from tiermoe.cli import options as opt
-from tiermoe.cli.evaluate import read_text
 from tiermoe.cli.output import note, progress_bar, starting
-from tiermoe.cli.replicas import need_ray
 from tiermoe.cli.terminal import Terminal
-from tiermoe.cli.trace import Prompt, Sequence, TextFile, Tokens
 from tiermoe.errors import ConfigError
 from tiermoe.systems import PRESETS
 
 if TYPE_CHECKING:
-    from tiermoe.measure.make_profiles import Found
+    from tiermoe.measure.profiles import MadeProfile
 
 NEEDED = ("hobbit", "edgemoe", "fate", "corm")
 """Presets that cannot run without a calibration."""
 
 NAMES = (*NEEDED, "mobile", "nimble")
-"""Mobile has the paper's gamma, nimble values that were found on other models."""
+"""Presets that can be calibrated. Without it mobile has the paper's gamma, nimble values found on other models."""
 
 
 @opt.engine_options(without=["cache", "chunk", "context", "kv_bits", "preset", "set"])
 def calibrate(
     model: opt.Model,
-    text: TextFile,
+    text: opt.RecordedText,
     options: dict[str, Any],
     for_: Annotated[str, typer.Option("--for", help="Presets to calibrate.")] = ",".join(NEEDED),
-    tokens: Tokens = 2048,
-    prompt: Prompt = 32,
-    sequence: Sequence = 256,
+    tokens: opt.RecordedTokens = 2048,
+    prompt: opt.SequencePrompt = 32,
+    sequence: opt.SequenceLength = 256,
     tolerated_loss: Annotated[
-        str, typer.Option(help="Loss that edgemoe's bitwidths and mobile's gamma may cost, on text not searched on.")
+        str, typer.Option(help="Loss that edgemoe's bitwidths and mobile's gamma may cost on held-out text.")
     ] = "5%",
     fallback_ratio: Annotated[
         str | None,
-        typer.Option(help="Find the gamma that lets so many tokens fall back, like 15%.", show_default=False),
+        typer.Option(
+            help="Find mobile's gamma at which this share of tokens falls back, like 15%.", show_default=False
+        ),
     ] = None,
-    metric: Annotated[str, typer.Option(help="What edgemoe's loss is of: perplexity or rouge2.")] = "perplexity",
+    metric: Annotated[str, typer.Option(help="Metric of edgemoe's loss: perplexity or rouge2.")] = "perplexity",
     pairs: Annotated[
         Path | None,
         typer.Option(help='Documents for rouge2: {"document": ..., "summary": ...} a line.', show_default=False),
     ] = None,
-    for_cache: Annotated[str, typer.Option(help="Expert cache that will run, for hobbit's weights.")] = "45%",
+    for_cache: Annotated[str, typer.Option(help="Expert cache that hobbit's weights are tuned for.")] = "45%",
     bitwidth_quantizer: Annotated[
-        str, typer.Option(help="How edgemoe's bitwidths are made: linear (the paper's) or hqq.")
+        str, typer.Option(help="Quantiser of edgemoe's bitwidths: linear (the paper's) or hqq.")
     ] = "linear",
     usage_share: Annotated[
-        str, typer.Option(help="Of a layer's experts, the least used ones that corm has in low precision.")
+        str, typer.Option(help="Share of a layer's experts, the least used, that corm keeps in low precision.")
     ] = "30%",
     processes: Annotated[
         int | None,
-        typer.Option(help="Processes that measure the importance of edgemoe's experts.", show_default=False, min=1),
+        typer.Option(help="Processes that measure the importance of experts for edgemoe.", show_default=False, min=1),
     ] = None,
     ray: Annotated[
-        bool, typer.Option("--ray", help="Those processes are Ray's, of this machine or of RAY_ADDRESS's cluster.")
+        bool, typer.Option("--ray", help="Run them on Ray: on this machine, or on RAY_ADDRESS's cluster.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Make anew what is calibrated already.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Calibrate again what is calibrated already.")] = False,
 ) -> None:
-    """Measure what presets need to know of a model, once, and keep it beside its store. Interrupted, it picks up where
-    it stopped when run again."""
+    """Measure what presets need to know of a model, once, and keep it beside its store. After an interruption the next
+    run resumes."""
     names = parse_names(for_)
     loss = parse_percent("tolerated-loss", tolerated_loss)
     ratio = None if fallback_ratio is None else parse_percent("fallback-ratio", fallback_ratio)
     _check_processes(names, processes, ray)
-    content = read_text(text)
+    content = opt.read_text(text)
     with starting():
-        from tiermoe.process import footprint
-
-        footprint.import_libraries(own_process=True)
-        from tiermoe.measure.calibration import Asked, prepare
-        from tiermoe.measure.make_profiles import Found, make_profiles
-        from tiermoe.measure.sequences import Cut
+        from tiermoe.measure.calibrate import CalibrationOptions, prepare
+        from tiermoe.measure.profiles import MadeProfile, make_profiles
         from tiermoe.measure.tasks import read_pairs
+        from tiermoe.measure.texts import SequenceShape
 
-        asked = Asked(
+        asked = CalibrationOptions(
             loss,
             ratio,
             metric,
@@ -91,11 +87,11 @@ def calibrate(
             for_cache,
             parse_percent("usage-share", usage_share),
         )
-        calibration = prepare(model, text.name, content, Cut(tokens, prompt, sequence), options, asked)
+        calibration = prepare(model, text.name, content, SequenceShape(tokens, prompt, sequence), options, asked)
     with progress_bar() as progress:
         results = make_profiles(calibration, names, progress, force)
-    found = [result for result in results if isinstance(result, Found)]
-    failed = [result for result in results if not isinstance(result, Found)]
+    found = [result for result in results if isinstance(result, MadeProfile)]
+    failed = [result for result in results if not isinstance(result, MadeProfile)]
     if found:
         Terminal().print(_table(found))
         note(f"[kept in {calibration.store / 'profiles'}]")
@@ -106,18 +102,18 @@ def calibrate(
 
 
 def _check_processes(names: list[str], processes: int | None, ray: bool) -> None:
-    """ConfigError where `--processes` or `--ray` would do nothing, or Ray is not there."""
+    """ConfigError where `--processes` or `--ray` would have no effect, or Ray is not installed."""
     for option, given in (("--ray", ray), ("--processes", processes is not None)):
         if given and "edgemoe" not in names:
             raise ConfigError(f"{option} measures edgemoe's experts, and --for names other presets; leave it out")
     if ray and processes is None:
         raise ConfigError("--ray runs the measuring processes; say how many with --processes")
     if ray:
-        need_ray("--ray")
+        opt.need_ray("--ray")
 
 
 def parse_names(text: str) -> list[str]:
-    """The presets of '--for'. ConfigError for one that needs no calibration, or is none."""
+    """The presets of `--for`. ConfigError for a name that needs no calibration, or is no preset."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in NAMES:
@@ -134,7 +130,7 @@ def parse_percent(name: str, text: str) -> float:
         raise ConfigError(f"{name} {text!r} is not a share; write it like 5%") from None
 
 
-def _table(found: list[Found]) -> Table:
+def _table(found: list[MadeProfile]) -> Table:
     table = Table(title="calibrated", title_justify="left")
     for column in ("preset", "setting", "found"):
         table.add_column(column)

@@ -19,19 +19,19 @@ from tiermoe.config import format_size
 from tiermoe.errors import ConfigError, ModelError, PromptError
 
 OTHERWISE = {"temperature": 0.7, "top_p": 0.95}
-"""How a model that says nothing of sampling chats."""
+"""Sampling where neither options nor the model's generation_config.json name it."""
 
 HELP = """\
 /help            this text
 /stats           hits, misses, bytes, waiting time and memory since loading
-/set NAME VALUE  how tokens are chosen, like temperature 0 or seed none; /set alone shows all
-/system TEXT     what the model is told before the conversation; /system alone shows it, /system none takes it back
+/set NAME VALUE  a sampling parameter, like temperature 0 or seed none; /set alone shows all
+/system TEXT     the system prompt; /system alone shows it, /system none removes it
 //TEXT           a message that begins with /
 /clear           forget the conversation
 /bye             leave (so does Ctrl-D); Ctrl-C stops the reply
 Lines that are pasted at once are one message."""
 PASTE_S = 0.02
-"""How long a terminal may take to hand over the next line of what is pasted."""
+"""Seconds that a terminal may take to deliver the next line of pasted text."""
 
 
 def _is_none(text: str) -> bool:
@@ -55,7 +55,7 @@ KINDS: dict[Any, tuple[str, Callable[[str], Any]]] = {
     float | None: ("a number or none", _or_none(float)),
     Mapping[int, float]: ("tokens and what is added to their logits, like 15=-2,20=0.5, or none", _read_bias),
 }
-"""Type of a field of `Sampling` → what /set takes for it, and how that is read (ValueError where it is not that)."""
+"""Type of a field of `Sampling` → (what /set takes for it, in words; its parser, which raises ValueError)."""
 
 
 @opt.engine_options()
@@ -67,11 +67,9 @@ def chat(
     top_p: opt.TopP = None,
     top_k: opt.TopK = None,
     seed: opt.Seed = None,
-    system: Annotated[
-        str, typer.Option(help="What the model is told before the conversation.", show_default=False)
-    ] = "",
+    system: Annotated[str, typer.Option(help="System prompt.", show_default=False)] = "",
 ) -> None:
-    """Talk to a model in its chat template. Type /help for the commands."""
+    """Chat with a model in its chat template. Type /help for the commands."""
     named = opt.given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     sampling = make_sampling(**named)
 
@@ -89,10 +87,10 @@ def chat(
 
 
 class _Chat:
-    """A conversation: its messages, its sampling settings, and the keys and values computed so far."""
+    """A conversation in the terminal: replies, /commands and sampling parameters."""
 
     def __init__(self, session: Session, sampling: Any, system: str) -> None:
-        from tiermoe.generation.chat import Conversation
+        from tiermoe.engine.chat import Conversation
 
         self._session = session
         self._sampling = sampling
@@ -119,13 +117,13 @@ class _Chat:
             print(flush=True)
             note("[stopped]")
         except BrokenPipeError:
-            raise  # nobody is there to be answered
-        except Exception as error:  # whatever it is, what was said so far need not go with it
+            raise  # nobody reads the answer
+        except Exception as error:  # whatever it is, the conversation goes on
             print(flush=True)
             note(f"tiermoe: {one_line(cause(error))}")
 
     def _command(self, text: str) -> bool:
-        """Runs a /command; False where the conversation is over."""
+        """Runs a /command. False: the conversation is over."""
         match text.split():
             case ["/bye"]:
                 return False
@@ -141,8 +139,8 @@ class _Chat:
             case ["/set", name, *words]:
                 self._set(name, " ".join(words))
             case ["/system", *_]:
-                if told := text.removeprefix("/system").strip():
-                    self._conversation.system = "" if _is_none(told) else told
+                if system := text.removeprefix("/system").strip():
+                    self._conversation.system = "" if _is_none(system) else system
                 note(f"system = {self._conversation.system or None}")
             case words:
                 note(f"unknown command {' '.join(words)}; /help lists them, a message that begins with / is typed //")
@@ -178,8 +176,8 @@ def _refuse_encoder_decoder(blueprint: Any) -> None:
 
 
 def _messages() -> Iterator[str]:
-    """What the user says: with editing and history on a terminal, where lines that are pasted at once are one message;
-    a line a message where input is piped."""
+    """Messages of the user. On a terminal lines can be edited and lines that are pasted at once are one message; in a
+    pipe each line is a message."""
     prompt, terminal = "", sys.stdin.isatty()
     if terminal:
         prompt = "> "
@@ -211,6 +209,7 @@ def _messages() -> Iterator[str]:
 
 
 def _stats(stats: dict[str, Any]) -> str:
+    """The line of /stats."""
     return (
         f"hit rate {stats['hit_rate']:.1%} ({stats['expert_hits']} hits, {stats['expert_misses']} misses), "
         f"{format_size(stats['bytes_read'])} read, waited {stats['wait_s']:.1f} s, "

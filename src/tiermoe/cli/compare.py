@@ -1,4 +1,4 @@
-"""`tiermoe compare`: presets side by side on one text, in one table and one picture."""
+"""`tiermoe compare`: presets on one text and budget, in a table and a picture."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from tiermoe.bench.plots import compare_presets, require_plots, speed_in_figures
 from tiermoe.cli import options as opt
-from tiermoe.cli.chart import draw, in_figures
-from tiermoe.cli.evaluate import Prompt, TextFile, Tokens, Window, read_text, scored
+from tiermoe.cli.evaluate import scored
 from tiermoe.cli.output import note, progress_bar
 from tiermoe.cli.terminal import Terminal
 from tiermoe.config import format_size, settings
@@ -28,16 +28,14 @@ _WIDE = 120  # columns of a table that goes to a file or a pipe
 @opt.engine_options(without=["context", "preset", "set"])
 def compare(
     model: opt.Model,
-    text: TextFile,
+    text: opt.ScoredText,
     options: dict[str, Any],
     presets: Annotated[str, typer.Option(help="all, or names with commas.")] = "all",
-    tokens: Tokens = 512,
-    window: Window = 128,
-    prompt: Prompt = 32,
+    tokens: opt.ScoredTokens = 512,
+    window: opt.Window = 128,
+    prompt: opt.WindowPrompt = 32,
     rounds: Annotated[int, typer.Option(help="Times that each preset is measured.")] = 3,
-    reference: Annotated[
-        str, typer.Option(help="Compare with the checkpoint's own weights: 16bit, none, or a saved file.")
-    ] = "16bit",
+    reference: opt.Reference = "16bit",
     picture: Annotated[
         Path | None,
         typer.Option(help="Draw speed over quality into this .svg file.", show_default=False),
@@ -59,7 +57,7 @@ def compare(
     ±: standard error over the windows. --json has more: waiting, peak memory.
     """
     settings(**options)
-    content = read_text(text)
+    content = opt.read_text(text)
     names = presets_asked(presets)
     if rounds < 1:
         raise ConfigError(f"rounds must be at least 1, got {rounds}")
@@ -73,7 +71,7 @@ def compare(
     else:
         _print(results)
     if picture is not None:
-        _write(picture, draw(results))
+        _write(picture, compare_presets(results))
 
 
 def _measure(case: Case, names: list[str], rounds: int) -> list[dict[str, Any]]:
@@ -95,6 +93,7 @@ def _check_picture(picture: Path) -> None:
         raise ConfigError(f"the picture {picture} must be named .svg; a browser shows it and converts it")
     if not picture.absolute().parent.is_dir():
         raise ConfigError(f"the picture's folder {picture.parent} does not exist; make it first")
+    require_plots()
 
 
 def _write(picture: Path, drawing: str) -> None:
@@ -128,7 +127,7 @@ def _table(results: list[dict[str, Any]]) -> Table:
 
 
 Column = tuple[str, Callable[[dict[str, Any]], str]]
-"""A heading, and what a row of results shows below it."""
+"""(heading, function from a row of results to the cell's text)."""
 
 
 def _columns(results: list[dict[str, Any]]) -> list[Column]:
@@ -137,10 +136,10 @@ def _columns(results: list[dict[str, Any]]) -> list[Column]:
         ("preset", lambda row: row["preset"] + (" *" if row["lossy"] else "")),
         ("bits", lambda row: str(row["bits"])),
         ("cached", lambda row: f"{row['cache_fraction']:.0%}"),
-        ("decode\ntok/s", lambda row: in_figures(row["decode_tok_s"])),
-        ("range", lambda row: "–".join(map(in_figures, row["decode_tok_s_range"]))),
+        ("decode\ntok/s", lambda row: speed_in_figures(row["decode_tok_s"])),
+        ("range", lambda row: "–".join(map(speed_in_figures, row["decode_tok_s_range"]))),
         *((heading, _ratio(key)) for heading, key in ratios.items() if key in results[0]),
-        ("prefill\ntok/s", lambda row: in_figures(row["prefill_tok_s"])),
+        ("prefill\ntok/s", lambda row: speed_in_figures(row["prefill_tok_s"])),
         ("read a\ntoken", lambda row: format_size(row["bytes_per_token"])),
         ("hits", lambda row: f"{row['hit_rate']:.0%}"),
     ]

@@ -1,4 +1,4 @@
-"""`tiermoe eval`: how good a preset's text is beside the 16-bit weights, and how fast it came."""
+"""`tiermoe eval`: quality of a preset beside the 16-bit weights, and its speed."""
 
 from __future__ import annotations
 
@@ -13,41 +13,32 @@ from tiermoe.cli import options as opt
 from tiermoe.cli.output import BOUND, note, progress_bar, starting
 from tiermoe.cli.terminal import Terminal
 from tiermoe.config import format_size
-from tiermoe.errors import ConfigError
-
-TextFile = Annotated[Path, typer.Option("--text", help="A text file to score, UTF-8.", show_default=False)]
-Tokens = Annotated[int, typer.Option(help="Tokens to score, in whole windows spread over the text.")]
-Window = Annotated[int, typer.Option(help="Tokens of a window that are scored, each decoded on its own.")]
-Prompt = Annotated[int, typer.Option(help="Tokens before them in a window, read at once.")]
 
 
 @opt.engine_options(without=["context"])
 def evaluate(
     model: opt.Model,
-    text: TextFile,
+    text: opt.ScoredText,
     options: dict[str, Any],
-    tokens: Tokens = 2048,
-    window: Window = 256,
-    prompt: Prompt = 32,
-    reference: Annotated[
-        str, typer.Option(help="Compare with the checkpoint's own weights: 16bit, none, or a saved file.")
-    ] = "16bit",
+    tokens: opt.ScoredTokens = 2048,
+    window: opt.Window = 256,
+    prompt: opt.WindowPrompt = 32,
+    reference: opt.Reference = "16bit",
     save_reference: Annotated[
         Path | None,
-        typer.Option(help="Score the checkpoint's own weights alone, into a file.", show_default=False),
+        typer.Option(
+            help="Score the checkpoint's own weights alone and save the reference to a file.", show_default=False
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of one JSON object.")] = False,
 ) -> None:
     """Score a text: perplexity, KL divergence and same top-1 against the 16-bit weights, with standard errors."""
-    content = read_text(text)
+    content = opt.read_text(text)
     with starting():
-        from tiermoe.process import footprint
-
-        footprint.import_libraries(own_process=True)
         from tiermoe.measure.evaluate import prepare
-        from tiermoe.measure.windows import Shape
+        from tiermoe.measure.texts import WindowShape
 
-        evaluation = prepare(model, content, Shape(prompt, window, tokens), options)
+        evaluation = prepare(model, content, WindowShape(prompt, window, tokens), options)
     with progress_bar() as progress:
         if save_reference is not None:
             result = evaluation.save_reference(save_reference, progress)
@@ -60,18 +51,8 @@ def evaluate(
     note(conditions(result))
 
 
-def read_text(path: Path) -> str:
-    """The text of a file. ConfigError where it cannot be read, or is not UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"the text {path} cannot be read: {error.strerror}; name a text file with --text") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start:,}); convert it first") from error
-
-
 def conditions(result: dict[str, Any]) -> str:
-    """What a result holds for, in a line."""
+    """The conditions of a result, in a line."""
     parts = [scored(result)]
     if "preset" in result:
         parts += [
@@ -84,7 +65,7 @@ def conditions(result: dict[str, Any]) -> str:
 
 
 def scored(result: dict[str, Any]) -> str:
-    """What was scored, and how."""
+    """The scored text, in words."""
     return (
         f"{result['tokens']} tokens in {result['windows']} windows of {result['prompt']} + {result['window']}, "
         f"each token decoded on its own"

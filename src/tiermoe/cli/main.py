@@ -1,4 +1,4 @@
-"""Entry of the `tiermoe` command: its subcommands, and one-line errors with exit code 2."""
+"""Entry point of the `tiermoe` command: subcommands that are imported when they run, errors in one line."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from tiermoe import __version__
 from tiermoe.cli.output import TRACEBACK, cause, ends_at_once, one_line
 
 COMMANDS = {
-    "run": ("tiermoe.cli.run:run", "Answer one prompt; the first run of a model packs its experts."),
-    "chat": ("tiermoe.cli.chat:chat", "Talk to a model in the terminal."),
+    "run": ("tiermoe.cli.run:run", "Answer one prompt. The first run of a model packs its experts."),
+    "chat": ("tiermoe.cli.chat:chat", "Chat with a model in the terminal."),
     "serve": ("tiermoe.cli.serve:serve", "Serve a model to OpenAI's and Anthropic's clients."),
-    "pack": ("tiermoe.cli.pack:pack", "Pack a model's experts ahead of the first run."),
-    "plan": ("tiermoe.cli.plan:plan", "Show how a memory budget would be used and how fast the model would run."),
-    "show": ("tiermoe.cli.show:show", "Show what a model or a store holds."),
-    "presets": ("tiermoe.cli.presets:presets", "List the presets, or show what one is made of."),
-    "calibrate": ("tiermoe.cli.calibrate:calibrate", "Learn from a text what a preset needs to know of a model."),
-    "compare": ("tiermoe.cli.compare:compare", "Run presets over the same text: speed, bytes, loss."),
-    "bench": ("tiermoe.cli.bench:bench", "Measure a model's speed, beside llama.cpp's if asked."),
-    "trace": ("tiermoe.cli.trace:trace", "Record which experts a text uses."),
-    "simulate": ("tiermoe.cli.simulate:simulate", "Replay a recorded trace on a virtual machine."),
-    "eval": ("tiermoe.cli.evaluate:evaluate", "Measure a model's loss on a text."),
+    "pack": ("tiermoe.cli.pack:pack", "Pack a model's experts into a store before the first run."),
+    "plan": ("tiermoe.cli.plan:plan", "Show how a memory budget is divided, and the speed to expect."),
+    "show": ("tiermoe.cli.show:show", "Show layers, experts and precisions of a model or a store."),
+    "presets": ("tiermoe.cli.presets:presets", "List the presets, or show the parts and settings of one."),
+    "calibrate": ("tiermoe.cli.calibrate:calibrate", "Measure on a text what a preset needs to know of a model."),
+    "compare": ("tiermoe.cli.compare:compare", "Compare presets on one text: speed, bytes read, quality."),
+    "bench": ("tiermoe.cli.bench:bench", "Measure speed beside llama.cpp, transformers and accelerate."),
+    "trace": ("tiermoe.cli.trace:trace", "Record a routing trace: which experts a text uses."),
+    "simulate": ("tiermoe.cli.simulate:simulate", "Replay a routing trace on a simulated machine."),
+    "eval": ("tiermoe.cli.evaluate:evaluate", "Measure perplexity and KL divergence of a preset on a text."),
 }
-"""Command → the function that runs it, and its line in the list of commands, in the order of that list."""
+"""Command → (module:function, its line in the list of commands), in the order of that list."""
 
 
 class LazyCommands(TyperGroup):
-    """A group of commands that imports a command's module when the command is invoked, or its help is: importing every
-    module, and torch with them, takes seconds."""
+    """Group of commands whose modules are imported when a command or its help is invoked: `--version` and `--help`
+    import none of them."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -59,22 +59,22 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(named: bool) -> None:
+    if named:
         print(f"tiermoe {__version__}")
         raise typer.Exit
 
 
-@app.callback(epilog=f"{TRACEBACK}=1 in the environment shows the traceback of an error that was not foreseen.")
+@app.callback(epilog=f"{TRACEBACK}=1 in the environment shows the traceback of an unexpected error.")
 def _root(
     version: bool = typer.Option(False, "--version", help="Print the version.", callback=_version, is_eager=True),
 ) -> None:
     """Run Mixture-of-Experts language models larger than the memory they run in, exactly."""
 
 
-# typer carries its own copy of click; this is that copy's base of all errors in how a command was typed
-_TypedWrong: type[Exception] = typer.BadParameter.__mro__[2]
-_HELP_SHOWN: type[Exception] = sys.modules[typer.BadParameter.__module__].NoArgsIsHelpError
+# typer carries its own copy of click: the base class of that copy's errors, and the error that is raised after help
+_ClickError: type[Exception] = typer.BadParameter.__mro__[2]
+_HelpShown: type[Exception] = sys.modules[typer.BadParameter.__module__].NoArgsIsHelpError
 
 
 def main() -> None:
@@ -84,11 +84,11 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except BrokenPipeError:
-        # the reader of our output is gone: nothing more to say, also not while the interpreter shuts down
+        # nobody reads our output any more: print nothing, also not while the interpreter shuts down
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except _TypedWrong as error:
-        if isinstance(error, _HELP_SHOWN):
+    except _ClickError as error:
+        if isinstance(error, _HelpShown):
             sys.exit(2)
         _fail(_explain(error))
     except Exception as error:

@@ -1,7 +1,8 @@
-"""The options that commands share, declared once: those of the engine, and those of sampling.
+"""Options that several commands share, and how their values are read.
 
-A command takes the engine's as one dict, its parameter `options`, which `engine_options` spells out for typer. Names
-and defaults are those of `config.Settings`: what is left out means the same in every command and in `tiermoe.load`.
+`ENGINE` has the options of an engine. A command takes them as one dict, its parameter `options`, which `engine_options`
+spells out for typer. Names and defaults are those of `config.Settings`: an option that is left out means the same in
+every command and in `tiermoe.load`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ ENGINE: dict[str, Any] = {
     "gpu_memory": Annotated[
         str | None,
         typer.Option(
-            help="Bound on what is put on a GPU, like 6GiB. Default: what it has free, less a reserve.",
+            help="Bound on allocations on a GPU, like 6GiB. Default: the GPU's free memory, less a reserve.",
             show_default=False,
         ),
     ],
@@ -48,7 +49,7 @@ ENGINE: dict[str, Any] = {
         int | None,
         typer.Option(
             help="Precision of the experts: 16 (the checkpoint's own), 8, 4, 3 or 2 bits. Default: the preset's, "
-            "else 4, and of what comes quantised its own.",
+            "else 4; for a checkpoint that is quantised already, its own.",
             show_default=False,
         ),
     ],
@@ -56,14 +57,14 @@ ENGINE: dict[str, Any] = {
         int | None,
         typer.Option(
             help="Precision of the other linear layers: 16, 8 or 4 bits (4: the output layer at 6, on GPUs 8). "
-            "Default: the preset's, else that of the experts, 4 where theirs is less.",
+            "Default: the preset's, else that of the experts, but at least 4.",
             show_default=False,
         ),
     ],
     "quantizer": Annotated[
         str | None,
         typer.Option(
-            help=f"How 4 and 2 bits are made: {', '.join(QUANTIZERS)}. gptq and gptq-nonlinear lose least; tiermoe "
+            help=f"Quantiser of 4 and 2 bits: {', '.join(QUANTIZERS)}. gptq and gptq-nonlinear lose least; tiermoe "
             "pack calibrates them on a text. 3 bits are always nonlinear, or gptq-nonlinear where a gptq is named. "
             f"Default: {DEFAULT_QUANTIZER}.",
             show_default=False,
@@ -76,16 +77,19 @@ ENGINE: dict[str, Any] = {
             show_default=False,
         ),
     ],
-    "chunk": Annotated[int, typer.Option(help="Tokens of a prompt that run at once.")],
+    "chunk": Annotated[int, typer.Option(help="Prompt tokens that run in one step (chunked prefill).")],
     "context": Annotated[
         int | None,
-        typer.Option(help="Tokens, prompt and answer, to reserve key/value memory for.", show_default=False),
+        typer.Option(
+            help="Tokens of prompt and answer for which KV cache is reserved. Default: as many as the prompt and "
+            "--max-tokens need (run), else the model's own context, at most 4096.",
+            show_default=False,
+        ),
     ],
     "kv_bits": Annotated[
         int,
         typer.Option(
-            help="Precision of keys and values in the cache: 16 bits (the checkpoint's own), or 8: half the memory; "
-            "tokens can change."
+            help="Precision of the KV cache: 16 bits (the checkpoint's own), or 8: half the memory; tokens can change."
         ),
     ],
     "decoder": Annotated[
@@ -94,7 +98,7 @@ ENGINE: dict[str, Any] = {
             help="auto: tiermoe's own decoder where it has one for the family; generic: transformers' modelling code."
         ),
     ],
-    "preset": Annotated[str, typer.Option(help="A named composition; `tiermoe presets` lists them.")],
+    "preset": Annotated[str, typer.Option(help="A named composition of policies; `tiermoe presets` lists them.")],
     "set": Set,
     "lanes": Annotated[
         int | None,
@@ -105,19 +109,20 @@ ENGINE: dict[str, Any] = {
 }
 """Setting → the option of that name."""
 
+# --- sampling: run, chat ---
+
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
 Temperature = Annotated[
     float | None,
     typer.Option(
-        help="0 always takes the likeliest token, higher samples more freely. "
-        "Default: as the model's generation_config.json says, else 0 (run) or 0.7 (chat).",
+        help="Sampling temperature; 0 is greedy. Default: as generation_config.json says, else 0 (run) or 0.7 (chat).",
         show_default=False,
     ),
 ]
 TopP = Annotated[
     float | None,
     typer.Option(
-        help="Sample from the likeliest tokens that make up this probability. "
+        help="Nucleus sampling: the likeliest tokens that make up this probability. "
         "Default: as generation_config.json says, else 1 (run) or 0.95 (chat).",
         show_default=False,
     ),
@@ -125,20 +130,37 @@ TopP = Annotated[
 TopK = Annotated[
     int | None,
     typer.Option(
-        help="Sample from so many of the likeliest tokens, 0: from all. "
-        "Default: as generation_config.json says, else 0.",
+        help="Sample from the K likeliest tokens; 0: from all. Default: as generation_config.json says, else 0.",
         show_default=False,
     ),
 ]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", show_default=False)]
 
+# --- a text that is scored: eval, compare ---
+
+ScoredText = Annotated[Path, typer.Option("--text", help="A text file to score, UTF-8.", show_default=False)]
+ScoredTokens = Annotated[int, typer.Option(help="Tokens to score, in whole windows spread over the text.")]
+Window = Annotated[int, typer.Option(help="Scored tokens of a window, each decoded on its own.")]
+WindowPrompt = Annotated[int, typer.Option(help="Tokens before them in a window, which run as a prompt.")]
+Reference = Annotated[
+    str, typer.Option(help="Compare with the checkpoint's own weights: 16bit, none, or a saved file.")
+]
+
+# --- a text whose routing is recorded: trace, calibrate ---
+
+RecordedText = Annotated[Path, typer.Option("--text", help="A text file to run, UTF-8.", show_default=False)]
+RecordedTokens = Annotated[int, typer.Option(help="Tokens to record, in whole sequences spread over the text.")]
+SequencePrompt = Annotated[int, typer.Option(help="Tokens of a sequence that run as its prompt.")]
+SequenceLength = Annotated[
+    int, typer.Option(help="Tokens of a sequence; those after its prompt are decoded one by one.")
+]
+
 Command = Callable[..., None]
 
 
 def engine_options(only: Sequence[str] = (), without: Sequence[str] = ()) -> Callable[[Command], Command]:
-    """Spells out a command's parameter `options`: the engine's options, `only` those, or all `without` those. The
-    command gets a dict of what `config.settings` takes: every option but those that were left out and have no
-    default."""
+    """Decorator that spells out a command's parameter `options` as options of the engine. only: their names; empty:
+    all. without: names to leave out. The command gets a dict for `config.settings`, without options that are None."""
     assert ENGINE.keys() >= {*only, *without}
     names = [name for name in only or ENGINE if name not in without]
 
@@ -161,7 +183,7 @@ def engine_options(only: Sequence[str] = (), without: Sequence[str] = ()) -> Cal
             else:
                 parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
         signature = inspect.Signature(parameters)
-        # what typer reads
+        # typer reads these two
         expanded.__signature__ = signature  # type: ignore[attr-defined]
         expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return expanded
@@ -175,12 +197,12 @@ def _option(name: str) -> inspect.Parameter:
 
 
 def _parameter(name: str) -> str:
-    """A setting's parameter: `set` is Python's own name."""
+    """Name of a setting's parameter: `set` is a builtin."""
     return f"{name}_" if name == "set" else name
 
 
 def changes(set_: list[str] | None) -> dict[str, str] | None:
-    """What the `--set` options replace; None where there is none. ConfigError for one that is not NAME=VALUE."""
+    """Name → value of the `--set` options; None without any. ConfigError for one that is not NAME=VALUE."""
     if not set_:
         return None
     pairs = [text.partition("=") for text in set_]
@@ -191,5 +213,23 @@ def changes(set_: list[str] | None) -> dict[str, str] | None:
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """The options that were given: those that are not None."""
+    """The options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
+
+
+def read_text(path: Path) -> str:
+    """The text of a file. ConfigError where it cannot be read, or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the text {path} cannot be read: {error.strerror}; name a text file with --text") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start:,}); convert it first") from error
+
+
+def need_ray(option: str) -> None:
+    """ConfigError, naming the option, where Ray Serve is not installed."""
+    try:
+        import ray.serve  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"{option} needs {error.name}: pip install 'tiermoe[ray]'") from error

@@ -1,4 +1,5 @@
-"""What people see beside the answer: progress and summaries on standard error, bars on a terminal only."""
+"""Output beside the answer, on standard error: notes, spinners, progress and summaries. Bars appear on a terminal
+only."""
 
 from __future__ import annotations
 
@@ -13,40 +14,40 @@ from typing import TYPE_CHECKING, Any
 
 from tiermoe.config import format_size
 from tiermoe.errors import PromptError, TiermoeError
+from tiermoe.platform.process_memory import import_libraries
 
 if TYPE_CHECKING:
-    from tiermoe.generation.loop import Report
+    from tiermoe.engine.generate import Report
     from tiermoe.model.prepare_store import Progress as ProgressCall
 
 SECONDS_BETWEEN = 10.0
-"""At least, between two lines of progress where standard error is no terminal."""
+"""Seconds between two lines of progress, at least, where standard error is no terminal."""
 TRACEBACK = "TIERMOE_TRACEBACK"
-"""The environment variable with which an error that was not foreseen ends in a traceback."""
+"""Environment variable: unexpected errors end in a traceback."""
 
 BOUND = "the {:.1f} that drive and computing allow"
-"""Of a bound in tokens a second."""
+"""A bound in tokens a second, in words."""
 
 
 def note(text: str) -> None:
-    """Lines on standard error."""
+    """Prints lines on standard error."""
     print("\n".join(map(plain, text.split("\n"))), file=sys.stderr, flush=True)
 
 
 def plain(text: str) -> str:
-    """Text in which a model may have a say, for a terminal: characters that it would obey, or cannot show, are written
-    as escapes."""
+    """Untrusted text for a terminal: characters that a terminal obeys, or cannot show, are escaped."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def one_line(text: str) -> str:
-    """`plain` text without newlines: libraries' messages have several."""
+    """`plain` text without newlines: messages of libraries have several lines."""
     return plain(" ".join(text.split()))
 
 
 def cause(error: Exception) -> str:
-    """What is told of an error. One that was not foreseen is raised where `TRACEBACK` is set."""
+    """The message that is printed for an error. An unexpected one is raised where `TRACEBACK` is set."""
     if isinstance(error, TiermoeError):
         return str(error)
     if isinstance(error, MemoryError):
@@ -58,7 +59,7 @@ def cause(error: Exception) -> str:
 
 @contextlib.contextmanager
 def utf8_input() -> Iterator[None]:
-    """While standard input is read: PromptError where it is no UTF-8."""
+    """Around reads of standard input: PromptError where the input is not UTF-8."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -66,8 +67,8 @@ def utf8_input() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """A spinner on a terminal while something takes a few seconds; nothing elsewhere."""
+def spinner(what: str) -> Iterator[None]:
+    """A spinner on a terminal around work of a few seconds; nothing elsewhere."""
     if not sys.stderr.isatty():
         yield
         return
@@ -79,10 +80,11 @@ def waiting(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ends_at_once() -> Iterator[None]:
-    """Ctrl-C ends the process there and then, with exit code 130: for imports and headers, where nothing has to be
-    cleaned up. Libraries swallow a KeyboardInterrupt while they are imported, in `__del__` or in an `except`, and are
-    half imported then; raised under pybind11 it aborts the process."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or not _in_main_thread():
+    """Around imports and the reading of headers: Ctrl-C ends the process at once with exit code 130, as nothing has to
+    be cleaned up. Libraries swallow a KeyboardInterrupt while they are imported, in `__del__` or in an `except`, and
+    are half imported then; raised under pybind11 it aborts the process."""
+    main_thread = threading.current_thread() is threading.main_thread()
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or not main_thread:
         yield
         return
 
@@ -98,20 +100,18 @@ def ends_at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
 @contextlib.contextmanager
 def starting(what: str = "starting") -> Iterator[None]:
-    """`waiting` for imports and headers; Ctrl-C ends the process at once."""
-    with ends_at_once(), waiting(what):
+    """Imports torch and transformers, then runs the block, which imports the modules that need them and reads headers:
+    `spinner`, and Ctrl-C ends the process at once."""
+    with ends_at_once(), spinner(what):
+        import_libraries(own_process=True)
         yield
 
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[ProgressCall]:
-    """A callback that shows progress with the time left: a bar on a terminal, else a line now and then."""
+    """A callback (task, done, total) that shows progress and the time left: a bar on a terminal, else `_lines`."""
     if not sys.stderr.isatty():
         yield _lines()
         return
@@ -131,8 +131,8 @@ def progress_bar() -> Iterator[ProgressCall]:
 
 
 def prompt_progress() -> Callable[[int, int], None]:
-    """A callback (tokens read, of how many) for a prompt's chunks: a line on a terminal, which is gone when all are
-    read; nothing elsewhere."""
+    """A callback (tokens read, tokens of the prompt) for the chunks of a prompt: a line on a terminal, which disappears
+    when all are read; nothing elsewhere."""
     if not sys.stderr.isatty():
         return lambda done, total: None
     time_left = TimeLeft()
@@ -146,13 +146,13 @@ def prompt_progress() -> Callable[[int, int], None]:
 
 
 class TimeLeft:
-    """What a task that goes on evenly still takes, from the pace since its first call: ', 80 s left'."""
+    """Time left of a task at its pace since the first call, in words: ', 80 s left'."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
 
     def __call__(self, done: int, total: int) -> str:
-        """'' where nothing is known yet."""
+        """Empty where the pace is not known yet."""
         now = time.perf_counter()
         before, began = self._first = self._first or (done, now)
         if done == before:
@@ -162,15 +162,16 @@ class TimeLeft:
 
 
 def _lines() -> ProgressCall:
-    """A callback that writes a line when something begins, one now and then on the way, and one when it is done."""
+    """A callback (task, done, total) that prints a line when a task begins, one every `SECONDS_BETWEEN`, and one when
+    it is done."""
     tasks: dict[str, TimeLeft] = {}
     last = 0.0
 
     def report(what: str, done: int, total: int) -> None:
         nonlocal last
-        begins, now = what not in tasks, time.perf_counter()
+        new, now = what not in tasks, time.perf_counter()
         left = tasks.setdefault(what, TimeLeft())(done, total)
-        if begins:
+        if new:
             note(f"{what}: {total} to do")
             last = now
         elif done < total and now - last >= SECONDS_BETWEEN:
@@ -183,7 +184,7 @@ def _lines() -> ProgressCall:
 
 
 def summary(report: Report) -> str:
-    """The closing line of an answer."""
+    """The line printed after an answer."""
     parts = [f"{report.completion_tokens} tokens"]
     if report.decode_tok_s:
         parts.append(f"{report.decode_tok_s:.1f} tok/s")

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from tiermoe.cli import options as opt
-from tiermoe.cli.evaluate import read_text
 from tiermoe.cli.output import note, progress_bar, starting
 from tiermoe.config import BITS, Settings, format_size, settings
 from tiermoe.errors import ConfigError
@@ -21,7 +20,7 @@ def pack(
     bits: Annotated[
         str | None,
         typer.Option(
-            help="Precisions to pack, like 4 or 4,2. Default: 4; what comes quantised is used as it is.",
+            help="Precisions to pack, like 4 or 4,2. Default: 4; a quantised checkpoint is used as it is.",
             show_default=False,
         ),
     ] = None,
@@ -35,31 +34,28 @@ def pack(
     calibration_text: Annotated[
         Path | None,
         typer.Option(
-            help="A text file, UTF-8, that gptq learns what experts get as inputs from: like what the model is going "
-            "to read. Default: passages of English books.",
+            help="A text file, UTF-8, to calibrate gptq on: text like the model is going to read. Default: passages of "
+            "English books.",
             show_default=False,
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Pack anew what the store holds already.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Pack again what the store has already.")] = False,
 ) -> None:
-    """Pack a checkpoint's experts into a store. Interrupted, it picks up where it stopped when run again."""
+    """Pack a checkpoint's experts into a store. After an interruption the next run resumes."""
     precisions = _parse_bits(bits) if bits is not None else None
-    content = read_text(calibration_text) if calibration_text is not None else None
+    content = opt.read_text(calibration_text) if calibration_text is not None else None
     with starting("reading the checkpoint's headers"):
-        from tiermoe.process import footprint
-
-        footprint.import_libraries(own_process=True)
-        from tiermoe.engine.describe import packing_loss
-        from tiermoe.kernels import machine_layout
-        from tiermoe.measure.calibrated import Calibrated
-        from tiermoe.model.blueprint import inspect_model
+        from tiermoe.cli.describe import packing_loss
+        from tiermoe.formats.in_place import OWN_BITS
+        from tiermoe.formats.pack import forget
+        from tiermoe.formats.store import precision_key
+        from tiermoe.kernels.linear import machine_layout
+        from tiermoe.measure.expert_inputs import PackInputs
         from tiermoe.model.dense import recipe_key
-        from tiermoe.model.hub import resolve_model
+        from tiermoe.model.hf.blueprint import inspect_model
+        from tiermoe.model.hf.hub import resolve_model
         from tiermoe.model.prepare_store import ensure_packed, open_or_create, store_root
-        from tiermoe.store.own_experts import OWN_BITS
-        from tiermoe.store.pack import forget
-        from tiermoe.store.store import precision_key
-        from tiermoe.tiers.cuda import resolve_device
+        from tiermoe.offload.cuda import resolve_device
 
         kernels = resolve_device(device) if device == "auto" else device
         layout = machine_layout(kernels)
@@ -71,8 +67,8 @@ def pack(
     name = calibration_text.name if calibration_text is not None else None
     with progress_bar() as progress:
         packed = open_or_create(blueprint, store_root(blueprint, store), force, waiting=progress)
-        calibrated = Calibrated(blueprint, packed, asked, experts, name, content, force)
-        if force:  # once it is clear that what was asked for can be packed
+        calibrated = PackInputs(blueprint, packed, asked, experts, name, content, force)
+        if force:  # once it is clear that these precisions can be packed
             for each in asked:
                 forget(packed, experts[each.bits_used], dense[each.bits_used], progress)
         for each in asked:

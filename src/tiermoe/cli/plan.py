@@ -1,4 +1,4 @@
-"""`tiermoe plan`: what would go where, and what to expect, before anything is downloaded or loaded."""
+"""`tiermoe plan`: how a memory budget is divided and which speed to expect, before anything is downloaded or loaded."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from tiermoe.errors import ConfigError
 from tiermoe.simulate.machines import Rates, named_rates, with_drive
 
 if TYPE_CHECKING:
-    from tiermoe.engine.preview import Preview
-    from tiermoe.memory.expectation import Expectation, Range
-    from tiermoe.memory.other_budgets import OtherBudget
-    from tiermoe.store.layout import ExpertFormat
+    from tiermoe.cli.preview import Preview
+    from tiermoe.engine.expectation import Expectation, OtherBudget, Range
+    from tiermoe.formats.expert_format import ExpertFormat
 
 Machine = Annotated[
     str | None,
     typer.Option(
-        help="What to expect on another machine, like macbook-air-m2 or laptop-ddr5, or on this one with another "
-        "drive: nvme, sata, sdcard. An unknown name lists all. Default: this machine, measured once.",
+        help="Speed on another machine, like macbook-air-m2 or laptop-ddr5, or on this one with another drive: nvme, "
+        "sata, sdcard. An unknown name lists all. Default: this machine, measured once.",
         show_default=False,
     ),
 ]
@@ -42,41 +41,38 @@ def plan(
     machine: Machine = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> None:
-    """Show how a memory budget would be used and how fast it would run. Nothing is loaded or packed, and of a model on
-    the hub only the config and the headers are read."""
-    elsewhere = _elsewhere(machine, options)
+    """Show how a memory budget would be divided, and the speed to expect. Nothing is loaded or packed, and of a model
+    on the hub only the config and the headers are read."""
+    named = _rates_of_named(machine, options)
     with starting("reading headers and measuring this machine"):
-        from tiermoe.process import footprint
-
-        footprint.import_libraries(own_process=True)
-        from tiermoe.engine.preview import preview
+        from tiermoe.cli.preview import preview
 
         settings = make_settings(**options)
-        found = preview(model, settings, _rates(settings, machine, elsewhere))
+        found = preview(model, settings, _rates(settings, machine, named))
     if as_json:
         print(json.dumps(_document(found)))
         return
     _print_plan(found)
-    beyond = beyond_this_machine(settings) if elsewhere is None else ()
+    beyond = beyond_this_machine(settings) if named is None else ()
     for warning in (*beyond, *found.plan.warnings):
         note(f"note: {warning}")
 
 
-def _elsewhere(machine: str | None, options: dict[str, Any]) -> Rates | None:
-    """The rates of a computer by name; None for this one. ConfigError for an unknown name, or without a budget: nobody
-    knows how much is free there."""
+def _rates_of_named(machine: str | None, options: dict[str, Any]) -> Rates | None:
+    """The rates of a computer by name; None for this one. ConfigError for an unknown name, or without --memory: how
+    much is free there is not known."""
     rates = None if machine is None else named_rates(machine)
     if rates is not None and options.get("memory") is None:
         raise ConfigError(f"how much memory may the model take on {machine}? give --memory beside --machine")
     return rates
 
 
-def _rates(settings: Settings, machine: str | None, elsewhere: Rates | None) -> Callable[[ExpertFormat | None], Rates]:
+def _rates(settings: Settings, machine: str | None, named: Rates | None) -> Callable[[ExpertFormat | None], Rates]:
     def rates(by_torch: ExpertFormat | None) -> Rates:
-        if elsewhere is not None:
-            return elsewhere
+        if named is not None:
+            return named
         from tiermoe.measure.machine_rates import machine_rates, torch_seconds
-        from tiermoe.model.hub import cache_folder
+        from tiermoe.model.hf.blueprint import cache_folder
 
         here = machine_rates(cache_folder(), settings.threads)
         if by_torch is not None:
@@ -87,15 +83,15 @@ def _rates(settings: Settings, machine: str | None, elsewhere: Rates | None) -> 
 
 
 def _document(found: Preview) -> dict[str, Any]:
-    """What `--json` prints."""
+    """The object that `--json` prints."""
     plan = found.plan
     return {
         **asdict(plan),
         **plan.parts(),
         "total": plan.total,
         "peak": plan.peak,
-        "kernels": found.runs.kernels,
-        "decoder": found.runs.decoder,
+        "kernels": found.backend.kernels,
+        "decoder": found.backend.decoder,
         "download": found.download and asdict(found.download),
         "to_pack_bytes": found.to_pack,
         "expectation": found.expectation and asdict(found.expectation),
@@ -128,13 +124,13 @@ def _print_plan(found: Preview) -> None:
 
 
 def _lines(found: Preview) -> Iterator[tuple[str, str]]:
-    """(label, text) of what stands below the table."""
+    """(label, text) of the lines below the table."""
     if found.download is not None:
         yield "download:", f"{format_size(found.download.nbytes)} in {_files(found.download.files)}; none is here yet"
     if found.to_pack:
         yield "packing:", f"writes {format_size(found.to_pack)} of experts, once"
-    yield "decoder:", found.runs.decoder
-    yield "CPU kernels:", found.runs.kernels
+    yield "decoder:", found.backend.decoder
+    yield "CPU kernels:", found.backend.kernels
     if found.expectation is None:
         yield "expect:", f"not known: {found.unknown}"
     else:
@@ -151,7 +147,7 @@ def _measured(found: OtherBudget) -> str:
 
 
 def _two_of(more: Sequence[OtherBudget]) -> list[OtherBudget]:
-    """The one in the middle and the last."""
+    """The middle one and the last."""
     return [more[len(more) // 2], more[-1]] if len(more) > 1 else list(more)
 
 
@@ -186,7 +182,7 @@ def _range(numbers: Range) -> str:
 
 
 def _number(value: float) -> str:
-    """Two digits of what is small: nobody believes more of an estimate."""
+    """Two digits: an estimate has no more."""
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 

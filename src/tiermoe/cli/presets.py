@@ -1,4 +1,4 @@
-"""`tiermoe presets`: what each named composition is made of."""
+"""`tiermoe presets`: the named compositions of policies, their parts and settings."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import typer
 from rich.table import Table
 
 from tiermoe.cli.terminal import Terminal
-from tiermoe.decide.composition import Composition, declarations
+from tiermoe.offload.composition import Composition, declarations
 from tiermoe.systems import PRESETS, preset_named
 
 
 def presets(
-    name: Annotated[str | None, typer.Argument(help="A preset to show whole.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Argument(help="A preset to show in full.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the presets, or show one: its parts, settings and defaults, and whether it is exact."""
+    """List the presets, or show one: its parts and settings, and whether it is exact or lossy."""
     chosen = [preset_named(name)] if name else list(PRESETS.values())
     if as_json:
         print(json.dumps([_described(preset) for preset in chosen]))
@@ -39,7 +39,8 @@ def _list(chosen: list[Composition]) -> None:
     for column in ("preset", "what it does", "tokens", "calibration"):
         table.add_column(column, no_wrap=column == "preset")
     for preset in chosen:
-        table.add_row(preset.name, preset.summary, _tokens(preset), preset.profile if preset.needs_profile else "-")
+        tokens, calibration = "lossy" if preset.lossy else "exact", preset.profile if preset.needs_profile else "-"
+        table.add_row(preset.name, preset.summary, tokens, calibration)
     Terminal().print(table)
 
 
@@ -56,9 +57,5 @@ def _show(preset: Composition) -> None:
     known, missing = declarations(), preset.missing()
     for part, value in preset.settings().items():
         shown = "from the calibration" if part in missing else "-" if value is None else str(value).lower()
-        table.add_row(part, shown, ", ".join(map(str, known[part].told.one_of)))
+        table.add_row(part, shown, ", ".join(map(str, known[part].setting.one_of)))
     Terminal().print(table)
-
-
-def _tokens(preset: Composition) -> str:
-    return "lossy" if preset.lossy else "exact"

@@ -16,16 +16,14 @@ from tiermoe.cli.session import choose_sampling, make_sampling, open_session
 @opt.engine_options()
 def run(
     model: opt.Model,
-    prompt: Annotated[
-        str, typer.Argument(help="What to answer; '-' reads it from standard input.", show_default=False)
-    ],
+    prompt: Annotated[str, typer.Argument(help="The prompt; '-' reads it from standard input.", show_default=False)],
     options: dict[str, Any],
     max_tokens: opt.MaxTokens = 256,
     temperature: opt.Temperature = None,
     top_p: opt.TopP = None,
     top_k: opt.TopK = None,
     seed: opt.Seed = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Do not put the prompt into the model's chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
 ) -> None:
     """Answer one prompt. The first run of a model packs its experts; later runs start from the store."""
@@ -37,7 +35,7 @@ def run(
     chosen: dict[str, Any] = {}
 
     def context_for(tokenizer: Any, blueprint: Any) -> int:
-        from tiermoe.generation.loop import check_length, encode_prompt
+        from tiermoe.engine.generate import check_length, encode_prompt
 
         chosen["sampling"] = choose_sampling(blueprint, named, make_sampling())
         chosen["ids"] = ids = encode_prompt(tokenizer, prompt, raw)
@@ -45,7 +43,7 @@ def run(
         return int(ids.shape[1]) + length
 
     session = open_session(model, options, context_for)
-    from tiermoe.generation.loop import generate
+    from tiermoe.engine.generate import generate
 
     show = (lambda _: None) if as_json else (lambda text: print(text, end="", flush=True))
     report = generate(

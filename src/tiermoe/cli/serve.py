@@ -1,4 +1,4 @@
-"""`tiermoe serve`: a model behind an OpenAI-compatible endpoint."""
+"""`tiermoe serve`: a model behind an OpenAI- and Anthropic-compatible HTTP server, in one process or on Ray Serve."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ import errno
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.output import note
-from tiermoe.cli.replicas import prepared, run_replicas
-from tiermoe.cli.session import choose_sampling, make_sampling, open_session
-from tiermoe.config import parse_size, settings
+from tiermoe.cli.session import Session, choose_sampling, make_sampling, open_session
+from tiermoe.config import format_size, parse_size, settings
 from tiermoe.errors import ConfigError
+from tiermoe.platform.machine import processors
+
+if TYPE_CHECKING:
+    from tiermoe.serve.replicas import Deployed
 
 PREFIX_DISK_SIZE = "4GiB"
-GRACE_S = 30  # for answers under way when the server ends
-LAST_WORDS_S = 5  # for connections after that
-LAST_WRITES_S = 10  # for conversations that are still to be written to disk
+GRACE_S = 30  # seconds for answers under way when the server ends
+LAST_WORDS_S = 5  # seconds for connections after that
+LAST_WRITES_S = 10  # seconds for prefixes that are still to be written to disk
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -35,28 +38,28 @@ def serve(
     port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8000,
     api_key: Annotated[
         str | None,
-        typer.Option(help="What clients must name. Default: nothing.", envvar="TIERMOE_API_KEY", show_default=False),
+        typer.Option(help="Key that clients must send. Default: none.", envvar="TIERMOE_API_KEY", show_default=False),
     ] = None,
     allowed_hosts: Annotated[
         str | None,
         typer.Option(
-            help="Names, with commas between them, that the server may be asked for by, as clients' Host header says; "
-            "* is any. Default: those of this machine alone and --host, and any where there is an --api-key.",
+            help="Allowed hosts of requests (Host header), separated by commas; * is any. Default: this machine's own "
+            "names and --host; any with --api-key.",
             show_default=False,
         ),
     ] = None,
     allowed_origins: Annotated[
         str | None,
         typer.Option(
-            help="Web pages, with commas between them, that browsers let ask, like http://localhost:3000; * is any. "
-            "Default: the server's own page alone.",
+            help="Allowed origins (CORS), separated by commas, like http://localhost:3000; * is any. Default: the "
+            "server's own page.",
             show_default=False,
         ),
     ] = None,
     max_batch: Annotated[
         int | None,
         typer.Option(
-            help="Requests that run at once. Default: 16, as far as there is memory for their keys and values.",
+            help="Requests in a batch. Default: 16, or as many as there is KV cache for.",
             min=1,
             max=64,
             show_default=False,
@@ -65,48 +68,46 @@ def serve(
     kv_memory: Annotated[
         str | None,
         typer.Option(
-            help="Memory for the keys and values of all requests, like 1GiB; each takes what its prompt needs and its "
-            "answer as it grows. Default: for --max-batch requests of --context tokens where that is named, else as "
-            "much as experts can do without.",
+            help="KV cache of all requests together, like 1GiB; a request takes it for its prompt, and more as its "
+            "answer grows. Default: for --max-batch requests of --context tokens where that is named, else what the "
+            "expert cache can spare.",
             show_default=False,
         ),
     ] = None,
-    max_queue: Annotated[int, typer.Option(help="Requests that may wait.", min=1)] = 64,
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait in the queue.", min=1)] = 64,
     prefix_disk: Annotated[
         Path | None,
         typer.Option(
-            help="Folder that keeps the keys and values of conversations, so that they survive a restart. "
-            "Default: they are kept in memory alone.",
+            help="Folder of a prefix cache on disk, with which conversations survive a restart. Default: prefixes are "
+            "kept in memory only.",
             show_default=False,
         ),
     ] = None,
     prefix_disk_size: Annotated[
         str | None,
         typer.Option(
-            help=f"Most bytes of that folder; what was used least recently goes first. Default: {PREFIX_DISK_SIZE}.",
+            help=f"Most bytes of that folder; least recently used prefixes go first. Default: {PREFIX_DISK_SIZE}.",
             show_default=False,
         ),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="What the model is called. Default: as named here.", show_default=False)
+        str | None, typer.Option(help="Name of the model in the API. Default: as named here.", show_default=False)
     ] = None,
     replicas: Annotated[
         int,
-        typer.Option(
-            help="Processes that answer, on Ray Serve; each has its part of --memory and of the threads.", min=1, max=64
-        ),
+        typer.Option(help="Processes on Ray Serve; --memory and the threads are divided among them.", min=1, max=64),
     ] = 1,
 ) -> None:
-    """Serve a model to OpenAI's clients, several requests at once.
+    """Serve a model to OpenAI's and Anthropic's clients, with several requests in a batch.
 
-    Memory for the keys and values of all requests is part of --memory; --context is each one's most tokens."""
+    The KV cache of all requests is part of --memory; --context is the most tokens of one request."""
     if api_key is not None and not api_key.strip():
         raise ConfigError("the API key is empty; name one, or leave --api-key out")
     _need_libraries()
     if replicas > 1 and prefix_disk is not None:
         raise ConfigError("--prefix-disk belongs to one process; leave it out, or --replicas")
-    most = _prefix_bytes(prefix_disk, prefix_disk_size)
-    shared = None if kv_memory is None else parse_size(kv_memory, "--kv-memory")
+    disk_bytes = _prefix_disk_bytes(prefix_disk, prefix_disk_size)
+    kv_bytes = None if kv_memory is None else parse_size(kv_memory, "--kv-memory")
     listener = _listen(host, port)
     if api_key is None and host not in _LOCAL:
         note(f"note: anybody who reaches {host}:{port} can use this model; --api-key asks for a key")
@@ -116,37 +117,40 @@ def serve(
         if blueprint.family.encoder_decoder:
             raise ConfigError(f"{model} is an encoder–decoder model, which serve does not answer with; use tiermoe run")
         if prefix_disk is not None:
-            from tiermoe.serve.prefix_disk import folder_for
+            from tiermoe.serve.batch_limits import prefix_folder
 
-            chosen["folder"] = folder_for(prefix_disk, most, blueprint, settings(**options))
+            chosen["folder"] = prefix_folder(prefix_disk, disk_bytes, blueprint, settings(**options))
         chosen["sampling"] = choose_sampling(blueprint, {}, make_sampling(temperature=1.0))
 
     access = _access(api_key, host, allowed_hosts, allowed_origins)
     options = options if max_batch is None else {**options, "batch": max_batch}
-    shown = name or (Path(model).name if Path(model).exists() else model)
+    served_name = name or (Path(model).name if Path(model).exists() else model)
     if replicas > 1:
         address = listener.getsockname()[:2]
         listener.close()
-        whole, share, shared = prepared(model, options, replicas, context_for, shared)
+        path, share, kv_share = _prepare_replicas(model, options, replicas, context_for, kv_bytes)
         from tiermoe.serve.replicas import Deployed
 
-        deployed = Deployed(whole, share, shown, chosen["sampling"], access, max_queue, shared)
-        run_replicas(deployed, replicas, address, GRACE_S, _wait_for_a_signal)
+        deployed = Deployed(path, share, served_name, chosen["sampling"], access, max_queue, kv_share)
+        _serve_replicas(deployed, replicas, address)
         return
-    with _answering(listener) as gate:
-        session = open_session(model, options, context_for, gate.report, served=True, kv_memory=shared)
-        _run(session, gate, listener, shown, access, max_queue, **chosen)
+    with _http_server(listener) as gate:
+        session = open_session(model, options, context_for, gate.report, served=True, kv_memory=kv_bytes)
+        _serve_session(session, gate, listener, served_name, access, max_queue, **chosen)
+
+
+# --- one process ---
 
 
 @contextmanager
-def _answering(listener: socket.socket) -> Iterator[Any]:
-    """Answers from a thread of its own while the model is loaded and runs: this thread waits for signals. Yields what
-    answers until there is a model."""
+def _http_server(listener: socket.socket) -> Iterator[Any]:
+    """The HTTP server in a thread of its own, while this thread loads the model and waits for signals. Yields the gate,
+    which answers until there is a model."""
     import uvicorn
 
-    from tiermoe.serve.gate import Gate
+    from tiermoe.serve.startup import StartupApp
 
-    gate = Gate()
+    gate = StartupApp()
     config = uvicorn.Config(gate, log_level="warning", lifespan="off", timeout_graceful_shutdown=LAST_WORDS_S)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="tiermoe-http", daemon=True)
@@ -158,16 +162,16 @@ def _answering(listener: socket.socket) -> Iterator[Any]:
         thread.join()
 
 
-def _run(
-    session: Any, gate: Any, listener: socket.socket, name: str, access: dict[str, Any], max_queue: int, *,
+def _serve_session(
+    session: Session, gate: Any, listener: socket.socket, name: str, access: dict[str, Any], max_queue: int, *,
     sampling: Any, folder: Any,
 ) -> None:  # fmt: skip
+    """Answers requests until a signal, then the ones under way."""
     from tiermoe.serve.app import create_app
-    from tiermoe.serve.assembly import served_of
-    from tiermoe.serve.prefix_disk import disk_of
+    from tiermoe.serve.served import prefix_disk, served_of
 
     engine = session.engine
-    disk = disk_of(engine, folder, note) if folder else None
+    disk = prefix_disk(engine, folder, note) if folder else None
     served = served_of(engine, session.tokenizer, name, sampling, max_queue, disk)
     worker = served.worker
     gate.app = create_app(served, **access)
@@ -178,14 +182,69 @@ def _run(
         worker.close(GRACE_S)
     finally:
         worker.close(0)
-        if worker.batcher.disk is not None:
-            worker.batcher.disk.close(LAST_WRITES_S)
+        if worker.loop.disk is not None:
+            worker.loop.disk.close(LAST_WRITES_S)
         engine.close()
 
 
+# --- replicas ---
+
+
+def _prepare_replicas(
+    model: str,
+    options: dict[str, Any],
+    replicas: int,
+    context_for: Callable[[Any, Any], int | None],
+    kv_memory: int | None,
+) -> tuple[str, dict[str, Any], int | None]:
+    """(model, options, KV cache in bytes) of one of `replicas` processes: its share of memory, processors and
+    `kv_memory`. The model is loaded once here: that packs it where it is not packed, and refuses a share that is too
+    small before a replica starts."""
+    opt.need_ray("--replicas")
+    share = one_share(model, options, replicas)
+    if Path(model).exists():
+        model = str(Path(model).resolve())  # a replica may run in another folder
+    if "store" in share:
+        share["store"] = Path(share["store"]).resolve()
+    part = None if kv_memory is None else kv_memory // replicas
+    engine = open_session(model, share, context_for, served=True, kv_memory=part).engine
+    engine.close()
+    return model, {**share, "batch": engine.settings.batch}, engine.plan.kv_memory
+
+
+def one_share(model: str, options: dict[str, Any], replicas: int) -> dict[str, Any]:
+    """The options of one of `replicas` processes: its share of the memory, and of the processors where --threads is not
+    named."""
+    named = options.get("memory")
+    if named is None:
+        import tiermoe
+
+        memory = tiermoe.plan(model, **options).budget
+    else:
+        memory = parse_size(named, "memory")
+    threads = options.get("threads") or max(1, processors() // replicas)
+    return {**options, "memory": memory // replicas, "threads": threads}
+
+
+def _serve_replicas(deployed: Deployed, replicas: int, address: tuple[str, int]) -> None:
+    """Runs replicas behind an address until a signal."""
+    from tiermoe.serve.replicas import start, stop
+
+    host, port = address
+    try:
+        start(deployed, replicas, host, port, GRACE_S)
+        share = format_size(deployed.options["memory"])
+        note(f"{deployed.name} at http://{host}:{port}/v1, {replicas} replicas of {share}; Ctrl-C ends the server")
+        _wait_for_a_signal()
+    finally:
+        stop()
+
+
+# --- options and the address ---
+
+
 def _access(key: str | None, host: str, hosts: str | None, origins: str | None) -> dict[str, Any]:
-    """Who is answered, as `create_app` takes it. A page that is not ours cannot name the key: with one, the server may
-    be called anything."""
+    """Access rules for `create_app`. With a key any host name is allowed: a foreign web page does not have the key."""
     from tiermoe.serve.guards import Hosts
 
     known = Hosts(host, _split(hosts)) if key is None or hosts is not None else None
@@ -196,16 +255,16 @@ def _split(names: str | None) -> list[str]:
     return [name.strip() for name in (names or "").split(",") if name.strip()]
 
 
-def _prefix_bytes(root: Path | None, size: str | None) -> int:
-    """Most bytes of `--prefix-disk`. ConfigError for a size alone."""
+def _prefix_disk_bytes(root: Path | None, size: str | None) -> int:
+    """Most bytes of `--prefix-disk`. ConfigError for a size without a folder."""
     if root is None and size is not None:
         raise ConfigError(f"--prefix-disk-size {size} does nothing without --prefix-disk; name a folder")
     return parse_size(size or PREFIX_DISK_SIZE, "--prefix-disk-size")
 
 
 def _wait_for_a_signal() -> None:
-    """Until SIGTERM or Ctrl-C. Another one ends the process without waiting for answers: by the system, since a thread
-    that hangs would keep Python from it."""
+    """Blocks until SIGTERM or Ctrl-C. A second signal ends the process without waiting for answers: by the system,
+    since a thread that hangs would keep Python from it."""
     ended, signals = threading.Event(), (signal.SIGTERM, signal.SIGINT)
 
     def end(*_: Any) -> None:
@@ -230,9 +289,9 @@ def _need_libraries() -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """ConfigError where the address cannot be had: before minutes of loading."""
+    """A socket bound to the address, before minutes of loading. ConfigError where the address cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # by its protocol asyncio knows that small writes, a token's event, are to be sent at once
+    # the protocol tells asyncio to send small writes (a token's event) at once
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -1,4 +1,4 @@
-"""Loading a model for a command: prompt first, so that the plan knows the context, then the model."""
+"""A loaded model for a command: tokenizer and prompt first, so that the plan knows the context, then the engine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 from tiermoe.cli.output import note, progress_bar, starting
 from tiermoe.config import Settings, format_size, settings
-from tiermoe.process.machine import most_memory, processors
+from tiermoe.platform.machine import most_memory, processors
 
 
 @dataclass(slots=True)
 class Session:
-    """A model's engine, its tokenizer, and what loading took in seconds."""
+    """A loaded model."""
 
     engine: Any
     tokenizer: Any
-    load_s: float
+    load_s: float  # seconds from the command's start of loading
 
 
 def open_session(
@@ -29,21 +29,19 @@ def open_session(
     served: bool = False,
     kv_memory: int | None = None,
 ) -> Session:
-    """Loads `model`. `context_for(tokenizer, blueprint)` gives the tokens to reserve memory for where no
-    context is asked for; it may refuse the prompt before anything heavy happens. on_progress: told of packing as the
-    terminal is. served: memory is reserved for what a server's batch asks of a step. Where no batch is named it
-    may run 16 requests at once, which share `kv_memory` bytes for keys and values; None: as there is room for. The
-    plan's warnings go to standard error."""
+    """Loads `model` and prints the plan's warnings on standard error.
+
+    context_for: called with (tokenizer, blueprint) before anything heavy happens; gives the tokens to reserve memory
+    for where --context is not named, and may refuse the prompt. on_progress: called with the progress of packing (task,
+    done, total), beside the terminal. served: memory is reserved for a server's steps; without a named batch 16
+    requests run at once. kv_memory: bytes of the KV cache that a server's requests share; None: as there is room
+    for."""
     started = time.perf_counter()
     with starting():
-        from tiermoe.process import footprint
-
-        footprint.import_libraries(own_process=True)
-        from tiermoe.engine.describe import loss_of
+        from tiermoe.cli.describe import loss_of, missing_kernels
         from tiermoe.engine.load import start
-        from tiermoe.engine.what_runs import missing_kernels
-        from tiermoe.model.blueprint import inspect_model
-        from tiermoe.model.hub import load_tokenizer, resolve_model
+        from tiermoe.model.hf.blueprint import inspect_model
+        from tiermoe.model.hf.hub import load_tokenizer, resolve_model
         from tiermoe.types import USUAL
 
         asked = settings(**options)
@@ -79,7 +77,7 @@ def open_session(
 
 
 def beyond_this_machine(asked: Settings) -> Iterator[str]:
-    """Lines about what is asked for and this machine does not have."""
+    """Lines about memory or threads that the settings name and this machine does not have."""
     memory, cores = most_memory(), processors()
     if asked.memory is not None and asked.memory > memory:
         yield (
@@ -94,10 +92,10 @@ def beyond_this_machine(asked: Settings) -> Iterator[str]:
 
 
 def _as_served(blueprint: Any, asked: Any, batch_named: bool, kv_memory: int | None) -> tuple[Any, Any]:
-    """Settings and use of a server."""
+    """(settings, use) of a server."""
     from dataclasses import replace
 
-    from tiermoe.serve.room import MOST_AT_ONCE, use_of_server, with_room
+    from tiermoe.serve.batch_limits import MOST_AT_ONCE, use_of_server, with_room
 
     use = use_of_server(blueprint, asked)
     if kv_memory is None:
@@ -107,20 +105,17 @@ def _as_served(blueprint: Any, asked: Any, batch_named: bool, kv_memory: int | N
 
 
 def make_sampling(**values: Any) -> Any:
-    """`Sampling` of these values, checked. ConfigError where one is out of range."""
+    """A `Sampling` of these values. ConfigError where one is out of range."""
     with starting():
-        from tiermoe.process import footprint
-
-        footprint.import_libraries(own_process=True)
-        from tiermoe.generation.sampling import Sampling
+        from tiermoe.engine.sampling import Sampling
 
     return Sampling(**values)
 
 
 def choose_sampling(blueprint: Any, named: dict[str, Any], otherwise: Any) -> Any:
-    """`Sampling` for a model: as `named`, as its generation_config.json says, or as `otherwise`. A line on standard
-    error tells of the file's where it makes the answer random."""
-    from tiermoe.generation.sampling import sampling_for
+    """A `Sampling` for a model: values that are `named`, else those of the model's generation_config.json, else
+    `otherwise`. Prints a line on standard error where the file makes the answer random."""
+    from tiermoe.engine.sampling import sampling_for
 
     config = blueprint.generation_config()
     sampling = sampling_for(config, named, otherwise)

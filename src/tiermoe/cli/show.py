@@ -1,4 +1,4 @@
-"""`tiermoe show`: what a model or a store holds."""
+"""`tiermoe show`: facts of a model or of a store."""
 
 from __future__ import annotations
 
@@ -26,16 +26,13 @@ def show(
         str, typer.Argument(help="A model directory, a hub id, or the folder of a store.", show_default=False)
     ],
     store: opt.StoreDir = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Read every packed expert and check its checksum.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every packed expert and verify its checksum.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Show family, layers, experts, bytes, precisions and provenance."""
+    """Show family, layers, experts, bytes, precisions and origin."""
     with starting("reading"):
-        from tiermoe.process import footprint
-
-        footprint.import_libraries(own_process=True)
-        from tiermoe.engine.describe import describe_model, describe_store
-        from tiermoe.model.hub import is_store
+        from tiermoe.cli.describe import describe_model, describe_store
+        from tiermoe.model.prepare_store import is_store
 
         path = Path(model)
         facts = describe_store(path) if is_store(path) else describe_model(model, store)
@@ -72,7 +69,7 @@ def _print(facts: dict[str, Any]) -> None:
 
 
 def _verify(facts: dict[str, Any], as_json: bool) -> None:
-    from tiermoe.engine.describe import verify_store
+    from tiermoe.cli.describe import verify_store
 
     if not facts["store"]:
         raise StoreError("there is no store to verify; 'tiermoe pack MODEL' makes one")

@@ -1,4 +1,4 @@
-"""`tiermoe simulate`: presets, or eviction policies alone, over a recorded trace."""
+"""`tiermoe simulate`: presets, or eviction policies alone, replayed over a routing trace."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rich import box
 from rich.table import Table
 
 from tiermoe.cli import options as opt
-from tiermoe.cli.output import note, waiting
+from tiermoe.cli.output import note, spinner
 from tiermoe.cli.terminal import Terminal
 from tiermoe.config import BITS, CacheSize, format_size, parse_cache
-from tiermoe.decide.composition import Composition, declarations, parsed, unread
-from tiermoe.decide.eviction import EVICTIONS
-from tiermoe.decide.profiles import Profile, read_profile
 from tiermoe.errors import ConfigError, TiermoeError
+from tiermoe.offload.composition import Composition, declarations, parsed, unread
+from tiermoe.offload.policies.eviction import EVICTIONS
+from tiermoe.offload.profiles import Profile, read_profile
 from tiermoe.simulate import (
-    MACHINES,
+    LINKS,
     BeladyHits,
     EvictionRow,
-    Machine,
+    NamedLink,
     ReplaySettings,
     Result,
     all_evictions,
@@ -34,36 +34,36 @@ from tiermoe.simulate import (
     spread,
 )
 from tiermoe.systems import PRESETS, compose
-from tiermoe.trace.file import read_trace
-from tiermoe.trace.schema import Times, Trace
+from tiermoe.trace.file import Times, Trace, read_trace
 
-TraceFile = Annotated[Path, typer.Argument(help="A file of tiermoe trace, or a route_trace CSV.", show_default=False)]
-Caches = Annotated[str, typer.Option(help="Cache sizes, like 20% or 10%,20%,3GiB.")]
-Presets = Annotated[
-    str | None, typer.Option(help="Presets to replay, like fate,lru, or all. One can also be given by --preset.")
+TraceFile = Annotated[
+    Path, typer.Argument(help="A routing trace: a file of `tiermoe trace`, or a route_trace CSV.", show_default=False)
 ]
+Caches = Annotated[str, typer.Option(help="Cache sizes, like 20% or 10%,20%,3GiB.")]
+Presets = Annotated[str | None, typer.Option(help="Presets to replay, like fate,lru, or all.")]
 OnePreset = Annotated[
-    str | None, typer.Option(help="A named composition; `tiermoe presets` lists them.", show_default="default")
+    str | None, typer.Option(help="One preset to replay; `tiermoe presets` lists them.", show_default="default")
 ]
 Evictions = Annotated[
-    str | None, typer.Option(help="Eviction policies alone, like lru,arc, or all: one pool, no prefetch, no time.")
+    str | None,
+    typer.Option(help="Hit rates of eviction policies alone, like lru,arc, or all: one pool, no prefetch, no time."),
 ]
 Link = Annotated[str | None, typer.Option(help="A bandwidth like 16GB/s, or pcie1, pcie3, pcie4, nvme, sata, sdcard.")]
 Lanes = Annotated[int, typer.Option(help="Transfers that share the link at once.", min=1, max=64)]
 Compute = Annotated[
-    str | None, typer.Option(help="Computing time of a decoded token, like 20ms. Default: as the trace measured.")
+    str | None, typer.Option(help="Compute time of a decoded token, like 20ms. Default: as the trace measured.")
 ]
 PrefillCompute = Annotated[
-    str | None, typer.Option(help="Computing time of a prompt token, like 5ms. Default: --compute.")
+    str | None, typer.Option(help="Compute time of a prompt token, like 5ms. Default: --compute.")
 ]
 ExpertBits = Annotated[
     int | None,
-    typer.Option(help="Precision of the experts. Default: the preset's, else the one that the traced model ran in."),
+    typer.Option(help="Precision of the experts. Default: the preset's, else that of the traced run."),
 ]
 Profiles = Annotated[
     Path | None, typer.Option(help="Folder of calibration profiles (NAME.json) for the presets that need one.")
 ]
-SeedOption = Annotated[int, typer.Option(help="Of random choices.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of random choices.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a list of JSON objects instead of the table.")]
 
 _TIME = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(us|ms|s)\s*")
@@ -72,7 +72,7 @@ _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A preset that this trace or these options cannot serve."""
+    """A preset that cannot be replayed on this trace with these options, and the reason."""
 
     preset: str
     reason: str
@@ -97,7 +97,7 @@ def simulate(
     seed: SeedOption = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Replay a routing trace without weights: what a preset would reach on a given link, or what policies would hit."""
+    """Replay a routing trace without weights: speed of presets on a given link, or hit rates of eviction policies."""
     if sum(given is not None for given in (preset, presets, evictions)) > 1:
         raise ConfigError("--preset, --presets and --evictions exclude each other; give one of them")
     caches = [parse_cache(text) for text in cache.split(",")]
@@ -105,19 +105,19 @@ def simulate(
     if evictions is not None:
         timed = {"link": link, "compute": compute, "prefill-compute": prefill_compute, "bits": bits}
         _refuse_without_effect(timed | {"profiles": profiles, "lanes": None if lanes == 1 else lanes}, changes)
-        with waiting("replaying"):
+        with spinner("replaying"):
             rows = _evictions(read_trace(trace), evictions, caches, changes, seed)
         _print_json(rows) if as_json else _print_evictions(rows)
         return
     if link is None:
-        raise ConfigError(f"how fast is the link? give --link 16GB/s, or a name: {', '.join(MACHINES)}")
+        raise ConfigError(f"how fast is the link? give --link 16GB/s, or a name: {', '.join(LINKS)}")
     if bits is not None and bits not in BITS:
         raise ConfigError(f"bits must be one of {', '.join(map(str, BITS))}, got {bits}")
     names = _names(presets, list(PRESETS), "preset") if presets else [preset or "default"]
-    with waiting("replaying"):
+    with spinner("replaying"):
         recorded = read_trace(trace)
         machine, times = parse_link(link), _times(recorded, compute, prefill_compute)
-        replays = _Replays(recorded, machine, lanes, times, bits, profiles, seed, changes)
+        replays = _Replays(recorded, BeladyHits(recorded), machine, lanes, times, bits, profiles, seed, changes)
         results = [replays.result(name, size, keep_going=len(names) > 1) for size in caches for name in names]
     if as_json:
         _print_json(results)
@@ -125,56 +125,48 @@ def simulate(
         _print_results(results, machine, "as given" if times else "as the trace measured")
 
 
+@dataclass(frozen=True, slots=True)
 class _Replays:
-    """Presets over one trace on one machine."""
+    """Replays of presets over one trace on one machine."""
 
-    def __init__(
-        self,
-        trace: Trace,
-        machine: Machine,
-        lanes: int,
-        times: Times | None,
-        bits: int | None,
-        profiles: Path | None,
-        seed: int,
-        changes: dict[str, str],
-    ) -> None:
-        self._trace = trace
-        self._machine = machine
-        self._lanes = lanes
-        self._times = times
-        self._bits = bits
-        self._profiles = profiles
-        self._seed = seed
-        self._changes = changes
-        self._belady = BeladyHits(trace)
+    trace: Trace
+    belady: BeladyHits  # of the trace
+    machine: NamedLink
+    lanes: int  # transfers at once
+    times: Times | None  # compute times; None: as the trace measured
+    bits: int | None  # precision of the experts; None: the preset's
+    profiles: Path | None  # folder of calibration profiles
+    seed: int
+    changes: dict[str, str]  # part or setting of a preset → its value
 
     def result(self, name: str, cache: CacheSize, keep_going: bool) -> Result | Refused:
-        """The replay of preset `name`; where it cannot be, the reason if others follow, else the error."""
+        """The replay of the preset `name`. A preset that cannot be replayed is `Refused` with keep_going, else its
+        error is raised."""
         try:
-            composition = compose(name, self._changes)
+            composition = compose(name, self.changes)
             profile = self._profile(composition)
             settings = ReplaySettings(
-                cache, self._machine.bandwidth, self._machine.latency, self._lanes, self._bits, self._times, profile,
-                seed=self._seed, copies=self._machine.copies,
+                cache, self.machine.bandwidth, self.machine.latency, self.lanes, self.bits, self.times, profile,
+                seed=self.seed, copies=self.machine.copies,
             )  # fmt: skip
-            return replay(self._trace, composition, settings, self._belady)
+            return replay(self.trace, composition, settings, self.belady)
         except TiermoeError as error:
             if not keep_going:
                 raise
             return Refused(name, str(error))
 
     def _profile(self, composition: Composition) -> Profile | None:
-        if self._profiles is None or not composition.needs_profile:
+        if self.profiles is None or not composition.needs_profile:
             return None
-        header = self._trace.header
+        header = self.trace.header
         command = f"tiermoe calibrate {header.model} --text FILE --for {composition.profile}"
-        return read_profile(self._profiles / f"{composition.profile}.json", header.fingerprint or None, command)
+        return read_profile(self.profiles / f"{composition.profile}.json", header.fingerprint or None, command)
 
 
 def _evictions(
     trace: Trace, evictions: str, caches: list[CacheSize], changes: dict[str, str], seed: int
 ) -> list[EvictionRow]:
+    """Hit rates of the policies named in --evictions, a row for each policy and cache size."""
     settings = parsed(changes)
     names = _names(evictions, list(EVICTIONS), "eviction policy")
     names = all_evictions() if evictions == "all" else names
@@ -184,9 +176,10 @@ def _evictions(
 
 
 def _refuse_unread(settings: dict[str, Any], names: list[str]) -> None:
+    """ConfigError for a setting that none of the eviction policies `names` reads."""
     known = declarations()
     for setting, value in settings.items():
-        if known[setting].told.off and value == known[setting].default:
+        if known[setting].setting.off and value == known[setting].default:
             continue
         readers = [name for name in EVICTIONS if unread(setting, Composition(name, "", cache=name)) is None]
         if not set(readers) & set(names):
@@ -196,6 +189,7 @@ def _refuse_unread(settings: dict[str, Any], names: list[str]) -> None:
 
 
 def _refuse_without_effect(options: dict[str, Any], changes: dict[str, str]) -> None:
+    """ConfigError for an option or setting that has no effect beside --evictions."""
     for name, value in options.items():
         if value is not None:
             raise ConfigError(f"--{name} has no effect on --evictions, which knows no time; leave it out")
@@ -206,6 +200,7 @@ def _refuse_without_effect(options: dict[str, Any], changes: dict[str, str]) -> 
 
 
 def _names(text: str, known: list[str], what: str) -> list[str]:
+    """Names separated by commas, or all that are known. ConfigError for an unknown one."""
     if text == "all":
         return known
     names = [name.strip() for name in text.split(",")]
@@ -216,6 +211,7 @@ def _names(text: str, known: list[str], what: str) -> list[str]:
 
 
 def _times(trace: Trace, compute: str | None, prefill: str | None) -> Times | None:
+    """Compute times of --compute and --prefill-compute; None: as the trace measured."""
     if compute is None:
         if prefill is not None:
             raise ConfigError("--prefill-compute needs --compute beside it; give both")
@@ -249,7 +245,7 @@ def _print_evictions(rows: list[EvictionRow]) -> None:
     Terminal().print(table)
 
 
-def _print_results(results: list[Result | Refused], machine: Machine, times: str) -> None:
+def _print_results(results: list[Result | Refused], machine: NamedLink, times: str) -> None:
     note(f"link: {machine.name}, {machine.bandwidth / 1e9:g} GB/s ({machine.source}); computing times: {times}")
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # as wide as 80 columns allow
     table.add_column("preset", no_wrap=True)

@@ -1,4 +1,4 @@
-"""The terminal that tables are printed on."""
+"""Console on standard output that tables are printed on."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tiermoe.cli.output import plain
 
 
 class Terminal(Console):
-    """rich's console for texts in which a model may have a say: no markup in them is followed, and no control character
-    comes through. piped: columns where standard output is no terminal."""
+    """rich's console for text that may come from a model: markup is not interpreted, and control characters are
+    escaped. piped: columns where standard output is no terminal."""
 
     def __init__(self, piped: int | None = None) -> None:
         super().__init__(markup=False, emoji=False)
@@ -20,5 +20,5 @@ class Terminal(Console):
             self.width = piped
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """A cell or a title, of one line or several."""
+        """The text of a cell or a title, with its control characters escaped."""
         return super().render_str("\n".join(map(plain, text.split("\n"))), **options)

@@ -1,4 +1,4 @@
-"""`tiermoe trace`: what a model's routers choose on a text."""
+"""`tiermoe trace`: a routing trace of a model on a text."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from tiermoe.cli import options as opt
-from tiermoe.cli.evaluate import read_text
 from tiermoe.cli.output import note, progress_bar
 from tiermoe.cli.session import open_session
 from tiermoe.config import format_size
 from tiermoe.errors import ConfigError
 
-Tokens = Annotated[int, typer.Option(help="Tokens to record, in whole sequences spread over the text.")]
-Prompt = Annotated[int, typer.Option(help="Tokens of a sequence that are read at once, as a prompt.")]
-Sequence = Annotated[int, typer.Option(help="Tokens of a sequence; those after its prompt are decoded one by one.")]
 Neurons = Annotated[
     float | None,
     typer.Option(
@@ -26,29 +22,26 @@ Neurons = Annotated[
         show_default=False,
     ),
 ]
-TextFile = Annotated[Path, typer.Option("--text", help="A text file to feed, UTF-8.", show_default=False)]
 
 
 @opt.engine_options(without=["cache", "chunk", "context", "kv_bits", "preset", "set"])
 def trace(
     model: opt.Model,
-    text: TextFile,
+    text: opt.RecordedText,
     out: Annotated[Path, typer.Option(help="File to write the trace to.", show_default=False)],
     options: dict[str, Any],
-    tokens: Tokens = 2048,
-    prompt: Prompt = 32,
-    sequence: Sequence = 256,
-    little: Annotated[
-        bool, typer.Option("--little/--no-little", help="Record MoBiLE's pass over few of the experts too.")
-    ] = True,
+    tokens: opt.RecordedTokens = 2048,
+    prompt: opt.SequencePrompt = 32,
+    sequence: opt.SequenceLength = 256,
+    little: Annotated[bool, typer.Option("--little/--no-little", help="Record MoBiLE's little pass too.")] = True,
     little_k: Annotated[
         int | None,
-        typer.Option(min=1, help="Experts of that pass; without it half of a token's.", show_default=False),
+        typer.Option(min=1, help="Experts of a token in that pass. Default: half of its experts.", show_default=False),
     ] = None,
     neurons: Neurons = None,
 ) -> None:
-    """Record routing, gate weights, forecasts of later layers, and computing times, for `tiermoe simulate`."""
-    content = read_text(text)
+    """Record routing, gate weights, predictions for later layers, and compute times, for `tiermoe simulate`."""
+    content = opt.read_text(text)
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"the folder of {out} does not exist; make it, or choose another --out")
     if neurons is not None and not 0 <= neurons < math.inf:
@@ -57,20 +50,20 @@ def trace(
     cut_text: dict[str, Any] = {}
 
     def context_for(tokenizer: Any, blueprint: Any) -> int:
-        from tiermoe.measure.sequences import Cut, cut, needed_chunk
-        from tiermoe.store.neurons import neuron_layer
+        from tiermoe.formats.neurons import neuron_layer
+        from tiermoe.measure.texts import SequenceShape, cut_sequences
 
         if neurons is not None:
             for layer in blueprint.layers:
                 neuron_layer(layer)
-        cut_text["shape"] = shape = Cut(tokens, prompt, sequence)
-        cut_text["ids"] = cut(tokenizer, content, shape, blueprint.max_context())
+        cut_text["shape"] = shape = SequenceShape(tokens, prompt, sequence)
+        cut_text["ids"] = cut_sequences(tokenizer, content, shape, blueprint.max_context())
         if not blueprint.family.encoder_decoder:
-            options["chunk"] = needed_chunk(shape)
+            options["chunk"] = shape.chunk
         return sequence + 1
 
     session = open_session(model, options, context_for)
-    from tiermoe.measure.write_trace import made_from, write_trace
+    from tiermoe.measure.record import made_from, write_trace
 
     settings = session.engine.settings
     try:

@@ -10,25 +10,24 @@ from torch import Tensor
 
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.fallback import SavedCache
-from tiermoe.engine.passes import CurrentPass, given_tokens, past_tokens
-from tiermoe.engine.steps import Steps, is_finite, not_finite
-from tiermoe.families import Family
+from tiermoe.engine.forward_context import given_tokens, past_tokens
+from tiermoe.engine.steps import is_finite, not_finite
 from tiermoe.model.decoder import Decoder
-from tiermoe.model.face import Face, SlabCache, face_base, takes_own_cache
-from tiermoe.model.generic import pieces
-from tiermoe.model.shells import shells_of
+from tiermoe.model.families.table import Family
+from tiermoe.model.hf.face import Face, SlabCache, face_base, takes_own_cache
+from tiermoe.model.hf.generic import pieces
+from tiermoe.model.hf.shells import shells_of
 
 
 def attach(engine: Engine, model: Any, family: Family) -> None:
-    """Puts a model whose class `face.face_class` made in front of its engine, until that is closed."""
-    for shell, experts in zip(shells_of(model), engine.layers, strict=True):
+    """Puts a model whose class `hf.face.face_class` made in front of its engine, until that is closed."""
+    for shell, experts in zip(shells_of(model).values(), engine.layers, strict=True):
         shell.run_experts = experts
     if family.encodes:
-        for undo in engine.current.follow_encoder(model, family.encoder_decoder):
+        for undo in engine.context.follow_encoder(model, family.encoder_decoder):
             engine.before_closing(undo)
-    own = isinstance(engine.steps.decoder, Decoder)
     use_cache = bool(getattr(model.config.get_text_config(), "use_cache", True))
-    front = Front(engine.steps, engine.current, face_base(type(model)), own, use_cache, family)
+    front = Front(engine, face_base(type(model)), use_cache, family)
     model.serve(engine, front)
 
 
@@ -36,29 +35,31 @@ class Front:
     """What a transformers model with an engine does when it is called: a step where the decoder answers, else the code
     of its own class, whose passes are told apart by their lengths.
 
-    own: the decoder is one of ours. base: the class whose code runs otherwise."""
+    base: the class whose code runs where the engine's decoder is none of ours."""
 
-    def __init__(
-        self, steps: Steps, current: CurrentPass, base: Any, own: bool, use_cache: bool, family: Family
-    ) -> None:
+    def __init__(self, engine: Engine, base: Any, use_cache: bool, family: Family) -> None:
         self._family = family
-        self._steps = steps
-        self._current = current
+        self._engine = engine
+        self._context = engine.context
         self._base = base
         self._parameters = [name for name in inspect.signature(base.forward).parameters if name != "self"]
-        self._face = Face(self._parameters, use_cache, steps.new_cache) if own else None
+        own = isinstance(engine.decoder, Decoder)
+        self._face = Face(self._parameters, use_cache, engine.new_cache) if own else None
 
     def forward(self, model: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """transformers' output object."""
-        asked = self._face.asked(arguments, named) if self._face is not None else None
+        asked = self._face.parse(arguments, named) if self._face is not None else None
         if asked is not None and self._face is not None:
             asked.cache.kv.reserve(max(row.end for row in asked.batch.rows))
-            logits = self._steps.step(asked.batch, asked.cache.kv, every=asked.keep != 1)
+            logits = self._engine.step(asked.batch, asked.cache.kv, every=asked.keep != 1)
             return self._face.answer(asked, logits)
         if self._family.encodes:  # its encoder and its decoder are passes
             output = self._base.forward(model, *arguments, **named)
         else:
-            output = self._current.alone(lambda: self._by_transformers(model, arguments, named))
+            with self._context.lock:
+                self._context.start()
+                output = self._by_transformers(model, arguments, named)
+                self._context.finish()
         found: Any = getattr(output, "logits", None)
         if found is not None and not is_finite(found[:, -1]):
             raise not_finite()
@@ -75,12 +76,12 @@ class Front:
         ids, rows, length = given_tokens((), given)
         cache = given.get("past_key_values")
         if ids is not None and cache is not None:
-            ends = pieces(past_tokens(given), length, self._steps.chunk, self._family.continues)
+            ends = pieces(past_tokens(given), length, self._engine.settings.chunk, self._family.continues)
             if len(ends) > 1:
                 return self._in_chunks(model, given, ids, ends)
-        self._current.begin_call(ids, rows, length, past_tokens(given), prompt=False)
-        confident = self._steps.confident
-        if confident is None or self._current.phase != "decode":
+        self._context.begin_call(ids, rows, length, past_tokens(given), prompt=False)
+        confident = self._engine.confident
+        if confident is None or self._context.phase != "decode":
             return self._base.forward(model, **given)
         saved = SavedCache(cache)
         return confident.decode(lambda: self._base.forward(model, **given), lambda output: output.logits, saved.restore)
@@ -96,7 +97,7 @@ class Front:
                 part["attention_mask"] = given["attention_mask"][:, : past + end]
             if given.get("position_ids") is not None:
                 part["position_ids"] = given["position_ids"][..., begin:end]
-            self._current.begin_call(ids[:, begin:end], ids.shape[0], end - begin, past + begin, prompt=True)
+            self._context.begin_call(ids[:, begin:end], ids.shape[0], end - begin, past + begin, prompt=True)
             output = self._base.forward(model, **part)
             kept.append(output.logits)
         if keep != 1:

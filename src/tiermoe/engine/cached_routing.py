@@ -1,4 +1,4 @@
-"""Routers' choices moved towards the experts that are here (`decide.routing.CachePrior`), before a layer's experts are
+"""Routers' choices moved towards the experts that are here (`CachePrior`), before a layer's experts are
 asked for. The scores of all experts are needed, which decoders of our own know."""
 
 from __future__ import annotations
@@ -8,29 +8,29 @@ from typing import Any
 
 import torch
 
-from tiermoe.decide.routing import CachePrior
-from tiermoe.engine.passes import CurrentPass
+from tiermoe.engine.forward_context import ForwardContext
 from tiermoe.errors import ConfigError
 from tiermoe.model.decoder import Decoder
 from tiermoe.model.routers import Router
+from tiermoe.offload.policies.routing import CachePrior
 
 Route = Callable[[Router, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """A layer's router and hidden (T, H) → weights (T, K) and experts (T, K)."""
 
 
 class CachedRouting:
-    """The choices of MoE layer `index` in the pass that is `current`."""
+    """The choices of MoE layer `index` in the pass that runs."""
 
-    def __init__(self, index: int, current: CurrentPass) -> None:
+    def __init__(self, index: int, context: ForwardContext) -> None:
         self._index = index
-        self._current = current
+        self._context = context
 
     def __call__(self, router: Router, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden (T, H) → weights (T, K) and experts (T, K): the router's own where nothing is displaced, and for
         prompts; else its weights of the experts that run."""
         weights, index = router.route(hidden)
-        prior = self._current.scheduler.prior
-        if self._current.phase != "decode" or prior is None or self._index < prior.untouched:
+        prior = self._context.scheduler.prior
+        if self._context.phase != "decode" or prior is None or self._index < prior.untouched:
             return weights, index
         own = index.tolist()
         here = self._here(own, prior.always)
@@ -47,7 +47,7 @@ class CachedRouting:
     def _here(self, own: Sequence[Sequence[int]], always: int) -> Callable[[int], bool]:
         """Whether an expert is here, or comes anyway for one of several tokens."""
         coming = {expert for row in own for expert in row[:always]}
-        resident = self._current.scheduler.here(self._index)
+        resident = self._context.scheduler.is_resident(self._index)
         return lambda expert: expert in coming or resident(expert)
 
     def _moved(
@@ -60,20 +60,20 @@ class CachedRouting:
     ) -> list[int]:
         """One token's experts, counted where they are others than its `own`."""
         taken, moved = prior.choose(self._index, own, scores, shares, here)
-        counts = self._current.scheduler.controller.counts
+        counts = self._context.scheduler.loader.counts
         counts.displaced += sum(expert != before for expert, before in zip(taken, own, strict=True))
         counts.moved_weight += moved
         return taken
 
 
-def routes(current: CurrentPass, decoder: Any, layers: int) -> list[Route | None]:
+def routes(context: ForwardContext, decoder: Any, layers: int) -> list[Route | None]:
     """What chooses the experts of each of a decoder's MoE layers; None: its router alone. ConfigError where scores
     are not known."""
-    if current.scheduler.prior is None:
+    if context.scheduler.prior is None:
         return [None] * layers
     if not isinstance(decoder, Decoder) or not all(router.ranks for router in decoder.routers):
         raise ConfigError(
             "routing=cached needs the scores of all experts, which this model's decoder does not give; "
             "use --set routing=all, or a preset without it"
         )
-    return [CachedRouting(index, current) for index in range(layers)]
+    return [CachedRouting(index, context) for index in range(layers)]

@@ -10,9 +10,9 @@ from typing import Protocol
 
 import torch
 
-from tiermoe.decide.misses import averaged
-from tiermoe.kernels.expert import Activation, expert_kernel
-from tiermoe.store.layout import ExpertFormat
+from tiermoe.formats.expert_format import ExpertFormat
+from tiermoe.kernels.experts import Activation, expert_kernel
+from tiermoe.offload.policies.cpu_fallback import averaged
 from tiermoe.types import ExpertKey
 
 OnCpu = Callable[[int, int, torch.Tensor], "Future[torch.Tensor]"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import functools
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,33 +15,30 @@ import torch
 
 from tiermoe.batch import Batch
 from tiermoe.config import Settings
-from tiermoe.decide.composition import Composition
-from tiermoe.decide.controller import Controller
-from tiermoe.decide.phase_costs import PhaseCosts
-from tiermoe.decide.routing import require_little
-from tiermoe.decide.scheduler import Scheduler
-from tiermoe.engine.cached_routing import Route, routes
+from tiermoe.engine.budget import shape_of
+from tiermoe.engine.cached_routing import routes
+from tiermoe.engine.expectation import OtherBudget, other_budgets
 from tiermoe.engine.fallback import ConfidentDecoding
 from tiermoe.engine.forecasts import Forecaster, PassForecasts
+from tiermoe.engine.forward_context import ForwardContext
+from tiermoe.engine.memory_plan import MemoryPlan
+from tiermoe.engine.moe_layer import MoELayer, closed_error
 from tiermoe.engine.observer import Observer, Undo, time_kernels
-from tiermoe.engine.passes import CurrentPass
 from tiermoe.engine.service import ExpertService
-from tiermoe.engine.steps import AnyDecoder, Steps
-from tiermoe.engine.units import RunExperts
-from tiermoe.errors import ConfigError, TiermoeError
-from tiermoe.kernels.expert import ExpertKernel, Views
-from tiermoe.memory.memory_plan import MemoryPlan
-from tiermoe.memory.other_budgets import OtherBudget, other_budgets
-from tiermoe.memory.plan import shape_of
-from tiermoe.model.blueprint import Blueprint
-from tiermoe.model.decoder import Decoder
-from tiermoe.model.expert_gates import ExpertGate
-from tiermoe.model.routers import Router
-from tiermoe.process.footprint import peak_resident_bytes, resident_bytes
-from tiermoe.store.store import Store
-from tiermoe.tiers.assemble import MeteredLink
-from tiermoe.tiers.probe import DriveProbe
-from tiermoe.types import FEW_TOKENS, ExpertKey, Ready
+from tiermoe.engine.steps import AnyDecoder, gathered, is_finite, not_finite, passes_of
+from tiermoe.errors import ConfigError, ModelError
+from tiermoe.formats.store import Store
+from tiermoe.metrics import PhaseMetrics
+from tiermoe.model.decoder import Decoder, NotFiniteError
+from tiermoe.model.feed_forward import ExpertGate
+from tiermoe.model.hf.blueprint import Blueprint
+from tiermoe.offload.composition import Composition
+from tiermoe.offload.link import MeteredLink
+from tiermoe.offload.loader import ExpertLoader
+from tiermoe.offload.policies.routing import require_little
+from tiermoe.offload.probe import DriveProbe
+from tiermoe.offload.scheduler import Scheduler
+from tiermoe.platform.process_memory import peak_resident_bytes, resident_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,40 +53,6 @@ class Model:
     generation_config: Any
 
 
-class ServedExperts:
-    """The experts of a MoE layer as decoders and transformers' modules call them. `run` computes them. asked: told what
-    a router of our own is given, part by part. chooses: which run, instead of the router alone."""
-
-    def __init__(
-        self, run: RunExperts, asked: Callable[[Sequence[torch.Tensor]], None], chooses: Route | None = None
-    ) -> None:
-        self.run = run
-        self._asked = asked
-        self._chooses = chooses
-
-    @property
-    def by_row(self) -> bool:
-        return bool(getattr(self.run, "by_row", False))
-
-    def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return self.run(hidden, index, weights)
-
-    def apart(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-        return self.run.apart(parts)
-
-    def route(self, router: Router, *parts: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        self._asked(parts)
-        return [router.route(each) if self._chooses is None else self._chooses(router, each) for each in parts]
-
-    def block(self, router: Router, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
-        block = getattr(self.run, "block", None)
-        if block is None or self._chooses is not None or hidden.shape[0] > FEW_TOKENS or router.native is None:
-            return None
-        self._asked((hidden,))
-        result: torch.Tensor | None = block(router.native, hidden, residual)
-        return result
-
-
 class Engine:
     """Runs batches of a model whose experts a service brings. Made by `tiermoe.load` and the commands. One that is
     collected as garbage is closed."""
@@ -100,27 +64,24 @@ class Engine:
         self._blueprint = model.blueprint
         experts = [gate.experts for gate in self.gates]
         self.forecaster = Forecaster(model.routers, experts, False, self._stacked_layers())
-        self.current = self._passes()
+        self.decoder = model.decoder
+        self.context = self._forward_context()
         renormalise = self._blueprint.family.renormalises(self.config)
-        chooses = routes(self.current, model.decoder, len(self.gates))
+        chooses = routes(self.context, model.decoder, len(self.gates))
         self.layers = [
-            ServedExperts(
-                service.experts(index, gate, self.current, renormalise), self.forecaster.asked, chooses[index]
-            )
+            MoELayer(index, gate.experts, service.experts(index, gate), self.context, renormalise, chooses[index])
             for index, gate in enumerate(self.gates)
         ]
-        if self.scheduler.settles:
-            self.controller.tell_warmed(_told([layer.run for layer in self.layers]))
+        self._keep_addresses()
         if isinstance(model.decoder, Decoder):
             model.decoder.attach(self.layers)
-        self._confident = self._decode_little_first(model.decoder.rewinds)
-        self.steps = Steps(model.decoder, self.current, self._confident, self.settings.chunk, self.plan.context)
+        self.confident = self._decode_little_first(model.decoder.can_rollback)
         self._undo: list[Callable[[], None]] = []
         self._unwatch: list[Undo] = []
         self._closed = False
         self._collected = weakref.finalize(self, _end_beside, service, self._blueprint)
         self._collected.atexit = False
-        self._decoded = PhaseCosts()
+        self._decoded = PhaseMetrics()
         self.observe(None)
 
     @property
@@ -162,9 +123,9 @@ class Engine:
         return self._blueprint.max_context()
 
     @property
-    def rewinds(self) -> bool:
+    def can_rollback(self) -> bool:
         """Whether a sequence's last tokens can be taken back."""
-        return self.steps.decoder.rewinds
+        return self.decoder.can_rollback
 
     @property
     def drive(self) -> DriveProbe:
@@ -179,8 +140,8 @@ class Engine:
         return self.service.scheduler
 
     @property
-    def controller(self) -> Controller:
-        return self.scheduler.controller
+    def loader(self) -> ExpertLoader:
+        return self.scheduler.loader
 
     @property
     def lossy(self) -> list[str]:
@@ -197,15 +158,15 @@ class Engine:
         """Seconds in which the computing thread waited for experts, or parts of them."""
         return self.service.wait_s
 
-    def snapshot(self) -> PhaseCosts:
+    def snapshot(self) -> PhaseMetrics:
         """The clock and the counters now; two of them tell what happened between. Tokens are the caller's to count."""
         seconds, wait_s = time.perf_counter(), self.wait_s
-        counts, discarded = self.controller.counts.copy(), self.scheduler.discarded.copy()
-        return PhaseCosts(
+        counts, discarded = self.loader.counts.copy(), self.scheduler.discarded.copy()
+        return PhaseMetrics(
             seconds, seconds - wait_s, wait_s, self.link.bytes_read, 0, counts, discarded, self.link.busy_s
         )
 
-    def other_budgets(self, decode: PhaseCosts) -> list[OtherBudget]:
+    def other_budgets(self, decode: PhaseMetrics) -> list[OtherBudget]:
         """What other memory budgets would bring, by all decoding that this was told of (`decode`: the latest), and the
         record that later plans read; empty where it says nothing."""
         self._decoded.add(decode, decode.tokens)
@@ -218,7 +179,7 @@ class Engine:
 
     def stats(self) -> dict[str, float | int | str]:
         """Counters since loading: hits and misses of experts, bytes read, seconds waited for the link, memory."""
-        counts, discarded = self.controller.counts, self.scheduler.discarded
+        counts, discarded = self.loader.counts, self.scheduler.discarded
         return {
             "preset": self.composition.name,
             "lossy": ", ".join(self.lossy),
@@ -227,11 +188,11 @@ class Engine:
             "kv_bits": self.settings.kv_bits,
             "expert_hits": counts.hits,
             "expert_misses": counts.misses,
-            "expert_evictions": self.controller.cache.evictions,
+            "expert_evictions": self.loader.cache.evictions,
             "prefetched_hits": counts.prefetched,
             "warmed_experts": counts.warmed,
             "expert_skips": counts.skipped,
-            "experts_on_cpu": counts.elsewhere,
+            "experts_on_cpu": counts.cpu_fallback,
             "low_loads": counts.low_loads,
             "displaced_choices": counts.displaced,
             "moved_weight": counts.moved_weight,
@@ -239,7 +200,7 @@ class Engine:
             "prefetching": self.scheduler.prefetching,
             "discarded_hits": discarded.hits,
             "discarded_misses": discarded.misses,
-            "fallback_ratio": self._confident.fallback_ratio if self._confident else 0.0,
+            "fallback_ratio": self.confident.fallback_ratio if self.confident else 0.0,
             "hit_rate": counts.hit_rate or 0.0,
             "bytes_read": self.link.bytes_read,
             "wait_s": self.wait_s,
@@ -264,26 +225,47 @@ class Engine:
     def close(self) -> None:
         """Ends the reading lanes and gives the slots back, when the step that runs has ended. The model cannot run
         afterwards."""
-        with self.current.lock:
+        with self.context.lock:
             if self._closed:
                 return
             self._closed = True
             for layer in self.layers:
-                layer.run = _Closed()
+                layer.close()
             while self._undo:
                 self._undo.pop()()
             self.forecaster.close()
             _end(self.service, self._blueprint)
             self._collected.detach()
 
+    @torch.no_grad()
     def step(self, batch: Batch, cache: Any, every: bool = False) -> torch.Tensor:
-        """Runs a batch (`engine.steps.Steps.step`): logits (rows, vocabulary), or (T, vocabulary) of every token."""
-        self.check_open()
-        return self.steps.step(batch, cache, every)
+        """Runs a batch and returns the logits (rows, vocabulary) of each row's last token, or of every token of all
+        rows (T, vocabulary). Prompts run in chunks. Threads wait for each other. ModelError where logits are not
+        finite, which names the layer that they come from; TiermoeError after `close`."""
+        if self._closed:
+            raise closed_error()
+        context = self.context
+        with context.lock:
+            context.start()
+            passes = passes_of(batch, self.decoder, self.settings.chunk)
+            found = []
+            for each in passes:
+                context.begin(each)
+                if self.confident is None or every or each.phase != "decode":
+                    found.append(self.decoder.step(each, cache, every))
+                else:
+                    once_or_twice = functools.partial(self.decoder.step, each, cache)
+                    found.append(self.confident.decode(once_or_twice, lambda logits: logits))
+            logits = found[0] if len(found) == 1 else gathered(passes, found, batch, every)
+            if not is_finite(logits):
+                raise self._not_finite(passes, cache)
+            context.finish()
+        return logits
 
     def new_cache(self, sequences: int = 1, context: int | None = None) -> Any:
-        """Keys and values for `sequences` of up to `context` tokens; None: as many as memory is set aside for."""
-        return self.steps.new_cache(sequences, context)
+        """Keys and values (`SequenceCache`) for `sequences` of up to `context` tokens; None: as many as memory is set
+        aside for."""
+        return self.decoder.new_cache(sequences, context or self.plan.context, self.settings.chunk)
 
     def new_sequence(self) -> None:
         """Forgets what is recorded per sequence, as a forward pass without a past does by itself."""
@@ -295,28 +277,45 @@ class Engine:
             undo()
         self._unwatch = []
         if observer is not None and observer.kernels:
-            runs: list[Any] = [layer.run for layer in self.layers]
-            self._unwatch = time_kernels(self.steps.decoder, runs, observer)
-        self.current.observer = observer if observer is not None and observer.layers else None
+            self._unwatch = time_kernels(self.decoder, self.layers, observer)
+        self.context.observer = observer if observer is not None and observer.layers else None
         rule, predictor = self.scheduler.precision, self.composition.policy("prefetch")
-        self.current.needs_weights = rule.reads_weights or (observer is not None and observer.weights)
+        self.context.needs_weights = rule.reads_weights or (observer is not None and observer.weights)
         whole = observer is not None and observer.whole_rankings
         self.forecaster.whole = whole or rule.ranks_all or predictor.ranks_all
-
-    def held(self, layer: int, ready: Ready) -> tuple[ExpertKernel, Views]:
-        """What computes an expert that is ready, and its views: for an observer, of whole experts."""
-        run: Any = self.layers[layer].run
-        held: tuple[ExpertKernel, Views] = run.held(ready)
-        return held
 
     def check_open(self) -> None:
         """TiermoeError where the engine was closed."""
         if self._closed:
-            raise _closed()
+            raise closed_error()
 
-    def _passes(self) -> CurrentPass:
+    def _forward_context(self) -> ForwardContext:
         encoder_layers = shape_of(self.store.layers).encoder_layers
-        return CurrentPass(self.scheduler, PassForecasts(self.forecaster), encoder_layers, self.service.before_step)
+        return ForwardContext(self.scheduler, PassForecasts(self.forecaster), encoder_layers, self.service.before_step)
+
+    def _keep_addresses(self) -> None:
+        """The layers' native kernels get the addresses of experts that have come, and lose those of experts that leave.
+        Without a reference to the engine: the service ends it."""
+        layers = self.layers
+        if self.scheduler.settles:
+            self.loader.listen(lambda key, slot: layers[key.layer].place(key.expert, key.bits, slot))
+        else:
+            self.loader.cache.on_leave = lambda key: layers[key.layer].remove(key.expert)
+
+    def _not_finite(self, passes: Sequence[Batch], cache: Any) -> ModelError:
+        """The error for logits that are not: a second run says which layer they come from."""
+        undo = self.decoder.require_finite()
+        try:
+            for each in passes:
+                self.context.begin(each)
+                self.decoder.step(each, cache)
+        except NotFiniteError as error:
+            return not_finite(str(error))
+        except ValueError:  # the sequence cannot be wound back for another run
+            pass
+        finally:
+            undo()
+        return not_finite()
 
     def _stacked_layers(self) -> int:
         """Layers whose routers are evaluated in one product."""
@@ -324,19 +323,19 @@ class Engine:
         stacked = self.composition.policy("prefetch").in_one_product and self._blueprint.family.plain_router and alike
         return int(self.composition["ahead"]) if stacked else 1
 
-    def _decode_little_first(self, rewinds: bool) -> ConfidentDecoding | None:
+    def _decode_little_first(self, can_rollback: bool) -> ConfidentDecoding | None:
         if self.composition.routing not in ("half", "confident"):
             return None
         little = self.composition.little
         require_little(self.composition.routing, little, [layer.top_k for layer in self.store.layers])
-        self.current.little = little
+        self.context.little = little
         gamma = self.composition.gamma if self.composition.routing == "confident" else None
-        if gamma is not None and not rewinds:
+        if gamma is not None and not can_rollback:
             raise ConfigError(
                 f"routing=confident runs a token again where it is unsure, and {self._blueprint.family.name} keeps a "
                 f"recurrent state that cannot be wound back; use --set routing=half or routing=all"
             )
-        return ConfidentDecoding(self.current, gamma)
+        return ConfidentDecoding(self.context, gamma)
 
 
 def _end(service: ExpertService, blueprint: Blueprint) -> None:
@@ -376,15 +375,6 @@ def _wait_until_ended() -> None:
         running.acquire()
 
 
-def _told(layers: Sequence[Any]) -> Callable[[ExpertKey, int], None]:
-    """What tells a layer that an expert has come into a slot by itself."""
-
-    def has_come(key: ExpertKey, slot: int) -> None:
-        layers[key.layer].has_come(key.expert, key.bits, slot)
-
-    return has_come
-
-
 def engine_of(loaded: Any) -> Engine:
     """The engine of a loaded transformers model, or the engine itself."""
     engine: Engine = loaded if isinstance(loaded, Engine) else loaded.tiermoe
@@ -393,19 +383,5 @@ def engine_of(loaded: Any) -> Engine:
 
 def transformers_model(loaded: Any) -> Any:
     """The transformers model of a family that has no decoder of ours: `loaded` itself, or the one behind an engine."""
-    decoder: Any = loaded.steps.decoder if isinstance(loaded, Engine) else None
+    decoder: Any = loaded.decoder if isinstance(loaded, Engine) else None
     return loaded if decoder is None else decoder.model
-
-
-class _Closed:
-    """Stands in the place of a layer's experts once the engine is closed."""
-
-    def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        raise _closed()
-
-    def apart(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-        raise _closed()
-
-
-def _closed() -> TiermoeError:
-    return TiermoeError("this model's expert engine was closed; load the model again")

@@ -11,8 +11,7 @@ from typing import Protocol
 
 import torch
 
-from tiermoe.kernels.expert import weighted_sum
-from tiermoe.kernels.native.experts import combine_many, combine_rows, combines
+from tiermoe.kernels.experts import combine_many, combine_rows, combines, weighted_sum
 from tiermoe.types import FEW_TOKENS
 
 _EXPERT = itemgetter(0)

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from tiermoe.decide.routing import is_confident
-from tiermoe.engine.passes import CurrentPass
+from tiermoe.engine.forward_context import ForwardContext
 from tiermoe.errors import ConfigError
+from tiermoe.offload.policies.routing import is_confident
 
 Output = TypeVar("Output")
 
@@ -23,10 +23,10 @@ class ConfidentDecoding:
     again. gamma: a row whose likeliest next token has at most this probability falls back; 1 always does, and without
     one (None) every token keeps its little pass."""
 
-    def __init__(self, current: CurrentPass, gamma: float | None) -> None:
+    def __init__(self, context: ForwardContext, gamma: float | None) -> None:
         self.passes = 0
         self.fallbacks = 0
-        self._current = current
+        self._context = context
         self._gamma = gamma
 
     @property
@@ -52,27 +52,27 @@ class ConfidentDecoding:
     ) -> Output:
         """The output of a decode pass that has begun. run: computes it; logits_of: (rows, ..., vocabulary) of what it
         returns, the last ones of each row; undo: puts back what the pass changed beside the positions it writes."""
-        current = self._current
+        context = self._context
         little = self._run(run, [])
         logits = logits_of(little)
         rows = logits.shape[0]
         self.passes += rows
         unsure = self._unsure(logits)
         if not unsure:
-            current.forecasts.little.clear()
+            context.forecasts.little.clear()
             return little
         self.fallbacks += len(unsure)
         undo()
-        current.scheduler.discard_pass()
-        current.scheduler.begin_pass(rows, current.forecasts, current.phase)
+        context.scheduler.discard_pass()
+        context.scheduler.begin_pass(rows, context.forecasts, context.phase)
         again = self._run(run, unsure)
-        current.forecasts.little.clear()
+        context.forecasts.little.clear()
         sure = [row for row in range(rows) if row not in set(unsure)]
         logits_of(again)[sure] = logits[sure]
         return again
 
     def _run(self, run: Callable[[], Output], unsure: list[int]) -> Output:
-        with self._current.halved(unsure):
+        with self._context.halved(unsure):
             return run()
 
     def _unsure(self, logits: torch.Tensor) -> list[int]:

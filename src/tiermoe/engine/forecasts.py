@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from tiermoe.decide.prediction.protocol import Ranked
-from tiermoe.kernels.native import router as native_router
+from tiermoe.kernels import router as native_router
 from tiermoe.model.routers import Router
+from tiermoe.offload.policies.prediction import Ranked
 
 Remembered = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -77,7 +77,7 @@ class Forecaster:
         return {layer: list(zip(chosen, gates, strict=True)) for layer, chosen, gates in rows}
 
     def counted(self, target: int, hidden: torch.Tensor) -> Ranked:
-        """`decide.prediction.Forecasts.counted`, of layer `target` on `hidden` (T, H)."""
+        """`policies.prediction.Forecasts.counted`, of layer `target` on `hidden` (T, H)."""
         if not self._knows(target):
             return ()
         experts = self._experts[target]
@@ -85,7 +85,7 @@ class Forecaster:
         counts = torch.bincount(index.reshape(-1).cpu(), minlength=experts)[:experts]
         return [entry for entry in _descending(counts) if entry[1]]
 
-    def asked(self, parts: Sequence[torch.Tensor]) -> None:
+    def router_input(self, parts: Sequence[torch.Tensor]) -> None:
         """A router of our own is given each of the parts of a step, (T, H)."""
         self._asked = parts
 
@@ -125,7 +125,7 @@ class Forecaster:
 
 
 class PassForecasts:
-    """`decide.prediction.Forecasts` of one pass: `hidden` (T, H) is the running layer's input, None before the first
+    """`policies.prediction.Forecasts` of one pass: `hidden` (T, H) is the running layer's input, None before the first
     layer. `little`: layer → what its router said in the discarded little pass."""
 
     def __init__(self, forecaster: Forecaster | None) -> None:
@@ -143,6 +143,11 @@ class PassForecasts:
         self._hidden = hidden
         self._known.clear()
         self._counted.clear()
+
+    def router_input(self, parts: Sequence[torch.Tensor]) -> None:
+        """The router of the layer that runs next is given each of the parts of a step, (T, H)."""
+        if self._forecaster is not None:
+            self._forecaster.router_input(parts)
 
     def ranked(self, target: int) -> Ranked:
         if self._hidden is None or self._forecaster is None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from tiermoe.families import Family
-from tiermoe.model.shells import routers_of
+from tiermoe.model.families.table import Family
+from tiermoe.model.hf.shells import routers_of
 
 
 class TokenTable:
-    """`decide.prediction.protocol.HashTable` of a router's own table (vocabulary, K) of expert indices."""
+    """`policies.prediction.HashTable` of a router's own table (vocabulary, K) of expert indices."""
 
     def __init__(self, table: torch.Tensor) -> None:
         self._table = table.cpu()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
-from tiermoe.decide.filling import Uses, merged
-from tiermoe.decide.prefetch_trial import PrefetchTrial
-from tiermoe.decide.reuse import SizeCurve
-from tiermoe.decide.scheduler import Scheduler
-from tiermoe.store.run_record import RunRecord, read_record, record_path, write_record
-from tiermoe.store.store import Store
+from tiermoe.formats.store import Store
+from tiermoe.offload.policies.prefetch_trial import PrefetchTrial
+from tiermoe.offload.run_record import RunRecord, read_record, record_path, write_record
+from tiermoe.offload.scheduler import Scheduler
+from tiermoe.offload.usage import SizeCurve, Uses, merged
 
 _CASES = 16  # circumstances of which it is kept whether prefetching paid, the newest
 

@@ -14,27 +14,26 @@ import torch
 
 from tiermoe.config import Settings
 from tiermoe.config import settings as make_settings
+from tiermoe.engine.budget import plan_memory
 from tiermoe.engine.engine import Engine, Model
+from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.engine.reading import Reading, open_reading, rows_stay_on_disk
 from tiermoe.engine.service import ExpertService
-from tiermoe.kernels import machine_layout
-from tiermoe.memory.memory_plan import MemoryPlan
-from tiermoe.memory.plan import plan_memory
-from tiermoe.model.architectures import decodes
-from tiermoe.model.blueprint import Blueprint, inspect_model
-from tiermoe.model.building import decoder_for
+from tiermoe.formats.in_place import OWN_BITS
+from tiermoe.formats.store import Store
+from tiermoe.kernels.linear import machine_layout
+from tiermoe.model.decoder import decoder_for
 from tiermoe.model.dense import recipe_key
 from tiermoe.model.dense_weights import StoredWeights
-from tiermoe.model.expert_gates import named_gates
-from tiermoe.model.hub import load_tokenizer, resolve_model
+from tiermoe.model.families.table import decodes
+from tiermoe.model.feed_forward import named_gates
+from tiermoe.model.hf.blueprint import Blueprint, inspect_model
+from tiermoe.model.hf.hub import inspect_without_download, load_tokenizer, resolve_model
 from tiermoe.model.prepare_store import Progress, ensure_packed, found_store, is_packed, open_or_create, store_root
-from tiermoe.model.remote import inspect_without_download
-from tiermoe.process import footprint
-from tiermoe.store.own_experts import OWN_BITS
-from tiermoe.store.store import Store
+from tiermoe.offload.cuda import resolve_device
+from tiermoe.platform import process_memory
 from tiermoe.systems import compose
 from tiermoe.systems.resolved import Resolved, resolve
-from tiermoe.tiers.cuda import resolve_device
 from tiermoe.types import USUAL, Use
 
 
@@ -93,7 +92,7 @@ def _load_found(
 
     with open_reading(plan, store, resolved, blueprint, resolve_device(resolved.settings.device)) as reading:
         model = load_model(blueprint, store, plan, resolved, reading)
-    footprint.keep_activations(plan.activations, plan.idle_activations)
+    process_memory.keep_activations(plan.activations, plan.idle_activations)
     return model
 
 
@@ -110,7 +109,7 @@ def start(blueprint: Blueprint, settings: Settings, progress: Progress | None = 
     with open_reading(plan, store, resolved, blueprint, "cpu") as reading:
         service = ExpertService(store, plan, resolved, reading, {})
         engine = Engine(service, _lean_model(blueprint, store, plan, resolved, reading))
-    footprint.keep_activations(plan.activations, plan.idle_activations)
+    process_memory.keep_activations(plan.activations, plan.idle_activations)
     return engine
 
 
@@ -156,7 +155,7 @@ def _measured(blueprint: Blueprint, resolved: Resolved, store: Store | None, lea
     """Makes what this process holds before loading what it is going to hold: a plan counts it."""
     if not lean:
         _import_modelling(blueprint, resolved, store)
-    footprint.settle()
+    process_memory.settle()
 
 
 def _import_modelling(blueprint: Blueprint, resolved: Resolved, store: Store | None) -> None:

@@ -14,28 +14,34 @@ from transformers.utils import logging
 from tiermoe.engine.attachment import attach
 from tiermoe.engine.engine import Engine, Model
 from tiermoe.engine.hash_routing import token_tables
+from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.engine.reading import Reading, rows_stay_on_disk
 from tiermoe.engine.service import ExpertService
 from tiermoe.errors import ModelError
-from tiermoe.kernels import machine_layout
-from tiermoe.memory.memory_plan import MemoryPlan
-from tiermoe.model.blueprint import Blueprint, quantization_of
-from tiermoe.model.building import decoder_for
-from tiermoe.model.dense import attach_dense, recipe_key
-from tiermoe.model.dense_weights import LazyTensor, NoValues, read_dtypes
-from tiermoe.model.discovery import text_config
-from tiermoe.model.embedding import EmbeddingOnDisk, embedding_key, leave_on_disk, table_keys
-from tiermoe.model.expert_gates import ExpertGate, named_gates
-from tiermoe.model.face import face_base, face_class
-from tiermoe.model.generic import GenericDecoder
-from tiermoe.model.own_linears import attach_own, own_linears, shared_table
-from tiermoe.model.shells import IMPLEMENTATION, ShellGate, experts_left_out, register, routers_of, shells_of
+from tiermoe.formats.store import Store
+from tiermoe.kernels.linear import machine_layout
+from tiermoe.model.decoder import decoder_for
+from tiermoe.model.dense import attach_dense, attach_own, own_linears, recipe_key, shared_table
+from tiermoe.model.dense_weights import (
+    EmbeddingOnDisk,
+    LazyTensor,
+    NoValues,
+    embedding_key,
+    leave_on_disk,
+    read_dtypes,
+    table_keys,
+)
+from tiermoe.model.feed_forward import ExpertGate, named_gates
+from tiermoe.model.hf.blueprint import Blueprint
+from tiermoe.model.hf.configs import quantization_of, text_config
+from tiermoe.model.hf.face import face_base, face_class
+from tiermoe.model.hf.generic import GenericDecoder
+from tiermoe.model.hf.shells import IMPLEMENTATION, experts_left_out, gate_of, register, routers_of, shells_of
 from tiermoe.model.weights import ModuleWeights
-from tiermoe.process import footprint
-from tiermoe.store.store import Store
+from tiermoe.offload.cuda import resolve_device
+from tiermoe.offload.reader import ExtentReader
+from tiermoe.platform import process_memory
 from tiermoe.systems.resolved import Resolved
-from tiermoe.tiers.cuda import resolve_device
-from tiermoe.tiers.reader import ExtentReader
 
 
 def load_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: Resolved, reading: Reading) -> Any:
@@ -46,12 +52,12 @@ def load_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: R
     rows_on_disk = rows_stay_on_disk(blueprint, plan, reading)
     model = load_dense(blueprint, store, settings.dense_bits_used, device, rows_on_disk, reading)
     model.eval().requires_grad_(False)
-    footprint.settle()
+    process_memory.settle()
     hash_tables = token_tables(model, family)
     own: Any = None
     if settings.decoder != "generic" and not family.encodes and device == "cpu":
         own = decoder_for(blueprint.config, ModuleWeights(model), model.dtype, settings.kv_bits)
-    shells, base = shells_of(model), face_base(type(model))
+    shells, base = list(shells_of(model).values()), face_base(type(model))
     if own is not None:
         routers = list(own.routers)
     else:
@@ -59,7 +65,7 @@ def load_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: R
         routers = [router if family.forecasts and at not in hash_tables else None for at, (_, router) in beside]
     numbered = blueprint.built is not blueprint.config
     decoder = own or GenericDecoder(model, functools.partial(base.forward, model), family.continues, numbered)
-    gates: Sequence[ExpertGate] = [ShellGate(shell) for shell in shells]
+    gates: Sequence[ExpertGate] = [gate_of(shell) for shell in shells]
     if blueprint.own_experts is not None and blueprint.outline.gate is not None:
         gates = named_gates(blueprint.outline)
     service = ExpertService(store, plan, resolved, reading, hash_tables)
@@ -93,7 +99,7 @@ def load_dense(
         outline = blueprint.outline
         state |= {path: NoValues(outline.tensors[path].shape, blueprint.dtype) for path in outline.tables}
     config = _config_for_loading(blueprint)
-    with experts_left_out(blueprint.family, text_config(config)), footprint.without_meta_references(), _quiet_loading():
+    with experts_left_out(blueprint.family, text_config(config)), _quiet_loading():
         model, info = face_class(blueprint.model_class).from_pretrained(
             None,
             config=config,

@@ -5,26 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from tiermoe.decide.neurons import whole
-from tiermoe.kernels.expert import Views, one_by_one
+from tiermoe.formats.expert_format import ExpertFormat
+from tiermoe.kernels.experts import Views, one_by_one
 from tiermoe.kernels.neurons import NeuronKernel
-from tiermoe.store.layout import ExpertFormat
-from tiermoe.tiers.neurons import NeuronFiller, to_bits, to_indices
+from tiermoe.offload.neurons import NeuronFiller, to_bits, to_indices
+from tiermoe.offload.policies.neurons import whole
 from tiermoe.types import ExpertKey
 
 _SLOT = "slot"
-
-
-class Experts(Protocol):
-    """A layer's experts (`engine.experts.LayerExperts`)."""
-
-    def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor: ...
-
-    def watch(self, wrap: Callable[[Any], Any]) -> Callable[[], None]: ...
 
 
 @dataclass(slots=True)
@@ -74,11 +66,11 @@ class NeuronExpert:
         """The same with wrap(kernel) in the place of what computes; around it, it waits for the drive."""
         return NeuronExpert(wrap(self._kernel), self._filler, self._proceed, self._counts)
 
-    def together(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
+    def forward_one(self, x: torch.Tensor, views: Sequence[Views]) -> torch.Tensor:
         """One token x (1, H) through each of several experts → (experts, H)."""
         return torch.cat([self(x, each) for each in views])
 
-    def apart(
+    def forward_ragged(
         self, x: torch.Tensor, counts: list[int], views: Sequence[Views], among_others: bool = False
     ) -> torch.Tensor:
         """Several experts, each with rows of its own: counts[i] of x (M, H) are the i-th's → (M, H)."""
@@ -93,29 +85,6 @@ class NeuronExpert:
         self._counts.neurons += self._kernel.neurons
         self._counts.active += active.bit_count()
         self._counts.there += (active & ~missing).bit_count()
-
-
-class NeuronLayerExperts:
-    """The experts of MoE layer `index` (`engine.experts.LayerExperts` made with `NeuronExpert`s): tells the filler
-    what the layer runs on before its loads begin."""
-
-    def __init__(self, index: int, experts: Experts, filler: NeuronFiller) -> None:
-        self._experts = experts
-        self._index = index
-        self._filler = filler
-
-    def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """hidden (T, H), index (T, K), weights (T, K) → (T, H)."""
-        self._filler.expect(self._index, hidden)
-        return self._experts(hidden, index, weights)
-
-    def apart(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-        """A call for each part: an expert is loaded by the neurons that a part makes active."""
-        return [self(*part) for part in parts]
-
-    def watch(self, wrap: Callable[[Any], Any]) -> Callable[[], None]:
-        """Puts wrap(kernel) in the place of what computes; returns what puts it back."""
-        return self._experts.watch(lambda expert: expert.watched(wrap))
 
 
 def neuron_views(form: ExpertFormat, slot: torch.Tensor) -> Views:

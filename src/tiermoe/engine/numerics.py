@@ -9,9 +9,9 @@ import torch
 import xxhash
 
 from tiermoe import native
-from tiermoe.kernels import machine_layout
-from tiermoe.process.machine import installed_version, processor_identity
-from tiermoe.store.store import precision_key
+from tiermoe.formats.store import precision_key
+from tiermoe.kernels.linear import machine_layout
+from tiermoe.platform.machine import installed_version, processor_identity
 
 if TYPE_CHECKING:
     from tiermoe.engine.engine import Engine
@@ -34,7 +34,7 @@ def numerics(engine: Engine) -> dict[str, Any]:
         "kv_bits": settings.kv_bits,
         "chunk": settings.chunk,
         "threads": torch.get_num_threads(),
-        "decoder": type(engine.steps.decoder).__name__,
+        "decoder": type(engine.decoder).__name__,
         "kernels": native.instruction_set(),
         "build": _build(),
         "processor": [torch.backends.cpu.get_cpu_capability(), processor_identity()],

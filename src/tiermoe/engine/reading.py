@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiermoe.kernels import machine_layout
-from tiermoe.memory.memory_plan import MemoryPlan
-from tiermoe.memory.plan import holds_everything
-from tiermoe.model.blueprint import Blueprint
+from tiermoe.engine.budget import holds_everything
+from tiermoe.engine.memory_plan import MemoryPlan
+from tiermoe.formats.expert_format import PAGE, ExpertFormat
+from tiermoe.formats.store import Store, precision_key
+from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.dense import recipe_key
-from tiermoe.model.embedding import embedding_bytes
-from tiermoe.process.footprint import resident_bytes
-from tiermoe.process.machine import page_cache_room
-from tiermoe.store.layout import PAGE, ExpertFormat
-from tiermoe.store.store import Store, precision_key
+from tiermoe.model.dense_weights import embedding_bytes
+from tiermoe.model.hf.blueprint import Blueprint
+from tiermoe.offload.mapped import MappedFiles
+from tiermoe.offload.probe import DriveProbe, known_drive, through_page_cache
+from tiermoe.platform.machine import page_cache_room
+from tiermoe.platform.process_memory import resident_bytes
 from tiermoe.systems.resolved import Resolved
-from tiermoe.tiers.mapped import MappedFiles
-from tiermoe.tiers.probe import DriveProbe, known_drive, through_page_cache
 from tiermoe.types import Extent
 
 _ROOM_USED = 0.9  # of the room at most: others need some too

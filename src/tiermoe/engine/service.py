@@ -9,29 +9,30 @@ from dataclasses import replace
 
 import torch
 
-from tiermoe.decide.compose import PrecisionSlots, assemble
-from tiermoe.decide.prediction.protocol import HashTable
-from tiermoe.decide.prefetch_trial import PrefetchTrial, promising
-from tiermoe.decide.scheduler import Scheduler
+from tiermoe.engine.budget import shape_of
 from tiermoe.engine.history import History
-from tiermoe.engine.passes import CurrentPass
+from tiermoe.engine.memory_plan import MemoryPlan
+from tiermoe.engine.moe_layer import ExpertSource
 from tiermoe.engine.reading import Reading
-from tiermoe.engine.units import RunExperts, unit_of
-from tiermoe.kernels import machine_layout
-from tiermoe.kernels.expert import Views
-from tiermoe.memory.memory_plan import MemoryPlan
-from tiermoe.memory.plan import shape_of
-from tiermoe.model.expert_gates import ExpertGate
-from tiermoe.process.machine import processors
-from tiermoe.store.layout import ExpertFormat, Layout
-from tiermoe.store.store import Store, precision_key
+from tiermoe.engine.units import unit_of
+from tiermoe.formats.expert_format import ExpertFormat, Layout
+from tiermoe.formats.store import Store, precision_key
+from tiermoe.kernels.experts import Views
+from tiermoe.kernels.linear import machine_layout
+from tiermoe.model.feed_forward import ExpertGate
+from tiermoe.offload.assembly import PrecisionSlots, assemble
+from tiermoe.offload.cuda import resolve_device
+from tiermoe.offload.disk import SlotFiller
+from tiermoe.offload.mapped import MappedFiles
+from tiermoe.offload.policies.prediction import HashTable
+from tiermoe.offload.policies.prefetch_trial import PrefetchTrial, promising
+from tiermoe.offload.probe import DriveProbe
+from tiermoe.offload.reader import ExtentReader, HeldReader
+from tiermoe.offload.scheduler import Scheduler
+from tiermoe.offload.tiers import Tiers, assemble_mapped
+from tiermoe.offload.tiers import assemble as assemble_tiers
+from tiermoe.platform.machine import processors
 from tiermoe.systems.resolved import Resolved
-from tiermoe.tiers.assemble import Tiers, assemble_mapped
-from tiermoe.tiers.assemble import assemble as assemble_tiers
-from tiermoe.tiers.cuda import resolve_device
-from tiermoe.tiers.mapped import MappedFiles
-from tiermoe.tiers.probe import DriveProbe
-from tiermoe.tiers.reader import ExtentReader, HeldReader
 from tiermoe.types import ExpertKey, Extent
 
 _LONG_ENOUGH = 0.25  # seconds of reading that say more than the probe
@@ -76,10 +77,10 @@ class ExpertService:
         """Seconds in which the computing thread waited for experts, or parts of them."""
         return self.link.wait_s + self.unit.wait_s
 
-    def experts(self, index: int, gate: ExpertGate, current: CurrentPass, renormalise: bool) -> RunExperts:
-        """What computes MoE layer `index` in the pass that is `current`."""
+    def experts(self, index: int, gate: ExpertGate) -> ExpertSource:
+        """What computes the experts of MoE layer `index`."""
         formats = {bits: packed.formats[index] for bits, packed in self.packed.items()}
-        return self.unit.experts(index, gate, formats, current, self._views_of, renormalise)
+        return self.unit.experts(index, gate, formats, self._views_of)
 
     @property
     def mapped(self) -> bool:
@@ -100,6 +101,7 @@ class ExpertService:
     def close(self) -> None:
         """Ends the reading lanes and gives the slots back."""
         if self._leave_record is not None:
+            self.scheduler.record_hits()
             self._leave_record()
         self.unit.close()
         self.link.close()
@@ -111,12 +113,16 @@ class ExpertService:
             return assemble_mapped(files, self.plan.slots, self._extent_of, self._format_of, self.drive.lanes)
         return assemble_tiers(
             [(pool.slots, pool.slot_bytes) for pool in self.plan.pools],
-            self.unit.filler(self._reader(), self._extent_of, self._format_of),
+            self._filler(),
             self.drive.lanes,
             lambda key: self._format_of(key).slot.nbytes,
             self.device,
             [(pool.bits, pool.slots, pool.slot_bytes) for pool in self.plan.host_pools],
         )
+
+    def _filler(self) -> SlotFiller:
+        as_stored = not any(form.widened for packed in self.packed.values() for form in packed.formats)
+        return self.unit.filler(self._reader(), self._extent_of, self._format_of, as_stored)
 
     def _extent_of(self, key: ExpertKey) -> Extent:
         return self.packed[key.bits].extents[key.layer][key.expert]

@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
-from tiermoe.decide.composition import Composition
-from tiermoe.decide.misses import MissCosts
 from tiermoe.engine.cooperative import CpuHelper
-from tiermoe.engine.experts import LayerExperts
-from tiermoe.engine.neuron_experts import NeuronCounts, NeuronExpert, NeuronLayerExperts, neuron_views
-from tiermoe.engine.passes import CurrentPass
-from tiermoe.kernels.expert import SlotViews, Views, expert_kernel
+from tiermoe.engine.moe_layer import ExpertSource
+from tiermoe.engine.neuron_experts import NeuronCounts, NeuronExpert, neuron_views
+from tiermoe.formats.expert_format import ExpertFormat
+from tiermoe.kernels.experts import SlotViews, Views, expert_kernel
 from tiermoe.kernels.neurons import NeuronKernel
-from tiermoe.model.expert_gates import ExpertGate
-from tiermoe.store.layout import ExpertFormat
-from tiermoe.tiers.assemble import MeteredLink
-from tiermoe.tiers.disk import SlotFiller
-from tiermoe.tiers.gpu import GpuLink
-from tiermoe.tiers.neurons import NeuronFiller, PartReader
+from tiermoe.model.feed_forward import ExpertGate
+from tiermoe.offload.composition import Composition
+from tiermoe.offload.disk import SlotFiller
+from tiermoe.offload.gpu import GpuLink
+from tiermoe.offload.link import MeteredLink
+from tiermoe.offload.neurons import NeuronFiller, PartReader
+from tiermoe.offload.policies.cpu_fallback import MissCosts
 from tiermoe.types import ExpertKey, Extent
 
 ExtentOf = Callable[[ExpertKey], Extent]
 FormatOf = Callable[[ExpertKey], ExpertFormat]
-
-
-class RunExperts(Protocol):
-    """Computes the experts of a layer (`LayerExperts`, `NeuronLayerExperts`)."""
-
-    def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """hidden (T, H), index (T, K), weights (T, K) → (T, H)."""
-        ...
-
-    def apart(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-        """What a call with each part gives, bit for bit."""
-        ...
 
 
 class WholeExperts:
@@ -51,8 +38,8 @@ class WholeExperts:
         self._helper: CpuHelper | None = None
         self._link: GpuLink | None = None
 
-    def filler(self, reader: PartReader, extent_of: ExtentOf, format_of: FormatOf) -> SlotFiller:
-        return SlotFiller(reader, extent_of, format_of)
+    def filler(self, reader: PartReader, extent_of: ExtentOf, format_of: FormatOf, as_stored: bool) -> SlotFiller:
+        return SlotFiller(reader, extent_of, format_of, as_stored)
 
     def views(self, form: ExpertFormat, slot: torch.Tensor) -> Views:
         """What a kernel reads of a slot (uint8)."""
@@ -69,16 +56,14 @@ class WholeExperts:
         index: int,
         gate: ExpertGate,
         formats: Mapping[int, ExpertFormat],
-        current: CurrentPass,
         views_of: Callable[[ExpertKey, int], Views],
-        renormalise: bool,
-    ) -> RunExperts:
+    ) -> ExpertSource:
         """What computes the experts of MoE layer `index`, which compute `gate` between their matrices; `formats` by
         precision."""
-        activation = gate.activation()
+        activation = gate.activation
         kernels = {bits: expert_kernel(form, activation, self._device) for bits, form in formats.items()}
         on_cpu = self._helper.layer(index, formats, activation) if self._helper else None
-        return LayerExperts(index, gate.experts, kernels, current, views_of, renormalise, on_cpu)
+        return ExpertSource(kernels, views_of, on_cpu)
 
     def stats(self) -> dict[str, float]:
         return {}
@@ -118,7 +103,7 @@ class ActiveNeurons:
         """Seconds in which the computing thread read missing neurons of cached experts."""
         return self._filler.wait_s
 
-    def filler(self, reader: PartReader, extent_of: ExtentOf, format_of: FormatOf) -> SlotFiller:
+    def filler(self, reader: PartReader, extent_of: ExtentOf, format_of: FormatOf, as_stored: bool) -> SlotFiller:
         self._filler = NeuronFiller(reader, extent_of, format_of, self._active, self._upper_limit, self._gap_bytes)
         return self._filler
 
@@ -133,17 +118,14 @@ class ActiveNeurons:
         index: int,
         gate: ExpertGate,
         formats: Mapping[int, ExpertFormat],
-        current: CurrentPass,
         views_of: Callable[[ExpertKey, int], Views],
-        renormalise: bool,
-    ) -> RunExperts:
-        activation = gate.alone()
+    ) -> ExpertSource:
+        activation = gate.require_elementwise()
         kernels = {}
         for bits, form in formats.items():
             self._kernels[bits, index] = kernel = NeuronKernel(form, activation, self._theta)
             kernels[bits] = NeuronExpert(kernel, self._filler, self._proceed, self._counts)
-        layer = LayerExperts(index, gate.experts, kernels, current, views_of, renormalise)
-        return NeuronLayerExperts(index, layer, self._filler)
+        return ExpertSource(kernels, views_of, expect=self._filler.expect)
 
     def miss_costs(self) -> MissCosts:
         """Nothing is computed elsewhere."""

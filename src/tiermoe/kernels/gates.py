@@ -1,4 +1,4 @@
-"""What lies between the two matrices of a gated expert."""
+"""Gates: the activation between the two matrices of a gated expert."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Gate = Callable[[Tensor], Tensor]
 
 
 def gate_name(gate: Gate) -> tuple[Any, ...] | None:
-    """What `gate_named` makes the gate of; None for one that is not of this module."""
+    """The name of a gate, for `gate_named`; None for a gate of another module."""
     if gate is silu_gate:
         return ("silu",)
     if gate is gelu_gate:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tiermoe.kernels import linear_for
-from tiermoe.kernels.cpu import product_dtype
-from tiermoe.kernels.expert import Activation, Views
-from tiermoe.kernels.native import neurons as native_neurons
-from tiermoe.quant.neuron_records import Records, Sealed
-from tiermoe.quant.scratch import scratch
-from tiermoe.store.layout import ExpertFormat
-from tiermoe.store.neurons import GATE, NEURONS
+from tiermoe.formats.expert_format import ExpertFormat
+from tiermoe.formats.neurons import GATE, NEURONS, Records, Sealed
+from tiermoe.formats.scratch import scratch
+from tiermoe.kernels.experts import Activation, Views
+from tiermoe.kernels.linear import linear_for, product_dtype
+from tiermoe.native import _native, available, structs
 
 BLOCK_WEIGHTS = 1 << 20  # weights of a half unpacked at a time: bounds the temporaries
 APART = 8  # tokens up to which the native kernel, token by token, takes less time than unpacking all neurons
@@ -25,7 +23,7 @@ APART = 8  # tokens up to which the native kernel, token by token, takes less ti
 class NeuronKernel:
     """Computes experts of one format of the neuron unit on the CPU. activation: of W1 x, elementwise.
 
-    What runs follows from the number of tokens and from which neurons are used alone, never from what is cached."""
+    The number of tokens and the used neurons alone choose the kernel, never the cache."""
 
     def __init__(self, form: ExpertFormat, activation: Activation, theta: float) -> None:
         gate, records = form.encodings[GATE], form.encodings[NEURONS]
@@ -39,7 +37,7 @@ class NeuronKernel:
         self._product_dtype = product_dtype(form.dtype)
         self._theta = theta
         self._block = max(1, BLOCK_WEIGHTS // self._width)
-        self._native = native_neurons.takes(records, self._width, form.dtype)
+        self._native = takes_records(records, self._width, form.dtype)
 
     def activations(self, x: Tensor, views: Views) -> Tensor:
         """act(W1 x): x (T, H) in the compute dtype → (T, I)."""
@@ -54,7 +52,7 @@ class NeuronKernel:
         → (1, H). Only the used records are read."""
         records = views[NEURONS]["records"]
         if self._native:
-            return native_neurons.combined(x, activations, used, records, self._records)
+            return combined(x, activations, used, records, self._records)
         whole = len(used) == self.neurons
         strips = self._records.strips
         x_groups = x[0].to(self._product_dtype).view(strips, -1, self._records.group)
@@ -113,3 +111,28 @@ class NeuronKernel:
         codes = self._records.codes(records, half, self._width)
         values = scratch.take("code values", tuple(codes.shape), self._product_dtype).copy_(codes)
         return list(values.view(self._records.strips, len(records), -1, self._records.group).transpose(1, 2))
+
+
+_AT_ONCE = 16  # codes
+
+
+def takes_records(records: Records, width: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel computes with such records, of halves of `width` weights, in `dtype`."""
+    fits = records.group % _AT_ONCE == 0 and width % (records.strips * records.group) == 0
+    return dtype == torch.bfloat16 and fits and available()
+
+
+def combined(x: Tensor, activations: Tensor, used: Tensor, rows: Tensor, records: Records) -> Tensor:
+    """x (1, H) and activations (1, I) in bfloat16, used int64 (n,) ascending, rows uint8 (I, record bytes) → (1, H):
+    the sum over `used` of a_j (w3_j . x) w2_j. Only their records are read."""
+    x, activations, width = x.contiguous(), activations.contiguous(), x.shape[1]
+    out = torch.empty_like(x)
+    floats = width + width // records.group + len(used)
+    workspace = scratch.take("neurons", (floats,), torch.float32)
+    neurons = structs.Neurons(
+        records=rows.data_ptr(), record_bytes=rows.stride(0), width=width, group=records.group, bits=records.bits,
+        used=used.data_ptr(), count=len(used), gates=activations.data_ptr(),
+    )  # fmt: skip
+    packed, threads = _native.pack(neurons), torch.get_num_threads()
+    _native.neurons(packed, x.data_ptr(), workspace.data_ptr(), floats, out.data_ptr(), threads)
+    return out

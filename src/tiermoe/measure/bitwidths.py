@@ -1,6 +1,6 @@
-"""EdgeMoE's offline part on a real model (section 3.2): what each expert costs alone at 2 bits, and from that a
-bitwidth for each within a tolerated loss, judged on text that the search has not seen. Weights that are no experts'
-stay as the settings say."""
+"""EdgeMoE's offline part on a real model (section 3.2): a bitwidth for each expert within a tolerated loss, from what
+each expert costs alone at 2 bits (`importance`), judged on text that the search has not seen. Dense weights stay in the
+bits of the settings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tiermoe.config import Settings
-from tiermoe.measure.importance import OTHERS, measure_alone
-from tiermoe.measure.measuring import Measured, Measuring, Source, pack_all, places_of
-from tiermoe.measure.on_ray import by_ray
+from tiermoe.measure.importance import OTHERS, BitsMeter, Journal, ModelSource, by_ray, measure_alone, places_of
 from tiermoe.measure.tasks import Task
-from tiermoe.model.blueprint import Blueprint
-from tiermoe.model.prepare_store import Progress
+from tiermoe.model.hf.blueprint import Blueprint
+from tiermoe.model.prepare_store import Progress, ensure_packed, open_or_create, store_root
+from tiermoe.offload.cuda import resolve_device
 from tiermoe.systems.edgemoe import PRECISIONS, Judge, Place, accept, search
 
 
@@ -32,32 +31,32 @@ def find_bitwidths(
     ray: bool = False,
 ) -> dict[str, Any]:
     """A bitwidth for every expert, with which `task` loses at most `tolerated_loss` (0.05 for 5 %) against 16 bits. The
-    even half of the task says which experts matter and where the search ends; what that finds is judged on the odd one,
-    where the loss with its standard error must be within what is tolerated.
+    search runs on the even half of the task; its table is judged on the odd half, where the loss plus its standard
+    error must be within the tolerated loss.
 
-    processes: that measure experts side by side (None: one); each loads the model, and the memory is shared among
-    them. ray: that Ray runs. resume_path: a file to which every measurement is appended; what it holds of the same
-    checkpoint, task and settings is not measured again.
+    processes: that measure experts side by side (None: one); each loads the model, and they share the memory. ray: Ray
+    runs the processes. resume_path: a file to which every measurement is appended; measurements there of the same
+    checkpoint, task and settings are not repeated.
 
     Returns `table` and `importance` (a row of experts per MoE layer; importance is the loss against all experts at 4
     bits), `lower`, `upper`, `k`, `loss` and `loss_error` (on the odd half), `judged` ([lower, upper, k, loss, error] of
-    all that were tried there), `searched` (what was found on the even half: `lower`, `upper`, `k`, `loss`), `losses`
+    every table that was tried there), `searched` (found on the even half: `lower`, `upper`, `k`, `loss`), `losses`
     (there, 'uniform': bits → loss, 'mixed': k → loss), `metric`, `tolerated_loss`, and `seconds_per_expert` (None where
     nothing was left to measure). ConfigError, with the best found, where the tolerated loss cannot be met, and for a
     task that is too small to be halved."""
     even, odd = task.halves()
     places = places_of(blueprint)
-    source = Source.of(blueprint, settings, task)
-    measured = Measured(resume_path, _made_from(blueprint, settings, task))
-    pack_all(blueprint, settings, progress)
-    with Measuring(source) as measuring:
+    source = ModelSource.of(blueprint, settings, task)
+    journal = Journal(resume_path, _made_from(blueprint, settings, task))
+    _pack_all(blueprint, settings, progress)
+    with BitsMeter(source) as meter:
 
         def values(table: Mapping[Place, int], half: Task) -> list[float]:
             name = _name(table) if half is even else f"judged {_name(table)}"
-            known = measured.get(name)
+            known = journal.get(name)
             if known is None:
-                known = measuring.values(table, half)
-                measured.add(name, known)
+                known = meter.values(table, half)
+                journal.add(name, known)
             return known
 
         def lost(half: Task) -> Judge:
@@ -69,17 +68,17 @@ def find_bitwidths(
             values(table, even)
             progress("measuring each precision", done, len(uniform))
         alone, seconds = measure_alone(
-            measuring, source, even, places, measured, processes or 1, progress, by_ray if ray else None
+            meter, source, even, places, journal, processes or 1, progress, by_ray if ray else None
         )
         four = values(dict.fromkeys(places, OTHERS), even)
         importance = {place: even.loss(alone[place], four).value for place in places}
         seen, unseen = lost(even), lost(odd)
         found = search(
-            _told(lambda table: seen(table).value, "choosing bitwidths", _steps(places), progress),
+            _reported(lambda table: seen(table).value, "choosing bitwidths", _steps(places), progress),
             importance, tolerated_loss,
         )  # fmt: skip
         most = (len(PRECISIONS) - 1) + _steps(places)
-        accepted = accept(_told(unseen, "judging on other text", most, progress), found, importance, tolerated_loss)
+        accepted = accept(_reported(unseen, "judging on other text", most, progress), found, importance, tolerated_loss)
     return {
         "table": _rows(blueprint, accepted.table),
         "importance": _rows(blueprint, importance),
@@ -105,20 +104,28 @@ def _steps(places: Sequence[Place]) -> int:
     return len(PRECISIONS) + (math.ceil(math.log2(len(places))) if len(places) > 1 else 0)
 
 
-def _told(
+def _reported(
     measure: Callable[[Mapping[Place, int]], Measure], what: str, most: int, progress: Progress
 ) -> Callable[[Mapping[Place, int]], Measure]:
-    """`measure`, each measurement of at most `most` reported."""
+    """`measure`, which reports each measurement of at most `most`."""
     done = 0
 
-    def telling(table: Mapping[Place, int]) -> Measure:
+    def reporting(table: Mapping[Place, int]) -> Measure:
         nonlocal done
         found = measure(table)
         done += 1
         progress(what, min(done, most), most)
         return found
 
-    return telling
+    return reporting
+
+
+def _pack_all(blueprint: Blueprint, settings: Settings, progress: Progress) -> None:
+    """Packs every precision that is tried, so that no two processes begin to pack."""
+    store = open_or_create(blueprint, store_root(blueprint, settings.store))
+    device = resolve_device(settings.device)
+    for bits in PRECISIONS:
+        ensure_packed(store, blueprint, bits, settings.quantizer_used, settings.dense_bits_used, progress, device)
 
 
 def _rows(blueprint: Blueprint, values: Mapping[Place, Any]) -> list[list[Any]]:

@@ -20,7 +20,7 @@ from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.systems import PRESETS, preset_named
 
 Measure = Callable[[str], dict[str, Any]]
-"""Preset → the object that `tiermoe eval --json` prints. Raises a TiermoeError with the reason where it cannot."""
+"""Preset → the object that `tiermoe eval --json` prints. TiermoeError, with the reason, where it cannot run."""
 
 BASELINES = ("load-on-demand", "lru")
 """Presets that the others' speeds are divided by."""
@@ -30,11 +30,11 @@ _RANGED = ("decode_tok_s", "prefill_tok_s")
 
 @dataclass(slots=True)
 class Measured:
-    """One preset: its result in each round, or why it has none."""
+    """The measurements of one preset."""
 
     preset: str
-    rounds: list[dict[str, Any]] = field(default_factory=list)
-    error: str | None = None
+    rounds: list[dict[str, Any]] = field(default_factory=list)  # the result of each round
+    error: str | None = None  # why there is none
 
 
 def presets_asked(text: str) -> list[str]:
@@ -50,7 +50,7 @@ def presets_asked(text: str) -> list[str]:
 def measure_all(
     presets: Sequence[str], rounds: int, measure: Measure, progress: Callable[[int, int], None]
 ) -> list[Measured]:
-    """Measures each preset once a round; one that fails is not run again. progress: called with (done, in all)."""
+    """Measures each preset once a round; a preset that fails is not run again. progress: called with (done, in all)."""
     rows = [Measured(preset) for preset in presets]
     done, total = 0, rounds * len(rows)
     progress(done, total)
@@ -114,22 +114,20 @@ def _ratios(row: Measured, by_name: dict[str, Measured]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What one process evaluates. shape: tokens of a window's prompt, scored tokens of a window, and of all. options:
-    of `tiermoe.load`. reference: as `Evaluation.run` takes it. save: the file to which the 16-bit weights' scores go,
-    instead of an evaluation."""
+    """What one process evaluates."""
 
     model: str
     text: str
-    shape: tuple[int, int, int]
-    options: dict[str, Any]
-    reference: str = "none"
-    save: Path | None = None
+    shape: tuple[int, int, int]  # tokens of a window's prompt, scored tokens of a window, scored tokens in all
+    options: dict[str, Any]  # of `tiermoe.load`
+    reference: str = "none"  # as `Evaluation.run` takes it
+    save: Path | None = None  # the file to which the 16-bit weights' scores go, instead of an evaluation
 
 
 def evaluate_apart(case: Case, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
-    """The object that `tiermoe eval --json` prints, from a process of its own. It is forked from a server that has
-    imported torch, where the system can fork. progress: of packing and of the 16-bit weights, not of the scoring.
-    TiermoeError with the reason where the evaluation fails."""
+    """The object that `tiermoe eval --json` prints, from a process of its own, forked where the system can from a
+    server that has imported torch. progress: of packing and of the 16-bit weights, not of the scoring. TiermoeError,
+    with the reason, where the evaluation fails."""
     start = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context: Any = multiprocessing.get_context(start)
     context.set_forkserver_preload(["tiermoe.measure.fork_server"])
@@ -139,13 +137,13 @@ def evaluate_apart(case: Case, progress: Callable[[str, int, int], None]) -> dic
     sender.close()
     try:
         while True:
-            kind, said = receiver.recv()
+            kind, content = receiver.recv()
             if kind == "progress":
-                progress(*said)
+                progress(*content)
             elif kind == "error":
-                raise TiermoeError(said)
+                raise TiermoeError(content)
             else:
-                result: dict[str, Any] = said
+                result: dict[str, Any] = content
                 return result
     except EOFError:
         process.join()
@@ -162,20 +160,20 @@ def _ended(code: int) -> str:
 
 
 def _evaluate(case: Case, sender: Connection) -> None:
-    """Runs in the process: sends progress, and in the end the result or what went wrong."""
+    """Runs in the process: sends progress, and in the end the result or the error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked ends this one
-    from tiermoe.measure.fork_server import evaluate, windows  # late: the process that asks needs no torch
+    from tiermoe.measure.fork_server import evaluate, texts  # late: the process that asks needs no torch
 
-    def told(what: str, done: int, total: int) -> None:
+    def report(what: str, done: int, total: int) -> None:
         if what != evaluate.SCORING:
             sender.send(("progress", (what, done, total)))
 
     try:
-        evaluation = evaluate.prepare(case.model, case.text, windows.Shape(*case.shape), case.options)
+        evaluation = evaluate.prepare(case.model, case.text, texts.WindowShape(*case.shape), case.options)
         if case.save is not None:
-            sender.send(("result", evaluation.save_reference(case.save, told)))
+            sender.send(("result", evaluation.save_reference(case.save, report)))
         else:
-            sender.send(("result", evaluation.run(case.reference, told)))
+            sender.send(("result", evaluation.run(case.reference, report)))
     except TiermoeError as error:
         sender.send(("error", str(error)))
     except Exception as error:  # one preset's failure takes no other with it

@@ -1,5 +1,5 @@
-"""What experts get as inputs on a text, for quantisers that are calibrated on it: recorded once from a running engine
-at the checkpoint's own precision, kept in files, and summed up expert by expert while packing."""
+"""Inputs of experts on a text, for quantisers that are calibrated on them (gptq): recorded once from a running engine,
+kept in files, and summed up expert by expert while packing."""
 
 from __future__ import annotations
 
@@ -15,30 +15,29 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from tiermoe import batch
-from tiermoe.batch import Batch
-from tiermoe.config import format_size
+from tiermoe.batch import Batch, prompt
+from tiermoe.config import Settings, format_size
 from tiermoe.config import settings as make_settings
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import start
 from tiermoe.engine.observer import Observer
 from tiermoe.errors import ConfigError, PackError
-from tiermoe.kernels.expert import Activation, SeparateSteps
-from tiermoe.measure.sequences import Cut, cut
-from tiermoe.model.blueprint import Blueprint
-from tiermoe.model.expert_gates import named_gates
-from tiermoe.model.hub import load_tokenizer
+from tiermoe.formats.expert_format import expert_format
+from tiermoe.formats.int4 import CPU_LAYOUT
+from tiermoe.formats.quantizers import CALIBRATED
+from tiermoe.formats.store import Store, precision_key
+from tiermoe.formats.store_files import exclusive, write_atomically
+from tiermoe.kernels.experts import Activation, UnfusedExperts
+from tiermoe.measure.texts import SequenceShape, beginning, cut_sequences
+from tiermoe.model.feed_forward import named_gates
+from tiermoe.model.hf.blueprint import Blueprint
+from tiermoe.model.hf.hub import load_tokenizer
 from tiermoe.model.prepare_store import Progress
-from tiermoe.process.json_files import read_json
-from tiermoe.quant.registry import cpu_layout
-from tiermoe.store.files import write_atomically
-from tiermoe.store.layout import expert_format
-from tiermoe.store.lock import exclusive
-from tiermoe.store.store import Store, precision_key
+from tiermoe.platform.json_files import read_json
 from tiermoe.types import MoeLayer, Routed
 
 TEXT = "calibration.txt"
-"""Ships with the package: passages of books in the public domain."""
+"""The text that ships with the package: passages of books in the public domain."""
 
 TOKENS = 32_768
 LEAST_TOKENS = 4096
@@ -47,7 +46,7 @@ TOGETHER = 16
 """Windows that run at once, so that an expert is read once for all of them."""
 
 SEEN = 256
-"""An expert that saw fewer tokens takes so many in all, others of its layer's."""
+"""Tokens of an expert at least: one that was routed fewer takes others of the layer too."""
 
 FOLDER = "inputs"
 _TABLE = "inputs.json"
@@ -56,14 +55,14 @@ _ROWS = 4096  # tokens whose products are formed at a time: bounds the temporari
 
 
 class Text(NamedTuple):
-    """Token ids (windows, window) of a text called `name`."""
+    """A text to calibrate on."""
 
     name: str
-    ids: torch.Tensor
+    ids: torch.Tensor  # (windows, window) int64
 
     @property
     def made_from(self) -> str:
-        """Tells it apart from others, whatever its file is called."""
+        """Identifies the text, whatever its file is called."""
         return f"{self.ids.numel()} tokens, {xxhash.xxh3_64_hexdigest(self.ids.numpy().tobytes())}"
 
 
@@ -72,8 +71,8 @@ def shipped_text() -> str:
 
 
 def calibration_text(blueprint: Blueprint, name: str, content: str) -> Text:
-    """The windows of a text that are run: at most `TOKENS` tokens, spread over it. ConfigError where there are fewer
-    than `LEAST_TOKENS`, or the model is none that can be calibrated."""
+    """Windows of a text, of at most `TOKENS` tokens in all, spread over it. ConfigError where the text has fewer than
+    `LEAST_TOKENS`, or the model cannot be calibrated."""
     if blueprint.family.encodes:
         raise ConfigError("a model with an encoder cannot be calibrated for gptq; pack it with --quantizer hqq")
     if blueprint.outline.gate is None:
@@ -82,38 +81,94 @@ def calibration_text(blueprint: Blueprint, name: str, content: str) -> Text:
             f"with --quantizer hqq"
         )
     tokenizer, window = load_tokenizer(blueprint.directory), min(WINDOW, blueprint.max_context() or WINDOW)
-    start = len(tokenizer("").input_ids[:1])
+    start = len(beginning(tokenizer))
     have = len(tokenizer(content, add_special_tokens=False, verbose=False).input_ids) // (window - start) * window
     if have < LEAST_TOKENS:
         raise ConfigError(
             f"{name} has {have:,} tokens in whole windows of {window:,}; calibrating takes at least {LEAST_TOKENS:,}: "
             f"give a longer --calibration-text"
         )
-    return Text(name, cut(tokenizer, content, Cut(min(TOKENS, have), 1, window), blueprint.max_context()))
+    return Text(
+        name, cut_sequences(tokenizer, content, SequenceShape(min(TOKENS, have), 1, window), blueprint.max_context())
+    )
 
 
 def recorded_inputs(blueprint: Blueprint, store: Store, text: Text, progress: Progress) -> ExpertInputs:
-    """The inputs of a checkpoint's experts on a text, in the folder of its store: those that are there, where they were
-    made from the same; the rest is recorded. Another process that records there is waited for. PackError where the disk
-    has no room or the folder cannot be written."""
+    """The inputs of a checkpoint's experts on a text, in the folder of the store: what is there of the same checkpoint
+    and text is kept, the rest is recorded. Waits for another process that records there. PackError where the disk has
+    no room or the folder cannot be written."""
     folder = store.root / FOLDER
     with exclusive(folder, progress):
         recording = _Recording(folder, blueprint, text)
         if recording.windows < len(text.ids):
             _record(recording, blueprint, store, text, progress)
             store.refresh()  # what was run with may have been packed for it
-    activations = [gate.activation() for gate in named_gates(blueprint.outline)]
+    activations = [gate.activation for gate in named_gates(blueprint.outline)]
     return ExpertInputs(folder, text.made_from, blueprint.layers, activations, blueprint.dtype)
 
 
 def forget_inputs(store: Path) -> None:
-    """Removes what was recorded."""
+    """Removes the recording from a store's folder."""
     shutil.rmtree(store / FOLDER, ignore_errors=True)
 
 
+class PackInputs:
+    """Experts' inputs for the precisions that `tiermoe pack` packs. asked: settings of each. keys: bits → key in the
+    store. name, content: the text that the user named, None for the one that ships with the package. force: the store's
+    precisions are packed anew. ConfigError for a named text that nothing is calibrated on, and where the store holds a
+    precision that another text calibrated."""
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        store: Store,
+        asked: Sequence[Settings],
+        keys: Mapping[int, str],
+        name: str | None,
+        content: str | None,
+        force: bool = False,
+    ) -> None:
+        self._blueprint, self._store = blueprint, store
+        self._inputs: ExpertInputs | None = None
+        taking = [keys[each.bits_used] for each in asked if _takes_inputs(each)]
+        if content is not None and not taking:
+            raise ConfigError(
+                f"--calibration-text is for --quantizer {' or '.join(CALIBRATED)} at 4, 3 or 2 bits; leave it out"
+            )
+        self._missing = [key for key in taking if force or key not in store.precisions]
+        if not taking or (content is None and not self._missing):
+            return
+        self._text = calibration_text(blueprint, name or TEXT, shipped_text() if content is None else content)
+        for key in taking:
+            packed = store.precisions.get(key)
+            if not force and packed is not None and packed.made_from != self._text.made_from:
+                raise ConfigError(
+                    f"the store in {store.root} holds {key} as calibrated on {packed.made_from}; --force packs it anew"
+                )
+
+    def inputs(self, settings: Settings, progress: Progress) -> ExpertInputs | None:
+        """Inputs for packing with these settings, recorded once for all; None where the quantiser takes none."""
+        if not _takes_inputs(settings) or not self._missing:
+            return None
+        if self._inputs is None:
+            self._inputs = recorded_inputs(self._blueprint, self._store, self._text, progress)
+        return self._inputs
+
+    def forget(self) -> None:
+        """Removes the recording after packing."""
+        if self._missing:
+            forget_inputs(self._store.root)
+
+
+def _takes_inputs(settings: Settings) -> bool:
+    return settings.quantizer_used in CALIBRATED and settings.bits_used in (4, 3, 2)
+
+
 class ExpertInputs:
-    """`store.solving.Inputs` from the files of `folder`. Of each layer: `hidden` (T, H) in the model's dtype, what its
-    experts got, `index` int32 (T, K), -1 for none, and `weights` float32 (T, K)."""
+    """Recorded inputs of a model's experts, in the files of `folder`; implements `encode_experts.Inputs`.
+
+    Of each layer: `hidden` (T, H) in the model's dtype, what its experts got, `index` int32 (T, K), -1 for none, and
+    `weights` float32 (T, K)."""
 
     def __init__(
         self,
@@ -126,14 +181,15 @@ class ExpertInputs:
         self.made_from = made_from
         self._folder, self._layers, self._dtype = folder, layers, dtype
         formats = [expert_format(layer, 16, dtype, "any", "") for layer in layers]
-        self._steps = [SeparateSteps(form, act, "cpu") for form, act in zip(formats, activations, strict=True)]
+        self._steps = [UnfusedExperts(form, act, "cpu") for form, act in zip(formats, activations, strict=True)]
         self._activations = activations
         self._lock = threading.Lock()
         self._held: tuple[int, tuple[torch.Tensor, ...]] = -1, ()
 
     @torch.no_grad()
     def moments(self, layer: int, expert: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Each token counts by the square of its weight, as its error does."""
+        """Second moments (in, in) float32 of each matrix's inputs. A token counts by the square of its gate weight, as
+        its error does."""
         hidden, index, weights = self._of(layer)
         tokens, ranks = (index == expert).nonzero(as_tuple=True)
         counts = weights[tokens, ranks]
@@ -144,11 +200,11 @@ class ExpertInputs:
         first, second = (part for part in self._layers[layer].parts if part.is_matrix)
         found = {part.name: torch.zeros(part.out_in[1], part.out_in[1]) for part in (first, second)}
         views = {name: {"weight": values} for name, values in tensors.items()}
-        for some, its_counts in zip(torch.split(tokens, _ROWS), torch.split(counts, _ROWS), strict=True):
+        for some, some_counts in zip(torch.split(tokens, _ROWS), torch.split(counts, _ROWS), strict=True):
             x = hidden[some]
             inner = self._activations[layer](self._steps[layer].features(x, views))
-            _add_moments(found[first.name], x, its_counts)
-            _add_moments(found[second.name], inner, its_counts)
+            _add_moments(found[first.name], x, some_counts)
+            _add_moments(found[second.name], inner, some_counts)
         return found
 
     def _of(self, layer: int) -> tuple[torch.Tensor, ...]:
@@ -172,7 +228,8 @@ def _add_moments(moments: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) -
 
 
 class _Recording(Observer):
-    """Files of what experts get, which a later process carries on with: `windows` of the text are in them."""
+    """Recording of experts' inputs in files, with which a later process carries on. `windows`: how many of the text are
+    in the files."""
 
     weights = True
 
@@ -194,16 +251,16 @@ class _Recording(Observer):
                 os.fsync(file.fileno())  # before the table speaks of it
 
     def nbytes(self, windows: int) -> int:
-        """What so many windows take."""
+        """Bytes of so many windows."""
         return sum(sum(self._row_bytes(layer)) for layer in self._layers) * windows * self._window
 
     def finished(self, windows: int) -> None:
-        """So many windows are in the files, all their layers."""
+        """Records that so many windows are in the files, with all layers."""
         self.windows = windows
         write_atomically(self._folder / _TABLE, json.dumps({**self._stamp, "windows": windows}).encode())
 
     def _kept(self) -> int:
-        """The windows of this text that the files have; what else they hold is removed."""
+        """How many windows of this text the files have; other contents are removed."""
         table = _table_of(self._folder)
         windows = int(table.get("windows", 0)) if self._stamp.items() <= table.items() else 0
         places = [
@@ -220,7 +277,7 @@ class _Recording(Observer):
         return 0
 
     def _row_bytes(self, layer: MoeLayer) -> tuple[int, int, int]:
-        """What a token takes in each file."""
+        """Bytes of a token in each file."""
         return self._hidden, 4 * layer.top_k, 4 * layer.top_k
 
 
@@ -256,14 +313,14 @@ def _record(recording: _Recording, blueprint: Blueprint, store: Store, text: Tex
 @torch.inference_mode()
 def _run(engine: Engine, windows: list[list[int]]) -> None:
     cache = engine.new_cache(len(windows), len(windows[0]))
-    engine.step(Batch(tuple(batch.prompt(cache.open(), ids) for ids in windows)), cache)
+    engine.step(Batch(tuple(prompt(cache.open(), ids) for ids in windows)), cache)
 
 
 def _check_room(store: Store, bits: int, recording: int) -> None:
-    """PackError where the disk lacks room for the recording and for the experts that have to be packed to run it."""
+    """PackError where the disk lacks room for the recording, or for the experts that must be packed to run the text."""
     packed = 0
     if bits == 8 and precision_key(8, "") not in store.precisions:
-        formats = [expert_format(layer, 8, store.dtype, cpu_layout(), "") for layer in store.layers]
+        formats = [expert_format(layer, 8, store.dtype, CPU_LAYOUT, "") for layer in store.layers]
         packed = sum(form.stored.nbytes * form.layer.experts for form in formats)
     free = shutil.disk_usage(store.root).free
     if recording + packed > free:

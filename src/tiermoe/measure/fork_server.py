@@ -1,9 +1,9 @@
 """What the process has imported that evaluations fork from: torch and the engine, once for all of them."""
 
-from tiermoe.process import footprint
+from tiermoe.platform import process_memory
 
-footprint.import_libraries(own_process=True)
+process_memory.import_libraries(own_process=True)
 
-from tiermoe.measure import evaluate, windows  # noqa: E402  (torch comes as `footprint` prepares it)
+from tiermoe.measure import evaluate, texts  # noqa: E402  (torch comes as `process_memory` prepares it)
 
-__all__ = ["evaluate", "windows"]
+__all__ = ["evaluate", "texts"]

@@ -1,5 +1,4 @@
-"""How fast this machine is, measured in a few seconds and kept beside the stores: its drive, its memory, its
-arithmetic."""
+"""Rates of this machine, measured in a few seconds and kept beside the stores: of the drive, memory and arithmetic."""
 
 from __future__ import annotations
 
@@ -18,15 +17,13 @@ from statistics import fmean
 import torch
 
 from tiermoe.config import MIB
-from tiermoe.kernels import linear_for
-from tiermoe.kernels.cpu import multiplies_bfloat16
-from tiermoe.process import bandwidth
-from tiermoe.process.json_files import read_json
-from tiermoe.quant.registry import FIXED
+from tiermoe.formats.expert_format import ExpertFormat
+from tiermoe.formats.registry import FIXED
+from tiermoe.kernels.linear import linear_for, multiplies_bfloat16
+from tiermoe.offload.probe import probe_drive
+from tiermoe.platform import bandwidth
+from tiermoe.platform.json_files import read_json, replace_unlocked
 from tiermoe.simulate.machines import Rates
-from tiermoe.store.layout import ExpertFormat
-from tiermoe.store.run_record import replace_unlocked
-from tiermoe.tiers.probe import probe_drive
 from tiermoe.types import Extent, Segment
 
 NAME = "machine.json"
@@ -35,20 +32,20 @@ _LEAST_FILE, _SCRATCH = 64 * MIB, 128 * MIB
 _DAYS = 30
 _PRODUCT = (512, 2048)  # tokens, columns of a square weight
 _SECONDS = 0.2  # of products, of either kind
-_ALONE = 0.9  # of its threads' time a product computes where no other program does; at .8 it was a sixth slower
+ALONE_SHARE = 0.9  # share of the threads' time that a product has where no other program computes; at .8 a sixth slower
 
 
 def machine_rates(folder: Path, threads: int | None = None) -> Rates:
-    """This machine's, with the drive of `folder`: as measured in the last 30 days by as many threads, or now, which
-    takes a few seconds. What is measured while other programs compute is too little: it is not kept, and says so.
-    threads: that compute; None: torch's number."""
+    """Rates of this machine with the drive of `folder`: measured in the last 30 days by as many threads, or now, which
+    takes a few seconds. Rates measured while other programs compute are too low: they are not kept, and their source
+    says so. threads: that compute; None: torch's number."""
     threads = threads or torch.get_num_threads()
     folder.mkdir(parents=True, exist_ok=True)
     case = f"{os.stat(folder).st_dev}:{threads}"
     kept = _read(folder / NAME)
     if case not in kept or (date.today() - kept[case].day).days > _DAYS:
         kept[case], share = _measure(folder, threads)
-        if share < _ALONE:
+        if share < ALONE_SHARE:
             found = kept[case]
             busy = f"while other programs took {1 - share:.0%} of their time"
             source = f"measured on {found.day} with {threads} threads, {busy}: too little, and not kept"
@@ -60,8 +57,8 @@ def machine_rates(folder: Path, threads: int | None = None) -> Rates:
 
 
 def torch_seconds(form: ExpertFormat) -> tuple[float, float]:
-    """Seconds a byte in its slot that the products of a token with an expert of this format take, for torch's number of
-    threads: at best and on average. Where matrices are small they are those of a call, which waits for every thread."""
+    """Seconds that torch's products of one token with an expert take, a byte of the slot, at best and on average, for
+    torch's number of threads. Of small matrices they are the seconds of a call, which waits for every thread."""
     products = []
     for part in form.layer.parts:
         if part.is_matrix:
@@ -102,7 +99,7 @@ class _Measured:
 
 
 def _read(path: Path) -> dict[str, _Measured]:
-    """What is kept; nothing where the file is missing or torn."""
+    """The rates that are kept; none where the file is missing or torn."""
     try:
         return {case: _checked(entry) for case, entry in read_json(path).items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -117,7 +114,7 @@ def _checked(entry: dict[str, str | float]) -> _Measured:
 
 
 def _measure(folder: Path, threads: int) -> tuple[_Measured, float]:
-    """Also the share of the threads' time that they had a processor."""
+    """Measured rates, and the share of the threads' time in which they had a processor."""
     before = torch.get_num_threads()
     with _sample(folder) as file:
         size = file.stat().st_size // _READ
@@ -126,7 +123,7 @@ def _measure(folder: Path, threads: int) -> tuple[_Measured, float]:
     try:
         memory = float(bandwidth.measure(threads)["bandwidth"])
         torch.set_num_threads(threads)
-        arithmetic, share = _products()
+        arithmetic, share = product_rate()
     finally:
         torch.set_num_threads(before)
     return _Measured(memory, drive, arithmetic, date.today()), share
@@ -134,7 +131,7 @@ def _measure(folder: Path, threads: int) -> tuple[_Measured, float]:
 
 @contextlib.contextmanager
 def _sample(folder: Path) -> Iterator[Path]:
-    """A large file on the drive of `folder`: the largest of its stores', or one that is written for the purpose."""
+    """A large file on the drive of `folder`: the largest file of a store, or one that is written for the purpose."""
     files = [file for file in folder.glob("*/*") if file.is_file() and file.stat().st_dev == folder.stat().st_dev]
     largest = max(files, key=lambda file: file.stat().st_size, default=None)
     if largest is not None and largest.stat().st_size >= _LEAST_FILE:
@@ -149,9 +146,9 @@ def _sample(folder: Path) -> Iterator[Path]:
         yield Path(scratch.name)
 
 
-def _products() -> tuple[float, float]:
-    """Float operations a second of the fastest matrix product, in the dtype that this processor multiplies in; and the
-    share of the threads' time that they computed, which is less where other programs do."""
+def product_rate() -> tuple[float, float]:
+    """Float operations a second of the fastest matrix product in the processor's dtype, and the share of the threads'
+    time in which they computed: less where other programs do."""
     dtype = torch.bfloat16 if multiplies_bfloat16() else torch.float32
     tokens, columns = _PRODUCT
     x, weight = torch.ones(tokens, columns, dtype=dtype), torch.ones(columns, columns, dtype=dtype)

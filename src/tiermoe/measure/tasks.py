@@ -1,5 +1,5 @@
-"""What a bitwidth's loss is measured on: the perplexity of a text, or the ROUGE-2 of summaries. A task falls into items
-(sequences, documents); its two halves, every other item, are as much text as any and have seen nothing of each other.
+"""Tasks that a bitwidth's loss is measured on: the perplexity of a text, or the ROUGE-2 of summaries. A task has items
+(sequences, documents); the even and the odd items are two halves that have seen nothing of each other.
 """
 
 from __future__ import annotations
@@ -15,41 +15,43 @@ from typing import Any, Protocol
 import torch
 
 from tiermoe.errors import ConfigError
-from tiermoe.measure.scoring import log_probabilities, row_blocks
-from tiermoe.process.json_files import parse_json
+from tiermoe.measure.scoring import total_nll
+from tiermoe.platform.json_files import parse_json
 from tiermoe.systems.edgemoe import Loss
 
 LEAST_ITEMS = 4
-"""Two halves, each of two: fewer have no standard error."""
+"""Items of a task at least: a half with fewer than two has no standard error."""
 
 
 class Task(Protocol):
-    """`name`: of the metric. `tokens`: of the longest pass, prompt and answer."""
+    """Items, and a metric of them."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Of the metric."""
 
     @property
-    def tokens(self) -> int: ...
+    def tokens(self) -> int:
+        """Of the longest pass, prompt and answer."""
 
     def values(self, model: Any) -> list[float]:
         """The metric of a loaded model, item by item."""
 
     def loss(self, values: Sequence[float], base: Sequence[float]) -> Loss:
-        """How much worse `values` are than `base`, relative to it, with the standard error that the items' differences
-        give; 0 where there is one item."""
+        """How much worse `values` are than `base`, relative to `base`, with the standard error of the items'
+        differences; error 0 of one item."""
 
     def halves(self) -> tuple[Task, Task]:
         """The items at even places, and those at odd ones. ConfigError for fewer than `LEAST_ITEMS`."""
 
     def digest(self) -> str:
-        """Differs between tasks whose values differ."""
+        """Hash of all that the values depend on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """Of `ids` (sequences, length) int64, each in one prefill pass; values are its logarithms. An encoder–decoder model
-    reads the first half of a sequence and is asked for the second."""
+    """Perplexity of `ids` (sequences, length) int64, each in one prefill pass; values are its logarithms. An
+    encoder–decoder model reads the first half of a sequence and predicts the second."""
 
     ids: torch.Tensor
     name: str = "perplexity"
@@ -60,14 +62,11 @@ class Perplexity:
 
     @torch.inference_mode()
     def values(self, model: Any) -> list[float]:
-        """Of each sequence, the mean negative log-likelihood in nats of the tokens that can be predicted."""
+        """Each sequence's mean negative log-likelihood in nats, of all tokens that can be predicted."""
         found = []
         for sequence in self.ids:
             logits, targets = _predictions(model, sequence.to(model.device))
-            total = 0.0
-            for rows in row_blocks(len(targets)):
-                total -= float(log_probabilities(logits[rows]).gather(-1, targets[rows, None]).sum())
-            found.append(total / len(targets))
+            found.append(total_nll(logits, targets) / len(targets))
         return found
 
     def loss(self, values: Sequence[float], base: Sequence[float]) -> Loss:
@@ -82,7 +81,7 @@ class Perplexity:
 
 
 def _predictions(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits (n, vocabulary) and the tokens (n,) that came, of a sequence (length,)."""
+    """A sequence (length,) → logits (n, vocabulary), and the tokens (n,) that they predict."""
     if not model.config.is_encoder_decoder:
         return model(input_ids=ids[None], use_cache=False).logits[0, :-1], ids[1:]
     prompt, answer = ids[: len(ids) // 2], ids[len(ids) // 2 :]
@@ -91,7 +90,7 @@ def _predictions(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 class Rouge2:
-    """The ROUGE-2 F score of greedy summaries of at most `answer` tokens, mean over (document, summary) pairs. prompt:
+    """ROUGE-2 F score of greedy summaries of at most `answer` tokens, mean over (document, summary) pairs. prompt:
     tokens of a document that are read. ConfigError without pairs or without the rouge-score package."""
 
     name = "rouge2"
@@ -102,7 +101,7 @@ class Rouge2:
         self._pairs = list(pairs)
         self._tokenizer = tokenizer
         self._prompt, self._answer = prompt, answer
-        self._score("a b", "a b")  # says what is missing before a model is loaded
+        self._score("a b", "a b")  # refuses before a model is loaded where rouge-score is missing
 
     @property
     def tokens(self) -> int:
@@ -110,7 +109,7 @@ class Rouge2:
 
     @torch.inference_mode()
     def values(self, model: Any) -> list[float]:
-        """Of each summary, from 0 to 1, higher is better."""
+        """The score of each summary, from 0 to 1, higher is better."""
         return [self._score(reference, self._summary(model, text)) for text, reference in self._pairs]
 
     def loss(self, values: Sequence[float], base: Sequence[float]) -> Loss:
@@ -157,7 +156,7 @@ class Rouge2:
 
 
 def relative_loss(differences: Sequence[float]) -> Loss:
-    """Of a perplexity, from each item's mean difference in nats; the error to first order."""
+    """Loss of a perplexity, from each item's mean difference in nats; the error to first order."""
     mean = fmean(differences)
     return Loss(math.expm1(mean), math.exp(mean) * _error(differences))
 

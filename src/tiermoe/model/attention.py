@@ -1,167 +1,104 @@
-"""Attention with queries in groups that share keys and values."""
+"""Attention of a decoder's layers: the interface of every kind, and attention by torch's operations.
+
+The kinds are `grouped_attention`, `latent_attention`, and in its place `linear_attention` and `short_convolution`. A
+kind is described once, by sizes from the config: the block, the cache, the kernel's descriptor and the plan's bytes
+follow from them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiermoe.kernels.native.few_tokens_attention import few_tokens_workspace
-from tiermoe.kernels.native.prompt_attention import prompt_attention, prompt_workspace, takes_prompts
-from tiermoe.model.kv_cache import KVCache, LayerShape
-from tiermoe.model.linear import Linear
+from tiermoe.kernels.attention import DecodeAttention
+from tiermoe.model.architecture import FamilyWeights
+from tiermoe.model.kv_cache import LayerShape
 from tiermoe.model.norms import Norm
-from tiermoe.model.rotary import Turn
-from tiermoe.model.step import Span, Step, read, write
-from tiermoe.types import FEW_TOKENS, Workload
+from tiermoe.model.step import Step
+from tiermoe.types import Workload
 
-_SCORES = 1 << 22  # scores that are held at once where torch has no kernel that holds none
-_FLOAT_BYTES = 4
-_SCORE_BYTES = 20  # of each, with sinks: in the model's dtype four times, as float32 twice, and masks; measured
+SCORES_AT_ONCE = 1 << 22
+"""Scores that are held at a time where torch has no kernel that holds none."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupedSizes:
-    """What a `GroupedAttention` asks memory for, known from a config."""
+class Attention(ABC):
+    """Attention of a layer, or what stands in its place: mixes a token with earlier ones."""
 
-    heads: int
-    kv_heads: int
-    columns: int
-    window: int | None = None
-    sinks: bool = False
-    gated: bool = False
+    __slots__ = ()
+
+    sizes: AttentionSizes
+
+    @abstractmethod
+    def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
+        """x (T, H), normed → (T, H). Writes what the layer keeps of the tokens into the step's cache."""
+
+    def decode_kernel(
+        self, before: Norm, after: Norm, rotary_columns: int, multiplier: float
+    ) -> DecodeAttention | None:
+        """The kernel of norm `before`, attention, residual and norm `after` for up to FEW_TOKENS in one call; None
+        where no kernel computes them. rotary_columns: of the step's first angles. multiplier: of what is added."""
+        return None
+
+
+class AttentionSizes(ABC):
+    """The description of a layer's attention, from a config alone: what the block asks memory for."""
+
+    __slots__ = ()
+
     rotary: int = 0
-    """Which of a decoder's rotary embeddings turns it."""
-    in_one_call: bool = True
-    """Whether the native kernel could compute it with what surrounds it, for few tokens."""
+    """Which of a decoder's rotary embeddings rotates queries and keys."""
 
     @property
+    @abstractmethod
     def shape(self) -> LayerShape:
-        return LayerShape(self.kv_heads, self.columns, self.columns, self.window)
+        """What the layer keeps in the KV cache."""
 
     @property
+    @abstractmethod
     def token_columns(self) -> int:
-        """Columns of a token's queries, and of their gates."""
-        return self.heads * self.columns * (2 if self.gated else 1)
+        """Columns of a token's queries, or of as much as it is projected to."""
 
     @property
-    def rotary_columns(self) -> int:
-        """Columns of a head that are turned, at the most."""
-        return self.columns
+    def rotated_columns(self) -> int:
+        """The most columns of a head that are rotated."""
+        return 0
 
+    @property
+    def expanding_bytes(self) -> int:
+        """Of matrices that the native kernel makes of the layer's weights and keeps."""
+        return 0
+
+    @property
+    def taps_bytes(self) -> int:
+        """Of a convolution's weights in another form than the checkpoint's."""
+        return 0
+
+    @abstractmethod
     def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:
-        """Of one sequence's attention, beside queries, keys and values: the kernel's workspace. Without the kernel
-        masks, scores where there are sinks, and copies: of a window in order, of keys and values of codes."""
-        if takes_prompts(dtype, self.columns, self.columns):
-            return prompt_workspace(load.threads, self.columns, self.columns)
-        tokens = min(load.chunk, load.context)
-        masks = tokens * load.context * (3 + load.itemsize)
-        scores = scores_at_once(self.heads, tokens, load.context) * _SCORE_BYTES if self.sinks else 0
-        room = self.shape.room(load.context, tokens)
-        unrolled = 2 * room * self.shape.row_bytes(load.itemsize) if room < load.context else 0
-        decoded = room * self.shape.row_bytes(load.itemsize + _FLOAT_BYTES) if load.kv_bits == 8 else 0
-        return masks + scores + unrolled + decoded
+        """Workspace of one sequence's prompt, beside `token_columns`."""
 
-    def few_tokens_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
-        """Of the native kernel."""
-        if not self.in_one_call:
-            return 0
-        gates = 2 * min(tokens, FEW_TOKENS) * self.heads * self.columns if self.gated else 0
-        return gates + few_tokens_workspace(
-            tokens, self.window or positions, threads, (self.heads, self.kv_heads, self.columns, self.columns),
-            hidden, 0,
-        )  # fmt: skip
+    def decode_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
+        """Workspace of the native kernel for up to FEW_TOKENS that attend to up to `positions` each."""
+        return 0
+
+    @abstractmethod
+    def block(self, weights: FamilyWeights, layer: str) -> Attention:
+        """The block of the layer at the path `layer` ('model.layers.3')."""
 
 
 def scores_at_once(heads: int, tokens: int, positions: int) -> int:
-    """Scores that are held at a time: a few million, but of one token all heads', or of one head all tokens'."""
-    return min(max(_SCORES, heads * positions, tokens * positions), heads * tokens * positions)
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedAttention:
-    """Projections, norms of queries and keys (of a head, or of all heads together), rotary embedding, attention over a
-    window or over all that came before, output projection.
-
-    sinks (heads): logits that join each softmax and have no value (gpt-oss). clip: bound of the projections (OLMoE).
-    gated: `query` gives each head a gate behind its query, by whose sigmoid what it attends to is multiplied
-    (Qwen3-Next). value None: values are what `key` gives, before it is normed and turned; value_norm: of a head (Gemma
-    4). rotary: which of the step's angles turn it."""
-
-    query: Linear
-    key: Linear
-    value: Linear | None
-    output: Linear
-    heads: int
-    kv_heads: int
-    columns: int
-    scale: float
-    turn: Turn
-    query_norm: Norm | None = None
-    key_norm: Norm | None = None
-    norm_all_heads: bool = False
-    window: int | None = None
-    sinks: Tensor | None = None
-    clip: float | None = None
-    gated: bool = False
-    value_norm: Norm | None = None
-    rotary: int = 0
-
-    @property
-    def shape(self) -> LayerShape:
-        return LayerShape(self.kv_heads, self.columns, self.columns, self.window)
-
-    def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
-        """x (T, H), normed → (T, H). Writes the tokens' keys and values into the step's cache."""
-        query, gates = self._gates(self.query(x))
-        query = self._projected(query, self.heads, self.query_norm)
-        keys = self.key(x)
-        value = self._clipped(keys if self.value is None else self.value(x)).view(-1, self.kv_heads, self.columns)
-        value = value if self.value_norm is None else self.value_norm(value)
-        key = self._projected(keys, self.kv_heads, self.key_norm)
-        cos, sin = step.angles[self.rotary]
-        query, key = self.turn(query, cos, sin), self.turn(key, cos, sin)
-        attended = torch.empty_like(query)
-        for span in step.spans:
-            write(step.cache, layer, span.row, key[span.begin : span.end], value[span.begin : span.end])
-            attended[span.begin : span.end] = self._attended(query[span.begin : span.end], layer, span, step.cache)
-        attended = attended.flatten(1)
-        return self.output(attended if gates is None else attended * torch.sigmoid(gates))
-
-    def _gates(self, projected: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The queries and the gates (T, heads * columns) of what `query` gives."""
-        if not self.gated:
-            return projected, None
-        query, gates = projected.view(-1, self.heads, 2 * self.columns).chunk(2, dim=-1)
-        return query.flatten(1), gates.flatten(1)
-
-    def _attended(self, query: Tensor, layer: int, span: Span, cache: KVCache) -> Tensor:
-        """A sequence's tokens over its cache, by the native kernel where there is one."""
-        if takes_prompts(query.dtype, self.columns, self.columns):
-            row = span.row
-            return prompt_attention(
-                query, cache.native(layer), row.slab, row.first, self.scale, self.window, self.sinks
-            )
-        keys, values = read(cache, layer, span.row, self.window)
-        return attend(query, keys, values, self.scale, self.window, self.sinks)
-
-    def _projected(self, projected: Tensor, heads: int, norm: Norm | None) -> Tensor:
-        if norm is not None and self.norm_all_heads:
-            projected = norm(projected)
-        projected = self._clipped(projected).view(-1, heads, self.columns)
-        return norm(projected) if norm is not None and not self.norm_all_heads else projected
-
-    def _clipped(self, projected: Tensor) -> Tensor:
-        return projected if self.clip is None else projected.clamp(-self.clip, self.clip)
+    """Scores in memory at a time: a few million, but of one token all heads', or of one head all tokens'."""
+    return min(max(SCORES_AT_ONCE, heads * positions, tokens * positions), heads * tokens * positions)
 
 
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, sinks: Tensor | None
 ) -> Tensor:
-    """query (T, heads, columns) over keys and values (kv heads, n, columns) of which the last T are the tokens' own →
-    (T, heads, value columns)."""
+    """query (T, heads, columns) over keys and values (kv heads, n, columns), the last T of which are the tokens' own →
+    (T, heads, value columns). window: the last positions that a token attends to; None: all. sinks (heads): logits that
+    join each softmax and have no value."""
     mask = _mask(query.shape[0], keys.shape[1], window, query.device)
     if sinks is not None:
         return _with_sinks(query, keys, values, scale, mask, sinks)
@@ -181,13 +118,13 @@ def attend(
 
 
 def _by_heads(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """A few heads at a time: values that are narrower than keys have no kernel in torch that holds no scores."""
+    """`attend` a few heads at a time: torch has no kernel that holds no scores for values narrower than keys."""
     tokens, heads, _ = query.shape
     triangle = mask is not None and _is_triangle(query, keys, None)
-    few = max(1, _SCORES // (tokens * keys.shape[1]))
+    heads_at_once = max(1, SCORES_AT_ONCE // (tokens * keys.shape[1]))
     result = query.new_empty((tokens, heads, values.shape[-1]))
-    for begin in range(0, heads, few):
-        some = slice(begin, begin + few)
+    for begin in range(0, heads, heads_at_once):
+        some = slice(begin, begin + heads_at_once)
         attended = F.scaled_dot_product_attention(
             query[:, some].transpose(0, 1)[None],
             keys[None, some],
@@ -218,23 +155,23 @@ def _mask(tokens: int, positions: int, window: int | None, device: torch.device)
 def _with_sinks(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, sinks: Tensor
 ) -> Tensor:
-    """A few tokens at a time, so that the scores of all heads take little memory."""
+    """`attend` with sinks, a few tokens at a time, so that the scores of all heads take little memory."""
     tokens, heads, _ = query.shape
     kv_heads, positions, _ = keys.shape
     group = heads // kv_heads
-    few = max(1, _SCORES // (heads * positions))
+    tokens_at_once = max(1, SCORES_AT_ONCE // (heads * positions))
     result = query.new_empty((tokens, heads, values.shape[-1]))
-    for begin in range(0, tokens, few):
-        some = query[begin : begin + few].view(-1, kv_heads, group, query.shape[-1]).permute(1, 2, 0, 3)
+    for begin in range(0, tokens, tokens_at_once):
+        some = query[begin : begin + tokens_at_once].view(-1, kv_heads, group, query.shape[-1]).permute(1, 2, 0, 3)
         count = some.shape[2]
         scores = torch.matmul(some.reshape(kv_heads, group * count, -1), keys.transpose(1, 2)) * scale
         scores = scores.view(heads, count, positions)
         if mask is not None:
-            scores = scores.masked_fill(~mask[begin : begin + few], float("-inf"))
+            scores = scores.masked_fill(~mask[begin : begin + tokens_at_once], float("-inf"))
         sink = sinks.view(-1, 1, 1).to(scores.dtype).expand(heads, count, 1)
         probabilities = torch.softmax(torch.cat((scores, sink), -1), dim=-1, dtype=torch.float32)[..., :-1]
         weighed = torch.matmul(probabilities.to(values.dtype).view(kv_heads, group * count, positions), values).view(
             kv_heads, group, count, -1
         )
-        result[begin : begin + few] = weighed.permute(2, 0, 1, 3).reshape(count, heads, -1)
+        result[begin : begin + tokens_at_once] = weighed.permute(2, 0, 1, 3).reshape(count, heads, -1)
     return result

@@ -1,65 +1,78 @@
-"""A decoder built from blocks: tokens in, logits out, for prompts and generated tokens alike."""
+"""Decoder built from blocks: tokens in, logits out, for prompts and generated tokens alike.
+
+A step is `Decoder.step`; each `Layer` is attention and a feed-forward part with their norms and residuals.
+`decoder_for` builds the decoder of a config from the entry that its family has in `families/table.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from tiermoe.batch import Batch
-from tiermoe.kernels.native.few_tokens_attention import FewTokensAttention
-from tiermoe.model.attention import GroupedAttention
-from tiermoe.model.delta import GatedDelta
-from tiermoe.model.feed_forward import DenseBlock, Experts, MoeBlock, SideBySide
-from tiermoe.model.finite import FiniteLayer
-from tiermoe.model.indexer import Indexer
+from tiermoe.kernels.attention import DecodeAttention
+from tiermoe.model.architecture import Architecture, FamilyWeights
+from tiermoe.model.attention import Attention, AttentionSizes
+from tiermoe.model.families.gemma4 import SideBySide
+from tiermoe.model.families.table import ARCHITECTURES, activation_of, decodes
+from tiermoe.model.feed_forward import DenseBlock, Experts, MoeBlock, feed_forward
+from tiermoe.model.grouped_attention import GroupedSizes, head_columns
 from tiermoe.model.kv_cache import KVCache, LayerShape
-from tiermoe.model.latent import LatentAttention
+from tiermoe.model.latent_attention import Indexer, LatentSizes
 from tiermoe.model.linear import Linear
+from tiermoe.model.linear_attention import LinearSizes, delta_sizes, is_linear
 from tiermoe.model.norms import Norm
-from tiermoe.model.rotary import Rotary
+from tiermoe.model.rotary import Rotary, layer_kinds, rotary_of
 from tiermoe.model.routers import Router
-from tiermoe.model.short_convolution import ShortConvolution
+from tiermoe.model.short_convolution import ConvolutionSizes, is_convolution
 from tiermoe.model.step import Step
+from tiermoe.model.weights import Weights, text_part
 from tiermoe.types import FEW_TOKENS
 
-Attention = GroupedAttention | LatentAttention | GatedDelta | ShortConvolution
-"""What a layer relates tokens by."""
+
+class NotFiniteError(Exception):
+    """A layer's output is not finite. The text is the layer's name."""
+
+
+def require_finite(name: str, *values: Tensor) -> None:
+    """NotFiniteError where some of the values are not finite."""
+    if not all(bool(torch.isfinite(each).all()) for each in values):
+        raise NotFiniteError(name)
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Norm, attention, residual, norm, feed-forward part, residual. multiplier: of what is added (Granite). few: the
-    first four for few tokens in one native call, where the kernel takes them. indexer: says before what the tokens
-    attend to. norm_attended: of what attention gives, before it is added (Gemma 4)."""
+    """Norm, attention, residual, norm, feed-forward part, residual."""
 
     norm_before: Norm
     attention: Attention
     norm_after: Norm
     feed_forward: MoeBlock | DenseBlock | SideBySide
-    multiplier: float = 1.0
-    few: FewTokensAttention | None = None
-    indexer: Indexer | None = None
-    norm_attended: Norm | None = None
+    multiplier: float = 1.0  # of what is added to the residual (Granite)
+    decode_attention: DecodeAttention | None = None  # up to the second norm in one native call, for few tokens
+    indexer: Indexer | None = None  # chooses before what tokens attend to
+    norm_attended: Norm | None = None  # of attention's output before it is added (Gemma 4)
 
     def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
         """x (T, H) → (T, H)."""
         return self.feed_forward.add(*self._attended(x, index, step), self.multiplier)
 
-    def apart(self, xs: Sequence[Tensor], index: int, steps: Sequence[Step]) -> list[Tensor]:
-        """What a call with each x and its step gives, bit for bit; each expert comes once for all of them."""
+    def forward_ragged(self, xs: Sequence[Tensor], index: int, steps: Sequence[Step]) -> list[Tensor]:
+        """A call with each x and its step, bit for bit; each expert is read once for all of them."""
         attended = [self._attended(x, index, step) for x, step in zip(xs, steps, strict=True)]
-        return self.feed_forward.add_apart(attended, self.multiplier)
+        return self.feed_forward.add_ragged(attended, self.multiplier)
 
     def _attended(self, x: Tensor, index: int, step: Step) -> tuple[Tensor, Tensor]:
-        """The norm of x with what attention gives, and that itself, (T, H) each."""
+        """The second norm of x with attention's output added, and that sum itself, (T, H) each."""
         if self.indexer is not None:
             self.indexer(self.norm_before(x), index, step)
-        if self.few is not None and step.native is not None:
-            x, normed = self.few(x, step.native, step.cache.native(index))
+        if self.decode_attention is not None and step.native is not None:
+            x, normed = self.decode_attention(x, step.native, step.cache.native[index])
             return normed, x
         attended = self.attention(self.norm_before(x), index, step)
         attended = attended if self.norm_attended is None else self.norm_attended(attended)
@@ -72,22 +85,45 @@ class Layer:
             self,
             attention=wrap(self.attention),
             feed_forward=self.feed_forward.watched(wrap),
-            few=None if self.few is None else wrap(self.few),
+            decode_attention=None if self.decode_attention is None else wrap(self.decode_attention),
             indexer=None if self.indexer is None else wrap(self.indexer),
         )
 
     @property
-    def by_row(self) -> bool:
-        """Whether a token's values do not depend on the others of a call of few tokens."""
-        indexes = self.indexer is None or self.indexer.by_row
-        return self.few is not None and self.feed_forward.by_row and indexes
+    def batch_invariant(self) -> bool:
+        """Whether a token's values do not depend on the other tokens of a call of up to FEW_TOKENS."""
+        indexes = self.indexer is None or self.indexer.batch_invariant
+        return self.decode_attention is not None and self.feed_forward.batch_invariant and indexes
+
+
+class FiniteLayer:
+    """A decoder's layer that requires its outputs to be finite."""
+
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
+
+    def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
+        output = self._layer(x, index, step)
+        require_finite(f"layer {index}", output)
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def forward_ragged(self, xs: Sequence[Tensor], index: int, steps: Sequence[Step]) -> list[Tensor]:
+        outputs = self._layer.forward_ragged(xs, index, steps)
+        require_finite(f"layer {index}", *outputs)
+        return outputs
 
 
 class Decoder:
-    """A model's `layers` with the embedding before and the output layer behind them. softcap: logits are this times
-    tanh of their share of it (Gemma 4)."""
+    """A model's `layers` with the embedding before and the output layer behind them.
 
-    rows_together = True
+    rotaries: of the steps' angles. dtype: of the hidden states. kv_bits: of keys and values in its caches. softcap:
+    logits are softcap * tanh(logits / softcap) (Gemma 4)."""
+
+    rows_together = True  # several rows run in one step
+    can_rollback = True  # a sequence's last step can be taken back
 
     def __init__(
         self,
@@ -114,28 +150,23 @@ class Decoder:
         self._softcap = softcap
 
     @property
-    def rewinds(self) -> bool:
-        """A sequence's last step can be taken back."""
-        return True
-
-    @property
-    def verifies(self) -> bool:
-        """Whether tokens that are verified together get the bits that each gets alone."""
-        return self._head.by_row and all(layer.by_row for layer in self.layers)
+    def can_verify_draft(self) -> bool:
+        """Whether the tokens of a draft, verified in one step, get the bits of decoding one by one."""
+        return self._head.batch_invariant and all(layer.batch_invariant for layer in self.layers)
 
     @property
     def shapes(self) -> list[LayerShape]:
-        """What each layer's cache holds."""
-        return [layer.attention.shape for layer in self.layers]
+        """Sizes of each layer's cache."""
+        return [layer.attention.sizes.shape for layer in self.layers]
 
     @property
     def routers(self) -> list[Router]:
-        """Of the MoE layers, in the order they run."""
+        """Routers of the MoE layers, in the order they run."""
         return [block.router for block in self._moe_blocks()]
 
     def watch(self, wrap: Callable[[Any], Any]) -> Callable[[], None]:
         """Puts wrap(part), which is called as the part is, in the place of everything that computes with dense weights:
-        attention, dense blocks, shared experts, the output layer. Returns what puts them back."""
+        attention, dense blocks, shared experts, the output layer. Returns the function that undoes it."""
         layers, head = list(self.layers), self._head
         self._head = wrap(head)
         self.layers = [layer.watched(wrap) for layer in layers]
@@ -157,8 +188,8 @@ class Decoder:
 
     def attach(self, experts: Sequence[Experts]) -> None:
         """Gives each MoE layer its experts."""
-        for block, its in zip(self._moe_blocks(), experts, strict=True):
-            block.experts = its
+        for block, own in zip(self._moe_blocks(), experts, strict=True):
+            block.experts = own
 
     def new_cache(self, slabs: int, context: int, step: int) -> KVCache:
         """A cache for `slabs` sequences of up to `context` tokens, of which `step` run at once."""
@@ -168,15 +199,15 @@ class Decoder:
     def step(self, batch: Batch, cache: KVCache, every: bool = False) -> Tensor:
         """Runs a batch: writes its tokens' keys, values and states into `cache` and returns the logits
         (rows, vocabulary) of each row's last token, or of every token (T, vocabulary)."""
-        parts = batch.parts(FEW_TOKENS if batch.apart and self.verifies else 0)
+        parts = batch.parts(FEW_TOKENS if batch.apart and self.can_verify_draft else 0)
         for row in batch.rows:
-            cache.writes(row.slab, row.end)
+            cache.begin_write(row.slab, row.end)
         steps = [Step(part, cache, *self._rotaries) for part in parts]
         xs = [self._embedded(part) for part in parts]
         for index, layer in enumerate(self.layers):
-            xs = [layer(xs[0], index, steps[0])] if len(xs) == 1 else layer.apart(xs, index, steps)
+            xs = [layer(xs[0], index, steps[0])] if len(xs) == 1 else layer.forward_ragged(xs, index, steps)
         for row in batch.rows:
-            cache.wrote(row.slab, row.end)
+            cache.end_write(row.slab, row.end)
         logits = [self._logits(x, part, every) for x, part in zip(xs, parts, strict=True)]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
@@ -185,7 +216,7 @@ class Decoder:
         return x if self._embedding_scale == 1 else x * self._embedding_scale
 
     def _logits(self, x: Tensor, batch: Batch, every: bool) -> Tensor:
-        """Of what the last layer gives, (T, H)."""
+        """Logits of the last layer's output (T, H)."""
         if not every and len(batch.rows) < len(x):
             x = x[batch.last]
         logits = self._head(self._norm(x))
@@ -195,3 +226,92 @@ class Decoder:
 
     def _moe_blocks(self) -> list[MoeBlock]:
         return [block for layer in self.layers if (block := layer.feed_forward.moe) is not None]
+
+
+# building: sizes from a config, blocks from sizes and weights
+
+
+def attention_sizes(config: Any, has: Callable[[str], bool]) -> list[AttentionSizes] | None:
+    """The description of each layer's attention in the decoder that a model with this config gets; None where it gets
+    none of ours. has: whether the checkpoint has a tensor of this name."""
+    architecture = ARCHITECTURES.get(config.model_type)
+    if architecture is None or not decodes(config):
+        return None
+    return [_sizes_at(architecture, config, index, has) for index in range(config.num_hidden_layers)]
+
+
+def _sizes_at(architecture: Architecture, config: Any, index: int, has: Callable[[str], bool]) -> AttentionSizes:
+    if architecture.latent:
+        return LatentSizes.of(architecture, config, index)
+    if is_linear(config, index):
+        return LinearSizes(delta_sizes(config))
+    if is_convolution(config, index):
+        return ConvolutionSizes.of(config)
+    return GroupedSizes.of(architecture, config, index, has)
+
+
+def decoder_for(config: Any, weights: Weights, dtype: torch.dtype, kv_bits: int = 16) -> Decoder | None:
+    """The decoder of a model with this transformers config; None where the family has none or no block computes a part
+    of the config. kv_bits: of keys and values in its caches; latents have 16 alone."""
+    text = text_part(weights)
+    sizes = attention_sizes(config, text.has)
+    if sizes is None:
+        return None
+    parts = FamilyWeights(ARCHITECTURES[config.model_type], config, text, dtype)
+    rotaries = _rotaries(config, dtype)
+    layers = [_layer(f"model.layers.{index}", each, parts, rotaries[0].columns) for index, each in enumerate(sizes)]
+    table, embedding_scale = _embedding(parts)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return Decoder(
+        embedding=table,
+        layers=layers,
+        norm=parts.norm(f"model.{parts.architecture.named('norm')}"),
+        head=parts.linear("lm_head"),
+        rotaries=rotaries,
+        dtype=dtype,
+        embedding_scale=embedding_scale,
+        logits_divisor=parts.scale("logits_scaling"),
+        kv_bits=kv_bits,
+        softcap=None if softcap is None else float(softcap),
+    )
+
+
+def _layer(path: str, sizes: AttentionSizes, weights: FamilyWeights, rotary_columns: int) -> Layer:
+    of, activation = weights.architecture, activation_of(weights.config)
+    attention = sizes.block(weights, path)
+    names = (of.named(name) for name in ("input_layernorm", "post_attention_layernorm"))
+    before, after = (weights.norm(f"{path}.{name}") for name in names)
+    if of.side_by_side:
+        attended = weights.norm(f"{path}.post_attention_layernorm")
+        both = SideBySide.of(weights, path, activation)
+        return Layer(before, attention, after, both, norm_attended=attended)
+    multiplier = weights.scale("residual_multiplier")
+    kernel = attention.decode_kernel(before, after, rotary_columns, multiplier)
+    indexer = sizes.indexer_block(weights, path) if isinstance(sizes, LatentSizes) else None
+    part = feed_forward(weights, f"{path}.{of.block}", activation)
+    return Layer(before, attention, after, part, multiplier, kernel, indexer)
+
+
+def _embedding(weights: FamilyWeights) -> tuple[Callable[[Tensor], Tensor], float]:
+    """The input embedding without its scale, which in transformers' model may be its own, and the scale."""
+    path = "model.embed_tokens"
+    if not weights.architecture.scaled_embedding:
+        return weights.embedding(path), weights.scale("embedding_multiplier")
+    weight = weights.tensor(f"{path}.weight")
+    return partial(embedding, weight=weight), float(torch.tensor(weights.config.hidden_size**0.5).to(weight.dtype))
+
+
+def _rotaries(config: Any, dtype: torch.dtype) -> list[Rotary]:
+    """The rotary embeddings of a config that blocks compute, in the order of `layer_kinds`."""
+    dtype = torch.float32 if ARCHITECTURES[config.model_type].rope == "complex" else dtype
+    found = [rotary_of(config, _rotary_columns(config, kind), dtype, kind) for kind in layer_kinds(config)]
+    return [rotary for rotary in found if rotary is not None]
+
+
+def _rotary_columns(config: Any, kind: str | None) -> int:
+    """Columns of a head that are rotated, in layers of one of `layer_kinds`."""
+    if ARCHITECTURES[config.model_type].latent:
+        return int(config.qk_rope_head_dim)
+    if kind is not None:
+        return head_columns(config.per_layer_config[kind])
+    return int(head_columns(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))

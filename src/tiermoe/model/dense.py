@@ -1,35 +1,35 @@
-"""Packed dense layers: at 8 and 4 dense bits attention and other linear layers are packed in memory too.
+"""Dense linear layers that are not at 16 bits: packed into the store, or in the types that they were published in.
 
-Each linear layer is packed like a one-matrix expert, into one file of the store. Routers, embeddings and an output
-layer tied to the embedding stay as they are: a changed router would choose other experts. At 4 bits the layers that
-lose most keep 6.
-"""
+At 8 and 4 dense bits each linear layer is packed like a one-matrix expert, into one file of the store. Routers,
+embeddings and an output layer tied to the embedding stay as they are: a changed router would choose other experts. At 4
+bits the layers that lose most keep 6. At 16 bits the linear layers of a checkpoint that comes quantised keep their
+types: nothing of them is decoded or quantised anew."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
 
 import torch
 
 from tiermoe.errors import LoadError
-from tiermoe.kernels import linear_for, machine_layout
-from tiermoe.kernels.native.attention import PackedMatrix
-from tiermoe.model.blueprint import Blueprint
+from tiermoe.formats import encode_matrix
+from tiermoe.formats.expert_format import PAGE, ExpertFormat, align, relative_error
+from tiermoe.formats.in_place import OWN_BITS
+from tiermoe.formats.quantizers import QUANTIZERS
+from tiermoe.formats.registry import encoding_for, encoding_named
+from tiermoe.formats.scratch import scratch
+from tiermoe.formats.source import label_of
+from tiermoe.formats.store import Store, adding_to, dense_file_name, dense_key, machine_of, one_matrix
+from tiermoe.formats.store_files import ExtentWriter, Progress, Waiting, forget_cached, whole_or_nothing
+from tiermoe.kernels.attention import PackedMatrix
+from tiermoe.kernels.linear import linear_for, machine_layout
+from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.linear import PackedLinear
-from tiermoe.model.own_linears import own_bytes
-from tiermoe.quant import row_blocks
-from tiermoe.quant.quantizers import QUANTIZERS
-from tiermoe.quant.registry import encoding_for
-from tiermoe.quant.scratch import scratch
-from tiermoe.store.files import ExtentWriter, forget_cached, whole_or_nothing
-from tiermoe.store.layout import PAGE, ExpertFormat, align, relative_error
-from tiermoe.store.lock import Progress, Waiting, adding_to
-from tiermoe.store.store import Store, dense_file_name, dense_key, machine_of, one_matrix
-from tiermoe.tiers.disk import Reader
-from tiermoe.tiers.mapped import MappedFiles, MappedReader
-from tiermoe.tiers.reader import ExtentReader, aligned_memory
+from tiermoe.offload.disk import Reader
+from tiermoe.offload.mapped import MappedFiles, MappedReader
+from tiermoe.offload.reader import ExtentReader, aligned_memory
 from tiermoe.types import ExpertKey
 
 _KEPT_AT_6 = ("lm_head",)
@@ -45,7 +45,7 @@ def packable(blueprint: Blueprint) -> dict[str, str]:
 
 
 def kind_of(name: str) -> str:
-    """What a linear layer at path `name` is called in its layer: 'q_proj', 'lm_head'."""
+    """The name of the linear layer at path `name` in its layer: 'q_proj', 'lm_head'."""
     return name.rpartition(".")[2]
 
 
@@ -58,9 +58,9 @@ def bits_of(blueprint: Blueprint, name: str, bits: int, layout: str) -> int:
 
 
 def recipe(blueprint: Blueprint, bits: int, layout: str) -> dict[str, int]:
-    """The kinds of dense layers that have other bits where `bits` are asked for, and these."""
+    """Kind → bits of the dense layers that have other bits where `bits` are asked for."""
     found = {kind_of(name): bits_of(blueprint, name, bits, layout) for name in packable(blueprint)}
-    return {kind: its for kind, its in found.items() if its != bits}
+    return {kind: own for kind, own in found.items() if own != bits}
 
 
 def recipe_key(blueprint: Blueprint, bits: int, layout: str) -> str:
@@ -144,7 +144,7 @@ def _pack_layers(
         progress(blocks, total)
 
     table = {}
-    found = zip(formats.items(), extents, row_blocks.encode(matrices, report, workers), strict=True)
+    found = zip(formats.items(), extents, encode_matrix.encode(matrices, report, workers), strict=True)
     for (name, form), extent, squares in found:
         table[name] = {
             "encoding": form.encodings["weight"].name,
@@ -156,38 +156,44 @@ def _pack_layers(
     return table
 
 
-def _matrix(blueprint: Blueprint, source: str, form: ExpertFormat, write: row_blocks.WriteField) -> row_blocks.Matrix:
+def _matrix(
+    blueprint: Blueprint, source: str, form: ExpertFormat, write: encode_matrix.WriteField
+) -> encode_matrix.Matrix:
     def read(first: int, last: int) -> torch.Tensor:
         return blueprint.checkpoint.read_rows(source, first, last).to(blueprint.dtype)
 
     encoding = form.encodings["weight"]
-    return row_blocks.Matrix(encoding, QUANTIZERS["hqq"], form.layer.parts[0].out_in, form.dtype, read, write)
+    return encode_matrix.Matrix(encoding, QUANTIZERS["hqq"], form.layer.parts[0].out_in, form.dtype, read, write)
 
 
 def packing_bytes(blueprint: Blueprint, bits: int, layout: str) -> int:
-    """The most that each worker of `pack_dense` holds at a time, 0 where it packs nothing."""
-    quantizer, held = QUANTIZERS["hqq"], 0
+    """Largest memory of each worker of `pack_dense`, in bytes; 0 where it packs nothing."""
+    quantizer, most = QUANTIZERS["hqq"], 0
     for name, source in packable(blueprint).items():
         form = dense_format(blueprint, name, bits, layout)
         stored = blueprint.checkpoint.tensors[source].dtype
         converted = stored.itemsize if stored != blueprint.dtype else 0
         encoding, shape = form.encodings["weight"], form.layer.parts[0].out_in
-        held = max(held, row_blocks.workspace_bytes(encoding, quantizer, *shape, blueprint.dtype, converted))
-    return held
+        most = max(most, encode_matrix.workspace_bytes(encoding, quantizer, *shape, blueprint.dtype, converted))
+    return most
 
 
 def attach_dense(
     model: Any, store: Store, key: str, reader: ExtentReader, device: str, files: MappedFiles | None
-) -> int:
-    """Replaces the packed linear layers of a loaded model by the ones that the store holds under `key`, on
-    `device`; returns their bytes. files: the store's, where the layers are used as they are mapped; None: they are read
-    by `reader`."""
-    total = 0
-    for name, layer in packed_linears(store, key, reader, device, files, lambda name: model.get_submodule(name).bias):
-        parent, _, attribute = name.rpartition(".")
+) -> None:
+    """Replaces linear layers of a loaded transformers model by its `packed_linears`."""
+    _attach(model, packed_linears(store, key, reader, device, files, lambda path: model.get_submodule(path).bias))
+
+
+def attach_own(model: Any, blueprint: Blueprint, device: str) -> None:
+    """Replaces linear layers of a loaded transformers model by its `own_linears`."""
+    _attach(model, read_own(blueprint, device, lambda path: model.get_submodule(path).bias))
+
+
+def _attach(model: Any, layers: Iterable[tuple[str, PackedLinear]]) -> None:
+    for path, layer in layers:
+        parent, _, attribute = path.rpartition(".")
         setattr(model.get_submodule(parent), attribute, layer)
-        total += store.dense_format(key, name).slot.nbytes
-    return total
 
 
 def packed_linears(
@@ -202,7 +208,7 @@ def packed_linears(
     that `bias_of` has for its path. files: the store's, where the layers are used as they are mapped; None: they are
     read by `reader`."""
     layers = store.dense[key]["layers"]
-    places = _mapped(store, key, files) if files else _in_one_piece(store, key)
+    places = _mapped_places(store, key, files) if files else _memory_in_one_piece(store, key)
     source: Reader = MappedReader() if files else reader
     for index, (name, packed) in enumerate(layers.items()):
         form = store.dense_format(key, name)
@@ -222,16 +228,78 @@ def packed_linears(
         yield name, PackedLinear(kernel, matrix, store.dtype)
 
 
-def _mapped(store: Store, key: str, files: MappedFiles) -> Iterator[memoryview]:
-    """Where each dense layer lies in a mapped file."""
+def _mapped_places(store: Store, key: str, files: MappedFiles) -> Iterator[memoryview]:
+    """The memory of each dense layer in a mapped file."""
     for name in store.dense[key]["layers"]:
         yield files.view(store.dense_extent(key, name)).numpy().data
 
 
-def _in_one_piece(store: Store, key: str) -> Iterator[memoryview]:
+def _memory_in_one_piece(store: Store, key: str) -> Iterator[memoryview]:
     """Memory for each dense layer, all in one piece, so that huge pages hold all but its ends."""
     rooms = [align(store.dense_format(key, name).stored.nbytes, PAGE) for name in store.dense[key]["layers"]]
     whole, begin = aligned_memory(sum(rooms)), 0
     for room in rooms:
         yield whole[begin : begin + room]
         begin += room
+
+
+# layers in the types that they were published in
+
+
+def own_linears(blueprint: Blueprint, device: str) -> dict[str, str]:
+    """Paths of the linear layers that stay in the checkpoint's type on a device → the key of their weight, which an
+    output layer may share with the embedding. Empty for a checkpoint that does not come quantised, and for a GPU, which
+    has no kernels for these types."""
+    if device != "cpu":
+        return {}
+    outline = blueprint.outline
+    paths = [*outline.packable, *(path.removesuffix(".weight") for path in outline.tied)]
+    weights = {path: outline.tensor(f"{path}.weight").key for path in paths}
+    return {
+        path: key
+        for path, key in weights.items()
+        if key is not None and blueprint.checkpoint.own_encoding(key) is not None
+    }
+
+
+def shared_table(blueprint: Blueprint, device: str) -> str | None:
+    """The key of an embedding that the output layer shares in the checkpoint's type: its rows are read from the file,
+    and nothing else needs the tensor. None where there is no such embedding."""
+    tied = {path.removesuffix(".weight") for path in blueprint.outline.tied}
+    return next((key for path, key in own_linears(blueprint, device).items() if path in tied), None)
+
+
+def types_of(blueprint: Blueprint, keys: Iterable[str]) -> str:
+    """The checkpoint's types of the layers that keep them, for messages: 'Q4_K, Q6_K'."""
+    names = {blueprint.checkpoint.own_encoding(key) for key in keys}
+    return ", ".join(sorted({label_of(name) for name in names if name is not None}))
+
+
+def own_bytes(blueprint: Blueprint, device: str) -> tuple[int, int]:
+    """(bytes at 16 bits, bytes as they lie) of these layers."""
+    plain = packed = 0
+    for key in own_linears(blueprint, device).values():
+        plain += math.prod(blueprint.checkpoint.tensors[key].shape) * blueprint.dtype.itemsize
+        packed += _own_format(blueprint, key).slot.nbytes
+    return plain, packed
+
+
+def read_own(
+    blueprint: Blueprint, device: str, bias_of: Callable[[str], torch.Tensor | None]
+) -> Iterator[tuple[str, PackedLinear]]:
+    """`own_linears`, each with its path, read one after the other and given the bias that `bias_of` has for its path.
+    ModelError where one cannot be read."""
+    for path, key in own_linears(blueprint, device).items():
+        form = _own_format(blueprint, key)
+        encoding, (out, in_) = form.encodings["weight"], form.layer.parts[0].out_in
+        matrix = PackedMatrix(encoding, blueprint.checkpoint.fields(key), out, in_, bias_of(path))
+        kernel = linear_for(encoding.name, "cpu", blueprint.dtype)
+        yield path, PackedLinear(kernel, matrix, blueprint.dtype, blueprint.checkpoint.columns(key))
+
+
+def _own_format(blueprint: Blueprint, key: str) -> ExpertFormat:
+    """How a layer in the checkpoint's type lies in memory."""
+    encoding = blueprint.checkpoint.own_encoding(key)
+    assert encoding is not None
+    out, in_ = blueprint.checkpoint.tensors[key].shape
+    return ExpertFormat(one_matrix(key, out, in_), OWN_BITS, blueprint.dtype, {"weight": encoding_named(encoding)})

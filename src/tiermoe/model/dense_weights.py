@@ -1,24 +1,26 @@
-"""Dense weights from the checkpoint and its store, as an outline names them: no transformers model holds them."""
+"""Dense weights from the checkpoint and its store, by the paths of an outline: no transformers model holds them.
+Tensors are read when they are taken, rows of an embedding when tokens ask for them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from tiermoe.model.blueprint import Blueprint
-from tiermoe.model.dense import packed_linears
-from tiermoe.model.embedding import EmbeddingOnDisk, embedding_key, table_keys
+from tiermoe.formats.source import TensorSource
+from tiermoe.formats.store import Store
+from tiermoe.model.dense import packed_linears, read_own, shared_table
+from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.linear import Linear, PlainLinear
-from tiermoe.model.own_linears import read_own, shared_table
-from tiermoe.store.source import TensorSource
-from tiermoe.store.store import Store
-from tiermoe.tiers.mapped import MappedFiles
-from tiermoe.tiers.reader import ExtentReader
+from tiermoe.offload.mapped import MappedFiles
+from tiermoe.offload.reader import ExtentReader
 from tiermoe.types import Need, Phase
 
 CONVERTED = 16 << 20
@@ -27,8 +29,8 @@ _READERS = 4  # threads with which transformers reads a checkpoint
 
 
 class NoValues:
-    """Stands for a weight that is replaced by a packed one, or whose rows stay on the drive, and takes no memory.
-    transformers' loader takes such tensors."""
+    """Placeholder, without memory, of a weight that is replaced by a packed one, or whose rows stay on the drive;
+    transformers' loader takes it."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape, self.dtype = torch.Size(shape), dtype
@@ -44,8 +46,8 @@ class NoValues:
 
 
 class LazyTensor(NoValues):
-    """A tensor of the checkpoint that is read when it is taken (`tensor[...]`), as `dtype`: some rows at a time where
-    that is another one, so that it is never there in both. dtype None: as it is stored."""
+    """Tensor of the checkpoint that is read when it is taken (`tensor[...]`), as `dtype`; None: as it is stored.
+    Another dtype is made some rows at a time, so that the tensor is never there in both."""
 
     def __init__(self, checkpoint: TensorSource, key: str, dtype: torch.dtype | None) -> None:
         entry = checkpoint.tensors[key]
@@ -65,10 +67,12 @@ class LazyTensor(NoValues):
 
 
 class StoredWeights:
-    """`model.weights.Weights` of a blueprint with a whole outline. dense: the key of the packed dense layers in the
-    store, None where all stay as the checkpoint has them: in a GGUF file's types. Packed layers are there at once:
-    views of `files`, the store's where they are mapped, else read, through the page cache if `keep`. Tensors are read
-    when they are asked for, each once."""
+    """`Weights` of a blueprint with a whole outline. Packed layers are there at once, tensors are read when they are
+    asked for, each once.
+
+    dense: the key of the packed dense layers in the store; None: all stay as the checkpoint has them. files: the
+    store's where they are mapped, of which packed layers are views; None: they are read, through the page cache if
+    `keep`."""
 
     def __init__(
         self,
@@ -83,7 +87,9 @@ class StoredWeights:
         self._on_disk = embedding_on_disk
         self._shared = shared_table(blueprint, "cpu") if dense is None else None
         paths = [*self._outline.tensors, *self._outline.tied]
-        self._known = {".".join(names[:end]) for names in (path.split(".") for path in paths) for end in _ends(names)}
+        self._known = {
+            ".".join(names[:end]) for names in (path.split(".") for path in paths) for end in range(1, len(names) + 1)
+        }
         self._tensors: dict[str, Tensor] = {}
         self._packed: dict[str, Linear] = {}
         if dense is not None:
@@ -124,7 +130,7 @@ class StoredWeights:
 
 
 def read_dtypes(blueprint: Blueprint) -> dict[str, torch.dtype]:
-    """Checkpoint key → the dtype that its parameter has in the model, of those that are taken as they are."""
+    """Checkpoint key → dtype in the model, of the floating tensors that are taken as they are."""
     stored = blueprint.checkpoint.tensors
     return {
         tensor.key: tensor.read_as
@@ -135,8 +141,8 @@ def read_dtypes(blueprint: Blueprint) -> dict[str, torch.dtype]:
 
 def loading_needs(blueprint: Blueprint, dense: int, on_disk: bool = False) -> list[Need]:
     """Loading holds the `dense` bytes that stay and, at most, what is converted: of tensors that are taken as they are
-    the rows that transformers' threads read at a time, of the others all that they are made of; nothing of tables that
-    stay `on_disk`."""
+    the rows that transformers' threads read at a time, of others all sources; nothing of tables that stay
+    `on_disk`."""
     direct, stored = read_dtypes(blueprint), blueprint.checkpoint.tensors
     known = {*direct, *(table_keys(blueprint) if on_disk else ())}
     converted = sum(stored[key].nbytes for key in blueprint.dense_keys if key not in known)
@@ -145,5 +151,70 @@ def loading_needs(blueprint: Blueprint, dense: int, on_disk: bool = False) -> li
     return [Need("dense", dense, Phase.LOADING), Need("conversion", converted, Phase.LOADING)]
 
 
-def _ends(names: list[str]) -> range:
-    return range(1, len(names) + 1)
+# embeddings on the drive
+
+
+class EmbeddingOnDisk(torch.nn.Module):
+    """An embedding (rows, hidden) whose rows are read from the checkpoint as tokens ask for them, in the model's dtype.
+    Of 150,000 rows a token uses one: where memory is scarce the table's bytes hold experts.
+
+    keys: of the tensors that hold the rows, one after another. scale: of the rows; None: 1. `weight` answers questions
+    about shape and dtype only."""
+
+    def __init__(
+        self, checkpoint: TensorSource, keys: Sequence[str], dtype: torch.dtype, scale: torch.Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self._begins = [0, *accumulate(checkpoint.tensors[key].shape[0] for key in keys)]
+        self.num_embeddings, self.embedding_dim = self._begins[-1], checkpoint.tensors[keys[0]].shape[1]
+        self.weight = torch.empty((self.num_embeddings, self.embedding_dim), dtype=dtype, device="meta")
+        self._checkpoint, self._keys, self._scale = checkpoint, keys, scale
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens: ids of any shape → (..., hidden) on their device. IndexError for an id that has no row, ModelError
+        where it cannot be read."""
+        ids = tokens.flatten().tolist()
+        if ids and not 0 <= min(ids) <= max(ids) < self.num_embeddings:
+            raise IndexError(f"token ids from {min(ids)} to {max(ids)} for an embedding of {self.num_embeddings} rows")
+        if not ids:
+            return torch.empty((*tokens.shape, self.embedding_dim), dtype=self.weight.dtype, device=tokens.device)
+        rows = {row: self._row(row) for row in sorted(set(ids))}
+        # by hand: indexing a tensor wakes torch's threads for one token, and they stay awake on cores that ours need
+        found = torch.cat([rows[row] for row in ids])
+        found = found.to(tokens.device, self.weight.dtype).view(*tokens.shape, self.embedding_dim)
+        return found if self._scale is None else found * self._scale.to(found.device, found.dtype)
+
+    def _row(self, row: int) -> torch.Tensor:
+        part = bisect_right(self._begins, row) - 1
+        return self._checkpoint.read(self._keys[part], row - self._begins[part])
+
+
+def embedding_key(blueprint: Blueprint) -> str | None:
+    """The checkpoint key of the input embedding, if its rows can be read one by one: a plain table that nothing else
+    uses and that the checkpoint holds as it is. None otherwise."""
+    table = blueprint.outline.table
+    return None if table is None else blueprint.outline.tensors[table].key
+
+
+def embedding_bytes(blueprint: Blueprint) -> int:
+    """Bytes of the embeddings whose rows can be read one by one."""
+    outline = blueprint.outline
+    paths = [*outline.tables, *([] if outline.table is None else [outline.table])]
+    return sum(math.prod(outline.tensors[path].shape) for path in paths) * blueprint.dtype.itemsize
+
+
+def table_keys(blueprint: Blueprint) -> set[str]:
+    """Checkpoint keys of the rows of the embeddings beside the input embedding that can be read one by one."""
+    return {key for keys in blueprint.outline.tables.values() for key in keys}
+
+
+def leave_on_disk(model: Any, blueprint: Blueprint) -> None:
+    """Replaces the embeddings of a loaded model whose rows can be read one by one."""
+    key = embedding_key(blueprint)
+    if key is not None:
+        model.set_input_embeddings(EmbeddingOnDisk(blueprint.checkpoint, [key], blueprint.dtype))
+    for path, keys in blueprint.outline.tables.items():
+        parent, _, child = path.removesuffix(".weight").rpartition(".")
+        owner = model.get_submodule(parent)
+        scale = getattr(getattr(owner, child), "embed_scale", None)
+        setattr(owner, child, EmbeddingOnDisk(blueprint.checkpoint, keys, blueprint.dtype, scale))

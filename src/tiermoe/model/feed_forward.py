@@ -1,4 +1,7 @@
-"""What follows attention in a layer: a dense gated block, or a router with experts and perhaps a shared one."""
+"""Feed-forward part of a layer: a dense gated block, or a MoE block of a router, experts and perhaps a shared expert.
+
+Routed experts are the engine's: `Experts` is the interface that a MoE block calls, `ExpertGate` the activation that the
+engine computes."""
 
 from __future__ import annotations
 
@@ -10,44 +13,85 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiermoe.kernels.gates import gelu_tanh
+from tiermoe.errors import ModelError
+from tiermoe.formats.outline import Outline
+from tiermoe.kernels.experts import Activation as FirstToSecond
+from tiermoe.kernels.gates import gate_named, gelu_tanh
+from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.linear import Linear
-from tiermoe.model.norms import Norm
 from tiermoe.model.routers import Router
 
 Activation = Callable[[Tensor], Tensor]
 
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "relu": F.relu,
+}
+"""By the name that configs use."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGate:
+    """Gate of a MoE layer's experts: the activation between their matrices."""
+
+    experts: int  # of the layer
+    activation: FirstToSecond  # features (T, ·) of the first matrix → features before the second
+    elementwise: Activation | None  # act of experts that are W2 (act(W1 x) * W3 x); None: they are gated otherwise
+    name: str  # of the gate, for messages
+
+    def require_elementwise(self) -> Activation:
+        """`elementwise`. ModelError where there is none, so that the neuron unit cannot take the experts."""
+        if self.elementwise is None:
+            raise ModelError(
+                f"the neuron unit cannot take {self.name}: it does not compute act(W1 x) * W3 x; use the unit 'expert'"
+            )
+        return self.elementwise
+
+
+_ELEMENTWISE: dict[tuple[Any, ...], Activation] = {("silu",): F.silu, ("gelu_tanh",): gelu_tanh}
+
+
+def named_gates(outline: Outline) -> list[ExpertGate]:
+    """The gate of each layer of a whole outline."""
+    assert outline.gate is not None
+    name = tuple(outline.gate)
+    activation, elementwise = gate_named(name), _ELEMENTWISE.get(name)
+    return [ExpertGate(layer.experts, activation, elementwise, str(name[0])) for layer in outline.layers]
+
 
 class Experts(Protocol):
-    """A MoE layer's experts, wherever they lie. by_row: a token's result does not depend on the others of a call of few
-    tokens."""
+    """Experts of a MoE layer, resident or not. batch_invariant: a token's result does not depend on the other tokens of
+    a call of up to FEW_TOKENS."""
 
     @property
-    def by_row(self) -> bool: ...
+    def batch_invariant(self) -> bool: ...
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """hidden (T, H), index (T, K) of the chosen experts, weights (T, K) → (T, H)."""
         ...
 
     def apart(self, parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
-        """What a call with each part's hidden, index and weights gives, bit for bit; each expert comes once for all."""
+        """A ragged batch: computes each part separately, with the bits of a call of the part, and reads each expert
+        once."""
         ...
 
     def block(self, router: Router, hidden: Tensor, residual: Tensor | None) -> Tensor | None:
-        """residual, if any, + what the router chooses for hidden, (T, H) each, in one call; None where that cannot
-        be."""
+        """residual, if any, + the sum of the experts that the router chooses for hidden, (T, H) each, in one call; None
+        where no call computes that."""
         ...
 
     def route(self, router: Router, *parts: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Each part's hidden (T, H) → its weights (T, K) and experts (T, K) that run: the router's choice, or one that
-        is made of its scores. All parts of a step come in one call."""
+        """Each part's hidden (T, H) → weights (T, K) and experts (T, K) that run: the router's choice, or one that is
+        made of its scores. All parts of a step come in one call."""
         ...
 
 
 class NoExperts:
-    """Stands where experts are not attached."""
+    """Experts of a decoder before an engine attaches a MoE layer."""
 
-    by_row = False
+    batch_invariant = False
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         raise RuntimeError("this decoder's experts are not attached")
@@ -64,61 +108,65 @@ class NoExperts:
 
 @dataclass(frozen=True, slots=True)
 class DenseBlock:
-    """down(activation(gate x) * up x)."""
+    """Dense gated block: down(activation(gate x) * up x)."""
 
     gate: Linear
     up: Linear
     down: Linear
     activation: Activation
 
+    moe: ClassVar[None] = None
+    """Its MoE block: none."""
+
+    @classmethod
+    def of(cls, weights: FamilyWeights, part: str, activation: str) -> DenseBlock:
+        """The block at the path `part`, with one of `ACTIVATIONS`."""
+        names = (weights.architecture.named(name) for name in ("gate_proj", "up_proj", "down_proj"))
+        gate, up, down = (weights.linear(f"{part}.{name}") for name in names)
+        return cls(gate, up, down, ACTIVATIONS[activation])
+
     def __call__(self, x: Tensor) -> Tensor:
         """(T, H) → (T, H)."""
         return self.down(self.activation(self.gate(x)) * self.up(x))
 
     @property
-    def moe(self) -> MoeBlock | None:
-        """Its routed experts: none."""
-        return None
-
-    @property
-    def by_row(self) -> bool:
-        """Whether a token's values do not depend on the others of a call of few tokens."""
-        return self.gate.by_row and self.up.by_row and self.down.by_row
+    def batch_invariant(self) -> bool:
+        """Whether a token's values do not depend on the other tokens of a call of up to FEW_TOKENS."""
+        return self.gate.batch_invariant and self.up.batch_invariant and self.down.batch_invariant
 
     def watched(self, wrap: Callable[[Any], Any]) -> DenseBlock:
         """The block with wrap(part) in the place of its matrices."""
         return replace(self, gate=wrap(self.gate), up=wrap(self.up), down=wrap(self.down))
 
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
-        """residual + multiplier * the block of x."""
-        return _added(residual, self(x), multiplier)
+        """residual + multiplier * the block of x, (T, H) each."""
+        return add_to(residual, self(x), multiplier)
 
-    def add_apart(self, parts: Sequence[tuple[Tensor, Tensor]], multiplier: float) -> list[Tensor]:
+    def add_ragged(self, parts: Sequence[tuple[Tensor, Tensor]], multiplier: float) -> list[Tensor]:
         """`add` of each (x, residual)."""
         return [self.add(x, residual, multiplier) for x, residual in parts]
 
 
 @dataclass(slots=True)
 class MoeBlock:
-    """The routed experts of a token and, for every token, a shared expert.
-
-    shared_gate: hidden → (T, 1), by whose sigmoid the shared expert's output is scaled (Qwen2-MoE)."""
+    """MoE block: a token's routed experts and, for every token, a shared expert."""
 
     router: Router
     shared: DenseBlock | None = None
-    shared_gate: Linear | None = None
+    shared_gate: Linear | None = None  # hidden → (T, 1), by whose sigmoid the shared expert is scaled (Qwen2-MoE)
     experts: Experts = field(default_factory=NoExperts)
 
     @property
     def moe(self) -> MoeBlock:
-        """Its routed experts."""
+        """The block itself."""
         return self
 
     @property
-    def by_row(self) -> bool:
-        """Whether a token's values do not depend on the others of a call of few tokens."""
+    def batch_invariant(self) -> bool:
+        """Whether a token's values do not depend on the other tokens of a call of up to FEW_TOKENS."""
         always = [part for part in (self.shared, self.shared_gate) if part is not None]
-        return self.router.native is not None and self.experts.by_row and all(part.by_row for part in always)
+        kernels = self.router.native is not None and self.experts.batch_invariant
+        return kernels and all(part.batch_invariant for part in always)
 
     def watched(self, wrap: Callable[[Any], Any]) -> MoeBlock:
         """The block with its shared expert watched."""
@@ -133,15 +181,15 @@ class MoeBlock:
             result = self.experts(x, index, weights)
         elif plain:
             return result
-        return _added(residual, self._with_shared(x, result), multiplier)
+        return add_to(residual, self._with_shared(x, result), multiplier)
 
-    def add_apart(self, parts: Sequence[tuple[Tensor, Tensor]], multiplier: float) -> list[Tensor]:
-        """`add` of each (x, residual), bit for bit; each expert comes once for all of them."""
+    def add_ragged(self, parts: Sequence[tuple[Tensor, Tensor]], multiplier: float) -> list[Tensor]:
+        """`add` of each (x, residual), bit for bit; each expert is read once for all of them."""
         xs = [x for x, _ in parts]
         chosen = self.experts.route(self.router, *xs)
         routed = self.experts.apart([(x, index, weights) for x, (weights, index) in zip(xs, chosen, strict=True)])
         return [
-            _added(residual, self._with_shared(x, result), multiplier)
+            add_to(residual, self._with_shared(x, result), multiplier)
             for (x, residual), result in zip(parts, routed, strict=True)
         ]
 
@@ -154,52 +202,27 @@ class MoeBlock:
         return routed + always
 
 
-@dataclass(frozen=True, slots=True)
-class SideBySide:
-    """A dense block beside routed experts, with norms of its own for what each takes and gives, and for their sum
-    (Gemma 4). The router and the experts take the residual stream. scale: of the layer's output."""
-
-    dense: DenseBlock
-    moe: MoeBlock
-    norm_dense: Norm
-    norm_before_experts: Norm
-    norm_experts: Norm
-    norm_sum: Norm
-    scale: float = 1.0
-
-    by_row: ClassVar[bool] = False
-
-    def watched(self, wrap: Callable[[Any], Any]) -> SideBySide:
-        """The block with its dense block watched."""
-        return replace(self, dense=self.dense.watched(wrap))
-
-    def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
-        """(residual + multiplier * both blocks) * scale; x: residual after the dense block's norm, (T, H) each."""
-        (result,) = self.add_apart([(x, residual)], multiplier)
-        return result
-
-    def add_apart(self, parts: Sequence[tuple[Tensor, Tensor]], multiplier: float) -> list[Tensor]:
-        """`add` of each (x, residual), bit for bit; each expert comes once for all of them."""
-        experts, residuals = self.moe.experts, [residual for _, residual in parts]
-        chosen = experts.route(self.moe.router, *residuals)
-        given = [(self.norm_before_experts(its), *both[::-1]) for its, both in zip(residuals, chosen, strict=True)]
-        routed = experts.apart(given)
-        return [self._sum(*part, its, multiplier) for part, its in zip(parts, routed, strict=True)]
-
-    def _sum(self, x: Tensor, residual: Tensor, routed: Tensor, multiplier: float) -> Tensor:
-        always = self.norm_dense(self.dense(x))
-        result = _added(residual, self.norm_sum(always + self.norm_experts(routed)), multiplier)
-        return result if self.scale == 1 else result * self.scale
+def feed_forward(weights: FamilyWeights, part: str, activation: str) -> MoeBlock | DenseBlock:
+    """The feed-forward part at the path `part`: a MoE block where there is a router. activation: of dense blocks."""
+    of = weights.architecture
+    gate, correction = f"{part}.{of.gate}", f"{part}.{of.correction}"
+    if not weights.has(f"{gate}.weight"):
+        return DenseBlock.of(weights, part, activation)
+    bias = weights.optional_tensor(correction) if of.correction else None
+    router = Router(
+        weights.tensor(f"{gate}.weight"),
+        of.router(weights.config),
+        weights.optional_tensor(f"{gate}.bias"),
+        None if bias is None else bias.flatten(),
+    )
+    shared = f"{part}.{of.shared}" if of.shared else None
+    return MoeBlock(
+        router,
+        DenseBlock.of(weights, shared, activation) if shared and weights.has(shared) else None,
+        weights.linear(f"{part}.{of.shared_gate}") if of.shared_gate else None,
+    )
 
 
-def _added(residual: Tensor, value: Tensor, multiplier: float) -> Tensor:
+def add_to(residual: Tensor, value: Tensor, multiplier: float) -> Tensor:
+    """residual + multiplier * value."""
     return residual + (value if multiplier == 1 else value * multiplier)
-
-
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": gelu_tanh,
-    "relu": F.relu,
-}
-"""By the name that configs use."""

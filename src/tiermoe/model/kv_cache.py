@@ -1,5 +1,5 @@
-"""Keys and values of sequences, and recurrent states: one slab each, opened, cropped, forked for a shared prefix, saved
-and loaded."""
+"""KV cache: a slab of keys, values and recurrent states for each sequence; opened, cropped, forked for a shared prefix,
+saved and loaded."""
 
 from __future__ import annotations
 
@@ -11,41 +11,51 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tiermoe.batch import Row
 from tiermoe.errors import ModelError, PromptError
-from tiermoe.kernels.native.few_tokens_attention import Slabs
-from tiermoe.model import kv_pages
-from tiermoe.model.kv_codes import SCALE_BYTES
+from tiermoe.kernels.attention import Slabs
+from tiermoe.model.kv_memory import (
+    SCALE_BYTES,
+    decode_kv,
+    empty_pages,
+    encode_kv,
+    page_bytes,
+    read_rows,
+    release_pages,
+    shared_page_bytes,
+    write_rows,
+)
 from tiermoe.model.recurrent_states import RecurrentStates, StateShape
+from tiermoe.native import available
 from tiermoe.types import Need, Phase, Workload
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer keeps of a token: `heads` of `key_columns` and `value_columns`. window: so many last positions are
-    attended to; None: all. state: what it keeps of a whole sequence instead. index_columns: of a key of an indexer
-    (`indexer.py`), one a token; layers with one have no window."""
+    """Sizes of one layer's cache."""
 
-    heads: int
+    heads: int  # key/value heads, each with a key and a value of every position
     key_columns: int
     value_columns: int
-    window: int | None = None
-    state: StateShape | None = None
-    index_columns: int = 0
+    window: int | None = None  # the last positions that a token attends to; None: all
+    state: StateShape | None = None  # the state of a whole sequence, of a layer without keys and values
+    index_columns: int = 0  # of the key that an indexer keeps of every position; such a layer has no window
 
     def row_bytes(self, itemsize: int, bits: int = 16) -> int:
-        """Bytes of a position: in values of `itemsize` bytes, or as codes of 8 bits with a scale for each."""
+        """Bytes of a position: numbers of `itemsize` bytes, or codes of 8 bits with a scale for each row."""
         return sum(heads * nbytes for heads, nbytes in self.parts(itemsize, bits))
 
     def parts(self, itemsize: int, bits: int = 16) -> list[tuple[int, int]]:
-        """(heads, bytes of each) of a position's key, of its value, and of what belongs to them."""
+        """(heads, bytes of each head) of a position's key, of its value, and of their scales or the indexer's key."""
         if bits == 8:
-            each = (self.key_columns, self.value_columns, SCALE_BYTES, SCALE_BYTES)
-            return [(self.heads, nbytes) for nbytes in each]
-        key, value, index = (its * itemsize for its in (self.key_columns, self.value_columns, self.index_columns))
+            rows = (self.key_columns, self.value_columns, SCALE_BYTES, SCALE_BYTES)
+            return [(self.heads, nbytes) for nbytes in rows]
+        columns = (self.key_columns, self.value_columns, self.index_columns)
+        key, value, index = (each * itemsize for each in columns)
         return [(self.heads, key), (self.heads, value), (1, index)]
 
     def room(self, context: int, step: int) -> int:
-        """Positions that are kept at once: all of the context, or the window and the tokens of a step."""
+        """Positions that a slab has room for: all of the context, or the window and the tokens of a step."""
         return context if self.window is None else min(context, self.window + step)
 
 
@@ -59,11 +69,11 @@ def sequence_bytes(
     shapes: Sequence[LayerShape], positions: int, context: int, step: int, itemsize: int, bits: int = 16
 ) -> int:
     """Bytes of pages that a sequence of so many tokens takes of the memory for one of `context` tokens."""
-    held = sum(kv_pages.taken(1, 1, each, 1) for each in _state_parts(shapes, itemsize))
+    nbytes = sum(page_bytes(1, 1, each, 1) for each in _state_parts(shapes, itemsize))
     for shape in shapes:
         for heads, each in shape.parts(itemsize, bits):
-            held += kv_pages.taken(positions, shape.room(context, step), each, heads)
-    return held
+            nbytes += page_bytes(positions, shape.room(context, step), each, heads)
+    return nbytes
 
 
 def _state_parts(shapes: Sequence[LayerShape], itemsize: int) -> list[int]:
@@ -71,14 +81,15 @@ def _state_parts(shapes: Sequence[LayerShape], itemsize: int) -> list[int]:
 
 
 def needs(shapes: Sequence[LayerShape], load: Workload) -> list[Need]:
-    """What a cache of layers of these shapes takes: for each sequence's context, or in all where they share it."""
+    """Memory of a cache of layers of these shapes: for each sequence's context, or in all where sequences share the
+    memory (`load.use.kv_memory`)."""
     step, context, item, bits = min(load.chunk, load.context), load.context, load.itemsize, load.kv_bits
     if load.use.kv_memory is None:
-        held = load.sequences * cache_bytes(shapes, context, step, item, bits)
-        return [Need("kv cache", held, Phase.RUNNING, f"{context} tokens of context")]
+        nbytes = load.sequences * cache_bytes(shapes, context, step, item, bits)
+        return [Need("kv cache", nbytes, Phase.RUNNING, f"{context} tokens of context")]
     longest = load.sequences * sequence_bytes(shapes, context, context, step, item, bits)
     slabs = [shape.room(context, step) * heads * each for shape in shapes for heads, each in shape.parts(item, bits)]
-    between = sum(kv_pages.shared(load.sequences, each) for each in [*slabs, *_state_parts(shapes, item)])
+    between = sum(shared_page_bytes(load.sequences, each) for each in [*slabs, *_state_parts(shapes, item)])
     return [
         Need("kv cache", min(load.use.kv_memory, longest), Phase.RUNNING, "shared by all sequences"),
         Need("kv cache", between, Phase.RUNNING, "pages between them"),
@@ -89,11 +100,14 @@ class KVCache:
     """Slabs of `context` positions in every layer. Memory is taken as positions are written, not before, and given back
     when a slab is closed.
 
-    `keys[layer]` (slabs, heads, room, key columns) and `values[layer]` alike: position p lies at p % room. A layer
-    whose room is smaller than the context keeps its window alone. Where `bits` is 8 they are codes, int8, and
-    `key_scales[layer]` and `value_scales[layer]` (slabs, heads, room, 1) are theirs (`kv_codes`). `index_keys[layer]`
-    (slabs, 1, room, index columns) are those of indexers, where some layer has one. A layer with a state has no heads
-    here; its states are in `recurrent`, None where no layer has one."""
+    keys[layer] (slabs, heads, room, key columns), values[layer] (slabs, heads, room, value columns): position p lies at
+    p % room; a layer whose room is smaller than the context is a ring that keeps a window alone. In `dtype`, or with
+    `bits` 8 as codes, int8.
+    key_scales[layer], value_scales[layer] (slabs, heads, room, 1): scales of the codes; empty lists at 16 bits.
+    index_keys[layer] (slabs, 1, room, index columns): keys of indexers; an empty list where no layer has an indexer.
+    recurrent: states of the layers that have no keys and values; None where there is no such layer.
+    native: layer → its slabs for the attention kernels, which take bfloat16 alone.
+    step: the most tokens of a sequence in one step."""
 
     def __init__(
         self,
@@ -114,24 +128,24 @@ class KVCache:
         self._furthest = [0] * slabs  # how far positions were ever written: what lies in a ring
         self._free = list(reversed(range(slabs)))
         self.dtype = dtype
-        self._native: dict[int, Slabs] = {}
         states = {layer: shape.state for layer, shape in enumerate(shapes) if shape.state is not None}
         self.recurrent = RecurrentStates(states, slabs, dtype) if states else None
         indexed = any(shape.index_columns for shape in shapes)
         for shape in shapes:
-            each = slabs, shape.heads, shape.room(context, step)
-            held = dtype if bits == 16 else torch.int8
-            self.keys.append(kv_pages.empty((*each, shape.key_columns), held))
-            self.values.append(kv_pages.empty((*each, shape.value_columns), held))
+            rows = slabs, shape.heads, shape.room(context, step)
+            stored = dtype if bits == 16 else torch.int8
+            self.keys.append(empty_pages((*rows, shape.key_columns), stored))
+            self.values.append(empty_pages((*rows, shape.value_columns), stored))
             if bits == 8:
-                self.key_scales.append(kv_pages.empty((*each, 1), torch.bfloat16))
-                self.value_scales.append(kv_pages.empty((*each, 1), torch.bfloat16))
+                self.key_scales.append(empty_pages((*rows, 1), torch.bfloat16))
+                self.value_scales.append(empty_pages((*rows, 1), torch.bfloat16))
             if indexed:
-                self.index_keys.append(kv_pages.empty((slabs, 1, each[2], shape.index_columns), dtype))
+                self.index_keys.append(empty_pages((slabs, 1, rows[2], shape.index_columns), dtype))
+        self.native = self._native_slabs()
 
     @property
     def _kept(self) -> dict[str, list[Tensor]]:
-        """Name → what is kept of each layer."""
+        """Name → each layer's tensor."""
         return {
             "keys": self.keys, "values": self.values,
             "key_scales": self.key_scales, "value_scales": self.value_scales, "index_keys": self.index_keys,
@@ -152,35 +166,26 @@ class KVCache:
     def close(self, slab: int) -> None:
         """Gives a slab back, and its memory."""
         for tensor, _ in self._each_tensor():
-            kv_pages.release(tensor, slab)
+            release_pages(tensor, slab)
         if self.recurrent is not None:
             self.recurrent.release(slab)
         self._free.append(slab)
-
-    def native(self, layer: int) -> Slabs:
-        """What the attention kernel is told of a layer's slabs."""
-        found = self._native.get(layer)
-        if found is None:
-            keys, values = self.keys[layer], self.values[layer]
-            scales = (self.key_scales[layer], self.value_scales[layer]) if self.bits == 8 else None
-            found = Slabs(keys, values if values.shape[3] else None, keys.shape[2] < self.context, scales)
-            self._native[layer] = found
-        return found
 
     def reserve(self, positions: int) -> None:
         """Makes room for sequences of so many tokens, at least twice as many as before."""
         if positions <= self.context:
             return
         self.context = max(positions, 2 * self.context)
-        self._native.clear()
+        self.native = {}  # keeps the smaller tensors alive
         for tensors in filter(None, self._kept.values()):
             for layer, (tensor, shape) in enumerate(zip(tensors, self.shapes, strict=True)):
                 room = shape.room(self.context, self.step)
                 if room <= tensor.shape[2]:
                     continue
-                grown = kv_pages.empty((*tensor.shape[:2], room, tensor.shape[3]), tensor.dtype)
+                grown = empty_pages((*tensor.shape[:2], room, tensor.shape[3]), tensor.dtype)
                 grown[:, :, : tensor.shape[2]] = tensor
                 tensors[layer] = grown
+        self.native = self._native_slabs()
 
     def nbytes(self, positions: int) -> int:
         """Bytes that a sequence of so many tokens takes at the most, in whole pages."""
@@ -191,31 +196,50 @@ class KVCache:
         return self.nbytes(self._furthest[slab])
 
     def length(self, slab: int) -> int:
-        """Tokens that the sequence holds."""
+        """Tokens of the sequence."""
         return self._lengths[slab]
 
     def reached(self, slab: int) -> int:
         """Positions that have been written since the slab was opened, those that were cut off again included."""
         return self._furthest[slab]
 
-    def writes(self, slab: int, end: int) -> None:
-        """A step begins that writes the sequence's tokens before position `end`."""
+    def begin_write(self, slab: int, end: int) -> None:
+        """Begins a step that writes the sequence's tokens before position `end`."""
         self._furthest[slab] = max(self._furthest[slab], end)
 
-    def wrote(self, slab: int, end: int) -> None:
-        """That step has ended."""
-        self.writes(slab, end)
+    def end_write(self, slab: int, end: int) -> None:
+        """Ends that step: the sequence has `end` tokens."""
+        self._furthest[slab] = max(self._furthest[slab], end)
         self._lengths[slab] = end
         if self.recurrent is not None:
-            self.recurrent.wrote(slab, end)
+            self.recurrent.end_write(slab, end)
+
+    def write(self, layer: int, row: Row, keys: Tensor, values: Tensor) -> None:
+        """Writes keys and values (T, heads, columns) of a batch's row into a layer's slabs, as codes at 8 bits."""
+        tensors = ((self.keys, self.key_scales, keys), (self.values, self.value_scales, values))
+        for stored, scales, new in tensors:
+            if self.bits == 8:
+                new, new_scales = encode_kv(new)
+                write_rows(scales[layer], row, new_scales)
+            write_rows(stored[layer], row, new)
+
+    def read(self, layer: int, row: Row, window: int | None) -> tuple[Tensor, Tensor]:
+        """Keys and values (heads, n, columns) that the tokens of a batch's row may attend to, in the cache's dtype."""
+        keys, values = (read_rows(each[layer], row, window) for each in (self.keys, self.values))
+        if self.bits == 16:
+            return keys, values
+        key_scales, value_scales = (
+            read_rows(each[layer], row, window) for each in (self.key_scales, self.value_scales)
+        )
+        return decode_kv(keys, key_scales, self.dtype), decode_kv(values, value_scales, self.dtype)
 
     def can_crop(self, slab: int, length: int, ahead: int = 0) -> bool:
-        """Whether what the first `length` positions need is still there: a window that has moved on is not, nor a
-        recurrent state that is not kept from there. ahead: so many more positions may be written meanwhile."""
+        """Whether the sequence can be cut to its first `length` positions: its windows have not moved on past them, and
+        a recurrent state of them is kept. ahead: so many more positions may be written meanwhile."""
         return self._window_holds(slab, length, ahead) and self._state_holds(slab, length)
 
     def kept(self, slab: int, length: int) -> int:
-        """How many of the sequence's first `length` tokens it can be cut to, at the most."""
+        """The most of the sequence's first `length` tokens that it can be cut to."""
         ends = [length] if self.recurrent is None else self.recurrent.ends(slab)
         return max((end for end in ends if end <= length and self._window_holds(slab, end)), default=0)
 
@@ -228,8 +252,8 @@ class KVCache:
         self._lengths[slab] = length
 
     def fork(self, slab: int, length: int | None = None) -> int:
-        """A new sequence that begins with all of this one's tokens, or with the first `length`, of which it holds no
-        more than it needs to go on. ValueError as `crop`."""
+        """The slab of a new sequence that begins with all tokens of `slab`, or with the first `length` and no more of
+        their windows than it needs to go on. ValueError as `crop`."""
         if length is None:
             other = self.open()
             self.copy(slab, other)
@@ -237,10 +261,10 @@ class KVCache:
         self._check_crop(slab, length)
         other = self.open()
         for tensor, shape in self._each_tensor():
-            at: slice | Tensor = slice(length)
+            places: slice | Tensor = slice(length)
             if shape.window is not None:
-                at = torch.arange(max(0, length - shape.window), length) % tensor.shape[2]
-            tensor[other][:, at] = tensor[slab][:, at]
+                places = torch.arange(max(0, length - shape.window), length) % tensor.shape[2]
+            tensor[other][:, places] = tensor[slab][:, places]
         if (states := self.recurrent) is not None:
             states.copy(slab, other)
             states.crop(other, length)
@@ -248,7 +272,7 @@ class KVCache:
         return other
 
     def copy(self, slab: int, other: int) -> None:
-        """Makes the sequence in slab `other` equal to that in `slab`."""
+        """Copies the sequence in `slab` to slab `other`."""
         length = self._lengths[slab]
         for tensors in self._kept.values():
             for tensor in tensors:
@@ -271,19 +295,19 @@ class KVCache:
 
     @property
     def has_ends(self) -> bool:
-        """Whether some layer goes on from what belongs to a sequence's end: positions of a window, a state."""
+        """Whether some layer has what belongs to a sequence's end: positions of a window, or a state."""
         return self.recurrent is not None or any(shape.window is not None for shape in self.shapes)
 
     def memory(self, slab: int, first: int, end: int) -> Iterator[memoryview]:
-        """Where positions `first` to `end` of a sequence lie in layers without a window, as bytes, in an order that
+        """The memory of positions `first` to `end` of a sequence in layers without a window, as bytes, in an order that
         follows from the shapes alone."""
         for tensor, shape in self._each_tensor():
             if shape.window is None:
                 yield from _memory(tensor, slab, first, end)
 
     def end_memory(self, slab: int, end: int) -> Iterator[memoryview]:
-        """The same of layers with a window and of those with a state: all that they need of a sequence of `end`
-        positions to go on. No state where none is kept from there."""
+        """The memory that layers with a window or a state need of a sequence of `end` positions to go on; no state
+        where none of them is kept."""
         for tensor, shape in self._each_tensor():
             if shape.window is not None:
                 yield from _memory(tensor, slab, max(0, end - shape.window), end)
@@ -291,8 +315,8 @@ class KVCache:
             yield from self.recurrent.memory(slab, end)
 
     def filled(self, slab: int, length: int) -> None:
-        """The first `length` positions of an empty slab now lie where `memory` and `end_memory` say, or will before
-        anything else is done with it."""
+        """Declares that the first `length` positions of an empty slab lie in `memory` and `end_memory`, or will before
+        anything else is done with the slab."""
         self._lengths[slab] = self._furthest[slab] = length
         for keys, shape in zip(self.keys, self.shapes, strict=True):
             if shape.window is not None and length > shape.window:  # what lies before the window is not there
@@ -319,25 +343,26 @@ class KVCache:
         save_file(kept, file)
 
     def load(self, file: Path) -> int:
-        """Reads a sequence that `save` wrote for the same model into a new slab. ModelError where it is another's."""
-        held = load_file(file)
+        """Reads a sequence that `save` wrote for the same model into a new slab, which it returns. ModelError for a
+        sequence of another model, PromptError for one that is longer than the slab."""
+        saved = load_file(file)
         slab = self.open()
         try:
-            length, furthest, *after = held["lengths"].tolist()
+            length, furthest, *after = saved["lengths"].tolist()
             if furthest > self.context:
                 raise PromptError(
                     f"{file} holds {furthest:,} tokens, memory is set aside for {self.context:,}; raise --context"
                 )
             for name, tensors in self._kept.items():
                 for layer, tensor in enumerate(tensors):
-                    each = held[f"{name}.{layer}"]
+                    each = saved[f"{name}.{layer}"]
                     if each.dtype != tensor.dtype:
                         raise KeyError(f"{name} are {each.dtype}, not {tensor.dtype}")
                     tensor[slab, :, : each.shape[1]] = each
             if self.recurrent is not None:
                 for name, layers in self.recurrent.tensors.items():
                     for layer, tensor in layers.items():
-                        tensor[slab] = held[f"{name}.{layer}"]
+                        tensor[slab] = saved[f"{name}.{layer}"]
                 self.recurrent.lengths[slab] = after
         except (KeyError, RuntimeError) as error:
             self.close(slab)
@@ -347,6 +372,16 @@ class KVCache:
             raise
         self._lengths[slab], self._furthest[slab] = length, furthest
         return slab
+
+    def _native_slabs(self) -> dict[int, Slabs]:
+        """`native` of the tensors as they are."""
+        found = {}
+        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            if keys.shape[1] and self.dtype == torch.bfloat16 and available():
+                scales = (self.key_scales[layer], self.value_scales[layer]) if self.bits == 8 else None
+                ring = keys.shape[2] < self.context
+                found[layer] = Slabs(keys, values if values.shape[3] else None, ring, scales)
+        return found
 
     def _check_crop(self, slab: int, length: int) -> None:
         if not 0 <= length <= self._lengths[slab]:

@@ -1,4 +1,4 @@
-"""Linear layers of a decoder, on packed weights and on the checkpoint's own."""
+"""Linear layers of a decoder: on packed weights, and on the checkpoint's own."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiermoe.kernels import LinearKernel
-from tiermoe.kernels.cpu import multiplies_bfloat16, product
-from tiermoe.kernels.native.attention import PackedMatrix
-from tiermoe.kernels.native.linear import linear
-from tiermoe.kernels.native.matrix import matrix_form
-from tiermoe.quant.plain import Plain
+from tiermoe.formats.plain import Plain
+from tiermoe.kernels.attention import PackedMatrix
+from tiermoe.kernels.linear import LinearKernel, linear, multiplies_bfloat16, product
+from tiermoe.kernels.matrix import matrix_form
 from tiermoe.types import FEW_TOKENS
 
 
 class Linear(Protocol):
-    """x (T, in) → (T, out), with the bias where there is one. by_row: a token's result does not depend on the others of
-    a call of few tokens."""
+    """x (T, in) → (T, out), with the bias where there is one. batch_invariant: a token's result does not depend on the
+    other tokens of a call of up to FEW_TOKENS. packed: the weight for the attention kernels."""
 
     @property
-    def by_row(self) -> bool: ...
+    def batch_invariant(self) -> bool: ...
 
     @property
     def packed(self) -> PackedMatrix: ...
@@ -32,9 +30,10 @@ class Linear(Protocol):
 
 
 class PackedLinear(torch.nn.Module):
-    """A linear layer on packed weights (in_features → out_features). `weight` answers questions about shape and dtype
-    only; the values lie in the packed fields. columns: where each column of the weight lies in them; None: in order.
-    (Only layers that are called have another order: attention of few tokens takes `packed` itself.)"""
+    """A linear layer on packed weights (in_features → out_features), a module so that it can stand in a transformers
+    model. `weight` answers questions about shape and dtype only. columns: where each column of the weight lies in the
+    packed fields; None: in order. (Only layers that are called have another order: the attention kernels take `packed`
+    itself.)"""
 
     def __init__(
         self, kernel: LinearKernel, packed: PackedMatrix, dtype: torch.dtype, columns: Tensor | None = None
@@ -44,7 +43,7 @@ class PackedLinear(torch.nn.Module):
         self.bias = packed.bias
         self.weight = torch.empty((packed.out, packed.in_), dtype=dtype, device="meta")
         self.packed = packed
-        self.by_row = matrix_form(packed.encoding, packed.out, packed.in_, dtype) is not None
+        self.batch_invariant = matrix_form(packed.encoding, packed.out, packed.in_, dtype) is not None
         self._kernel = kernel
         self._taken = None if columns is None else columns.argsort()
 
@@ -59,8 +58,8 @@ class PackedLinear(torch.nn.Module):
 
 
 class PlainLinear:
-    """A linear layer on a weight (out, in) as the checkpoint has it. Few tokens take the native product; all do where
-    torch has no good one."""
+    """A linear layer on a weight (out, in) as the checkpoint has it. Up to FEW_TOKENS take the native product; more
+    tokens take it where torch has no good one."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         out, in_ = weight.shape
@@ -70,7 +69,7 @@ class PlainLinear:
         self._tokens = FEW_TOKENS if multiplies_bfloat16() else math.inf
 
     @property
-    def by_row(self) -> bool:
+    def batch_invariant(self) -> bool:
         return self._form is not None
 
     def __call__(self, x: Tensor) -> Tensor:

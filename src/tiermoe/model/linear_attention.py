@@ -1,14 +1,38 @@
-"""Layers of linear attention from a config and weights: sizes, and the block."""
+"""Linear attention by the gated delta rule (Qwen3-Next, Qwen3.5; arXiv:2412.06464): a state of fixed size in the place
+of keys and values."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from tiermoe.kernels.native.delta import DeltaSizes
-from tiermoe.model.delta import GatedDelta, JoinedProjection, SplitProjection
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tiermoe.kernels.delta import DeltaKernel, DeltaSizes
+from tiermoe.model.architecture import FamilyWeights
+from tiermoe.model.attention import Attention, AttentionSizes
 from tiermoe.model.feed_forward import ACTIVATIONS
+from tiermoe.model.kv_cache import LayerShape
+from tiermoe.model.linear import Linear
 from tiermoe.model.norms import RootMeanSquare
-from tiermoe.model.weights import Weights
+from tiermoe.model.recurrent_states import RecurrentStates, StateShape
+from tiermoe.model.step import Step
+from tiermoe.types import Workload
+
+_UNIT_EPSILON = 1e-6  # of queries' and keys' lengths, whatever the config says (transformers' code)
+_CONVOLVED = 5  # a prompt's inputs of the convolution that live at once, in the model's dtype
+_WIDE = 3  # and in float32
+CHUNK = 64
+"""Tokens of `delta_rule` that are computed at once."""
+_CHUNK_TENSORS = 12  # of a chunk's keys or values that live at once, at the most
+_CHUNK_PAIRS = 6  # of its pairs of tokens
+
+Projected = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Of T tokens: queries, keys and values (T, channels), gates (T, values), betas (T, heads), decays (T, heads)."""
 
 
 def is_linear(config: Any, index: int) -> bool:
@@ -18,7 +42,7 @@ def is_linear(config: Any, index: int) -> bool:
 
 
 def delta_sizes(config: Any) -> DeltaSizes:
-    """Of each layer of linear attention."""
+    """Heads of a config's layers of linear attention."""
     return DeltaSizes(
         config.linear_num_key_heads,
         config.linear_num_value_heads,
@@ -28,22 +52,254 @@ def delta_sizes(config: Any) -> DeltaSizes:
     )
 
 
-def gated_delta(config: Any, weights: Weights, part: str) -> GatedDelta:
-    """The block whose weights lie under the path `part`: of Qwen3-Next, or of Qwen3.5, which has a matrix for each part
-    of the projection."""
-    sizes = delta_sizes(config)
-    if weights.has(f"{part}.in_proj_qkvz"):
-        wide, narrow = (weights.linear(f"{part}.in_proj_{name}") for name in ("qkvz", "ba"))
-        projection: JoinedProjection | SplitProjection = JoinedProjection.of(wide, narrow, sizes)
-    else:
-        projection = SplitProjection(*(weights.linear(f"{part}.in_proj_{name}") for name in ("qkv", "z", "b", "a")))
-    return GatedDelta(
-        projection,
-        weights.linear(f"{part}.out_proj"),
-        sizes,
-        weights.tensor(f"{part}.conv1d.weight"),
-        weights.tensor(f"{part}.A_log"),
-        weights.tensor(f"{part}.dt_bias"),
-        RootMeanSquare(weights.tensor(f"{part}.norm.weight"), float(config.rms_norm_eps)),
-        ACTIVATIONS[config.hidden_act],
-    )
+@dataclass(frozen=True, slots=True)
+class LinearSizes(AttentionSizes):
+    """The description of a `GatedDelta`."""
+
+    heads: DeltaSizes
+
+    @property
+    def shape(self) -> LayerShape:
+        sizes = self.heads
+        state = StateShape(sizes.kept, sizes.channels, sizes.heads, sizes.key_columns, sizes.value_columns)
+        return LayerShape(0, 0, 0, state=state)
+
+    @property
+    def token_columns(self) -> int:
+        """Half the columns that a token is projected to: they are there twice, queries of attention four times."""
+        return (self.heads.channels + self.heads.values) // 2
+
+    @property
+    def taps_bytes(self) -> int:
+        """Of the convolution's weights in the form that the native kernel takes."""
+        return 2 * (self.heads.kept + 1) * self.heads.channels
+
+    def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:
+        """The kernel's workspace, which decoding uses too; without the kernel inputs of the convolution and float32
+        copies of them, and a chunk's workspace."""
+        sizes = self.heads
+        if sizes.suit(dtype):
+            return sizes.workspace
+        tokens = min(load.chunk, load.context)
+        copies = tokens * (sizes.channels + sizes.values) * (_CONVOLVED * load.itemsize + 4 * _WIDE)
+        return copies + delta_rule_bytes(sizes.heads, sizes.key_columns, sizes.value_columns)
+
+    def weight_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Path in a layer → shape of the weights, with a matrix for each part of the projection."""
+        sizes = self.heads
+        return {
+            "linear_attn.in_proj_qkv.weight": (sizes.channels, hidden),
+            "linear_attn.in_proj_z.weight": (sizes.values, hidden),
+            "linear_attn.in_proj_b.weight": (sizes.heads, hidden),
+            "linear_attn.in_proj_a.weight": (sizes.heads, hidden),
+            "linear_attn.conv1d.weight": (sizes.channels, 1, sizes.kept + 1),
+            "linear_attn.A_log": (sizes.heads,),
+            "linear_attn.dt_bias": (sizes.heads,),
+            "linear_attn.norm.weight": (sizes.value_columns,),
+            "linear_attn.out_proj.weight": (hidden, sizes.values),
+        }
+
+    def block(self, weights: FamilyWeights, layer: str) -> GatedDelta:
+        """Of Qwen3-Next, or of Qwen3.5, which has a matrix for each part of the projection."""
+        part, config = f"{layer}.linear_attn", weights.config
+        if weights.has(f"{part}.in_proj_qkvz"):
+            wide, narrow = (weights.linear(f"{part}.in_proj_{name}") for name in ("qkvz", "ba"))
+            projection: JoinedProjection | SplitProjection = JoinedProjection.of(wide, narrow, self.heads)
+        else:
+            projection = SplitProjection(*(weights.linear(f"{part}.in_proj_{name}") for name in ("qkv", "z", "b", "a")))
+        return GatedDelta(
+            self,
+            projection,
+            weights.linear(f"{part}.out_proj"),
+            weights.tensor(f"{part}.conv1d.weight"),
+            weights.tensor(f"{part}.A_log"),
+            weights.tensor(f"{part}.dt_bias"),
+            RootMeanSquare(weights.tensor(f"{part}.norm.weight"), float(config.rms_norm_eps)),
+            ACTIVATIONS[config.hidden_act],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedProjection:
+    """Projection by two matrices whose rows are grouped by key heads (Qwen3-Next)."""
+
+    wide: Linear  # hidden → of each key head a query, a key, values and gates
+    narrow: Linear  # hidden → of each key head betas and decays
+    order: Tensor  # columns of `wide` in the order of `Projected`
+    narrow_order: Tensor  # the same of `narrow`
+    sizes: DeltaSizes
+
+    def __call__(self, x: Tensor) -> Projected:
+        """x (T, H) → `Projected`."""
+        wide, narrow = self.wide(x)[:, self.order], self.narrow(x)[:, self.narrow_order]
+        channels, heads = self.sizes.channels, self.sizes.heads
+        return wide[:, :channels], wide[:, channels:], narrow[:, :heads], narrow[:, heads:]
+
+    @classmethod
+    def of(cls, wide: Linear, narrow: Linear, sizes: DeltaSizes) -> JoinedProjection:
+        """With the orders that follow from the sizes."""
+        shared = sizes.heads // sizes.key_heads
+        key, values = sizes.key_columns, shared * sizes.value_columns
+        return cls(
+            wide,
+            narrow,
+            _by_parts(sizes.key_heads, (key, key, values, values)),
+            _by_parts(sizes.key_heads, (shared, shared)),
+            sizes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SplitProjection:
+    """Projection by a matrix for each part of `Projected` (Qwen3.5)."""
+
+    mixed: Linear
+    gates: Linear
+    betas: Linear
+    decays: Linear
+
+    def __call__(self, x: Tensor) -> Projected:
+        """x (T, H) → `Projected`."""
+        return self.mixed(x), self.gates(x), self.betas(x), self.decays(x)
+
+
+@lru_cache(maxsize=4)
+def _by_parts(groups: int, parts: tuple[int, ...]) -> Tensor:
+    """The order of grouped columns, each group with all `parts`, in which each part has all groups; all layers share
+    the tensor."""
+    columns = torch.arange(groups * sum(parts)).view(groups, -1)
+    return torch.cat([part.flatten() for part in torch.split(columns, list(parts), dim=1)])
+
+
+class GatedDelta(Attention):
+    """Projections, a convolution over a token's last inputs, the gated delta rule, a norm with a gate, output
+    projection.
+
+    convolution (channels, 1, taps). decay_rates (heads): logarithms of the rates by which a head forgets (transformers'
+    `A_log`); decay_biases (heads). activation: of the convolution, `silu` where the native kernel is to compute it."""
+
+    def __init__(
+        self,
+        sizes: LinearSizes,
+        projection: JoinedProjection | SplitProjection,
+        output: Linear,
+        convolution: Tensor,
+        decay_rates: Tensor,
+        decay_biases: Tensor,
+        norm: RootMeanSquare,
+        activation: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.sizes = sizes
+        self._projection, self._output, self._heads = projection, output, sizes.heads
+        self._convolution, self._norm, self._activation = convolution, norm, activation
+        self._rates = decay_rates.float().exp()
+        self._biases = decay_biases.float()
+        self._kernel: DeltaKernel | None = None
+        if self._heads.suit(convolution.dtype) and activation is F.silu:
+            taps = convolution[:, 0].t().contiguous()
+            self._kernel = DeltaKernel(self._heads, taps, self._rates, self._biases, norm.weight, norm.epsilon)
+
+    def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
+        """x (T, H), normed → (T, H). Leaves each sequence's state after its tokens in the step's cache."""
+        recurrent, projected = step.cache.recurrent, self._projection(x)
+        assert recurrent is not None
+        if self._kernel is not None:
+            return self._output(self._kernel(projected, step.pieces, recurrent.inputs[layer], recurrent.states[layer]))
+        attended = torch.empty_like(projected[1])
+        for span, places in zip(step.spans, step.states, strict=True):
+            tokens = slice(span.begin, span.end)
+            mixed, gates, betas, decays = (each[tokens] for each in projected)
+            mixed = self._mixed(mixed, recurrent, layer, places)
+            attended_row = self._attended(mixed, betas, decays, recurrent, layer, places)
+            attended[tokens] = self._gated(attended_row.to(x.dtype), gates)
+        return self._output(attended)
+
+    def _mixed(self, mixed: Tensor, recurrent: RecurrentStates, layer: int, places: tuple[int, int]) -> Tensor:
+        """A row's inputs (T, channels) after the convolution; the last inputs are kept as the new state's."""
+        inputs = recurrent.inputs[layer].flatten(0, 1)
+        whole = torch.cat((inputs[places[0]], mixed))
+        inputs[places[1]] = whole[len(mixed) :]
+        convolved = F.conv1d(whole.t()[None], self._convolution, groups=self._heads.channels)
+        return self._activation(convolved[0]).t()
+
+    def _attended(
+        self,
+        mixed: Tensor,
+        betas: Tensor,
+        decays: Tensor,
+        recurrent: RecurrentStates,
+        layer: int,
+        places: tuple[int, int],
+    ) -> Tensor:
+        """The outputs of a row's tokens, float32 (T, heads, value columns); the state after them is left in its
+        place."""
+        sizes = self._heads
+        keys = sizes.key_heads * sizes.key_columns
+        query, key, value = torch.split(mixed.float(), [keys, keys, sizes.values], dim=1)
+        query, key = (
+            _unit(each.view(-1, sizes.key_heads, sizes.key_columns)).repeat_interleave(
+                sizes.heads // sizes.key_heads, dim=1
+            )
+            for each in (query, key)
+        )
+        decay = -self._rates * F.softplus(decays.float() + self._biases)
+        states = recurrent.states[layer].flatten(0, 1)
+        state = states[places[1]]
+        state.copy_(states[places[0]])
+        value = value.reshape(-1, sizes.heads, sizes.value_columns)
+        return delta_rule(query * sizes.key_columns**-0.5, key, value, decay, betas.sigmoid().float(), state)
+
+    def _gated(self, attended: Tensor, gates: Tensor) -> Tensor:
+        """(T, heads, value columns), normed and multiplied with silu of gates (T, values) → (T, values)."""
+        normed = self._norm(attended.contiguous()).flatten(1)
+        return (normed * F.silu(gates.float())).to(normed.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _UNIT_EPSILON)
+
+
+def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """The gated delta rule by torch's operations (the recurrence of native/delta.h), `CHUNK` tokens at a time. Within a
+    chunk all tokens are computed at once: what each adds to the state follows from those before it by a triangular
+    system (arXiv:2412.06464, section 3.3), so that the state is read and written once a chunk.
+
+    query, key (T, heads, key columns), of length one but for query's scale; value (T, heads, value columns); decay
+    (T, heads), its logarithm; beta (T, heads); state (heads, key columns, value columns), which is replaced by the one
+    after the tokens; all float32 → (T, heads, value columns)."""
+    result = torch.empty_like(value)
+    for begin in range(0, len(value), CHUNK):
+        some = slice(begin, begin + CHUNK)
+        chunk = [each[some].transpose(0, 1) for each in (query, key, value, decay, beta)]
+        result[some] = _chunk(chunk, state).transpose(0, 1)
+    return result
+
+
+def delta_rule_bytes(heads: int, key_columns: int, value_columns: int) -> int:
+    """The most bytes that `delta_rule` takes beside its arguments and its result."""
+    columns = key_columns + value_columns
+    return 4 * heads * (CHUNK * (_CHUNK_TENSORS * columns + _CHUNK_PAIRS * CHUNK) + 2 * key_columns * value_columns)
+
+
+def _chunk(chunk: list[Tensor], state: Tensor) -> Tensor:
+    """`delta_rule` of a chunk's query, key, value, decay and beta, (heads, T, ..) each."""
+    query, key, value, decay, beta = chunk
+    gone = decay.cumsum(1)[..., None]  # logarithm of what has decayed since the chunk began
+    pairs = (gone - gone.transpose(1, 2)).masked_fill(_later(gone), float("-inf")).exp()
+    weighed = key * beta[..., None]
+    system = (weighed @ key.transpose(1, 2)) * pairs
+    since = gone.exp()
+    known = torch.cat((value * beta[..., None], weighed * since), dim=-1)
+    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    added, read = solved[..., : value.shape[-1]], solved[..., value.shape[-1] :]
+    added = added - read @ state
+    result: Tensor = (query * since) @ state + ((query @ key.transpose(1, 2)) * pairs) @ added
+    last = gone[:, -1:]
+    state.mul_(last.exp()).add_((key * (last - gone).exp()).transpose(1, 2) @ added)
+    return result
+
+
+def _later(gone: Tensor) -> Tensor:
+    """(T, T), true where the second token comes after the first."""
+    tokens = gone.shape[1]
+    return torch.ones(tokens, tokens, dtype=torch.bool, device=gone.device).triu(1)

@@ -1,4 +1,4 @@
-"""Opens the store of a checkpoint, packing what it lacks. One place for run, chat, pack and load."""
+"""Store of a checkpoint: opened, and packed where it lacks the chosen precision; for run, chat, pack and load alike."""
 
 from __future__ import annotations
 
@@ -10,17 +10,10 @@ from pathlib import Path
 import torch
 
 from tiermoe.errors import StoreError
-from tiermoe.kernels import machine_layout
-from tiermoe.model.blueprint import Blueprint
-from tiermoe.model.dense import pack_dense, recipe_key
-from tiermoe.model.dense import packing_bytes as dense_packing_bytes
-from tiermoe.model.hub import check_fingerprint, chosen_store_root
-from tiermoe.process.footprint import PACKING_HEAP, heap_for_packing
-from tiermoe.store.lock import exclusive
-from tiermoe.store.own_experts import OWN_BITS
-from tiermoe.store.pack import clear, pack_experts, packing_bytes
-from tiermoe.store.solving import Inputs
-from tiermoe.store.store import (
+from tiermoe.formats.encode_experts import Inputs
+from tiermoe.formats.in_place import OWN_BITS
+from tiermoe.formats.pack import clear, pack_experts, packing_bytes
+from tiermoe.formats.store import (
     TABLE,
     Precision,
     Source,
@@ -31,11 +24,22 @@ from tiermoe.store.store import (
     pack_anew,
     precision_key,
 )
+from tiermoe.formats.store_files import exclusive
+from tiermoe.kernels.linear import machine_layout
+from tiermoe.model.dense import pack_dense, recipe_key
+from tiermoe.model.dense import packing_bytes as dense_packing_bytes
+from tiermoe.model.hf.blueprint import Blueprint, chosen_store_root
+from tiermoe.platform.process_memory import PACKING_HEAP, heap_for_packing
 from tiermoe.systems.resolved import Resolved
 from tiermoe.types import Extent, MoeLayer, Need, Phase
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is packed, or which process is waited for, done, in all)."""
+
+
+def is_store(path: Path) -> bool:
+    """True for the directory of an expert store."""
+    return (path / TABLE).exists()
 
 
 def store_root(blueprint: Blueprint, chosen: Path | None) -> Path:
@@ -44,8 +48,8 @@ def store_root(blueprint: Blueprint, chosen: Path | None) -> Path:
 
 
 def found_store(blueprint: Blueprint, chosen: Path | None) -> Store | None:
-    """What lies in the folder of the blueprint's store, whichever checkpoint it is of; None where nothing that can be
-    read does. Where experts are used as they were published, the store need not be there."""
+    """The store in the folder of the blueprint's, whichever checkpoint it is of; None where none can be read. Where
+    experts are used as they were published, the store need not be there."""
     root = store_root(blueprint, chosen)
     try:
         return _with_own(open_store(root), blueprint)
@@ -126,8 +130,8 @@ def ensure_packed(
 ) -> None:
     """Packs the asked precision, and the dense layers, where the store lacks them, for the kernels of `device`;
     `workers` pieces at a time, None: one more than torch has threads, for one of them reads. Where another process
-    packs into the store, it is waited for, and its result is used. inputs: the experts', for
-    quantizers that need to know them. StoreError where it holds them for another machine's kernels."""
+    packs into the store, it is waited for, and its result is used. inputs: the experts', for quantizers that need to
+    know them. StoreError where the store has them for another machine's kernels."""
     layout, workers = machine_layout(device), workers or torch.get_num_threads() + 1
     key = precision_key(bits, quantizer, layout, unit)
     precision = store.precisions.get(key)
@@ -153,8 +157,8 @@ def ensure_packed(
 
 
 def _instead_of(store: Store, key: str, layout: str) -> str:
-    """Why dense layers are packed that the store holds under another key than `key`; empty where it holds none of such
-    bits."""
+    """The reason for packing dense layers that the store has under another key than `key`; empty where it has none of
+    such bits."""
     bits = key.partition("-")[0]
     older = [
         other
@@ -181,8 +185,8 @@ def is_packed(store: Store | None, blueprint: Blueprint, resolved: Resolved, lay
 def packing_needs(
     store: Store | None, blueprint: Blueprint, resolved: Resolved, layout: str, workers: int
 ) -> list[Need]:
-    """What packing into the checkpoint's store (`found_store`) by so many workers holds beside the interpreter at its
-    largest step; none where the store lacks nothing."""
+    """Memory of packing into the checkpoint's store (`found_store`) by so many workers, at its largest step; empty
+    where the store lacks nothing."""
     settings, unit = resolved.settings, resolved.composition.unit
     precisions: Collection[str] = store.precisions if store else ()
     dense: Collection[str] = store.dense if store else ()
@@ -209,7 +213,7 @@ def _expert_bytes(layer: MoeLayer, blueprint: Blueprint) -> int:
 
 
 def _follow_checkpoint(precision: Precision, blueprint: Blueprint) -> None:
-    """Experts that are served from the checkpoint lie where it lies now, should it have been moved since."""
+    """Updates the places of experts that are served from the checkpoint, which may have been moved since."""
     if not _moved(precision, blueprint):
         return
     for index, layer in enumerate(precision.layers):
@@ -226,6 +230,15 @@ def _moved(precision: Precision, blueprint: Blueprint) -> bool:
     shards = {str(shard) for shard in blueprint.checkpoint.shards}
     extents = (extent for layer in precision.layers for extent in layer.extents)
     return any(segment.file not in shards for extent in extents for segment in extent.segments)
+
+
+def check_fingerprint(root: Path, stored: str, actual: str) -> None:
+    """StoreError where a store was made from another checkpoint."""
+    if stored != actual:
+        raise StoreError(
+            f"the store in {root} was packed from another checkpoint (fingerprint {stored}, this model's is {actual}); "
+            f"choose another folder with --store, or {pack_anew(root)}"
+        )
 
 
 def check_machine(root: Path, machine: str, layout: str) -> None:

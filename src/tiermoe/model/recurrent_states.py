@@ -1,4 +1,5 @@
-"""What layers of linear attention keep of a sequence: not its tokens, but what became of them."""
+"""Recurrent states of sequences: what layers of linear attention and short convolutions keep in the place of keys and
+values."""
 
 from __future__ import annotations
 
@@ -8,25 +9,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiermoe.model import kv_pages
+from tiermoe.model.kv_memory import empty_pages, release_pages
 
-KEPT = 2  # states of a sequence: after its last step and before it
+KEPT = 2  # states of a sequence: after the last step and before it
 _NONE = -1
 
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """What one layer keeps, whatever the length: the last `inputs` inputs of a convolution over `channels`, in the
-    model's dtype, and for each of `heads` a matrix (key columns, value columns), float32."""
+    """Sizes of one layer's state of a sequence, whatever the sequence's length."""
 
-    inputs: int
-    channels: int
-    heads: int
+    inputs: int  # last inputs of the convolution, in the model's dtype
+    channels: int  # of the convolution
+    heads: int  # each with a float32 matrix (key columns, value columns)
     key_columns: int
     value_columns: int
 
     def nbytes(self, itemsize: int) -> int:
-        """Bytes of a sequence, of all states that are kept."""
+        """Bytes of a sequence's `KEPT` states."""
         return sum(self.parts(itemsize))
 
     def parts(self, itemsize: int) -> tuple[int, int]:
@@ -36,19 +36,19 @@ class StateShape:
 
 
 class RecurrentStates:
-    """Of the layers that have them (layer → shape), for `slabs` sequences. A step reads one of a sequence's two states
-    and writes the other: a step that fails, or whose last tokens are taken back, leaves what it began with.
+    """States of `slabs` sequences in the layers that have one (layer → shape). A step reads one of a sequence's two
+    states and writes the other, so a step that fails, or is rolled back, leaves the state that it began with.
 
-    `inputs[layer]` (slabs, 2, inputs, channels) and `states[layer]` (slabs, 2, heads, key columns, value columns).
-    `lengths[slab]`: after how many tokens of its sequence each of the two is, -1 where it is of no use."""
+    inputs: layer → (slabs, 2, inputs, channels). states: layer → (slabs, 2, heads, key columns, value columns).
+    lengths: slab → the number of tokens after which each of the two states is, -1 for an unused one."""
 
     def __init__(self, shapes: dict[int, StateShape], slabs: int, dtype: torch.dtype) -> None:
         self.inputs = {
-            layer: kv_pages.empty((slabs, KEPT, its.inputs, its.channels), dtype) for layer, its in shapes.items()
+            layer: empty_pages((slabs, KEPT, shape.inputs, shape.channels), dtype) for layer, shape in shapes.items()
         }
         self.states = {
-            layer: kv_pages.empty((slabs, KEPT, its.heads, its.key_columns, its.value_columns), torch.float32)
-            for layer, its in shapes.items()
+            layer: empty_pages((slabs, KEPT, shape.heads, shape.key_columns, shape.value_columns), torch.float32)
+            for layer, shape in shapes.items()
         }
         self.lengths = [[_NONE] * KEPT for _ in range(slabs)]
         self._written = [0] * slabs
@@ -59,7 +59,7 @@ class RecurrentStates:
         return {"inputs": self.inputs, "states": self.states}
 
     def ends(self, slab: int) -> list[int]:
-        """After how many tokens of its sequence a state is kept."""
+        """The numbers of tokens after which a state of the sequence is kept."""
         return [length for length in self.lengths[slab] if length != _NONE]
 
     def clear(self, slab: int) -> None:
@@ -71,11 +71,11 @@ class RecurrentStates:
     def release(self, slab: int) -> None:
         """Gives the sequence's memory back."""
         for kept in self._all():
-            kv_pages.release(kept, slab)
+            release_pages(kept, slab)
 
     def begin(self, slab: int, first: int) -> tuple[int, int]:
-        """A step has tokens from position `first` on: where the state before them lies among all of a layer's, and
-        where the one after them goes. ValueError where none is kept from before them."""
+        """Begins a step of tokens from position `first` on: (place of the state before the tokens, place of the state
+        after them) among all of a layer's. ValueError where no state is kept from before them."""
         if not first and first not in self.lengths[slab]:
             self.clear(slab)
         if first not in self.lengths[slab]:
@@ -85,19 +85,19 @@ class RecurrentStates:
         self.lengths[slab][after] = _NONE
         return KEPT * slab + before, KEPT * slab + after
 
-    def wrote(self, slab: int, end: int) -> None:
-        """The step has ended, and the sequence has `end` tokens."""
+    def end_write(self, slab: int, end: int) -> None:
+        """Ends the step: the sequence has `end` tokens."""
         self.lengths[slab][self._written[slab]] = end
 
     def crop(self, slab: int, length: int) -> None:
-        """Goes on from the state after `length` tokens, one of `ends`, or from nothing."""
+        """Forgets the states after more than `length` tokens, which is one of `ends`, or 0."""
         if not length and length not in self.lengths[slab]:
             self.clear(slab)
-        self.lengths[slab] = [its if its <= length else _NONE for its in self.lengths[slab]]
+        self.lengths[slab] = [end if end <= length else _NONE for end in self.lengths[slab]]
 
     def memory(self, slab: int, length: int) -> Iterator[memoryview]:
-        """Where the state after `length` tokens of the sequence lies, as bytes, in an order that follows from the
-        shapes alone; nothing where none is kept."""
+        """The memory of the state after `length` tokens, as bytes, in an order that follows from the shapes alone;
+        nothing where no such state is kept."""
         lengths = list(self.lengths[slab])  # a step may change them meanwhile
         if length in lengths:
             at = lengths.index(length)
@@ -106,14 +106,14 @@ class RecurrentStates:
                     yield kept[slab, at].flatten().view(torch.uint8).numpy().data
 
     def filled(self, slab: int, length: int) -> None:
-        """The one state of an empty sequence, which `memory` then tells the place of, is the one after `length` tokens
-        from now on."""
+        """Declares the one state of an empty sequence to be the state after `length` tokens; `memory` yields its
+        place."""
         if not length:
             self.clear(slab)
         self.lengths[slab] = [length, *[_NONE] * (KEPT - 1)]
 
     def copy(self, slab: int, other: int) -> None:
-        """Makes what is kept of slab `other` equal to that of `slab`."""
+        """Copies the states of `slab` to slab `other`."""
         for kept in self._all():
             kept[other] = kept[slab]
         self.lengths[other] = list(self.lengths[slab])

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: angles of positions, and turning queries and keys by them."""
+"""Rotary position embeddings: angles of positions, and queries and keys rotated by them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _BLOCK = 256  # positions by which the table grows
 
 
 class Rotary:
-    """cos and sin of every position, in the model's dtype, as transformers' rotary embeddings compute them.
+    """cos and sin of every position, in the model's dtype, as transformers' rotary embeddings compute them. Each angle
+    stands twice, for both halves of a head.
 
-    frequencies: float32 (columns / 2). scale: of a sequence that ends at a position, the factor of cos and sin. Each
-    angle stands twice, for both halves of a head."""
+    frequencies: float32 (columns / 2). scale: length of a sequence → the factor of its cos and sin."""
 
     def __init__(self, frequencies: Tensor, scale: Callable[[int], float], dtype: torch.dtype) -> None:
         self._frequencies = frequencies.float()
@@ -27,7 +27,7 @@ class Rotary:
         self._tables: dict[float, tuple[Tensor, Tensor]] = {}
 
     def at(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """positions: int64 (T) below `end`, the length that the longest of the sequences has with them → cos and sin,
+        """positions: int64 (T) below `end`, the length of the longest sequence with this step → cos and sin
         (T, columns)."""
         factor = self.scale(end)
         table = self._tables.get(factor)
@@ -47,22 +47,28 @@ class Rotary:
 
 
 def table_bytes(positions: int, columns: int, itemsize: int) -> int:
-    """What a `Rotary` keeps for so many positions, and once more while it grows."""
+    """Bytes of a `Rotary`'s table of so many positions, and of the second table while it grows."""
     return 2 * 2 * -(-positions // _BLOCK) * _BLOCK * columns * itemsize
 
 
 def layer_kinds(config: Any) -> list[str | None]:
-    """The kinds of layers that have a rotary embedding each; [None] where one is for all."""
+    """The kinds of layers with a rotary embedding of their own; [None] where all layers share one."""
     return [None] if "rope_type" in config.rope_parameters else sorted(set(config.layer_types))
 
 
+def rotary_at(config: Any, index: int) -> int:
+    """The position of layer `index`'s kind in `layer_kinds`."""
+    kinds = layer_kinds(config)
+    return 0 if kinds == [None] else kinds.index(config.layer_types[index])
+
+
 def knows_rotary(config: Any) -> bool:
-    """Whether `rotary_of` knows all that a config names."""
-    return all(rotary_kind(config, layers) is not None for layers in layer_kinds(config))
+    """Whether `rotary_of` computes all rotary embeddings that a config names."""
+    return all(_kind(config, layers) is not None for layers in layer_kinds(config))
 
 
-def rotary_kind(config: Any, layers: str | None = None) -> str | None:
-    """The kind of rotary embedding that a config names, for one of `layer_kinds`; None where it is not known."""
+def _kind(config: Any, layers: str | None) -> str | None:
+    """The kind of rotary embedding that a config names for one of `layer_kinds`; None where it is not computed."""
     kind = (_parameters(config, layers) or {}).get("rope_type")
     if kind == "default":
         return str(kind)
@@ -76,9 +82,10 @@ def _parameters(config: Any, layers: str | None) -> Any:
 
 
 def rotary_of(config: Any, columns: int, dtype: torch.dtype, layers: str | None = None) -> Rotary | None:
-    """A config's rotary embedding of `columns` of each head, for one of `layer_kinds`; None where it is not known."""
+    """A config's rotary embedding of `columns` of each head, for one of `layer_kinds`; None where it is not
+    computed."""
     parameters = _parameters(config, layers)
-    kind = rotary_kind(config, layers)
+    kind = _kind(config, layers)
     if kind is None:
         return None
     if kind == "default":
@@ -102,29 +109,29 @@ def _scale_of(parameters: Any, factor: float) -> Callable[[int], float]:
     return lambda end: long if end > trained else short
 
 
-def turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (T, heads, columns), of which the first as many as cos (T, columns) has are turned: column i with column i +
-    half of them. Rounded after each product and sum."""
+def rope_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (T, heads, columns), whose first cos.shape[1] columns are rotated by cos and sin (T, rotary columns): column i
+    with column i + half of them. Rounded after each product and sum."""
     cos, sin = cos[:, None], sin[:, None]
-    turned = cos.shape[-1]
-    part = x[..., :turned]
-    half = turned // 2
+    rotary = cos.shape[-1]
+    part = x[..., :rotary]
+    half = rotary // 2
     swapped = torch.cat((-part[..., half:], part[..., :half]), dim=-1)
     result = part * cos + swapped * sin
-    return result if turned == x.shape[-1] else torch.cat((result, x[..., turned:]), dim=-1)
+    return result if rotary == x.shape[-1] else torch.cat((result, x[..., rotary:]), dim=-1)
 
 
-def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (T, heads, columns) whose columns 2 i and 2 i + 1 are turned with angle i of cos (T, columns); they end at i
-    and i + half (DeepSeek-V3's order)."""
+def rope_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (T, heads, columns), whose columns 2 i and 2 i + 1 are rotated by angle i of cos and sin (T, columns); the
+    results are columns i and i + half (DeepSeek-V3's order)."""
     half = x.shape[-1] // 2
     cos, sin = cos[:, None, :half], sin[:, None, :half]
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
 
 
-def turn_complex(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`turn_pairs` in float32 (DeepSeek-V2)."""
+def rope_complex(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rope_pairs` in float32 (DeepSeek-V2)."""
     half = x.shape[-1] // 2
     cos, sin = cos[:, None, :half].float(), sin[:, None, :half].float()
     even, odd = x[..., 0::2].float(), x[..., 1::2].float()
@@ -141,5 +148,6 @@ def yarn_scale(parameters: Any, scale: float) -> float:
     return scale * stretch * stretch
 
 
-Turn = Callable[[Tensor, Tensor, Tensor], Tensor]
-TURNS: dict[str, Turn] = {"halves": turn_halves, "pairs": turn_pairs, "complex": turn_complex}
+ApplyRope = Callable[[Tensor, Tensor, Tensor], Tensor]
+ROPES: dict[str, ApplyRope] = {"halves": rope_halves, "pairs": rope_pairs, "complex": rope_complex}
+"""Name in `Architecture.rope` → function of x, cos and sin."""

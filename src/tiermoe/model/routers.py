@@ -10,51 +10,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tiermoe.errors import ModelError
-from tiermoe.kernels.native import router as native
-from tiermoe.model.norms import Norm
+from tiermoe.kernels import router as native
 from tiermoe.types import FEW_TOKENS
 
 Routing = tuple[Tensor, Tensor, Tensor]
 """logits (T, E), weights (T, K) and experts (T, K) of T tokens."""
 
-
 _SCORINGS = {"softmax": native.Scoring.SOFTMAX, "chosen": native.Scoring.CHOSEN, "sigmoid": native.Scoring.SIGMOID}
 
 
 @dataclass(frozen=True, slots=True)
-class NormedInput:
-    """What Gemma 4's routers make of hidden states: normed without weights, times scale (H) and root."""
-
-    norm: Norm
-    scale: Tensor
-    root: float
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """(T, H) → (T, H)."""
-        return self.norm(hidden) * self.scale * self.root
-
-
-@dataclass(frozen=True, slots=True)
 class RouterRule:
-    """How logits become a choice.
+    """How a router's logits become a choice of experts and their weights."""
 
-    scores: 'softmax' over all experts, 'chosen' (softmax over the chosen ones alone), 'sigmoid', or 'sparsemixer' (two
-    experts, each with its share among those close to it: Phi-MoE). normalise: a token's weights sum to 1; epsilon: is
-    added to what they are divided by. wide: logits in float32. rounded: weights in the model's dtype, not float32.
-    groups, kept_groups: only the experts of so many of the groups can be chosen, by the sum of a group's two best
-    scores, or its best one (`best_of_group`). scale: of the weights. jitter: sparsemixer's distance."""
-
-    top_k: int
+    top_k: int  # experts that a token uses
     scores: str = "softmax"
-    normalise: bool = False
-    epsilon: float = 0.0
-    wide: bool = False
-    rounded: bool = True
-    groups: int = 1
-    kept_groups: int = 1
-    best_of_group: bool = False
-    scale: float = 1.0
-    jitter: float = 0.0
+    """'softmax' over all experts, 'chosen' (softmax over the chosen experts alone), 'sigmoid', or 'sparsemixer' (two
+    experts, each with its share among the experts close to it: Phi-MoE)."""
+    normalise: bool = False  # a token's weights sum to 1
+    epsilon: float = 0.0  # is added to the sum that they are divided by
+    wide: bool = False  # logits are float32
+    rounded: bool = True  # weights are in the model's dtype, not float32
+    groups: int = 1  # of the experts, of which a token can choose from
+    kept_groups: int = 1  # so many, by the sum of a group's two best scores
+    best_of_group: bool = False  # by a group's best score
+    scale: float = 1.0  # of the weights
+    jitter: float = 0.0  # sparsemixer's distance
 
 
 def _check_groups(rule: RouterRule, experts: int) -> None:
@@ -69,11 +50,12 @@ def _check_groups(rule: RouterRule, experts: int) -> None:
 
 
 class Router:
-    """weight (E, H), bias (E) of the logits, correction (E) of the scores by which experts are chosen; None: without.
-    prepared: what is done to hidden states before; expert_scale (E): of the weights of each expert (Gemma 4).
-    ModelError where there are too few experts, or groups of them, for the rule.
+    """A matrix and a rule.
 
-    `native`: what the native kernels are told of it; None where they do not take it."""
+    weight (E, H), bias (E) of the logits, correction (E) of the scores by which experts are chosen; None: without.
+    prepared: hidden states → the router's input; expert_scale (E): of the weights of each expert (Gemma 4).
+    native: the router for the native kernels; None where they do not take it.
+    ModelError where there are too few experts, or groups of them, for the rule."""
 
     def __init__(
         self,
@@ -106,7 +88,7 @@ class Router:
         return self._scaled(weights.to(hidden.dtype) if self.rule.rounded else weights, experts), experts
 
     def __call__(self, hidden: Tensor) -> Routing:
-        """`route` with the logits before it, as transformers' routers give them."""
+        """logits, weights and experts, as transformers' routers give them."""
         return self._all_logits(self._input(hidden)), *self.route(hidden)
 
     @property
@@ -115,8 +97,8 @@ class Router:
         return self.rule.scores != "sparsemixer"
 
     def scores(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden (T, H) → by what experts are ranked, minus infinity for those that cannot be chosen, and their gate
-        weights before they are scaled to a sum: float32 (T, E) each."""
+        """hidden (T, H) → the scores by which experts are ranked, minus infinity for experts that cannot be chosen, and
+        their gate weights before they are scaled to a sum: float32 (T, E) each."""
         logits = self._all_logits(self._input(hidden)).float()
         shares = logits.sigmoid() if self.rule.scores == "sigmoid" else torch.softmax(logits, -1)
         ranked = shares if self.correction is None else shares + self.correction
@@ -201,7 +183,7 @@ class Router:
 
 
 def _sparsemixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
-    """Phi-MoE's choice of two: each expert's share among those that are close to it, the first one left out for the
+    """Phi-MoE's choice of two experts: each with its share among the experts close to it, the first left out for the
     second."""
     weights, experts, left = [], [], logits
     for _ in range(2):

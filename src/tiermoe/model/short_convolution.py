@@ -9,20 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tiermoe.model.architecture import FamilyWeights
+from tiermoe.model.attention import Attention, AttentionSizes
 from tiermoe.model.kv_cache import LayerShape
 from tiermoe.model.linear import Linear
 from tiermoe.model.recurrent_states import StateShape
 from tiermoe.model.step import Step
-from tiermoe.model.weights import Weights
 from tiermoe.types import Workload
 
 
+def is_convolution(config: Any, index: int) -> bool:
+    """Whether layer `index` has a short convolution."""
+    kinds = getattr(config, "layer_types", None)
+    return kinds is not None and kinds[index] == "conv"
+
+
 @dataclass(frozen=True, slots=True)
-class ConvolutionSizes:
-    """What a `ShortConvolution` asks memory for, known from a config. kept: inputs before a token's own."""
+class ConvolutionSizes(AttentionSizes):
+    """The description of a `ShortConvolution`."""
 
     channels: int
-    kept: int
+    kept: int  # inputs before a token's own
+
+    @classmethod
+    def of(cls, config: Any) -> ConvolutionSizes:
+        """Of each layer with a short convolution."""
+        return cls(config.hidden_size, config.conv_L_cache - 1)
 
     @property
     def shape(self) -> LayerShape:
@@ -35,11 +47,6 @@ class ConvolutionSizes:
         return self.channels
 
     @property
-    def rotary_columns(self) -> int:
-        """Nothing is turned."""
-        return 0
-
-    @property
     def taps_bytes(self) -> int:
         """Of the convolution's weights in float32."""
         return 4 * (self.kept + 1) * self.channels
@@ -48,22 +55,28 @@ class ConvolutionSizes:
         """Nothing beside what `token_columns` stands for."""
         return 0
 
-    def few_tokens_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
-        """Nothing: there is no native kernel."""
-        return 0
+    def block(self, weights: FamilyWeights, layer: str) -> ShortConvolution:
+        part = f"{layer}.conv"
+        return ShortConvolution(
+            self,
+            weights.linear(f"{part}.in_proj"),
+            weights.linear(f"{part}.out_proj"),
+            weights.tensor(f"{part}.conv.weight"),
+            weights.optional_tensor(f"{part}.conv.bias"),
+        )
 
 
-class ShortConvolution:
+class ShortConvolution(Attention):
     """Input projection, a gate, the convolution over a token's last inputs, another gate, output projection.
 
     input: hidden → both gates and the values between them, (T, 3 channels). convolution (channels, 1, taps), bias
     (channels). Sums are float32, a product and a sum at a time in the taps' order, so that a token's bits do not depend
     on the others of a step."""
 
-    def __init__(self, input_: Linear, output: Linear, convolution: Tensor, bias: Tensor | None = None) -> None:
-        channels, _, taps = convolution.shape
-        self._kept = taps - 1
-        self.shape = ConvolutionSizes(channels, self._kept).shape
+    def __init__(
+        self, sizes: ConvolutionSizes, input_: Linear, output: Linear, convolution: Tensor, bias: Tensor | None = None
+    ) -> None:
+        self.sizes, self._kept = sizes, sizes.kept
         self._input, self._output = input_, output
         self._taps: list[Tensor] = list(convolution[:, 0].t().float().contiguous())
         self._bias = None if bias is None else bias.float()
@@ -77,7 +90,7 @@ class ShortConvolution:
         gated = gates * values
         rows = [(span.end - span.begin, span, *places) for span, places in zip(step.spans, step.states, strict=True)]
         whole = torch.cat([each for _, span, old, _ in rows for each in (inputs[old], gated[span.begin : span.end])])
-        mixed, found, end = self._mixed(whole), [], 0
+        mixed, found, end = self._mixed(whole), list[Tensor](), 0
         for tokens, _, _, new in rows:
             found.append(mixed[end : end + tokens])
             end += self._kept + tokens
@@ -85,8 +98,8 @@ class ShortConvolution:
         return self._output(gates_after * (found[0] if len(found) == 1 else torch.cat(found)))
 
     def _mixed(self, whole: Tensor) -> Tensor:
-        """Inputs (N, channels), of a row behind those that were kept → (N - kept, channels): of the last input of each
-        window. Windows over two rows are nobody's."""
+        """Convolution of the inputs (N, channels) of all rows, each behind its kept inputs → (N - kept, channels), one
+        for each window. Windows over two rows belong to no token."""
         wide, count = whole.float(), len(whole) - self._kept
         mixed = wide[:count] * self._taps[0]
         for tap in range(1, self._kept + 1):
@@ -94,25 +107,3 @@ class ShortConvolution:
         if self._bias is not None:
             mixed += self._bias
         return mixed.to(whole.dtype)
-
-
-def is_convolution(config: Any, index: int) -> bool:
-    """Whether layer `index` has a short convolution."""
-    kinds = getattr(config, "layer_types", None)
-    return kinds is not None and kinds[index] == "conv"
-
-
-def convolution_sizes(config: Any) -> ConvolutionSizes:
-    """Of each layer with a short convolution."""
-    return ConvolutionSizes(config.hidden_size, config.conv_L_cache - 1)
-
-
-def short_convolution(weights: Weights, part: str) -> ShortConvolution:
-    """The block whose weights lie under the path `part`."""
-    bias = f"{part}.conv.bias"
-    return ShortConvolution(
-        weights.linear(f"{part}.in_proj"),
-        weights.linear(f"{part}.out_proj"),
-        weights.tensor(f"{part}.conv.weight"),
-        weights.tensor(bias) if weights.has(bias) else None,
-    )

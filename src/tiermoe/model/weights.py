@@ -1,4 +1,4 @@
-"""Where a decoder's dense weights come from."""
+"""Dense weights of a decoder, by the paths that they have in a transformers model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from torch import Tensor
 
 from tiermoe.model.linear import Linear, PackedLinear, PlainLinear
 
+_TEXT_PART = "model.language_model"
+"""The path of the text part in a larger model."""
+
 
 class Weights(Protocol):
-    """Dense weights by the paths that they have in a transformers model."""
+    """Dense weights by path: of a store (`dense_weights.StoredWeights`), or of a loaded model (`ModuleWeights`)."""
 
     def has(self, path: str) -> bool:
         """Whether there is such a module or parameter."""
@@ -23,53 +26,45 @@ class Weights(Protocol):
         """A linear layer, packed or not."""
 
     def embedding(self, path: str) -> Callable[[Tensor], Tensor]:
-        """The input embedding: int64 (T) → (T, H)."""
+        """An embedding: int64 (T) → (T, H)."""
 
 
 class TextPart:
-    """The weights of a larger model's text part, by the paths that they have in a text model."""
+    """Weights of a larger model's text part, by the paths that they have in a text model."""
 
     def __init__(self, whole: Weights) -> None:
         self._whole = whole
 
     def has(self, path: str) -> bool:
-        """Whether there is such a module or parameter."""
         return self._whole.has(_inside(path))
 
     def tensor(self, path: str) -> Tensor:
-        """A parameter or buffer."""
         return self._whole.tensor(_inside(path))
 
     def linear(self, path: str) -> Linear:
-        """A linear layer, packed or not."""
         return self._whole.linear(_inside(path))
 
     def embedding(self, path: str) -> Callable[[Tensor], Tensor]:
-        """The input embedding: int64 (T) → (T, H)."""
         return self._whole.embedding(_inside(path))
 
 
 def text_part(weights: Weights) -> Weights:
-    """Those of a model's text part; `weights` itself where it has no other parts."""
-    return TextPart(weights) if weights.has(_INSIDE) else weights
-
-
-_INSIDE = "model.language_model"
+    """The weights of a model's text part; `weights` itself where the model has no other parts."""
+    return TextPart(weights) if weights.has(_TEXT_PART) else weights
 
 
 def _inside(path: str) -> str:
     first, _, rest = path.partition(".")
-    return f"{_INSIDE}.{rest}" if first == "model" else path
+    return f"{_TEXT_PART}.{rest}" if first == "model" else path
 
 
 class ModuleWeights:
-    """Those of a transformers model that is loaded. Names are paths of its modules."""
+    """Weights of a loaded transformers model; paths are those of its modules."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
     def has(self, path: str) -> bool:
-        """Whether there is such a module or parameter."""
         owner: Any = self._model
         for name in path.split("."):
             owner = owner[int(name)] if name.isdigit() else getattr(owner, name, None)
@@ -78,17 +73,14 @@ class ModuleWeights:
         return True
 
     def tensor(self, path: str) -> Tensor:
-        """A parameter or buffer."""
         parent, _, name = path.rpartition(".")
         tensor: Tensor = getattr(self._model.get_submodule(parent), name)
         return tensor
 
     def linear(self, path: str) -> Linear:
-        """A linear layer, packed or not."""
         module = self._model.get_submodule(path)
         return module if isinstance(module, PackedLinear) else PlainLinear(module.weight, module.bias)
 
     def embedding(self, path: str) -> Callable[[Tensor], Tensor]:
-        """The input embedding: int64 (T) → (T, H)."""
         module: Callable[[Tensor], Tensor] = self._model.get_submodule(path)
         return module

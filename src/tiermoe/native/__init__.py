@@ -1,8 +1,8 @@
-"""Kernels of our own, in C, for several instruction sets (isa/*.c), of which the process uses one.
+"""Native kernels: C for several instruction sets (isa/*.c); the process uses one of them.
 
 They compute in bfloat16 on weights of 2 and 4 (even and uneven levels), 3, 6, 8 and 16 bits, on the blocks of GGUF
-files and on the codes of published checkpoints, never rounding a weight, and widen a GPU's 2 bits to 4.
-A build without a C compiler lacks them: torch's operators compute there (`kernels/cpu.py`).
+files and on the codes of published checkpoints, never rounding a weight, and widen a GPU's 2 bits to 4. A build without
+a C compiler lacks them: torch's operators compute there (`kernels/linear.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from ctypes import sizeof
 from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 
 from tiermoe.errors import ConfigError
+from tiermoe.native import structs
 
 try:
     from tiermoe.native import _native
@@ -34,7 +36,7 @@ KNOWN = ("generic", "neon", "avx2", "avx512bf16")
 
 
 class Coding(IntEnum):
-    """How a matrix (out, in_) is kept; the order is that of matrix.h."""
+    """Coding of a matrix (out, in_); the order is that of quants.h."""
 
     INT4 = 0
     INT8 = 1
@@ -64,7 +66,7 @@ class Coding(IntEnum):
 
 
 class ScaleKind(IntEnum):
-    """What scales beside E2M1, S4, U4 and E4M3 are; the order is that of matrix.h."""
+    """Type of the scales of E2M1, S4, U4 and E4M3; the order is that of quants.h."""
 
     FLOAT = 0
     BF16 = 1
@@ -78,20 +80,33 @@ ROWS = 64  # at 2, 3, 4 and 6 bits a matrix has a multiple of them
 GROUPS = (32, 64, 128, 256)  # weights of a row that share a scale at 2, 3, 4 and 6 bits
 PUBLISHED = (Coding.E2M1, Coding.S4, Coding.U4, Coding.E4M3)
 COLUMNS = {Coding.INT8: 64, Coding.BF16: 32}  # a matrix has a multiple of them
-_GROUPS_OF_16 = (Coding.Q2_K, Coding.Q3_K, Coding.Q6_K)
-GGUF_GROUPS = {
-    coding: 16 if coding in _GROUPS_OF_16 else 32 for coding in Coding if Coding.Q8_0 <= coding <= Coding.MXFP4
-}
-"""Weights of a row that share a scale in the blocks of GGUF files."""
+GGUF_TYPES = tuple(coding for coding in Coding if Coding.Q8_0 <= coding <= Coding.MXFP4)
+"""Types of the blocks of GGUF files."""
 PUBLISHED_COLUMNS = 32
 """A matrix of E2M1, S4, U4 or E4M3 has a multiple of them."""
 MOST_COLUMNS = 1 << 15  # but at 4 and 6 bits of our own: some rows are decoded on a thread's stack
 MOST_GROUP = 256
-"""Weights that share a scale, at most, where `hqq` finds it (hqq.h)."""
+"""Weights that share a scale, at most, where `hqq` finds it (encode.h)."""
 WEIGHTS = (torch.bfloat16, torch.float32)
 """Dtypes of the weights that `hqq` and `encode` take."""
 UNEVEN = (Coding.NL4, Coding.NL3, Coding.NL2)
 UNEVEN_GROUP = 64  # their longest
+
+
+def _as_built() -> dict[Coding, int]:
+    """Columns to a scale of each quant, 0 where a matrix says how many. ImportError where the compiled module is of
+    other sources than this file: of structs of other sizes, or of other quants."""
+    if _native is None:
+        return {}
+    sizes = {each.__name__: sizeof(each) for each in structs.STRUCTS}
+    quants = _native.quants()
+    if _native.structs() != sizes or [name for name, *_ in quants] != list(Coding.__members__):
+        raise ImportError(f"{_native.__file__} is compiled from other sources: install tiermoe again")
+    return {Coding[name]: group for name, _, _, group in quants}
+
+
+GROUPS_OF = _as_built()
+"""Columns to a scale of each `Coding`, 0 where a matrix says how many; nothing in a build without kernels."""
 
 
 @lru_cache(maxsize=1)
@@ -115,17 +130,17 @@ def instruction_set() -> str | None:
 
 
 def instruction_sets() -> list[str]:
-    """Those whose kernels this build has and this machine runs, the fastest first."""
+    """Instruction sets that this build has and this machine runs, the fastest first."""
     return [] if _native is None else _native.instruction_sets()
 
 
 def library() -> Path | None:
-    """The file of the kernels; None where they do not compute."""
+    """The file of the native kernels; None where they do not compute."""
     return Path(_native.__file__) if available() else None
 
 
 def use(name: str) -> None:
-    """Changes to the kernels of another of `instruction_sets`, while none runs. ValueError for any other name."""
+    """Changes to another of `instruction_sets`, while no kernel runs. ValueError for any other name."""
     if available():
         _native.use(name)
 
@@ -161,7 +176,7 @@ def takes(dtype: torch.dtype, coding: Coding, out: int, in_: int, group: int) ->
 
 
 def widen(pairs: int, ladders: int, count: int, run: int, codes: int) -> None:
-    """From 2 bits to 4 (`quant.ladders.widen`): addresses of pairs (count, 4, run), ladders (count, run) and codes
+    """From 2 bits to 4 (`formats.int2.widen`): addresses of pairs (count, 4, run), ladders (count, run) and codes
     (count, 8, run), bytes."""
     _native.widen(pairs, ladders, count, run, codes)
 
@@ -174,21 +189,22 @@ def hqq(
     thresholds: Sequence[float],
     found: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor],
 ) -> list[int]:
-    """Half-quadratic quantization (`quant.quantizers`) of weights (rows, columns), contiguous, of one of `WEIGHTS`, in
+    """Half-quadratic quantization (`quantizers`) of weights (rows, columns), contiguous, of one of `WEIGHTS`, in
     blocks of `block` rows. group: a multiple of 16, at most `MOST_GROUP`.
 
     thresholds: for each step the size up to which errors are shrunk to nothing. found: codes uint8 (rows, columns) or
     None, scales and offsets float32 (rows, columns / group), to be filled. Returns the blocks that are not solved,
     since an error in them is larger."""
-    rows, columns = weights.shape
+    rows = len(weights)
     codes, scale, offset = found
     limits = torch.tensor(thresholds, dtype=torch.float64)
     shrunk = torch.zeros(-(-rows // block), dtype=torch.uint8)
-    _native.hqq(
-        weights.data_ptr(), rows, columns, weights.dtype == torch.float32, group, block, largest,
-        limits.data_ptr(), len(thresholds), 0 if codes is None else codes.data_ptr(), scale.data_ptr(),
-        offset.data_ptr(), shrunk.data_ptr(), torch.get_num_threads(),
+    job = structs.Hqq(
+        weights=_weights(weights), group=group, block=block, largest=largest, thresholds=limits.data_ptr(),
+        steps=len(thresholds), codes=None if codes is None else codes.data_ptr(), scale=scale.data_ptr(),
+        offset=offset.data_ptr(), shrunk=shrunk.data_ptr(),
     )  # fmt: skip
+    _native.hqq(_native.pack(job), torch.get_num_threads())
     unsolved: list[int] = shrunk.nonzero().flatten().tolist()
     return unsolved
 
@@ -205,19 +221,22 @@ def encode(
     ladders: bytes = b"",
     together: int = 1,
 ) -> tuple[float, float]:
-    """The codes that are nearest to weights (rows, columns) under given scales and zeros, in the order of matrix.h, for
+    """The codes that are nearest to weights (rows, columns) under given scales and zeros, in the order of quants.h, for
     kernels that compute in `dtype`; weights and `dtype` are of `WEIGHTS`, columns a multiple of 16.
 
     scales, zeros: float32 (rows, columns / group), as they are stored; at 6 bits scales are found, not taken. codes,
     chosen (the ladders at 2 bits): uint8, to be filled. ladders: two bytes each, step and place. together: rows whose
     ladders are chosen together. Returns the sums of squares of what decoding differs by, and of the weights."""
-    rows, columns = weights.shape
+    rows = len(weights)
     squares = torch.empty(-(-rows // ROWS), 2, dtype=torch.float64)
-    _native.encode(
-        coding, weights.data_ptr(), rows, columns, weights.dtype == torch.float32, group, dtype == torch.float32,
-        scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(), codes.data_ptr(),
-        0 if chosen is None else chosen.data_ptr(), ladders, together, squares.data_ptr(), torch.get_num_threads(),
+    allowed = torch.frombuffer(bytearray(ladders), dtype=torch.uint8) if ladders else None
+    job = structs.Codes(
+        coding=coding, weights=_weights(weights), group=group, exact=dtype == torch.float32, scales=scales.data_ptr(),
+        zeros=None if zeros is None else zeros.data_ptr(), codes=codes.data_ptr(),
+        chosen=None if chosen is None else chosen.data_ptr(), ladders=None if allowed is None else allowed.data_ptr(),
+        count=len(ladders) // 2, together=together, squares=squares.data_ptr(),
     )  # fmt: skip
+    _native.encode(_native.pack(job), torch.get_num_threads())
     error, size = squares.sum(0).tolist()
     return error, size
 
@@ -225,15 +244,21 @@ def encode(
 def uneven(
     coding: Coding, weights: torch.Tensor, group: int, candidates: Sequence[float], steps: int, blocks: torch.Tensor
 ) -> None:
-    """Encodes weights, float32 (rows, columns), in `quant.uneven`, one of `UNEVEN`: fills its field `blocks`.
+    """Encodes weights, float32 (rows, columns), in `formats.nonuniform`, one of `UNEVEN`: fills its field `blocks`.
 
     candidates: scales to try in units of a group's largest magnitude. steps: of least squares from the best of them."""
     rows, columns = weights.shape
     tried = torch.tensor(candidates, dtype=torch.float32)
-    _native.uneven(
-        coding, weights.data_ptr(), rows, columns, group, tried.data_ptr(), len(candidates), steps, blocks.data_ptr(),
-        torch.get_num_threads(),
+    job = structs.Uneven(
+        coding=coding, weights=weights.data_ptr(), rows=rows, columns=columns, group=group, candidates=tried.data_ptr(),
+        count=len(candidates), steps=steps, blocks=blocks.data_ptr(),
     )  # fmt: skip
+    _native.uneven(_native.pack(job), torch.get_num_threads())
+
+
+def _weights(weights: torch.Tensor) -> structs.Weights:
+    rows, columns = weights.shape
+    return structs.Weights(weights.data_ptr(), rows, columns, weights.dtype == torch.float32)
 
 
 def _openmp_libraries() -> list[str]:

@@ -1,37 +1,15 @@
 """Addresses and sizes in, nothing out; see module.c."""
 
-_Projection = tuple[bytes, int]  # matrix, bias
-_Norm = tuple[int, int, int, float, int]  # weight, bias, width, epsilon, kind
+from tiermoe.native.structs import Struct
 
+def structs() -> dict[str, int]: ...
+def pack(struct: Struct, /) -> bytes: ...
+def quants() -> list[tuple[str, int, int, int]]: ...
 def instruction_sets() -> list[str]: ...
 def use(name: str, /) -> None: ...
 def used() -> str: ...
 def join_team(path: str, /) -> bool: ...
-def matrix(
-    coding: int,
-    weights: int,
-    scales: int,
-    rows: int,
-    columns: int,
-    group: int,
-    ladders: int,
-    scale_kind: int = 0,
-    scale_rows: int = 1,
-    scale_columns: int = 1,
-    factor_rows: int = 1,
-    /,
-) -> bytes: ...
 def product(matrix: bytes, x: int, tokens: int, room: int, out: int, threads: int, torchs: bool, /) -> None: ...
-def expert(
-    first: bytes,
-    second: bytes,
-    first_bias: int,
-    second_bias: int,
-    gate: int,
-    limit: float,
-    alpha: float,
-    /,
-) -> bytes: ...
 def experts(
     experts: bytes,
     counts: list[int] | None,
@@ -48,24 +26,6 @@ def combine(rows: list[int], weights: list[float], columns: int, out: int, /) ->
 def combine_many(
     addresses: int, weights: int, tokens: int, k: int, columns: int, out: int, threads: int, /
 ) -> None: ...
-def router(
-    weight: int,
-    bias: int,
-    correction: int,
-    experts: int,
-    columns: int,
-    k: int,
-    groups: int,
-    kept: int,
-    judges: int,
-    scoring: int,
-    exact_logits: bool,
-    round_weights: bool,
-    normalise: bool,
-    epsilon: float,
-    scale: float,
-    /,
-) -> bytes: ...
 def route(router: bytes, x: int, tokens: int, chosen: int, weights: int, /) -> None: ...
 def logits(weight: int, x: int, tokens: int, experts: int, columns: int, out: int, /) -> None: ...
 def choose(logits: int, tokens: int, experts: int, k: int, normalise: bool, chosen: int, weights: int, /) -> None: ...
@@ -73,178 +33,43 @@ def block_workspace(router: bytes, experts: bytes | bytearray, tokens: int, thre
 def block_call(
     router: bytes, experts: bytes | bytearray, x: int, tokens: int, workspace: int, threads: int, /
 ) -> bytes: ...
-def block_route(call: bytes, chosen: int, /) -> None: ...
+def block_route(call: bytes, /) -> list[list[int]]: ...
+def block_chosen(call: bytes, /) -> list[list[int]]: ...
 def block_routed(call: bytes, chosen: int, weights: int, /) -> None: ...
 def block_experts(call: bytes, which: list[int], row: int, /) -> int: ...
 def block_sum(call: bytes, residual: int, out: int, /) -> None: ...
 def block(call: bytes, residual: int, out: int, /) -> int: ...
-def neurons(
-    records: int,
-    record_bytes: int,
-    width: int,
-    group: int,
-    bits: int,
-    used: int,
-    count: int,
-    gates: int,
-    x: int,
-    workspace: int,
-    floats: int,
-    out: int,
-    threads: int,
-    /,
-) -> None: ...
+def neurons(neurons: bytes, x: int, workspace: int, floats: int, out: int, threads: int, /) -> None: ...
 def gather(source: int, target: int, row_bytes: int, used: int, count: int, /) -> None: ...
 def norm(x: int, weight: int, epsilon: float, kind: int, rows: int, width: int, out: int, threads: int, /) -> None: ...
-def delta(
-    taps: int,
-    rates: int,
-    biases: int,
-    norm: int,
-    epsilon: float,
-    kept: int,
-    key_heads: int,
-    heads: int,
-    key_columns: int,
-    value_columns: int,
-    /,
-) -> bytes: ...
 def delta_workspace(delta: bytes, tokens: int, /) -> int: ...
-def run_delta(
-    delta: bytes,
-    tokens: int,
-    rows: int,
-    ends: int,
-    source: int,
-    target: int,
-    mixed: int,
-    mixed_stride: int,
-    gates: int,
-    gates_stride: int,
-    betas: int,
-    betas_stride: int,
-    decays: int,
-    decays_stride: int,
-    inputs: int,
-    states: int,
-    workspace: int,
-    out: int,
-    threads: int,
-    /,
-) -> None: ...
-def attention(
-    projections: tuple[_Projection | None, ...],  # query, key, value, output, query_first, key_up
-    norms: tuple[_Norm | None, ...],  # before, after, query_norm, key_norm
-    sinks: int,
-    heads: int,
-    kv_heads: int,
-    key_columns: int,
-    value_columns: int,
-    rotary_columns: int,
-    latent_columns: int,
-    window: int,
-    gated: bool,
-    interleaved: bool,
-    scale: float,
-    residual_multiplier: float,
-    /,
-) -> bytes: ...
-def slabs(
-    keys: int,
-    values: int,
-    key_scales: int,
-    value_scales: int,
-    slabs: int,
-    kv_heads: int,
-    room: int,
-    key_columns: int,
-    value_columns: int,
-    ring: bool,
-    /,
-) -> bytes: ...
-def step(
-    tokens: int,
-    slabs: int,
-    positions: int,
-    first: int,
-    cos: int,
-    sin: int,
-    rotary_columns: int,
-    chosen: int,
-    most: int,
-    /,
-) -> bytes: ...
+def run_delta(delta: bytes, step: bytes, workspace: int, threads: int, /) -> None: ...
 def workspace(attention: bytes, step: bytes, slabs: bytes, threads: int, /) -> int: ...
 def attend(
     attention: bytes, step: bytes, slabs: bytes, workspace: int, x: int, out: int, normed: int, threads: int, /
 ) -> None: ...
 def prompt_workspace(slabs: bytes, threads: int, /) -> int: ...
 def prompt_state(slabs: bytes, tokens: int, heads: int, /) -> int: ...
-def attend_prompt(
-    slabs: bytes,
-    query: int,
-    out: int,
-    sinks: int,
-    tokens: int,
-    heads: int,
-    slab: int,
-    first: int,
-    window: int,
-    scale: float,
-    begin: int,
-    end: int,
-    state: int,
-    workspace: int,
-    threads: int,
-    /,
-) -> None: ...
-def hqq(
-    weights: int,
-    rows: int,
-    columns: int,
-    wide: bool,
-    group: int,
-    block: int,
-    largest: float,
-    thresholds: int,
-    steps: int,
-    codes: int,
-    scale: int,
-    offset: int,
-    shrunk: int,
-    threads: int,
-    /,
-) -> None: ...
-def encode(
-    coding: int,
-    weights: int,
-    rows: int,
-    columns: int,
-    wide: bool,
-    group: int,
-    exact: bool,
-    scales: int,
-    zeros: int,
-    codes: int,
-    chosen: int,
-    ladders: bytes,
-    together: int,
-    squares: int,
-    threads: int,
-    /,
-) -> None: ...
-def uneven(
-    coding: int,
-    weights: int,
-    rows: int,
-    columns: int,
-    group: int,
-    candidates: int,
-    count: int,
-    steps: int,
-    blocks: int,
-    threads: int,
-    /,
-) -> None: ...
+def attend_prompt(slabs: bytes, prompt: bytes, workspace: int, threads: int, /) -> None: ...
+def hqq(job: bytes, threads: int, /) -> None: ...
+def encode(job: bytes, threads: int, /) -> None: ...
+def uneven(job: bytes, threads: int, /) -> None: ...
 def prepared(matrix_or_expert: bytes, rows: int, results: int, threads: int, /) -> int: ...
 def widen(pairs: int, ladders: int, count: int, run: int, codes: int, /) -> None: ...
+
+class IOThreads:
+    """Threads that read experts into memory.
+
+    A request is the bytes of `Request` and its `Piece`s (io.c). Kinds: 0 urgent, 1 speculative, 2 background. What
+    fails is handed out as (number, outcome, piece, detail): outcome 1, a system call failed with errno `detail`; 2, the
+    file ends `detail` bytes early; 3, the checksum differs."""
+
+    def __new__(cls, count: int, /) -> IOThreads: ...
+    def submit(self, number: int, kind: int, address: int, request: bytes, /) -> None: ...
+    def wait(self) -> int | tuple[int, int, int, int]: ...
+    def poll(self) -> int | tuple[int, int, int, int] | None: ...
+    def recall(self) -> list[int]: ...
+    def withdraw(self, number: int, /) -> bool: ...
+    def drop(self) -> None: ...
+    def close(self) -> None: ...
+    def counters(self) -> tuple[int, float, float, int, float, int, float]: ...

@@ -1,10 +1,57 @@
 #include "attention.h"
 
+#include <math.h>
 #include <string.h>
 
-#include "attention_job.h"
 #include "kernels.h"
 #include "team.h"
+
+enum { PROJECTIONS = 3 }; /* of one input, at the most */
+
+/* A token's tile of positions. */
+typedef struct {
+    size_t token, tile;
+    size_t place; /* among all tiles, those of a token one after the other */
+} Work;
+
+typedef struct {
+    const Attention *layer;
+    const Step *step;
+    const Slabs *slabs;
+    const bf16 *x;
+    bf16 *out, *normed_out;
+    size_t works, prepared_each, heads_each; /* heads of a task */
+    size_t normed_each, one_head_each;
+    Work *work;
+    size_t *places;        /* (tokens + 1): of a token's first tile */
+    bf16 *normed;          /* of each thread: normed inputs of what it multiplies */
+    float *prepared;       /* of each thread and projection: what is known of what it multiplies */
+    bf16 *one_head;        /* of each thread, (tokens, columns): of latent attention */
+    bf16 *first;           /* (tokens, rows of query_first) */
+    bf16 *projected_query; /* (tokens, rows of query) */
+    bf16 *projected_key;
+    bf16 *projected_value; /* of grouped attention */
+    bf16 *query;           /* (tokens, heads, attended key columns): in position */
+    bf16 *attended;        /* (tokens, columns of output) */
+    float *results;        /* (works, heads, tile_result(...)) */
+} Job;
+
+/* Columns of a query, and of a key in the cache. */
+static inline size_t key_width(const Attention *layer) {
+    return layer->latent_columns ? layer->latent_columns + layer->rotary_columns : layer->key_columns;
+}
+
+/* Columns of a value in the cache. */
+static inline size_t value_width(const Attention *layer) {
+    return layer->latent_columns ? layer->latent_columns : layer->value_columns;
+}
+
+/* Where position `position` of a token's sequence and head lies. */
+static inline size_t cache_row(const Job *job, size_t token, size_t kv_head) {
+    const Slabs *slabs = job->slabs;
+    const size_t slab = (size_t)job->step->slabs[token] * slabs->kv_heads + kv_head;
+    return slab * slabs->room + (size_t)job->step->positions[token] % slabs->room;
+}
 
 static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 
@@ -150,27 +197,204 @@ static void list_work(Job *job) {
 }
 
 /* Where a thread keeps what is known for projection `which`. */
-static float *prepared_of(const Job *job, size_t which, size_t thread) {
+static float *prepared_for(const Job *job, size_t which, size_t thread) {
     return job->prepared + (thread * PROJECTIONS + which) * job->prepared_each;
 }
 
-void attention_prepare(const Job *job, const Projection *const *projections, size_t count, const bf16 *x, size_t thread) {
+/* Prepares x (tokens, columns) for this thread's products with up to PROJECTIONS matrices. */
+static void prepare(const Job *job, const Projection *const *projections, size_t count, const bf16 *x, size_t thread) {
     for (size_t i = 0; i < count; i++) {
         const Matrix *matrix = &projections[i]->matrix;
         const size_t bytes = job->step->tokens * matrix_prepared(matrix) * sizeof(float);
         if (i && matrices_alike(matrix, &projections[i - 1]->matrix))
-            memcpy(prepared_of(job, i, thread), prepared_of(job, i - 1, thread), bytes);
+            memcpy(prepared_for(job, i, thread), prepared_for(job, i - 1, thread), bytes);
         else
-            matrix_prepare(matrix, x, job->step->tokens, prepared_of(job, i, thread));
+            matrix_prepare(matrix, x, job->step->tokens, prepared_for(job, i, thread));
     }
 }
 
-void attention_multiply(const Job *job, const Projection *projection, size_t which, size_t block, const bf16 *x,
+/* out[t * stride + i] = row BLOCK * block + i of the projection of x[t], for each token. x: as projection `which` of `prepare`. */
+static void multiply(const Job *job, const Projection *projection, size_t which, size_t block, const bf16 *x,
                         size_t thread, bf16 *out, size_t stride) {
     const size_t tokens = job->step->tokens;
-    matrix_block(&projection->matrix, block, x, prepared_of(job, which, thread), tokens, out, stride);
+    matrix_block(&projection->matrix, block, x, prepared_for(job, which, thread), tokens, out, stride);
     for (size_t t = 0; projection->bias && t < tokens; t++)
         kernels->add(out + t * stride, 1, projection->bias + block * BLOCK, BLOCK);
+}
+
+/* Rotary embedding: out (columns) = head (columns) with its first `rotary` columns rotated; cos and sin (rotary). The pairs that rotate are
+ * columns i and rotary / 2 + i, or, interleaved, columns 2 i and 2 i + 1; out has them as i and rotary / 2 + i in both
+ * cases. head and out may be the same unless interleaved. */
+static void rotate(const bf16 *head, const bf16 *cos, const bf16 *sin, size_t rotary, size_t columns, int interleaved,
+            bf16 *out) {
+    kernels->rotate(head, cos, sin, rotary, interleaved, out);
+    if (out != head) memcpy(out + rotary, head + rotary, (columns - rotary) * sizeof *out);
+}
+
+static const float WHOLE = 12582912.0f; /* 1.5 * 2^23: adding it rounds |x| < 2^22 to a whole number */
+
+/* A row of keys or values at 8 bits: codes[i] = row[i] / scale, rounded to the nearest, halves to the even one; the scale maps the largest to 127. */
+static void kv_encode(const bf16 *row, size_t columns, int8_t *codes, bf16 *scale) {
+    float largest = 0;
+    for (size_t i = 0; i < columns; i++) {
+        const float size = fabsf(from_bf16(row[i]));
+        largest = size > largest ? size : largest;
+    }
+    *scale = to_bf16(largest / 127);
+    const float step = from_bf16(*scale);
+    for (size_t i = 0; i < columns; i++) {
+        const float code = step > 0 ? from_bf16(row[i]) / step : 0;
+        const float least = code >= -127 ? code : -127; /* also where it is undefined */
+        codes[i] = (int8_t)((least <= 127 ? least : 127) + WHOLE - WHOLE);
+    }
+}
+
+/* Grouped attention: queries, keys and values of heads that share keys and values in groups. */
+
+/* Rows of one token's heads as projected, and their norm's factor where it spans all heads. */
+typedef struct {
+    const bf16 *values;
+    const Norm *norm;
+    float scale;
+    int whole;
+    size_t stride; /* from head to head */
+} Projected;
+
+static Projected projected(const Attention *layer, const bf16 *values, const Norm *norm, size_t stride) {
+    const int whole = norm->weight && norm->width != layer->key_columns;
+    return (Projected){values, norm, whole ? norm_row_scale(norm, values) : 0, whole, stride};
+}
+
+/* Columns that `query` gives a head. */
+static size_t query_columns(const Attention *layer) {
+    return layer->key_columns + (layer->gated ? layer->value_columns : 0);
+}
+
+/* out = a head after its norm, in its position. */
+static void place(const Job *job, size_t token, const Projected *from, size_t head, bf16 *out) {
+    const Attention *layer = job->layer;
+    const size_t columns = layer->key_columns, rotary = layer->rotary_columns;
+    const bf16 *values = from->values + head * from->stride;
+    bf16 normed[MOST_HEAD_COLUMNS];
+    if (from->norm->weight) {
+        const float scale = from->whole ? from->scale : norm_row_scale(from->norm, values);
+        norm_part(from->norm, values, scale, from->whole ? head * columns : 0, columns, normed);
+        values = normed;
+    }
+    rotate(values, job->step->cos + token * rotary, job->step->sin + token * rotary, rotary, columns, layer->interleaved,
+           out);
+}
+
+static void grouped_place(void *data, size_t thread, size_t task) {
+    const Job *job = data;
+    const Attention *layer = job->layer;
+    const size_t token = task / layer->kv_heads, kv_head = task % layer->kv_heads;
+    const size_t group = layer->heads / layer->kv_heads, columns = layer->key_columns, width = layer->value_columns;
+    const size_t query_rows = layer->query.matrix.rows, key_rows = layer->key.matrix.rows;
+    const Projected queries = projected(layer, job->projected_query + token * query_rows, &layer->query_norm,
+                                        query_columns(layer));
+    const Projected keys = projected(layer, job->projected_key + token * key_rows, &layer->key_norm, columns);
+    const size_t row = cache_row(job, token, kv_head);
+    const bf16 *values = job->projected_value + token * layer->value.matrix.rows + kv_head * width;
+    const Slabs *slabs = job->slabs;
+    (void)thread;
+    if (slabs->key_scales) {
+        bf16 key[MOST_HEAD_COLUMNS];
+        place(job, token, &keys, kv_head, key);
+        kv_encode(key, columns, (int8_t *)slabs->keys + row * columns, slabs->key_scales + row);
+        kv_encode(values, width, (int8_t *)slabs->values + row * width, slabs->value_scales + row);
+    } else {
+        place(job, token, &keys, kv_head, (bf16 *)slabs->keys + row * columns);
+        memcpy((bf16 *)slabs->values + row * width, values, width * sizeof(bf16));
+    }
+    for (size_t head = kv_head * group; head < (kv_head + 1) * group; head++)
+        place(job, token, &queries, head, job->query + (token * layer->heads + head) * columns);
+}
+
+static void grouped_merge(void *data, size_t thread, size_t task) {
+    const Job *job = data;
+    const Attention *layer = job->layer;
+    const size_t token = task / layer->heads, head = task % layer->heads, width = layer->value_columns;
+    const size_t each = tile_result(width), place = job->places[token];
+    bf16 *out = job->attended + task * width;
+    (void)thread;
+    kernels->merge_tiles(job->results + (place * layer->heads + head) * each, job->places[token + 1] - place, layer->heads * each,
+                width, layer->sinks ? layer->sinks + head : NULL, out);
+    if (layer->gated)
+        kernels->times_sigmoid(out, job->projected_query + task * query_columns(layer) + layer->key_columns, width);
+}
+
+/* Latent attention (DeepSeek-V2): what a head's keys and values are computed from lies in the cache, and their
+ * matrices are applied to the query before and to the result after, so that nothing is computed for each position. */
+
+static void latent_begin_queries(void *data, size_t thread) {
+    const Job *job = data;
+    const Attention *layer = job->layer;
+    const size_t width = layer->query_first.matrix.rows;
+    bf16 *normed = job->normed + thread * job->normed_each;
+    for (size_t t = 0; t < job->step->tokens; t++) norm_row(&layer->query_norm, job->first + t * width, normed + t * width);
+    const Projection *query = &layer->query;
+    prepare(job, &query, 1, normed, thread);
+}
+
+static void latent_queries(void *data, size_t thread, size_t block) {
+    const Job *job = data;
+    const Projection *query = &job->layer->query;
+    multiply(job, query, 0, block, job->normed + thread * job->normed_each, thread, job->projected_query + block * BLOCK, query->matrix.rows);
+}
+
+/* out[t] = head `head`'s rows of the projection times this thread's one_head[t]. */
+static void multiply_head(const Job *job, const Projection *projection, size_t head, size_t thread, const bf16 *one_head,
+                          bf16 *out, size_t stride) {
+    const size_t blocks = projection->matrix.rows / job->layer->heads / BLOCK;
+    prepare(job, &projection, 1, one_head, thread);
+    for (size_t b = 0; b < blocks; b++)
+        multiply(job, projection, 0, head * blocks + b, one_head, thread, out + b * BLOCK, stride);
+}
+
+/* A head's queries: those without a position become latents, the others are rotated. */
+static void place_queries(const Job *job, size_t head, size_t thread) {
+    const Attention *layer = job->layer;
+    const size_t tokens = job->step->tokens, plain = layer->key_columns, rotary = layer->rotary_columns;
+    const size_t width = key_width(layer), stride = layer->heads * width;
+    bf16 *one_head = job->one_head + thread * job->one_head_each, *query = job->query + head * width;
+    for (size_t t = 0; t < tokens; t++) {
+        const bf16 *projected = job->projected_query + (t * layer->heads + head) * (plain + rotary);
+        memcpy(one_head + t * plain, projected, plain * sizeof *one_head);
+        rotate(projected + plain, job->step->cos + t * rotary, job->step->sin + t * rotary, rotary, rotary,
+               layer->interleaved, query + t * stride + layer->latent_columns);
+    }
+    multiply_head(job, &layer->key_up, head, thread, one_head, query, stride);
+}
+
+/* A token's latent and rotary key enter its cache. */
+static void place_key(const Job *job, size_t token) {
+    const Attention *layer = job->layer;
+    const size_t rotary = layer->rotary_columns, latent = layer->latent_columns;
+    const bf16 *projected = job->projected_key + token * layer->key.matrix.rows;
+    bf16 *row = (bf16 *)job->slabs->keys + cache_row(job, token, 0) * key_width(layer);
+    norm_row(&layer->key_norm, projected, row);
+    rotate(projected + latent, job->step->cos + token * rotary, job->step->sin + token * rotary, rotary, rotary,
+           layer->interleaved, row + latent);
+}
+
+static void latent_place(void *data, size_t thread, size_t task) {
+    const Job *job = data;
+    if (task < job->layer->heads)
+        place_queries(job, task, thread);
+    else
+        place_key(job, task - job->layer->heads);
+}
+
+static void latent_merge(void *data, size_t thread, size_t head) {
+    const Job *job = data;
+    const Attention *layer = job->layer;
+    const size_t latent = layer->latent_columns, each = tile_result(latent), stride = layer->heads * layer->value_columns;
+    bf16 *one_head = job->one_head + thread * job->one_head_each;
+    for (size_t t = 0; t < job->step->tokens; t++)
+        kernels->merge_tiles(job->results + (job->places[t] * layer->heads + head) * each, job->places[t + 1] - job->places[t],
+                    layer->heads * each, latent, layer->sinks ? layer->sinks + head : NULL, one_head + t * latent);
+    multiply_head(job, &layer->value, head, thread, one_head, job->attended + head * layer->value_columns, stride);
 }
 
 /* What is computed of the hidden states; returns how many. */
@@ -193,7 +417,7 @@ static void begin_projections(void *data, size_t thread) {
     const Projection *projections[PROJECTIONS];
     bf16 *out[PROJECTIONS];
     const size_t count = projections_of(job, projections, out);
-    attention_prepare(job, projections, count, normed, thread);
+    prepare(job, projections, count, normed, thread);
 }
 
 static void project(void *data, size_t thread, size_t block) {
@@ -203,7 +427,7 @@ static void project(void *data, size_t thread, size_t block) {
     size_t which = 0;
     projections_of(job, projections, out);
     for (; block >= blocks(projections[which]); which++) block -= blocks(projections[which]);
-    attention_multiply(job, projections[which], which, block, job->normed + thread * job->normed_each, thread,
+    multiply(job, projections[which], which, block, job->normed + thread * job->normed_each, thread,
                        out[which] + block * BLOCK, projections[which]->matrix.rows);
 }
 
@@ -232,14 +456,14 @@ static void attend(void *data, size_t thread, size_t task) {
 static void begin_outputs(void *data, size_t thread) {
     const Job *job = data;
     const Projection *output = &job->layer->output;
-    attention_prepare(job, &output, 1, job->attended, thread);
+    prepare(job, &output, 1, job->attended, thread);
 }
 
 static void add_output(void *data, size_t thread, size_t block) {
     const Job *job = data;
     const Attention *layer = job->layer;
     const size_t width = hidden(layer);
-    attention_multiply(job, &layer->output, 0, block, job->attended, thread, job->out + block * BLOCK, width);
+    multiply(job, &layer->output, 0, block, job->attended, thread, job->out + block * BLOCK, width);
     for (size_t t = 0; t < job->step->tokens; t++) {
         const size_t at = t * width + block * BLOCK;
         kernels->add(job->out + at, layer->residual_multiplier, job->x + at, BLOCK);

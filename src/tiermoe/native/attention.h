@@ -7,7 +7,7 @@
 
 #include "attention_tiles.h"
 #include "matrix.h"
-#include "norm_row.h"
+#include "norm.h"
 
 enum { MOST_HEAD_COLUMNS = 256 };
 
@@ -57,7 +57,7 @@ void step_measure(Step *step);
 
 /* The key/value cache of a layer: keys (slabs, kv_heads, room, key_columns), values (slabs, kv_heads, room, value_columns);
  * of latent attention keys (slabs, 1, room, latent_columns + rotary_columns) and no values. Position p lies in row p, or in
- * row p % room of a ring. Keys and values are bfloat16, or codes of 8 bits with a scale for each row (kv_codes.h):
+ * row p % room of a ring. Keys and values are bfloat16, or codes of 8 bits with a scale for each row (kv_encode):
  * key_scales and value_scales (slabs, kv_heads, room). */
 typedef struct {
     void *keys, *values;

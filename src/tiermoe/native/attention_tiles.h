@@ -5,7 +5,7 @@
 #ifndef TIERMOE_ATTENTION_TILES_H
 #define TIERMOE_ATTENTION_TILES_H
 
-#include "matrix.h"
+#include "quants.h"
 
 enum {
     TILE = 256,        /* positions */

@@ -32,7 +32,7 @@ size_t delta_workspace(const Delta *layer, size_t tokens) { return tokens * floa
 /* Input `index` of a row, of which the first `kept` are those before its first token. */
 static const bf16 *input(const Job *job, size_t row, size_t index) {
     const size_t kept = job->layer->kept, channels = delta_channels(job->layer);
-    if (index < kept) return job->step->inputs + ((size_t)job->step->from[row] * kept + index) * channels;
+    if (index < kept) return job->step->inputs + ((size_t)job->step->before[row] * kept + index) * channels;
     return job->step->mixed + (begin_of(job->step, row) + index - kept) * job->step->mixed_stride;
 }
 
@@ -50,7 +50,7 @@ static void mix(void *data, size_t thread, size_t task) {
         kernels->delta_mix(inputs, kept + 1, job->layer->taps + from, channels, columns,
                            job->mixed + (begin + t) * channels + from);
     }
-    bf16 *after = job->step->inputs + (size_t)job->step->to[row] * kept * channels;
+    bf16 *after = job->step->inputs + (size_t)job->step->after[row] * kept * channels;
     for (size_t i = 0; i < kept; i++) /* never onto one that is still to be read */
         memmove(after + i * channels + from, input(job, row, tokens + i) + from, columns * sizeof(bf16));
 }
@@ -88,8 +88,8 @@ static void recur(void *data, size_t thread, size_t task) {
     const size_t head = task / strips % layer->heads, row = task / strips / layer->heads, from = task % strips * STRIP;
     const size_t columns = width - from < STRIP ? width - from : STRIP, size = layer->key_columns * width;
     const size_t key_head = head / (layer->heads / layer->key_heads), keys = layer->key_heads * layer->key_columns;
-    const float *before = job->step->states + ((size_t)job->step->from[row] * layer->heads + head) * size + from;
-    float *after = job->step->states + ((size_t)job->step->to[row] * layer->heads + head) * size + from;
+    const float *before = job->step->states + ((size_t)job->step->before[row] * layer->heads + head) * size + from;
+    float *after = job->step->states + ((size_t)job->step->after[row] * layer->heads + head) * size + from;
     (void)thread;
     for (size_t t = begin_of(job->step, row); t < (size_t)job->step->ends[row]; t++, before = after) {
         const float *query = job->mixed + t * channels + key_head * layer->key_columns;

@@ -9,7 +9,7 @@
 #ifndef TIERMOE_DELTA_H
 #define TIERMOE_DELTA_H
 
-#include "matrix.h"
+#include "quants.h"
 
 enum {
     DELTA_COLUMNS = 16, /* a head's keys and values have a multiple of them */
@@ -28,14 +28,14 @@ typedef struct {
 } Delta;
 
 /* Which tokens: those of a row one after the other, `ends` (rows) says behind which one each row ends. Inputs and states of a
- * row begin as those at place `from` and are left at `to`, which may be the same.
+ * row begin as those at place `before` and are left at `after`, which may be the same.
  *
  * mixed (tokens, channels): queries of all key heads, their keys, values of all heads; gates (tokens, heads * value_columns);
  * betas and decays (tokens, heads); rows are as far apart as the strides say. inputs (places, kept, channels); states (places,
  * heads, key_columns, value_columns). */
 typedef struct {
     size_t tokens, rows;
-    const int64_t *ends, *from, *to;
+    const int64_t *ends, *before, *after;
     const bf16 *mixed, *gates, *betas, *decays;
     size_t mixed_stride, gates_stride, betas_stride, decays_stride;
     bf16 *inputs;

@@ -3,7 +3,6 @@
 #include <string.h>
 
 #include "kernels.h"
-#include "product.h"
 
 enum { TOKENS = 64 }; /* whose gate and up values of a block are kept on the stack */
 

@@ -8,22 +8,21 @@
 #define TIERMOE_KERNELS_H
 
 #include "attention_tiles.h"
-#include "codes.h"
+#include "encode.h"
 #include "expert.h"
-#include "hqq.h"
 #include "matrix.h"
 #include "neurons.h"
-#include "norm_row.h"
+#include "norm.h"
 #include "route.h"
 
 typedef struct {
     const char *name; /* in TIERMOE_ISA */
     int (*runs)(void); /* whether this machine has the instructions */
 
-    /* matrix_prepared, matrix_prepare, and matrix_block of each coding. */
+    /* matrix_prepared, matrix_prepare, and the product of each coding (isa/products.h): matrix_block. */
     size_t (*prepared)(const Matrix *matrix);
     void (*prepare)(const Matrix *matrix, const bf16 *x, size_t tokens, float *prepared);
-    void (*block[CODINGS])(const Matrix *matrix, size_t block, const bf16 *x, const float *prepared, size_t tokens, bf16 *out,
+    void (*product[CODINGS])(const Matrix *matrix, size_t block, const bf16 *x, const float *prepared, size_t tokens, bf16 *out,
                            size_t stride);
 
     /* gated (tokens, 64), `stride` apart: a block of gate and up of each token through the expert's gate. */
@@ -38,12 +37,12 @@ typedef struct {
     /* x (columns) = x * sigmoid(gate), the sigmoid rounded; columns a multiple of 16. */
     void (*times_sigmoid)(bf16 *x, const bf16 *gate, size_t columns);
 
-    /* See norm_row.h. */
+    /* See norm.h. */
     float (*norm_scale)(const bf16 *x, size_t width, float epsilon);
     void (*norm_part)(const Norm *norm, const bf16 *x, float scale, size_t begin, size_t width, bf16 *out);
     void (*layer_norm)(const Norm *norm, const bf16 *x, bf16 *out);
 
-    /* See rotary.h; the columns beyond the rotated ones are the caller's. */
+    /* The first `rotary` columns of a head rotated (rotate in attention.c); the columns beyond the rotated ones are the caller's. */
     void (*rotate)(const bf16 *head, const bf16 *cos, const bf16 *sin, size_t rotary, int interleaved, bf16 *out);
 
     /* logits (rows) = weight (rows, columns) times x (columns); columns a multiple of 32. */
@@ -65,12 +64,12 @@ typedef struct {
                        const float *query, const float *value, float decay, float beta, float *out);
     void (*delta_gate)(const float *x, const bf16 *weight, float epsilon, const bf16 *gate, size_t columns, bf16 *out);
 
-    /* From 2 bits to 4 (quant/ladders.py): pairs (count, 4, run) and ladders (count, run) become codes (count, 8, run), all
+    /* From 2 bits to 4 (formats/int2.py): pairs (count, 4, run) and ladders (count, run) become codes (count, 8, run), all
      * bytes of two nibbles. */
     void (*widen)(const uint8_t *pairs, const uint8_t *ladders, size_t count, size_t run, uint8_t *codes);
 
-    /* Packing: a store has the same bytes whichever table made it. A block of hqq.h, 0 where it is not solved, and a block of 64
-     * rows of codes.h. */
+    /* Packing: a store has the same bytes whichever table made it. A block of Hqq, 0 where it is not solved, and a block of 64
+     * rows of Codes. */
     int (*hqq)(const Hqq *job, size_t block);
     void (*encode)(const Codes *job, size_t block);
 

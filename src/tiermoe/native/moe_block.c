@@ -81,14 +81,18 @@ static size_t begin(Job *job, size_t tokens) {
     return distinct;
 }
 
-size_t moe_block_route(const MoeBlock *block, const bf16 *x, size_t tokens, void *workspace, size_t threads,
-                       int64_t *chosen) {
+size_t moe_block_route(const MoeBlock *block, const bf16 *x, size_t tokens, void *workspace, size_t threads) {
     Job job = {.block = block, .x = x};
     lay_out(&job, tokens, threads, workspace);
     const Phase routing = {NULL, route, tokens};
     team_run(&routing, 1, &job, threads, OWN);
-    if (chosen) memcpy(chosen, job.chosen, tokens * block->router.k * sizeof *chosen);
     return begin(&job, tokens);
+}
+
+const int64_t *moe_block_chosen(const MoeBlock *block, size_t tokens, void *workspace, size_t threads) {
+    Job job = {.block = block};
+    lay_out(&job, tokens, threads, workspace);
+    return job.chosen;
 }
 
 void moe_block_routed(const MoeBlock *block, const int64_t *chosen, const float *weights, size_t tokens, void *workspace,
@@ -144,7 +148,7 @@ size_t moe_block_run(const MoeBlock *block, const bf16 *x, const bf16 *residual,
                      size_t threads) {
     int64_t experts[block->router.experts];
     Job job = {.block = block};
-    const size_t distinct = moe_block_route(block, x, tokens, workspace, threads, NULL);
+    const size_t distinct = moe_block_route(block, x, tokens, workspace, threads);
     lay_out(&job, tokens, threads, workspace);
     for (size_t e = 0, found = 0; found < distinct; e++) {
         if (!job.tokens_of[e]) continue;

@@ -13,10 +13,12 @@ typedef struct {
 /* Bytes of workspace. */
 size_t moe_block_workspace(const MoeBlock *block, size_t tokens, size_t threads);
 
-/* Routes x (tokens, H). chosen (tokens, k): each token's experts in ascending order; NULL: not asked for. Returns how many
- * experts there are among them. The workspace keeps what the next two functions need, of the same block and tokens. */
-size_t moe_block_route(const MoeBlock *block, const bf16 *x, size_t tokens, void *workspace, size_t threads,
-                       int64_t *chosen);
+/* Routes x (tokens, H). Returns how many experts were chosen. The workspace keeps what the functions below need, of the
+ * same block, tokens and threads. */
+size_t moe_block_route(const MoeBlock *block, const bf16 *x, size_t tokens, void *workspace, size_t threads);
+
+/* What was chosen last, also by `moe_block_run`: (tokens, k), each token's experts in ascending order. */
+const int64_t *moe_block_chosen(const MoeBlock *block, size_t tokens, void *workspace, size_t threads);
 
 /* The same with a choice that is known: chosen and weights (tokens, k), in any order; router.experts or more: none. Of the
  * router k, experts and columns are read. */
@@ -31,7 +33,8 @@ size_t moe_block_experts(const MoeBlock *block, const bf16 *x, size_t tokens, vo
 void moe_block_sum(const MoeBlock *block, const bf16 *residual, size_t tokens, void *workspace, size_t threads, bf16 *out);
 
 /* All three: out (tokens, H) = residual (NULL: none) + the block of x, in ascending order of the experts, rounded where the separate operations
- * round. Returns how many experts computed; 0, which leaves `out` alone, where a chosen one is not here. */
+ * round. Returns how many experts computed; 0, which leaves `out` alone, where a chosen one is not here: `moe_block_experts` and `moe_block_sum` go
+ * on from there. */
 size_t moe_block_run(const MoeBlock *block, const bf16 *x, const bf16 *residual, size_t tokens, void *workspace, bf16 *out,
                      size_t threads);
 

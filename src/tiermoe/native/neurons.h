@@ -1,12 +1,12 @@
 /* One token through some neurons of an expert W2 (gates * W3 x), each a record of its own: row j of W3 beside column j of
- * W2, laid out as quant/neuron_records.py says. */
+ * W2, laid out as formats/neurons.py says. */
 #ifndef TIERMOE_NEURONS_H
 #define TIERMOE_NEURONS_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-#include "matrix.h"
+#include "quants.h"
 
 typedef struct {
     const uint8_t *records;

@@ -27,12 +27,12 @@ const char *prompt_misfit(const Prompt *prompt, const Slabs *slabs) {
             return "heads of columns that are no multiple of 32, or more than 256";
     if (!prompt->heads || prompt->heads % slabs->kv_heads) return "heads that are no multiple of the key/value heads";
     if (prompt->slab >= slabs->slabs) return "a slab that is not there";
-    if (prompt->from >= prompt->to || prompt->to > end) return "a piece of no positions, or of more than there are";
+    if (prompt->begin >= prompt->end || prompt->end > end) return "a piece of no positions, or of more than there are";
     if (prompt->state)
-        return prompt->from % QUERY_TILE || prompt->from % slabs->room || prompt->to - prompt->from > slabs->room
+        return prompt->begin % QUERY_TILE || prompt->begin % slabs->room || prompt->end - prompt->begin > slabs->room
                    ? "a piece that is larger than the slab's room, or begins at no multiple of it"
                    : NULL;
-    if (prompt->from || prompt->to < end) return "pieces of positions without a state";
+    if (prompt->begin || prompt->end < end) return "pieces of positions without a state";
     if (!slabs->ring) return end > slabs->room ? "positions beyond the slab's room" : NULL;
     if (!prompt->window) return "a ring for a layer without a window";
     return end > slabs->room && prompt->window + prompt->tokens - 1 > slabs->room
@@ -55,9 +55,9 @@ static void attend_block(void *data, size_t thread, size_t task) {
     QueryRows rows = {
         .count = rest < QUERY_ROWS ? rest : QUERY_ROWS,
         .scale = prompt->scale,
-        .from = prompt->from,
-        .to = prompt->to,
-        .more = prompt->to < prompt->first + prompt->tokens,
+        .from = prompt->begin,
+        .to = prompt->end,
+        .more = prompt->end < prompt->first + prompt->tokens,
         .state = prompt->state ? prompt->state + task * rows_state(slabs->value_columns) : NULL,
     };
     for (size_t r = 0; r < rows.count; r++) {

@@ -14,8 +14,8 @@ typedef struct {
     size_t slab, first; /* whose cache, and the position of the first token; keys and values of all are there */
     size_t window;      /* positions that a token attends to, its own included; 0: all */
     float scale;        /* of scores */
-    /* Positions from .. to - 1 are attended to in this call (QueryRows); those of a piece lie from row 0 on */
-    size_t from, to;
+    /* Positions begin .. end - 1 are attended to in this call (QueryRows); those of a piece lie from row 0 on */
+    size_t begin, end;
     float *state; /* prompt_state floats; NULL: the call attends to all */
 } Prompt;
 

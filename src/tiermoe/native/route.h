@@ -2,7 +2,7 @@
 #ifndef TIERMOE_ROUTE_H
 #define TIERMOE_ROUTE_H
 
-#include "matrix.h"
+#include "quants.h"
 
 typedef enum {
     SOFTMAX, /* scores: the softmax of all logits */

@@ -1,1 +1,1 @@
-"""A model behind HTTP: requests that join and leave a running batch, and the dialects that clients speak."""
+"""Server: a model behind HTTP, requests that join and leave a running batch, the dialects of clients."""

@@ -1,4 +1,4 @@
-"""Answers to an HTTP request, whole or as a stream. They are cancelled where the client leaves."""
+"""Answers to an HTTP request, whole or as a stream; cancelled where the client leaves."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from fastapi import Request as HttpRequest
 from sse_starlette import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
+from tiermoe.engine.loop import TooLongError
+from tiermoe.engine.request import Piece, Request
 from tiermoe.errors import PromptError, TiermoeError
-from tiermoe.serve.batcher import TooLongError
 from tiermoe.serve.errors import TOO_LONG, Refused
 from tiermoe.serve.grammar import Compiling
-from tiermoe.serve.request import Piece, Request
 from tiermoe.serve.worker import Answers, ClosingError, QueueFullError, Worker
 
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer, whole or as a stream", "content": {"text/event-stream": {}}}
 }
-"""What the documentation tells of an endpoint that streams where it is asked to."""
+"""Documentation of an endpoint that can stream."""
 KEEP_ALIVE_S = 5
-"""Between comments in a stream that has nothing to tell."""
+"""Seconds between comments in a stream that has no event to send."""
 
 
 async def submitted(worker: Worker, requests: Sequence[Request], grammar: Compiling | None) -> Answers:
-    """The answers to requests, which wait for their turn from now on; grammar: compiles what they must follow. Refused
-    where one cannot be answered."""
+    """Submits requests and returns their answers. grammar: compiles the grammar of the answers. Refused where one
+    cannot be answered."""
     if grammar is not None:
         each = await grammar(len(requests))
-        requests = [replace(request, grammar=its) for request, its in zip(requests, each, strict=True)]
+        requests = [replace(request, grammar=compiled) for request, compiled in zip(requests, each, strict=True)]
     try:
         return worker.submit(requests)
     except TiermoeError as error:
@@ -39,7 +39,7 @@ async def submitted(worker: Worker, requests: Sequence[Request], grammar: Compil
 
 
 def failure(error: BaseException) -> Refused:
-    """What a client is told of an error."""
+    """The refusal for an error."""
     if isinstance(error, PromptError):
         code = TOO_LONG if isinstance(error, TooLongError) else None
         return Refused(400, str(error), "prompt", code=code)
@@ -48,7 +48,7 @@ def failure(error: BaseException) -> Refused:
 
 
 async def whole(http: HttpRequest, answers: Answers, add: Callable[[int, Piece], object]) -> None:
-    """Gives all pieces to `add`. Refused where computing fails, or the client leaves."""
+    """Passes all pieces to `add`. Refused where computing fails, or the client leaves."""
     leaving = asyncio.ensure_future(_cancelled_where_gone(http, answers))
     try:
         async for index, piece in answers:
@@ -69,8 +69,8 @@ async def _cancelled_where_gone(http: HttpRequest, answers: Answers) -> None:
 
 
 class Stream(EventSourceResponse):
-    """Events that are made of answers. However the response ends, before its first event too, the answers are
-    cancelled then: by a call that waits for nothing, since whoever waits may be cancelled there."""
+    """Stream of events made of answers. However the response ends, even before its first event, the answers are
+    cancelled then: by a call that does not wait, since a waiting task may itself be cancelled."""
 
     def __init__(self, answers: Answers, events: AsyncIterator[Any]) -> None:
         super().__init__(events, ping=KEEP_ALIVE_S, sep="\n")

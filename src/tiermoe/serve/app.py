@@ -1,4 +1,4 @@
-"""The server: routes, keys, errors. What the dialects say is in their own modules."""
+"""HTTP app of the server: routes beside those of the dialects, and errors."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from tiermoe.serve import anthropic, openai, responses
-from tiermoe.serve.bounds import Several, TokenIds, from_json
 from tiermoe.serve.errors import RETRY_S, Refused
-from tiermoe.serve.experts import experts_of
+from tiermoe.serve.fields import Several, TokenIds, from_json
 from tiermoe.serve.guards import Guard, Hosts
 from tiermoe.serve.intake import Intake, aside
-from tiermoe.serve.openai_answers import error_body
-from tiermoe.serve.openai_fields import Message
 from tiermoe.serve.page import page
 from tiermoe.serve.served import Served
 from tiermoe.serve.worker import STALLED_S
+from tiermoe.types import ExpertKey
 
 _REFUSALS: dict[int | str, str] = {
     400: "What was asked for cannot be done; the message says why",
@@ -42,7 +40,7 @@ _REFUSALS: dict[int | str, str] = {
 
 class TokenizeRequest(BaseModel):
     prompt: str | None = None
-    messages: Several[Message] | None = None
+    messages: Several[openai.Message] | None = None
     add_special_tokens: bool = True
 
 
@@ -53,8 +51,10 @@ class DetokenizeRequest(BaseModel):
 def create_app(
     served: Served, key: str | None = None, hosts: Hosts | None = None, origins: Sequence[str] = ()
 ) -> FastAPI:
-    """The routes over a model. key: what clients must name, by Bearer or X-Api-Key; None: nothing. hosts: what they may
-    call the server; None: anything. origins: of web pages of others that a browser lets ask; '*': of all."""
+    """The routes over a model.
+
+    key: of the server, by Bearer or X-Api-Key; None: without. hosts: names that clients may call the server by; None:
+    any. origins: of web pages of others that a browser lets ask; '*': of all."""
     app = FastAPI(
         title="tiermoe",
         version="1",
@@ -62,12 +62,17 @@ def create_app(
         redoc_url=None,
         responses={status: {"description": text} for status, text in _REFUSALS.items()},
     )
+    counts = served.worker.loop.counts
+
+    def refused() -> None:
+        counts.refused += 1
+
     app.router.route_class = _Route
-    app.add_middleware(Guard, key=key, hosts=hosts, body=_body, intake=_intake(served))
+    app.add_middleware(Guard, key=key, hosts=hosts, body=_error_body, intake=Intake(served.context, refused))
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-    _errors(app)
-    _state(app, served)
+    _add_error_handlers(app)
+    _add_routes(app, served)
     openai.routes(app, served)
     responses.routes(app, served)
     anthropic.routes(app, served)
@@ -75,7 +80,7 @@ def create_app(
 
 
 class _Route(APIRoute):
-    """A route that reads bodies by `from_json`."""
+    """Route that parses bodies by `from_json`."""
 
     def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -94,20 +99,11 @@ class _Bounded(HttpRequest):
             raise HTTPException(400, f"body: no JSON: {error}") from error
 
 
-def _intake(served: Served) -> Intake:
-    counts = served.worker.batcher.counts
-
-    def refused() -> None:
-        counts.refused += 1
-
-    return Intake(served.context, refused)
-
-
-def _errors(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Refused)
     async def refused(request: HttpRequest, error: Refused) -> JSONResponse:
         headers = {"Retry-After": str(RETRY_S)} if error.status == 503 else None
-        return JSONResponse(_body(request.url.path, error), error.status, headers)
+        return JSONResponse(_error_body(request.url.path, error), error.status, headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: HttpRequest, error: RequestValidationError) -> JSONResponse:
@@ -124,11 +120,11 @@ def _errors(app: FastAPI) -> None:
 
     @app.exception_handler(StarletteHTTPException)
     async def http(request: HttpRequest, error: HTTPException) -> JSONResponse:
-        body = _body(request.url.path, Refused(error.status_code, str(error.detail)))
+        body = _error_body(request.url.path, Refused(error.status_code, str(error.detail)))
         return JSONResponse(body, error.status_code, error.headers)
 
 
-def _state(app: FastAPI, served: Served) -> None:
+def _add_routes(app: FastAPI, served: Served) -> None:
     model = {
         "id": served.name,
         "object": "model",
@@ -157,11 +153,11 @@ def _state(app: FastAPI, served: Served) -> None:
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
-        batcher = served.worker.batcher
-        rows = {"rows": batcher.rows, "running": batcher.running, "waiting": batcher.waiting}
-        disk = {"prefix_disk": asdict(batcher.disk.counts)} if batcher.disk is not None else {}
+        loop = served.worker.loop
+        rows = {"rows": loop.rows, "running": loop.running, "waiting": loop.waiting}
+        disk = {"prefix_disk": asdict(loop.disk.counts)} if loop.disk is not None else {}
         budgets = {"other_budgets": [asdict(each) for each in served.other_budgets]}
-        return {**served.engine.stats(), **rows, **asdict(batcher.counts), **disk, **budgets}
+        return {**served.engine.stats(), **rows, **asdict(loop.counts), **disk, **budgets}
 
     @app.get("/experts")
     def experts() -> dict[str, Any]:
@@ -195,8 +191,31 @@ def _state(app: FastAPI, served: Served) -> None:
         return {"prompt": await aside(served.tokenizer.decode, asked.tokens)}
 
 
-def _body(path: str, error: Refused) -> dict[str, Any]:
-    """The error in the shape of the dialect that was spoken."""
+def _error_body(path: str, error: Refused) -> dict[str, Any]:
+    """An error in the shape of the dialect that the path speaks."""
     if path.startswith(anthropic.PATH):
         return anthropic.error_body(error)
-    return error_body(error)
+    return openai.error_body(error)
+
+
+def experts_of(engine: Any) -> dict[str, Any]:
+    """Where the experts of each MoE layer are, as lists by expert. Callable while the engine runs.
+
+    `bits`: in memory (0: none). `arriving`: bits that are being read or wait for it (0: none). `uses`: tokens served
+    since the start while experts came and went; once all are in memory, one call computes a layer and counts none."""
+    cache, precisions = engine.loader.cache, sorted(engine.precisions, reverse=True)
+
+    def highest(layer: int, expert: int, there: Any) -> int:
+        return next((bits for bits in precisions if there(ExpertKey(layer, expert, bits))), 0)
+
+    layers = []
+    for index, uses in enumerate(engine.scheduler.uses.counts):
+        experts = range(len(uses))
+        layers.append(
+            {
+                "bits": [highest(index, expert, lambda key: cache.slot(key) is not None) for expert in experts],
+                "arriving": [highest(index, expert, cache.in_flight) for expert in experts],
+                "uses": list(uses),
+            }
+        )
+    return {"precisions": precisions, "layers": layers}

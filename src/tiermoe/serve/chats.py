@@ -1,4 +1,5 @@
-"""A conversation that wants an answer, as every dialect asks for one, and what the batch needs to know of it."""
+"""Chats of all dialects: a conversation that wants an answer; the prompt, grammar and stop strings that follow from it;
+and the reader of its answer."""
 
 from __future__ import annotations
 
@@ -6,40 +7,37 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tiermoe.engine.request import Piece
+from tiermoe.engine.sampling import Grammar
 from tiermoe.errors import ConfigError
 from tiermoe.serve import harmony
-from tiermoe.serve.call_reader import CallReader
 from tiermoe.serve.errors import Refused
-from tiermoe.serve.grammar import Compiling, Grammar, json_rule
-from tiermoe.serve.reading import Reader
+from tiermoe.serve.grammar import Compiling, json_rule
 from tiermoe.serve.served import Served, continued
 from tiermoe.serve.thoughts import END, ThoughtReader, opened, thinks, unfinished
-from tiermoe.serve.tools import Format, format_of, types_of
+from tiermoe.serve.tools import CallReader, Format, ToolCall, format_of, types_of
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """messages: as chat templates take them. tools: as OpenAI has them. choice: 'none', 'auto', 'required' or the name
-    of the function that must be called. schema: of JSON that the answer must be; None: it is free. told: what else the
-    template is told (`enable_thinking`, …). parallel: an answer may call several times. new_turn: an assistant's
-    message at the end is not continued."""
+    """A conversation that wants an answer."""
 
-    messages: Sequence[dict[str, Any]]
-    tools: Sequence[dict[str, Any]] = ()
-    choice: str = "auto"
-    schema: Mapping[str, Any] | None = None
-    told: Mapping[str, Any] = field(default_factory=dict)
-    parallel: bool = True
-    new_turn: bool = False
+    messages: Sequence[dict[str, Any]]  # as chat templates take them
+    tools: Sequence[dict[str, Any]] = ()  # as OpenAI has them
+    choice: str = "auto"  # 'none', 'auto', 'required' or the name of the function that must be called
+    schema: Mapping[str, Any] | None = None  # of JSON that the answer must be; None: any text
+    variables: Mapping[str, Any] = field(default_factory=dict)  # of the template, like `enable_thinking`
+    parallel: bool = True  # whether an answer may have several calls
+    new_turn: bool = False  # an assistant's message at the end is not continued
 
     @property
     def forced(self) -> bool:
-        """Whether the answer is a call."""
+        """Whether the answer must be a call."""
         return self.choice not in ("none", "auto")
 
     @property
     def continued(self) -> str | None:
-        """What the answer continues. Refused where it cannot."""
+        """The text that the answer continues, or None. Refused where it cannot be continued."""
         if self.new_turn or not self.messages:
             return None
         if self.messages[-1].get("tool_calls"):
@@ -58,32 +56,74 @@ class Chat:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """ids: of the prompt. reader: makes what reads an answer. grammar: compiles what answers must follow. special: an
-    answer is read with its special tokens. stops: where it ends beside where it is asked to."""
+class ParsedChunk:
+    """A piece of an answer after parsing: thought, text and calls."""
 
-    ids: list[int]
-    reader: Callable[[], Reader] = Reader
-    grammar: Compiling | None = None
-    special: bool = False
-    stops: tuple[str, ...] = ()
+    thought: str = ""
+    text: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    finish: str | None = None  # 'stop', 'length', 'tool_calls'; None while more comes
+
+
+class AnswerReader:
+    """Reads the pieces of one answer: thought, text and tool calls. thoughts, calls: None where there can be none.
+    channels: reads both."""
+
+    def __init__(
+        self,
+        thoughts: ThoughtReader | None = None,
+        calls: CallReader | None = None,
+        channels: harmony.ChannelReader | None = None,
+    ) -> None:
+        self.thought_tokens = 0  # so far
+        self._thoughts = thoughts
+        self._calls = calls
+        self._channels = channels
+
+    def add(self, piece: Piece) -> ParsedChunk:
+        last, cut = piece.finish is not None, piece.finish == "length"
+        thought, text, calls = "", piece.text, list[ToolCall]()
+        if self._channels is not None:
+            thought, text, calls = self._channels.add(text, last, cut)
+        elif self._thoughts is not None:
+            thought, text = self._thoughts.add(text, last)
+        thinking = self._channels or self._thoughts
+        if thinking is not None and (thought or thinking.inside):
+            self.thought_tokens += len(piece.tokens)
+        if self._calls is not None:
+            text, calls = self._calls.add(text, last, cut)
+        calling, finish = self._channels or self._calls, piece.finish
+        if finish == "stop" and calling is not None and calling.calls:
+            finish = "tool_calls"
+        return ParsedChunk(thought, text, calls, finish)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt, and how its answers are made and read."""
+
+    ids: list[int]  # of the prompt
+    reader: Callable[[], AnswerReader] = AnswerReader  # makes the reader of an answer
+    grammar: Compiling | None = None  # compiles what answers must follow
+    special: bool = False  # whether answers are read with their special tokens
+    stops: tuple[str, ...] = ()  # stop strings beside those of the request
 
 
 def prepare(served: Served, chat: Chat) -> Prepared:
-    """Refused where the model's template does not take it, or what is asked for cannot be followed."""
+    """The prompt of a chat. Refused where the model's template does not take it, or the answer cannot be made so."""
     tools = [] if chat.choice == "none" else list(chat.tools)
     if harmony.speaks(served.template):
         return _in_channels(served, chat, tools)
     form = _format(served, tools) if tools else None
     begun = chat.continued
-    ids = served.chat_ids(chat.messages, tools, chat.told, chat.new_turn)
+    ids = served.chat_ids(chat.messages, tools, chat.variables, chat.new_turn)
     thinking = thinks(served.template)
     inside = thinking and (opened(served.tokenizer.decode(ids[-8:])) if begun is None else unfinished(begun))
     types, one = types_of(tools), not chat.parallel
 
-    def reader() -> Reader:
+    def reader() -> AnswerReader:
         calls = CallReader(form, types, one, chat.forced) if form else None
-        return Reader(ThoughtReader(inside) if thinking else None, calls)
+        return AnswerReader(ThoughtReader(inside) if thinking else None, calls)
 
     stops = (form.end,) if form and one else ()
     return Prepared(ids, reader, _grammar(served, chat, form, tools, inside), stops=stops)
@@ -99,16 +139,16 @@ def _format(served: Served, tools: Sequence[dict[str, Any]]) -> Format:
 def _in_channels(served: Served, chat: Chat, tools: Sequence[dict[str, Any]]) -> Prepared:
     messages = [harmony.message_of(message) for message in chat.messages]
     goes_on = chat.continued is not None
-    ids = served.chat_ids(messages, [harmony.tool_of(tool) for tool in tools], chat.told, chat.new_turn)
+    ids = served.chat_ids(messages, [harmony.tool_of(tool) for tool in tools], chat.variables, chat.new_turn)
     functions, grammar = _named(chat, tools), None
     if chat.forced or chat.schema is not None:
         rules = harmony.rules_of(functions, None if chat.forced else chat.schema)
         grammar = _followed(served, rules, "tools" if chat.forced else "response_format")
-    return Prepared(ids, lambda: Reader(channels=harmony.ChannelReader(goes_on)), grammar, special=True)
+    return Prepared(ids, lambda: AnswerReader(channels=harmony.ChannelReader(goes_on)), grammar, special=True)
 
 
 def _named(chat: Chat, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The functions that may be called. Refused where the one that must be is none."""
+    """The functions that may be called. Refused where the one that must be called is none of the tools."""
     named = [tool["function"] for tool in tools if chat.choice in ("auto", "required", tool["function"]["name"])]
     if chat.forced and not tools:
         raise Refused(400, "tool_choice asks for a call, and there are no tools", "tool_choice")
@@ -120,8 +160,8 @@ def _named(chat: Chat, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _grammar(
     served: Served, chat: Chat, form: Format | None, tools: Sequence[dict[str, Any]], inside: bool
 ) -> Compiling | None:
-    """What the answer must be: one call, JSON, or either where tools may be called as well. A thought comes first where
-    the prompt has opened one."""
+    """Grammar of the answer: one call, JSON, or either where tools may be called as well; behind a thought where the
+    prompt has opened one. None: the answer is free."""
     named = _named(chat, tools)
     if not chat.forced and chat.schema is None:
         return None
@@ -140,12 +180,12 @@ def _grammar(
 
 
 def grammar_of(served: Served, schema: Mapping[str, Any] | None) -> Compiling | None:
-    """Of a text that is continued."""
+    """Grammar of a completion that must be JSON of a schema."""
     return None if schema is None else _followed(served, f"start: {json_rule(schema)}", "response_format")
 
 
 def _followed(served: Served, rules: str, param: str) -> Compiling:
-    """Refused by what is returned where the rules cannot be followed."""
+    """Compiler of these rules, which raises Refused where they cannot be followed."""
 
     async def compiled(count: int) -> list[Grammar]:
         try:

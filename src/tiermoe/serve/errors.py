@@ -1,13 +1,15 @@
-"""What a client is told where it cannot be answered; each dialect has its own shape for it."""
+"""Refusal of a request; each dialect has its own shape for it."""
 
 from __future__ import annotations
 
-RETRY_S = 5  # after which a client may ask again
-TOO_LONG = "context_length_exceeded"  # by which agents know that they must shorten
+RETRY_S = 5
+"""Seconds after which a client may ask again."""
+TOO_LONG = "context_length_exceeded"
+"""Code of a prompt that is too long, by which agents know that they must shorten it."""
 
 
 class Refused(Exception):
-    """status: HTTP's. param: the field that is the cause. kind, code: as OpenAI names it."""
+    """A request that cannot be answered. status: HTTP's. param: the field that is the cause. kind, code: OpenAI's."""
 
     def __init__(
         self,

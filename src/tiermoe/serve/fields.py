@@ -1,13 +1,62 @@
-"""Fields of a request that this server does not have: what would change the answer is refused by its name, what
-changes nothing may be there."""
+"""Fields of a request's body, for all dialects: bounds of texts and lists, JSON, texts and tools that several dialects
+have, and fields that this server does not know."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel
+import pydantic_core
+from pydantic import BaseModel, BeforeValidator, Field
 
 from tiermoe.serve.errors import Refused
+
+_T = TypeVar("_T")
+
+Several = Annotated[list[_T], Field(max_length=2048, fail_fast=True)]
+"""Messages, items, parts of a content, prompts. The first wrong entry ends the check: errors take memory too."""
+Tools = Annotated[list[_T], Field(max_length=512, fail_fast=True)]
+TokenIds = Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)]
+"""As many as the longest contexts have: the model's own context is checked where it is known."""
+StopString = Annotated[str, Field(max_length=256)]
+StopStrings = Annotated[list[StopString], Field(max_length=16, fail_fast=True)]
+Bias = Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)]
+"""Token id → what is added to its logit."""
+Options = Annotated[dict[str, _T], Field(max_length=64)]
+"""Variables of a template, metadata."""
+
+
+def from_json(text: bytes | str) -> Any:
+    """Value of a JSON text, without NaN and half surrogate pairs. ValueError where it is no such text, or nested deeper
+    than 200 levels."""
+    return pydantic_core.from_json(text, allow_inf_nan=False, cache_strings="keys")
+
+
+_TextKind = Literal["text", "input_text", "output_text"]
+
+
+def text_alone(part: Any, kinds: Sequence[str] = get_args(_TextKind)) -> Any:
+    """The part of a content. ValueError for one that is of none of these kinds: an image, a file."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind not in kinds:
+        raise ValueError(f"this server reads text alone, no {kind}")
+    return part
+
+
+class _TextPart(BaseModel):
+    type: _TextKind
+    text: str
+
+
+TextPart = Annotated[_TextPart, BeforeValidator(text_alone)]
+
+
+def thinking_variables(effort: str | None) -> dict[str, Any]:
+    """Template variables that say how much to think."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
 
 PASSED = frozenset({
     # OpenAI's
@@ -37,7 +86,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (False, True), "top_n_sigma": (-1, 0), "truncate_prompt_tokens": (-1,),
     "truncation": ("auto", "disabled"),
 }  # fmt: skip
-"""Field → values that ask for nothing."""
+"""Field → neutral values."""
 _INSTEAD = {
     **dict.fromkeys(("n_predict", "max_new_tokens", "max_length", "num_predict", "max_output_tokens"), "max_tokens"),
     **dict.fromkeys(("guided_json", "json_schema", "structured_outputs", "format"), "response_format"),
@@ -46,13 +95,13 @@ _INSTEAD = {
     "function_call": "tool_choice", "n_probs": "logprobs", "reasoning": "reasoning_effort", "stop_sequences": "stop",
     "stop": "stop_sequences", "max_tokens": "max_output_tokens", "response_format": "text",
 }  # fmt: skip
-"""Field → what this server has for it, where the request has that."""
+"""Field → what this server has in its place, where the request has that."""
 _UNKEPT = ("previous_response_id", "conversation", "prompt", "background")
 
 
 def check_fields(asked: BaseModel) -> None:
-    """Refused where a body has a field that the request does not have, unless it is known to change nothing, or its
-    value asks for nothing. asked: a model that keeps what it does not know."""
+    """Refused where a body has a field that this server does not know, unless the field changes no answer or its value
+    asks for nothing. asked: a model that keeps unknown fields."""
     for name, value in (asked.model_extra or {}).items():
         nothing = value is None or value in ("", [], {}) or value in NEUTRAL.get(name, ())
         if name in PASSED or nothing:

@@ -1,7 +1,8 @@
-"""Answers that must follow a grammar (JSON, a call): at each place only tokens that lead to one (llguidance).
+"""Grammars that answers must follow (JSON, a call of a tool), compiled by llguidance.
 
-What clients ask for is compiled beside the batch and the event loop, after a trial in a process of its own
-(`grammar_trial.py`): beyond the limits here it is refused. A step of an answer has llguidance's limits.
+A grammar is compiled beside the batch and the event loop, after a trial in a process of its own (`grammar_trial.py`);
+one beyond the limits here is refused. Applying it to an answer's tokens (`engine.sampling.Grammar`) has llguidance's
+limits.
 """
 
 from __future__ import annotations
@@ -19,11 +20,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import numpy
-import torch
-from torch import Tensor
-
-from tiermoe.errors import ConfigError, TiermoeError
+from tiermoe.engine.sampling import Grammar, own_words
+from tiermoe.errors import ConfigError
 from tiermoe.serve.errors import Refused
 
 MOST_TEXT = 128 << 10
@@ -42,16 +40,17 @@ _BETWEEN = r"\n? {0,16}"  # a model may not go on with blanks for ever
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """What stands for JSON of a schema in the rules of a grammar."""
+    """The term for JSON of a schema in the rules of a grammar."""
     return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _BETWEEN}})}"
 
 
-Compiling = Callable[[int], Awaitable["list[Grammar]"]]
+Compiling = Callable[[int], Awaitable[list[Grammar]]]
 """Compiles a grammar for so many answers."""
 
 
 class Grammars:
-    """Grammars over a tokenizer whose model has logits for `vocabulary` tokens. ends: tokens that end an answer."""
+    """Compiler of grammars over a tokenizer. vocabulary: tokens that the model has logits for. ends: tokens that end an
+    answer."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: set[int]) -> None:
         self._tokenizer = tokenizer
@@ -63,7 +62,7 @@ class Grammars:
         self._lock = Lock()
 
     async def compiled(self, rules: str, count: int) -> list[Grammar]:
-        """As `compile` does it, beside the event loop. Refused where too many wait for that."""
+        """`compile`, beside the event loop. Refused where too many grammars wait."""
         if self._under_way >= MOST_WAITING:
             raise Refused(503, f"{MOST_WAITING} grammars are being compiled; ask again later", kind="server_error")
         self._under_way += 1
@@ -73,8 +72,8 @@ class Grammars:
             self._under_way -= 1
 
     def compile(self, rules: str, count: int = 1) -> list[Grammar]:
-        """A grammar for each of so many answers, by rules in llguidance's form of Lark. ConfigError where they, or a
-        JSON schema in them, cannot be followed, or not within the limits."""
+        """A grammar for each of `count` answers. rules: in llguidance's form of Lark. ConfigError where the rules, or a
+        JSON schema in them, cannot be followed within the limits."""
         from llguidance import LLMatcher, LLParserLimits
 
         if len(rules) > MOST_TEXT:
@@ -86,7 +85,7 @@ class Grammars:
         matcher = LLMatcher(tokens, rules, log_level=0, limits=LLParserLimits(**_LIMITS))
         matcher.compute_bitmask()
         if matcher.is_error():
-            raise _unfollowed(_line(matcher.get_error()))
+            raise _unfollowed(own_words(matcher.get_error()))
         return [Grammar(matcher), *(Grammar(matcher.deep_copy()) for _ in range(count - 1))]
 
     @cached_property
@@ -96,7 +95,7 @@ class Grammars:
         return from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._ends or None)
 
     def _fault(self, rules: str) -> str:
-        """What a trial has found, or has found before."""
+        """What a trial of the rules finds, or has found before; empty where nothing is wrong."""
         key = hashlib.sha256(rules.encode(errors="replace")).digest()
         fault = self._faults.get(key)
         if fault is None:
@@ -109,7 +108,8 @@ class Grammars:
 
 
 def _tried(rules: str, special: list[str]) -> str:
-    """What is wrong with a grammar, by a trial; empty where nothing is. Refused where the machine is too busy."""
+    """What is wrong with a grammar, from a trial in a process of its own; empty where nothing is. Refused where the
+    machine is too busy."""
     asked = {"rules": rules, "special": special, "limits": _LIMITS, "seconds": MOST_SECONDS, "memory": MOST_MEMORY}
     command = [sys.executable, "-P", str(Path(__file__).with_name("grammar_trial.py"))]
     try:
@@ -118,7 +118,7 @@ def _tried(rules: str, special: list[str]) -> str:
         text = f"compiling the JSON schema took more than {_STARVED_S} s; simplify it, or ask again later"
         raise Refused(503, text, kind="server_error") from error
     if ended.returncode == 0:
-        return _line(json.loads(ended.stdout))
+        return own_words(json.loads(ended.stdout))
     if ended.returncode > 0:
         return f"compiling it fails: {ended.stderr.strip().rpartition(chr(10))[2]}"
     if sys.platform != "win32" and ended.returncode == -signal.SIGXCPU:
@@ -126,41 +126,5 @@ def _tried(rules: str, special: list[str]) -> str:
     return f"compiling it needs more than {MOST_MEMORY >> 20} MiB"
 
 
-def _line(error: str) -> str:
-    """What llguidance says, without what it adds."""
-    return " ".join(error.removesuffix("<non-verbose/>").split())
-
-
 def _unfollowed(why: str) -> ConfigError:
     return ConfigError(f"the JSON schema cannot be followed: {why}")
-
-
-class Grammar:
-    """Where one answer is. `ended`: it is whole and nothing may follow but its end."""
-
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
-
-    @property
-    def ended(self) -> bool:
-        stopped: bool = self._matcher.is_stopped()
-        return stopped
-
-    def restrict(self, logits: Tensor) -> Tensor:
-        """logits (vocabulary), minus infinity for what must not come next. TiermoeError where finding that out takes
-        more than a step may."""
-        # by hand: llguidance.torch has torch compile a kernel while the server answers. That needs a compiler, and with
-        # torch held to AVX2 the kernel let other tokens pass.
-        bits = numpy.frombuffer(self._matcher.compute_bitmask(), dtype=numpy.uint8)
-        self._check()
-        allowed = numpy.unpackbits(bits, bitorder="little", count=len(logits))
-        return logits.float().masked_fill(torch.from_numpy(allowed == 0), -torch.inf)
-
-    def accept(self, token: int) -> None:
-        """The token that was chosen. TiermoeError as `restrict` raises it."""
-        self._matcher.consume_token(token)
-        self._check()
-
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise TiermoeError(f"the JSON schema cannot be followed any further: {_line(self._matcher.get_error())}")

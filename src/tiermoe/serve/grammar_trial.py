@@ -1,8 +1,8 @@
-"""Tries a grammar in a process of its own, whose time and memory have limits: `python -P grammar_trial.py`.
+"""Trial of a grammar in a process of its own, with limits of time and memory: `python -P grammar_trial.py`.
 
 llguidance has limits, but some grammars pass by them: the automaton of a `multipleOf` has as many states as its number,
-and they are counted nowhere. What has passed here takes as little in the server. It imports nothing of tiermoe, so that
-it starts within a tenth of a second.
+which llguidance does not count. A grammar that passes here takes no more in the server. The trial imports nothing of
+tiermoe, so that it starts within a tenth of a second.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_STEPS = 64  # of an answer that is tried: what a grammar costs often shows behind its first bytes
+_STEPS = 64  # of an answer that is tried: the cost of a grammar often shows behind its first bytes
 
 
 class Bytes:
@@ -31,7 +31,7 @@ class Bytes:
 
 
 def limit(seconds: int, memory: int) -> None:
-    """Ends the process beyond so much processor time, or so many bytes more than it has now. Windows has no such
+    """Limits the process to `seconds` of processor time and `memory` bytes more than it has now. Windows has no such
     limits."""
     if sys.platform == "win32":
         return
@@ -44,7 +44,7 @@ def limit(seconds: int, memory: int) -> None:
 
 
 def fault(rules: str, special: list[str], limits: dict[str, Any]) -> str:
-    """Why a grammar cannot be followed, nor an answer by it begun; empty where it can."""
+    """Why a grammar cannot be compiled, or an answer by it begun; empty where both can."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
     tokens = LLTokenizer(TokenizerWrapper(Bytes(special)))
@@ -61,7 +61,7 @@ def fault(rules: str, special: list[str], limits: dict[str, Any]) -> str:
 
 def main() -> None:
     asked = json.load(sys.stdin)
-    import llguidance  # noqa: F401  # what it takes itself is not the grammar's
+    import llguidance  # noqa: F401  # its own memory is not the grammar's
 
     limit(asked["seconds"], asked["memory"])
     print(json.dumps(fault(asked["rules"], asked["special"], asked["limits"])))

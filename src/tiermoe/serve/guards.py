@@ -1,4 +1,4 @@
-"""What every request passes before it reaches a route: the name of the host, the key, and the size of its body."""
+"""Guards in front of all routes: the name of the host, the key, and the size of the body."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ _DRAINING_S = 10  # of reading a body that is refused, so that the client reads 
 
 
 class Hosts:
-    """Names that a server without a key is asked for by: a web page whose name is made to point to this machine (DNS
-    rebinding) would pass every other check of a browser. names: beside the loopback's; '*' is any. host: what the
-    server listens on; where that is every address, any address will do, since a rebound name is none."""
+    """Names of a server without a key, as clients may call it. A web page whose name is made to point to this machine
+    (DNS rebinding) would pass every other check of a browser.
+
+    names: beside the loopback's; '*' is any. host: address that the server listens on; where that is every address, any
+    address will do, since a rebound name is none."""
 
     def __init__(self, host: str, names: Collection[str] = ()) -> None:
         self._names = {*LOOPBACK, host.lower(), *map(_name, names)}
@@ -38,7 +40,7 @@ class Hosts:
 
 
 def _name(host: str) -> str:
-    """Without a port, and without the brackets of an IPv6 address."""
+    """The name of a host, without a port and without the brackets of an IPv6 address."""
     host = host.strip().lower()
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
 
@@ -51,8 +53,10 @@ def _is_address(name: str) -> bool:
 
 
 class Guard:
-    """key: what clients must name, None: nothing. hosts: what `Host` may be, None: anything. body: an error in the
-    shape of the dialect that a path speaks."""
+    """ASGI middleware that refuses requests before they reach a route.
+
+    key: of the server; None: without. hosts: what `Host` may be; None: anything. body: makes an error in the shape of
+    the dialect that a path speaks."""
 
     def __init__(
         self,
@@ -86,7 +90,7 @@ class Guard:
             await self._refuse(refusal, scope, incoming, send)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        """By what is known before the body."""
+        """Refused for what is known before the body."""
         host = headers.get("host", "")
         if self._hosts is not None and host not in self._hosts:
             raise Refused(403, f"this server is not called '{host}'; --allowed-hosts names what it is called")
@@ -106,8 +110,8 @@ class Guard:
         return hmac.compare_digest(given.encode(), self._key.encode())
 
     async def _refuse(self, error: Refused, scope: Scope, incoming: _Incoming, send: Send) -> None:
-        """Answers, and then reads on for a while: a connection that is closed with a body unread is reset, and the
-        client never sees the answer."""
+        """Answers with an error and reads on for a while: a connection that is closed with an unread body is reset, and
+        the client never sees the answer."""
         headers = {"Connection": "close"} | ({"Retry-After": str(RETRY_S)} if error.status == 503 else {})
         answer = JSONResponse(self._body(scope["path"], error), error.status, headers)
         await send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
@@ -120,10 +124,11 @@ class Guard:
 
 
 class _Incoming:
-    """A body that comes in parts. ended: all have come; left: or the client has."""
+    """A body that comes in parts."""
 
     def __init__(self, receive: Receive) -> None:
-        self.ended = self.left = False
+        self.ended = False  # whether all of it has come, or the client has left
+        self.left = False  # whether the client has left
         self._receive = receive
 
     async def part(self) -> bytes:
@@ -135,7 +140,7 @@ class _Incoming:
 
 
 async def _whole(incoming: _Incoming, share: Share) -> bytes | None:
-    """The body, counted as it comes; None where the client leaves. Refused where it is too large, or takes too long."""
+    """The body; None where the client leaves. Refused where it is too large, or takes too long."""
     parts = list[bytes]()
     try:
         async with asyncio.timeout(_BODY_S):
@@ -152,14 +157,14 @@ async def _whole(incoming: _Incoming, share: Share) -> bytes | None:
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """Gives the body in one message, and then what comes after it."""
-    told = False
+    """Receiver of the body in one message, and of the messages behind it."""
+    given = False
 
     async def again() -> Message:
-        nonlocal told
-        if told:
+        nonlocal given
+        if given:
             return await receive()
-        told = True
+        given = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return again

@@ -1,11 +1,11 @@
-"""Answers in the harmony format (gpt-oss): messages in channels, told apart by special tokens.
+"""Harmony format (gpt-oss): answers as messages in channels, between special tokens.
 
     <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
 
-`analysis` is what the model thinks; `final`, and what it says in `commentary` to nobody, is its answer; what it says to
-a function is a call (github.com/openai/harmony, docs/format.md). The prompt ends within the first message's header,
-after `<|start|>assistant`; `<|return|>` and `<|call|>` end the answer.
+`analysis` is the thought; `final`, and a message in `commentary` to nobody, is the answer; a message to a function is a
+call (github.com/openai/harmony, docs/format.md). The prompt ends within the first message's header, behind
+`<|start|>assistant`; `<|return|>` and `<|call|>` end the answer.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiermoe.serve.bounds import from_json
-from tiermoe.serve.detokenize import overlap
+from tiermoe.engine.detokenize import overlap
+from tiermoe.serve.fields import from_json
 from tiermoe.serve.grammar import json_rule
 from tiermoe.serve.tools import ToolCall
 
 CHANNEL, MESSAGE, END, START = "<|channel|>", "<|message|>", "<|end|>", "<|start|>"
 _ENDS = (END, "<|call|>", "<|return|>", START, CHANNEL)
-"""What ends a message's content; with the last two the next one's header begins."""
+"""Ends of a message's content; with the last two the next header begins."""
 _NAMED = re.compile(r"<\|channel\|>\s*(\w+)")
 _TO = re.compile(r"\bto=([\w.-]+)")
 _FUNCTIONS = "functions."
 _HEADERS = (START, CHANNEL, MESSAGE, "to=")
-"""What a header, or the rest of one, begins with."""
+"""Beginnings of a header, or of the rest of one."""
 
 
 def speaks(template: str | None) -> bool:
@@ -37,7 +37,7 @@ def speaks(template: str | None) -> bool:
 
 
 def message_of(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as such templates take it: a thought is `thinking` there. Beside calls they take it or a text, not
+    """A message as such templates take it: a thought is `thinking`. Beside calls they take a thought or a text, not
     both."""
     given = dict(message)
     thought = given.pop("reasoning_content", None)
@@ -49,7 +49,7 @@ def message_of(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tool_of(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool as such templates take it: each has a description there."""
+    """A tool as such templates take it, with a description."""
     return {**tool, "function": {"description": "", **tool["function"]}}
 
 
@@ -71,24 +71,25 @@ def rules_of(functions: Sequence[Mapping[str, Any]], schema: Mapping[str, Any] |
 
 @dataclass(slots=True)
 class _Message:
-    """thinks: it is none of the answer. function: which it calls. begun: some of it has been told."""
+    """A message after its header."""
 
-    thinks: bool = False
-    function: str | None = None
-    begun: bool = False
+    thinks: bool = False  # whether it is no part of the answer
+    function: str | None = None  # that it calls
+    begun: bool = False  # whether some of it has been emitted
 
 
 class ChannelReader:
-    """Reads one answer: text with its special tokens in, (thought, answer, calls) out. Several messages of a kind are
-    told with a line break between them. goes_on: it begins within a message to the user. `calls`: the whole ones so
-    far."""
+    """Reads one answer as it comes: text with its special tokens in, (thought, answer, calls) out. Messages of a kind
+    have a line break between them.
+
+    goes_on: whether the answer begins within a message to the user."""
 
     def __init__(self, goes_on: bool = False) -> None:
-        self.calls: list[ToolCall] = []
-        self._held = ""
+        self.calls: list[ToolCall] = []  # the whole ones so far
+        self._withheld = ""
         self._message = _Message() if goes_on else None  # None: within a header
-        self._first = True
-        self._told: set[bool] = set()  # of thoughts, of the answer: something was told
+        self._first = True  # whether no header has come
+        self._emitted: set[bool] = set()  # the values of `thinks` of which something was emitted
 
     @property
     def inside(self) -> bool:
@@ -96,10 +97,11 @@ class ChannelReader:
         return self._message is not None and self._message.thinks
 
     def add(self, text: str, last: bool = False, cut: bool = False) -> tuple[str, str, list[ToolCall]]:
-        """What is certain with more text. last: no more comes. cut: because there is no room for more; then a call that
-        has begun is told as far as it is there. What turns out to be no call is part of the answer."""
-        self._held += text
-        told, calls = {True: "", False: ""}, list[ToolCall]()
+        """Thought, answer and calls that are certain with more text. last: no more text comes. cut: because the answer
+        was cut off; then a call that has begun comes as far as it is there. What turns out to be no call is part of the
+        answer."""
+        self._withheld += text
+        said, calls = {True: "", False: ""}, list[ToolCall]()
         while (message := self._message or self._read_header(last)) is not None:
             self._message, self._first = message, False
             content, ended = self._read_content(message, last)
@@ -111,21 +113,21 @@ class ChannelReader:
             if call is not None:
                 calls.append(call)
             elif content:
-                told[message.thinks] += self._apart(message) + content
+                said[message.thinks] += self._separator(message) + content
             if not ended:
                 break
             self._message = None
         if last:
             self._message = None
         self.calls += [call for call in calls if call.whole]
-        return told[True], told[False], calls
+        return said[True], said[False], calls
 
     def _read_header(self, last: bool) -> _Message | None:
-        """The message whose header is whole. What begins with none is an answer as it is."""
-        header, whole, rest = self._held.partition(MESSAGE)
+        """The message after a whole header. Text without a header is an answer as it is."""
+        header, whole, rest = self._withheld.partition(MESSAGE)
         if not whole:
             return self._bare(last) if self._first else None
-        self._held = rest
+        self._withheld = rest
         channel, to = _NAMED.search(header), _TO.search(header)
         recipient = to[1] if to else ""
         function = recipient.removeprefix(_FUNCTIONS) if recipient.startswith(_FUNCTIONS) else None
@@ -133,29 +135,29 @@ class ChannelReader:
         return _Message((channel is not None and channel[1] == "analysis" and function is None) or elsewhere, function)
 
     def _bare(self, last: bool) -> _Message | None:
-        start = self._held.lstrip()
+        start = self._withheld.lstrip()
         header = any(start.startswith(mark) for mark in _HEADERS)
         may_be = not last and any(mark.startswith(start) for mark in _HEADERS)
         return None if header or may_be or not start else _Message()
 
     def _read_content(self, message: _Message, last: bool) -> tuple[str, bool]:
-        """More of a message's content, and whether it has ended; of a call only all of it."""
-        held = self._held
+        """More of a message's content, and whether it has ended; the content of a call comes at once."""
+        held = self._withheld
         at, mark = min(((held.find(mark), mark) for mark in _ENDS if mark in held), default=(-1, ""))
         if at >= 0:
-            self._held = held[at:] if mark in (START, CHANNEL) else held[at + len(mark) :]
+            self._withheld = held[at:] if mark in (START, CHANNEL) else held[at + len(mark) :]
             return held[:at], True
         kept = 0 if last else max(overlap(held, mark) for mark in _ENDS)
         if message.function and not last:
             kept = len(held)
-        self._held = held[len(held) - kept :]
+        self._withheld = held[len(held) - kept :]
         return held[: len(held) - kept], False
 
-    def _apart(self, message: _Message) -> str:
-        """What stands before more of a message's content."""
-        between = "" if message.begun or message.thinks not in self._told else "\n"
+    def _separator(self, message: _Message) -> str:
+        """Line break before a message's content, where another of its kind came before."""
+        between = "" if message.begun or message.thinks not in self._emitted else "\n"
         message.begun = True
-        self._told.add(message.thinks)
+        self._emitted.add(message.thinks)
         return between
 
 

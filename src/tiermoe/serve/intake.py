@@ -1,7 +1,7 @@
-"""What requests in flight hold: bodies, what is parsed of them, token ids. It is bounded and part of the memory plan.
+"""Intake: memory of requests in flight (bodies, parsed values, token ids), bounded and part of the memory plan.
 
-A body is bounded before it is parsed, by what it may become: Python's parser and its checks hold the interpreter, and
-everybody waits for them. Templates and the tokenizer run in threads beside the event loop.
+A body is bounded before it is parsed, by the memory that it may become: Python's parser holds the interpreter, and
+every request waits for it. Templates and the tokenizer run in threads beside the event loop.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _LEAST = 16 << 20  # bytes for requests in flight, beside those for each token of the context
-_TOKEN_OF_CONTEXT = 1 << 10
-_SHARES = 8  # so many of the largest requests fit
+_TOKEN_OF_CONTEXT = 1 << 10  # bytes for each token of the context
+_SHARES = 8  # how many of the largest requests fit
 _TEXT = 8  # bytes for each byte of a body: it, its texts and what a template makes of them, some at 4 a character
 _VALUE = 96  # bytes for each value of a body: half a dict with one entry
 _BEGIN_VALUES = (b",", b":", b"[", b"{")
@@ -34,24 +34,24 @@ _TOKENIZING = 240  # bytes for each byte of text while the tokenizer is at it: 7
 
 
 def longest_text(context: int) -> int:
-    """Bytes of text beyond which nobody looks how many tokens it has: more than `context` in all likelihood."""
+    """Most bytes of a text that is tokenized; a longer one has more than `context` tokens in all likelihood."""
     return _TEXT_BEGUN + _TEXT_OF_TOKEN * context
 
 
 def intake_bytes(context: int) -> int:
-    """Most bytes that requests in flight hold together, where each has up to `context` tokens."""
+    """Most bytes of all requests in flight, where each has up to `context` tokens."""
     return _LEAST + _TOKEN_OF_CONTEXT * context
 
 
 def requests_bytes(context: int) -> int:
-    """`intake_bytes`, and what tokenizing takes beside: one large text and small ones."""
+    """`intake_bytes` and the memory of tokenizing: one large text and small ones."""
     small = _SMALL_AT_ONCE * 2 * _SMALL  # a template may make twice as much of them
     return intake_bytes(context) + _TOKENIZING * (longest_text(context) + small)
 
 
 def values_of(body: bytes, most: int) -> int:
-    """Values of a JSON text but for the outermost, as far as it is one: what may begin them outside of strings. Where
-    there are more than `most` strings, as many as there are strings."""
+    """Number of values in a JSON text beside the outermost: characters outside of strings that may begin one. Where
+    there are more than `most` strings, the number of strings."""
     body = body.replace(rb"\\", b"").replace(rb"\"", b"")
     if (quotes := body.count(b'"')) > 2 * most:
         return quotes // 2
@@ -60,23 +60,24 @@ def values_of(body: bytes, most: int) -> int:
 
 
 class Intake:
-    """Bytes that requests in flight hold together, in a server of up to `context` tokens a request, and the threads
-    that prepare them. on_refusal: told of each request that finds too little."""
+    """Memory of all requests in flight, and the threads that prepare them.
+
+    context: most tokens of a request. on_refusal: called for each request that finds too little memory."""
 
     def __init__(self, context: int, on_refusal: Callable[[], None]) -> None:
-        self.most = intake_bytes(context)
-        self.largest = self.most // _SHARES
-        self.largest_body = self.largest // _TEXT
-        self.held = 0
+        self.most = intake_bytes(context)  # bytes of all requests
+        self.largest = self.most // _SHARES  # bytes of one request
+        self.largest_body = self.largest // _TEXT  # bytes of one body
+        self.held = 0  # bytes of all requests now
+        self.turn = asyncio.Lock()  # of large bodies, to be parsed one after the other
         self._on_refusal = on_refusal
-        self.turn = asyncio.Lock()
         self._lock = threading.Lock()
-        # threads of their own: what each one's allocator keeps is bounded
+        # threads of their own, so that the memory kept by each one's allocator is bounded
         self.small = ThreadPoolExecutor(_SMALL_AT_ONCE, "tiermoe-small")
         self.large = ThreadPoolExecutor(1, "tiermoe-large")
 
     def add(self, nbytes: int) -> None:
-        """Refused with 503 where there is no room for so many."""
+        """Takes bytes for a request. Refused with 503 where there is no room for them."""
         with self._lock:
             if self.held + nbytes <= self.most:
                 self.held += nbytes
@@ -94,12 +95,12 @@ class Intake:
 
 
 class Share:
-    """What one request holds of an intake, until it is answered (`with`)."""
+    """Share of one request in the intake, until it is answered (`with`)."""
 
     def __init__(self, intake: Intake) -> None:
         self._intake = intake
-        self._body = 0  # bytes that have come
-        self._held = 0
+        self._body = 0  # bytes of the body that have come
+        self._held = 0  # bytes of the intake
 
     @property
     def threads(self) -> ThreadPoolExecutor:
@@ -118,15 +119,15 @@ class Share:
         self._intake.remove(self._held)
 
     def hold_part(self, part: bytes) -> None:
-        """A part of the body has come. Refused with 413 or 503 where it is too much."""
+        """Adds a part of the body. Refused with 413 or 503 where it is too much."""
         self._body += len(part)
         if self._body > self._intake.largest_body:
             raise too_large(self._intake.largest_body)
         self._take(len(part))
 
     async def hold_values(self, body: bytes) -> None:
-        """The whole body is parsed next, a large one in a round of the event loop of its own: others' requests come
-        between two of them. Refused with 413 or 503 where it would become too much."""
+        """Adds the values of the whole body, which is parsed next; a large one in its own round of the event loop, so
+        that other requests come between two of them. Refused with 413 or 503 where they would be too much."""
         values = values_of(body, self._intake.largest // _VALUE)
         self._take((_TEXT - 1) * len(body) + _VALUE * values)
         if not self._small:
@@ -134,7 +135,7 @@ class Share:
                 await asyncio.sleep(0)
 
     def hold_tokens(self, count: int) -> None:
-        """Refused with 413 or 503 where they are too many."""
+        """Adds token ids. Refused with 413 or 503 where they are too many."""
         self._take(_TOKEN * count)
 
     def _take(self, nbytes: int) -> None:
@@ -149,14 +150,14 @@ _CURRENT: contextvars.ContextVar[Share] = contextvars.ContextVar("share")
 
 
 async def aside(work: Callable[_P, _T], *args: _P.args, **named: _P.kwargs) -> _T:
-    """What `work` returns, in a thread, for the request that is being answered: templates and tokenizers take long.
-    Large requests are at it one after the other, and small ones wait for none of them."""
+    """Result of `work`, which runs in a thread for the current request: templates and tokenizers take long. Large
+    requests run one after the other, and small ones wait for none of them."""
     run = partial(contextvars.copy_context().run, work, *args, **named)
     return await asyncio.get_running_loop().run_in_executor(_CURRENT.get().threads, run)
 
 
 def hold_tokens(count: int) -> None:
-    """So many token ids are made of a text; nothing outside of a request. Refused with 413 or 503 where they are too
+    """Adds token ids to the current request's share, where there is one. Refused with 413 or 503 where they are too
     many."""
     if (share := _CURRENT.get(None)) is not None:
         share.hold_tokens(count)

@@ -1,4 +1,4 @@
-"""What a monitor asks of the server, in Prometheus' text format. Names are vLLM's where it has one."""
+"""Metrics of the server in Prometheus' text format. Names are vLLM's where it has one."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tiermoe.serve.batcher import Batcher
-from tiermoe.serve.prefix_disk import PrefixDisk
-from tiermoe.serve.request import Piece
+from tiermoe.engine.loop import RequestLoop
+from tiermoe.engine.request import Piece
+from tiermoe.model.prefix_files import PrefixDisk
 from tiermoe.serve.worker import Times
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class Metrics:
-    """Counters of a server, its batch and its engine."""
+    """Counters of a server, its request loop and its engine."""
 
-    def __init__(self, engine: Any, batcher: Batcher) -> None:
+    def __init__(self, engine: Any, loop: RequestLoop) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_State(engine, batcher))
+        self._registry.register(_State(engine, loop))
         self._finished = Counter(
             "tiermoe:request_success", "Finished requests", ["finished_reason"], registry=self._registry
         )
@@ -40,42 +40,42 @@ class Metrics:
         )
 
     def ended(self, piece: Piece, times: Times) -> None:
-        """Notes an answer that ended."""
+        """Records an answer that ended."""
         self._finished.labels(piece.finish).inc()
         self._first.observe(times.first)
         for seconds in times.between:
             self._between.observe(seconds)
 
     def text(self) -> bytes:
-        """All of them."""
+        """All metrics, in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 class _State(Collector):
-    """What the batch and the engine count themselves, read when it is asked for."""
+    """Counters of the loop and the engine, read at each scrape."""
 
-    def __init__(self, engine: Any, batcher: Batcher) -> None:
+    def __init__(self, engine: Any, loop: RequestLoop) -> None:
         self._engine = engine
-        self._batcher = batcher
+        self._loop = loop
 
     def collect(self) -> Iterator[Metric]:
-        batcher, stats = self._batcher, self._engine.stats()
+        loop, stats = self._loop, self._engine.stats()
         for name, text, value in (
-            ("num_requests_running", "Requests in the batch", batcher.running),
-            ("num_requests_waiting", "Requests that wait for a row", batcher.waiting),
-            ("kv_cache_bytes", "Keys and values that are set aside for requests and left by others", batcher.kv_taken),
+            ("num_requests_running", "Requests in the batch", loop.running),
+            ("num_requests_waiting", "Requests that wait for a row", loop.waiting),
+            ("kv_cache_bytes", "Keys and values that are set aside for requests and left by others", loop.kv_taken),
             ("kv_cache_usage_perc", "Share of their memory that is set aside, 0 to 1", self._kv_usage()),
             ("resident_memory_bytes", "Memory that the process holds", stats["memory_bytes"]),
             ("resident_memory_peak_bytes", "Most memory the process held", stats["peak_memory_bytes"]),
             ("memory_budget_bytes", "Bound on the process", stats["memory_budget_bytes"]),
         ):
             yield GaugeMetricFamily(f"tiermoe:{name}", text, value)
-        counts = batcher.counts
+        counts = loop.counts
         for name, text, value in (
             ("requests", "Requests that were taken", counts.requests),
             ("requests_aborted", "Those whose clients left before the end", counts.aborted),
             ("requests_refused", "Requests that came to a full queue or a server about to end", counts.refused),
-            ("num_preemptions", "Requests put back into the queue for want of memory", counts.put_back),
+            ("num_preemptions", "Requests that were preempted for want of KV memory", counts.put_back),
             ("prompt_tokens", "Tokens of prompts that were read", counts.prompt_tokens),
             ("prompt_tokens_cached", "Tokens of prompts that earlier requests left", counts.cached_tokens),
             ("generation_tokens", "Generated tokens", counts.generated_tokens),
@@ -85,17 +85,17 @@ class _State(Collector):
             ("read_bytes", "Bytes read from the drive", stats["bytes_read"]),
             ("expert_wait_seconds", "Time in which computing waited for experts", stats["wait_s"]),
             *_of_gpu(stats),
-            *_of_disk(batcher.disk),
+            *_of_disk(loop.disk),
         ):
             yield CounterMetricFamily(f"tiermoe:{name}", text, value)
 
     def _kv_usage(self) -> float:
         planned = self._engine.plan.kv_cache
-        return min(1.0, self._batcher.kv_taken / planned) if planned else 0.0  # whole pages are set aside
+        return min(1.0, self._loop.kv_taken / planned) if planned else 0.0  # whole pages are set aside
 
 
 def _of_gpu(stats: dict[str, Any]) -> list[tuple[str, str, int]]:
-    """What is told of experts that are copied to a GPU."""
+    """Counters of experts that are copied to a GPU."""
     if "bytes_copied" not in stats:
         return []
     return [
@@ -106,7 +106,7 @@ def _of_gpu(stats: dict[str, Any]) -> list[tuple[str, str, int]]:
 
 
 def _of_disk(disk: PrefixDisk | None) -> list[tuple[str, str, int]]:
-    """What is told of beginnings of prompts that are kept on disk."""
+    """Counters of the prefix cache on disk."""
     if disk is None:
         return []
     counts = disk.counts

@@ -1,36 +1,413 @@
-"""OpenAI's dialect: `/v1/chat/completions` and `/v1/completions`."""
+"""OpenAI's dialect: `/v1/chat/completions` and `/v1/completions`. Fields of requests, answers whole and as streams,
+routes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+import json
+import time
+import uuid
+from codecs import getincrementaldecoder
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
+from pydantic import BaseModel, ConfigDict, Field
 
+from tiermoe.engine.detokenize import token_bytes, token_text
+from tiermoe.engine.request import Piece, Request, TokenLogprob
+from tiermoe.engine.sampling import Sampling
 from tiermoe.errors import ConfigError
-from tiermoe.generation.sampling import Sampling
-from tiermoe.serve.answers import ANSWERS, Stream, submitted, whole
-from tiermoe.serve.chats import Chat, Prepared, grammar_of, prepare
+from tiermoe.serve.answers import ANSWERS, Stream, failure, submitted, whole
+from tiermoe.serve.chats import AnswerReader, Chat, Prepared, grammar_of, prepare
 from tiermoe.serve.errors import Refused
-from tiermoe.serve.fields import check_fields
+from tiermoe.serve.fields import (
+    Bias,
+    Options,
+    Several,
+    StopString,
+    StopStrings,
+    TextPart,
+    TokenIds,
+    Tools,
+    check_fields,
+    from_json,
+    thinking_variables,
+)
 from tiermoe.serve.intake import aside
-from tiermoe.serve.openai_answers import Logprobs, Reading, choice, shape_of, stream, usage_of
-from tiermoe.serve.openai_fields import ChatRequest, Common, CompletionRequest
-from tiermoe.serve.request import Piece, Request
 from tiermoe.serve.served import Served
+from tiermoe.serve.tools import ToolCall
 
 COMPLETION_TOKENS = 16
-"""Of a completion that names no `max_tokens`, as OpenAI has it; a chat's answer may take the whole context."""
+"""Tokens of a completion that names no `max_tokens`, as OpenAI has it; a chat's answer may take the whole context."""
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias",
 )  # fmt: skip
+_MESSAGE_FIELDS = ("tool_call_id", "name", "reasoning_content")
+"""Optional fields of a message that chat templates get."""
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class Common(BaseModel):
+    """Fields of both endpoints. Unknown fields are kept for `check_fields`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str = ""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop: StopString | StopStrings | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    logit_bias: Bias | None = None
+    response_format: ResponseFormat | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    max_tokens: int | None = Field(None, ge=1)
+
+    @property
+    def answer_schema(self) -> Mapping[str, Any] | None:
+        """Schema of JSON that the answer must be; None: any text. Refused where none is named and one is needed."""
+        return None if self.response_format is None else self.response_format.answer_schema
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        stop = self.stop or ()
+        return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str = "{}"
+
+
+class CalledTool(BaseModel):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The call as chat templates take it. Refused where the arguments are no JSON."""
+        try:
+            arguments = from_json(self.function.arguments or "{}")
+        except ValueError as error:
+            raise Refused(400, f"the arguments of a tool call are no JSON: {error}", "messages") from error
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
+class Function(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(BaseModel):
+    name: str
+
+
+class NamedTool(BaseModel):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedFunctions(BaseModel):
+    mode: Literal["auto", "required"]
+    tools: Tools[NamedTool]
+
+
+class AllowedTools(BaseModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Several[TextPart] | None = None
+    tool_calls: Several[CalledTool] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The message as chat templates take it. The arguments of calls are objects there."""
+        plain: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.tool_calls:
+            plain["tool_calls"] = [call.plain for call in self.tool_calls]
+        return plain | {name: value for name in _MESSAGE_FIELDS if (value := getattr(self, name))}
+
+
+class JsonSchema(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def answer_schema(self) -> Mapping[str, Any] | None:
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return {"type": "object"}
+        if self.json_schema is None:
+            raise Refused(400, "a response_format of type json_schema needs json_schema", "response_format")
+        return self.json_schema.schema_
+
+
+class ChatRequest(Common):
+    messages: Several[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: Tools[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Options[Any] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def new_turn(self) -> bool:
+        """`Chat.new_turn`. Refused where its fields contradict each other or the messages."""
+        begins, goes_on = self.add_generation_prompt, self.continue_final_message
+        last = self.messages[-1].role == "assistant"
+        if goes_on and begins:
+            raise Refused(400, "continue_final_message excludes add_generation_prompt", "continue_final_message")
+        if goes_on and not last:
+            needed = "continue_final_message needs an assistant's message at the end"
+            raise Refused(400, needed, "continue_final_message")
+        if begins is False and not (last and goes_on is not False):
+            raise Refused(400, "add_generation_prompt of false needs a message to continue", "add_generation_prompt")
+        return bool(begins) or goes_on is False
+
+    @property
+    def choice(self) -> str:
+        """`Chat.choice`."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            return choice.function.name
+        return choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice or "auto"
+
+    @property
+    def functions(self) -> list[dict[str, Any]]:
+        """The tools that may be called."""
+        tools = self.tools or []
+        if isinstance(self.tool_choice, AllowedTools):
+            allowed = {each.function.name for each in self.tool_choice.allowed_tools.tools}
+            tools = [tool for tool in tools if tool.function.name in allowed]
+        return [tool.model_dump(exclude_none=True) for tool in tools]
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Variables of the template."""
+        return thinking_variables(self.reasoning_effort) | (self.chat_template_kwargs or {})
+
+
+class CompletionRequest(Common):
+    prompt: str | Several[str] | TokenIds | Several[TokenIds]
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
+    max_tokens: int | None = Field(None, ge=0)
+
+
+def error_body(error: Refused) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
+
+
+@dataclass(slots=True)
+class Shape:
+    """Shape of the two endpoints' answers."""
+
+    id: str
+    model: str
+    chat: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        return self._object(choices, "chat.completion" if self.chat else "text_completion") | {"usage": usage}
+
+    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> str:
+        return json.dumps(self._object(choices, "chat.completion.chunk" if self.chat else "text_completion") | more)
+
+    def _object(self, choices: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+def shape_of(model: str, chat: bool) -> Shape:
+    return Shape(("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex, model, chat)
+
+
+def usage_of(prompt: int, pieces: Sequence[Piece], readings: Iterable[ChoiceReader]) -> dict[str, Any]:
+    """Usage of all choices. prompt: tokens of the prompts."""
+    made = sum(len(piece.tokens) for piece in pieces)
+    cached = max((piece.cached for piece in pieces), default=0)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": sum(each.reader.thought_tokens for each in readings)},
+    }
+
+
+class Logprobs:
+    """Log probabilities in the shape of an endpoint, with tokens as text."""
+
+    def __init__(self, tokenizer: Any, chat: bool) -> None:
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._bytes: dict[int, bytes] = {}
+        self._text = getincrementaldecoder("utf-8")("replace")
+        self._offset = 0  # characters of the text so far
+
+    def of(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        """None where the request has none."""
+        if not tokens:
+            return None
+        return {"content": [self._chat_entry(each) for each in tokens]} if self._chat else self._completion(tokens)
+
+    def _chat_entry(self, each: TokenLogprob) -> dict[str, Any]:
+        return self._named(each.token, each.logprob) | {"top_logprobs": [self._named(*pair) for pair in each.top]}
+
+    def _completion(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        offsets = []
+        for each in tokens:
+            offsets.append(self._offset)
+            self._offset += len(self._text.decode(self._bytes_of(each.token)))
+        return {
+            "tokens": [token_text(self._bytes_of(each.token)) for each in tokens],
+            "token_logprobs": [each.logprob for each in tokens],
+            "top_logprobs": [self._top(each) for each in tokens],
+            "text_offset": offsets,
+        }
+
+    def _top(self, each: TokenLogprob) -> dict[str, float] | None:
+        if each.logprob is None:
+            return None
+        found: dict[str, float] = {}
+        for token, value in each.top:
+            found.setdefault(token_text(self._bytes_of(token)), value)  # of tokens that read alike, the likeliest
+        return found
+
+    def _named(self, token: int, value: float | None) -> dict[str, Any]:
+        data = self._bytes_of(token)
+        return {"token": token_text(data), "logprob": value, "bytes": list(data)}
+
+    def _bytes_of(self, token: int) -> bytes:
+        if token not in self._bytes:
+            self._bytes[token] = token_bytes(self._tokenizer, token)
+        return self._bytes[token]
+
+
+@dataclass(slots=True)
+class ChoiceReader:
+    """Reader of one choice, as its pieces come."""
+
+    logprobs: Logprobs
+    reader: AnswerReader
+    echo: str = ""  # text of the prompt, where it comes before the answer's
+    _calls: int = 0
+
+    def add(self, piece: Piece) -> tuple[dict[str, Any], str | None]:
+        """reasoning_content, content and tool_calls of a piece, where it has any, and the reason of the end."""
+        parsed = self.reader.add(piece)
+        calls = [_call(call, self._calls + index) for index, call in enumerate(parsed.calls)]
+        self._calls += len(calls)
+        text, self.echo = self.echo + parsed.text, ""
+        parts = {"reasoning_content": parsed.thought, "content": text, "tool_calls": calls}
+        return {name: part for name, part in parts.items() if part}, parsed.finish
+
+
+def _call(call: ToolCall, index: int) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": index, "id": call.id, "type": "function", "function": function}
+
+
+def choice(index: int, chat: bool, pieces: Sequence[Piece], reading: ChoiceReader) -> dict[str, Any]:
+    """A whole choice."""
+    read = [reading.add(piece) for piece in pieces]
+    text, thought = ("".join(said.get(name, "") for said, _ in read) for name in ("content", "reasoning_content"))
+    logprobs = reading.logprobs.of([each for piece in pieces for each in (*piece.prompt, *piece.logprobs)])
+    end = {"logprobs": logprobs, "finish_reason": read[-1][1]}
+    if not chat:
+        return {"index": index, "text": text} | end
+    calls = [call for said, _ in read for call in said.get("tool_calls", ())]
+    message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+    if thought:
+        message["reasoning_content"] = thought
+    if calls:
+        message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
+    return {"index": index, "message": message} | end
+
+
+async def stream(
+    shape: Shape,
+    answers: AsyncIterator[tuple[int, Piece]],
+    prompt: int,
+    readings: Mapping[int, ChoiceReader],
+    include_usage: bool,
+) -> AsyncIterator[str]:
+    """Data of a stream's events: the role, thoughts and text as they come, whole calls, the reason of each end, usage,
+    `[DONE]`."""
+    pieces: list[Piece] = []
+    more: dict[str, Any] = {"usage": None} if include_usage else {}
+
+    def chunk(index: int, said: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> str:
+        return shape.chunk([{"index": index, **said, "logprobs": logprobs, "finish_reason": finish}], **more)
+
+    if shape.chat:
+        for index in readings:
+            yield chunk(index, {"delta": {"role": "assistant", "content": ""}})
+    async for index, piece in answers:
+        pieces.append(piece)
+        if piece.error is not None:
+            yield json.dumps(error_body(failure(piece.error)))
+            return
+        logprobs = readings[index].logprobs.of((*piece.prompt, *piece.logprobs))
+        said, finish = readings[index].add(piece)
+        if said or logprobs:
+            yield chunk(index, {"delta": said} if shape.chat else {"text": said.get("content", "")}, logprobs)
+        if finish is not None:
+            yield chunk(index, {"delta": {}} if shape.chat else {"text": ""}, finish=finish)
+    if include_usage:
+        yield shape.chunk([], usage=usage_of(prompt, pieces, readings.values()))
+    yield "[DONE]"
 
 
 def sampling_of(asked: Common, default: Sampling, most: int) -> Sampling:
-    """How the tokens of an answer are chosen: as asked, else as `default`. most: tokens that there is room for."""
+    """Sampling of an answer, with `default` for absent fields. most: largest number of tokens."""
     values = {name: value for name in _SAMPLING if (value := getattr(asked, name)) is not None}
     if values.get("top_k") == -1:
         values["top_k"] = 0
@@ -42,11 +419,11 @@ def sampling_of(asked: Common, default: Sampling, most: int) -> Sampling:
     return Sampling(max_tokens=min(wanted, most), **{**kept, **values})
 
 
-def requests_of(its: Prepared, asked: Common, sampling: Sampling, more: Mapping[str, Any]) -> list[Request]:
-    """One for each choice; a seed gives each its own. more: fields of `Request`."""
+def requests_of(prepared: Prepared, asked: Common, sampling: Sampling, more: Mapping[str, Any]) -> list[Request]:
+    """A request for each choice; with a seed each has its own. more: fields of `Request`."""
     seeds = [None if sampling.seed is None else sampling.seed + index for index in range(asked.n or 1)]
-    stops = (*asked.stops, *its.stops)
-    return [Request(its.ids, replace(sampling, seed=seed), stops, **more) for seed in seeds]
+    stops = (*asked.stops, *prepared.stops)
+    return [Request(prepared.ids, replace(sampling, seed=seed), stops, **more) for seed in seeds]
 
 
 def routes(app: FastAPI, served: Served) -> None:
@@ -60,9 +437,11 @@ def routes(app: FastAPI, served: Served) -> None:
             raise Refused(400, "top_logprobs needs logprobs=true", "top_logprobs")
         parallel = asked.parallel_tool_calls is not False
         messages = [message.plain for message in asked.messages]
-        its = Chat(messages, asked.functions, asked.choice, asked.answer_schema, asked.told, parallel, asked.new_turn)
+        conversation = Chat(
+            messages, asked.functions, asked.choice, asked.answer_schema, asked.variables, parallel, asked.new_turn
+        )
         _check_count(served, asked.n or 1)
-        prepared = await aside(prepare, served, its)
+        prepared = await aside(prepare, served, conversation)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         return await _answer(http, served, asked, [prepared], logprobs)
 
@@ -86,25 +465,25 @@ async def _answer(
     if asked.logit_bias is not None:
         served.check_ids(list(asked.logit_bias), "logit_bias")
     answers = await submitted(served.worker, requests, prompts[0].grammar)
-    form, count = shape_of(served.name, chat), sum(len(each.ids) for each in prompts)
+    shape, count = shape_of(served.name, chat), sum(len(each.ids) for each in prompts)
     if asked.stream:
         usage = asked.stream_options is not None and asked.stream_options.include_usage
-        told = ((index, _shown(asked, piece)) async for index, piece in answers)
-        return Stream(answers, stream(form, told, count, readings, usage))
+        shown = ((index, _shown(asked, piece)) async for index, piece in answers)
+        return Stream(answers, stream(shape, shown, count, readings, usage))
     pieces: list[list[Piece]] = [[] for _ in requests]
     await whole(http, answers, lambda index, piece: pieces[index].append(_shown(asked, piece)))
-    choices = [choice(index, chat, its, readings[index]) for index, its in enumerate(pieces)]
-    return form.whole(choices, usage_of(count, [piece for its in pieces for piece in its], readings.values()))
+    choices = [choice(index, chat, each, readings[index]) for index, each in enumerate(pieces)]
+    return shape.whole(choices, usage_of(count, [piece for each in pieces for piece in each], readings.values()))
 
 
 def _requests(
     served: Served, asked: Common, prompts: Sequence[Prepared], logprobs: int | None
-) -> tuple[list[Request], dict[int, Reading]]:
-    """Of all answers, by their indices."""
+) -> tuple[list[Request], dict[int, ChoiceReader]]:
+    """Requests of all answers, and their readers by index."""
     chat = isinstance(asked, ChatRequest)
     echo = isinstance(asked, CompletionRequest) and asked.echo
     requests: list[Request] = []
-    readings: dict[int, Reading] = {}
+    readings: dict[int, ChoiceReader] = {}
     for each in prompts:
         served.check_ids(each.ids, "prompt")
         room = served.context - len(each.ids)
@@ -116,21 +495,21 @@ def _requests(
         more = {"logprobs": logprobs, "prompt_logprobs": scored, "special": each.special}
         text = served.tokenizer.decode(each.ids, skip_special_tokens=True) if echo else ""
         for request in requests_of(each, asked, sampling, more):
-            readings[len(requests)] = Reading(Logprobs(served.tokenizer, chat), each.reader(), text)
+            readings[len(requests)] = ChoiceReader(Logprobs(served.tokenizer, chat), each.reader(), text)
             requests.append(request)
     return requests, readings
 
 
 def _check_count(served: Served, count: int) -> None:
-    """Refused where so many answers are more than ever wait at once."""
+    """Refused where the answers exceed the queue."""
     most = served.worker.most_waiting
     if count > max(1, most):
         raise Refused(400, f"{count:,} answers are asked for, {most} at most may wait; lower n", "n")
 
 
 def _shown(asked: Common, piece: Piece) -> Piece:
-    """Without its token where none is asked for: the batch makes one at least, from the logits that the prompt's last
-    token has anyway."""
+    """A piece without its token where max_tokens is 0: the loop chooses at least one, from the logits of the prompt's
+    last token."""
     return replace(piece, text="", tokens=(), logprobs=()) if asked.max_tokens == 0 else piece
 
 

@@ -1,4 +1,4 @@
-"""The page at `/`: chat, and where the experts are. One file, which asks nobody but its own server."""
+"""Page at `/`: chat, and a view of the experts. One file, which connects to its own server alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _html() -> str:
 
 @cache
 def _policy() -> str:
-    """What the page may do: run its own script, show its own style, ask its own server."""
+    """Content policy of the page: its own script, its own style, its own server."""
     return (
         f"default-src 'none'; script-src {_hash('script')}; style-src {_hash('style')}; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -26,13 +26,13 @@ def _policy() -> str:
 
 
 def _hash(element: str) -> str:
-    """Of the text of the page's only `element`, as a policy names it."""
+    """Hash of the text of the page's only `element`, as a policy names it."""
     (text,) = re.findall(f"<{element}>(.*?)</{element}>", _html(), re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def page() -> HTMLResponse:
-    """The page, with the policy that keeps it to itself."""
+    """The page, with its content policy."""
     headers = {
         "Content-Security-Policy": _policy(),
         "X-Content-Type-Options": "nosniff",

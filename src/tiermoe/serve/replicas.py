@@ -1,8 +1,8 @@
 """Several servers of a model behind one address: replicas of a Ray Serve deployment.
 
 Each replica is a process with an engine and the routes of its own. Ray Serve starts them, checks on them, starts
-another where one ends, and chooses who answers: by consistent hashing of a request's session, so that the turns of a
-conversation find their keys and values where they were left.
+another where one ends, and routes requests: by consistent hashing of a request's session, so that the turns of a
+conversation reach their prefix.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tiermoe.config import settings
-from tiermoe.process.start_ray import start_ray
+from tiermoe.platform.ray import start_ray
 
 APP = "tiermoe"
 _CHECKS_S = 2  # between two looks whether a replica is well
@@ -21,17 +21,15 @@ _CHECKS_S = 2  # between two looks whether a replica is well
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
-    """What each replica loads: a model with these options of `config.settings`, which are one replica's share. name:
-    the model's, for clients. sampling: where a request says nothing. access: who is answered, as `create_app` takes
-    it. most_waiting: requests in a replica's queue."""
+    """What each replica loads."""
 
     model: str
-    options: Mapping[str, Any]
-    name: str
-    sampling: Any
-    access: Mapping[str, Any]
-    most_waiting: int
-    kv_memory: int | None
+    options: Mapping[str, Any]  # of `config.settings`, one replica's share
+    name: str  # the model's, for clients
+    sampling: Any  # of a request that names none
+    access: Mapping[str, Any]  # named arguments of `create_app`
+    most_waiting: int  # requests in a replica's queue
+    kv_memory: int | None  # bytes for the keys and values of a replica's requests
 
 
 def start(deployed: Deployed, replicas: int, host: str, port: int, grace_s: int) -> None:
@@ -69,15 +67,15 @@ def stop() -> None:
 
 def app_of(deployed: Deployed) -> Any:
     """The routes over a model that is loaded now, in a replica's process."""
-    from tiermoe.process import footprint
+    from tiermoe.platform import process_memory
 
-    footprint.import_libraries(own_process=True)
+    process_memory.import_libraries(own_process=True)
     from tiermoe.engine.load import start as start_engine
-    from tiermoe.model.blueprint import inspect_model
-    from tiermoe.model.hub import load_tokenizer, resolve_model
+    from tiermoe.model.hf.blueprint import inspect_model
+    from tiermoe.model.hf.hub import load_tokenizer, resolve_model
     from tiermoe.serve.app import create_app
-    from tiermoe.serve.assembly import served_of
-    from tiermoe.serve.room import use_of_server
+    from tiermoe.serve.batch_limits import use_of_server
+    from tiermoe.serve.served import served_of
 
     asked = settings(**deployed.options)
     directory = resolve_model(deployed.model)

@@ -5,23 +5,355 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import count
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
 
+from tiermoe.engine.request import Piece, Request
 from tiermoe.serve.answers import ANSWERS, Stream, submitted, whole
-from tiermoe.serve.chats import Chat, Prepared, prepare
+from tiermoe.serve.chats import AnswerReader, Chat, Prepared, prepare
 from tiermoe.serve.errors import Refused
-from tiermoe.serve.fields import check_fields
+from tiermoe.serve.fields import Options, Several, TextPart, Tools, check_fields, from_json, thinking_variables
 from tiermoe.serve.intake import aside
-from tiermoe.serve.openai_answers import Logprobs
-from tiermoe.serve.request import Piece, Request
-from tiermoe.serve.responses_events import Growing
-from tiermoe.serve.responses_fields import ResponsesRequest
+from tiermoe.serve.openai import Logprobs
 from tiermoe.serve.served import Served
+from tiermoe.serve.tools import ToolCall
+
+Event = dict[str, Any]
+_TEXT_KINDS = {"reasoning": "reasoning_text", "message": "output_text"}
+"""Kind of item → kind of its text."""
+
+
+class MessageItem(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Several[TextPart]
+
+
+class CallItem(BaseModel):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class OutputItem(BaseModel):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Several[TextPart]
+
+
+class ReasoningText(BaseModel):
+    text: str
+
+
+class ReasoningItem(BaseModel):
+    type: Literal["reasoning"]
+    content: Several[ReasoningText] | None = None
+
+
+class Format(BaseModel):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class TextOptions(BaseModel):
+    format: Format | None = None
+
+
+class Reasoning(BaseModel):
+    effort: str | None = None
+
+
+class NamedFunction(BaseModel):
+    type: Literal["function"]
+    name: str
+
+
+class AllowedTools(BaseModel):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Tools[NamedFunction]
+
+
+class FunctionTool(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class OtherTool(BaseModel):
+    """A tool of a kind that only its maker can run; the model does not get it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+def _kind(value: Any, default: str | None = None) -> str | None:
+    """The type of an item or a tool, before it is checked and after."""
+    kind: str | None = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
+    return kind
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[OutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(lambda value: _kind(value, "message")),
+]
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")],
+    Discriminator(lambda value: "function" if _kind(value) == "function" else "other"),
+]
+
+
+class ResponsesRequest(BaseModel):
+    """Fields of the endpoint. Unknown fields are kept for `check_fields`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str = ""
+    input: str | Several[Item] = Field(min_length=1)
+    instructions: str | None = None
+    stream: bool = False
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    include: Several[str] | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    tools: Tools[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools = "auto"
+    parallel_tool_calls: bool | None = None
+    metadata: Options[JsonValue] | None = None
+
+    @property
+    def functions(self) -> list[dict[str, Any]]:
+        """The tools that can be called, as chat templates take them."""
+        tools = [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+        if isinstance(self.tool_choice, AllowedTools):
+            allowed = {each.name for each in self.tool_choice.tools}
+            tools = [tool for tool in tools if tool.name in allowed]
+        return [
+            {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})} for tool in tools
+        ]
+
+    @property
+    def choice(self) -> str:
+        """`Chat.choice`."""
+        choice = self.tool_choice
+        if isinstance(choice, str):
+            return choice
+        return choice.name if isinstance(choice, NamedFunction) else choice.mode
+
+    @property
+    def parallel(self) -> bool:
+        """`Chat.parallel`."""
+        return self.parallel_tool_calls is not False
+
+    @property
+    def answer_schema(self) -> Mapping[str, Any] | None:
+        """Schema of JSON that the answer must be; None: any text. Refused where none is named and one is needed."""
+        form = self.text.format if self.text else None
+        if form is None or form.type == "text":
+            return None
+        if form.type == "json_schema" and form.schema_ is None:
+            raise Refused(400, "a text.format of type json_schema needs schema", "text")
+        return form.schema_ or {"type": "object"}
+
+    @property
+    def logprobs(self) -> int | None:
+        """`Request.logprobs`."""
+        wanted = self.top_logprobs or "message.output_text.logprobs" in (self.include or ())
+        return (self.top_logprobs or 0) if wanted else None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Variables of the template."""
+        return thinking_variables(self.reasoning.effort if self.reasoning else None)
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """As chat templates take them. ValueError where the arguments of a call are no JSON."""
+        said = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        if isinstance(self.input, str):
+            return [*said, {"role": "user", "content": self.input}]
+        return [*said, *_messages(self.input)]
+
+
+def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """A turn of the assistant is several items: thoughts, text and calls."""
+    messages: list[dict[str, Any]] = []
+    turn: dict[str, Any] | None = None
+    for item in items:
+        if isinstance(item, OutputItem):
+            turn = None
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+        elif isinstance(item, MessageItem) and item.role != "assistant":
+            turn = None
+            role = "system" if item.role == "developer" else item.role
+            messages.append({"role": role, "content": _text(item.content)})
+        else:
+            if turn is None or (isinstance(item, ReasoningItem) and turn.keys() - {"role", "reasoning_content"}):
+                turn = {"role": "assistant", "content": ""}
+                messages.append(turn)
+            _add(turn, item)
+    return messages
+
+
+def _add(turn: dict[str, Any], item: MessageItem | CallItem | ReasoningItem) -> None:
+    if isinstance(item, ReasoningItem):
+        turn["reasoning_content"] = "".join(part.text for part in item.content or ())
+    elif isinstance(item, MessageItem):
+        turn["content"] += _text(item.content)
+    else:
+        function = {"name": item.name, "arguments": from_json(item.arguments or "{}")}
+        turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+
+
+def _text(content: str | Several[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class GrowingResponse:
+    """A response while it grows: its items, and the events of each change.
+
+    response: without output yet. prompt: tokens of the prompt."""
+
+    def __init__(self, response: dict[str, Any], reader: AnswerReader, logprobs: Logprobs, prompt: int) -> None:
+        self.response = response
+        self._reader = reader
+        self._logprobs = logprobs
+        self._prompt = prompt
+        self._made = self._cached = 0
+        self._numbers = count()
+        self._open: dict[str, Any] | None = None  # the item that text goes to
+
+    def begin(self) -> Iterator[Event]:
+        yield self._whole("created")
+        yield self._whole("in_progress")
+
+    def add(self, piece: Piece) -> Iterator[Event]:
+        """Events of a piece; after the last piece the response is whole."""
+        self._made += len(piece.tokens)
+        self._cached = piece.cached
+        if piece.error is not None:
+            yield from self._close("incomplete")
+            self.response |= {"status": "failed", "error": {"code": "server_error", "message": str(piece.error)}}
+            yield self._whole("failed")
+            return
+        parsed = self._reader.add(piece)
+        if parsed.thought:
+            yield from self._text("reasoning", parsed.thought, [])
+        if parsed.text or piece.logprobs:
+            logprobs = self._logprobs.of(piece.logprobs)
+            yield from self._text("message", parsed.text, logprobs["content"] if logprobs else [])
+        for call in parsed.calls:
+            yield from self._call(call)
+        if parsed.finish is not None:
+            yield from self._end(parsed.finish)
+
+    def _end(self, finish: str) -> Iterator[Event]:
+        whole = finish != "length"
+        yield from self._close("completed" if whole else "incomplete")
+        if whole:
+            self.response |= {"status": "completed", "completed_at": int(time.time())}
+        else:
+            self.response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        self.response["usage"] = self._usage()
+        yield self._whole("completed" if whole else "incomplete")
+
+    def _usage(self) -> dict[str, Any]:
+        return {
+            "input_tokens": self._prompt,
+            "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": 0},
+            "output_tokens": self._made,
+            "output_tokens_details": {"reasoning_tokens": self._reader.thought_tokens},
+            "total_tokens": self._prompt + self._made,
+        }
+
+    def _text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+        """Adds text to the open item, or to a new one where that is of another kind."""
+        if self._open is None or self._open["type"] != kind:
+            yield from self._close("completed")
+            part: dict[str, Any] = {"type": _TEXT_KINDS[kind], "text": ""}
+            item: dict[str, Any] = {"id": _id("rs" if kind == "reasoning" else "msg"), "type": kind}
+            if kind == "message":
+                part |= {"annotations": [], "logprobs": []}
+                item["role"] = "assistant"
+            else:
+                item["summary"] = []
+            yield self._begun(item | {"status": "in_progress", "content": []})
+            self._open = item = self.response["output"][-1]
+            yield self._of_item("content_part.added", content_index=0, part=dict(part))
+            item["content"].append(part)
+        part = self._open["content"][0]
+        part["text"] += text
+        more: dict[str, Any] = {}
+        if kind == "message":
+            part["logprobs"] += logprobs
+            more["logprobs"] = logprobs
+        yield self._of_item(f"{_TEXT_KINDS[kind]}.delta", content_index=0, delta=text, **more)
+
+    def _call(self, call: ToolCall) -> Iterator[Event]:
+        yield from self._close("completed")
+        item = {"id": _id("fc"), "type": "function_call", "call_id": call.id, "name": call.name}
+        yield self._begun(item | {"arguments": "", "status": "in_progress"})
+        yield self._of_item("function_call_arguments.delta", delta=call.arguments)
+        status = "completed" if call.whole else "incomplete"
+        self.response["output"][-1] |= {"arguments": call.arguments, "status": status}
+        yield self._of_item("function_call_arguments.done", name=call.name, arguments=call.arguments)
+        yield self._done()
+
+    def _close(self, status: str) -> Iterator[Event]:
+        """Ends the open item."""
+        if self._open is None:
+            return
+        item, self._open = self._open, None
+        part = item["content"][0]
+        more = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
+        yield self._of_item(f"{part['type']}.done", content_index=0, text=part["text"], **more)
+        yield self._of_item("content_part.done", content_index=0, part=part)
+        item["status"] = status
+        yield self._done()
+
+    def _begun(self, item: dict[str, Any]) -> Event:
+        self.response["output"].append(item)
+        at = len(self.response["output"]) - 1
+        return self._event(
+            "output_item.added", output_index=at, item={**item, "content": []} if "content" in item else item
+        )
+
+    def _done(self) -> Event:
+        output = self.response["output"]
+        return self._event("output_item.done", output_index=len(output) - 1, item=output[-1])
+
+    def _of_item(self, kind: str, **more: Any) -> Event:
+        output = self.response["output"]
+        return self._event(kind, item_id=output[-1]["id"], output_index=len(output) - 1, **more)
+
+    def _whole(self, kind: str) -> Event:
+        return self._event(kind, response=self.response)
+
+    def _event(self, kind: str, **more: Any) -> Event:
+        return {"type": f"response.{kind}", "sequence_number": next(self._numbers), **more}
+
+
+def _id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"
 
 
 def routes(app: FastAPI, served: Served) -> None:
@@ -35,11 +367,11 @@ def routes(app: FastAPI, served: Served) -> None:
             messages = asked.messages
         except ValueError as error:
             raise Refused(400, f"the arguments of a function call are no JSON: {error}", "input") from error
-        chat = Chat(messages, asked.functions, asked.choice, asked.answer_schema, asked.told, asked.parallel)
+        chat = Chat(messages, asked.functions, asked.choice, asked.answer_schema, asked.variables, asked.parallel)
         prepared = await aside(prepare, served, chat)
         answers = await submitted(served.worker, [_request(served, asked, prepared)], prepared.grammar)
         logprobs = Logprobs(served.tokenizer, chat=True)
-        growing = Growing(_response(served, asked), prepared.reader(), logprobs, len(prepared.ids))
+        growing = GrowingResponse(_response(served, asked), prepared.reader(), logprobs, len(prepared.ids))
         if asked.stream:
             return Stream(answers, _stream(growing, answers))
         await whole(http, answers, lambda _, piece: list(growing.add(piece)))
@@ -64,8 +396,8 @@ def _request(served: Served, asked: ResponsesRequest, prepared: Prepared) -> Req
 
 
 def _response(served: Served, asked: ResponsesRequest) -> dict[str, Any]:
-    """A response without items yet. What was asked for is told back, as OpenAI does."""
-    said = asked.model_dump(
+    """A response without items yet. It repeats the fields of the request, as OpenAI's does."""
+    fields = asked.model_dump(
         include={"instructions", "max_output_tokens", "metadata", "temperature", "tool_choice", "top_p", "text"},
         by_alias=True,
     )
@@ -85,12 +417,12 @@ def _response(served: Served, asked: ResponsesRequest) -> dict[str, Any]:
         "tools": [{"type": "function", "strict": False, **each["function"]} for each in asked.functions],
         "truncation": "disabled",
         "usage": None,
-        **said,
-        "text": said["text"] or {"format": {"type": "text"}},
+        **fields,
+        "text": fields["text"] or {"format": {"type": "text"}},
     }
 
 
-async def _stream(growing: Growing, pieces: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[dict[str, str]]:
+async def _stream(growing: GrowingResponse, pieces: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[dict[str, str]]:
     for event in growing.begin():
         yield _sent(event)
     async for _, piece in pieces:

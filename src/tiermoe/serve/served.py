@@ -1,15 +1,21 @@
-"""What a server answers with, and what every dialect asks of it."""
+"""The model behind a server: the request loop in a thread, the tokenizer, and the checks of every dialect."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from tiermoe.generation.sampling import Sampling
-from tiermoe.memory.other_budgets import OtherBudget, other_budgets
+from tiermoe.engine.expectation import OtherBudget, other_budgets
+from tiermoe.engine.loop import RequestLoop
+from tiermoe.engine.numerics import numerics
+from tiermoe.engine.sampling import Sampling, end_tokens
+from tiermoe.model.kv_cache import KVCache
+from tiermoe.model.prefix_files import PrefixDisk, PrefixFolder, first_name
 from tiermoe.serve.errors import TOO_LONG, Refused
 from tiermoe.serve.grammar import Grammars
 from tiermoe.serve.intake import hold_tokens, longest_text
@@ -19,27 +25,28 @@ from tiermoe.serve.worker import Worker
 
 @dataclass(slots=True)
 class Served:
-    """name: the model's, for clients. sampling: where a request says nothing. created: seconds since the epoch."""
+    """A loaded model in a server."""
 
-    name: str
+    name: str  # the model's, for clients
     tokenizer: Any
     worker: Worker
     metrics: Metrics
     engine: Any
-    sampling: Sampling
-    created: int
+    sampling: Sampling  # of a request that names none
+    created: int  # seconds since the epoch
     grammars: Grammars
 
     @property
     def context(self) -> int:
         """Most tokens of a request, prompt and answer."""
-        return self.worker.batcher.context
+        return self.worker.loop.context
 
     @property
     def other_budgets(self) -> list[OtherBudget]:
-        """What other memory budgets would bring, by what answers have taken so far; empty where that says nothing."""
+        """What other memory budgets would bring, estimated from the costs of decoding so far; empty where too little is
+        known."""
         plan = self.engine.plan
-        curve = self.engine.scheduler.size_curve(plan.slots, self.worker.batcher.decoding)
+        curve = self.engine.scheduler.size_curve(plan.slots, self.worker.loop.decoding)
         return [] if curve is None else other_budgets(plan, curve)
 
     @property
@@ -66,8 +73,8 @@ class Served:
             raise Refused(400, f"there is no token {wrong}; the vocabulary has {most:,}", param)
 
     def text_ids(self, text: str, special: bool = True) -> list[int]:
-        """Token ids of a text, with the tokens that every text begins with unless not `special`. Refused where it is
-        longer than `longest_text`."""
+        """Token ids of a text. special: with the tokens that every text begins with. Refused where the text is longer
+        than `longest_text`."""
         size, most = len(text.encode()), longest_text(self.context)
         if size > most:
             raise Refused(
@@ -84,46 +91,49 @@ class Served:
         self,
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] = (),
-        told: Mapping[str, Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
         new_turn: bool = False,
     ) -> list[int]:
-        """Token ids of a conversation (role, content) in the model's chat template, ready for the answer: which
-        continues the last message where it is `continued`, unless it is to be a `new_turn`. A model of texts, without a
-        template, is given what was said, one after the other. told: variables of the template; those that it does not
-        know are left out. Where the template does not take the messages, it is given `system_first`. Refused where it
-        does not take that either."""
+        """Token ids of a conversation in the model's chat template, ready for the answer.
+
+        messages: with role and content. The answer continues the last message where that is `continued`, unless it is
+        to be a `new_turn`. variables: of the template; those that it does not know are left out. A model without a
+        template is given the contents, one after the other. A template that does not take the messages is given
+        `system_first` of them. Refused where it does not take that either."""
         goes_on = continued(messages) and not new_turn
         template, render = self.template, self.tokenizer.apply_chat_template
         if template is None:
             return self.text_ids("\n".join(message["content"] for message in messages))
         own = inspect.signature(render).parameters
-        variables = {name: value for name, value in (told or {}).items() if name in template and name not in own}
+        known = {name: value for name, value in (variables or {}).items() if name in template and name not in own}
 
-        def rendered(its: Sequence[dict[str, Any]]) -> str:
+        def rendered(turns: Sequence[dict[str, Any]]) -> str:
             ending = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
-            text: str = render(its, tools=list(tools) or None, tokenize=False, **ending, **variables)
+            text: str = render(turns, tools=list(tools) or None, tokenize=False, **ending, **known)
             return text
 
         refused = None
-        for its in (messages, system_first(messages)):
+        for turns in (messages, system_first(messages)):
             try:
-                text = rendered(its)
+                text = rendered(turns)
             except Exception as error:  # a template refuses what it does not know with errors of its own
                 refused = refused or error
             else:
                 return self.text_ids(text, special=False)
-        why = str(refused).partition("\n")[0]  # one that cannot continue a message tells the conversation after it
+        why = str(refused).partition("\n")[
+            0
+        ]  # transformers adds the whole conversation where it cannot continue a message
         raise Refused(400, f"the model's chat template does not take these messages: {why}", "messages") from refused
 
 
 def continued(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a conversation ends with what the assistant said, which the answer continues."""
+    """Whether a conversation ends with an assistant's message, which the answer continues."""
     return bool(messages) and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
 
 
 def system_first(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation with one system message at the most, at its beginning: those that it begins with in one, later
-    ones as the user's. Agents send several, and some in the middle."""
+    """A conversation with at most one system message, at its beginning: the first ones become one, later ones the
+    user's. Agents send several, and some in the middle."""
     first = list(takewhile(_is_system, messages))
     later = [{**each, "role": "user"} if _is_system(each) else each for each in messages[len(first) :]]
     text = "\n\n".join(each["content"] for each in first)
@@ -132,3 +142,28 @@ def system_first(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _is_system(message: Mapping[str, Any]) -> bool:
     return bool(message["role"] == "system")
+
+
+def prefix_disk(engine: Any, folder: PrefixFolder, warn: Callable[[str], None]) -> Callable[[KVCache], PrefixDisk]:
+    """Makes a `PrefixDisk` from an engine's KV cache."""
+    facts = json.dumps(numerics(engine), sort_keys=True).encode()
+    return lambda cache: PrefixDisk(cache, folder, first_name(facts), warn)
+
+
+def served_of(
+    engine: Any,
+    tokenizer: Any,
+    name: str,
+    sampling: Sampling,
+    most_waiting: int,
+    disk: Callable[[Any], PrefixDisk] | None = None,
+) -> Served:
+    """Starts the loop of a loaded engine, in a thread.
+
+    As many requests run at once as the engine was planned for; `most_waiting` more may wait. name: the model's, for
+    clients. disk: as in `RequestLoop`."""
+    loop = RequestLoop(engine, tokenizer, engine.settings.batch, disk=disk, times_decoding=True)
+    grammars = Grammars(tokenizer, engine.config.vocab_size, end_tokens(engine.generation_config))
+    metrics = Metrics(engine, loop)
+    worker = Worker(loop, most_waiting, metrics.ended)
+    return Served(name, tokenizer, worker, metrics, engine, sampling, int(time.time()), grammars)

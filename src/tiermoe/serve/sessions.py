@@ -1,7 +1,7 @@
-"""Which conversation a request belongs to, so that all its turns reach the replica that holds their keys and values.
+"""Sessions: the conversation that a request belongs to, so that all turns reach the replica that holds their prefix.
 
-Ray Serve's router chooses a replica by the header `x-session-id`. Clients hardly send it, so it is made of what every
-turn of a conversation begins with.
+Ray Serve's router chooses a replica by the header `x-session-id`. Clients hardly send it, so it is made from the
+beginning of the conversation, which all turns have.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tiermoe.serve.bounds import from_json
+from tiermoe.serve.fields import from_json
 
 HEADER = "x-session-id"
-GATHERED = 1 << 20  # most bytes of a body that is looked into: everybody waits while it is parsed
+GATHERED = 1 << 20
+"""Most bytes of a body that is looked into: every request waits while it is parsed."""
 _BEGIN = 256
-"""Characters of a text that is continued, or token ids, by which it is known: more come with every call."""
+"""Characters, or token ids, of a continued text that name its session: more come with every call."""
 
 
 def middlewares() -> list[Middleware]:
-    """What Ray Serve's proxy puts in front of its routes; it calls this by its name."""
+    """Middleware of Ray Serve's proxy, which finds this function by its name."""
     return [Middleware(SessionId)]
 
 
 class SessionId:
-    """An ASGI app in front of another one: a request without the header gets it, by its body."""
+    """ASGI middleware that adds the header to a request without it, from the body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -52,7 +53,7 @@ class SessionId:
 
 
 async def _body_parts(receive: Receive) -> list[Message]:
-    """All of a body, or as much of one that is too large as tells so."""
+    """All of a body, or more than `GATHERED` bytes of it."""
     parts, had, more = list[Message](), 0, True
     while more and had <= GATHERED:
         parts.append(await receive())
@@ -62,8 +63,8 @@ async def _body_parts(receive: Receive) -> list[Message]:
 
 
 def session_of(body: bytes) -> str | None:
-    """The conversation of a request in any dialect: its `prompt_cache_key`, else what it begins with, up to what the
-    user said first. None where there is nothing of the kind."""
+    """Session of a request in any dialect: a digest of `prompt_cache_key`, else of the conversation up to the user's
+    first message. None where it has neither."""
     try:
         asked = from_json(body)
     except ValueError:
@@ -93,7 +94,7 @@ def _beginning(asked: Mapping[str, Any]) -> str | None:
 
 
 def _text(content: Any) -> str:
-    """Of text, or of parts with text."""
+    """Text of a content, which is text or parts with text."""
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     return content if isinstance(content, str) else ""

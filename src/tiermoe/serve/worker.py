@@ -1,4 +1,4 @@
-"""The thread that runs the batch, and the asynchronous side of it."""
+"""Worker: the thread that runs the request loop, and the asynchronous answers of it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from tiermoe.engine.loop import RequestLoop
+from tiermoe.engine.request import Piece, Request
 from tiermoe.errors import TiermoeError
-from tiermoe.serve.batcher import Batcher
-from tiermoe.serve.request import Piece, Request
 
 STALLED_S = 60
-"""After which a batch that gets no further is taken for dead; a layer of a prompt's chunk takes a few at most."""
+"""Seconds without progress after which the loop is taken for dead; a layer of a prompt's chunk takes a few at most."""
 
 
 class QueueFullError(TiermoeError):
@@ -28,15 +28,15 @@ class ClosingError(TiermoeError):
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of one answer: until its first token, and between each two after that."""
+    """Latencies of one answer, in seconds."""
 
-    first: float = 0.0
-    between: list[float] = field(default_factory=list)
+    first: float = 0.0  # from the request to the first piece
+    between: list[float] = field(default_factory=list)  # between each two pieces after it
 
 
 class Answers:
-    """The pieces of the answers to requests that were submitted together, each with its request's index, as they come:
-    for the event loop that submitted them. They stop once every answer has ended, or is cancelled."""
+    """Pieces of the answers to requests that were submitted together, as (index of the request, piece), for the event
+    loop that submitted them. The iteration stops once every answer has ended, or all are cancelled."""
 
     def __init__(self, count: int, cancel: Callable[[], None]) -> None:
         self._pieces: deque[tuple[int, Piece]] = deque()
@@ -46,7 +46,7 @@ class Answers:
         self._cancel = cancel
 
     def put(self, index: int, piece: Piece) -> None:
-        """From any thread."""
+        """Adds a piece, from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended before its answers
             self._loop.call_soon_threadsafe(self._add, index, piece)
 
@@ -55,7 +55,7 @@ class Answers:
         self._came.set()
 
     def cancel(self) -> None:
-        """Has the batch drop the requests that have not ended, before its next step. It waits for nothing."""
+        """Drops the requests that have not ended, before the next step of the loop. It waits for nothing."""
         if self._open:
             self._open.clear()
             self._came.set()
@@ -77,7 +77,7 @@ class Answers:
 
 
 class _Answer:
-    """One request that was submitted, and when it had its last piece."""
+    """Receiver of one request's pieces, which measures their times."""
 
     def __init__(self, answers: Answers, index: int) -> None:
         self._answers = answers
@@ -97,18 +97,19 @@ class _Answer:
 
 
 class Worker:
-    """Runs a `Batcher` in a thread of its own. most_waiting: requests that may wait for a row. on_end: told of each
-    answer that ended by itself."""
+    """Runs a `RequestLoop` in a thread of its own.
 
-    def __init__(self, batcher: Batcher, most_waiting: int, on_end: Callable[[Piece, Times], None]) -> None:
-        self.batcher = batcher
+    most_waiting: requests that may wait for a row. on_end: called for each answer that was not cancelled."""
+
+    def __init__(self, loop: RequestLoop, most_waiting: int, on_end: Callable[[Piece, Times], None]) -> None:
+        self.loop = loop
         self.most_waiting = most_waiting
         self._on_end = on_end
         self._answers: dict[int, _Answer] = {}
         self._orders: deque[Callable[[], None]] = deque()
-        self._queued = 0  # asked for, and not yet handed to the batcher
-        self._step_at: float | None = None  # when the step that runs began
-        self._seen: tuple[object, float] = None, 0.0  # how far the batch was, and since when
+        self._queued = 0  # requests that were submitted and are not yet in the loop
+        self._step_at: float | None = None  # when the current step began
+        self._seen: tuple[object, float] = None, 0.0  # the last progress that was seen, and since when
         self._closing = False
         self._ended = False
         self._changed = threading.Condition()
@@ -116,10 +117,10 @@ class Worker:
         self._thread.start()
 
     def submit(self, requests: Sequence[Request]) -> Answers:
-        """The answers to requests, which wait for their turn from now on: all of them or none. PromptError for a prompt
-        that cannot be answered, QueueFullError, ClosingError."""
+        """Queues all of the requests or none, and returns their answers. PromptError for a prompt that cannot be
+        answered, QueueFullError, ClosingError."""
         for request in requests:
-            self.batcher.check(request)
+            self.loop.check(request)
         numbers: list[int] = []
         answers = Answers(len(requests), lambda: self._order(lambda: self._drop(numbers)))
         each = [_Answer(answers, index) for index in range(len(requests))]
@@ -127,7 +128,7 @@ class Worker:
         def begin() -> None:
             self._queued -= len(requests)
             for request, answer in zip(requests, each, strict=True):
-                number = self.batcher.add(request)
+                number = self.loop.add(request)
                 numbers.append(number)
                 self._answers[number] = answer
 
@@ -139,14 +140,14 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """Requests without a row, those among them that the batch takes in after the step that runs."""
-        return self.batcher.waiting + self._queued
+        """Requests without a row, including those that enter the loop after the current step."""
+        return self.loop.waiting + self._queued
 
     def _check_open(self, count: int) -> None:
         waiting = self.waiting
         if not self._closing and waiting + count <= self.most_waiting:
             return
-        self.batcher.counts.refused += count
+        self.loop.counts.refused += count
         if self._closing:
             raise ClosingError("the server is about to end")
         raise QueueFullError(f"{waiting} requests wait already; ask again later, or raise --max-queue")
@@ -154,24 +155,24 @@ class Worker:
     @property
     def busy(self) -> bool:
         with self._changed:
-            return bool(self._orders) or not self.batcher.idle
+            return bool(self._orders) or not self.loop.idle
 
     def stalled_s(self) -> float:
-        """Seconds for which the batch has had work and got no further, neither to the next step nor in the one that
-        runs (a chunk of a long prompt may take minutes): since the first call of this that found it where it is."""
+        """Seconds for which the loop has had work and made no progress, neither to the next step nor within the current
+        one (a chunk of a long prompt may take minutes), counted from the first call that found it so."""
         began, now = self._step_at, time.monotonic()
-        at = began, self.batcher.progress
+        at = began, self.loop.progress
         if began is None or at != self._seen[0]:
             self._seen = at, now
         return now - self._seen[1]
 
     def close(self, grace_s: float) -> None:
-        """Takes no more requests, gives those that run so many seconds, tells the rest that the server ends, and ends
-        the thread."""
+        """Takes no more requests, gives those that run `grace_s` seconds, ends the rest with ClosingError, and ends the
+        thread."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._orders and self.batcher.idle, grace_s)
+            self._changed.wait_for(lambda: not self._orders and self.loop.idle, grace_s)
             self._ended = True
             self._changed.notify_all()
         self._thread.join()
@@ -187,19 +188,19 @@ class Worker:
 
     def _drop(self, numbers: list[int]) -> None:
         for number in numbers:
-            self.batcher.cancel(number)
+            self.loop.cancel(number)
             self._answers.pop(number, None)
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._ended or self._orders or not self.batcher.idle)
+                self._changed.wait_for(lambda: self._ended or self._orders or not self.loop.idle)
                 if self._ended:
                     return
                 while self._orders:
                     self._orders.popleft()()
             self._step_at = time.monotonic()
-            for piece in self.batcher.step():
+            for piece in self.loop.step():
                 self._hand_on(piece)
             self._step_at = None
             with self._changed:

@@ -1,15 +1,15 @@
 """Replays of routing traces on a virtual clock and link, through the decisions that the engine takes."""
 
-from tiermoe.simulate.costs import MACHINES, Machine, parse_link, spread
+from tiermoe.simulate.costs import spread
 from tiermoe.simulate.evictions import EvictionRow, all_evictions, compare_evictions
-from tiermoe.simulate.replay import BeladyHits, ReplaySettings, replay
-from tiermoe.simulate.result import Result
+from tiermoe.simulate.machines import LINKS, NamedLink, parse_link
+from tiermoe.simulate.replay import BeladyHits, ReplaySettings, Result, replay
 
 __all__ = [
-    "MACHINES",
+    "LINKS",
     "BeladyHits",
     "EvictionRow",
-    "Machine",
+    "NamedLink",
     "ReplaySettings",
     "Result",
     "all_evictions",

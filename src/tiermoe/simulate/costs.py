@@ -1,30 +1,34 @@
-"""What a replay charges: bytes of an expert, seconds of computing, and links by name, those of the papers' machines.
-Their figures are effective ones, of what a copy of a few MiB reaches, beside the nominal ones; a figure measured on the
-machine at hand is better than any of them."""
+"""What a replay charges: bytes of an expert, whole or as W1 with its active neurons, and seconds of computing."""
 
 from __future__ import annotations
 
-import re
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tiermoe.config import parse_size
-from tiermoe.errors import ConfigError
-from tiermoe.trace.schema import Header, Times
+from tiermoe.offload.assembly import ModelShape
+from tiermoe.offload.composition import Composition
+from tiermoe.offload.policies.neurons import NeuronCache, Records, to_load, whole
+from tiermoe.trace.file import Header, LayerTrace, Times, Trace
 from tiermoe.types import ExpertKey
+
+RECALL = 0.85
+"""Share of the active neurons that a prediction names, where a trace does not say which: CORM, section 4, has 80 to
+90 %."""
+
+_PAGE = 4096  # bytes that a drive reads at least
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Bytes and seconds of one model on one machine. copies: its link moves copies to a GPU, not stored bytes."""
+    """Bytes and seconds of one model on one machine."""
 
     header: Header
     times: Times
-    copies: bool = False
+    copies: bool = False  # the link moves copies to a GPU, not stored bytes
 
     def nbytes(self, key: ExpertKey) -> int:
-        """Bytes that a load moves. A precision that the trace has no size for is taken in proportion from the
-        nearest."""
+        """Bytes that a load moves. A precision without a size in the trace is taken in proportion from the nearest."""
         return (copied_bytes if self.copies else expert_bytes)(self.header, key.layer, key.bits)
 
     def dense_s(self, phase: str, tokens: int) -> float:
@@ -50,7 +54,7 @@ def copied_bytes(header: Header, layer: int, bits: int) -> int:
 
 
 def slot_sizes(header: Header, precisions: Iterable[int], unit: str = "expert") -> dict[int, int]:
-    """Bits → bytes of a slot, as the engine's plan has them: of the layer that takes most. Stored bytes where the trace
+    """Bits → bytes of a slot, as the engine's plan has them: of the layer that takes most; stored bytes where the trace
     has no others. unit: 'expert' or 'neuron'."""
     known = header.slot_bytes or header.expert_bytes
     own = header.neuron_slot_bytes if unit == "neuron" else {}
@@ -65,14 +69,19 @@ def _sized(known: Mapping[int, Sequence[int]], layer: int, bits: int) -> int:
     return known[nearest][layer] * bits // nearest
 
 
+def shape_of(header: Header) -> ModelShape:
+    """The shape of a traced model; a trace holds no hash tables."""
+    return ModelShape(header.experts, header.top_k, header.encoder_layers)
+
+
 def run_bits(header: Header) -> int:
-    """The precision that the traced model ran in: the one that was measured, else the highest with a known size."""
+    """The precision that the traced model ran in: the measured one, else the highest with a known size."""
     return max(header.times.expert if header.times else header.expert_bytes)
 
 
 def spread(header: Header, decode_s: float, prefill_s: float) -> Times:
-    """Times where nothing was measured but seconds per token, of decoding and of a prompt: spread over the dense part
-    and the K experts of each layer by their bytes (all on the dense part where its bytes are unknown)."""
+    """Times from seconds per token of decoding and of a prompt, where nothing else was measured: spread by bytes over
+    the dense part and the K experts of each layer; all on the dense part where its bytes are unknown."""
     bits = run_bits(header)
     active = sum(k * expert_bytes(header, layer, bits) for layer, k in enumerate(header.top_k))
     share = header.dense_bytes / (header.dense_bytes + active) if header.dense_bytes else 1.0
@@ -89,40 +98,96 @@ def _nearest(times: dict[int, float], bits: int) -> float:
     return times[min(times, key=lambda known: (abs(known - bits), known))]
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """A link: `bandwidth` in bytes per second, `latency` in seconds before a transfer's first byte. copies: it moves
-    what a slot on a GPU holds, else what a store does."""
+class NeuronLoads:
+    """Bytes of loads where an expert comes as W1 and its active neurons (CORM), and of the fetches when a cached expert
+    lacks active neurons.
 
-    name: str
-    bandwidth: float
-    latency: float
-    source: str
-    copies: bool = False
+    A load of the running layer brings the active neurons. A prefetch brings those that the layer before named; in a
+    trace without names as many as are active, of which `RECALL` are right. Missing neurons are fetched when the expert
+    runs, or left out (on_mispredict=proceed). An expert that was predicted and not chosen has no recorded neurons: it
+    brings the trace's mean number. Above the share `upper_limit` of active neurons, and in a pass over several tokens,
+    a whole expert comes. A drive reads whole pages, and through gaps (`Composition.gap_bytes`); from main memory single
+    neurons are copied."""
+
+    def __init__(self, trace: Trace, costs: Costs, composition: Composition) -> None:
+        header = trace.header
+        self._costs = costs
+        self._limit = composition.upper_limit
+        self._proceeds = composition.on_mispredict == "proceed"
+        self._layer = -1
+        self._pass = 0
+        self._predicted: set[ExpertKey] = set()
+        self._neurons = header.neurons
+        self._head_share = header.head_bytes / (header.head_bytes + header.neurons * header.neuron_bytes)
+        self._mean = whole(round(_mean_active(trace)))
+        self._active: list[dict[int, int]] | None = None
+        self._named: list[dict[int, int]] = []
+        self._cache = NeuronCache()
+        end = header.head_bytes + header.neurons * header.neuron_bytes
+        self._records = Records(header.head_bytes, header.neuron_bytes, header.neurons, end)
+        copied = costs.copies or composition.store == "memory"
+        self._page, self._gap = (1, 0) if copied else (_PAGE, composition.gap_bytes)
+
+    def start_pass(self, layers: Sequence[LayerTrace], tokens: int) -> None:
+        """A pass over `tokens` tokens begins; active neurons are known of a single token."""
+        self._active = [layer.neurons for layer in layers] if tokens == 1 else None
+        self._named = [layer.named for layer in layers]
+        self._layer = -1
+        self._pass += 1
+
+    def start_layer(self, layer: int) -> None:
+        """Layer `layer` runs: a load for another layer is a prefetch."""
+        self._layer = layer
+
+    def load(self, key: ExpertKey) -> int:
+        """Bytes that move when `key` is loaded: W1 and the neurons wanted now."""
+        wanted = self._wanted(key, self._mean)
+        self._predicted.discard(key)
+        if self._active is not None and key.layer != self._layer:
+            self._predicted.add(key)
+            named = self._named[key.layer].get(key.expert)
+            wanted = as_predicted(wanted, self._neurons, f"{self._pass} {key}") if named is None else named
+        brought, share = self._read(to_load(wanted, self._neurons, self._limit))
+        self._cache.put(key, brought)
+        return round(self._costs.nbytes(key) * (self._head_share + share))
+
+    def complete(self, key: ExpertKey) -> int:
+        """Bytes to fetch before a cached `key` can be computed: of active neurons that are not in the cache, where they
+        then stay. 0 where a prediction brought the expert and the layer goes on with its neurons."""
+        predicted = key in self._predicted
+        self._predicted.discard(key)
+        if predicted and self._proceeds and self._active is not None:
+            return 0
+        missing = self._cache.missing(key, self._wanted(key, 0))
+        brought, share = self._read(to_load(missing, self._neurons, self._limit))
+        self._cache.add(key, brought)
+        return round(self._costs.nbytes(key) * share)
+
+    def _wanted(self, key: ExpertKey, unknown: int) -> int:
+        if self._active is None:
+            return whole(self._neurons)
+        return self._active[key.layer].get(key.expert, unknown)
+
+    def _read(self, wanted: int) -> tuple[int, float]:
+        """The neurons that reading `wanted` brings, and the share of the expert that is read for them."""
+        brought = nbytes = 0
+        for start, stop in self._records.spans(wanted, self._page, self._gap):
+            brought |= self._records.within(start, stop)
+            nbytes += stop - start
+        return brought, nbytes / self._records.end
 
 
-MACHINES: dict[str, Machine] = {
-    machine.name: machine
-    for machine in (
-        # PCIe: 80 % of the nominal rate, which is about what pinned copies reach; 10 us for a copy's start
-        Machine("pcie1", 3.2e9, 1e-5, "PCIe 1.0 x16, 4 GB/s nominal (Fate, low-end PC), taken at 80 %", True),
-        Machine("pcie3", 12.8e9, 1e-5, "PCIe 3.0 x16, 16 GB/s nominal (Fate, high-end PC), taken at 80 %", True),
-        Machine("pcie4", 25.6e9, 1e-5, "PCIe 4.0 x16, 32 GB/s nominal (HOBBIT, CORM), taken at 80 %", True),
-        Machine("nvme", 3.0e9, 1e-4, "Samsung 980 PRO, 7 GB/s nominal, 'around 3,000 MB/s in practice' (HOBBIT)"),
-        Machine("sata", 5.2e8, 1e-4, "Samsung 860 EVO, 550 MB/s nominal (EdgeMoE, Jetson TX2), taken at 95 %"),
-        Machine("sdcard", 4.0e7, 1e-3, "SanDisk Ultra (EdgeMoE) in a Raspberry Pi 4B: 50 MB/s nominal, at 80 %"),
-    )
-}
-"""Latencies are of the order that such devices have; no paper gives them."""
-
-_RATE = re.compile(r"(.+?)\s*/\s*s(?:ec)?", re.IGNORECASE)
+def as_predicted(active: int, neurons: int, seed: str) -> int:
+    """As many of an expert's `neurons` as are active, of which `RECALL` are right; the same for the same seed."""
+    chance = random.Random(seed)
+    there = [neuron for neuron in range(neurons) if active >> neuron & 1]
+    others = [neuron for neuron in range(neurons) if not active >> neuron & 1]
+    wrong = len(there) - round(RECALL * len(there))
+    kept = chance.sample(there, len(there) - wrong)
+    return sum(1 << neuron for neuron in (*kept, *chance.sample(others, min(wrong, len(others)))))
 
 
-def parse_link(text: str) -> Machine:
-    """A name of `MACHINES`, or a bandwidth like 16GB/s (then without latency). ConfigError on anything else."""
-    if text.lower() in MACHINES:
-        return MACHINES[text.lower()]
-    rate = _RATE.fullmatch(text.strip())
-    if rate is None:
-        raise ConfigError(f"link {text!r} is neither a bandwidth like 16GB/s nor one of {', '.join(MACHINES)}")
-    return Machine(text, float(parse_size(rate[1], "link")), 0.0, "as given")
+def _mean_active(trace: Trace) -> float:
+    layers = (layer for passed in trace.passes for layer in passed.layers)
+    counts = [neurons.bit_count() for layer in layers for neurons in layer.neurons.values()]
+    return sum(counts) / len(counts) if counts else 0.0

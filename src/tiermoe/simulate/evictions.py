@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tiermoe.config import CacheSize
-from tiermoe.decide.compose import Foresight, ModelShape, PrecisionSlots, assemble
-from tiermoe.decide.composition import Composition
-from tiermoe.decide.counts import Counts
-from tiermoe.decide.eviction import EVICTIONS
-from tiermoe.decide.phase_costs import PhaseCosts
-from tiermoe.simulate.costs import expert_bytes, run_bits, slot_sizes
+from tiermoe.metrics import Metrics, PhaseMetrics
+from tiermoe.offload.assembly import FutureTrace, PrecisionSlots, assemble
+from tiermoe.offload.composition import Composition
+from tiermoe.offload.policies.eviction import EVICTIONS
+from tiermoe.offload.scheduler import Scheduler
+from tiermoe.simulate.costs import expert_bytes, run_bits, shape_of, slot_sizes
 from tiermoe.simulate.link import InstantLink
-from tiermoe.simulate.result import headline
-from tiermoe.simulate.steps import Future, Recorded, steps_of
-from tiermoe.trace.schema import Trace
+from tiermoe.simulate.steps import Future, RecordedForecasts, Step, steps_of
+from tiermoe.trace.file import Trace
 
 _EVEN = (0.25, 0.25, 0.25, 0.25)
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionRow:
-    """One policy at one cache size; fields as in `Result`."""
+    """One policy at one cache size; hit rates as in `Result`."""
 
     eviction: str
-    cache_fraction: float
+    cache_fraction: float  # slots / experts
     slots: int
     hit_rate: float
     prefill_hit_rate: float | None
@@ -55,13 +54,11 @@ def compare_evictions(
     for cache in caches:
         asked = int(cache.fraction * experts) if cache.fraction is not None else (cache.nbytes or 0) // unit
         slots = min(max(asked, 1), experts)
-        belady = _phase_counts(hits_of(trace, "belady", slots, bits))
+        belady = hits_of(trace, "belady", slots, bits)
         for name in names:
-            counts = belady
-            if name != "belady":
-                counts = _phase_counts(hits_of(trace, name, slots, bits, settings, per_sequence, seed))
-            rate, best = headline(counts), headline(belady)
-            rows.append(EvictionRow(name, slots / experts, slots, rate, counts["prefill"].hit_rate, best))
+            run = belady if name == "belady" else hits_of(trace, name, slots, bits, settings, per_sequence, seed)
+            rates = run.headline_hit_rate, run.prefill.counts.hit_rate, belady.headline_hit_rate
+            rows.append(EvictionRow(name, slots / experts, slots, *rates))
     return rows
 
 
@@ -73,41 +70,47 @@ def hits_of(
     settings: Mapping[str, Any] | None = None,
     per_sequence: bool = False,
     seed: int = 0,
-) -> dict[str, PhaseCosts]:
-    """What one pool of `slots` equal units under policy `name` hits and misses, by phase. With 'belady' the most that
-    any policy can hit there."""
+) -> Metrics:
+    """Hits, misses and bytes of one pool of `slots` equal slots under policy `name`. With 'belady' the most that any
+    policy can hit there."""
     header = trace.header
     own = {"weights": _EVEN, **(settings or {})}
     composition = Composition(name, "", cache=name, records="sequence" if per_sequence else "model", own=own)
     steps = steps_of(trace, composition)
     future = Future(steps, len(header.experts))
     link = InstantLink(lambda key: expert_bytes(header, key.layer, key.bits))
-    shape = ModelShape(header.experts, header.top_k, header.encoder_layers)
-    foresight = Foresight(future.next_use, future.choices)
-    scheduler = assemble(composition, shape, [PrecisionSlots((bits,), slots)], link, bits, None, foresight, seed)
-    phases = {"prefill": PhaseCosts(), "decode": PhaseCosts()}
+    foresight = FutureTrace(future.next_use, future.choices)
+    scheduler = assemble(
+        composition, shape_of(header), [PrecisionSlots((bits,), slots)], link, bits, None, foresight, seed
+    )
+    metrics, before = Metrics(), PhaseMetrics()
+    for step in run_instantly(scheduler, steps, future):
+        now = PhaseMetrics(bytes_read=link.bytes_read, counts=scheduler.loader.counts.copy())
+        metrics.by_phase[step.phase].add(now.since(before), step.size)
+        before = now
+    return metrics
+
+
+def run_instantly(scheduler: Scheduler, steps: Sequence[Step], future: Future | None = None) -> Iterator[Step]:
+    """Runs `steps` on a scheduler over an `InstantLink`; yields each step after it ran. future: of these very steps,
+    for a policy that knows it."""
     sequence: int | None = None
     for number, step in enumerate(steps):
         if step.sequence != sequence:
             sequence = step.sequence
             scheduler.new_sequence()
-        before, read = scheduler.controller.counts.copy(), link.bytes_read
-        forecasts = Recorded(step)
-        future.begin(number)
+        forecasts = RecordedForecasts(step)
+        if future is not None:
+            future.start_step(number)
         scheduler.begin_pass(step.size, forecasts, step.phase, step.running[0])
         for layer in step.running:
-            future.at(layer)
+            if future is not None:
+                future.start_layer(layer)
             for _ in scheduler.run_layer(step.routed(layer), forecasts):
                 pass
-        used = PhaseCosts(bytes_read=link.bytes_read - read, counts=scheduler.controller.counts.minus(before))
-        phases[step.phase].add(used, step.size)
-    return phases
+        yield step
 
 
 def all_evictions() -> list[str]:
     """Every policy's name, Belady's last."""
     return [*(name for name in EVICTIONS if name != "belady"), "belady"]
-
-
-def _phase_counts(phases: dict[str, PhaseCosts]) -> dict[str, Counts]:
-    return {name: phase.counts for name, phase in phases.items()}

@@ -1,4 +1,4 @@
-"""A link whose time is computed: transfers share its bandwidth, and only who asks moves the clock."""
+"""A link whose time is computed: transfers share the bandwidth, and only its caller moves the clock."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiermoe.decide.link import Finished
+from tiermoe.offload.link import Finished
 from tiermoe.types import ExpertKey, Load
 
 
 @dataclass(slots=True)
 class VirtualClock:
-    """`now`: seconds since the replay began; `compute_s` of them were computing."""
+    """The clock of a replay."""
 
-    now: float = 0.0
-    compute_s: float = 0.0
+    now: float = 0.0  # seconds since the replay began
+    compute_s: float = 0.0  # seconds of computing among them
 
     def compute(self, seconds: float) -> None:
-        """The processor is busy for so long, while the link goes on."""
+        """The processor computes for `seconds`; the link goes on meanwhile."""
         self.now += seconds
         self.compute_s += seconds
 
@@ -32,14 +32,14 @@ class _Transfer:
 
 
 class VirtualLink:
-    """Implements `tiermoe.decide.link.Link` as the real lanes do: each of `lanes` serves one load at a time,
+    """Implements `tiermoe.offload.link.Link` as the real lanes do: each of `lanes` serves one load at a time,
     urgent before speculative; one that has begun is not interrupted. A transfer takes `latency` seconds, then its bytes
     at an equal share of `bandwidth` (bytes per second) with the others under way.
 
-    bytes_of: what a load moves, asked when it begins. start: seconds from a load's submission until a lane that had
-    nothing to do begins one; till then it can be recalled. A lane that has just ended one begins the next at once.
-    wake: seconds from a transfer's end until the processor goes on that stood waiting for it. `wait_s`: time in which
-    the clock stood at `wait` or `fetch`; `busy_s`: in which a lane was at work.
+    bytes_of: bytes that a load moves; called when the load begins. start: seconds from a load's submission until an
+    idle lane begins it; till then it can be recalled. A lane that has just ended a load begins the next at once. wake:
+    seconds from a transfer's end until the processor that waits for it goes on. `wait_s`: seconds in which the clock
+    stood at `wait` or `fetch`; `busy_s`: seconds in which a lane was at work.
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class VirtualLink:
             self._background[load.key] = load
         else:
             (self._urgent if load.urgent else self._speculative).append(load)
-        self._rouse()
+        self._wake_lane()
 
     def wait(self) -> Finished:
         self._run_to(self._clock.now)
         self._run_while(lambda: not self._finished)
-        return self._taken()
+        return self._take_finished()
 
     def poll(self) -> Finished | None:
         self._run_to(self._clock.now)
-        return self._taken() if self._finished else None
+        return self._take_finished() if self._finished else None
 
     def recall(self) -> list[Load]:
         self._run_to(self._clock.now)
@@ -108,24 +108,24 @@ class VirtualLink:
         return self._clock.now
 
     def catch_up(self) -> None:
-        """What the link does until the clock's time is in its figures."""
+        """Simulates the link up to the clock's time, so that its figures are of that time."""
         self._run_to(self._clock.now)
 
     def fetch(self, nbytes: int) -> None:
-        """Waits for `nbytes` more of an expert that is here in part, ahead of every queued load."""
+        """Waits for `nbytes` more of an expert that is in the cache in part, ahead of every queued load."""
         self._run_to(self._clock.now)
         transfer = _Transfer(None, nbytes, self._latency, nbytes)
         self._fetches.append(transfer)
         self._begin()
         self._run_while(lambda: transfer in self._fetches or transfer in self._active)
 
-    def _taken(self) -> Finished:
+    def _take_finished(self) -> Finished:
         finished = self._finished.popleft()
         self._outstanding -= not finished.load.background
         return finished
 
-    def _rouse(self) -> None:
-        """A lane without work is woken for a load that was submitted."""
+    def _wake_lane(self) -> None:
+        """Wakes an idle lane for a load that was submitted."""
         if not self._start:
             self._begin()
         elif len(self._active) + len(self._starting) < self._lanes:
@@ -142,7 +142,7 @@ class VirtualLink:
                 return
 
     def _next_load(self) -> Load | None:
-        """What a free lane begins; of several lanes one is kept free of background loads."""
+        """The load that a free lane begins; of several lanes one is kept free of background loads."""
         if self._urgent or self._speculative:
             return self._urgent.popleft() if self._urgent else self._speculative.popleft()
         begun = sum(active.load is not None and active.load.background for active in self._active)
@@ -157,7 +157,7 @@ class VirtualLink:
             return
         while unfinished():
             if not (self._active or self._starting):
-                raise RuntimeError("waited for a load that nobody asked for")
+                raise RuntimeError("waited for a load that was never submitted")
             self._advance(self._next_event())
         self._clock.now = max(began, self._at) + self._wake
         self.wait_s += self._clock.now - began
@@ -168,7 +168,7 @@ class VirtualLink:
         self._at = max(self._at, time)
 
     def _next_event(self) -> float:
-        """Seconds until a lane begins, or a transfer's first byte comes or its last."""
+        """Seconds until a lane begins, or until a transfer's first or last byte comes."""
         rate = self._rate()
         return min([*self._starting, *(active.latency or active.left / rate for active in self._active)])
 
@@ -199,7 +199,7 @@ class VirtualLink:
 
 
 class InstantLink:
-    """Implements `tiermoe.decide.link.Link` without time: what is submitted is there. For hit rates alone."""
+    """Implements `tiermoe.offload.link.Link` without time: what is submitted is there. For hit rates alone."""
 
     def __init__(self, bytes_of: Callable[[ExpertKey], int]) -> None:
         self.bytes_read = 0

@@ -1,15 +1,18 @@
-"""How fast machines are, for an expectation before anything runs: computers that people have, by name.
+"""How fast machines are, by name: links for replays, computers for an expectation before anything runs.
 
-Figures are the makers' or published ones, lowered to what a program gets: memory to 80 % of its nominal rate, drives to
-65 % of their sequential one, arithmetic to half of cores x clock x operations a cycle."""
+Links have the figures of the papers' machines: effective ones, of what a copy of a few MiB reaches, beside the nominal
+ones. A figure measured on the machine at hand is better than any of them. Computers have the makers' or published
+figures, lowered to what a program gets: memory to 80 % of its nominal rate, drives to 65 % of their sequential one,
+arithmetic to half of cores x clock x operations a cycle."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass, replace
 
+from tiermoe.config import parse_size
 from tiermoe.errors import ConfigError
-from tiermoe.simulate.costs import MACHINES
 
 _MEMORY, _DRIVE, _ARITHMETIC = 0.8, 0.65, 0.5
 _AVX2 = _APPLE = 32  # float32 operations of a core in a cycle: two FMA units of 256 bits; four of 128
@@ -18,33 +21,70 @@ _A76 = 16  # two FMA units of 128 bits, also of Cortex-A78
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """What a machine gives: `memory` and `drive` in bytes a second, `arithmetic` in float operations a second of matrix
-    products on its processor. source: where the figures come from, for people. torch_s: seconds a byte of a model's
-    experts where torch's operators compute them, at best and on average; None where compiled kernels do."""
+class NamedLink:
+    """A link between a drive and main memory, or main memory and a GPU."""
 
-    memory: float
-    drive: float
-    arithmetic: float
-    source: str
+    name: str
+    bandwidth: float  # bytes per second
+    latency: float  # seconds before a transfer's first byte
+    source: str  # of the figures, for people
+    copies: bool = False  # moves what a slot on a GPU holds, else what a store does
+
+
+LINKS: dict[str, NamedLink] = {
+    link.name: link
+    for link in (
+        # PCIe: 80 % of the nominal rate, which is about what pinned copies reach; 10 us for a copy's start
+        NamedLink("pcie1", 3.2e9, 1e-5, "PCIe 1.0 x16, 4 GB/s nominal (Fate, low-end PC), taken at 80 %", True),
+        NamedLink("pcie3", 12.8e9, 1e-5, "PCIe 3.0 x16, 16 GB/s nominal (Fate, high-end PC), taken at 80 %", True),
+        NamedLink("pcie4", 25.6e9, 1e-5, "PCIe 4.0 x16, 32 GB/s nominal (HOBBIT, CORM), taken at 80 %", True),
+        NamedLink("nvme", 3.0e9, 1e-4, "Samsung 980 PRO, 7 GB/s nominal, 'around 3,000 MB/s in practice' (HOBBIT)"),
+        NamedLink("sata", 5.2e8, 1e-4, "Samsung 860 EVO, 550 MB/s nominal (EdgeMoE, Jetson TX2), taken at 95 %"),
+        NamedLink("sdcard", 4.0e7, 1e-3, "SanDisk Ultra (EdgeMoE) in a Raspberry Pi 4B: 50 MB/s nominal, at 80 %"),
+    )
+}
+"""Latencies are of the order that such devices have; no paper gives them."""
+
+_RATE = re.compile(r"(.+?)\s*/\s*s(?:ec)?", re.IGNORECASE)
+
+
+def parse_link(text: str) -> NamedLink:
+    """The link of a name of `LINKS`, or of a bandwidth like 16GB/s, without latency. ConfigError for anything else."""
+    if text.lower() in LINKS:
+        return LINKS[text.lower()]
+    rate = _RATE.fullmatch(text.strip())
+    if rate is None:
+        raise ConfigError(f"link {text!r} is neither a bandwidth like 16GB/s nor one of {', '.join(LINKS)}")
+    return NamedLink(text, float(parse_size(rate[1], "link")), 0.0, "as given")
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """How fast a machine is."""
+
+    memory: float  # bytes a second
+    drive: float  # bytes a second
+    arithmetic: float  # float operations a second of matrix products on its processor
+    source: str  # of the figures, for people
     torch_s: tuple[float, float] | None = None
+    """Seconds a byte of a model's experts where torch's operators compute them, at best and on average; None where
+    compiled kernels do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Computer:
-    """Nominal figures: `memory` and `drive` in GB/s, `cores` that compute, their clock in GHz and float32 operations a
-    cycle. source: of the first two."""
+    """Nominal figures of a computer."""
 
     name: str
-    memory: float
-    drive: float
-    cores: int
-    clock: float
-    operations: int
-    source: str
+    memory: float  # GB/s
+    drive: float  # GB/s
+    cores: int  # that compute
+    clock: float  # GHz
+    operations: int  # float32 operations of a core in a cycle
+    source: str  # of the first two, for people
 
     def rates(self) -> Rates:
-        """What a program gets of them."""
+        """What a program gets of the nominal figures."""
         arithmetic = self.cores * self.clock * self.operations * _ARITHMETIC
         return Rates(self.memory * _MEMORY * 1e9, self.drive * _DRIVE * 1e9, arithmetic * 1e9, self.source)
 
@@ -74,12 +114,12 @@ COMPUTERS: dict[str, Computer] = {
     )
 }
 
-DRIVES = {name: machine for name, machine in MACHINES.items() if not machine.copies}
-"""The simulator's drives: this machine's memory and processor with another drive."""
+DRIVES = {name: link for name, link in LINKS.items() if not link.copies}
+"""Links that are drives: this machine's memory and processor with another drive."""
 
 
 def named_rates(name: str) -> Rates | None:
-    """Of a computer by name; None for a drive's name. ConfigError, with the known ones, for any other."""
+    """The rates of a computer by name; None for a drive's name. ConfigError, with the known names, for any other."""
     if name in DRIVES:
         return None
     if name not in COMPUTERS:

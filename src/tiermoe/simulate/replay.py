@@ -2,64 +2,154 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 from tiermoe.config import CacheSize
-from tiermoe.decide.compose import (
-    Foresight,
-    ModelShape,
-    assemble,
-    cache_bytes,
-    divide,
-    filled,
-    precisions,
-    tables,
-    with_low_share,
-)
-from tiermoe.decide.composition import Composition
-from tiermoe.decide.phase_costs import PhaseCosts
-from tiermoe.decide.profiles import Profile
 from tiermoe.errors import TraceError
-from tiermoe.simulate.costs import Costs, run_bits, slot_sizes
+from tiermoe.metrics import ExpertCounts, Metrics, PhaseMetrics
+from tiermoe.offload.assembly import FutureTrace, assemble, cache_bytes, divide, precisions
+from tiermoe.offload.composition import Composition, filled, with_low_share
+from tiermoe.offload.profiles import Profile, tables
+from tiermoe.simulate.costs import Costs, NeuronLoads, run_bits, shape_of, slot_sizes
 from tiermoe.simulate.evictions import hits_of
 from tiermoe.simulate.link import VirtualClock, VirtualLink
-from tiermoe.simulate.needs import require, require_calibration
-from tiermoe.simulate.neuron_loads import NeuronLoads
-from tiermoe.simulate.result import Result
-from tiermoe.simulate.steps import Future, Recorded, Step, steps_of
-from tiermoe.trace.schema import Header, Times, Trace
+from tiermoe.simulate.steps import Future, RecordedForecasts, Step, require, require_calibration, steps_of
+from tiermoe.trace.file import Header, Times, Trace
 from tiermoe.types import ExpertKey
 
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
-    """The machine and what is given beside the trace. `bandwidth` in bytes per second, `latency` in seconds, `lanes`
-    transfers at once, `start` seconds until a lane without work begins what is asked for, `wake` until whoever waits
-    for a load goes on after its end. `bits`: of the experts, None
-    the composition's own, or those that the traced model ran in. `times`: None takes the trace's own. `copies`: the
-    link moves copies to a GPU (`Header.copied_bytes`), not what a drive stores."""
+    """The machine, and what is given beside the trace."""
 
     cache: CacheSize
-    bandwidth: float
-    latency: float = 0.0
-    lanes: int = 1
-    bits: int | None = None
-    times: Times | None = None
+    bandwidth: float  # of the link, bytes per second
+    latency: float = 0.0  # seconds before a transfer's first byte
+    lanes: int = 1  # transfers at once
+    bits: int | None = None  # of the experts; None: the composition's own, or those that the traced model ran in
+    times: Times | None = None  # of computing; None: the trace's own
     profile: Profile | None = None
     seed: int = 0
-    wake: float = 0.0
-    start: float = 0.0
-    copies: bool = False
+    wake: float = 0.0  # seconds from a load's end until the processor that waits for it goes on
+    start: float = 0.0  # seconds from a load's submission until an idle lane begins it
+    copies: bool = False  # the link moves copies to a GPU (`Header.copied_bytes`), not what a drive stores
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One composition's replay: its metrics beside Belady's, under the names that `--json` prints. Rates in tokens per
+    second, times in seconds; None where a phase has no passes. Counts are over the whole trace; those of discarded
+    passes (MoBiLE) are apart."""
+
+    preset: str
+    eviction: str
+    cache_fraction: float
+    slots: dict[str, int]  # 'bits' of copies → slots
+    metrics: Metrics
+    belady: Metrics  # of Belady's choice in one pool of equal slots of the same bytes, without prefetch and time
+    bandwidth: float  # of the link, bytes per second
+
+    @property
+    def hit_rate(self) -> float:
+        """Of the experts that routers chose in decode and that were not skipped, the share in the cache; of the
+        prompt's experts where nothing is decoded."""
+        return self.metrics.headline_hit_rate
+
+    @property
+    def prefill_hit_rate(self) -> float | None:
+        return self.metrics.prefill.counts.hit_rate
+
+    @property
+    def belady_hit_rate(self) -> float:
+        return self.belady.headline_hit_rate
+
+    @property
+    def decode_tok_s(self) -> float | None:
+        return self.metrics.decode.tok_s or None
+
+    @property
+    def prefill_tok_s(self) -> float | None:
+        return self.metrics.prefill.tok_s or None
+
+    @property
+    def bound_tok_s(self) -> float | None:
+        """Decode tokens / max(compute time, bytes read / bandwidth): docs/architecture.md, "Bounds"."""
+        return self.metrics.decode.bound_tok_s(self.bandwidth) or None
+
+    @property
+    def belady_bound_tok_s(self) -> float | None:
+        """The same with the bytes that Belady's choice would miss, read in no known time."""
+        best = replace(self.metrics.decode, bytes_read=self.belady.decode.bytes_read, read_s=0.0)
+        return best.bound_tok_s(self.bandwidth) or None
+
+    @property
+    def bound_fraction(self) -> float | None:
+        """The share of `bound_tok_s` that was reached."""
+        return self.decode_tok_s / self.bound_tok_s if self.decode_tok_s and self.bound_tok_s else None
+
+    @property
+    def counts(self) -> ExpertCounts:
+        """What became of the experts of both phases; of the passes that were kept."""
+        return self.metrics.total.counts
+
+    @property
+    def bytes_read(self) -> int:
+        return self.metrics.total.bytes_read
+
+    @property
+    def wait_s(self) -> float:
+        return self.metrics.total.wait_s
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Read while decoding, per token kept."""
+        return self.metrics.decode.bytes_per_token if self.metrics.decode.tokens else None
+
+    @property
+    def prefetching(self) -> str:
+        """What speculate=measured has decided by the replay's clock; empty where it has not."""
+        return self.metrics.prefetching
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        counts, discarded = self.counts, self.metrics.total.discarded
+        return {
+            "preset": self.preset,
+            "eviction": self.eviction,
+            "cache_fraction": self.cache_fraction,
+            "slots": self.slots,
+            "hit_rate": self.hit_rate,
+            "prefill_hit_rate": self.prefill_hit_rate,
+            "belady_hit_rate": self.belady_hit_rate,
+            "decode_tok_s": self.decode_tok_s,
+            "prefill_tok_s": self.prefill_tok_s,
+            "bound_tok_s": self.bound_tok_s,
+            "belady_bound_tok_s": self.belady_bound_tok_s,
+            "bytes_read": self.bytes_read,
+            "bytes_per_token": self.bytes_per_token,
+            "wait_s": self.wait_s,
+            "hits": counts.hits,
+            "prefetched_hits": counts.prefetched,
+            "misses": counts.misses,
+            "skipped": counts.skipped,
+            "loads": counts.loads,
+            "low_loads": counts.low_loads,
+            "speculative_loads": counts.speculative_loads,
+            "discarded_hits": discarded.hits,
+            "discarded_misses": discarded.misses,
+            "prefetching": self.prefetching,
+            "bound_fraction": self.bound_fraction,
+        }
 
 
 def replay(
     trace: Trace, composition: Composition, settings: ReplaySettings, belady: BeladyHits | None = None
 ) -> Result:
-    """Runs `composition` over the passes of `trace`, from an empty cache. belady: of this trace, for who replays it
-    several times. Raises TraceError where the trace lacks what the composition needs, ProfileError where a calibration
-    is missing, ConfigError for a cache that cannot be divided."""
+    """Runs `composition` over the passes of `trace`, from an empty cache. belady: of this trace, for a caller that
+    replays it several times. TraceError where the trace lacks what the composition needs, ProfileError where a
+    calibration is missing, ConfigError for a cache that cannot be divided."""
     header = trace.header
     require(composition, header)
     composition = _with_theta(filled(composition, settings.profile), header)
@@ -69,23 +159,28 @@ def replay(
     if times is None:
         raise TraceError(f"the trace of {header.model} holds no computing times; give them with --compute 20ms")
     run = _Run(trace, composition, settings, Costs(header, times, settings.copies))
-    for number, step in enumerate(run.steps):
-        run.step(number, step)
+    run.all_steps()
     unit = slot_sizes(header, [run.bits], composition.unit)[run.bits]
-    best = (belady or BeladyHits(trace)).of(max(run.nbytes // unit, 1), run.bits)
-    fraction = run.nbytes / (unit * sum(header.experts))
-    return Result.of(composition, fraction, run.slots, run.phases, best, settings.bandwidth, run.prefetching)
+    return Result(
+        preset=composition.name,
+        eviction=composition.cache,
+        cache_fraction=run.nbytes / (unit * sum(header.experts)),
+        slots={",".join(map(str, share.bits)): share.slots for share in run.slots},
+        metrics=run.metrics,
+        belady=(belady or BeladyHits(trace)).of(max(run.nbytes // unit, 1), run.bits),
+        bandwidth=settings.bandwidth,
+    )
 
 
 class BeladyHits:
-    """Belady's hits on one trace, replayed once for each cache size that is asked for."""
+    """Belady's hits on one trace, replayed once for each cache size."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._known: dict[tuple[int, int], dict[str, PhaseCosts]] = {}
+        self._known: dict[tuple[int, int], Metrics] = {}
 
-    def of(self, slots: int, bits: int) -> dict[str, PhaseCosts]:
-        """Phase → hits in one pool of `slots` slots for experts in `bits`."""
+    def of(self, slots: int, bits: int) -> Metrics:
+        """Hits in one pool of `slots` slots for experts in `bits`."""
         slots = min(slots, sum(self._trace.header.experts))
         if (slots, bits) not in self._known:
             self._known[slots, bits] = hits_of(self._trace, "belady", slots, bits)
@@ -93,7 +188,8 @@ class BeladyHits:
 
 
 def _with_theta(composition: Composition, header: Header) -> Composition:
-    """Active neurons were told by the theta that the trace was made with."""
+    """The composition with the theta that the trace's active neurons were recorded with. TraceError where it has
+    another."""
     recorded = header.made_from.get("theta")
     if composition.unit != "neuron" or recorded is None:
         return composition
@@ -102,21 +198,16 @@ def _with_theta(composition: Composition, header: Header) -> Composition:
             f"the trace of {header.model} holds the neurons active at theta {recorded}, preset {composition.name} asks "
             f"for {composition.theta:g}; make the trace again with that theta"
         )
-    return dataclasses.replace(composition, theta=float(recorded))
-
-
-def shape_of(header: Header) -> ModelShape:
-    """The shape of a traced model; a trace holds no hash tables."""
-    return ModelShape(header.experts, header.top_k, header.encoder_layers)
+    return replace(composition, theta=float(recorded))
 
 
 class _Run:
-    """The state of one replay: a scheduler, its link and clock, and what each phase has cost."""
+    """State of one replay: a scheduler, a link and its clock, and the metrics."""
 
     def __init__(self, trace: Trace, composition: Composition, settings: ReplaySettings, costs: Costs) -> None:
         header, found = trace.header, tables(settings.profile)
         self.steps = steps_of(trace, composition)
-        self.phases = {"prefill": PhaseCosts(), "decode": PhaseCosts()}
+        self.metrics = Metrics()
         self.bits = settings.bits or composition.bits or run_bits(header)
         sizes = slot_sizes(header, precisions(composition, self.bits, found.bits), composition.unit)
         self.nbytes = cache_bytes(composition, settings.cache, shape_of(header), sizes)
@@ -131,39 +222,41 @@ class _Run:
         )
         self._scheduler = assemble(
             composition, shape_of(header), self.slots, self._link, self.bits, found,
-            Foresight(self._future.next_use, self._future.choices), settings.seed,
+            FutureTrace(self._future.next_use, self._future.choices), settings.seed,
         )  # fmt: skip
         self._sequence: int | None = None
 
-    @property
-    def prefetching(self) -> str:
-        return self._scheduler.prefetching
+    def all_steps(self) -> None:
+        """Every pass in order; fills `metrics`."""
+        for number, step in enumerate(self.steps):
+            self._step(number, step)
+        self.metrics.prefetching = self._scheduler.prefetching
 
-    def step(self, number: int, step: Step) -> None:
-        """One pass, charged to its phase."""
+    def _step(self, number: int, step: Step) -> None:
+        """Runs one pass and adds it to its phase's metrics."""
         before = self._meter()
         if step.sequence != self._sequence:
             self._sequence = step.sequence
             self._scheduler.new_sequence()
         if self._neurons:
-            self._neurons.begin(step.layers, step.size)
-        self._future.begin(number)
-        forecasts = Recorded(step)
+            self._neurons.start_pass(step.layers, step.size)
+        self._future.start_step(number)
+        forecasts = RecordedForecasts(step)
         running = step.running
         self._scheduler.begin_pass(step.size, forecasts, step.phase, running[0])
         for layer in running:
             self._clock.compute(self._costs.dense_s(step.phase, step.size) / len(running))
-            self._future.at(layer)
+            self._future.start_layer(layer)
             if self._neurons:
-                self._neurons.at(layer)
+                self._neurons.start_layer(layer)
             forecasts.layer = layer
             self._layer(step, layer, forecasts)
         used = self._meter().since(before)
         if step.discarded:
             self._scheduler.discard_pass()
-        self.phases[step.phase].add(used, 0 if step.discarded else step.size, step.discarded)
+        self.metrics.by_phase[step.phase].add(used, 0 if step.discarded else step.size, step.discarded)
 
-    def _layer(self, step: Step, layer: int, forecasts: Recorded) -> None:
+    def _layer(self, step: Step, layer: int, forecasts: RecordedForecasts) -> None:
         routed = step.routed(layer)
         tokens = routed.tokens_per_expert()
         for ready in chain.from_iterable(self._scheduler.run_layer(routed, forecasts)):
@@ -171,8 +264,8 @@ class _Run:
                 self._link.fetch(more)
             self._clock.compute(self._costs.expert_s(ready.bits, tokens.get(ready.expert, 0)))
 
-    def _meter(self) -> PhaseCosts:
+    def _meter(self) -> PhaseMetrics:
         link, clock = self._link, self._clock
-        counts = self._scheduler.controller.counts.copy()
+        counts = self._scheduler.loader.counts.copy()
         link.catch_up()
-        return PhaseCosts(clock.now, clock.compute_s, link.wait_s, link.bytes_read, 0, counts, read_s=link.busy_s)
+        return PhaseMetrics(clock.now, clock.compute_s, link.wait_s, link.bytes_read, 0, counts, read_s=link.busy_s)

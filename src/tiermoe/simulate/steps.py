@@ -1,30 +1,35 @@
-"""The passes that a composition makes of a trace, and their future."""
+"""The passes that a composition makes of a trace, with their forecasts and their future; and the refusal where a trace
+or a calibration lacks what the composition needs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tiermoe.decide.composition import Composition
-from tiermoe.decide.prediction.protocol import Ranked
-from tiermoe.decide.routing import is_confident, little
-from tiermoe.trace.schema import LayerTrace, Pass, Trace
+from tiermoe.errors import ConfigError, ProfileError, TraceError
+from tiermoe.offload.composition import Composition
+from tiermoe.offload.policies.prediction import Ranked
+from tiermoe.offload.policies.routing import is_confident, little, require_little
+from tiermoe.offload.profiles import Profile, tables
+from tiermoe.trace.file import Header, LayerTrace, Pass, Trace
 from tiermoe.types import ExpertKey, Routed
+
+_TABLES = {"bits": "table of bits per expert", "paths": "activation paths", "frequencies": "frequencies of experts"}
+_LITTLE = (("routing", "confident"), ("prefetch", "recalled"), ("prefetch", "recalled+next-gate"))
 
 
 @dataclass(slots=True)
 class Step:
-    """One pass to run. recalled: the layers of the discarded little pass at the same position. discarded: this is such
-    a pass."""
+    """One pass to run."""
 
-    phase: str
+    phase: str  # 'prefill' or 'decode'
     sequence: int
-    size: int
-    tokens: list[int]
-    layers: list[LayerTrace]
-    recalled: list[LayerTrace] | None = None
-    discarded: bool = False
+    size: int  # tokens that run
+    tokens: list[int]  # their ids; empty where unknown
+    layers: list[LayerTrace]  # one per MoE layer of the model
+    recalled: list[LayerTrace] | None = None  # layers of the discarded little pass at the same position
+    discarded: bool = False  # this is a little pass whose token is run again
 
     @property
     def running(self) -> list[int]:
@@ -37,8 +42,8 @@ class Step:
 
 
 def steps_of(trace: Trace, composition: Composition) -> list[Step]:
-    """The passes that run, in order. What was routed for all K stands for what would have been routed: with fewer
-    experts the model's hidden states, and so later choices, would differ a little."""
+    """The passes that run, in order. Recorded choices of passes with all K experts stand for the choices of passes with
+    fewer experts, whose hidden states, and so later choices, would differ a little."""
     steps = []
     for passed in trace.passes:
         if passed.phase == "decode" and composition.routing == "half":
@@ -60,7 +65,8 @@ def _step(
 
 
 def _parted(step: Step, encoder_layers: int) -> list[Step]:
-    """An encoder and the decoder behind it make passes of their own; the decoder's first token is a decoded one."""
+    """A pass through an encoder and the decoder behind it, as two passes; the decoder's first token is a decoded
+    one."""
     if not any(layer < encoder_layers for layer in step.running):
         return [step]
     nothing = LayerTrace([], [])
@@ -85,8 +91,8 @@ def _little(layers: Sequence[LayerTrace], count: int | None) -> list[LayerTrace]
     return passes
 
 
-class Recorded:
-    """Implements `Forecasts` from what a step's trace recorded; `layer` is the one that runs (-1: none yet)."""
+class RecordedForecasts:
+    """Implements `Forecasts` from a step's recording. `layer`: the one that runs (-1: none yet)."""
 
     def __init__(self, step: Step) -> None:
         self.layer = -1
@@ -113,7 +119,7 @@ class Recorded:
 
 
 class Future:
-    """When each expert is asked for next. The replay says where it stands by `begin` and `at`."""
+    """When each expert is requested next. `start_step` and `start_layer` say where the replay is."""
 
     def __init__(self, steps: Sequence[Step], layers: int) -> None:
         self._layers = layers
@@ -124,24 +130,24 @@ class Future:
         self._next: list[dict[int, float]] = [{} for _ in range(layers)]
         for step in reversed(steps):
             for layer in reversed(range(layers)):
-                self._following.append(self._note(len(self._following), step, layer))
+                self._following.append(self._record(len(self._following), step, layer))
         self._total = len(self._following)
         self._following.reverse()
 
-    def _note(self, back: int, step: Step, layer: int) -> dict[int, float]:
-        """Expert → its next use after this layer's run, as a count from the end; later uses are noted already."""
+    def _record(self, back: int, step: Step, layer: int) -> dict[int, float]:
+        """Expert → next use after this layer's run, as a count from the end; later uses are recorded already."""
         upcoming = self._next[layer]
         chosen = {expert for token in step.layers[layer].experts for expert in token}
         after = {expert: upcoming.get(expert, math.inf) for expert in chosen}
         upcoming.update(dict.fromkeys(chosen, -float(back)))
         return after
 
-    def begin(self, step: int) -> None:
-        """Step number `step` begins. All must, in order."""
+    def start_step(self, step: int) -> None:
+        """Step number `step` begins. Every step must begin, in order."""
         self._step = step
 
-    def at(self, layer: int) -> None:
-        """Layer `layer` of the step runs now. All that run must be named, in order."""
+    def start_layer(self, layer: int) -> None:
+        """Layer `layer` of the step runs now. Every running layer must be named, in order."""
         self._now = self._step * self._layers + layer
         self._next[layer].update(self._following[self._now])
 
@@ -154,3 +160,70 @@ class Future:
         """What `layer` of the running step chooses, by number of tokens (`prediction.context.Future`)."""
         counts = self._steps[self._step].routed(layer).tokens_per_expert()
         return sorted(counts, key=lambda expert: -counts[expert])
+
+
+def require(composition: Composition, header: Header) -> None:
+    """TraceError, with the preset and what the trace lacks, where a trace is not enough; ConfigError for a part that no
+    replay has."""
+    if composition.misses != "load":
+        raise ConfigError(f"preset {composition.name}: a replay has one processor; use --set misses=load")
+    if composition.routing == "cached":
+        raise TraceError(
+            f"preset {composition.name} chooses by the scores of all experts, and a trace holds those of the chosen "
+            f"ones; use --set routing=all, or measure it with tiermoe eval"
+        )
+    if composition.prefetch in ("hash", "hash+path"):
+        raise TraceError(f"preset {composition.name} needs hash tables, which no trace holds; use --set prefetch=none")
+    if composition.routing in ("half", "confident"):
+        require_little(composition.routing, composition.little, header.top_k)
+    recorded = header.made_from.get("little")
+    if composition.routing == "confident" and composition.little != recorded and "little" in header.holds:
+        raise TraceError(
+            f"preset {composition.name} has a little pass of {composition.little or 'K/2'} experts, and the trace of "
+            f"{header.model} tells how sure one of {recorded or 'K/2'} was; make the trace again with tiermoe trace "
+            f"--little-k"
+        )
+    lacking = list(_lacking(composition, header))
+    if lacking:
+        raise TraceError(
+            f"preset {composition.name} cannot be replayed: the trace of {header.model} holds no "
+            f"{' and no '.join(lacking)}; make one that does with tiermoe trace, or switch the part off with --set"
+        )
+
+
+def require_calibration(composition: Composition, profile: Profile | None, model: str) -> None:
+    """ProfileError, with the preset and what the calibration lacks. composition: filled from the profile."""
+    found = tables(profile)
+    open_ = composition.missing()
+    lacking = list(open_)
+    for part in ("precision", "prefetch"):
+        table = composition.policy(part).reads_table
+        if table and not getattr(found, table):
+            lacking.append(f"{_TABLES[table]} ({part}={getattr(composition, part)})")
+    if lacking:
+        made_for = composition.profile or "hobbit,edgemoe,fate,corm"
+        given = f", or the values with --set {open_[0]}=…" if open_ else ""
+        raise ProfileError(
+            f"preset {composition.name} has no {' and no '.join(lacking)}; make them with tiermoe calibrate {model} "
+            f"--text FILE --for {made_for} and give the folder of the profiles with --profiles{given}"
+        )
+
+
+def _lacking(composition: Composition, header: Header) -> Iterator[str]:
+    holds = header.holds
+    gates = composition.policy("prefetch").asks_routers and composition.prefetch != "recalled"
+    if gates and "forecasts" not in holds:
+        yield f"forecasts (prefetch={composition.prefetch})"
+    elif gates and (beyond := set(range(1, composition["ahead"] + 1)) - set(header.forecast_distances)):
+        yield f"forecasts {max(beyond)} layers ahead (prefetch={composition.prefetch}, ahead={composition['ahead']})"
+    if composition.prefetch == "percentile" and composition["popularity"] == "counts" and "counts" not in holds:
+        yield "predicted counts of tokens (popularity=counts)"
+    if composition.policy("precision").reads_weights and "weights" not in holds:
+        yield f"gate weights (precision={composition.precision})"
+    if composition.routing == "half" and "weights" not in holds:
+        yield "gate weights (routing=half)"
+    little = [f"{part}={value}" for part, value in _LITTLE if getattr(composition, part) == value]
+    if little and "little" not in holds:
+        yield f"little passes ({', '.join(little)})"
+    if composition.unit == "neuron" and not ("neurons" in holds and header.neuron_bytes and header.neurons):
+        yield "active neurons (unit=neuron)"

@@ -1,14 +1,14 @@
-"""Named compositions: five published systems, one file each with the arithmetic of its calibration, the baselines of
-their papers, and ours. `PRESETS` is the one table; `compose` applies `--set` to one of them."""
+"""Presets, which are named compositions: five published systems, a file each with the arithmetic of its calibration;
+the baselines of their papers; and ours. `PRESETS` is the table; `compose` applies `--set` to a preset."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from tiermoe.decide.composition import Composition, changed
-from tiermoe.decide.settings import near
 from tiermoe.errors import ConfigError
+from tiermoe.offload.composition import Composition, changed
+from tiermoe.offload.policies.settings import near
 from tiermoe.systems import corm, edgemoe, fate, hobbit, mobile
 from tiermoe.systems.baselines import BASELINES
 from tiermoe.systems.ours import OURS

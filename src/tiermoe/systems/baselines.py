@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiermoe.decide.composition import Composition
+from tiermoe.offload.composition import Composition
 
 BASELINES = (
     Composition(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from tiermoe.decide.composition import Composition
+from tiermoe.offload.composition import Composition
 from tiermoe.systems.routings import decode_passes, frequencies
-from tiermoe.trace.schema import Trace
+from tiermoe.trace.file import Trace
 
 PRESET = Composition(
     "corm",
@@ -19,19 +19,19 @@ PRESET = Composition(
 
 
 BITS = 4
-"""Of the others (section 5)."""
+"""Bits of experts that are not low (section 5)."""
 
 LOW_SHARE = 0.3
-"""Of a layer's experts, where none is asked for. The paper gives the rule (rarely used experts in lower precision,
-section 4.1), no share."""
+"""Share of a layer's experts in low precision, where none is given. The paper has the rule (rarely used experts in
+lower precision, section 4.1) and no share."""
 
 INACTIVE_SHARE = 0.55
-"""Of the neurons: theta = 0.25 makes so many inactive in Mixtral (section 2, figure 2)."""
+"""Share of the neurons that theta makes inactive, as theta = 0.25 does in Mixtral (section 2, figure 2)."""
 
 
 def bits_by_usage(trace: Trace, bits: int, low_bits: int, low_share: float = LOW_SHARE) -> list[list[int]]:
-    """Bits per expert, a row per layer: `low_bits` for the `low_share` that served the fewest tokens, rounded down, of
-    equals the higher index first; `bits` for the others."""
+    """Bits per expert, a row per layer: `low_bits` for the share `low_share` that served the fewest tokens, rounded
+    down, in a tie the higher index first; `bits` for the others."""
     table = []
     for row in frequencies(trace):
         ascending = sorted(range(len(row)), key=lambda expert: (row[expert], -expert))
@@ -54,8 +54,8 @@ def low_usage(trace: Trace, table: Sequence[Sequence[int]]) -> float:
 
 
 def neuron_recall(trace: Trace) -> list[float | None]:
-    """Of the active neurons of decoded tokens' experts in each layer, the share that the layer before's input names:
-    how right the second level of prediction is where the first was. None where nothing was recorded."""
+    """Recall of the second level of prediction, layer by layer: the share of the active neurons of decoded tokens'
+    experts that the input of the layer before names. None where nothing was recorded."""
     active, named = [0] * len(trace.header.experts), [0] * len(trace.header.experts)
     for passed in decode_passes(trace):
         for index, layer in enumerate(passed.layers):

@@ -1,12 +1,12 @@
-"""EdgeMoE: its preset, and its offline search of a bitwidth for each expert within a tolerated loss (section 3.2). What
-a table of bits costs is measured by whoever calls.
+"""EdgeMoE: its preset, and its offline search of a bitwidth for each expert within a tolerated loss (section 3.2). The
+caller measures what a table of bits costs.
 
 The paper bounds the bitwidths by measuring every precision for all experts, and then moves the K least important
-experts to the lower one: K grows while the loss stays within what is tolerated and shrinks otherwise. It names no step;
-here it is halved each time: log2(experts) measurements, where a step of one expert would take as many as experts.
+experts to the lower one: K grows while the loss stays within the tolerated loss and shrinks otherwise. The paper names
+no step; here it is halved each time: log2(experts) measurements instead of one for each expert.
 
-Experts that a text's chance makes look unimportant are the first to be lowered, so that the loss on the text of the
-search is too small: what `search` finds is judged on other text, and `accept` gives bytes back until it holds there.
+Experts that look unimportant on one text by chance are the first to be lowered, so the loss on the text of the search
+is too small: the result of `search` is judged on other text, and `accept` raises bits until the loss holds there.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
-from tiermoe.decide.composition import Composition
 from tiermoe.errors import ConfigError
+from tiermoe.offload.composition import Composition
 
 PRESET = Composition(
     "edgemoe",
@@ -40,7 +40,7 @@ class Loss(NamedTuple):
     error: float
 
     def within(self, tolerated: float) -> bool:
-        """Whether the loss and one standard error are."""
+        """Whether the loss plus one standard error is at most `tolerated`."""
         return self.value + self.error <= tolerated
 
 
@@ -48,34 +48,33 @@ Lost = Callable[[Mapping[Place, int]], float]
 """Bits of every expert → the relative loss that they cost."""
 
 Judge = Callable[[Mapping[Place, int]], Loss]
-"""The same with its error, on text that the search has not seen."""
+"""Bits of every expert → the loss with its error, on text that the search has not seen."""
 
 PRECISIONS = (2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
 class Bitwidths:
-    """What the search found. `table`: bits of every expert; the `k` least important have `lower`, the others `upper`
-    (k = 0 and `lower` = `upper` where one precision is tolerated for all and no lower one exists). `loss`: measured
-    with that very table. `uniform`: bits → loss of all experts at once. `mixed`: k → loss, as measured on the way."""
+    """The table of bits that the search found: the `k` least important experts have `lower` bits, the others `upper`;
+    k = 0 and `lower` = `upper` where one precision is tolerated for all and no lower one exists."""
 
-    table: dict[Place, int]
+    table: dict[Place, int]  # bits of every expert
     lower: int
     upper: int
     k: int
-    loss: float
-    uniform: dict[int, float]
-    mixed: dict[int, float] = field(default_factory=dict)
+    loss: float  # measured with that very table
+    uniform: dict[int, float]  # bits → loss of all experts at once
+    mixed: dict[int, float] = field(default_factory=dict)  # k → loss, as measured on the way
 
 
 def search(
     loss: Lost, importance: Mapping[Place, float], tolerated: float, precisions: Sequence[int] = PRECISIONS
 ) -> Bitwidths:
     """Bitwidths whose measured loss is at most `tolerated`. importance: what each expert costs alone at the lowest
-    precision; of equal ones the earlier layer, then the earlier expert goes first.
+    precision; in a tie the earlier layer, then the earlier expert goes first.
 
-    The result's own loss was measured, and so was one expert more at the lower bitwidth, which costs more than is
-    tolerated. Where the loss grows with K that is the largest K; where measuring is noisy there may be larger ones.
+    The loss of the result was measured, and so was that of one expert more at the lower bitwidth, which is above the
+    tolerated loss. Where the loss grows with K that is the largest K; with noisy measurements there may be larger ones.
     ConfigError, with the best that was found, where no precision is within the tolerated loss."""
     order = by_importance(importance)
     uniform = {bits: loss(dict.fromkeys(order, bits)) for bits in sorted(precisions, reverse=True)}
@@ -94,15 +93,14 @@ def search(
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The table that holds on other text, as in `Bitwidths`. `loss`: there. `judged`: (lower, upper, k) → loss, of all
-    that were tried there."""
+    """The table that holds on other text; fields as of `Bitwidths`."""
 
     table: dict[Place, int]
     lower: int
     upper: int
     k: int
-    loss: Loss
-    judged: dict[tuple[int, int, int], Loss]
+    loss: Loss  # on the other text
+    judged: dict[tuple[int, int, int], Loss]  # (lower, upper, k) → loss there, of every table that was tried
 
 
 def accept(
@@ -112,9 +110,9 @@ def accept(
     tolerated: float,
     precisions: Sequence[int] = PRECISIONS,
 ) -> Accepted:
-    """The fewest bytes, from those of `found` upwards, whose loss on other text is with its standard error within
-    `tolerated`: fewer experts at the lower bitwidth, then the next higher pair of bitwidths. ConfigError, with the best
-    there is, where no precision is."""
+    """The table of fewest bytes, from those of `found` upwards, whose loss on other text is within `tolerated`,
+    standard error included: fewer experts at the lower bitwidth, then the next higher pair of bitwidths. ConfigError,
+    with the best table, where no precision is within it."""
     order = by_importance(importance)
     judged: dict[tuple[int, int, int], Loss] = {}
 
@@ -142,7 +140,7 @@ def accept(
 
 
 def _most(holds: Callable[[int], bool], beyond: int) -> int:
-    """The largest K below `beyond`, which does not hold, that was found to hold, by halving; 0 holds."""
+    """The largest K that was found to hold, by halving: 0 holds, `beyond` does not."""
     within = 0
     while beyond - within > 1:
         k = (within + beyond) // 2
@@ -154,13 +152,13 @@ def _most(holds: Callable[[int], bool], beyond: int) -> int:
 
 
 def by_importance(importance: Mapping[Place, float]) -> list[Place]:
-    """The least important expert first; of equal ones the earlier layer, then the earlier expert."""
+    """Experts, the least important one first; in a tie the earlier layer, then the earlier expert."""
     return sorted(importance, key=lambda place: (importance[place], place))
 
 
 def bounds(uniform: Mapping[int, float], tolerated: float) -> tuple[int, int]:
-    """(lower, upper): the neighbours of the tolerated loss. Upper is the fewest bits within it, lower the next fewer
-    ones, which are beyond it; the same twice where there are none. ConfigError where no precision is within it."""
+    """(lower, upper): the bits on both sides of the tolerated loss. upper: the fewest bits within it; lower: the next
+    fewer bits, or upper where there are none. ConfigError where no precision is within it."""
     within = [bits for bits, loss in uniform.items() if loss <= tolerated]
     if not within:
         best = min(uniform, key=lambda bits: uniform[bits])

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
-from tiermoe.decide.composition import Composition
 from tiermoe.errors import TraceError
+from tiermoe.offload.composition import Composition
 from tiermoe.simulate.costs import expert_bytes
 from tiermoe.systems.routings import decode_passes, recall
-from tiermoe.trace.schema import Trace
+from tiermoe.trace.file import Trace
 
 PRESET = Composition(
     "fate",
@@ -22,8 +22,9 @@ PRESET = Composition(
 
 
 def accuracies(trace: Trace) -> list[float]:
-    """Of each layer, the share of a decoded token's experts that are among the K that its router named on the layer
-    before's input; 0 for the first layer, which nothing predicts. TraceError without forecasts."""
+    """Accuracy of the next gate, layer by layer: the share of a decoded token's experts among the K that the layer's
+    router chooses on the input of the layer before; 0 for the first layer, which nothing predicts. TraceError without
+    forecasts."""
     if 1 not in trace.header.forecast_distances:
         raise TraceError(
             f"the trace of {trace.header.model} holds no forecasts of the next layer; make it again with tiermoe trace"
@@ -40,9 +41,9 @@ def accuracies(trace: Trace) -> list[float]:
 
 
 def boundary(accuracy: Sequence[float]) -> int:
-    """The layers before it are shallow: those before the first that is predicted at least as well as the mean of all
-    that are predicted, at least the first layer, which never is. The paper takes the boundary from the same figures
-    (section 4.4, figure 7), but its rule is not given and its value was lost; this one is ours."""
+    """Number of shallow layers: those before the first layer that is predicted at least as well as the mean, at least
+    the first layer, which is never predicted. The paper takes the boundary from the same figures (section 4.4, figure
+    7) and gives no rule; this rule is ours."""
     if len(accuracy) < 2:
         return len(accuracy)
     mean = fmean(accuracy[1:])
@@ -50,10 +51,9 @@ def boundary(accuracy: Sequence[float]) -> int:
 
 
 def windows(trace: Trace, bits: int, bandwidth: float) -> list[int]:
-    """N_prefetch = floor(T_window / T_io) of each layer, with T_window = T_moe + T_gate + T_attn, its share of a decode
-    pass, and T_io of an expert of the layer behind it (Fate, section 4.3). 0 where no expert can be read meanwhile, and
-    of the last layer, behind which nothing is read. bandwidth: of the link, bytes per second. TraceError without
-    times."""
+    """N_prefetch = floor(T_window / T_io) of each layer (Fate, section 4.3): T_window = T_moe + T_gate + T_attn is the
+    layer's share of a decode pass, T_io the time of one expert of the next layer. 0 where no expert can be read
+    meanwhile, and for the last layer. bandwidth: of the link, bytes per second. TraceError without times."""
     header = trace.header
     if header.times is None:
         raise TraceError(f"the trace of {header.model} holds no computing times; make it again with tiermoe trace")
@@ -68,8 +68,8 @@ def windows(trace: Trace, bits: int, bandwidth: float) -> list[int]:
 
 
 def largest_share(losses: Sequence[tuple[float, float]], tolerated: float = 0.01) -> float:
-    """Of (share, loss) pairs by rising share, the last before the first that loses `tolerated` or more; 0 where the
-    first one does."""
+    """The largest share before the first that loses `tolerated` or more, of (share, loss) pairs by rising share; 0
+    where the first pair does."""
     found = 0.0
     for share, loss in losses:
         if loss >= tolerated:

@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from tiermoe.config import CacheSize
-from tiermoe.decide.compose import ModelShape, assemble, cache_bytes, divide
-from tiermoe.decide.composition import Composition
-from tiermoe.decide.precision import thresholds, unimportance
-from tiermoe.simulate.costs import slot_sizes
+from tiermoe.offload.assembly import assemble, cache_bytes, divide
+from tiermoe.offload.composition import Composition
+from tiermoe.offload.policies.precision import thresholds, unimportance
+from tiermoe.simulate.costs import shape_of, slot_sizes
+from tiermoe.simulate.evictions import run_instantly
 from tiermoe.simulate.link import InstantLink
-from tiermoe.simulate.steps import Recorded, Step, steps_of
+from tiermoe.simulate.steps import Step, steps_of
 from tiermoe.systems.routings import decode_passes
-from tiermoe.trace.schema import Trace
+from tiermoe.trace.file import Trace
 
 PRESET = Composition(
     "hobbit",
@@ -25,7 +26,8 @@ PRESET = Composition(
 
 
 HIGH_SHARE, SKIP_SHARE = 0.67, 0.03
-"""Of the scores, as the paper's thresholds split those of Mixtral (section 3.2: 67 % high, 30 % low, 3 % skipped)."""
+"""Shares of the scores that are high and skipped, as with the paper's thresholds in Mixtral (section 3.2: 67 % high,
+30 % low, 3 % skipped)."""
 
 MOST_DEMANDS = 40_000  # of a replay: the search makes some forty of them
 
@@ -66,13 +68,13 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class FoundWeights:
-    """The weights of least penalty, with LRU's and LFU's on the same passes. `demands`: experts that were asked for."""
+    """The weights of least penalty, with LRU's and LFU's on the same passes."""
 
     weights: Weights
     penalty: float
     lru_penalty: float
     lfu_penalty: float
-    demands: int
+    demands: int  # experts that layers needed
 
     @property
     def over_lru(self) -> float:
@@ -91,9 +93,9 @@ def find_weights(
     cache: CacheSize,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> FoundWeights:
-    """The best of the weights that are multiples of a quarter, by the miss penalty of a replay without prefetch and in
-    no time (HOBBIT, section 3.4). Of equal ones the first, which has most recency. composition: with its thresholds.
-    bits: of a high load. cache: the one that will run. A trace of more than `MOST_DEMANDS` is cut off there."""
+    """The weights of least miss penalty among multiples of a quarter, by replays without prefetch and time (HOBBIT,
+    section 3.4); in a tie the first, which has most recency. composition: with its thresholds. bits: of a high load.
+    cache: of the runs that the weights are for. A trace of more than `MOST_DEMANDS` demands is cut off there."""
     penalty_of, demands = _penalties(trace, composition, bits, cache)
     candidates = list(simplex(4))
     best: tuple[float, Weights] | None = None
@@ -110,7 +112,7 @@ def find_weights(
 def judge_weights(
     trace: Trace, composition: Composition, bits: int, cache: CacheSize, weights: Weights
 ) -> FoundWeights:
-    """What weights that were found on another trace cost on this one."""
+    """The penalty on this trace of weights that were found on another."""
     penalty_of, demands = _penalties(trace, composition, bits, cache)
     return FoundWeights(weights, penalty_of("weighted", weights), penalty_of("lru"), penalty_of("lfu"), demands)
 
@@ -123,7 +125,7 @@ def miss_penalty(
 
 
 def simplex(parts: int) -> Iterator[tuple[int, int, int, int]]:
-    """All four whole numbers of sum `parts`, the first falling."""
+    """All quadruples of whole numbers with the sum `parts`, the first number falling."""
     for a in range(parts, -1, -1):
         for b in range(parts - a, -1, -1):
             for c in range(parts - a - b, -1, -1):
@@ -131,14 +133,14 @@ def simplex(parts: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 class _Penalty:
-    """Replays one composition with other eviction policies."""
+    """Miss penalties of one composition with several eviction policies."""
 
     def __init__(self, trace: Trace, steps: list[Step], composition: Composition, bits: int, cache: CacheSize) -> None:
         header = trace.header
         self._steps = steps
         self._composition = replace(composition, prefetch="none")
         self._bits = bits
-        self._shape = ModelShape(header.experts, header.top_k, header.encoder_layers)
+        self._shape = shape_of(header)
         sizes = slot_sizes(header, sorted({bits, composition["low_bits"]}))
         nbytes = cache_bytes(composition, cache, self._shape, sizes)
         self._slots = divide(nbytes, composition, sizes, (), sum(header.experts))
@@ -148,22 +150,13 @@ class _Penalty:
         link = InstantLink(lambda key: key.bits)
         composition = self._composition.having({"cache": name, "weights": weights})
         scheduler = assemble(composition, self._shape, self._slots, link, self._bits)
-        sequence: int | None = None
-        for step in self._steps:
-            if step.sequence != sequence:
-                sequence = step.sequence
-                scheduler.new_sequence()
-            forecasts = Recorded(step)
-            scheduler.begin_pass(step.size, forecasts, step.phase)
-            for layer, traced in enumerate(step.layers):
-                if traced.experts:
-                    for _ in scheduler.run_layer(step.routed(layer), forecasts):
-                        pass
+        for _ in run_instantly(scheduler, self._steps):
+            pass
         return link.bytes_read / self._bits
 
 
 def _penalties(trace: Trace, composition: Composition, bits: int, cache: CacheSize) -> tuple[_Penalty, int]:
-    """What replays a trace's first `MOST_DEMANDS`, and how many there are."""
+    """The penalties on a trace's first `MOST_DEMANDS` demands, and the number of demands."""
     steps = list(_first(steps_of(trace, composition), MOST_DEMANDS))
     return _Penalty(trace, steps, composition, bits, cache), sum(_demands(step) for step in steps)
 

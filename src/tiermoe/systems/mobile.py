@@ -1,9 +1,9 @@
-"""MoBiLE: half of a token's experts, and all where the next token is unsure. Its gamma is the paper's until one has
-been found for the model (`measure/gammas.py`)."""
+"""MoBiLE: half of a token's experts, and all where the next token is unsure. Gamma is the paper's until one has been
+found for the model (`measure/gamma.py`)."""
 
 from __future__ import annotations
 
-from tiermoe.decide.composition import Composition
+from tiermoe.offload.composition import Composition
 
 PRESET = Composition(
     "mobile",

@@ -8,30 +8,30 @@ from pathlib import Path
 from typing import Any
 
 from tiermoe.config import Settings
-from tiermoe.decide.compose import Tables, filled, precisions, require_settings, tables, with_low_share
-from tiermoe.decide.composition import Composition, changed, unread
-from tiermoe.decide.profiles import profile_path, read_profile
 from tiermoe.errors import ProfileError
+from tiermoe.offload.assembly import precisions
+from tiermoe.offload.composition import Composition, changed, filled, require_settings, unread, with_low_share
+from tiermoe.offload.profiles import Tables, profile_path, read_profile, tables
 from tiermoe.systems import compose
 
 OPTIONS = ("bits", "dense_bits", "quantizer")
-"""The engine's options that a preset may have values of its own for. What the user gives stands before them."""
+"""Options of the engine that a preset may set. The user's values take precedence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """`settings`: the engine's, with the composition's `OPTIONS`. `tables`: of the calibration. `precisions`: the bits
-    that experts are loaded in, highest first."""
+    """A preset made ready for a model."""
 
-    settings: Settings
+    settings: Settings  # of the engine, with the composition's `OPTIONS`
     composition: Composition
-    tables: Tables
-    precisions: tuple[int, ...]
+    tables: Tables  # of the calibration
+    precisions: tuple[int, ...]  # bits that experts are loaded in, highest first
 
 
 def resolve(settings: Settings, store: Path, fingerprint: str, model: str, layers: int) -> Resolved:
-    """layers: MoE layers of the model. ConfigError for an unknown preset, part or value; ProfileError where a profile
-    is needed and cannot be used."""
+    """Makes the preset of `settings` ready for a model of `layers` MoE layers. store: folder of the model's store, with
+    the profiles. ConfigError for an unknown preset, part or value; ProfileError where a profile is needed and cannot be
+    used."""
     options = {name: value for name in OPTIONS if (value := getattr(settings, name)) is not None}
     given = {**options, **settings.set}
     composition = compose(settings.preset, settings.set)
@@ -65,8 +65,8 @@ def resolve(settings: Settings, store: Path, fingerprint: str, model: str, layer
 def _refined(
     composition: Composition, given: Mapping[str, Any], path: Path, fingerprint: str, command: str
 ) -> Composition:
-    """A composition that has a value for everything, with those that a calibration has found, if there is one, in the
-    place of the preset's; what was asked for stays."""
+    """A complete composition with the values that a calibration has found, if there is one, instead of the preset's;
+    given values stay."""
     if not path.exists():
         return composition
     found = read_profile(path, fingerprint, command).settings

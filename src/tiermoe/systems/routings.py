@@ -1,16 +1,16 @@
-"""A trace, token by token, and how right a prediction of its routing is."""
+"""Statistics of a trace: its routing token by token, frequencies of experts, and recall of a prediction."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
 from tiermoe.errors import TraceError
-from tiermoe.trace.schema import Pass, Trace
+from tiermoe.trace.file import Pass, Trace
 
 
 def routings(trace: Trace) -> Iterator[list[list[int]]]:
-    """Each token's experts of every MoE layer. An encoder's layers are empty: what it reads is re-batched by expert, so
-    its tokens have no path of their own; a decoder's tokens have none there."""
+    """Each token's experts in every MoE layer. An encoder's layers are empty: the tokens that it reads are re-batched
+    by expert and have no path of their own."""
     for passed in trace.passes:
         yield from _tokens_of(passed, trace.header.encoder_layers)
 
@@ -34,8 +34,8 @@ def frequencies(trace: Trace) -> list[list[int]]:
 
 
 def halves(trace: Trace) -> tuple[Trace, Trace]:
-    """The even sequences of a trace, and the odd ones: what is found on one is judged on the other. TraceError where
-    there is one sequence."""
+    """The even sequences of a trace, and the odd ones, so that a result of one half is judged on the other. TraceError
+    where there is one sequence."""
     even, odd = (
         Trace(trace.header, [passed for passed in trace.passes if passed.sequence % 2 == first]) for first in (0, 1)
     )
@@ -53,8 +53,7 @@ def decode_passes(trace: Trace) -> list[Pass]:
 
 
 def recall(named: Collection[int], chosen: Collection[int]) -> float:
-    """Share (0 to 1) of the experts that the router chose that a prediction had named. ValueError where none was
-    chosen."""
+    """Share (0 to 1) of the router's experts that a prediction had named. ValueError where none was chosen."""
     if not chosen:
         raise ValueError("recall needs at least one chosen expert")
     named = set(named)

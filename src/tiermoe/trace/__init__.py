@@ -1,1 +1,1 @@
-"""What a routing trace holds, and its files."""
+"""Routing traces and their files."""

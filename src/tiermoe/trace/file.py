@@ -1,32 +1,125 @@
-"""Trace files: gzip'd JSON lines, a header, one line per pass, a footer. docs/trace-format.md is their description."""
+"""Routing traces: what each router chose, pass by pass, with what predictors said of it; and their files: gzip'd JSON
+lines (a header, one line per pass, a footer), or a `route_trace` CSV of BigMoeOnEdge. docs/trace-format.md describes
+them."""
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import os
+import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tiermoe.config import MIB, format_size
 from tiermoe.errors import TraceError
-from tiermoe.process.json_files import parse_json
-from tiermoe.trace import csv
-from tiermoe.trace.schema import HOLDS, VERSION, Header, LayerTrace, Little, Pass, Times, Trace
+from tiermoe.platform.json_files import parse_json
+
+VERSION = 1
+HOLDS = ("weights", "forecasts", "counts", "little", "neurons", "tokens")
+"""What a trace can hold beside the experts that were chosen."""
 
 FORMAT = "tiermoe-trace"
 _COMMAND = "tiermoe trace MODEL --text FILE --out TRACE"
 _AGAIN = f"make it again with {_COMMAND}"
 _GZIP = b"\x1f\x8b"
 _RATIO, _PLAIN = 32, 16 * MIB
-"""Times its packed size and bytes beside that a trace may unpack to: recorded ones have four times."""
+"""A trace may unpack to so many times its packed size, and so many bytes more: recorded ones have four times."""
+
 _NEURONS = ("neurons", "named")  # fields of a layer
 _RANKED = ("forecasts", "counts")  # likewise
-
 _LATER = ("slot_bytes", "copied_bytes", "neuron_slot_bytes")  # files of earlier versions of tiermoe lack them
+
+_CSV = "# route_trace"  # a CSV's first characters
+_CSV_VERSION = "v1"
+_CSV_COLUMNS = ("turn", "phase", "step", "layer", "slot", "expert", "weight")
+_CSV_BITS = 4  # of files of about 4 bits a weight ("Q4_K_M"), where the name says nothing
+
+
+@dataclass(slots=True)
+class LayerTrace:
+    """One MoE layer in one pass."""
+
+    experts: list[list[int]]  # [t]: the K experts of token t, in the router's order; none where the layer did not run
+    weights: list[list[float]]  # [t]: their gate weights
+    forecasts: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    """Distance d → (expert, softmax weight) of the router of layer l + d on this layer's input, likeliest first, summed
+    over the pass's tokens."""
+    neurons: dict[int, int] = field(default_factory=dict)  # expert → active neurons, a bit set: neuron j is bit j
+    named: dict[int, int] = field(default_factory=dict)  # expert → neurons active on the input of the layer before
+    counts: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    """Of a prompt's pass: distance d → (expert, number of tokens for which that router chooses it), most first."""
+
+
+@dataclass(slots=True)
+class Little:
+    """The little pass at the same position (MoBiLE)."""
+
+    confidence: float  # probability of its likeliest next token
+    layers: list[LayerTrace]  # all K that the router named, by falling weight
+
+
+@dataclass(slots=True)
+class Pass:
+    """One forward pass."""
+
+    phase: str  # 'prefill' or 'decode'
+    sequence: int  # counted from 0
+    tokens: list[int]  # their ids; empty where unknown
+    layers: list[LayerTrace]  # one per MoE layer of the model
+    little: Little | None = None
+
+    @property
+    def size(self) -> int:
+        """How many tokens ran."""
+        return max([len(self.tokens), *(len(layer.experts) for layer in self.layers)])
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of computing, measured where the trace was made."""
+
+    dense: float  # everything but experts, in one decode pass
+    expert: dict[int, float]  # bits → one expert on one token
+    prefill_token: float  # everything but experts, per prompt token
+    prefill_expert: dict[int, float]  # bits → one expert per prompt token beyond its first
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a trace was made from and holds."""
+
+    model: str
+    fingerprint: str  # of the checkpoint
+    experts: Sequence[int]  # per MoE layer
+    top_k: Sequence[int]  # per MoE layer
+    expert_bytes: dict[int, list[int]]  # bits → bytes of one expert per layer as stored, and read from a drive
+    times: Times | None  # None where none were measured
+    holds: frozenset[str]  # of `HOLDS`
+    forecast_distances: Sequence[int] = ()  # layers ahead
+    head_bytes: int = 0  # of W1; 0 where unknown, likewise below
+    neuron_bytes: int = 0  # of one neuron's rows
+    neurons: int = 0  # of an expert
+    dense_bytes: int = 0  # of all that is no expert
+    encoder_layers: int = 0  # how many of the MoE layers are an encoder's, the first ones
+    made_from: dict[str, str | int | float] = field(default_factory=dict)  # for people
+    slot_bytes: dict[int, list[int]] = field(default_factory=dict)  # bits → bytes in memory; none: as stored
+    copied_bytes: dict[int, list[int]] = field(default_factory=dict)  # bits → bytes of a copy to a GPU; none: as stored
+    neuron_slot_bytes: dict[int, int] = field(default_factory=dict)
+    """Bits → bytes of a slot of the neuron unit; none: as of whole experts."""
+
+
+@dataclass(slots=True)
+class Trace:
+    """A whole trace in memory."""
+
+    header: Header
+    passes: list[Pass]
 
 
 class TraceWriter:
@@ -70,15 +163,15 @@ class TraceWriter:
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace at `path`: one of ours, or a `route_trace` CSV (told by content). TraceError where it is missing, no
-    trace, of another version, or cut short."""
+    """The trace at `path`, in our format or as a `route_trace` CSV; the content says which. TraceError where the file
+    is missing, no trace, of another version, or cut short."""
     try:
         with open(path, "rb") as file:
             start = file.read(64)
-        if start.startswith(csv.SIGNATURE.encode()):
-            return csv.parse(path.read_text(encoding="utf-8"), str(path))
+        if start.startswith(_CSV.encode()):
+            return _read_csv(path.read_text(encoding="utf-8"), str(path))
         if not start.startswith(_GZIP):
-            raise TraceError(f"{path} is not a trace: neither gzip nor a CSV that begins with {csv.SIGNATURE!r}")
+            raise TraceError(f"{path} is not a trace: neither gzip nor a CSV that begins with {_CSV!r}")
         with gzip.open(path) as file:
             return _parse(_lines(file, _PLAIN + _RATIO * os.path.getsize(path), path), path)
     except (EOFError, zlib.error) as error:
@@ -240,3 +333,78 @@ def _layer_from_json(document: dict[str, Any], count: int) -> LayerTrace:
 
 def _by_number(document: dict[str, Any]) -> dict[int, Any]:
     return {int(key): value for key, value in document.items()}
+
+
+_CsvRows = dict[tuple[int, int], dict[int, list[tuple[int, float]]]]
+"""(turn, step of a decode pass or -1) → layer → (expert, weight) in the file's order, K per token."""
+
+
+def _read_csv(text: str, name: str) -> Trace:
+    """A trace of a `route_trace v1` CSV; `name` is used in messages. It holds weights and no times; each turn is a
+    sequence. The prompt has one row per token, layer and rank; the last layer runs for its last token alone. TraceError
+    where the file is of another version, damaged or cut short."""
+    lines = text.splitlines()
+    remarks = [line for line in lines if line.startswith("#")]
+    if remarks[0].split()[2:] != [_CSV_VERSION]:
+        raise TraceError(f"{name} is {remarks[0].lstrip('# ')!r}; this tiermoe reads route_trace {_CSV_VERSION}")
+    fields = dict(re.findall(r"(\w+)=(\S+)", remarks[1] if len(remarks) > 1 else ""))
+    sizes = [dict(re.findall(r"(\w+)=(\d+)", line)) for line in remarks[2:]]
+    try:
+        layers, experts, top_k = (int(fields[key]) for key in ("n_layer", "n_expert", "n_expert_used"))
+        if len(sizes) != layers:
+            raise TraceError(f"{name} is cut short: sizes of {len(sizes)} layers of {layers}")
+        header = Header(
+            model=fields["model"],
+            fingerprint="",
+            experts=[experts] * layers,
+            top_k=[top_k] * layers,
+            expert_bytes={_csv_bits(fields["model"]): [int(size["expert_bytes"]) for size in sizes]},
+            times=None,
+            holds=frozenset({"weights"}),
+            dense_bytes=sum(int(size["dense_bytes"]) for size in sizes),
+            made_from={"source": "route_trace v1"},
+        )
+        rows = _csv_rows([line for line in lines if not line.startswith("#")], header)
+    except (KeyError, ValueError, IndexError) as error:
+        raise TraceError(f"{name} is damaged or cut short ({error!r}); fetch it again") from error
+    return Trace(header, [_csv_pass(key, by_layer, header, name) for key, by_layer in sorted(rows.items())])
+
+
+def _csv_rows(lines: list[str], header: Header) -> _CsvRows:
+    reader = csv.reader(lines)
+    titles = next(reader, [])
+    turn, phase, step, layer, slot, expert, weight = (titles.index(column) for column in _CSV_COLUMNS)
+    rows: _CsvRows = {}
+    for row in reader:
+        if int(row[expert]) >= header.experts[int(row[layer])]:
+            raise ValueError(f"expert {row[expert]} of layer {row[layer]}")
+        key = (int(row[turn]), int(row[step]) if int(row[phase]) else -1)
+        chosen = rows.setdefault(key, {}).setdefault(int(row[layer]), [])
+        if int(row[slot]) != len(chosen) % header.top_k[0]:
+            raise ValueError(f"rank {row[slot]} of layer {row[layer]}, step {row[step]} stands out of order")
+        chosen.append((int(row[expert]), float(row[weight])))
+    return rows
+
+
+def _csv_pass(
+    key: tuple[int, int], by_layer: dict[int, list[tuple[int, float]]], header: Header, name: str
+) -> Pass:  # fmt: skip
+    turn, step = key
+    top_k = header.top_k[0]
+    layers = []
+    for layer in range(len(header.experts)):
+        chosen = by_layer.get(layer, [])
+        if not chosen or len(chosen) % top_k:
+            where = "the prompt" if step < 0 else f"step {step}"
+            raise TraceError(
+                f"{name} is cut short: turn {turn}, {where}, layer {layer} has {len(chosen)} rows, {top_k} a token"
+            )
+        tokens = [chosen[start : start + top_k] for start in range(0, len(chosen), top_k)]
+        experts = [[expert for expert, _ in token] for token in tokens]
+        layers.append(LayerTrace(experts, [[weight for _, weight in token] for token in tokens]))
+    return Pass("prefill" if step < 0 else "decode", turn, [], layers)
+
+
+def _csv_bits(model: str) -> int:
+    match = re.search(r"(?:^|[^A-Za-z])I?Q(\d)", model)
+    return {2: 2, 8: 8}.get(int(match[1]), _CSV_BITS) if match else _CSV_BITS

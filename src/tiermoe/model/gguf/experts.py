@@ -1,4 +1,4 @@
-"""The experts of a model in a GGUF file: where they lie, and their values for who packs them anew."""
+"""Experts of a model in a GGUF file: the tensors that they lie in, and their values for packing."""
 
 from __future__ import annotations
 
@@ -10,21 +10,57 @@ from typing import Any
 import torch
 
 from tiermoe.errors import ModelError
-from tiermoe.model.shells import is_shell
-from tiermoe.store.gguf.checkpoint import GgufCheckpoint
+from tiermoe.formats.gguf_checkpoint import GgufCheckpoint, Parameter, Stacked
+from tiermoe.formats.gguf_file import GgufFile, GgufTensor
+from tiermoe.model.gguf.shapes import AGAIN
 from tiermoe.types import MoeLayer, Part, Segment
 
+FIRST, SECOND = "gate_up_proj", "down_proj"
+"""The names of a layer's stacked expert matrices in all families."""
 _CONVERTED = 12  # bytes a weight: blocks, float32, and joined in the compute dtype
 
 
-class GgufExperts:
-    """`store.source.ExpertSource` of a GGUF file. model: on the meta device with shells. Matrices are (out, in)
-    whatever the family's own are, and gate comes before up. ModelError where config and tensors do not belong
-    together."""
+def expert_parameters(file: GgufFile, layer: int, block: str) -> dict[str, Parameter]:
+    """The stacked matrices and biases of a layer's experts. ModelError where one is missing."""
+    found: dict[str, Parameter] = {}
+    for suffix, end in (("weight", ""), ("bias", "_bias")):
+        there = {
+            matrix: file.tensors[name]
+            for matrix in ("gate_up", "gate", "up", "down")
+            if (name := f"blk.{layer}.ffn_{matrix}_exps.{suffix}") in file.tensors
+        }
+        if suffix == "bias" and not there:
+            continue
+        first = [there[matrix] for matrix in ("gate_up", "gate", "up") if matrix in there]
+        if "down" not in there or there.keys() - {"down"} not in ({"gate_up"}, {"gate", "up"}):
+            raise ModelError(
+                f"{file.path} holds of layer {layer}'s experts {_named(there)} ({suffix}), not gate, up and down; "
+                f"download it again, or convert the model with a current llama.cpp"
+            )
+        dimensions = 3 if suffix == "weight" else 2
+        for matrix, tensor in there.items():
+            if len(tensor.shape) != dimensions or tensor.shape[0] != there["down"].shape[0]:
+                raise ModelError(
+                    f"{file.path}: the {suffix} {matrix} of layer {layer}'s experts has shape {tensor.shape}; {AGAIN}"
+                )
+        prefix = f"model.layers.{layer}.{block}"
+        found |= {f"{prefix}.{FIRST}{end}": Stacked(tuple(first)), f"{prefix}.{SECOND}{end}": Stacked((there["down"],))}
+    return found
 
-    def __init__(self, model: Any, checkpoint: GgufCheckpoint, dtype: torch.dtype, top_k: int) -> None:
+
+def _named(there: Mapping[str, GgufTensor]) -> str:
+    return ", ".join(there) or "nothing"
+
+
+class GgufExperts:
+    """`formats.source.ExpertSource` of a GGUF file. model: on the meta device, with `shells` for experts by path.
+    Matrices are (out, in) whatever the family's own are, and gate comes before up. ModelError where config and tensors
+    do not belong together."""
+
+    def __init__(
+        self, model: Any, shells: Mapping[str, Any], checkpoint: GgufCheckpoint, dtype: torch.dtype, top_k: int
+    ) -> None:
         self.checkpoint, self.dtype = checkpoint, dtype
-        shells = {name: module for name, module in model.named_modules() if is_shell(module)}
         self.layers = [_layer_of(name, shell, top_k) for name, shell in shells.items()]
         self.expert_keys = {f"{layer.name}.{part.name}" for layer in self.layers for part in layer.parts}
         self._check(model)
@@ -46,11 +82,11 @@ class GgufExperts:
         return {part.name: (f"{own.name}.{part.name}",) for part in own.parts}
 
     def reading_bytes(self) -> int:
-        """The most that `read` holds beside what it returns."""
+        """Largest memory of `read` beside the result, in bytes."""
         return _CONVERTED * max(math.prod(part.shape) for layer in self.layers for part in layer.parts)
 
     def in_place(self, layer: int, expert: int) -> list[Segment] | None:
-        """None: where experts lie is told with the types they lie in (`store.own_experts`)."""
+        """None: `formats.source` has the places of experts, with their types."""
 
     def _check(self, model: Any) -> None:
         entries = self.checkpoint.tensors

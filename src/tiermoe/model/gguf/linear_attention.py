@@ -1,28 +1,26 @@
-"""Layers of linear attention in GGUF files of Qwen3-Next and Qwen3.5 (`Qwen3NextModel` of the converter): the config's
-fields, and the parameters that are not rows of a tensor as they lie."""
+"""Linear attention in GGUF files of Qwen3-Next and Qwen3.5 (`Qwen3NextModel` of the converter): the config's fields,
+and the parameters whose rows the converter has put in another order."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tiermoe.errors import ModelError
-from tiermoe.kernels.native.delta import DeltaSizes
-from tiermoe.model.gguf import orders
+from tiermoe.formats.gguf_checkpoint import Rows
+from tiermoe.formats.gguf_file import GgufFile, GgufTensor
+from tiermoe.kernels.delta import DeltaSizes
 from tiermoe.model.gguf.shapes import blocks
-from tiermoe.store.gguf.file import GgufFile
-from tiermoe.store.gguf.header import GgufTensor
-from tiermoe.store.gguf.parameter import Rows
-from tiermoe.store.gguf.values import count
 
 _TILED = "qwen35moe"
-"""The architecture whose heads of values are in another order (`orders.tiled`)."""
+"""The architecture whose heads of values are in another order (`tiled_rows`)."""
 
 
 def linear_config(file: GgufFile) -> dict[str, Any]:
-    """Which layers have linear attention, and its sizes. ModelError where an entry is missing."""
+    """Fields of the config: layers with linear attention, and its sizes. ModelError where an entry is missing."""
     sizes = _sizes(file)
     linear = [f"blk.{layer}.ssm_a" in file.tensors for layer in range(blocks(file))]
     return {
@@ -50,17 +48,17 @@ def linear_rows(file: GgufFile, stem: str, tensor: GgufTensor) -> dict[str, Rows
 
 
 def _by_rows(file: GgufFile, sizes: DeltaSizes, stem: str) -> dict[str, Tensor | None]:
-    """Parameters whose rows are a tensor's, and where each row lies in it; None: in order."""
+    """Parameter → the rows of a tensor that it consists of; None: all in order."""
     values = _heads(file, sizes, sizes.value_columns)
-    mixed = None if values is None else orders.after(sizes.channels - sizes.values, values)
+    mixed = None if values is None else rows_after(sizes.channels - sizes.values, values)
     heads = _heads(file, sizes, 1)
     shared = sizes.heads // sizes.key_heads
     if stem == "ssm_ba":
-        both = orders.grouped(sizes.key_heads, (shared, shared))
+        both = grouped_rows(sizes.key_heads, (shared, shared))
         return dict(zip(("in_proj_b.weight", "in_proj_a.weight"), both, strict=True))
     if stem == "ssm_in":  # of older converters
         columns = shared * sizes.value_columns
-        parts = orders.grouped(sizes.key_heads, (sizes.key_columns, sizes.key_columns, columns, columns))
+        parts = grouped_rows(sizes.key_heads, (sizes.key_columns, sizes.key_columns, columns, columns))
         return {"in_proj_qkv.weight": torch.cat(parts[:3]), "in_proj_z.weight": parts[3]}
     name, order = {
         "attn_qkv": ("in_proj_qkv.weight", mixed),
@@ -106,18 +104,18 @@ def _heads(file: GgufFile, sizes: DeltaSizes, rows: int) -> Tensor | None:
     """Where the heads of values, of so many rows each, lie; None: in order."""
     if file.architecture != _TILED or sizes.heads == sizes.key_heads:
         return None
-    return orders.tiled(sizes.key_heads, sizes.heads // sizes.key_heads, rows)
+    return tiled_rows(sizes.key_heads, sizes.heads // sizes.key_heads, rows)
 
 
 def _sizes(file: GgufFile) -> DeltaSizes:
-    heads, key_heads = count(file, "ssm.time_step_rank", least=1), count(file, "ssm.group_count", least=1)
-    inner = count(file, "ssm.inner_size", least=1)
+    heads, key_heads = file.count("ssm.time_step_rank", least=1), file.count("ssm.group_count", least=1)
+    inner = file.count("ssm.inner_size", least=1)
     if heads % key_heads or inner % heads:
         raise ModelError(
             f"{file.path} says that its linear attention has {heads} heads of values, {key_heads} of keys and "
             f"{inner} columns, which do not belong together; download it again"
         )
-    state, kernel = count(file, "ssm.state_size", least=1), count(file, "ssm.conv_kernel", least=1)
+    state, kernel = file.count("ssm.state_size", least=1), file.count("ssm.conv_kernel", least=1)
     sizes = DeltaSizes(key_heads, heads, state, inner // heads, kernel - 1)
     if sizes.channels > file.longest:
         raise ModelError(
@@ -125,3 +123,26 @@ def _sizes(file: GgufFile) -> DeltaSizes:
             f"{file.longest:,} rows; download it again"
         )
     return sizes
+
+
+# of each row of a parameter, its row in the file; layers share one tensor of each order
+
+
+@lru_cache(maxsize=8)
+def tiled_rows(key_heads: int, shared: int, rows: int) -> Tensor:
+    """Heads of so many rows, `shared` of which share a key head, come as the first of every key head, the second of
+    every one, … (`_LinearAttentionVReorderBase`)."""
+    return torch.arange(key_heads * shared * rows).view(shared, key_heads, rows).swapaxes(0, 1).flatten()
+
+
+@lru_cache(maxsize=8)
+def rows_after(rows: int, order: Tensor) -> Tensor:
+    """`order`, of rows that lie after so many that are in order."""
+    return torch.cat((torch.arange(rows), rows + order))
+
+
+@lru_cache(maxsize=8)
+def grouped_rows(groups: int, parts: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Each of so many groups has all `parts`, of so many rows: of each part, where that of every group lies."""
+    rows = torch.arange(groups * sum(parts)).view(groups, -1)
+    return tuple(part.flatten() for part in torch.split(rows, list(parts), dim=1))

@@ -1,5 +1,5 @@
-"""What a GGUF file's model is made of, from its config and the names and shapes of its tensors alone: no modelling code
-of transformers is imported for it. Whatever is not as its architecture has it is left to that code to judge."""
+"""Outline of a model in a GGUF file, from its config and the names and shapes of its tensors alone, without
+transformers' modelling code. A file that is not as its architecture has it is left to that code to judge."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from typing import Any
 
 import torch
 
-from tiermoe.model.architectures import ARCHITECTURES
-from tiermoe.model.discovery import top_k
-from tiermoe.model.linear_attention import delta_sizes, is_linear
-from tiermoe.store.gguf.checkpoint import GgufCheckpoint
-from tiermoe.store.outline import DenseTensor, Outline
+from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
+from tiermoe.formats.outline import DenseTensor, Outline
+from tiermoe.model.architecture import Architecture
+from tiermoe.model.families.table import ARCHITECTURES
+from tiermoe.model.grouped_attention import GroupedSizes
+from tiermoe.model.latent_attention import LatentSizes
+from tiermoe.model.linear_attention import LinearSizes, delta_sizes, is_linear
 from tiermoe.types import MoeLayer, Part
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 _SMALLEST = 4096  # elements of a linear layer that is packed
 _TABLE, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-_ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
 _CORRECTION = "e_score_correction_bias"
 _ALPHA = 1.702  # GptOssExperts
 
 
 def outline_of(checkpoint: GgufCheckpoint, config: Any, dtype: torch.dtype) -> Outline | None:
-    """None where the file is not as its architecture has it, where transformers' code decodes the family, or in
-    float16, in which transformers keeps some modules in float32."""
+    """The outline; None where the file is not as its architecture has it, where transformers' code decodes the family,
+    or in float16, in which transformers keeps some modules in float32."""
     gate = _gate(config) if config.model_type in ARCHITECTURES else None
     if gate is None or dtype == torch.float16:
         return None
@@ -37,6 +38,7 @@ def outline_of(checkpoint: GgufCheckpoint, config: Any, dtype: torch.dtype) -> O
     found = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     if found != experts | dense or not layers:
         return None
+    router = f"{_router(ARCHITECTURES[config.model_type])}.weight"
     tied = {_OUTPUT: _TABLE} if config.tie_word_embeddings else {}
     wide = _wide(config)
     tensors = {
@@ -48,7 +50,9 @@ def outline_of(checkpoint: GgufCheckpoint, config: Any, dtype: torch.dtype) -> O
         sources=tuple({part.name: (f"{layer.name}.{part.name}",) for part in layer.parts} for layer in layers),
         tensors=tensors,
         tied=tied,
-        packable=tuple(path.removesuffix(".weight") for path, shape in dense.items() if _is_packable(path, shape)),
+        packable=tuple(
+            path.removesuffix(".weight") for path, shape in dense.items() if _is_packable(path, shape, router)
+        ),
         table=None if tied else _TABLE,
         tables={},
         dense_bytes=sum(math.prod(shape) * tensors[path].dtype.itemsize for path, shape in dense.items()),
@@ -73,8 +77,8 @@ def _tensor(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> DenseTenso
     return DenseTensor(path, shape, dtype, dtype)
 
 
-def _is_packable(path: str, shape: tuple[int, ...]) -> bool:
-    linear = len(shape) == 2 and path != _TABLE and not path.endswith(_ROUTERS)
+def _is_packable(path: str, shape: tuple[int, ...], router: str) -> bool:
+    linear = len(shape) == 2 and path != _TABLE and not path.endswith(router)
     return linear and math.prod(shape) >= _SMALLEST
 
 
@@ -100,7 +104,8 @@ def _layer(config: Any, index: int) -> MoeLayer:
     parts = [Part("gate_up_proj", (2 * inner, hidden)), Part("down_proj", (hidden, inner))]
     if config.model_type == "gpt_oss":
         parts = [each for part in parts for each in (part, Part(f"{part.name}_bias", part.shape[:1]))]
-    return MoeLayer(f"model.layers.{index}.mlp.experts", _experts(config), top_k(config, index), tuple(parts))
+    name = f"model.layers.{index}.{ARCHITECTURES[config.model_type].block}.experts"
+    return MoeLayer(name, _experts(config), int(config.num_experts_per_tok), tuple(parts))
 
 
 def _dense(config: Any) -> Shapes:
@@ -116,36 +121,36 @@ def _dense(config: Any) -> Shapes:
 
 
 def _of_layer(config: Any, index: int) -> Shapes:
-    hidden, kind = config.hidden_size, config.model_type
+    of, hidden, kind = ARCHITECTURES[config.model_type], config.hidden_size, config.model_type
     yield "input_layernorm.weight", (hidden,)
     yield "post_attention_layernorm.weight", (hidden,)
     yield from _attention(config, index)
     if _is_dense(config, index):
-        yield from _three("mlp", hidden, config.intermediate_size)
+        yield from _three(of.block, hidden, config.intermediate_size)
         return
-    router = "mlp.router" if kind == "gpt_oss" else "mlp.gate"
+    router = _router(of)
     yield f"{router}.weight", (_experts(config), hidden)
     if kind == "gpt_oss":
         yield f"{router}.bias", (_experts(config),)
-    if kind in ("deepseek_v3", "glm4_moe"):
-        yield f"{router}.{_CORRECTION}", (_experts(config),)
-    if kind == "minimax_m2":
-        yield f"mlp.{_CORRECTION}", (_experts(config),)
-    if kind == "ernie4_5_moe":
-        yield f"{router}.moe_statics.{_CORRECTION}", (1, _experts(config))
-    yield from _shared(config)
+    if of.correction:
+        yield f"{of.block}.{of.correction}", (1, _experts(config)) if kind == "ernie4_5_moe" else (_experts(config),)
+    yield from _shared(of, config)
 
 
-def _shared(config: Any) -> Shapes:
+def _router(of: Architecture) -> str:
+    return f"{of.block}.{of.gate}"
+
+
+def _shared(of: Architecture, config: Any) -> Shapes:
     """Of the shared experts, where there are some."""
-    hidden = config.hidden_size
-    if hasattr(config, "shared_expert_intermediate_size"):
-        yield from _three("mlp.shared_expert", hidden, config.shared_expert_intermediate_size)
-        yield "mlp.shared_expert_gate.weight", (1, hidden)
+    hidden, shared = config.hidden_size, f"{of.block}.{of.shared}"
+    if of.shared_gate:
+        yield from _three(shared, hidden, config.shared_expert_intermediate_size)
+        yield f"{of.block}.{of.shared_gate}.weight", (1, hidden)
         return
     count = getattr(config, "n_shared_experts", 0) or getattr(config, "moe_num_shared_experts", 0)
-    if count:
-        yield from _three("mlp.shared_experts", hidden, count * _inner(config))
+    if of.shared and count:
+        yield from _three(shared, hidden, count * _inner(config))
 
 
 def _three(prefix: str, hidden: int, inner: int) -> Shapes:
@@ -155,55 +160,26 @@ def _three(prefix: str, hidden: int, inner: int) -> Shapes:
 
 
 def _attention(config: Any, index: int) -> Shapes:
+    of, hidden = ARCHITECTURES[config.model_type], config.hidden_size
     if is_linear(config, index):
-        return _linear(config)
-    return _latent(config) if hasattr(config, "kv_lora_rank") else _grouped(config)
-
-
-def _grouped(config: Any) -> Shapes:
-    hidden, heads, kind = config.hidden_size, config.num_attention_heads, config.model_type
-    head = getattr(config, "head_dim", None) or hidden // heads
-    rows = {"q": heads * head, "k": config.num_key_value_heads * head, "v": config.num_key_value_heads * head}
-    out, gated = rows["q"], ARCHITECTURES[kind].gated
-    whole = bool(getattr(config, "attention_bias", False))
-    for name, count in rows.items():
-        yield f"self_attn.{name}_proj.weight", (2 * count if gated and name == "q" else count, hidden)
-        if whole or getattr(config, "qkv_bias", False):
-            yield f"self_attn.{name}_proj.bias", (count,)
-    yield "self_attn.o_proj.weight", (hidden, out)
-    if whole and kind != "glm4_moe":
-        yield "self_attn.o_proj.bias", (hidden,)
-    if kind == "gpt_oss":
-        yield "self_attn.sinks", (heads,)
-    across = ARCHITECTURES[kind].norm_all_heads
-    if across or kind in ("qwen3_moe", "qwen3_5_moe_text") or getattr(config, "use_qk_norm", False):
-        yield "self_attn.q_norm.weight", (out if across else head,)
-        yield "self_attn.k_norm.weight", (rows["k"] if across else head,)
-
-
-def _linear(config: Any) -> Shapes:
-    sizes, hidden = delta_sizes(config), config.hidden_size
-    yield "linear_attn.in_proj_qkv.weight", (sizes.channels, hidden)
-    yield "linear_attn.in_proj_z.weight", (sizes.values, hidden)
-    yield "linear_attn.in_proj_b.weight", (sizes.heads, hidden)
-    yield "linear_attn.in_proj_a.weight", (sizes.heads, hidden)
-    yield "linear_attn.conv1d.weight", (sizes.channels, 1, sizes.kept + 1)
-    yield "linear_attn.A_log", (sizes.heads,)
-    yield "linear_attn.dt_bias", (sizes.heads,)
-    yield "linear_attn.norm.weight", (sizes.value_columns,)
-    yield "linear_attn.out_proj.weight", (hidden, sizes.values)
-
-
-def _latent(config: Any) -> Shapes:
-    hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
-    key = config.qk_nope_head_dim + config.qk_rope_head_dim
-    if config.q_lora_rank:
-        yield "self_attn.q_a_proj.weight", (config.q_lora_rank, hidden)
-        yield "self_attn.q_a_layernorm.weight", (config.q_lora_rank,)
-        yield "self_attn.q_b_proj.weight", (heads * key, config.q_lora_rank)
+        yield from LinearSizes(delta_sizes(config)).weight_shapes(hidden).items()
+    elif of.latent:
+        yield from LatentSizes.of(of, config, index).weight_shapes(hidden, config.q_lora_rank).items()
     else:
-        yield "self_attn.q_proj.weight", (heads * key, hidden)
-    yield "self_attn.kv_a_proj_with_mqa.weight", (latent + config.qk_rope_head_dim, hidden)
-    yield "self_attn.kv_a_layernorm.weight", (latent,)
-    yield "self_attn.kv_b_proj.weight", (heads * (config.qk_nope_head_dim + config.v_head_dim), latent)
-    yield "self_attn.o_proj.weight", (hidden, heads * config.v_head_dim)
+        sizes = GroupedSizes.of(of, config, index, lambda _: config.model_type == "gpt_oss")  # which has sinks
+        yield from sizes.weight_shapes(hidden).items()
+        yield from _biases_and_norms(of, config, sizes)
+
+
+def _biases_and_norms(of: Architecture, config: Any, sizes: GroupedSizes) -> Shapes:
+    """Of grouped attention, as transformers' code of the family has them."""
+    kind, columns = config.model_type, {"q": sizes.heads * sizes.columns, "k": sizes.kv_heads * sizes.columns}
+    all_projections = bool(getattr(config, "attention_bias", False))
+    if all_projections or getattr(config, "qkv_bias", False):
+        for name in "qkv":
+            yield f"self_attn.{name}_proj.bias", (columns["q" if name == "q" else "k"],)
+    if all_projections and kind != "glm4_moe":
+        yield "self_attn.o_proj.bias", (config.hidden_size,)
+    if of.norm_all_heads or kind in ("qwen3_moe", "qwen3_5_moe_text") or getattr(config, "use_qk_norm", False):
+        for name in "qk":
+            yield f"self_attn.{name}_norm.weight", (columns[name] if of.norm_all_heads else sizes.columns,)

@@ -1,57 +1,166 @@
-"""Which tensors of a GGUF file are which parameters of transformers' model."""
+"""Parameters of transformers' model in a GGUF file: llama.cpp's architectures of MoE models, an entry each, and the
+tensors that each parameter is made of. The converter is llama.cpp's `conversion/`, a class an architecture."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from tiermoe.errors import ModelError
-from tiermoe.model.gguf import orders
-from tiermoe.model.gguf.architectures import BLOCK, TOP, GgufArchitecture, architecture_of
-from tiermoe.model.gguf.shapes import AGAIN, blocks, dense_layers
-from tiermoe.store.gguf.checkpoint import GgufCheckpoint
-from tiermoe.store.gguf.file import GgufFile
-from tiermoe.store.gguf.header import GgufTensor
-from tiermoe.store.gguf.parameter import Change, Expanding, Parameter, Rows, Stacked
-from tiermoe.store.gguf.values import whole
+from tiermoe.formats.gguf_checkpoint import Change, Expanding, GgufCheckpoint, Parameter, Rows, Stacked
+from tiermoe.formats.gguf_file import GgufFile, GgufTensor
+from tiermoe.model.architecture import Architecture
+from tiermoe.model.families.table import ARCHITECTURES as FAMILIES
+from tiermoe.model.gguf import config as configs
+from tiermoe.model.gguf.config import Config
+from tiermoe.model.gguf.experts import expert_parameters
+from tiermoe.model.gguf.linear_attention import linear_rows
+from tiermoe.model.gguf.shapes import AGAIN, blocks, dense_layers, experts
+
+TOP = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "token_embd_norm": "model.embedding_norm",
+}
+"""Tensors outside of blocks → modules."""
+
+_LATENT = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}
+
+
+def block_names(of: Architecture) -> dict[str, str]:
+    """Tensors of a block → modules of a layer, for a family of transformers."""
+    names = {
+        "attn_norm": of.named("input_layernorm"),
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": f"self_attn.{of.named('o_proj')}",
+        "attn_q_norm": f"self_attn.{of.named('q_norm')}",
+        "attn_k_norm": f"self_attn.{of.named('k_norm')}",
+        "ffn_norm": of.named("post_attention_layernorm"),
+        "ffn_gate_inp": f"{of.block}.{of.gate}",
+    }
+    for matrix in ("gate", "up", "down"):
+        names[f"ffn_{matrix}"] = f"{of.block}.{of.named(f'{matrix}_proj')}"
+        if of.shared:
+            names[f"ffn_{matrix}_shexp"] = f"{of.block}.{of.shared}.{of.named(f'{matrix}_proj')}"
+    if of.shared_gate:
+        names["ffn_gate_inp_shexp"] = f"{of.block}.{of.shared_gate}"
+    if of.correction:
+        names["exp_probs_b"] = f"{of.block}.{of.correction}"
+    return names | (_LATENT if of.latent else {})
+
+
+@dataclass(frozen=True, slots=True)
+class GgufArchitecture:
+    """One of llama.cpp's architectures."""
+
+    config: Callable[[GgufFile], Config]  # file → fields of transformers' config
+    family: str  # model_type of transformers' model, whose names the parameters have
+    more: Mapping[str, str] = field(default_factory=dict)  # tensors of a block → modules, beside `block_names`
+    turned: bool = False  # the halves of each head's queries and keys take turns (`_turned_rows`)
+    linear: Callable[[GgufFile, str, GgufTensor], dict[str, Rows]] | None = None
+    """Tensor → the parameters of linear attention that it holds, by their names in the layer; none of other tensors."""
+
+    @property
+    def layers(self) -> Architecture:
+        """The family's blocks and their names."""
+        return FAMILIES[self.family]
+
+
+_LATE_NORM = {"post_attention_norm": "post_attention_layernorm"}
+_CONVOLUTION = {f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")}
+_QWEN35 = GgufArchitecture(configs.qwen35moe, "qwen3_5_moe_text", _LATE_NORM, linear=linear_rows)
+
+ARCHITECTURES: dict[str, GgufArchitecture] = {
+    "qwen3moe": GgufArchitecture(configs.qwen3moe, "qwen3_moe"),
+    "qwen2moe": GgufArchitecture(configs.qwen2moe, "qwen2_moe"),
+    "llama": GgufArchitecture(configs.mixtral, "mixtral", turned=True),
+    "olmoe": GgufArchitecture(configs.olmoe, "olmoe"),
+    "gpt-oss": GgufArchitecture(configs.gpt_oss, "gpt_oss", _LATE_NORM | {"attn_sinks": "self_attn.sinks"}),
+    "deepseek2": GgufArchitecture(configs.deepseek2, "deepseek_v3"),  # V2 has the same names, and no correction
+    "qwen35moe": _QWEN35,
+    # Qwen3-Next's layers, with their projection's matrices apart, as the file has them, are Qwen3.5's
+    "qwen3next": _QWEN35,
+    "glm4moe": GgufArchitecture(configs.glm4moe, "glm4_moe", _LATE_NORM),
+    "lfm2moe": GgufArchitecture(configs.lfm2moe, "lfm2_moe", _CONVOLUTION),
+    "minimax-m2": GgufArchitecture(configs.minimaxm2, "minimax_m2"),
+    "ernie4_5-moe": GgufArchitecture(configs.ernie45moe, "ernie4_5_moe"),
+}
 
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.([\w.]+?)(?:\.(weight|bias))?")
 _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
 _EXPERTS = re.compile(r"ffn_(gate_up|gate|up|down)_exps")
 _TURNED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
 _BARE = ("sinks", "e_score_correction_bias", "expert_bias")
-"""Parameters whose own name is their path's end."""
+"""Parameters whose path has no 'weight' or 'bias' at its end."""
 _OF_ONE = ("shared_expert_gate", "moe_statics.e_score_correction_bias")
 """Parameters of one row, which the file has as a vector."""
 
-FIRST, SECOND = "gate_up_proj", "down_proj"
-"""What all families call the stacked matrices of a layer's experts."""
+
+def architecture_of(file: GgufFile) -> GgufArchitecture:
+    """The entry of a file. ModelError where there is none, or the file is of a dense model."""
+    name = file.architecture
+    if not file.count("expert_count", 0):
+        raise ModelError(
+            f"{file.path} is a '{name}' model without experts: tiermoe runs Mixture-of-Experts models; llama.cpp runs "
+            f"a dense one"
+        )
+    if name not in ARCHITECTURES:
+        raise ModelError(
+            f"{file.path} is of the architecture '{name}', which tiermoe does not read from GGUF files; it reads "
+            f"{', '.join(sorted(ARCHITECTURES))}; take the model's safetensors"
+        )
+    return ARCHITECTURES[name]
+
+
+def config_of(file: GgufFile) -> Config:
+    """The fields of transformers' config, with 'model_type'. ModelError as `architecture_of`, or where the file lacks
+    an entry."""
+    config = architecture_of(file).config(file)
+    used = config["num_experts_per_tok"]
+    if used > experts(file):
+        raise ModelError(f"{file.path} says that a token uses {used} of {experts(file)} experts; download it again")
+    return config
 
 
 def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
     """The checkpoint in a file. ModelError for a tensor that its architecture does not have, and where experts lack
     one."""
     architecture = architecture_of(file)
+    of = architecture.layers
+    names = block_names(of) | dict(architecture.more)
     parameters: dict[str, Parameter] = {}
     for name, tensor in file.tensors.items():
         if (path := _outside(name)) is not None:
-            parameters[path] = Rows(tensor, tensor.shape, change=_change(architecture, path))
+            parameters[path] = Rows(tensor, tensor.shape, change=_change(of, path))
         elif (found := _IN_BLOCK.fullmatch(name)) and int(found[1]) < blocks(file):
-            parameters |= _in_block(file, architecture, tensor, int(found[1]), found[2], found[3])
+            parameters |= _in_block(file, architecture, names, tensor, int(found[1]), found[2], found[3])
         elif not found:
             raise _unknown(file, name)
     dense = set(dense_layers(file))
     for layer in range(blocks(file)):
         parameters |= _expanding(file, layer)
         if layer not in dense:
-            parameters |= _experts(file, layer, architecture.experts)
+            parameters |= expert_parameters(file, layer, f"{of.block}.experts")
     return GgufCheckpoint(file, parameters)
 
 
 def compute_dtype(checkpoint: GgufCheckpoint) -> torch.dtype:
-    """What a model in a GGUF file is computed in: in the dtype of its experts where that is one, else in bfloat16."""
+    """Dtype in which a model in a GGUF file is computed: that of its experts where they have one, else bfloat16."""
     dtypes = {
         tensor.kind.dtype
         for parameter in checkpoint.parameters.values()
@@ -68,24 +177,31 @@ def _outside(name: str) -> str | None:
 
 
 def _in_block(
-    file: GgufFile, architecture: GgufArchitecture, tensor: GgufTensor, layer: int, stem: str, suffix: str | None
+    file: GgufFile,
+    architecture: GgufArchitecture,
+    names: Mapping[str, str],
+    tensor: GgufTensor,
+    layer: int,
+    stem: str,
+    suffix: str | None,
 ) -> dict[str, Parameter]:
+    """Path → parameter of a tensor of a layer. names: tensors of a block → modules."""
     if _EXPERTS.fullmatch(stem) or stem in ("attn_k_b", "attn_v_b"):
         return {}  # of several tensors each
     prefix = f"model.layers.{layer}"
     if architecture.linear is not None and (found := architecture.linear(file, stem, tensor)):
         return {f"{prefix}.linear_attn.{name}": rows for name, rows in found.items()}
-    path = {**BLOCK, **architecture.more}.get(stem)
+    path = names.get(stem)
     if path is None:
         raise _unknown(file, f"blk.{layer}.{stem}" + (f".{suffix}" if suffix else ""))
     order = None
     if architecture.turned and stem in _TURNED:
-        heads = whole(file, _TURNED[stem])
+        heads = file.uniform_count(_TURNED[stem])
         if tensor.shape[0] % (2 * heads):
             raise ModelError(f"{file.path} says that {stem} of {tensor.shape[0]} rows has {heads} heads; {AGAIN}")
-        order = orders.turned(tensor.shape[0], heads)
+        order = _turned_rows(tensor.shape[0], heads)
     full = path if path.endswith(_BARE) else f"{path}.{suffix}"
-    return {f"{prefix}.{full}": Rows(tensor, _shape(path, tensor), order, change=_change(architecture, full))}
+    return {f"{prefix}.{full}": Rows(tensor, _shape(path, tensor), order, change=_change(architecture.layers, full))}
 
 
 def _shape(path: str, tensor: GgufTensor) -> tuple[int, ...]:
@@ -97,44 +213,12 @@ def _shape(path: str, tensor: GgufTensor) -> tuple[int, ...]:
     return tensor.shape
 
 
-def _change(architecture: GgufArchitecture, path: str) -> Change | None:
-    return _centred if architecture.centred and path.endswith("norm.weight") else None
+def _change(of: Architecture, path: str) -> Change | None:
+    return _centred if of.centred_norm and path.endswith("norm.weight") else None
 
 
 def _centred(stored: torch.Tensor) -> torch.Tensor:
     return stored - 1
-
-
-def _experts(file: GgufFile, layer: int, block: str) -> dict[str, Parameter]:
-    """The stacked matrices and biases of a layer's experts. ModelError where one is missing."""
-    found: dict[str, Parameter] = {}
-    for suffix, end in (("weight", ""), ("bias", "_bias")):
-        there = {
-            matrix: file.tensors[name]
-            for matrix in ("gate_up", "gate", "up", "down")
-            if (name := f"blk.{layer}.ffn_{matrix}_exps.{suffix}") in file.tensors
-        }
-        if suffix == "bias" and not there:
-            continue
-        first = [there[matrix] for matrix in ("gate_up", "gate", "up") if matrix in there]
-        if "down" not in there or there.keys() - {"down"} not in ({"gate_up"}, {"gate", "up"}):
-            raise ModelError(
-                f"{file.path} holds of layer {layer}'s experts {_named(there)} ({suffix}), not gate, up and down; "
-                f"download it again, or convert the model with a current llama.cpp"
-            )
-        dimensions = 3 if suffix == "weight" else 2
-        for matrix, tensor in there.items():
-            if len(tensor.shape) != dimensions or tensor.shape[0] != there["down"].shape[0]:
-                raise ModelError(
-                    f"{file.path}: the {suffix} {matrix} of layer {layer}'s experts has shape {tensor.shape}; {AGAIN}"
-                )
-        prefix = f"model.layers.{layer}.{block}"
-        found |= {f"{prefix}.{FIRST}{end}": Stacked(tuple(first)), f"{prefix}.{SECOND}{end}": Stacked((there["down"],))}
-    return found
-
-
-def _named(there: Mapping[str, GgufTensor]) -> str:
-    return ", ".join(there) or "nothing"
 
 
 def _expanding(file: GgufFile, layer: int) -> dict[str, Parameter]:
@@ -155,3 +239,10 @@ def _unknown(file: GgufFile, name: str) -> ModelError:
         f"{file.path} holds the tensor {name}, which no model of the architecture '{file.architecture}' that tiermoe "
         f"computes has; take the model's safetensors"
     )
+
+
+@lru_cache(maxsize=8)
+def _turned_rows(rows: int, heads: int) -> Tensor:
+    """The two halves of each of so many heads take turns (`LlamaModel.permute`), so that llama.cpp's rotary embedding
+    turns neighbours."""
+    return torch.arange(rows).view(heads, -1, 2).swapaxes(1, 2).flatten()

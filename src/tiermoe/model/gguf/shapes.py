@@ -1,10 +1,9 @@
-"""What the names and shapes of a GGUF file's tensors say of its model."""
+"""Facts of a GGUF file's tensors: layers, experts and sizes, by their names and shapes."""
 
 from __future__ import annotations
 
 from tiermoe.errors import ModelError
-from tiermoe.store.gguf.file import GgufFile
-from tiermoe.store.gguf.values import count
+from tiermoe.formats.gguf_file import GgufFile
 
 AGAIN = "download it again"
 """What to do about a file that contradicts itself."""
@@ -12,7 +11,7 @@ AGAIN = "download it again"
 
 def blocks(file: GgufFile) -> int:
     """Layers, without those that predict several tokens. ModelError where there are more than tensors, or none."""
-    layers = count(file, "block_count") - count(file, "nextn_predict_layers", 0)
+    layers = file.count("block_count") - file.count("nextn_predict_layers", 0)
     if not 0 < layers <= len(file.tensors):
         raise ModelError(f"{file.path} says that it has {layers:,} layers, of {len(file.tensors):,} tensors; {AGAIN}")
     return layers
@@ -20,7 +19,7 @@ def blocks(file: GgufFile) -> int:
 
 def experts(file: GgufFile) -> int:
     """Experts of a layer."""
-    return count(file, "expert_count")
+    return file.count("expert_count")
 
 
 def dense_layers(file: GgufFile) -> list[int]:

@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file describes, with the token ids that llama.cpp gives a text.
+"""Tokenizer that a GGUF file describes, with the token ids that llama.cpp gives a text.
 
 Byte-level vocabularies ("gpt2") are put together here: transformers' own reader respells control tokens outside of the
 byte alphabet (DeepSeek's) and splits by a smaller table. Sentencepiece ones ("llama") are transformers'."""
@@ -10,9 +10,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tiermoe.errors import ModelError
-from tiermoe.model.gguf.ends import token_id
-from tiermoe.model.gguf.pre_tokenizers import BEGIN_ADDED, PRE_TOKENIZERS, WHOLE_WORDS
-from tiermoe.store.gguf.file import GgufFile
+from tiermoe.formats.gguf_file import GgufFile
+from tiermoe.model.gguf.config import token_id
 
 _CONTROL, _USER_DEFINED = 3, 4
 """`tokenizer.ggml.token_type`."""
@@ -110,3 +109,83 @@ def _add_ends(file: GgufFile, tokenizer: Tokenizer, tokens: list[str]) -> None:
         special_tokens=list(names.items()),
     )
     tokenizer.post_processor = processors.Sequence([*byte_level, template])
+
+
+# splits of a text before its merges, by `tokenizer.ggml.pre`: llama.cpp's expressions (`src/llama-vocab.cpp`), each of
+# which splits what the ones before left in one piece
+
+_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_SHORT = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+_CASED_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_LATIN_WORDS = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+_CASED_LETTERS = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373"
+    "\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f"
+    "\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77"
+    "\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d"
+    "\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb"
+    "\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128"
+    "\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4"
+    "\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf"
+    "\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3"
+    "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+"""Of alphabets with two cases, as DeepSeek's first tokenizer lists them."""
+
+_GPT2 = (_WORDS,)
+_LLAMA3 = (rf"{_SHORT}|{_LETTERS}|\p{{N}}{{1,3}}{_REST}",)
+_QWEN2 = (rf"{_SHORT}|{_LETTERS}|\p{{N}}{_REST}",)
+_QWEN35 = (
+    rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_GPT4O = (rf"{_CASED[0]}{_SHORT}?|{_CASED[1]}{_SHORT}?|\p{{N}}{{1,3}}{_CASED_REST}",)
+_TEKKEN = (rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}{_CASED_REST}",)
+_STARCODER = (r"\p{N}", _WORDS)
+_DEEPSEEK = (
+    r"[\r\n]",
+    f"\\s?[{_CASED_LETTERS}]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+    r"\p{N}+",
+)
+_DEEPSEEK_3 = (r"\p{N}{1,3}", _CJK, _LATIN_WORDS)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _WORDS, r"\p{N}+", r"[0-9][0-9][0-9]")
+_BAILING = (
+    r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+)
+
+PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
+    "default": _DEFAULT,
+    **dict.fromkeys(("gpt-2", "mpt", "olmo", "phi-2", "exaone4", "trillion"), _GPT2),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "dbrx", "smaug-bpe"), _LLAMA3),
+    **dict.fromkeys(("chatglm-bpe", "glm4"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"), _QWEN2),
+    "qwen35": _QWEN35,
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _GPT4O),
+    "tekken": _TEKKEN,
+    **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), _STARCODER),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK_3),
+    "deepseek-llm": _DEEPSEEK,
+    "deepseek-coder": _DEEPSEEK_CODER,
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _BAILING),
+}
+
+WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "glm4", "tekken")
+"""A piece that is a token is taken as it is, whatever its merges."""
+
+BEGIN_ADDED = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken")
+"""A text begins with the begin token, where the file does not say."""

@@ -7,7 +7,15 @@
  *
  * In INT4 the high nibbles stay in their place, 16 times as large. What codes are too large by (8, 32, 128) is taken away in
  * integers, before the first product. */
+#ifndef TIERMOE_ISA_AVX2_BLOCKS_H
+#define TIERMOE_ISA_AVX2_BLOCKS_H
 
+#include <string.h>
+
+#include "../../matrix.h"
+#include "../nibbles.h"
+#include "integers.h"
+#include "../simd.h"
 
 enum {
     SPAN = 64,         /* columns that are summed as integers: at most 255 * 32640 in each */
@@ -68,7 +76,7 @@ static inline Eight two_fours_of_bf16(const bf16 *from, int k) {
 }
 
 /* from: of 64 rows; in INT4 pairs of a scale (low half) and a zero (high half). */
-static inline __attribute__((always_inline)) void scales_of(Coding coding, const bf16 *from, Scales *scales) {
+INLINE void scales_of(Coding coding, const bf16 *from, Scales *scales) {
     for (int n = 0; n < SUMS; n++) {
         const int half = n / HALF, k = n % HALF;
         if (coding != INT4) {
@@ -83,7 +91,7 @@ static inline __attribute__((always_inline)) void scales_of(Coding coding, const
 }
 
 /* Bytes of four columns, rows 0 .. 31 of each in a register, to registers of four rows and four columns. */
-static inline __attribute__((always_inline)) void across(const __m256i columns[4], __m256i rows[HALF]) {
+INLINE void across(const __m256i columns[4], __m256i rows[HALF]) {
     const __m256i a = _mm256_unpacklo_epi8(columns[0], columns[1]), b = _mm256_unpackhi_epi8(columns[0], columns[1]);
     const __m256i c = _mm256_unpacklo_epi8(columns[2], columns[3]), d = _mm256_unpackhi_epi8(columns[2], columns[3]);
     rows[0] = _mm256_unpacklo_epi16(a, c), rows[1] = _mm256_unpackhi_epi16(a, c);
@@ -91,7 +99,7 @@ static inline __attribute__((always_inline)) void across(const __m256i columns[4
 }
 
 /* The codes of INT6 of one half of the rows in column i of four, a byte each. */
-static inline __attribute__((always_inline)) __m256i int6_bytes(const uint8_t *four, int half, int i) {
+INLINE __m256i int6_bytes(const uint8_t *four, int half, int i) {
     __m256i low = words_from(four + i * 32), high = words_from(four + 128 + i / 2 * 32);
     if (half) low = WORDS_RIGHT(low, 4);
     if (i % 2 == 0) high = half ? WORDS_LEFT(high, 4) : WORDS_LEFT(high, 2);
@@ -105,14 +113,14 @@ static inline int is_short(Coding coding) { return coding == NL3 || coding == NL
 
 /* Column 3 of four of NL3, whose bits are the highest ones of the other columns' nibbles. An average of bytes shifts their
  * sum to the right. */
-static inline __attribute__((always_inline)) __m256i nl3_fourth(const uint8_t *four) {
+INLINE __m256i nl3_fourth(const uint8_t *four) {
     const __m256i low = words_and(words_from(four), 0x88888888), middle = words_and(words_from(four + 32), 0x88888888);
     const __m256i high = words_and(words_from(four + 64), 0x88888888);
     return _mm256_avg_epu8(_mm256_avg_epu8(WORDS_RIGHT(low, 1), middle), high);
 }
 
 /* The codes of column i of four, of one half of the rows in INT6, else of both. */
-static inline __attribute__((always_inline)) __m256i column_codes(Coding coding, const uint8_t *four, int half, int i) {
+INLINE __m256i column_codes(Coding coding, const uint8_t *four, int half, int i) {
     if (coding == INT6) return int6_bytes(four, half, i);
     if (coding == NL3 && i == 3) return nl3_fourth(four);
     const __m256i nibbles = column_nibbles(coding, four, i);
@@ -120,8 +128,7 @@ static inline __attribute__((always_inline)) __m256i column_codes(Coding coding,
 }
 
 /* Four columns of codes. rows: in INT6 of one half, else of both, a nibble each. */
-static inline __attribute__((always_inline)) void four_columns(Coding coding, const uint8_t *codes, size_t c, int half,
-                                                               __m256i rows[HALF]) {
+INLINE void four_columns(Coding coding, const uint8_t *codes, size_t c, int half, __m256i rows[HALF]) {
     __m256i columns[4];
     const uint8_t *four = codes + code_bytes(coding, c);
     for (int i = 0; i < 4; i++) columns[i] = column_codes(coding, four, half, i);
@@ -129,7 +136,7 @@ static inline __attribute__((always_inline)) void four_columns(Coding coding, co
 }
 
 /* Codes of register n, from what four_columns made: words of the columns at even places, or of the others. */
-static inline __attribute__((always_inline)) __m256i words_of(Coding coding, __m256i rows, int half, int odd) {
+INLINE __m256i words_of(Coding coding, __m256i rows, int half, int odd) {
     if (coding == INT4) return words_and(odd ? _mm256_srli_epi16(rows, 8) : rows, half ? 0x00F000F0 : 0x000F000F);
     if (is_uneven(coding)) {
         const __m256i codes = half ? WORDS_RIGHT(rows, 4) : rows;
@@ -139,18 +146,17 @@ static inline __attribute__((always_inline)) __m256i words_of(Coding coding, __m
 }
 
 /* What the sums of a half begin with. */
-static inline __attribute__((always_inline)) __m256i sum_begin(Coding coding, int half, const SpanX *x) {
+INLINE __m256i sum_begin(Coding coding, int half, const SpanX *x) {
     const int above = coding == INT4 ? half ? 8 * 16 : 8 : coding == INT6 ? 32 : 128;
     return _mm256_set1_epi32(-above * x->sum);
 }
 
-static inline __attribute__((always_inline)) void ask_ahead(Coding coding, const uint8_t *codes) {
+INLINE void ask_ahead(Coding coding, const uint8_t *codes) {
     for (size_t at = 0; at < code_bytes(coding, 4); at += 64) __builtin_prefetch(codes + CODES_AHEAD + at, 0, 2);
 }
 
 /* totals (64) += the sums of register n times their unit, scaled, and in INT4 the zeros times the span's sum. */
-static inline __attribute__((always_inline)) void add_sums(Coding coding, __m256i sums, int n, const SpanX *x,
-                                                           const Scales *scales, float *totals) {
+INLINE void add_sums(Coding coding, __m256i sums, int n, const SpanX *x, const Scales *scales, float *totals) {
     const Eight unit = eight_all(x->unit), values = eight_times(_mm256_cvtepi32_ps(sums), unit);
     Eight total = eight_times_plus(values, scales->scale[n], eight_from(totals + 8 * n));
     if (coding == INT4) total = eight_times_plus(scales->zero[n], eight_all((float)x->sum * x->unit), total);
@@ -158,8 +164,8 @@ static inline __attribute__((always_inline)) void add_sums(Coding coding, __m256
 }
 
 /* totals (64) += a span of a block's codes times one token's, scaled. halves: of the rows, from `first` on. */
-static inline __attribute__((always_inline)) void halves_alone(Coding coding, int first, int halves, const uint8_t *codes,
-                                                               size_t span, const SpanX *x, const Scales *scales, float *totals) {
+INLINE void halves_alone(Coding coding, int first, int halves, const uint8_t *codes, size_t span, const SpanX *x,
+                         const Scales *scales, float *totals) {
     __m256i sums[SUMS];
     for (int h = 0; h < halves; h++)
         for (int k = 0; k < HALF; k++) sums[h * HALF + k] = sum_begin(coding, first + h, x);
@@ -178,8 +184,7 @@ static inline __attribute__((always_inline)) void halves_alone(Coding coding, in
     for (int n = 0; n < halves * HALF; n++) add_sums(coding, sums[n], first * HALF + n, x, scales, totals);
 }
 
-static inline __attribute__((always_inline)) void span_alone(Coding coding, const uint8_t *codes, size_t span, const SpanX *x,
-                                                             const Scales *scales, float *totals) {
+INLINE void span_alone(Coding coding, const uint8_t *codes, size_t span, const SpanX *x, const Scales *scales, float *totals) {
     if (coding != INT6) {
         halves_alone(coding, 0, 2, codes, span, x, scales, totals);
         return;
@@ -189,7 +194,7 @@ static inline __attribute__((always_inline)) void span_alone(Coding coding, cons
 }
 
 /* Two registers of those that `across` makes: the first two, or the last. */
-static inline __attribute__((always_inline)) void across_two(const __m256i columns[4], int last, __m256i rows[2]) {
+INLINE void across_two(const __m256i columns[4], int last, __m256i rows[2]) {
     const __m256i a = last ? _mm256_unpackhi_epi8(columns[0], columns[1]) : _mm256_unpacklo_epi8(columns[0], columns[1]);
     const __m256i b = last ? _mm256_unpackhi_epi8(columns[2], columns[3]) : _mm256_unpacklo_epi8(columns[2], columns[3]);
     rows[0] = _mm256_unpacklo_epi16(a, b), rows[1] = _mm256_unpackhi_epi16(a, b);
@@ -197,8 +202,8 @@ static inline __attribute__((always_inline)) void across_two(const __m256i colum
 
 /* totals (2, 64) += a span of a block's codes times two tokens', `apart` spans apart, scaled: what is unpacked stays in
  * registers, two of each half of the rows at a time. Not of INT6. */
-static inline __attribute__((always_inline)) void span_of_two(Coding coding, const uint8_t *codes, size_t span, const SpanX *x,
-                                                              size_t apart, const Scales *scales, float *totals) {
+INLINE void span_of_two(Coding coding, const uint8_t *codes, size_t span, const SpanX *x, size_t apart, const Scales *scales,
+                        float *totals) {
     for (int last = 0; last < 2; last++) {
         __m256i sums[2][2][2]; /* of a token, of a half, of a register */
         for (size_t m = 0; m < 2; m++)
@@ -226,7 +231,7 @@ static inline __attribute__((always_inline)) void span_of_two(Coding coding, con
 }
 
 /* panel (span / 2, 8): the words of pair p, as they are numbered in SpanX. */
-static inline __attribute__((always_inline)) void span_unpack(Coding coding, const uint8_t *codes, size_t span, __m256i *panel) {
+INLINE void span_unpack(Coding coding, const uint8_t *codes, size_t span, __m256i *panel) {
     for (size_t c = 0; c < span; c += 4) {
         __m256i *even = panel + pair_of(c) * SUMS, *odd = even + TO_ODD * SUMS, rows[HALF];
         ask_ahead(coding, codes + code_bytes(coding, c));
@@ -242,9 +247,8 @@ static inline __attribute__((always_inline)) void span_unpack(Coding coding, con
 
 /* totals (tokens, 64) += a span that has been unpacked times a number of tokens known when compiling, some registers of
  * each at a time. */
-static inline __attribute__((always_inline)) void panel_tile(Coding coding, size_t tokens, const __m256i *panel, size_t span,
-                                                             const SpanX *x, size_t apart, const Scales *scales,
-                                                             float *totals) {
+INLINE void panel_tile(Coding coding, size_t tokens, const __m256i *panel, size_t span, const SpanX *x, size_t apart,
+                       const Scales *scales, float *totals) {
     const int some = tokens <= SPAN_FEW ? HALF : SPAN_PAIR;
     for (int n = 0; n < SUMS; n += some) {
         __m256i sums[SPAN_TILE][HALF];
@@ -266,9 +270,8 @@ static inline __attribute__((always_inline)) void panel_tile(Coding coding, size
         panel_tile(coding, n, panel, span, x, apart, scales, totals); \
         break;
 
-static inline __attribute__((always_inline)) void panel_tiles(Coding coding, size_t tokens, const __m256i *panel, size_t span,
-                                                              const SpanX *x, size_t apart, const Scales *scales,
-                                                              float *totals) {
+INLINE void panel_tiles(Coding coding, size_t tokens, const __m256i *panel, size_t span, const SpanX *x, size_t apart,
+                        const Scales *scales, float *totals) {
     for (size_t tiles = (tokens + SPAN_TILE - 1) / SPAN_TILE; tiles; tiles--) {
         const size_t some = (tokens + tiles - 1) / tiles;
         switch (some) {
@@ -279,8 +282,8 @@ static inline __attribute__((always_inline)) void panel_tiles(Coding coding, siz
 }
 
 /* totals (tokens, 64) += a span of a block's codes times x, whose tokens lie `apart` spans apart, scaled. */
-static inline __attribute__((always_inline)) void add_span(Coding coding, const uint8_t *codes, size_t span, const SpanX *x,
-                                                           size_t apart, size_t tokens, const Scales *scales, float *totals) {
+INLINE void add_span(Coding coding, const uint8_t *codes, size_t span, const SpanX *x, size_t apart, size_t tokens,
+                     const Scales *scales, float *totals) {
     __m256i panel[SPAN / 2 * SUMS];
     if (tokens == 1) {
         span_alone(coding, codes, span, x, scales, totals);
@@ -306,8 +309,8 @@ static inline void store_block(const float *totals, bf16 *out) {
 }
 
 /* A block times at most SPAN_TOKENS tokens. */
-static inline __attribute__((always_inline)) void block_some(Coding coding, const Matrix *matrix, size_t block, const SpanX *x,
-                                                             size_t tokens, bf16 *out, size_t stride) {
+INLINE void block_some(Coding coding, const Matrix *matrix, size_t block, const SpanX *x, size_t tokens, bf16 *out,
+                       size_t stride) {
     const size_t columns = matrix->columns, group = matrix->group, span = span_of(matrix), groups = columns / group;
     const size_t gap = is_uneven(coding) ? UNEVEN_SCALES : 0; /* bytes from one group's codes to the next one's */
     const size_t next = coding == INT4 ? 2 * matrix->rows : coding == INT6 ? BLOCK : uneven_group_bytes(coding, group) / sizeof(bf16);
@@ -327,9 +330,8 @@ static inline __attribute__((always_inline)) void block_some(Coding coding, cons
     for (size_t m = 0; m < tokens; m++) store_block(totals + m * BLOCK, out + m * stride);
 }
 
-static inline __attribute__((always_inline)) void block_times(Coding coding, const Matrix *matrix, size_t block,
-                                                              const bf16 *unprepared, const float *prepared, size_t tokens,
-                                                              bf16 *out, size_t stride) {
+INLINE void block_times(Coding coding, const Matrix *matrix, size_t block, const bf16 *unprepared, const float *prepared,
+                        size_t tokens, bf16 *out, size_t stride) {
     (void)unprepared;
     const SpanX *x = (const SpanX *)prepared;
     for (size_t parts = (tokens + SPAN_TOKENS - 1) / SPAN_TOKENS; parts; parts--) {
@@ -338,3 +340,65 @@ static inline __attribute__((always_inline)) void block_times(Coding coding, con
         x += some * (matrix->columns / span_of(matrix)), out += some * stride, tokens -= some;
     }
 }
+
+/* From 2 bits to 4: the level that a code stands for is step * code + (5 - step) * place, where the low two bits of a
+ * ladder are step - 2 and its high two bits place. Both products are looked up; a level fits a nibble. */
+
+/* [code + 4 (step - 2)]: step * code */
+static const uint8_t RISES[16] __attribute__((aligned(16))) = {0, 2, 4, 6, 0, 3, 6, 9, 0, 4, 8, 12, 0, 5, 10, 15};
+/* [ladder]: (5 - step) * place */
+static const uint8_t BASES[16] __attribute__((aligned(16))) = {0, 0, 0, 0, 3, 2, 1, 0, 6, 4, 2, 0, 9, 6, 3, 0};
+
+static inline __m256i lookup(const uint8_t table[16], __m256i index) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const void *)table)), index);
+}
+
+/* What a run's ladders say of one of a byte's nibbles. */
+typedef struct {
+    __m256i step, base; /* 4 (step - 2) */
+} Ladders;
+
+static inline Ladders ladders_of(__m256i nibbles) {
+    return (Ladders){_mm256_slli_epi16(_mm256_and_si256(nibbles, _mm256_set1_epi8(3)), 2), lookup(BASES, nibbles)};
+}
+
+static inline __m256i levels_of(__m256i codes, Ladders ladders) {
+    const __m256i code = _mm256_and_si256(codes, _mm256_set1_epi8(3));
+    return _mm256_add_epi8(lookup(RISES, _mm256_or_si256(code, ladders.step)), ladders.base);
+}
+
+static inline __m256i nibbles(__m256i pair, Ladders low, Ladders high) {
+    const __m256i above = _mm256_slli_epi16(levels_of(_mm256_srli_epi16(pair, 4), high), 4);
+    return _mm256_or_si256(levels_of(pair, low), above);
+}
+
+/* 32 bytes of each run, from `r` on. */
+static inline void widen_some(const uint8_t *pairs, const uint8_t *ladders, size_t run, size_t r, uint8_t *codes) {
+    const __m256i chosen = _mm256_loadu_si256((const void *)(ladders + r)), mask = _mm256_set1_epi8(15);
+    const Ladders low = ladders_of(_mm256_and_si256(chosen, mask));
+    const Ladders high = ladders_of(_mm256_and_si256(_mm256_srli_epi16(chosen, 4), mask));
+    for (size_t i = 0; i < 4; i++) {
+        const __m256i pair = _mm256_loadu_si256((const void *)(pairs + i * run + r));
+        _mm256_storeu_si256((void *)(codes + i * run + r), nibbles(pair, low, high));
+        _mm256_storeu_si256((void *)(codes + (i + 4) * run + r), nibbles(_mm256_srli_epi16(pair, 2), low, high));
+    }
+}
+
+/* The last bytes of each run, fewer than 32. */
+static void widen_rest(const uint8_t *pairs, const uint8_t *ladders, size_t run, size_t r, uint8_t *codes) {
+    uint8_t some[4 * 32] = {0}, chosen[32] = {0}, found[8 * 32];
+    memcpy(chosen, ladders + r, run - r);
+    for (size_t i = 0; i < 4; i++) memcpy(some + 32 * i, pairs + i * run + r, run - r);
+    widen_some(some, chosen, 32, 0, found);
+    for (size_t i = 0; i < 8; i++) memcpy(codes + i * run + r, found + 32 * i, run - r);
+}
+
+static void widen_codes(const uint8_t *pairs, const uint8_t *ladders, size_t count, size_t run, uint8_t *codes) {
+    for (size_t n = 0; n < count; n++, pairs += 4 * run, ladders += run, codes += 8 * run) {
+        size_t r = 0;
+        for (; r + 32 <= run; r += 32) widen_some(pairs, ladders, run, r, codes);
+        if (r < run) widen_rest(pairs, ladders, run, r, codes);
+    }
+}
+
+#endif

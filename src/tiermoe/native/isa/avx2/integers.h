@@ -1,6 +1,11 @@
 /* Activations as integers of 16 bits: those of a run of columns times a power of two. What is at least about 1/128 of the
  * run's largest stays as it is, the others are rounded by at most about 2^-15 of it. */
+#ifndef TIERMOE_ISA_AVX2_INTEGERS_H
+#define TIERMOE_ISA_AVX2_INTEGERS_H
+
 #include <string.h>
+
+#include "../simd.h"
 
 /* The float of 2^exponent; undefined from 128 on. */
 static inline float power_of_two(int exponent) { return from_bf16(exponent < 128 ? (bf16)((exponent + 127) << 7) : 0x7FC0); }
@@ -41,7 +46,9 @@ static inline __m256i in_order(__m256i words) { return _mm256_permute4x64_epi64(
 static inline __m256i plus_products(__m256i sums, __m256i a, __m256i b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
 
 /* Keeps the compiler from adding products to each other first: then some sums would have no register. */
-static inline __attribute__((always_inline)) __m256i in_register(__m256i sums) {
+INLINE __m256i in_register(__m256i sums) {
     __asm__("" : "+x"(sums));
     return sums;
 }
+
+#endif

@@ -10,6 +10,15 @@
  * Codes are summed as they are, from 0 on: the 8 or 32 that is to be taken away joins the zero; in NL4, NL3 and NL2, whose group is no
  * longer than a span, 128 times the sum of x is taken away before the first of them. Sums are scaled after at most SPAN
  * columns, for one token as for many. */
+#ifndef TIERMOE_ISA_NEON_BLOCKS_H
+#define TIERMOE_ISA_NEON_BLOCKS_H
+
+#include <string.h>
+
+#include "../../matrix.h"
+#include "../nibbles.h"
+#include "../simd.h"
+
 enum {
     BOTH = 2,                /* halves of the rows */
     SPAN = 64,               /* columns */
@@ -55,7 +64,7 @@ static inline void int4_scales(const uint32_t *pairs, Scales *scales) {
 }
 
 /* from: of 64 rows. Levels need no zero. */
-static inline __attribute__((always_inline)) void scales_of(Coding coding, const bf16 *from, Scales *scales) {
+INLINE void scales_of(Coding coding, const bf16 *from, Scales *scales) {
     const float *places = is_uneven(coding) ? UNEVEN_PLACES : INT6_PLACES;
     for (int h = 0; h < 2; h++) {
         Words v[4];
@@ -73,8 +82,7 @@ static inline size_t together_in(Coding coding) { return coding == INT4 || codin
 
 /* The words of column c + next, c a multiple of together_in(coding). In INT4 they hold all registers of the column, else
  * those of one half of the rows, a code or level in each byte. */
-static inline __attribute__((always_inline)) Words words_of(Coding coding, int half, const uint8_t *codes, size_t c,
-                                                            size_t next) {
+INLINE Words words_of(Coding coding, int half, const uint8_t *codes, size_t c, size_t next) {
     if (coding != INT6) {
         const Words nibbles = column_nibbles(coding, codes + code_bytes(coding, c), next);
         if (coding == INT4) return nibbles;
@@ -90,21 +98,21 @@ static inline __attribute__((always_inline)) Words words_of(Coding coding, int h
 }
 
 /* Asks for the codes of some columns in time. */
-static inline __attribute__((always_inline)) void ask_ahead(Coding coding, const uint8_t *codes, size_t c) {
+INLINE void ask_ahead(Coding coding, const uint8_t *codes, size_t c) {
     if (c % 2) return;
     const uint8_t *ahead = codes + code_bytes(coding, COLUMNS_AHEAD) + code_bytes(coding, c);
     for (size_t at = 0; at < code_bytes(coding, together_in(coding)); at += 64) __builtin_prefetch(ahead + at, 0, 2);
 }
 
 /* Register n of a column, times 1 over its place. */
-static inline __attribute__((always_inline)) Eight values_of(Coding coding, Words words, int n) {
+INLINE Eight values_of(Coding coding, Words words, int n) {
     if (is_uneven(coding) && n / 2 == 3) return eight_of_words(WORDS_RIGHT(words, 24));
     if (coding != INT4) return eight_of_words(words_and(words, 255u << n / 2 * 8));
     return eight_of_words(n == SUMS - 1 ? WORDS_RIGHT(words, 28) : words_and(words, 15u << 4 * n));
 }
 
 /* What the sums of register n begin with; x_sum: of the group. */
-static inline __attribute__((always_inline)) Eight sum_begin(Coding coding, int n, const float *x_sum) {
+INLINE Eight sum_begin(Coding coding, int n, const float *x_sum) {
     return is_uneven(coding) ? eight_all(-UNEVEN_ABOVE[n] * *x_sum) : eight_zeros();
 }
 
@@ -124,10 +132,8 @@ static inline void store_block(const float *totals, bf16 *out) {
 }
 
 /* Registers `first`, first + step, ... of what span_times adds. half: which words hold them, or BOTH. */
-static inline __attribute__((always_inline)) void span_part(Coding coding, int half, int first, int step, int count,
-                                                            size_t tokens, const uint8_t *codes, size_t span, const float *x,
-                                                            const float *sums, size_t groups, const Scales *scales,
-                                                            float *totals) {
+INLINE void span_part(Coding coding, int half, int first, int step, int count, size_t tokens, const uint8_t *codes, size_t span,
+                      const float *x, const float *sums, size_t groups, const Scales *scales, float *totals) {
     Eight part[BLOCK_FEW][SUMS];
     for (size_t m = 0; m < tokens; m++)
         for (int i = 0; i < count; i++) part[m][i] = sum_begin(coding, first + i * step, sums + m * groups);
@@ -153,9 +159,8 @@ static inline __attribute__((always_inline)) void span_part(Coding coding, int h
 /* totals (tokens, 64) += a span of a block's codes times x (tokens, SPAN), scaled: few tokens, a number known when
  * compiling. Codes are unpacked into registers, some sums of a block after the others where not all fit; what comes next
  * is asked for in time. */
-static inline __attribute__((always_inline)) void span_times(Coding coding, size_t tokens, const uint8_t *codes, size_t span,
-                                                             const float *x, const float *sums, size_t groups,
-                                                             const Scales *scales, float *totals) {
+INLINE void span_times(Coding coding, size_t tokens, const uint8_t *codes, size_t span, const float *x, const float *sums,
+                       size_t groups, const Scales *scales, float *totals) {
     if (coding != INT6 && tokens == 1) {
         span_part(coding, is_uneven(coding) ? BOTH : 0, 0, 1, SUMS, tokens, codes, span, x, sums, groups, scales, totals);
     } else if (coding != INT4) {
@@ -172,9 +177,8 @@ static inline __attribute__((always_inline)) void span_times(Coding coding, size
         span_times(coding, n, codes, span, x, sums, groups, scales, totals); \
         break;
 
-static inline __attribute__((always_inline)) void few_spans(Coding coding, size_t tokens, const uint8_t *codes, size_t span,
-                                                            const float *x, const float *sums, size_t groups,
-                                                            const Scales *scales, float *totals) {
+INLINE void few_spans(Coding coding, size_t tokens, const uint8_t *codes, size_t span, const float *x, const float *sums,
+                      size_t groups, const Scales *scales, float *totals) {
     for (size_t tiles = (tokens + BLOCK_FEW - 1) / BLOCK_FEW; tiles; tiles--) {
         const size_t some = (tokens + tiles - 1) / tiles;
         switch (some) { SPAN_OF(1) SPAN_OF(2) }
@@ -182,7 +186,7 @@ static inline __attribute__((always_inline)) void few_spans(Coding coding, size_
     }
 }
 
-static inline __attribute__((always_inline)) void span_unpack(Coding coding, const uint8_t *codes, size_t span, float *panel) {
+INLINE void span_unpack(Coding coding, const uint8_t *codes, size_t span, float *panel) {
     for (size_t c = 0; c < span; c += together_in(coding))
         for (size_t next = 0; next < together_in(coding); next++, panel += BLOCK) {
             const Words halves[] = {words_of(coding, 0, codes, c, next), words_of(coding, 1, codes, c, next)};
@@ -191,9 +195,8 @@ static inline __attribute__((always_inline)) void span_unpack(Coding coding, con
 }
 
 /* The same of a span that has been unpacked. */
-static inline __attribute__((always_inline)) void panel_tile(Coding coding, size_t tokens, const float *panel, size_t span,
-                                                             const float *x, const float *sums, size_t groups,
-                                                             const Scales *scales, float *totals) {
+INLINE void panel_tile(Coding coding, size_t tokens, const float *panel, size_t span, const float *x, const float *sums,
+                       size_t groups, const Scales *scales, float *totals) {
     for (int n = 0; n < SUMS; n += BLOCK_PAIR) {
         Eight part[BLOCK_TILE][BLOCK_PAIR];
         for (size_t m = 0; m < tokens; m++)
@@ -219,9 +222,8 @@ static inline __attribute__((always_inline)) void panel_tile(Coding coding, size
         panel_tile(coding, n, panel, span, x, sums, groups, scales, totals); \
         break;
 
-static inline __attribute__((always_inline)) void panel_tiles(Coding coding, size_t tokens, const float *panel, size_t span,
-                                                              const float *x, const float *sums, size_t groups,
-                                                              const Scales *scales, float *totals) {
+INLINE void panel_tiles(Coding coding, size_t tokens, const float *panel, size_t span, const float *x, const float *sums,
+                        size_t groups, const Scales *scales, float *totals) {
     for (size_t tiles = (tokens + BLOCK_TILE - 1) / BLOCK_TILE; tiles; tiles--) {
         const size_t some = (tokens + tiles - 1) / tiles;
         switch (some) {
@@ -238,9 +240,8 @@ static inline void add_scaled(const Eight zeros[SUMS], float sum, float *totals)
 }
 
 /* totals (tokens, 64) += a span of a block's codes times x, whose tokens lie `columns` apart, scaled. */
-static inline __attribute__((always_inline)) void add_span(Coding coding, const uint8_t *codes, size_t span, const bf16 *x,
-                                                           size_t columns, size_t tokens, const float *sums, size_t groups,
-                                                           const Scales *scales, float *totals) {
+INLINE void add_span(Coding coding, const uint8_t *codes, size_t span, const bf16 *x, size_t columns, size_t tokens,
+                     const float *sums, size_t groups, const Scales *scales, float *totals) {
     float values[BLOCK_TOKENS * SPAN], panel[SPAN * BLOCK] __attribute__((aligned(32)));
     for (size_t m = 0; m < tokens; m++) factors_of(x + m * columns, span, values + m * SPAN);
     if (tokens <= SPAN_UNPACKED) {
@@ -252,8 +253,8 @@ static inline __attribute__((always_inline)) void add_span(Coding coding, const 
 }
 
 /* A block times at most BLOCK_TOKENS tokens. */
-static inline __attribute__((always_inline)) void block_some(Coding coding, const Matrix *matrix, size_t block, const bf16 *x,
-                                                             const float *sums, size_t tokens, bf16 *out, size_t stride) {
+INLINE void block_some(Coding coding, const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens,
+                       bf16 *out, size_t stride) {
     const size_t columns = matrix->columns, group = matrix->group, span = group < SPAN ? group : SPAN;
     const size_t groups = columns / group, row = coding == INT4 ? 2 : 1; /* numbers of a row in a group */
     const size_t gap = is_uneven(coding) ? UNEVEN_SCALES : 0; /* bytes from one group's codes to the next one's */
@@ -278,11 +279,13 @@ static inline __attribute__((always_inline)) void block_some(Coding coding, cons
     for (size_t m = 0; m < tokens; m++) store_block(totals + m * BLOCK, out + m * stride);
 }
 
-static inline __attribute__((always_inline)) void block_times(Coding coding, const Matrix *matrix, size_t block, const bf16 *x,
-                                                              const float *sums, size_t tokens, bf16 *out, size_t stride) {
+INLINE void block_times(Coding coding, const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens,
+                        bf16 *out, size_t stride) {
     for (size_t parts = (tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS; parts; parts--) {
         const size_t some = (tokens + parts - 1) / parts;
         block_some(coding, matrix, block, x, sums, some, out, stride);
         x += some * matrix->columns, sums += some * (matrix->columns / matrix->group), out += some * stride, tokens -= some;
     }
 }
+
+#endif

@@ -1,1 +1,0 @@
-"""How cost grows (`python -m benchmarks.growth`)."""

@@ -1,1 +1,0 @@
-"""Microbenchmarks of the CPU kernels (`python -m benchmarks.kernels`)."""

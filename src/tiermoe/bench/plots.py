@@ -1,0 +1,250 @@
+"""Pictures as SVG text, drawn by matplotlib (extra `plots`): speed over memory budgets, the time of a token in parts,
+presets' speed beside what they cost, and curves."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tiermoe.bench.cases import OURS, Condition, named
+from tiermoe.bench.summary import case_of, number
+from tiermoe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_STYLE = {
+    "svg.fonttype": "none",  # letters stay letters
+    "svg.hashsalt": "tiermoe",  # the same picture is the same text
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "figure.constrained_layout.use": True,
+    "legend.frameon": False,
+}
+_LOG_FROM = 20  # times that the largest speed is the smallest, from which on its axis is logarithmic
+_PRESETS_LOG_FROM = 3  # the same of the presets' picture, whose rows are many
+_PARTS = {"compute_ms": "compute", "wait_ms": "waiting", "framework_ms": "framework"}
+_EXACT, _LOSSY = ("#1f77b4", "o"), ("#d1570b", "D")  # colour and mark
+_QUALITIES = {"kl": "KL divergence to 16 bits, nats per token", "perplexity": "perplexity"}
+
+Case = dict[str, Any]
+"""What `summary.summarise` says of a case."""
+Curve = tuple[str, Sequence[tuple[float, float, float, float]], Sequence[tuple[float, float]]]
+"""Name; (x, lowest, median, highest) by rising x; (x, bound)."""
+
+
+def missing_plots() -> str | None:
+    """Why no picture can be drawn here and what to do; None: they can."""
+    if importlib.util.find_spec("matplotlib") is not None:
+        return None
+    return "pictures need matplotlib, which is not installed; pip install 'tiermoe[plots]'"
+
+
+def require_plots() -> None:
+    """ConfigError where no picture can be drawn here."""
+    if (reason := missing_plots()) is not None:
+        raise ConfigError(reason)
+
+
+@contextlib.contextmanager
+def _drawing(width: float, height: float) -> Iterator[tuple[Figure, io.StringIO]]:
+    """An empty figure of so many inches, and what takes its SVG text at the end."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_STYLE):
+        figure, text = Figure(figsize=(width, height)), io.StringIO()
+        yield figure, text
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+
+
+def _svg(text: io.StringIO) -> str:
+    """The element alone, as it stands inside a page."""
+    found = text.getvalue()
+    return found[found.index("<svg") :]
+
+
+def _far_apart(values: Sequence[float], times: float) -> bool:
+    """Whether positive values are for a logarithmic axis."""
+    return min(values) > 0 and max(values) > times * min(values)
+
+
+def speed_over_budget(cases: Sequence[Case], key: str, title: str) -> str:
+    """Tokens per second (`key`) of cases that differ in engine and budget alone: medians with their spread, our bounds
+    as dashes, a cross where there are no figures. Empty where no case has any."""
+    if not any(case[key] for case in cases):
+        return ""
+    engines = list(dict.fromkeys(named(case["engine"], case["preset"]) for case in cases))
+    budgets = sorted({case_of(case).condition for case in cases}, key=_by_memory)
+    step = 0.8 / (len(engines) + 1)
+    with _drawing(8.6, 4.2) as (figure, text):
+        axes = figure.add_subplot()
+        levels = []
+        for index, engine in enumerate(engines):
+            mine = {case_of(case).condition: case for case in cases if named(case["engine"], case["preset"]) == engine}
+            offset = (index - (len(engines) - 1) / 2) * step
+            places = [(budgets.index(each) + offset, mine[each]) for each in budgets if each in mine]
+            levels += _series(axes, places, key, engine, f"C{index}")
+        failed = [case for case in cases if not case[key]]
+        if failed:
+            axes.plot([], [], "x", color="#222222", label="no figures")
+        if key == "decode_tok_s" and any(case["bound_tok_s"] for case in cases if case["engine"] == OURS and case[key]):
+            axes.plot([], [], "--", color="#222222", label="bound (Belady's misses)")
+        if _far_apart(levels, _LOG_FROM):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+        else:
+            axes.set_ylim(bottom=0)
+        axes.set_xticks(range(len(budgets)), [budget.budget for budget in budgets])
+        axes.set_xlim(-0.5, len(budgets) - 0.5)
+        axes.grid(visible=False, axis="x")
+        axes.set(title=title, xlabel="memory for the whole process", ylabel="tokens per second")
+        figure.legend(loc="outside lower center", ncols=4)
+    return _svg(text)
+
+
+def _by_memory(condition: Condition) -> float:
+    return float("inf") if condition.memory is None else condition.memory
+
+
+def _series(axes: Axes, places: Sequence[tuple[float, Case]], key: str, name: str, colour: str) -> list[float]:
+    """Draws the cases of an engine. Returns the speeds that are drawn."""
+    good = [(x, case[key]) for x, case in places if case[key]]
+    xs, medians = [x for x, _ in good], [speed["median"] for _, speed in good]
+    ranges = [
+        [speed["median"] - speed["low"] for _, speed in good],
+        [speed["high"] - speed["median"] for _, speed in good],
+    ]
+    axes.plot(xs, medians, color=colour, alpha=0.35)
+    axes.errorbar(xs, medians, ranges, fmt="o", color=colour, label=name)
+    for x, speed in good:
+        axes.annotate(number(speed["median"]), (x, speed["high"]), (0, 4), textcoords="offset points", ha="center")
+    levels = [level for _, speed in good for level in (speed["low"], speed["high"])]
+    for x, case in places:
+        if not case[key]:
+            axes.plot(x, 0.03, "x", color=colour, transform=axes.get_xaxis_transform())
+        elif key == "decode_tok_s" and case["engine"] == OURS and case["bound_tok_s"]:
+            axes.hlines(case["bound_tok_s"], x - 0.06, x + 0.06, colors=colour, linestyles="dashed")
+            levels.append(case["bound_tok_s"])
+    return levels
+
+
+def time_per_token(cases: Sequence[Case]) -> str:
+    """Bars of milliseconds of a token of ours: compute, waiting, the framework's own; a line where the bound lies.
+    Empty where no case is split so."""
+    shown = [case for case in cases if case["token_ms"] is not None]
+    if not shown:
+        return ""
+    labels = [f"{named(case['engine'], case['preset'])}, {case_of(case).condition.label}" for case in shown]
+    with _drawing(8.6, 1.2 + 0.3 * len(shown)) as (figure, text):
+        axes, left = figure.add_subplot(), [0.0] * len(shown)
+        for key, label in _PARTS.items():
+            widths = [case[key] for case in shown]
+            bars = axes.barh(labels, widths, left=left, label=label, height=0.6)
+            left = [begin + width for begin, width in zip(left, widths, strict=True)]
+        axes.bar_label(bars, [number(total) for total in left], padding=4)
+        bounds = [(row, 1e3 / case["bound_tok_s"]) for row, case in enumerate(shown) if case["bound_tok_s"]]
+        if bounds:
+            at, places = [row for row, _ in bounds], [bound for _, bound in bounds]
+            axes.vlines(places, [row - 0.4 for row in at], [row + 0.4 for row in at], colors="#222222", label="bound")
+        axes.invert_yaxis()
+        axes.margins(x=0.08)
+        axes.grid(visible=False, axis="y")
+        axes.set_title("Milliseconds of a token")
+        figure.legend(loc="outside lower center", ncols=4)
+    return _svg(text)
+
+
+def compare_presets(results: Sequence[dict[str, Any]]) -> str:
+    """The picture of `tiermoe compare`'s results: a row for each preset that was measured, in their order; in it decode
+    tokens per second with the range over rounds, and KL divergence (perplexity where there was no reference) with its
+    standard error."""
+    measured = [result for result in results if "error" not in result]
+    key = next(key for key in _QUALITIES if all(key in result for result in measured))
+    speeds = [(each["decode_tok_s_range"][0], each["decode_tok_s"], each["decode_tok_s_range"][1]) for each in measured]
+    errors = [result.get(f"{key}_se") or 0.0 for result in measured]
+    qualities = [
+        (each[key] - error, each[key], each[key] + error) for each, error in zip(measured, errors, strict=True)
+    ]
+    first, lossy = measured[0], [bool(result["lossy"]) for result in measured]
+    with _drawing(9.2, 1.6 + 0.26 * len(measured)) as (figure, text):
+        left, right = figure.subplots(1, 2, sharey=True)
+        _rows(left, speeds, lossy, [speed_in_figures(each["decode_tok_s"]) for each in measured])
+        _rows(right, qualities, lossy, [f"{each[key]:#.3g}" for each in measured])
+        left.set_title("decode, tokens per second (more is better)", fontsize=9)
+        right.set_title(f"{_QUALITIES[key]} (less is better)", fontsize=9)
+        left.set_yticks(range(len(measured)), [each["preset"] for each in measured])
+        shares = right.secondary_yaxis("left")
+        shares.set_yticks(range(len(measured)), [f"{each['cache_fraction']:.0%}" for each in measured])
+        shares.set_ylabel("experts that are cached")
+        left.invert_yaxis()
+        for (colour, mark), label in ((_EXACT, "exact"), (_LOSSY, "lossy: may change what the model says")):
+            left.plot([], [], mark, color=colour, label=label)
+        figure.legend(loc="outside lower center", ncols=2)
+        what = f"{first['tokens']} tokens; rounds: {first['rounds']}"
+        figure.suptitle(f"Decode speed and what it costs\n{what}; lines: speed's range, the standard error of quality")
+    return _svg(text)
+
+
+def speed_in_figures(speed: float) -> str:
+    """Tokens per second as people read them: '3,859', '24.5'."""
+    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}"
+
+
+def _rows(
+    axes: Axes, values: Sequence[tuple[float, float, float]], lossy: Sequence[bool], figures: Sequence[str]
+) -> None:
+    """A mark at each value (low, value, high) with a line from low to high, and the value in figures. Values of 0 stand
+    at a logarithmic axis's beginning."""
+    middles = [value for _, value, _ in values if value > 0]
+    lowest = min(low for low, _, _ in values)
+    if middles and _far_apart(middles, _PRESETS_LOG_FROM):
+        lowest = min(middles) / 1.5
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+    for row, ((low, value, high), changes, figure) in enumerate(zip(values, lossy, figures, strict=True)):
+        colour, mark = _LOSSY if changes else _EXACT
+        axes.plot([max(low, lowest), high], [row, row], color=colour)
+        axes.plot(max(value, lowest), row, mark, color=colour, clip_on=False)
+        axes.annotate(figure, (1.01, row), xycoords=("axes fraction", "data"), va="center", color="#555555")
+    if axes.get_xscale() == "log":
+        axes.set_xlim(left=lowest)
+
+
+def curves(title: str, along: str, up: str, lines: Sequence[Curve], bound: str) -> str:
+    """Curves over a logarithmic x, with their ranges; bounds as dashes. along, up: what the axes are; bound: what
+    dashes are. Empty where no curve has points."""
+    xs = sorted({point[0] for _, points, _ in lines for point in points})
+    if not xs:
+        return ""
+    with _drawing(8.6, 4.2) as (figure, text):
+        axes, levels, bounded = figure.add_subplot(), list[float](), False
+        for index, (name, points, bounds) in enumerate(lines):
+            places, lows, middles, highs = ([each[at] for each in points] for at in range(4))
+            ranges = [[y - low for low, y in zip(lows, middles, strict=True)],
+                      [high - y for high, y in zip(highs, middles, strict=True)]]  # fmt: skip
+            axes.errorbar(places, middles, ranges, fmt="o-", color=f"C{index}", label=name)
+            axes.plot([x for x, _ in bounds], [y for _, y in bounds], "--", color=f"C{index}")
+            levels += [*lows, *highs, *(y for _, y in bounds)]
+            bounded = bounded or bool(bounds)
+        if bounded:
+            axes.plot([], [], "--", color="#222222", label=bound)
+        axes.set_xscale("log")
+        axes.set_xticks(xs, [f"{x:g}" for x in xs])
+        axes.minorticks_off()
+        if _far_apart(levels, _LOG_FROM):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+        else:
+            axes.set_ylim(bottom=0)
+        axes.set(title=title, xlabel=along, ylabel=up)
+        figure.legend(loc="outside lower center", ncols=2)
+    return _svg(text)

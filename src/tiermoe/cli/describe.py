@@ -1,0 +1,314 @@
+"""Description of a model or a store: its facts, what computes it on this machine, what packing cost. For `tiermoe
+show`, `plan` and `pack`, and for the lines that a command prints when a model is loaded.
+
+Importing this module imports torch; commands do it when they run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+from tiermoe import native
+from tiermoe.config import Settings
+from tiermoe.engine.load import resolve_for
+from tiermoe.engine.needs import formats_of
+from tiermoe.errors import LoadError
+from tiermoe.formats.int4 import CPU_LAYOUT
+from tiermoe.formats.registry import encoding_named
+from tiermoe.formats.source import label_of
+from tiermoe.formats.store import Store, open_store, precision_key
+from tiermoe.kernels.linear import cpu_kernels, machine_layout
+from tiermoe.kernels.matrix import matrix_form
+from tiermoe.model.dense import kind_of, recipe_key
+from tiermoe.model.families.table import ARCHITECTURES, FAMILIES, not_computed
+from tiermoe.model.hf.blueprint import Blueprint
+from tiermoe.model.hf.hub import inspect_without_download
+from tiermoe.model.prepare_store import found_store, is_store, store_root
+from tiermoe.offload.cuda import resolve_device
+from tiermoe.offload.reader import ExtentReader, aligned_memory
+from tiermoe.systems.resolved import Resolved
+from tiermoe.types import ExpertKey, Extent, MoeLayer
+
+_INFERIOR = {
+    "avx2": "this processor has no AVX-512 with BF16 and VBMI",
+    "generic": "this processor has neither AVX2 nor NEON",
+}
+"""Instruction set of the native kernels → why it is not a faster one."""
+_QUALITY_COST = {
+    "8": "0.05% of perplexity",
+    "4-hqq": "0.6% of perplexity, as llama.cpp's Q4_0 does",
+    "4-gptq": "0.2% of perplexity, less than llama.cpp's Q4_0 does",
+    "4-gptq-nonlinear": "0.2% of perplexity, less than llama.cpp's Q4_0 does",
+    "3-gptq-nonlinear": "1.2% of perplexity",
+    "3-nonlinear": "2% of perplexity",
+    "2-hqq": "6% of perplexity",
+}
+"""Precision of experts → the shipped model's loss in quality: docs/results.md, "Quality by precision"; 3 bits without
+GPTQ: docs/notebook/codes.md."""
+
+
+# --- facts ---
+
+
+def describe_model(model: str, chosen: Path | None = None) -> dict[str, Any]:
+    """Facts of a checkpoint and of its store, by name. Of a model on the hub only headers are read. chosen: folder of
+    the store; None: the usual one."""
+    blueprint, download = inspect_without_download(model, chosen)
+    backend = backend_of(blueprint, resolve_for(blueprint, Settings(store=chosen)))
+    root = store_root(blueprint, chosen)
+    store = open_store(root) if is_store(root) else None
+    if blueprint.own_experts is not None:
+        store = found_store(blueprint, chosen)
+    expert_weights = sum(layer.experts * layer.expert_elements for layer in blueprint.layers)
+    dense_bytes = blueprint.dense_bytes()
+    return {
+        "name": model,
+        "family": blueprint.family.name,
+        "dtype": str(blueprint.dtype).removeprefix("torch."),
+        **_stored_as(blueprint),
+        **_layer_facts(blueprint.layers),
+        "expert_weights": f"{expert_weights:,}",
+        "dense_weights_bytes": dense_bytes,
+        "experts_at_16_bits_bytes": expert_weights * blueprint.dtype.itemsize,
+        "context": blueprint.max_context() or "unbounded",
+        "not_read": blueprint.unread,
+        "not_run": f"its own code, of {blueprint.own_code}" if blueprint.own_code else "",
+        "decoder": backend.decoder,
+        "kernels": backend.kernels,
+        **({"download_bytes": download.nbytes} if download else {"checkpoint": str(blueprint.directory)}),
+        "fingerprint": "" if download else blueprint.checkpoint.fingerprint(),
+        "store": str(root) if is_store(root) else "",
+        "precisions": _precision_facts(store) if store else [],
+    }
+
+
+def describe_store(root: Path) -> dict[str, Any]:
+    """Facts of a store without its checkpoint, by name."""
+    store = open_store(root)
+    family = FAMILIES.get(store.source.model_type)
+    return {
+        "name": store.source.name,
+        "family": family.name if family else store.source.model_type,
+        "dtype": store.source.dtype,
+        **_layer_facts(store.layers),
+        "fingerprint": store.source.fingerprint,
+        "store": str(root),
+        "precisions": _precision_facts(store),
+    }
+
+
+def _stored_as(blueprint: Blueprint) -> dict[str, str]:
+    """Types of the checkpoint's tensors, and whether experts run in them."""
+    checkpoint, sources = blueprint.checkpoint, blueprint.outline.sources
+    ways = [
+        way for layer in sources for names in layer.values() for name in names for way in checkpoint.stored_as(name, 0)
+    ]
+    if blueprint.own_experts is not None:
+        experts = f"{blueprint.own_types()}, used in place"
+    else:
+        types = sorted({way.label for way in ways}) or [str(blueprint.dtype).removeprefix("torch.")]
+        experts = f"{', '.join(types)}, packed before they run"
+    keys = [tensor.key for tensor in blueprint.outline.tensors.values() if tensor.key is not None]
+    own = {key: checkpoint.own_encoding(key) for key in keys}
+    dense = {
+        label_of(name) if name else str(checkpoint.tensors[key].dtype).removeprefix("torch.")
+        for key, name in own.items()
+    }
+    return {"experts_stored_as": experts, "other_layers_stored_as": ", ".join(sorted(dense))}
+
+
+def _layer_facts(layers: list[MoeLayer]) -> dict[str, Any]:
+    return {
+        "moe_layers": len(layers),
+        "experts_a_layer": max(layer.experts for layer in layers),
+        "experts_a_token": max(layer.top_k for layer in layers),
+    }
+
+
+def _precision_facts(store: Store) -> list[dict[str, Any]]:
+    """Facts of each precision of the experts, then of the dense layers, that a store has."""
+    facts: list[dict[str, Any]] = []
+    for key, precision in store.precisions.items():
+        sizes = [extent.nbytes for layer in precision.layers for extent in layer.extents]
+        errors = [error for layer in precision.layers for error in layer.errors]
+        names = {name for layer in precision.layers for name in layer.encodings.values()}
+        facts.append(_packed_facts(key, sizes, errors, precision.machine, precision.in_place, names))
+    for bits, dense in store.dense.items():
+        layers = dense["layers"]
+        sizes = [store.dense_format(bits, name).stored.nbytes for name in layers]
+        errors = [layer["error"] for layer in layers.values()]
+        names = {layer["encoding"] for layer in layers.values()}
+        facts.append(_packed_facts(f"dense layers at {bits}", sizes, errors, dense["machine"], False, names))
+    return facts
+
+
+def _packed_facts(
+    label: str, sizes: list[int], errors: list[float], machine: str, in_place: bool, encodings: set[str]
+) -> dict[str, Any]:
+    """Facts of packed weights. sizes: bytes of each expert or layer. errors: relative error of each."""
+    return {
+        "precision": label,
+        "bytes": sum(sizes),
+        "expert_bytes": max(sizes),
+        "mean_error": mean(errors),
+        "max_error": max(errors),
+        "machine": machine,
+        "in_place": in_place,
+        "encodings": sorted(encodings),
+    }
+
+
+# --- the store's checksums ---
+
+
+def verify_store(root: Path, progress: Callable[[int, int], None]) -> tuple[int, list[str]]:
+    """(number of extents, a line for each damaged one) of a store, all of which is read. progress: called with (extents
+    read, all)."""
+    extents = _all_extents(open_store(root))
+    reader = ExtentReader()
+    memory = aligned_memory(0)
+    damaged: list[str] = []
+    for done, (key, what, extent) in enumerate(extents, 1):
+        needed = max(segment.at + segment.nbytes for segment in extent.segments)
+        if len(memory) < needed:
+            memory = aligned_memory(needed)
+        try:
+            reader.read(extent, memory, key)
+        except LoadError as error:
+            damaged.append(what or str(error).partition(";")[0])
+        progress(done, len(extents))
+    reader.close()
+    return len(extents), damaged
+
+
+def _all_extents(store: Store) -> list[tuple[ExpertKey, str, Extent]]:
+    """(key, line to print where it is damaged, extent) of every expert and dense layer; the line is empty for
+    experts, whose errors name them."""
+    found: list[tuple[ExpertKey, str, Extent]] = []
+    for precision in store.precisions.values():
+        for index, layer in enumerate(precision.layers):
+            for expert, extent in enumerate(layer.extents):
+                found.append((ExpertKey(index, expert, precision.bits), "", extent))
+    for bits, dense in store.dense.items():
+        for name in dense["layers"]:
+            extent = store.dense_extent(bits, name)
+            what = f"dense layer {name} ({bits} bits) is damaged"
+            found.append((ExpertKey(0, 0, int(bits.partition("-")[0])), what, extent))
+    return found
+
+
+# --- what packing cost ---
+
+
+def loss_of(engine: Any, blueprint: Blueprint) -> str:
+    """`packing_loss` of the store's weights that a loaded model runs on."""
+    settings, unit = engine.settings, engine.composition.unit
+    layout = machine_layout(resolve_device(settings.device))
+    keys = [precision_key(bits, settings.quantizer_used, layout, unit) for bits in engine.precisions]
+    return packing_loss(engine.store, keys, recipe_key(blueprint, settings.dense_bits_used, layout))
+
+
+def packing_loss(store: Store, precisions: Sequence[str], dense: str) -> str:
+    """A line for people who have never packed: bits of the experts in `precisions` and of the dense layers under the
+    key `dense` (where the store has it), and the loss in quality of the lowest precision where it was measured. Empty
+    where all weights are the checkpoint's own."""
+    found = [f"experts at {bits} bits" for bits in (store.precisions[key].bits for key in precisions) if bits < 16]
+    by_bits: dict[int, list[str]] = {}
+    for name, entry in store.dense.get(dense, {"layers": {}})["layers"].items():
+        by_bits.setdefault(encoding_named(entry["encoding"]).bits, []).append(name)
+    for bits, names in sorted(by_bits.items()):
+        kinds = " and ".join(dict.fromkeys(map(kind_of, names)))  # 'v_proj and lm_head'
+        found.append(f"{kinds if bits != min(by_bits) else 'other layers'} at {bits} bits")
+    if not found:
+        return ""
+    cost = _QUALITY_COST.get(min(precisions, key=lambda key: store.precisions[key].bits))
+    measured = f"experts at so many bits cost the shipped model {cost} (docs/results.md); " if cost else ""
+    return f"packed: {', '.join(found)}; {measured}'tiermoe eval MODEL --text FILE' measures the loss in quality here"
+
+
+# --- decoder and kernels ---
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """Decoder and kernels that compute a model."""
+
+    decoder: str  # in words
+    kernels: str  # in words
+    ours: bool  # a decoder of our own, not transformers' code
+    by_torch: bool  # torch's operators compute the experts, on a CPU
+
+
+def backend_of(blueprint: Blueprint, resolved: Resolved) -> Backend:
+    """The backend of an engine with this model and these settings. ConfigError as `native.available`."""
+    device = resolve_device(resolved.settings.device)
+    why = _why_transformers(blueprint, resolved.settings.decoder, device)
+    decoder = f"transformers' code ({why}): slower" if why else f"tiermoe's own, for {blueprint.config.model_type}"
+    kernels, by_torch = _kernels(blueprint, resolved) if device == "cpu" else (f"Triton, on {device}", False)
+    return Backend(decoder, kernels, not why, by_torch)
+
+
+def missing_kernels(dtype: torch.dtype) -> str:
+    """A line that says what to do where a model in `dtype` runs on a CPU without the compiled kernels; empty where they
+    are there, or do not compute this dtype."""
+    if native.available() or dtype != torch.bfloat16:
+        return ""
+    if _switched_off():
+        return f"{native.SWITCH}=0 keeps the compiled kernels out: torch computes, slowly; unset it"
+    return (
+        "the compiled kernels are missing from this installation: torch computes, slowly; install a C compiler and "
+        "reinstall tiermoe, or install one of its wheels"
+    )
+
+
+def _why_transformers(blueprint: Blueprint, asked: str, device: str) -> str:
+    """Why transformers' code runs in place of our decoder; empty where our decoder runs."""
+    config = blueprint.config
+    if asked == "generic":
+        return "--decoder generic"
+    if device != "cpu":
+        return "tiermoe's own decoders compute on a CPU"
+    if blueprint.family.encodes or config.model_type not in ARCHITECTURES:
+        return f"tiermoe has no decoder of its own for {config.model_type}"
+    lacking = not_computed(config)
+    return f"tiermoe's decoder does not compute this config: {lacking}" if lacking else ""
+
+
+def _kernels(blueprint: Blueprint, resolved: Resolved) -> tuple[str, bool]:
+    """(kernels in words, whether torch's operators compute experts)."""
+    found = cpu_kernels()
+    if not native.available():
+        why = f"{native.SWITCH}=0" if _switched_off() else "this build has no native kernels"
+        return f"{found}: {why}, slower", True
+    if blueprint.dtype != torch.bfloat16:
+        lacking = f"compute in bfloat16, the checkpoint is in {str(blueprint.dtype).removeprefix('torch.')}"
+        return f"torch's operators: the native kernels ({found}) {lacking}", True
+    left_out = _left_out(blueprint, resolved)
+    if left_out:
+        return f"{found}; torch's operators for experts' matrices of {left_out}, which it does not take: slower", True
+    asked = os.environ.get(native.ISA)
+    if asked:
+        return f"{found}: {native.ISA}={asked}", False
+    return (f"{found}: {_INFERIOR[found]}" if found in _INFERIOR else found), False
+
+
+def _switched_off() -> bool:
+    return os.environ.get(native.SWITCH) == "0"
+
+
+def _left_out(blueprint: Blueprint, resolved: Resolved) -> str:
+    """The first matrix of an expert that the native kernels do not compute, as '96 x 64 at 4 bits'; empty where they
+    compute all."""
+    for bits, forms in formats_of(blueprint, resolved, CPU_LAYOUT).items():
+        for form in forms:
+            for part in form.layer.parts:
+                encoding = form.encodings.get(part.name)
+                if encoding is not None and matrix_form(encoding, *part.out_in, form.dtype) is None:
+                    return "{} x {} at {} bits".format(*part.out_in, bits)
+    return ""

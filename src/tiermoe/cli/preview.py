@@ -1,0 +1,129 @@
+"""Preview of a model for `tiermoe plan`: the memory plan of a model that may not be downloaded yet, what will compute
+it, and the speed to expect. Importing this module imports torch."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tiermoe.cli.describe import Backend, backend_of
+from tiermoe.config import Settings
+from tiermoe.engine.expectation import Expectation, LayerWork, OtherBudget, Work, at_slots, expect, other_budgets
+from tiermoe.engine.load import plan_for, resolve_for
+from tiermoe.engine.memory_plan import GpuMemoryPlan, MemoryPlan
+from tiermoe.engine.needs import formats_of
+from tiermoe.formats.expert_format import ExpertFormat
+from tiermoe.formats.store import precision_key
+from tiermoe.kernels.linear import machine_layout
+from tiermoe.model.dense import kind_of, own_bytes, packable, packed_bytes
+from tiermoe.model.hf.blueprint import Blueprint
+from tiermoe.model.hf.hub import Download, inspect_without_download
+from tiermoe.model.prepare_store import found_store
+from tiermoe.offload.composition import Composition
+from tiermoe.offload.cuda import resolve_device
+from tiermoe.offload.policies.eviction import EVICTIONS
+from tiermoe.offload.run_record import read_record, record_path
+from tiermoe.offload.usage import SizeCurve
+from tiermoe.simulate.machines import Rates
+from tiermoe.systems.resolved import Resolved
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """The plan of a model, and what it would do."""
+
+    plan: MemoryPlan
+    download: Download | None  # None: the checkpoint is here
+    to_pack: int  # bytes that packing the experts writes; 0: nothing is packed any more
+    backend: Backend
+    expectation: Expectation | None
+    unknown: str  # why there is no expectation
+    found: OtherBudget | None = None  # this plan by the record of the last run in this precision; None: no record
+    other_budgets: Sequence[OtherBudget] = ()  # by the same record
+
+
+def preview(
+    model: str | os.PathLike[str], settings: Settings, rates: Callable[[ExpertFormat | None], Rates]
+) -> Preview:
+    """The preview of a model with `settings`. rates: called once, after everything else is known, with the format of
+    experts that torch's operators compute (None: compiled kernels compute them); gives the rates of the machine.
+    ModelError as `inspect_without_download`, BudgetError as `plan_memory`."""
+    blueprint, download = inspect_without_download(model, settings.store)
+    plan = plan_for(blueprint, settings)
+    resolved = resolve_for(blueprint, settings)
+    backend = backend_of(blueprint, resolved)
+    unknown = _unknown(blueprint, resolved.composition, plan)
+    expectation = None
+    if not unknown:
+        try:
+            by_torch = _formats(blueprint, resolved)[0] if backend.by_torch else None
+            expectation = expect(work_of(blueprint, resolved, plan, backend.ours), rates(by_torch))
+        except OSError as error:
+            unknown = f"this machine cannot be measured ({error})"
+    to_pack = _expert_bytes(blueprint, resolved) if plan.packing else 0
+    curve = _earlier_run(blueprint, resolved)
+    found, others = (None, []) if curve is None else (at_slots(plan, curve, plan.slots), other_budgets(plan, curve))
+    return Preview(plan, download, to_pack, backend, expectation, unknown, found, others)
+
+
+def work_of(blueprint: Blueprint, resolved: Resolved, plan: MemoryPlan, ours: bool) -> Work:
+    """Bytes and operations of a token, by the plan and the sizes of the model's matrices. ours: a decoder of our
+    own."""
+    formats, bits = _formats(blueprint, resolved), resolved.settings.dense_bits_used
+    _, packed = own_bytes(blueprint, "cpu") if bits == 16 else packed_bytes(blueprint, bits, machine_layout("cpu"))
+    moe = [LayerWork(form.layer.experts, form.layer.top_k, form.slot.nbytes, form.stored.nbytes) for form in formats]
+    dense = sum(
+        math.prod(blueprint.outline.tensors[f"{name}.weight"].shape)
+        for name in packable(blueprint)
+        if kind_of(name) != "lm_head"  # computed for a prompt's last token alone
+    )
+    active = dense + sum(layer.top_k * layer.expert_elements for layer in blueprint.layers)
+    return Work(
+        moe=moe,
+        dense_bytes=plan.dense - plan.looked_up,
+        kv_bytes=plan.kv_cache / plan.context / resolved.settings.batch,
+        operations=2 * active,
+        share=plan.slots / plan.all_slots,
+        chunk=resolved.settings.chunk,
+        context=plan.context,
+        layers=int(getattr(blueprint.config, "num_hidden_layers", len(moe))),
+        ours=ours,
+        packed_bytes=packed,
+    )
+
+
+def _formats(blueprint: Blueprint, resolved: Resolved) -> list[ExpertFormat]:
+    return formats_of(blueprint, resolved, machine_layout("cpu"))[resolved.precisions[0]]
+
+
+def _earlier_run(blueprint: Blueprint, resolved: Resolved) -> SizeCurve | None:
+    """Hits by cache size that the last run recorded, for an exact preset of whole experts; None without a record."""
+    store = found_store(blueprint, resolved.settings.store)
+    composition = resolved.composition
+    if store is None or composition.lossy or composition.cache not in EVICTIONS:
+        return None
+    layout = machine_layout(resolve_device(resolved.settings.device))
+    key = precision_key(resolved.precisions[0], resolved.settings.quantizer_used, layout, composition.unit)
+    return read_record(
+        record_path(store.root, key), store.source.fingerprint, [each.experts for each in store.layers]
+    ).curve
+
+
+def _unknown(blueprint: Blueprint, composition: Composition, plan: MemoryPlan) -> str:
+    """Why there is no expectation; empty where there can be one."""
+    if isinstance(plan, GpuMemoryPlan):
+        return "a GPU's rates are not known"
+    if blueprint.family.encodes:
+        return "a model with an encoder"
+    whole = composition.unit == "expert" and composition.routing == "all" and composition.precision == "fixed"
+    if not whole or composition.store != "disk" or composition.cache not in {*EVICTIONS, "all"}:
+        return f"the preset {composition.name} reads otherwise than the recorded runs"
+    return ""
+
+
+def _expert_bytes(blueprint: Blueprint, resolved: Resolved) -> int:
+    """Bytes of all experts in the store, in all precisions."""
+    formats = formats_of(blueprint, resolved, machine_layout("cpu"))
+    return sum(form.stored.nbytes * form.layer.experts for forms in formats.values() for form in forms)

@@ -1,1 +1,0 @@
-"""Decisions: who comes, in which precision, who leaves. No tensors, no files."""

@@ -1,0 +1,240 @@
+"""Generation: one prompt in, its text piece by piece, and a report of what it took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from tiermoe.engine.detokenize import Detokenizer
+from tiermoe.engine.engine import engine_of, transformers_model
+from tiermoe.engine.expectation import OtherBudget
+from tiermoe.engine.loop import RequestLoop
+from tiermoe.engine.request import Request
+from tiermoe.engine.sampling import Sampling
+from tiermoe.errors import ModelError, PromptError, reason
+from tiermoe.metrics import PhaseMetrics
+
+
+@dataclass(slots=True)
+class Report:
+    """One answer and its costs; `--json` prints this object."""
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    completion_tokens: int
+    load_s: float  # seconds of loading the model
+    ttft_s: float  # seconds to the first token
+    prefill_tok_s: float  # tokens a second of the prompt
+    decode_tok_s: float  # tokens a second behind the first one
+    hit_rate: float  # share of the experts asked for by the router that were in memory
+    expert_hits: int
+    expert_misses: int
+    bytes_read: int
+    wait_s: float  # seconds in which computing waited for experts
+    peak_memory_bytes: int
+    memory_budget_bytes: int
+    preset: str
+    bits: int
+    dense_bits: int
+    bound_tok_s: float
+    """Tokens a second that decoding could have reached: tokens / max(compute time, bytes read / bandwidth of the drive)
+    (docs/architecture.md, "Bounds"); 0 where nothing was read."""
+    prefetching: str  # whether measuring has turned it on or off, and its figures; empty where it has decided nothing
+    displaced_choices: float  # share of the experts of decoded tokens that stood in for a missing one
+    moved_weight: float  # share of the gate weight that moved with them (routing=cached)
+    other_budgets: list[OtherBudget]
+    """What other memory budgets would bring; empty where too little was decoded, nothing was missed, or the preset is
+    lossy."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def bound_fraction(self) -> float:
+        """The share of the bound that was reached."""
+        return self.decode_tok_s / self.bound_tok_s if self.bound_tok_s else 0.0
+
+
+def encode_prompt(tokenizer: Any, prompt: str, raw: bool = False) -> torch.Tensor:
+    """Token ids (1, n) of a prompt: as a user's message in the model's chat template where it has one, unless `raw`.
+    PromptError where the prompt is empty."""
+    if not prompt.strip():
+        raise PromptError("the prompt is empty; say something to answer")
+    if not raw and getattr(tokenizer, "chat_template", None):
+        return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
+    return _encoded(
+        prompt, "tokenizer", "choose another model", lambda: tokenizer(prompt, return_tensors="pt").input_ids
+    )
+
+
+def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:
+    """Token ids (1, n) of a conversation in the model's chat template, ready for the assistant's turn. PromptError
+    where the template refuses it."""
+    return _encoded(
+        "".join(message["content"] for message in messages),
+        "chat template",
+        "'tiermoe run --raw' does without",
+        lambda: tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"],
+    )
+
+
+def _encoded(text: str, what: str, instead: str, encode: Callable[[], Any]) -> torch.Tensor:
+    """Token ids (1, n) that `encode` makes of a text. PromptError where it refuses the text, or makes none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes that are no UTF-8 are halves of surrogate pairs in Python
+        raise PromptError("the prompt is not valid UTF-8; convert it first") from None
+    try:
+        ids: torch.Tensor = encode()
+    except Exception as error:  # templates and tokenizers raise errors of their own
+        raise PromptError(f"the model's {what} does not take this prompt ({reason(error)}); {instead}") from error
+    if ids.shape[1] == 0:
+        raise PromptError("the prompt has no tokens; say something to answer")
+    return ids
+
+
+def check_length(prompt_tokens: int, max_tokens: int, longest: int | None, reserved: int | None = None) -> int:
+    """How many tokens may be generated. PromptError where the prompt alone fills the model's context of `longest`
+    tokens (None: unbounded), or the `reserved` tokens that memory was set aside for."""
+    if longest is not None and prompt_tokens >= longest:
+        raise PromptError(
+            f"the prompt has {prompt_tokens:,} tokens, the model's context holds {longest:,} with the answer; "
+            f"shorten it"
+        )
+    if reserved is not None and prompt_tokens >= reserved:
+        raise PromptError(
+            f"the prompt has {prompt_tokens:,} tokens, memory is reserved for {reserved:,} with the answer; "
+            f"shorten it or reserve more with --context"
+        )
+    return min([max_tokens, *(bound - prompt_tokens for bound in (longest, reserved) if bound is not None)])
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    input_ids: torch.Tensor,
+    sampling: Sampling,
+    on_text: Callable[[str], None] = lambda _: None,
+    load_s: float = 0.0,
+    loop: RequestLoop | None = None,
+    on_read: Callable[[int, int], None] = lambda done, total: None,
+) -> Report:
+    """Answers one prompt.
+
+    model: a loaded transformers model, or an engine. input_ids: (1, n). on_text: called with each piece of text as it
+    is ready. loop: an idle loop over the engine, whose prefix cache may hold a prefix of input_ids (a conversation's
+    earlier turns); None: a new one. on_read: called after each chunk of the prompt, with its tokens that have run and
+    all of them. PromptError, ModelError where the prompt cannot be answered; LoadError where an expert is damaged."""
+    engine = engine_of(model)
+    unknown = int(input_ids.max())
+    if unknown >= engine.config.vocab_size:
+        raise ModelError(
+            f"the tokenizer gives the token {unknown:,}, the model has {engine.config.vocab_size:,}: they do not "
+            f"belong together; download both again"
+        )
+    prompt = input_ids.shape[1]
+    sampling = replace(
+        sampling, max_tokens=check_length(prompt, sampling.max_tokens, engine.longest_context, engine.plan.context)
+    )
+    answer = _Answer(engine, tokenizer, on_text)
+    before = engine.snapshot()
+    if model.config.is_encoder_decoder:
+        _generate_by_transformers(transformers_model(model), input_ids, sampling, answer)
+    else:
+        loop = RequestLoop(engine, tokenizer) if loop is None else loop
+        loop.add(Request(input_ids[0].tolist(), sampling, on_read=on_read))
+        finish = None
+        while finish is None:
+            for piece in loop.step():
+                if piece.error is not None:
+                    raise piece.error
+                answer.add(piece.tokens, piece.text)
+                finish = piece.finish
+    return _report(engine, answer, before, engine.snapshot(), prompt, load_s)
+
+
+class _Answer:
+    """The answer so far. It is a streamer for transformers' `generate()`, too."""
+
+    def __init__(self, engine: Any, tokenizer: Any, on_text: Callable[[str], None]) -> None:
+        self.token_ids: list[int] = []
+        self.pieces: list[str] = []
+        self.first: PhaseMetrics | None = None  # costs until the first token
+        self._engine = engine
+        self._on_text = on_text
+        self._text = Detokenizer(tokenizer)
+        self._begun = False
+
+    def add(self, tokens: Sequence[int], text: str) -> None:
+        if self.first is None:
+            self.first = self._engine.snapshot()
+        self.token_ids += tokens
+        if text:
+            self.pieces.append(text)
+            self._on_text(text)
+
+    def put(self, value: torch.Tensor) -> None:
+        """Takes tokens from `generate()`, which begins with those that the decoder was given."""
+        if self._begun:
+            tokens = value.reshape(-1).tolist()
+            self.add(tokens, "".join(map(self._text.add, tokens)))
+        self._begun = True
+
+    def end(self) -> None:
+        self.add((), self._text.end())
+
+
+def _generate_by_transformers(model: Any, input_ids: torch.Tensor, sampling: Sampling, answer: _Answer) -> None:
+    """Answers with an encoder–decoder model, whose encoder takes the prompt."""
+    options: dict[str, Any] = {"do_sample": False}
+    if not sampling.greedy:
+        names = ("temperature", "top_p", "top_k")
+        options = {"do_sample": True, **{name: getattr(sampling, name) for name in names}}
+    if sampling.seed is not None:
+        from transformers import set_seed
+
+        set_seed(sampling.seed)
+    ids = input_ids.to(model.device)
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=sampling.max_tokens, streamer=answer, **options
+    )
+
+
+def _report(
+    engine: Any, answer: _Answer, before: PhaseMetrics, after: PhaseMetrics, prompt: int, load_s: float
+) -> Report:
+    first = answer.first or after
+    whole, until_first, decode = after.since(before), first.since(before), after.since(first)
+    decode.tokens = max(len(answer.token_ids) - 1, 0)
+    stats = engine.stats()
+    return Report(
+        text="".join(answer.pieces),
+        token_ids=answer.token_ids,
+        prompt_tokens=prompt,
+        completion_tokens=len(answer.token_ids),
+        load_s=load_s,
+        ttft_s=until_first.seconds,
+        prefill_tok_s=prompt / until_first.seconds,
+        decode_tok_s=decode.tok_s,
+        hit_rate=whole.hit_rate,
+        expert_hits=whole.counts.hits,
+        expert_misses=whole.counts.misses,
+        bytes_read=whole.bytes_read,
+        wait_s=whole.wait_s,
+        peak_memory_bytes=stats["peak_memory_bytes"],
+        memory_budget_bytes=engine.plan.budget,
+        preset=engine.composition.name,
+        bits=engine.settings.bits_used,
+        dense_bits=engine.settings.dense_bits_used,
+        bound_tok_s=decode.bound_tok_s(engine.bandwidth) if decode.bytes_read else 0.0,
+        prefetching=stats["prefetching"],
+        displaced_choices=decode.displaced_share,
+        moved_weight=decode.moved_share(len(engine.layers)),
+        other_budgets=engine.other_budgets(decode),
+    )

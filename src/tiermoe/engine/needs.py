@@ -1,0 +1,254 @@
+"""What memory the parts of an engine need, by phase: while the store is packed, while the model is loaded and while it
+runs. Each part's bytes come from its owner; the sums are checked against measured peaks (docs/results.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from tiermoe import native
+from tiermoe.config import MIB, Settings
+from tiermoe.engine.memory_plan import total
+from tiermoe.errors import ConfigError
+from tiermoe.formats.expert_format import ExpertFormat
+from tiermoe.formats.store import Store
+from tiermoe.kernels.linear import decoded_bytes, machine_layout, prepared_bytes
+from tiermoe.kernels.matrix import prepared_at_most
+from tiermoe.model import kv_cache
+from tiermoe.model.attention import AttentionSizes
+from tiermoe.model.decoder import attention_sizes
+from tiermoe.model.dense import dense_bytes
+from tiermoe.model.dense_weights import loading_needs, table_keys
+from tiermoe.model.grouped_attention import GroupedSizes
+from tiermoe.model.hf import generic
+from tiermoe.model.hf.blueprint import Blueprint
+from tiermoe.model.hf.generic import LayerCache
+from tiermoe.model.latent_attention import LatentSizes
+from tiermoe.model.linear_attention import LinearSizes
+from tiermoe.model.prepare_store import packing_needs
+from tiermoe.model.rotary import table_bytes
+from tiermoe.model.short_convolution import ConvolutionSizes
+from tiermoe.offload.disk import LANES, staging_bytes
+from tiermoe.systems.resolved import Resolved
+from tiermoe.types import Need, Phase, Use, Workload
+
+_ALLOCATOR = 1.15  # what the allocator holds beyond the tensors that live, measured
+_PACKED_OPERATOR_TOKENS = 12  # from more tokens on, kernels may decode a matrix first (kernels/cpu.py)
+_PROBED = 256  # tokens after which every layer keeps something, a compressed cache too
+_LOGIT_BYTES = 16  # of a token's logits: in the model's dtype, as float32, and what a draw makes of them
+_SCORED_COPIES = 2  # of the logits of tokens that are scored, in the model's dtype: some decoders scale them
+_FIRST_USE = 46 * MIB  # library code and heap that the first forward pass brings in: 43 MiB measured
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInputs:
+    """What the needs of an engine follow from."""
+
+    blueprint: Blueprint
+    resolved: Resolved
+    formats: Mapping[int, Sequence[ExpertFormat]]  # precision → the format of each layer's experts
+    context: int  # tokens to reserve key/value memory for
+    device: str
+    process: int  # bytes that the process holds already
+    store: Store | None  # the checkpoint's, as it was found
+    use: Use  # of the engine
+
+    @property
+    def settings(self) -> Settings:
+        """Of the resolved preset."""
+        return self.resolved.settings
+
+    @property
+    def every_format(self) -> list[ExpertFormat]:
+        """Of all layers in all precisions."""
+        return [form for forms in self.formats.values() for form in forms]
+
+
+def formats_of(blueprint: Blueprint, resolved: Resolved, layout: str) -> dict[int, list[ExpertFormat]]:
+    """Precision → the format of each layer's experts."""
+    unit, quantizer = resolved.composition.unit, resolved.settings.quantizer_used
+    return {bits: blueprint.expert_formats(bits, unit, layout, quantizer) for bits in resolved.precisions}
+
+
+def while_running(model: PlanInputs) -> list[Need]:
+    """Needs while the model runs, beside the slots of experts."""
+    blueprint, settings, formats = model.blueprint, model.settings, model.every_format
+    load = Workload(
+        model.context, settings.chunk, settings.batch, blueprint.dtype.itemsize,
+        settings.threads or torch.get_num_threads(), settings.kv_bits, model.use,
+    )  # fmt: skip
+    in_memory = 0
+    if model.resolved.composition.store == "memory":
+        in_memory = sum(form.stored.nbytes * form.layer.experts for form in formats)
+    dense = dense_bytes(blueprint, settings.dense_bits_used, machine_layout(model.device))
+    return [
+        Need("interpreter", model.process, Phase.RUNNING, "measured in this process"),
+        Need("interpreter", _FIRST_USE, Phase.RUNNING, "what the first step brings in"),
+        Need("dense", dense, Phase.RUNNING, "weights"),
+        *expanding_needs(blueprint, settings, model.device),
+        *decoder_needs(blueprint, formats, settings, load, model.device),
+        Need("staging", staging_bytes(formats, settings.lanes or LANES), Phase.RUNNING, "reading lanes"),
+        Need("staging", in_memory, Phase.RUNNING, "the store in memory"),
+        *([Need("requests", model.use.requests, Phase.RUNNING, "those in flight")] if model.use.requests else []),
+    ]
+
+
+def while_loading(model: PlanInputs, on_disk: int) -> list[Need]:
+    """Needs while the dense weights are loaded, without the `on_disk` bytes that stay there; for a GPU too, whose
+    weights come through main memory."""
+    dense = dense_bytes(model.blueprint, model.settings.dense_bits_used, machine_layout(model.device)) - on_disk
+    process = Need("interpreter", model.process, Phase.LOADING)
+    return [process, *loading_needs(model.blueprint, dense, on_disk > 0)]
+
+
+def while_packing(model: PlanInputs, budget: int) -> tuple[int, list[Need]]:
+    """Number of workers that pack the store, and their needs; no needs where the store lacks nothing. One worker more
+    than torch has threads, since one of them reads, or as many as the budget allows."""
+    layout = machine_layout(model.device)
+    process = Need("interpreter", model.process + _FIRST_USE, Phase.PACKING)
+    for workers in range((model.settings.threads or torch.get_num_threads()) + 1, 0, -1):
+        needs = packing_needs(model.store, model.blueprint, model.resolved, layout, workers)
+        if not needs:
+            return workers, []
+        needs = [process, *needs]
+        if total(needs, Phase.PACKING) <= budget:
+            break
+    return workers, needs
+
+
+def decoder_needs(
+    blueprint: Blueprint, formats: Sequence[ExpertFormat], settings: Settings, load: Workload, device: str
+) -> list[Need]:
+    """Key/value cache and activations of the decoder that a model gets on a device, for a workload."""
+    sizes = sizes_of(blueprint, settings, device)
+    if blueprint.family.encodes:
+        load = replace(load, chunk=load.context)  # an encoder reads its prompt at once
+    if sizes is None:
+        eager = getattr(blueprint.skeleton.config, "_attn_implementation", None) == "eager"
+        latent = blueprint.family.latent_kv or generic.expands_latents(blueprint.config)
+        grown = _grown(blueprint)
+        needs = generic.needs(blueprint.config, load, latent, eager, grown)
+        heads, _, head_dim = generic.attention_shape(blueprint.config)
+        columns = heads * head_dim
+    else:
+        needs = kv_cache.needs([each.shape for each in sizes], load) + _attention_needs(blueprint, sizes, load)
+        columns = max(each.token_columns for each in sizes)
+    return needs + _layer_needs(blueprint, formats, settings, load, columns)
+
+
+def _grown(blueprint: Blueprint) -> Sequence[LayerCache] | None:
+    """Layers of a model's own cache, [] for an encoder alone; None: they follow from the config."""
+    if blueprint.family.encodes:
+        return [] if blueprint.family.encoder_class else None
+    return generic.measured_cache(blueprint.skeleton, _PROBED)
+
+
+def sizes_of(blueprint: Blueprint, settings: Settings, device: str) -> Sequence[AttentionSizes] | None:
+    """Sizes of each layer's attention in our own decoder; None where transformers' code runs."""
+    if settings.decoder == "generic" or blueprint.family.encodes or device != "cpu":
+        return None
+    return attention_sizes(blueprint.config, blueprint.checkpoint.__contains__)
+
+
+def sizes_for(
+    option: str, flag: str, lacking: str, blueprint: Blueprint, settings: Settings, device: str
+) -> Sequence[AttentionSizes]:
+    """`sizes_of`; ConfigError where transformers' code runs, which `option` does not apply to. lacking: why, of that
+    code's cache. flag: the command's option to leave out."""
+    sizes = sizes_of(blueprint, settings, device)
+    if sizes is None:
+        raise ConfigError(
+            f"{option} is for tiermoe's own decoders on a CPU, and {blueprint.family.name} runs here by transformers' "
+            f"code, whose cache {lacking}; leave {flag} out"
+        )
+    return sizes
+
+
+def longest_request(blueprint: Blueprint, settings: Settings, context: int, device: str) -> int | None:
+    """Bytes of keys and values of one sequence of the whole context; None where transformers' code runs."""
+    sizes = sizes_of(blueprint, settings, device)
+    if sizes is None:
+        return None
+    shapes, item = [each.shape for each in sizes], blueprint.dtype.itemsize
+    return kv_cache.sequence_bytes(shapes, context, context, min(settings.chunk, context), item, settings.kv_bits)
+
+
+def expanding_needs(blueprint: Blueprint, settings: Settings, device: str) -> list[Need]:
+    """Needs of dense weights that a decoder derives from others and keeps: taps of convolutions, and for the native
+    kernels latent attention's matrices."""
+    sizes = sizes_of(blueprint, settings, device) or []
+    by_kernels = blueprint.dtype == torch.bfloat16 and native.available()
+    latents = sum(each.expanding_bytes for each in sizes if by_kernels and isinstance(each, LatentSizes))
+    taps = sum(
+        each.taps_bytes
+        for each in sizes
+        if isinstance(each, ConvolutionSizes) or (by_kernels and isinstance(each, LinearSizes))
+    )
+    derived = (("matrices that expand latents", latents), ("convolutions' taps", taps))
+    return [Need("dense", nbytes, Phase.RUNNING, what) for what, nbytes in derived if nbytes]
+
+
+def _attention_needs(blueprint: Blueprint, sizes: Sequence[AttentionSizes], load: Workload) -> list[Need]:
+    """Needs of one layer's attention, of one sequence after the other, or of few tokens by the native kernel. Each kind
+    of layer keeps a workspace of its own."""
+    hidden = int(blueprint.config.hidden_size)
+    widest = max(hidden, int(getattr(blueprint.config, "q_lora_rank", None) or 0))
+    kinds = [[each for each in sizes if type(each) is kind] for kind in {type(each) for each in sizes}]
+    many = sum(max(each.prompt_bytes(load, blueprint.dtype) for each in alike) for alike in kinds)
+    few = max(each.decode_bytes(load.tokens, load.context, load.threads, widest) for each in sizes)
+    rotary_columns: dict[int, int] = {}  # by kind of rotary embedding, each of which has a table
+    for each in sizes:
+        kind = each.rotary if isinstance(each, GroupedSizes) else 0
+        rotary_columns[kind] = max(rotary_columns.get(kind, 0), each.rotated_columns)
+    tables = sum(table_bytes(load.context, columns, load.itemsize) for columns in rotary_columns.values())
+    return [
+        Need("activations", tables, Phase.RUNNING, "angles of positions"),
+        Need("activations", many, Phase.RUNNING, "attention"),
+        Need("activations", few, Phase.RUNNING, "attention of few tokens"),
+    ]
+
+
+def _layer_needs(
+    blueprint: Blueprint, formats: Sequence[ExpertFormat], settings: Settings, load: Workload, columns: int
+) -> list[Need]:
+    """Needs of one layer's tensors that live at the same time (of a norm with float32 copies, of projections or of the
+    feed-forward part), of one decoded matrix where many tokens meet packed weights, and of the logits. columns: of a
+    token's queries."""
+    config, item, tokens = blueprint.config, load.itemsize, load.tokens
+    hidden = int(getattr(config, "hidden_size", 0) or config.d_model)
+    matrices = [part.out_in for form in formats for part in form.layer.parts if part.is_matrix]
+    top_k = max(layer.top_k for layer in blueprint.layers)
+    norm = hidden * (item + 3 * 4)
+    attention = columns * (8 * item + 3 * 4)
+    experts = (hidden * (top_k + 3) + 3 * max(map(max, matrices))) * item
+    dense = 3 * _widest_dense(blueprint) * item
+    decoded = decoded_bytes(formats, settings.dense_bits_used, blueprint.dtype)
+    known = tokens * prepared_at_most(_widest_dense(blueprint)) if native.available() else 0
+    prepared = max(prepared_bytes(formats, top_k, tokens, blueprint.dtype), known)
+    return [
+        Need(
+            "activations",
+            int(tokens * (2 * hidden * item + max(norm, attention, experts, dense)) * _ALLOCATOR),
+            Phase.RUNNING,
+            "of one prefill chunk",
+        ),
+        Need("activations", decoded if tokens > _PACKED_OPERATOR_TOKENS else 0, Phase.RUNNING, "a decoded matrix"),
+        Need("activations", prepared, Phase.RUNNING, "what products know of their tokens"),
+        Need("activations", load.sequences * int(config.vocab_size) * _LOGIT_BYTES, Phase.RUNNING, "logits"),
+        Need(
+            "activations",
+            load.use.scored * int(config.vocab_size) * item * _SCORED_COPIES,
+            Phase.RUNNING,
+            "logits of tokens that are scored",
+        ),
+    ]
+
+
+def _widest_dense(blueprint: Blueprint) -> int:
+    """Columns of the widest dense matrix; embeddings and the output layer aside, which give a row a token."""
+    vocabulary, stored = int(blueprint.config.vocab_size), blueprint.checkpoint.tensors
+    tables = table_keys(blueprint)
+    shapes = [stored[key].shape for key in blueprint.dense_keys if key not in tables]
+    return max((max(shape) for shape in shapes if len(shape) == 2 and vocabulary not in shape), default=0)

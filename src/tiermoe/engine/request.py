@@ -1,0 +1,201 @@
+"""Requests: what is asked (`Request`), how far it has come (`RequestState`), and the pieces of its answer (`Piece`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tiermoe.batch import Kind, Row, prompt, verify
+from tiermoe.engine.detokenize import Detokenizer
+from tiermoe.engine.sampling import Grammar, Sampler, Sampling, log_probabilities
+from tiermoe.model.prefix_cache import SlabContents
+from tiermoe.model.prefix_files import StoredPrefix
+
+AHEAD = 256
+"""Tokens of an answer that memory is reserved for at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be answered."""
+
+    ids: list[int]  # token ids of the prompt
+    sampling: Sampling  # `max_tokens` bounds the answer
+    stops: tuple[str, ...] = ()  # strings that end the answer
+    logprobs: int | None = None  # log probabilities of so many of the likeliest tokens at each place; None: none
+    grammar: Grammar | None = None  # what the answer must follow
+    prompt_logprobs: bool = False  # log probabilities of the prompt's tokens too; then all of it is read
+    special: bool = False  # special tokens are part of the text
+    on_read: Callable[[int, int], None] | None = None
+    """Called after each chunk of the prompt, with its tokens that have run and all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log probability of a token, and the likeliest tokens in its place."""
+
+    token: int
+    logprob: float | None  # None: the first token of a prompt
+    top: list[tuple[int, float]]  # (token, log probability), falling
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a step adds to an answer."""
+
+    number: int  # of the request
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: str | None = None  # in the last piece: 'stop', 'length' or 'error'
+    error: Exception | None = None
+    cached: int = 0  # tokens of the prompt that did not have to be read
+    stopped_by: str | None = None  # the stop string that ended the answer
+    prompt: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens, in the first piece, where they are asked for
+
+
+class RequestState:
+    """One request in the loop: what runs of it next, and what its tokens say.
+
+    A preempted request has lost its KV slab and keeps its emitted text. What has run of it runs again later
+    (`replaying`) in the steps in which it ran, so that no bit changes. number: the request's, in the loop. penalty:
+    the model's repetition penalty."""
+
+    def __init__(self, number: int, request: Request, tokenizer: Any, penalty: float | None) -> None:
+        self.number = number
+        self.request = request
+        self.sampler = Sampler(request.sampling, penalty)
+        self.text = Detokenizer(tokenizer, request.stops, request.special)
+        self.slab = -1  # of the KV cache; -1: none
+        self.room = 0  # tokens that memory is reserved for
+        self.contents = SlabContents()  # of the slab
+        self.before = SlabContents()  # of the slab that it lost amid its answer
+        self.stored: StoredPrefix | None = None  # a prefix that is being read into the slab from disk
+        self.answer: list[int] = []  # chosen tokens; the last one has not run
+        self.cached = 0  # tokens of the prompt that did not have to be read
+        self.scores: list[TokenLogprob] = []  # of the prompt's tokens, until they are emitted
+
+    @property
+    def replaying(self) -> bool:
+        """Whether it was preempted amid its answer. What is read then emits nothing."""
+        return bool(self.answer)
+
+    @property
+    def length(self) -> int:
+        """Tokens in the slab."""
+        return len(self.contents.tokens)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether everything has run that comes before the token that is chosen next, or that was chosen last."""
+        return self.length >= len(self.request.ids) + max(len(self.answer) - 1, 0)
+
+    @property
+    def scored(self) -> bool:
+        """Whether the next step scores all its tokens of the prompt."""
+        return self.request.prompt_logprobs and not self.replaying
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether its next step has no other rows."""
+        generated = self.replaying and self.before.part_at(self.length)[0].source is Kind.DECODE
+        return self.stored is not None or self.request.prompt_logprobs or generated
+
+    def wanted(self, context: int) -> int:
+        """Tokens to reserve memory for: those that there are, and some of an answer. context: most of a request."""
+        there = max(len(self.request.ids) + len(self.answer), self.length + 1)
+        asked = min(there + AHEAD, len(self.request.ids) + self.request.sampling.max_tokens, context)
+        return max(asked, self.before.written)
+
+    def next_prompt(self, chunk: int, at_once: int) -> Row:
+        """The next row to be read, of at most `chunk` tokens of the prompt.
+
+        A replayed request runs in the parts in which it ran. Tokens of its answer are VERIFY rows of `at_once` tokens
+        then, which get the bits that each had alone."""
+        if not self.replaying:
+            # The last token of a scored prompt runs alone: nothing scores what follows it. So the others run as for one
+            # who only scores; a step of another length may round otherwise.
+            end = len(self.request.ids) - self.request.prompt_logprobs
+            end = max(min(self.length + chunk, end), self.length + 1)
+            return prompt(self.slab, self.request.ids[self.length : end], self.length)
+        part, first = self.before.part_at(self.length)
+        if part.source is Kind.PROMPT and first == self.length:
+            return prompt(self.slab, self.before.step_tokens(part, first), first)
+        rest = self.before.tokens[self.length : first + part.count]
+        if part.source is Kind.DECODE:
+            return verify(self.slab, self.length, rest[:at_once])
+        return prompt(self.slab, rest[:chunk], self.length)  # of a file that is gone
+
+    def next_answer(self) -> Row:
+        """The row of the token that was chosen last."""
+        return Row(self.slab, len(self.contents.tokens), (self.answer[-1],), Kind.DECODE)
+
+    def has_read(self, row: Row, logits: Tensor) -> None:
+        """Records that `next_prompt` has run. logits (n, vocabulary): of its last token, or of all where they are
+        scored."""
+        if self.scored:
+            self._score(logits)
+        self.contents.add(row.tokens, Kind.PROMPT if row.kind is Kind.PROMPT else Kind.DECODE)
+        self._crop_replayed(row.first)
+
+    def has_filled(self, stored: StoredPrefix) -> None:
+        """Records that the slab holds a prefix from disk, as far as it could be read."""
+        ids = self.before.step_tokens(*self.before.part_at(0)) if self.replaying else self.request.ids
+        self.contents.add(ids[: stored.length], stored)
+        self._crop_replayed(0)
+
+    def preempt(self) -> None:
+        """Takes the freed slab from the request; its emitted text is kept."""
+        if not self.replaying:
+            self.scores = []
+        elif self.length > len(self.before.tokens):
+            self.before = self.contents
+        self.slab, self.room, self.stored, self.contents = -1, 0, None, SlabContents()
+
+    def choose(self, logits: Tensor, ends: set[int], context: int) -> Piece:
+        """Chooses the next token of the answer, from the logits (vocabulary) of the one before.
+
+        ends: tokens that end the answer. context: most tokens of prompt and answer."""
+        request, grammar = self.request, self.request.grammar
+        if grammar is not None:
+            logits = grammar.restrict(logits)
+        token = self.sampler.choose(logits, self.contents.tokens, len(self.answer))
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if request.logprobs is not None:
+            logprobs = (TokenLogprob(token, *log_probabilities(logits, token, request.logprobs)),)
+        self.answer.append(token)
+        if grammar is not None:
+            grammar.accept(token)
+        ended = token in ends
+        text = "" if ended else self.text.add(token)
+        finish = None
+        if ended or self.text.stopped_by or (grammar is not None and grammar.ended):
+            finish = "stop"
+        elif len(self.answer) >= request.sampling.max_tokens or len(self.contents.tokens) + 1 >= context:
+            finish = "length"
+        if finish is not None:
+            text += self.text.end()
+            finish = "stop" if self.text.stopped_by else finish
+        scored, self.scores = tuple(self.scores), []
+        return Piece(
+            self.number, text, (token,), logprobs, finish, cached=self.cached, stopped_by=self.text.stopped_by,
+            prompt=scored,
+        )  # fmt: skip
+
+    def _score(self, logits: Tensor) -> None:
+        """Scores the prompt's tokens behind the slab's, from the logits (n, vocabulary) of the tokens before them. The
+        prompt's first token, which nothing scores, comes with those that follow it."""
+        first, ids = self.length, self.request.ids
+        if first == 0:
+            self.scores.append(TokenLogprob(ids[0], None, []))
+        for each, token in zip(logits, ids[first + 1 : first + 1 + len(logits)], strict=False):
+            self.scores.append(TokenLogprob(token, *log_probabilities(each, token, self.request.logprobs or 0)))
+
+    def _crop_replayed(self, first: int) -> None:
+        """Forgets what a replayed part, from position `first` on, has beyond the tokens that were held of it."""
+        if self.replaying:
+            part, begin = self.before.part_at(first)
+            self.contents = self.contents.prefix(begin + part.count)

@@ -1,0 +1,110 @@
+"""Encoding of one matrix, in a file and in a memory slot: the interface of all encodings."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from tiermoe.errors import ConfigError
+from tiermoe.formats.quantizers import Quantizer
+
+COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+DECODED_WEIGHTS = 1 << 18
+"""Weights that `FixedEncoding.decoded` gives at a time: bounds the float32 temporaries."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor of an encoded matrix, dense and in C order."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    rows_at: int = 0  # the dimension that counts the matrix's rows
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Encoding(Protocol):
+    """Encoding of a matrix of `out` rows and `in_` columns; `dtype` is the model's compute dtype.
+
+    An extent of the store has the stored fields; a kernel reads the slot fields. Where both are equal, a load is a read
+    into the slot; otherwise `widen` writes the slot fields from the stored ones."""
+
+    @property
+    def name(self) -> str:
+        """Kind, layout and group, e.g. ``int4/cpu-avx512/g64``; the store records it."""
+        ...
+
+    @property
+    def bits(self) -> int:
+        """16 (the checkpoint's own), 8, 6, 4, 3 or 2; blocks of a GGUF file also have 5."""
+        ...
+
+    def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]: ...
+
+    def slot_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]: ...
+
+    def encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The stored fields of `weight` (N, K), any floating dtype."""
+        ...
+
+    def row_multiple(self, columns: int, quantizer: Quantizer) -> int | None:
+        """A block of rows that begins at a multiple of this number is encoded as it is in the whole matrix. None: the
+        matrix has to be encoded whole."""
+        ...
+
+    def widen(self, stored: Mapping[str, Tensor], slot: Mapping[str, Tensor]) -> None:
+        """Writes the slot fields from the stored ones; does nothing where both are equal."""
+        ...
+
+    def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
+        """The weights (N, K) that the slot fields stand for, in `dtype`; may be a transposed view."""
+        ...
+
+
+class SameInSlot(ABC):
+    """Base of encodings whose kernel reads the fields as they are stored."""
+
+    @abstractmethod
+    def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]: ...
+
+    def slot_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
+        return self.stored_fields(out, in_, dtype)
+
+    def widen(self, stored: Mapping[str, Tensor], slot: Mapping[str, Tensor]) -> None:
+        return None
+
+
+class FixedEncoding(SameInSlot):
+    """Base of encodings in which weights are published: tiermoe reads them and never packs them."""
+
+    read_from: ClassVar[str] = "checkpoints"
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """The usual name: 'Q4_K', 'MXFP4'."""
+
+    @abstractmethod
+    def decoded(self, slot: Mapping[str, Tensor], in_: int) -> Iterator[tuple[int, Tensor]]:
+        """The weights in float32, some rows at a time: (first row, (rows, in_)). A product is rounded once."""
+
+    def encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Raises ConfigError: such weights are quantised already."""
+        raise ConfigError(f"{self.label} is read from {self.read_from} and never packed: choose 8, 6, 4, 3 or 2 bits")
+
+    def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
+        weight = torch.empty((out, in_), dtype=dtype)
+        for first, rows in self.decoded(slot, in_):
+            weight[first : first + rows.shape[0]] = rows
+        return weight

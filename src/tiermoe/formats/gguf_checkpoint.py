@@ -1,0 +1,245 @@
+"""A GGUF model as a checkpoint: parameters by the names of transformers' model, read with preads on demand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tiermoe.formats.gguf_file import GgufFile, GgufTensor
+from tiermoe.formats.gguf_types import PREFIX, gguf_encoding
+from tiermoe.formats.safetensors import FileReader, fingerprint_of
+from tiermoe.formats.source import StoredAs
+from tiermoe.types import Segment
+
+ReadBytes = Callable[[GgufTensor, int, int], Tensor]
+"""(tensor, first, last) → a fresh uint8 tensor of the entries first..last - 1 along dimension 0."""
+
+Change = Callable[[Tensor], Tensor]
+
+
+class Parameter(Protocol):
+    """A parameter of a transformers model as a GGUF file has it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in the model."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values that are read; float32 where the file has blocks."""
+
+    def read(self, read: ReadBytes, first: int, last: int) -> Tensor:
+        """The entries first..last - 1 along dimension 0, of `dtype`."""
+
+    def encoding(self) -> str | None:
+        """The name of the encoding of the rows; None where they have several types or are not rows of the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A parameter that is rows of one tensor."""
+
+    tensor: GgufTensor
+    shape: tuple[int, ...]
+    order: Tensor | None = field(default=None, compare=False)  # where each row is in the tensor; None: in order
+    columns: Tensor | None = field(default=None, compare=False)  # likewise for each column
+    change: Change | None = None  # of values that the file has otherwise
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.kind.dtype or torch.float32
+
+    def encoding(self) -> str:
+        return encoding_of(self.tensor)
+
+    def read(self, read: ReadBytes, first: int, last: int) -> Tensor:
+        if self.tensor.shape[1:] == self.shape[1:]:
+            values = decoded(self.tensor, self.blocks(read, first, last))
+        else:  # the file dropped a dimension of size 1, or has one more
+            rows = self.tensor.shape[0] if self.order is None else len(self.order)
+            values = decoded(self.tensor, self.blocks(read, 0, rows)).view(self.shape)[first:last]
+        if self.columns is not None:
+            values = values[:, self.columns]
+        return values if self.change is None else self.change(values)
+
+    def blocks(self, read: ReadBytes, first: int, last: int) -> Tensor:
+        """The bytes of rows, columns in the order of the file: uint8 (last - first, …, bytes of a row)."""
+        if self.order is None:
+            return _in_rows(self.tensor, read(self.tensor, first, last))
+        order = self.order[first:last]
+        begin, end = int(order.min()), int(order.max()) + 1
+        rows = read(self.tensor, begin, end).view(end - begin, -1)[order - begin]
+        return _in_rows(self.tensor, rows.flatten())
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """A matrix, or a bias, of every expert: the rows of each of `tensors`, all (experts, rows, …), one after the
+    other."""
+
+    tensors: tuple[GgufTensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, _, *columns = self.tensors[0].shape
+        return (experts, sum(tensor.shape[1] for tensor in self.tensors), *columns)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtypes = {tensor.kind.dtype or torch.float32 for tensor in self.tensors}
+        return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+    def encoding(self) -> str | None:
+        names = {encoding_of(tensor) for tensor in self.tensors}
+        return names.pop() if len(names) == 1 else None
+
+    def read(self, read: ReadBytes, first: int, last: int) -> Tensor:
+        parts = [decoded(tensor, _in_rows(tensor, read(tensor, first, last))) for tensor in self.tensors]
+        return torch.cat([part.to(self.dtype) for part in parts], dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Expanding:
+    """What expands DeepSeek's latent to keys and values, a head after the other. llama.cpp's converter splits it."""
+
+    keys: GgufTensor  # (heads, latent, columns): transposed
+    values: GgufTensor  # (heads, columns, latent)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        heads, latent, columns = self.keys.shape
+        return (heads * (columns + self.values.shape[1]), latent)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def encoding(self) -> str | None:
+        return None
+
+    def read(self, read: ReadBytes, first: int, last: int) -> Tensor:
+        heads = self.keys.shape[0]
+        rows = self.shape[0] // heads
+        begin, end = first // rows, -(-last // rows)
+        keys = decoded(self.keys, _in_rows(self.keys, read(self.keys, begin, end))).float()
+        values = decoded(self.values, _in_rows(self.values, read(self.values, begin, end))).float()
+        both = torch.cat((keys.swapaxes(1, 2), values), dim=1).flatten(0, 1)
+        return both[first - begin * rows : last - begin * rows]
+
+
+def encoding_of(tensor: GgufTensor) -> str:
+    """The name of the encoding of a tensor's rows: 'plain' for numbers that are values of their own."""
+    return "plain" if tensor.kind.dtype is not None else PREFIX + tensor.kind.name.lower()
+
+
+def decoded(tensor: GgufTensor, rows: Tensor) -> Tensor:
+    """The values of rows (…, bytes of a row) of a tensor: float32 of blocks, else as they are."""
+    if tensor.kind.dtype is not None:
+        return rows.view(tensor.kind.dtype)
+    columns = tensor.shape[-1]
+    flat = rows.reshape(-1, rows.shape[-1])
+    values = gguf_encoding(tensor.kind.name).decode({"blocks": flat}, len(flat), columns, torch.float32)
+    return values.view(*rows.shape[:-1], columns)
+
+
+def _in_rows(tensor: GgufTensor, raw: Tensor) -> Tensor:
+    """Bytes of entries along dimension 0 as (entries, …, bytes of a row)."""
+    if len(tensor.shape) == 1:
+        return raw
+    return raw.view(-1, *tensor.shape[1:-1], tensor.row_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufEntry:
+    """A parameter's values as they are read: `nbytes` of them in `dtype`."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class GgufCheckpoint:
+    """`source.TensorSource` of a GGUF file. Names are those of the parameters in transformers' model. Experts are
+    stacked: (experts, rows, columns), rows of gate before rows of up."""
+
+    def __init__(self, file: GgufFile, parameters: Mapping[str, Parameter]) -> None:
+        self.file = file
+        self.directory = file.path
+        self.shards = list(file.shards)
+        self.parameters = parameters
+        self.tensors = {name: GgufEntry(each.dtype, each.shape) for name, each in parameters.items()}
+        self._files = FileReader()
+        self._fingerprint: str | None = None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.parameters
+
+    def read(self, name: str, row: int | None = None) -> Tensor:
+        """A fresh tensor with the values of `name`, or of one row along dimension 0 (kept, of size 1)."""
+        first, last = (0, self.parameters[name].shape[0]) if row is None else (row, row + 1)
+        return self.read_rows(name, first, last)
+
+    def read_rows(self, name: str, first: int, last: int) -> Tensor:
+        """A fresh tensor with the rows first..last - 1 of `name` along dimension 0. ModelError where they cannot be
+        read."""
+        return self.parameters[name].read(self._read, first, last)
+
+    def own_encoding(self, name: str) -> str | None:
+        """The encoding of a matrix that is rows of blocks of one tensor; None for other parameters."""
+        parameter = self.parameters[name]
+        if not isinstance(parameter, Rows) or len(parameter.shape) != 2 or parameter.encoding() == "plain":
+            return None
+        return parameter.encoding()
+
+    def fields(self, name: str) -> dict[str, Tensor]:
+        """The blocks of such a matrix, uint8 (rows, bytes of a row), in the parameter's order."""
+        parameter = self.parameters[name]
+        assert isinstance(parameter, Rows)
+        return {"blocks": parameter.blocks(self._read, 0, parameter.shape[0])}
+
+    def columns(self, name: str) -> Tensor | None:
+        """Where each column of such a matrix is in its blocks; None: in order."""
+        parameter = self.parameters[name]
+        return parameter.columns if isinstance(parameter, Rows) else None
+
+    def stored_as(self, source: str, expert: int) -> list[StoredAs]:
+        """How a parameter of all experts is stored, a tensor at a time."""
+        parameter = self.parameters[source]
+        assert isinstance(parameter, Stacked)
+        return [StoredAs(encoding_of(tensor), tensor.kind.dtype or torch.float32) for tensor in parameter.tensors]
+
+    def in_place(self, sources: Sequence[str], expert: int, offsets: Mapping[str, int]) -> list[Segment]:
+        """Where the rows of one expert are, to be placed one after the other from the byte of the only field on, or
+        each tensor at the byte of its own field."""
+        segments: list[Segment] = []
+        (source,), places = sources, list(offsets.values())
+        parameter = self.parameters[source]
+        assert isinstance(parameter, Stacked)
+        for index, tensor in enumerate(parameter.tensors):
+            nbytes = tensor.nbytes // tensor.shape[0]
+            at = places[index] if len(places) > 1 else places[0] + sum(each.nbytes for each in segments)
+            segments.append(Segment(str(tensor.file), tensor.offset + expert * nbytes, nbytes, at))
+        return segments
+
+    def fingerprint(self) -> str:
+        """16 hex digits over the headers, the sizes and 32 samples of 4 KiB of each shard. Taken once."""
+        if self._fingerprint is None:
+            parts = zip(self.file.shards, self.file.digests, strict=True)
+            self._fingerprint = fingerprint_of(b"", parts, self._files)
+        return self._fingerprint
+
+    def close(self) -> None:
+        """Closes the files; reading opens them again."""
+        self._files.close()
+
+    def _read(self, tensor: GgufTensor, first: int, last: int) -> Tensor:
+        nbytes = tensor.nbytes // tensor.shape[0]
+        return self._files.read(tensor.file, tensor.offset + first * nbytes, (last - first) * nbytes)

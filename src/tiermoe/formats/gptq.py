@@ -1,0 +1,428 @@
+"""GPTQ: codes with errors that cancel out on a matrix's inputs.
+
+Frantar, Ashkboos, Hoefler and Alistarh, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
+Transformers", 2023. With D what the codes change of the weights and H the inputs' second moments, the outputs change by
+tr(D H D'). Columns are rounded one after the other, and the error of each is handed on to those that are still to come,
+by the Cholesky factor of H's inverse.
+
+Beside the paper: a group's scale is searched for when its turn comes, by errors weighted as they are going to count.
+Groups, and the columns in a group, are treated by falling second moment, which nothing has to store. At the end scales
+and zeros are solved for together by least squares, and every code is chosen again with all others fixed: both only
+lower the change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tiermoe.errors import PackError
+from tiermoe.formats import nonuniform
+from tiermoe.formats.encoding import Encoding
+from tiermoe.formats.int2 import STRIPE, Int2, RowMajorInt2
+from tiermoe.formats.int4 import Int4, RowMajorInt4
+from tiermoe.formats.nonuniform import NonUniform
+from tiermoe.formats.quantizers import LEVEL_SUBSETS, Grid
+
+DAMPING = 0.05  # of the mean second moment, added to each
+ROUNDS = 2  # of least squares and new codes
+SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of a group's ends, tried for each
+_FITS = 2  # steps of least squares of a group's scale alone
+_ROWS = 128  # rows whose scales are solved for together: bounds the temporaries
+ROWS_TOGETHER = 1024  # rows that are worked through together: bounds the copies of them
+_COPIES, _SQUARES = 12, 6  # matrices of such rows, and of moments, that exist at a time at the most
+_RIDGE = 1e-6  # of the mean: keeps scales where they are that the codes say nothing of
+
+
+class Solution(NamedTuple):
+    """A solved matrix (N, K) in groups of K / G weights: levels * scale + zero."""
+
+    values: Tensor  # float32 (N, K)
+    scale: Tensor  # float32 (N, G), as the store's dtype has it
+    zero: Tensor  # float32 (N, G), likewise
+
+
+class Levels(Protocol):
+    """The possible values of a weight: level * scale + zero, with scale and zero in `dtype`."""
+
+    group: int
+    span: int  # columns, in the order in which they are treated, that choose among the levels together
+    zeros: bool  # whether zeros may differ from 0
+    dtype: torch.dtype
+
+    def order(self, moments: Tensor) -> Tensor:
+        """The columns in the order in which they are treated, given their second moments (K)."""
+
+    def candidates(self, block: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Scales and zeros (N) to try for a group (N, group)."""
+
+    def chosen(self, block: Tensor, place: Place, factor: Tensor) -> Nearest:
+        """How a span's columns (N, span) are rounded. factor: the span's part of the Cholesky factor."""
+
+    def nearest(self, units: Tensor) -> Tensor:
+        """The level nearest to each of `units`, before anything is chosen."""
+
+
+Nearest = Callable[[Tensor], Tensor]
+"""The level nearest to each of (N) values in units of the scale from the zero."""
+
+
+class Place(NamedTuple):
+    """Scale and zero (N) of a group."""
+
+    scale: Tensor
+    zero: Tensor
+
+    def units(self, weights: Tensor) -> Tensor:
+        """Weights (N) in units of the scale from the zero; 0 where the scale is."""
+        return (weights - self.zero) * torch.where(self.scale == 0, 0.0, 1 / self.scale)
+
+    def values(self, levels: Tensor) -> Tensor:
+        """What levels (N) stand for."""
+        return torch.addcmul(self.zero, levels, self.scale)
+
+
+class UniformLevels:
+    """The 16 levels of 4 bits: -8 … 7."""
+
+    zeros = True
+
+    def __init__(self, group: int, dtype: torch.dtype) -> None:
+        self.group, self.dtype = group, dtype
+        self.span = group
+
+    def order(self, moments: Tensor) -> Tensor:
+        return _by_moment(torch.arange(len(moments)).view(-1, self.group, 1), moments)
+
+    def candidates(self, block: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        low, high = block.aminmax(dim=1)
+        for first in SHRINKS:
+            for last in SHRINKS:
+                scale = (last * high - first * low) / 15
+                yield scale, first * low + 8 * scale
+
+    def chosen(self, block: Tensor, place: Place, factor: Tensor) -> Nearest:
+        return self.nearest
+
+    def nearest(self, units: Tensor) -> Tensor:
+        return units.round().clamp_(-8, 7)
+
+
+class SubsetLevels(UniformLevels):
+    """The levels of 2 bits: four of the 16 for each stripe of 8 columns (`formats.int2`)."""
+
+    def __init__(self, group: int, dtype: torch.dtype) -> None:
+        super().__init__(group, dtype)
+        self.span = STRIPE
+
+    def order(self, moments: Tensor) -> Tensor:
+        stripes = torch.arange(len(moments)).view(-1, STRIPE, self.group // STRIPE).transpose(1, 2)
+        return _by_moment(stripes, moments)
+
+    def chosen(self, block: Tensor, place: Place, factor: Tensor) -> Nearest:
+        """Within the subset in which the columns, rounded one after the other, change least."""
+        least = torch.full_like(block[:, 0], torch.inf)
+        step, offset = torch.empty_like(least), torch.empty_like(least)
+        for subset in LEVEL_SUBSETS:
+            _, errors = _rounded(block, place, factor, _within_subset(subset.step, subset.offset))
+            change = errors.square_().sum(1)
+            better = change < least
+            least = torch.where(better, change, least)
+            step.masked_fill_(better, subset.step)
+            offset.masked_fill_(better, subset.offset)
+        return _within_subset(step, offset)
+
+
+class NonUniformLevels:
+    """The levels of `NonUniform`: a signed scale, no zero."""
+
+    zeros = False
+
+    def __init__(self, bits: int, group: int) -> None:
+        self.group = self.span = group
+        self.dtype = torch.bfloat16
+        self._levels = torch.tensor(nonuniform.LEVELS[bits], dtype=torch.float32)
+        self._between = (self._levels[1:] + self._levels[:-1]) / 2
+        self._candidates = nonuniform.candidates(bits)
+
+    def order(self, moments: Tensor) -> Tensor:
+        return _by_moment(torch.arange(len(moments)).view(-1, self.group, 1), moments)
+
+    def candidates(self, block: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        largest = block.abs().amax(1)
+        for candidate in self._candidates:
+            yield largest * candidate, torch.zeros_like(largest)
+
+    def chosen(self, block: Tensor, place: Place, factor: Tensor) -> Nearest:
+        return self.nearest
+
+    def nearest(self, units: Tensor) -> Tensor:
+        return self._levels[torch.bucketize(units, self._between)]
+
+
+@torch.no_grad()
+def solve(weight: Tensor, moments: Tensor, levels: Levels) -> Solution:
+    """Levels, scales and zeros of a weight (N, K), any floating dtype, by the second moments (K, K) of its inputs,
+    float32. PackError where either has infinite or undefined values."""
+    if not (bool(torch.isfinite(weight).all()) and bool(torch.isfinite(moments).all())):
+        raise PackError("a weight matrix, or what it gets as inputs, holds infinite or undefined values")
+    order = levels.order(moments.diagonal())
+    damped = _damped(moments[order][:, order])
+    factor = _inverse_factor(damped)
+    rows, columns = weight.shape
+    found = Solution(
+        torch.empty(rows, columns),
+        torch.empty(rows, columns // levels.group),
+        torch.empty(rows, columns // levels.group),
+    )
+    groups = order[:: levels.group] // levels.group
+    for first in range(0, rows, ROWS_TOGETHER):
+        part = slice(first, first + ROWS_TOGETHER)
+        wanted = weight[part].float()[:, order]
+        codes = _first_codes(wanted, factor, levels)
+        for _ in range(ROUNDS):
+            codes.fit(damped, wanted)
+            codes.choose_again(damped, wanted)
+        found.values[part, order] = codes.values()
+        found.scale[part, groups], found.zero[part, groups] = codes.scale, codes.zero
+    return found
+
+
+def solving_bytes(rows: int, columns: int) -> int:
+    """Approximate largest memory of `solve`, in bytes, for a weight of so many rows and columns, beside the weight and
+    the moments."""
+    squares = columns * columns
+    some = min(rows, ROWS_TOGETHER) * columns
+    return 4 * (rows * columns + max(_SQUARES * squares, 2 * squares + _COPIES * some))
+
+
+def change(weight: Tensor, values: Tensor, moments: Tensor) -> float:
+    """tr(D H D'), D = values - weight, all float32: the change of the outputs on inputs of these second moments."""
+    apart = values - weight
+    return float(((apart @ moments) * apart).sum(dtype=torch.float64))
+
+
+def _by_moment(spans: Tensor, moments: Tensor) -> Tensor:
+    """Columns (groups, ·, ·) one after the other: groups by falling sum of moments, so in a group, so in a span."""
+    for dim in (2, 1):
+        sums = moments[spans].flatten(dim + 1).sum(-1) if dim < 2 else moments[spans]
+        places = sums.argsort(dim=dim, descending=True, stable=True)
+        spans = spans.gather(dim, places if dim == 2 else places[..., None].expand_as(spans))
+    return spans[moments[spans].sum((1, 2)).argsort(descending=True, stable=True)].flatten()
+
+
+def _damped(moments: Tensor) -> Tensor:
+    """The moments with enough added to the diagonal, in place, that the Cholesky factor exists. Inputs that were always
+    0 count as if they were small."""
+    moments.diagonal().add_(DAMPING * float(moments.diagonal().mean()) or 1.0)
+    return moments
+
+
+def _inverse_factor(moments: Tensor) -> Tensor:
+    """U, upper, with U'U the inverse."""
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments))
+    upper: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return upper
+
+
+def _within_subset(step: Tensor | int, offset: Tensor | int) -> Nearest:
+    def nearest(units: Tensor) -> Tensor:
+        return ((units + 8 - offset) / step).round_().clamp_(0, 3) * step + (offset - 8)
+
+    return nearest
+
+
+def _rounded(block: Tensor, place: Place, factor: Tensor, nearest: Nearest) -> tuple[Tensor, Tensor]:
+    """Levels of columns (N, ·) of one group that are rounded one after the other, and the errors that they hand on,
+    both (N, ·); factor (·, ·): theirs."""
+    rest = block.t().contiguous()  # a column is then one run
+    levels, errors = torch.empty_like(rest), torch.empty_like(rest)
+    for column in range(len(rest)):
+        levels[column] = nearest(place.units(rest[column]))
+        torch.sub(rest[column], place.values(levels[column]), out=errors[column]).div_(factor[column, column])
+        rest[column + 1 :].addr_(factor[column, column + 1 :], errors[column], alpha=-1)
+    return levels.t(), errors.t()
+
+
+class _Codes:
+    """Levels (N, K) while they are solved for, in the order in which columns are treated; scale and zero (N, G)."""
+
+    def __init__(self, shape: torch.Size, levels: Levels) -> None:
+        rows, columns = shape
+        self._kind = levels
+        self.levels = torch.empty(rows, columns)
+        self.scale, self.zero = torch.empty(2, rows, columns // levels.group)
+        self.nearest: list[Nearest] = []  # of each span
+
+    def place(self, group: int) -> Place:
+        return Place(self.scale[:, group], self.zero[:, group])
+
+    def values(self) -> Tensor:
+        """What the levels stand for, (N, K)."""
+        return torch.addcmul(self._spread(self.zero), self.levels, self._spread(self.scale))
+
+    def fit(self, moments: Tensor, wanted: Tensor) -> None:
+        """The scales and zeros of least change for these levels, a row's all together; as before where the dtype's
+        rounding leaves no gain."""
+        for first in range(0, len(wanted), _ROWS):
+            part = slice(first, first + _ROWS)
+            self._fit_rows(moments, wanted[part], part)
+
+    def choose_again(self, moments: Tensor, wanted: Tensor) -> None:
+        """Each column's levels of least change, one after the other, with all others as they are."""
+        apart = self.values().sub_(wanted)
+        slope = apart @ moments
+        best = wanted + apart
+        kind = self._kind
+        for group in range(self.scale.shape[1]):
+            place = self.place(group)
+            begin, end = group * kind.group, (group + 1) * kind.group
+            # a column is then one run
+            own, target, levels = (each[:, begin:end].t().contiguous() for each in (slope, best, self.levels))
+            moved = torch.empty_like(own)
+            for column in range(kind.group):
+                at = begin + column
+                target[column].sub_(own[column] / moments[at, at])
+                level = self.nearest[at // kind.span](place.units(target[column]))
+                moved[column] = (level - levels[column]) * place.scale
+                levels[column] = level
+                own[column + 1 :].addr_(moments[at, at + 1 : end], moved[column])
+            self.levels[:, begin:end] = levels.t()
+            slope[:, end:].addmm_(moved.t(), moments[begin:end, end:])
+
+    def _spread(self, parameter: Tensor) -> Tensor:
+        return parameter.repeat_interleave(self._kind.group, 1)
+
+    def _fit_rows(self, moments: Tensor, wanted: Tensor, part: slice) -> None:
+        square, linear = self._normal_equations(moments, wanted, self.levels[part])
+        parameters = [self.scale[part], self.zero[part]] if self._kind.zeros else [self.scale[part]]
+        old = torch.cat(parameters, 1).double()
+        ridge = _RIDGE * square.diagonal(dim1=1, dim2=2).mean(1, keepdim=True).clamp_min(1e-30)
+        free = torch.linalg.solve(square + torch.diag_embed(ridge.expand_as(old)), linear + ridge * old)
+        new = free.to(self._kind.dtype).double()
+
+        def value(parameters: Tensor) -> Tensor:
+            return ((square @ parameters[..., None])[..., 0] - 2 * linear).mul_(parameters).sum(1)
+
+        better = (value(new) < value(old)) & torch.isfinite(new).all(1)
+        groups = self.scale.shape[1]
+        if self._kind.zeros:
+            better &= (new[:, :groups] > 0).all(1)
+        kept = torch.where(better[:, None], new, old).float()
+        self.scale[part] = kept[:, :groups]
+        if self._kind.zeros:
+            self.zero[part] = kept[:, groups:]
+
+    def _normal_equations(self, moments: Tensor, wanted: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
+        """A (n, P, P) and b (n, P), float64, of the scales, then the zeros: the change is p'Ap - 2 p'b and what they do
+        not touch."""
+        rows, groups, width = len(levels), self.scale.shape[1], self._kind.group
+        count = groups * (1 + self._kind.zeros)
+        square, linear = torch.empty(rows, count, count).double(), torch.empty(rows, count).double()
+
+        def by_group(values: Tensor) -> Tensor:
+            return values.view(rows, groups, width).sum(-1)
+
+        for group in range(groups):
+            columns = slice(group * width, (group + 1) * width)
+            sides = [levels[:, columns] @ moments[columns]]
+            if self._kind.zeros:
+                sides.append(moments[columns].sum(0).expand(rows, -1).contiguous())
+            for kind, side in enumerate(sides):
+                at = kind * groups + group
+                square[:, at, :groups] = by_group(side * levels).double()
+                if self._kind.zeros:
+                    square[:, at, groups:] = by_group(side).double()
+                linear[:, at] = (side * wanted).sum(1).double()
+        return square, linear
+
+
+def _first_codes(wanted: Tensor, factor: Tensor, kind: Levels) -> _Codes:
+    """The codes of GPTQ, before scales are solved for again."""
+    codes, rest = _Codes(wanted.shape, kind), wanted.clone()
+    weights = factor.diagonal().square().reciprocal()
+    errors = torch.empty(len(rest), kind.group)
+    for group in range(codes.scale.shape[1]):
+        begin, end = group * kind.group, (group + 1) * kind.group
+        place = _searched(rest[:, begin:end], weights[begin:end], kind)
+        codes.scale[:, group], codes.zero[:, group] = place
+        for first in range(begin, end, kind.span):
+            last = first + kind.span
+            own = factor[first:last, first:last]
+            nearest = kind.chosen(rest[:, first:last], place, own)
+            codes.nearest.append(nearest)
+            codes.levels[:, first:last], handed = _rounded(rest[:, first:last], place, own, nearest)
+            errors[:, first - begin : last - begin] = handed
+            rest[:, last:end].addmm_(handed, factor[first:last, last:end], alpha=-1)
+        rest[:, end:].addmm_(errors, factor[begin:end, end:], alpha=-1)
+    return codes
+
+
+def _searched(block: Tensor, weights: Tensor, kind: Levels) -> Place:
+    """Scale and zero of a group (N, group) with the least sum of squared errors, weighted (group), of nearest levels:
+    of the candidates, then of what least squares for the levels make of the best; of equal ones the first."""
+    columns, weights = block.t().contiguous(), weights[:, None]
+    least = torch.full_like(columns[0], torch.inf)
+    best = Place(torch.zeros_like(least), torch.zeros_like(least))
+
+    def judge(scale: Tensor, zero: Tensor) -> None:
+        nonlocal least, best
+        place = Place(scale.to(kind.dtype).float(), zero.to(kind.dtype).float())
+        apart = place.values(kind.nearest(place.units(columns))).sub_(columns)
+        error = apart.square_().mul_(weights).sum(0)
+        better = error < least
+        least = torch.where(better, error, least)
+        best = Place(*(torch.where(better, new, old) for new, old in zip(place, best, strict=True)))
+
+    for scale, zero in kind.candidates(block):
+        judge(scale, zero)
+    total = weights.sum()
+    for _ in range(_FITS):
+        levels = kind.nearest(best.units(columns))
+        middle, mean = torch.zeros_like(least), torch.zeros_like(least)
+        if kind.zeros:
+            middle, mean = (levels * weights).sum(0) / total, (columns * weights).sum(0) / total
+        spread = levels - middle
+        scale = (spread * weights * (columns - mean)).sum(0) / (spread.square() * weights).sum(0)
+        judge(scale, mean - scale * middle)
+    return best
+
+
+def levels_of(encoding: Encoding | None, dtype: torch.dtype) -> Levels | None:
+    """The levels of an encoding for kernels that compute in `dtype`; None where GPTQ does not solve for it."""
+    match encoding:
+        case Int4() | RowMajorInt4():
+            return UniformLevels(encoding.group, dtype)
+        case Int2() | RowMajorInt2():
+            return SubsetLevels(encoding.group, dtype)
+        case NonUniform():
+            return NonUniformLevels(encoding.bits, encoding.group)
+    return None
+
+
+class Solved:
+    """The `Quantizer` of a solution: it gives the solution's scales and zeros, under which the values are levels."""
+
+    def __init__(self, solution: Solution) -> None:
+        self._solution = solution
+        self.scale = solution.scale
+        # float64: the encodings' sums give the zeros back as they were
+        self._offset = solution.zero.double() - 8 * solution.scale.double()
+
+    def rows(self, first: int, last: int) -> tuple[Tensor, Solved]:
+        """The values of the rows first..last - 1, float32, and their quantizer."""
+        part = slice(first, last)
+        values, scale, zero = self._solution
+        return values[part], Solved(Solution(values[part], scale[part], zero[part]))
+
+    def parameters(self, weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
+        return self.scale, self._offset
+
+    def row_multiple(self, columns: int) -> int:
+        return 1
+
+    def grid(self, weight: Tensor, group: int) -> Grid:
+        return Grid(self.scale, self._solution.zero, LEVEL_SUBSETS)

@@ -1,0 +1,131 @@
+"""The outline of a checkpoint's model, in a small file beside its store: what transformers' modelling code says of the
+model, so that a later start need not import that code. A file that is damaged, of another checkpoint or of another
+transformers is ignored; a file that cannot be written is done without."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from tiermoe.formats.store import layer_from_json, layer_to_json
+from tiermoe.platform.json_files import read_json, replace_unlocked
+from tiermoe.types import MoeLayer
+
+FORMAT = "tiermoe-outline"
+VERSION = 4
+NAME = "outline.json"
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bfloat16, torch.float16, torch.float32, torch.float64,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class DenseTensor:
+    """A parameter or buffer that is not an expert's."""
+
+    key: str | None  # of the checkpoint's tensor with the same values; None where tensors are converted into it
+    shape: tuple[int, ...]
+    read_as: torch.dtype
+    dtype: torch.dtype  # in which it is kept
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A model's MoE layers and its other tensors."""
+
+    layers: list[MoeLayer]
+    sources: tuple[Mapping[str, tuple[str, ...]], ...]  # of each layer's parts (`formats.source`)
+    tensors: Mapping[str, DenseTensor]  # by path in the model
+    tied: Mapping[str, str]  # path → the path whose tensor it shares
+    packable: tuple[str, ...]  # paths of the linear layers that `--dense-bits` packs
+    table: str | None  # path of the input embedding's weight where its rows can be read one by one
+    tables: Mapping[str, tuple[str, ...]]
+    """Paths of other embeddings (of each layer, of several tokens) → the checkpoint's tensors that have their rows, one
+    after another."""
+    dense_bytes: int  # of tensors that stay at 16 bits, tied ones once
+    dense_keys: tuple[str, ...]  # of the checkpoint's tensors that are not experts'
+    gate: tuple[Any, ...] | None  # between an expert's matrices (`kernels.gates.gate_named`); None: it has no name
+    whole: bool  # whether our own decoders need nothing but these tensors
+
+    def tensor(self, path: str) -> DenseTensor:
+        """A tensor, or the one that it is tied to."""
+        return self.tensors[self.tied.get(path, path)]
+
+
+def read_outline(root: Path, fingerprint: str, transformers: str) -> Outline | None:
+    """The outline in the store at `root` of a checkpoint with this fingerprint, as this version of transformers makes
+    it; None where there is none that can be used."""
+    try:
+        document = read_json(root / NAME)
+        made = document["format"], document["version"], document["fingerprint"], document["transformers"]
+        whole = made == (FORMAT, VERSION, fingerprint, transformers) and document.pop("checksum") == _checksum(document)
+        return _from_json(document) if whole else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def write_outline(root: Path, fingerprint: str, transformers: str, outline: Outline) -> None:
+    """Replaces the outline: a reader sees the old or the new one. Where it cannot be written nothing happens."""
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "fingerprint": fingerprint,
+        "transformers": transformers,
+        "layers": [layer_to_json(layer) for layer in outline.layers],
+        "sources": outline.sources,
+        "tensors": {path: _tensor_to_json(tensor) for path, tensor in outline.tensors.items()},
+        "tied": outline.tied,
+        "packable": outline.packable,
+        "table": outline.table,
+        "tables": outline.tables,
+        "dense_bytes": outline.dense_bytes,
+        "dense_keys": outline.dense_keys,
+        "gate": outline.gate,
+        "whole": outline.whole,
+    }
+    replace_unlocked(root / NAME, _json({**document, "checksum": _checksum(document)}))
+
+
+def _checksum(document: dict[str, Any]) -> str:
+    return xxhash.xxh3_64(_json(document)).hexdigest()
+
+
+def _json(document: dict[str, Any]) -> bytes:
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def _from_json(document: dict[str, Any]) -> Outline:
+    return Outline(
+        layers=[layer_from_json(entry) for entry in document["layers"]],
+        sources=tuple({part: tuple(map(str, names)) for part, names in each.items()} for each in document["sources"]),
+        tensors={str(path): _tensor_from_json(entry) for path, entry in document["tensors"].items()},
+        tied=dict(document["tied"]),
+        packable=tuple(document["packable"]),
+        table=document["table"],
+        tables={str(path): tuple(map(str, keys)) for path, keys in document["tables"].items()},
+        dense_bytes=int(document["dense_bytes"]),
+        dense_keys=tuple(map(str, document["dense_keys"])),
+        gate=None if document["gate"] is None else tuple(document["gate"]),
+        whole=bool(document["whole"]),
+    )
+
+
+def _tensor_to_json(tensor: DenseTensor) -> list[Any]:
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in (tensor.read_as, tensor.dtype)]
+    return [tensor.key, list(tensor.shape), *dtypes]
+
+
+def _tensor_from_json(entry: list[Any]) -> DenseTensor:
+    key, shape, read_as, dtype = entry
+    return DenseTensor(key, tuple(map(int, shape)), _DTYPES[read_as], _DTYPES[dtype])

@@ -1,0 +1,146 @@
+"""Registry of encodings: all by name, and the encoding of a matrix by bits and shape."""
+
+import re
+from collections.abc import Callable
+
+import torch
+
+from tiermoe.errors import ConfigError, StoreError
+from tiermoe.formats import int4, int6, nonuniform
+from tiermoe.formats.checkpoint_quant import PREFIX as CHECKPOINT
+from tiermoe.formats.checkpoint_quant import TRANSPOSED, checkpoint_quant_encoding, transposed4_encoding
+from tiermoe.formats.encoding import COMPUTE_DTYPES, Encoding
+from tiermoe.formats.gguf_types import PREFIX as GGUF
+from tiermoe.formats.gguf_types import gguf_encoding
+from tiermoe.formats.int2 import Int2, RowMajorInt2
+from tiermoe.formats.int4 import CPU_LAYOUT, ROW_MAJOR, Int4, RowMajorInt4
+from tiermoe.formats.int6 import Int6
+from tiermoe.formats.int8 import Int8
+from tiermoe.formats.nonuniform import NonUniform
+from tiermoe.formats.plain import HALVES, VALUES, Plain, halves_encoding, values_encoding
+from tiermoe.formats.quantizers import CALIBRATED, GPTQ, GPTQ_NONLINEAR, NONLINEAR
+
+FIXED: dict[int, Encoding] = {16: Plain(), 8: Int8()}
+"""Bits → the encoding of every shape, on every machine."""
+
+_PACKED: dict[int, tuple[Callable[[str, int], Encoding], Callable[[int], Encoding]]] = {
+    4: (Int4, RowMajorInt4),
+    2: (Int2, RowMajorInt2),
+}
+"""Bits → the encoding of a CPU (layout, group), that of a GPU (group)."""
+
+INT4_GROUPS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("nonlinear", "hqq", "gptq", "gptq-nonlinear"), (64, 32)),
+    "linear": (256, 128, 64, 32),
+}
+"""Quantizer → groups of 4 and 2 bits in order of choice. 64 is HQQ's published one; linear has a scale for each row, so
+that the largest group costs least."""
+
+INT6_GROUP = 32
+"""Columns to a scale of 6 bits: with 64 an output layer lost .09 % of perplexity, with 32 .01 %."""
+
+
+def encoding_for(bits: int, out: int, in_: int, dtype: torch.dtype, layout: str, quantizer: str = "hqq") -> Encoding:
+    """The encoding of a matrix of `out` rows and `in_` columns at 16, 8, 6, 4, 3 or 2 bits.
+
+    `layout` is the order of codes below 8 bits: `CPU_LAYOUT`, or `ROW_MAJOR` for the kernels of a GPU, which take
+    neither 6 nor 3 bits. A shape or layout that has no such format gets 8 bits, visible in the result's `bits` and
+    `name`. Raises ConfigError for other bits, another machine's layout, an unknown quantizer, or a dtype that no kernel
+    computes in."""
+    if dtype not in COMPUTE_DTYPES:
+        raise ConfigError(f"cannot compute in {dtype}: use bfloat16, float16 or float32")
+    if bits in FIXED:
+        return FIXED[bits]
+    if bits in nonuniform.LEVELS:
+        return _nonuniform_for(bits, out, in_, layout, quantizer) or _packed_for(bits, out, in_, layout, quantizer)
+    if bits == Int6.bits:
+        return _six_bits_for(out, in_, layout)
+    known = (*FIXED, Int6.bits, *nonuniform.LEVELS)
+    raise ConfigError(f"no {bits}-bit encoding: choose one of {', '.join(map(str, known))}")
+
+
+def quantizer_used(quantizer: str, bits: int, layout: str, unit: str = "expert") -> str:
+    """The quantizer that makes the codes under the option `quantizer`. Non-uniform levels are for whole experts on a
+    CPU; a GPU and the neuron unit have uniform ones. 3 bits have non-uniform levels alone. Neurons that are read alone
+    have HQQ's codes in the place of GPTQ's."""
+    if layout != ROW_MAJOR and unit == "expert":
+        if bits in _PACKED:
+            return quantizer
+        return GPTQ_NONLINEAR if quantizer in CALIBRATED else NONLINEAR
+    uniform = {NONLINEAR: "hqq", GPTQ_NONLINEAR: GPTQ}.get(quantizer, quantizer)
+    return "hqq" if uniform == GPTQ and unit != "expert" else uniform
+
+
+def _nonuniform_for(bits: int, out: int, in_: int, layout: str, quantizer: str) -> NonUniform | None:
+    """None where the levels are to be uniform, or the shape fits no group."""
+    if quantizer_used(quantizer, bits, layout) not in (NONLINEAR, GPTQ_NONLINEAR) or out % nonuniform.BLOCK_ROWS:
+        return None
+    _check_layout(bits, layout)
+    group = next((group for group in nonuniform.GROUPS[bits] if in_ % group == 0), None)
+    return None if group is None else NonUniform(bits, layout, group)
+
+
+def _packed_for(bits: int, out: int, in_: int, layout: str, quantizer: str) -> Encoding:
+    if quantizer not in INT4_GROUPS:
+        raise ConfigError(f"unknown quantizer {quantizer!r}: choose one of {', '.join(INT4_GROUPS)}")
+    _check_layout(bits, layout)
+    group = next((group for group in INT4_GROUPS[quantizer] if in_ % group == 0), None)
+    if bits not in _PACKED or group is None or (layout != ROW_MAJOR and out % int4.ROWS):
+        return FIXED[8]
+    return _packed(bits, layout, group)
+
+
+def _check_layout(bits: int, layout: str) -> None:
+    if layout not in (ROW_MAJOR, CPU_LAYOUT):
+        raise ConfigError(f"cannot pack int{bits} for {layout!r}: there are {CPU_LAYOUT!r} and {ROW_MAJOR!r}")
+
+
+def _six_bits_for(out: int, in_: int, layout: str) -> Encoding:
+    _check_layout(Int6.bits, layout)
+    if in_ % INT6_GROUP or layout == ROW_MAJOR or out % int6.BLOCK_ROWS:
+        return FIXED[8]
+    return Int6(layout, INT6_GROUP)
+
+
+def _packed(bits: int, layout: str, group: int) -> Encoding:
+    for_cpu, row_major = _PACKED[bits]
+    return row_major(group) if layout == ROW_MAJOR else for_cpu(layout, group)
+
+
+def encoding_named(name: str) -> Encoding:
+    """The encoding that a store names, or in which weights are published: blocks of a GGUF file ("gguf/q4_k"), codes
+    and scales of a checkpoint ("published/e2m1/e8m0/1x32").
+
+    Raises StoreError for an unknown name and for another machine's layout of 6, 4, 3 or 2 bits."""
+    for prefix, encoding in _PUBLISHED.items():
+        if name.startswith(prefix):
+            return encoding(name)
+    fixed = next((encoding for encoding in FIXED.values() if encoding.name == name), None)
+    if fixed is not None:
+        return fixed
+    found = re.fullmatch(r"(int[642]|nl[432])/([a-z0-9-]+)/g(32|64|128|256)", name)
+    if not found or not _has_group(found[1], int(found[3])):
+        raise StoreError(f"unknown encoding {name!r}: the store was written by another version; pack it again")
+    kind, bits, layout, group = found[1], int(found[1][-1]), found[2], int(found[3])
+    if layout not in (ROW_MAJOR, CPU_LAYOUT):
+        raise StoreError(
+            f"the store is packed for the {kind} layout {layout!r}, CPUs take {CPU_LAYOUT!r}; pack it again here"
+        )
+    if kind.startswith("nl"):
+        return NonUniform(bits, layout, group)
+    return Int6(layout, group) if bits == Int6.bits else _packed(bits, layout, group)
+
+
+def _has_group(kind: str, group: int) -> bool:
+    """Whether an encoding of ours ("int4", "nl3") is written in such groups."""
+    return kind.startswith("int") or group in nonuniform.GROUPS[int(kind[-1])]
+
+
+_PUBLISHED: dict[str, Callable[[str], Encoding]] = {
+    GGUF: gguf_encoding,
+    CHECKPOINT: checkpoint_quant_encoding,
+    TRANSPOSED: transposed4_encoding,
+    VALUES: values_encoding,
+    HALVES: lambda name: halves_encoding(name, encoding_named),
+}
+"""How names of encodings begin in which weights are published → the function that reads the name."""

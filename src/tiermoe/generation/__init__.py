@@ -1,1 +1,0 @@
-"""One answer: prompts to tokens, tokens to text, conversations."""

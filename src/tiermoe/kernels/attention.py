@@ -1,0 +1,394 @@
+"""Attention over the key/value cache: the attention half of a decoder layer for few tokens in one call
+(`DecodeAttention`), and attention alone for a prompt's tokens (`prompt_attention`).
+
+`GroupedAttention` or `LatentAttention` describes a layer, `Step` the tokens, `Slabs` the memory of keys and values. A
+token's values depend on its sequence's positions alone, bit for bit: neither the other tokens of a call nor the number
+of threads matter, nor whether the cache is a ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiermoe import native
+from tiermoe.formats.encoding import Encoding
+from tiermoe.formats.scratch import scratch
+from tiermoe.kernels.matrix import address, matrix_form, plain, prepared_at_most
+from tiermoe.kernels.norm import Norm
+from tiermoe.native import ROWS, _native, structs
+from tiermoe.types import FEW_TOKENS
+
+HEAD_COLUMNS = 32  # a head has a multiple of them
+LARGEST_HEAD = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A projection (out, in_): a packed matrix and its bias."""
+
+    encoding: Encoding
+    fields: Mapping[str, Tensor]  # of a slot in that encoding
+    out: int
+    in_: int
+    bias: Tensor | None = None  # bfloat16 (out)
+
+    def described(self) -> structs.Projection | None:
+        """`structs.Projection`, valid as long as the tensors live; None where the kernels do not take the matrix."""
+        form = matrix_form(self.encoding, self.out, self.in_, torch.bfloat16)
+        if form is None or (self.bias is not None and not plain(self.bias)):
+            return None
+        return structs.Projection(structs.Matrix.from_buffer_copy(form.pack(self.fields)), address(self.bias))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedAttention:
+    """Grouped-query attention of a layer: head h attends to keys and values of kv head h // (heads / kv heads)."""
+
+    query: PackedMatrix  # (heads * head_columns, H); gated: of each head a query's rows, then value_columns of a gate
+    key: PackedMatrix  # (kv heads * head_columns, H)
+    value: PackedMatrix  # (kv heads * value_columns, H)
+    output: PackedMatrix  # (H, heads * value_columns)
+    norm_before: Norm
+    norm_after: Norm
+    head_columns: int
+    rotary_columns: int  # the first ones of a head: columns i and rotary_columns / 2 + i rotate together
+    scale: float  # of scores
+    norm_query: Norm | None = None  # as wide as a head, or as all of them
+    norm_key: Norm | None = None  # likewise
+    value_columns: int | None = None  # None: head_columns
+    interleaved: bool = False  # columns 2 i and 2 i + 1 rotate together; the cache has them as i and half + i
+    window: int = 0  # positions that a token attends to, the token's own included; 0: all
+    sinks: Tensor | None = None  # bfloat16 (heads): a score without a value that joins a head's softmax
+    gated: bool = False  # what a head attends to is multiplied by the sigmoid of the gate
+    residual_multiplier: float = 1.0  # of the output before the residual sum
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Latent attention of a layer (DeepSeek-V2): keys and values come from a latent of each position and from a rotary
+    key that all heads share. The cache has normed latents and rotated keys, the halves of a rotary key also where
+    interleaved."""
+
+    query: PackedMatrix  # (heads * (head_columns + rotary_columns), H), or (.., R) of query_first's normed outputs
+    latent: PackedMatrix  # (latent_columns + rotary_columns, H)
+    key_up: PackedMatrix  # (heads * latent_columns, head_columns): the transpose of what makes a head's keys of latents
+    value_up: PackedMatrix  # (heads * value_columns, latent_columns)
+    output: PackedMatrix  # (H, heads * value_columns)
+    norm_before: Norm
+    norm_after: Norm
+    norm_latent: Norm
+    head_columns: int  # of a query without a position
+    value_columns: int
+    latent_columns: int
+    rotary_columns: int
+    scale: float  # of scores
+    query_first: PackedMatrix | None = None  # (R, H)
+    norm_query: Norm | None = None  # of query_first's outputs
+    interleaved: bool = True
+    residual_multiplier: float = 1.0  # of the output before the residual sum
+
+
+def pack_layer(weights: GroupedAttention | LatentAttention) -> bytes | None:
+    """`structs.Attention` of a layer, valid as long as the tensors live; None where the kernel does not take the shapes
+    or encodings, or does not run on this machine."""
+    return _latent(weights) if isinstance(weights, LatentAttention) else _grouped(weights)
+
+
+def _grouped(weights: GroupedAttention) -> bytes | None:
+    query, key, value, output = weights.query, weights.key, weights.value, weights.output
+    head, hidden = weights.head_columns, output.out
+    value_columns = weights.value_columns or head
+    query_columns = head + (value_columns if weights.gated else 0)
+    heads, kv_heads = query.out // query_columns, key.out // head
+    shapes = [
+        (query, heads * query_columns, hidden), (key, kv_heads * head, hidden),
+        (value, kv_heads * value_columns, hidden), (output, hidden, heads * value_columns),
+    ]  # fmt: skip
+    if not kv_heads or heads % kv_heads or not _columns_suit(head, value_columns, weights.rotary_columns, head):
+        return None
+    widths = (head,) if weights.gated else (head, query.out)
+    query_norm = weights.norm_query is None or weights.norm_query.weight.numel() in widths
+    key_norm = weights.norm_key is None or weights.norm_key.weight.numel() in (head, key.out)
+    if not query_norm or not key_norm or _any_layer_norm(weights.norm_query, weights.norm_key):
+        return None
+    sizes = (heads, kv_heads, head, value_columns, weights.rotary_columns, 0, weights.window)
+    return _packed(weights, (query, key, value, output, None, None), shapes, weights.norm_key, weights.sinks, sizes)
+
+
+def _latent(weights: LatentAttention) -> bytes | None:
+    head, latent, rotary = weights.head_columns, weights.latent_columns, weights.rotary_columns
+    first, hidden = weights.query_first, weights.output.out
+    heads = weights.query.out // (head + rotary)
+    shapes = [
+        (weights.query, heads * (head + rotary), first.out if first else hidden),
+        (weights.latent, latent + rotary, hidden), (weights.key_up, heads * latent, head),
+        (weights.value_up, heads * weights.value_columns, latent),
+        (weights.output, hidden, heads * weights.value_columns),
+    ]  # fmt: skip
+    if first:
+        shapes.append((first, first.out, hidden))
+    if (first is None) != (weights.norm_query is None) or latent % 64 or weights.value_columns % 64:
+        return None
+    if weights.key_up.bias is not None or weights.value_up.bias is not None:
+        return None
+    if not _columns_suit(head, weights.value_columns, rotary, rotary) or rotary % HEAD_COLUMNS:
+        return None
+    projections = (weights.query, weights.latent, weights.value_up, weights.output, first, weights.key_up)
+    sizes = (heads, 1, head, weights.value_columns, rotary, latent, 0)
+    return _packed(weights, projections, shapes, weights.norm_latent, None, sizes)
+
+
+def _packed(
+    weights: GroupedAttention | LatentAttention,
+    projections: tuple[
+        PackedMatrix, PackedMatrix, PackedMatrix, PackedMatrix, PackedMatrix | None, PackedMatrix | None
+    ],
+    shapes: list[tuple[PackedMatrix, int, int]],
+    norm_key: Norm | None,
+    sinks: Tensor | None,
+    sizes: tuple[int, int, int, int, int, int, int],
+) -> bytes | None:
+    norms = (weights.norm_before, weights.norm_after, weights.norm_query, norm_key)
+    if any((matrix.out, matrix.in_) != (out, in_) or out % ROWS for matrix, out, in_ in shapes):
+        return None
+    if any(norm is not None and not norm.suits() for norm in norms) or (sinks is not None and not plain(sinks)):
+        return None
+    packed = [None if matrix is None else matrix.described() for matrix in projections]
+    if any((matrix is None) != (each is None) for matrix, each in zip(projections, packed, strict=True)):
+        return None
+    query, key, value, output, query_first, key_up = (each or structs.Projection() for each in packed)
+    before, after, query_norm, latent_or_key = (norm.described() if norm else structs.Norm() for norm in norms)
+    heads, kv_heads, key_columns, value_columns, rotary_columns, latent_columns, window = sizes
+    return _native.pack(
+        structs.Attention(
+            query=query, key=key, value=value, output=output, query_first=query_first, key_up=key_up, before=before,
+            after=after, query_norm=query_norm, key_norm=latent_or_key, sinks=address(sinks), heads=heads,
+            kv_heads=kv_heads, key_columns=key_columns, value_columns=value_columns, rotary_columns=rotary_columns,
+            latent_columns=latent_columns, window=window,
+            gated=isinstance(weights, GroupedAttention) and weights.gated, interleaved=weights.interleaved,
+            scale=weights.scale, residual_multiplier=weights.residual_multiplier,
+        )
+    )  # fmt: skip
+
+
+def _columns_suit(head: int, value: int, rotary: int, most_rotary: int) -> bool:
+    fits = all(columns and columns % HEAD_COLUMNS == 0 and columns <= LARGEST_HEAD for columns in (head, value))
+    return fits and 0 < rotary <= most_rotary and rotary % 2 == 0
+
+
+def _any_layer_norm(*norms: Norm | None) -> bool:
+    return any(norm is not None and norm.kind == "layer" for norm in norms)
+
+
+_TILE = 256  # positions of a piece of work
+_PROJECTIONS = 3
+
+
+def decode_attention_workspace(
+    tokens: int, positions: int, threads: int, heads: tuple[int, int, int, int], hidden: int, latent: int
+) -> int:
+    """Largest workspace of the kernel, in bytes, for so many tokens that attend to up to `positions` each. heads: query
+    heads, key/value heads, columns of a key and of a value as they are attended to. hidden: of the model, or of a
+    narrow query if that is wider. latent: columns of a latent, 0: none."""
+    count, kv_heads, key, value = heads
+    tokens = min(tokens, FEW_TOKENS)
+    tiles = tokens * (-(-positions // _TILE) + 1)
+    widest = max(hidden, count * max(key, value), latent)
+    known = _PROJECTIONS * (tokens * prepared_at_most(widest) + 64)
+    shared = threads * (known + 2 * tokens * (hidden + max(latent, key)))
+    projected = 2 * tokens * (2 * hidden + count * (2 * key + value) + kv_heads * (key + value))
+    return shared + projected + tiles * (4 * count * (value + 16) + 32)
+
+
+class Slabs:
+    """A layer's key/value cache, bfloat16 and contiguous: keys (slabs, kv heads, room, head), values (slabs, kv heads,
+    room, value); of latent attention keys (slabs, 1, room, latent + rotary) and no values. Position p lies in row p.
+
+    ring: position p lies in row p % room; the room is a window and as many positions as a step adds to a sequence.
+    scales: keys and values are codes, int8 (`model.kv_memory`); bfloat16 (slabs, kv heads, room, 1) of each.
+
+    ValueError: of another dtype, shape or layout. Keeps the tensors alive."""
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor | None = None,
+        ring: bool = False,
+        scales: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        dtype = torch.bfloat16 if scales is None else torch.int8
+        for name, tensor, kind in (("keys", keys, dtype), ("values", values, dtype), *_named(scales)):
+            fits = tensor is None or (tensor.dtype == kind and tensor.is_contiguous() and tensor.device.type == "cpu")
+            if tensor is not None and (not fits or tensor.ndim != 4 or tensor.shape[:3] != keys.shape[:3]):
+                raise ValueError(f"{name} must be contiguous {str(kind)[6:]} (slabs, heads, room, columns) on the CPU")
+        self.keys, self.values, self.ring, self.scales = keys, values, ring, scales
+        slabs, heads, room, columns = keys.shape
+        key_scales, value_scales = (None, None) if scales is None else scales
+        self.packed = _native.pack(
+            structs.Slabs(
+                keys=keys.data_ptr(), values=address(values), key_scales=address(key_scales),
+                value_scales=address(value_scales), slabs=slabs, kv_heads=heads, room=room, key_columns=columns,
+                value_columns=0 if values is None else values.shape[3], ring=ring,
+            )
+        )  # fmt: skip
+
+
+def _named(scales: tuple[Tensor, Tensor] | None) -> list[tuple[str, Tensor, torch.dtype]]:
+    names = ("scales of keys", "scales of values")
+    return [(name, each, torch.bfloat16) for name, each in zip(names, scales or (), strict=False)]
+
+
+class Step:
+    """Tokens of a step, for all layers with the same rotary embedding.
+
+    slabs, positions: int64 (T), the slab of a token's sequence and the row of the token's key and value in it. Tokens
+    of one slab have different positions. cos, sin: bfloat16 (T, rotary columns). first: int64 (T), where padding on the
+    left ends; None: 0. A token attends to positions max(first, position - window + 1) .. position of the slab, those
+    that the step writes included. chosen: int32 (T, most), the only positions that a token attends to, ascending; a
+    token with fewer than `most` positions has them at the row's beginning. None: all.
+
+    ValueError: of another dtype, shape or layout. Keeps the tensors alive; they must not change while it is used."""
+
+    def __init__(
+        self,
+        slabs: Tensor,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        first: Tensor | None = None,
+        chosen: Tensor | None = None,
+    ) -> None:
+        self.tokens = slabs.numel()
+        whole = [slabs, positions] if first is None else [slabs, positions, first]
+        if any(each.dtype != torch.int64 or each.shape != (self.tokens,) or not each.is_contiguous() for each in whole):
+            raise ValueError(f"slabs, positions and first must be contiguous int64 ({self.tokens})")
+        if not 0 < self.tokens <= FEW_TOKENS:
+            raise ValueError(f"{self.tokens} tokens in a step: 1 to {FEW_TOKENS}")
+        if any(not plain(each) or each.ndim != 2 or len(each) != self.tokens for each in (cos, sin)):
+            raise ValueError(f"cos and sin must be contiguous bfloat16 ({self.tokens}, rotary columns)")
+        if cos.shape != sin.shape:
+            raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} differ")
+        if chosen is not None and (chosen.dtype != torch.int32 or not chosen.is_contiguous() or chosen.ndim != 2):
+            raise ValueError(f"chosen must be contiguous int32 ({self.tokens}, positions)")
+        if chosen is not None and len(chosen) != self.tokens:
+            raise ValueError(f"positions are chosen for {len(chosen)} of {self.tokens} tokens")
+        self._held = (slabs, positions, cos, sin, first)
+        self._chosen = chosen
+        self.packed = _native.pack(
+            structs.Step(
+                tokens=self.tokens, slabs=slabs.data_ptr(), positions=positions.data_ptr(), first=address(first),
+                cos=cos.data_ptr(), sin=sin.data_ptr(), rotary_columns=cos.shape[1], chosen=address(chosen),
+                most=0 if chosen is None else chosen.shape[1],
+            )
+        )  # fmt: skip
+
+    def choosing(self, chosen: Tensor | None) -> Step:
+        """The same step, with `chosen` positions for each token."""
+        return Step(*self._held, chosen)
+
+
+class DecodeAttention:
+    """Decode attention of one layer. Keeps the weights alive."""
+
+    def __init__(self, weights: GroupedAttention | LatentAttention, packed: bytes) -> None:
+        self.weights = weights
+        self._packed = packed
+        self._hidden = weights.output.out
+
+    def __call__(self, x: Tensor, step: Step, slabs: Slabs) -> tuple[Tensor, Tensor]:
+        """x (T, H), bfloat16 and contiguous → (x + the attention's output, the norm of that), each (T, H). Keys and
+        values of all tokens are written to their slabs before a token attends.
+
+        ValueError: an x of another dtype, shape or layout; a step or slabs that do not fit the layer; a position
+        beyond the slab's room. The interpreter's lock is released meanwhile."""
+        if x.shape != (step.tokens, self._hidden) or not plain(x):
+            raise ValueError(f"x must be contiguous bfloat16 ({step.tokens}, {self._hidden}), not {tuple(x.shape)}")
+        threads = torch.get_num_threads()
+        nbytes = _native.workspace(self._packed, step.packed, slabs.packed, threads)
+        out, normed = torch.empty_like(x), torch.empty_like(x)
+        _native.attend(
+            self._packed, step.packed, slabs.packed, scratch.address("attention", nbytes), x.data_ptr(),
+            out.data_ptr(), normed.data_ptr(), threads,
+        )  # fmt: skip
+        return out, normed
+
+
+def decode_attention(weights: GroupedAttention | LatentAttention) -> DecodeAttention | None:
+    """The `DecodeAttention` of a layer; None where the kernel does not take the shapes or encodings, or does not run on
+    this machine."""
+    packed = pack_layer(weights)
+    return None if packed is None else DecodeAttention(weights, packed)
+
+
+_QUERY_ROWS, _QUERY_TILE = 64, 128  # queries of a block of a prompt, positions of its tiles
+
+
+def takes_prompts(dtype: torch.dtype, key_columns: int, value_columns: int) -> bool:
+    """Whether the kernel runs on this machine, for heads of so many columns."""
+    fits = all(0 < columns <= LARGEST_HEAD and columns % HEAD_COLUMNS == 0 for columns in (key_columns, value_columns))
+    return fits and dtype == torch.bfloat16 and native.available()
+
+
+def prompt_workspace(threads: int, key_columns: int, value_columns: int) -> int:
+    """Workspace of the kernel, in bytes, beside queries, keys, values and result."""
+    return (
+        4
+        * threads
+        * ((_QUERY_ROWS + _QUERY_TILE) * (key_columns + value_columns) + (2 * _QUERY_TILE + 5) * _QUERY_ROWS)
+    )
+
+
+def prompt_state(tokens: int, heads: int, kv_heads: int, value_columns: int) -> int:
+    """Bytes of a `Piece`'s state."""
+    return 4 * kv_heads * -(-(tokens * heads // kv_heads) // _QUERY_ROWS) * _QUERY_ROWS * (value_columns + 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a long sequence, positions begin .. end - 1: their keys and values begin at row 0 of the slab. `begin`
+    is a multiple of the slab's room and of 128, a tile. state: a buffer of `prompt_state` bytes, the same for all
+    pieces, which follow each other from position 0 on."""
+
+    begin: int
+    end: int
+    state: Tensor
+
+
+def prompt_attention(
+    query: Tensor,
+    slabs: Slabs,
+    slab: int,
+    first: int,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    piece: Piece | None = None,
+) -> Tensor:
+    """query (T, heads, columns), bfloat16: the tokens of a sequence from position `first` on, in position. Their keys
+    and values, and those before, are in slab `slab`. window: positions that each attends to, its own included; None:
+    all. sinks (heads): scores without a value that join each softmax. piece: the positions that are attended to; None:
+    all → (T, heads, value columns); only the last piece's have a meaning.
+
+    ValueError: of another dtype or shape; slabs that do not fit. The interpreter's lock is released meanwhile."""
+    tokens, heads, columns = query.shape
+    query = query.contiguous()
+    if not plain(query) or columns != slabs.keys.shape[3] or slabs.values is None:
+        raise ValueError(f"queries must be bfloat16 (T, heads, {slabs.keys.shape[3]}), not {tuple(query.shape)}")
+    if sinks is not None and (not plain(sinks) or sinks.numel() != heads):
+        raise ValueError(f"sinks must be contiguous bfloat16 ({heads})")
+    out = torch.empty((tokens, heads, slabs.values.shape[3]), dtype=torch.bfloat16)
+    if piece is not None and piece.state.nbytes < _native.prompt_state(slabs.packed, tokens, heads):
+        raise ValueError(f"a state of {piece.state.nbytes} bytes is too small")
+    begin, end, state = (0, first + tokens, 0) if piece is None else (piece.begin, piece.end, piece.state.data_ptr())
+    threads = torch.get_num_threads()
+    workspace = scratch.address("attention", _native.prompt_workspace(slabs.packed, threads))
+    prompt = structs.Prompt(
+        query=query.data_ptr(), out=out.data_ptr(), sinks=address(sinks), tokens=tokens, heads=heads, slab=slab,
+        first=first, window=window or 0, scale=scale, begin=begin, end=end, state=state,
+    )  # fmt: skip
+    _native.attend_prompt(slabs.packed, _native.pack(prompt), workspace, threads)
+    return out

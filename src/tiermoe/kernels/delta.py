@@ -1,0 +1,131 @@
+"""The gated delta rule of linear attention between its projections (native/delta.h), for up to `FEW_TOKENS` tokens a
+call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiermoe.formats.scratch import scratch
+from tiermoe.kernels.matrix import plain
+from tiermoe.native import _native, available, structs
+from tiermoe.types import FEW_TOKENS
+
+_COLUMNS = 16  # a head's keys and values have a multiple of them
+_MOST_TAPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSizes:
+    """Sizes of a layer of linear attention."""
+
+    key_heads: int
+    heads: int  # heads / key_heads of them share a query and a key
+    key_columns: int
+    value_columns: int
+    kept: int  # inputs of the convolution before a token's own
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries and keys of all key heads, and values of all heads."""
+        return 2 * self.key_heads * self.key_columns + self.values
+
+    @property
+    def values(self) -> int:
+        """Columns of all heads' values."""
+        return self.heads * self.value_columns
+
+    @property
+    def workspace(self) -> int:
+        """Largest workspace of the kernel, in bytes."""
+        return FEW_TOKENS * 4 * (self.channels + 2 * self.heads + self.values)
+
+    def suit(self, dtype: torch.dtype) -> bool:
+        """Whether the kernel takes these sizes."""
+        columns = self.key_columns % _COLUMNS == 0 and self.value_columns % _COLUMNS == 0
+        fits = columns and self.heads % self.key_heads == 0 and self.kept < _MOST_TAPS
+        return fits and dtype == torch.bfloat16 and available()
+
+
+class DeltaRows:
+    """Tokens begin .. end of a step, at most `FEW_TOKENS`, of one or several sequences. rows: of each sequence behind
+    which of these tokens its own end, and the places of its states before and after them."""
+
+    def __init__(self, begin: int, rows: Sequence[tuple[int, int, int]]) -> None:
+        self.begin, self.end = begin, begin + rows[-1][0]
+        self.count = len(rows)
+        self.spans = torch.tensor(rows).t().contiguous()  # (3, rows)
+
+
+def delta_rows(spans: Sequence[tuple[int, int, int]]) -> Iterator[DeltaRows]:
+    """All tokens of a step, some at a time. spans: of each sequence how many tokens it has, and the places of its
+    states before and after the step."""
+    begin, tokens = 0, 0
+    rows: list[tuple[int, int, int]] = []
+    for length, before, after in spans:
+        while length:
+            some = min(length, FEW_TOKENS - tokens)
+            tokens, length = tokens + some, length - some
+            rows.append((tokens, before, after))
+            before = after
+            if tokens == FEW_TOKENS:
+                yield DeltaRows(begin, rows)
+                begin, tokens, rows = begin + tokens, 0, []
+    if rows:
+        yield DeltaRows(begin, rows)
+
+
+class DeltaKernel:
+    """Gated delta rule of one layer. taps bfloat16 (kept + 1, channels), those of the oldest input first; rates and
+    biases float32 (heads): the logarithm of a decay is -rate * softplus(a + bias); norm bfloat16 (value columns). Keeps
+    the tensors alive."""
+
+    def __init__(
+        self, sizes: DeltaSizes, taps: Tensor, rates: Tensor, biases: Tensor, norm: Tensor, epsilon: float
+    ) -> None:
+        wide = all(each.dtype == torch.float32 and each.shape == (sizes.heads,) for each in (rates, biases))
+        if not wide or not plain(taps) or not plain(norm) or taps.shape != (sizes.kept + 1, sizes.channels):
+            raise ValueError("taps and norm must be contiguous bfloat16, rates and biases float32")
+        self._sizes, self._held = sizes, (taps, rates, biases, norm)
+        self._packed = _native.pack(
+            structs.Delta(
+                taps=taps.data_ptr(), rates=rates.data_ptr(), biases=biases.data_ptr(), norm=norm.data_ptr(),
+                epsilon=epsilon, kept=sizes.kept, key_heads=sizes.key_heads, heads=sizes.heads,
+                key_columns=sizes.key_columns, value_columns=sizes.value_columns,
+            )
+        )  # fmt: skip
+
+    def workspace(self, tokens: int) -> int:
+        """Workspace of so many tokens, in bytes."""
+        return _native.delta_workspace(self._packed, tokens)
+
+    def __call__(
+        self,
+        projected: tuple[Tensor, Tensor, Tensor, Tensor],
+        pieces: Sequence[DeltaRows],
+        inputs: Tensor,
+        states: Tensor,
+    ) -> Tensor:
+        """projected: of the hidden states of T tokens, bfloat16, rows contiguous: queries, keys and values
+        (T, channels), gates (T, values), betas and decays (T, heads). inputs bfloat16 (.., kept, channels) and states
+        float32 (.., heads, key columns, value columns), contiguous, of all places → (T, values). The interpreter's lock
+        is released meanwhile."""
+        mixed, gates, betas, decays = projected
+        out = mixed.new_empty((mixed.shape[0], self._sizes.values))
+        threads = torch.get_num_threads()
+        for piece in pieces:
+            at, tokens = piece.begin, piece.end - piece.begin
+            ends, before, after = (row.data_ptr() for row in piece.spans)
+            workspace = scratch.address("delta", self.workspace(tokens))
+            step = structs.DeltaStep(
+                tokens=tokens, rows=piece.count, ends=ends, before=before, after=after, mixed=mixed[at:].data_ptr(),
+                gates=gates[at:].data_ptr(), betas=betas[at:].data_ptr(), decays=decays[at:].data_ptr(),
+                mixed_stride=mixed.stride(0), gates_stride=gates.stride(0), betas_stride=betas.stride(0),
+                decays_stride=decays.stride(0), inputs=inputs.data_ptr(), states=states.data_ptr(),
+                out=out[at:].data_ptr(),
+            )  # fmt: skip
+            _native.run_delta(self._packed, _native.pack(step), workspace, threads)
+        return out

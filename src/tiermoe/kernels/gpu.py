@@ -1,0 +1,124 @@
+"""GPU kernels: torch's own product for plain weights, Triton's (`triton_kernels`) for packed ones, and a token's
+experts with one launch for each matrix of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tiermoe.errors import ConfigError
+from tiermoe.formats.encoding import Encoding
+from tiermoe.formats.expert_format import ExpertFormat
+from tiermoe.formats.int2 import RowMajorInt2
+from tiermoe.formats.int4 import RowMajorInt4
+from tiermoe.formats.int8 import Int8
+from tiermoe.kernels.matrix import SlotMatrix
+from tiermoe.types import Part
+
+Views = Mapping[str, Mapping[str, Tensor]]
+
+
+class PlainLinear:
+    """The checkpoint's own weights."""
+
+    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
+        pass
+
+    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        return F.linear(x, slot["weight"])
+
+
+class Int8Linear:
+    """Slots of Int8. Raises ConfigError where Triton is not installed."""
+
+    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
+        self._linear = _triton().int8_linear
+
+    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        result: Tensor = self._linear(x, slot["weight"], slot["scale"])
+        return result
+
+
+class RowMajorInt2Linear:
+    """Slots of RowMajorInt2. Raises ConfigError where Triton is not installed."""
+
+    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
+        self._linear = _triton().int2_linear
+
+    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        result: Tensor = self._linear(x, slot["codes"], slot["ladders"], slot["scale"], slot["zero"])
+        return result
+
+
+class RowMajorInt4Linear:
+    """Slots of RowMajorInt4. Raises ConfigError where Triton is not installed."""
+
+    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
+        self._linear = _triton().int4_linear
+
+    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        result: Tensor = self._linear(x, slot["codes"], slot["scale"], slot["zero"])
+        return result
+
+
+def _triton() -> ModuleType:
+    """Imported on first use: Triton exists for Linux alone, and a machine without a GPU needs none of it."""
+    try:
+        from tiermoe.kernels import triton_kernels
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "triton":
+            raise
+        raise ConfigError("packed weights on a GPU need Triton: pip install tiermoe[cuda]") from error
+    return triton_kernels
+
+
+class GroupedExperts:
+    """Experts of one format: two packed matrices and nothing else."""
+
+    def __init__(self, form: ExpertFormat, first: SlotMatrix, second: SlotMatrix) -> None:
+        from tiermoe.kernels.triton_kernels import grouped_linear
+
+        self._first, self._second = first, second
+        self._multiply = grouped_linear
+        start = form.slot.fields[0]
+        assert start.offset == 0
+        self._start = start.part, start.field.name
+
+    def __call__(self, x: Tensor, views: Sequence[Views], activation: Callable[[Tensor], Tensor]) -> Tensor:
+        """x (1, hidden) → (E, hidden). `views` are the fields of the E experts' slots. `activation` is called once, on
+        a row for each expert, as transformers calls it where it multiplies several experts at a time."""
+        part, field = self._start
+        addresses = torch.tensor([each[part][field].data_ptr() for each in views], dtype=torch.int64)
+        # the list is taken before the call returns: nobody waits for the kernels before it
+        slots = addresses.to(x.device, non_blocking=True)
+        features = activation(self._multiply(x, slots, self._first, shared=True))
+        return self._multiply(features, slots, self._second, shared=False)
+
+
+def grouped_experts(form: ExpertFormat) -> GroupedExperts | None:
+    """The grouped kernel of a format; None where it does not take the format: biases, matrices of 16 bits, a CPU's
+    layout. Needs Triton."""
+    found = [_packed_matrix(form, part) for part in form.layer.parts]
+    matrices = [matrix for matrix in found if matrix is not None]
+    return GroupedExperts(form, *matrices) if len(matrices) == len(found) == 2 else None
+
+
+def _packed_matrix(form: ExpertFormat, part: Part) -> SlotMatrix | None:
+    taken = _bits_and_group(form.encodings.get(part.name))
+    if taken is None:
+        return None
+    at = {placed.field.name: placed.offset for placed in form.slot.fields if placed.part == part.name}
+    codes, zero = ("weight", "scale") if taken[0] == 8 else ("codes", "zero")
+    ladders = at.get("ladders", at[codes])  # read at 2 bits alone
+    return SlotMatrix(*part.out_in, *taken, form.dtype, at[codes], ladders, at["scale"], at[zero])
+
+
+def _bits_and_group(encoding: Encoding | None) -> tuple[int, int] | None:
+    """Bits and group of an encoding; None where the kernel does not read it."""
+    if isinstance(encoding, (RowMajorInt4, RowMajorInt2)):
+        return encoding.bits, encoding.group
+    return (8, 1) if isinstance(encoding, Int8) else None

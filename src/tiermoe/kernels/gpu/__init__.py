@@ -1,1 +1,0 @@
-"""A GPU's kernels on packed weights, in Triton."""

@@ -1,0 +1,347 @@
+"""Linear kernels: tokens times one packed matrix, on the fields of a slot. `KERNELS` has one for each encoding and
+device; the reference is `DecodedLinear`, which decodes and multiplies.
+
+On a CPU, 2 to 8 bits in bfloat16: the native kernels where there are any. Else few tokens: torch's operators on the
+packed weights, which read fewer bytes; many tokens: decode, then one matrix product, in float32 where the processor has
+no instructions for bfloat16 (there torch multiplies number by number). Which of them runs follows from the machine, the
+encoding, the dtype and the number of tokens alone, so that a result depends on neither timing nor the cache.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tiermoe.errors import ConfigError
+from tiermoe.formats.checkpoint_quant import CheckpointQuant, Transposed4
+from tiermoe.formats.encoding import Encoding
+from tiermoe.formats.expert_format import ExpertFormat
+from tiermoe.formats.gguf_types import Gguf
+from tiermoe.formats.int2 import Int2
+from tiermoe.formats.int4 import CPU_LAYOUT, ROW_MAJOR, Int4, is_torchs
+from tiermoe.formats.int6 import BLOCK_ROWS, Int6
+from tiermoe.formats.nonuniform import NonUniform
+from tiermoe.formats.plain import Halves, Values
+from tiermoe.formats.registry import encoding_named
+from tiermoe.formats.scratch import scratch
+from tiermoe.kernels import gpu
+from tiermoe.kernels.matrix import MatrixForm, matrix_form
+from tiermoe.native import _native, available, instruction_set
+from tiermoe.types import FEW_TOKENS, Part
+
+# The most tokens for which the operator on packed weights is used; measured for (2048, 2048) and (1024, 2048)
+# on AVX-512. Torch has vector code of these operators in bfloat16 only: in the other dtypes they run at
+# 0.2 to 1.2 GB/s, and decoding is several times faster even for one token.
+INT8_TOKENS = {torch.bfloat16: 12}
+INT4_TOKENS = {torch.bfloat16: 48}
+
+NATIVE_TOKENS_BESIDE_AMX = 48
+# Of a matrix at 8 bits decoded at a time: an output layer is larger, an expert's matrix is not.
+DECODED_WEIGHTS = 1 << 24
+DECODED_BLOCKS = 1 << 20  # likewise, of blocks of rows: what is decoded stays in the cache
+INT8_COLUMNS = 16  # with another multiple the operator reads past the end of the rows in 16-bit dtypes
+
+
+_DECODING = 4 << 20  # temporaries of decoding a matrix
+
+
+class LinearKernel(Protocol):
+    """`x` (M, in_) in the compute dtype and the slot fields of a matrix (out, in_) -> (M, out).
+
+    A bias is the caller's to add."""
+
+    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor: ...
+
+
+def linear(x: Tensor, form: MatrixForm, fields: Mapping[str, Tensor]) -> Tensor:
+    """x (M, in_) in bfloat16 → (M, out). A token's result does not depend on the other tokens. ValueError for another
+    dtype or width."""
+    if x.dtype != torch.bfloat16 or x.shape[1:] != (form.in_,):
+        raise ValueError(
+            f"the native product takes tokens (M, {form.in_}) in bfloat16, not {tuple(x.shape)} in {x.dtype}"
+        )
+    x = x.contiguous()
+    tokens = x.shape[0]
+    result = torch.empty((tokens, form.out), dtype=torch.bfloat16)
+    packed, threads = form.pack(fields), torch.get_num_threads()
+    room = scratch.address("prepared", _native.prepared(packed, tokens, tokens, threads))
+    _native.product(packed, x.data_ptr(), tokens, room, result.data_ptr(), threads, tokens > FEW_TOKENS)
+    return result
+
+
+class DecodedLinear:
+    """Any encoding on any device: decodes the weights to `dtype` and takes the product in it."""
+
+    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
+        self._encoding = encoding
+        self._dtype = dtype
+
+    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        weight = self._encoding.decode(slot, out, in_, self._dtype)
+        return F.linear(x.to(self._dtype), weight).to(x.dtype)
+
+
+class PlainLinear:
+    """The checkpoint's own weights.
+
+    One token in bfloat16 on a machine with AMX takes `torch.mv`: F.linear has a bad case there (6.7 against 14 GB/s of
+    weights for (4096, 14336)). Without AMX F.linear is twice as fast as mv. Where torch's bfloat16 products use no
+    instructions of the processor, the native kernels compute."""
+
+    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
+        self._use_mv = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+        self._encoding = encoding
+        self._dtype = dtype
+        self._slow = dtype == torch.bfloat16 and not multiplies_bfloat16()
+
+    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        if self._slow:
+            form = matrix_form(self._encoding, out, in_, self._dtype)
+            return linear(x, form, slot) if form else product(x, slot["weight"])
+        if self._use_mv and x.shape[0] == 1:
+            return torch.mv(slot["weight"], x[0])[None]
+        return F.linear(x, slot["weight"])
+
+
+class Int8Linear:
+    """Slots of Int8."""
+
+    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
+        self._tokens = INT8_TOKENS.get(dtype, 0)
+        self._encoding = encoding
+        self._dtype = dtype
+        self._product_dtype = product_dtype(dtype)
+        self._native_tokens = native_tokens()
+
+    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        form = matrix_form(self._encoding, out, in_, self._dtype) if x.shape[0] <= self._native_tokens else None
+        if form:
+            return linear(x, form, slot)
+        if x.shape[0] <= self._tokens and in_ % INT8_COLUMNS == 0:
+            return torch._weight_int8pack_mm(x.contiguous(), slot["weight"], slot["scale"])
+        rows = max(1, DECODED_WEIGHTS // in_)
+        if out <= rows:
+            return self._decoded(x, slot["weight"], slot["scale"])
+        result = torch.empty((x.shape[0], out), dtype=x.dtype)
+        for first in range(0, out, rows):
+            some = slice(first, first + rows)
+            result[:, some] = self._decoded(x, slot["weight"][some], slot["scale"][some])
+        return result
+
+    def _decoded(self, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+        # any int8 is exact in bfloat16: scaling the product rounds and costs less than scaling the weights
+        dtype = self._product_dtype
+        weight = scratch.take("weight", tuple(codes.shape), dtype).copy_(codes)
+        return F.linear(x.to(dtype), weight).mul_(scale.to(dtype)).to(x.dtype)
+
+
+class BlocksLinear:
+    """Slots of Int6 and NonUniform, blocks of 64 rows. torch has no operator on such weights."""
+
+    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
+        assert isinstance(encoding, Int6 | NonUniform)
+        self._encoding = encoding
+        self._dtype = dtype
+        self._product_dtype = product_dtype(dtype)
+        self._native_tokens = native_tokens()
+
+    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        form = matrix_form(self._encoding, out, in_, self._dtype) if x.shape[0] <= self._native_tokens else None
+        if form:
+            return linear(x, form, slot)
+        dtype, result = self._product_dtype, torch.empty((x.shape[0], out), dtype=x.dtype)
+        rows = max(1, DECODED_BLOCKS // (in_ * BLOCK_ROWS)) * BLOCK_ROWS
+        for first in range(0, out, rows):
+            last = min(first + rows, out)
+            into = scratch.take("weight", ((last - first) * in_,), dtype)
+            weight = self._encoding.decode_rows(slot, first, last, in_, dtype, into)
+            result[:, first:last] = F.linear(x.to(dtype), weight)
+        return result
+
+
+class PublishedLinear:
+    """Slots of published weights: a GGUF file's blocks, a checkpoint's codes and scales, values in another dtype.
+    Without a native kernel some rows at a time are decoded to float32."""
+
+    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
+        assert isinstance(encoding, Gguf | CheckpointQuant | Transposed4 | Values)
+        self._encoding = encoding
+        self._dtype = dtype
+
+    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        form = matrix_form(self._encoding, out, in_, self._dtype)
+        if form:
+            return linear(x, form, slot)
+        x, result = x.float(), torch.empty((x.shape[0], out), dtype=x.dtype)
+        for first, weight in self._encoding.decoded(slot, in_):
+            result[:, first : first + weight.shape[0]] = F.linear(x, weight)
+        return result
+
+
+class Int4Linear:
+    """Slots of Int4 in the CPUs' layout."""
+
+    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
+        assert isinstance(encoding, Int4)
+        self._group = encoding.group
+        self._tokens = INT4_TOKENS.get(dtype, 0) if is_torchs() else 0
+        self._encoding = encoding
+        self._dtype = dtype
+        self._product_dtype = product_dtype(dtype)
+        self._native_tokens = native_tokens()
+
+    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        form = matrix_form(self._encoding, out, in_, self._dtype) if x.shape[0] <= self._native_tokens else None
+        if form:
+            return linear(x, form, slot)
+        if x.shape[0] <= self._tokens:
+            codes, scales_and_zeros = slot["codes"], slot["scales_and_zeros"]
+            return torch._weight_int4pack_mm_for_cpu(x.contiguous(), codes, self._group, scales_and_zeros)
+        dtype = self._product_dtype
+        weight = self._encoding.decode(slot, out, in_, dtype, into=scratch.take("weight", (out * in_,), dtype))
+        return F.linear(x.to(dtype), weight).to(x.dtype)
+
+
+class Int2Linear:
+    """Slots of Int2: where the native kernels do not compute, a matrix is widened to Int4 first."""
+
+    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
+        assert isinstance(encoding, Int2)
+        self._encoding = encoding
+        self._dtype = dtype
+        self._native_tokens = native_tokens()
+        self._widened = Int4Linear(encoding.widened, dtype)
+
+    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        form = matrix_form(self._encoding, out, in_, self._dtype) if x.shape[0] <= self._native_tokens else None
+        if form:
+            return linear(x, form, slot)
+        return self._widened(x, self._encoding.widen_codes(slot), out, in_)
+
+
+class HalvesLinear:
+    """Slots with rows in two encodings: a product with each."""
+
+    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
+        assert isinstance(encoding, Halves)
+        self._encoding = encoding
+        self._kernels = [linear_for(half.name, "cpu", dtype) for half in (encoding.first, encoding.second)]
+
+    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        halves = zip(self._kernels, self._encoding.of(slot), strict=True)
+        return torch.cat([kernel(x, fields, out // 2, in_) for kernel, (_, fields) in halves], dim=1)
+
+
+# (kind of encoding, with its layout where that decides; device type) -> kernel for (encoding, compute dtype)
+KERNELS: dict[tuple[str, str], Callable[[Encoding, torch.dtype], LinearKernel]] = {
+    ("plain", "cpu"): PlainLinear,
+    ("int8", "cpu"): Int8Linear,
+    ("int6", "cpu"): BlocksLinear,
+    **dict.fromkeys((("nl4", "cpu"), ("nl3", "cpu"), ("nl2", "cpu")), BlocksLinear),
+    ("int4", "cpu"): Int4Linear,
+    ("int2", "cpu"): Int2Linear,
+    ("gguf", "cpu"): PublishedLinear,
+    ("published", "cpu"): PublishedLinear,
+    ("transposed4", "cpu"): PublishedLinear,
+    ("values", "cpu"): PublishedLinear,
+    ("halves", "cpu"): HalvesLinear,
+    ("int4/rowmajor", "cpu"): DecodedLinear,
+    ("int2/rowmajor", "cpu"): DecodedLinear,
+    ("plain", "cuda"): gpu.PlainLinear,
+    ("int8", "cuda"): gpu.Int8Linear,
+    ("int4/rowmajor", "cuda"): gpu.RowMajorInt4Linear,
+    ("int2/rowmajor", "cuda"): gpu.RowMajorInt2Linear,
+}
+
+
+def machine_layout(device: str) -> str:
+    """The layout of codes below 8 bits that the kernels of a device ('cpu', 'cuda', 'cuda:1') take."""
+    return CPU_LAYOUT if device == "cpu" else ROW_MAJOR
+
+
+def cpu_kernels() -> str:
+    """Name of this CPU's kernels, for messages: the instruction set of the native kernels, or torch. ConfigError as
+    `instruction_set`."""
+    return instruction_set() or "torch's operators"
+
+
+def decodes(encoding: Encoding | None, out: int, in_: int, dtype: torch.dtype) -> bool:
+    """Whether the CPU's kernel makes a decoded copy of a matrix (out, in_) for many tokens."""
+    if encoding is None or encoding.bits == 16:
+        return False
+    if math.isfinite(native_tokens()) and not isinstance(encoding, Gguf | CheckpointQuant | Transposed4):
+        return True
+    return matrix_form(encoding, out, in_, dtype) is None
+
+
+def decoded_bytes(formats: Sequence[ExpertFormat], dense_bits: int, dtype: torch.dtype) -> int:
+    """The largest matrix that a kernel decodes for many tokens, with its temporaries; 0 where none does. Dense layers
+    are about as large as experts' matrices."""
+    parts = [(form, part) for form in formats for part in form.layer.parts if part.is_matrix]
+    dense = dense_bits == 8 or (dense_bits == 4 and not available())
+    decoded = [
+        math.prod(part.out_in)
+        for form, part in parts
+        if dense or decodes(form.encodings.get(part.name), *part.out_in, dtype)
+    ]
+    encodings = [encoding for form, _ in parts for encoding in form.encodings.values()]
+    widened = any(isinstance(encoding, Int2) for encoding in encodings)
+    codes = max(decoded) // 2 if decoded and widened else 0  # 2 bits are decoded through the codes of 4
+    return max(decoded) * dtype.itemsize + codes + _DECODING if decoded else 0
+
+
+def prepared_bytes(formats: Sequence[ExpertFormat], top_k: int, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of the prepared inputs of the native products of a layer's experts, in the largest call; 0 without native
+    products. A call of many tokens has as many rows (`kernels.experts`)."""
+    if not available():
+        return 0
+    rows = top_k * tokens if tokens <= FEW_TOKENS else tokens
+    return max(sum(_prepared(form, part, rows, dtype) for part in form.layer.parts) for form in formats)
+
+
+def _prepared(form: ExpertFormat, part: Part, tokens: int, dtype: torch.dtype) -> int:
+    encoding = form.encodings.get(part.name)
+    matrix = matrix_form(encoding, *part.out_in, dtype) if part.is_matrix and encoding else None
+    return _native.prepared(matrix.absent(), tokens, tokens, torch.get_num_threads()) if matrix else 0
+
+
+def linear_for(encoding_name: str, device_type: str, dtype: torch.dtype) -> LinearKernel:
+    """The kernel for slots of an encoding. Raises ConfigError where the device has none."""
+    kind, with_layout = encoding_name.partition("/")[0], encoding_name.rpartition("/g")[0]
+    factory = KERNELS.get((with_layout, device_type)) or KERNELS.get((kind, device_type))
+    if factory is None:
+        raise ConfigError(
+            f"no kernel for {encoding_name!r} on {device_type!r}; --bits 4 packs for it, --device cpu has one"
+        )
+    return factory(encoding_named(encoding_name), dtype)
+
+
+def native_tokens() -> float:
+    """The most tokens for which the native kernels are used: with AMX, decoding and one product of torch's is faster
+    for many."""
+    return NATIVE_TOKENS_BESIDE_AMX if torch.cpu._is_amx_tile_supported() else math.inf
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """torch's x (M, in_) times a weight (out, in_) of its dtype → (M, out), in the dtype that the processor can
+    multiply in."""
+    if x.device.type != "cpu" or x.dtype != torch.bfloat16 or multiplies_bfloat16():
+        return F.linear(x, weight)
+    return F.linear(x.float(), weight.float()).to(x.dtype)
+
+
+@lru_cache(maxsize=1)
+def multiplies_bfloat16() -> bool:
+    """Whether torch's matrix products in bfloat16 use instructions of this processor."""
+    return torch.backends.cpu.get_cpu_capability() != "AVX2" and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the products of decoded weights of a dtype. Those in float16 in float32: faster on CPUs, and safe from
+    overflow. Likewise those in bfloat16 where the processor has no instructions for them."""
+    slow = dtype == torch.float16 or (dtype == torch.bfloat16 and not multiplies_bfloat16())
+    return torch.float32 if slow else dtype

@@ -1,1 +1,0 @@
-"""The native kernels on tensors: one module for each of them."""

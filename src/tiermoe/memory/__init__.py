@@ -1,1 +1,0 @@
-"""What goes where: the sum of what each owner says it needs."""

@@ -1,0 +1,154 @@
+"""Figures of a run, the same for an engine, an evaluation, a benchmark and a replay: what became of the experts that
+tokens asked for (`ExpertCounts`), what a phase took (`PhaseMetrics`), and both phases of a run (`Metrics`)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class ExpertCounts:
+    """What became of the experts that tokens were routed to."""
+
+    hits: int = 0  # in the cache when the router asked, in a precision that satisfies the demand
+    prefetched: int = 0  # hits that a prefetch had brought
+    misses: int = 0  # not in the cache when the router asked, also where a prefetch was still on its way
+    cpu_fallback: int = 0  # misses that the CPU computes in place of a load
+    skipped: int = 0  # neither in the cache nor important enough for a load
+    loads: int = 0
+    low_loads: int = 0  # loads below the highest precision
+    speculative_loads: int = 0
+    warmed: int = 0  # experts that background loads have brought
+    displaced: int = 0  # choices that fell on a cached expert instead of the router's (routing=cached)
+    moved_weight: float = 0.0  # gate weight that moved with them, in shares of a token's, over tokens and layers
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Hits of all experts that were asked for and not skipped; None where there were none."""
+        asked = self.hits + self.misses
+        return self.hits / asked if asked else None
+
+    def copy(self) -> ExpertCounts:
+        return dataclasses.replace(self)
+
+    def minus(self, earlier: ExpertCounts) -> ExpertCounts:
+        """What has happened since `earlier`."""
+        names = [each.name for each in dataclasses.fields(self)]
+        return ExpertCounts(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
+
+    def add(self, other: ExpertCounts) -> None:
+        for each in dataclasses.fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+
+@dataclass(slots=True)
+class PhaseMetrics:
+    """What one phase of a run took, prefill or decode. A snapshot has the same fields: all that has been so far, by a
+    clock that began at any time; `since` subtracts two snapshots."""
+
+    seconds: float = 0.0
+    compute_s: float = 0.0  # seconds of computing
+    wait_s: float = 0.0  # seconds of waiting for the link
+    bytes_read: int = 0  # over the link
+    tokens: int = 0  # that were kept
+    counts: ExpertCounts = field(default_factory=ExpertCounts)  # of the passes that were kept
+    discarded: ExpertCounts = field(default_factory=ExpertCounts)  # of the passes that were discarded (MoBiLE)
+    read_s: float = 0.0  # seconds in which the link was at work, with computing or without; 0 where unknown
+
+    def since(self, earlier: PhaseMetrics) -> PhaseMetrics:
+        """What has been added since `earlier`."""
+        return PhaseMetrics(
+            self.seconds - earlier.seconds,
+            self.compute_s - earlier.compute_s,
+            self.wait_s - earlier.wait_s,
+            self.bytes_read - earlier.bytes_read,
+            self.tokens - earlier.tokens,
+            self.counts.minus(earlier.counts),
+            self.discarded.minus(earlier.discarded),
+            self.read_s - earlier.read_s,
+        )
+
+    def add(self, used: PhaseMetrics, tokens: int, discarded: bool = False) -> None:
+        """Another stretch of this phase, of which `tokens` tokens are kept. discarded: its counts go to `discarded`."""
+        self.seconds += used.seconds
+        self.compute_s += used.compute_s
+        self.wait_s += used.wait_s
+        self.bytes_read += used.bytes_read
+        self.read_s += used.read_s
+        self.tokens += tokens
+        (self.discarded if discarded else self.counts).add(used.counts)
+        self.discarded.add(used.discarded)
+
+    @contextlib.contextmanager
+    def measured(self, snapshot: Callable[[], PhaseMetrics], tokens: int) -> Iterator[None]:
+        """Adds what happens inside, in which `tokens` tokens pass. snapshot: all that has been so far."""
+        before = snapshot()
+        yield
+        self.add(snapshot().since(before), tokens)
+
+    @property
+    def tok_s(self) -> float:
+        """Tokens per second; 0 where nothing ran."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the experts that the router asked for that were in the cache; 0 where it asked for none."""
+        return self.counts.hit_rate or 0.0
+
+    @property
+    def displaced_share(self) -> float:
+        """Share of the tokens' experts that stood in for others; 0 where nothing ran."""
+        counts = self.counts
+        return counts.displaced / max(counts.hits + counts.misses + counts.skipped, 1)
+
+    def moved_share(self, layers: int) -> float:
+        """Share of the tokens' gate weight in `layers` MoE layers that moved to stand-ins; 0 where nothing ran."""
+        return self.counts.moved_weight / max(self.tokens * layers, 1)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """0 where there are no tokens."""
+        return self.bytes_read / self.tokens if self.tokens else 0.0
+
+    def bound_tok_s(self, bandwidth: float) -> float:
+        """Tokens per second that could have been reached: tokens / max(compute time, bytes / `bandwidth` of the link in
+        bytes per second): docs/architecture.md, "Bounds". Where these bytes came faster than that, or partly before
+        this phase, they take no longer than the link was at work in it: nothing that ran is above its bound."""
+        link_s = self.bytes_read / bandwidth if bandwidth else 0.0
+        if self.read_s:
+            link_s = min(link_s, self.read_s)
+        bound_s = max(self.compute_s, link_s)
+        return self.tokens / bound_s if bound_s > 0 else 0.0
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Figures of a whole run, of which reports are views: an answer's, an evaluation's, a replay's."""
+
+    prefill: PhaseMetrics = field(default_factory=PhaseMetrics)  # passes over prompts
+    decode: PhaseMetrics = field(default_factory=PhaseMetrics)  # passes over generated tokens
+    peak_memory_bytes: int = 0  # the most that the process has held; 0 of a replay
+    fallback_ratio: float = 0.0  # share of the decoded tokens that all K experts computed again (MoBiLE)
+    prefetching: str = ""  # what speculate=measured has decided, with its figures; empty where nothing
+
+    @property
+    def by_phase(self) -> dict[str, PhaseMetrics]:
+        return {"prefill": self.prefill, "decode": self.decode}
+
+    @property
+    def total(self) -> PhaseMetrics:
+        """Both phases together."""
+        total = PhaseMetrics()
+        for each in (self.prefill, self.decode):
+            total.add(each, each.tokens)
+        return total
+
+    @property
+    def headline_hit_rate(self) -> float:
+        """The hit rate of decoding, of the prompt where nothing is decoded; 0 where nothing ran."""
+        rates = (phase.counts.hit_rate for phase in (self.decode, self.prefill))
+        return next((rate for rate in rates if rate is not None), 0.0)

@@ -1,0 +1,88 @@
+"""How a family's layers are built: the fields of its table entry, and weights by the names that the family has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiermoe.model.linear import Linear
+from tiermoe.model.norms import LayerNorm, Norm, RootMeanSquare
+from tiermoe.model.routers import RouterRule
+from tiermoe.model.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """The blocks of one family's layers, and the names of its config and weights where they differ from the usual.
+    Sizes come from the config. Layers that config.layer_types calls 'linear_attention' have `GatedDelta`, layers that
+    it calls 'conv' `ShortConvolution`."""
+
+    router: Callable[[Any], RouterRule]  # config → rule of the routers
+    block: str = "mlp"  # name of a layer's feed-forward part
+    gate: str = "gate"  # of the router in it
+    shared: str | None = None  # of its shared expert
+    shared_gate: str | None = None  # of the gate of the shared expert
+    correction: str | None = None  # of the bias by which the router chooses, relative to the block
+    window: str = "none"  # 'all' layers have a sliding window, or each 'layer' as config.layer_types says
+    latent: bool = False  # attention is `LatentAttention`
+    rope: str = "halves"  # of `rotary.ROPES`
+    layer_norm: bool = False  # norms are `LayerNorm`
+    late_norm: bool = False  # of `RootMeanSquare`, as the next three
+    centred_norm: bool = False
+    norm_by_kernel: bool = True
+    gated: bool = False  # of `GroupedAttention`, as the next one
+    norm_all_heads: bool = False
+    index_rope: str | None = None  # of the `Indexer` of latent attention; None: there is no indexer
+    names: Mapping[str, str] = field(default_factory=dict)  # usual name of a weight → the family's
+    epsilon: str = "rms_norm_eps"  # the config's name of the norms' epsilon
+    activation: str | None = None  # between a dense block's matrices, where the config has none
+    attention_scale: float | None = None  # where it does not follow from a head's columns
+    scaled_embedding: bool = False  # by the root of the hidden size
+    side_by_side: bool = False  # dense blocks beside experts, and a norm of attention's output (`gemma4.SideBySide`)
+    lacks: Callable[[Any], str] | None = None  # config → what no block computes, in words; empty: nothing
+    scales: tuple[str, ...] = ()  # the config's names of the multipliers that are in use (Granite)
+
+    def named(self, name: str) -> str:
+        """The family's name of a module that is usually called `name`."""
+        return self.names.get(name, name)
+
+
+class FamilyWeights:
+    """Weights and config of a model, by the names of its family. dtype: of the model."""
+
+    def __init__(self, architecture: Architecture, config: Any, weights: Weights, dtype: torch.dtype) -> None:
+        self.architecture, self.config, self.dtype = architecture, config, dtype
+        self.has, self.tensor, self.linear, self.embedding = (
+            weights.has, weights.tensor, weights.linear, weights.embedding,
+        )  # fmt: skip
+
+    def scale(self, name: str) -> float:
+        """A multiplier of the config; 1 where the family does not use it."""
+        return float(getattr(self.config, name)) if name in self.architecture.scales else 1.0
+
+    def optional_tensor(self, path: str) -> Tensor | None:
+        """A parameter, None where there is none."""
+        return self.tensor(path) if self.has(path) else None
+
+    def optional_linear(self, path: str) -> Linear | None:
+        """A linear layer, None where there is none."""
+        return self.linear(path) if self.has(path) else None
+
+    def norm(self, path: str, epsilon: float | None = None) -> Norm:
+        """The norm at `path`. epsilon: None: the config's."""
+        of, weight = self.architecture, self.tensor(f"{path}.weight")
+        epsilon = self._epsilon() if epsilon is None else epsilon
+        if of.layer_norm:
+            return LayerNorm(weight, self.tensor(f"{path}.bias"), epsilon)
+        return RootMeanSquare(weight, epsilon, of.late_norm, of.centred_norm, of.norm_by_kernel)
+
+    def norm_without_weight(self, columns: int) -> Norm:
+        """A norm of so many columns whose weight is 1."""
+        return RootMeanSquare(torch.ones(columns, dtype=self.dtype), self._epsilon(), late=True)
+
+    def _epsilon(self) -> float:
+        return float(getattr(self.config, self.architecture.epsilon))

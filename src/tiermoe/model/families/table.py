@@ -1,0 +1,270 @@
+"""Model families: what is stated of a family because transformers' code does not say it, and the blocks of the families
+whose decoders are tiermoe's own.
+
+Every causal family of transformers whose experts go through its experts interface runs without an entry: classes,
+routers, sizes and caches are found from the model (`hf/shells.py`, `hf/skeleton.py`), and transformers' code computes
+it (`hf/generic.py`). An entry of `ARCHITECTURES` says which blocks a family's layers are made of; a config that asks
+for what no block computes is run by transformers' code too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tiermoe.errors import ModelError
+from tiermoe.model.architecture import Architecture
+from tiermoe.model.families.gemma4 import GEMMA4
+from tiermoe.model.feed_forward import ACTIVATIONS
+from tiermoe.model.rotary import knows_rotary
+from tiermoe.model.routers import RouterRule
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What is stated of a model family of transformers because its code does not say it."""
+
+    name: str
+    model_type: str  # of config.json, of its text part where it has others
+    encoder_decoder: bool = False  # generates through an encoder and a decoder
+    encoder_class: str = ""  # transformers' class of an encoder alone, which gives hidden states and writes no text
+    adapter: str | None = None  # of `hf.adapters`, for experts outside transformers' experts interface
+    forecasts: bool = True  # its routers, called on another layer's input, name the experts that layer would choose
+    continues: bool = True  # transformers' code reads several tokens after others; else one by one (Jamba's scan)
+    latent_kv: bool = False  # attention caches one latent a token (multi-head latent attention)
+    hash_table: str | None = None  # attribute of a router whose experts follow from the token: (vocabulary, K)
+    normalised: bool | None = None  # the chosen experts' weights have a fixed sum; None: config.norm_topk_prob says so
+    plain_router: bool = False  # one matrix and a softmax: the routers of several layers can be one product
+
+    @property
+    def encodes(self) -> bool:
+        """Whether an encoder reads the prompt, which it does at once."""
+        return self.encoder_decoder or bool(self.encoder_class)
+
+    def renormalises(self, config: Any) -> bool:
+        """Whether a model of this family scales the chosen experts' weights to a fixed sum."""
+        if self.normalised is None:
+            return bool(getattr(config, "norm_topk_prob", False))
+        return self.normalised
+
+
+_TABLE = (
+    Family("Mixtral", "mixtral", normalised=True, plain_router=True),
+    Family("Phi-MoE", "phimoe", normalised=False),
+    Family("Qwen2-MoE (Qwen1.5-MoE)", "qwen2_moe", plain_router=True),
+    Family("Qwen3-MoE", "qwen3_moe", plain_router=True),
+    Family("Qwen3-Next", "qwen3_next", plain_router=True),
+    Family("Qwen3.5-MoE", "qwen3_5_moe_text", normalised=True, plain_router=True),
+    Family("OLMoE", "olmoe", plain_router=True),
+    Family("DeepSeek-V2", "deepseek_v2", latent_kv=True, normalised=False),
+    Family("DeepSeek-V3", "deepseek_v3", latent_kv=True),
+    Family("DeepSeek-V3.2", "deepseek_v32", latent_kv=True),
+    Family("DeepSeek-V4", "deepseek_v4", hash_table="tid2eid", normalised=True),
+    Family("GLM4-MoE", "glm4_moe"),
+    Family("GLM4-MoE-Lite", "glm4_moe_lite", latent_kv=True),
+    Family("GLM-MoE-DSA (GLM-5)", "glm_moe_dsa", latent_kv=True),
+    Family("ERNIE 4.5", "ernie4_5_moe", normalised=True),
+    Family("dots.llm1", "dots1"),
+    Family("LFM2-MoE", "lfm2_moe"),
+    Family("Gemma 4", "gemma4_text", normalised=True),
+    Family("gpt-oss", "gpt_oss", normalised=True),
+    Family("GraniteMoE", "granitemoe", normalised=True),
+    Family("MiniMax-M2", "minimax_m2", normalised=True),
+    Family("DBRX", "dbrx", adapter="dbrx", forecasts=False, normalised=True),
+    Family("Jamba", "jamba", continues=False, normalised=False),
+    Family("JetMoE", "jetmoe", adapter="jetmoe", forecasts=False, normalised=True),
+    Family("Llama 4", "llama4", adapter="llama4", normalised=False),
+    Family("LongCat-Flash", "longcat_flash", adapter="longcat", normalised=False),
+    Family("Step 3.7", "step3p5", adapter="step", normalised=True),
+    Family("ZAYA1", "zaya", forecasts=False, normalised=False),
+    Family("Switch Transformers", "switch_transformers", True, adapter="switch", forecasts=False, normalised=False),
+)
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _TABLE}
+
+ENCODERS = {
+    "SwitchTransformersEncoderModel": Family(
+        "Switch Transformers (encoder alone)", "switch_transformers", encoder_class="SwitchTransformersEncoderModel",
+        adapter="switch", forecasts=False, normalised=False,
+    ),
+}  # fmt: skip
+"""A class that config.json's `architectures` names → its family, where that is an encoder alone."""
+
+REFUSED = {
+    "diffusion_gemma": "it fills in blocks of tokens rather than continue a text",
+    "doge": "its experts are single rows of an embedding, of which a token adds up thousands: there are no matrices to "
+    "load one by one",
+    "ernie4_5_vl_moe": "its checkpoint has the experts for text and for pictures in one list, which tiermoe does not "
+    "take apart",
+    "minimax": "transformers 5.23 computes something else for a token that follows others than for the same token "
+    "inside of a prompt",
+    "muse_spark": "it normalises what each expert gives before that is weighted, which no kernel of tiermoe does",
+    "nllb-moe": "transformers 5.23 computes only its first two experts",
+    "unlimited_ocr": "which tokens it attends to depends on which were given and which it wrote, and tiermoe's "
+    "sequences do not keep them apart",
+}
+"""model_type → why no model of this family runs."""
+
+
+def family_of(model_type: str, architectures: Sequence[str] = ()) -> Family:
+    """The family of a config's `model_type`: an entry of the table, or a family of which nothing is stated.
+    architectures: the classes that the config names, of which one may be an encoder alone. ModelError with the reason
+    for a family that is refused."""
+    if model_type in REFUSED:
+        raise ModelError(f"models of the family '{model_type}' are refused: {REFUSED[model_type]}")
+    for encoder in architectures:
+        if encoder in ENCODERS:
+            return ENCODERS[encoder]
+    name = model_type.removesuffix("_text")
+    return FAMILIES.get(model_type) or FAMILIES.get(name) or Family(name, model_type)
+
+
+# decoders of our own: the rule of a family's routers, what its configs may lack, its blocks
+
+
+def softmax_router(config: Any) -> RouterRule:
+    """Softmax over all experts; a token's weights may sum to 1."""
+    return RouterRule(config.num_experts_per_tok, normalise=bool(getattr(config, "norm_topk_prob", False)))
+
+
+def normalising_router(config: Any) -> RouterRule:
+    """Softmax over all experts; a token's weights sum to 1, whatever the config says."""
+    return RouterRule(config.num_experts_per_tok, normalise=True)
+
+
+def mixtral_router(config: Any) -> RouterRule:
+    return RouterRule(config.num_experts_per_tok, normalise=True, rounded=False)
+
+
+def chosen_router(config: Any) -> RouterRule:
+    """Softmax over the chosen experts alone."""
+    return RouterRule(config.num_experts_per_tok, scores="chosen")
+
+
+def phi_router(config: Any) -> RouterRule:
+    return RouterRule(2, scores="sparsemixer", jitter=float(config.router_jitter_noise))
+
+
+def minimax_router(config: Any) -> RouterRule:
+    return RouterRule(config.num_experts_per_tok, scores="sigmoid", normalise=True, rounded=False)
+
+
+def deepseek_v2_router(config: Any) -> RouterRule:
+    grouped = config.topk_method == "group_limited_greedy"
+    return RouterRule(
+        config.num_experts_per_tok,
+        wide=True,
+        rounded=False,
+        groups=config.n_group if grouped else 1,
+        kept_groups=config.topk_group if grouped else 1,
+        best_of_group=True,
+        scale=float(config.routed_scaling_factor),
+    )
+
+
+def deepseek_v3_router(config: Any) -> RouterRule:
+    return RouterRule(
+        config.num_experts_per_tok,
+        scores="sigmoid",
+        normalise=bool(config.norm_topk_prob),
+        epsilon=1e-20,
+        wide=True,
+        rounded=False,
+        groups=config.n_group,
+        kept_groups=config.topk_group,
+        scale=float(config.routed_scaling_factor),
+    )
+
+
+def ernie_router(config: Any) -> RouterRule:
+    """Softmax over all experts, of which a correction chooses; a token's weights sum to 1."""
+    return RouterRule(config.num_experts_per_tok, normalise=True, epsilon=1e-20, wide=True)
+
+
+def lfm2_router(config: Any) -> RouterRule:
+    return RouterRule(
+        config.num_experts_per_tok,
+        scores="sigmoid",
+        normalise=bool(config.norm_topk_prob),
+        epsilon=1e-6,
+        scale=float(config.routed_scaling_factor),
+    )
+
+
+def indexer_lacks(config: Any) -> str:
+    """The parts of a config of a family with indexers that cannot be computed; empty: none."""
+    first, *_ = getattr(config, "indexer_types", None) or ["full"]
+    return "a first layer that shares what an indexer chose before it" if first == "shared" else ""
+
+
+_LFM2_NAMES = {
+    "input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm", "norm": "embedding_norm",
+    "o_proj": "out_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm",
+    "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2",
+}  # fmt: skip
+
+_QWEN2 = Architecture(softmax_router, shared="shared_expert", shared_gate="shared_expert_gate", window="layer")
+_QWEN3_NEXT = replace(_QWEN2, window="none", centred_norm=True, gated=True)
+_GLM4 = Architecture(deepseek_v3_router, shared="shared_experts", correction="gate.e_score_correction_bias")
+_DEEPSEEK_V3 = replace(_GLM4, latent=True, rope="pairs")
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "mixtral": Architecture(mixtral_router, window="all"),
+    "qwen2_moe": _QWEN2,
+    "qwen3_moe": Architecture(softmax_router, window="all"),
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5_moe_text": replace(_QWEN3_NEXT, router=normalising_router),
+    "olmoe": Architecture(softmax_router, norm_all_heads=True),
+    "phimoe": Architecture(phi_router, gate="router", layer_norm=True, window="all"),
+    "granitemoe": Architecture(
+        chosen_router,
+        block="block_sparse_moe",
+        gate="router",
+        scales=("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+    ),
+    "glm4_moe": _GLM4,
+    "glm4_moe_lite": _DEEPSEEK_V3,
+    "ernie4_5_moe": Architecture(
+        ernie_router,
+        shared="shared_experts",
+        correction="gate.moe_statics.e_score_correction_bias",
+        rope="complex",
+    ),
+    "dots1": replace(_GLM4, window="layer"),
+    "minimax_m2": Architecture(minimax_router, correction="e_score_correction_bias", norm_all_heads=True),
+    "gemma4_text": GEMMA4,
+    "gpt_oss": Architecture(chosen_router, gate="router", window="layer", late_norm=True, norm_by_kernel=False),
+    "lfm2_moe": Architecture(
+        lfm2_router,
+        block="feed_forward",
+        correction="expert_bias",
+        names=_LFM2_NAMES,
+        epsilon="norm_eps",
+        activation="silu",
+    ),
+    "deepseek_v2": Architecture(deepseek_v2_router, shared="shared_experts", latent=True, rope="complex"),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v32": replace(_DEEPSEEK_V3, index_rope="halves", lacks=indexer_lacks),
+    "glm_moe_dsa": replace(_DEEPSEEK_V3, index_rope="pairs", lacks=indexer_lacks),
+}
+"""model_type → blocks of the families whose decoders are tiermoe's own."""
+
+
+def decodes(config: Any) -> bool:
+    """Whether tiermoe has a decoder of its own for models with this config."""
+    return config.model_type in ARCHITECTURES and not not_computed(config)
+
+
+def not_computed(config: Any) -> str:
+    """The parts of a config of a family in `ARCHITECTURES` that no block computes, in words; empty: none."""
+    of, name = ARCHITECTURES[config.model_type], activation_of(config)
+    if name not in ACTIVATIONS or not knows_rotary(config):
+        kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "unknown")
+        return f"{name}, rotary embedding '{kind}'"
+    return "" if of.lacks is None else of.lacks(config)
+
+
+def activation_of(config: Any) -> str:
+    """The name of the activation between a dense block's matrices."""
+    stated = ARCHITECTURES[config.model_type].activation
+    return stated or str(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None))

@@ -1,0 +1,304 @@
+"""Config of transformers that a GGUF file describes, a function an architecture of llama.cpp. Sizes come from the
+tensors' shapes where these tell them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiermoe.errors import ModelError
+from tiermoe.formats.gguf_file import GgufFile, Strings, rounded
+from tiermoe.model.gguf.linear_attention import linear_config
+from tiermoe.model.gguf.shapes import (
+    blocks,
+    dense_inner,
+    dense_layers,
+    experts,
+    in_first_block,
+    inner,
+    leading_dense,
+    shape,
+)
+
+Config = dict[str, Any]
+
+_SOFTMAX, _SIGMOID = 1, 2
+"""`expert_gating_func`."""
+_THETA = 10000.0  # of the rotary embedding where the file says nothing
+_BETA_FAST, _BETA_SLOW = 32.0, 1.0  # llama.cpp's of YaRN
+_ENDS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
+    "<end_of_utterance>", "<eos>", "<｜end▁of▁sentence｜>", "[e~[",
+)  # fmt: skip
+"""Tokens that end an answer whatever else the file says (`special_eog_ids` of src/llama-vocab.cpp)."""
+
+
+def _common(file: GgufFile) -> Config:
+    return {
+        "vocab_size": shape(file, "token_embd.weight", 2)[0],
+        "hidden_size": file.count("embedding_length"),
+        "num_hidden_layers": blocks(file),
+        "num_attention_heads": file.uniform_count("attention.head_count"),
+        "max_position_embeddings": file.count("context_length"),
+        "rms_norm_eps": file.decimal("attention.layer_norm_rms_epsilon"),
+        "num_experts_per_tok": file.count("expert_used_count"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "rope_parameters": rope_parameters(file),
+        "bos_token_id": token_id(file, "bos"),
+        "eos_token_id": end_ids(file) or None,
+        "pad_token_id": token_id(file, "padding"),
+    }
+
+
+def _grouped(file: GgufFile) -> Config:
+    """A model with grouped-query attention."""
+    heads = file.uniform_count("attention.head_count")
+    return {
+        **_common(file),
+        "num_key_value_heads": file.uniform_count("attention.head_count_kv", heads),
+        "head_dim": file.count("attention.key_length", file.count("embedding_length") // heads, least=1),
+    }
+
+
+def qwen3moe(file: GgufFile) -> Config:
+    return {
+        **_grouped(file),
+        "model_type": "qwen3_moe",
+        "num_experts": experts(file),
+        "moe_intermediate_size": inner(file),
+        "intermediate_size": dense_inner(file),
+        "mlp_only_layers": dense_layers(file),
+        "norm_topk_prob": True,  # models/qwen3moe.cpp
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+    }
+
+
+def qwen2moe(file: GgufFile) -> Config:
+    return {
+        **_grouped(file),
+        "model_type": "qwen2_moe",
+        "num_experts": experts(file),
+        "moe_intermediate_size": inner(file),
+        "shared_expert_intermediate_size": in_first_block(file, "ffn_gate_shexp.weight", 2)[0],
+        "intermediate_size": dense_inner(file),
+        "mlp_only_layers": dense_layers(file),
+        "norm_topk_prob": False,  # models/qwen2moe.cpp
+        "qkv_bias": "blk.0.attn_q.bias" in file.tensors,
+    }
+
+
+def mixtral(file: GgufFile) -> Config:
+    return {
+        **_grouped(file),
+        "model_type": "mixtral",
+        "num_local_experts": experts(file),
+        "intermediate_size": inner(file),
+        "sliding_window": None,
+    }
+
+
+def olmoe(file: GgufFile) -> Config:
+    return {
+        **_grouped(file),
+        "model_type": "olmoe",
+        "num_experts": experts(file),
+        "intermediate_size": inner(file),
+        "clip_qkv": file.decimal("attention.clamp_kqv", None),
+        "norm_topk_prob": False,  # models/olmoe.cpp
+    }
+
+
+def gpt_oss(file: GgufFile) -> Config:
+    config = _grouped(file)
+    if config["rope_parameters"]["rope_type"] == "yarn":
+        config["rope_parameters"]["truncate"] = False  # as OpenAI's configs say
+    layers = range(config["num_hidden_layers"])
+    return {
+        **config,
+        "model_type": "gpt_oss",
+        "num_local_experts": experts(file),
+        "intermediate_size": inner(file),
+        "sliding_window": file.count("attention.sliding_window"),
+        "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in layers],
+    }
+
+
+def deepseek2(file: GgufFile) -> Config:
+    rotary = file.count("rope.dimension_count")
+    key = file.count("attention.key_length_mla", file.count("attention.key_length"))
+    corrected = any(name.endswith("exp_probs_b.bias") for name in file.tensors)  # no DeepSeek-V2 is
+    sigmoid = file.count("expert_gating_func", _SIGMOID if corrected else _SOFTMAX) == _SIGMOID
+    groups, kept = file.count("expert_group_count", 1), file.count("expert_group_used_count", 1)
+    shared = file.count("expert_shared_count")
+    heads = file.uniform_count("attention.head_count")
+    config = {
+        **_common(file),
+        "num_key_value_heads": heads,
+        "q_lora_rank": file.count("attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": file.count("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotary,
+        "qk_nope_head_dim": key - rotary,
+        "v_head_dim": file.count("attention.value_length_mla", file.count("attention.value_length")),
+        "n_routed_experts": experts(file),
+        "n_shared_experts": shared,
+        "moe_intermediate_size": inner(file),
+        "intermediate_size": dense_inner(file),
+        "first_k_dense_replace": leading_dense(file),
+        "routed_scaling_factor": file.decimal("expert_weights_scale", 1.0),
+        "norm_topk_prob": bool(file.of_model("expert_weights_norm", False)),
+        "n_group": groups,
+        "topk_group": kept,
+    }
+    if sigmoid:
+        return {**config, "model_type": "deepseek_v3"}
+    if config["norm_topk_prob"]:
+        raise ModelError(f"{file.path} scales a softmax router's weights to a fixed sum, which no DeepSeek-V2 does")
+    return {
+        **config,
+        "model_type": "deepseek_v2",
+        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+    }
+
+
+def qwen35moe(file: GgufFile) -> Config:
+    """Qwen3.5, and Qwen3-Next where all layers have experts."""
+    if dense := dense_layers(file):
+        raise ModelError(
+            f"{file.path} has layers without experts ({', '.join(map(str, dense))}), which no Qwen3-Next or Qwen3.5 "
+            f"that was published has; take the model's safetensors"
+        )
+    return {
+        **_partly_turned(file),
+        **linear_config(file),
+        "model_type": "qwen3_5_moe_text",
+        "num_experts": experts(file),
+        "moe_intermediate_size": inner(file),
+        "shared_expert_intermediate_size": in_first_block(file, "ffn_gate_shexp.weight", 2)[0],
+    }
+
+
+def glm4moe(file: GgufFile) -> Config:
+    return {
+        **_partly_turned(file),
+        "model_type": "glm4_moe",
+        "n_routed_experts": experts(file),
+        "n_shared_experts": file.count("expert_shared_count"),
+        "moe_intermediate_size": inner(file),
+        "intermediate_size": dense_inner(file),
+        "first_k_dense_replace": leading_dense(file),
+        "routed_scaling_factor": file.decimal("expert_weights_scale", 1.0),
+        "norm_topk_prob": bool(file.of_model("expert_weights_norm", False)),
+        "n_group": file.count("expert_group_count", 1),
+        "topk_group": file.count("expert_group_used_count", 1),
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+    }
+
+
+def lfm2moe(file: GgufFile) -> Config:
+    convolution = [f"blk.{layer}.shortconv.conv.weight" in file.tensors for layer in range(blocks(file))]
+    first = leading_dense(file)
+    config = _common(file)
+    return {
+        **config,
+        "model_type": "lfm2_moe",
+        "num_key_value_heads": _most(file, "attention.head_count_kv"),  # convolutions have none
+        "norm_eps": config["rms_norm_eps"],
+        "layer_types": ["conv" if each else "full_attention" for each in convolution],
+        "conv_L_cache": file.count("shortconv.l_cache"),
+        "num_dense_layers": first,
+        "num_experts": experts(file),
+        "moe_intermediate_size": inner(file),
+        "intermediate_size": dense_inner(file),
+        "use_expert_bias": f"blk.{first}.exp_probs_b.bias" in file.tensors,
+        "norm_topk_prob": True,  # models/lfm2moe.cpp
+    }
+
+
+def _most(file: GgufFile, key: str) -> int:
+    """The largest of an entry's values for each layer."""
+    value = file.of_model(key)
+    return max(value, default=0) if isinstance(value, list) else file.count(key)
+
+
+def minimaxm2(file: GgufFile) -> Config:
+    return {
+        **_partly_turned(file),
+        "model_type": "minimax_m2",
+        "num_local_experts": experts(file),
+        "intermediate_size": inner(file),
+    }
+
+
+def ernie45moe(file: GgufFile) -> Config:
+    first = leading_dense(file)
+    return {
+        **_grouped(file),
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": experts(file),
+        "moe_num_shared_experts": file.count("expert_shared_count", 0),
+        "moe_intermediate_size": inner(file),
+        "intermediate_size": dense_inner(file),
+        "moe_layer_start_index": first,
+        "moe_layer_end_index": blocks(file) - 1,
+        "moe_layer_interval": 1,
+    }
+
+
+def _partly_turned(file: GgufFile) -> Config:
+    """A model with partial rotary embedding: some columns of each head are rotated."""
+    config = _grouped(file)
+    share = file.count("rope.dimension_count", config["head_dim"]) / config["head_dim"]
+    config["rope_parameters"]["partial_rotary_factor"] = share
+    return config
+
+
+# parts of several configs
+
+
+def rope_parameters(file: GgufFile) -> dict[str, Any]:
+    """`rope_parameters` of a config. ModelError for a scaling that is not linear or YaRN."""
+    theta = file.decimal("rope.freq_base", _THETA)
+    kind = file.of_model("rope.scaling.type", "none")
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    if kind == "linear":
+        found |= {"rope_type": "linear", "factor": file.decimal("rope.scaling.factor")}
+    elif kind == "yarn":
+        found |= _yarn(file)
+    elif kind != "none":
+        raise ModelError(f"{file.path} scales its rotary embedding by '{kind}'; linear and yarn are computed")
+    return found
+
+
+def _yarn(file: GgufFile) -> dict[str, Any]:
+    for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"):
+        if (factor := file.decimal(key, 1.0)) != 1.0:
+            raise ModelError(f"{file.path} sets {key} to {factor:g}, which tiermoe does not compute")
+    found = {
+        "rope_type": "yarn",
+        "factor": file.decimal("rope.scaling.factor"),
+        "original_max_position_embeddings": file.count("rope.scaling.original_context_length"),
+        "beta_fast": file.decimal("rope.scaling.yarn_beta_fast", _BETA_FAST),
+        "beta_slow": file.decimal("rope.scaling.yarn_beta_slow", _BETA_SLOW),
+    }
+    if multiplier := file.decimal("rope.scaling.yarn_log_multiplier", 0.0):  # DeepSeek's mscale_all_dim, a tenth of it
+        scale = rounded(10 * multiplier)
+        found |= {"mscale": scale, "mscale_all_dim": scale}
+    return found
+
+
+def end_ids(file: GgufFile) -> list[int]:
+    """Ids of the tokens that end an answer, the file's end token first."""
+    tokens = file.strings("tokenizer.ggml.tokens")
+    found = [token_id(file, name) for name in ("eos", "eot", "eom")]
+    there = {token: index for index, token in enumerate(tokens) if token in _ENDS}
+    if "<|return|>" in there and "<|call|>" in there:  # gpt-oss: it ends a message, not the answer
+        there.pop("<|end|>", None)
+    return list(dict.fromkeys([*(token for token in found if token is not None), *there.values()]))
+
+
+def token_id(file: GgufFile, name: str) -> int | None:
+    """The id of a token that the file names ('bos', 'eos', 'padding', …); None where it names none of its own."""
+    token = file.entries.get(f"tokenizer.ggml.{name}_token_id")
+    tokens = file.entries.get("tokenizer.ggml.tokens")
+    return token if isinstance(token, int) and isinstance(tokens, Strings) and 0 <= token < tokens.count else None

@@ -1,0 +1,236 @@
+"""Grouped-query attention: heads of queries in groups that share keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiermoe.errors import ModelError
+from tiermoe.kernels import attention as native
+from tiermoe.kernels.attention import (
+    DecodeAttention,
+    decode_attention,
+    decode_attention_workspace,
+    prompt_attention,
+    prompt_workspace,
+    takes_prompts,
+)
+from tiermoe.model.architecture import Architecture, FamilyWeights
+from tiermoe.model.attention import Attention, AttentionSizes, attend, scores_at_once
+from tiermoe.model.kv_cache import KVCache, LayerShape
+from tiermoe.model.linear import Linear
+from tiermoe.model.norms import Norm
+from tiermoe.model.rotary import ROPES, ApplyRope, rope_halves, rotary_at
+from tiermoe.model.step import Span, Step
+from tiermoe.types import FEW_TOKENS, Workload
+
+_FLOAT_BYTES = 4
+_SCORE_BYTES = 20  # of each score, with sinks: in the model's dtype four times, as float32 twice, and masks; measured
+
+
+def head_columns(config: Any) -> int:
+    """Columns of a head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedSizes(AttentionSizes):
+    """The description of a `GroupedAttention`."""
+
+    heads: int  # of queries
+    kv_heads: int  # of keys and values, each for heads / kv_heads heads of queries
+    columns: int  # of a head
+    window: int | None = None  # the last positions that a token attends to; None: all
+    sinks: bool = False  # logits that join each softmax and have no value (gpt-oss)
+    gated: bool = False  # each head has a gate behind its query, by whose sigmoid its output is multiplied (Qwen3-Next)
+    rotary: int = 0
+    by_decode_kernel: bool = True  # whether the native kernel could compute it with its norms and residual
+
+    @classmethod
+    def of(cls, architecture: Architecture, config: Any, index: int, has: Callable[[str], bool]) -> GroupedSizes:
+        """Of layer `index`. has: whether the checkpoint holds a tensor of this name. ModelError for a window below
+        0."""
+        layer_config = config.per_layer_config[index]
+        return cls(
+            layer_config.num_attention_heads,
+            layer_config.num_key_value_heads,
+            head_columns(layer_config),
+            _window(architecture, config, index),
+            has(f"model.layers.{index}.self_attn.sinks"),
+            architecture.gated,
+            rotary_at(config, index),
+            not architecture.side_by_side,
+        )
+
+    @property
+    def shape(self) -> LayerShape:
+        return LayerShape(self.kv_heads, self.columns, self.columns, self.window)
+
+    @property
+    def token_columns(self) -> int:
+        """Columns of a token's queries, and of their gates."""
+        return self.heads * self.columns * (2 if self.gated else 1)
+
+    @property
+    def rotated_columns(self) -> int:
+        return self.columns
+
+    def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:
+        """The kernel's workspace. Without the kernel masks, scores where there are sinks, and copies: of a window in
+        order, of keys and values of codes."""
+        if takes_prompts(dtype, self.columns, self.columns):
+            return prompt_workspace(load.threads, self.columns, self.columns)
+        tokens = min(load.chunk, load.context)
+        masks = tokens * load.context * (3 + load.itemsize)
+        scores = scores_at_once(self.heads, tokens, load.context) * _SCORE_BYTES if self.sinks else 0
+        room = self.shape.room(load.context, tokens)
+        unrolled = 2 * room * self.shape.row_bytes(load.itemsize) if room < load.context else 0
+        decoded = room * self.shape.row_bytes(load.itemsize + _FLOAT_BYTES) if load.kv_bits == 8 else 0
+        return masks + scores + unrolled + decoded
+
+    def decode_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
+        if not self.by_decode_kernel:
+            return 0
+        gates = 2 * min(tokens, FEW_TOKENS) * self.heads * self.columns if self.gated else 0
+        return gates + decode_attention_workspace(
+            tokens, self.window or positions, threads, (self.heads, self.kv_heads, self.columns, self.columns),
+            hidden, 0,
+        )  # fmt: skip
+
+    def weight_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Path in a layer → shape of the weights that every `GroupedAttention` has: no biases and norms."""
+        key_columns = self.kv_heads * self.columns
+        shapes: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj.weight": (self.token_columns, hidden),
+            "self_attn.k_proj.weight": (key_columns, hidden),
+            "self_attn.v_proj.weight": (key_columns, hidden),
+            "self_attn.o_proj.weight": (hidden, self.heads * self.columns),
+        }
+        return shapes | ({"self_attn.sinks": (self.heads,)} if self.sinks else {})
+
+    def block(self, weights: FamilyWeights, layer: str) -> GroupedAttention:
+        of, config, part = weights.architecture, weights.config, f"{layer}.self_attn"
+        query_norm, key_norm = (f"{part}.{of.named(name)}" for name in ("q_norm", "k_norm"))
+        normed = weights.has(query_norm)
+        scale = weights.scale("attention_multiplier") if of.scales else of.attention_scale or self.columns**-0.5
+        clip = getattr(config, "clip_qkv", None)
+        return GroupedAttention(
+            sizes=self,
+            query=weights.linear(f"{part}.q_proj"),
+            key=weights.linear(f"{part}.k_proj"),
+            value=weights.optional_linear(f"{part}.v_proj"),
+            output=weights.linear(f"{part}.{of.named('o_proj')}"),
+            scale=scale,
+            apply_rope=ROPES[of.rope],
+            query_norm=weights.norm(query_norm) if normed else None,
+            key_norm=weights.norm(key_norm) if normed else None,
+            norm_all_heads=of.norm_all_heads,
+            value_norm=weights.norm_without_weight(self.columns) if of.side_by_side else None,
+            sinks=weights.tensor(f"{part}.sinks") if self.sinks else None,
+            clip=None if clip is None else float(clip),
+        )
+
+
+def _window(architecture: Architecture, config: Any, index: int) -> int | None:
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window < 0:
+        raise ModelError(f"the config says that attention sees {window} tokens; download the model again")
+    slides = architecture.window == "all" or (
+        architecture.window == "layer" and config.layer_types[index] == "sliding_attention"
+    )
+    return int(window) if window and slides else None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedAttention(Attention):
+    """Projections, norms of queries and keys, rotary embedding, attention over a window or over all positions before,
+    output projection."""
+
+    sizes: GroupedSizes
+    query: Linear  # hidden → heads * columns, each head's gate behind its query
+    key: Linear  # hidden → kv_heads * columns
+    value: Linear | None  # None: values are the outputs of `key` before norm and rotary embedding (Gemma 4)
+    output: Linear  # heads * columns → hidden
+    scale: float  # of the scores
+    apply_rope: ApplyRope
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    norm_all_heads: bool = False  # norms are over all heads together, not over each head
+    value_norm: Norm | None = None  # over each head (Gemma 4)
+    sinks: Tensor | None = None  # (heads)
+    clip: float | None = None  # bound of the projections' outputs (OLMoE)
+
+    def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
+        """x (T, H), normed → (T, H). Writes the tokens' keys and values into the step's cache."""
+        sizes = self.sizes
+        query, gates = self._gates(self.query(x))
+        query = self._heads(query, sizes.heads, self.query_norm)
+        keys = self.key(x)
+        value = self._clipped(keys if self.value is None else self.value(x)).view(-1, sizes.kv_heads, sizes.columns)
+        value = value if self.value_norm is None else self.value_norm(value)
+        key = self._heads(keys, sizes.kv_heads, self.key_norm)
+        cos, sin = step.angles[sizes.rotary]
+        query, key = self.apply_rope(query, cos, sin), self.apply_rope(key, cos, sin)
+        attended = torch.empty_like(query)
+        for span in step.spans:
+            tokens = slice(span.begin, span.end)
+            step.cache.write(layer, span.row, key[tokens], value[tokens])
+            attended[tokens] = self._attended(query[tokens], layer, span, step.cache)
+        attended = attended.flatten(1)
+        return self.output(attended if gates is None else attended * torch.sigmoid(gates))
+
+    def decode_kernel(
+        self, before: Norm, after: Norm, rotary_columns: int, multiplier: float
+    ) -> DecodeAttention | None:
+        if self.clip is not None or self.value is None or self.value_norm is not None:
+            return None
+        return decode_attention(
+            native.GroupedAttention(
+                query=self.query.packed,
+                key=self.key.packed,
+                value=self.value.packed,
+                output=self.output.packed,
+                norm_before=before.native,
+                norm_after=after.native,
+                head_columns=self.sizes.columns,
+                rotary_columns=rotary_columns,
+                scale=self.scale,
+                norm_query=None if self.query_norm is None else self.query_norm.native,
+                norm_key=None if self.key_norm is None else self.key_norm.native,
+                interleaved=self.apply_rope is not rope_halves,
+                window=self.sizes.window or 0,
+                sinks=self.sinks,
+                gated=self.sizes.gated,
+                residual_multiplier=multiplier,
+            )
+        )
+
+    def _gates(self, projected: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The queries and the gates (T, heads * columns) of the outputs of `query`."""
+        if not self.sizes.gated:
+            return projected, None
+        query, gates = projected.view(-1, self.sizes.heads, 2 * self.sizes.columns).chunk(2, dim=-1)
+        return query.flatten(1), gates.flatten(1)
+
+    def _attended(self, query: Tensor, layer: int, span: Span, cache: KVCache) -> Tensor:
+        """A sequence's queries over its cache, by the native kernel where there is one."""
+        window = self.sizes.window
+        if takes_prompts(query.dtype, self.sizes.columns, self.sizes.columns):
+            row = span.row
+            return prompt_attention(query, cache.native[layer], row.slab, row.first, self.scale, window, self.sinks)
+        keys, values = cache.read(layer, span.row, window)
+        return attend(query, keys, values, self.scale, window, self.sinks)
+
+    def _heads(self, projected: Tensor, heads: int, norm: Norm | None) -> Tensor:
+        """Queries or keys (T, heads, columns), clipped and normed."""
+        if norm is not None and self.norm_all_heads:
+            projected = norm(projected)
+        projected = self._clipped(projected).view(-1, heads, self.sizes.columns)
+        return norm(projected) if norm is not None and not self.norm_all_heads else projected
+
+    def _clipped(self, projected: Tensor) -> Tensor:
+        return projected if self.clip is None else projected.clamp(-self.clip, self.clip)

@@ -1,0 +1,310 @@
+"""A model before anything is loaded: family, layers, experts, dense parameters, and where their bytes lie."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers import GenerationConfig
+
+from tiermoe.errors import ConfigError, ModelError, reason
+from tiermoe.formats.expert_format import ExpertFormat, format_from_names
+from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
+from tiermoe.formats.gguf_file import SUFFIX, is_gguf, open_gguf
+from tiermoe.formats.in_place import OWN_BITS, comes_quantized, in_place_precision
+from tiermoe.formats.neurons import unit_format
+from tiermoe.formats.outline import NAME as OUTLINE
+from tiermoe.formats.outline import Outline, read_outline, write_outline
+from tiermoe.formats.quant_schemes import pair_codes_with_scales
+from tiermoe.formats.safetensors import Checkpoint
+from tiermoe.formats.source import TensorSource, label_of
+from tiermoe.formats.store import Precision
+from tiermoe.model.families.table import Family, family_of
+from tiermoe.model.gguf.outline import outline_of
+from tiermoe.model.gguf.parameters import open_checkpoint
+from tiermoe.model.hf.configs import (
+    CONFIG,
+    LARGEST_CONFIG,
+    check_counts,
+    check_generation,
+    files_with_code,
+    gguf_config,
+    model_class,
+    quantization_of,
+    read_configs,
+    read_fields,
+    text_class_is_apart,
+    text_only,
+    text_tensors,
+    unread,
+)
+from tiermoe.platform import process_memory
+from tiermoe.platform.json_files import read_json
+from tiermoe.types import MoeLayer
+
+if TYPE_CHECKING:
+    from tiermoe.model.gguf.experts import GgufExperts
+    from tiermoe.model.hf.conversion import CheckpointExperts
+    from tiermoe.model.hf.skeleton import Skeleton
+
+
+@dataclass
+class Blueprint:
+    """A model as `inspect_model` found it."""
+
+    directory: Path  # of the checkpoint, or its GGUF file
+    name: str  # as the user named the model
+    whole: Any  # the checkpoint's config, without parts that speak
+    config: Any  # of the text part; `whole` where there is no other part
+    apart: bool  # transformers has a class for the text part alone, whose tensors the checkpoint's then are
+    family: Family
+    dtype: torch.dtype  # of the computation
+    checkpoint: Checkpoint | GgufCheckpoint
+    known: Outline | None
+    """The outline in the checkpoint's store, or of a GGUF file's names; None: transformers' modelling code is asked
+    where an outline is needed."""
+
+    @functools.cached_property
+    def outline(self) -> Outline:
+        """Layers and dense tensors."""
+        return self.known or self._built.outline()
+
+    @property
+    def model_class(self) -> Any:
+        """transformers' class of the model. Reading it imports transformers' modelling code."""
+        process_memory.import_modelling_code()
+        cls = model_class(self.family, self.built)
+        return cls if self.built is self.config else text_only(cls)
+
+    @property
+    def built(self) -> Any:
+        """The config that `model_class` takes."""
+        return self.config if self.apart else self.whole
+
+    @property
+    def unread(self) -> str:
+        """What the model's other parts read and tiermoe does not ('pictures and sound'); empty for a text model."""
+        return unread(self.whole)
+
+    @functools.cached_property
+    def own_code(self) -> str:
+        """The files of the checkpoint that name code of its own, which never runs ('config.json'); empty for none."""
+        return " and ".join(files_with_code(self.directory))
+
+    @property
+    def skeleton(self) -> Any:
+        """The model on the meta device, with shells for experts. Reading it imports transformers' modelling code."""
+        return self._built.model
+
+    @property
+    def experts(self) -> CheckpointExperts | GgufExperts:
+        """The experts in the checkpoint. Reading them imports transformers' modelling code."""
+        return self._built.experts
+
+    @functools.cached_property
+    def _built(self) -> Skeleton:
+        process_memory.import_modelling_code()
+        from tiermoe.model.hf.skeleton import Skeleton  # late: it imports transformers' modelling code
+
+        return Skeleton(self.family, self.model_class, self.built, self.dtype, self.checkpoint, self.name)
+
+    @functools.cached_property
+    def comes_quantized(self) -> bool:
+        """Whether experts keep the types that they are published in where no bits are asked for."""
+        return self.in_gguf or comes_quantized(self.checkpoint, self.outline.sources)
+
+    @functools.cached_property
+    def own_experts(self) -> Precision | None:
+        """The experts as a GGUF file, or a checkpoint that comes quantised, has them; None for other checkpoints, and
+        where no kernel takes them so."""
+        if not self.comes_quantized:
+            return None
+        try:
+            return self.require_own_experts()
+        except ModelError:  # `require_own_experts` says why
+            return None
+
+    def require_own_experts(self) -> Precision:
+        """`own_experts`. ModelError where no kernel takes them so."""
+        return in_place_precision(self.checkpoint, self.layers, self.outline.sources, self.dtype)
+
+    def own_types(self) -> str:
+        """The types that experts lie in, for people: 'Q4_K, Q6_K'; empty where none are in place."""
+        layers = self.own_experts.layers if self.own_experts is not None else []
+        parts = [part.name for layer in self.layers for part in layer.parts if part.is_matrix]
+        names = {name for layer in layers for part, name in layer.encodings.items() if part in parts}
+        plain = str(self.dtype).removeprefix("torch.")
+        return ", ".join(sorted({label_of(name) for name in names})) or (plain if layers else "")
+
+    def expert_formats(self, bits: int, unit: str, layout: str, quantizer: str) -> list[ExpertFormat]:
+        """The format of each layer's experts at `bits`, for the kernels of `layout`: the file's own where it has them
+        in place."""
+        if bits == OWN_BITS and unit == "expert" and self.own_experts is not None:
+            return [
+                format_from_names(layer, bits, self.dtype, packed.encodings, packed.in_page[0])
+                for layer, packed in zip(self.layers, self.own_experts.layers, strict=True)
+            ]
+        return [unit_format(unit, layer, bits, self.dtype, layout, quantizer) for layer in self.layers]
+
+    @property
+    def in_gguf(self) -> bool:
+        """Whether the checkpoint is a GGUF file."""
+        return isinstance(self.checkpoint, GgufCheckpoint)
+
+    @property
+    def layers(self) -> list[MoeLayer]:
+        return self.outline.layers
+
+    @property
+    def dense_keys(self) -> list[str]:
+        """Checkpoint keys that are not of experts."""
+        return list(self.outline.dense_keys)
+
+    def dense_bytes(self) -> int:
+        """Bytes of the parameters and buffers that stay resident at 16 bits (tied ones once)."""
+        return self.outline.dense_bytes
+
+    def max_context(self) -> int | None:
+        """Tokens the model was made for, None where its positions are relative and unbounded (Switch)."""
+        value = getattr(self.config, "max_position_embeddings", None)
+        return int(value) if value else None
+
+    def generation_config(self) -> Any:
+        """transformers' GenerationConfig of the checkpoint, None where it has none. ModelError where it cannot be
+        read."""
+        file = self.directory / "generation_config.json"
+        if not file.exists():
+            return None
+        try:
+            fields = read_json(file, LARGEST_CONFIG)
+            check_generation(fields)
+            return GenerationConfig.from_pretrained(self.directory)
+        except Exception as error:
+            raise ModelError(f"{file} cannot be read ({reason(error)}); download it again") from error
+
+    def generation_settings(self) -> Any:
+        """The GenerationConfig that a transformers model of the checkpoint has: the checkpoint's, or what the config
+        says."""
+        return self.generation_config() or GenerationConfig.from_model_config(self.config)
+
+    def require_text(self) -> None:
+        """ModelError where the model writes no text."""
+        if self.family.encoder_class:
+            raise ModelError(
+                f"{self.name} is an encoder alone and writes no text; load it with tiermoe.load and call it"
+            )
+
+    def leave_outline(self, root: Path) -> None:
+        """Keeps the outline in the store at `root`, where that has none that can be used."""
+        if self.known is None or not (root / OUTLINE).exists():
+            write_outline(root, self.checkpoint.fingerprint(), transformers.__version__, self.outline)
+
+
+def inspect_model(
+    directory: Path, name: str, store: Path | None = None, checkpoint: Checkpoint | GgufCheckpoint | None = None
+) -> Blueprint:
+    """Reads config and headers of a checkpoint, or of a GGUF file, and the outline that its store keeps (in the folder
+    `store`, by default the one in the user's cache); builds the model's skeleton where there is none. checkpoint: where
+    its headers are known already. ModelError: not a MoE model, an unsupported family, missing or torn files."""
+    if is_gguf(directory):
+        checkpoint = open_checkpoint(open_gguf(directory))
+        whole = config = gguf_config(checkpoint)
+        apart = False
+    else:
+        fields = read_fields(directory)
+        checkpoint = checkpoint or Checkpoint(directory)
+        check_counts(fields, checkpoint.tensors, directory / CONFIG)
+        whole, config = read_configs(directory, fields)
+        apart = text_class_is_apart(whole, config)
+        settings = quantization_of(config)
+        if settings is not None and isinstance(checkpoint, Checkpoint):
+            checkpoint.tensors = pair_codes_with_scales(checkpoint.tensors, settings, directory)
+        if apart and isinstance(checkpoint, Checkpoint):
+            checkpoint.tensors = text_tensors(checkpoint.tensors)
+    fingerprint = checkpoint.fingerprint()
+    known = read_outline(chosen_store_root(directory, name, fingerprint, store), fingerprint, transformers.__version__)
+    family = family_of(config.model_type, getattr(whole, "architectures", None) or ())
+    dtype = _dtype_of(config, checkpoint)
+    if known is None and isinstance(checkpoint, GgufCheckpoint):
+        known = outline_of(checkpoint, config, dtype)
+    blueprint = Blueprint(directory, name, whole, config, apart, family, dtype, checkpoint, known)
+    _check_outline(blueprint.outline, checkpoint, directory)
+    return blueprint
+
+
+def _dtype_of(config: Any, checkpoint: Checkpoint | GgufCheckpoint) -> torch.dtype:
+    """The compute dtype: the config's, else that of the checkpoint's first ordinary floating tensor."""
+    named = getattr(config, "dtype", None)
+    if isinstance(named, torch.dtype):
+        dtype = named
+    else:
+        usual = (torch.bfloat16, torch.float16, torch.float32)
+        dtype = next((entry.dtype for entry in checkpoint.tensors.values() if entry.dtype in usual), torch.float32)
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ModelError(f"{checkpoint.directory} asks for {dtype}; bfloat16, float16 and float32 are supported")
+    return dtype
+
+
+def _check_outline(outline: Outline, checkpoint: TensorSource, directory: Path) -> None:
+    """ModelError where a tensor has another shape than the config asks for, or a token uses no expert, or more than
+    there are."""
+    for path, tensor in outline.tensors.items():
+        found = tensor.shape if tensor.key is None else tuple(checkpoint.tensors[tensor.key].shape)
+        if found != tensor.shape:
+            raise ModelError(
+                f"{path} has shape {found} in {directory}, the config asks for {tensor.shape}; config and weights do "
+                f"not belong together"
+            )
+    for layer in outline.layers:
+        if not layer.expert_elements:
+            raise ModelError(f"{directory} says that the experts of {layer.name} have no weights; download it again")
+        if not 1 <= layer.top_k <= layer.experts:
+            raise ModelError(
+                f"{directory} says that a token uses {layer.top_k} of the {layer.experts} experts of {layer.name}; "
+                f"download it again"
+            )
+
+
+# the folder of a checkpoint's store
+
+
+def cache_folder() -> Path:
+    """The user's cache folder: TIERMOE_CACHE, or XDG_CACHE_HOME/tiermoe, or ~/.cache/tiermoe. Empty variables count as
+    none. ConfigError where nothing names a folder of the user's."""
+    if own := os.environ.get("TIERMOE_CACHE"):
+        return Path(own)
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "tiermoe"
+    try:
+        home = None if os.environ.get("HOME") == "" else Path.home()  # Python takes / for an empty one
+    except RuntimeError:
+        home = None
+    if home is None:
+        raise ConfigError(
+            "there is no folder for packed experts: HOME and XDG_CACHE_HOME are empty; set one of them, or "
+            "TIERMOE_CACHE"
+        )
+    return home / ".cache" / "tiermoe"
+
+
+def default_store_root(directory: Path, name: str, fingerprint: str) -> Path:
+    """Where a checkpoint's store lives: in the user's cache folder, in a folder named for the model and the
+    checkpoint's fingerprint."""
+    return cache_folder() / f"{_label(directory, name)}-{fingerprint}"
+
+
+def chosen_store_root(directory: Path, name: str, fingerprint: str, chosen: Path | None) -> Path:
+    """The folder of a checkpoint's store: the chosen one, or the one in the user's cache."""
+    return (chosen or default_store_root(directory, name, fingerprint)).expanduser().absolute()
+
+
+def _label(directory: Path, name: str) -> str:
+    text = name if "/" in name and not Path(name).exists() else directory.name.removesuffix(SUFFIX)
+    if directory.parent.name == "snapshots":  # a hub cache folder: models--org--name/snapshots/revision
+        text = directory.parent.parent.name.removeprefix("models--")
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in text).strip("-.") or "model"

@@ -1,0 +1,278 @@
+"""Config of a model: read from its directory or GGUF file, checked against the tensors that are there, and its text
+part where the model reads more than text."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig
+
+from tiermoe.config import MIB
+from tiermoe.errors import ModelError, reason
+from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
+from tiermoe.formats.gguf_file import SUFFIX
+from tiermoe.formats.safetensors import Entries
+from tiermoe.model.families.table import Family, family_of
+from tiermoe.model.gguf.parameters import compute_dtype, config_of
+from tiermoe.platform.json_files import read_json
+
+CONFIG = "config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+LARGEST_CONFIG = 16 * MIB
+"""Bytes of a JSON file that is read."""
+OWN_CODE = "auto_map"
+"""The entry by which a checkpoint's files name Python code of its own."""
+_LAYERS = re.compile(r"layers?$")
+_EXPERTS = re.compile(r"experts")
+_SIZES = re.compile(r"(size|dim|heads|rank|vocab|columns|model|ff|state|groups?)$")
+_FEW = 1024
+"""Layers and experts that any config may name: parts that are never built have theirs too."""
+_SMALL = 1 << 20
+"""Rows and columns that any config may name: a few MiB are made of them at the most."""
+_GENERATION: dict[Any, tuple[str, ...]] = {
+    (int, float): ("temperature", "top_p", "repetition_penalty"),
+    int: ("top_k", "eos_token_id", "bos_token_id", "pad_token_id", "do_sample"),
+}
+"""Kinds of values → fields of generation_config.json."""
+_NUMBERED = re.compile(r"\.(\d{1,9})\.")
+_TEXT_KEYS = (
+    ("model.language_model.model.", "model."),
+    ("model.language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("lm_head.", "lm_head."),
+)
+"""Prefixes of a text part's tensors inside of a larger model, and on their own."""
+
+
+# reading
+
+
+def read_fields(directory: Path) -> dict[str, Any]:
+    """The fields of config.json in a checkpoint directory. ModelError where there is none, or no MoE family's."""
+    file = directory / CONFIG
+    if not file.exists():
+        inside = min(directory.glob(f"*{SUFFIX}"), default=None)
+        hint = f"; name the GGUF file in it, {inside}" if inside is not None else ""
+        raise ModelError(f"{directory} has no config.json: it is not a Hugging Face model directory{hint}")
+    try:
+        fields: dict[str, Any] = read_json(file, LARGEST_CONFIG)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read ({error}); download it again") from error
+    model_type = fields.get("model_type") if isinstance(fields, dict) else None
+    if not model_type or not isinstance(model_type, str):
+        raise ModelError(f"{file} names no model_type: transformers cannot tell what model it is")
+    if not _looks_like_moe(fields):
+        raise ModelError(
+            f"{directory} is a '{model_type}' model without experts: tiermoe runs Mixture-of-Experts models; "
+            f"transformers itself or llama.cpp run a dense one"
+        )
+    family_of(model_type)
+    if OWN_CODE in fields and model_type not in CONFIG_MAPPING:
+        raise ModelError(
+            f"{directory} is a '{model_type}' model, which transformers {transformers.__version__} does not know and "
+            f"the checkpoint brings code for; tiermoe never runs a checkpoint's own code: choose another model"
+        )
+    return fields
+
+
+def read_configs(directory: Path, fields: dict[str, Any]) -> tuple[Any, Any]:
+    """(transformers' config of a checkpoint directory, config of its text part). ModelError where it is refused."""
+    try:
+        whole = writing_config(AutoConfig.from_pretrained(directory, trust_remote_code=False))
+        text = text_config(whole)
+        if text.is_encoder_decoder and not family_of(text.model_type).encodes:
+            raise ValueError(f"no '{text.model_type}' model has an encoder and a decoder")
+        family_of(text.model_type, getattr(whole, "architectures", None) or ())
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"transformers {transformers.__version__} cannot read {directory / CONFIG} ({reason(error)}); download it "
+            f"again, or a model that this version knows"
+        ) from error
+    return whole, text
+
+
+def gguf_config(checkpoint: GgufCheckpoint) -> Any:
+    """transformers' config of the model in a GGUF file. ModelError where the file lacks an entry, or transformers
+    refuses what it says."""
+    fields = config_of(checkpoint.file)
+    model_type = fields.pop("model_type")
+    family_of(model_type)
+    check_counts(fields, checkpoint.tensors, checkpoint.directory)
+    try:
+        return AutoConfig.for_model(model_type, **fields, dtype=compute_dtype(checkpoint))
+    except Exception as error:
+        raise ModelError(
+            f"transformers {transformers.__version__} refuses what {checkpoint.directory} says of its model "
+            f"({reason(error)}); download it again, or another file of the model"
+        ) from error
+
+
+def _looks_like_moe(raw: dict[str, Any]) -> bool:
+    inside = [value for value in raw.values() if isinstance(value, dict)]
+    named = any("expert" in key for key in raw) or raw.get("model_type") in ("mixtral", "switch_transformers")
+    return named or any(map(_looks_like_moe, inside))
+
+
+def quantization_of(config: Any) -> dict[str, Any] | None:
+    """A config's settings of its checkpoint's quantisation; None where the checkpoint is not quantised."""
+    settings = getattr(config, "quantization_config", None)
+    return settings if settings is None or isinstance(settings, dict) else dict(settings.to_dict())
+
+
+def files_with_code(directory: Path) -> list[str]:
+    """The files of a checkpoint's folder that name Python code in it, for config, model or tokenizer. It never runs."""
+    return [name for name in ("config.json", TOKENIZER_CONFIG) if OWN_CODE in _fields(directory / name)]
+
+
+def _fields(file: Path) -> dict[str, Any]:
+    """The fields of a JSON file; empty where there is none that can be read."""
+    try:
+        document = read_json(file)
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+# counts of a config, checked against the tensors before anything is built by them
+
+
+def check_counts(fields: Mapping[str, Any], tensors: Mapping[str, Any], file: Path) -> None:
+    """ModelError where a config names more layers than the tensors' names have, or more experts, heads, rows or columns
+    than the longest dimension of a tensor. fields: of the config, parts inside of it included."""
+    for name, value in _numbers(fields):
+        if _LAYERS.search(name):
+            fits = value <= _FEW or value <= _layers(tensors)
+        elif _EXPERTS.search(name) or _SIZES.search(name):
+            fits = value <= (_FEW if _EXPERTS.search(name) else _SMALL) or value <= _longest(tensors)
+        else:
+            continue
+        if not fits:
+            raise ModelError(
+                f"{file} says {name} {value:,}, which its {len(tensors):,} tensors of {_layers(tensors):,} layers and "
+                f"up to {_longest(tensors):,} rows do not have; config and weights do not belong together"
+            )
+
+
+def _layers(tensors: Mapping[str, Any]) -> int:
+    """By the first number in each tensor's name."""
+    return 1 + max((int(found[1]) for name in tensors if (found := _NUMBERED.search(name))), default=-1)
+
+
+def _longest(tensors: Mapping[str, Any]) -> int:
+    return max((size for entry in tensors.values() for size in entry.shape), default=0)
+
+
+def _numbers(fields: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value)
+        else:
+            several = value if isinstance(value, list) else [value]
+            yield from ((name, each) for each in several if isinstance(each, int | float))
+
+
+def check_generation(fields: Any) -> None:
+    """ValueError where generation_config.json is no object, or a value that is read of it has another kind."""
+    if not isinstance(fields, dict):
+        raise ValueError("it is no JSON object")
+    for kinds, names in _GENERATION.items():
+        for name in names:
+            value = fields.get(name)
+            several = value if isinstance(value, list) and name == "eos_token_id" else [value]
+            if any(each is not None and not isinstance(each, kinds) for each in several):
+                raise ValueError(f"{name} is {value!r}")
+
+
+# the text part of a larger model
+
+
+def writing_config(config: Any) -> Any:
+    """The config of the part that reads and writes where another part speaks (the thinker of Qwen3-Omni); transformers
+    has a class that takes its weights out of the whole checkpoint. `config` itself elsewhere."""
+    thinker = getattr(config, "thinker_config", None)
+    return config if thinker is None else _part(config, thinker)
+
+
+def text_config(config: Any) -> Any:
+    """The config of a model's text part, with the quantisation that its whole checkpoint has; `config` itself where it
+    has no other parts."""
+    text = config if config.is_encoder_decoder else config.get_text_config()
+    return config if text is config else _part(config, text)
+
+
+def _part(whole: Any, part: Any) -> Any:
+    """The config of a part, with the quantisation and the dtype of the whole checkpoint."""
+    part = copy.deepcopy(part)
+    quantization = getattr(whole, "quantization_config", None)
+    if quantization is not None:
+        part.quantization_config = quantization
+    if getattr(part, "dtype", None) is None:
+        part.dtype = getattr(whole, "dtype", None)
+    return part
+
+
+def text_class_is_apart(config: Any, text: Any) -> bool:
+    """Whether transformers computes the text part of a larger model by a causal class of its own."""
+    if text is config:
+        return False
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    return config.model_type in NAMES and NAMES[config.model_type] == NAMES.get(text.model_type)
+
+
+def text_tensors(tensors: Entries) -> Entries:
+    """The tensors of a larger checkpoint's text part, by the names that they have in a checkpoint of their own. All of
+    them where none lies inside of another part: the text part has its own names there (dots3_note)."""
+    if not any("language_model." in key for key in tensors):
+        return tensors
+    found: Entries = {}
+    for key, entry in tensors.items():
+        name = next((own + key.removeprefix(inside) for inside, own in _TEXT_KEYS if key.startswith(inside)), None)
+        if name is not None:
+            found[name] = entry
+    return found
+
+
+def unread(config: Any) -> str:
+    """What a model's parts beside the text part read ('pictures and sound'); empty where there are none."""
+    parts = " ".join(getattr(config, "sub_configs", {}))
+    return " and ".join(what for part, what in (("vision", "pictures"), ("audio", "sound")) if part in parts)
+
+
+def model_class(family: Family, config: Any) -> Any:
+    """transformers' class of models with this config. ModelError where it has none that continues a text, and the
+    family is no encoder alone."""
+    if family.encoder_class:
+        return getattr(transformers, family.encoder_class)
+    if family.encoder_decoder:
+        return transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)]
+    for mapping in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING):
+        if type(config) in mapping:
+            return mapping[type(config)]
+    raise ModelError(
+        f"transformers {transformers.__version__} has no class that continues a text for the model type "
+        f"'{config.model_type}'"
+    )
+
+
+def text_only(cls: type[Any]) -> type[Any]:
+    """A subclass of a larger model's class without the parts that read anything but text."""
+
+    def __init__(self: Any, config: Any, *args: Any, **named: Any) -> None:
+        cls.__init__(self, config, *args, **named)
+        kept = {self.get_input_embeddings(), self.get_output_embeddings()}
+        for parent in (self, getattr(self, self.base_model_prefix, self)):
+            for name, child in list(parent.named_children()):
+                if child.state_dict() and kept.isdisjoint(child.modules()):
+                    delattr(parent, name)
+
+    return type(cls.__name__, (cls,), {"__init__": __init__, "__module__": cls.__module__})

@@ -1,0 +1,263 @@
+"""Skeleton: a model on the meta device, built by transformers' modelling code, and the outline that it gives a
+checkpoint.
+
+Importing and running that code takes seconds. A later start of a family with a decoder of our own reads the outline
+instead (`formats/outline.py`)."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import re
+from typing import Any
+
+import torch
+from transformers.core_model_loading import build_glob_alternation
+
+from tiermoe.errors import ModelError, TiermoeError, reason
+from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
+from tiermoe.formats.outline import DenseTensor, Outline
+from tiermoe.formats.safetensors import Checkpoint, QuantizedTensor
+from tiermoe.formats.source import TensorSource
+from tiermoe.kernels.gates import gate_name, in_halves
+from tiermoe.model.families.table import ARCHITECTURES, Family
+from tiermoe.model.gguf.experts import GgufExperts
+from tiermoe.model.hf.configs import text_config
+from tiermoe.model.hf.conversion import CheckpointExperts
+from tiermoe.model.hf.shells import (
+    IMPLEMENTATION,
+    activation_of,
+    experts_left_out,
+    register,
+    routers_of,
+    shells_of,
+)
+
+_SMALLEST = 4096  # elements of a linear layer; packing a smaller one saves nothing worth a kernel call
+_TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
+
+
+class Skeleton:
+    """The `model` of a class and a config with shells for experts, and its `experts` in the checkpoint. ModelError
+    where the checkpoint is not of such a model, or the model has no experts."""
+
+    def __init__(
+        self,
+        family: Family,
+        cls: Any,
+        config: Any,
+        dtype: torch.dtype,
+        checkpoint: Checkpoint | GgufCheckpoint,
+        name: str,
+    ) -> None:
+        self._family, self._dtype = family, dtype
+        text = text_config(config)
+        self._part, self._model_type = text is not config, text.model_type
+        register()
+        with experts_left_out(family, text), torch.device("meta"):
+            try:
+                self.model = cls._from_config(config, dtype=dtype, experts_implementation=IMPLEMENTATION)
+            except (MemoryError, TiermoeError):
+                raise
+            except Exception as error:  # whatever its code does with values that no model has
+                raise ModelError(
+                    f"transformers' {cls.__name__} cannot be built as {checkpoint.directory} says "
+                    f"({reason(error)}); download it again"
+                ) from error
+        self.experts: CheckpointExperts | GgufExperts
+        if isinstance(checkpoint, GgufCheckpoint):
+            self.experts = GgufExperts(self.model, shells_of(self.model), checkpoint, dtype, top_k(text, 0))
+        else:
+            self.experts = CheckpointExperts(self.model, checkpoint, dtype, functools.partial(top_k, text))
+        if not self.experts.layers:
+            raise ModelError(f"{name} ({config.model_type}) has no expert layers: it is not a Mixture-of-Experts model")
+
+    def outline(self) -> Outline:
+        """The outline of the checkpoint, by which a later start needs no modelling code."""
+        checkpoint = self.experts.checkpoint
+        dense_keys = [key for key in checkpoint.tensors if key not in self.experts.expert_keys]
+        if isinstance(self.experts, CheckpointExperts):  # what other parts read, or other layers, is never loaded
+            known = self.experts.dense_keys
+            part = self._part or bool(self._family.encoder_class)
+            left_out = {key for key in dense_keys if part or isinstance(checkpoint.tensors[key], QuantizedTensor)}
+            dense_keys = [key for key in dense_keys if key in known or key not in left_out]
+        tensors = self._tensors(checkpoint)
+        tied = self._tied(tensors)
+        gate = self._gate()
+        return Outline(
+            layers=self.experts.layers,
+            sources=tuple(self.experts.sources(layer) for layer in range(len(self.experts.layers))),
+            tensors=tensors,
+            tied=tied,
+            packable=tuple(self._packable(set(dense_keys), tensors)),
+            table=self._table(tensors),
+            tables=self._tables(),
+            dense_bytes=self._dense_bytes(),
+            dense_keys=tuple(dense_keys),
+            gate=gate,
+            whole=gate is not None and self._known_embedding() and _taken_as_they_are(tensors, tied),
+        )
+
+    def _tensors(self, checkpoint: TensorSource) -> dict[str, DenseTensor]:
+        """Path → tensor of the state dict. A floating tensor is read in the dtype that transformers' loader leaves it
+        in: DeepSeek-V3 chooses by a bias in float32."""
+        wide = self._kept_wide()
+        found = {}
+        for path, tensor in self.model.state_dict().items():
+            key = self.experts.direct_key(path)
+            stored = checkpoint.tensors.get(key) if key is not None else None
+            if stored is None:
+                found[path] = DenseTensor(None, tuple(tensor.shape), tensor.dtype, tensor.dtype)
+                continue
+            floating = tensor.is_floating_point() and stored.dtype.is_floating_point
+            kept = torch.float32 if wide is not None and wide.search(path) else tensor.dtype
+            found[path] = DenseTensor(key, tuple(tensor.shape), kept if floating else stored.dtype, kept)
+        return found
+
+    def _kept_wide(self) -> Any:
+        """The pattern of the parameters that transformers' loader keeps in float32; None where there are none."""
+        names = set(self.model._keep_in_fp32_modules_strict or ()) if self._dtype.itemsize == 2 else set()
+        if self._dtype == torch.float16:
+            names |= set(self.model._keep_in_fp32_modules or ())
+        return build_glob_alternation(sorted(names))[0] if names else None
+
+    def _tied(self, tensors: dict[str, DenseTensor]) -> dict[str, str]:
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        return {path: source for path, source in tied.items() if path in tensors and source in tensors}
+
+    def _packable(self, dense_keys: set[str], tensors: dict[str, DenseTensor]) -> list[str]:
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
+        modules = list(self.model.named_modules())
+        routers = self._router_names()
+        inside = [*shells_of(self.model), *(name for name, _ in modules if name.endswith(routers))]
+        found = []
+        for name, module in modules:
+            if type(module) is not torch.nn.Linear or module.weight.numel() < _SMALLEST:
+                continue
+            weight = f"{name}.weight"
+            routed = any(name == prefix or name.startswith(f"{prefix}.") for prefix in inside)
+            if tensors[weight].key not in dense_keys or weight in tied or routed:
+                continue
+            parent, _, child = name.rpartition(".")
+            if not takes_weight(self.model.get_submodule(parent), child):
+                found.append(name)
+        return found
+
+    def _router_names(self) -> tuple[str, ...]:
+        """What routers are called in their blocks."""
+        routers = routers_of(self.model)
+        return tuple({name for name, _ in routers if name})
+
+    def _table(self, tensors: dict[str, DenseTensor]) -> str | None:
+        """The input embedding, if its rows can be read one by one: a plain table that nothing else uses and that the
+        checkpoint holds as it is."""
+        if not self._plain_embedding() or self._family.encodes:
+            return None
+        module = self.model.get_input_embeddings()
+        path = next(name for name, each in self.model.named_modules() if each is module) + ".weight"
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        if path in tied or path in tied.values():
+            return None
+        return path if tensors[path].key is not None else None
+
+    def _tables(self) -> dict[str, tuple[str, ...]]:
+        """Other embeddings whose rows can be read one by one: `Outline.tables`."""
+        if isinstance(self.experts, GgufExperts) or self._family.encodes:
+            return {}
+        used = self.model.get_input_embeddings()
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        found = {}
+        for name, module in self.model.named_modules():
+            if module is used or not is_table(module):
+                continue
+            path, (parent, _, child) = f"{name}.weight", name.rpartition(".")
+            keys = self.experts.row_keys(path)
+            shared = path in tied or path in tied.values()
+            if keys and not shared and not takes_weight(self.model.get_submodule(parent), child):
+                found[path] = keys
+        return found
+
+    def _plain_embedding(self) -> bool:
+        module = self.model.get_input_embeddings()
+        return type(module) is torch.nn.Embedding and module.max_norm is None
+
+    def _known_embedding(self) -> bool:
+        """Whether decoders of our own compute the input embedding: a table, which they may scale."""
+        own = ARCHITECTURES.get(self._model_type)
+        scaled = own is not None and own.scaled_embedding
+        return scaled or self._plain_embedding()
+
+    def _dense_bytes(self) -> int:
+        """Bytes of the parameters and buffers that stay resident at 16 bits (tied ones once)."""
+        seen: dict[int, int] = {}
+        for tensor in [*self.model.parameters(), *self.model.buffers()]:
+            seen[id(tensor)] = tensor.numel() * tensor.element_size()
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        shared = sum(
+            math.prod(parameters[path].shape) * parameters[path].element_size()
+            for path, source in tied.items()
+            if path in parameters and source in parameters and parameters[path] is not parameters[source]
+        )
+        return int(sum(seen.values()) - shared)
+
+    def _gate(self) -> tuple[Any, ...] | None:
+        """The name of what all experts have between their matrices."""
+        names = {gate_name(activation_of(module)) for module in shells_of(self.model).values()}
+        name = names.pop() if len(names) == 1 else None
+        if isinstance(self.experts, GgufExperts) and name is not None:
+            return in_halves(name)
+        return name
+
+
+def _taken_as_they_are(tensors: dict[str, DenseTensor], tied: dict[str, str]) -> bool:
+    """Whether every tensor is one of the checkpoint's. One that is tied must not be there beside its source: which of
+    both counts is transformers' to say."""
+    return all((tensor.key is None) == (path in tied) for path, tensor in tensors.items()) and all(
+        source not in tied for source in tied.values()
+    )
+
+
+def top_k(config: Any, layer: int) -> int:
+    """Experts that a token uses in decoder layer `layer`; 1 where the config has no entry for it (Switch). ModelError
+    where the entry names no number."""
+    named = ""
+    for part in (config, getattr(config, "ffn_config", None)):
+        for name in _TOP_K:
+            value = getattr(part, name, None)
+            if isinstance(value, list | tuple):
+                value = value[layer] if layer < len(value) else None
+            if isinstance(value, int):
+                return value
+            named = name if hasattr(part, name) else named
+    if named:
+        raise ModelError(f"the config names no number of experts that a token uses ({named} of layer {layer})")
+    return 1
+
+
+def is_table(module: torch.nn.Module) -> bool:
+    """Whether a module of transformers does nothing but look up rows, and multiply them by its `embed_scale`."""
+    if not isinstance(module, torch.nn.Embedding) or module.max_norm is not None:
+        return False
+    return type(module) is torch.nn.Embedding or type(module).__name__.endswith("ScaledWordEmbedding")
+
+
+def takes_weight(owner: torch.nn.Module, child: str) -> bool:
+    """Whether a module's code computes with the weight of its linear layer `child` itself, so that the layer must stay
+    as it is. Questions about shape and dtype a packed one answers too, and a fused product of training never runs."""
+    cls: Any = type(owner)
+    code = _source(cls)
+    if code is None:
+        return True
+    used = r"(?<!isinstance\(self\.)(?<!outproj_weight=self\.)(?<=\.)"  # a name in a string says what is tied
+    return re.search(rf"{used}{re.escape(child)}\.weight\b(?!\.(dtype|device|shape))", code) is not None
+
+
+@functools.cache
+def _source(cls: type) -> str | None:
+    """A class's code; None where there is no file to read it from. Python parses the whole file for each class."""
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):
+        return None

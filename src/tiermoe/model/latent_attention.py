@@ -1,0 +1,409 @@
+"""Multi-head latent attention (DeepSeek-V2, section 2.1): the cache has one compressed vector a token. With it the
+indexer of sparse attention (DeepSeek-V3.2), which chooses the positions that a token attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiermoe.formats.plain import Plain
+from tiermoe.formats.scratch import scratch
+from tiermoe.kernels import attention as native
+from tiermoe.kernels.attention import (
+    DecodeAttention,
+    PackedMatrix,
+    Piece,
+    Slabs,
+    decode_attention,
+    decode_attention_workspace,
+    prompt_attention,
+    prompt_state,
+    prompt_workspace,
+    takes_prompts,
+)
+from tiermoe.model.architecture import Architecture, FamilyWeights
+from tiermoe.model.attention import Attention, AttentionSizes, attend, scores_at_once
+from tiermoe.model.kv_cache import LayerShape
+from tiermoe.model.kv_memory import read_rows, write_rows
+from tiermoe.model.linear import Linear, PlainLinear
+from tiermoe.model.norms import LayerNorm, Norm
+from tiermoe.model.rotary import ROPES, ApplyRope, rope_halves, yarn_scale
+from tiermoe.model.step import Span, Step
+from tiermoe.types import Workload
+
+_NARROW_EPSILON = 1e-6
+"""Of the norms inside of latent attention, whatever the config says (transformers' default)."""
+PIECE = 1024
+"""Positions whose keys and values are expanded at a time."""
+_SPARSE_TOKENS = 8
+"""Tokens of a prompt that attend to chosen latents at a time."""
+_FLOAT_BYTES = 4
+_SCORE_BYTES = 14  # of a score of torch's own operations: as float32 three times, and masks; measured
+
+
+def has_indexer(architecture: Architecture, config: Any, index: int) -> bool:
+    """Whether layer `index` has an indexer of its own; a layer that config.indexer_types calls shared takes the choice
+    of the layer before it."""
+    kinds = getattr(config, "indexer_types", None)
+    return architecture.index_rope is not None and (kinds is None or kinds[index] == "full")
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerSizes:
+    """The description of an `Indexer`."""
+
+    heads: int
+    columns: int  # of a head's query, and of a key
+    most: int  # positions that a token attends to
+
+    def nbytes(self, load: Workload) -> int:
+        """Workspace of one sequence: keys and scores as float32, the search for the largest scores, and the positions
+        found for all tokens of a step."""
+        found = load.tokens * self.most * _FLOAT_BYTES
+        tokens = load.tokens * self.heads * (self.columns * (3 * load.itemsize + _FLOAT_BYTES) + _FLOAT_BYTES)
+        return load.context * (_FLOAT_BYTES * (self.columns + 2 * self.heads + 1) + 16) + found + tokens
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSizes(AttentionSizes):
+    """The description of a `LatentAttention`."""
+
+    heads: int
+    plain_columns: int  # of a head's query and key that are not rotated
+    rotary_columns: int  # of a head's query, and of the key that all heads share
+    value_columns: int  # of a head
+    latent_columns: int
+    indexer: IndexerSizes | None = None  # of sparse attention
+    keeps_index: bool = False  # the layer has an indexer of its own, whose keys the cache holds
+
+    @classmethod
+    def of(cls, architecture: Architecture, config: Any, index: int) -> LatentSizes:
+        """Of layer `index`."""
+        indexer = None
+        if architecture.index_rope is not None:
+            indexer = IndexerSizes(config.index_n_heads, config.index_head_dim, config.index_topk)
+        return cls(
+            config.num_attention_heads,
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.v_head_dim,
+            config.kv_lora_rank,
+            indexer,
+            has_indexer(architecture, config, index),
+        )
+
+    @property
+    def shape(self) -> LayerShape:
+        index = self.indexer.columns if self.indexer is not None and self.keeps_index else 0
+        return LayerShape(1, self.latent_columns + self.rotary_columns, 0, index_columns=index)
+
+    @property
+    def token_columns(self) -> int:
+        return self.heads * (self.plain_columns + self.rotary_columns)
+
+    @property
+    def rotated_columns(self) -> int:
+        return self.rotary_columns
+
+    def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:
+        """Keys and values of all heads, and the kernel's workspace, or a few heads' scores; of sequences that are
+        longer than the indexer chooses, what choosing and attending sparsely takes."""
+        if self.indexer is None or load.context <= self.indexer.most:
+            return self._whole_bytes(load, load.context, dtype)
+        return self._whole_bytes(load, self.indexer.most, dtype) + self._sparse_bytes(load, self.indexer)
+
+    def _whole_bytes(self, load: Workload, positions: int, dtype: torch.dtype) -> int:
+        """Bytes where tokens attend to all positions."""
+        tokens = min(load.chunk, positions)
+        keys = self.plain_columns + self.rotary_columns
+        heads = self.heads * (2 * self.plain_columns + self.rotary_columns + 2 * self.value_columns)
+        by_kernel = takes_prompts(dtype, keys, self.value_columns)
+        expanded = (PIECE if by_kernel else positions) * (heads + 2 * self.latent_columns) * load.itemsize
+        if by_kernel:
+            state = prompt_state(tokens, self.heads, self.heads, self.value_columns)
+            return expanded + state + prompt_workspace(load.threads, keys, self.value_columns)
+        masks = tokens * positions * (3 + 4)
+        scores = scores_at_once(self.heads, tokens, positions)
+        share = min(1.0, scores / (self.heads * tokens * positions))
+        widened = 4 * positions * self.heads * (keys + self.value_columns)
+        return expanded + masks + scores * _SCORE_BYTES + int(widened * share)
+
+    def _sparse_bytes(self, load: Workload, indexer: IndexerSizes) -> int:
+        """The indexer's search, and attention to what it finds: the matrices that expand latents and, of some tokens at
+        a time, latents, scores, and expanded queries, all as float32."""
+        width = self.latent_columns + self.rotary_columns
+        expanding = 2 * self.heads * self.latent_columns * (self.plain_columns + self.value_columns)
+        latents = indexer.most * (2 * width + self.latent_columns + 3 * self.heads)
+        queries = self.heads * (2 * width + 2 * self.latent_columns + 2 * self.value_columns)
+        return indexer.nbytes(load) + _FLOAT_BYTES * (expanding + _SPARSE_TOKENS * (latents + queries))
+
+    def decode_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
+        columns = self.latent_columns + self.rotary_columns
+        attended = positions if self.indexer is None else min(positions, self.indexer.most)
+        return decode_attention_workspace(
+            tokens, attended, threads, (self.heads, 1, columns, self.latent_columns), hidden, self.latent_columns
+        )
+
+    @property
+    def expanding_bytes(self) -> int:
+        return 2 * self.heads * self.latent_columns * (self.plain_columns + self.value_columns)
+
+    def weight_shapes(self, hidden: int, narrow: int | None) -> dict[str, tuple[int, ...]]:
+        """Path in a layer → shape of the weights. narrow: columns of a narrow query; None: there is none."""
+        queries = (self.token_columns, narrow or hidden)
+        first: dict[str, tuple[int, ...]] = {"self_attn.q_proj.weight": queries}
+        if narrow:
+            first = {
+                "self_attn.q_a_proj.weight": (narrow, hidden),
+                "self_attn.q_a_layernorm.weight": (narrow,),
+                "self_attn.q_b_proj.weight": queries,
+            }
+        return first | {
+            "self_attn.kv_a_proj_with_mqa.weight": (self.latent_columns + self.rotary_columns, hidden),
+            "self_attn.kv_a_layernorm.weight": (self.latent_columns,),
+            "self_attn.kv_b_proj.weight": (self.heads * (self.plain_columns + self.value_columns), self.latent_columns),
+            "self_attn.o_proj.weight": (hidden, self.heads * self.value_columns),
+        }
+
+    def block(self, weights: FamilyWeights, layer: str) -> LatentAttention:
+        of, config, part = weights.architecture, weights.config, f"{layer}.self_attn"
+        narrow = config.q_lora_rank is not None
+        asks = of.rope == "pairs" and of.index_rope is None
+        interleaved = getattr(config, "rope_interleave", True) if asks else True
+        return LatentAttention(
+            sizes=self,
+            query=weights.linear(f"{part}.q_b_proj" if narrow else f"{part}.q_proj"),
+            narrow_query=weights.linear(f"{part}.q_a_proj") if narrow else None,
+            query_norm=weights.norm(f"{part}.q_a_layernorm", _NARROW_EPSILON) if narrow else None,
+            compress=weights.linear(f"{part}.kv_a_proj_with_mqa"),
+            latent_norm=weights.norm(f"{part}.kv_a_layernorm", _NARROW_EPSILON),
+            expand=weights.linear(f"{part}.kv_b_proj"),
+            output=weights.linear(f"{part}.o_proj"),
+            scale=yarn_scale(config.rope_parameters, (self.plain_columns + self.rotary_columns) ** -0.5),
+            apply_rope=ROPES[of.rope if interleaved else "halves"],
+        )
+
+    def indexer_block(self, weights: FamilyWeights, layer: str) -> Indexer | None:
+        """The indexer of the layer at the path `layer`; None where it has none of its own."""
+        if self.indexer is None or not self.keeps_index:
+            return None
+        part = f"{layer}.self_attn"
+        weigh, norm = weights.linear(f"{part}.indexer.weights_proj"), f"{part}.indexer.k_norm"
+        return Indexer(
+            sizes=self.indexer,
+            narrow=weights.linear(f"{part}.q_a_proj"),
+            narrow_norm=weights.norm(f"{part}.q_a_layernorm", _NARROW_EPSILON),
+            query=weights.linear(f"{part}.indexer.wq_b"),
+            key=weights.linear(f"{part}.indexer.wk"),
+            key_norm=LayerNorm(weights.tensor(f"{norm}.weight"), weights.tensor(f"{norm}.bias"), _NARROW_EPSILON),
+            weigh=weigh,
+            apply_rope=ROPES[weights.architecture.index_rope or "halves"],
+            weigh_in=weigh.packed.fields["weight"].dtype if isinstance(weigh, PlainLinear) else weights.dtype,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention(Attention):
+    """Attention whose cache keeps a latent and a rotary key side by side, as keys.
+
+    Keys and values of all heads are expanded while the layer runs, for the native kernel a piece of the positions at a
+    time. A token whose positions an indexer chose attends to latents as they are: its queries are expanded instead, and
+    its output."""
+
+    sizes: LatentSizes
+    query: Linear  # hidden, or the narrow query → heads * (plain + rotary columns)
+    compress: Linear  # hidden → latent columns, and one rotary key that all heads share
+    latent_norm: Norm
+    expand: Linear  # latent → heads * (plain columns of a key, value columns)
+    output: Linear  # heads * value columns → hidden
+    scale: float  # of the scores
+    apply_rope: ApplyRope
+    narrow_query: Linear | None = None  # hidden → narrow query, with its norm
+    query_norm: Norm | None = None
+
+    def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
+        """x (T, H), normed → (T, H). Writes the tokens' latents into the step's cache."""
+        sizes = self.sizes
+        narrow = x if self.narrow_query is None or self.query_norm is None else self.query_norm(self.narrow_query(x))
+        query = self.query(narrow).view(x.shape[0], sizes.heads, -1)
+        plain, rotary_query = query[..., : sizes.plain_columns], query[..., sizes.plain_columns :]
+        compressed = self.compress(x)
+        latent = self.latent_norm(compressed[:, : sizes.latent_columns].contiguous())[:, None]
+        rotary_key = self.apply_rope(compressed[:, sizes.latent_columns :][:, None], step.cos, step.sin)
+        query = torch.cat((plain, self.apply_rope(rotary_query, step.cos, step.sin)), dim=-1)
+        kept, new = step.cache.keys[layer], torch.cat((latent, rotary_key), dim=-1)
+        attended = x.new_empty((x.shape[0], sizes.heads, sizes.value_columns))
+        for span in step.spans:
+            tokens = slice(span.begin, span.end)
+            write_rows(kept, span.row, new[tokens])
+            rows = read_rows(kept, span.row, None)[0]
+            if step.chosen is None or span.row.end <= step.chosen.shape[1]:
+                attended[tokens] = self._attended(query[tokens], rows)
+            else:
+                attended[tokens] = self._sparsely(query[tokens], rows, step.chosen[tokens], step.positions[tokens])
+        return self.output(attended.flatten(1))
+
+    def decode_kernel(
+        self, before: Norm, after: Norm, rotary_columns: int, multiplier: float
+    ) -> DecodeAttention | None:
+        if self.expand.packed.bias is not None:
+            return None
+        key_up, value_up = self._expanding()
+        return decode_attention(
+            native.LatentAttention(
+                query=self.query.packed,
+                latent=self.compress.packed,
+                key_up=key_up,
+                value_up=value_up,
+                output=self.output.packed,
+                norm_before=before.native,
+                norm_after=after.native,
+                norm_latent=self.latent_norm.native,
+                head_columns=self.sizes.plain_columns,
+                value_columns=self.sizes.value_columns,
+                latent_columns=self.sizes.latent_columns,
+                rotary_columns=self.sizes.rotary_columns,
+                scale=self.scale,
+                query_first=None if self.narrow_query is None else self.narrow_query.packed,
+                norm_query=None if self.query_norm is None else self.query_norm.native,
+                interleaved=self.apply_rope is not rope_halves,
+                residual_multiplier=multiplier,
+            )
+        )
+
+    def _expanding(self) -> tuple[PackedMatrix, PackedMatrix]:
+        """The two matrices that make keys and values of latents, at 16 bits: of keys each head's transpose (heads *
+        latent, plain), of values (heads * value, latent)."""
+        packed, heads, latent = self.expand.packed, self.sizes.heads, self.sizes.latent_columns
+        both = packed.encoding.decode(packed.fields, packed.out, packed.in_, torch.bfloat16).view(heads, -1, latent)
+        keys = both[:, : self.sizes.plain_columns].transpose(1, 2).reshape(heads * latent, -1).contiguous()
+        values = both[:, self.sizes.plain_columns :].reshape(-1, latent).contiguous()
+        return _plain(keys), _plain(values)
+
+    def _attended(self, query: Tensor, kept: Tensor) -> Tensor:
+        """query (T, heads, columns) over kept (n, latent + rotary columns), the last T of which are the tokens' own."""
+        if takes_prompts(query.dtype, query.shape[2], self.sizes.value_columns):
+            return self._in_pieces(query, kept)
+        keys = query.new_empty((self.sizes.heads, kept.shape[0], query.shape[2]))
+        values = query.new_empty((self.sizes.heads, kept.shape[0], self.sizes.value_columns))
+        self._expand(kept, keys, values)
+        return attend(query, keys, values, self.scale, None, None)
+
+    def _in_pieces(self, query: Tensor, kept: Tensor) -> Tensor:
+        """`_attended` by the native kernel, which takes keys and values of all heads for a piece of the positions at a
+        time."""
+        tokens, heads, columns = query.shape
+        keys = scratch.take("expanded keys", (1, heads, PIECE, columns), query.dtype)
+        values = scratch.take("expanded values", (1, heads, PIECE, self.sizes.value_columns), query.dtype)
+        state = scratch.take(
+            "prompt state", (prompt_state(tokens, heads, heads, self.sizes.value_columns),), torch.uint8
+        )
+        slabs, attended = Slabs(keys, values), query
+        for begin in range(0, kept.shape[0], PIECE):
+            rows = kept[begin : begin + PIECE]
+            self._expand(rows, keys[0, :, : len(rows)], values[0, :, : len(rows)])
+            piece = Piece(begin, begin + len(rows), state)
+            attended = prompt_attention(query, slabs, 0, kept.shape[0] - tokens, self.scale, piece=piece)
+        return attended
+
+    def _sparsely(self, query: Tensor, kept: Tensor, chosen: Tensor, positions: Tensor) -> Tensor:
+        """query (T, heads, columns) over those of kept (n, latent + rotary columns) that are chosen (T, most) for each
+        token."""
+        packed = self.expand.packed
+        expand = packed.encoding.decode(packed.fields, packed.out, packed.in_, torch.float32)
+        expand = expand.view(self.sizes.heads, -1, self.sizes.latent_columns)
+        keys, values = expand[:, : self.sizes.plain_columns], expand[:, self.sizes.plain_columns :]
+        result = query.new_empty((len(query), self.sizes.heads, self.sizes.value_columns))
+        for begin in range(0, len(query), _SPARSE_TOKENS):
+            some = slice(begin, begin + _SPARSE_TOKENS)
+            wide = query[some].float()
+            plain, rotary = wide[..., : self.sizes.plain_columns], wide[..., self.sizes.plain_columns :]
+            latents = kept[chosen[some].long()].float()
+            expanded = torch.cat((torch.matmul(plain.transpose(0, 1), keys).transpose(0, 1), rotary), dim=-1)
+            scores = torch.matmul(expanded, latents.transpose(1, 2)).mul_(self.scale)
+            beyond = torch.arange(chosen.shape[1]) > positions[some, None]
+            weights = torch.softmax(scores.masked_fill_(beyond[:, None], float("-inf")), dim=-1)
+            attended = torch.matmul(weights, latents[..., : self.sizes.latent_columns])
+            result[some] = torch.matmul(attended.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
+        return result
+
+    def _expand(self, kept: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Expands kept (n, latent + rotary columns) into keys (heads, n, plain + rotary columns) and values (heads, n,
+        value columns)."""
+        latents, rotaries = kept[:, : self.sizes.latent_columns].contiguous(), kept[:, self.sizes.latent_columns :]
+        both = self.expand(latents).view(latents.shape[0], self.sizes.heads, -1).transpose(0, 1)
+        keys[..., : self.sizes.plain_columns] = both[..., : self.sizes.plain_columns]
+        keys[..., self.sizes.plain_columns :] = rotaries
+        values[:] = both[..., self.sizes.plain_columns :]
+
+
+def _plain(weight: Tensor) -> PackedMatrix:
+    return PackedMatrix(Plain(), {"weight": weight}, *weight.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Indexer:
+    """Chooses the `sizes.most` positions of the largest scores, of those up to a token's own.
+
+    Each token keeps a key. A token's score of a position is the sum over heads of weight * relu(query · key). The first
+    columns of queries and keys are rotated.
+
+    Scores are float32, as in transformers, and each token's are computed by themselves over its own positions alone:
+    the choice depends neither on the other tokens of a step nor on how a prompt was cut. Few heads give many equal
+    scores: a position that no head finds has 0. Of equal scores the one is chosen that `torch.topk` finds among the
+    token's positions, as where transformers decodes one by one; it depends on the length of the row. In a prompt
+    transformers' rows have all positions of the prompt, so it may choose another of the equals, and its logits of the
+    prompt differ from those of its own decoding: of random weights with two heads by any amount."""
+
+    sizes: IndexerSizes
+    narrow: Linear  # hidden → narrow query, with its norm
+    narrow_norm: Norm
+    query: Linear  # narrow query → heads * columns
+    key: Linear  # hidden → columns
+    key_norm: Norm
+    weigh: Linear  # hidden → the heads' weights
+    apply_rope: ApplyRope
+    weigh_in: torch.dtype  # of what `weigh` takes
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a token's scores do not depend on the other tokens of a call of up to FEW_TOKENS."""
+        return all(each.batch_invariant for each in (self.narrow, self.query, self.key, self.weigh))
+
+    def __call__(self, x: Tensor, layer: int, step: Step) -> None:
+        """x (T, H), normed: writes the tokens' keys into the step's cache, and sets the positions that the tokens
+        attend to from this layer on."""
+        kept, keys = step.cache.index_keys[layer], self._rotated(self.key_norm(self.key(x))[:, None], step)
+        for span in step.spans:
+            write_rows(kept, span.row, keys[span.begin : span.end])
+        step.choose(self._chosen(x, kept, step) if step.longest > self.sizes.most else None)
+
+    def _chosen(self, x: Tensor, kept: Tensor, step: Step) -> Tensor:
+        """int32 (T, most)."""
+        heads, most = self.sizes.heads, self.sizes.most
+        queries = self.query(self.narrow_norm(self.narrow(x))).view(len(x), heads, self.sizes.columns)
+        queries = self._rotated(queries, step).float()
+        weights = self.weigh(x.to(self.weigh_in)).float() * heads**-0.5
+        chosen = torch.arange(most, dtype=torch.int32).repeat(len(x), 1)
+        for span in step.spans:
+            if span.row.end > most:
+                self._search(queries, weights, read_rows(kept, span.row, None)[0].float(), span, chosen)
+        return chosen
+
+    def _search(self, queries: Tensor, weights: Tensor, keys: Tensor, span: Span, chosen: Tensor) -> None:
+        """Writes the positions of a sequence's tokens into `chosen`, ascending; keys (n, columns) of its positions."""
+        for token in range(span.begin, span.end):
+            positions = span.row.first + token - span.begin + 1
+            if positions <= self.sizes.most:
+                continue
+            scores = torch.matmul(queries[token], keys[:positions].T).mul_(self.sizes.columns**-0.5).relu_()
+            ranked = torch.matmul(weights[token], scores)
+            chosen[token] = ranked.topk(self.sizes.most).indices.sort().values
+
+    def _rotated(self, x: Tensor, step: Step) -> Tensor:
+        """x (T, heads, columns) with its first columns rotated."""
+        rotary = step.cos.shape[-1]
+        return torch.cat((self.apply_rope(x[..., :rotary], step.cos, step.sin), x[..., rotary:]), dim=-1)

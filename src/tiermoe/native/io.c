@@ -1,0 +1,527 @@
+#define _GNU_SOURCE
+#include "io.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "xxh3.h"
+
+enum {
+    PAGE = 4096,
+    MOST_THREADS = 64,
+    SMALL = 1 << 17,       /* bytes */
+    SIGNALS_NS = 50000000, /* after which a waiting thread looks for signals */
+};
+
+typedef enum { URGENT, SPECULATIVE, BACKGROUND, KINDS } Kind;
+
+/* How a piece is read: through the page cache, where its pages stay or are dropped, past it, or by bringing in the pages
+ * of a mapped file, of which the target is a part. */
+typedef enum { CACHED, DROPPED, DIRECT, MAPPED } How;
+
+/* `nbytes` at `offset` of a file that belong at byte `at` of the target. */
+typedef struct {
+    int64_t offset, nbytes, at;
+    int32_t file, how;
+} Piece;
+
+typedef struct {
+    uint64_t checksum; /* XXH3, of all pieces in their order */
+    int32_t checked, count;
+    Piece pieces[];
+} Request;
+
+_Static_assert(sizeof(Piece) == 32 && sizeof(Request) == 16, "Python packs these");
+
+typedef enum { DONE, SYSTEM, ENDS_EARLY, DAMAGED } Outcome;
+
+typedef struct Load {
+    struct Load *next;
+    uint64_t number;
+    Kind kind;
+    char *target;
+    PyObject *bytes; /* which hold the request */
+    const Request *request;
+    Outcome outcome;
+    int64_t piece, detail; /* of an outcome that is not DONE: which, and errno or the bytes that are missing */
+    int64_t ended;
+} Load;
+
+typedef struct {
+    Load *first, **end;
+} Queue;
+
+/* Page-aligned memory of one thread. */
+typedef struct {
+    char *bytes;
+    size_t size;
+} Buffer;
+
+typedef struct {
+    PyObject_HEAD
+    pthread_mutex_t lock;
+    pthread_cond_t asked, ended;
+    Queue queues[KINDS], finished;
+    pthread_t threads[MOST_THREADS];
+    int count, closed, open;
+    int reading, sleeping, in_background;
+    Buffer own; /* of who waits and reads meanwhile */
+    int64_t bytes_read, busy, busy_since, waited, wakes, wake, starts, start;
+    int64_t since; /* the first of the loads was asked for that no thread has taken, or 0 */
+} IOThreads;
+
+static int64_t now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * INT64_C(1000000000) + time.tv_nsec;
+}
+
+static void append(Queue *queue, Load *load) {
+    load->next = NULL;
+    if (!queue->first) queue->end = &queue->first;
+    *queue->end = load;
+    queue->end = &load->next;
+}
+
+static Load *pop(Queue *queue) {
+    Load *load = queue->first;
+    if (load && !(queue->first = load->next)) queue->end = &queue->first;
+    return load;
+}
+
+/* Room for `size` bytes, or NULL. */
+static char *room(Buffer *buffer, size_t size) {
+    if (buffer->size >= size) return buffer->bytes;
+    void *bytes;
+    free(buffer->bytes);
+    *buffer = (Buffer){NULL, 0};
+    if (posix_memalign(&bytes, PAGE, size)) return NULL;
+    *buffer = (Buffer){bytes, size};
+    return bytes;
+}
+
+/* Fills the parts, one after the other, with at least `wanted` bytes from `offset` on (a direct read may ask for the rest
+ * of a page too). */
+static Outcome read_fully(Load *load, int file, struct iovec *parts, int count, int64_t offset, int64_t wanted) {
+    for (int64_t done = 0; done < wanted;) {
+        const ssize_t some = preadv(file, parts, count, offset + done);
+        if (some < 0 && errno == EINTR) continue;
+        if (some < 0) return load->detail = errno, SYSTEM;
+        if (some == 0) return load->detail = wanted - done, ENDS_EARLY;
+        done += some;
+        for (size_t left = (size_t)some; left;) {
+            const size_t of_first = parts->iov_len < left ? parts->iov_len : left;
+            parts->iov_base = (char *)parts->iov_base + of_first, parts->iov_len -= of_first, left -= of_first;
+            if (!parts->iov_len && count > 1) parts++, count--;
+        }
+    }
+    return DONE;
+}
+
+/* Whether a piece lies in the target's pages as in the file's, so that past the page cache only its first and its last
+ * page, which it shares with others, are copied; else all of it is. */
+static int in_place(const Piece *piece) { return piece->offset % PAGE == piece->at % PAGE && piece->nbytes >= 2 * PAGE; }
+
+/* Past the page cache whole pages are read. */
+static Outcome read_direct(Load *load, const Piece *piece, char *target, Buffer *buffer) {
+    const int64_t before = piece->offset % PAGE, start = piece->offset - before;
+    if (in_place(piece)) {
+        const int64_t head = (PAGE - before) % PAGE, tail = (piece->nbytes - head) % PAGE;
+        char *edges = head || tail ? room(buffer, 2 * PAGE) : NULL;
+        if ((head || tail) && !edges) return load->detail = ENOMEM, SYSTEM;
+        struct iovec parts[3];
+        int count = 0;
+        if (head) parts[count++] = (struct iovec){edges, PAGE};
+        parts[count++] = (struct iovec){target + head, (size_t)(piece->nbytes - head - tail)};
+        if (tail) parts[count++] = (struct iovec){edges + PAGE, PAGE};
+        const Outcome outcome = read_fully(load, piece->file, parts, count, start, before + piece->nbytes);
+        if (head) memcpy(target, edges + before, (size_t)head);
+        if (tail) memcpy(target + piece->nbytes - tail, edges + PAGE, (size_t)tail);
+        return outcome;
+    }
+    const size_t pages = (size_t)((before + piece->nbytes + PAGE - 1) / PAGE * PAGE);
+    char *bytes = room(buffer, pages);
+    if (!bytes) return load->detail = ENOMEM, SYSTEM;
+    struct iovec whole = {bytes, pages};
+    const Outcome outcome = read_fully(load, piece->file, &whole, 1, start, before + piece->nbytes);
+    memcpy(target, bytes + before, (size_t)piece->nbytes);
+    return outcome;
+}
+
+/* Reads what could not be brought in, to no use: that brings the pages too, or says what is wrong with them, where
+ * touching a page of the mapping would end the process. */
+static Outcome read_elsewhere(Load *load, const Piece *piece, Buffer *buffer) {
+    const int64_t most = 1 << 20;
+    char *bytes = room(buffer, (size_t)most);
+    if (!bytes) return load->detail = ENOMEM, SYSTEM;
+    for (int64_t done = 0; done < piece->nbytes; done += most) {
+        const int64_t some = piece->nbytes - done < most ? piece->nbytes - done : most;
+        struct iovec part = {bytes, (size_t)some};
+        const Outcome outcome = read_fully(load, piece->file, &part, 1, piece->offset + done, some);
+        if (outcome != DONE) return outcome;
+    }
+    return DONE;
+}
+
+static Outcome bring_in(Load *load, const Piece *piece, char *target, Buffer *buffer) {
+#ifdef MADV_POPULATE_READ
+    if (!madvise(target, (size_t)piece->nbytes, MADV_POPULATE_READ)) return DONE;
+#else
+    (void)target;
+#endif
+    return read_elsewhere(load, piece, buffer);
+}
+
+static Outcome read_piece(Load *load, const Piece *piece, Buffer *buffer) {
+    char *target = load->target + piece->at;
+    if (piece->how == DIRECT) return read_direct(load, piece, target, buffer);
+    if (piece->how == MAPPED) return bring_in(load, piece, target, buffer);
+    struct iovec part = {target, (size_t)piece->nbytes};
+    const Outcome outcome = read_fully(load, piece->file, &part, 1, piece->offset, piece->nbytes);
+#ifdef POSIX_FADV_DONTNEED
+    if (piece->how == DROPPED) posix_fadvise(piece->file, piece->offset, piece->nbytes, POSIX_FADV_DONTNEED);
+#endif
+    return outcome;
+}
+
+static void run(Load *load, Buffer *buffer) {
+    const Request *request = load->request;
+    load->outcome = DONE;
+    for (int32_t p = 0; p < request->count && load->outcome == DONE; p++) {
+        load->piece = p;
+        load->outcome = read_piece(load, &request->pieces[p], buffer);
+    }
+    if (load->outcome == DONE && request->checked) {
+        Xxh3 state;
+        xxh3_begin(&state);
+        for (int32_t p = 0; p < request->count; p++)
+            xxh3_update(&state, load->target + request->pieces[p].at, (size_t)request->pieces[p].nbytes);
+        if (xxh3_digest(&state) != request->checksum) load->outcome = DAMAGED;
+    }
+}
+
+/* A load begins or ends; under the lock. */
+static void count_reading(IOThreads *io, int change) {
+    if (change > 0 && !io->reading) io->busy_since = now();
+    io->reading += change;
+    if (change < 0 && !io->reading) io->busy += now() - io->busy_since;
+}
+
+/* Runs a load that was taken from its queue: gives the lock up meanwhile. */
+static void work(IOThreads *io, Load *load, Buffer *buffer) {
+    count_reading(io, 1);
+    pthread_mutex_unlock(&io->lock);
+    run(load, buffer);
+    pthread_mutex_lock(&io->lock);
+    count_reading(io, -1);
+    load->ended = now();
+    if (load->outcome == DONE || load->outcome == DAMAGED)
+        for (int32_t p = 0; p < load->request->count; p++) io->bytes_read += load->request->pieces[p].nbytes;
+    append(&io->finished, load);
+}
+
+/* No more are read at once than there are threads, whoever waits among them. Of several threads one is kept free of
+ * background loads, so that an urgent one never waits for these. */
+static Load *next_load(IOThreads *io) {
+    if (io->reading >= io->count) return NULL;
+    Load *load = pop(&io->queues[URGENT]);
+    if (!load) load = pop(&io->queues[SPECULATIVE]);
+    if (!load && io->in_background < (io->count > 1 ? io->count - 1 : 1) && (load = pop(&io->queues[BACKGROUND])))
+        io->in_background++;
+    return load;
+}
+
+static void *serve(void *data) {
+    IOThreads *io = data;
+    Buffer buffer = {NULL, 0};
+#if defined(__linux__)
+    pthread_setname_np(pthread_self(), "tiermoe-io");
+#elif defined(__APPLE__)
+    pthread_setname_np("tiermoe-io");
+#endif
+    pthread_mutex_lock(&io->lock);
+    while (!io->closed) {
+        Load *load = next_load(io);
+        if (!load) {
+            io->sleeping++;
+            pthread_cond_wait(&io->asked, &io->lock);
+            io->sleeping--;
+            if (io->since && (io->queues[URGENT].first || io->queues[SPECULATIVE].first))
+                io->starts++, io->start += now() - io->since;
+            continue;
+        }
+        io->since = 0;
+        work(io, load, &buffer);
+        if (load->kind == BACKGROUND) io->in_background--;
+        pthread_cond_signal(&io->ended);
+    }
+    pthread_mutex_unlock(&io->lock);
+    free(buffer.bytes);
+    return NULL;
+}
+
+static void let_go(Load *load) {
+    Py_DECREF(load->bytes);
+    free(load);
+}
+
+static void clear(Queue *queue) {
+    for (Load *load; (load = pop(queue));) let_go(load);
+}
+
+/* Drops what is queued, and returns when what has begun has ended. */
+static void quiet(IOThreads *io) {
+    pthread_mutex_lock(&io->lock);
+    for (int kind = 0; kind < KINDS; kind++) clear(&io->queues[kind]);
+    io->since = 0;
+    pthread_mutex_unlock(&io->lock);
+    Py_BEGIN_ALLOW_THREADS /* never waited for under the lock: who has the interpreter may wait for the lock */
+    pthread_mutex_lock(&io->lock);
+    while (io->reading) pthread_cond_wait(&io->ended, &io->lock);
+    pthread_mutex_unlock(&io->lock);
+    Py_END_ALLOW_THREADS
+    pthread_mutex_lock(&io->lock);
+    clear(&io->finished);
+    pthread_mutex_unlock(&io->lock);
+}
+
+static void end(IOThreads *io) {
+    if (!io->open) return;
+    io->open = 0;
+    quiet(io);
+    pthread_mutex_lock(&io->lock);
+    io->closed = 1;
+    pthread_cond_broadcast(&io->asked);
+    pthread_mutex_unlock(&io->lock);
+    Py_BEGIN_ALLOW_THREADS
+    for (int i = 0; i < io->count; i++) pthread_join(io->threads[i], NULL);
+    Py_END_ALLOW_THREADS
+    free(io->own.bytes);
+    io->own = (Buffer){NULL, 0};
+}
+
+/* What Python gets of a finished load: its number, or a tuple where it failed. Frees it. */
+static PyObject *handed_out(Load *load) {
+    PyObject *result = load->outcome == DONE ? PyLong_FromUnsignedLongLong(load->number)
+                                             : Py_BuildValue("(KiLL)", (unsigned long long)load->number, (int)load->outcome,
+                                                             (long long)load->piece, (long long)load->detail);
+    let_go(load);
+    return result;
+}
+
+static int is_open(IOThreads *io) {
+    if (!io->open) PyErr_SetString(PyExc_ValueError, "these threads were closed");
+    return io->open;
+}
+
+/* Whether a load takes no memory to speak of beside its target, so that whoever waits for it may read it. */
+static int own(const Load *load) {
+    for (int32_t p = 0; p < load->request->count; p++)
+        if (load->request->pieces[p].how == DIRECT && !in_place(&load->request->pieces[p])) return 0;
+    return 1;
+}
+
+/* Whether reading it takes no longer than waking a thread: it is left to whoever will wait for it, unless others come. */
+static int is_small(const Load *load) {
+    int64_t nbytes = 0;
+    for (int32_t p = 0; p < load->request->count; p++) nbytes += load->request->pieces[p].nbytes;
+    return nbytes <= SMALL && load->request->pieces[0].how != MAPPED && own(load);
+}
+
+static PyObject *io_submit(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    IOThreads *io = (IOThreads *)self;
+    if (count != 4 || !PyBytes_Check(args[3])) return PyErr_Format(PyExc_TypeError, "submit(number, kind, address, request)");
+    const unsigned long long number = PyLong_AsUnsignedLongLong(args[0]), address = PyLong_AsUnsignedLongLong(args[2]);
+    const long kind = PyLong_AsLong(args[1]);
+    if (PyErr_Occurred() || !is_open(io)) return NULL;
+    const Request *request = (const Request *)PyBytes_AS_STRING(args[3]);
+    const Py_ssize_t size = PyBytes_GET_SIZE(args[3]);
+    if (kind < 0 || kind >= KINDS || size < (Py_ssize_t)sizeof *request || request->count < 1 ||
+        size != (Py_ssize_t)(sizeof *request + (size_t)request->count * sizeof *request->pieces))
+        return PyErr_Format(PyExc_ValueError, "not a request");
+    Load *load = malloc(sizeof *load);
+    if (!load) return PyErr_NoMemory();
+    *load = (Load){.number = number, .kind = (Kind)kind, .target = (char *)(uintptr_t)address, .bytes = Py_NewRef(args[3]),
+                   .request = request};
+    pthread_mutex_lock(&io->lock);
+    const int alone = kind == URGENT && is_small(load) && !io->queues[URGENT].first;
+    append(&io->queues[kind], load);
+    if (kind != BACKGROUND && !io->since) io->since = now();
+    if (io->sleeping && !alone) pthread_cond_signal(&io->asked);
+    pthread_mutex_unlock(&io->lock);
+    Py_RETURN_NONE;
+}
+
+/* Until something has ended: reads what is urgent and has not begun itself, else sleeps. 0 where a signal interrupts. */
+static int await(IOThreads *io) {
+    int interrupted = 0;
+    const int64_t began = now();
+    while (!io->finished.first && !interrupted) {
+        Load *load;
+        Py_BEGIN_ALLOW_THREADS
+        pthread_mutex_lock(&io->lock);
+        if (io->finished.first)
+            ;
+        else if (io->reading < io->count && io->queues[URGENT].first && own(io->queues[URGENT].first)) {
+            load = pop(&io->queues[URGENT]);
+            if (!io->queues[URGENT].first && !io->queues[SPECULATIVE].first) io->since = 0;
+            work(io, load, &io->own);
+            if (io->sleeping && (io->queues[URGENT].first || io->queues[SPECULATIVE].first || io->queues[BACKGROUND].first))
+                pthread_cond_signal(&io->asked);
+        } else {
+            struct timespec until;
+            clock_gettime(CLOCK_REALTIME, &until);
+            until.tv_nsec += SIGNALS_NS;
+            if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
+            pthread_cond_timedwait(&io->ended, &io->lock, &until);
+            if (io->finished.first && io->finished.first->ended > began)
+                io->wakes++, io->wake += now() - io->finished.first->ended;
+        }
+        pthread_mutex_unlock(&io->lock);
+        Py_END_ALLOW_THREADS
+        interrupted = PyErr_CheckSignals();
+    }
+    io->waited += now() - began;
+    return !interrupted;
+}
+
+static PyObject *taken(IOThreads *io) {
+    pthread_mutex_lock(&io->lock);
+    Load *load = pop(&io->finished);
+    pthread_mutex_unlock(&io->lock);
+    if (load) return handed_out(load);
+    Py_RETURN_NONE;
+}
+
+static PyObject *io_wait(PyObject *self, PyObject *none) {
+    IOThreads *io = (IOThreads *)self;
+    (void)none;
+    PyObject *result = Py_None;
+    while (result == Py_None) {
+        if (!is_open(io) || !await(io)) return NULL;
+        result = taken(io); /* None where another thread was first */
+    }
+    return result;
+}
+
+static PyObject *io_poll(PyObject *self, PyObject *none) {
+    (void)none;
+    return taken((IOThreads *)self);
+}
+
+static PyObject *io_recall(PyObject *self, PyObject *none) {
+    IOThreads *io = (IOThreads *)self;
+    PyObject *numbers = PyList_New(0);
+    (void)none;
+    pthread_mutex_lock(&io->lock);
+    for (Load *load; numbers && (load = pop(&io->queues[SPECULATIVE]));) {
+        PyObject *number = PyLong_FromUnsignedLongLong(load->number);
+        if (!number || PyList_Append(numbers, number)) Py_CLEAR(numbers);
+        Py_XDECREF(number);
+        let_go(load);
+    }
+    if (!io->queues[URGENT].first) io->since = 0;
+    pthread_mutex_unlock(&io->lock);
+    return numbers;
+}
+
+static PyObject *io_withdraw(PyObject *self, PyObject *argument) {
+    IOThreads *io = (IOThreads *)self;
+    const unsigned long long number = PyLong_AsUnsignedLongLong(argument);
+    if (PyErr_Occurred()) return NULL;
+    pthread_mutex_lock(&io->lock);
+    Load **place = &io->queues[BACKGROUND].first, *load;
+    while (*place && (*place)->number != number) place = &(*place)->next;
+    if ((load = *place) && !(*place = load->next)) io->queues[BACKGROUND].end = place;
+    pthread_mutex_unlock(&io->lock);
+    if (load) let_go(load);
+    return PyBool_FromLong(load != NULL);
+}
+
+static PyObject *io_drop(PyObject *self, PyObject *none) {
+    (void)none;
+    if (((IOThreads *)self)->open) quiet((IOThreads *)self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *io_close(PyObject *self, PyObject *none) {
+    (void)none;
+    end((IOThreads *)self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *io_counters(PyObject *self, PyObject *none) {
+    IOThreads *io = (IOThreads *)self;
+    (void)none;
+    pthread_mutex_lock(&io->lock);
+    const int64_t busy = io->busy + (io->reading ? now() - io->busy_since : 0);
+    PyObject *result =
+        Py_BuildValue("(LddLdLd)", (long long)io->bytes_read, busy * 1e-9, io->waited * 1e-9, (long long)io->wakes,
+                      io->wake * 1e-9, (long long)io->starts, io->start * 1e-9);
+    pthread_mutex_unlock(&io->lock);
+    return result;
+}
+
+static PyObject *io_new(PyTypeObject *type, PyObject *args, PyObject *named) {
+    int count;
+    if (named && PyDict_GET_SIZE(named)) return PyErr_Format(PyExc_TypeError, "IOThreads takes no names");
+    if (!PyArg_ParseTuple(args, "i", &count)) return NULL;
+    if (count < 1 || count > MOST_THREADS) return PyErr_Format(PyExc_ValueError, "1 to %d threads, not %d", MOST_THREADS, count);
+    IOThreads *io = (IOThreads *)type->tp_alloc(type, 0);
+    if (!io) return NULL;
+    pthread_mutex_init(&io->lock, NULL);
+    pthread_cond_init(&io->asked, NULL);
+    pthread_cond_init(&io->ended, NULL);
+    for (io->open = 1; io->count < count; io->count++) {
+        const int error = pthread_create(&io->threads[io->count], NULL, serve, io);
+        if (!error) continue;
+        end(io);
+        Py_DECREF(io);
+        errno = error;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    return (PyObject *)io;
+}
+
+static void io_dealloc(PyObject *self) {
+    IOThreads *io = (IOThreads *)self;
+    PyTypeObject *type = Py_TYPE(self);
+    end(io);
+    pthread_cond_destroy(&io->ended);
+    pthread_cond_destroy(&io->asked);
+    pthread_mutex_destroy(&io->lock);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef methods[] = {
+    {"submit", (PyCFunction)(void (*)(void))io_submit, METH_FASTCALL, "submit(number, kind, address, request)"},
+    {"wait", io_wait, METH_NOARGS, "wait() -> the number of a load that has ended, or (number, outcome, piece, detail)"},
+    {"poll", io_poll, METH_NOARGS, "poll() -> as wait, None where nothing has ended"},
+    {"recall", io_recall, METH_NOARGS, "recall() -> the numbers of the speculative loads, which had not begun"},
+    {"withdraw", io_withdraw, METH_O, "withdraw(number) -> whether the background load had not begun"},
+    {"drop", io_drop, METH_NOARGS, "drop(): what is queued, and what has ended when all that had begun has"},
+    {"close", io_close, METH_NOARGS, "close(): drop, and the threads end"},
+    {"counters", io_counters, METH_NOARGS,
+     "counters() -> bytes read, and in seconds: busy; waited; wakes, until they went on; starts, until they began"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, "Threads that read experts into memory; see _native.pyi."},
+    {Py_tp_new, io_new},
+    {Py_tp_dealloc, io_dealloc},
+    {Py_tp_methods, methods},
+    {0, NULL},
+};
+
+static PyType_Spec spec = {"tiermoe.native._native.IOThreads", sizeof(IOThreads), 0, Py_TPFLAGS_DEFAULT, slots};
+
+PyObject *io_threads_type(void) { return PyType_FromSpec(&spec); }

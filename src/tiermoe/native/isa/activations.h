@@ -1,0 +1,223 @@
+/* Rows of activations over Vector: gates of experts, weighted and residual sums, routers' logits, norms, rotary embedding,
+ * sums of groups of columns, and the steps of the gated delta rule (delta.h). */
+#ifndef TIERMOE_ISA_ACTIVATIONS_H
+#define TIERMOE_ISA_ACTIVATIONS_H
+
+#include <math.h>
+
+#include "../expert.h"
+#include "../norm.h"
+#include "simd.h"
+
+static void times_sigmoid(bf16 *x, const bf16 *gate, size_t columns) {
+    for (size_t c = 0; c < columns; c += LANES) {
+        const Vector sigmoid = as_bf16(over(all(1), one_and_exponential(load_bf16(gate + c))));
+        store_bf16(x + c, times(load_bf16(x + c), sigmoid));
+    }
+}
+
+/* x / (1 + e^-slope) */
+static inline Vector sigmoid_of(Vector x, Vector slope) {
+    return over(x, plus(all(1), exponential(minus(zeros(), slope))));
+}
+
+static inline Vector silu_gate(const bf16 *gate, const bf16 *up) {
+    const Vector x = load_bf16(gate);
+    return times(as_bf16(sigmoid_of(x, x)), load_bf16(up));
+}
+
+/* x * (1 + tanh u) / 2, which is x * sigmoid(2 u), with u = sqrt(2 / pi) * (x + .044715 x^3) */
+static inline Vector gelu_gate(const bf16 *gate, const bf16 *up) {
+    const Vector x = load_bf16(gate), cubic = times_plus(times(x, x), all(0.07135481627f), all(1.595769122f));
+    return times(as_bf16(sigmoid_of(x, times(x, cubic))), load_bf16(up));
+}
+
+static inline Vector clamped_gate(Vector gate, Vector up, const Expert *expert) {
+    const Vector limit = all(expert->limit), one = all(1);
+    gate = as_bf16(smaller(limit, gate)); /* the second operand where one is undefined */
+    up = as_bf16(larger_of(minus(zeros(), limit), smaller(limit, up)));
+    const Vector slope = as_bf16(times(gate, all(expert->alpha)));
+    const Vector opening = as_bf16(times(gate, as_bf16(sigmoid_of(one, slope))));
+    return times(as_bf16(plus(up, one)), opening);
+}
+
+/* Of 16 columns of a block from column i on. */
+static inline Vector gate_of(const bf16 values[2 * BLOCK], int i, const Expert *expert) {
+    if (expert->gate == SILU) return silu_gate(values + i, values + BLOCK + i);
+    if (expert->gate == GELU_TANH) return gelu_gate(values + i, values + BLOCK + i);
+    Vector gate = load_bf16(values + i), up = load_bf16(values + BLOCK + i);
+    if (expert->gate == CLAMPED) load_pairs(values + 2 * i, LANES, &gate, &up);
+    return clamped_gate(gate, up, expert);
+}
+
+static void gate_rows(const bf16 (*values)[2 * BLOCK], const Expert *expert, size_t tokens, bf16 *out, size_t stride) {
+    for (size_t m = 0; m < tokens; m++)
+        for (int i = 0; i < BLOCK; i += LANES) store_bf16(out + m * stride + i, gate_of(values[m], i, expert));
+}
+
+static void combine(const bf16 *const *rows, const float *weights, size_t count, size_t columns, bf16 *out) {
+    for (size_t i = 0; i < columns; i += LANES) {
+        Vector total = as_bf16(times(load_bf16(rows[0] + i), all(weights[0])));
+        for (size_t e = 1; e < count; e++)
+            total = as_bf16(plus(total, as_bf16(times(load_bf16(rows[e] + i), all(weights[e])))));
+        store_bf16(out + i, total);
+    }
+}
+
+static void add(bf16 *rows, float factor, const bf16 *others, size_t columns) {
+    for (size_t i = 0; i < columns; i += LANES) {
+        Vector values = load_bf16(rows + i);
+        if (factor != 1) values = as_bf16(times(values, all(factor)));
+        store_bf16(rows + i, plus(values, load_bf16(others + i)));
+    }
+}
+
+static void logits_of(const bf16 *weight, const bf16 *x, size_t rows, size_t columns, float *logits) {
+    for (size_t r = 0; r < rows; r++, weight += columns) {
+        Dot sum = no_dot();
+        for (size_t c = 0; c < columns; c += DOT) sum = dot(sum, load_columns(weight + c), load_columns(x + c));
+        logits[r] = sum_of_dot(sum);
+    }
+}
+
+/* Norms. */
+
+static float norm_factor(const bf16 *x, size_t width, float epsilon) {
+    Vector squares = zeros();
+    for (size_t i = 0; i < width; i += LANES) {
+        const Vector values = load_bf16(x + i);
+        squares = times_plus(values, values, squares);
+    }
+    return 1.0f / sqrtf(sum_of(squares) / (float)width + epsilon);
+}
+
+static void norm_columns(const Norm *norm, const bf16 *x, float scale, size_t begin, size_t width, bf16 *out) {
+    const bf16 *weight = norm->weight + begin;
+    for (size_t i = 0; i < width; i += LANES) {
+        const Vector scaled = times(load_bf16(x + i), all(scale)), its = load_bf16(weight + i);
+        const Vector factor = norm->kind == RMS_NORM_CENTRED ? plus(all(1), its) : its;
+        store_bf16(out + i, times(factor, norm->kind == RMS_NORM ? as_bf16(scaled) : scaled));
+    }
+}
+
+static void layer_norm(const Norm *norm, const bf16 *x, bf16 *out) {
+    Vector sum = zeros(), squares = zeros();
+    for (size_t i = 0; i < norm->width; i += LANES) sum = plus(sum, load_bf16(x + i));
+    const Vector mean = all(sum_of(sum) / (float)norm->width);
+    for (size_t i = 0; i < norm->width; i += LANES) {
+        const Vector apart = minus(load_bf16(x + i), mean);
+        squares = times_plus(apart, apart, squares);
+    }
+    const float variance = sum_of(squares) / (float)norm->width;
+    const Vector scale = all(1.0f / sqrtf(variance + norm->epsilon));
+    for (size_t i = 0; i < norm->width; i += LANES) {
+        const Vector scaled = times(minus(load_bf16(x + i), mean), scale);
+        store_bf16(out + i, times_plus(load_bf16(norm->weight + i), scaled, norm->bias ? load_bf16(norm->bias + i) : zeros()));
+    }
+}
+
+/* Rotary embedding. */
+
+/* bfloat16(bfloat16(a * b) + bfloat16(c * d)) is what is stored of this. */
+static inline Vector sum_of_products(Vector a, Vector b, Vector c, Vector d) {
+    return plus(as_bf16(times(a, b)), as_bf16(times(c, d)));
+}
+
+static void rotate_columns(const bf16 *head, const bf16 *cos, const bf16 *sin, size_t rotary, int interleaved, bf16 *out) {
+    const size_t half = rotary / 2;
+    for (size_t i = 0; i < half; i += LANES) {
+        const size_t some = half - i < LANES ? half - i : LANES;
+        Vector first, second;
+        if (interleaved)
+            load_pairs(head + 2 * i, some, &first, &second);
+        else
+            first = load_some(head + i, some), second = load_some(head + half + i, some);
+        const Vector negative = minus(zeros(), second);
+        store_some(out + i, some, sum_of_products(first, load_some(cos + i, some), negative, load_some(sin + i, some)));
+        store_some(out + half + i, some,
+                   sum_of_products(second, load_some(cos + half + i, some), first, load_some(sin + half + i, some)));
+    }
+}
+
+/* sums[m * groups + g] = the sum of columns g * group .. of x[m], x (tokens, groups * group); group 16 or a multiple of 32. */
+static void group_sums(const bf16 *x, size_t group, size_t groups, size_t tokens, float *sums) {
+    static const bf16 ONES[DOT] = {[0 ... DOT - 1] = 0x3F80};
+    const Columns ones = load_columns(ONES);
+    for (size_t i = 0; i < tokens * groups; i++, x += group) {
+        if (group == LANES) {
+            sums[i] = sum_of(load_bf16(x));
+            continue;
+        }
+        Dot sum = no_dot();
+        for (size_t c = 0; c < group; c += DOT) sum = dot(sum, load_columns(x + c), ones);
+        sums[i] = sum_of_dot(sum);
+    }
+}
+
+/* The gated delta rule. */
+
+static void delta_mix(const bf16 *const *inputs, size_t count, const bf16 *taps, size_t stride, size_t columns, float *out) {
+    for (size_t c = 0; c < columns; c += LANES) {
+        Vector sum = zeros();
+        for (size_t i = 0; i < count; i++)
+            sum = times_plus(load_bf16(taps + i * stride + c), load_bf16(inputs[i] + c), sum);
+        store(out + c, as_bf16(silu_of(as_bf16(sum))));
+    }
+}
+
+static void delta_unit(float *x, size_t columns, float scale) {
+    Vector squares = zeros();
+    for (size_t c = 0; c < columns; c += LANES) {
+        const Vector values = load(x + c);
+        squares = times_plus(values, values, squares);
+    }
+    const Vector factor = all(1.0f / sqrtf(sum_of(squares) + 1e-6f));
+    for (size_t c = 0; c < columns; c += LANES) store(x + c, times(times(load(x + c), factor), all(scale)));
+}
+
+/* `count` vectors of columns: a number that is known where this is written into its caller, so that sums stay in registers. */
+INLINE void delta_vectors(const size_t count, const float *from, float *to, size_t keys, size_t stride, const float *key,
+                          const float *query, const float *value, float decay, float beta, float *out) {
+    Vector sums[4], changes[4];
+    for (size_t v = 0; v < count; v++) sums[v] = zeros();
+    for (size_t k = 0; k < keys; k++)
+        for (size_t v = 0; v < count; v++)
+            sums[v] = times_plus(all(key[k]), load(from + k * stride + v * LANES), sums[v]);
+    for (size_t v = 0; v < count; v++) {
+        changes[v] = times(minus_times(load(value + v * LANES), all(decay), sums[v]), all(beta));
+        sums[v] = zeros();
+    }
+    for (size_t k = 0; k < keys; k++)
+        for (size_t v = 0; v < count; v++) {
+            const Vector kept = times(load(from + k * stride + v * LANES), all(decay));
+            const Vector state = times_plus(all(key[k]), changes[v], kept);
+            store(to + k * stride + v * LANES, state);
+            sums[v] = times_plus(all(query[k]), state, sums[v]);
+        }
+    for (size_t v = 0; v < count; v++) store(out + v * LANES, sums[v]);
+}
+
+static void delta_rule(const float *from, float *to, size_t keys, size_t stride, size_t columns, const float *key,
+                       const float *query, const float *value, float decay, float beta, float *out) {
+    size_t c = 0;
+    for (; c + 4 * LANES <= columns; c += 4 * LANES)
+        delta_vectors(4, from + c, to + c, keys, stride, key, query, value + c, decay, beta, out + c);
+    for (; c < columns; c += LANES)
+        delta_vectors(1, from + c, to + c, keys, stride, key, query, value + c, decay, beta, out + c);
+}
+
+static void delta_gate(const float *x, const bf16 *weight, float epsilon, const bf16 *gate, size_t columns, bf16 *out) {
+    Vector squares = zeros();
+    for (size_t c = 0; c < columns; c += LANES) {
+        const Vector values = as_bf16(load(x + c));
+        squares = times_plus(values, values, squares);
+    }
+    const Vector factor = all(1.0f / sqrtf(sum_of(squares) / (float)columns + epsilon));
+    for (size_t c = 0; c < columns; c += LANES) {
+        const Vector normed = as_bf16(times(as_bf16(load(x + c)), factor));
+        const Vector weighted = as_bf16(times(load_bf16(weight + c), normed));
+        store_bf16(out + c, times(weighted, silu_of(load_bf16(gate + c))));
+    }
+}
+
+#endif

@@ -1,0 +1,260 @@
+/* Sixteen numbers at a time, in four registers of NEON, and eight in two (shared/eight_*.h, blocks.h); products fused. */
+#ifndef TIERMOE_ISA_NEON_SIMD_H
+#define TIERMOE_ISA_NEON_SIMD_H
+
+#include <arm_neon.h>
+#include <string.h>
+
+#include "../../quants.h"
+
+enum {
+    LANES = 16,
+    DOT = 8, /* columns of a dot product at a time */
+};
+#define QUERIES 2 /* that share what is loaded of keys and values */
+#define WIDEST(queries) ((queries) < 2 ? 64 : 32) /* columns of values whose sums are in registers at a time */
+
+typedef float32x4x4_t Vector;
+typedef struct {
+    float32x4_t even, odd;
+} Columns; /* of one factor */
+typedef Columns Dot; /* lanes whose sum is a dot product */
+
+#define EACH_PART for (int i = 0; i < 4; i++)
+
+static inline float32x4_t four_of(uint16x4_t values) { return vreinterpretq_f32_u32(vshll_n_u16(values, 16)); }
+
+/* Each rounded to bfloat16. */
+static inline uint16x4_t rounded_bits(float32x4_t values) {
+    const uint32x4_t bits = vreinterpretq_u32_f32(values);
+    const uint32x4_t even = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    const uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(even, vdupq_n_u32(0x7FFF)));
+    const uint32x4_t undefined = vorrq_u32(bits, vdupq_n_u32(0x400000));
+    return vshrn_n_u32(vbslq_u32(vceqq_f32(values, values), rounded, undefined), 16);
+}
+
+static inline Vector load_bf16(const bf16 *from) {
+    Vector v;
+    EACH_PART v.val[i] = four_of(vld1_u16(from + 4 * i));
+    return v;
+}
+static inline void store_bf16(bf16 *to, Vector v) { EACH_PART vst1_u16(to + 4 * i, rounded_bits(v.val[i])); }
+
+/* `count` pairs: their first and their second numbers. */
+static inline void load_pairs(const bf16 *from, size_t count, Vector *first, Vector *second) {
+    bf16 some[2 * LANES] = {0};
+    if (count < LANES) from = memcpy(some, from, 2 * count * sizeof *some);
+    EACH_PART {
+        const uint16x4x2_t pairs = vld2_u16(from + 8 * i);
+        first->val[i] = four_of(pairs.val[0]), second->val[i] = four_of(pairs.val[1]);
+    }
+}
+
+/* Rounded to bfloat16: what a tensor of that dtype would hold between two operations. */
+static inline Vector as_bf16(Vector v) {
+    EACH_PART v.val[i] = four_of(rounded_bits(v.val[i]));
+    return v;
+}
+
+static inline Vector all(float value) {
+    const float32x4_t four = vdupq_n_f32(value);
+    return (Vector){{four, four, four, four}};
+}
+static inline Vector zeros(void) { return all(0); }
+static inline Vector load(const float *from) { return vld1q_f32_x4(from); }
+static inline void store(float *to, Vector v) { vst1q_f32_x4(to, v); }
+
+#define OPERATION(name, expression)                     \
+    static inline Vector name(Vector a, Vector b) {      \
+        EACH_PART {                                      \
+            const float32x4_t x = a.val[i], y = b.val[i]; \
+            a.val[i] = expression;                       \
+        }                                                \
+        return a;                                        \
+    }
+OPERATION(plus, vaddq_f32(x, y))
+OPERATION(minus, vsubq_f32(x, y))
+OPERATION(times, vmulq_f32(x, y))
+OPERATION(over, vdivq_f32(x, y))
+OPERATION(smaller, vbslq_f32(vcltq_f32(x, y), x, y)) /* y where one is undefined */
+OPERATION(larger_of, vbslq_f32(vcgtq_f32(x, y), x, y)) /* likewise */
+#undef OPERATION
+
+/* a b + c */
+static inline Vector times_plus(Vector a, Vector b, Vector c) {
+    EACH_PART c.val[i] = vfmaq_f32(c.val[i], a.val[i], b.val[i]);
+    return c;
+}
+
+/* c - a b */
+static inline Vector minus_times(Vector c, Vector a, Vector b) {
+    EACH_PART c.val[i] = vfmsq_f32(c.val[i], a.val[i], b.val[i]);
+    return c;
+}
+
+static inline Vector to_integers(Vector a) {
+    EACH_PART a.val[i] = vrndnq_f32(a.val[i]);
+    return a;
+}
+
+/* a * 2^n for integers |n| <= 200: in two steps, since 2^n may be no normal number. */
+static inline float32x4_t two_to(int32x4_t n) {
+    return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, vdupq_n_s32(127)), 23));
+}
+static inline Vector times_two_to(Vector a, Vector n) {
+    EACH_PART {
+        const int32x4_t whole = vcvtq_s32_f32(n.val[i]), half = vshrq_n_s32(whole, 1);
+        a.val[i] = vmulq_f32(vmulq_f32(a.val[i], two_to(half)), two_to(vsubq_s32(whole, half)));
+    }
+    return a;
+}
+
+static inline float sum_of(Vector a) {
+    return vaddvq_f32(vaddq_f32(vaddq_f32(a.val[0], a.val[1]), vaddq_f32(a.val[2], a.val[3])));
+}
+static inline float largest_of(Vector a) {
+    return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.val[0], a.val[1]), vmaxq_f32(a.val[2], a.val[3])));
+}
+static inline float first_of(Vector a) { return vgetq_lane_f32(a.val[0], 0); }
+
+/* 0 from lane `count` on. */
+static inline Vector keep(Vector a, size_t count) {
+    static const uint32_t LANE[4] = {0, 1, 2, 3};
+    const uint32x4_t lane = vld1q_u32(LANE), here = vdupq_n_u32(count < LANES ? (uint32_t)count : LANES);
+    EACH_PART {
+        const uint32x4_t kept = vcltq_u32(vaddq_u32(lane, vdupq_n_u32(4 * (uint32_t)i)), here);
+        a.val[i] = vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a.val[i]), kept));
+    }
+    return a;
+}
+
+static inline Dot no_dot(void) { return (Dot){vdupq_n_f32(0), vdupq_n_f32(0)}; }
+static inline Columns load_columns(const bf16 *from) {
+    const uint32x4_t both = vreinterpretq_u32_u16(vld1q_u16(from));
+    return (Columns){vreinterpretq_f32_u32(vshlq_n_u32(both, 16)),
+                     vreinterpretq_f32_u32(vandq_u32(both, vdupq_n_u32(0xFFFF0000)))};
+}
+static inline Dot dot(Dot sum, Columns a, Columns b) {
+    return (Dot){vfmaq_f32(sum.even, a.even, b.even), vfmaq_f32(sum.odd, a.odd, b.odd)};
+}
+static inline float sum_of_dot(Dot a) { return vaddvq_f32(vaddq_f32(a.even, a.odd)); }
+
+/* The sums of the lanes of four registers. */
+static inline float32x4_t four_sums(float32x4_t a, float32x4_t b, float32x4_t c, float32x4_t d) {
+    return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
+}
+
+/* out[i] = scale * the sum of dots[i]. */
+static inline void four_dots(const Dot dots[4], float scale, float *out) {
+    float32x4_t sums[4];
+    EACH_PART sums[i] = vaddq_f32(dots[i].even, dots[i].odd);
+    vst1q_f32(out, vmulq_n_f32(four_sums(sums[0], sums[1], sums[2], sums[3]), scale));
+}
+
+/* Eight numbers, and eight words of 32 bits, for the products. */
+typedef float32x4x2_t Eight;
+typedef uint32x4x2_t Words;
+
+#define EACH_HALF for (int i = 0; i < 2; i++)
+
+static inline Eight eight_all(float value) { return (Eight){{vdupq_n_f32(value), vdupq_n_f32(value)}}; }
+static inline Eight eight_zeros(void) { return eight_all(0); }
+static inline Eight eight_from(const float *from) { return vld1q_f32_x2(from); }
+static inline void eight_to(float *to, Eight a) { vst1q_f32_x2(to, a); }
+static inline Eight eight_times(Eight a, Eight b) {
+    EACH_HALF a.val[i] = vmulq_f32(a.val[i], b.val[i]);
+    return a;
+}
+static inline Eight eight_times_plus(Eight a, Eight b, Eight c) {
+    EACH_HALF c.val[i] = vfmaq_f32(c.val[i], a.val[i], b.val[i]);
+    return c;
+}
+static inline Eight eight_minus_times(Eight c, Eight a, Eight b) {
+    EACH_HALF c.val[i] = vfmsq_f32(c.val[i], a.val[i], b.val[i]);
+    return c;
+}
+static inline Eight eight_of_bf16(const bf16 *from) {
+    const uint16x8_t values = vld1q_u16(from);
+    return (Eight){{four_of(vget_low_u16(values)), four_of(vget_high_u16(values))}};
+}
+static inline Eight eight_of_int8(const uint8_t *from) {
+    const int16x8_t values = vmovl_s8(vreinterpret_s8_u8(vld1_u8(from)));
+    return (Eight){{vcvtq_f32_s32(vmovl_s16(vget_low_s16(values))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(values)))}};
+}
+/* As the float16 of 2^-8 times as much. */
+static inline Eight eight_of_e4m3(const uint8_t *from) {
+    const uint16x8_t bytes = vreinterpretq_u16_s16(vmovl_s8(vreinterpret_s8_u8(vld1_u8(from))));
+    const float16x8_t halves = vreinterpretq_f16_u16(vandq_u16(vshlq_n_u16(bytes, 7), vdupq_n_u16(0xBFFF)));
+    const float32x4_t place = vdupq_n_f32(256);
+    return (Eight){{vmulq_f32(vcvt_f32_f16(vget_low_f16(halves)), place), vmulq_f32(vcvt_f32_f16(vget_high_f16(halves)), place)}};
+}
+static inline Eight eight_of_words(Words words) {
+    return (Eight){{vcvtq_f32_u32(words.val[0]), vcvtq_f32_u32(words.val[1])}};
+}
+static inline Eight eight_bits(Words words) {
+    return (Eight){{vreinterpretq_f32_u32(words.val[0]), vreinterpretq_f32_u32(words.val[1])}};
+}
+
+static inline Words words_from(const uint8_t *from) {
+    return (Words){{vreinterpretq_u32_u8(vld1q_u8(from)), vreinterpretq_u32_u8(vld1q_u8(from + 16))}};
+}
+static inline Words words_and(Words words, uint32_t mask) {
+    EACH_HALF words.val[i] = vandq_u32(words.val[i], vdupq_n_u32(mask));
+    return words;
+}
+static inline Words words_or(Words a, Words b) {
+    EACH_HALF a.val[i] = vorrq_u32(a.val[i], b.val[i]);
+    return a;
+}
+/* Each byte, 0 .. 15, becomes table[byte] + 128. */
+static inline Words words_looked_up(const int8_t table[16], Words bytes) {
+    const uint8x16_t above = veorq_u8(vreinterpretq_u8_s8(vld1q_s8(table)), vdupq_n_u8(0x80));
+    EACH_HALF bytes.val[i] = vreinterpretq_u32_u8(vqtbl1q_u8(above, vreinterpretq_u8_u32(bytes.val[i])));
+    return bytes;
+}
+#define WORDS_LEFT(words, n) ((Words){{vshlq_n_u32((words).val[0], n), vshlq_n_u32((words).val[1], n)}})
+#define WORDS_RIGHT(words, n) ((Words){{vshrq_n_u32((words).val[0], n), vshrq_n_u32((words).val[1], n)}})
+
+/* v[b], lane l: number 4 l + b of 32. */
+static inline void words_by_lane(const uint32_t *from, Words v[4]) {
+    const uint32x4x4_t low = vld4q_u32(from), high = vld4q_u32(from + 16);
+    for (int b = 0; b < 4; b++) v[b] = (Words){{low.val[b], high.val[b]}};
+}
+static inline void halves_by_lane(const uint16_t *from, Words v[4]) {
+    const uint16x8x4_t all_lanes = vld4q_u16(from);
+    for (int b = 0; b < 4; b++)
+        v[b] = (Words){{vmovl_u16(vget_low_u16(all_lanes.val[b])), vmovl_u16(vget_high_u16(all_lanes.val[b]))}};
+}
+
+/* to (32), rounded: number 4 l + b is lane l of eights[b]. */
+static inline void store_by_row(bf16 *to, const Eight eights[4]) {
+    EACH_HALF {
+        uint16x4x4_t rows;
+        for (int b = 0; b < 4; b++) rows.val[b] = rounded_bits(eights[b].val[i]);
+        vst4_u16(to + 16 * i, rows);
+    }
+}
+
+/* totals[i] += the sum of the lanes of eights[i]. */
+static inline void add_four_sums(float *totals, const Eight eights[4]) {
+    float32x4_t sums[4];
+    EACH_PART sums[i] = vaddq_f32(eights[i].val[0], eights[i].val[1]);
+    vst1q_f32(totals, vaddq_f32(vld1q_f32(totals), four_sums(sums[0], sums[1], sums[2], sums[3])));
+}
+
+/* The float16 at an address. */
+static inline float from_half(const uint8_t *at) {
+    uint16_t half;
+    memcpy(&half, at, sizeof half);
+    return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(half))), 0);
+}
+
+/* What the nibbles of 16 bytes stand for. */
+static inline void look_up(const int8_t codes[16], const uint8_t *from, int8_t *low, int8_t *high) {
+    const int8x16_t table = vld1q_s8(codes);
+    const uint8x16_t bytes = vld1q_u8(from);
+    vst1q_s8(low, vqtbl1q_s8(table, vandq_u8(bytes, vdupq_n_u8(15))));
+    vst1q_s8(high, vqtbl1q_s8(table, vshrq_n_u8(bytes, 4)));
+}
+
+#endif

@@ -1,0 +1,262 @@
+/* attend_rows of attention_tiles.h over Vector and Unit: attention of a prompt's queries: each lane is a query of its own from
+ * the first product to the last, so that nothing is summed across lanes. Numbers of queries, and sums, lie with the query as
+ * the inner index. */
+#ifndef TIERMOE_ISA_PROMPT_H
+#define TIERMOE_ISA_PROMPT_H
+
+#include <float.h>
+#include <string.h>
+
+#include "attention.h"
+#include "simd.h"
+
+#if defined(SIMD_AVX512)
+#include "avx512/attention.h"
+#else
+/* What a step of the sums of prompts takes of one factor: a float32 number. */
+typedef float Unit;
+typedef Vector Units; /* of LANES rows */
+enum { IN_UNIT = 1, ROW_VECTORS = 1 }; /* numbers in a unit; vectors of rows whose sums are in registers at a time */
+
+static inline Units units_from(const Unit *from) { return load(from); }
+static inline Units unit_all(Unit unit) { return all(unit); }
+static inline Vector units_times_plus(Units a, Units b, Vector sum) { return times_plus(a, b, sum); }
+
+/* The units of a row: where they lie, or in `room`. */
+static inline const Unit *units_of(const bf16 *row, size_t columns, Unit *room) {
+    for (size_t c = 0; c < columns; c++) room[c] = from_bf16(row[c]);
+    return room;
+}
+
+/* out[c] = the unit of column c of IN_UNIT rows. */
+static inline void units_across(const bf16 *const *rows, size_t columns, Unit *out) {
+    for (size_t c = 0; c < columns; c++) out[c] = from_bf16(rows[0][c]);
+}
+
+/* The units of IN_UNIT vectors of numbers that are bfloat16. */
+static inline void store_units(Unit *to, const Vector *numbers) { store(to, numbers[0]); }
+#endif
+
+enum { PLACES = 4 }; /* keys, or columns of values, whose sums are in registers at a time, for ROW_VECTORS vectors of rows */
+
+static const float NO_SCORE = -1e30f; /* below any score: the largest of a query that has seen none is -FLT_MAX */
+
+typedef struct {
+    Unit *queries;  /* (key_columns / IN_UNIT, QUERY_ROWS) */
+    Unit *weights;  /* (QUERY_TILE / IN_UNIT, QUERY_ROWS) */
+    Unit *keys;     /* (QUERY_TILE, key_columns / IN_UNIT), where they are not taken from the cache */
+    Unit *values;   /* (QUERY_TILE / IN_UNIT, value_columns) */
+    float *scores;  /* (QUERY_TILE, QUERY_ROWS) */
+    float *sums;    /* (value_columns, QUERY_ROWS) */
+    float *largest, *total, *fade, *begin, *end; /* (QUERY_ROWS) */
+} Panels;
+
+static Panels panels_in(float *at, const Positions *positions) {
+    Panels p;
+#define PANEL(field, count) p.field = (void *)at, at += (count);
+    PANEL(queries, QUERY_ROWS * positions->key_columns)
+    PANEL(sums, QUERY_ROWS * positions->value_columns)
+    PANEL(keys, QUERY_TILE * positions->key_columns)
+    PANEL(values, QUERY_TILE * positions->value_columns)
+    PANEL(weights, QUERY_TILE * QUERY_ROWS)
+    PANEL(scores, QUERY_TILE * QUERY_ROWS)
+    PANEL(largest, QUERY_ROWS)
+    PANEL(total, QUERY_ROWS)
+    PANEL(fade, QUERY_ROWS)
+    PANEL(begin, QUERY_ROWS)
+    PANEL(end, QUERY_ROWS)
+#undef PANEL
+    return p;
+}
+
+/* sums[j][v] += the sum over `steps` of unit `step * stride` of factors[j] times the rows' units. */
+INLINE void add_products(const Unit *const *factors, size_t stride, const Unit *rows, size_t steps,
+                         Vector sums[PLACES][ROW_VECTORS]) {
+    for (size_t s = 0; s < steps; s++) {
+        Units row[ROW_VECTORS];
+        for (size_t v = 0; v < ROW_VECTORS; v++) row[v] = units_from(rows + s * QUERY_ROWS + v * LANES);
+        for (size_t j = 0; j < PLACES; j++) {
+            const Units factor = unit_all(factors[j][s * stride]);
+            for (size_t v = 0; v < ROW_VECTORS; v++) sums[j][v] = units_times_plus(factor, row[v], sums[j][v]);
+        }
+    }
+}
+
+/* scores (keys, QUERY_ROWS) = scale * query times key. ahead: the next tile's keys and values. */
+static void score_rows(const Unit *const *keys, size_t count, const Unit *queries, size_t steps, size_t rows, float scale,
+                       float *scores, const Ahead ahead[2]) {
+    for (size_t r = 0; r < rows; r += LANES * ROW_VECTORS)
+        for (size_t i = 0; i < count; i += PLACES) {
+            Vector sums[PLACES][ROW_VECTORS];
+            if (!r) fetch(&ahead[0], i, PLACES), fetch(&ahead[1], i, PLACES);
+            for (size_t j = 0; j < PLACES; j++)
+                for (size_t v = 0; v < ROW_VECTORS; v++) sums[j][v] = zeros();
+            add_products(keys + i, 1, queries + r, steps, sums);
+            for (size_t j = 0; j < PLACES; j++)
+                for (size_t v = 0; v < ROW_VECTORS; v++)
+                    store(scores + (i + j) * QUERY_ROWS + r + v * LANES, times(sums[j][v], all(scale)));
+        }
+}
+
+/* sums (columns, QUERY_ROWS) = fade * sums + values weighted. */
+static void weigh_rows(const Unit *values, size_t columns, const Unit *weights, size_t steps, size_t rows, const float *fade,
+                       float *to) {
+    for (size_t r = 0; r < rows; r += LANES * ROW_VECTORS)
+        for (size_t c = 0; c < columns; c += PLACES) {
+            const Unit *some[PLACES];
+            Vector sums[PLACES][ROW_VECTORS];
+            for (size_t j = 0; j < PLACES; j++) {
+                some[j] = values + c + j;
+                for (size_t v = 0; v < ROW_VECTORS; v++) {
+                    const size_t at = r + v * LANES;
+                    sums[j][v] = times(load(to + (c + j) * QUERY_ROWS + at), load(fade + at));
+                }
+            }
+            add_products(some, columns, weights + r, steps, sums);
+            for (size_t j = 0; j < PLACES; j++)
+                for (size_t v = 0; v < ROW_VECTORS; v++) store(to + (c + j) * QUERY_ROWS + r + v * LANES, sums[j][v]);
+        }
+}
+
+/* Takes away the scores of positions that a query does not attend to. */
+static void mask_rows(const Panels *p, size_t begin, size_t count, size_t rows) {
+    for (size_t i = 0; i < count; i++)
+        for (size_t r = 0; r < rows; r += LANES) {
+            const Vector at = all((float)(begin + i)), behind = minus(minus(load(p->end + r), all(1)), at);
+            const Vector outside = smaller(zeros(), smaller(behind, minus(at, load(p->begin + r)))); /* whole numbers */
+            float *score = p->scores + i * QUERY_ROWS + r;
+            store(score, plus(load(score), times(larger_of(all(-1), outside), all(FLT_MAX))));
+        }
+}
+
+/* weights = e^(score - largest), rounded; of codes each times its value's scale, and rounded then. */
+static void soften_rows(const Panels *p, size_t count, size_t rows, const float *scales) {
+    for (size_t r = 0; r < rows; r += LANES) {
+        Vector largest = load(p->largest + r), total = zeros();
+        const Vector before = largest;
+        for (size_t i = 0; i < count; i++) largest = larger_of(largest, load(p->scores + i * QUERY_ROWS + r));
+        const Vector base = larger_of(largest, all(NO_SCORE)), fade = exponential(minus(before, base));
+        for (size_t i = 0; i < count; i += IN_UNIT) {
+            Vector numbers[IN_UNIT];
+            for (size_t k = 0; k < IN_UNIT; k++) {
+                const Vector weight = exponential(minus(load(p->scores + (i + k) * QUERY_ROWS + r), base));
+                numbers[k] = as_bf16(scales ? times(weight, all(scales[i + k])) : weight);
+                total = plus(total, scales ? weight : numbers[k]);
+            }
+            store_units(p->weights + i / IN_UNIT * QUERY_ROWS + r, numbers);
+        }
+        store(p->largest + r, largest), store(p->fade + r, fade);
+        store(p->total + r, times_plus(load(p->total + r), fade, total));
+    }
+}
+
+/* The row of each of `count` positions from `begin` on, those from `stop` on being that of the last one before it. A ring
+ * may have fewer rows than a tile has positions: what they have in common is beyond the window. */
+static void rows_of_tile(const Positions *positions, size_t begin, size_t stop, size_t count, size_t *rows) {
+    size_t row = begin % positions->room;
+    for (size_t i = 0; i < count; i++) {
+        rows[i] = row;
+        if (begin + i + 1 < stop && ++row == positions->room) row = 0;
+    }
+}
+
+/* `count` keys and values of a tile. */
+static void load_tile(const Positions *positions, const size_t *rows, size_t count, const Panels *p, const Unit **keys) {
+    const int coded = positions->key_scales != NULL;
+    const size_t columns = positions->key_columns, width = positions->value_columns;
+    bf16 room[IN_UNIT][MOST_CODED];
+    for (size_t i = 0; i < count; i++) {
+        Unit *its = p->keys + i * (columns / IN_UNIT);
+        bf16 *codes = IN_UNIT == 1 ? room[0] : (bf16 *)its;
+        keys[i] = units_of(kept_row(positions->keys, positions->key_stride, rows[i], 0, columns, coded, codes), columns, its);
+    }
+    for (size_t i = 0; i < count; i += IN_UNIT) {
+        const bf16 *some[IN_UNIT];
+        for (size_t k = 0; k < IN_UNIT; k++)
+            some[k] = kept_row(positions->values, positions->value_stride, rows[i + k], 0, width, coded, room[k]);
+        units_across(some, width, p->values + i / IN_UNIT * width);
+    }
+}
+
+/* Scores of codes times their keys' scales. */
+static void scale_rows(const Panels *p, const size_t *at, size_t count, size_t rows, const bf16 *scales) {
+    for (size_t i = 0; i < count; i++)
+        for (size_t r = 0; r < rows; r += LANES) {
+            float *score = p->scores + i * QUERY_ROWS + r;
+            store(score, times(load(score), all(from_bf16(scales[at[i]]))));
+        }
+}
+
+/* Positions begin .. stop - 1, of one tile. */
+static void attend_rows_tile(const Positions *positions, const QueryRows *rows, size_t begin, size_t stop, const Panels *p) {
+    enum { TOGETHER = LANES * ROW_VECTORS };
+    const size_t count = (stop - begin + PLACES - 1) / PLACES * PLACES, steps = positions->key_columns / IN_UNIT;
+    const size_t some = (rows->count + TOGETHER - 1) / TOGETHER * TOGETHER;
+    const Unit *keys[QUERY_TILE];
+    size_t at[QUERY_TILE];
+    float scales[QUERY_TILE];
+    rows_of_tile(positions, begin, stop, count, at);
+    load_tile(positions, at, count, p, keys);
+    const int coded = positions->key_scales != NULL;
+    const Ahead ahead[] = {ahead_of(positions->keys, positions->key_stride, coded, at[0] + QUERY_TILE),
+                           ahead_of(positions->values, positions->value_stride, coded, at[0] + QUERY_TILE)};
+    score_rows(keys, count, p->queries, steps, some, rows->scale, p->scores, ahead);
+    if (positions->key_scales) {
+        scale_rows(p, at, count, some, positions->key_scales);
+        for (size_t i = 0; i < count; i++) scales[i] = from_bf16(positions->value_scales[at[i]]);
+    }
+    if (begin < rows->begin[rows->count - 1] || begin + count > rows->end[0]) mask_rows(p, begin, count, some);
+    soften_rows(p, count, some, positions->key_scales ? scales : NULL);
+    weigh_rows(p->values, positions->value_columns, p->weights, count / IN_UNIT, some, p->fade, p->sums);
+}
+
+/* Queries with the row as the inner index. */
+static void load_rows(const Positions *positions, const QueryRows *rows, const Panels *p) {
+    const size_t steps = positions->key_columns / IN_UNIT;
+    Unit room[MOST_CODED];
+    for (size_t r = 0; r < QUERY_ROWS; r++) {
+        const size_t row = r < rows->count ? r : rows->count - 1; /* those behind the last one are never looked at */
+        const Unit *query = units_of(rows->queries[row], positions->key_columns, room);
+        for (size_t s = 0; s < steps; s++) p->queries[s * QUERY_ROWS + r] = query[s];
+        p->begin[r] = (float)rows->begin[row], p->end[r] = (float)rows->end[row];
+    }
+}
+
+/* What a row has seen before the first tile: its sink, or nothing. */
+static void begin_rows(const Positions *positions, const QueryRows *rows, const Panels *p) {
+    for (size_t r = 0; r < QUERY_ROWS; r++) {
+        const bf16 *sink = r < rows->count ? rows->sinks[r] : NULL;
+        p->largest[r] = sink ? from_bf16(*sink) : -FLT_MAX, p->total[r] = sink != NULL;
+    }
+    memset(p->sums, 0, sizeof *p->sums * QUERY_ROWS * positions->value_columns);
+}
+
+static void end_rows(const Positions *positions, const QueryRows *rows, const Panels *p) {
+    bf16 *rounded = (bf16 *)p->scores;
+    for (size_t from = 0; from < positions->value_columns; from += QUERY_TILE) {
+        const size_t rest = positions->value_columns - from, some = rest < QUERY_TILE ? rest : QUERY_TILE;
+        for (size_t c = 0; c < some; c++)
+            for (size_t r = 0; r < rows->count; r += LANES)
+                store_bf16(rounded + c * QUERY_ROWS + r,
+                           over(load(p->sums + (from + c) * QUERY_ROWS + r), load(p->total + r)));
+        for (size_t r = 0; r < rows->count; r++)
+            for (size_t c = 0; c < some; c++) rows->out[r][from + c] = rounded[c * QUERY_ROWS + r];
+    }
+}
+
+static void attend_rows(const Positions *positions, const QueryRows *rows, float *workspace) {
+    const size_t lowest = rows->begin[0] / PLACES * PLACES, highest = rows->end[rows->count - 1]; /* pairs stay pairs */
+    const size_t first = lowest > rows->from ? lowest : rows->from, end = highest < rows->to ? highest : rows->to;
+    Panels p = panels_in(workspace, positions);
+    if (rows->state) {
+        p.sums = rows->state, p.largest = p.sums + QUERY_ROWS * positions->value_columns;
+        p.total = p.largest + QUERY_ROWS;
+    }
+    load_rows(positions, rows, &p);
+    if (!rows->from) begin_rows(positions, rows, &p);
+    for (size_t tile = first / QUERY_TILE * QUERY_TILE; tile < end; tile += QUERY_TILE)
+        attend_rows_tile(positions, rows, first > tile ? first : tile, end < tile + QUERY_TILE ? end : tile + QUERY_TILE, &p);
+    if (!rows->more) end_rows(positions, rows, &p);
+}
+
+#endif

@@ -1,0 +1,231 @@
+/* Strips of a row: the codes of GGUF's blocks and of published codes, every type, and what their groups are scaled by. A strip
+ * is 256 columns or, at the end of a row, fewer, in whole blocks. A column is scale * code + offset of its group. */
+#ifndef TIERMOE_ISA_STRIPS_H
+#define TIERMOE_ISA_STRIPS_H
+
+#include <string.h>
+
+#include "../matrix.h"
+#include "simd.h"
+
+enum {
+    STRIP = 256,       /* columns: a block of the types that have the K in their name */
+    STRIP_GROUPS = 16, /* the most in a strip */
+};
+
+typedef struct {
+    float scales[STRIP_GROUPS], offsets[STRIP_GROUPS];
+} StripScales;
+
+/* 2^(exponent - 128), halved: the codes of MXFP4 are doubled. */
+static inline float mxfp4_scale(uint8_t exponent) {
+    const uint32_t bits = exponent < 2 ? 0x00200000u << exponent : (uint32_t)(exponent - 1) << 23;
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    return scale;
+}
+
+/* Q4_K and Q5_K: eight scales and eight minima of 6 bits in 12 bytes. */
+static inline void k_scales(const block_q4_k *restrict block, float *restrict scales, float *restrict offsets) {
+    uint64_t low;
+    uint32_t last;
+    memcpy(&low, block->scales, sizeof low), memcpy(&last, block->scales + 8, sizeof last);
+    const uint64_t high = ((last | (uint64_t)last << 28) & 0x0F0F0F0F0F0F0F0F) | (low >> 2 & 0x3030303030303030);
+    low &= 0x3F3F3F3F3F3F3F3F; /* the first four scales before the first four minima, as in `high` the last ones */
+    uint64_t both[2] = {(uint32_t)low | high << 32, low >> 32 | (high >> 32 << 32)};
+    __asm__("" : "+m"(both)); /* else the compiler takes the words apart byte by byte */
+    const float scale = from_half(block->d), least = -from_half(block->m);
+    const uint8_t *bytes = (const uint8_t *)both;
+    for (int g = 0; g < 8; g++) scales[g] = scale * bytes[g];
+    for (int g = 0; g < 8; g++) offsets[g] = least * bytes[8 + g];
+}
+
+static inline void q2_k_scales(const block_q2_k *restrict block, float *restrict scales, float *restrict offsets) {
+    const float scale = from_half(block->d), least = -from_half(block->m);
+    for (int g = 0; g < 16; g++) scales[g] = scale * (block->scales[g] & 15), offsets[g] = least * (block->scales[g] >> 4);
+}
+
+static inline void q3_k_scales(const block_q3_k *restrict block, float *restrict scales) {
+    const uint8_t *low = block->scales, *high = block->scales + 8;
+    const float scale = from_half(block->d);
+    for (int g = 0; g < 16; g++) {
+        const int nibble = low[g % 8] >> g / 8 * 4 & 15, two = high[g % 4] >> g / 4 * 2 & 3;
+        scales[g] = scale * (nibble + two * 16 - 32);
+    }
+}
+
+static inline void q6_k_scales(const block_q6_k *restrict block, float *restrict scales) {
+    const float scale = from_half(block->d);
+    for (int g = 0; g < 16; g++) scales[g] = scale * (int8_t)block->scales[g];
+}
+
+static inline void iq4_xs_scales(const block_iq4_xs *restrict block, float *restrict scales) {
+    const float scale = from_half(block->d);
+    for (int g = 0; g < 8; g++) {
+        const int nibble = block->scales_low[g / 2] >> g % 2 * 4 & 15, two = block->scales_high[g / 4] >> g % 4 * 2 & 3;
+        scales[g] = scale * (nibble + two * 16 - 32);
+    }
+}
+
+/* Writes as many as the strip has groups; offsets only where has_offsets(coding). */
+INLINE void strip_scales(Coding coding, const uint8_t *at, size_t width, StripScales *to) {
+    switch (coding) {
+        case Q4_K: case Q5_K: k_scales(AT(q4_k, at), to->scales, to->offsets); return; /* both begin alike */
+        case Q2_K: q2_k_scales(AT(q2_k, at), to->scales, to->offsets); return;
+        case Q3_K: q3_k_scales(AT(q3_k, at), to->scales); return;
+        case Q6_K: q6_k_scales(AT(q6_k, at), to->scales); return;
+        case IQ4_XS: iq4_xs_scales(AT(iq4_xs, at), to->scales); return;
+        default: break;
+    }
+    for (size_t g = 0; g < width / 32; g++, at += block_bytes(coding)) {
+        to->scales[g] = coding == MXFP4 ? mxfp4_scale(AT(mxfp4, at)->exponent) : from_half(AT(q4_0, at)->d);
+        if (has_offsets(coding)) to->offsets[g] = from_half(AT(q4_1, at)->m);
+    }
+}
+
+/* The nibbles of `count` bytes, less the middle one. */
+static inline void nibbles_of(const uint8_t *restrict from, size_t count, int middle, int8_t *restrict low,
+                              int8_t *restrict high) {
+    for (size_t i = 0; i < count; i++)
+        low[i] = (int8_t)((from[i] & 15) - middle), high[i] = (int8_t)((from[i] >> 4) - middle);
+}
+
+/* Q5_0 and Q5_1: 32 fifth bits, and as many nibbles behind them. */
+static inline void five_bits(const uint8_t *restrict at, int middle, int8_t *restrict codes) {
+    uint32_t fifth;
+    memcpy(&fifth, at, sizeof fifth);
+    nibbles_of(at + sizeof fifth, 16, middle, codes, codes + 16);
+    for (int i = 0; i < 32; i++) codes[i] = (int8_t)(codes[i] + (int)(fifth >> i & 1) * 16);
+}
+
+static inline void q2_k_codes(const block_q2_k *restrict block, int8_t *restrict codes) {
+    for (int half = 0; half < 2; half++)
+        for (int quarter = 0; quarter < 4; quarter++)
+            for (int i = 0; i < 32; i++)
+                codes[half * 128 + quarter * 32 + i] = (int8_t)(block->codes[half * 32 + i] >> 2 * quarter & 3);
+}
+
+static inline void q3_k_codes(const block_q3_k *restrict block, int8_t *restrict codes) {
+    for (int half = 0; half < 2; half++)
+        for (int quarter = 0; quarter < 4; quarter++)
+            for (int i = 0; i < 32; i++) {
+                const int low = block->codes[half * 32 + i] >> 2 * quarter & 3, high = block->high[i] >> (4 * half + quarter) & 1;
+                codes[half * 128 + quarter * 32 + i] = (int8_t)(low + 4 * high - 4);
+            }
+}
+
+static inline void q4_k_codes(const block_q4_k *restrict block, int8_t *restrict codes) {
+    for (int pair = 0; pair < 4; pair++) nibbles_of(block->codes + 32 * pair, 32, 0, codes + 64 * pair, codes + 64 * pair + 32);
+}
+
+static inline void q5_k_codes(const block_q5_k *restrict block, int8_t *restrict codes) {
+    for (int pair = 0; pair < 4; pair++)
+        for (int i = 0; i < 32; i++) {
+            const int both = block->codes[32 * pair + i], fifth = block->fifth[i] >> 2 * pair;
+            codes[64 * pair + i] = (int8_t)((both & 15) + (fifth & 1) * 16);
+            codes[64 * pair + 32 + i] = (int8_t)((both >> 4) + (fifth >> 1 & 1) * 16);
+        }
+}
+
+static inline void q6_k_codes(const block_q6_k *restrict block, int8_t *restrict codes) {
+    for (int half = 0; half < 2; half++)
+        for (int i = 0; i < 32; i++) {
+            const int one = block->codes[64 * half + i], other = block->codes[64 * half + 32 + i], two = block->high[32 * half + i];
+            int8_t *to = codes + 128 * half + i;
+            to[0] = (int8_t)((one & 15) + (two & 3) * 16 - 32), to[32] = (int8_t)((other & 15) + (two >> 2 & 3) * 16 - 32);
+            to[64] = (int8_t)((one >> 4) + (two >> 4 & 3) * 16 - 32), to[96] = (int8_t)((other >> 4) + (two >> 6) * 16 - 32);
+        }
+}
+
+static const int8_t IQ4_CODES[16] __attribute__((aligned(16))) = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                                                  1,    13,   25,  38,  53,  69,  89,  113};
+static const int8_t FP4_CODES[16] __attribute__((aligned(16))) = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+/* Published codes. Codes of E2M1 stand for twice their values, as those of GGUF's MXFP4, and their scales are halved. */
+static const int8_t S4_CODES[16] __attribute__((aligned(16))) = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+static const int8_t U4_CODES[16] __attribute__((aligned(16))) = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+/* 32 codes of 16 bytes, from a table. */
+static inline void pairs_of(const int8_t table[16], const uint8_t *restrict from, int8_t *restrict codes) {
+    int8_t low[16], high[16];
+    look_up(table, from, low, high);
+    for (int i = 0; i < 16; i++) codes[2 * i] = low[i], codes[2 * i + 1] = high[i];
+}
+
+static inline float e4m3_at(const uint8_t *at) {
+    const uint16_t half = (uint16_t)((*at & 0x80) << 8 | (*at & 0x7F) << 7); /* of 2^-8 times as much */
+    return 256 * from_half((const uint8_t *)&half);
+}
+
+static inline int has_factors(const Matrix *matrix) { return matrix->scale_kind >= SCALE_E4M3_TIMES; }
+
+/* What the scales of a row have in common; of E2M1 a half. */
+static inline float published_factor(const Matrix *matrix, size_t row) {
+    const float half = matrix->coding == E2M1 ? 0.5f : 1;
+    return has_factors(matrix) ? half * ((const float *)matrix->ladders)[row / matrix->factor_rows] : half;
+}
+
+/* Number `at` of a matrix's scales, of a row with that factor. */
+static inline float published_scale(const Matrix *matrix, size_t at, float factor) {
+    const uint8_t *scales = matrix->scales;
+    float scale;
+    switch (matrix->scale_kind) {
+        case SCALE_E8M0: return mxfp4_scale(scales[at]) * (2 * factor);
+        case SCALE_BF16: return from_bf16(((const bf16 *)scales)[at]) * factor;
+        case SCALE_HALF: return from_half(scales + 2 * at) * factor;
+        case SCALE_E4M3_TIMES: return e4m3_at(scales + at) * factor;
+        case SCALE_E4M3_OVER: return e4m3_at(scales + at) / (matrix->coding == E2M1 ? 4 * factor : factor);
+        default: memcpy(&scale, scales + 4 * at, sizeof scale); return scale * factor;
+    }
+}
+
+/* a / b, which is a shift for most matrices: a strip has no time for divisions. */
+static inline size_t quotient(size_t a, size_t b) { return b & (b - 1) ? a / b : a >> __builtin_ctzll(b); }
+
+/* Where the scales of a row begin. */
+static inline size_t published_row(const Matrix *matrix, size_t row) {
+    const size_t across = quotient(matrix->columns + matrix->scale_columns - 1, matrix->scale_columns);
+    return quotient(row, matrix->scale_rows) * across;
+}
+
+/* Of the groups of a strip of a row that begins at a column; offsets only where has_offsets(coding). */
+static inline void published_scales(const Matrix *matrix, size_t row, size_t begin, size_t width, StripScales *to) {
+    const size_t shared = matrix->scale_columns;
+    const float factor = published_factor(matrix, row);
+    const uint8_t *zeros = matrix->coding == U4 ? matrix->ladders : NULL;
+    const size_t before = quotient(begin, shared);
+    size_t at = published_row(matrix, row) + before, left = (before + 1) * shared - begin;
+    float scale = published_scale(matrix, at, factor);
+    for (size_t g = 0; g < width / matrix->group; g++) {
+        if (left == 0) scale = published_scale(matrix, ++at, factor), left = shared;
+        if (zeros) to->offsets[g] = -scale * zeros[at];
+        to->scales[g] = scale, left -= matrix->group;
+    }
+}
+
+/* The codes of a strip, in the order of its columns. */
+static void strip_codes(Coding coding, const uint8_t *at, size_t width, int8_t *codes) {
+    const size_t columns = block_columns(coding), bytes = block_bytes(coding);
+    for (const int8_t *end = codes + width; codes < end; at += bytes, codes += columns) switch (coding) {
+            case Q8_0: memcpy(codes, AT(q8_0, at)->codes, 32); break;
+            case Q4_0: nibbles_of(AT(q4_0, at)->codes, 16, 8, codes, codes + 16); break;
+            case Q4_1: nibbles_of(AT(q4_1, at)->codes, 16, 0, codes, codes + 16); break;
+            case Q5_0: five_bits(AT(q5_0, at)->fifth, 16, codes); break;
+            case Q5_1: five_bits(AT(q5_1, at)->fifth, 0, codes); break;
+            case Q2_K: q2_k_codes(AT(q2_k, at), codes); break;
+            case Q3_K: q3_k_codes(AT(q3_k, at), codes); break;
+            case Q4_K: q4_k_codes(AT(q4_k, at), codes); break;
+            case Q5_K: q5_k_codes(AT(q5_k, at), codes); break;
+            case Q6_K: q6_k_codes(AT(q6_k, at), codes); break;
+            case IQ4_NL: look_up(IQ4_CODES, AT(iq4_nl, at)->codes, codes, codes + 16); break;
+            case IQ4_XS:
+                for (size_t g = 0; g < 8; g++) look_up(IQ4_CODES, AT(iq4_xs, at)->codes + 16 * g, codes + 32 * g, codes + 32 * g + 16);
+                break;
+            case E2M1: pairs_of(FP4_CODES, at, codes); break;
+            case S4: pairs_of(S4_CODES, at, codes); break;
+            case U4: pairs_of(U4_CODES, at, codes); break;
+            default: look_up(FP4_CODES, AT(mxfp4, at)->codes, codes, codes + 16);
+        }
+}
+
+#endif

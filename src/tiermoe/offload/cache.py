@@ -1,0 +1,378 @@
+"""The expert cache: which expert lies in which slot, and who leaves for another. No weights, no clock.
+
+A key is absent, in flight (it owns a slot that is being filled) or resident. Slots are divided into pools: for layers,
+for precisions, or one for all. Each pool evicts by itself. Where pools share slots, a layer's pool grows with the uses
+of its experts (`SlotShares`).
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from itertools import accumulate
+
+from tiermoe.offload.policies.allotment import Pool
+from tiermoe.offload.policies.eviction import Eviction
+from tiermoe.types import Demand, ExpertKey
+
+SHARE_EVERY = 16
+"""Tokens after which shares are computed again: 1 ms for 6,000 experts."""
+_NOBODY: AbstractSet[ExpertKey] = frozenset()
+
+
+@dataclass(slots=True, eq=False)
+class _Pool:
+    """`slots` slots under one eviction policy, those of `first` at the beginning. `free`: slots in which nothing lies.
+    `evictable`: whether a key of this pool may leave now."""
+
+    number: int
+    first: range
+    eviction: Eviction
+    slots: int
+    free: list[int]
+    evictable: Callable[[ExpertKey], bool]
+
+
+class ExpertCache:
+    """Slots for experts, numbered through all pools.
+
+    pools: how slots are divided; a single pool takes every key. evictions: makes the policies of all pools. precisions:
+    the bits that experts are loaded in. exact_bits: a copy in more bits than a demand asks for does not serve it.
+
+    A pinned key and a key in flight never leave: a layer may compute from the slot, or a thread may write into it.
+    Protected keys (predicted ones, until their layer has run) leave after all others, and never for a prediction.
+
+    A prefetch reserves its slot speculatively: whoever would leave for it stays resident until `commit`, and its policy
+    hears of nothing before; `cancel` leaves all as it was. `on_leave` is called with every key whose slot may be
+    written from now on. `evictions`: keys that have left for others.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[Pool],
+        evictions: Callable[[Sequence[Pool]], Sequence[Eviction]],
+        precisions: Sequence[int],
+        exact_bits: bool = False,
+    ) -> None:
+        if min(pool.slots for pool in pools) < 1:
+            raise ValueError(f"a pool needs at least one slot, got {[pool.slots for pool in pools]}")
+        self.slots = sum(pool.slots for pool in pools)
+        self.evictions = 0
+        self.on_leave: Callable[[ExpertKey], None] | None = None
+        self._precisions = sorted(precisions, reverse=True)
+        self._serving = {bits: self._that_serve(bits, exact_bits) for bits in range(17)}
+        self._resident: dict[ExpertKey, int] = {}
+        self._in_flight: dict[ExpertKey, int] = {}
+        self._pins: dict[ExpertKey, int] = {}
+        self._uncommitted: dict[ExpertKey, ExpertKey | None] = {}  # in flight → who leaves for it, if somebody must
+        self._leaving: set[ExpertKey] = set()
+        self.protected: set[ExpertKey] = set()
+        self._fresh_evictions = functools.partial(evictions, pools)
+        self._pools = self._made(pools)
+        self._pool_of: dict[tuple[int, int], _Pool] = {}
+        for pool, made in zip(pools, self._pools, strict=True):
+            places = ((layer, bits) for layer in pool.layers for bits in pool.bits or self._precisions)
+            self._pool_of.update(dict.fromkeys(places, made))
+        if len(pools) == 1:
+            self._pool_of = _Everywhere(self._pools[0])
+        self._shares: dict[int, SlotShares] = {}  # by precision, where slots move
+        self._alike = [[made] for pool, made in zip(pools, self._pools, strict=True) if not pool.kept]
+        for kind in {pool.bits for pool in pools if pool.kept}:
+            each = [
+                (pool, made) for pool, made in zip(pools, self._pools, strict=True) if pool.kept and pool.bits == kind
+            ]
+            self._alike.append([made for _, made in each])
+            shares = SlotShares(self._alike[-1], each[0][0].kept)
+            self._shares.update(dict.fromkeys(kind or self._precisions, shares))
+
+    def __len__(self) -> int:
+        return len(self._resident)
+
+    def slot(self, key: ExpertKey) -> int | None:
+        """The slot of a resident key, None where it is absent or in flight."""
+        return self._resident.get(key)
+
+    def in_flight(self, key: ExpertKey) -> bool:
+        return key in self._in_flight
+
+    def find(self, layer: int, expert: int, bits: int) -> ExpertKey | None:
+        """The resident copy of the highest precision that serves `bits`; None where there is none."""
+        for precision in self._serving[bits]:
+            key = ExpertKey(layer, expert, precision)
+            if key in self._resident:
+                return key
+        return None
+
+    def arriving(self, layer: int, expert: int, bits: int) -> ExpertKey | None:
+        """The copy in flight of the highest precision that serves `bits`; None where there is none."""
+        if self._in_flight:
+            for precision in self._serving[bits]:
+                key = ExpertKey(layer, expert, precision)
+                if key in self._in_flight:
+                    return key
+        return None
+
+    def pool(self, key: ExpertKey) -> int:
+        """The number of the pool that the key belongs to."""
+        return self._pool_of[key.layer, key.bits].number
+
+    def free(self, pool: int) -> int:
+        """Slots of a pool in which nothing lies and to which nothing is in flight."""
+        return len(self._pools[pool].free)
+
+    def pin(self, *keys: ExpertKey) -> None:
+        """Keeps resident or arriving keys until `unpin`; pins count."""
+        for key in keys:
+            self._pins[key] = self._pins.get(key, 0) + 1
+
+    def unpin(self, *keys: ExpertKey) -> None:
+        for key in keys:
+            pins = self._pins.pop(key)
+            if pins > 1:
+                self._pins[key] = pins - 1
+
+    def protect(self, key: ExpertKey) -> None:
+        """Keeps a predicted key until `release_layer` of its layer."""
+        self.protected.add(key)
+
+    def release_layer(self, layer: int) -> None:
+        """Layer `layer` has run: what was predicted for it, and for layers before it, is protected no longer."""
+        self.protected = {key for key in self.protected if key.layer > layer}
+
+    def reserve(self, key: ExpertKey) -> int | None:
+        """A slot for an absent key, which is in flight from now on; a victim is evicted where no slot is free. None
+        where every slot is pinned, in flight or reserved speculatively."""
+        if key in self._resident or key in self._in_flight:
+            raise ValueError(f"{key} already has a slot")
+        pool = self._pool_of[key.layer, key.bits]
+        if self._shares and not pool.free and self._shares[key.bits].lacks(pool):
+            self._enlarge(pool, key)
+        if pool.free:
+            slot = pool.free.pop()
+        else:
+            victim = self._victim(pool, key, self.protected)
+            if victim is None and self.protected:
+                victim = self._victim(pool, key, _NOBODY)
+            if victim is None:
+                return None
+            slot = self._evict(pool, victim)
+        self._in_flight[key] = slot
+        pool.eviction.admitted(key)
+        return slot
+
+    def reserve_speculatively(self, key: ExpertKey) -> int | None:
+        """As `reserve`, but never in place of a protected key, and nobody leaves before `commit`. One of `commit` and
+        `cancel` is called before the next key is looked for: a load that has begun has changed the slot's bytes."""
+        if key in self._resident or key in self._in_flight:
+            raise ValueError(f"{key} already has a slot")
+        pool = self._pool_of[key.layer, key.bits]
+        victim = None
+        if pool.free:
+            slot = pool.free.pop()
+        else:
+            victim = self._victim(pool, key, self.protected)
+            if victim is None:
+                return None
+            slot = self._resident[victim]
+            if self.on_leave is not None:
+                self.on_leave(victim)
+            self._leaving.add(victim)
+        self._in_flight[key] = slot
+        self._uncommitted[key] = victim
+        return slot
+
+    def commit(self, key: ExpertKey) -> None:
+        """The load behind a speculative reservation, if there is one, has begun: who was to leave leaves."""
+        if key not in self._uncommitted:
+            return
+        pool, victim = self._pool_of[key.layer, key.bits], self._uncommitted.pop(key)
+        if victim is not None:
+            pool.eviction.victim(key, {victim}.__contains__)  # policies learn from being asked: again, at the end
+            self._evict(pool, victim)
+            self._leaving.discard(victim)
+        pool.eviction.admitted(key)
+
+    def cancel(self, key: ExpertKey) -> None:
+        """The load behind a speculative reservation will not begin: all is as before."""
+        slot, victim = self._in_flight.pop(key), self._uncommitted.pop(key)
+        if victim is None:
+            self._pool_of[key.layer, key.bits].free.append(slot)
+        else:
+            self._leaving.discard(victim)
+
+    def arrived(self, key: ExpertKey) -> int:
+        """A key in flight is resident now; returns its slot."""
+        slot = self._in_flight.pop(key)
+        self._resident[key] = slot
+        return slot
+
+    def abandon(self, key: ExpertKey) -> None:
+        """A key in flight will not arrive: its slot is free again."""
+        pool = self._pool_of[key.layer, key.bits]
+        pool.free.append(self._in_flight.pop(key))
+        pool.eviction.removed(key)
+
+    def used(self, keys: Sequence[ExpertKey], demands: Sequence[Demand]) -> list[int]:
+        """Tells the eviction policies that resident keys are computed with, one after the other; returns their
+        slots."""
+        for key, demand in zip(keys, demands, strict=True):
+            self._pool_of[key.layer, key.bits].eviction.used(key, demand)
+        return list(map(self._resident.__getitem__, keys))
+
+    def new_sequence(self) -> None:
+        """Another request begins."""
+        self.protected.clear()
+        for pool in self._pools:
+            pool.eviction.new_sequence()
+
+    @property
+    def shared(self) -> bool:
+        """Whether slots move between layers (`follow`)."""
+        return bool(self._shares)
+
+    def follow(self, uses: Sequence[Sequence[float]]) -> None:
+        """Slots move to the layers whose experts are used most. uses: a row of experts for each layer."""
+        for shares in set(self._shares.values()):
+            shares.follow(uses)
+
+    def roll_back(self) -> None:
+        """After an interruption anywhere, with nothing under way: what is resident stays, unless another may have been
+        read over it; nothing is pinned, protected or in flight, and every other slot is free. The policies begin anew:
+        their records may be half written."""
+        self._resident = {key: slot for key, slot in self._resident.items() if key not in self._leaving}
+        for kept in (self._in_flight, self._pins, self._uncommitted, self._leaving, self.protected):
+            kept.clear()
+        for pool, eviction in zip(self._pools, self._fresh_evictions(), strict=True):
+            pool.eviction, pool.free = eviction, []
+        residents: dict[int, int] = {}
+        for key in self._resident:
+            pool = self._pool_of[key.layer, key.bits]
+            residents[pool.number] = residents.get(pool.number, 0) + 1
+            pool.eviction.admitted(key)
+        taken = set(self._resident.values())
+        for alike in self._alike:
+            free = [slot for pool in alike for slot in reversed(pool.first) if slot not in taken]
+            for pool in alike:
+                resident = residents.get(pool.number, 0)
+                pool.free = [free.pop() for _ in range(min(pool.slots - resident, len(free)))]
+                pool.slots = resident + len(pool.free)
+            alike[0].free += free  # one that was between two pools
+            alike[0].slots += len(free)
+
+    def _made(self, pools: Sequence[Pool]) -> list[_Pool]:
+        ends = accumulate(pool.slots for pool in pools)
+        policies = self._fresh_evictions()
+        made = []
+        for number, (pool, end, policy) in enumerate(zip(pools, ends, policies, strict=True)):
+            slots = range(end - pool.slots, end)
+            alone = sum(other is policy for other in policies) == 1
+            evictable = self._evictable if alone else functools.partial(self._evictable_of, number)
+            made.append(_Pool(number, slots, policy, len(slots), [*reversed(slots)], evictable))
+        return made
+
+    def _that_serve(self, bits: int, exact: bool) -> Sequence[int]:
+        """Precisions of the copies that serve a demand for `bits`, the highest first."""
+        return (bits,) if exact else [each for each in self._precisions if each >= bits]
+
+    def _victim(self, pool: _Pool, incoming: ExpertKey, protected: AbstractSet[ExpertKey]) -> ExpertKey | None:
+        evictable = pool.evictable
+        if not protected:
+            return pool.eviction.victim(incoming, evictable)
+        return pool.eviction.victim(incoming, lambda key: key not in protected and evictable(key))
+
+    def _evictable(self, key: ExpertKey) -> bool:
+        return key in self._resident and key not in self._pins and key not in self._leaving
+
+    def _evictable_of(self, pool: int, key: ExpertKey) -> bool:
+        return self._evictable(key) and self._pool_of[key.layer, key.bits].number == pool
+
+    def _evict(self, pool: _Pool, victim: ExpertKey) -> int:
+        """The slot in which it lay."""
+        self.evictions += 1
+        if self.on_leave is not None:
+            self.on_leave(victim)
+        pool.eviction.removed(victim)
+        return self._resident.pop(victim)
+
+    def _enlarge(self, pool: _Pool, key: ExpertKey) -> None:
+        """A slot more for the pool of `key`: of the pool that is furthest above its share and has one to give."""
+        for other in self._shares[key.bits].givers():
+            if not other.free:
+                victim = self._victim(other, key, self.protected)
+                if victim is None:
+                    continue
+                other.free.append(self._evict(other, victim))
+            pool.free.append(other.free.pop())
+            other.slots -= 1
+            pool.slots += 1
+            return
+
+
+class _Everywhere(dict[tuple[int, int], _Pool]):
+    """One pool for every layer and precision."""
+
+    def __init__(self, pool: _Pool) -> None:
+        self._pool = pool
+
+    def __missing__(self, place: tuple[int, int]) -> _Pool:
+        return self._pool
+
+
+class SlotShares:
+    """Slots that move between the pools of one precision, one pool a layer, to where experts are used most. minimum:
+    slots that each layer keeps.
+
+    Routing is more even in some layers than in others. With as many slots in each, layers that keep to few experts hold
+    some that nobody asks for while others miss. One pool for all would hold the most used experts of the model, but
+    then what a layer has just read is first to leave when the next layers miss: before its own layer runs again. So a
+    layer evicts its own, and how many slots it has follows from the uses of all layers' experts."""
+
+    def __init__(self, pools: Sequence[_Pool], minimum: int) -> None:
+        self._pools = pools
+        self._minimum = minimum
+        self._wanted = {pool.number: pool.slots for pool in pools}
+
+    def follow(self, uses: Sequence[Sequence[float]]) -> None:
+        """The shares are those of `uses` from now on. Free slots move at once, others when a layer misses."""
+        sizes = most_used_slots(sum(pool.slots for pool in self._pools), uses, self._minimum)
+        self._wanted = {pool.number: size for pool, size in zip(self._pools, sizes, strict=True)}
+        free = [pool for pool in self._pools for _ in range(min(len(pool.free), self._over(pool)))]
+        for pool in self._pools:
+            while free and self._over(pool) < 0:
+                giver = free.pop()
+                pool.free.append(giver.free.pop())
+                giver.slots -= 1
+                pool.slots += 1
+
+    def lacks(self, pool: _Pool) -> bool:
+        """Whether a pool has less than its share."""
+        return pool.slots < self._wanted[pool.number]
+
+    def givers(self) -> list[_Pool]:
+        """Pools above their share, the furthest above first."""
+        return sorted((other for other in self._pools if self._over(other) > 0), key=self._over, reverse=True)
+
+    def _over(self, pool: _Pool) -> int:
+        return pool.slots - self._wanted[pool.number]
+
+
+def most_used_slots(slots: int, uses: Sequence[Sequence[float]], minimum: int) -> list[int]:
+    """Slots of each layer: `minimum`, and one for each of its other experts that is among the most used of all layers,
+    as far as `slots` go; of equally used ones those of all layers in turn. uses: a row of at least `minimum` experts a
+    layer. The sum is less than `slots` only where every expert has one."""
+    others = [sorted(row, reverse=True)[minimum:] for row in uses]
+    ranked = sorted((count for row in others for count in row), reverse=True)
+    left = slots - minimum * len(uses)
+    if left >= len(ranked):
+        return [minimum + len(row) for row in others]
+    threshold = ranked[left]  # of the first that has none
+    sizes = [minimum + bisect_left(row, -threshold, key=operator.neg) for row in others]
+    equal = [row.count(threshold) for row in others]
+    turns = [layer for turn in range(max(equal)) for layer, count in enumerate(equal) if count > turn]
+    for layer in turns[: slots - sum(sizes)]:
+        sizes[layer] += 1
+    return sizes

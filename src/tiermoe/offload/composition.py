@@ -1,0 +1,377 @@
+"""A composition: which experts run, in which precision, what is prefetched, what stays cached, in what unit.
+
+A published system is one choice of each part (`tiermoe.systems`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import ChainMap
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from tiermoe.config import BITS, DENSE_BITS, QUANTIZERS, parse_size
+from tiermoe.errors import ConfigError, ProfileError
+from tiermoe.offload.policies.allotment import ALLOTMENTS
+from tiermoe.offload.policies.eviction import EVICTIONS
+from tiermoe.offload.policies.neurons import DISK_GAP_BYTES
+from tiermoe.offload.policies.precision import PRECISIONS
+from tiermoe.offload.policies.prediction import PREDICTIONS
+from tiermoe.offload.policies.settings import Setting, declared, near, setting
+from tiermoe.offload.profiles import Profile
+
+POLICIES: dict[str, Mapping[str, Any]] = {"precision": PRECISIONS, "prefetch": PREDICTIONS, "cache": EVICTIONS}
+"""The parts whose values are classes that declare settings of their own."""
+
+_LITTLE = ("half", "confident")  # routings that have a pass of fewer experts
+_RECALL = ("recalled", "recalled+next-gate")  # predictions that recall such a pass
+_FEWER_OR_OTHERS = ("half", "confident", "cached")  # routings that do not run the router's K
+
+
+def _part(default: str, choices: Collection[str], **values: Any) -> Any:
+    return setting(default, read=str, one_of=choices, **values)
+
+
+def _is(part: str, value: str) -> tuple[str, Callable[[Composition], bool]]:
+    return part, lambda composition: getattr(composition, part) == value
+
+
+def _predicts(composition: Composition) -> bool:
+    return composition.prefetch != "none"
+
+
+def _errs(composition: Composition) -> bool:
+    """Whether the prediction may lack what the router chooses: an expert, one that it expected to be skipped, or
+    neurons of one."""
+    missed = composition.policy("prefetch").errs or composition.policy("precision").skips
+    return _predicts(composition) and (missed or composition.unit == "neuron")
+
+
+def _absent(composition: Composition) -> bool:
+    """Whether a loaded expert may be absent again, or is never loaded."""
+    return composition.cache != "all" or composition.precision != "fixed" or composition.misses != "load"
+
+
+def _finds_some(composition: Composition) -> bool:
+    """Whether an expert can be cached when its layer runs, where routing depends on that."""
+    return composition.routing != "cached" or composition.cache != "none"
+
+
+def _known_before(composition: Composition) -> bool:
+    """Whether there is a discarded pass to recall, where the prediction recalls one."""
+    return composition.prefetch != "recalled" or composition.routing == "confident"
+
+
+def _has_little(composition: Composition) -> bool:
+    return composition.routing in _LITTLE
+
+
+def _keeps(composition: Composition) -> bool:
+    """Whether a policy chooses what is evicted."""
+    return composition.cache in EVICTIONS
+
+
+def _forgets(composition: Composition) -> bool:
+    return getattr(composition.policy("cache"), "forgets", False)
+
+
+def _several(composition: Composition) -> bool:
+    """Whether experts are loaded in more than one precision."""
+    return composition.precision != "fixed"
+
+
+def _size(given: Any) -> int:
+    if given in ("0", 0):
+        return 0
+    try:
+        return parse_size(str(given), "gap")
+    except ConfigError:
+        raise ValueError from None
+
+
+def _share(given: Any) -> float | None:
+    return None if given is None else float(given)
+
+
+def _flag(given: Any) -> bool:
+    return {"true": True, "false": False}[str(given).lower()]
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """One system: the name of each part, and its settings. `composition[name]` is the value of any part or setting,
+    those that the chosen policies declare (`own`) included. A calibrated setting that is None is filled from the
+    profile `profile` (`tiermoe calibrate`)."""
+
+    name: str
+    summary: str
+    source: str = ""  # paper
+
+    # parts
+
+    # which experts run: 'all' K; 'half' the `little` of the largest weights; 'confident' these, and again with all K
+    # where the likeliest next token has a probability of at most `gamma` (MoBiLE); 'cached' K that are moved towards
+    # cached ones in decode (`policies.routing.CachePrior`); 'layer' all of the layer are fetched, routed or not (STI)
+    routing: str = _part("all", ("all", "half", "confident", "cached", "layer"), read_by=(("cache", _finds_some),))
+    precision: str = _part("fixed", PRECISIONS.keys())
+    prefetch: str = _part(
+        "none", PREDICTIONS.keys(), read_by=(("cache", _absent), ("routing", _known_before)), off=True
+    )
+    # when decode prefetches; prefill always does. 'measured': only where passes are measured to be faster for it
+    # (`policies.prefetch_trial`), which by itself changes no token
+    speculate: str = _part("always", ("always", "measured"), read_by=(("prefetch", _predicts),), off=True)
+    # eviction policy; 'none': room for one layer's K, 'all': every expert stays
+    cache: str = _part("lru", ChainMap[str, Any](EVICTIONS, {"none": None, "all": None}).keys())
+    # 'pool' one for all layers, 'even' the same for each, 'by-use' more where experts are used most, 'shallow' all
+    # experts of the layers below `boundary` first; 'pool' too where slots do not give every layer its K
+    allotment: str = _part("pool", ALLOTMENTS.keys(), read_by=(("cache", _keeps),), off=True)
+    # of the eviction policy: forgotten at each sequence, or kept for the model
+    records: str = _part("model", ("model", "sequence"), read_by=(("cache", _forgets),), off=True)
+    # what is loaded: 'neuron' the rows where |act(W1 x)| > `theta`, all above the share `upper_limit` (CORM)
+    unit: str = _part("expert", ("expert", "neuron"))
+    # where experts come from: the drive, or a store that main memory holds whole
+    store: str = _part("disk", ("disk", "memory"))
+    # of computing a layer: with the cached experts while the rest arrives, or when all have arrived (HOBBIT)
+    start: str = _part("arrival", ("arrival", "together"))
+    # 'proceed': a layer runs with the experts that were predicted (CORM)
+    on_mispredict: str = _part("reload", ("reload", "proceed"), read_by=(("prefetch", _errs),), off=True)
+    # 'cpu': the CPU computes an expert that is missing in decode, from its copy in main memory, while the GPU computes
+    # the cached ones (HOBBIT, section 4); prefill and prefetches load. 'measured': so many of a layer's misses that the
+    # CPU ends when the loads of the others do, by what both have taken so far. Needs a GPU. Changes rounding alone, but
+    # the place where an expert is computed then depends on what is cached, so it counts as lossy
+    misses: str = _part("load", ("load", "cpu", "measured"))
+    # predicted experts stay until their layer has run
+    mask: bool = setting(True, read=_flag, kind="true or false", read_by=(("prefetch", _predicts),), off=True)
+
+    # settings
+
+    profile: str = setting("", read=str)
+    gamma: float = setting(0.7, low=0, high=1, read_by=(_is("routing", "confident"),))
+    # experts of a little pass; None: K/2, rounded up
+    little: int | None = setting(None, read=int, low=1, high=64, read_by=(("routing", _has_little),))
+    # of `CachePrior`: `strength`, and the fields of these names
+    prior: float | None = setting(None, low=0, high=4, calibrated=True, read_by=(_is("routing", "cached"),))
+    always: int = setting(1, read=int, low=0, high=64, read_by=(_is("routing", "cached"),))
+    untouched: int = setting(0, read=int, low=0, high=1 << 16, read_by=(_is("routing", "cached"),))
+    most_moved: float = setting(1.0, low=0, high=1, read_by=(_is("routing", "cached"),))
+    # settings that the chosen policies declare
+    own: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    # only a copy in the very bits of a demand meets it, to measure what bits cost; no preset has it
+    exact_bits: bool = field(default=False, kw_only=True)
+    boundary: int | None = setting(
+        None, read=int, low=0, high=1 << 16, calibrated=True, read_by=(_is("allotment", "shallow"),)
+    )
+    # share of the cache's bytes for a pool of low copies, in slots of their own size; 0: they take slots of high ones,
+    # None: what follows from the precision (`with_low_share`)
+    low_share: float | None = setting(0.0, read=_share, low=0, high=0.9, read_by=(("precision", _several),), off=True)
+    theta: float | None = setting(None, low=0, high=1e9, calibrated=True, read_by=(_is("unit", "neuron"),))
+    upper_limit: float = setting(0.75, low=0, high=1, read_by=(_is("unit", "neuron"),))
+    # bytes between two wanted neurons that are read through; None: what suits the store
+    gap: int | None = setting(None, read=_size, kind="a size like 16KiB", read_by=(_is("unit", "neuron"),))
+    # the engine's options of these names; None leaves them, and what a user gives comes first
+    bits: int | None = setting(None, read=int, one_of=BITS)
+    dense_bits: int | None = setting(None, read=int, one_of=DENSE_BITS)
+    quantizer: str | None = setting(None, read=str, one_of=QUANTIZERS)
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of a part or setting. KeyError for a name that is none."""
+        return self.settings()[name]
+
+    def settings(self) -> dict[str, Any]:
+        """Every part and setting by name."""
+        own = dict(self.own)
+        for part in POLICIES:
+            own = {name: default for name, (_, default) in declared(self.policy(part)).items()} | own
+        return {
+            name: own.get(name, declaration.default) if declaration.part else getattr(self, name)
+            for name, declaration in declarations().items()
+        }
+
+    def having(self, values: Mapping[str, Any]) -> Composition:
+        """The same with other values of parts and settings, by name."""
+        fields = {name: value for name, value in values.items() if name in self.__dataclass_fields__}
+        own = {name: value for name, value in values.items() if name not in fields}
+        return replace(self, own={**self.own, **own}, **fields)
+
+    def policy(self, part: str) -> Any:
+        """The class that `part` names; None where it names none ('none' and 'all' of cache)."""
+        return POLICIES[part].get(getattr(self, part))
+
+    def options(self, part: str) -> dict[str, Any]:
+        """The settings that the policy of `part` is made with beside its context; those without a value are absent."""
+        return {name: self.own[name] for name in declared(self.policy(part)) if self.own.get(name) is not None}
+
+    @property
+    def gap_bytes(self) -> int:
+        """Bytes between two wanted neurons that are read through: a drive takes as long for another read."""
+        return self.gap if self.gap is not None else 0 if self.store == "memory" else DISK_GAP_BYTES
+
+    @property
+    def low_copies_pass(self) -> bool:
+        """Whether low copies serve the layer that they are loaded for and no later one."""
+        return self.precision == "popularity" and self["mispredicted"] == "high"
+
+    @property
+    def lossy(self) -> list[str]:
+        """The parts that can change tokens, as they would be set; empty: exact."""
+        parts = []
+        if self.routing in _FEWER_OR_OTHERS:
+            parts.append(f"routing={self.routing}")
+        if self.precision != "fixed":
+            parts.append(f"precision={self.precision}")
+        if self.unit == "neuron":
+            parts.append("unit=neuron")
+        if self.on_mispredict == "proceed":
+            parts.append("on_mispredict=proceed")
+        if self.misses != "load":
+            parts.append(f"misses={self.misses}")
+        return parts
+
+    def exact(self) -> Composition:
+        """The same composition with every lossy part off: the exact preset's tokens, bit for bit."""
+        routing = "all" if self.routing in _FEWER_OR_OTHERS else self.routing
+        prefetch = "next-gate" if self.prefetch in (*_RECALL, "neurons") else self.prefetch
+        return replace(
+            self, routing=routing, precision="fixed", prefetch=prefetch, low_share=0.0, unit="expert",
+            on_mispredict="reload", misses="load",
+        )  # fmt: skip
+
+    def missing(self) -> list[str]:
+        """Settings that a calibration must fill and has not."""
+        values, known = self.settings(), declarations()
+        return [
+            name
+            for name, declaration in known.items()
+            if declaration.setting.calibrated and values[name] is None and unread(name, self, known) is None
+        ]
+
+    @property
+    def needs_profile(self) -> bool:
+        """True where a setting is open or a part reads a calibrated table."""
+        return bool(self.missing() or self.policy("precision").reads_table or self.policy("prefetch").reads_table)
+
+
+class Declaration(NamedTuple):
+    """One part or setting."""
+
+    setting: Setting
+    default: Any
+    part: str = ""  # the part whose policies declare it; empty: a field of `Composition`
+    values: tuple[str, ...] = ()  # those policies
+
+    @property
+    def read_by(self) -> tuple[tuple[str, Callable[[Composition], bool]], ...]:
+        """(part, whether a composition with its value of the part reads this), for every part that matters."""
+        if self.part:
+            return ((self.part, lambda composition: getattr(composition, self.part) in self.values),)
+        return self.setting.read_by
+
+
+def declarations() -> dict[str, Declaration]:
+    """Every part and setting by name: those of `Composition`, with the policies' in the place of `own`."""
+    found: dict[str, Declaration] = {}
+    ours = declared(Composition)
+    for each in dataclasses.fields(Composition):
+        if each.name in ours:
+            found[each.name] = Declaration(*ours[each.name])
+        elif each.name == "own":
+            for part, policies in POLICIES.items():
+                for value, policy in policies.items():
+                    for name, (each_setting, default) in declared(policy).items():
+                        others = found[name].values if name in found else ()
+                        found[name] = Declaration(each_setting, default, part, (*others, value))
+    return found
+
+
+def unread(
+    name: str, composition: Composition, known: Mapping[str, Declaration] | None = None
+) -> tuple[str, list[str]] | None:
+    """Why the part or setting `name` does nothing in a composition: the part that would have to change, and its values
+    with which something reads `name`, or would if no other part were in the way. None where it is read. known: all
+    declarations, for callers that have them."""
+    known = known or declarations()
+    for part, reads in known[name].read_by:
+        if not reads(composition):
+            readers = (value for value in known[part].setting.one_of if reads(composition.having({part: value})))
+            return part, list(readers)
+        if further := unread(part, composition, known):
+            return further
+    return None
+
+
+def parsed(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Parts and settings by name, their values as text or not, as values. ConfigError for an unknown part or value."""
+    known = declarations()
+    for name in changes:
+        if name not in known:
+            raise ConfigError(f"unknown part or setting '{name}'{near(name, known)}")
+    return {name: known[name].setting.value(name, value) for name, value in changes.items()}
+
+
+def changed(composition: Composition, changes: Mapping[str, Any] | None = None) -> Composition:
+    """A composition with parts and settings replaced: {'prefetch': 'none', 'gamma': '0.5'}, values also as text.
+    ConfigError for an unknown part or value, for settings that do not go together, and for one that no part of the
+    result reads."""
+    values = parsed(changes or {})
+    result = composition.having(values)
+    for part in POLICIES:
+        if check := getattr(result.policy(part), "check", None):
+            check(result.settings())
+    known = declarations()
+    for name, value in values.items():
+        wanted, default = known[name].setting, known[name].default
+        if (wanted.off and value == default) or not (why := unread(name, result, known)):
+            continue
+        part, readers = why
+        given = f"{name}={value}" if wanted.one_of else name
+        raise ConfigError(
+            f"{given} does nothing with {part}={getattr(result, part)}; it is read by {part}={' or '.join(readers)}"
+        )
+    return result
+
+
+def filled(composition: Composition, profile: Profile | None) -> Composition:
+    """The composition with its open settings from `profile`, where there is one; settings that have a value stay."""
+    if profile is None:
+        return composition
+    names = composition.missing()
+    if composition.precision == "table":
+        names.append("quantizer")  # the bits of a table hold for the quantiser they were found for
+    return composition.having(
+        parsed({name: profile.settings[name] for name in names if profile.settings.get(name) is not None})
+    )
+
+
+def with_low_share(composition: Composition, layers: int) -> Composition:
+    """The composition with the share of the cache for low copies that follows from its other settings, where it has
+    none. layers: MoE layers of the model. Low copies for a prompt serve their own layer alone, since all are high in
+    decode: they get their share of one layer's part of the cache."""
+    if composition.low_share is None and composition.low_copies_pass:
+        return composition.having({"low_share": composition["low_popularity"] / layers})
+    return composition
+
+
+def require_settings(composition: Composition, model: str) -> None:
+    """ProfileError where calibrated settings are open, with the command that makes the calibration for `model`."""
+    missing = composition.missing()
+    if missing:
+        made_for = composition.profile or "hobbit,edgemoe,fate,corm"
+        raise ProfileError(
+            f"preset {composition.name} has no {' and no '.join(missing)}; make them with tiermoe calibrate {model} "
+            f"--text FILE --for {made_for}, or give them with --set {missing[0]}=…"
+        )
+
+
+def require_device(composition: Composition, device: str) -> None:
+    """ConfigError where a device type ('cpu', 'cuda') cannot run a composition: misses=cpu is help for a GPU, whose
+    kernels and copies know whole experts alone."""
+    if composition.misses != "load" and device == "cpu":
+        raise ConfigError(
+            f"misses={composition.misses} computes on the CPU what a GPU lacks, and no GPU is in use; "
+            f"use --set misses=load"
+        )
+    if composition.routing == "cached" and device != "cpu":
+        raise ConfigError("routing=cached chooses by scores that are known on the CPU alone; use --device cpu")
+    if composition.unit == "neuron" and device != "cpu":
+        raise ConfigError("unit=neuron runs on the CPU alone; use --device cpu or --set unit=expert")

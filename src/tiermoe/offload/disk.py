@@ -1,0 +1,386 @@
+"""Links from disk into slots in main memory: a few I/O threads, urgent loads first, speculative ones next, background
+last.
+
+Native threads read and check whole experts without the interpreter (`NativeDiskLink`). Threads of Python do what needs
+it (`DiskLink`): codes that are rearranged in the slot, neurons, experts served from memory, a build without kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from tiermoe.errors import LoadError
+from tiermoe.formats.expert_format import PAGE, ExpertFormat, align
+from tiermoe.native import _native
+from tiermoe.offload.io_threads import IOThreads
+from tiermoe.offload.link import Finished
+from tiermoe.offload.reader import ExtentReader, aligned_memory, damaged, unreadable, verify
+from tiermoe.offload.slots import FilledSlots
+from tiermoe.types import ExpertKey, Extent, Load
+
+LANES = 4  # threads, the most that the drive's probe chooses
+
+
+def staging_bytes(formats: Sequence[ExpertFormat], lanes: int) -> int:
+    """What I/O threads have beside the slots: a bounce buffer for experts served from the checkpoint in place, whose
+    offsets are not aligned, and the stored bytes of codes that are rearranged in the slot."""
+    buffers = any(form.bits == 16 for form in formats) + any(form.widened for form in formats)
+    return buffers * lanes * (align(max(form.stored.nbytes for form in formats), PAGE) + PAGE)
+
+
+class Reader(Protocol):
+    """Reads the extents of experts (`offload.reader.ExtentReader`, `offload.reader.HeldReader`)."""
+
+    bytes_read: int
+
+    def read(self, extent: Extent, target: memoryview, key: ExpertKey) -> None:
+        """Fills `target` (page-aligned, writable) with the extent's bytes, verified. LoadError where it cannot."""
+
+    def close(self) -> None: ...
+
+
+class SlotFiller:
+    """Reads experts from disk into slots in main memory, from any number of threads at once.
+
+    extent_of: where an expert lies. format_of: its encodings, for codes that are rearranged while loading (AWQ's and
+    GPTQ's). reads_as_stored: whether a filled slot has the stored bytes of a whole expert, whatever the expert.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        extent_of: Callable[[ExpertKey], Extent],
+        format_of: Callable[[ExpertKey], ExpertFormat],
+        reads_as_stored: bool = False,
+    ) -> None:
+        self.reader = reader
+        self.extent_of = extent_of
+        self.format_of = format_of
+        self.reads_as_stored = reads_as_stored
+        self._staging = threading.local()
+        self._lock = threading.Lock()
+        self._readers = 0
+        self._busy_s = 0.0  # until the last time that nobody read
+        self._busy_since = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which at least one thread was reading, until now."""
+        with self._lock:
+            return self._busy_s + (time.perf_counter() - self._busy_since if self._readers else 0.0)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from the drive so far."""
+        return self.reader.bytes_read
+
+    def fill(self, key: ExpertKey, slot: torch.Tensor) -> None:
+        """Reads expert `key` into `slot` (uint8, page-aligned). LoadError where it cannot be read."""
+        with self._reading():
+            self._read(key, slot)
+
+    def roll_back(self) -> None:
+        """Nobody reads any more: who was interrupted while reading does not count as a reader."""
+        with self._lock:
+            self._readers = 0
+
+    def close(self) -> None:
+        self.reader.close()
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._lock:
+            if self._readers == 0:
+                self._busy_since = time.perf_counter()
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._readers -= 1
+                if self._readers == 0:
+                    self._busy_s += time.perf_counter() - self._busy_since
+
+    def _read(self, key: ExpertKey, slot: torch.Tensor) -> None:
+        extent, form = self.extent_of(key), self.format_of(key)
+        if not form.widened:
+            self.reader.read(extent, slot.numpy().data, key)
+            form.round_biases(slot)
+            return
+        staging = self._staged(form.stored.nbytes)
+        self.reader.read(extent, staging, key)
+        form.widen(torch.frombuffer(staging, dtype=torch.uint8), slot)
+
+    def _staged(self, nbytes: int) -> memoryview:
+        """Page-aligned memory of the calling thread, its contents valid until asked for again."""
+        staging: memoryview | None = getattr(self._staging, "memory", None)
+        if staging is None or len(staging) < nbytes:
+            staging = self._staging.memory = aligned_memory(nbytes)
+        return staging
+
+
+class DiskLink:
+    """Fills `slots` by `threads` threads of Python (`offload.link.MeteredLink`). `wakes`: how often `wait` had to wait;
+    `wake_s`: seconds from the end of what it waited for until it went on; `starts`, `start_s`: as `IOThreads`."""
+
+    def __init__(self, filler: SlotFiller, slots: FilledSlots, threads: int) -> None:
+        self.wait_s = 0.0
+        self.wakes = 0
+        self.wake_s = 0.0
+        self._filler = filler
+        self._slots = slots
+        self._finished: queue.SimpleQueue[tuple[Finished, float]] = queue.SimpleQueue()  # and when it ended
+        self._outstanding = 0  # submitted, and neither taken nor recalled, background loads apart
+        self._threads = IOThreads(threads, self._work)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which at least one thread was reading."""
+        return self._filler.busy_s
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from the drive so far."""
+        return self._filler.bytes_read
+
+    @property
+    def starts(self) -> int:
+        return self._threads.starts
+
+    @property
+    def start_s(self) -> float:
+        return self._threads.start_s
+
+    def submit(self, load: Load) -> None:
+        self._outstanding += not load.background
+        self._threads.submit(load)
+
+    def wait(self) -> Finished:
+        started = time.perf_counter()
+        finished, ended = self._finished.get()
+        now = time.perf_counter()
+        self._outstanding -= not finished.load.background
+        self.wait_s += now - started
+        if ended > started:
+            self.wakes += 1
+            self.wake_s += now - ended
+        return finished
+
+    def poll(self) -> Finished | None:
+        try:
+            finished, _ = self._finished.get_nowait()
+        except queue.Empty:
+            return None
+        self._outstanding -= not finished.load.background
+        return finished
+
+    def recall(self) -> list[Load]:
+        loads = self._threads.recall()
+        self._outstanding -= len(loads)
+        return loads
+
+    def withdraw(self, key: ExpertKey) -> bool:
+        return self._threads.withdraw(key) is not None
+
+    def is_idle(self) -> bool:
+        return self._outstanding == 0
+
+    def roll_back(self) -> None:
+        self._threads.drop()
+        self._filler.roll_back()
+        self._finished = queue.SimpleQueue()
+        self._outstanding = 0
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def close(self) -> None:
+        """Ends the threads, drops what is queued and gives the slots back."""
+        self._threads.close()
+        self._filler.close()
+        self._slots.close()
+
+    def _work(self, load: Load) -> None:
+        error: Exception | None = None
+        try:
+            self._filler.fill(load.key, self._slots.place(load.slot, load.key))
+        except Exception as failure:  # handed to whoever waits for the load
+            error = failure
+        self._finished.put((Finished(load, error), time.perf_counter()))
+
+
+_CACHED, _DROPPED, _DIRECT, _MAPPED = range(4)  # io.c: How
+_SYSTEM, _DAMAGED = 1, 3  # io.c: Outcome, beside DONE and ENDS_EARLY
+_SHORT = 240  # bytes: the native checksum takes more
+_REQUEST = struct.Struct("=Qii")
+_PIECE = struct.Struct("=qqqii")
+
+
+class NativeDiskLink:
+    """Fills `slots` by `threads` native threads (`native/io.c`; `offload.link.MeteredLink`). A thread that waits reads
+    an urgent load that has not begun by itself.
+
+    reader: opens the files. extent_of: where an expert lies. format_of: its encodings, none of them `widened`. mapped:
+    slots are parts of mapped files, whose pages are brought in."""
+
+    def __init__(
+        self,
+        reader: ExtentReader,
+        slots: FilledSlots,
+        extent_of: Callable[[ExpertKey], Extent],
+        format_of: Callable[[ExpertKey], ExpertFormat],
+        threads: int,
+        mapped: bool = False,
+    ) -> None:
+        self._reader = reader
+        self._slots = slots
+        self._extent_of = extent_of
+        self._format_of = format_of
+        self._mapped = mapped
+        self._threads = _native.IOThreads(threads)
+        self._next = 0
+        self._loads: dict[int, Load] = {}  # by number: submitted, and neither taken nor recalled
+        self._background: dict[ExpertKey, int] = {}  # numbers
+        self._requests: dict[ExpertKey, bytes] = {}
+        self._completed: set[ExpertKey] = set()  # by this thread, once they are read: see `_complete`
+        self._failed: deque[Finished] = deque()  # whose files cannot be opened
+        self.now = time.perf_counter
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from the drive so far."""
+        return self._threads.counters()[0]
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which at least one thread was reading."""
+        return self._threads.counters()[1]
+
+    @property
+    def wait_s(self) -> float:
+        return self._threads.counters()[2]
+
+    @property
+    def wakes(self) -> int:
+        return self._threads.counters()[3]
+
+    @property
+    def wake_s(self) -> float:
+        return self._threads.counters()[4]
+
+    @property
+    def starts(self) -> int:
+        return self._threads.counters()[5]
+
+    @property
+    def start_s(self) -> float:
+        return self._threads.counters()[6]
+
+    def submit(self, load: Load) -> None:
+        key, slot, urgent, background = load
+        number = self._next
+        self._next, self._loads[number] = number + 1, load
+        if background:
+            self._background[key] = number
+        try:
+            request = self._requests.get(key) or self._request(key)
+            address = self._slots.address(slot, key)
+        except OSError as error:
+            self._failed.append(self._taken(number, self._error(key, _SYSTEM, 0, error.errno or 0)))
+            return
+        except Exception as error:  # handed to whoever waits for the load
+            self._failed.append(self._taken(number, error))
+            return
+        self._threads.submit(number, 2 if background else 1 - urgent, address, request)
+
+    def wait(self) -> Finished:
+        return self._failed.popleft() if self._failed else self._handed_out(self._threads.wait())
+
+    def poll(self) -> Finished | None:
+        if self._failed:
+            return self._failed.popleft()
+        ended = self._threads.poll()
+        return None if ended is None else self._handed_out(ended)
+
+    def recall(self) -> list[Load]:
+        return [self._loads.pop(number) for number in self._threads.recall()]
+
+    def withdraw(self, key: ExpertKey) -> bool:
+        number = self._background.get(key)
+        if number is None or not self._threads.withdraw(number):
+            return False
+        del self._background[key], self._loads[number]
+        return True
+
+    def is_idle(self) -> bool:
+        return len(self._loads) == len(self._background) and not self._failed
+
+    def roll_back(self) -> None:
+        self._threads.drop()
+        self._loads.clear()
+        self._background.clear()
+        self._failed.clear()
+
+    def close(self) -> None:
+        """Ends the threads, drops what is queued and gives the slots back."""
+        self._threads.close()
+        self._reader.close()
+        self._slots.close()
+
+    def _request(self, key: ExpertKey) -> bytes:
+        """What the threads are given of an expert, once."""
+        extent = self._extent_of(key)
+        checked = bool(extent.checksum) and extent.nbytes > _SHORT
+        if extent.nbytes <= _SHORT or self._format_of(key).vectors:
+            self._completed.add(key)
+        parts = [_REQUEST.pack(int(extent.checksum, 16) if checked else 0, checked, len(extent.segments))]
+        for segment in extent.segments:
+            file, direct = self._reader.open(segment.file)
+            how = _MAPPED if self._mapped else _DIRECT if direct else _CACHED if self._reader.keep else _DROPPED
+            parts.append(_PIECE.pack(segment.offset, segment.nbytes, segment.at, file, how))
+        request = self._requests[key] = b"".join(parts)
+        return request
+
+    def _handed_out(self, ended: int | tuple[int, int, int, int]) -> Finished:
+        if not isinstance(ended, int):
+            number, outcome, piece, detail = ended
+            return self._taken(number, self._error(self._loads[number].key, outcome, piece, detail))
+        finished = self._taken(ended)
+        if finished.load.key in self._completed:
+            return self._complete(finished.load)
+        return finished
+
+    def _complete(self, load: Load) -> Finished:
+        """Does what the native threads leave: the checksum of a short extent, rounding biases."""
+        extent, form = self._extent_of(load.key), self._format_of(load.key)
+        slot = self._slots.buffer(load.slot)
+        try:
+            if extent.nbytes <= _SHORT:
+                verify(extent, slot.numpy().data, load.key)
+        except LoadError as error:
+            return Finished(load, error)
+        form.round_biases(slot)
+        return Finished(load)
+
+    def _taken(self, number: int, error: Exception | None = None) -> Finished:
+        load = self._loads.pop(number)
+        if load.background:
+            del self._background[load.key]
+        return Finished(load, error)
+
+    def _error(self, key: ExpertKey, outcome: int, piece: int, detail: int) -> LoadError:
+        segment = self._extent_of(key).segments[piece]
+        if outcome == _DAMAGED:
+            return damaged(str(key), self._extent_of(key).segments[0].file)
+        why = os.strerror(detail) if outcome == _SYSTEM else f"the file ends {detail:,} bytes early"
+        return unreadable(key, segment, why)

@@ -1,0 +1,436 @@
+"""The GPU tier: disk → pinned slots in main memory → slots on the GPU.
+
+Main memory is the second-level cache (`HostCache`). Copies run beside the computation and are ordered against it by
+events: a copy starts after the kernels launched before its load was submitted (they may still read the slot), and the
+kernels launched after a load is handed out start after its copy. An I/O thread waits for a copy where it needs the
+pinned slot that is copied from, and for speculative ones; nobody waits for the device as a whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from tiermoe.offload.cache import ExpertCache
+from tiermoe.offload.io_threads import IOThreads
+from tiermoe.offload.link import Finished
+from tiermoe.offload.policies.allotment import Pool
+from tiermoe.offload.policies.cpu_fallback import averaged
+from tiermoe.offload.policies.eviction import EVICTIONS, Clock, EvictionContext
+from tiermoe.offload.slots import HostSlots, Slots
+from tiermoe.types import Demand, ExpertKey, Load
+
+Mark = Any
+"""A point in the order of computation, as its `Copier` has it."""
+Ticket = Any
+"""A copy that has been asked for, as its `Copier` has it."""
+
+
+class Copier(Protocol):
+    """Copies from pinned memory to the device, beside the computation."""
+
+    def mark(self) -> Mark:
+        """The point after everything that the calling thread has launched so far."""
+
+    def copy(self, host: torch.Tensor, device: torch.Tensor, after: Mark) -> Ticket:
+        """Asks for a copy that starts once `after` is reached. Returns at once; any thread may call."""
+
+    def ready(self, ticket: Ticket) -> bool:
+        """True where the copy is done."""
+
+    def wait(self, ticket: Ticket) -> None:
+        """Blocks the calling thread until the copy is done."""
+
+    def seconds(self, ticket: Ticket) -> float:
+        """How long a copy that is done took, from the moment when it could start."""
+
+    def wait_before_use(self, ticket: Ticket) -> None:
+        """Lets what the calling thread launches from now on start only after the copy; does not block."""
+
+
+class CopyQueue:
+    """Asks for copies and tells which are over. `lock` guards the queue; `changed`, its condition, is notified when a
+    copy begins. Whoever takes part in the same waiting may guard state of its own with them. `bytes_copied`: asked
+    for so far. `seconds`: what the last copies took on average, None before the first."""
+
+    def __init__(self, copier: Copier) -> None:
+        self.lock = threading.RLock()  # taken by itself: see `IOThreads`
+        self.changed = threading.Condition(self.lock)
+        self.bytes_copied = 0
+        self.seconds: float | None = None
+        self._copier = copier
+        self._under_way: deque[tuple[ExpertKey, Ticket]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def mark(self) -> Mark:
+        """The point after everything that the calling thread has launched so far."""
+        return self._copier.mark()
+
+    def start(self, key: ExpertKey, source: torch.Tensor, target: torch.Tensor, after: Mark) -> Ticket:
+        """Asks for the copy of an expert, which starts once `after` is reached."""
+        ticket = self._copier.copy(source, target, after)
+        with self.lock:
+            self.bytes_copied += source.nbytes
+            self._under_way.append((key, ticket))
+            self.changed.notify_all()
+        return ticket
+
+    def take_ended(self) -> list[ExpertKey]:
+        """The experts whose copies are over since the last call. The caller holds `lock`."""
+        ended = [(key, ticket) for key, ticket in self._under_way if self.is_over(ticket)]
+        self._under_way = deque(copy for copy in self._under_way if copy not in ended)
+        for _, ticket in ended:
+            with contextlib.suppress(Exception):  # of a copy that failed: `wait_before_use` meets it
+                self.seconds = averaged(self.seconds, self._copier.seconds(ticket))
+        return [key for key, _ in ended]
+
+    def oldest(self) -> Ticket | None:
+        """None where no copy is under way. The caller holds `lock`."""
+        return self._under_way[0][1] if self._under_way else None
+
+    def is_over(self, ticket: Ticket | None) -> bool:
+        """True where there is nothing to wait for: no copy, one that is done, or one that has failed."""
+        try:
+            return ticket is None or self._copier.ready(ticket)
+        except Exception:  # `wait_before_use` meets it again
+            return True
+
+    def wait_out(self, ticket: Ticket) -> None:
+        """Blocks until the copy is done or has failed; who takes the load meets the error."""
+        with contextlib.suppress(Exception):
+            self._copier.wait(ticket)
+
+    def wait_before_use(self, ticket: Ticket | None) -> None:
+        """Lets what the calling thread launches from now on start only after the copy; raises what it failed of."""
+        self._copier.wait_before_use(ticket)
+
+    def finish(self) -> None:
+        """Waits for the copies under way."""
+        for _, ticket in self._under_way:
+            self.wait_out(ticket)
+
+
+class Filler(Protocol):
+    """Reads experts into slots in main memory (`offload.disk.SlotFiller`)."""
+
+    @property
+    def busy_s(self) -> float: ...
+
+    @property
+    def bytes_read(self) -> int: ...
+
+    def fill(self, key: ExpertKey, slot: torch.Tensor) -> None: ...
+
+    def roll_back(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class HostCache:
+    """Pinned slots in main memory, filled by `filler` and copied from by `copies`. Any thread may call. slots: of the
+    experts of each precision; precisions may share slots.
+
+    An expert that is still here is not read again. The expert that was copied longest ago is evicted, never one that is
+    being read or copied, or borrowed: its slot is in use. `hits` and `misses` count what was found here, to be copied
+    or borrowed, and what was not. `read_s`: what the last reads took on average, 0 before the first.
+    """
+
+    def __init__(self, filler: Filler, slots: Mapping[int, HostSlots], copies: CopyQueue) -> None:
+        self.hits = 0
+        self.misses = 0
+        self.read_s = 0.0
+        self._filler = filler
+        self._slots = slots
+        self._copies = copies
+        self._lock, self._changed = copies.lock, copies.changed
+        self._runs = {run: _least_recently_used(run.count, [*slots]) for run in set(slots.values())}
+        self._caches = {bits: self._runs[run] for bits, run in slots.items()}
+
+    def pin_if_here(self, key: ExpertKey) -> bool:
+        """Whether `key` is here; it is then pinned until `copy` is done or `give_back`."""
+        with self._lock:
+            cache = self._caches[key.bits]
+            if cache.slot(key) is None:
+                return False
+            cache.used([key], [Demand(key.expert, 1, key.bits)])
+            cache.pin(key)
+            self.hits += 1
+            return True
+
+    def bring(self, key: ExpertKey) -> None:
+        """Pins `key`, which is read if it is not here yet. LoadError where it cannot be read."""
+        while not self.pin_if_here(key):
+            slot = self._reserve(key)
+            if slot is not None:
+                self._read(key, slot)
+                return
+
+    def buffer(self, key: ExpertKey) -> torch.Tensor:
+        """The slot of a pinned expert, uint8 (slot_bytes,)."""
+        with self._lock:
+            slot = self._caches[key.bits].slot(key)
+        assert slot is not None
+        return self._slots[key.bits].buffer(slot)
+
+    def borrow(self, key: ExpertKey) -> torch.Tensor:
+        """The slot of an expert, uint8 (slot_bytes,), kept until `give_back`. It is read first where it is not here,
+        which waits for a slot. LoadError where it cannot be read."""
+        self.bring(key)
+        return self.buffer(key)
+
+    def give_back(self, key: ExpertKey) -> None:
+        """Ends one `borrow` or `bring`: the expert's slot may be taken again."""
+        with self._lock:
+            self._caches[key.bits].unpin(key)
+            self._changed.notify_all()
+
+    def copy(self, key: ExpertKey, nbytes: int, target: torch.Tensor, after: Mark) -> Ticket:
+        """Asks for the copy of a pinned expert, which is unpinned once that is over, or where asking fails."""
+        try:
+            ticket = self._copies.start(key, self.buffer(key)[:nbytes], target[:nbytes], after)
+        except Exception:
+            self.give_back(key)
+            raise
+        with self._lock:
+            self._unpin_copied()
+        return ticket
+
+    def roll_back(self) -> None:
+        """After an interruption of a caller anywhere: what is here stays, and nothing is in use. Nothing may be read,
+        copied or borrowed."""
+        self._filler.roll_back()
+        with self._lock:
+            self._copies.take_ended()  # whose pins go with all others
+        for cache in self._runs.values():
+            cache.roll_back()
+
+    def close(self) -> None:
+        """Gives the slots back. Nothing may be read, copied or borrowed."""
+        self._filler.close()
+        for run in self._runs:
+            run.close()
+
+    def _read(self, key: ExpertKey, slot: int) -> None:
+        started = time.perf_counter()
+        try:
+            self._filler.fill(key, self._slots[key.bits].buffer(slot))
+        except BaseException:
+            with self._lock:
+                self._caches[key.bits].abandon(key)
+                self._changed.notify_all()
+            raise
+        with self._lock:
+            self.read_s = averaged(self.read_s or None, time.perf_counter() - started)
+            self._caches[key.bits].arrived(key)
+            self._caches[key.bits].pin(key)
+            self._changed.notify_all()
+
+    def _reserve(self, key: ExpertKey) -> int | None:
+        """A slot for `key`; where all are in use, waits for the oldest copy, for a thread or for what is borrowed. None
+        where another thread reads `key` meanwhile, once it is done."""
+        cache = self._caches[key.bits]
+        while True:
+            with self._lock:
+                if cache.in_flight(key):
+                    self._changed.wait_for(lambda: not cache.in_flight(key))
+                    return None
+                if cache.slot(key) is not None:
+                    return None
+                self._unpin_copied()
+                slot = cache.reserve(key)
+                if slot is not None:
+                    self.misses += 1
+                    return slot
+                oldest = self._copies.oldest()
+                if oldest is None:
+                    self._changed.wait()
+                    continue
+            self._copies.wait_out(oldest)
+
+    def _unpin_copied(self) -> None:
+        for key in self._copies.take_ended():
+            self._caches[key.bits].unpin(key)
+
+
+def _least_recently_used(slots: int, precisions: list[int]) -> ExpertCache:
+    context = EvictionContext(Clock(), slots, layers=1)
+    return ExpertCache([Pool(slots, None, range(0))], lambda _: [EVICTIONS["lru"](context)], precisions)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A load to be taken by `wait` or `poll`: its copy is asked for, or `error` says why not."""
+
+    load: Load
+    ticket: Ticket = None
+    error: Exception | None = None
+
+
+class GpuLink:
+    """Implements `tiermoe.offload.link.Link` with I/O threads that read experts into `host` slots and copies from there
+    to `device` slots. host: as `HostCache`. bytes_of: bytes of an expert in its slot.
+
+    `wait_s` adds up the time that the caller spent in `wait`, which does not wait for copies.
+    """
+
+    def __init__(
+        self,
+        filler: Filler,
+        host: Mapping[int, HostSlots],
+        device: Slots,
+        bytes_of: Callable[[ExpertKey], int],
+        copier: Copier,
+        threads: int,
+    ) -> None:
+        self.wait_s = 0.0
+        self._filler = filler
+        self._device = device
+        self._bytes_of = bytes_of
+        self._copies = CopyQueue(copier)
+        self.host = HostCache(filler, host, self._copies)
+        self._marks: dict[int, Mark] = {}
+        self._ended: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
+        self._arrivals: deque[_Arrival] = deque()  # taken from there, and not handed out
+        self._outstanding = 0  # submitted, and neither taken nor recalled, background loads apart
+        self._threads = IOThreads(threads, self._work)
+        self._thread_count = threads
+
+    @property
+    def seconds_per_load(self) -> float | None:
+        """What a load takes of the link, as the last ones did: its copy, and its share of reading what main memory does
+        not hold. None before the first copy."""
+        if self._copies.seconds is None:
+            return None
+        host = self.host
+        read = host.misses / max(1, host.hits + host.misses)
+        return self._copies.seconds + read * host.read_s / self._thread_count
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which at least one lane was reading."""
+        return self._filler.busy_s
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from the drive so far."""
+        return self._filler.bytes_read
+
+    @property
+    def bytes_copied(self) -> int:
+        """Bytes copied to the GPU so far."""
+        return self._copies.bytes_copied
+
+    def submit(self, load: Load) -> None:
+        self._outstanding += not load.background
+        # whatever may still read the slot was launched before its load is submitted
+        mark = self._copies.mark()
+        if load.urgent and self.host.pin_if_here(load.key):
+            self._copy(load, mark)  # no reading to do: without a thread's detour
+            return
+        self._marks[load.slot] = mark
+        self._threads.submit(load)
+
+    def wait(self) -> Finished:
+        started = time.perf_counter()
+        if not self._arrivals:
+            self._arrivals.append(self._ended.get())
+        self._gather()
+        arrival = min(self._arrivals, key=lambda a: (not self._copies.is_over(a.ticket), not a.load.urgent))
+        self._arrivals.remove(arrival)
+        finished = self._hand_out(arrival)
+        self.wait_s += time.perf_counter() - started
+        return finished
+
+    def poll(self) -> Finished | None:
+        self._gather()
+        # none whose copy is under way: all that is launched next would wait for it, needed or not
+        arrival = next((a for a in self._arrivals if self._copies.is_over(a.ticket)), None)
+        if arrival is None:
+            return None
+        self._arrivals.remove(arrival)
+        return self._hand_out(arrival)
+
+    def recall(self) -> list[Load]:
+        loads = self._threads.recall()
+        for load in loads:
+            del self._marks[load.slot]
+        self._outstanding -= len(loads)
+        return loads
+
+    def withdraw(self, key: ExpertKey) -> bool:
+        load = self._threads.withdraw(key)
+        if load is None:
+            return False
+        del self._marks[load.slot]
+        return True
+
+    def is_idle(self) -> bool:
+        return self._outstanding == 0
+
+    def roll_back(self) -> None:
+        with self._copies.lock:
+            self._copies.changed.notify_all()  # who waits for what the interrupted thread was about to tell
+        self._threads.drop()
+        self._copies.finish()
+        self.host.roll_back()
+        self._marks.clear()
+        self._arrivals.clear()
+        self._ended = queue.SimpleQueue()
+        self._outstanding = 0
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def close(self) -> None:
+        """Ends the threads, drops what is queued, waits for the copies under way and gives the slots back. Nothing may
+        be borrowed."""
+        self._threads.close()
+        self._copies.finish()
+        self.host.close()
+        self._device.close()
+
+    def _gather(self) -> None:
+        while not self._ended.empty():
+            self._arrivals.append(self._ended.get())
+
+    def _hand_out(self, arrival: _Arrival) -> Finished:
+        self._outstanding -= not arrival.load.background
+        if arrival.error is not None:
+            return Finished(arrival.load, arrival.error)
+        try:
+            self._copies.wait_before_use(arrival.ticket)
+        except Exception as failure:  # handed to whoever waits for the load
+            return Finished(arrival.load, failure)
+        return Finished(arrival.load)
+
+    def _work(self, load: Load) -> None:
+        """An I/O thread's part: brings the expert into main memory and asks for its copy."""
+        mark = self._marks.pop(load.slot)
+        try:
+            self.host.bring(load.key)
+        except Exception as failure:  # handed to whoever waits for the load
+            self._ended.put(_Arrival(load, error=failure))
+            return
+        ticket = self._copy(load, mark)
+        if ticket is not None and not load.urgent:
+            self._copies.wait_out(ticket)  # so that the speculative loads behind it can still be recalled
+
+    def _copy(self, load: Load, mark: Mark) -> Ticket | None:
+        """Asks for the copy of an expert that is pinned in main memory; None where that fails."""
+        try:
+            ticket = self.host.copy(load.key, self._bytes_of(load.key), self._device.buffer(load.slot), mark)
+        except Exception as failure:  # handed to whoever waits for the load
+            self._ended.put(_Arrival(load, error=failure))
+            return None
+        self._ended.put(_Arrival(load, ticket))
+        return ticket

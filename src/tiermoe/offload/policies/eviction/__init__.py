@@ -1,0 +1,28 @@
+"""Eviction policies: which expert leaves the cache. `EVICTIONS` is the one table of their names."""
+
+from collections.abc import Callable
+
+from tiermoe.offload.policies.eviction.arc import AdaptiveReplacement
+from tiermoe.offload.policies.eviction.base import Clock, Eviction, EvictionContext, NextUse
+from tiermoe.offload.policies.eviction.belady import Belady
+from tiermoe.offload.policies.eviction.edgemoe import DistanceByFrequency
+from tiermoe.offload.policies.eviction.fifo import FirstInFirstOut
+from tiermoe.offload.policies.eviction.hobbit import FarthestLayer, LeastHighPrecisionUsed, Weighted
+from tiermoe.offload.policies.eviction.lfu import LeastFrequentlyUsed
+from tiermoe.offload.policies.eviction.lru import LeastRecentlyUsed
+from tiermoe.offload.policies.eviction.random_choice import RandomChoice
+
+__all__ = ["EVICTIONS", "Clock", "Eviction", "EvictionContext", "NextUse"]
+
+EVICTIONS: dict[str, Callable[..., Eviction]] = {
+    "random": RandomChoice,
+    "fifo": FirstInFirstOut,
+    "lru": LeastRecentlyUsed,
+    "lfu": LeastFrequentlyUsed,
+    "lhu": LeastHighPrecisionUsed,
+    "fld": FarthestLayer,
+    "weighted": Weighted,
+    "distance": DistanceByFrequency,
+    "arc": AdaptiveReplacement,
+    "belady": Belady,
+}

@@ -1,0 +1,156 @@
+"""Eviction: the interface of every policy, what policies are made from, and the frame of those that rank by a score."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+from tiermoe.types import Demand, ExpertKey
+
+NextUse = Callable[[ExpertKey], float]
+"""Key → how far ahead its next use lies, in any unit; infinity for a key that is never used again (replay only)."""
+
+
+class Eviction(Protocol):
+    """The eviction policy of one pool of slots: it sees admissions, uses and removals, and names victims.
+
+    A class that is a dataclass may declare settings (`policies.settings`). It may say `spans_precisions`: one instance
+    serves the pools of all precisions, since a use of an expert counts for each of its copies; and `forgets`: it reads
+    `EvictionContext.per_sequence` (records=sequence)."""
+
+    def admitted(self, key: ExpertKey) -> None:
+        """`key` has taken a slot; its load has begun."""
+
+    def used(self, key: ExpertKey, demand: Demand) -> None:
+        """The running layer computes with `key` for `demand`."""
+
+    def removed(self, key: ExpertKey) -> None:
+        """`key` has lost its slot."""
+
+    def victim(self, incoming: ExpertKey, evictable: Callable[[ExpertKey], bool]) -> ExpertKey | None:
+        """The key to evict for `incoming`, among those that `evictable` admits; None where it admits none."""
+
+    def new_sequence(self) -> None:
+        """Another request begins."""
+
+
+@dataclass(slots=True)
+class Clock:
+    """Where the model is, as recency, frequency and distance are measured. The scheduler alone writes it."""
+
+    layer: int = 0  # the running MoE layer
+    token: int = 0  # tokens of this sequence so far, the running ones included
+    sequence: int = 0  # sequences begun so far
+
+    def advance(self, tokens: int) -> None:
+        """A forward pass over `tokens` tokens begins."""
+        self.token += tokens
+        self.layer = 0
+
+    def new_sequence(self) -> None:
+        self.token = 0
+        self.layer = 0
+        self.sequence += 1
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionContext:
+    """What a policy may be made from."""
+
+    clock: Clock
+    slots: int  # of the policy's pool
+    layers: int  # MoE layers of the model
+    encoder_layers: int = 0  # the first of them, in an encoder
+    high_bits: int = 4  # the precision whose uses count as high
+    per_sequence: bool = False  # a new sequence forgets all records
+    next_use: NextUse | None = None  # known in a replay alone
+    seed: int = 0  # of random choices
+    # (layer, expert) → share or number of the calibration's tokens
+    frequencies: Mapping[tuple[int, int], float] = field(default_factory=dict)
+
+
+class ScoredEviction(ABC):
+    """Evicts the key of the lowest priority.
+
+    A subclass says what it records of a use, how records make the score of a key, and how the running layer turns a
+    score into a priority. Records belong to an expert and outlive its stay in the cache; with `context.per_sequence` a
+    new sequence forgets them.
+
+    Each layer has a row of its keys, sorted by score, then by the last touch (admission or use). The clock changes the
+    priorities of one layer's keys alike, so rows stay sorted while it moves, and finding the victim takes the first
+    evictable key of each row.
+    """
+
+    forgets: ClassVar[bool] = True
+
+    def __init__(self, context: EvictionContext) -> None:
+        self._per_sequence = context.per_sequence
+        self._rows: dict[int, list[tuple[float, int, ExpertKey]]] = {}  # layer → (score, last touch, key), sorted
+        self._entries: dict[ExpertKey, tuple[float, int, ExpertKey]] = {}  # every key's entry in its row
+        self._touches = 0
+
+    @abstractmethod
+    def record(self, key: ExpertKey, demand: Demand) -> None:
+        """Notes a use."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drops the records of all keys."""
+
+    @abstractmethod
+    def score(self, key: ExpertKey) -> float:
+        """What the records of `key` say of it; the higher, the later it leaves."""
+
+    @abstractmethod
+    def priority(self, layer: int, score: float) -> float:
+        """Of a key of `layer` with `score`, now; the lowest leaves. Must not fall as `score` grows."""
+
+    def admitted(self, key: ExpertKey) -> None:
+        self._touches += 1
+        self._rank(key, self._touches)
+
+    def used(self, key: ExpertKey, demand: Demand) -> None:
+        self.record(key, demand)
+        row = self._rows[key.layer]
+        del row[bisect_left(row, self._entries[key])]
+        self._touches += 1
+        entry = self._entries[key] = (self.score(key), self._touches, key)
+        insort(row, entry)
+
+    def removed(self, key: ExpertKey) -> None:
+        self._unrank(key)
+
+    def victim(self, incoming: ExpertKey, evictable: Callable[[ExpertKey], bool]) -> ExpertKey | None:
+        """Of equal priorities the key with the lower score, then the least recently touched."""
+        lowest: tuple[float, tuple[float, int, ExpertKey]] | None = None
+        for layer, row in self._rows.items():
+            for entry in row:
+                if evictable(entry[2]):
+                    candidate = (self.priority(layer, entry[0]), entry)
+                    if lowest is None or candidate < lowest:
+                        lowest = candidate
+                    break
+        return None if lowest is None else lowest[1][2]
+
+    def new_sequence(self) -> None:
+        if self._per_sequence:
+            self.forget()
+            for key in list(self._entries):
+                self.rescore(key)
+
+    def rescore(self, key: ExpertKey) -> None:
+        """Ranks a cached key by its score of now; its last touch stays."""
+        touch = self._entries[key][1]
+        self._unrank(key)
+        self._rank(key, touch)
+
+    def _rank(self, key: ExpertKey, touch: int) -> None:
+        entry = self._entries[key] = (self.score(key), touch, key)
+        insort(self._rows.setdefault(key.layer, []), entry)
+
+    def _unrank(self, key: ExpertKey) -> None:
+        row, entry = self._rows[key.layer], self._entries.pop(key)
+        del row[bisect_left(row, entry)]

@@ -1,0 +1,47 @@
+"""EdgeMoE's eviction (section 3.3.3): layers ahead divided by frequency."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from tiermoe.offload.policies.eviction.base import EvictionContext, ScoredEviction
+from tiermoe.types import Demand, ExpertKey
+
+
+class DistanceByFrequency(ScoredEviction):
+    """Evicts the highest ((i - I) mod S) / f over the S layers of the decoder: far ahead and rarely used.
+
+    f is `context.frequencies` (0 for an expert that it lacks) plus the uses since, one for each token served. Where f
+    is 0 the quotient is infinite. Of equal quotients the expert with fewer uses leaves first.
+
+    Experts of an encoder leave before all others: a request uses them once. While an encoder runs, I is the decoder's
+    first layer, which runs next. A model that is an encoder alone runs again for the next request: the S layers are
+    the encoder's, and its uses count.
+    """
+
+    def __init__(self, context: EvictionContext) -> None:
+        super().__init__(context)
+        self._clock = context.clock
+        self._first = context.encoder_layers if context.encoder_layers < context.layers else 0
+        self._layers = context.layers - self._first
+        self._prior = context.frequencies
+        self._uses: Counter[ExpertKey] = Counter()
+
+    def record(self, key: ExpertKey, demand: Demand) -> None:
+        self._uses[key] += demand.tokens
+
+    def forget(self) -> None:
+        self._uses.clear()
+
+    def score(self, key: ExpertKey) -> float:
+        """f"""
+        if key.layer < self._first:
+            return 0.0
+        return self._prior.get((key.layer, key.expert), 0.0) + self._uses[key]
+
+    def priority(self, layer: int, score: float) -> float:
+        if score == 0:
+            return -math.inf
+        distance = (layer - max(self._clock.layer, self._first)) % self._layers
+        return -distance / score

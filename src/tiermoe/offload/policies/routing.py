@@ -1,0 +1,98 @@
+"""Which experts run: the little pass of MoBiLE and when it is enough, and Cache-Prior's choices moved towards cached
+experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tiermoe.errors import ConfigError
+
+
+def little_k(k: int, count: int | None = None) -> int:
+    """How many of a token's k experts run in the little pass: `count`, at most all; None: K/2, rounded up (ours)."""
+    return (k + 1) // 2 if count is None else min(count, k)
+
+
+def little(weights: Sequence[float], count: int | None = None) -> list[int]:
+    """Positions of the `little_k` experts of a token's K that run in the little pass: those of the largest weights, of
+    equals the earlier. In the order given."""
+    ranked = sorted(range(len(weights)), key=lambda position: -weights[position])
+    return sorted(ranked[: little_k(len(weights), count)])
+
+
+def require_little(routing: str, count: int | None, top_k: Sequence[int]) -> None:
+    """ConfigError where a little pass of `count` experts (`little_k`) would leave no expert of any layer out. top_k:
+    per layer."""
+    if max(top_k) < 2:
+        raise ConfigError(
+            f"routing={routing} runs some of a token's experts, this model uses one; "
+            f"use another preset or --set routing=all"
+        )
+    if count is not None and count >= max(top_k):
+        raise ConfigError(f"little={count} leaves no expert out: this model uses {max(top_k)} for a token; name fewer")
+
+
+def is_confident(probability: float, gamma: float) -> bool:
+    """Whether the little pass's token is kept: its probability, the largest of the output softmax, is above gamma."""
+    return probability > gamma
+
+
+def speedup(t_little: float, t_big: float, fallback_ratio: float, t: float) -> float:
+    """Expected speedup over passes of `t` seconds with all K: 1 / (T_little/T + r T_big/T) (MoBiLE, equation 1)."""
+    return t / (t_little + fallback_ratio * t_big)
+
+
+@dataclass(slots=True)
+class CachePrior:
+    """Moves the choices of decoded tokens towards cached experts (Cache-Prior, arXiv 2412.00099, section 3): the score
+    of each cached expert gains `strength` times the mean spread of the layer's scores before the K best are taken. A
+    spread is the largest less the smallest score of a token; the mean is over the tokens so far that lacked experts."""
+
+    strength: float
+    always: int  # so many of a token's first experts stay, whatever is cached
+    untouched: int = 0  # in so many first MoE layers, where a choice weighs most, all experts stay (ours)
+    most_moved: float = 1.0  # share of a token's gate weight that may be moved; a move beyond it is not made (ours)
+    _spreads: dict[int, tuple[int, float]] = field(default_factory=dict)  # layer → tokens, mean
+
+    def choose(
+        self,
+        layer: int,
+        chosen: Sequence[int],
+        scores: Sequence[float],
+        weights: Sequence[float],
+        cached: Callable[[int], bool],
+    ) -> tuple[list[int], float]:
+        """A token's experts instead of `chosen`, the router's K by falling score, each in the place of the expert that
+        it displaces; and the share of the token's gate weight that is moved. scores: of all experts, minus infinity for
+        those that cannot be chosen. weights: gate weights of all experts before they are scaled to a sum."""
+        taken = list(chosen)
+        if layer < self.untouched:
+            return taken, 0.0
+        absent = [place for place in range(len(taken) - 1, self.always - 1, -1) if not cached(taken[place])]
+        if not absent:
+            return taken, 0.0
+        bonus = self.strength * self._spread(layer, scores)
+        least, own = scores[taken[absent[0]]] - bonus, set(chosen)
+        others = [
+            expert for expert, score in enumerate(scores) if score > least and expert not in own and cached(expert)
+        ]
+        others.sort(key=lambda expert: -scores[expert])
+        total, moved = math.fsum(weights[expert] for expert in chosen), 0.0
+        for place, other in zip(absent, others, strict=False):
+            share = (weights[taken[place]] - weights[other]) / total if total else 0.0
+            if scores[other] + bonus <= scores[taken[place]] or moved + share > self.most_moved:
+                break
+            taken[place] = other
+            moved += share
+        return taken, moved
+
+    def _spread(self, layer: int, scores: Sequence[float]) -> float:
+        """The layer's mean spread, this token's included."""
+        tokens, mean = self._spreads.get(layer, (0, 0.0))
+        spread = max(scores) - min(score for score in scores if score > -math.inf)
+        tokens += 1
+        mean += (spread - mean) / tokens
+        self._spreads[layer] = tokens, mean
+        return mean

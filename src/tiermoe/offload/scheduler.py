@@ -1,0 +1,324 @@
+"""The scheduler: a composition at work. What the router chose becomes demands, demands become experts in slots, and
+what comes next is read ahead. The engine and the simulator run this very code, over a real and a virtual link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tiermoe.metrics import ExpertCounts, PhaseMetrics
+from tiermoe.offload.cache import SHARE_EVERY
+from tiermoe.offload.loader import ExpertLoader
+from tiermoe.offload.policies.eviction import Clock
+from tiermoe.offload.policies.eviction.undoable import Undoable
+from tiermoe.offload.policies.precision import Precision
+from tiermoe.offload.policies.prediction import Forecasts, Predictor
+from tiermoe.offload.policies.prefetch_trial import PrefetchTrial
+from tiermoe.offload.policies.routing import CachePrior
+from tiermoe.offload.usage import Reuse, SizeCurve, Uses, merged, most_used
+from tiermoe.types import Demand, ExpertKey, Ready, Routed
+
+_LONG_ENOUGH = 16  # decoded tokens that say what others take
+_WARMED_A_PASS = 64  # experts that the background has brought: 50 µs each where kernels are given their addresses
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """One model's layers under one composition.
+
+    together: a layer computes when all its loads are there. whole_layer: every expert of a layer is fetched, routed or
+    not; `experts` is how many each layer has. proceed: a decoding layer that was predicted leaves out the experts that
+    were not, as far as they are not resident (CORM's misprediction); where nothing was predicted for it in its pass, or
+    none of its experts, all come. cpu_fallback: in decode, how many of a layer's misses are computed on the CPU and not
+    loaded (HOBBIT, section 4, cooperative computing). settles: what has come stays, in the one precision there is, and
+    nothing is predicted: where all that a token chose has come there is nothing to decide. trial: says which decode
+    passes prefetch, by what they take from `begin_pass` to the end of the last layer; None: all do, as prefills always
+    do. fills: whether the background may read experts into free slots, for it changes nothing but hits; `everything`:
+    all of them fit. undoable: the eviction policies, where a decode pass may be discarded. prior: moves the choices of
+    decoded tokens towards experts that are resident. exact: what is read and asked for does not depend on what is
+    cached. `reuse` is counted since the beginning where exact and not all fits.
+    """
+
+    loader: ExpertLoader
+    clock: Clock
+    precision: Precision
+    prediction: Predictor
+    experts: list[int]
+    fixed_bits: int
+    mask: bool = True
+    together: bool = False
+    whole_layer: bool = False
+    proceed: bool = False
+    cpu_fallback: Callable[[int], int] | None = None
+    settles: bool = False
+    predicts: bool = True
+    trial: PrefetchTrial | None = None
+    fills: bool = False
+    everything: bool = False
+    undoable: Sequence[Undoable] = ()
+    prior: CachePrior | None = None
+    exact: bool = True
+    reuse: Reuse = field(init=False)
+    discarded: ExpertCounts = field(default_factory=ExpertCounts)
+    _uses: Uses = field(init=False)
+    _hits: list[tuple[int, Sequence[Sequence[int]]]] = field(default_factory=list)  # that policies have not learnt of
+    _phase: str = "prefill"  # of the running pass
+    _prefetches: bool = True  # the running pass does
+    _before_pass: ExpertCounts = field(default_factory=ExpertCounts)
+    _predicted: dict[int, set[int]] = field(default_factory=dict)  # layer → experts, in the running pass
+    _earlier_uses: Sequence[Sequence[float]] = ()
+    _unshared: int = 0  # tokens since slots were shared out
+    _pass_tokens: int = 0
+    _repeats: bool = False  # the next pass, one that was discarded
+    _began: float | None = None  # when the running pass did, where the trial measures it
+    _waited: float = 0.0  # by then, for experts
+    _took: tuple[float, float] | None = None  # by the last one, a token and a layer, until known not to be discarded
+
+    def __post_init__(self) -> None:
+        self._uses = Uses(self.experts)
+        self.reuse = Reuse(self.experts)
+
+    @property
+    def uses(self) -> Uses:
+        """Tokens that each expert has served since the beginning."""
+        self.record_hits()
+        return self._uses
+
+    @property
+    def prefetching(self) -> str:
+        """What the trial has decided, with its figures; empty where there is none or it has not ended."""
+        return str(self.trial or "")
+
+    @property
+    def hits_need_no_decision(self) -> bool:
+        """Whether a layer of the running pass all of whose experts are resident can be computed at once, and reported
+        by `all_hit`: nothing is read ahead, and no prefetch is pending."""
+        return not (self._prefetches or self.whole_layer or self.loader.uncommitted)
+
+    def fill(self, uses: Sequence[Sequence[float]]) -> None:
+        """Begins to read experts into free slots, in the background: those that the prediction says the cache begins
+        with, else all of them where all fit, or those that earlier runs used most. uses: theirs, a row of experts for
+        each layer; empty where nothing is known."""
+        self._earlier_uses = uses
+        if uses:
+            self._share_out()
+        first, bits = self.prediction.initial_experts(), self.precision.predicted
+        if first:
+            self.loader.fill([ExpertKey(layer, expert, bits(layer, (), expert)) for layer, expert, _ in first])
+        elif self.fills and (uses or self.everything):
+            self.loader.fill(most_used(self.experts, self.fixed_bits, uses, self.everything))
+
+    def new_sequence(self) -> None:
+        """Another request begins: records that are kept per sequence are forgotten."""
+        self.record_hits()
+        self.clock.new_sequence()
+        self.prediction.new_sequence()
+        self.loader.cache.new_sequence()
+
+    @contextlib.contextmanager
+    def ruled_by(self, precision: Precision) -> Iterator[None]:
+        """Passes within it ask for the bits that another rule says."""
+        self.record_hits()
+        before, self.precision = self.precision, precision
+        try:
+            yield
+        finally:
+            self.record_hits()
+            self.precision = before
+
+    @contextlib.contextmanager
+    def moved_by(self, strength: float) -> Iterator[None]:
+        """Passes within it move choices by a prior of another strength."""
+        before = self.prior
+        assert before is not None
+        self.prior = CachePrior(strength, before.always, before.untouched, before.most_moved)
+        try:
+            yield
+        finally:
+            self.prior = before
+
+    def begin_pass(self, tokens: int, forecasts: Forecasts, phase: str, first: int = 0) -> None:
+        """A forward pass over `tokens` tokens begins (all rows of a batch counted). phase: 'prefill' or 'decode'.
+        first: its first MoE layer, not 0 in a decoder behind an encoder."""
+        self.record_hits()
+        self.loader.collect()
+        self.loader.report_warmed(_WARMED_A_PASS)
+        self._before_pass = self.loader.counts.copy()
+        self._phase, self._pass_tokens = phase, tokens
+        self._predicted.clear()
+        self.clock.advance(tokens)
+        self._begin_timing(phase)
+        for policy in self.undoable:
+            policy.start() if phase == "decode" and not self._repeats else policy.keep()
+        self._repeats = False
+        self._uses.start_pass()
+        self._unshared += tokens
+        if self._unshared >= SHARE_EVERY:
+            self._share_out()
+        self._prefetches = self.predicts and (self.trial is None or self._began is None or self.trial.on)
+        if self._prefetches:
+            self._prefetch(first - 1, forecasts)
+
+    def discard_pass(self) -> None:
+        """The last pass does not count: its hits and misses are kept apart, it used nothing, and its token is run again
+        (MoBiLE)."""
+        self.record_hits()
+        counts = self.loader.counts
+        self.discarded.add(counts.minus(self._before_pass))
+        self.loader.counts = self._before_pass.copy()
+        self.clock.token -= self._pass_tokens
+        self._took = None
+        self._uses.discard_pass()
+        for policy in self.undoable:
+            policy.undo()
+        self._repeats = True
+
+    def roll_back(self) -> None:
+        """After a pass that was interrupted anywhere, when the link has dropped all that was under way: the next one
+        begins as the first one does, but for what is resident (`ExpertLoader.roll_back`)."""
+        self._hits.clear()
+        self.loader.roll_back()
+        self._began = self._took = None
+        self._repeats = False
+        self.new_sequence()
+
+    def is_resident(self, layer: int) -> Callable[[int], bool]:
+        """Whether an expert of the layer could be computed now, in the bits that would be asked for."""
+        self.loader.recall()
+        self.loader.collect()
+        cache, precision = self.loader.cache, self.precision
+        return lambda expert: cache.find(layer, expert, precision.predicted(layer, (), expert)) is not None
+
+    def all_hit(self, layer: int, hits: int, chosen: Sequence[Sequence[int]]) -> None:
+        """A layer was computed whose `hits` experts were all resident (`hits_need_no_decision`). chosen: they, by
+        token, of which policies learn before they next decide; empty where nothing is decided any more (`settles`)."""
+        self.loader.counts.hits += hits
+        if chosen:
+            self._hits.append((layer, chosen))
+        if self._began is not None:
+            self._end_timing(layer)
+
+    def run_layer(self, routed: Routed, forecasts: Forecasts) -> Iterator[list[Ready]]:
+        """Brings the experts that a layer's router chose (`ExpertLoader.run_layer`), in the precisions and as far as
+        the composition wants them."""
+        self.record_hits()
+        layer, decoding = routed.layer, routed.phase == "decode"
+        self.clock.layer = layer
+        self.prediction.observe(routed)
+        demands = self._demands(routed)
+        self._record_uses(layer, demands, routed.phase)
+        return self.loader.run_layer(
+            layer,
+            demands,
+            functools.partial(self._prefetch, layer, forecasts) if self._prefetches else None,
+            self.together,
+            self.cpu_fallback if decoding else None,
+            functools.partial(self._end_timing, layer) if self._began is not None else None,
+        )
+
+    def record_hits(self) -> None:
+        """Policies learn of the layers that `all_hit` has reported, as from `run_layer`."""
+        if not self._hits:
+            return
+        hits, self._hits = self._hits, []
+        loader, clock = self.loader, self.clock
+        running = clock.layer
+        for layer, chosen in hits:
+            clock.layer = layer
+            routed = Routed(layer, self._phase, chosen, [()] * len(chosen))
+            self.prediction.observe(routed)
+            demands = self.precision.demands(routed)
+            self._record_uses(layer, demands, self._phase)
+            loader.hit(layer, demands)
+        clock.layer = running
+
+    def size_curve(self, slots: int, decode: PhaseMetrics) -> SizeCurve | None:
+        """What decoding, which took `decode` with a cache of `slots` slots, says of other sizes; None where it was
+        short, missed nothing, or read otherwise for what was cached."""
+        self.record_hits()
+        rate = decode.counts.hit_rate
+        if not self.exact or decode.tokens < _LONG_ENOUGH or rate is None or rate == 1:
+            return None
+        compute, wait = (seconds / decode.tokens for seconds in (decode.seconds - decode.wait_s, decode.wait_s))
+        distances = tuple(map(float, self.reuse.distances))
+        return SizeCurve(distances, float(self.reuse.first), slots, len(self.experts), 1 - rate, compute, wait)
+
+    def _record_uses(self, layer: int, demands: Sequence[Demand], phase: str) -> None:
+        self._uses.record(layer, demands)
+        if self.exact and not self.everything:
+            self.reuse.record(layer, demands, phase)
+
+    def _share_out(self) -> None:
+        """Slots follow the uses of this run and the ones before it, where they may move and some are missing."""
+        self._unshared = 0
+        if self.loader.cache.shared and not self.everything:
+            self.loader.cache.follow(merged(self._earlier_uses, self._uses.counts))
+
+    def _begin_timing(self, phase: str) -> None:
+        if self.trial is None:
+            return
+        if self._took is not None:
+            self.trial.record(*self._took)
+            self._took = None
+        self._began = self.loader.link.now() if phase == "decode" else None
+        self._waited = self.loader.waited_s
+
+    def _end_timing(self, layer: int) -> None:
+        """A layer of a pass that the trial measures has ended."""
+        if self._began is not None and layer == len(self.experts) - 1:
+            elapsed = self.loader.link.now() - self._began
+            computed = elapsed - (self.loader.waited_s - self._waited)
+            self._took = elapsed / self._pass_tokens, computed / len(self.experts)
+
+    def _demands(self, routed: Routed) -> list[Demand]:
+        demands = self.precision.demands(routed)
+        if self.proceed and routed.phase == "decode":
+            demands = self._as_predicted(routed.layer, demands)
+        if self.whole_layer:
+            asked = {demand.expert for demand in demands}
+            rest = (expert for expert in range(self.experts[routed.layer]) if expert not in asked)
+            demands += [Demand(expert, 0, self.fixed_bits) for expert in rest]
+        return demands
+
+    def _as_predicted(self, layer: int, demands: list[Demand]) -> list[Demand]:
+        """Of a layer that was predicted, experts that were not and are not here are skipped, but never all."""
+        predicted = self._predicted.get(layer)
+        if predicted is None:
+            return demands
+        self.loader.recall()
+        cache = self.loader.cache
+
+        def runs(demand: Demand) -> bool:
+            place = (layer, demand.expert, demand.bits)
+            return demand.expert in predicted or bool(cache.find(*place) or cache.arriving(*place))
+
+        if not any(map(runs, demands)):
+            return demands
+        return [demand if runs(demand) else Demand(demand.expert, demand.tokens, 0) for demand in demands]
+
+    def _prefetch(self, layer: int, forecasts: Forecasts) -> None:
+        loader, precision, prediction = self.loader, self.precision, self.prediction
+        cache = loader.cache
+
+        def bits_of(target: int, expert: int) -> int:
+            ranked = prediction.ranking(target, forecasts) if precision.reads_forecasts else ()
+            return precision.predicted(target, ranked, expert)
+
+        def here(target: int, expert: int) -> bool:
+            bits = bits_of(target, expert)
+            there = cache.find(target, expert, bits) or cache.arriving(target, expert, bits)
+            return there is not None or not bits  # what would be skipped need not come
+
+        loader.recall()  # then it is known what is here
+        loader.collect()
+        named = []
+        for target, expert, _ in prediction.candidates(layer, forecasts, here):
+            bits = bits_of(target, expert)
+            if bits:
+                named.append(ExpertKey(target, expert, bits))
+        if loader.prefetch(named, self.mask) and self.proceed:
+            for key in named:
+                self._predicted.setdefault(key.layer, set()).add(key.expert)

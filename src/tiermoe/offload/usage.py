@@ -1,0 +1,128 @@
+"""How often experts are used: counts of this run and of earlier ones, and what they say of caches of other sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tiermoe.types import Demand, ExpertKey
+
+WINDOW = 1 << 15
+"""Uses of a layer's experts after which counts of earlier runs are worth nothing: 4,096 tokens of 8 experts."""
+
+WATCHED = 8
+"""Layers, spread evenly, whose reuse distances are counted: a use takes half a microsecond."""
+
+
+class Uses:
+    """Tokens that each expert has served in this run. experts: number of each layer's."""
+
+    def __init__(self, experts: Sequence[int]) -> None:
+        self.counts = [[0] * count for count in experts]  # counts[layer][expert]
+        self._recorded: list[tuple[int, Sequence[Demand]]] = []  # in the running pass
+
+    def start_pass(self) -> None:
+        """What was recorded before stays."""
+        self._recorded.clear()
+
+    def record(self, layer: int, demands: Sequence[Demand]) -> None:
+        """The router of a layer has spoken."""
+        self._recorded.append((layer, demands))
+        self._add(layer, demands, 1)
+
+    def discard_pass(self) -> None:
+        """The running pass does not count."""
+        for layer, demands in self._recorded:
+            self._add(layer, demands, -1)
+        self._recorded.clear()
+
+    def _add(self, layer: int, demands: Sequence[Demand], times: int) -> None:
+        row = self.counts[layer]
+        for demand in demands:
+            row[demand.expert] += times * demand.tokens
+
+
+def merged(earlier: Sequence[Sequence[float]], uses: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Uses of a run added to those of the runs before it, which fade by as much of `WINDOW` as the run fills. Both: a
+    row of experts for each layer; earlier: empty where there were no runs."""
+    if not earlier:
+        return [list(row) for row in uses]
+    result = []
+    for old, new in zip(earlier, uses, strict=True):
+        kept = max(0.0, 1 - sum(new) / WINDOW)
+        result.append([kept * before + now for before, now in zip(old, new, strict=True)])
+    return result
+
+
+def most_used(experts: Sequence[int], bits: int, uses: Sequence[Sequence[float]], everything: bool) -> list[ExpertKey]:
+    """The experts of a model in the precision `bits`, most used first, of equal ones in their order. experts: number of
+    each layer's. uses: a row of experts for each layer; empty where nothing is known. everything: unused ones too."""
+    ranked = [
+        (-(uses[layer][expert] if uses else 0.0), layer, expert)
+        for layer, count in enumerate(experts)
+        for expert in range(count)
+    ]
+    return [ExpertKey(layer, expert, bits) for used, layer, expert in sorted(ranked) if used or everything]
+
+
+class Reuse:
+    """Reuse distances of decoded tokens' experts. experts: number of each layer's.
+
+    An LRU cache that gives each layer c slots hits the uses with fewer than c other experts between them, whatever c
+    is, so one list a layer stands for caches of all sizes (Mattson and others, 1970)."""
+
+    def __init__(self, experts: Sequence[int]) -> None:
+        count = min(len(experts), WATCHED)
+        # watched layer → its experts, most recently used first
+        self._recent: dict[int, list[int]] = {index * len(experts) // count: [] for index in range(count)}
+        self.distances = [0] * max(experts)  # distances[d]: uses with d other experts of the layer since the last one
+        self.first = 0  # uses of experts that had not been used
+
+    def record(self, layer: int, demands: Sequence[Demand], phase: str) -> None:
+        """The router of a layer has spoken. A prompt's experts are used, but their distances do not count."""
+        recent = self._recent.get(layer)
+        if recent is None:
+            return
+        if phase == "decode":
+            for demand in demands:  # before any of them moves: a token's experts are asked for at once
+                if demand.expert in recent:
+                    self.distances[recent.index(demand.expert)] += 1
+                else:
+                    self.first += 1
+        for demand in demands:
+            if demand.expert in recent:
+                recent.remove(demand.expert)
+            recent.insert(0, demand.expert)
+
+
+@dataclass(frozen=True, slots=True)
+class SizeCurve:
+    """What a run says of caches of other sizes. Hits of another policy or of prefetching, beside those of LRU, are a
+    factor, measured at the size that ran."""
+
+    distances: tuple[float, ...]  # as `Reuse` counts them
+    first: float  # as `Reuse` counts them
+    slots: int  # of the cache that ran
+    layers: int
+    miss_rate: float  # of the experts that were asked for
+    compute_s: float  # seconds of a decoded token
+    wait_s: float  # seconds of a decoded token, waiting for experts
+
+    def at(self, slots: int) -> tuple[float, float]:
+        """(hit rate, decoded tokens a second) with `slots` slots: waiting is in proportion to misses, and misses to an
+        LRU cache's."""
+        lru = missed(self.distances, self.first, self.slots / self.layers)
+        factor = self.miss_rate / lru if lru else 1.0
+        rate = min(1.0, factor * missed(self.distances, self.first, slots / self.layers))
+        return 1 - rate, 1 / (self.compute_s + self.wait_s * rate / self.miss_rate)
+
+
+def missed(distances: Sequence[float], first: float, slots: float) -> float:
+    """Share of the uses that `Reuse` counted that an LRU cache of `slots` slots a layer misses; 0 where there are none.
+    Between two whole numbers of slots in proportion."""
+    total = sum(distances) + first
+    whole = min(int(slots), len(distances))
+    hits = sum(distances[:whole])
+    if whole < len(distances):
+        hits += (slots - whole) * distances[whole]
+    return 1 - hits / total if total else 0.0

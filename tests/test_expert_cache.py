@@ -1,0 +1,243 @@
+"""The expert cache: which slot, which copy, who is protected, who leaves, and slots that move between layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fake_link import lru_of, pools
+from tiermoe.offload.cache import ExpertCache, most_used_slots
+from tiermoe.offload.policies.allotment import Pool, Share, by_use
+from tiermoe.offload.policies.eviction import EVICTIONS, Clock, EvictionContext
+from tiermoe.types import Demand, ExpertKey
+
+
+def fill(cache: ExpertCache, *keys: ExpertKey) -> None:
+    for key in keys:
+        assert cache.reserve(key) is not None
+        cache.arrived(key)
+
+
+def high_and_low() -> ExpertCache:
+    layers = range(2)
+    parts = [Pool(2, frozenset({4}), layers), Pool(1, frozenset({2}), layers)]
+    return ExpertCache(parts, lru_of, (4, 2))
+
+
+def test_a_high_copy_satisfies_a_low_demand_and_never_the_other_way_round() -> None:
+    cache = high_and_low()
+    fill(cache, ExpertKey(0, 1, 4), ExpertKey(0, 2, 2))
+    assert cache.find(0, 1, 2) == ExpertKey(0, 1, 4)
+    assert cache.find(0, 2, 2) == ExpertKey(0, 2, 2)
+    assert cache.find(0, 2, 4) is None
+    assert cache.find(0, 2, 0) == ExpertKey(0, 2, 2)
+    assert cache.find(0, 3, 0) is None
+
+
+def test_the_higher_copy_is_found_first() -> None:
+    cache = high_and_low()
+    fill(cache, ExpertKey(0, 1, 2), ExpertKey(0, 1, 4))
+    assert cache.find(0, 1, 2) == ExpertKey(0, 1, 4)
+
+
+def test_precisions_evict_apart_and_slots_are_numbered_through() -> None:
+    cache = high_and_low()
+    fill(cache, ExpertKey(0, 1, 4), ExpertKey(0, 2, 4), ExpertKey(0, 3, 2))
+    assert cache.reserve(ExpertKey(0, 4, 2)) == 2  # the low pool's only slot
+    assert cache.find(0, 3, 0) is None
+    assert {cache.slot(ExpertKey(0, 1, 4)), cache.slot(ExpertKey(0, 2, 4))} == {0, 1}
+
+
+def test_a_layer_of_its_own_pool_takes_nothing_from_another() -> None:
+    cache = ExpertCache([Pool(1, None, range(1)), Pool(1, None, range(1, 2))], lru_of, (4,))
+    fill(cache, ExpertKey(0, 0, 4), ExpertKey(1, 0, 4))
+    fill(cache, ExpertKey(1, 1, 4))
+    assert cache.find(0, 0, 4) is not None
+    assert cache.find(1, 0, 4) is None
+
+
+def test_what_is_arriving_is_not_found_but_known() -> None:
+    cache = pools(2)
+    cache.reserve(ExpertKey(0, 0, 4))
+    assert cache.find(0, 0, 4) is None
+    assert cache.arriving(0, 0, 4) == ExpertKey(0, 0, 4)
+
+
+def test_protected_keys_leave_last_and_never_for_a_prediction() -> None:
+    cache = pools(2)
+    old, new = ExpertKey(1, 0, 4), ExpertKey(0, 1, 4)
+    fill(cache, old, new)
+    cache.used([new], [Demand(1, 1, 4)])
+    cache.protect(old)
+    assert cache.reserve_speculatively(ExpertKey(0, 2, 4)) == 1  # not the least recently used one, which is protected
+    assert cache.reserve_speculatively(ExpertKey(0, 3, 4)) is None
+    assert cache.reserve(ExpertKey(0, 3, 4)) == 0  # what runs needs its slot
+
+
+def test_protection_ends_when_the_layer_has_run() -> None:
+    cache = pools(1)
+    fill(cache, ExpertKey(1, 0, 4))
+    cache.protect(ExpertKey(1, 0, 4))
+    cache.release_layer(0)
+    assert cache.reserve_speculatively(ExpertKey(2, 0, 4)) is None
+    cache.release_layer(1)
+    assert cache.reserve_speculatively(ExpertKey(2, 0, 4)) == 0
+
+
+def test_pinned_keys_are_no_victims() -> None:
+    cache = pools(1)
+    fill(cache, ExpertKey(0, 0, 4))
+    cache.pin(ExpertKey(0, 0, 4))
+    assert cache.reserve(ExpertKey(0, 1, 4)) is None
+    assert cache.reserve_speculatively(ExpertKey(0, 1, 4)) is None
+
+
+def test_a_lent_slot_is_its_residents_until_it_is_taken() -> None:
+    cache = pools(3)
+    first, second, third = (ExpertKey(0, expert, 4) for expert in range(3))
+    fill(cache, first, second)
+    ahead = [ExpertKey(1, expert, 4) for expert in range(3)]
+    assert [cache.reserve_speculatively(key) for key in ahead] == [
+        2,
+        0,
+        1,
+    ]  # the free one, then the least recently used
+    assert [cache.slot(key) for key in (first, second)] == [0, 1]
+    assert cache.reserve(third) is None, "what is lent is no victim again"
+    cache.cancel(ahead[1])
+    assert not cache.in_flight(ahead[1])
+    cache.commit(ahead[2])
+    assert [cache.slot(key) for key in (first, second)] == [0, None]
+    assert cache.arrived(ahead[2]) == 1
+    assert cache.reserve(third) == 0, "the least recently used one, as before it was lent"
+    cache.cancel(ahead[0])
+    assert cache.free(0) == 1
+    assert cache.evictions == 2, "one for what was lent and taken, one for what was reserved"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    name=st.sampled_from(sorted(set(EVICTIONS) - {"belady", "random"})),
+    used=st.lists(st.integers(0, 7), min_size=5, max_size=60),
+    lent=st.sets(st.integers(10, 19), min_size=1, max_size=4),
+)
+def test_whatever_is_given_back_leaves_every_policy_as_it_was(name: str, used: list[int], lent: set[int]) -> None:
+    """Requests one by one through two equal caches, one of which lends slots between them and gives them back."""
+    caches = [pools_of(name), pools_of(name)]
+    plain, lending = caches
+    assert [use(plain, expert, ()) for expert in used] == [use(lending, expert, lent) for expert in used]
+
+
+def pools_of(name: str) -> ExpertCache:
+    """Three slots under a policy."""
+    options = {"weights": (0.4, 0.3, 0.2, 0.1)} if name == "weighted" else {}
+    context = EvictionContext(Clock(), 3, 1)
+    return ExpertCache([Pool(3, None, range(1))], lambda _: [EVICTIONS[name](context, **options)], [4])
+
+
+def use(cache: ExpertCache, expert: int, lent: Iterable[int]) -> bool:
+    key = ExpertKey(0, expert, 4)
+    hit = cache.slot(key) is not None
+    if not hit:
+        assert cache.reserve(key) is not None
+        cache.arrived(key)
+    cache.used([key], [Demand(expert, 1, 4)])
+    asked = [other for each in lent if cache.reserve_speculatively(other := ExpertKey(0, each, 4)) is not None]
+    for other in asked:
+        cache.cancel(other)
+    return hit
+
+
+ROWS = st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4), min_size=3, max_size=3)
+
+
+def held(sizes: Sequence[int], uses: Sequence[Sequence[float]]) -> float:
+    """Uses of the experts that lie in so many slots a layer, at best."""
+    return sum(sum(sorted(row, reverse=True)[:size]) for size, row in zip(sizes, uses, strict=True))
+
+
+@given(ROWS, st.integers(1, 2), st.integers(0, 12))
+def test_no_other_shares_hold_more_uses(uses: list[list[float]], minimum: int, more: int) -> None:
+    slots = min(12, 3 * minimum + more)
+    found = most_used_slots(slots, uses, minimum)
+    assert sum(found) == slots
+    assert all(minimum <= size <= 4 for size in found)
+    every = (sizes for sizes in product(range(minimum, 5), repeat=3) if sum(sizes) == slots)
+    assert held(found, uses) == max(held(sizes, uses) for sizes in every)
+
+
+def test_what_is_left_goes_round_the_layers() -> None:
+    assert most_used_slots(9, [[0.0] * 4] * 3, 1) == [3, 3, 3]
+    assert most_used_slots(7, [[0.0] * 2, [0.0] * 8], 1) == [2, 5]
+    assert most_used_slots(20, [[1.0] * 4] * 3, 1) == [4, 4, 4]
+
+
+def test_free_slots_move_at_once_and_others_when_a_layer_misses() -> None:
+    cache = ExpertCache(by_use(Share(6, [99] * 2)), lru_of, (4,))
+    for expert in range(2):
+        assert cache.reserve(ExpertKey(0, expert, 4)) is not None
+        cache.arrived(ExpertKey(0, expert, 4))
+    cache.follow([[9, 0, 0, 0], [5, 5, 5, 5]])
+    assert [cache.free(0), cache.free(1)] == [0, 4]  # 2 and 4: nobody left
+    cache.follow([[9, 9, 9, 9], [1, 0, 0, 0]])
+    assert [cache.free(0), cache.free(1)] == [2, 2]  # 4 and 2
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 7), st.booleans()), min_size=30, max_size=120),
+    st.integers(6, 14),
+)
+def test_slots_are_neither_lost_nor_shared(asked: list[tuple[int, int, bool]], slots: int) -> None:
+    """Whatever is asked for, protected and pinned meanwhile; a layer can always have its minimum."""
+    cache = ExpertCache(by_use(Share(slots, [99] * 3, minimum=2)), lru_of, (4,))
+    uses = [[0] * 8 for _ in range(3)]
+    pinned: list[ExpertKey] = []
+    for layer, expert, protects in asked:
+        key = ExpertKey(layer, expert, 4)
+        uses[layer][expert] += 1
+        if cache.find(*key) is None:
+            assert cache.reserve(key) is not None
+            cache.arrived(key)
+        cache.used([key], [Demand(expert, 1, 4)])
+        if protects:
+            cache.protect(key)
+        pinned.append(key)
+        cache.pin(key)
+        if len(pinned) > 1:
+            cache.unpin(pinned.pop(0))
+        cache.follow(uses)
+        there = [cache.slot(ExpertKey(row, column, 4)) for row in range(3) for column in range(8)]
+        taken = [slot for slot in there if slot is not None]
+        assert len(taken) == len(set(taken)) == len(cache)
+        assert len(cache) + sum(cache.free(number) for number in range(3)) == slots
+        assert set(taken) <= set(range(slots))
+
+
+def test_a_layer_that_keeps_to_few_experts_leaves_its_slots_to_the_others() -> None:
+    """Layer 0 uses two experts, layer 1 goes round seven: with four slots each it never hits, with six and two almost
+    always."""
+    cache, hits = ExpertCache(by_use(Share(9, [99] * 2, minimum=1)), lru_of, (4,)), 0
+    uses = [[0] * 8 for _ in range(2)]
+    for token in range(100):
+        for key in (ExpertKey(0, token % 2, 4), ExpertKey(1, token % 7, 4)):
+            uses[key.layer][key.expert] += 1
+            if cache.find(*key) is None:
+                assert cache.reserve(key) is not None
+                cache.arrived(key)
+            else:
+                hits += 1
+            cache.used([key], [Demand(key.expert, 1, 4)])
+        if token % 16 == 15:
+            cache.follow(uses)
+    assert hits > 160
+
+
+@pytest.mark.parametrize("minimum", [1, 3])
+def test_a_layer_keeps_its_minimum(minimum: int) -> None:
+    assert most_used_slots(8, [[9.0] * 4, [0.0] * 4], minimum) == [4, 4]
+    assert most_used_slots(6, [[9.0] * 8, [0.0] * 8], minimum) == [6 - minimum, minimum]

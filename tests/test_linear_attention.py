@@ -1,0 +1,258 @@
+"""Linear attention by the gated delta rule, and short convolutions, against transformers' eager layers on the same
+weights, by torch and by the native kernel of each instruction set; and what a cache of states can and cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import tiny
+from small_engines import engine_of
+from tiermoe import native
+from tiermoe.batch import Batch, Row, decode, prompt
+from tiermoe.config import settings
+from tiermoe.engine.load import resolve_for
+from tiermoe.engine.needs import expanding_needs
+from tiermoe.model.architecture import FamilyWeights
+from tiermoe.model.families.table import ARCHITECTURES
+from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.model.kv_cache import KVCache
+from tiermoe.model.linear_attention import LinearSizes, delta_sizes
+from tiermoe.model.rotary import Rotary
+from tiermoe.model.short_convolution import ConvolutionSizes
+from tiermoe.model.step import Step
+from tiermoe.model.weights import ModuleWeights
+
+FAMILIES = ["qwen3_next", "qwen3_5_moe_text"]
+LENGTH = 150  # of a prompt: more than two chunks of either way
+LAYER = "model.layers.0"
+ROTARY = Rotary(torch.ones(1), lambda _: 1.0, torch.float32)
+
+
+class Case:
+    """A layer of a family, transformers' and ours on the same weights."""
+
+    def __init__(self, family: str, dtype: torch.dtype) -> None:
+        sizes = {"num_hidden_layers": 1, "layer_types": ["linear_attention"], "mlp_only_layers": None}
+        config = tiny.config_of(family, **sizes, linear_value_head_dim=80)  # more than a strip of columns
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        self.eager: Any = model.get_submodule(f"{LAYER}.linear_attn")
+        for name, parameter in self.eager.named_parameters():
+            torch.nn.init.normal_(parameter, float(name == "norm.weight"), 0.3)
+        self.sizes = LinearSizes(delta_sizes(config))
+        self.block = self.sizes.block(FamilyWeights(ARCHITECTURES[family], config, ModuleWeights(model), dtype), LAYER)
+        self.x = torch.randn(2, LENGTH + 4, config.hidden_size).to(dtype)
+
+    @torch.no_grad()
+    def want(self) -> torch.Tensor:
+        """transformers' outputs of both sequences."""
+        found: torch.Tensor = self.eager(hidden_states=self.x)
+        return found
+
+    def cache(self, slabs: int = 2) -> KVCache:
+        return KVCache([self.sizes.shape], slabs, 2 * LENGTH, LENGTH, self.x.dtype)
+
+    @torch.no_grad()
+    def run(self, cache: KVCache, *rows: Row, finish: bool = True) -> torch.Tensor:
+        """The outputs of a step's rows, of which slab i has sequence i."""
+        step = Step(Batch(rows), cache, ROTARY)
+        found = self.block(torch.cat([self.x[row.slab, row.first : row.end] for row in rows]), 0, step)
+        for row in rows if finish else ():
+            cache.end_write(row.slab, row.end)
+        return found
+
+
+def row_of(slab: int, first: int, end: int) -> Row:
+    return prompt(slab, range(end - first), first)
+
+
+def error(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((mine.float() - theirs.float()).norm() / theirs.float().norm())
+
+
+@pytest.fixture(scope="module")
+def case() -> Callable[[str, torch.dtype], Case]:
+    made: dict[tuple[str, torch.dtype], Case] = {}
+
+    def get(family: str, dtype: torch.dtype) -> Case:
+        if (family, dtype) not in made:
+            made[family, dtype] = Case(family, dtype)
+        return made[family, dtype]
+
+    return get
+
+
+def check_agreement(it: Case, most: float) -> None:
+    """Prompts of different lengths, one in two chunks, then tokens of both at once."""
+    cache, want = it.cache(), it.want()
+    slabs = [cache.open(), cache.open()]
+    assert slabs == [0, 1]
+    found = [it.run(cache, row_of(0, 0, 1)), it.run(cache, row_of(0, 1, LENGTH))]
+    assert error(torch.cat(found), want[0, :LENGTH]) < most
+    assert error(it.run(cache, row_of(1, 0, 70)), want[1, :70]) < most
+    for at in range(4):
+        both = it.run(cache, decode(0, LENGTH + at, 1), decode(1, 70 + at, 1))
+        assert error(both, torch.stack((want[0, LENGTH + at], want[1, 70 + at]))) < 2 * most
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_torch_agrees_with_transformers_eager_layer(family: str, case: Callable[..., Case]) -> None:
+    check_agreement(case(family, torch.float32), 1e-5)
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the native kernels")
+@pytest.mark.usefixtures("instruction_set")
+class TestNative:
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_it_agrees_with_transformers_eager_layer(self, family: str, case: Callable[..., Case]) -> None:
+        check_agreement(case(family, torch.bfloat16), 0.01)
+
+    def test_neither_other_tokens_nor_threads_change_a_bit(self, case: Callable[..., Case]) -> None:
+        it = case("qwen3_next", torch.bfloat16)
+        whole, parts = it.cache(), it.cache()
+        for cache in (whole, parts):
+            cache.open()
+            cache.open()
+        want = [it.run(whole, row_of(slab, 0, LENGTH)) for slab in (0, 1)]
+        before = torch.get_num_threads()
+        torch.set_num_threads(3)
+        together = it.run(parts, row_of(0, 0, 40), row_of(1, 0, 70))
+        torch.set_num_threads(before)
+        assert torch.equal(together, torch.cat((want[0][:40], want[1][:70])))
+        assert torch.equal(it.run(parts, row_of(0, 40, LENGTH)), want[0][40:])
+        for at in range(70, 74):
+            assert torch.equal(it.run(parts, decode(1, at, 1)), want[1][at : at + 1])
+
+
+# the cache
+
+
+@pytest.fixture
+def small(case: Callable[..., Case]) -> Case:
+    return case("qwen3_next", torch.float32)
+
+
+def test_a_step_that_fails_or_is_taken_back_leaves_what_it_began_with(small: Case) -> None:
+    cache = small.cache()
+    cache.open()
+    small.run(cache, row_of(0, 0, 9))
+    want = small.run(cache, decode(0, 9, 1))
+    cache.crop(0, 9)
+    assert cache.length(0) == 9
+    small.run(cache, decode(0, 9, 1), finish=False)
+    assert torch.equal(small.run(cache, decode(0, 9, 1)), want)
+    assert torch.equal(small.run(cache, decode(0, 9, 1)), want)  # once more, as where a token was unsure
+
+
+def test_a_state_that_is_not_kept_is_refused(small: Case) -> None:
+    cache = small.cache()
+    cache.open()
+    for first, end in ((0, 6), (6, 9), (9, 10)):
+        small.run(cache, row_of(0, first, end))
+    assert [cache.kept(0, length) for length in (5, 8, 9, 10)] == [0, 0, 9, 10]
+    assert [length for length in range(11) if cache.can_crop(0, length)] == [0, 9, 10]
+    with pytest.raises(ValueError, match="recurrent state cannot be wound back to 6"):
+        cache.crop(0, 6)
+    with pytest.raises(ValueError, match="cannot go on from position 6"):
+        small.run(cache, row_of(0, 6, 9))
+    cache.crop(0, 0)
+    assert error(small.run(cache, row_of(0, 0, 5)), small.want()[0, :5]) < 1e-5
+
+
+def test_a_slab_that_comes_back_is_empty(small: Case) -> None:
+    cache = small.cache(1)
+    for _ in range(2):
+        cache.open()
+        assert error(small.run(cache, row_of(0, 0, 5)), small.want()[0, :5]) < 1e-5
+        cache.close(0)
+
+
+def test_forks_beams_and_files_have_the_state(small: Case, tmp_path: Path) -> None:
+    cache = small.cache(3)
+    cache.open()
+    small.run(cache, row_of(0, 0, 9))
+    cache.save(0, tmp_path / "sequence")
+    other = cache.fork(0)
+    want = small.run(cache, decode(0, 9, 1))
+    state, states = cache.recurrent, cache.recurrent.states[0]  # type: ignore[union-attr]
+    assert state is not None
+
+    def after(slab: int, length: int) -> torch.Tensor:
+        return states[slab, state.lengths[slab].index(length)]
+
+    assert torch.equal(after(other, 9), after(0, 9))
+    assert not torch.equal(after(other, 9), after(0, 10))
+    cache.select([1, 0])
+    assert (cache.length(0), cache.length(1)) == (9, 10)
+    assert torch.equal(small.run(cache, decode(0, 9, 1)), want)
+    fresh = small.cache()
+    assert fresh.load(tmp_path / "sequence") == 0
+    assert torch.equal(small.run(fresh, decode(0, 9, 1)), want)
+
+
+# an engine
+
+
+def test_rows_and_forks_of_an_engine_are_what_each_is_alone(tmp_path: Path) -> None:
+    """A long prompt in chunks, a fork of it, and a short prompt beside their tokens."""
+    engine = engine_of(tiny.write(tmp_path, "qwen3_next", torch.float32), bits=16, dense_bits=16, chunk=40)
+    generator = torch.Generator().manual_seed(2)
+    long, short = (torch.randint(3, 128, (count,), generator=generator).tolist() for count in (100, 7))
+    cache = engine.new_cache(3, 128)
+    one = cache.open()
+    engine.step(Batch((prompt(one, long[:98]),)), cache)
+    two, three = cache.fork(one), cache.open()
+    engine.step(Batch((decode(one, 98, long[98]), decode(two, 98, 5))), cache)
+    found = engine.step(Batch((decode(one, 99, long[99]), decode(two, 99, 6), prompt(three, short))), cache)
+    plain = tiny.oracle(tmp_path, "qwen3_next", torch.float32)
+    for logits, ids in zip(found, (long, [*long[:98], 5, 6], short), strict=True):
+        with torch.no_grad():
+            want = plain(torch.tensor([ids])).logits[0, -1]
+        assert error(logits, want) < 1e-5
+    engine.close()
+
+
+# short convolutions
+
+SHORT = 12  # tokens of a sequence with short convolutions
+
+
+@pytest.mark.parametrize("changes", [{}, {"conv_L_cache": 5, "conv_bias": True}], ids=["three", "five with biases"])
+@torch.no_grad()
+def test_short_convolutions_agree_with_transformers_eager_layer(changes: dict[str, Any]) -> None:
+    """Of two sequences at once, one of which comes in parts that are shorter than the convolution."""
+    config = tiny.config_of("lfm2_moe", num_hidden_layers=1, layer_types=["conv"], **changes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    tiny.make_random(model)
+    eager: Any = model.get_submodule(f"{LAYER}.conv")
+    sizes = ConvolutionSizes.of(config)
+    weights = FamilyWeights(ARCHITECTURES["lfm2_moe"], config, ModuleWeights(model), torch.float32)
+    block = sizes.block(weights, LAYER)
+    x = torch.randn(2, SHORT, config.hidden_size)
+    want = eager(hidden_states=x)
+    cache = KVCache([sizes.shape], 2, SHORT, SHORT, torch.float32)
+    assert [cache.open(), cache.open()] == [0, 1]
+    found: list[list[torch.Tensor]] = [[], []]
+    for rows in ([(0, 0, 7)], [(0, 7, 8), (1, 0, 1)], [(1, 1, 3), (0, 8, 12)], [(1, 3, 12)]):
+        batch = Batch(tuple(prompt(slab, range(end - first), first) for slab, first, end in rows))
+        step = Step(batch, cache, ROTARY)
+        got = block(torch.cat([x[slab, first:end] for slab, first, end in rows]), 0, step)
+        for row, its in zip(batch.rows, torch.split(got, [end - first for _, first, end in rows]), strict=True):
+            cache.end_write(row.slab, row.end)
+            found[row.slab].append(its)
+    assert (torch.stack([torch.cat(each) for each in found]) - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_short_convolutions_taps_take_is_in_the_plan(dtype: torch.dtype, tmp_path: Path) -> None:
+    blueprint = inspect_model(tiny.write(tmp_path, "lfm2_moe", dtype), "taps")
+    resolved = resolve_for(blueprint, settings(memory="1GiB", device="cpu"))
+    (need,) = expanding_needs(blueprint, resolved.settings, "cpu")
+    assert need.nbytes == 2 * 3 * 64 * 4  # two layers, three taps

@@ -1,0 +1,233 @@
+"""Native I/O threads on real files: what they bring is what the files have, and what they say of wrong files."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extent_files import EXPERTS, FORM, SIZE, bytes_of, write_experts
+from gpu_rig import within
+from tiermoe.errors import LoadError
+from tiermoe.formats.expert_format import PAGE
+from tiermoe.native import _native, available
+from tiermoe.offload.disk import NativeDiskLink
+from tiermoe.offload.reader import ExtentReader
+from tiermoe.offload.slots import HostSlots
+from tiermoe.types import ExpertKey, Extent, Load, Segment
+
+pytestmark = pytest.mark.skipif(not available(), reason="needs the native kernels")
+Linked = Callable[..., NativeDiskLink]
+
+
+@pytest.fixture
+def linked() -> Iterator[Linked]:
+    """Makes a link over extents, by expert, into slots of so many bytes."""
+    made: list[NativeDiskLink] = []
+
+    def link(extents: list[Extent], threads: int = 2, direct: bool = True, room: int = SIZE) -> NativeDiskLink:
+        slots = HostSlots(len(extents), room)
+        made.append(
+            NativeDiskLink(ExtentReader(direct), slots, lambda key: extents[key.expert], lambda key: FORM, threads)
+        )
+        return made[-1]
+
+    yield link
+    for each in made:
+        each.close()
+
+
+def key(expert: int) -> ExpertKey:
+    return ExpertKey(0, expert, 16)
+
+
+def load(expert: int, urgent: bool = True, background: bool = False) -> Load:
+    return Load(key(expert), expert, urgent, background)
+
+
+def content(link: NativeDiskLink, slot: int) -> bytes:
+    return link._slots.buffer(slot).numpy().tobytes()
+
+
+@pytest.fixture(scope="module")
+def file_of_pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some pages and a torn last one."""
+    path = tmp_path_factory.mktemp("pages") / "file"
+    path.write_bytes(random.Random(0).randbytes(9 * PAGE + 1000))
+    return path
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 8 * PAGE), st.integers(1, 4 * PAGE), st.booleans()), min_size=1, max_size=3),
+    st.booleans(),
+    st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_pieces_come_to_their_places_and_are_checked(
+    file_of_pages: Path, pieces: list[tuple[int, int, bool]], direct: bool, right: bool
+) -> None:
+    whole, segments, at = file_of_pages.read_bytes(), [], 0
+    for offset, nbytes, aligned in pieces:
+        nbytes = min(nbytes, len(whole) - offset)
+        at = -(-at // PAGE) * PAGE + offset % PAGE if aligned else at
+        segments.append(Segment(str(file_of_pages), offset, nbytes, at))
+        at += nbytes
+    parts = [whole[each.offset : each.offset + each.nbytes] for each in segments]
+    checksum = xxhash.xxh3_64_hexdigest(b"".join(parts) + (b"" if right else b"!"))
+    slots = HostSlots(1, at + 2 * PAGE)
+    slots.buffer(0).fill_(0xAA)
+    extent = Extent(tuple(segments), checksum)
+    link = NativeDiskLink(ExtentReader(direct), slots, lambda key: extent, lambda key: FORM, 1)
+    link.submit(load(0))
+    finished = within(10, link.wait)
+    assert (finished.error is None) == right
+    if not right:
+        with pytest.raises(LoadError, match="is damaged"):
+            raise finished.error  # type: ignore[misc]
+    found = slots.buffer(0).numpy().tobytes()
+    expected = bytearray(b"\xaa" * len(found))
+    for segment, part in zip(segments, parts, strict=True):
+        expected[segment.at : segment.at + segment.nbytes] = part
+    assert found == bytes(expected)  # and nothing beside them
+    assert link.bytes_read == sum(map(len, parts))
+    link.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_every_load_arrives_once_with_its_bytes(tmp_path: Path, linked: Linked, threads: int) -> None:
+    path = tmp_path / "experts"
+    extents = write_experts(path)
+    link, order = linked(extents, threads), list(range(EXPERTS))
+    random.Random(1).shuffle(order)
+    for expert in order:
+        link.submit(load(expert, urgent=expert % 3 > 0, background=expert % 3 == 0))
+    finished = [within(10, link.wait) for _ in order]
+    assert sorted(each.load.key.expert for each in finished) == list(range(EXPERTS))
+    assert all(each.error is None for each in finished)
+    assert all(content(link, expert)[:SIZE] == bytes_of(path, extents[expert]) for expert in order)
+    assert link.is_idle()
+    assert link.poll() is None
+    assert link.bytes_read == EXPERTS * SIZE
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_load_ends_once_or_is_taken_back_once(tmp_path: Path, linked: Linked, seed: int) -> None:
+    random_, path = random.Random(seed), tmp_path / "experts"
+    extents = write_experts(path)
+    link, left, back, came = linked(extents, 1 + seed % 3), list(range(EXPERTS)), list[int](), list[int]()
+    while left or len(back) + len(came) < EXPERTS:
+        step = random_.randrange(5)
+        if step == 0 and left:
+            kind = random_.randrange(3)
+            link.submit(load(left.pop(), urgent=kind == 0, background=kind == 2))
+        elif step == 1:
+            back += [each.key.expert for each in link.recall()]
+        elif step == 2:
+            back += [expert for expert in range(EXPERTS) if random_.random() < 0.1 and link.withdraw(key(expert))]
+        elif (finished := link.poll()) is not None:
+            assert finished.error is None
+            came.append(finished.load.key.expert)
+            assert content(link, came[-1])[:SIZE] == bytes_of(path, extents[came[-1]])
+        elif not link.is_idle():
+            came.append(within(10, link.wait).load.key.expert)
+    assert sorted(back + came) == list(range(EXPERTS))
+    assert link.is_idle()
+
+
+def test_a_rollback_forgets_what_is_under_way(tmp_path: Path, linked: Linked) -> None:
+    extents = write_experts(tmp_path / "experts")
+    link = linked(extents)
+    for expert in range(EXPERTS):
+        link.submit(load(expert, urgent=expert % 2 > 0, background=expert % 3 == 0))
+    link.roll_back()
+    assert link.is_idle()
+    assert link.poll() is None
+    link.submit(load(0))
+    assert within(10, link.wait).load == load(0)
+
+
+def test_background_loads_can_be_withdrawn_and_leave_a_thread_free(tmp_path: Path, linked: Linked) -> None:
+    extents = write_experts(tmp_path / "experts")
+    link = linked(extents, threads=2)
+    for expert in range(EXPERTS):
+        link.submit(load(expert, urgent=False, background=True))
+    assert link.is_idle()  # background loads apart
+    taken = [expert for expert in range(EXPERTS) if link.withdraw(key(expert))]
+    assert all(not link.withdraw(key(expert)) for expert in taken)
+    came = [within(10, link.wait).load.key.expert for _ in range(EXPERTS - len(taken))]
+    assert sorted(came + taken) == list(range(EXPERTS))
+
+
+def test_errors_name_the_expert_and_the_cause_and_the_link_goes_on(tmp_path: Path, linked: Linked) -> None:
+    path = tmp_path / "experts"
+    extents = write_experts(path)
+    with open(path, "r+b") as handle:
+        handle.seek(SIZE + 77)
+        byte = handle.read(1)
+        handle.seek(SIZE + 77)
+        handle.write(bytes([byte[0] ^ 1]))
+    os.truncate(path, 4 * SIZE + 100)
+    gone = Extent((Segment(str(tmp_path / "gone"), 0, SIZE, 0),), "")
+    folder = Extent((Segment(str(tmp_path), 0, SIZE, 0),), "")
+    link = linked([*extents[:5], gone, folder], direct=False)
+    expected = {
+        1: r"expert 1 \(16 bits\) is damaged.*experts",
+        4: rf"expert 4.*ends {SIZE - 100:,} bytes early",
+        5: "expert 5.*No such file",
+        6: "expert 6.*Is a directory",
+    }
+    for expert in range(7):
+        link.submit(load(expert))
+    finished = {each.load.key.expert: each.error for each in (within(10, link.wait) for _ in range(7))}
+    assert {expert for expert, error in finished.items() if error is not None} == set(expected)
+    for expert, message in expected.items():
+        with pytest.raises(LoadError, match=message):
+            raise finished[expert]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("nbytes", [1, 16, 240, 241])
+def test_short_extents_are_checked_too(tmp_path: Path, linked: Linked, nbytes: int) -> None:
+    path = tmp_path / "short"
+    path.write_bytes(bytes(range(241)))
+    checksum = xxhash.xxh3_64_hexdigest(bytes(range(nbytes)))
+    extents = [Extent((Segment(str(path), 0, nbytes, 0),), each) for each in (checksum, "0" * 16)]
+    link = linked(extents)
+    for expert in range(2):
+        link.submit(load(expert))
+    errors = {each.load.key.expert: each.error for each in (within(10, link.wait) for _ in range(2))}
+    assert errors[0] is None
+    assert isinstance(errors[1], LoadError)
+
+
+def test_waiting_is_counted(tmp_path: Path, linked: Linked) -> None:
+    link = linked(write_experts(tmp_path / "experts"))
+    link.submit(load(0))
+    began = time.perf_counter()
+    within(10, link.wait)
+    assert 0 < link.wait_s <= time.perf_counter() - began
+    assert link.busy_s > 0
+
+
+def test_closed_threads_refuse() -> None:
+    threads = _native.IOThreads(2)
+    threads.close()
+    threads.close()
+    with pytest.raises(ValueError, match="closed"):
+        threads.submit(0, 0, 0, b"")
+    with pytest.raises(ValueError, match="1 to 64 threads"):
+        _native.IOThreads(0)
+
+
+@pytest.mark.parametrize("request_", [b"", b"\0" * 16, b"\1" * 16, b"\0" * 12 + b"\2\0\0\0" + b"\0" * 32])
+def test_what_is_no_request_is_refused(request_: bytes) -> None:
+    threads = _native.IOThreads(1)
+    with pytest.raises(ValueError, match="not a request"):
+        threads.submit(0, 0, 0, request_)
+    threads.close()

@@ -1,0 +1,235 @@
+"""How often experts are used, and what that says of caches of other sizes, against a cache of that size."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tiermoe
+from commands import Command
+from fake_link import Said, scheduler_with
+from tiermoe.engine.expectation import other_budgets
+from tiermoe.engine.memory_plan import MemoryPlan, SlotPool
+from tiermoe.metrics import ExpertCounts, PhaseMetrics
+from tiermoe.offload.run_record import RunRecord, read_record, write_record
+from tiermoe.offload.usage import WATCHED, WINDOW, Reuse, SizeCurve, Uses, merged, missed, most_used
+from tiermoe.types import Demand, ExpertKey, Routed
+from tiny import write
+
+EXPERTS = 6
+CHOICES = st.lists(st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=2), max_size=40)
+
+
+# uses
+
+
+def place(layer: int, expert: int) -> ExpertKey:
+    return ExpertKey(layer, expert, 4)
+
+
+def test_the_most_used_come_first_and_unused_ones_only_where_all_fit() -> None:
+    uses = [[0.0, 5.0, 1.0], [7.0, 5.0, 0.0]]
+    used = [place(1, 0), place(0, 1), place(1, 1), place(0, 2)]
+    assert most_used([3, 3], 4, uses, everything=False) == used
+    assert most_used([3, 3], 4, uses, everything=True) == [*used, place(0, 0), place(1, 2)]
+    assert most_used([2, 1], 4, [], everything=True) == [place(0, 0), place(0, 1), place(1, 0)]
+    assert most_used([2, 1], 4, [], everything=False) == []
+
+
+def test_uses_fade_as_others_are_counted() -> None:
+    uses = Uses([2, 1])
+    uses.record(0, [Demand(1, 3, 4), Demand(0, 1, 4)])
+    uses.record(0, [Demand(1, 2, 4)])
+    assert uses.counts == [[1, 5], [0]]
+    assert merged([], uses.counts) == [[1, 5], [0]]
+    assert merged([[8, 0], [4]], uses.counts) == [[pytest.approx(8 * (1 - 6 / WINDOW) + 1), 5], [4]]
+    assert merged([[8.0]], [[2 * WINDOW]]) == [[2 * WINDOW]]
+
+
+# distances
+
+
+def noted(tokens: Sequence[Sequence[int]], layers: int = 1, phase: str = "decode") -> Reuse:
+    reuse = Reuse([EXPERTS] * layers)
+    for chosen in tokens:
+        for layer in range(layers):
+            reuse.record(layer, [Demand(expert, 1, 4) for expert in chosen], phase)
+    return reuse
+
+
+def lru_misses(tokens: Sequence[Sequence[int]], slots: int) -> int:
+    """Of a cache that keeps what was used last, a token's experts together."""
+    recent: list[int] = []
+    misses = 0
+    for chosen in tokens:
+        misses += sum(expert not in recent[:slots] for expert in chosen)
+        for expert in chosen:
+            recent = [expert, *(other for other in recent if other != expert)]
+    return misses
+
+
+@given(CHOICES, st.integers(2, EXPERTS))
+def test_it_counts_what_an_lru_cache_of_that_size_misses(choices: list[set[int]], slots: int) -> None:
+    tokens = [sorted(chosen) for chosen in choices]
+    uses = sum(map(len, tokens))
+    expected = lru_misses(tokens, slots) / uses if uses else 0.0
+    found = noted(tokens)
+    assert missed(found.distances, found.first, slots) == pytest.approx(expected)
+
+
+def test_a_prompt_is_used_and_not_counted() -> None:
+    reuse = noted([[0, 1, 2]], phase="prefill")
+    assert (sum(reuse.distances), reuse.first) == (0, 0)
+    reuse.record(0, [Demand(0, 1, 4), Demand(5, 1, 4)], "decode")
+    assert (reuse.distances[2], reuse.first) == (1, 1)
+
+
+def test_between_two_sizes_in_proportion() -> None:
+    assert missed([4, 2, 1], 1, 1) == pytest.approx(4 / 8)
+    assert missed([4, 2, 1], 1, 1.5) == pytest.approx(3 / 8)
+    assert missed([4, 2, 1], 1, 99) == pytest.approx(1 / 8)
+    assert missed([0, 0], 0, 1) == 0
+
+
+@pytest.mark.parametrize("layers", [1, 3, WATCHED, 48])
+def test_few_layers_are_watched_spread_evenly(layers: int) -> None:
+    reuse = noted([[0], [0]], layers)
+    watched = reuse.first
+    assert watched == min(layers, WATCHED)
+    assert sum(reuse.distances) == watched
+
+
+def test_the_scheduler_tells_it_of_exact_compositions() -> None:
+    for name, changes, counted in (("lru", {}, 2), ("frugal", {}, 0)):
+        scheduler, _ = scheduler_with(name, **changes)
+        for _ in range(2):
+            scheduler.begin_pass(1, Said(), "decode")
+            list(scheduler.run_layer(Routed(1, "decode", [[2]], [[1.0]]), Said()))
+        assert sum(scheduler.reuse.distances) + scheduler.reuse.first == counted
+
+
+# the curve
+
+
+CURVE = SizeCurve((10.0, 20.0, 30.0, 20.0), 20.0, 4, 2, 0.5, 0.01, 0.02)
+"""Two slots a layer: an LRU cache misses .7, this one .5 of what was asked for."""
+
+
+def test_waiting_goes_as_misses_do() -> None:
+    rate, tok_s = CURVE.at(4)
+    assert rate == pytest.approx(0.5)
+    assert tok_s == pytest.approx(1 / 0.03)
+    rate, tok_s = CURVE.at(6)
+    left = 0.5 / 0.7 * 0.4
+    assert rate == pytest.approx(1 - left)
+    assert tok_s == pytest.approx(1 / (0.01 + 0.02 * left / 0.5))
+    assert CURVE.at(0)[0] == pytest.approx(1 - 0.5 / 0.7)
+
+
+def test_a_run_that_was_short_or_missed_nothing_says_nothing() -> None:
+    scheduler, _ = scheduler_with("lru")
+    decode = PhaseMetrics(2.0, 1.5, 0.5, 100, 20, ExpertCounts(hits=30, misses=10))
+    curve = scheduler.size_curve(6, decode)
+    assert curve is not None
+    assert (curve.slots, curve.layers, curve.miss_rate) == (6, 3, 0.25)
+    assert (curve.compute_s, curve.wait_s) == (pytest.approx(0.075), pytest.approx(0.025))
+    assert scheduler.size_curve(6, replace(decode, tokens=15)) is None
+    assert scheduler.size_curve(6, replace(decode, counts=ExpertCounts(hits=40))) is None
+    assert scheduler.size_curve(6, replace(decode, counts=ExpertCounts())) is None
+    lossy, _ = scheduler_with("frugal")
+    assert lossy.size_curve(6, decode) is None
+
+
+PLAN = MemoryPlan(1000, "asked for", (), 10, 4, 8, 2, 4, 64, pools=(SlotPool((4,), 4, 10),))
+
+
+def test_other_budgets_rise_and_hold_a_token_s_experts() -> None:
+    rows = other_budgets(PLAN, CURVE)
+    assert [row.slots for row in rows] == [4, 5, 6, 7, 8]  # tenths of eight, and not less than a token uses
+    assert [row.memory_bytes for row in rows] == [row.slots * 10 for row in rows]
+    assert [row.hit_rate for row in rows] == sorted(row.hit_rate for row in rows)
+    assert [row.decode_tok_s for row in rows] == sorted(row.decode_tok_s for row in rows)
+    assert rows[0].decode_tok_s == pytest.approx(1 / 0.03)
+
+
+# the record
+
+
+def test_it_is_kept_beside_the_uses(tmp_path: Path) -> None:
+    path = tmp_path / "runs.json"
+    record = RunRecord([[1.0, 2.0]], {}, CURVE)
+    write_record(path, "abc", record)
+    assert read_record(path, "abc", [2]) == record
+    document = json.loads(path.read_text())
+    del document["curve"]  # of an earlier tiermoe
+    path.write_text(json.dumps(document))
+    assert read_record(path, "abc", [2]) == RunRecord([[1.0, 2.0]])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"slots": 0}, {"layers": 0}, {"miss_rate": 0}, {"miss_rate": 2}, {"compute_s": 0}, {"wait_s": -1},
+        {"distances": [math.nan]}, {"distances": 3}, {"first": "x"},
+    ],
+)  # fmt: skip
+def test_a_damaged_one_is_passed_over(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = tmp_path / "runs.json"
+    write_record(path, "abc", RunRecord([[1.0, 2.0]], {}, CURVE))
+    document = json.loads(path.read_text())
+    document["curve"] |= change
+    path.write_text(json.dumps(document))
+    assert read_record(path, "abc", [2]) == RunRecord()
+
+
+# the commands
+
+
+def test_a_run_says_it_and_the_next_plan_too(tiermoe_: Command, tmp_path: Path) -> None:
+    checkpoint = write(tmp_path / "model", "qwen3_moe", torch.bfloat16)
+    common = ("--memory", "4GiB", "--device", "cpu", "--bits", 4, "--cache", "50%", "--store", tmp_path / "store")
+    before = json.loads(tiermoe_("plan", checkpoint, *common, "--json").out)
+    assert (before["found"], before["other_budgets"]) == (None, [])
+    _run(checkpoint, tmp_path / "store")
+    plan = json.loads(tiermoe_("plan", checkpoint, *common, "--json").out)
+    rows = plan["other_budgets"]
+    assert [row["slots"] for row in rows] == sorted({*range(9, 25, 1)} & {row["slots"] for row in rows})
+    assert rows[-1]["slots"] == 24
+    assert rows[-1]["hit_rate"] > plan["found"]["hit_rate"] > 0
+    said = tiermoe_("plan", checkpoint, *common).out
+    assert "the last run says:" in said
+    assert "with more memory:" in said
+    lossy = json.loads(tiermoe_("plan", checkpoint, *common, "--preset", "frugal", "--json").out)
+    assert lossy["found"] is None
+
+
+def _run(checkpoint: Path, store: Path) -> None:
+    """Decodes enough, and checks what the report says."""
+    from tiermoe.engine.generate import generate
+    from tiermoe.engine.sampling import Sampling
+
+    model, _ = tiermoe.load(checkpoint, memory="4GiB", device="cpu", bits=4, cache="50%", store=store)
+    ids = torch.randint(3, 128, (1, 8), generator=torch.Generator().manual_seed(0))
+    report = generate(model.tiermoe, _Words(), ids, Sampling(max_tokens=60, temperature=1.0, seed=1))
+    model.tiermoe.close()
+    rows = report.other_budgets
+    assert report.as_dict()["other_budgets"][-1]["slots"] == 24
+    own = next(row for row in rows if row.slots == 12)
+    assert own.decode_tok_s == pytest.approx(report.decode_tok_s, rel=0.05)
+    assert rows[-1].hit_rate > own.hit_rate
+
+
+class _Words:
+    """A tokenizer that says nothing."""
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        return "x" * len(ids)
