@@ -84,7 +84,7 @@ def bench(
     text: Annotated[
         Path | None,
         typer.Option(
-            help="A UTF-8 text that all are fed, or random: token ids drawn at random. Default: the held-out one.",
+            help="A UTF-8 text as input of every engine, or random: random token ids. Default: the held-out text.",
             show_default=False,
         ),
     ] = None,

@@ -256,7 +256,7 @@ def divided_with_gpu(
     pools = slot_pools(room, resolved, sizes, base.all_slots)
     plan = replace(empty, slots=sum(pool.slots for pool in pools), pools=pools)
     holds_all = pools == slot_pools(_EVERYTHING, resolved, sizes, base.all_slots)
-    host_room = 0 if holds_all else plan.budget - plan.fixed  # a lane reads into a pinned slot in any case
+    host_room = 0 if holds_all else plan.budget - plan.fixed  # a thread reads into a pinned slot in any case
     lanes = resolved.settings.lanes or LANES
     plan = replace(plan, host_pools=slot_pools(host_room, resolved, sizes, base.all_slots, lanes))
     if plan.total > plan.budget:

@@ -242,8 +242,7 @@ class Engine:
         """Runs a batch and returns the logits (rows, vocabulary) of each row's last token, or of every token of all
         rows (T, vocabulary). Prompts run in chunks. Threads wait for each other. ModelError where logits are not
         finite, which names the layer that they come from; TiermoeError after `close`."""
-        if self._closed:
-            raise closed_error()
+        self.check_open()
         context = self.context
         with context.lock:
             context.start()
@@ -348,7 +347,7 @@ _ending: set[_thread.LockType] | None = set()
 
 
 def _end_beside(service: ExpertService, blueprint: Blueprint) -> None:
-    """`_end` in a thread of its own: a lane itself may be what collects."""
+    """`_end` in a thread of its own: an I/O thread itself may be what collects."""
     if _ending is None:
         return
     running = _thread.allocate_lock()

@@ -64,6 +64,12 @@ class ForwardContext:
         """The step has ended."""
         self._interrupted = False
 
+    @property
+    def decides_by_layer(self) -> bool:
+        """Whether a layer asks the scheduler even where all of its experts are resident: policies read the router's
+        weights, or only some of the chosen experts run."""
+        return self.needs_weights or self.proceed or self.unsure is not None
+
     def begin(self, batch: Batch) -> None:
         """A pass over a batch begins."""
         for row in batch.rows:

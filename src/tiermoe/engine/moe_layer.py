@@ -93,10 +93,8 @@ class MoELayer:
         fused, context, native = self._fused, self._context, router.native
         if fused is None or native is None or self._chooses is not None or hidden.shape[0] > FEW_TOKENS:
             return None
-        if context.observer is not None:
-            return None
         scheduler = context.scheduler
-        if not scheduler.settles and (context.needs_weights or context.proceed or context.unsure is not None):
+        if context.observer is not None or (not scheduler.settles and context.decides_by_layer):
             return None
         if scheduler.settles or scheduler.hits_need_no_decision:
             result, hits = fused.whole(native, hidden, residual)
@@ -139,7 +137,7 @@ class MoELayer:
 
     def place(self, expert: int, bits: int, slot: int) -> None:
         """An expert has come into a slot: the native kernel gets its addresses."""
-        if self._fused is not None and self._fused.slots.get(expert) != slot:
+        if self._fused is not None:
             self._fused.place(expert, slot, self._views_of(ExpertKey(self._index, expert, bits), slot))
 
     def remove(self, expert: int) -> None:
@@ -186,8 +184,8 @@ class MoELayer:
         scheduler = context.scheduler
         fused.routed(hidden, index, weights)
         routed = self._routed(index.tolist(), weights)
-        asks = context.observer is not None or context.needs_weights or context.proceed or context.unsure is not None
-        came = None if asks or not scheduler.hits_need_no_decision else fused.resident(routed.experts)
+        asks = context.observer is not None or context.decides_by_layer or not scheduler.hits_need_no_decision
+        came = None if asks else fused.resident(routed.experts)
         if came is None:
             came = self._compute_fused(fused, routed, hidden)
         else:
@@ -202,7 +200,7 @@ class MoELayer:
             experts = []
             for expert, slot, bits in group:
                 if fused.slots.get(expert) != slot:
-                    fused.place(expert, slot, self._views_of(ExpertKey(self._index, expert, bits), slot))
+                    self.place(expert, bits, slot)
                 experts.append(expert)
             fused.compute(experts)
             came.update(experts)

@@ -16,6 +16,9 @@ from tiermoe.formats.quantizers import Quantizer
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+BLOCK_ROWS = 64
+"""A matrix has a multiple of them in `RowBlocks`."""
+
 DECODED_WEIGHTS = 1 << 18
 """Weights that `FixedEncoding.decoded` gives at a time: bounds the float32 temporaries."""
 
@@ -83,6 +86,23 @@ class SameInSlot(ABC):
 
     def widen(self, stored: Mapping[str, Tensor], slot: Mapping[str, Tensor]) -> None:
         return None
+
+
+class RowBlocks(SameInSlot):
+    """Base of encodings in blocks of `BLOCK_ROWS` rows, each of which can be decoded by itself."""
+
+    def row_multiple(self, columns: int, quantizer: Quantizer) -> int | None:
+        return BLOCK_ROWS
+
+    def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
+        return self.decode_rows(slot, 0, out, in_, dtype, torch.empty(out * in_, dtype=dtype))
+
+    @abstractmethod
+    def decode_rows(
+        self, slot: Mapping[str, Tensor], first: int, last: int, in_: int, dtype: torch.dtype, into: Tensor
+    ) -> Tensor:
+        """The weights of rows first..last - 1, a whole number of blocks: a transposed view (last - first, in_) of
+        `into`, a buffer of so many values of `dtype`."""
 
 
 class FixedEncoding(SameInSlot):

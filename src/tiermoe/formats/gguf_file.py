@@ -23,6 +23,7 @@ import xxhash
 
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_types import TYPES, UNREAD, GgmlType
+from tiermoe.formats.source import require_shards
 from tiermoe.platform.file_io import read_bytes_at
 
 T = TypeVar("T")
@@ -182,12 +183,7 @@ def _shards(path: Path) -> list[Path]:
         return [path]
     count = int(found[3])
     shards = [path.with_name(f"{found[1]}-{number:05}-of-{found[3]}{SUFFIX}") for number in range(1, count + 1)]
-    missing = [shard.name for shard in shards if not shard.exists()]
-    if missing:
-        raise ModelError(
-            f"{len(missing)} of {count} shards are missing in {path.parent}: {', '.join(missing[:3])}"
-            f"{' …' if len(missing) > 3 else ''}; download them again"
-        )
+    require_shards(path.parent, shards)
     return shards
 
 

@@ -15,12 +15,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tiermoe.formats.encoding import Field, SameInSlot
+from tiermoe.formats.encoding import BLOCK_ROWS, Field, RowBlocks
 from tiermoe.formats.quantizers import Quantizer, require_finite
 from tiermoe.formats.scratch import scratch
 
-BLOCK_ROWS = 64  # a matrix has a multiple of them
-COLUMNS = 4  # likewise
+COLUMNS = 4  # a matrix has a multiple of them
 MIDDLE = 32
 BLOCK_WEIGHTS = 1 << 18  # weights rounded at a time: bounds the float32 temporaries
 
@@ -31,7 +30,7 @@ _PLACES = ((0, 0, 2), (0, 1, 0), (1, 0, 6), (1, 1, 4))  # column of a pair, half
 
 
 @dataclass(frozen=True)
-class Int6(SameInSlot):
+class Int6(RowBlocks):
     """6 bits: w = (code - 32) * scale.
 
     Fields: `codes` uint8 (N, 3 K / 4), `scales` (N, K / group), in each block of 64 rows as (K / group, 64). A group's
@@ -62,17 +61,9 @@ class Int6(SameInSlot):
         require_finite(scale)
         return {"codes": pack(codes), "scales": by_block(scale.to(dtype))}
 
-    def row_multiple(self, columns: int, quantizer: Quantizer) -> int | None:
-        return BLOCK_ROWS
-
-    def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
-        return self.decode_rows(slot, 0, out, in_, dtype, torch.empty(out * in_, dtype=dtype))
-
     def decode_rows(
         self, slot: Mapping[str, Tensor], first: int, last: int, in_: int, dtype: torch.dtype, into: Tensor
     ) -> Tensor:
-        """The weights of rows first..last - 1, a whole number of blocks: a transposed view (last - first, in_) of
-        `into`, a buffer of so many values of `dtype`."""
         rows, groups = last - first, in_ // self.group
         codes = scratch.take("codes", (in_, rows), torch.uint8)
         unpack_transposed(slot["codes"][first:last], codes)

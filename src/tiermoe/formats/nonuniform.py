@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tiermoe import native
-from tiermoe.formats.encoding import Field, SameInSlot
+from tiermoe.formats.encoding import BLOCK_ROWS, Field, RowBlocks
 from tiermoe.formats.quantizers import Quantizer, require_finite
 from tiermoe.formats.scratch import scratch
 from tiermoe.native import Coding
@@ -30,7 +30,6 @@ and 2 bits they fit normal weights in groups of 64 best, each group under the be
 GROUPS = {4: (32,), 3: (64, 32), 2: (64, 32)}
 """Bits → columns that share a scale, in order of choice."""
 
-BLOCK_ROWS = 64  # a matrix has a multiple of them
 STEPS = 2  # of least squares
 
 _CODINGS = {4: Coding.NL4, 3: Coding.NL3, 2: Coding.NL2}
@@ -47,7 +46,7 @@ def candidates(bits: int) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class NonUniform(SameInSlot):
+class NonUniform(RowBlocks):
     """4, 3 or 2 bits for CPUs: w = LEVELS[bits][code] * scale, whatever the compute dtype; a scale may be negative.
 
     Field: `blocks` uint8 (N, K bits / 8 + 2 K / group). Each block of 64 rows is one run of bytes: for each group of
@@ -88,17 +87,9 @@ class NonUniform(SameInSlot):
                 self._encode(weights, blocks[part], None if found is None else found[part])
         return {"blocks": blocks}
 
-    def row_multiple(self, columns: int, quantizer: Quantizer) -> int | None:
-        return BLOCK_ROWS
-
-    def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
-        return self.decode_rows(slot, 0, out, in_, dtype, torch.empty(out * in_, dtype=dtype))
-
     def decode_rows(
         self, slot: Mapping[str, Tensor], first: int, last: int, in_: int, dtype: torch.dtype, into: Tensor
     ) -> Tensor:
-        """The weights of rows first..last - 1, a whole number of blocks: a transposed view (last - first, in_) of
-        `into`, a buffer of so many values of `dtype`."""
         rows, groups = last - first, in_ // self.group
         scales, planes = self._parts(slot["blocks"][first:last])
         planes = planes.permute(3, 1, 2, 0, 4)  # (plane, group, its four columns, block, byte)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import torch
 
 from tiermoe.errors import ConfigError, StoreError
-from tiermoe.formats import int4, int6, nonuniform
+from tiermoe.formats import int4, nonuniform
 from tiermoe.formats.checkpoint_quant import PREFIX as CHECKPOINT
 from tiermoe.formats.checkpoint_quant import TRANSPOSED, checkpoint_quant_encoding, transposed4_encoding
-from tiermoe.formats.encoding import COMPUTE_DTYPES, Encoding
+from tiermoe.formats.encoding import BLOCK_ROWS, COMPUTE_DTYPES, Encoding
 from tiermoe.formats.gguf_types import PREFIX as GGUF
 from tiermoe.formats.gguf_types import gguf_encoding
 from tiermoe.formats.int2 import Int2, RowMajorInt2
@@ -73,7 +73,7 @@ def quantizer_used(quantizer: str, bits: int, layout: str, unit: str = "expert")
 
 def _nonuniform_for(bits: int, out: int, in_: int, layout: str, quantizer: str) -> NonUniform | None:
     """None where the levels are to be uniform, or the shape fits no group."""
-    if quantizer_used(quantizer, bits, layout) not in (NONLINEAR, GPTQ_NONLINEAR) or out % nonuniform.BLOCK_ROWS:
+    if quantizer_used(quantizer, bits, layout) not in (NONLINEAR, GPTQ_NONLINEAR) or out % BLOCK_ROWS:
         return None
     _check_layout(bits, layout)
     group = next((group for group in nonuniform.GROUPS[bits] if in_ % group == 0), None)
@@ -97,7 +97,7 @@ def _check_layout(bits: int, layout: str) -> None:
 
 def _six_bits_for(out: int, in_: int, layout: str) -> Encoding:
     _check_layout(Int6.bits, layout)
-    if in_ % INT6_GROUP or layout == ROW_MAJOR or out % int6.BLOCK_ROWS:
+    if in_ % INT6_GROUP or layout == ROW_MAJOR or out % BLOCK_ROWS:
         return FIXED[8]
     return Int6(layout, INT6_GROUP)
 

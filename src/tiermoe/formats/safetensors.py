@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tiermoe.errors import ModelError
 from tiermoe.formats.checkpoint_quant import CheckpointQuant, Transposed4
-from tiermoe.formats.source import EACH, StoredAs
+from tiermoe.formats.source import EACH, StoredAs, require_shards
 from tiermoe.platform import file_io, process_memory
 from tiermoe.platform.json_files import parse_json, read_json, stays_inside
 from tiermoe.types import Segment
@@ -362,14 +362,8 @@ def indexed(index: Path) -> list[str]:
 def _shards(directory: Path) -> list[Path]:
     index = directory / INDEX
     if index.exists():
-        names = indexed(index)
-        shards = [directory / name for name in names]
-        missing = [shard.name for shard in shards if not shard.exists()]
-        if missing:
-            raise ModelError(
-                f"{len(missing)} of {len(names)} shards are missing in {directory}: {', '.join(missing[:3])}"
-                f"{' …' if len(missing) > 3 else ''}; download them again"
-            )
+        shards = [directory / name for name in indexed(index)]
+        require_shards(directory, shards)
         return shards
     single = directory / SINGLE
     if single.exists():

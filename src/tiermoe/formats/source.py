@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from tiermoe.errors import ModelError
 from tiermoe.formats.registry import encoding_named
 from tiermoe.types import MoeLayer, Segment
 
@@ -103,3 +104,13 @@ class ExpertSource(Protocol):
 
     def in_place(self, layer: int, expert: int) -> list[Segment] | None:
         """Where the checkpoint has the expert's bytes just as a slot wants them at 16 bits, else None."""
+
+
+def require_shards(folder: Path, shards: Sequence[Path]) -> None:
+    """ModelError where a model's files in a folder are not all there."""
+    missing = [shard.name for shard in shards if not shard.exists()]
+    if missing:
+        raise ModelError(
+            f"{len(missing)} of {len(shards)} shards are missing in {folder}: {', '.join(missing[:3])}"
+            f"{' …' if len(missing) > 3 else ''}; download them again"
+        )

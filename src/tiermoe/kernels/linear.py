@@ -8,9 +8,10 @@ encoding, the dtype and the number of tokens alone, so that a result depends on 
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +19,11 @@ from torch import Tensor
 
 from tiermoe.errors import ConfigError
 from tiermoe.formats.checkpoint_quant import CheckpointQuant, Transposed4
-from tiermoe.formats.encoding import Encoding
+from tiermoe.formats.encoding import BLOCK_ROWS, Encoding, RowBlocks
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.gguf_types import Gguf
 from tiermoe.formats.int2 import Int2
 from tiermoe.formats.int4 import CPU_LAYOUT, ROW_MAJOR, Int4, is_torchs
-from tiermoe.formats.int6 import BLOCK_ROWS, Int6
-from tiermoe.formats.nonuniform import NonUniform
 from tiermoe.formats.plain import Halves, Values
 from tiermoe.formats.registry import encoding_named
 from tiermoe.formats.scratch import scratch
@@ -107,20 +106,33 @@ class PlainLinear:
         return F.linear(x, slot["weight"])
 
 
-class Int8Linear:
-    """Slots of Int8."""
+class NativeFirst(ABC):
+    """Base of kernels on a CPU: the native product where it takes the encoding and so many tokens, else torch's
+    operators."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
-        self._tokens = INT8_TOKENS.get(dtype, 0)
-        self._encoding = encoding
+        self._encoding: Any = encoding
         self._dtype = dtype
         self._product_dtype = product_dtype(dtype)
         self._native_tokens = native_tokens()
 
     def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
         form = matrix_form(self._encoding, out, in_, self._dtype) if x.shape[0] <= self._native_tokens else None
-        if form:
-            return linear(x, form, slot)
+        return linear(x, form, slot) if form else self.by_torch(x, slot, out, in_)
+
+    @abstractmethod
+    def by_torch(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        """The product by torch's operators."""
+
+
+class Int8Linear(NativeFirst):
+    """Slots of Int8."""
+
+    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
+        super().__init__(encoding, dtype)
+        self._tokens = INT8_TOKENS.get(dtype, 0)
+
+    def by_torch(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
         if x.shape[0] <= self._tokens and in_ % INT8_COLUMNS == 0:
             return torch._weight_int8pack_mm(x.contiguous(), slot["weight"], slot["scale"])
         rows = max(1, DECODED_WEIGHTS // in_)
@@ -139,20 +151,14 @@ class Int8Linear:
         return F.linear(x.to(dtype), weight).mul_(scale.to(dtype)).to(x.dtype)
 
 
-class BlocksLinear:
+class BlocksLinear(NativeFirst):
     """Slots of Int6 and NonUniform, blocks of 64 rows. torch has no operator on such weights."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
-        assert isinstance(encoding, Int6 | NonUniform)
-        self._encoding = encoding
-        self._dtype = dtype
-        self._product_dtype = product_dtype(dtype)
-        self._native_tokens = native_tokens()
+        assert isinstance(encoding, RowBlocks)
+        super().__init__(encoding, dtype)
 
-    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
-        form = matrix_form(self._encoding, out, in_, self._dtype) if x.shape[0] <= self._native_tokens else None
-        if form:
-            return linear(x, form, slot)
+    def by_torch(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
         dtype, result = self._product_dtype, torch.empty((x.shape[0], out), dtype=x.dtype)
         rows = max(1, DECODED_BLOCKS // (in_ * BLOCK_ROWS)) * BLOCK_ROWS
         for first in range(0, out, rows):
@@ -182,22 +188,16 @@ class PublishedLinear:
         return result
 
 
-class Int4Linear:
+class Int4Linear(NativeFirst):
     """Slots of Int4 in the CPUs' layout."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
         assert isinstance(encoding, Int4)
+        super().__init__(encoding, dtype)
         self._group = encoding.group
         self._tokens = INT4_TOKENS.get(dtype, 0) if is_torchs() else 0
-        self._encoding = encoding
-        self._dtype = dtype
-        self._product_dtype = product_dtype(dtype)
-        self._native_tokens = native_tokens()
 
-    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
-        form = matrix_form(self._encoding, out, in_, self._dtype) if x.shape[0] <= self._native_tokens else None
-        if form:
-            return linear(x, form, slot)
+    def by_torch(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
         if x.shape[0] <= self._tokens:
             codes, scales_and_zeros = slot["codes"], slot["scales_and_zeros"]
             return torch._weight_int4pack_mm_for_cpu(x.contiguous(), codes, self._group, scales_and_zeros)
@@ -206,20 +206,15 @@ class Int4Linear:
         return F.linear(x.to(dtype), weight).to(x.dtype)
 
 
-class Int2Linear:
+class Int2Linear(NativeFirst):
     """Slots of Int2: where the native kernels do not compute, a matrix is widened to Int4 first."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
         assert isinstance(encoding, Int2)
-        self._encoding = encoding
-        self._dtype = dtype
-        self._native_tokens = native_tokens()
+        super().__init__(encoding, dtype)
         self._widened = Int4Linear(encoding.widened, dtype)
 
-    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
-        form = matrix_form(self._encoding, out, in_, self._dtype) if x.shape[0] <= self._native_tokens else None
-        if form:
-            return linear(x, form, slot)
+    def by_torch(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
         return self._widened(x, self._encoding.widen_codes(slot), out, in_)
 
 

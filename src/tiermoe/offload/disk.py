@@ -133,6 +133,8 @@ class DiskLink:
     """Fills `slots` by `threads` threads of Python (`offload.link.MeteredLink`). `wakes`: how often `wait` had to wait;
     `wake_s`: seconds from the end of what it waited for until it went on; `starts`, `start_s`: as `IOThreads`."""
 
+    now = staticmethod(time.perf_counter)
+
     def __init__(self, filler: SlotFiller, slots: FilledSlots, threads: int) -> None:
         self.wait_s = 0.0
         self.wakes = 0
@@ -201,9 +203,6 @@ class DiskLink:
         self._finished = queue.SimpleQueue()
         self._outstanding = 0
 
-    def now(self) -> float:
-        return time.perf_counter()
-
     def close(self) -> None:
         """Ends the threads, drops what is queued and gives the slots back."""
         self._threads.close()
@@ -233,6 +232,8 @@ class NativeDiskLink:
     reader: opens the files. extent_of: where an expert lies. format_of: its encodings, none of them `widened`. mapped:
     slots are parts of mapped files, whose pages are brought in."""
 
+    now = staticmethod(time.perf_counter)
+
     def __init__(
         self,
         reader: ExtentReader,
@@ -254,7 +255,6 @@ class NativeDiskLink:
         self._requests: dict[ExpertKey, bytes] = {}
         self._completed: set[ExpertKey] = set()  # by this thread, once they are read: see `_complete`
         self._failed: deque[Finished] = deque()  # whose files cannot be opened
-        self.now = time.perf_counter
 
     @property
     def bytes_read(self) -> int:

@@ -283,6 +283,8 @@ class GpuLink:
     `wait_s` adds up the time that the caller spent in `wait`, which does not wait for copies.
     """
 
+    now = staticmethod(time.perf_counter)
+
     def __init__(
         self,
         filler: Filler,
@@ -317,7 +319,7 @@ class GpuLink:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which at least one lane was reading."""
+        """Seconds in which at least one thread was reading."""
         return self._filler.busy_s
 
     @property
@@ -387,9 +389,6 @@ class GpuLink:
         self._arrivals.clear()
         self._ended = queue.SimpleQueue()
         self._outstanding = 0
-
-    def now(self) -> float:
-        return time.perf_counter()
 
     def close(self) -> None:
         """Ends the threads, drops what is queued, waits for the copies under way and gives the slots back. Nothing may

@@ -23,7 +23,8 @@ class ExpertLoader:
     """Loads between a cache and a link. high_bits: the precision below which a load counts as low.
 
     `counts`: what became of the experts that tokens asked for. `waited_s`: seconds, by the link's clock, in which
-    layers waited for loads."""
+    layers waited for loads. `uncommitted`: prefetches that may not have begun, in their order; while there are any,
+    `recall` alone knows who has left. `unused_prefetches`: those that have begun, until a layer asks for them."""
 
     def __init__(self, cache: ExpertCache, link: Link, high_bits: int = 16) -> None:
         self.cache = cache
@@ -335,7 +336,8 @@ class LayerFetch:
             self.missing.append(key)
 
     def _take_stock(self, demands: Sequence[Demand]) -> list[ExpertKey]:
-        """Pins what is resident or in flight and counts hits and misses; returns what tokens need and lack."""
+        """Pins what is resident or in flight and counts hits and misses; returns what tokens need and lack. Background
+        loads that have not begun are taken back."""
         loader, cache, layer = self._loader, self._loader.cache, self._layer
         loader.recall()
         loader.collect()
@@ -347,7 +349,7 @@ class LayerFetch:
                 self.here.append(key)
                 counts.hits += tokens > 0
                 counts.prefetched += key in unused and tokens > 0
-            elif (key := self._arriving(expert, bits)) is not None:
+            elif (key := cache.arriving(layer, expert, bits)) is not None and not loader.withdraw(key):
                 self.awaited.add(key)
                 counts.misses += tokens > 0
             elif bits:
@@ -361,11 +363,6 @@ class LayerFetch:
             unused.discard(key)
         cache.pin(*self.here, *self.awaited)
         return missed
-
-    def _arriving(self, expert: int, bits: int) -> ExpertKey | None:
-        """The copy in flight that serves the demand; a background load that has not begun is taken back instead."""
-        key = self._loader.cache.arriving(self._layer, expert, bits)
-        return None if key is None or self._loader.withdraw(key) else key
 
 
 class Background:
