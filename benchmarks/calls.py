@@ -50,7 +50,7 @@ class Ways:
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(OWN):
             self.calls += 1
-            if frame.f_code.co_name == "ranked_ahead":
+            if frame.f_code.co_qualname == "Forecaster.ranked":
                 self.forecast = max(self.forecast, len(list(up_to(frame, "Engine.step"))))
         elif event == "c_call" and argument.__name__ in KERNELS:
             self.kernel = max(self.kernel, len(list(up_to(frame, "Engine.step"))))

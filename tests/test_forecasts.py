@@ -11,7 +11,6 @@ import torch
 import tiermoe
 from small_engines import engine_of
 from tiermoe.batch import Batch, decode, prompt
-from tiermoe.engine.forecasts import PassForecasts
 from tiermoe.model.hf.shells import routers_of
 from tiermoe.model.routers import Router
 from tiny import write
@@ -33,10 +32,31 @@ def choice(router: Any, hidden: torch.Tensor) -> list[int]:
     return index[0, weights[0].argsort(descending=True, stable=True)].tolist()
 
 
+def inputs_of(engine: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(what routers are given in their own layers, what later ones are asked about) from now on."""
+    given: list[torch.Tensor] = []
+    asked: list[torch.Tensor] = []
+    route, rank = Router.route, engine.forecaster.rank
+
+    def record(router: Router, hidden: torch.Tensor) -> Any:
+        given.append(hidden)
+        return route(router, hidden)
+
+    def record_forecast(target: int, hidden: torch.Tensor) -> Any:
+        before, ranked = len(given), rank(target, hidden)
+        del given[before:]
+        asked.append(hidden)
+        return ranked
+
+    monkeypatch.setattr(Router, "route", record)
+    monkeypatch.setattr(engine.forecaster, "rank", record_forecast)
+    return given, asked
+
+
 @pytest.mark.parametrize("family", ROUTED)
 def test_the_next_two_routers_say_what_they_would_choose(family: str, tmp_path: Path) -> None:
     model, routers = load(tmp_path, family, preset="default")
-    forecasts = PassForecasts(model.tiermoe.forecaster)
+    forecasts = model.tiermoe.forecaster
     for seed in range(5):
         hidden = torch.randn(1, 64, generator=torch.Generator().manual_seed(seed))
         for layer in range(len(routers) - 2):
@@ -54,12 +74,7 @@ def test_what_routers_are_given_is_what_later_ones_are_asked_about(
     """Gemma 4's take the residual stream, its experts a norm of it."""
     directory = write(tmp_path, "gemma4_text", torch.float32)
     engine = engine_of(directory, bits=16, dense_bits=16, preset="mixtral-offload", cache="50%")
-    given: list[torch.Tensor] = []
-    asked: list[torch.Tensor] = []
-    forecaster, route = engine.forecaster, Router.route
-    ranked = forecaster.ranked_ahead
-    monkeypatch.setattr(Router, "route", lambda self, hidden: given.append(hidden) or route(self, hidden))
-    monkeypatch.setattr(forecaster, "ranked_ahead", lambda layer, hidden: asked.append(hidden) or ranked(layer, hidden))
+    given, asked = inputs_of(engine, monkeypatch)
     cache = engine.new_cache()
     slab = cache.open()
     engine.step(Batch((prompt(slab, [5, 6, 7]),)), cache)
@@ -74,31 +89,19 @@ def test_later_routers_are_asked_about_all_parts_of_a_step(tmp_path: Path, monke
     """Prompts that run together are routed by themselves, each with what its router is given."""
     directory = write(tmp_path, "gemma4_text", torch.float32)
     engine = engine_of(directory, bits=16, dense_bits=16, preset="mixtral-offload", cache="50%")
-    given: list[torch.Tensor] = []
-    heard: list[torch.Tensor] = []
-    forecaster, route, asked = engine.forecaster, Router.route, engine.forecaster.given
-    monkeypatch.setattr(Router, "route", lambda self, hidden: given.append(hidden) or route(self, hidden))
-
-    def given_to(hidden: torch.Tensor) -> torch.Tensor:
-        heard.append(asked(hidden))
-        return heard[-1]
-
-    monkeypatch.setattr(forecaster, "given", given_to)
+    given, asked = inputs_of(engine, monkeypatch)
     cache = engine.new_cache(3)
     engine.step(Batch(tuple(prompt(cache.open(), [5, 6, 7, 8][:count]) for count in (3, 1, 4)), apart=True), cache)
-    assert [len(its) for its in heard] == [8] * len(engine.layers)
-    own = [its for its in given if len(its) < 8]  # the others are forecasts
-    assert torch.equal(torch.cat(heard), torch.cat(own))
+    assert [len(its) for its in asked] == [8] * (len(engine.layers) - 1)  # nothing follows the last layer
+    assert torch.equal(torch.cat(asked), torch.cat(given[:-3]))
     engine.close()
 
 
 def test_one_product_serves_two_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = load(tmp_path, "qwen3_moe", preset="default")
     calls = []
-    forecaster = model.tiermoe.forecaster
-    original = forecaster.ranked_ahead
-    monkeypatch.setattr(forecaster, "ranked_ahead", lambda *given: calls.append(given) or original(*given))
-    forecasts = PassForecasts(forecaster)
+    forecasts, linear = model.tiermoe.forecaster, torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *given: calls.append(given) or linear(*given))
     forecasts.at(torch.randn(1, 64))
     assert forecasts.ranked(1)
     assert forecasts.ranked(2)
@@ -117,7 +120,7 @@ def test_stacking_takes_no_memory_of_its_own(tmp_path: Path) -> None:
 def test_all_experts_are_ranked_where_a_percentile_asks(tmp_path: Path) -> None:
     model, routers = load(tmp_path, "qwen3_moe", preset="lru", set={"prefetch": "percentile", "window": 2})
     hidden = torch.randn(1, 64)
-    ranked = model.tiermoe.forecaster.ranked(1, hidden)
+    ranked = model.tiermoe.forecaster.rank(1, hidden)
     probabilities = routers[1](hidden)[0].softmax(-1)[0]
     assert [expert for expert, _ in ranked] == probabilities.argsort(descending=True).tolist()
     assert sum(weight for _, weight in ranked) == pytest.approx(1)

@@ -119,8 +119,8 @@ class Run:
         for distance in DISTANCES:
             target = routed.layer + distance
             if target < len(self._engine.store.layers):
-                traced.forecasts[distance] = list(self._engine.forecaster.ranked(target, hidden))
-                traced.counts[distance] = list(self._engine.forecaster.counted(target, hidden))
+                traced.forecasts[distance] = list(self._engine.forecaster.rank(target, hidden))
+                traced.counts[distance] = list(self._engine.forecaster.count(target, hidden))
 
     def land(self) -> None:
         """Lets what is read ahead come."""

@@ -19,7 +19,7 @@ from tiermoe.engine.budget import shape_of
 from tiermoe.engine.cached_routing import routes
 from tiermoe.engine.expectation import OtherBudget, other_budgets
 from tiermoe.engine.fallback import ConfidentDecoding
-from tiermoe.engine.forecasts import Forecaster, PassForecasts
+from tiermoe.engine.forecasts import Forecaster
 from tiermoe.engine.forward_context import ForwardContext
 from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.engine.moe_layer import MoELayer, closed_error
@@ -290,7 +290,7 @@ class Engine:
 
     def _forward_context(self) -> ForwardContext:
         encoder_layers = shape_of(self.store.layers).encoder_layers
-        return ForwardContext(self.scheduler, PassForecasts(self.forecaster), encoder_layers, self.service.before_step)
+        return ForwardContext(self.scheduler, self.forecaster, encoder_layers, self.service.before_step)
 
     def _keep_addresses(self) -> None:
         """The layers' native kernels get the addresses of experts that have come, and lose those of experts that leave.

@@ -19,7 +19,7 @@ Remembered = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Forecaster:
-    """Calls a model's routers on other layers' inputs.
+    """Calls a model's routers on other layers' inputs: the `policies.prediction.Forecasts` of the pass that runs.
 
     routers: one per MoE layer; a None names no experts by index (Switch) or is a hash of the token (whose prediction is
     another), and nothing is forecast for it. experts: how many each layer has; a router may name more, which compute
@@ -30,13 +30,20 @@ class Forecaster:
     layer's own router was given, which is not always what its experts are (Gemma 4, Nemotron-H). stacked: so many
     layers ahead are one product (HOBBIT, section 3.3), for routers that are a matrix and nothing else; 1 calls each
     router.
+
+    tokens: ids of the pass. `little`: layer → what its router said in the discarded little pass.
     """
 
     def __init__(self, routers: Sequence[Any], experts: Sequence[int], whole: bool, stacked: int = 1) -> None:
         self._routers = list(routers)
         self._experts = list(experts)
-        self._asked: Sequence[torch.Tensor] = ()
         self.whole = whole
+        self.tokens: list[int] = []
+        self.little: dict[int, Ranked] = {}
+        self._asked: Sequence[torch.Tensor] = ()
+        self._hidden: torch.Tensor | None = None  # the running layer's input (T, H), before the first layer None
+        self._ranked: dict[int, Ranked] = {}  # by target, of the running layer
+        self._counted: dict[int, Ranked] = {}
         self._stack = _stacked(self._routers) if stacked > 1 else None
         self._ahead = stacked
         own = {layer for layer, router in enumerate(self._routers) if isinstance(router, Router)}
@@ -48,7 +55,45 @@ class Forecaster:
             if router is not None and layer not in own
         ]
 
-    def ranked(self, target: int, hidden: torch.Tensor) -> Ranked:
+    def at(self, hidden: torch.Tensor | None) -> None:
+        """Another layer runs, on `hidden` (T, H); None: a pass begins."""
+        self._hidden = None if hidden is None else self._given(hidden)
+        self._ranked.clear()
+        self._counted.clear()
+
+    def ranked(self, target: int) -> Ranked:
+        """`rank` of layer `target` on the running layer's input. One product ranks the layers behind it too, which are
+        asked about next."""
+        known, hidden = self._ranked, self._hidden
+        if hidden is None:
+            return ()
+        if target in known:
+            return known[target]
+        if self._stack is None or self.whole or hidden.shape[0] > 1 or target >= len(self._routers):
+            known[target] = self.rank(target, hidden)
+            return known[target]
+        layers = range(target, min(target + self._ahead, len(self._routers)))
+        k = max(self._routers[layer].top_k for layer in layers)
+        weights, experts = _largest(self._stack[layers.start : layers.stop], hidden, k)
+        for layer, chosen, gates in zip(layers, experts.tolist(), weights.tolist(), strict=True):
+            known[layer] = list(zip(chosen, gates, strict=True))
+        return known[target]
+
+    def counted(self, target: int) -> Ranked:
+        """`count` of layer `target` on the running layer's input."""
+        if self._hidden is None:
+            return ()
+        if target not in self._counted:
+            self._counted[target] = self.count(target, self._hidden)
+        return self._counted[target]
+
+    def token_ids(self) -> Sequence[int]:
+        return self.tokens
+
+    def recalled(self, target: int) -> Ranked:
+        return self.little.get(target, ())
+
+    def rank(self, target: int, hidden: torch.Tensor) -> Ranked:
         """The router of layer `target` on `hidden` (T, H): experts with weights, likeliest first; weights are summed
         over the tokens. The chosen ones come first for a single token."""
         if not self._knows(target):
@@ -66,17 +111,7 @@ class Forecaster:
         first = sorted(chosen, key=lambda expert: -listed[expert])
         return [(expert, listed[expert]) for expert in [*first, *rest]]
 
-    def ranked_ahead(self, target: int, hidden: torch.Tensor) -> dict[int, Ranked]:
-        """`ranked` of `target`, and of the layers behind it that come with it in one product."""
-        if self._stack is None or self.whole or hidden.shape[0] > 1 or target >= len(self._routers):
-            return {target: self.ranked(target, hidden)}
-        layers = range(target, min(target + self._ahead, len(self._routers)))
-        k = max(self._routers[layer].top_k for layer in layers)
-        weights, experts = _largest(self._stack[layers.start : layers.stop], hidden, k)
-        rows = zip(layers, experts.tolist(), weights.tolist(), strict=True)
-        return {layer: list(zip(chosen, gates, strict=True)) for layer, chosen, gates in rows}
-
-    def counted(self, target: int, hidden: torch.Tensor) -> Ranked:
+    def count(self, target: int, hidden: torch.Tensor) -> Ranked:
         """`policies.prediction.Forecasts.counted`, of layer `target` on `hidden` (T, H)."""
         if not self._knows(target):
             return ()
@@ -89,7 +124,7 @@ class Forecaster:
         """A router of our own is given each of the parts of a step, (T, H)."""
         self._asked = parts
 
-    def given(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _given(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the router of the layer that runs was given, (T, H): `hidden`, its experts' input, where nobody has
         said."""
         asked, self._asked = self._asked, ()
@@ -122,52 +157,6 @@ class Forecaster:
             self._asked = arguments[:1]
 
         return remember
-
-
-class PassForecasts:
-    """`policies.prediction.Forecasts` of one pass: `hidden` (T, H) is the running layer's input, None before the first
-    layer. `little`: layer → what its router said in the discarded little pass."""
-
-    def __init__(self, forecaster: Forecaster | None) -> None:
-        self.tokens: list[int] = []
-        self.little: dict[int, Ranked] = {}
-        self._forecaster = forecaster
-        self._hidden: torch.Tensor | None = None
-        self._known: dict[int, Ranked] = {}
-        self._counted: dict[int, Ranked] = {}
-
-    def at(self, hidden: torch.Tensor | None) -> None:
-        """Another layer runs, on `hidden`."""
-        if hidden is not None and self._forecaster is not None:
-            hidden = self._forecaster.given(hidden)
-        self._hidden = hidden
-        self._known.clear()
-        self._counted.clear()
-
-    def router_input(self, parts: Sequence[torch.Tensor]) -> None:
-        """The router of the layer that runs next is given each of the parts of a step, (T, H)."""
-        if self._forecaster is not None:
-            self._forecaster.router_input(parts)
-
-    def ranked(self, target: int) -> Ranked:
-        if self._hidden is None or self._forecaster is None:
-            return ()
-        if target not in self._known:
-            self._known |= self._forecaster.ranked_ahead(target, self._hidden)
-        return self._known[target]
-
-    def counted(self, target: int) -> Ranked:
-        if self._hidden is None or self._forecaster is None:
-            return ()
-        if target not in self._counted:
-            self._counted[target] = self._forecaster.counted(target, self._hidden)
-        return self._counted[target]
-
-    def token_ids(self) -> Sequence[int]:
-        return self.tokens
-
-    def recalled(self, target: int) -> Ranked:
-        return self.little.get(target, ())
 
 
 def _largest(stack: torch.Tensor, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

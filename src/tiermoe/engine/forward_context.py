@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tiermoe.batch import Batch
-from tiermoe.engine.forecasts import PassForecasts
+from tiermoe.engine.forecasts import Forecaster
 from tiermoe.engine.observer import Observer
 from tiermoe.errors import ConfigError
 from tiermoe.offload.policies.routing import little
@@ -33,7 +33,7 @@ class ForwardContext:
     def __init__(
         self,
         scheduler: Scheduler,
-        forecasts: PassForecasts,
+        forecasts: Forecaster,
         encoder_layers: int,
         before_step: Callable[[bool], None],
     ) -> None:

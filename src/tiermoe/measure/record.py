@@ -195,11 +195,11 @@ class Recorder(Observer):
         for distance in self.distances:
             target = routed.layer + distance
             if target < len(self._experts):
-                ranked = self._engine.forecaster.ranked(target, hidden)
+                ranked = self._engine.forecaster.rank(target, hidden)
                 kept = self._kept(target) if len(hidden) == 1 else self._experts[target]
                 traced.forecasts[distance] = [(expert, _rounded(weight)) for expert, weight in ranked[:kept]]
                 if routed.phase == "prefill":
-                    traced.counts[distance] = list(self._engine.forecaster.counted(target, hidden))
+                    traced.counts[distance] = list(self._engine.forecaster.count(target, hidden))
 
     def on_ready(self, layer: int, ready: Ready) -> None:
         if self._neurons is not None:

@@ -19,12 +19,8 @@ class NextGate(LooksAhead):
 
     def candidates(self, layer: int, forecasts: Forecasts, available: Available) -> Iterator[Wanted]:
         for target in self.targets(layer) if layer >= 0 else ():
-            yield from self.predicted(target, forecasts)
-
-    def predicted(self, target: int, forecasts: Forecasts) -> list[Wanted]:
-        """The experts that layer `target`'s router would choose, likeliest first."""
-        count = self.most(self.context.top_k[target])
-        return [Wanted(target, expert, weight) for expert, weight in forecasts.ranked(target)[:count]]
+            for expert, weight in forecasts.ranked(target)[: self.most(self.context.top_k[target])]:
+                yield Wanted(target, expert, weight)
 
 
 class StackedGates(NextGate):
@@ -36,10 +32,11 @@ class StackedGates(NextGate):
 
     def candidates(self, layer: int, forecasts: Forecasts, available: Available) -> Iterator[Wanted]:
         for target in self.targets(layer) if layer >= 0 else ():
-            predicted = self.predicted(target, forecasts)
+            predicted = forecasts.ranked(target)[: self.most(self.context.top_k[target])]
             # before anything is named: naming a missing expert may start its load
-            all_available = all(available(target, wanted.expert) for wanted in predicted)
-            yield from predicted
+            all_available = all(available(target, expert) for expert, _ in predicted)
+            for expert, weight in predicted:
+                yield Wanted(target, expert, weight)
             if not all_available:
                 return
 
