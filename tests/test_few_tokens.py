@@ -88,18 +88,18 @@ def test_sums_in_lists_native_and_torchs_agree_bit_for_bit(tokens_of_first: int)
 def test_a_block_of_several_tokens_is_each_token_s_block(count: int, kernel: FusedExperts) -> None:
     router, x, residual = tokens(5, 128, 3), tokens(count, 128)[:, None], tokens(count, 128, 2)[:, None]
     block, chooser = MoeBlock(kernel.native, 5), Router(router, 2, normalise=True)
+    got, alone = torch.empty_like(x), torch.empty_like(x)
     views = [expert_views(128, 64, seed) for seed in range(5)]  # alive as long as the block
     for expert in range(4):
         block.place(expert, kernel.packed(views[expert]))
     _, chosen = choose(logits_of(router, x), 2, normalise=True)
     if 4 in chosen.tolist():
-        assert block(chooser, x, residual) == (None, 0)
+        assert not block(chooser, x, residual, got)
     block.place(4, kernel.packed(views[4]))
-    got, computed = block(chooser, x, residual)
-    alone = [block(chooser, x[at : at + 1], residual[at : at + 1])[0] for at in range(count)]
-    assert got is not None
-    assert torch.equal(got, torch.cat(alone))
-    assert computed == len(set(chosen.flatten().tolist()))
+    assert block(chooser, x, residual, got) == len(set(chosen.flatten().tolist()))
+    for at in range(count):
+        block(chooser, x[at : at + 1], residual[at : at + 1], alone[at : at + 1])
+    assert torch.equal(got, alone)
 
 
 def test_routers_and_norms_take_tokens_one_by_one() -> None:

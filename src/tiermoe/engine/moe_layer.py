@@ -86,26 +86,28 @@ class MoELayer:
         self._context.forecasts.router_input(parts)
         return [router.route(each) if self._chooses is None else self._chooses(router, each) for each in parts]
 
-    @torch.no_grad()
     def block(self, router: Router, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
-        """residual, if any, + the layer of hidden, few tokens (T, H) each; None where its parts must run one by one: no
-        native kernel computes them, somebody observes what is chosen, or decisions need the router's weights."""
+        """residual, if any, + the layer of hidden, few tokens (T, H) each, valid until the next call; None where its
+        parts must run one by one: no native kernel computes them, somebody observes what is chosen, or decisions need
+        the router's weights."""
         fused, context, native = self._fused, self._context, router.native
         if fused is None or native is None or self._chooses is not None or hidden.shape[0] > FEW_TOKENS:
             return None
         scheduler = context.scheduler
         if context.observer is not None or (not scheduler.settles and context.decides_by_layer):
             return None
+        out = fused.out if hidden.shape[0] == 1 else torch.empty_like(hidden)
         if scheduler.settles or scheduler.hits_need_no_decision:
-            result, hits = fused.whole(native, hidden, residual)
-            if result is not None:
+            hits = fused.whole(native, hidden, residual, out)
+            if hits:
                 scheduler.all_hit(self._index, hits, () if scheduler.settles else fused.chosen())
-                return result
+                return out
             chosen = fused.chosen()
         else:
             chosen = fused.route(native, hidden)
-        self._compute_fused(fused, self._routed(chosen, None), hidden.view(len(chosen), -1))
-        return fused.total(hidden, residual)
+        self._compute_fused(fused, self._routed(chosen, None), hidden)
+        fused.total(residual, out)
+        return out
 
     @torch.no_grad()
     def apart(self, parts: Sequence[Part]) -> list[torch.Tensor]:
@@ -191,7 +193,9 @@ class MoELayer:
         else:
             fused.compute(list(came))
             scheduler.all_hit(self._index, len(came), () if scheduler.settles else routed.experts)
-        return self._rescaled(fused.total(hidden, None), index, weights, came)
+        out = torch.empty_like(hidden)
+        fused.total(None, out)
+        return self._rescaled(out, index, weights, came)
 
     def _compute_fused(self, fused: FusedLayer, routed: Routed, hidden: torch.Tensor) -> set[int]:
         """Computes experts as they come; returns which came."""
@@ -294,16 +298,17 @@ class _Work:
 class FusedLayer:
     """A layer's router, experts and residual in native calls for few tokens: one where all that was chosen is resident,
     else one for the router, one for each group of experts as they come, and one for the sum. `slots`: by resident
-    expert, where it lies."""
+    expert, where it lies. `out`: a result for one token, (1, H)."""
 
     def __init__(self, kernel: FusedExperts, experts: int) -> None:
         self._block = MoeBlock(kernel.native, experts)
         self._packed = kernel.packed
         self.slots: dict[int, int] = {}
+        self.out = torch.empty((1, kernel.native.hidden), dtype=torch.bfloat16)
         block = self._block
         self.route, self.routed, self.chosen, self.total = block.route, block.routed, block.chosen, block.total
         self.compute: Callable[[list[int]], None] = block.compute
-        self.whole: Callable[..., tuple[torch.Tensor | None, int]] = block.__call__
+        self.whole: Callable[..., int] = block.__call__
 
     def place(self, expert: int, slot: int, views: Views) -> None:
         """The expert lies in the slot of these views from now on."""

@@ -278,6 +278,7 @@ class Step:
             raise ValueError(f"positions are chosen for {len(chosen)} of {self.tokens} tokens")
         self._held = (slabs, positions, cos, sin, first)
         self._chosen = chosen
+        self.results: tuple[Tensor, Tensor] | None = None  # of the last layer
         self.packed = _native.pack(
             structs.Step(
                 tokens=self.tokens, slabs=slabs.data_ptr(), positions=positions.data_ptr(), first=address(first),
@@ -300,8 +301,8 @@ class DecodeAttention:
         self._hidden = weights.output.out
 
     def __call__(self, x: Tensor, step: Step, slabs: Slabs) -> tuple[Tensor, Tensor]:
-        """x (T, H), bfloat16 and contiguous → (x + the attention's output, the norm of that), each (T, H). Keys and
-        values of all tokens are written to their slabs before a token attends.
+        """x (T, H), bfloat16 and contiguous → (x + the attention's output, the norm of that), each (T, H) and valid
+        until the step's next layer. Keys and values of all tokens are written to their slabs before a token attends.
 
         ValueError: an x of another dtype, shape or layout; a step or slabs that do not fit the layer; a position
         beyond the slab's room. The interpreter's lock is released meanwhile."""
@@ -309,7 +310,9 @@ class DecodeAttention:
             raise ValueError(f"x must be contiguous bfloat16 ({step.tokens}, {self._hidden}), not {tuple(x.shape)}")
         threads = torch.get_num_threads()
         nbytes = _native.workspace(self._packed, step.packed, slabs.packed, threads)
-        out, normed = torch.empty_like(x), torch.empty_like(x)
+        if step.results is None:
+            step.results = torch.empty_like(x), torch.empty_like(x)
+        out, normed = step.results
         _native.attend(
             self._packed, step.packed, slabs.packed, scratch.address("attention", nbytes), x.data_ptr(),
             out.data_ptr(), normed.data_ptr(), threads,

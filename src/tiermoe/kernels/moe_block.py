@@ -34,14 +34,13 @@ class MoeBlock:
         """Makes an expert absent."""
         self._table[expert * self._each : (expert + 1) * self._each] = self._absent
 
-    def __call__(self, router: Router, x: Tensor, residual: Tensor | None) -> tuple[Tensor | None, int]:
-        """x and residual (T, 1, H) in bfloat16 and contiguous → residual + the block of x, (T, 1, H), and the number of
-        experts that computed; None and 0 where an expert that the router chooses is absent. Without a residual, the
-        block of x. The bits are those of the separate calls."""
+    def __call__(self, router: Router, x: Tensor, residual: Tensor | None, out: Tensor) -> int:
+        """Writes residual + the block of x to `out`, (T, H) each, in bfloat16 and contiguous, and returns the number of
+        experts that computed; 0 where an expert that the router chooses is absent, and nothing is written. Without a
+        residual, the block of x. The bits are those of the separate calls."""
         self._begin(router, x)
-        out = torch.empty_like(x)
-        computed = _native.block(self._call, 0 if residual is None else residual.data_ptr(), out.data_ptr())
-        return (out if computed else None), computed
+        computed: int = _native.block(self._call, 0 if residual is None else residual.data_ptr(), out.data_ptr())
+        return computed
 
     def route(self, router: Router, x: Tensor) -> list[list[int]]:
         """Each token's experts, in ascending order. x: as in a call."""
@@ -64,11 +63,9 @@ class MoeBlock:
         """Computes some of the chosen experts, which are resident, for the tokens that chose them."""
         self._row = _native.block_experts(self._call, experts, self._row)
 
-    def total(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """The result of a call, from the experts that have computed."""
-        out = torch.empty_like(x)
+    def total(self, residual: Tensor | None, out: Tensor) -> None:
+        """Writes what a call writes, from the experts that have computed."""
         _native.block_sum(self._call, 0 if residual is None else residual.data_ptr(), out.data_ptr())
-        return out
 
     def _begin(self, router: Router | int, x: Tensor) -> None:
         """Sets up the kernel for tokens x. router: or the number of experts a token, where choices are known."""

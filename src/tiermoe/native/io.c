@@ -260,7 +260,9 @@ static void *serve(void *data) {
         io->since = 0;
         work(io, load, &buffer);
         if (load->kind == BACKGROUND) io->in_background--;
-        pthread_cond_signal(&io->ended);
+        pthread_mutex_unlock(&io->lock);
+        pthread_cond_signal(&io->ended); /* without the lock, for which the thread would have to wait */
+        pthread_mutex_lock(&io->lock);
     }
     pthread_mutex_unlock(&io->lock);
     free(buffer.bytes);
@@ -354,8 +356,9 @@ static PyObject *io_submit(PyObject *self, PyObject *const *args, Py_ssize_t cou
     const int alone = kind == URGENT && is_small(load) && !io->queues[URGENT].first;
     append(&io->queues[kind], load);
     if (kind != BACKGROUND && !io->since) io->since = now();
-    if (io->sleeping && !alone) pthread_cond_signal(&io->asked);
+    const int wakes = io->sleeping && !alone;
     pthread_mutex_unlock(&io->lock);
+    if (wakes) pthread_cond_signal(&io->asked); /* without the lock, for which the thread would have to wait */
     Py_RETURN_NONE;
 }
 

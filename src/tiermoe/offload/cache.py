@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import accumulate
@@ -216,12 +216,14 @@ class ExpertCache:
         pool.free.append(self._in_flight.pop(key))
         pool.eviction.removed(key)
 
-    def used(self, keys: Sequence[ExpertKey], demands: Sequence[Demand]) -> list[int]:
-        """Tells the eviction policies that resident keys are computed with, one after the other; returns their
-        slots."""
+    def slots_of(self, keys: Iterable[ExpertKey]) -> list[int]:
+        """The slots of resident keys."""
+        return list(map(self._resident.__getitem__, keys))
+
+    def used(self, keys: Sequence[ExpertKey], demands: Sequence[Demand]) -> None:
+        """Tells the eviction policies that resident keys were computed with, one after the other."""
         for key, demand in zip(keys, demands, strict=True):
             self._pool_of[key.layer, key.bits].eviction.used(key, demand)
-        return list(map(self._resident.__getitem__, keys))
 
     def new_sequence(self) -> None:
         """Another request begins."""

@@ -105,11 +105,11 @@ class ExpertLoader:
         cpu_fallback: Callable[[int], int] | None = None,
         on_end: Callable[[], None] | None = None,
     ) -> Iterator[list[Ready]]:
-        """Yields every demand that is not skipped, in groups that can be computed together, in the order in which they
-        can: what is resident first, by falling number of tokens (EdgeMoE's re-batching: each expert comes once a chunk;
-        Fate's popularity order). An expert stays in its slot until the next group is asked for. All that is here is one
-        group; while misses wait for slots each expert is one, so that its slot is free for a load as soon as it is
-        computed.
+        """Begins a layer's urgent loads, as far as slots can be had, and yields every demand that is not skipped, in
+        groups that can be computed together, in the order in which they can: what is resident first, by falling number
+        of tokens (EdgeMoE's re-batching: each expert comes once a chunk; Fate's popularity order). An expert stays in
+        its slot until the next group is asked for. All that is here is one group; while misses wait for slots each
+        expert is one, so that its slot is free for a load as soon as it is computed.
 
         prefetch: called once, as soon as this layer needs nothing more from the link. together: computing starts when
         all loads are there, as far as the slots allow (HOBBIT). cpu_fallback: of so many experts that tokens need and
@@ -120,27 +120,7 @@ class ExpertLoader:
         its end."""
         fetch = LayerFetch(self, layer, demands, cpu_fallback)
         fetch.submit()
-        for key in fetch.on_cpu:
-            yield [Ready(key.expert, CPU_FALLBACK, key.bits)]
-        while together and fetch.awaited:
-            fetch.receive()
-        while fetch.here or fetch.awaited or fetch.missing:
-            if prefetch is not None and not fetch.missing and not fetch.awaited:
-                prefetch()
-                prefetch = None
-            if fetch.here:
-                yield fetch.take()
-                fetch.release()
-            else:
-                fetch.receive()
-            if fetch.missing:
-                fetch.submit()
-        if prefetch is not None:
-            prefetch()
-        if self.cache.protected:
-            self.cache.release_layer(layer)
-        if on_end is not None:
-            on_end()
+        return fetch.groups(prefetch, together, on_end)
 
     def load(self, key: ExpertKey) -> bool:
         """Begins an urgent load of an absent expert; False where no slot can be had for it."""
@@ -284,6 +264,32 @@ class LayerFetch:
             loader.counts.cpu_fallback += len(self.on_cpu)
         self.missing.extendleft(reversed(missed))
 
+    def groups(
+        self, prefetch: Callable[[], None] | None, together: bool, on_end: Callable[[], None] | None
+    ) -> Iterator[list[Ready]]:
+        """What `ExpertLoader.run_layer` yields."""
+        for key in self.on_cpu:
+            yield [Ready(key.expert, CPU_FALLBACK, key.bits)]
+        while together and self.awaited:
+            self.receive()
+        while self.here or self.awaited or self.missing:
+            if prefetch is not None and not self.missing and not self.awaited:
+                prefetch()
+                prefetch = None
+            if self.here:
+                yield self.take()
+                self.release()
+            else:
+                self.receive()
+            if self.missing:
+                self.submit()
+        if prefetch is not None:
+            prefetch()
+        if self._loader.cache.protected:
+            self._loader.cache.release_layer(self._layer)
+        if on_end is not None:
+            on_end()
+
     def submit(self) -> None:
         """Begins urgent loads of as many missing experts as slots can be had for."""
         while self.missing and self._loader.load(self.missing[0]):
@@ -299,15 +305,14 @@ class LayerFetch:
             keys = list(self.here)
             self.here.clear()
         self._computing = keys
-        slots = self._loader.cache.used(keys, list(map(self._demands.__getitem__, keys)))
-        group = []
-        for (_, expert, bits), slot in zip(keys, slots, strict=True):
-            group.append(Ready(expert, slot, bits))
-        return group
+        slots = self._loader.cache.slots_of(keys)
+        return [Ready(expert, slot, bits) for (_, expert, bits), slot in zip(keys, slots, strict=True)]
 
     def release(self) -> None:
-        """What was taken last was computed: it may leave."""
-        self._loader.cache.unpin(*self._computing)
+        """What was taken last was computed: policies learn of it while loads are under way, and it may leave."""
+        cache, keys = self._loader.cache, self._computing
+        cache.used(keys, list(map(self._demands.__getitem__, keys)))
+        cache.unpin(*keys)
 
     def receive(self) -> None:
         """Waits for a load. What this layer awaits is here then; a prefetch that failed is asked for again. The error

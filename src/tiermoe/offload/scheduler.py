@@ -203,14 +203,12 @@ class Scheduler:
 
     def run_layer(self, routed: Routed, forecasts: Forecasts) -> Iterator[list[Ready]]:
         """Brings the experts that a layer's router chose (`ExpertLoader.run_layer`), in the precisions and as far as
-        the composition wants them."""
+        the composition wants them. What else is recorded of the layer is so once its loads have begun."""
         self.record_hits()
         layer, decoding = routed.layer, routed.phase == "decode"
         self.clock.layer = layer
-        self.prediction.observe(routed)
         demands = self._demands(routed)
-        self._record_uses(layer, demands, routed.phase)
-        return self.loader.run_layer(
+        groups = self.loader.run_layer(
             layer,
             demands,
             functools.partial(self._prefetch, layer, forecasts) if self._prefetches else None,
@@ -218,6 +216,9 @@ class Scheduler:
             self.cpu_fallback if decoding else None,
             functools.partial(self._end_timing, layer) if self._began is not None else None,
         )
+        self.prediction.observe(routed)
+        self._record_uses(layer, demands, routed.phase)
+        return groups
 
     def record_hits(self) -> None:
         """Policies learn of the layers that `all_hit` has reported, as from `run_layer`."""
