@@ -28,7 +28,7 @@ from tiermoe.errors import TiermoeError
 from tiermoe.measure.record import DISTANCES, Recorder, header_of
 from tiermoe.measure.texts import Feed, SequenceShape, cut_sequences
 from tiermoe.measure.times import Lap, Stopwatch, times_of
-from tiermoe.metrics import PhaseMetrics
+from tiermoe.metrics import Metrics, PhaseMetrics
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.profiles import profile_path, read_profile
 from tiermoe.simulate import ReplaySettings, Result, replay
@@ -47,7 +47,7 @@ class MeasuredRun:
         link = engine.link
         before = self._delays()
         nbytes, busy_s = link.bytes_read, link.busy_s
-        self.phases = self._feed(ids[1:])
+        self.phases = self._feed(ids[1:]).by_phase
         self.bandwidth = (link.bytes_read - nbytes) / (link.busy_s - busy_s)
         self.start, self.wake = (
             (seconds - earlier_s) / max(count - earlier, 1)
@@ -60,23 +60,23 @@ class MeasuredRun:
         link = self._engine.link
         return (link.lanes.starts, link.lanes.start_s), (link.wakes, link.wake_s)
 
-    def _feed(self, sequences: Any) -> dict[str, PhaseMetrics]:
+    def _feed(self, sequences: Any) -> Metrics:
         import torch
 
-        phases = {"prefill": PhaseMetrics(), "decode": PhaseMetrics()}
+        metrics = Metrics()
         self._laps = {"prefill": [], "decode": []}
         with torch.inference_mode(), Stopwatch(self._model) as watch:
             for ids in sequences:
                 feed = Feed(self._model, ids, self._prompt)
                 watch.lap()
-                with phases["prefill"].measured(self._engine.snapshot, self._prompt):
+                with metrics.prefill.measured(self._engine.snapshot, self._prompt):
                     feed.prompt()
                 self._laps["prefill"].append(watch.lap())
                 for at in range(self._prompt, len(ids)):
-                    with phases["decode"].measured(self._engine.snapshot, 1):
+                    with metrics.decode.measured(self._engine.snapshot, 1):
                         feed.token(at)
                     self._laps["decode"].append(watch.lap())
-        return phases
+        return metrics
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""Figures of a run, the same for an engine, an evaluation, a benchmark and a replay: what became of the experts that
-tokens asked for (`ExpertCounts`), what a phase took (`PhaseMetrics`), and both phases of a run (`Metrics`)."""
+"""Figures of a run: what became of the experts that tokens asked for (`ExpertCounts`), what a phase took
+(`PhaseMetrics`), and both phases (`Metrics`), of which an answer's report, `stats()`, an evaluation, a benchmark and a
+replay are views."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -125,15 +128,42 @@ class PhaseMetrics:
         return self.tokens / bound_s if bound_s > 0 else 0.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Metrics:
-    """Figures of a whole run, of which reports are views: an answer's, an evaluation's, a replay's."""
+    """Figures of a whole run. Properties have the names that `--json` prints, rates are in tokens per second, and 0
+    stands where nothing ran."""
 
     prefill: PhaseMetrics = field(default_factory=PhaseMetrics)  # passes over prompts
     decode: PhaseMetrics = field(default_factory=PhaseMetrics)  # passes over generated tokens
+    bandwidth: float = 0.0  # of the link, bytes per second
+    layers: int = 0  # MoE layers
     peak_memory_bytes: int = 0  # the most that the process has held; 0 of a replay
     fallback_ratio: float = 0.0  # share of the decoded tokens that all K experts computed again (MoBiLE)
     prefetching: str = ""  # what speculate=measured has decided, with its figures; empty where nothing
+
+    hit_rate = property(attrgetter("total.hit_rate"))
+    prefill_hit_rate = property(attrgetter("prefill.hit_rate"))
+    decode_hit_rate = property(attrgetter("decode.hit_rate"))
+    expert_hits = property(attrgetter("total.counts.hits"))
+    expert_misses = property(attrgetter("total.counts.misses"))
+    prefill_tok_s = property(attrgetter("prefill.tok_s"))
+    decode_tok_s = property(attrgetter("decode.tok_s"))
+    bytes_read = property(attrgetter("total.bytes_read"))
+    prefill_bytes_per_token = property(attrgetter("prefill.bytes_per_token"))
+    bytes_per_token = property(attrgetter("decode.bytes_per_token"))
+    wait_s = property(attrgetter("total.wait_s"))  # seconds in which computing waited for experts
+    decode_wait_s = property(attrgetter("decode.wait_s"))
+    displaced_choices = property(attrgetter("decode.displaced_share"))
+
+    @property
+    def moved_weight(self) -> float:
+        """Share of the decoded tokens' gate weight that moved to stand-ins (routing=cached)."""
+        return self.decode.moved_share(self.layers)
+
+    @property
+    def bound_tok_s(self) -> float:
+        """`PhaseMetrics.bound_tok_s` of decoding; 0 where it read nothing."""
+        return self.decode.bound_tok_s(self.bandwidth) if self.decode.bytes_read else 0.0
 
     @property
     def by_phase(self) -> dict[str, PhaseMetrics]:
@@ -152,3 +182,8 @@ class Metrics:
         """The hit rate of decoding, of the prompt where nothing is decoded; 0 where nothing ran."""
         rates = (phase.counts.hit_rate for phase in (self.decode, self.prefill))
         return next((rate for rate in rates if rate is not None), 0.0)
+
+
+def named(figures: object, *names: str) -> dict[str, Any]:
+    """Attributes of `figures` by name."""
+    return {name: getattr(figures, name) for name in names}

@@ -95,8 +95,7 @@ def start_engine(model: str, options: dict[str, Any]) -> Any:
 
 def _timed(engine: Any, ids: Any, prompt: int, warm: int) -> dict[str, Any]:
     """The pass that is measured, after a warm one."""
-    from tiermoe.metrics import PhaseMetrics
-    from tiermoe.platform.process_memory import peak_resident_bytes
+    from tiermoe.metrics import Metrics
 
     rows, length = ids.shape
     first_token_s = 0.0
@@ -105,26 +104,27 @@ def _timed(engine: Any, ids: Any, prompt: int, warm: int) -> dict[str, Any]:
         feeding.prompt()
         first_token_s = since_start()
         feeding.decode(warm)
-    feeding, prefilling, decoding = Feeding(engine, ids, prompt), PhaseMetrics(), PhaseMetrics()
-    with prefilling.measured(engine.snapshot, rows * prompt):
+    feeding, metrics = Feeding(engine, ids, prompt), Metrics()
+    with metrics.prefill.measured(engine.snapshot, rows * prompt):
         feeding.prompt()
     first_token_s = first_token_s or since_start()
     before = device_bytes_read(engine.store.root)
-    with decoding.measured(engine.snapshot, rows * (length - prompt)):
+    with metrics.decode.measured(engine.snapshot, rows * (length - prompt)):
         feeding.decode(length)
     after = device_bytes_read(engine.store.root)
-    counted = before is not None and after is not None and decoding.tokens
-    phase, bandwidth = decoding if length > prompt else prefilling, engine.bandwidth
+    decode, bandwidth = engine.complete(metrics).decode, metrics.bandwidth
+    counted = before is not None and after is not None and decode.tokens
+    phase = decode if length > prompt else metrics.prefill
     return {
-        "prefill_tok_s": prefilling.tok_s,
-        "decode_tok_s": decoding.tok_s or None,
+        "prefill_tok_s": metrics.prefill_tok_s,
+        "decode_tok_s": metrics.decode_tok_s or None,
         "first_token_s": first_token_s,
-        "peak_memory_bytes": peak_resident_bytes(),
+        "peak_memory_bytes": metrics.peak_memory_bytes,
         "token_s": phase.seconds / phase.tokens,
         "wait_s": phase.wait_s / phase.tokens,
         "hit_rate": phase.hit_rate,
         "bytes_per_token": phase.bytes_per_token,
-        "device_bytes_per_token": (after - before) / decoding.tokens if counted else None,  # type: ignore[operator]
+        "device_bytes_per_token": (after - before) / decode.tokens if counted else None,  # type: ignore[operator]
         "compute_bound_tok_s": phase.bound_tok_s(bandwidth),
         "link_bandwidth": bandwidth,
     }

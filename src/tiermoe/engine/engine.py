@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,7 +28,7 @@ from tiermoe.engine.service import ExpertService
 from tiermoe.engine.steps import AnyDecoder, gathered, is_finite, not_finite, passes_of
 from tiermoe.errors import ConfigError, ModelError
 from tiermoe.formats.store import Store
-from tiermoe.metrics import PhaseMetrics
+from tiermoe.metrics import Metrics, PhaseMetrics
 from tiermoe.model.decoder import Decoder, NotFiniteError
 from tiermoe.model.feed_forward import ExpertGate
 from tiermoe.model.hf.blueprint import Blueprint
@@ -39,6 +39,8 @@ from tiermoe.offload.policies.routing import require_little
 from tiermoe.offload.probe import DriveProbe
 from tiermoe.offload.scheduler import Scheduler
 from tiermoe.platform.process_memory import peak_resident_bytes, resident_bytes
+
+Figures = TypeVar("Figures", bound=Metrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,15 +173,22 @@ class Engine:
         record that later plans read; empty where it says nothing."""
         self._decoded.add(decode, decode.tokens)
         curve = self.scheduler.size_curve(self.plan.slots, self._decoded)
-        if curve is None:
-            return []
-        if self.service.history is not None:
+        if curve is not None and self.service.history is not None:
             self.service.history.note(curve)
         return other_budgets(self.plan, curve)
 
+    def complete(self, run: Figures) -> Figures:
+        """`run`, whose phases are measured, with what is known at its end."""
+        run.bandwidth, run.layers = self.bandwidth, len(self.layers)
+        run.peak_memory_bytes = peak_resident_bytes()
+        run.fallback_ratio = self.confident.fallback_ratio if self.confident else 0.0
+        run.prefetching = self.scheduler.prefetching
+        return run
+
     def stats(self) -> dict[str, float | int | str]:
         """Counters since loading: hits and misses of experts, bytes read, seconds waited for the link, memory."""
-        counts, discarded = self.loader.counts, self.scheduler.discarded
+        now, run = self.snapshot(), self.complete(Metrics())
+        counts, discarded = now.counts, now.discarded
         return {
             "preset": self.composition.name,
             "lossy": ", ".join(self.lossy),
@@ -197,13 +206,13 @@ class Engine:
             "displaced_choices": counts.displaced,
             "moved_weight": counts.moved_weight,
             "speculative_loads": counts.speculative_loads,
-            "prefetching": self.scheduler.prefetching,
+            "prefetching": run.prefetching,
             "discarded_hits": discarded.hits,
             "discarded_misses": discarded.misses,
-            "fallback_ratio": self.confident.fallback_ratio if self.confident else 0.0,
-            "hit_rate": counts.hit_rate or 0.0,
-            "bytes_read": self.link.bytes_read,
-            "wait_s": self.wait_s,
+            "fallback_ratio": run.fallback_ratio,
+            "hit_rate": now.hit_rate,
+            "bytes_read": now.bytes_read,
+            "wait_s": now.wait_s,
             "cache_slots": self.plan.slots,
             "slot_bytes": self.plan.slot_bytes,
             "all_experts": self.plan.all_slots,
@@ -212,7 +221,7 @@ class Engine:
             "direct_io": self.drive.direct,
             "mapped": self.service.mapped,
             "memory_bytes": resident_bytes(),
-            "peak_memory_bytes": peak_resident_bytes(),
+            "peak_memory_bytes": run.peak_memory_bytes,
             "memory_budget_bytes": self.plan.budget,
             **self.service.tier_stats(),
             **self.service.unit.stats(),

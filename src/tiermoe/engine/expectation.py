@@ -224,10 +224,10 @@ class OtherBudget:
     decode_tok_s: float  # tokens a second
 
 
-def other_budgets(plan: MemoryPlan, curve: SizeCurve) -> list[OtherBudget]:
+def other_budgets(plan: MemoryPlan, curve: SizeCurve | None) -> list[OtherBudget]:
     """By rising memory: room for a tenth of the experts, two tenths, … all, and the plan's own. Where a GPU holds the
-    experts there are none."""
-    if isinstance(plan, GpuMemoryPlan):
+    experts, or nothing is known (None), there are none."""
+    if curve is None or isinstance(plan, GpuMemoryPlan):
         return []
     counts = {math.ceil(share * plan.all_slots) for share in _SHARES}
     enough = {slots for slots in counts if slots >= plan.token_slots}  # fewer are one pool, which hits otherwise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,43 +16,40 @@ from tiermoe.engine.loop import RequestLoop
 from tiermoe.engine.request import Request
 from tiermoe.engine.sampling import Sampling
 from tiermoe.errors import ModelError, PromptError, reason
-from tiermoe.metrics import PhaseMetrics
+from tiermoe.metrics import Metrics, PhaseMetrics, named
 
 
-@dataclass(slots=True)
-class Report:
-    """One answer and its costs; `--json` prints this object."""
+@dataclass(slots=True, kw_only=True)
+class Report(Metrics):
+    """One answer and its metrics: `prefill` until the first token, `decode` behind it."""
 
     text: str
     token_ids: list[int]
-    prompt_tokens: int
-    completion_tokens: int
     load_s: float  # seconds of loading the model
-    ttft_s: float  # seconds to the first token
-    prefill_tok_s: float  # tokens a second of the prompt
-    decode_tok_s: float  # tokens a second behind the first one
-    hit_rate: float  # share of the experts asked for by the router that were in memory
-    expert_hits: int
-    expert_misses: int
-    bytes_read: int
-    wait_s: float  # seconds in which computing waited for experts
-    peak_memory_bytes: int
     memory_budget_bytes: int
     preset: str
     bits: int
     dense_bits: int
-    bound_tok_s: float
-    """Tokens a second that decoding could have reached: tokens / max(compute time, bytes read / bandwidth of the drive)
-    (docs/architecture.md, "Bounds"); 0 where nothing was read."""
-    prefetching: str  # whether measuring has turned it on or off, and its figures; empty where it has decided nothing
-    displaced_choices: float  # share of the experts of decoded tokens that stood in for a missing one
-    moved_weight: float  # share of the gate weight that moved with them (routing=cached)
     other_budgets: list[OtherBudget]
     """What other memory budgets would bring; empty where too little was decoded, nothing was missed, or the preset is
     lossy."""
 
+    prompt_tokens = property(attrgetter("prefill.tokens"))
+    ttft_s = property(attrgetter("prefill.seconds"))  # seconds to the first token
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.token_ids)
+
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """What `--json` prints."""
+        figures = named(
+            self, "text", "token_ids", "prompt_tokens", "completion_tokens", "load_s", "ttft_s", "prefill_tok_s",
+            "decode_tok_s", "hit_rate", "expert_hits", "expert_misses", "bytes_read", "wait_s", "peak_memory_bytes",
+            "memory_budget_bytes", "preset", "bits", "dense_bits", "bound_tok_s", "prefetching", "displaced_choices",
+            "moved_weight",
+        )  # fmt: skip
+        return {**figures, "other_budgets": [asdict(each) for each in self.other_budgets]}
 
     @property
     def bound_fraction(self) -> float:
@@ -156,7 +154,23 @@ def generate(
                     raise piece.error
                 answer.add(piece.tokens, piece.text)
                 finish = piece.finish
-    return _report(engine, answer, before, engine.snapshot(), prompt, load_s)
+    after = engine.snapshot()
+    first = answer.first or after
+    prefill, decode = first.since(before), after.since(first)
+    prefill.tokens, decode.tokens = prompt, max(len(answer.token_ids) - 1, 0)
+    report = Report(
+        prefill=prefill,
+        decode=decode,
+        text="".join(answer.pieces),
+        token_ids=answer.token_ids,
+        load_s=load_s,
+        memory_budget_bytes=engine.plan.budget,
+        preset=engine.composition.name,
+        bits=engine.settings.bits_used,
+        dense_bits=engine.settings.dense_bits_used,
+        other_budgets=engine.other_budgets(decode),
+    )
+    return engine.complete(report)
 
 
 class _Answer:
@@ -203,38 +217,4 @@ def _generate_by_transformers(model: Any, input_ids: torch.Tensor, sampling: Sam
     ids = input_ids.to(model.device)
     model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=sampling.max_tokens, streamer=answer, **options
-    )
-
-
-def _report(
-    engine: Any, answer: _Answer, before: PhaseMetrics, after: PhaseMetrics, prompt: int, load_s: float
-) -> Report:
-    first = answer.first or after
-    whole, until_first, decode = after.since(before), first.since(before), after.since(first)
-    decode.tokens = max(len(answer.token_ids) - 1, 0)
-    stats = engine.stats()
-    return Report(
-        text="".join(answer.pieces),
-        token_ids=answer.token_ids,
-        prompt_tokens=prompt,
-        completion_tokens=len(answer.token_ids),
-        load_s=load_s,
-        ttft_s=until_first.seconds,
-        prefill_tok_s=prompt / until_first.seconds,
-        decode_tok_s=decode.tok_s,
-        hit_rate=whole.hit_rate,
-        expert_hits=whole.counts.hits,
-        expert_misses=whole.counts.misses,
-        bytes_read=whole.bytes_read,
-        wait_s=whole.wait_s,
-        peak_memory_bytes=stats["peak_memory_bytes"],
-        memory_budget_bytes=engine.plan.budget,
-        preset=engine.composition.name,
-        bits=engine.settings.bits_used,
-        dense_bits=engine.settings.dense_bits_used,
-        bound_tok_s=decode.bound_tok_s(engine.bandwidth) if decode.bytes_read else 0.0,
-        prefetching=stats["prefetching"],
-        displaced_choices=decode.displaced_share,
-        moved_weight=decode.moved_share(len(engine.layers)),
-        other_budgets=engine.other_budgets(decode),
     )

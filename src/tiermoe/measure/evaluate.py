@@ -20,7 +20,7 @@ import torch
 from tiermoe.batch import Batch, prompt
 from tiermoe.config import format_size, parse_size
 from tiermoe.config import settings as make_settings
-from tiermoe.engine.engine import engine_of
+from tiermoe.engine.engine import Engine, engine_of
 from tiermoe.engine.load import plan_for, start
 from tiermoe.errors import BudgetError, ModelError
 from tiermoe.measure.scoring import (
@@ -34,7 +34,7 @@ from tiermoe.measure.scoring import (
     working_bytes,
 )
 from tiermoe.measure.texts import Feed, Windows, WindowShape, cut_windows
-from tiermoe.metrics import Metrics
+from tiermoe.metrics import Metrics, named
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.hub import load_tokenizer, resolve_model
 from tiermoe.model.prepare_store import Progress, store_root
@@ -81,10 +81,7 @@ def evaluate(model: Any, windows: Windows, reference: Reference | None, progress
         rows = reference.window(index) if reference is not None else None
         scores.append(score_tokens(logits, windows.targets(window), rows))
         progress(SCORING, index + 1, len(windows.scored))
-    stats = engine_of(model).stats()
-    metrics.peak_memory_bytes = int(stats["peak_memory_bytes"])
-    metrics.fallback_ratio = float(stats["fallback_ratio"])
-    return {**_speed(model, metrics), **summarise(scores)}
+    return {**_speed(engine_of(model), metrics), **summarise(scores)}
 
 
 @torch.inference_mode()
@@ -99,9 +96,13 @@ def feed_window(model: Any, window: torch.Tensor, prompt: int, logits: torch.Ten
             logits[row] = feed.token(prompt + row - 1)
 
 
-def _speed(model: Any, metrics: Metrics) -> dict[str, Any]:
-    engine = engine_of(model)
-    plan, prefill, decode, total = engine.plan, metrics.prefill, metrics.decode, metrics.total
+def _speed(engine: Engine, metrics: Metrics) -> dict[str, Any]:
+    plan = engine.plan
+    figures = named(
+        engine.complete(metrics), "hit_rate", "prefill_hit_rate", "decode_hit_rate", "prefill_tok_s", "decode_tok_s",
+        "bound_tok_s", "bytes_read", "prefill_bytes_per_token", "bytes_per_token", "wait_s", "decode_wait_s",
+        "fallback_ratio", "displaced_choices", "moved_weight", "peak_memory_bytes",
+    )  # fmt: skip
     return {
         "preset": engine.composition.name,
         "lossy": engine.lossy,
@@ -110,23 +111,9 @@ def _speed(model: Any, metrics: Metrics) -> dict[str, Any]:
         "dense_bits": engine.settings.dense_bits_used,
         "quantizer": engine.settings.quantizer_used,
         "cache_fraction": plan.experts / (plan.all_slots * plan.slot_bytes),
-        "hit_rate": total.hit_rate,
-        "prefill_hit_rate": prefill.hit_rate,
-        "decode_hit_rate": decode.hit_rate,
-        "prefill_tok_s": prefill.tok_s,
-        "decode_tok_s": decode.tok_s,
-        "bound_tok_s": decode.bound_tok_s(engine.bandwidth) if decode.bytes_read else 0.0,
-        "bytes_read": total.bytes_read,
-        "prefill_bytes_per_token": prefill.bytes_per_token,
-        "bytes_per_token": decode.bytes_per_token,
-        "wait_s": total.wait_s,
-        "decode_wait_s": decode.wait_s,
-        "fallback_ratio": metrics.fallback_ratio,
-        "displaced_choices": decode.displaced_share,
-        "moved_weight": decode.moved_share(len(engine.layers)),
-        "other_budgets": [asdict(each) for each in engine.other_budgets(decode)],
+        **figures,
+        "other_budgets": [asdict(each) for each in engine.other_budgets(metrics.decode)],
         "threads": torch.get_num_threads(),
-        "peak_memory_bytes": metrics.peak_memory_bytes,
         "memory_budget_bytes": plan.budget,
     }
 

@@ -45,9 +45,8 @@ class Served:
     def other_budgets(self) -> list[OtherBudget]:
         """What other memory budgets would bring, estimated from the costs of decoding so far; empty where too little is
         known."""
-        plan = self.engine.plan
-        curve = self.engine.scheduler.size_curve(plan.slots, self.worker.loop.decoding)
-        return [] if curve is None else other_budgets(plan, curve)
+        plan, scheduler = self.engine.plan, self.engine.scheduler
+        return other_budgets(plan, scheduler.size_curve(plan.slots, self.worker.loop.decoding))
 
     @property
     def template(self) -> str | None:

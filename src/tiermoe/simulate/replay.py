@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from tiermoe.config import CacheSize
 from tiermoe.errors import TraceError
-from tiermoe.metrics import ExpertCounts, Metrics, PhaseMetrics
+from tiermoe.metrics import Metrics, PhaseMetrics, named
 from tiermoe.offload.assembly import FutureTrace, assemble, cache_bytes, divide, precisions
 from tiermoe.offload.composition import Composition, filled, with_low_share
 from tiermoe.offload.profiles import Profile, tables
@@ -49,21 +50,14 @@ class Result:
     slots: dict[str, int]  # 'bits' of copies → slots
     metrics: Metrics
     belady: Metrics  # of Belady's choice in one pool of equal slots of the same bytes, without prefetch and time
-    bandwidth: float  # of the link, bytes per second
 
-    @property
-    def hit_rate(self) -> float:
-        """Of the experts that routers chose in decode and that were not skipped, the share in the cache; of the
-        prompt's experts where nothing is decoded."""
-        return self.metrics.headline_hit_rate
-
-    @property
-    def prefill_hit_rate(self) -> float | None:
-        return self.metrics.prefill.counts.hit_rate
-
-    @property
-    def belady_hit_rate(self) -> float:
-        return self.belady.headline_hit_rate
+    hit_rate = property(attrgetter("metrics.headline_hit_rate"))
+    prefill_hit_rate = property(attrgetter("metrics.prefill.counts.hit_rate"))
+    belady_hit_rate = property(attrgetter("belady.headline_hit_rate"))
+    counts = property(attrgetter("metrics.total.counts"))  # of both phases, but not of discarded passes
+    bytes_read = property(attrgetter("metrics.bytes_read"))
+    wait_s = property(attrgetter("metrics.wait_s"))
+    prefetching = property(attrgetter("metrics.prefetching"))
 
     @property
     def decode_tok_s(self) -> float | None:
@@ -76,13 +70,13 @@ class Result:
     @property
     def bound_tok_s(self) -> float | None:
         """Decode tokens / max(compute time, bytes read / bandwidth): docs/architecture.md, "Bounds"."""
-        return self.metrics.decode.bound_tok_s(self.bandwidth) or None
+        return self.metrics.decode.bound_tok_s(self.metrics.bandwidth) or None
 
     @property
     def belady_bound_tok_s(self) -> float | None:
         """The same with the bytes that Belady's choice would miss, read in no known time."""
         best = replace(self.metrics.decode, bytes_read=self.belady.decode.bytes_read, read_s=0.0)
-        return best.bound_tok_s(self.bandwidth) or None
+        return best.bound_tok_s(self.metrics.bandwidth) or None
 
     @property
     def bound_fraction(self) -> float | None:
@@ -90,58 +84,25 @@ class Result:
         return self.decode_tok_s / self.bound_tok_s if self.decode_tok_s and self.bound_tok_s else None
 
     @property
-    def counts(self) -> ExpertCounts:
-        """What became of the experts of both phases; of the passes that were kept."""
-        return self.metrics.total.counts
-
-    @property
-    def bytes_read(self) -> int:
-        return self.metrics.total.bytes_read
-
-    @property
-    def wait_s(self) -> float:
-        return self.metrics.total.wait_s
-
-    @property
     def bytes_per_token(self) -> float | None:
         """Read while decoding, per token kept."""
         return self.metrics.decode.bytes_per_token if self.metrics.decode.tokens else None
-
-    @property
-    def prefetching(self) -> str:
-        """What speculate=measured has decided by the replay's clock; empty where it has not."""
-        return self.metrics.prefetching
 
     def as_dict(self) -> dict[str, Any]:
         """What `--json` prints."""
         counts, discarded = self.counts, self.metrics.total.discarded
         return {
-            "preset": self.preset,
-            "eviction": self.eviction,
-            "cache_fraction": self.cache_fraction,
-            "slots": self.slots,
-            "hit_rate": self.hit_rate,
-            "prefill_hit_rate": self.prefill_hit_rate,
-            "belady_hit_rate": self.belady_hit_rate,
-            "decode_tok_s": self.decode_tok_s,
-            "prefill_tok_s": self.prefill_tok_s,
-            "bound_tok_s": self.bound_tok_s,
-            "belady_bound_tok_s": self.belady_bound_tok_s,
-            "bytes_read": self.bytes_read,
-            "bytes_per_token": self.bytes_per_token,
-            "wait_s": self.wait_s,
-            "hits": counts.hits,
+            **named(
+                self, "preset", "eviction", "cache_fraction", "slots", "hit_rate", "prefill_hit_rate",
+                "belady_hit_rate", "decode_tok_s", "prefill_tok_s", "bound_tok_s", "belady_bound_tok_s", "bytes_read",
+                "bytes_per_token", "wait_s",
+            ),
+            **named(counts, "hits", "misses", "skipped", "loads", "low_loads", "speculative_loads"),
             "prefetched_hits": counts.prefetched,
-            "misses": counts.misses,
-            "skipped": counts.skipped,
-            "loads": counts.loads,
-            "low_loads": counts.low_loads,
-            "speculative_loads": counts.speculative_loads,
             "discarded_hits": discarded.hits,
             "discarded_misses": discarded.misses,
-            "prefetching": self.prefetching,
-            "bound_fraction": self.bound_fraction,
-        }
+            **named(self, "prefetching", "bound_fraction"),
+        }  # fmt: skip
 
 
 def replay(
@@ -168,7 +129,6 @@ def replay(
         slots={",".join(map(str, share.bits)): share.slots for share in run.slots},
         metrics=run.metrics,
         belady=(belady or BeladyHits(trace)).of(max(run.nbytes // unit, 1), run.bits),
-        bandwidth=settings.bandwidth,
     )
 
 
@@ -207,7 +167,7 @@ class _Run:
     def __init__(self, trace: Trace, composition: Composition, settings: ReplaySettings, costs: Costs) -> None:
         header, found = trace.header, tables(settings.profile)
         self.steps = steps_of(trace, composition)
-        self.metrics = Metrics()
+        self.metrics = Metrics(bandwidth=settings.bandwidth)
         self.bits = settings.bits or composition.bits or run_bits(header)
         sizes = slot_sizes(header, precisions(composition, self.bits, found.bits), composition.unit)
         self.nbytes = cache_bytes(composition, settings.cache, shape_of(header), sizes)
