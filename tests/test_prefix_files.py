@@ -25,7 +25,7 @@ from tiermoe.errors import ConfigError
 from tiermoe.model.kv_cache import KVCache, LayerShape
 from tiermoe.model.prefix_files import BLOCK, PrefixDisk, PrefixFolder, check_size, first_name
 from tiermoe.model.recurrent_states import StateShape
-from tiermoe.serve.metrics import Metrics
+from tiermoe.serve.metrics import PrometheusMetrics
 from tiermoe.serve.served import prefix_disk
 from tiny import write
 
@@ -112,11 +112,11 @@ def test_a_conversation_goes_on_after_a_restart_with_the_bits_it_has_without(
     second = kept.start(engines[1])  # another budget changes no bit
     assert answer(second, turn) == cold
     assert second.counts.cached_tokens == 145  # the last token of an answer has not run
-    assert b"tiermoe:prefix_disk_hits_total 1.0" in Metrics(engines[1], second).text()
+    assert b"tiermoe:prefix_disk_hits_total 1.0" in PrometheusMetrics(engines[1], second).text()
     assert answer(second, turn) == cold  # from memory, where it is now longer
     assert ended(second).counts.hits == 1
     assert not kept.warned
-    assert b"prefix_disk" not in Metrics(engines[1], RequestLoop(engines[1], Letters(), 2, set())).text()
+    assert b"prefix_disk" not in PrometheusMetrics(engines[1], RequestLoop(engines[1], Letters(), 2, set())).text()
 
 
 def test_who_leaves_while_a_conversation_is_read_leaves_no_memory_taken(

@@ -41,10 +41,10 @@ def test_chunks_keep_positions_and_leave_out_rows_that_are_through() -> None:
 
 def test_parts_are_each_prompt_and_what_lies_between() -> None:
     rows = (decode(0, 9, 8), decode(1, 3, 1), prompt(2, range(5)), prompt(3, range(2)), verify(4, 3, [1, 2]))
-    assert [part.rows for part in Batch(rows, apart=True).parts()] == [rows[:2], rows[2:3], rows[3:4], rows[4:]]
-    assert [part.rows for part in Batch(rows, apart=True).parts(7)] == [rows[:3], rows[3:]]
+    assert [part.rows for part in Batch(rows, ragged=True).parts()] == [rows[:2], rows[2:3], rows[3:4], rows[4:]]
+    assert [part.rows for part in Batch(rows, ragged=True).parts(7)] == [rows[:3], rows[3:]]
     assert [part.rows for part in Batch(rows).parts()] == [rows]
-    assert [len(chunk.parts()) for chunk in Batch(rows[1:4], apart=True).chunks(2)] == [3, 1, 1]
+    assert [len(chunk.parts()) for chunk in Batch(rows[1:4], ragged=True).chunks(2)] == [3, 1, 1]
 
 
 @pytest.mark.parametrize("rows", [(), (Row(0, 0, (), Kind.PROMPT),)])
@@ -175,7 +175,7 @@ def test_prompts_that_are_computed_apart_have_the_bits_of_each_alone(
     engine.observe(OnRoute(lambda routed, _: asked.append(len({expert for row in routed.experts for expert in row}))))
     before = engine.loader.counts.copy()
     rows = [prompt(slab, ids) for slab, ids in zip(slabs[1:], prompts, strict=True)]
-    found = engine.step(Batch((decode(slabs[0], 6, answered[6]), *rows), apart=True), cache)
+    found = engine.step(Batch((decode(slabs[0], 6, answered[6]), *rows), ragged=True), cache)
     done = engine.loader.counts.minus(before)
     assert torch.equal(found, torch.cat(want))
     assert done.hits + done.misses == sum(asked)

@@ -34,11 +34,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of different sequences, positions, lengths and kinds; at least one, each with at least one token. apart:
-    each of its `parts` is computed by itself, with the bits that it has alone, and each expert is read once for all."""
+    """Rows of different sequences, positions, lengths and kinds; at least one, each with at least one token. A `ragged`
+    batch computes each of its `parts` separately, with the bits that the part has alone, and reads each expert once."""
 
     rows: tuple[Row, ...]
-    apart: bool = False
+    ragged: bool = False
 
     def __post_init__(self) -> None:
         if not self.rows or not all(row.tokens for row in self.rows):
@@ -74,9 +74,9 @@ class Batch:
         return "prefill" if any(row.kind is Kind.PROMPT for row in self.rows) else "decode"
 
     def parts(self, most: int = 0) -> list[Batch]:
-        """What is computed at once: all rows; of those that are `apart` each prompt, and what lies between two. most:
+        """What is computed at once: all rows; of a ragged batch each prompt, and the rows between two prompts. most:
         neighbours of so many tokens in all are one part."""
-        if not self.apart:
+        if not self.ragged:
             return [self]
         parts: list[list[Row]] = []
         for row in self.rows:
@@ -97,7 +97,7 @@ class Batch:
                 for row in self.rows
                 if begin < len(row.tokens)
             ]
-            yield Batch(tuple(rows), self.apart)
+            yield Batch(tuple(rows), self.ragged)
 
 
 def prompt(slab: int, tokens: Sequence[int], first: int = 0) -> Row:

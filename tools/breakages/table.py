@@ -1058,7 +1058,7 @@ BREAKAGES = (
     Breakage(
         "prompts that are computed apart share their products",
         "Decoder.step",
-        "FEW_TOKENS if batch.apart and self.can_verify_draft else 0",
+        "FEW_TOKENS if batch.ragged and self.can_verify_draft else 0",
         "10**9",
         ("tests/test_steps.py",),
     ),

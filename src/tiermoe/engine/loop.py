@@ -265,7 +265,7 @@ class RequestLoop:
         what they add."""
         parts = list(map(self._next_prompt, prompts))
         rows = (*map(RequestState.next_answer, answering), *parts)
-        batch, every = Batch(rows, apart=len(rows) > 1), bool(prompts) and prompts[0].scored
+        batch, every = Batch(rows, ragged=len(rows) > 1), bool(prompts) and prompts[0].scored
         timed = self._timed and batch.phase == "decode"
         try:
             with self.decoding.measured(self._engine.snapshot, len(rows)) if timed else nullcontext():

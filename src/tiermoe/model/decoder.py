@@ -199,7 +199,7 @@ class Decoder:
     def step(self, batch: Batch, cache: KVCache, every: bool = False) -> Tensor:
         """Runs a batch: writes its tokens' keys, values and states into `cache` and returns the logits
         (rows, vocabulary) of each row's last token, or of every token (T, vocabulary)."""
-        parts = batch.parts(FEW_TOKENS if batch.apart and self.can_verify_draft else 0)
+        parts = batch.parts(FEW_TOKENS if batch.ragged and self.can_verify_draft else 0)
         for row in batch.rows:
             cache.begin_write(row.slab, row.end)
         steps = [Step(part, cache, *self._rotaries) for part in parts]

@@ -17,7 +17,7 @@ from tiermoe.serve.worker import Times
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
-class Metrics:
+class PrometheusMetrics:
     """Counters of a server, its request loop and its engine."""
 
     def __init__(self, engine: Any, loop: RequestLoop) -> None:

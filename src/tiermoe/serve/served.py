@@ -19,7 +19,7 @@ from tiermoe.model.prefix_files import PrefixDisk, PrefixFolder, first_name
 from tiermoe.serve.errors import TOO_LONG, Refused
 from tiermoe.serve.grammar import Grammars
 from tiermoe.serve.intake import hold_tokens, longest_text
-from tiermoe.serve.metrics import Metrics
+from tiermoe.serve.metrics import PrometheusMetrics
 from tiermoe.serve.worker import Worker
 
 
@@ -30,7 +30,7 @@ class Served:
     name: str  # the model's, for clients
     tokenizer: Any
     worker: Worker
-    metrics: Metrics
+    metrics: PrometheusMetrics
     engine: Any
     sampling: Sampling  # of a request that names none
     created: int  # seconds since the epoch
@@ -163,6 +163,6 @@ def served_of(
     clients. disk: as in `RequestLoop`."""
     loop = RequestLoop(engine, tokenizer, engine.settings.batch, disk=disk, times_decoding=True)
     grammars = Grammars(tokenizer, engine.config.vocab_size, end_tokens(engine.generation_config))
-    metrics = Metrics(engine, loop)
+    metrics = PrometheusMetrics(engine, loop)
     worker = Worker(loop, most_waiting, metrics.ended)
     return Served(name, tokenizer, worker, metrics, engine, sampling, int(time.time()), grammars)
