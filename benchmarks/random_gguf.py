@@ -1,11 +1,12 @@
 """Write a GGUF file with the shape of a model that people run, and random weights: full size in about a minute.
 
-    python -m benchmarks.random_gguf qwen3-30b-a3b OUT.gguf [--layers 48]
+    python -m benchmarks.random_gguf qwen3-30b-a3b OUT.gguf [--layers 48] [--trace FILE]
 
 Needs neither llama.cpp nor a checkpoint. Tensors, their types and the entries of the header are those of llama.cpp's
 converter and of its quantiser's Q4_K_M; gpt-oss has MXFP4 experts and 8 bits for the rest, as the files that people
 download. Weights are blocks of random codes whose scale gives them the deviation of `benchmarks.random_model`; every
 tensor begins at another block of a pool. The tokenizer is that of the shipped small model, without its end of a text.
+With `--trace` the token ids 0, 1, 2, … are routed as the tokens of a recorded trace (`benchmarks.recorded_routing`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -25,7 +27,10 @@ from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize
 
 from benchmarks.random_model import KINDS, TOKENIZER, Config, Drawing, Spec, config_of, specs
+from benchmarks.recorded_routing import AMPLITUDE, RECALL, Routing, routing_of
 from benchmarks.rounds import at_least_one
+from tiermoe.errors import ConfigError, TiermoeError
+from tiermoe.trace.file import read_trace
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -95,7 +100,7 @@ def tensors(kind: str, config: Config) -> Iterator[tuple[str, Spec]]:
 
 def _stacked(kind: str, config: Config) -> Iterator[tuple[str, Spec]]:
     """`specs`, with the experts of a layer in one, and what the converter splits in its halves."""
-    count = next(config[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in config)
+    count = _experts(config)
     for path, spec in specs(kind, config):
         if found := _EXPERT.fullmatch(path):
             if found[2] == "0":
@@ -141,8 +146,9 @@ def _use_more_bits(layer: int, layers: int) -> bool:
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
-def write(kind: str, out: Path, config: Config, seed: int = 0) -> int:
-    """Writes the file, whole or not at all; its bytes. Memory: its largest tensor twice, and the pools of blocks."""
+def write(kind: str, out: Path, config: Config, seed: int = 0, routing: Routing | None = None) -> int:
+    """Writes the file, whole or not at all; its bytes. Memory: its largest tensor twice, and the pools of blocks.
+    routing: what its routers choose; None: random ones."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".writing-", dir=out.parent) as folder:
         half = Path(folder) / out.name
@@ -162,20 +168,73 @@ def write(kind: str, out: Path, config: Config, seed: int = 0) -> int:
         for name, spec in found:
             type_ = type_of(name, spec, config)
             if type_ is Type.F32:
-                writer.write_tensor_data(drawing.draw(spec).float().numpy())
-                continue
-            key = type_, 1.0 if spec.kind == "embedding" else spec.shape[-1] ** -0.5
-            if key not in pools:
-                pools[key] = Pool(*key, random)
-            writer.write_tensor_data(pools[key].draw(spec.shape))
+                data: npt.NDArray[Any] = drawing.draw(spec).float().numpy()
+            else:
+                key = type_, 1.0 if spec.kind == "embedding" else spec.shape[-1] ** -0.5
+                if key not in pools:
+                    pools[key] = Pool(*key, random)
+                data = pools[key].draw(spec.shape)
+            writer.write_tensor_data(data if routing is None else _routed(data, name, type_, config, routing))
         writer.close()
         half.rename(out)
     return out.stat().st_size
 
 
+def _routed(data: npt.NDArray[Any], name: str, kind: Type, config: Config, routing: Routing) -> npt.NDArray[Any]:
+    """A tensor of a file with a recorded routing."""
+    hidden = config["hidden_size"]
+    if name == "token_embd.weight":
+        data[:, : routing.columns // 256 * 144] = one_hot_blocks(routing.codes(config["vocab_size"]), routing.columns)
+    elif re.search(r"attn_output|ffn_down", name):
+        data[..., : routing.columns, :] = 0  # the weights of zero bytes are 0 in every type
+    elif "exp_probs_b" in name:
+        data[:] = 0
+    elif found := re.fullmatch(r"blk\.(\d+)\.(ffn_norm|post_attention_norm|ffn_gate_inp)\.weight", name):
+        layer = int(found[1]) - _dense_layers(config)
+        if layer >= 0:
+            return routing.router(layer, hidden) if found[2] == "ffn_gate_inp" else routing.norm(layer, hidden)
+    return data
+
+
+def routing_for(path: Path, config: Config, recall: float = RECALL, seed: int = 0) -> Routing:
+    """The routing of the trace at `path` in a model. TraceError where it is another model's, ConfigError where the
+    model's embedding has no blocks of 256 columns."""
+    if config["hidden_size"] % 256:
+        raise ConfigError(f"--trace takes models whose hidden size is a multiple of 256, not {config['hidden_size']}")
+    layers = config["num_hidden_layers"] - _dense_layers(config)
+    routing = routing_of(read_trace(path), layers, _experts(config), config["num_experts_per_tok"], recall, seed)
+    if routing.columns > config["hidden_size"] // 2:
+        raise ConfigError(f"{path} has {routing.classes} tokens, too many for a hidden size of {config['hidden_size']}")
+    return routing
+
+
+def _experts(config: Config) -> int:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next(int(config[name]) for name in names if name in config)
+
+
+def _dense_layers(config: Config) -> int:
+    """Layers without experts, the first ones."""
+    return int(config.get("first_k_dense_replace", 0))
+
+
+def one_hot_blocks(columns: npt.NDArray[np.int64], width: int) -> Bytes:
+    """Q4_K rows (R, bytes) of `width` weights: AMPLITUDE in the columns (R, N) of each row, 0 elsewhere."""
+    rows = len(columns)
+    blocks = np.zeros((rows, width // 256), _BLOCKS[Type.Q4_K])
+    blocks["d"] = AMPLITUDE / 15
+    blocks["scales"][..., :4] = blocks["scales"][..., 8:] = 1  # all eight scales are 1, all minima 0
+    codes = blocks["codes"]  # of each 64 weights: 32 bytes, whose lower halves are the first 32
+    for column in columns.T:
+        block, within = column // 256, column % 256
+        byte, half = within // 64 * 32 + within % 32, np.where(within % 64 < 32, 15, 240)
+        codes[np.arange(rows), block, byte] |= half.astype(np.uint8)
+    return blocks.view(np.uint8).reshape(rows, -1)
+
+
 def _add_entries(writer: gguf.GGUFWriter, config: Config) -> None:
     """The model's facts (`set_gguf_parameters` of the converter's classes)."""
-    family, counts = config["model_type"], ("num_experts", "num_local_experts", "n_routed_experts")
+    family = config["model_type"]
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -184,7 +243,7 @@ def _add_entries(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_head_count(config["num_attention_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_expert_count(next(config[name] for name in counts if name in config))
+    writer.add_expert_count(_experts(config))
     writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
     if family == "deepseek_v2":
@@ -246,11 +305,22 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="file to write, which must not be there yet")
     parser.add_argument("--layers", type=at_least_one, help="default: as many as the model has")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trace", type=Path, help="routers choose what this trace of as many experts recorded")
+    parser.add_argument(
+        "--recall",
+        type=float,
+        default=RECALL,
+        help="share of the experts that a later layer's router forecasts right (default: %(default)s)",
+    )
     args = parser.parse_args()
     if args.out.exists():
         parser.error(f"{args.out} is there already; name another file")
     config = config_of(args.kind, args.layers)
-    print(json.dumps({"file": str(args.out), "bytes": write(args.kind, args.out, config, args.seed)}))
+    try:
+        routing = None if args.trace is None else routing_for(args.trace, config, args.recall, args.seed)
+    except TiermoeError as error:
+        parser.error(str(error))
+    print(json.dumps({"file": str(args.out), "bytes": write(args.kind, args.out, config, args.seed, routing)}))
 
 
 if __name__ == "__main__":
