@@ -66,7 +66,7 @@ class Pool:
         fields = self._blocks.view(layout)[:, 0]
         if kind is Type.MXFP4:
             fields["exponent"] = 127
-            fields["exponent"] += round(math.log2(deviation / self._deviation()))
+            fields["exponent"] = 127 + round(math.log2(deviation / self._deviation()))
             return
         fields["d"] = 1
         if kind is Type.Q4_K:  # every minimum is its scale times the mean code
