@@ -13,6 +13,7 @@ again and again: its experts are all resident, so that this is computing without
   read            MB a token; beside: LRU's and Belady's at as many slots, replayed over the same tokens
   drive           milliseconds for the bytes read, at the rate that the drive was measured with
   resident        tokens a second of the token whose experts are resident
+  prompt, passes  tokens of the prompt a second; what it read, in passes over all experts
 
 `--beside` runs another tree of tiermoe in the same rounds (a git worktree, built), with a store of its own.
 """
@@ -22,10 +23,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,7 +39,7 @@ from tiermoe.bench.cases import alternating
 from tiermoe.bench.child import CaseFailed, last_object
 from tiermoe.bench.summary import number, spread
 from tiermoe.errors import TiermoeError
-from tiermoe.formats.gguf_file import open_gguf
+from tiermoe.formats.gguf_file import GgufFile, open_gguf
 from tiermoe.model.gguf.parameters import config_of
 from tiermoe.simulate.costs import run_bits
 from tiermoe.simulate.evictions import hits_of
@@ -119,9 +121,21 @@ def check_routing(chosen: Sequence[Sequence[int]], routing: Routing, token: int)
             )
 
 
-def replayed(routing: Routing, tokens: Tokens, slots: int) -> dict[str, float]:
-    """Bytes a measured token that LRU and Belady read with one pool of so many slots, on the same tokens."""
+def expert_bytes(file: GgufFile) -> list[int]:
+    """Bytes of one expert of each MoE layer."""
+    found: dict[int, int] = {}
+    for name, tensor in file.tensors.items():
+        if each := re.match(r"blk\.(\d+)\.ffn_\w+_exps\.", name):
+            layer = int(each[1])
+            found[layer] = found.get(layer, 0) + tensor.nbytes // tensor.shape[0]
+    return [found[layer] for layer in sorted(found)]
+
+
+def replayed(routing: Routing, tokens: Tokens, slots: int, sizes: list[int]) -> dict[str, float]:
+    """Bytes a measured token that LRU and Belady read with one pool of so many slots, on the same tokens. sizes: bytes
+    of an expert of each MoE layer."""
     trace = routing.passes(tokens.prompt, [*tokens.before, *tokens.measured])
+    trace.header = replace(trace.header, expert_bytes={run_bits(trace.header): sizes})
     for each in trace.passes[: 1 + len(tokens.before)]:
         each.phase = "prefill"  # counted apart
     bits = run_bits(trace.header)
@@ -129,9 +143,11 @@ def replayed(routing: Routing, tokens: Tokens, slots: int) -> dict[str, float]:
     return {name: phase.bytes_read / len(tokens.measured) for name, phase in found.items()}
 
 
-def row(case: Case, routing: Routing, tokens: Tokens, beside: Case | None) -> dict[str, Any]:
-    """The figures of a case: medians over the rounds, and of speed and time their spread."""
+def row(case: Case, prompt: int, least: dict[str, float], sizes: list[int], beside: Case | None) -> dict[str, Any]:
+    """The figures of a case: medians over the rounds, and of speed and time their spread. prompt: its
+    tokens; least: what LRU and Belady read; sizes: bytes of an expert of each MoE layer."""
     last = case.runs[-1]
+    whole = last["all_slots"] / len(sizes) * sum(sizes)
     every, waiting, computing = case.median("ms"), case.median("wait_ms"), case.median("kernels_ms")
     found = {
         "case": case.name,
@@ -146,10 +162,12 @@ def row(case: Case, routing: Routing, tokens: Tokens, beside: Case | None) -> di
         "computing_ms": computing,
         "deciding_ms": every - waiting - computing,
         "bytes_per_token": case.median("bytes"),
-        **{f"{name}_bytes_per_token": each for name, each in replayed(routing, tokens, last["slots"]).items()},
+        **{f"{name}_bytes_per_token": each for name, each in least.items()},
         "drive_ms": 1000 * case.median("bytes") / case.median("bandwidth") if last["bandwidth"] else 0.0,
         "bandwidth": case.spread("bandwidth"),
         "resident_ms": case.spread("resident", "ms"),
+        "prompt_ms": case.spread("prompt", "ms"),
+        "prompt_passes": case.median("prompt", "bytes") * prompt / whole,
         "peak_memory_bytes": case.median("peak_memory_bytes"),
         "rounds": case.runs,
     }
@@ -159,7 +177,7 @@ def row(case: Case, routing: Routing, tokens: Tokens, beside: Case | None) -> di
 
 
 HEAD = ["case", "slots", "hits", "tok/s", "ms: all", "waiting", "computing", "deciding", "MB read", "LRU", "Belady",
-        "drive ms", "resident tok/s", "times as fast"]  # fmt: skip
+        "drive ms", "resident tok/s", "prompt tok/s", "passes", "times as fast"]  # fmt: skip
 
 
 def cells(found: dict[str, Any]) -> list[str]:
@@ -179,6 +197,8 @@ def cells(found: dict[str, Any]) -> list[str]:
         *map(number, megabytes),
         number(found["drive_ms"]),
         per_second(found["resident_ms"]),
+        per_second(found["prompt_ms"]),
+        number(found["prompt_passes"]),
         shown(found.get("ratio")),
     ]  # fmt: skip
 
@@ -217,7 +237,8 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """All rounds of all cases. TiermoeError where the file was not made with the trace, or a case fails."""
-    routing = routing_for(args.trace, config_of(open_gguf(args.model)))
+    file = open_gguf(args.model)
+    routing, sizes = routing_for(args.trace, config_of(file)), expert_bytes(file)
     tokens = tokens_of(routing, args.tokens, args.prompt_tokens)
     if not tokens.before:
         raise CaseFailed(f"--tokens {args.tokens} leaves nothing to measure; ask for 2 or more")
@@ -227,10 +248,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         case.runs.append(measure(args.model, case, tokens))
         check_routing(case.runs[-1].pop("chosen"), routing, tokens.measured[-1])
         say(f"round {number_ + 1}: {case.name}: {case.runs[-1]['ms']:.0f} ms a token")
+    slots = {case.runs[-1]["slots"] for case in cases}
+    least = {each: replayed(routing, tokens, each, sizes) for each in slots}
     rows = []
     for index, case in enumerate(cases):
         other = cases[index + 1] if args.beside and case.tree == ROOT else None
-        rows.append(row(case, routing, tokens, other))
+        rows.append(row(case, len(tokens.prompt), least[case.runs[-1]["slots"]], sizes, other))
     return {**about(args.rounds), "model": str(args.model), "tokens": args.tokens, "rows": rows}
 
 

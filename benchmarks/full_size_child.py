@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tiermoe.batch import Batch, decode, prompt
+from tiermoe.batch import Batch, Row, decode, prompt
 from tiermoe.cli.session import open_session
 from tiermoe.engine.observer import Observer
 from tiermoe.types import Routed
@@ -42,14 +42,19 @@ class Decoding:
     def __init__(self, engine: Any, ids: Sequence[int]) -> None:
         self.engine, self.cache = engine, engine.new_cache(1)
         self.row = prompt(self.cache.open(), ids)
-        engine.step(Batch((self.row,)), self.cache)
+        self.prompt = self._stepped([self.row], len(ids))
 
     def feed(self, ids: Sequence[int]) -> dict[str, float]:
         """What decoding these took, a token: milliseconds, in all and waiting; bytes read; hits of the experts."""
-        before, count = self.engine.snapshot(), len(ids)
-        for token in ids:
-            self.row = decode(self.row.slab, self.row.end, token)
-            self.engine.step(Batch((self.row,)), self.cache)
+        first = self.row.end
+        rows = [decode(self.row.slab, first + index, token) for index, token in enumerate(ids)]
+        self.row = rows[-1]
+        return self._stepped(rows, len(ids))
+
+    def _stepped(self, rows: Sequence[Row], count: int) -> dict[str, float]:
+        before = self.engine.snapshot()
+        for row in rows:
+            self.engine.step(Batch((row,)), self.cache)
         used = self.engine.snapshot().since(before)
         return {
             "ms": 1000 * used.seconds / count,
@@ -82,10 +87,18 @@ def run(model: str, options: dict[str, Any], prompt: list[int], before: list[int
     chosen = [choices.chosen[layer] for layer in sorted(choices.chosen)]
     engine.close()
     return {
-        **found, "first": first, "resident": resident, "kernels_ms": 1000 * clock.seconds / again, "chosen": chosen,
-        "slots": stats["cache_slots"], "all_slots": stats["all_experts"], "load_s": session.load_s,
-        "bandwidth": bandwidth, **{name: stats[name] for name in kept},
-    }  # fmt: skip
+        **found,
+        "prompt": decoding.prompt,
+        "first": first,
+        "resident": resident,
+        "kernels_ms": 1000 * clock.seconds / again,
+        "chosen": chosen,
+        "slots": stats["cache_slots"],
+        "all_slots": stats["all_experts"],
+        "load_s": session.load_s,
+        "bandwidth": bandwidth,
+        **{name: stats[name] for name in kept},
+    }
 
 
 if __name__ == "__main__":

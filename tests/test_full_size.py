@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize
 
 from benchmark_commands import Printed, benchmark_runner
+from benchmarks import full_size_child
 from benchmarks.full_size import check_routing, replayed, tokens_of
 from benchmarks.random_gguf import Pool, one_hot_blocks, routing_for, tensors, type_of, write
 from benchmarks.random_model import KINDS, Config, Spec, config_of, specs
@@ -39,6 +40,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "glm-4.5-air": {**_SMALL, **_HEADS, "n_routed_experts": _EXPERTS, "moe_intermediate_size": 64},
 }  # fmt: skip
+TINY["gpt-oss-120b"] = TINY["gpt-oss-20b"]
 
 
 def recorded(layers: int = _LAYERS, decoded: int = 12) -> Trace:
@@ -172,10 +174,22 @@ def test_replays_read_what_a_brute_force_lru_misses() -> None:
             for key in sorted({(number, expert) for token in step for expert in routing.chosen[token][number]}):
                 misses += key not in order and step[0] in tokens.measured
                 order = [*(other for other in order if other != key), key][-14:]
-    found = replayed(routing, tokens, 14)
+    found = replayed(routing, tokens, 14, [100] * _LAYERS)
     assert found["lru"] == pytest.approx(100 * misses / 4, rel=0.1)  # within a layer the order is the engine's
     assert found["belady"] <= found["lru"]
-    assert replayed(routing, tokens, 24)["lru"] <= found["lru"]
+    assert replayed(routing, tokens, 24, [100] * _LAYERS)["lru"] <= found["lru"]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("gpt-oss")])
+def test_an_engine_routes_tokens_as_they_were_recorded(kind: str, tmp_path: Path, trace_file: Path) -> None:
+    config = {**small(kind), "hidden_size": 512}
+    config["num_hidden_layers"] += config.get("first_k_dense_replace", 0)
+    routing = routing_for(trace_file, config)
+    write(kind, tmp_path / "out.gguf", config, routing=routing)
+    tokens = tokens_of(routing, 6, None)
+    found = full_size_child.run(str(tmp_path / "out.gguf"), {"threads": 1}, **vars(tokens), again=1)
+    check_routing(found["chosen"], routing, tokens.measured[-1])
+    assert found["resident"]["hits"] == 1
 
 
 def test_a_file_runs_and_prints_what_a_token_takes(tmp_path: Path, trace_file: Path, run_: Printed) -> None:
