@@ -224,6 +224,6 @@ def test_a_file_that_is_there_is_refused(tmp_path: Path, run_: Printed, capsys: 
     assert "is there already" in capsys.readouterr().err
 
 
-def test_an_unnamed_expert_matrix_is_stacked() -> None:
+def test_the_experts_of_a_layer_are_one_tensor() -> None:
     found = dict(tensors("qwen3-30b-a3b", small("qwen3-30b-a3b", 1)))
     assert found["blk.0.ffn_gate_exps.weight"] == Spec((_EXPERTS, 256, 256))
