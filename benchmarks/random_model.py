@@ -1,6 +1,6 @@
 """Write a checkpoint with the shape of a model that people run, and random weights.
 
-    python -m benchmarks.random_model qwen3-30b-a3b OUT --layers 6
+    python -m benchmarks.random_model qwen3-30b-a3b OUT [--layers 6 | --gb 20]
 
 It stands for speed and memory alone: what the sizes, the kinds of layers and the stored types cost. Its routers are
 random, so they spread tokens all but evenly over the experts. It has no end-of-text token: an answer is as long as
@@ -234,6 +234,9 @@ KINDS = {
     ),
 }  # fmt: skip
 """Name → shape, from the published config.json."""
+KINDS["gpt-oss-120b"] = Kind(
+    KINDS["gpt-oss-20b"].config | {"num_hidden_layers": 36, "num_local_experts": 128}, _gpt_oss
+)
 _COMMON = {
     "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None,
     "pad_token_id": None, "torch_dtype": "bfloat16",
@@ -254,6 +257,16 @@ def specs(kind: str, config: Config) -> Iterator[tuple[str, Spec]]:
         yield from _under(f"model.layers.{number}", KINDS[kind].layer(config, number)).items()
     yield "model.norm.weight", Spec((hidden,), "ones")
     yield "lm_head.weight", Spec((vocabulary, hidden))
+
+
+def layers_within(kind: str, nbytes: float) -> int:
+    """As many layers as a checkpoint of so many bytes has, no more than the model's own, and at least one."""
+    config = config_of(kind, 0)
+    left, layers = nbytes - sum(spec.nbytes for _, spec in specs(kind, config)), 0
+    while layers < KINDS[kind].config["num_hidden_layers"] and left >= 0:
+        left -= sum(spec.nbytes for spec in KINDS[kind].layer(config, layers).values())
+        layers += left >= 0
+    return max(layers, 1)
 
 
 def write(kind: str, out: Path, config: Config, seed: int = 0) -> int:
@@ -301,11 +314,12 @@ def main() -> None:
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("out", type=Path, help="folder to write, which must not be there yet")
     parser.add_argument("--layers", type=at_least_one, help="default: as many as the model has")
+    parser.add_argument("--gb", type=float, help="as many layers as this many GB have")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.out.exists():
         parser.error(f"{args.out} is there already; name another folder")
-    config = config_of(args.kind, args.layers)
+    config = config_of(args.kind, layers_within(args.kind, args.gb * 1e9) if args.gb else args.layers)
     print(json.dumps({"directory": str(args.out), "bytes": write(args.kind, args.out, config, args.seed)}))
 
 

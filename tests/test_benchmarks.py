@@ -140,7 +140,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
 SHARED = {"__init__", "rounds", "serving", "load_clients", "hostile_clients", "first_run_child", "run_converter",
-          "peer"}  # fmt: skip
+          "peer", "full_size_child", "recorded_routing"}  # fmt: skip
 
 
 COMMANDS = [*sorted({path.stem for path in FOLDER.glob("*.py")} - SHARED), "evaluation.__main__"]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmark_commands import Printed, benchmark_runner
 from benchmarks import random_model
-from benchmarks.random_model import KINDS, Spec, config_of, specs, write
+from benchmarks.random_model import KINDS, Spec, config_of, layers_within, specs, write
 
 _SMALL = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 96, "num_experts_per_tok": 2}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -26,7 +26,14 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "glm-4.5-air": {**_SMALL, **_HEADS, "n_routed_experts": 8, "moe_intermediate_size": 32},
 }  # fmt: skip
-BILLIONS = {"qwen3-30b-a3b": 30.53, "gpt-oss-20b": 20.91, "deepseek-v2-lite": 15.71, "glm-4.5-air": 106.85}
+TINY["gpt-oss-120b"] = TINY["gpt-oss-20b"]
+BILLIONS = {
+    "gpt-oss-120b": 116.83,
+    "qwen3-30b-a3b": 30.53,
+    "gpt-oss-20b": 20.91,
+    "deepseek-v2-lite": 15.71,
+    "glm-4.5-air": 106.85,
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -49,6 +56,15 @@ def test_a_whole_model_has_the_published_number_of_weights(kind: str) -> None:
     each = {"codes": 2, "exponents": 0}
     count = sum(math.prod(spec.shape) * each.get(spec.kind, 1) for _, spec in specs(kind, config_of(kind)))
     assert count / 1e9 == pytest.approx(BILLIONS[kind], abs=0.006)
+
+
+def test_as_many_layers_as_a_size_has() -> None:
+    sizes = [
+        sum(spec.nbytes for _, spec in specs("deepseek-v2-lite", config_of("deepseek-v2-lite", layers)))
+        for layers in (1, 2, 3)
+    ]
+    assert [layers_within("deepseek-v2-lite", each) for each in (1, *sizes, 1e12)] == [1, 1, 2, 3, 27]
+    assert layers_within("deepseek-v2-lite", sizes[2] - 1) == 2
 
 
 def test_tensors_differ_and_have_their_kinds_spread() -> None:
