@@ -113,12 +113,17 @@ def test_wherever_deciding_is_interrupted_no_slot_is_lost_or_held_by_two() -> No
     while at <= places:
         link = FakeLink()
         controller = ExpertLoader(ExpertCache(by_use(Share(7, [99] * 3, minimum=2)), lru_of, (4,)), link)
+        addresses: dict[ExpertKey, int] = {}  # slots, as kernels have them
+        controller.cache.on_leave = lambda key, addresses=addresses: addresses.pop(key, None)
         watch = Interrupted(at)
 
-        def work(controller: ExpertLoader = controller, link: FakeLink = link) -> None:
+        def work(
+            controller: ExpertLoader = controller, link: FakeLink = link, addresses: dict[ExpertKey, int] = addresses
+        ) -> None:
             for number in range(6):
                 layer, first = number % 3, number * 5 % 8
-                for _ in controller.run_layer(layer, demands(first, (first + 1) % 8, (first + 3) % 8)):
+                for group in controller.run_layer(layer, demands(first, (first + 1) % 8, (first + 3) % 8)):
+                    addresses.update({ExpertKey(layer, expert, bits): slot for expert, slot, bits in group})
                     link.step()
                 controller.prefetch(ExpertKey((layer + 1) % 3, expert, 4) for expert in range(number, 8))
                 link.step()
@@ -134,6 +139,7 @@ def test_wherever_deciding_is_interrupted_no_slot_is_lost_or_held_by_two() -> No
         assert len(set(slots.values())) == len(slots) == len(cache), at
         assert len(cache) + sum(map(cache.free, range(3))) == cache.slots == 7, at
         assert all(link.contents[slot] == key for key, slot in slots.items()), at
+        assert all(slots.get(key) == slot for key, slot in addresses.items()), at
         for layer in range(3):
             assert len(list(each(controller.run_layer(layer, demands(*range(8)))))) == 8, at
         at += 1

@@ -28,6 +28,13 @@ BREAKAGES = (
         ("tests/test_moe_layer.py", "test_bits_do_not_depend_on_the_cache"),
     ),
     Breakage(
+        "an expert whose slot an interrupted prefetch has written is computed with where it lay",
+        "ExpertCache.reserve_speculatively",
+        "if self.on_leave is not None:\n    ...",
+        "pass",
+        ("test_wherever_deciding_is_interrupted_no_slot_is_lost_or_held_by_two",),
+    ),
+    Breakage(
         "an expert's bias is dropped",
         "_linear.multiply_and_add",
         'multiply(x, views) + views[bias]["weight"]',
