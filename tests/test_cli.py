@@ -442,6 +442,7 @@ class Swallows:
                 print("swallowed", file=sys.stderr)
 
 sys.meta_path.insert(0, Swallows)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell runs tests in the background
 sys.argv = ["tiermoe", *sys.argv[1:]]
 from tiermoe.cli.main import main
 main()

@@ -6,17 +6,17 @@ import ctypes
 import platform
 import re
 import shutil
-import subprocess
+import sys
 import sysconfig
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from c_builds import LIBRARIES, SOURCES, STRICT, built, compiler, ran
 from tiermoe import native
 from tiermoe.native import structs
 
-SOURCES = Path(__file__).parent.parent / "src" / "tiermoe" / "native"
 FILES = sorted(str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.c"))
 HEADERS = sorted(str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.h"))
 PYTHON = ["-isystem", sysconfig.get_path("include")]
@@ -27,12 +27,10 @@ CHECK = [
     str(SOURCES / "team.c"),
     f"-I{SOURCES}",
 ]
-LIBRARIES = ["-lm", "-lpthread", "-ldl"]
 GENERIC = [str(Path(__file__).parent / "generic_alone.c"), str(SOURCES / "isa" / "generic.c")]
 EVERY = [str(SOURCES / name) for name in FILES if name.startswith("isa") or name == "kernels.c"]
 AVX512 = str(SOURCES / "isa" / "avx512.c")
 SIMDE = Path("/usr/include/simde")
-STRICT = ["-std=gnu11", "-ffp-contract=off", "-Wall", "-Wextra"]
 CALLS = """
 #include <unistd.h>
 #include "team.h"
@@ -57,27 +55,6 @@ def test_a_source_distribution_has_every_file() -> None:
     (extension,) = project["tool"]["setuptools"]["ext-modules"]
     listed = {Path(name) for name in extension["sources"] + extension["depends"]}
     assert listed == {path.relative_to(SOURCES.parents[2]) for path in SOURCES.rglob("*.[ch]")}
-
-
-def compiler(*names: str) -> str:
-    """The first of these programs that is here."""
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
-        pytest.skip(f"needs {' or '.join(names)}")
-    return found
-
-
-def built(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    if "cannot find -l" in done.stderr or "cannot find /usr" in done.stderr:
-        pytest.skip("needs the sanitizers' libraries")
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-def ran(command: list[str]) -> list[str]:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
-    return done.stdout.split()
 
 
 @pytest.mark.parametrize("options", [[], ELSEWHERE], ids=["here", "another system"])
@@ -151,6 +128,25 @@ def test_threads_wait_for_each_other_without_a_race(options: list[str], tmp_path
     build = [compiler("cc"), "-std=gnu11", "-g", "-O1", "-fsanitize=thread", *options, f"-I{SOURCES}", str(program)]
     built([*build, str(SOURCES / "team.c"), "-lpthread", "-ldl", "-o", str(tmp_path / "calls")])
     ran([str(tmp_path / "calls")])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs LD_PRELOAD")
+@pytest.mark.parametrize("sanitizers", [("thread",), ("address", "undefined")], ids="-".join)
+def test_io_threads_do_no_wrong_under_sanitizers(sanitizers: tuple[str, ...], tmp_path: Path) -> None:
+    """Without a leak, which is asked of the requests that loads keep: the interpreter leaks too."""
+    cc, tests = compiler("gcc"), Path(__file__).parent
+    build = [cc, *STRICT, "-g1", "-O1", f"-fsanitize={','.join(sanitizers)}", "-fPIC", "-shared", *PYTHON]
+    sources = [str(tests / "io_check.c"), str(SOURCES / "io.c"), str(SOURCES / "xxh3.c")]
+    built([*build, f"-I{SOURCES}", *sources, "-lpthread", "-o", str(tmp_path / "io_check.so")])
+    names = [f"lib{'ub' if each == 'undefined' else each[0]}san.so" for each in sanitizers]
+    libraries = [ran([cc, f"-print-file-name={name}"])[0] for name in names]
+    ran(
+        [sys.executable, str(tests / "io_check.py"), str(tmp_path)],
+        LD_PRELOAD=" ".join(libraries),
+        PYTHONMALLOC="malloc",  # each object by itself, so that one that is used after its end is found
+        ASAN_OPTIONS="detect_leaks=0",
+        UBSAN_OPTIONS="halt_on_error=1",
+    )
 
 
 def test_generic_kernels_are_right_under_sanitizers(tmp_path: Path) -> None:

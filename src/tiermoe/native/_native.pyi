@@ -58,7 +58,7 @@ def prepared(matrix_or_expert: bytes, rows: int, results: int, threads: int, /) 
 def widen(pairs: int, ladders: int, count: int, run: int, codes: int, /) -> None: ...
 
 class IOThreads:
-    """Threads that read experts into memory.
+    """Threads that read experts into memory, for one thread that calls; any may ask for `counters`.
 
     A request is the bytes of `Request` and its `Piece`s (io.c). Kinds: 0 urgent, 1 speculative, 2 background. What
     fails is handed out as (number, outcome, piece, detail): outcome 1, a system call failed with errno `detail`; 2, the

@@ -362,37 +362,25 @@ static PyObject *io_submit(PyObject *self, PyObject *const *args, Py_ssize_t cou
     Py_RETURN_NONE;
 }
 
-/* Until something has ended: reads what is urgent and has not begun itself, else sleeps. 0 where a signal interrupts. */
-static int await(IOThreads *io) {
-    int interrupted = 0;
-    const int64_t began = now();
-    while (!io->finished.first && !interrupted) {
-        Load *load;
-        Py_BEGIN_ALLOW_THREADS
-        pthread_mutex_lock(&io->lock);
-        if (io->finished.first)
-            ;
-        else if (io->reading < io->count && io->queues[URGENT].first && own(io->queues[URGENT].first)) {
-            load = pop(&io->queues[URGENT]);
-            if (!io->queues[URGENT].first && !io->queues[SPECULATIVE].first) io->since = 0;
-            work(io, load, &io->own);
-            if (io->sleeping && (io->queues[URGENT].first || io->queues[SPECULATIVE].first || io->queues[BACKGROUND].first))
-                pthread_cond_signal(&io->asked);
-        } else {
-            struct timespec until;
-            clock_gettime(CLOCK_REALTIME, &until);
-            until.tv_nsec += SIGNALS_NS;
-            if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
-            pthread_cond_timedwait(&io->ended, &io->lock, &until);
-            if (io->finished.first && io->finished.first->ended > began)
-                io->wakes++, io->wake += now() - io->finished.first->ended;
-        }
-        pthread_mutex_unlock(&io->lock);
-        Py_END_ALLOW_THREADS
-        interrupted = PyErr_CheckSignals();
+/* Reads what is urgent and has not begun, else sleeps until something has ended or signals are looked for; under the
+ * lock. began: when the wait did. */
+static void await(IOThreads *io, int64_t began) {
+    if (io->finished.first) return;
+    if (io->reading < io->count && io->queues[URGENT].first && own(io->queues[URGENT].first)) {
+        Load *load = pop(&io->queues[URGENT]);
+        if (!io->queues[URGENT].first && !io->queues[SPECULATIVE].first) io->since = 0;
+        work(io, load, &io->own);
+        if (io->sleeping && (io->queues[URGENT].first || io->queues[SPECULATIVE].first || io->queues[BACKGROUND].first))
+            pthread_cond_signal(&io->asked);
+        return;
     }
-    io->waited += now() - began;
-    return !interrupted;
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += SIGNALS_NS;
+    if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
+    pthread_cond_timedwait(&io->ended, &io->lock, &until);
+    if (io->finished.first && io->finished.first->ended > began)
+        io->wakes++, io->wake += now() - io->finished.first->ended;
 }
 
 static PyObject *taken(IOThreads *io) {
@@ -406,11 +394,18 @@ static PyObject *taken(IOThreads *io) {
 static PyObject *io_wait(PyObject *self, PyObject *none) {
     IOThreads *io = (IOThreads *)self;
     (void)none;
-    PyObject *result = Py_None;
+    if (!is_open(io)) return NULL;
+    const int64_t began = now();
+    PyObject *result = taken(io);
     while (result == Py_None) {
-        if (!is_open(io) || !await(io)) return NULL;
-        result = taken(io); /* None where another thread was first */
+        Py_BEGIN_ALLOW_THREADS
+        pthread_mutex_lock(&io->lock);
+        await(io, began);
+        pthread_mutex_unlock(&io->lock);
+        Py_END_ALLOW_THREADS
+        result = PyErr_CheckSignals() || !is_open(io) ? NULL : taken(io);
     }
+    io->waited += now() - began;
     return result;
 }
 
@@ -482,15 +477,15 @@ static PyObject *io_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     pthread_mutex_init(&io->lock, NULL);
     pthread_cond_init(&io->asked, NULL);
     pthread_cond_init(&io->ended, NULL);
-    for (io->open = 1; io->count < count; io->count++) {
-        const int error = pthread_create(&io->threads[io->count], NULL, serve, io);
-        if (!error) continue;
-        end(io);
-        Py_DECREF(io);
-        errno = error;
-        return PyErr_SetFromErrno(PyExc_OSError);
-    }
-    return (PyObject *)io;
+    int error = 0;
+    pthread_mutex_lock(&io->lock); /* threads look at the count */
+    while (io->count < count && !(error = pthread_create(&io->threads[io->count], NULL, serve, io))) io->count++;
+    pthread_mutex_unlock(&io->lock);
+    io->open = 1;
+    if (!error) return (PyObject *)io;
+    Py_DECREF(io);
+    errno = error;
+    return PyErr_SetFromErrno(PyExc_OSError);
 }
 
 static void io_dealloc(PyObject *self) {
