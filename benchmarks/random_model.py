@@ -26,7 +26,7 @@ from benchmarks.widen import TOKENIZER_FILES
 
 Config = dict[str, Any]
 TOKENIZER = Path(__file__).resolve().parents[1] / "models" / "stories-7m"
-_SHARD = 1 << 30  # bytes of a file, and so of memory
+SHARD = 1 << 30  # bytes of a file, and so of memory
 _POOL = 1 << 24  # different random values; every tensor begins at another of them
 _STEP = 7919 * 257
 
@@ -293,7 +293,7 @@ def _write(kind: str, out: Path, config: Config, drawing: Drawing) -> int:
         held.clear()
 
     for name, spec in specs(kind, config):
-        if held and size + spec.nbytes > _SHARD:
+        if held and size + spec.nbytes > SHARD:
             flush()
             size = 0
         held[name] = drawing.draw(spec)

@@ -185,11 +185,9 @@ def test_a_recording_goes_on_where_it_was_interrupted(
         blueprint = inspect_model(directory, "tiny", root)
         store = open_or_create(blueprint, store_root(blueprint, root))
         steps: list[int] = []
-        route = expert_inputs._Recording.on_route
 
-        def interrupted(self: Any, routed: Any, hidden: torch.Tensor) -> None:
-            route(self, routed, hidden)
-            if len(steps) == stop:
+        def interrupted(descriptor: int) -> None:
+            if len(steps) == stop:  # what a window's first layer takes in is in its file
                 raise Interrupted
 
         def progress(what: str, done: int, _: int) -> None:
@@ -197,7 +195,7 @@ def test_a_recording_goes_on_where_it_was_interrupted(
                 steps.append(done)
 
         with monkeypatch.context() as patched:
-            patched.setattr(expert_inputs._Recording, "on_route", interrupted)
+            patched.setattr(os, "fsync", interrupted)
             recorded_inputs(blueprint, store, text, progress)
         return steps
 
@@ -228,8 +226,10 @@ def test_a_disk_without_room(tiny_model: Callable[..., Path], tmp_path: Path, mo
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    recorded_inputs(blueprint, store, text, lambda *_: None)  # experts are packed from now on
+    forget_inputs(store.root)
     with monkeypatch.context() as patched:
-        patched.setattr(expert_inputs._Recording, "on_route", full)
+        patched.setattr(os, "fsync", full)
         with pytest.raises(PackError, match=r"the disk filled while packing into .*; free some space and run again"):
             recorded_inputs(blueprint, store, text, lambda *_: None)
     recorded_inputs(blueprint, store, text, lambda *_: None)

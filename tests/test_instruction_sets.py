@@ -52,7 +52,6 @@ def _as_before() -> Iterator[None]:
 def test_generic_c_runs_everywhere_and_the_fastest_is_taken() -> None:
     found = native.instruction_sets()
     assert found[-1] == "generic"
-    assert set(found) <= set(native.KNOWN)
     for name in found:
         native.use(name)
         assert native.instruction_set() == name
@@ -66,11 +65,8 @@ def test_what_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert asked("generic") == "generic"
     here = ", ".join(native.instruction_sets())
-    with pytest.raises(ConfigError, match=f"TIERMOE_ISA='sse9' is unknown: this machine has {here}"):
+    with pytest.raises(ConfigError, match=f"TIERMOE_ISA='sse9' names no kernels that this machine runs; it has {here}"):
         asked("sse9")
-    monkeypatch.setattr(native, "instruction_sets", lambda: ["generic"])
-    with pytest.raises(ConfigError, match="TIERMOE_ISA=avx2: this machine lacks its instructions; it has generic"):
-        asked("avx2")
     monkeypatch.setenv(native.SWITCH, "0")
     with pytest.raises(ConfigError, match="TIERMOE_NATIVE=0 keeps them out"):
         asked("generic")
@@ -97,8 +93,7 @@ def test_a_session_says_that_there_are_no_compiled_kernels(
 
 def test_what_to_do_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing_kernels(torch.bfloat16) == ""
-    monkeypatch.setattr(native, "_native", None)  # as in a build without a compiler
-    native.available.cache_clear()
+    monkeypatch.setattr(native, "available", lambda: False)  # as in a build without a compiler
     assert "install a C compiler and reinstall tiermoe, or install one of its wheels" in missing_kernels(torch.bfloat16)
     assert missing_kernels(torch.float32) == ""
     monkeypatch.undo()

@@ -177,7 +177,7 @@ def test_one_token_takes_mv_where_the_machine_has_amx(amx, tokens, monkeypatch):
     calls = []
     mv = torch.mv
     monkeypatch.setattr(linear, "multiplies_bfloat16", lambda: True)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(linear, "has_amx", lambda: amx)
     monkeypatch.setattr(torch, "mv", lambda *operands: calls.append(operands) or mv(*operands))
     encoding, slot = slot_for(16, torch.randn(33, 64), torch.bfloat16)
     x = torch.randn(tokens, 64).to(torch.bfloat16)

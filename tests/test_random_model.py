@@ -77,7 +77,7 @@ def test_tensors_differ_and_have_their_kinds_spread() -> None:
 
 def test_files_are_small_and_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("qwen3-30b-a3b", 2, **TINY["qwen3-30b-a3b"])
-    monkeypatch.setattr(random_model, "_SHARD", 100 << 10)
+    monkeypatch.setattr(random_model, "SHARD", 100 << 10)
     sizes: list[int] = []
     real: Callable[..., None] = random_model.save_file
 

@@ -14,7 +14,7 @@ from tiermoe.config import Settings
 from tiermoe.engine import reading
 from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.engine.reading import Packed, Reading
-from tiermoe.offload import probe as probes
+from tiermoe.offload import probe
 from tiermoe.offload.probe import DriveProbe, known_drive
 from tiermoe.offload.profiles import Tables
 from tiermoe.offload.reader import ExtentReader, aligned_memory
@@ -100,7 +100,7 @@ def test_pages_are_dropped_or_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool, keep: bool, dropped: int
 ) -> None:
     extents, drops = write_experts(tmp_path / "experts"), []
-    monkeypatch.setattr(probes.os, "posix_fadvise", lambda *arguments: drops.append(arguments))
+    monkeypatch.setattr(probe.os, "posix_fadvise", lambda *arguments: drops.append(arguments))
     reader, memory = ExtentReader(direct, keep), aligned_memory(SIZE)
     for extent in extents:
         reader.read(extent, memory, ExpertKey(0, 0, 4))
@@ -113,37 +113,36 @@ def test_pages_are_dropped_or_stay(
 
 @pytest.fixture
 def probed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often the drive was probed at length."""
+    """How often the drive was probed at length: two lanes read 3 bytes a second, one lane 1, and more no more."""
     calls: list[int] = []
 
-    def probe(extents: list[Extent], lanes: int | None = None) -> DriveProbe:
-        calls.append(1)
-        return DriveProbe(True, lanes or 3, 1.0)
+    def read_rate(reader: ExtentReader, samples: object, lanes: int, seconds: float) -> float:
+        if seconds == probe.SECONDS and not reader.direct:  # what is tried last
+            calls.append(1)
+        return 1.0 if lanes == 1 else 3.0
 
-    monkeypatch.setattr(probes, "probe_drive", probe)
-    monkeypatch.setattr(probes, "_measure", lambda *_: 1.0)
+    monkeypatch.setattr(probe, "read_rate", read_rate)
     return calls
 
 
-def test_a_drive_is_probed_once_a_day_for_each_size_and_number_of_lanes(
-    tmp_path: Path, probed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drive_is_probed_once_a_day_for_each_size_and_number_of_lanes(tmp_path: Path, probed: list[int]) -> None:
     extents, path = write_experts(tmp_path / "experts"), tmp_path / "drive.json"
     first = known_drive(extents, None, path)
-    assert known_drive(extents, None, path) == first == DriveProbe(True, 3, 1.0)
+    assert known_drive(extents, None, path) == first == DriveProbe(True, 2, 3.0)
     assert len(probed) == 1
-    assert known_drive(extents, 2, path).lanes == 2
+    assert known_drive(extents, 3, path).lanes == 3
     assert known_drive(extents, None, path) == first
     assert len(probed) == 2
     longer = Extent((*extents[0].segments, *extents[1].segments), "")
     known_drive([longer], None, path)
     assert len(probed) == 3
-    monkeypatch.setattr(probes, "_today", lambda: 1)
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | {"day": document["day"] - 1}))
     known_drive(extents, None, path)
     assert len(probed) == 4
 
 
-@pytest.mark.parametrize(("before", "again"), [(5.0, 1), (2.0, 0), (0.5, 0), (0.2, 1)])
+@pytest.mark.parametrize(("before", "again"), [(15.0, 1), (6.0, 0), (1.5, 0), (0.6, 1)])
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_drive_that_is_much_slower_or_faster_than_before_is_probed_again(
     tmp_path: Path, probed: list[int], before: float, again: int, direct: bool
@@ -154,16 +153,17 @@ def test_a_drive_that_is_much_slower_or_faster_than_before_is_probed_again(
     for entry in document["drives"].values():
         entry |= {"bandwidth": before, "direct": direct}
     path.write_text(json.dumps(document))
-    assert known_drive(extents, None, path).bandwidth == (1.0 if again else before)
+    assert known_drive(extents, None, path).bandwidth == (3.0 if again else before)
     assert len(probed) == 1 + again
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"day": 1}', '{"day": DAY, "drives": {"CASE": {"lanes": 900}}}'])
 def test_a_torn_or_foreign_file_is_passed_over(tmp_path: Path, probed: list[int], content: str) -> None:
     extents, path = write_experts(tmp_path / "experts"), tmp_path / "drive.json"
-    case = probes._case(extents, None)
-    path.write_text(content.replace("DAY", str(probes._today())).replace("CASE", case))
-    assert known_drive(extents, None, path).lanes == 3
-    assert len(probed) == 1
-    known_drive(extents, None, tmp_path / "missing" / "drive.json")  # cannot be written
+    known_drive(extents, None, path)
+    document = json.loads(path.read_text())
+    path.write_text(content.replace("DAY", str(document["day"])).replace("CASE", next(iter(document["drives"]))))
+    assert known_drive(extents, None, path).lanes == 2
     assert len(probed) == 2
+    known_drive(extents, None, tmp_path / "missing" / "drive.json")  # cannot be written
+    assert len(probed) == 3

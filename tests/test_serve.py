@@ -21,6 +21,7 @@ from commands import Command
 from serving import KEY, Scripted, running
 from tiermoe.batch import Batch
 from tiermoe.batch import prompt as row
+from tiermoe.engine.engine import Engine
 from tiermoe.engine.request import Piece, TokenLogprob
 from tiermoe.engine.sampling import Grammar
 from tiermoe.model.hf.hub import load_tokenizer
@@ -592,9 +593,8 @@ def test_what_fails_is_an_error_of_the_server(
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("the drive is gone")
 
-    engine = type("Failing", (), {"step": staticmethod(fails)})
     with monkeypatch.context() as patch:
-        patch.setattr(served.worker.loop, "_engine", engine)
+        patch.setattr(Engine, "step", fails)
         response = http.post("/v1/completions", json={"prompt": PROMPT})
         assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
         events = http.post("/v1/completions", json={"prompt": PROMPT, "stream": True})

@@ -16,7 +16,7 @@ SHARED_BYTES = 64 * 1024  # what a program may use on the smallest GPU named bel
 LOADS = 16  # of one token's kernel, in the code of a tile: codes come by bytes or wider, a scale once for a thread
 CAPABILITIES = {75: ("fp16",), 80: ("bf16", "fp32"), 90: ("bf16",)}  # Turing, Ampere, Hopper
 TYPES = {"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32}
-ONE_TOKEN, GROUPED, TILED = triton_kernels._vector_kernel, triton_kernels._grouped_kernel, triton_kernels._tiled_kernel
+ONE_TOKEN, GROUPED, TILED = triton_kernels.vector_kernel, triton_kernels.grouped_kernel, triton_kernels.tiled_kernel
 
 
 def compiled(kernel, capability: int, dtype: str, bits: int, group: int, shared: bool = False):

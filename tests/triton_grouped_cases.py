@@ -121,14 +121,14 @@ def test_agrees_with_decoded_weights(kind, dtype):
 def test_two_launches_for_any_number_of_experts(monkeypatch):
     form = gated("int8", torch.bfloat16)
     kernel, views, launched = expert_kernel(form, silu_gate, "cuda"), slots_with_experts(form, 6), []
-    launch = triton_kernels._grouped_kernel
+    launch = triton_kernels.grouped_kernel
 
     class Counted:
         def __getitem__(self, grid):
             launched.append(grid)
             return launch[grid]
 
-    monkeypatch.setattr(triton_kernels, "_grouped_kernel", Counted())
+    monkeypatch.setattr(triton_kernels, "grouped_kernel", Counted())
     x = tokens(1, 64, torch.bfloat16)
     for experts in (1, 6):
         launched.clear()

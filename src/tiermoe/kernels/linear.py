@@ -92,7 +92,7 @@ class PlainLinear:
     instructions of the processor, the native kernels compute."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
-        self._use_mv = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+        self._use_mv = dtype == torch.bfloat16 and has_amx()
         self._encoding = encoding
         self._dtype = dtype
         self._slow = dtype == torch.bfloat16 and not multiplies_bfloat16()
@@ -318,7 +318,7 @@ def linear_for(encoding_name: str, device_type: str, dtype: torch.dtype) -> Line
 def native_tokens() -> float:
     """The most tokens for which the native kernels are used: with AMX, decoding and one product of torch's is faster
     for many."""
-    return NATIVE_TOKENS_BESIDE_AMX if torch.cpu._is_amx_tile_supported() else math.inf
+    return NATIVE_TOKENS_BESIDE_AMX if has_amx() else math.inf
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -327,6 +327,11 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     if x.device.type != "cpu" or x.dtype != torch.bfloat16 or multiplies_bfloat16():
         return F.linear(x, weight)
     return F.linear(x.float(), weight.float()).to(x.dtype)
+
+
+def has_amx() -> bool:
+    """Whether this processor multiplies tiles (Intel's AMX)."""
+    return bool(torch.cpu.get_capabilities().get("amx_tile"))
 
 
 @lru_cache(maxsize=1)

@@ -139,7 +139,7 @@ def row_sums(
 
 
 @triton.jit
-def _vector_kernel(
+def vector_kernel(
     x, codes, ladders, scale, zero, y, N, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -150,7 +150,7 @@ def _vector_kernel(
 
 # M not specialized: one compilation, hence one order, for every number of tokens in a block
 @triton.jit(do_not_specialize=["M"])
-def _tiled_kernel(
+def tiled_kernel(
     x, codes, ladders, scale, zero, y, M, N, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -240,10 +240,10 @@ def _launch(x: Tensor, codes: Tensor, ladders: Tensor, scale: Tensor, zero: Tens
     sizes = {"BITS": bits, "GROUP": group, "BN": block.rows, "BK": block.columns, "enable_fp_fusion": FUSE}
     with torch.cuda.device(x.get_device()):  # Triton launches on the current device, which may be another
         if m == 1:
-            _vector_kernel[(across,)](x, codes, ladders, scale, zero, y, n, k, **sizes)
+            vector_kernel[(across,)](x, codes, ladders, scale, zero, y, n, k, **sizes)
         else:
             grid = (across, triton.cdiv(m, block.tokens))
-            _tiled_kernel[grid](x, codes, ladders, scale, zero, y, m, n, k, BM=block.tokens, **sizes)
+            tiled_kernel[grid](x, codes, ladders, scale, zero, y, m, n, k, BM=block.tokens, **sizes)
     return y
 
 
@@ -257,7 +257,7 @@ def _field(slot, offset, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _grouped_kernel(
+def grouped_kernel(
     x, slots, y, N, K, codes_at, ladders_at, scale_at, zero_at,
     BITS: tl.constexpr, GROUP: tl.constexpr, TYPE: tl.constexpr, SHARED: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr,
@@ -288,7 +288,7 @@ def grouped_linear(x: Tensor, slots: Tensor, matrix: SlotMatrix, shared: bool) -
     fields = (matrix.codes, matrix.ladders, matrix.scale, matrix.zero)
     sizes = {"BITS": matrix.bits, "GROUP": matrix.group, "BN": block.rows, "BK": block.columns}
     with torch.cuda.device(x.get_device()):  # Triton launches on the current device, which may be another
-        _grouped_kernel[(triton.cdiv(n, block.rows), experts)](
+        grouped_kernel[(triton.cdiv(n, block.rows), experts)](
             aligned(x),
             slots,
             y,

@@ -29,10 +29,7 @@ SWITCH = "TIERMOE_NATIVE"
 """Environment variable: 0 keeps these kernels out, so that they can be compared with torch's."""
 
 ISA = "TIERMOE_ISA"
-"""Environment variable: the instruction set whose kernels run, one of `KNOWN`; unset: the fastest that there is."""
-
-KNOWN = ("generic", "neon", "avx2", "avx512bf16")
-"""Instruction sets that there are kernels for: any machine; 64-bit Arm; AVX2 with FMA; AVX-512 with BF16 and VBMI."""
+"""Environment variable: the instruction set whose kernels run, one of `instruction_sets`; else the fastest."""
 
 
 class Coding(IntEnum):
@@ -112,7 +109,7 @@ GROUPS_OF = _as_built()
 @lru_cache(maxsize=1)
 def available() -> bool:
     """Whether our own kernels compute in this process: those of the instruction set that TIERMOE_ISA names, else of the
-    fastest that this machine has. ConfigError for a name that is unknown, or whose instructions this machine lacks."""
+    fastest that this machine has. ConfigError for a name that this machine does not run."""
     asked, off = os.environ.get(ISA, ""), os.environ.get(SWITCH) == "0"
     if asked:
         _check(asked, off)
@@ -130,7 +127,8 @@ def instruction_set() -> str | None:
 
 
 def instruction_sets() -> list[str]:
-    """Instruction sets that this build has and this machine runs, the fastest first."""
+    """Instruction sets that this build has and this machine runs, the fastest first: avx512bf16 (AVX-512 with BF16 and
+    VBMI), avx2 (with FMA), neon (64-bit Arm), generic (any machine)."""
     return [] if _native is None else _native.instruction_sets()
 
 
@@ -147,14 +145,12 @@ def use(name: str) -> None:
 
 def _check(asked: str, off: bool) -> None:
     here = instruction_sets()
-    if asked not in KNOWN:
-        raise ConfigError(f"{ISA}={asked!r} is unknown: this machine has {', '.join(here) or 'no native kernels'}")
     if off:
         raise ConfigError(f"{ISA}={asked} asks for native kernels and {SWITCH}=0 keeps them out: unset one of them")
     if _native is None:
         raise ConfigError(f"{ISA}={asked} asks for native kernels, and this build has none: install with a C compiler")
     if asked not in here:
-        raise ConfigError(f"{ISA}={asked}: this machine lacks its instructions; it has {', '.join(here)}")
+        raise ConfigError(f"{ISA}={asked!r} names no kernels that this machine runs; it has {', '.join(here)}")
 
 
 def quantizes() -> bool:

@@ -9,7 +9,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def through_page_cache(extents: Sequence[Extent], lanes: int | None = None) -> D
     """Reading that fills the page cache: nothing is left to choose but the number of lanes, where `lanes` leaves it
     open, so a look of 10 ms at the first extents is enough."""
     lanes = lanes or _PAGE_CACHE_LANES
-    return DriveProbe(False, lanes, _measure(ExtentReader(keep=True), itertools.cycle(extents), 1, _LOOK), keep=True)
+    return DriveProbe(False, lanes, read_rate(ExtentReader(keep=True), itertools.cycle(extents), 1, _LOOK), keep=True)
 
 
 def known_drive(extents: Sequence[Extent], lanes: int | None, path: Path) -> DriveProbe:
@@ -58,7 +58,7 @@ def known_drive(extents: Sequence[Extent], lanes: int | None, path: Path) -> Dri
         samples = itertools.cycle(_spread(extents))
         if not probe.direct:
             _drop_from_page_cache(extents)  # the look is at the drive
-        now = _measure(ExtentReader(probe.direct), samples, probe.lanes, _LOOK)
+        now = read_rate(ExtentReader(probe.direct), samples, probe.lanes, _LOOK)
         if _AGREES < now / probe.bandwidth < 1 / _AGREES:
             return probe
     probe = probe_drive(extents, lanes)
@@ -73,11 +73,11 @@ def probe_drive(extents: Sequence[Extent], lanes: int | None = None) -> DrivePro
     samples = itertools.cycle(_spread(extents))
     best = DriveProbe(True, lanes or 1, 0.0)
     for count in (lanes,) if lanes else (1, 2, 4):
-        bandwidth = _measure(ExtentReader(direct=True), samples, count)
+        bandwidth = read_rate(ExtentReader(direct=True), samples, count, SECONDS)
         if bandwidth > best.bandwidth * _WORTH:
             best = DriveProbe(True, count, bandwidth)
     _drop_from_page_cache(extents)
-    buffered = _measure(ExtentReader(direct=False), samples, best.lanes)
+    buffered = read_rate(ExtentReader(direct=False), samples, best.lanes, SECONDS)
     if buffered > best.bandwidth * _BUFFERED_WORTH:
         best = DriveProbe(False, best.lanes, buffered)
     return best
@@ -126,10 +126,10 @@ def _today() -> int:
     return int(time.time()) // _DAY
 
 
-def _measure(reader: ExtentReader, samples: itertools.cycle[Extent], lanes: int, seconds: float | None = None) -> float:
-    """Bytes per second over all lanes."""
+def read_rate(reader: ExtentReader, samples: Iterator[Extent], lanes: int, seconds: float) -> float:
+    """Bytes per second that `lanes` threads read together of `samples`, which do not end. Closes the reader."""
     lock = threading.Lock()
-    deadline = time.perf_counter() + (SECONDS if seconds is None else seconds)
+    deadline = time.perf_counter() + seconds
 
     def lane() -> None:
         memory = aligned_memory(0)
