@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +19,11 @@ import tiny
 from additions.batching import serve
 from additions.encoding import Int5
 from additions.eviction import MostRecentlyUsed
+from additions.native import INSTRUCTION_SET, ROUTER_FIELD, Changes, change
 from additions.precision import FirstHigh
 from additions.prediction import LikeliestExpert, SameAgain
 from additions.speculation import speculate
+from c_builds import LIBRARIES, STRICT, built, compiler, ran
 from commands import Command
 from parity import close, logits, put_decoded_experts, tokens
 from small_traces import EVERYTHING, decode, layer, replayed, trace_of
@@ -306,6 +312,89 @@ def test_a_batch_policy(engine: Any) -> None:
     counted = Counted(engine)
     assert serve(counted, requests, 10, together=2) == [greedy(engine, ids, 10) for ids in requests]
     assert counted.steps == 20
+
+
+# what the native kernels take
+
+ROOT = Path(__file__).parent.parent
+TREE = ["pyproject.toml", "README.md", "LICENSE"]
+COUNTS = {3: "three", 4: "four", 5: "five"}
+
+
+def changed_tree(root: Path, changes: Changes) -> Path:
+    """A copy of the sources with these changes."""
+    shutil.copytree(ROOT / "src", root / "src", ignore=shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info"))
+    for name in TREE:
+        shutil.copy(ROOT / name, root)
+    change(root, changes)
+    return root
+
+
+OTHERS = """
+#include "kernels.h"
+static int nowhere(void) { return 0; }
+const Kernels kernels_avx512bf16 = {.runs = nowhere}, kernels_avx2 = {.runs = nowhere};
+const Kernels kernels_neon = {.runs = nowhere};
+"""  # in place of the sets that take a minute to compile
+
+
+def row_of(what: str) -> str:
+    """The files that the guide's table says an addition takes."""
+    (row,) = re.findall(rf"^\| {what} \| (.*) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    return str(row)
+
+
+@pytest.mark.long
+def test_a_cpu_instruction_set(tmp_path: Path) -> None:
+    """Found by its name, it computes what every set does."""
+    root = changed_tree(tmp_path / "tree", INSTRUCTION_SET)
+    native, additions = root / "src" / "tiermoe" / "native", Path(__file__).parent / "additions"
+    shutil.copy(additions / "vectors.c", native / "isa")
+    shutil.copytree(additions / "vectors", native / "isa" / "vectors")
+    (extension,) = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    listed = {root / name for name in extension["sources"] + extension["depends"]}
+    assert listed == set(native.rglob("*.[ch]"))
+    assert COUNTS[len(INSTRUCTION_SET)] in row_of("a CPU instruction set")
+    build, program, others = [compiler("cc"), *STRICT, "-O1", f"-I{native}"], str(tmp_path / "check"), tmp_path / "o.c"
+    others.write_text(OTHERS)
+    sources = ("isa/vectors.c", "isa/generic.c", "kernels.c", "matrix.c", "team.c")
+    files = [others, *(native / name for name in sources)]
+    built([*build, str(Path(__file__).parent / "kernels_check.c"), *map(str, files), *LIBRARIES, "-o", program])
+    assert ran([program]) == ["vectors", "generic"]
+
+
+SCALED = """
+import torch
+from tiermoe.model.routers import Router, RouterRule
+
+draw = torch.Generator().manual_seed(0)
+weight, x = (torch.randn(rows, 64, generator=draw).bfloat16() for rows in (8, 5))
+scale = torch.rand(8, generator=draw).bfloat16()
+plain, scaled = Router(weight, RouterRule(3)), Router(weight, RouterRule(3), expert_scale=scale)
+assert scaled.native is not None
+weights, experts = plain.route(x)
+found, same = scaled.route(x)
+assert torch.equal(experts, same)
+assert torch.equal(found, weights * scale[experts])
+assert not torch.equal(found, weights)
+print("right")
+"""
+
+
+@pytest.mark.long
+def test_a_field_that_a_kernel_takes(tmp_path: Path) -> None:
+    compiler("cc")
+    root = changed_tree(tmp_path, ROUTER_FIELD)
+    project = root / "pyproject.toml"
+    project.write_text(project.read_text().replace('"-O3"', '"-O0"'))
+    build = "from setuptools import setup; setup()"
+    done = subprocess.run(
+        [sys.executable, "-c", build, "build_ext", "--inplace"],
+        cwd=root, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert ran([sys.executable, "-c", SCALED], PYTHONPATH=str(root / "src")) == ["right"]
+    assert COUNTS[len(ROUTER_FIELD)] in row_of("a field that a kernel takes")
 
 
 # the guide
