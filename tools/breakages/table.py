@@ -686,8 +686,8 @@ BREAKAGES = (
     ),
     Breakage(
         "computing begins before all loads are there",
-        "ExpertLoader.run_layer",
-        "together and fetch.awaited",
+        "LayerFetch.groups",
+        "together and self.awaited",
         "False",
         ("tests/test_parts.py",),
     ),
