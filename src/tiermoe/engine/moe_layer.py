@@ -105,7 +105,8 @@ class MoELayer:
             chosen = fused.chosen()
         else:
             chosen = fused.route(native, hidden)
-        self._compute_fused(fused, self._routed(chosen, None), hidden)
+        context.forecasts.at(hidden)
+        self._compute_fused(fused, scheduler.run_layer(self._routed(chosen, None), context.forecasts))
         fused.total(residual, out)
         return out
 
@@ -189,7 +190,7 @@ class MoELayer:
         asks = context.observer is not None or context.decides_by_layer or not scheduler.hits_need_no_decision
         came = None if asks else fused.resident(routed.experts)
         if came is None:
-            came = self._compute_fused(fused, routed, hidden)
+            came = self._compute_fused(fused, context.run_layer(routed, hidden))
         else:
             fused.compute(list(came))
             scheduler.all_hit(self._index, len(came), () if scheduler.settles else routed.experts)
@@ -197,10 +198,10 @@ class MoELayer:
         fused.total(None, out)
         return self._rescaled(out, index, weights, came)
 
-    def _compute_fused(self, fused: FusedLayer, routed: Routed, hidden: torch.Tensor) -> set[int]:
+    def _compute_fused(self, fused: FusedLayer, groups: Iterator[list[Ready]]) -> set[int]:
         """Computes experts as they come; returns which came."""
         came = set[int]()
-        for group in self._context.run_layer(routed, hidden):
+        for group in groups:
             experts = []
             for expert, slot, bits in group:
                 if fused.slots.get(expert) != slot:

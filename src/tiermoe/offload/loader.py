@@ -305,8 +305,10 @@ class LayerFetch:
             keys = list(self.here)
             self.here.clear()
         self._computing = keys
-        slots = self._loader.cache.slots_of(keys)
-        return [Ready(expert, slot, bits) for (_, expert, bits), slot in zip(keys, slots, strict=True)]
+        group = []
+        for (_, expert, bits), slot in zip(keys, self._loader.cache.slots_of(keys), strict=True):
+            group.append(Ready(expert, slot, bits))
+        return group
 
     def release(self) -> None:
         """What was taken last was computed: policies learn of it while loads are under way, and it may leave."""
