@@ -194,11 +194,11 @@ def as_nibbles(codes: Tensor, bits: int) -> Tensor:
 
 def of_nibbles(nibbles: Tensor, bits: int, columns_at: int) -> Tensor:
     """What `as_nibbles` joined; `columns_at`: the dimension of the columns."""
-    return (
-        nibbles
-        if bits == 4
-        else torch.stack((nibbles & 3, nibbles >> 2), columns_at + 1).flatten(columns_at, columns_at + 1)
-    )
+    if bits == 4:
+        return nibbles
+    shifts = nibbles.new_tensor([0, 2]).view(2, *(1,) * (nibbles.dim() - 1 - columns_at))
+    codes = (nibbles.unsqueeze(columns_at + 1) >> shifts).bitwise_and_(3)
+    return codes.flatten(columns_at, columns_at + 1)
 
 
 def pack_nibbles(nibbles: Tensor) -> Tensor:

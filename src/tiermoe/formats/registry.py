@@ -120,7 +120,8 @@ def encoding_named(name: str) -> Encoding:
         return fixed
     if name.startswith("int2/"):
         raise StoreError(
-            f"2 bits as {name!r} were written by an older version and are read no more; pack the model again"
+            f"2 bits as {name!r} were written by an older version and are read no more: "
+            "'tiermoe pack MODEL --bits 2 --force' packs them again"
         )
     found = re.fullmatch(r"(int[64]|u2|nl[432])/([a-z0-9-]+)/g(32|64|128|256)", name)
     if not found or not _has_group(found[1], int(found[3])):

@@ -42,22 +42,11 @@ class Int8Linear:
         return result
 
 
-class RowMajorInt2Linear:
-    """Slots of RowMajorInt2. Raises ConfigError where Triton is not installed."""
+class RowMajorLinear:
+    """Slots of RowMajorInt4 and RowMajorInt2. Raises ConfigError where Triton is not installed."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
-        self._linear = _triton().int2_linear
-
-    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
-        result: Tensor = self._linear(x, slot["codes"], slot["scale"], slot["zero"])
-        return result
-
-
-class RowMajorInt4Linear:
-    """Slots of RowMajorInt4. Raises ConfigError where Triton is not installed."""
-
-    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
-        self._linear = _triton().int4_linear
+        self._linear = _triton().int4_linear if encoding.bits == 4 else _triton().int2_linear
 
     def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
         result: Tensor = self._linear(x, slot["codes"], slot["scale"], slot["zero"])

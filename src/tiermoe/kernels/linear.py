@@ -235,8 +235,8 @@ KERNELS: dict[tuple[str, str], Callable[[Encoding, torch.dtype], LinearKernel]] 
     ("u2/rowmajor", "cpu"): DecodedLinear,
     ("plain", "cuda"): gpu.PlainLinear,
     ("int8", "cuda"): gpu.Int8Linear,
-    ("int4/rowmajor", "cuda"): gpu.RowMajorInt4Linear,
-    ("u2/rowmajor", "cuda"): gpu.RowMajorInt2Linear,
+    ("int4/rowmajor", "cuda"): gpu.RowMajorLinear,
+    ("u2/rowmajor", "cuda"): gpu.RowMajorLinear,
 }
 
 
