@@ -1,5 +1,5 @@
 /* Every instruction set's kernels that this machine runs, against plain sums in double precision: products of each coding,
- * gates, weighted sums, norms, rotary embedding, routers' logits, attention, widening; and the bytes that are packed. A token's bits do not depend on the
+ * gates, weighted sums, norms, rotary embedding, routers' logits, attention; and the bytes that are packed. A token's bits do not depend on the
  * tokens beside it. Built and run by test_native_build.py, with sanitizers and in an emulator: no Python, no torch.
  *
  * Prints a line for each set; ends with 1 where a value is wrong. */
@@ -33,14 +33,10 @@ static double weight_of(const Matrix *matrix, size_t r, size_t c) {
     const size_t block = r / BLOCK, in = r % BLOCK, j = in % 32, high = in / 32, g = c / matrix->group;
     if (matrix->coding == BF16) return from_bf16(((const bf16 *)matrix->weights)[r * COLUMNS + c]);
     if (matrix->coding == INT8) return (double)((const int8_t *)codes)[r * COLUMNS + c] * from_bf16(scales[r]);
-    if (matrix->coding == INT2) { /* group by group, eighths of its columns; the nibble of a pair, and that of its ladder */
-        const size_t width = matrix->group / 8, eighth = c % matrix->group / width, q = c % width;
-        const size_t run = (block * (COLUMNS / matrix->group) + g), byte = q * 32 + j, bytes = width * 32;
-        const unsigned pair = codes[(run * 4 + eighth % 4) * bytes + byte] >> 4 * high >> (eighth < 4 ? 0 : 2) & 3;
-        const unsigned ladder = ((const uint8_t *)matrix->ladders)[run * bytes + byte] >> 4 * high & 15;
-        const int step = (int)(ladder & 3) + 2, level = step * (int)pair + (5 - step) * (int)(ladder >> 2);
-        const bf16 *of_level = scales + 2 * (g * matrix->rows + r);
-        return (level - 8) * (double)from_bf16(of_level[0]) + from_bf16(of_level[1]);
+    if (matrix->coding == INT2) { /* two columns in a nibble */
+        const int code = codes[block * 16 * COLUMNS + c / 2 * 32 + j] >> (4 * high + c % 2 * 2) & 3;
+        const bf16 *pair = scales + 2 * (g * matrix->rows + r);
+        return (code - 2) * (double)from_bf16(pair[0]) + from_bf16(pair[1]);
     }
     if (matrix->coding == INT4) {
         const int code = codes[block * 32 * COLUMNS + c * 32 + j] >> 4 * high & 15;
@@ -90,7 +86,7 @@ static void products(const Kernels *set, Coding coding, size_t rows, size_t grou
     const size_t groups = coding == BF16 ? 0 : COLUMNS / group, runs = rows / BLOCK * groups;
     const size_t bytes = coding == INT2 ? rows * COLUMNS / 4 : rows * COLUMNS * 2;
     const size_t room = is_uneven(coding) ? runs * uneven_group_bytes(coding, group) : bytes;
-    uint8_t *ladders = malloc(rows * COLUMNS / 16), *weights = malloc(room); /* of its own size, so that reading past it is found */
+    uint8_t *weights = malloc(room); /* of its own size, so that reading past it is found */
     bf16 *scales = malloc(2 * sizeof *scales * rows * (groups ? groups : 1));
     bf16 *x = malloc(sizeof *x * TOKENS * COLUMNS), *out = calloc(TOKENS * rows, sizeof *out);
     for (size_t i = 0; i < room; i++) weights[i] = (uint8_t)bits();
@@ -99,8 +95,7 @@ static void products(const Kernels *set, Coding coding, size_t rows, size_t grou
     for (size_t run = 0; is_uneven(coding) && run < runs; run++)
         numbers((bf16 *)(weights + run * uneven_group_bytes(coding, group)), BLOCK, 0.001f);
     numbers(x, TOKENS * COLUMNS, 1);
-    for (size_t i = 0; i < rows * COLUMNS / 16; i++) ladders[i] = (uint8_t)bits();
-    const Matrix matrix = {coding, weights, scales, rows, COLUMNS, group, ladders, SCALE_FLOAT, 1, 1, 1};
+    const Matrix matrix = {coding, weights, scales, rows, COLUMNS, group, NULL, SCALE_FLOAT, 1, 1, 1};
     products_of_any_count(set, &matrix, NAMES[coding], x, out);
     for (size_t m = 0; m < TOKENS; m += 8)
         for (size_t r = 0; r < rows; r++) {
@@ -111,7 +106,7 @@ static void products(const Kernels *set, Coding coding, size_t rows, size_t grou
             }
             expect(set->name, NAMES[coding], from_bf16(out[m * rows + r]), want, size);
         }
-    free(weights), free(ladders), free(scales), free(x), free(out);
+    free(weights), free(scales), free(x), free(out);
 }
 
 static void gguf_products(const Kernels *set, Coding coding, size_t rows, size_t columns) {
@@ -153,7 +148,7 @@ static size_t scale_index(const Matrix *matrix, size_t r, size_t c) {
 
 static double scale_at(const Matrix *matrix, size_t r, size_t c) {
     const size_t at = scale_index(matrix, r, c);
-    const float *factors = matrix->ladders;
+    const float *factors = matrix->zeros_or_factors;
     switch (matrix->scale_kind) {
         case SCALE_FLOAT: return ((const float *)matrix->scales)[at];
         case SCALE_BF16: return from_bf16(((const bf16 *)matrix->scales)[at]);
@@ -168,7 +163,7 @@ static double code_at(const Matrix *matrix, size_t r, size_t c) {
     const uint8_t *codes = matrix->weights;
     if (matrix->coding == E4M3) return e4m3(codes[r * matrix->columns + c]);
     const int nibble = nibble_at(codes + (r * matrix->columns + c) / 2, c % 2);
-    if (matrix->coding == U4) return nibble - ((const uint8_t *)matrix->ladders)[scale_index(matrix, r, c)];
+    if (matrix->coding == U4) return nibble - ((const uint8_t *)matrix->zeros_or_factors)[scale_index(matrix, r, c)];
     return matrix->coding == S4 ? nibble - 8 : FP4[nibble];
 }
 
@@ -399,58 +394,40 @@ static void prompts(const Kernels *set, int coded) {
     free(workspace);
 }
 
-static void widening(const Kernels *set) {
-    enum { COUNT = 3, RUN = 70 };
-    uint8_t pairs[COUNT * 4 * RUN], ladders[COUNT * RUN], codes[COUNT * 8 * RUN];
-    for (size_t i = 0; i < sizeof pairs; i++) pairs[i] = (uint8_t)bits();
-    for (size_t i = 0; i < sizeof ladders; i++) ladders[i] = (uint8_t)(bits() % 4 * 4 + bits() % 4) * 0x11;
-    set->widen(pairs, ladders, COUNT, RUN, codes);
-    for (size_t n = 0; n < COUNT; n++)
-        for (size_t i = 0; i < 8; i++)
-            for (size_t r = 0; r < RUN; r++) {
-                const unsigned ladder = ladders[n * RUN + r] & 15, step = (ladder & 3) + 2, place = ladder >> 2;
-                const unsigned pair = pairs[(n * 4 + i % 4) * RUN + r] >> (i < 4 ? 0 : 2), base = (5 - step) * place;
-                const unsigned want = (step * (pair & 3) + base) | (step * (pair >> 4 & 3) + base) << 4;
-                expect(set->name, "widening", codes[(n * 8 + i) * RUN + r], want, 0);
-            }
-}
-
 extern const Kernels kernels_generic;
 
 /* What is packed has the bytes that plain C gives it. */
 static void packing(const Kernels *set, Coding coding, size_t rows, size_t group, int wide) {
     enum { COUNT = 13, WIDE = 320 };
-    static const Ladder ladders[] = {{2, 0}, {2, 3}, {3, 1}, {4, 2}, {5, 0}};
     static const double thresholds[COUNT] = {1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9};
     const Kernels *const both[] = {set, &kernels_generic};
     const size_t groups = coding == INT8 ? 1 : WIDE / group, blocks = (rows + BLOCK - 1) / BLOCK, count = rows * WIDE;
     const size_t coded = coding == INT8 ? count : coding == INT6 ? count * 3 / 4 : coding == INT4 ? count / 2 : count / 4;
     float *weights = malloc(count * sizeof *weights), *scales[2], *zeros[2];
     bf16 *narrow = malloc(count * sizeof *narrow);
-    uint8_t *codes[2], *chosen[2], *solved[2];
+    uint8_t *codes[2], *solved[2];
     double squares[2][4] = {{0}};
     for (size_t i = 0; i < count; i++) weights[i] = 0.1f * number(), narrow[i] = to_bf16(weights[i]);
     for (size_t i = 0; i < group; i++) weights[i] = 0.25f, narrow[i] = to_bf16(0.25f);
     for (int k = 0; k < 2; k++) {
         const Weights from = {wide ? (const void *)weights : (const void *)narrow, rows, WIDE, wide};
         scales[k] = malloc(rows * groups * sizeof *scales[k]), zeros[k] = malloc(rows * groups * sizeof *zeros[k]);
-        codes[k] = malloc(coded), chosen[k] = calloc(count / 16, 1), solved[k] = malloc(count);
+        codes[k] = malloc(coded), solved[k] = malloc(count);
         if (coding == INT4 || coding == INT2) {
-            const Hqq hqq = {from, group, rows, 15, thresholds, COUNT, solved[k], scales[k], zeros[k], NULL};
+            const Hqq hqq = {from, group, rows, coding == INT4 ? 15 : 3, thresholds, COUNT, solved[k], scales[k], zeros[k], NULL};
             if (!both[k]->hqq(&hqq, 0)) wrong++, printf("%s: not solved\n", set->name);
-            for (size_t i = 0; i < rows * groups; i++) zeros[k][i] += 8 * scales[k][i];
+            for (size_t i = 0; i < rows * groups; i++) zeros[k][i] += (float)middle_code(coding) * scales[k][i];
             if (k && memcmp(solved[0], solved[1], count)) wrong++, printf("%s: other codes of HQQ\n", set->name);
         }
         for (size_t r = 0; coding == INT8 && r < rows; r++) scales[k][r] = 0.002f;
-        const Codes job = {coding, from, coding == INT8 ? WIDE : group, wide, scales[k], zeros[k], codes[k], chosen[k],
-                           ladders, sizeof ladders / sizeof *ladders, 30, squares[k]};
+        const Codes job = {coding, from, coding == INT8 ? WIDE : group, wide, scales[k], zeros[k], codes[k], squares[k]};
         for (size_t b = 0; b < blocks; b++) both[k]->encode(&job, b);
     }
-    if (memcmp(codes[0], codes[1], coded) || memcmp(chosen[0], chosen[1], count / 16) || memcmp(squares[0], squares[1], sizeof *squares) ||
+    if (memcmp(codes[0], codes[1], coded) || memcmp(squares[0], squares[1], sizeof *squares) ||
         memcmp(scales[0], scales[1], rows * groups * sizeof **scales))
         wrong++, printf("%s: coding %d packed in groups of %zu is not what plain C packs\n", set->name, coding, group);
     if (!(squares[0][0] >= 0 && squares[0][0] < 0.2 * squares[0][1])) wrong++, printf("%s: coding %d is far off\n", set->name, coding);
-    for (int k = 0; k < 2; k++) free(scales[k]), free(zeros[k]), free(codes[k]), free(chosen[k]), free(solved[k]);
+    for (int k = 0; k < 2; k++) free(scales[k]), free(zeros[k]), free(codes[k]), free(solved[k]);
     free(weights), free(narrow);
 }
 
@@ -475,7 +452,7 @@ int main(void) {
                 published_products(*set, coding, kind, 9, 32, 128, 128);
                 if (coding == E2M1) published_products(*set, coding, kind, BLOCK + 4, 544, 1, 16);
             }
-        gates(*set), rows(*set), deltas(*set), attention(*set), prompts(*set, 0), prompts(*set, 1), widening(*set);
+        gates(*set), rows(*set), deltas(*set), attention(*set), prompts(*set, 0), prompts(*set, 1);
         for (int wide = 0; wide < 2; wide++) {
             for (size_t group = 32; group <= 64; group *= 2) {
                 packing(*set, INT6, BLOCK, group, wide), packing(*set, INT4, BLOCK + 16, group, wide);

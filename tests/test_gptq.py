@@ -16,7 +16,6 @@ from tiermoe.formats.gptq import (
     NonUniformLevels,
     Place,
     Solved,
-    SubsetLevels,
     UniformLevels,
     change,
     levels_of,
@@ -46,14 +45,14 @@ def some_weight(rows: int, columns: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(BF16)
 
 
-def textbook(weight: torch.Tensor, moments: torch.Tensor, place: Place) -> torch.Tensor:
+def textbook(bits: int, weight: torch.Tensor, moments: torch.Tensor, place: Place) -> torch.Tensor:
     """Levels by the loop of Optimal Brain Quantization in the columns' order: the inverse itself, float64, from which
     a column is eliminated once it is rounded."""
     rest, inverse = weight.double().clone(), torch.linalg.inv(moments.double())
     scale, zero = place.scale.double(), place.zero.double()
-    levels = torch.empty_like(rest)
+    levels, middle = torch.empty_like(rest), 2 ** (bits - 1)
     for column in range(rest.shape[1]):
-        levels[:, column] = ((rest[:, column] - zero) / scale).round().clamp(-8, 7)
+        levels[:, column] = ((rest[:, column] - zero) / scale).round().clamp(-middle, middle - 1)
         error = rest[:, column] - (levels[:, column] * scale + zero)
         rest -= torch.outer(error / inverse[column, column], inverse[column])
         inverse = inverse - torch.outer(inverse[:, column], inverse[column]) / inverse[column, column]
@@ -61,26 +60,24 @@ def textbook(weight: torch.Tensor, moments: torch.Tensor, place: Place) -> torch
     return levels.float()
 
 
-class InTheirOrder(UniformLevels):
-    def order(self, moments: torch.Tensor) -> torch.Tensor:
-        return torch.arange(len(moments))
-
-
-def test_codes_are_those_of_the_textbook(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bits", [4, 2])
+def test_codes_are_those_of_the_textbook(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gptq, "ROUNDS", 0)
     weight, moments = some_weight(48, 64).float(), some_moments(64)
-    found = solve(weight, moments, InTheirOrder(64, BF16))
+    falling = moments.diagonal().argsort(descending=True)  # the order in which columns are treated
+    moments = moments[falling][:, falling]
+    found = solve(weight, moments, UniformLevels(bits, 64, BF16))
     damped = moments + torch.eye(64) * gptq.DAMPING * moments.diagonal().mean()
-    levels = textbook(weight, damped, Place(found.scale[:, 0], found.zero[:, 0]))
+    levels = textbook(bits, weight, damped, Place(found.scale[:, 0], found.zero[:, 0]))
     assert torch.equal(found.values, levels * found.scale + found.zero)
 
 
 def test_rows_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are worked through apart, the last ones fewer, get what they get together."""
     weight, moments = some_weight(40, 64).float(), some_moments(64)
-    whole = solve(weight, moments, UniformLevels(32, BF16))
+    whole = solve(weight, moments, UniformLevels(4, 32, BF16))
     monkeypatch.setattr(gptq, "ROWS_TOGETHER", 16)
-    parts = solve(weight, moments, UniformLevels(32, BF16))
+    parts = solve(weight, moments, UniformLevels(4, 32, BF16))
     for mine, its in zip(parts, whole, strict=True):
         assert float((mine == its).float().mean()) > 0.98  # products of other shapes round otherwise
         torch.testing.assert_close(mine, its, rtol=0.2, atol=0.05)
@@ -90,7 +87,7 @@ def test_no_single_code_can_be_better(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the scales that were found every other level of every column changes more: rounds enough to settle."""
     monkeypatch.setattr(gptq, "ROUNDS", 12)
     weight, moments = some_weight(4, 32).float(), some_moments(32)
-    found = solve(weight, moments, UniformLevels(32, BF16))
+    found = solve(weight, moments, UniformLevels(4, 32, BF16))
     damped = moments + torch.eye(32) * gptq.DAMPING * moments.diagonal().mean()
     for row, column in itertools.product(range(4), range(32)):
         least = change(weight, found.values, damped)
@@ -103,7 +100,7 @@ def test_no_single_code_can_be_better(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_as_good_as_trying_all() -> None:
     """Four columns, 16 ** 4 codes: with the scales that were found no others are much better."""
     weight, moments = some_weight(6, 4).float(), some_moments(4)
-    found = solve(weight, moments, UniformLevels(4, BF16))
+    found = solve(weight, moments, UniformLevels(4, 4, BF16))
     all_levels = torch.tensor(list(itertools.product(range(-8, 8), repeat=4)), dtype=torch.float32)
     for row in range(6):
         apart = all_levels * found.scale[row] + found.zero[row] - weight[row]
@@ -126,8 +123,8 @@ def test_outputs_change_less_than_by_rounding(encoding: Encoding) -> None:
 @pytest.mark.parametrize(
     "levels",
     [
-        UniformLevels(32, BF16),
-        SubsetLevels(64, BF16),
+        UniformLevels(4, 32, BF16),
+        UniformLevels(2, 64, BF16),
         NonUniformLevels(4, 32),
         NonUniformLevels(3, 64),
         NonUniformLevels(2, 64),
@@ -166,7 +163,7 @@ def test_inputs_that_are_always_0_do_no_harm(columns: int) -> None:
     moments = some_moments(columns)
     moments[5] = moments[:, 5] = 0
     for its in (moments, torch.zeros(columns, columns)):
-        found = solve(some_weight(16, columns), its, UniformLevels(64, BF16))
+        found = solve(some_weight(16, columns), its, UniformLevels(4, 64, BF16))
         assert torch.isfinite(found.values).all()
         assert float((found.values - some_weight(16, columns).float()).abs().max()) < 1
 
@@ -175,6 +172,6 @@ def test_infinite_values_are_refused() -> None:
     weight = some_weight(16, 64)
     weight[2, 3] = torch.inf
     with pytest.raises(PackError, match="infinite or undefined"):
-        solve(weight, some_moments(64), UniformLevels(64, BF16))
+        solve(weight, some_moments(64), UniformLevels(4, 64, BF16))
     with pytest.raises(PackError, match="infinite or undefined"):
-        solve(some_weight(16, 64), torch.full((64, 64), torch.nan), UniformLevels(64, BF16))
+        solve(some_weight(16, 64), torch.full((64, 64), torch.nan), UniformLevels(4, 64, BF16))

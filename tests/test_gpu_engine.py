@@ -76,7 +76,7 @@ def test_every_expert_is_read_once_where_main_memory_holds_all(
     assert link.bytes_read == link.host.misses * loaded.tiermoe.plan.slot_bytes
 
 
-@pytest.mark.parametrize(("bits", "kind"), [(4, "int4/rowmajor/"), (2, "int2/rowmajor/")])
+@pytest.mark.parametrize(("bits", "kind"), [(4, "int4/rowmajor/"), (2, "u2/rowmajor/")])
 def test_equals_the_decoded_weights(
     bits: int, kind: str, gpu_model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]
 ) -> None:

@@ -20,7 +20,6 @@ from native_experts import checkpoint, expert_format, expert_views, packed, toke
 from small_engines import OnRoute, logits_of_steps
 from tiermoe import native
 from tiermoe.formats.encoding import Encoding
-from tiermoe.formats.int2 import widen
 from tiermoe.kernels.experts import FusedExperts, UnfusedExperts, expert_kernel, weighted_sum
 from tiermoe.kernels.gates import silu_gate
 from tiermoe.kernels.linear import linear
@@ -113,19 +112,6 @@ def test_threads_that_slept_come_back(one_thread: None) -> None:
     for pause in (0.0, 0.001, 0.01, 0.05):
         time.sleep(pause)
         assert torch.equal(product(x, encoding, fields, 256), want)
-
-
-@settings(max_examples=40, deadline=None)
-@given(count=st.integers(1, 4), run=st.integers(1, 200), seed=st.integers(0, 1000))
-def test_widening_gives_numpys_codes(count: int, run: int, seed: int) -> None:
-    random = torch.Generator().manual_seed(seed)
-    pairs, ladders = (torch.randint(0, 256, (count, rows, run), generator=random).byte() for rows in (4, 1))
-    targets = [torch.full((count + 1, 8, run), 77, dtype=torch.uint8) for _ in range(2)]
-    widen(pairs, ladders, targets[0][:count])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tiermoe.formats.int2.native.available", lambda: False)
-        widen(pairs, ladders, targets[1][:count])
-    assert torch.equal(*targets)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 70])

@@ -65,7 +65,7 @@ def in_torch(
         return encode_matrix.encode_rows(encoding, QUANTIZERS[quantizer], weight, dtype)
 
 
-ENCODINGS = ["int8", *[f"int{bits}/{{}}/g{group}" for bits in (4, 2) for group in (32, 64, 128, 256)]]
+ENCODINGS = ["int8", *[f"{kind}/{{}}/g{group}" for kind in ("int4", "u2") for group in (32, 64, 128, 256)]]
 # whole blocks of 64 rows and a rest; several blocks that torch solves together, and stripes that it sums in two ways
 SHAPES = [(64, 256), (80, 2816), (16, 768)]
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermoe import native
-from tiermoe.formats import int6
+from tiermoe.formats import int4, int6
 from tiermoe.formats.encoding import Encoding
 from tiermoe.formats.int2 import Int2
-from tiermoe.formats.int4 import CPU_LAYOUT, Int4
+from tiermoe.formats.int4 import CPU_LAYOUT, Int4, as_nibbles
 from tiermoe.formats.int6 import Int6
 from tiermoe.formats.int8 import Int8
 from tiermoe.formats.nonuniform import LEVELS, NonUniform
@@ -54,7 +54,7 @@ def random(rows: int, columns: int, seed: int) -> torch.Tensor:
 def encoded(encoding: Encoding, out: int, in_: int, seed: int = 0) -> tuple[MatrixForm, dict[str, torch.Tensor]]:
     form = matrix_form(encoding, out, in_, torch.bfloat16)
     assert form is not None
-    quantizer = QUANTIZERS["hqq" if encoding.bits == 2 else "linear"]  # of linear, 2 bits have one ladder
+    quantizer = QUANTIZERS["hqq" if encoding.bits == 2 else "linear"]  # of linear, 2 bits have three of four codes
     return form, encoding.encode(random(out, in_, seed) * 0.05, quantizer, torch.bfloat16)
 
 
@@ -112,7 +112,7 @@ def test_a_product_is_the_decoded_weights_rounded_once(
     seed=st.integers(0, 100),
 )
 def test_a_product_of_blocks_is_the_decoded_weights_rounded_once(
-    encoding: Int2 | Int4 | Int6 | NonUniform, blocks: int, groups: int, count: int, seed: int
+    encoding: Int4 | Int6 | NonUniform, blocks: int, groups: int, count: int, seed: int
 ) -> None:
     group = encoding.group
     form, fields = encoded(encoding, 64 * blocks, group * groups, seed)
@@ -151,15 +151,21 @@ def test_every_level_of_uneven_bits(bits: int) -> None:
     assert torch.equal(torch.cat([linear(one[None], form, fields) for one in x]), want.t().bfloat16())
 
 
-def test_2_bits_have_the_products_of_the_4_bits_that_they_widen_to() -> None:
-    encoding = ENCODINGS["2 bits"]
-    assert isinstance(encoding, Int2)
-    form, fields = encoded(encoding, 192, 256)
-    in_4 = matrix_form(encoding.widened, 192, 256, torch.bfloat16)
-    assert in_4 is not None
-    x = random(30, 256, 1)
-    for count in (1, 3, 30):
-        assert torch.equal(linear(x[:count], form, fields), linear(x[:count], in_4, encoding.widen_codes(fields)))
+@pytest.mark.parametrize("kind", [Int4, Int2])
+def test_every_code_of_4_and_2_bits(kind: type[Int4]) -> None:
+    """One token takes one column, in every place that a code can have, under scales and zeros of both signs."""
+    encoding = kind(CPU_LAYOUT, 32)
+    codes = torch.stack([torch.arange(64).roll(shift) for shift in range(64)]) % (1 << encoding.bits)
+    pairs = torch.linspace(-2, 2, 256).bfloat16().view(2, 64, 2)  # (G, N, 2)
+    nibbles = as_nibbles(codes.to(torch.uint8), encoding.bits)
+    fields = {"codes": int4.pack(nibbles), "scales_and_zeros": pairs}
+    form = matrix_form(encoding, 64, 64, torch.bfloat16)
+    assert form is not None
+    scale, zero = (part.t().float().repeat_interleave(32, 1) for part in pairs.unbind(-1))
+    want = ((codes - (1 << encoding.bits - 1)) * scale + zero).t().bfloat16()
+    x = torch.eye(64).bfloat16()
+    assert torch.equal(linear(x, form, fields), want)
+    assert torch.equal(torch.cat([linear(one[None], form, fields) for one in x]), want)
 
 
 def test_every_code_of_8_bits() -> None:
@@ -210,7 +216,7 @@ def test_what_is_no_token_of_the_matrix_is_refused(bits: str) -> None:
         ("8 bits", 96),
         ("16 bits", 48),
         ("8 bits", 1 << 16),
-        ("2 bits", 1 << 16),
+        ("2 bits", 96),
     ],
 )
 def test_widths_that_the_kernels_do_not_take(bits: str, in_: int) -> None:

@@ -188,14 +188,14 @@ def test_without_native_kernels_blocks_are_decoded_and_multiplied(
         (3, 64, 128, ROW_MAJOR, "int8"),
         (2, 64, 128, CPU_LAYOUT, "nl2/{}/g64"),
         (2, 64, 96, CPU_LAYOUT, "nl2/{}/g32"),
-        (2, 80, 128, CPU_LAYOUT, "int2/{}/g64"),
-        (2, 64, 128, ROW_MAJOR, "int2/rowmajor/g64"),
+        (2, 80, 128, CPU_LAYOUT, "u2/{}/g64"),
+        (2, 64, 128, ROW_MAJOR, "u2/rowmajor/g64"),
     ],
 )
 def test_what_is_not_taken_is_made_by_hqq_or_has_8_bits(bits: int, out: int, in_: int, layout: str, name: str) -> None:
     encoding = encoding_for(bits, out, in_, torch.bfloat16, layout, "nonlinear")
     assert encoding.name == name.format(layout)
-    if encoding.name.startswith(("int4", "int2")):
+    if encoding.name.startswith(("int4", "u2")):
         weight = random(out, in_)
         made, hqq = (encoding.encode(weight, QUANTIZERS[each], torch.bfloat16) for each in ("nonlinear", "hqq"))
         assert all(torch.equal(made[field], hqq[field]) for field in hqq)

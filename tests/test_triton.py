@@ -69,7 +69,7 @@ def test_kernels_compile_for_gpus_without_atomics(capabilities: list[str], kerne
     assert output.count("compiled") == kernels
 
 
-@pytest.mark.parametrize("encoding", ["int8", "int4/rowmajor/g64", "int2/rowmajor/g64"])
+@pytest.mark.parametrize("encoding", ["int8", "int4/rowmajor/g64", "u2/rowmajor/g64"])
 def test_missing_triton_is_named(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real_import = builtins.__import__
 
@@ -86,6 +86,6 @@ def test_missing_triton_is_named(encoding: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_order_of_a_cpu_is_refused_on_a_gpu() -> None:
-    for name in ("int4/cpu-avx512/g64", "int2/cpu-avx512/g64"):
+    for name in ("int4/cpu-avx512/g64", "u2/cpu-avx512/g64"):
         with pytest.raises(ConfigError, match=f"no kernel for '{name}' on 'cuda'"):
             linear_for(name, "cuda", torch.bfloat16)

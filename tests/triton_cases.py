@@ -85,11 +85,10 @@ def test_agrees_with_decoded_weights(bits, quantizer, dtype, shape):
 
 @pytest.mark.parametrize("group", [32, 64, 128, 256])
 @pytest.mark.parametrize("k", [256, 768])
-def test_2_bits_have_any_code_on_any_ladder(k, group):
+def test_2_bits_have_any_code(k, group):
     encoding, made = RowMajorInt2(group), torch.Generator().manual_seed(group)
     slot = encoding.encode(torch.randn(9, k, generator=made), QUANTIZERS["linear"], torch.float32)
-    for name in ("codes", "ladders"):
-        slot[name].random_(0, 256, generator=made)
+    slot["codes"].random_(0, 256, generator=made)
     slot = {name: field.to(DEVICE) for name, field in slot.items()}
     for m in (1, 3, 40):
         check(encoding, slot, tokens(m, k, torch.float32), 9, k)

@@ -24,8 +24,8 @@ def compiled(kernel, capability: int, dtype: str, bits: int, group: int, shared:
     block = triton_kernels.blocks(40 if kernel is TILED else 1, n, k)
     sizes = {"BITS": bits, "GROUP": group, "BM": block.tokens, "BN": block.rows, "BK": block.columns}
     sizes |= {"TYPE": TYPES[dtype], "SHARED": shared}
-    numbers = dict.fromkeys(("M", "N", "K", "codes_at", "ladders_at", "scale_at", "zero_at"), "i32")
-    types = {"codes": "*i8" if bits == 8 else "*u8", "ladders": "*u8", "slots": "*i64", **numbers}
+    numbers = dict.fromkeys(("M", "N", "K", "codes_at", "scale_at", "zero_at"), "i32")
+    types = {"codes": "*i8" if bits == 8 else "*u8", "slots": "*i64", **numbers}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in sizes else types.get(name, f"*{dtype}") for name in names}
     constants = {(names.index(name),): size for name, size in sizes.items() if name in names}

@@ -19,7 +19,7 @@ from tiermoe.types import MoeLayer, Part
 from triton_device import DEVICE, DTYPES, TOLERANCE, tokens
 
 SLOTS = 9
-KINDS = ("int4/rowmajor/g32", "int4/rowmajor/g64", "int4/rowmajor/g128", "int2/rowmajor/g64", "int8")
+KINDS = ("int4/rowmajor/g32", "int4/rowmajor/g64", "int4/rowmajor/g128", "u2/rowmajor/g64", "int8")
 
 
 def expert_format(kinds: tuple[str | None, str | None], dtype: torch.dtype, *parts: Part) -> ExpertFormat:

@@ -17,11 +17,11 @@ from torch import Tensor
 from tiermoe import native
 from tiermoe.formats import int6
 from tiermoe.formats.encoding import Encoding, Field
-from tiermoe.formats.int2 import Int2, rows_chosen_together
+from tiermoe.formats.int2 import Int2
 from tiermoe.formats.int4 import Int4
 from tiermoe.formats.int6 import Int6
 from tiermoe.formats.int8 import Int8
-from tiermoe.formats.quantizers import LinearQuantizer, Quantizer, int4_parameters, require_finite
+from tiermoe.formats.quantizers import LinearQuantizer, Quantizer, require_finite, uniform_parameters
 from tiermoe.formats.scratch import scratch
 from tiermoe.native import Coding
 
@@ -179,37 +179,19 @@ def _encode_int6(encoding: Int6, quantizer: Quantizer, weight: Tensor, dtype: to
     return {"codes": codes, "scales": int6.by_block(scale.to(dtype))}, squares
 
 
-def _encode_int4(encoding: Int4, quantizer: Quantizer, weight: Tensor, dtype: torch.dtype) -> Encoded:
+def _encode_uniform(encoding: Int4, quantizer: Quantizer, weight: Tensor, dtype: torch.dtype) -> Encoded:
     rows, columns = weight.shape
-    scale, zero = int4_parameters(weight, quantizer, encoding.group, dtype)
-    codes = scratch.take("packed codes", (rows, columns // 2), torch.uint8)
-    squares = native.encode(Coding.INT4, weight, encoding.group, dtype, scale.float(), zero.float(), codes)
-    return {"codes": codes, "scales_and_zeros": _scale_pairs(scale, zero)}, squares
-
-
-def _encode_int2(encoding: Int2, quantizer: Quantizer, weight: Tensor, dtype: torch.dtype) -> Encoded:
-    rows, columns = weight.shape
-    grid = quantizer.grid(weight, encoding.group)
-    scale, zero = grid.scale.to(dtype), grid.zero.to(dtype)
-    codes = scratch.take("packed codes", (rows, columns // 4), torch.uint8)
-    chosen = scratch.take("packed subsets", (rows, columns // 16), torch.uint8)
-    subsets = bytes(number for subset in grid.subsets for number in subset)
-    squares = native.encode(
-        Coding.INT2, weight, encoding.group, dtype, scale.float(), zero.float(), codes, chosen, subsets,
-        rows_chosen_together(columns),
-    )  # fmt: skip
-    return {"codes": codes, "ladders": chosen, "scales_and_zeros": _scale_pairs(scale, zero)}, squares
-
-
-def _scale_pairs(scale: Tensor, zero: Tensor) -> Tensor:
-    """Scales and zeros (N, G) as `Int4` stores them."""
-    return torch.stack((scale.t(), zero.t()), dim=-1).contiguous()
+    scale, zero = uniform_parameters(weight, quantizer, encoding.bits, encoding.group, dtype)
+    codes = scratch.take("packed codes", (rows, columns * encoding.bits // 8), torch.uint8)
+    coding = Coding[f"INT{encoding.bits}"]
+    squares = native.encode(coding, weight, encoding.group, dtype, scale.float(), zero.float(), codes)
+    return {"codes": codes, "scales_and_zeros": torch.stack((scale.t(), zero.t()), dim=-1).contiguous()}, squares
 
 
 _NATIVE: Mapping[type, Callable[[Any, Quantizer, Tensor, torch.dtype], Encoded]] = {
     Int8: _encode_int8,
     Int6: _encode_int6,
-    Int4: _encode_int4,
-    Int2: _encode_int2,
+    Int4: _encode_uniform,
+    Int2: _encode_uniform,
 }
 """Encodings whose rows the native kernels encode."""

@@ -13,7 +13,7 @@ lower the change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,10 +22,8 @@ from torch import Tensor
 from tiermoe.errors import PackError
 from tiermoe.formats import nonuniform
 from tiermoe.formats.encoding import Encoding
-from tiermoe.formats.int2 import STRIPE, Int2, RowMajorInt2
 from tiermoe.formats.int4 import Int4, RowMajorInt4
 from tiermoe.formats.nonuniform import NonUniform
-from tiermoe.formats.quantizers import LEVEL_SUBSETS, Grid
 
 DAMPING = 0.05  # of the mean second moment, added to each
 ROUNDS = 2  # of least squares and new codes
@@ -49,25 +47,14 @@ class Levels(Protocol):
     """The possible values of a weight: level * scale + zero, with scale and zero in `dtype`."""
 
     group: int
-    span: int  # columns, in the order in which they are treated, that choose among the levels together
     zeros: bool  # whether zeros may differ from 0
     dtype: torch.dtype
-
-    def order(self, moments: Tensor) -> Tensor:
-        """The columns in the order in which they are treated, given their second moments (K)."""
 
     def candidates(self, block: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Scales and zeros (N) to try for a group (N, group)."""
 
-    def chosen(self, block: Tensor, place: Place, factor: Tensor) -> Nearest:
-        """How a span's columns (N, span) are rounded. factor: the span's part of the Cholesky factor."""
-
     def nearest(self, units: Tensor) -> Tensor:
-        """The level nearest to each of `units`, before anything is chosen."""
-
-
-Nearest = Callable[[Tensor], Tensor]
-"""The level nearest to each of (N) values in units of the scale from the zero."""
+        """The level nearest to each of `units`, values in units of the scale from the zero."""
 
 
 class Place(NamedTuple):
@@ -86,54 +73,23 @@ class Place(NamedTuple):
 
 
 class UniformLevels:
-    """The 16 levels of 4 bits: -8 … 7."""
+    """The levels of 4 or 2 bits: -8 … 7, -2 … 1."""
 
     zeros = True
 
-    def __init__(self, group: int, dtype: torch.dtype) -> None:
+    def __init__(self, bits: int, group: int, dtype: torch.dtype) -> None:
         self.group, self.dtype = group, dtype
-        self.span = group
-
-    def order(self, moments: Tensor) -> Tensor:
-        return _by_moment(torch.arange(len(moments)).view(-1, self.group, 1), moments)
+        self._middle = 1 << bits - 1
 
     def candidates(self, block: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         low, high = block.aminmax(dim=1)
         for first in SHRINKS:
             for last in SHRINKS:
-                scale = (last * high - first * low) / 15
-                yield scale, first * low + 8 * scale
-
-    def chosen(self, block: Tensor, place: Place, factor: Tensor) -> Nearest:
-        return self.nearest
+                scale = (last * high - first * low) / (2 * self._middle - 1)
+                yield scale, first * low + self._middle * scale
 
     def nearest(self, units: Tensor) -> Tensor:
-        return units.round().clamp_(-8, 7)
-
-
-class SubsetLevels(UniformLevels):
-    """The levels of 2 bits: four of the 16 for each stripe of 8 columns (`formats.int2`)."""
-
-    def __init__(self, group: int, dtype: torch.dtype) -> None:
-        super().__init__(group, dtype)
-        self.span = STRIPE
-
-    def order(self, moments: Tensor) -> Tensor:
-        stripes = torch.arange(len(moments)).view(-1, STRIPE, self.group // STRIPE).transpose(1, 2)
-        return _by_moment(stripes, moments)
-
-    def chosen(self, block: Tensor, place: Place, factor: Tensor) -> Nearest:
-        """Within the subset in which the columns, rounded one after the other, change least."""
-        least = torch.full_like(block[:, 0], torch.inf)
-        step, offset = torch.empty_like(least), torch.empty_like(least)
-        for subset in LEVEL_SUBSETS:
-            _, errors = _rounded(block, place, factor, _within_subset(subset.step, subset.offset))
-            change = errors.square_().sum(1)
-            better = change < least
-            least = torch.where(better, change, least)
-            step.masked_fill_(better, subset.step)
-            offset.masked_fill_(better, subset.offset)
-        return _within_subset(step, offset)
+        return units.round().clamp_(-self._middle, self._middle - 1)
 
 
 class NonUniformLevels:
@@ -142,22 +98,16 @@ class NonUniformLevels:
     zeros = False
 
     def __init__(self, bits: int, group: int) -> None:
-        self.group = self.span = group
+        self.group = group
         self.dtype = torch.bfloat16
         self._levels = torch.tensor(nonuniform.LEVELS[bits], dtype=torch.float32)
         self._between = (self._levels[1:] + self._levels[:-1]) / 2
         self._candidates = nonuniform.candidates(bits)
 
-    def order(self, moments: Tensor) -> Tensor:
-        return _by_moment(torch.arange(len(moments)).view(-1, self.group, 1), moments)
-
     def candidates(self, block: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         largest = block.abs().amax(1)
         for candidate in self._candidates:
             yield largest * candidate, torch.zeros_like(largest)
-
-    def chosen(self, block: Tensor, place: Place, factor: Tensor) -> Nearest:
-        return self.nearest
 
     def nearest(self, units: Tensor) -> Tensor:
         return self._levels[torch.bucketize(units, self._between)]
@@ -169,7 +119,7 @@ def solve(weight: Tensor, moments: Tensor, levels: Levels) -> Solution:
     float32. PackError where either has infinite or undefined values."""
     if not (bool(torch.isfinite(weight).all()) and bool(torch.isfinite(moments).all())):
         raise PackError("a weight matrix, or what it gets as inputs, holds infinite or undefined values")
-    order = levels.order(moments.diagonal())
+    order = _by_moment(levels.group, moments.diagonal())
     damped = _damped(moments[order][:, order])
     factor = _inverse_factor(damped)
     rows, columns = weight.shape
@@ -205,13 +155,13 @@ def change(weight: Tensor, values: Tensor, moments: Tensor) -> float:
     return float(((apart @ moments) * apart).sum(dtype=torch.float64))
 
 
-def _by_moment(spans: Tensor, moments: Tensor) -> Tensor:
-    """Columns (groups, ·, ·) one after the other: groups by falling sum of moments, so in a group, so in a span."""
-    for dim in (2, 1):
-        sums = moments[spans].flatten(dim + 1).sum(-1) if dim < 2 else moments[spans]
-        places = sums.argsort(dim=dim, descending=True, stable=True)
-        spans = spans.gather(dim, places if dim == 2 else places[..., None].expand_as(spans))
-    return spans[moments[spans].sum((1, 2)).argsort(descending=True, stable=True)].flatten()
+def _by_moment(group: int, moments: Tensor) -> Tensor:
+    """The columns in the order in which they are treated, given their second moments (K): groups by falling sum, the
+    columns of a group by falling moment."""
+    grouped = moments.view(-1, group)
+    columns = grouped.argsort(dim=1, descending=True, stable=True)
+    groups = grouped.gather(1, columns).sum(1).argsort(descending=True, stable=True)
+    return (columns[groups] + groups[:, None] * group).flatten()
 
 
 def _damped(moments: Tensor) -> Tensor:
@@ -228,20 +178,13 @@ def _inverse_factor(moments: Tensor) -> Tensor:
     return upper
 
 
-def _within_subset(step: Tensor | int, offset: Tensor | int) -> Nearest:
-    def nearest(units: Tensor) -> Tensor:
-        return ((units + 8 - offset) / step).round_().clamp_(0, 3) * step + (offset - 8)
-
-    return nearest
-
-
-def _rounded(block: Tensor, place: Place, factor: Tensor, nearest: Nearest) -> tuple[Tensor, Tensor]:
-    """Levels of columns (N, ·) of one group that are rounded one after the other, and the errors that they hand on,
-    both (N, ·); factor (·, ·): theirs."""
+def _rounded(block: Tensor, place: Place, factor: Tensor, kind: Levels) -> tuple[Tensor, Tensor]:
+    """Levels of the columns (N, group) of a group that are rounded one after the other, and the errors that they hand
+    on, both (N, group); factor (group, group): the group's part of the Cholesky factor."""
     rest = block.t().contiguous()  # a column is then one run
     levels, errors = torch.empty_like(rest), torch.empty_like(rest)
     for column in range(len(rest)):
-        levels[column] = nearest(place.units(rest[column]))
+        levels[column] = kind.nearest(place.units(rest[column]))
         torch.sub(rest[column], place.values(levels[column]), out=errors[column]).div_(factor[column, column])
         rest[column + 1 :].addr_(factor[column, column + 1 :], errors[column], alpha=-1)
     return levels.t(), errors.t()
@@ -255,7 +198,6 @@ class _Codes:
         self._kind = levels
         self.levels = torch.empty(rows, columns)
         self.scale, self.zero = torch.empty(2, rows, columns // levels.group)
-        self.nearest: list[Nearest] = []  # of each span
 
     def place(self, group: int) -> Place:
         return Place(self.scale[:, group], self.zero[:, group])
@@ -286,7 +228,7 @@ class _Codes:
             for column in range(kind.group):
                 at = begin + column
                 target[column].sub_(own[column] / moments[at, at])
-                level = self.nearest[at // kind.span](place.units(target[column]))
+                level = kind.nearest(place.units(target[column]))
                 moved[column] = (level - levels[column]) * place.scale
                 levels[column] = level
                 own[column + 1 :].addr_(moments[at, at + 1 : end], moved[column])
@@ -344,19 +286,12 @@ def _first_codes(wanted: Tensor, factor: Tensor, kind: Levels) -> _Codes:
     """The codes of GPTQ, before scales are solved for again."""
     codes, rest = _Codes(wanted.shape, kind), wanted.clone()
     weights = factor.diagonal().square().reciprocal()
-    errors = torch.empty(len(rest), kind.group)
     for group in range(codes.scale.shape[1]):
         begin, end = group * kind.group, (group + 1) * kind.group
         place = _searched(rest[:, begin:end], weights[begin:end], kind)
         codes.scale[:, group], codes.zero[:, group] = place
-        for first in range(begin, end, kind.span):
-            last = first + kind.span
-            own = factor[first:last, first:last]
-            nearest = kind.chosen(rest[:, first:last], place, own)
-            codes.nearest.append(nearest)
-            codes.levels[:, first:last], handed = _rounded(rest[:, first:last], place, own, nearest)
-            errors[:, first - begin : last - begin] = handed
-            rest[:, last:end].addmm_(handed, factor[first:last, last:end], alpha=-1)
+        own = factor[begin:end, begin:end]
+        codes.levels[:, begin:end], errors = _rounded(rest[:, begin:end], place, own, kind)
         rest[:, end:].addmm_(errors, factor[begin:end, end:], alpha=-1)
     return codes
 
@@ -395,9 +330,7 @@ def levels_of(encoding: Encoding | None, dtype: torch.dtype) -> Levels | None:
     """The levels of an encoding for kernels that compute in `dtype`; None where GPTQ does not solve for it."""
     match encoding:
         case Int4() | RowMajorInt4():
-            return UniformLevels(encoding.group, dtype)
-        case Int2() | RowMajorInt2():
-            return SubsetLevels(encoding.group, dtype)
+            return UniformLevels(encoding.bits, encoding.group, dtype)
         case NonUniform():
             return NonUniformLevels(encoding.bits, encoding.group)
     return None
@@ -409,8 +342,6 @@ class Solved:
     def __init__(self, solution: Solution) -> None:
         self._solution = solution
         self.scale = solution.scale
-        # float64: the encodings' sums give the zeros back as they were
-        self._offset = solution.zero.double() - 8 * solution.scale.double()
 
     def rows(self, first: int, last: int) -> tuple[Tensor, Solved]:
         """The values of the rows first..last - 1, float32, and their quantizer."""
@@ -419,10 +350,8 @@ class Solved:
         return values[part], Solved(Solution(values[part], scale[part], zero[part]))
 
     def parameters(self, weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
-        return self.scale, self._offset
+        # float64: the encodings' sums give the zeros back as they were
+        return self.scale, self._solution.zero.double() - (1 << bits - 1) * self.scale.double()
 
     def row_multiple(self, columns: int) -> int:
         return 1
-
-    def grid(self, weight: Tensor, group: int) -> Grid:
-        return Grid(self.scale, self._solution.zero, LEVEL_SUBSETS)

@@ -1,4 +1,5 @@
-"""4 bits: a code for each weight, a scale and a zero for each group of a row, in the order of CPUs or of GPUs.
+"""4 bits: a code for each weight, a scale and a zero for each group of a row, in the order of CPUs or of GPUs. `int2`
+has codes of 2 bits in the same orders, those of two columns in a nibble.
 
 CPUs: blocks of 64 rows; within a block the column is the outer index, and two rows share a byte: rows j and 32 + j of a
 full block, rows 2 j and 2 j + 1 of the last block where it has fewer than 64. torch's operator
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tiermoe.formats.encoding import Field, SameInSlot
-from tiermoe.formats.quantizers import Quantizer, int4_parameters, nearest_codes
+from tiermoe.formats.quantizers import Quantizer, uniform_codes, uniform_parameters
 from tiermoe.formats.scratch import scratch
 
 CPU_LAYOUT = "cpu-avx512"
@@ -37,28 +38,29 @@ BLOCK_WEIGHTS = 1 << 20  # weights decoded at a time: bounds the temporaries to 
 class Int4(SameInSlot):
     """4 bits for CPUs: w = (code - 8) * scale + zero, code 0..15.
 
-    Fields: `codes` uint8 (N, K / 2) in the CPUs' order, `scales_and_zeros` (K / group, N, 2) in the compute dtype."""
+    Fields: `codes` uint8 (N, K bits / 8) in the CPUs' order, `scales_and_zeros` (K / group, N, 2) in the compute
+    dtype."""
 
     layout: str
     group: int
     bits: ClassVar[int] = 4
+    kind: ClassVar[str] = "int4"
 
     @property
     def name(self) -> str:
-        return f"int4/{self.layout}/g{self.group}"
+        return f"{self.kind}/{self.layout}/g{self.group}"
 
     def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
         return (
-            Field("codes", torch.uint8, (out, in_ // 2)),
+            Field("codes", torch.uint8, (out, in_ * self.bits // 8)),
             Field("scales_and_zeros", dtype, (in_ // self.group, out, 2), rows_at=1),
         )
 
     def encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> dict[str, Tensor]:
-        scale, zero = int4_parameters(weight, quantizer, self.group, dtype)
-        # codes for the scales and zeros as stored, so that their rounding to `dtype` costs next to nothing
-        codes = nearest_codes(weight, scale, zero, -8, 7, torch.int8).add_(8)
+        scale, zero = uniform_parameters(weight, quantizer, self.bits, self.group, dtype)
+        codes = uniform_codes(weight, scale, zero, self.bits)
         pairs = torch.stack((scale.t(), zero.t()), dim=-1).contiguous()
-        return {"codes": pack(codes), "scales_and_zeros": pairs}
+        return {"codes": pack(as_nibbles(codes, self.bits)), "scales_and_zeros": pairs}
 
     def row_multiple(self, columns: int, quantizer: Quantizer) -> int | None:
         return math.lcm(BLOCK_ROWS, quantizer.row_multiple(columns))
@@ -75,7 +77,8 @@ class Int4(SameInSlot):
         for first in range(0, len(weight), step):
             part = weight[first : first + step]
             columns = (first * self.group, (first + len(part)) * self.group)
-            codes = unpack_transposed(slot["codes"], *columns).view(torch.int8).sub_(8)
+            nibbles = unpack_transposed(slot["codes"], *(column * self.bits // 4 for column in columns))
+            codes = of_nibbles(nibbles, self.bits, 0).view(torch.int8).sub_(1 << self.bits - 1)
             groups = slice(first, first + step)
             # addcmul computes in float32 inside, whatever its operands' dtype: one rounding
             values = scratch.take("values", tuple(part.shape), dtype).copy_(codes.view_as(part))
@@ -87,37 +90,40 @@ class Int4(SameInSlot):
 class RowMajorInt4(SameInSlot):
     """4 bits for GPUs: the very weights of Int4 under the same quantizer and group, in row order.
 
-    Fields: `codes` uint8 (N, K / 2), `scale` and `zero` (N, K / group) in the compute dtype. Byte j of a row holds the
-    code of column 2 j in its low nibble and that of column 2 j + 1 in its high one. w = (code - 8) * scale + zero, in
-    float32 and rounded once to the compute dtype."""
+    Fields: `codes` uint8 (N, K bits / 8), `scale` and `zero` (N, K / group) in the compute dtype. Byte j of a row holds
+    the code of column 2 j in its low nibble and that of column 2 j + 1 in its high one. w = (code - 8) * scale + zero,
+    in float32 and rounded once to the compute dtype."""
 
     group: int
     bits: ClassVar[int] = 4
+    kind: ClassVar[str] = "int4"
 
     @property
     def name(self) -> str:
-        return f"int4/{ROW_MAJOR}/g{self.group}"
+        return f"{self.kind}/{ROW_MAJOR}/g{self.group}"
 
     def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
         groups = in_ // self.group
         return (
-            Field("codes", torch.uint8, (out, in_ // 2)),
+            Field("codes", torch.uint8, (out, in_ * self.bits // 8)),
             Field("scale", dtype, (out, groups)),
             Field("zero", dtype, (out, groups)),
         )
 
     def encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> dict[str, Tensor]:
-        scale, zero = int4_parameters(weight, quantizer, self.group, dtype)
-        # codes for the scales and zeros as stored, so that their rounding to `dtype` costs next to nothing
-        codes = nearest_codes(weight, scale, zero, -8, 7, torch.int8).add_(8).view(torch.uint8)
-        return {"codes": pack_nibbles(codes), "scale": scale, "zero": zero}
+        scale, zero = uniform_parameters(weight, quantizer, self.bits, self.group, dtype)
+        codes = uniform_codes(weight, scale, zero, self.bits)
+        return {"codes": pack_nibbles(as_nibbles(codes, self.bits)), "scale": scale, "zero": zero}
 
     def row_multiple(self, columns: int, quantizer: Quantizer) -> int | None:
         return quantizer.row_multiple(columns)
 
     def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
-        levels = unpack_nibbles(slot["codes"]).view(out, -1, self.group)
-        return on_scale(levels, slot["scale"], slot["zero"], dtype).view(out, in_)
+        codes = of_nibbles(unpack_nibbles(slot["codes"]), self.bits, 1).view(out, -1, self.group)
+        values = codes.view(torch.int8).sub_(1 << self.bits - 1).to(dtype)
+        scale, zero = (slot[name].to(dtype)[..., None] for name in ("scale", "zero"))
+        # one rounding: addcmul computes in float32 inside, whatever its operands' dtype
+        return torch.addcmul(zero, values, scale, out=values).view(out, in_)
 
 
 @dataclass(frozen=True)
@@ -180,12 +186,19 @@ def sections(rows: int) -> tuple[Section, ...]:
     return (*found, Section(full * BLOCK_ROWS, 1, rest, False)) if rest else tuple(found)
 
 
-def on_scale(levels: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
-    """(level - 8) * scale + zero in `dtype`, of levels 0..15, uint8 (N, G, group), which are written over; `scale` and
-    `zero` (N, G)."""
-    values = levels.view(torch.int8).sub_(8).to(dtype)
-    # one rounding: addcmul computes in float32 inside, whatever its operands' dtype
-    return torch.addcmul(zero.to(dtype)[..., None], values, scale.to(dtype)[..., None], out=values)
+def as_nibbles(codes: Tensor, bits: int) -> Tensor:
+    """Codes of 4 or 2 bits, uint8 (N, K), as nibbles (N, K bits / 4): at 2 bits two columns share one, the first column
+    in its low bits."""
+    return codes if bits == 4 else codes[:, ::2] | codes[:, 1::2] << 2
+
+
+def of_nibbles(nibbles: Tensor, bits: int, columns_at: int) -> Tensor:
+    """What `as_nibbles` joined; `columns_at`: the dimension of the columns."""
+    if bits == 4:
+        return nibbles
+    shifts = nibbles.new_tensor([0, 2]).view(2, *(1,) * (nibbles.dim() - 1 - columns_at))
+    codes = (nibbles.unsqueeze(columns_at + 1) >> shifts).bitwise_and_(3)
+    return codes.flatten(columns_at, columns_at + 1)
 
 
 def pack_nibbles(nibbles: Tensor) -> Tensor:

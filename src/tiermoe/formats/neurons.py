@@ -21,7 +21,7 @@ from torch import Tensor
 from tiermoe.errors import ConfigError, ModelError, StoreError
 from tiermoe.formats.encoding import Encoding, Field, SameInSlot
 from tiermoe.formats.expert_format import PAGE, ExpertFormat, expert_format
-from tiermoe.formats.quantizers import Quantizer, int4_parameters, nearest_codes
+from tiermoe.formats.quantizers import Quantizer, nearest_codes, uniform_codes, uniform_parameters
 from tiermoe.formats.registry import encoding_for, encoding_named, quantizer_used
 from tiermoe.formats.scratch import scratch
 from tiermoe.types import MoeLayer, Part
@@ -201,10 +201,8 @@ class Records4(Records):
         return 2 * (width // self.group) * dtype.itemsize
 
     def _encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        scale, zero = int4_parameters(weight, quantizer, self.group, dtype)
-        # codes for the scales and zeros as stored, so that their rounding to `dtype` costs next to nothing
-        codes = nearest_codes(weight, scale, zero, -8, 7, torch.int8).add_(self.middle).view(torch.uint8)
-        return codes, torch.cat((scale, zero), dim=1).view(torch.uint8)
+        scale, zero = uniform_parameters(weight, quantizer, self.bits, self.group, dtype)
+        return uniform_codes(weight, scale, zero, self.bits), torch.cat((scale, zero), dim=1).view(torch.uint8)
 
 
 @dataclass(frozen=True)

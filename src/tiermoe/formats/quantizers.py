@@ -15,8 +15,7 @@ Non-uniform levels search for their own scales (`formats.nonuniform`), GPTQ solv
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -39,35 +38,6 @@ CONVERTED_BLOCKS = 16  # such blocks that are in float32 at a time: 8 MiB of wei
 _ROUNDED_WEIGHTS = 1 << 18  # weights rounded at a time: bounds the float32 temporaries
 
 
-class LevelSubset(NamedTuple):
-    """Four of the 16 levels of 4 bits: step * c + (5 - step) * place, c = 0..3."""
-
-    step: int  # 2..5
-    place: int  # 0..3: place 0 begins at level 0, place 3 ends at level 15
-
-    @property
-    def offset(self) -> int:
-        return (5 - self.step) * self.place
-
-    @property
-    def packed(self) -> int:
-        """Four bits: step - 2 in the lower two, place in the upper two."""
-        return self.step - 2 | self.place << 2
-
-
-# a step of 5 spans all levels: its places are one
-LEVEL_SUBSETS = (*(LevelSubset(step, place) for step in (2, 3, 4) for place in range(4)), LevelSubset(5, 0))
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The choices of 2 bits, in groups of K / G weights of a row: levels (n - 8) * scale + zero, n = 0..15."""
-
-    scale: Tensor  # float32 (N, G), never negative; 0 in a group of equal weights
-    zero: Tensor  # float32 (N, G)
-    subsets: tuple[LevelSubset, ...]  # that may be used
-
-
 class Quantizer(Protocol):
     """Finds scales and offsets for a weight (N, K) of any float dtype; K is a multiple of `group`."""
 
@@ -79,10 +49,6 @@ class Quantizer(Protocol):
     def row_multiple(self, columns: int) -> int:
         """A part of a matrix that begins at a multiple of this number of rows, and ends at one or with the matrix, gets
         the codes that it has in the matrix."""
-        ...
-
-    def grid(self, weight: Tensor, group: int) -> Grid:
-        """The levels and subsets of 2 bits within the 4-bit format."""
         ...
 
 
@@ -99,12 +65,6 @@ class LinearQuantizer:
 
     def row_multiple(self, columns: int) -> int:
         return 1
-
-    def grid(self, weight: Tensor, group: int) -> Grid:
-        """One subset everywhere, whose levels are -1, 0, 1 and 2 times the scale of 2 bits; the last is never the
-        nearest one."""
-        scale = (self.row_scale(weight, 2) / 2).expand(-1, weight.shape[1] // group).contiguous()
-        return Grid(scale, torch.zeros_like(scale), (LevelSubset(step=2, place=2),))
 
     @staticmethod
     def row_scale(weight: Tensor, bits: int) -> Tensor:
@@ -132,11 +92,6 @@ class HqqQuantizer:
     def row_multiple(self, columns: int) -> int:
         """Rows that are solved at a time: they stop at the same step."""
         return max(1, BLOCK_WEIGHTS // columns)
-
-    def grid(self, weight: Tensor, group: int) -> Grid:
-        """The levels of 4 bits, and every subset of them."""
-        scale, offset = self.parameters(weight, 4, group)
-        return Grid(scale, offset + 8 * scale, LEVEL_SUBSETS)
 
     def _solve_rows(self, weight: Tensor, group: int, largest: int, scale: Tensor, offset: Tensor) -> None:
         """Fills scales and offsets (n, G) of some rows, block by block; natively where no error is large enough to be
@@ -214,10 +169,20 @@ def _shrunk_mean(error: Tensor, scale: Tensor, beta: float) -> Tensor | float:
     return (torch.sign(weights_error) * shrunk).mean(dim=0) / scale
 
 
-def int4_parameters(weight: Tensor, quantizer: Quantizer, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Scale and zero (N, K / group) of 4 bits as they are stored, in `dtype`: weight ~ (code - 8) * scale + zero."""
-    scale, offset = quantizer.parameters(weight, 4, group)
-    return scale.to(dtype), (offset + 8 * scale).to(dtype)
+def uniform_parameters(
+    weight: Tensor, quantizer: Quantizer, bits: int, group: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Scale and zero (N, K / group) of 4 or 2 bits as they are stored, in `dtype`: weight ~ (code - middle) * scale +
+    zero, middle 2**(bits - 1)."""
+    scale, offset = quantizer.parameters(weight, bits, group)
+    return scale.to(dtype), (offset + (1 << bits - 1) * scale).to(dtype)
+
+
+def uniform_codes(weight: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """The codes, uint8 (N, K), that are nearest under scales and zeros as they are stored: then their rounding costs
+    next to nothing."""
+    middle = 1 << bits - 1
+    return nearest_codes(weight, scale, zero, -middle, middle - 1, torch.int8).add_(middle).view(torch.uint8)
 
 
 def nearest(weight: Tensor, scale: Tensor, offset: Tensor, low: int, high: int) -> Tensor:

@@ -118,7 +118,12 @@ def encoding_named(name: str) -> Encoding:
     fixed = next((encoding for encoding in FIXED.values() if encoding.name == name), None)
     if fixed is not None:
         return fixed
-    found = re.fullmatch(r"(int[642]|nl[432])/([a-z0-9-]+)/g(32|64|128|256)", name)
+    if name.startswith("int2/"):
+        raise StoreError(
+            f"2 bits as {name!r} were written by an older version and are read no more: "
+            "'tiermoe pack MODEL --bits 2 --force' packs them again"
+        )
+    found = re.fullmatch(r"(int[64]|u2|nl[432])/([a-z0-9-]+)/g(32|64|128|256)", name)
     if not found or not _has_group(found[1], int(found[3])):
         raise StoreError(f"unknown encoding {name!r}: the store was written by another version; pack it again")
     kind, bits, layout, group = found[1], int(found[1][-1]), found[2], int(found[3])
@@ -133,7 +138,7 @@ def encoding_named(name: str) -> Encoding:
 
 def _has_group(kind: str, group: int) -> bool:
     """Whether an encoding of ours ("int4", "nl3") is written in such groups."""
-    return kind.startswith("int") or group in nonuniform.GROUPS[int(kind[-1])]
+    return not kind.startswith("nl") or group in nonuniform.GROUPS[int(kind[-1])]
 
 
 _PUBLISHED: dict[str, Callable[[str], Encoding]] = {

@@ -13,7 +13,6 @@ from torch import Tensor
 from tiermoe.errors import ConfigError
 from tiermoe.formats.encoding import Encoding
 from tiermoe.formats.expert_format import ExpertFormat
-from tiermoe.formats.int2 import RowMajorInt2
 from tiermoe.formats.int4 import RowMajorInt4
 from tiermoe.formats.int8 import Int8
 from tiermoe.kernels.matrix import SlotMatrix
@@ -43,22 +42,11 @@ class Int8Linear:
         return result
 
 
-class RowMajorInt2Linear:
-    """Slots of RowMajorInt2. Raises ConfigError where Triton is not installed."""
+class RowMajorLinear:
+    """Slots of RowMajorInt4 and RowMajorInt2. Raises ConfigError where Triton is not installed."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
-        self._linear = _triton().int2_linear
-
-    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
-        result: Tensor = self._linear(x, slot["codes"], slot["ladders"], slot["scale"], slot["zero"])
-        return result
-
-
-class RowMajorInt4Linear:
-    """Slots of RowMajorInt4. Raises ConfigError where Triton is not installed."""
-
-    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
-        self._linear = _triton().int4_linear
+        self._linear = _triton().int4_linear if encoding.bits == 4 else _triton().int2_linear
 
     def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
         result: Tensor = self._linear(x, slot["codes"], slot["scale"], slot["zero"])
@@ -113,12 +101,11 @@ def _packed_matrix(form: ExpertFormat, part: Part) -> SlotMatrix | None:
         return None
     at = {placed.field.name: placed.offset for placed in form.slot.fields if placed.part == part.name}
     codes, zero = ("weight", "scale") if taken[0] == 8 else ("codes", "zero")
-    ladders = at.get("ladders", at[codes])  # read at 2 bits alone
-    return SlotMatrix(*part.out_in, *taken, form.dtype, at[codes], ladders, at["scale"], at[zero])
+    return SlotMatrix(*part.out_in, *taken, form.dtype, at[codes], at["scale"], at[zero])
 
 
 def _bits_and_group(encoding: Encoding | None) -> tuple[int, int] | None:
     """Bits and group of an encoding; None where the kernel does not read it."""
-    if isinstance(encoding, (RowMajorInt4, RowMajorInt2)):
+    if isinstance(encoding, RowMajorInt4):
         return encoding.bits, encoding.group
     return (8, 1) if isinstance(encoding, Int8) else None

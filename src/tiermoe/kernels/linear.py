@@ -22,7 +22,6 @@ from tiermoe.formats.checkpoint_quant import CheckpointQuant, Transposed4
 from tiermoe.formats.encoding import BLOCK_ROWS, Encoding, RowBlocks
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.gguf_types import Gguf
-from tiermoe.formats.int2 import Int2
 from tiermoe.formats.int4 import CPU_LAYOUT, ROW_MAJOR, Int4, is_torchs
 from tiermoe.formats.plain import Halves, Values
 from tiermoe.formats.registry import encoding_named
@@ -189,13 +188,13 @@ class PublishedLinear:
 
 
 class Int4Linear(NativeFirst):
-    """Slots of Int4 in the CPUs' layout."""
+    """Slots of Int4 and Int2 in the CPUs' layout."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
         assert isinstance(encoding, Int4)
         super().__init__(encoding, dtype)
         self._group = encoding.group
-        self._tokens = INT4_TOKENS.get(dtype, 0) if is_torchs() else 0
+        self._tokens = INT4_TOKENS.get(dtype, 0) if encoding.bits == 4 and is_torchs() else 0
 
     def by_torch(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
         if x.shape[0] <= self._tokens:
@@ -204,18 +203,6 @@ class Int4Linear(NativeFirst):
         dtype = self._product_dtype
         weight = self._encoding.decode(slot, out, in_, dtype, into=scratch.take("weight", (out * in_,), dtype))
         return F.linear(x.to(dtype), weight).to(x.dtype)
-
-
-class Int2Linear(NativeFirst):
-    """Slots of Int2: where the native kernels do not compute, a matrix is widened to Int4 first."""
-
-    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
-        assert isinstance(encoding, Int2)
-        super().__init__(encoding, dtype)
-        self._widened = Int4Linear(encoding.widened, dtype)
-
-    def by_torch(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
-        return self._widened(x, self._encoding.widen_codes(slot), out, in_)
 
 
 class HalvesLinear:
@@ -238,18 +225,18 @@ KERNELS: dict[tuple[str, str], Callable[[Encoding, torch.dtype], LinearKernel]] 
     ("int6", "cpu"): BlocksLinear,
     **dict.fromkeys((("nl4", "cpu"), ("nl3", "cpu"), ("nl2", "cpu")), BlocksLinear),
     ("int4", "cpu"): Int4Linear,
-    ("int2", "cpu"): Int2Linear,
+    ("u2", "cpu"): Int4Linear,
     ("gguf", "cpu"): PublishedLinear,
     ("published", "cpu"): PublishedLinear,
     ("transposed4", "cpu"): PublishedLinear,
     ("values", "cpu"): PublishedLinear,
     ("halves", "cpu"): HalvesLinear,
     ("int4/rowmajor", "cpu"): DecodedLinear,
-    ("int2/rowmajor", "cpu"): DecodedLinear,
+    ("u2/rowmajor", "cpu"): DecodedLinear,
     ("plain", "cuda"): gpu.PlainLinear,
     ("int8", "cuda"): gpu.Int8Linear,
-    ("int4/rowmajor", "cuda"): gpu.RowMajorInt4Linear,
-    ("int2/rowmajor", "cuda"): gpu.RowMajorInt2Linear,
+    ("int4/rowmajor", "cuda"): gpu.RowMajorLinear,
+    ("u2/rowmajor", "cuda"): gpu.RowMajorLinear,
 }
 
 
@@ -283,10 +270,7 @@ def decoded_bytes(formats: Sequence[ExpertFormat], dense_bits: int, dtype: torch
         for form, part in parts
         if dense or decodes(form.encodings.get(part.name), *part.out_in, dtype)
     ]
-    encodings = [encoding for form, _ in parts for encoding in form.encodings.values()]
-    widened = any(isinstance(encoding, Int2) for encoding in encodings)
-    codes = max(decoded) // 2 if decoded and widened else 0  # 2 bits are decoded through the codes of 4
-    return max(decoded) * dtype.itemsize + codes + _DECODING if decoded else 0
+    return max(decoded) * dtype.itemsize + _DECODING if decoded else 0
 
 
 def prepared_bytes(formats: Sequence[ExpertFormat], top_k: int, tokens: int, dtype: torch.dtype) -> int:

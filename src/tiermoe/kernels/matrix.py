@@ -31,10 +31,9 @@ from tiermoe.native import (
     takes,
 )
 
-# the slot's fields that hold weights, scales, and ladders, factors or zeros
+# the slot's fields that hold weights, scales, and factors or zeros
 _FIELDS: dict[Coding, tuple[str, str | None, str | None]] = {
-    Coding.INT2: ("codes", "scales_and_zeros", "ladders"),
-    Coding.INT4: ("codes", "scales_and_zeros", None),
+    **dict.fromkeys((Coding.INT4, Coding.INT2), ("codes", "scales_and_zeros", None)),
     Coding.INT6: ("codes", "scales", None),
     **dict.fromkeys(UNEVEN, ("blocks", None, None)),
     Coding.INT8: ("weight", "scale", None),
@@ -63,8 +62,8 @@ class MatrixForm:
 
     def pack(self, fields: Mapping[str, Tensor]) -> bytes:
         """`structs.Matrix` of a matrix in a slot, valid as long as the slot's tensors live."""
-        weights, scales, ladders = _FIELDS[self.coding]
-        return _packed(self, _address(fields, weights), _address(fields, scales), _address(fields, ladders))
+        weights, scales, others = _FIELDS[self.coding]
+        return _packed(self, _address(fields, weights), _address(fields, scales), _address(fields, others))
 
     def absent(self) -> bytes:
         """`structs.Matrix` of an absent matrix: addresses are 0."""
@@ -76,12 +75,12 @@ def _address(fields: Mapping[str, Tensor], name: str | None) -> int:
 
 
 @lru_cache(maxsize=4096)  # slots lie at the same addresses again and again
-def _packed(form: MatrixForm, weights: int, scales: int, ladders: int) -> bytes:
+def _packed(form: MatrixForm, weights: int, scales: int, others: int) -> bytes:
     scale_kind, scale_rows, scale_columns, factor_rows = form.published
     return _native.pack(
         structs.Matrix(
             coding=form.coding, weights=weights, scales=scales, rows=form.out, columns=form.in_, group=form.group,
-            ladders=ladders, scale_kind=scale_kind, scale_rows=scale_rows, scale_columns=scale_columns,
+            zeros_or_factors=others, scale_kind=scale_kind, scale_rows=scale_rows, scale_columns=scale_columns,
             factor_rows=factor_rows,
         )
     )  # fmt: skip
@@ -137,10 +136,10 @@ def _published(encoding: CheckpointQuant | Transposed4, out: int, in_: int, dtyp
 
 @dataclass(frozen=True)
 class SlotMatrix:
-    """A packed matrix (rows, columns) in a slot. `codes`, `ladders`, `scale`, `zero`: where its fields begin, in bytes
+    """A packed matrix (rows, columns) in a slot. `codes`, `scale`, `zero`: where its fields begin, in bytes
     from the slot's first one, multiples of 16. bits 2 and 4: fields as `triton_kernels.int2_linear` and `int4_linear`
-    take them, `group` columns to a scale; bits 8: as `int8_linear` does, `group` and `zero` unused. 2 bits alone have
-    ladders. `dtype` is that of scales and zeros."""
+    take them, `group` columns to a scale; bits 8: as `int8_linear` does, `group` and `zero` unused.
+    `dtype` is that of scales and zeros."""
 
     rows: int
     columns: int
@@ -148,6 +147,5 @@ class SlotMatrix:
     group: int
     dtype: torch.dtype
     codes: int
-    ladders: int
     scale: int
     zero: int

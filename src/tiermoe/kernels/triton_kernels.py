@@ -48,45 +48,19 @@ def _int4_tile(codes, scale, zero, rows, k0, N, K, GROUP: tl.constexpr, BK: tl.c
 
 
 @triton.jit
-def _int2_tile(codes, ladders, scale, zero, rows, k0, N, K, GROUP: tl.constexpr, BK: tl.constexpr):
-    """As _int4_tile, of 2 bits within the levels of 4 (`formats.int2`), with the columns as `columns` has them."""
-    sixteenth: tl.constexpr = BK // 16
-    bytes_k = k0 // 16 + tl.arange(0, sixteenth)
-    inside = (rows < N)[:, None] & (bytes_k < K // 16)[None, :]
-    at = rows[:, None] * (K // 16) + bytes_k[None, :]
-    plane = N * (K // 16)
-    first = tl.load(codes + at, mask=inside, other=0)
-    second = tl.load(codes + plane + at, mask=inside, other=0)
-    third = tl.load(codes + 2 * plane + at, mask=inside, other=0)
-    fourth = tl.load(codes + 3 * plane + at, mask=inside, other=0)
-    chosen = tl.load(ladders + at, mask=inside, other=0)
-    planes = tl.join(tl.join(first, third), tl.join(second, fourth))  # in a byte's order: first to fourth
-    place = tl.arange(0, 4)[None, None, None, :]
-    pairs = tl.reshape(planes, (rows.shape[0], sixteenth, 4, 1)).to(tl.int32)
-    code = pairs >> (place % 2 * 4 + place // 2 * 2) & 3
-    ladder = chosen.to(tl.int32)[:, :, None, None] >> (place % 2 * 4)
-    low = ladder & 3
-    level = code * (low + 2) + (ladder >> 2 & 3) * (3 - low)
-    signed = tl.reshape(level, (rows.shape[0], BK)).to(tl.float32) - 8
-    return _scaled(signed, scale, zero, rows, k0, N, K, GROUP, BK)
-
-
-@triton.jit
-def columns(k0, BITS: tl.constexpr, GROUP: tl.constexpr, BK: tl.constexpr):
-    """Columns of W in the tile from k0, in the tile's order: k0:k0+BK, at 2 bits those of its bytes, whose 16 weights
-    are two neighbours in each eighth of a group."""
-    at = k0 + tl.arange(0, BK)
-    if BITS == 2:
-        width: tl.constexpr = GROUP // 8
-        stripe = at // 16 * 2 + at % 2
-        eighth = at % 16 // 4 + at % 4 // 2 * 4
-        at = stripe // width * GROUP + eighth * width + stripe % width
-    return at
+def _int2_tile(codes, scale, zero, rows, k0, N, K, GROUP: tl.constexpr, BK: tl.constexpr):
+    """As _int4_tile, of four codes a byte."""
+    quarter: tl.constexpr = BK // 4
+    bytes_k = k0 // 4 + tl.arange(0, quarter)
+    inside = (rows < N)[:, None] & (bytes_k < K // 4)[None, :]
+    packed = tl.load(codes + rows[:, None] * (K // 4) + bytes_k[None, :], mask=inside, other=0)
+    even, odd = tl.interleave(packed & 3, packed >> 4 & 3), tl.interleave(packed >> 2 & 3, packed >> 6)
+    return _scaled(tl.interleave(even, odd).to(tl.float32) - 2, scale, zero, rows, k0, N, K, GROUP, BK)
 
 
 @triton.jit
 def _scaled(signed, scale, zero, rows, k0, N, K, GROUP: tl.constexpr, BK: tl.constexpr):
-    """signed * scale + zero, of the groups of columns k0:k0+BK; a group's columns in any order."""
+    """signed * scale + zero, of the groups of columns k0:k0+BK."""
     span: tl.constexpr = min(GROUP, BK)
     groups_k = k0 // GROUP + tl.arange(0, BK // span)
     inside_groups = (rows < N)[:, None] & (groups_k < K // GROUP)[None, :]
@@ -107,14 +81,14 @@ def _int8_tile(codes, rows, k0, N, K, BK: tl.constexpr):
 
 @triton.jit
 def tile(
-    codes, ladders, scale, zero, rows, k0, N, K,
+    codes, scale, zero, rows, k0, N, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """W[rows, columns(k0, …)] as fp32, zero outside (N, K); at 8 bits the codes, whose scale is applied to the sum."""
+    """W[rows, k0:k0+BK] as fp32, zero outside (N, K); at 8 bits the codes, whose scale is applied to the sum."""
     if BITS == 4:
         w = _int4_tile(codes, scale, zero, rows, k0, N, K, GROUP, BK)
     elif BITS == 2:
-        w = _int2_tile(codes, ladders, scale, zero, rows, k0, N, K, GROUP, BK)
+        w = _int2_tile(codes, scale, zero, rows, k0, N, K, GROUP, BK)
     else:
         w = _int8_tile(codes, rows, k0, N, K, BK)
     return w
@@ -122,15 +96,15 @@ def tile(
 
 @triton.jit
 def row_sums(
-    x, codes, ladders, scale, zero, rows, N, K,
+    x, codes, scale, zero, rows, N, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """W[rows] @ x for x (K), as fp32 (BN): one partial sum per column of a tile, added up once at the end."""
     partial = tl.zeros((BN, BK), dtype=tl.float32)
     for k0 in range(0, K, BK):
-        k = columns(k0, BITS, GROUP, BK)
+        k = k0 + tl.arange(0, BK)
         values = tl.load(x + k, mask=k < K, other=0).to(tl.float32)
-        w = tile(codes, ladders, scale, zero, rows, k0, N, K, BITS, GROUP, BK)
+        w = tile(codes, scale, zero, rows, k0, N, K, BITS, GROUP, BK)
         partial += w * values[None, :]
     total = tl.sum(partial, axis=1)
     if BITS == 8:
@@ -140,28 +114,28 @@ def row_sums(
 
 @triton.jit
 def vector_kernel(
-    x, codes, ladders, scale, zero, y, N, K,
+    x, codes, scale, zero, y, N, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
-    total = row_sums(x, codes, ladders, scale, zero, rows, N, K, BITS, GROUP, BN, BK)
+    total = row_sums(x, codes, scale, zero, rows, N, K, BITS, GROUP, BN, BK)
     tl.store(y + rows, total.to(y.dtype.element_ty), mask=rows < N)
 
 
 # M not specialized: one compilation, hence one order, for every number of tokens in a block
 @triton.jit(do_not_specialize=["M"])
 def tiled_kernel(
-    x, codes, ladders, scale, zero, y, M, N, K,
+    x, codes, scale, zero, y, M, N, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
     tokens = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
     total = tl.zeros((BM, BN), dtype=tl.float32)
     for k0 in range(0, K, BK):
-        k = columns(k0, BITS, GROUP, BK)
+        k = k0 + tl.arange(0, BK)
         inside = (tokens < M)[:, None] & (k < K)[None, :]
         values = tl.load(x + tokens[:, None] * K + k[None, :], mask=inside, other=0)
-        w = tile(codes, ladders, scale, zero, rows, k0, N, K, BITS, GROUP, BK)
+        w = tile(codes, scale, zero, rows, k0, N, K, BITS, GROUP, BK)
         total = tl.dot(values, tl.trans(w.to(values.dtype)), total, input_precision="ieee")
     if BITS == 8:
         total *= tl.load(scale + rows, mask=rows < N, other=0).to(tl.float32)[None, :]
@@ -200,13 +174,13 @@ def int4_linear(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor
     `zero` (N, K/G), of any floating type, hold for G columns each. All contiguous. Raises ValueError where G
     is no power of two.
     """
-    return _launch(x, codes, codes, scale, zero, 4, _group(x, scale))
+    return _launch(x, codes, scale, zero, 4, _group(x, scale))
 
 
-def int2_linear(x: Tensor, codes: Tensor, ladders: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """As int4_linear, of the levels of 4 bits that `codes` uint8 (4, N, K/16) and `ladders` uint8 (N, K/16) stand for
-    (`formats.int2.RowMajorInt2`). Sums have an order of their own."""
-    return _launch(x, codes, ladders, scale, zero, 2, _group(x, scale))
+def int2_linear(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """As int4_linear, of `codes` (N, K/4) with four codes 0..3 a byte, the first column's in its lowest bits:
+    w = (code - 2) * scale + zero."""
+    return _launch(x, codes, scale, zero, 2, _group(x, scale))
 
 
 def int8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
@@ -214,7 +188,7 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
     `codes` (N, K) int8, `scale` (N,) of any floating type, both contiguous.
     """
-    return _launch(x, codes, codes, scale, scale, 8, 1)
+    return _launch(x, codes, scale, scale, 8, 1)
 
 
 def _group(x: Tensor, scale: Tensor) -> int:
@@ -231,7 +205,7 @@ def aligned(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
-def _launch(x: Tensor, codes: Tensor, ladders: Tensor, scale: Tensor, zero: Tensor, bits: int, group: int) -> Tensor:
+def _launch(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bits: int, group: int) -> Tensor:
     (m, k), n = x.shape, scale.shape[0]
     y = x.new_empty((m, n))
     x = aligned(x)
@@ -240,10 +214,10 @@ def _launch(x: Tensor, codes: Tensor, ladders: Tensor, scale: Tensor, zero: Tens
     sizes = {"BITS": bits, "GROUP": group, "BN": block.rows, "BK": block.columns, "enable_fp_fusion": FUSE}
     with torch.cuda.device(x.get_device()):  # Triton launches on the current device, which may be another
         if m == 1:
-            vector_kernel[(across,)](x, codes, ladders, scale, zero, y, n, k, **sizes)
+            vector_kernel[(across,)](x, codes, scale, zero, y, n, k, **sizes)
         else:
             grid = (across, triton.cdiv(m, block.tokens))
-            tiled_kernel[grid](x, codes, ladders, scale, zero, y, m, n, k, BM=block.tokens, **sizes)
+            tiled_kernel[grid](x, codes, scale, zero, y, m, n, k, BM=block.tokens, **sizes)
     return y
 
 
@@ -258,20 +232,19 @@ def _field(slot, offset, TYPE: tl.constexpr):
 
 @triton.jit
 def grouped_kernel(
-    x, slots, y, N, K, codes_at, ladders_at, scale_at, zero_at,
+    x, slots, y, N, K, codes_at, scale_at, zero_at,
     BITS: tl.constexpr, GROUP: tl.constexpr, TYPE: tl.constexpr, SHARED: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1)
     slot = tl.load(slots + expert)
     codes = _field(slot, codes_at, tl.int8 if BITS == 8 else tl.uint8)
-    ladders = _field(slot, ladders_at, tl.uint8)
     scale = _field(slot, scale_at, TYPE)
     zero = _field(slot, zero_at, TYPE)
     if not SHARED:
         x += expert * K
     rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
-    total = row_sums(x, codes, ladders, scale, zero, rows, N, K, BITS, GROUP, BN, BK)
+    total = row_sums(x, codes, scale, zero, rows, N, K, BITS, GROUP, BN, BK)
     tl.store(y + expert * N + rows, total.to(y.dtype.element_ty), mask=rows < N)
 
 
@@ -285,7 +258,7 @@ def grouped_linear(x: Tensor, slots: Tensor, matrix: SlotMatrix, shared: bool) -
     experts, n, k = len(slots), matrix.rows, matrix.columns
     y = x.new_empty((experts, n))
     block = blocks(1, n, k)
-    fields = (matrix.codes, matrix.ladders, matrix.scale, matrix.zero)
+    fields = (matrix.codes, matrix.scale, matrix.zero)
     sizes = {"BITS": matrix.bits, "GROUP": matrix.group, "BN": block.rows, "BK": block.columns}
     with torch.cuda.device(x.get_device()):  # Triton launches on the current device, which may be another
         grouped_kernel[(triton.cdiv(n, block.rows), experts)](

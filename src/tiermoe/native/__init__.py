@@ -162,19 +162,12 @@ def takes(dtype: torch.dtype, coding: Coding, out: int, in_: int, group: int) ->
     """Whether the kernels compute products with a matrix (out, in_) in `dtype`. group: columns that share a scale."""
     if coding in (Coding.INT2, Coding.INT4, Coding.INT6, *UNEVEN):
         fits = out % ROWS == 0 and group in GROUPS and in_ % group == 0
-        fits = fits and (coding != Coding.INT2 or in_ <= MOST_COLUMNS)
         fits = fits and (coding not in UNEVEN or group <= UNEVEN_GROUP)
     else:
         fits = (
             in_ % COLUMNS.get(coding, PUBLISHED_COLUMNS if coding in PUBLISHED else group) == 0 and in_ <= MOST_COLUMNS
         )
     return dtype == torch.bfloat16 and fits and available()
-
-
-def widen(pairs: int, ladders: int, count: int, run: int, codes: int) -> None:
-    """From 2 bits to 4 (`formats.int2.widen`): addresses of pairs (count, 4, run), ladders (count, run) and codes
-    (count, 8, run), bytes."""
-    _native.widen(pairs, ladders, count, run, codes)
 
 
 def hqq(
@@ -213,24 +206,18 @@ def encode(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     codes: torch.Tensor,
-    chosen: torch.Tensor | None = None,
-    ladders: bytes = b"",
-    together: int = 1,
 ) -> tuple[float, float]:
     """The codes that are nearest to weights (rows, columns) under given scales and zeros, in the order of quants.h, for
     kernels that compute in `dtype`; weights and `dtype` are of `WEIGHTS`, columns a multiple of 16.
 
-    scales, zeros: float32 (rows, columns / group), as they are stored; at 6 bits scales are found, not taken. codes,
-    chosen (the ladders at 2 bits): uint8, to be filled. ladders: two bytes each, step and place. together: rows whose
-    ladders are chosen together. Returns the sums of squares of what decoding differs by, and of the weights."""
+    scales, zeros: float32 (rows, columns / group), as they are stored; at 6 bits scales are found, not taken. codes:
+    uint8, to be filled. Returns the sums of squares of what decoding differs by, and of the weights."""
     rows = len(weights)
     squares = torch.empty(-(-rows // ROWS), 2, dtype=torch.float64)
-    allowed = torch.frombuffer(bytearray(ladders), dtype=torch.uint8) if ladders else None
     job = structs.Codes(
         coding=coding, weights=_weights(weights), group=group, exact=dtype == torch.float32, scales=scales.data_ptr(),
         zeros=None if zeros is None else zeros.data_ptr(), codes=codes.data_ptr(),
-        chosen=None if chosen is None else chosen.data_ptr(), ladders=None if allowed is None else allowed.data_ptr(),
-        count=len(ladders) // 2, together=together, squares=squares.data_ptr(),
+        squares=squares.data_ptr(),
     )  # fmt: skip
     _native.encode(_native.pack(job), torch.get_num_threads())
     error, size = squares.sum(0).tolist()

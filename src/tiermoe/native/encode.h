@@ -16,10 +16,6 @@ static inline float weight_at(const Weights *weights, size_t index) {
     return weights->wide ? ((const float *)weights->values)[index] : from_bf16(((const bf16 *)weights->values)[index]);
 }
 
-typedef struct {
-    uint8_t step, place; /* the levels step * code + (5 - step) * place of the 16 of INT4; code 0 .. 3 */
-} Ladder;
-
 /* Codes in the order of quants.h, and how far the weights that they stand for are from those they were made of. */
 typedef struct {
     Coding coding;       /* INT8, INT6, INT4 or INT2 */
@@ -29,10 +25,6 @@ typedef struct {
     float *scales;       /* (rows, columns / group), as they are stored; INT6: to be found */
     const float *zeros;  /* INT4, INT2: beside the scales */
     uint8_t *codes;      /* to be written */
-    uint8_t *chosen;     /* INT2: the ladders, to be written */
-    const Ladder *ladders;
-    size_t count;        /* of ladders, the first of equally good ones is taken */
-    size_t together;     /* INT2: rows whose ladders torch chooses together, which decides how it sums */
     double *squares;     /* (blocks of 64 rows, 2): of what decoding differs by, and of the weights */
 } Codes;
 

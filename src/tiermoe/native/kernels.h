@@ -64,10 +64,6 @@ typedef struct {
                        const float *query, const float *value, float decay, float beta, float *out);
     void (*delta_gate)(const float *x, const bf16 *weight, float epsilon, const bf16 *gate, size_t columns, bf16 *out);
 
-    /* From 2 bits to 4 (formats/int2.py): pairs (count, 4, run) and ladders (count, run) become codes (count, 8, run), all
-     * bytes of two nibbles. */
-    void (*widen)(const uint8_t *pairs, const uint8_t *ladders, size_t count, size_t run, uint8_t *codes);
-
     /* Packing: a store has the same bytes whichever table made it. A block of Hqq, 0 where it is not solved, and a block of 64
      * rows of Codes. */
     int (*hqq)(const Hqq *job, size_t block);

@@ -12,8 +12,8 @@ typedef struct {
     const void *scales;  /* INT4, INT2: pairs of scale and zero; INT6, INT8: scales; others: unused */
     size_t rows, columns;
     size_t group;        /* columns that share a scale: K in INT8 and BF16; in GGUF's blocks and published codes 32, or 16 */
-    const void *ladders; /* INT2: see there; U4: zeros, a byte beside each scale; E2M1: factors of scales, one for each
-                          * factor_rows rows */
+    const void *zeros_or_factors; /* U4: zeros, a byte beside each scale; E2M1: factors of scales, one for each factor_rows
+                                   * rows */
     ScaleKind scale_kind; /* E2M1, S4, U4, E4M3, as what follows */
     size_t scale_rows, scale_columns, factor_rows;
 } Matrix;

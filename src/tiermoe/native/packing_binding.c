@@ -1,7 +1,6 @@
-/* The Python face of encode.h, and from 2 bits to 4. */
+/* The Python face of encode.h. */
 #include "binding.h"
 #include "encode.h"
-#include "kernels.h"
 
 static PyObject *hqq(PyObject *self, PyObject *args) {
     unsigned threads;
@@ -36,21 +35,9 @@ static PyObject *uneven(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *widen(PyObject *self, PyObject *args) {
-    Address pairs, ladders, codes;
-    Py_ssize_t count, run;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "KKnnK", &pairs, &ladders, &count, &run, &codes)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    kernels->widen(at(pairs), at(ladders), (size_t)count, (size_t)run, at(codes));
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
-}
-
 PyMethodDef packing_methods[] = {
     {"hqq", hqq, METH_VARARGS, "hqq(hqq, threads)"},
     {"encode", encode, METH_VARARGS, "encode(codes, threads)"},
     {"uneven", uneven, METH_VARARGS, "uneven(uneven, threads)"},
-    {"widen", widen, METH_VARARGS, "widen(pairs, ladders, count, run, codes)"},
     {NULL, NULL, 0, NULL},
 };

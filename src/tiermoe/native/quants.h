@@ -4,9 +4,8 @@
  *   Within a block the column is the outer index: 32 bytes a column, byte j holds row j (low nibble) and row 32 + j (high
  *   nibble). Every `group` columns of a row share a scale and a zero, bfloat16 pairs (K / group, N, 2):
  *   w = (code - 8) * scale + zero. K is a multiple of the group, the group of 32.
- * INT2: 2-bit codes that each choose among four of the 16 levels of INT4, in blocks of 64 rows; N is a multiple of 64. Each
- *   group of a block has 4 runs of 4 * group bytes of codes, and beside them, in a second array, one run of ladders: from
- *   one run of ladders and these four, kernels.h widen makes the codes of INT4. Scales and zeros are those of INT4.
+ * INT2: 2-bit codes in blocks of 64 rows, as INT4 with two columns in the place of one, the second in the high half of the
+ *   nibbles: w = (code - 2) * scale + zero. Scales and zeros, N, K and the group are as in INT4.
  * INT6: 6-bit codes in blocks of 64 rows; N is a multiple of 64. Within a block four columns after each other fill 192
  *   bytes. First their low four bits, as in INT4. Then the high two: 32 bytes for the first two columns, 32 for the other
  *   two. Byte j holds in bits 0 and 1 those of row 32 + j in the first of the two columns, in bits 2 and 3 those of row j
@@ -161,11 +160,17 @@ static const int8_t UNEVEN_LEVELS[3][16] __attribute__((aligned(16), unused)) = 
 static inline int is_uneven(Coding coding) { return coding >= NL4 && coding <= NL2; }
 static inline const int8_t *uneven_levels(Coding coding) { return UNEVEN_LEVELS[coding - NL4]; }
 
+/* Codings with pairs of a scale and a zero. */
+static inline int has_pairs(Coding coding) { return coding == INT4 || coding == INT2; }
+
 /* Bits of a code in a block of 64 rows. */
 static inline size_t code_bits(Coding coding) { return block_bytes(coding) / (BLOCK / 2); }
 
 /* Bytes of the codes of so many columns of such a block, a multiple of four. */
 static inline size_t code_bytes(Coding coding, size_t columns) { return columns * BLOCK / 8 * code_bits(coding); }
+
+/* The code of INT4, INT6 and INT2 that stands for 0, before a zero is added. */
+static inline int middle_code(Coding coding) { return 1 << (code_bits(coding) - 1); }
 
 enum { UNEVEN_SCALES = BLOCK * 2 }; /* bytes of a group's scales in a block */
 

@@ -26,7 +26,7 @@ class Matrix(Struct):
         ("rows", c_size_t),
         ("columns", c_size_t),
         ("group", c_size_t),
-        ("ladders", c_void_p),
+        ("zeros_or_factors", c_void_p),
         ("scale_kind", c_int),
         ("scale_rows", c_size_t),
         ("scale_columns", c_size_t),
@@ -263,10 +263,6 @@ class Codes(Struct):
         ("scales", c_void_p),
         ("zeros", c_void_p),
         ("codes", c_void_p),
-        ("chosen", c_void_p),
-        ("ladders", c_void_p),
-        ("count", c_size_t),
-        ("together", c_size_t),
         ("squares", c_void_p),
     )
 

@@ -23,8 +23,6 @@ INLINE float clamped(float x, float low, float high) {
 enum {
     WIDTH = 16,     /* numbers at a time */
     REACH = 256,     /* columns at a time, at most */
-    EIGHTHS = 8,    /* of a group at 2 bits: a stripe has a column of each */
-    STRIPES = REACH / EIGHTHS,
 };
 
 #define EACH(i, count) for (size_t i = 0; i < (count); i++)
@@ -92,19 +90,25 @@ INLINE void pack_nibbles(uint8_t (*nibbles)[REACH], size_t rows, size_t columns,
         EACH(c, columns) EACH(j, half) into[c * half + j] = nibbles[j][c];
 }
 
-static void encode_four(const Codes *job, size_t begin, size_t rows, Squares *squares) {
+/* INT4 and INT2; in INT2 two columns share a nibble. */
+INLINE void encode_even(Coding coding, const Codes *job, size_t begin, size_t rows, Squares *squares) {
     const size_t columns = job->weights.columns, group = job->group, groups = columns / group;
+    const size_t bits = code_bits(coding), each = 4 / bits; /* codes of a nibble */
+    const int middle = middle_code(coding);
     uint8_t nibbles[BLOCK][REACH];
     float weights[REACH], codes[REACH];
     EACH(g, groups) {
         EACH(r, rows) {
             const float scale = job->scales[(begin + r) * groups + g], zero = job->zeros[(begin + r) * groups + g];
             row_of(job, begin + r, g * group, group, weights);
-            nearest(weights, group, scale, zero, -8, 7, codes);
+            nearest(weights, group, scale, zero, (float)-middle, (float)(middle - 1), codes);
             compare(squares, weights, codes, group, scale, zero, job->exact);
-            EACH(i, group) nibbles[r][i] = (uint8_t)(int)(codes[i] + 8);
+            EACH(i, group / each) {
+                const int low = (int)codes[each * i] + middle, high = bits == 2 ? (int)codes[each * i + 1] + middle : 0;
+                nibbles[r][i] = (uint8_t)(low | high << 2);
+            }
         }
-        pack_nibbles(nibbles, rows, group, job->codes + begin * columns / 2 + g * group * rows / 2);
+        pack_nibbles(nibbles, rows, group / each, job->codes + (begin * columns + g * group * rows) * bits / 8);
     }
 }
 
@@ -182,111 +186,14 @@ static void encode_six(const Codes *job, size_t begin, size_t rows, Squares *squ
     }
 }
 
-/* 16 stripes side by side: their levels, the best ladder of each, and the codes on it. */
-typedef struct {
-    float levels[EIGHTHS][WIDTH];
-    float least[WIDTH], step[WIDTH], offset[WIDTH];
-    int chosen[WIDTH];
-} Stripes;
-
-INLINE float on_ladder(float above, float step) { return rounded(clamped(above / step, 0, 3)); }
-
-/* The ladder with the smallest sum of squared errors. Torch sums stripe after stripe, the last ones of a matrix, fewer than
- * 32, in two halves: `halves` says which. */
-INLINE void choose(const Codes *job, Stripes *stripes, const uint8_t *halves, int any) {
-    EACH(q, WIDTH) stripes->least[q] = INFINITY, stripes->step[q] = stripes->offset[q] = 0, stripes->chosen[q] = 0;
-    EACH(l, job->count) {
-        const Ladder ladder = job->ladders[l];
-        const float step = ladder.step, offset = (float)((5 - ladder.step) * ladder.place);
-        const int packed = (ladder.step - 2) | ladder.place << 2;
-        float squares[EIGHTHS][WIDTH], sums[WIDTH];
-        EACH(e, EIGHTHS) EACH(q, WIDTH) {
-            const float above = stripes->levels[e][q] - offset, apart = above - step * on_ladder(above, step);
-            squares[e][q] = apart * apart;
-        }
-        EACH(q, WIDTH) sums[q] = squares[0][q];
-        for (size_t e = 1; e < EIGHTHS; e++) EACH(q, WIDTH) sums[q] += squares[e][q];
-        if (any)
-            EACH(q, WIDTH) if (halves[q]) {
-                EACH(e, 4) squares[e][q] += squares[4 + e][q];
-                sums[q] = ((squares[0][q] + squares[1][q]) + squares[2][q]) + squares[3][q];
-            }
-        EACH(q, WIDTH) {
-            const int better = sums[q] < stripes->least[q];
-            stripes->least[q] = better ? sums[q] : stripes->least[q];
-            stripes->step[q] = better ? step : stripes->step[q];
-            stripes->offset[q] = better ? offset : stripes->offset[q];
-            stripes->chosen[q] = better ? packed : stripes->chosen[q];
-        }
-    }
-}
-
-/* The levels of some groups of a row, as many as `stripes` have room for. */
-INLINE void stripe_levels(const float *weights, size_t group, float scale, float zero, size_t at, Stripes *stripes) {
-    const size_t width = group / EIGHTHS;
-    const float divisor = scale == 0 ? INFINITY : scale;
-    EACH(e, EIGHTHS) EACH(q, width) {
-        const size_t stripe = at + q;
-        stripes[stripe / WIDTH].levels[e][stripe % WIDTH] = (weights[e * width + q] - zero) / divisor + 8;
-    }
-}
-
-/* Codes of a group from its stripes' ladders: pairs (4, width) of two codes, packed ladders (width); what they stand for, in
- * levels of 4 bits, replaces the weights' own in `levels` (group). */
-INLINE void stored_pairs(const Stripes *stripes, size_t at, size_t width, uint8_t *pairs, uint8_t *chosen, float *levels) {
-    EACH(q, width) {
-        const Stripes *some = stripes + (at + q) / WIDTH;
-        const size_t lane = (at + q) % WIDTH;
-        const float step = some->step[lane], offset = some->offset[lane];
-        uint8_t codes[EIGHTHS];
-        EACH(e, EIGHTHS) {
-            const float code = on_ladder(some->levels[e][lane] - offset, step);
-            codes[e] = (uint8_t)(int)code;
-            levels[e * width + q] = code * step + offset - 8;
-        }
-        EACH(e, 4) pairs[e * width + q] = (uint8_t)(codes[e] | codes[4 + e] << 2);
-        chosen[q] = (uint8_t)some->chosen[lane];
-    }
-}
-
-static void encode_two(const Codes *job, size_t begin, size_t rows, Squares *squares) {
-    const size_t columns = job->weights.columns, group = job->group, groups = columns / group, width = group / EIGHTHS;
-    const size_t most = REACH / group; /* groups at a time */
-    uint8_t pairs[BLOCK][REACH], chosen[BLOCK][REACH], halves[STRIPES];
-    float weights[REACH], levels[REACH];
-    for (size_t first = 0; first < groups; first += most) {
-        const size_t count = groups - first < most ? groups - first : most;
-        EACH(r, rows) {
-            const size_t row = begin + r, stripe = row % job->together * columns / EIGHTHS + first * width;
-            const size_t last = job->weights.rows - (row - row % job->together);
-            const size_t whole = (last < job->together ? last : job->together) * columns / EIGHTHS;
-            const float *scales = job->scales + row * groups + first, *zeros = job->zeros + row * groups + first;
-            Stripes stripes[STRIPES / WIDTH] = {0};
-            int any = 0;
-            EACH(s, STRIPES) halves[s] = stripe + s >= whole - whole % 32, any |= halves[s];
-            row_of(job, row, first * group, count * group, weights);
-            EACH(g, count) stripe_levels(weights + g * group, group, scales[g], zeros[g], g * width, stripes);
-            EACH(s, STRIPES / WIDTH) choose(job, stripes + s, halves + s * WIDTH, any);
-            EACH(g, count) {
-                uint8_t *into = pairs[r] + g * group / 2;
-                stored_pairs(stripes, g * width, width, into, chosen[r] + g * width, levels);
-                compare(squares, weights + g * group, levels, group, scales[g], zeros[g], job->exact);
-            }
-        }
-        const size_t at = begin * columns + first * group * rows;
-        pack_nibbles(pairs, rows, count * group / 2, job->codes + at / 4);
-        pack_nibbles(chosen, rows, count * width, job->chosen + at / 16);
-    }
-}
-
 static void encode_block(const Codes *job, size_t block) {
     const size_t begin = block * BLOCK, rows = job->weights.rows - begin < BLOCK ? job->weights.rows - begin : BLOCK;
     Squares squares = {{0}, {0}};
     switch (job->coding) {
         case INT8: encode_eight(job, begin, rows, &squares); break;
         case INT6: encode_six(job, begin, rows, &squares); break;
-        case INT4: encode_four(job, begin, rows, &squares); break;
-        default: encode_two(job, begin, rows, &squares);
+        case INT4: encode_even(INT4, job, begin, rows, &squares); break;
+        default: encode_even(INT2, job, begin, rows, &squares);
     }
     report(job, block, &squares);
 }

@@ -162,7 +162,7 @@ static inline int has_factors(const Matrix *matrix) { return matrix->scale_kind 
 /* What the scales of a row have in common; of E2M1 a half. */
 static inline float published_factor(const Matrix *matrix, size_t row) {
     const float half = matrix->coding == E2M1 ? 0.5f : 1;
-    return has_factors(matrix) ? half * ((const float *)matrix->ladders)[row / matrix->factor_rows] : half;
+    return has_factors(matrix) ? half * ((const float *)matrix->zeros_or_factors)[row / matrix->factor_rows] : half;
 }
 
 /* Number `at` of a matrix's scales, of a row with that factor. */
@@ -192,7 +192,7 @@ static inline size_t published_row(const Matrix *matrix, size_t row) {
 static inline void published_scales(const Matrix *matrix, size_t row, size_t begin, size_t width, StripScales *to) {
     const size_t shared = matrix->scale_columns;
     const float factor = published_factor(matrix, row);
-    const uint8_t *zeros = matrix->coding == U4 ? matrix->ladders : NULL;
+    const uint8_t *zeros = matrix->coding == U4 ? matrix->zeros_or_factors : NULL;
     const size_t before = quotient(begin, shared);
     size_t at = published_row(matrix, row) + before, left = (before + 1) * shared - begin;
     float scale = published_scale(matrix, at, factor);

@@ -37,7 +37,6 @@
         .delta_unit = delta_unit,                                                      \
         .delta_rule = delta_rule,                                                      \
         .delta_gate = delta_gate,                                                      \
-        .widen = widen_codes,                                                          \
         .hqq = hqq_block,                                                              \
         .encode = encode_block,                                                        \
         .neurons_up = neurons_up,                                                      \

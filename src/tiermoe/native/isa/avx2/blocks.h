@@ -1,12 +1,12 @@
-/* Products with matrices that are kept in blocks of rows, on integers: INT4, INT6, NL4, NL3 and NL2.
+/* Products with matrices that are kept in blocks of rows, on integers: INT4, INT6, INT2, NL4, NL3 and NL2.
  *
  * The columns of a span of a token become integers (integers.h). Four columns of codes are transposed, so that each lane has
  * those of one row: its bytes at even places and those at odd ones are words, two products of which are summed in a step.
  * Lane l of register 4 h + k has row 32 h + 4 k + l, from the fourth lane on row 32 h + 16 + 4 k + l - 4. Sums of a span
  * are exact, so that one token and many may go different ways to the same bits; they become floats to be scaled.
  *
- * In INT4 the high nibbles stay in their place, 16 times as large. What codes are too large by (8, 32, 128) is taken away in
- * integers, before the first product. */
+ * In INT4 and INT2 the high nibbles stay in their place, 16 times as large. What codes are too large by (8, 32, 2, 128) is taken
+ * away in integers, before the first product. */
 #ifndef TIERMOE_ISA_AVX2_BLOCKS_H
 #define TIERMOE_ISA_AVX2_BLOCKS_H
 
@@ -75,11 +75,11 @@ static inline Eight two_fours_of_bf16(const bf16 *from, int k) {
     return eight_of(_mm_unpacklo_epi64(low, high));
 }
 
-/* from: of 64 rows; in INT4 pairs of a scale (low half) and a zero (high half). */
+/* from: of 64 rows; in INT4 and INT2 pairs of a scale (low half) and a zero (high half). */
 INLINE void scales_of(Coding coding, const bf16 *from, Scales *scales) {
     for (int n = 0; n < SUMS; n++) {
         const int half = n / HALF, k = n % HALF;
-        if (coding != INT4) {
+        if (!has_pairs(coding)) {
             scales->scale[n] = two_fours_of_bf16(from + 32 * half, k);
             continue;
         }
@@ -137,7 +137,8 @@ INLINE void four_columns(Coding coding, const uint8_t *codes, size_t c, int half
 
 /* Codes of register n, from what four_columns made: words of the columns at even places, or of the others. */
 INLINE __m256i words_of(Coding coding, __m256i rows, int half, int odd) {
-    if (coding == INT4) return words_and(odd ? _mm256_srli_epi16(rows, 8) : rows, half ? 0x00F000F0 : 0x000F000F);
+    const int low = coding == INT2 ? 0x00030003 : 0x000F000F;
+    if (has_pairs(coding)) return words_and(odd ? _mm256_srli_epi16(rows, 8) : rows, half ? low << 4 : low);
     if (is_uneven(coding)) {
         const __m256i codes = half ? WORDS_RIGHT(rows, 4) : rows;
         rows = words_looked_up(uneven_levels(coding), is_short(coding) ? codes : words_and(codes, 0x0F0F0F0F));
@@ -147,7 +148,7 @@ INLINE __m256i words_of(Coding coding, __m256i rows, int half, int odd) {
 
 /* What the sums of a half begin with. */
 INLINE __m256i sum_begin(Coding coding, int half, const SpanX *x) {
-    const int above = coding == INT4 ? half ? 8 * 16 : 8 : coding == INT6 ? 32 : 128;
+    const int above = is_uneven(coding) ? 128 : middle_code(coding) * (has_pairs(coding) && half ? 16 : 1);
     return _mm256_set1_epi32(-above * x->sum);
 }
 
@@ -155,11 +156,11 @@ INLINE void ask_ahead(Coding coding, const uint8_t *codes) {
     for (size_t at = 0; at < code_bytes(coding, 4); at += 64) __builtin_prefetch(codes + CODES_AHEAD + at, 0, 2);
 }
 
-/* totals (64) += the sums of register n times their unit, scaled, and in INT4 the zeros times the span's sum. */
+/* totals (64) += the sums of register n times their unit, scaled, and in INT4 and INT2 the zeros times the span's sum. */
 INLINE void add_sums(Coding coding, __m256i sums, int n, const SpanX *x, const Scales *scales, float *totals) {
     const Eight unit = eight_all(x->unit), values = eight_times(_mm256_cvtepi32_ps(sums), unit);
     Eight total = eight_times_plus(values, scales->scale[n], eight_from(totals + 8 * n));
-    if (coding == INT4) total = eight_times_plus(scales->zero[n], eight_all((float)x->sum * x->unit), total);
+    if (has_pairs(coding)) total = eight_times_plus(scales->zero[n], eight_all((float)x->sum * x->unit), total);
     eight_to(totals + 8 * n, total);
 }
 
@@ -313,16 +314,16 @@ INLINE void block_some(Coding coding, const Matrix *matrix, size_t block, const 
                        size_t stride) {
     const size_t columns = matrix->columns, group = matrix->group, span = span_of(matrix), groups = columns / group;
     const size_t gap = is_uneven(coding) ? UNEVEN_SCALES : 0; /* bytes from one group's codes to the next one's */
-    const size_t next = coding == INT4 ? 2 * matrix->rows : coding == INT6 ? BLOCK : uneven_group_bytes(coding, group) / sizeof(bf16);
+    const size_t next = has_pairs(coding) ? 2 * matrix->rows : coding == INT6 ? BLOCK : uneven_group_bytes(coding, group) / sizeof(bf16);
     const uint8_t *codes = (const uint8_t *)matrix->weights + block * (code_bytes(coding, columns) + groups * gap);
     const bf16 *from = is_uneven(coding) ? (const bf16 *)codes
-                                         : (const bf16 *)matrix->scales + block * BLOCK * (coding == INT4 ? 2 : groups);
+                                         : (const bf16 *)matrix->scales + block * BLOCK * (has_pairs(coding) ? 2 : groups);
     float totals[SPAN_TOKENS * BLOCK] __attribute__((aligned(32)));
     memset(totals, 0, tokens * BLOCK * sizeof *totals);
     for (size_t g = 0; g < groups; g++, from += next) {
         Scales scales;
         scales_of(coding, from, &scales);
-        for (size_t r = 0; r < (coding == INT4 ? 2 : 1) * BLOCK; r += 32) __builtin_prefetch(from + 2 * next + r, 0, 3);
+        for (size_t r = 0; r < (has_pairs(coding) ? 2 : 1) * BLOCK; r += 32) __builtin_prefetch(from + 2 * next + r, 0, 3);
         codes += gap;
         for (size_t s = 0; s < group; s += span, x++, codes += code_bytes(coding, span))
             add_span(coding, codes, span, x, columns / span, tokens, &scales, totals);
@@ -338,66 +339,6 @@ INLINE void block_times(Coding coding, const Matrix *matrix, size_t block, const
         const size_t some = (tokens + parts - 1) / parts;
         block_some(coding, matrix, block, x, some, out, stride);
         x += some * (matrix->columns / span_of(matrix)), out += some * stride, tokens -= some;
-    }
-}
-
-/* From 2 bits to 4: the level that a code stands for is step * code + (5 - step) * place, where the low two bits of a
- * ladder are step - 2 and its high two bits place. Both products are looked up; a level fits a nibble. */
-
-/* [code + 4 (step - 2)]: step * code */
-static const uint8_t RISES[16] __attribute__((aligned(16))) = {0, 2, 4, 6, 0, 3, 6, 9, 0, 4, 8, 12, 0, 5, 10, 15};
-/* [ladder]: (5 - step) * place */
-static const uint8_t BASES[16] __attribute__((aligned(16))) = {0, 0, 0, 0, 3, 2, 1, 0, 6, 4, 2, 0, 9, 6, 3, 0};
-
-static inline __m256i lookup(const uint8_t table[16], __m256i index) {
-    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const void *)table)), index);
-}
-
-/* What a run's ladders say of one of a byte's nibbles. */
-typedef struct {
-    __m256i step, base; /* 4 (step - 2) */
-} Ladders;
-
-static inline Ladders ladders_of(__m256i nibbles) {
-    return (Ladders){_mm256_slli_epi16(_mm256_and_si256(nibbles, _mm256_set1_epi8(3)), 2), lookup(BASES, nibbles)};
-}
-
-static inline __m256i levels_of(__m256i codes, Ladders ladders) {
-    const __m256i code = _mm256_and_si256(codes, _mm256_set1_epi8(3));
-    return _mm256_add_epi8(lookup(RISES, _mm256_or_si256(code, ladders.step)), ladders.base);
-}
-
-static inline __m256i nibbles(__m256i pair, Ladders low, Ladders high) {
-    const __m256i above = _mm256_slli_epi16(levels_of(_mm256_srli_epi16(pair, 4), high), 4);
-    return _mm256_or_si256(levels_of(pair, low), above);
-}
-
-/* 32 bytes of each run, from `r` on. */
-static inline void widen_some(const uint8_t *pairs, const uint8_t *ladders, size_t run, size_t r, uint8_t *codes) {
-    const __m256i chosen = _mm256_loadu_si256((const void *)(ladders + r)), mask = _mm256_set1_epi8(15);
-    const Ladders low = ladders_of(_mm256_and_si256(chosen, mask));
-    const Ladders high = ladders_of(_mm256_and_si256(_mm256_srli_epi16(chosen, 4), mask));
-    for (size_t i = 0; i < 4; i++) {
-        const __m256i pair = _mm256_loadu_si256((const void *)(pairs + i * run + r));
-        _mm256_storeu_si256((void *)(codes + i * run + r), nibbles(pair, low, high));
-        _mm256_storeu_si256((void *)(codes + (i + 4) * run + r), nibbles(_mm256_srli_epi16(pair, 2), low, high));
-    }
-}
-
-/* The last bytes of each run, fewer than 32. */
-static void widen_rest(const uint8_t *pairs, const uint8_t *ladders, size_t run, size_t r, uint8_t *codes) {
-    uint8_t some[4 * 32] = {0}, chosen[32] = {0}, found[8 * 32];
-    memcpy(chosen, ladders + r, run - r);
-    for (size_t i = 0; i < 4; i++) memcpy(some + 32 * i, pairs + i * run + r, run - r);
-    widen_some(some, chosen, 32, 0, found);
-    for (size_t i = 0; i < 8; i++) memcpy(codes + i * run + r, found + 32 * i, run - r);
-}
-
-static void widen_codes(const uint8_t *pairs, const uint8_t *ladders, size_t count, size_t run, uint8_t *codes) {
-    for (size_t n = 0; n < count; n++, pairs += 4 * run, ladders += run, codes += 8 * run) {
-        size_t r = 0;
-        for (; r + 32 <= run; r += 32) widen_some(pairs, ladders, run, r, codes);
-        if (r < run) widen_rest(pairs, ladders, run, r, codes);
     }
 }
 

@@ -329,7 +329,7 @@ INLINE void block_scales(Coding coding, const uint8_t *at, size_t groups, Groups
 /* Scales that lie in an array of their own. */
 INLINE void array_scales(Coding coding, const Matrix *matrix, size_t row, size_t column, size_t groups, Groups *to) {
     const size_t shared = matrix->scale_columns, first = published_row(matrix, row) + quotient(column, shared);
-    const uint8_t *zeros = matrix->ladders; /* of U4 */
+    const uint8_t *zeros = matrix->zeros_or_factors; /* of U4 */
     if (coding == E2M1 && matrix->scale_kind == SCALE_E8M0 && shared == 2 * NIBBLES) {
         to->lanes = mxfp4_scales(lane_bytes((const uint8_t *)matrix->scales + first, 1, groups));
         return;

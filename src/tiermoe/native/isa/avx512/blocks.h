@@ -1,4 +1,4 @@
-/* Products with matrices that are kept in blocks of rows: INT4, INT6, NL4, NL3 and NL2. */
+/* Products with matrices that are kept in blocks of rows: INT4, INT6, INT2, NL4, NL3 and NL2. */
 #ifndef TIERMOE_ISA_AVX512_BLOCKS_H
 #define TIERMOE_ISA_AVX512_BLOCKS_H
 
@@ -29,15 +29,16 @@ static const uint8_t FIRST_HALF[64] __attribute__((aligned(64))) = {
 
 /* What nibbles stand for, as VALUES. */
 static inline __m512i values_of_codes(Coding coding) {
+    if (coding == INT2) return _mm512_set1_epi64(0x3F800000BF80C000); /* -2, -1, 0, 1 */
     if (!is_uneven(coding)) return _mm512_load_si512(VALUES);
     const __m512i levels = _mm512_cvtepi8_epi32(_mm_load_si128((const void *)uneven_levels(coding)));
     return _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(_mm512_cvtepi32_ps(levels))); /* exact */
 }
 
-/* Columns 2 p and 2 p + 1 of four, 32 bytes of nibbles each. In NL3 and NL2 what lies above a code in its nibble belongs to
+/* Columns 2 p and 2 p + 1 of four, 32 bytes of nibbles each. In INT2, NL3 and NL2 what lies above a code in its nibble belongs to
  * other columns. */
 static inline __m512i pair_nibbles(Coding coding, const uint8_t *four, size_t p) {
-    if (coding == NL2) {
+    if (code_bits(coding) == 2) {
         const __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)(four + p * 32)));
         return _mm512_srlv_epi16(twice, _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(2), 1));
     }
@@ -101,9 +102,9 @@ static inline __m512 block_dot(__m512 sum, __m512i pairs, const bf16 *x) {
     return _mm512_dpbf16_ps(sum, (__m512bh)both, (__m512bh)pairs);
 }
 
-/* total + scale * sum + zero * x_sum: what a group of INT4 adds to 16 rows. A pair of a scale (low half) and a zero (high
+/* total + scale * sum + zero * x_sum: what a group of INT4 or INT2 adds to 16 rows. A pair of a scale (low half) and a zero (high
  * half) is read as one word. */
-static inline __m512 int4_group(__m512 total, __m512 sum, float x_sum, const uint32_t *scales) {
+static inline __m512 paired_group(__m512 total, __m512 sum, float x_sum, const uint32_t *scales) {
     const __m512i both = _mm512_loadu_si512(scales);
     const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
     const __m512 zero = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xFFFF0000)));
@@ -135,11 +136,10 @@ static inline Place place_of(const Matrix *matrix, size_t block) {
         const size_t group = uneven_group_bytes(matrix->coding, matrix->group);
         return (Place){codes + block * groups * group + UNEVEN_SCALES, codes + block * groups * group, group};
     }
-    if (matrix->coding == INT4)
-        return (Place){codes + block * BLOCK / 2 * columns, scales + block * BLOCK * 2 * sizeof(bf16),
-                       matrix->rows * 2 * sizeof(bf16)};
-    return (Place){codes + block * BLOCK * 3 / 4 * columns, scales + block * BLOCK * groups * sizeof(bf16),
-                   BLOCK * sizeof(bf16)};
+    codes += block * code_bytes(matrix->coding, columns);
+    if (has_pairs(matrix->coding))
+        return (Place){codes, scales + block * BLOCK * 2 * sizeof(bf16), matrix->rows * 2 * sizeof(bf16)};
+    return (Place){codes, scales + block * BLOCK * groups * sizeof(bf16), BLOCK * sizeof(bf16)};
 }
 
 /* Few tokens, a number known when compiling: each pair of columns is unpacked into registers and multiplied with all of
@@ -148,7 +148,7 @@ INLINE void block_tile(Coding coding, size_t tokens, const Matrix *matrix, Place
                        bf16 *out, size_t stride) {
     const size_t groups = matrix->columns / matrix->group, fours = matrix->group / 4;
     const size_t four = code_bytes(coding, 4);
-    const size_t row = coding == INT4 ? 2 * sizeof(bf16) : sizeof(bf16); /* bytes of its scales in a group */
+    const size_t row = has_pairs(coding) ? 2 * sizeof(bf16) : sizeof(bf16); /* bytes of its scales in a group */
     const size_t ahead_of_scales = is_uneven(coding) ? BYTES_AHEAD : GROUPS_AHEAD * at.group;
     const __m512i table = values_of_codes(coding);
     __m512 totals[BLOCK_TILE][REGISTERS];
@@ -176,9 +176,9 @@ INLINE void block_tile(Coding coding, size_t tokens, const Matrix *matrix, Place
         }
         for (size_t m = 0; m < tokens; m++)
             for (int r = 0; r < REGISTERS; r++)
-                totals[m][r] = coding == INT4 ? int4_group(totals[m][r], group[m][r], sums[m * groups + g],
-                                                           (const uint32_t *)at.scales + 16 * r)
-                                              : scaled_group(totals[m][r], group[m][r], (const bf16 *)at.scales + 16 * r);
+                totals[m][r] = has_pairs(coding) ? paired_group(totals[m][r], group[m][r], sums[m * groups + g],
+                                                                (const uint32_t *)at.scales + 16 * r)
+                                                 : scaled_group(totals[m][r], group[m][r], (const bf16 *)at.scales + 16 * r);
         if (is_uneven(coding)) at.codes += UNEVEN_SCALES; /* of the next group */
     }
     for (size_t m = 0; m < tokens; m++) store_rows(totals[m], out + m * stride);
@@ -200,45 +200,6 @@ INLINE void block_times(Coding coding, const Matrix *matrix, size_t block, const
         }
         x += some * matrix->columns, sums += some * groups, out += some * stride, tokens -= some;
     }
-}
-
-/* From 2 bits to 4: see formats/int2.py. */
-
-/* The level that a 2-bit code c stands for on a packed ladder: at code + 4 * ladder, (step * c + (5 - step) * place),
- * where the ladder's low two bits are step - 2 and its high two bits place. */
-static void fill(uint8_t levels[64]) {
-    for (int ladder = 0; ladder < 16; ladder++)
-        for (int code = 0; code < 4; code++) {
-            const int step = (ladder & 3) + 2, place = ladder >> 2;
-            levels[code + 4 * ladder] = (uint8_t)(step * code + (5 - step) * place);
-        }
-}
-
-static inline __m512i nibbles(__m512i pair, __m512i low_ladder, __m512i high_ladder, __m512i levels) {
-    const __m512i code = _mm512_set1_epi8(3);
-    const __m512i low = _mm512_or_si512(_mm512_and_si512(pair, code), low_ladder);
-    const __m512i high = _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(pair, 4), code), high_ladder);
-    const __m512i above = _mm512_slli_epi16(_mm512_permutexvar_epi8(high, levels), 4); /* levels fit a nibble */
-    return _mm512_or_si512(_mm512_permutexvar_epi8(low, levels), above);
-}
-
-static void widen_codes(const uint8_t *pairs, const uint8_t *ladders, size_t count, size_t run, uint8_t *codes) {
-    uint8_t table[64] __attribute__((aligned(64)));
-    fill(table);
-    const __m512i levels = _mm512_load_si512(table);
-    for (size_t n = 0; n < count; n++, pairs += 4 * run, ladders += run, codes += 8 * run)
-        for (size_t r = 0; r < run; r += 64) {
-            const __mmask64 there = run - r < 64 ? ((__mmask64)1 << (run - r)) - 1 : ~(__mmask64)0;
-            const __m512i chosen = _mm512_maskz_loadu_epi8(there, ladders + r);
-            const __m512i low = _mm512_slli_epi16(_mm512_and_si512(chosen, _mm512_set1_epi8(15)), 2);
-            const __m512i high = _mm512_and_si512(_mm512_srli_epi16(chosen, 2), _mm512_set1_epi8(60));
-            for (size_t i = 0; i < 4; i++) {
-                const __m512i pair = _mm512_maskz_loadu_epi8(there, pairs + i * run + r);
-                const __m512i other = _mm512_srli_epi16(pair, 2);
-                _mm512_mask_storeu_epi8(codes + i * run + r, there, nibbles(pair, low, high, levels));
-                _mm512_mask_storeu_epi8(codes + (i + 4) * run + r, there, nibbles(other, low, high, levels));
-            }
-        }
 }
 
 #endif

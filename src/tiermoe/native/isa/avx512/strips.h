@@ -236,7 +236,7 @@ static inline __m512 shared_scales(Coding coding, RowPlace place, __m512 *offset
     else
         scales = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(there, (const uint16_t *)matrix->scales + at));
     if (has_offsets(coding)) {
-        const __m128i zeros = _mm_maskz_loadu_epi8(there, (const uint8_t *)matrix->ladders + at);
+        const __m128i zeros = _mm_maskz_loadu_epi8(there, (const uint8_t *)matrix->zeros_or_factors + at);
         const __m512 negative = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(zeros)));
         *offsets = _mm512_permutexvar_ps(of, _mm512_mul_ps(scales, negative));
     }

@@ -1,4 +1,4 @@
-/* Products with matrices that are kept in blocks of rows: INT4, INT6, NL4, NL3 and NL2. */
+/* Products with matrices that are kept in blocks of rows: INT4, INT6, INT2, NL4, NL3 and NL2. */
 #ifndef TIERMOE_ISA_GENERIC_BLOCKS_H
 #define TIERMOE_ISA_GENERIC_BLOCKS_H
 
@@ -9,30 +9,23 @@
 
 enum { TOGETHER = 4 }; /* tokens for which a weight is unpacked once */
 
-/* The codes of column c of a block, less the middle one; of NL4, NL3 and NL2 their levels. */
-static inline void int4_unpack(const uint8_t *codes, size_t c, float values[BLOCK]) {
-    for (size_t r = 0; r < BLOCK / 2; r++) {
-        const uint8_t both = codes[c * BLOCK / 2 + r];
-        values[r] = (float)((both & 15) - 8);
-        values[BLOCK / 2 + r] = (float)((both >> 4) - 8);
-    }
-}
-
 /* Byte r of column i of four, of nibbles that the codes are the lowest bits of. */
 static inline unsigned nibbles_at(Coding coding, const uint8_t *four, size_t i, size_t r) {
     enum { COLUMN = BLOCK / 2 };
-    if (coding == NL2) return four[i / 2 * COLUMN + r] >> i % 2 * 2;
-    if (coding == NL4 || i < 3) return four[i * COLUMN + r];
+    if (code_bits(coding) == 2) return four[i / 2 * COLUMN + r] >> i % 2 * 2;
+    if (code_bits(coding) == 4 || i < 3) return four[i * COLUMN + r];
     return (four[r] >> 3 & 0x11) | (four[COLUMN + r] >> 2 & 0x22) | (four[2 * COLUMN + r] >> 1 & 0x44);
 }
 
-static inline void uneven_unpack(Coding coding, const uint8_t *codes, size_t c, float values[BLOCK]) {
+/* The codes of column c of a block, less the middle one; of NL4, NL3 and NL2 their levels. */
+static inline void nibbles_unpack(Coding coding, const uint8_t *codes, size_t c, float values[BLOCK]) {
     const uint8_t *four = codes + code_bytes(coding, c / 4 * 4);
-    const int8_t *levels = uneven_levels(coding);
+    const unsigned mask = (1 << code_bits(coding)) - 1;
     for (size_t r = 0; r < BLOCK / 2; r++) {
         const unsigned both = nibbles_at(coding, four, c % 4, r);
-        values[r] = levels[both & 15];
-        values[BLOCK / 2 + r] = levels[both >> 4 & 15];
+        const unsigned low = both & mask, high = both >> 4 & mask;
+        values[r] = is_uneven(coding) ? uneven_levels(coding)[low] : (int)low - middle_code(coding);
+        values[BLOCK / 2 + r] = is_uneven(coding) ? uneven_levels(coding)[high] : (int)high - middle_code(coding);
     }
 }
 
@@ -52,12 +45,10 @@ INLINE void block_group(Coding coding, const uint8_t *codes, size_t group, const
     memset(sums, 0, TOGETHER * sizeof *sums);
     for (size_t c = 0; c < group; c++) {
         float values[BLOCK];
-        if (coding == INT4)
-            int4_unpack(codes, c, values);
-        else if (is_uneven(coding))
-            uneven_unpack(coding, codes, c, values);
-        else
+        if (coding == INT6)
             int6_unpack(codes, c, values);
+        else
+            nibbles_unpack(coding, codes, c, values);
         for (size_t m = 0; m < count; m++) {
             const float factor = from_bf16(x[m * columns + c]);
             for (size_t r = 0; r < BLOCK; r++) sums[m][r] += values[r] * factor;
@@ -65,8 +56,8 @@ INLINE void block_group(Coding coding, const uint8_t *codes, size_t group, const
     }
 }
 
-/* totals (64) += a group's sums, scaled; INT4: and its zeros times the sum of x. */
-static inline void int4_group(const bf16 *pairs, const float sums[BLOCK], float x_sum, float totals[BLOCK]) {
+/* totals (64) += a group's sums, scaled, and its zeros times the sum of x. */
+static inline void paired_group(const bf16 *pairs, const float sums[BLOCK], float x_sum, float totals[BLOCK]) {
     for (size_t r = 0; r < BLOCK; r++) totals[r] += from_bf16(pairs[2 * r]) * sums[r] + from_bf16(pairs[2 * r + 1]) * x_sum;
 }
 
@@ -80,7 +71,7 @@ INLINE void block_times(Coding coding, const Matrix *matrix, size_t block, const
     const size_t before = is_uneven(coding) ? UNEVEN_SCALES : 0, apart = before + code_bytes(coding, group); /* bytes of a group */
     const uint8_t *codes = (const uint8_t *)matrix->weights + block * apart * groups + before;
     const bf16 *scales = matrix->scales;
-    if (!is_uneven(coding)) scales += block * BLOCK * (coding == INT4 ? 2 : groups);
+    if (!is_uneven(coding)) scales += block * BLOCK * (has_pairs(coding) ? 2 : groups);
     for (size_t first = 0; first < tokens; first += TOGETHER) {
         const size_t count = tokens - first < TOGETHER ? tokens - first : TOGETHER;
         float totals[TOGETHER][BLOCK] = {{0}}, part[TOGETHER][BLOCK];
@@ -90,8 +81,8 @@ INLINE void block_times(Coding coding, const Matrix *matrix, size_t block, const
             for (size_t m = 0; m < count; m++)
                 if (is_uneven(coding))
                     scaled_group((const bf16 *)(at - UNEVEN_SCALES), part[m], totals[m]);
-                else if (coding == INT4)
-                    int4_group(scales + 2 * g * matrix->rows, part[m], sums[(first + m) * groups + g], totals[m]);
+                else if (has_pairs(coding))
+                    paired_group(scales + 2 * g * matrix->rows, part[m], sums[(first + m) * groups + g], totals[m]);
                 else
                     scaled_group(scales + g * BLOCK, part[m], totals[m]);
         }

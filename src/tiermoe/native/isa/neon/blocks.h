@@ -1,13 +1,13 @@
-/* Products with matrices that are kept in blocks of rows, over Eight: INT4, INT6, NL4, NL3 and NL2.
+/* Products with matrices that are kept in blocks of rows, over Eight: INT4, INT6, INT2, NL4, NL3 and NL2.
  *
  * The 32 bytes of a column in INT4 are read as 8 words. Nibble n of the words, kept in its place, is the code times 16^n: it
  * becomes a float without being shifted. x is multiplied by 16^-6, so that nothing overflows, and the scale by 16^(6 - n).
- * So the sums of a block lie in 8 registers: lane l of register 2 b + h has row 32 h + 4 l + b. In INT6 the high bits join
+ * So the sums of a block lie in 8 registers: lane l of register 2 b + h has row 32 h + 4 l + b. INT2 is read likewise. In INT6 the high bits join
  * the nibbles first, those of rows 32 + j apart: byte b of the words of either half, kept in its place, is the code times
  * 256^b. In NL4, NL3 and NL2 the nibbles (nibbles.h), a byte each as there, are looked up: a byte is the
  * level plus 128.
  *
- * Codes are summed as they are, from 0 on: the 8 or 32 that is to be taken away joins the zero; in NL4, NL3 and NL2, whose group is no
+ * Codes are summed as they are, from 0 on: the 8, 32 or 2 that is to be taken away joins the zero; in NL4, NL3 and NL2, whose group is no
  * longer than a span, 128 times the sum of x is taken away before the first of them. Sums are scaled after at most SPAN
  * columns, for one token as for many. */
 #ifndef TIERMOE_ISA_NEON_BLOCKS_H
@@ -38,7 +38,7 @@ typedef struct {
 
 #define SIXTEEN_TO_6 16777216.0f
 
-/* What register n of INT4 is multiplied by: 16^(6 - n). The last nibble is shifted to the right end: in its place it would
+/* What register n of INT4 and INT2 is multiplied by: 16^(6 - n). The last nibble is shifted to the right end: in its place it would
  * be a sign. */
 static const float INT4_PLACES[SUMS] = {SIXTEEN_TO_6, 1 << 20, 1 << 16, 1 << 12, 256, 16, 1, SIXTEEN_TO_6};
 static const float INT6_PLACES[SUMS] = {SIXTEEN_TO_6, SIXTEEN_TO_6, 1 << 16, 1 << 16, 256, 256, 1, 1};
@@ -51,14 +51,14 @@ static const float UNEVEN_ABOVE[SUMS] = {
 };
 
 /* pairs: of a scale (low half) and a zero (high half), of 64 rows. */
-static inline void int4_scales(const uint32_t *pairs, Scales *scales) {
+INLINE void paired_scales(Coding coding, const uint32_t *pairs, Scales *scales) {
     for (int h = 0; h < 2; h++) {
         Words v[4];
         words_by_lane(pairs + h * BLOCK / 2, v);
         for (int b = 0; b < 4; b++) {
             const Eight scale = eight_bits(WORDS_LEFT(v[b], 16)), zero = eight_bits(words_and(v[b], 0xFFFF0000));
             scales->scale[2 * b + h] = eight_times(scale, eight_all(INT4_PLACES[2 * b + h]));
-            scales->zero[2 * b + h] = eight_minus_times(zero, eight_all(8), scale);
+            scales->zero[2 * b + h] = eight_minus_times(zero, eight_all((float)middle_code(coding)), scale);
         }
     }
 }
@@ -80,12 +80,12 @@ INLINE void scales_of(Coding coding, const bf16 *from, Scales *scales) {
 /* Columns whose place among the codes is found at once. */
 static inline size_t together_in(Coding coding) { return coding == INT4 || coding == NL4 ? 1 : 4; }
 
-/* The words of column c + next, c a multiple of together_in(coding). In INT4 they hold all registers of the column, else
+/* The words of column c + next, c a multiple of together_in(coding). In INT4 and INT2 they hold all registers of the column, else
  * those of one half of the rows, a code or level in each byte. */
 INLINE Words words_of(Coding coding, int half, const uint8_t *codes, size_t c, size_t next) {
     if (coding != INT6) {
         const Words nibbles = column_nibbles(coding, codes + code_bytes(coding, c), next);
-        if (coding == INT4) return nibbles;
+        if (has_pairs(coding)) return nibbles;
         return words_looked_up(uneven_levels(coding), words_and(half ? WORDS_RIGHT(nibbles, 4) : nibbles, 0x0F0F0F0F));
     }
     const uint8_t *four = codes + c / 4 * 3 * BLOCK;
@@ -107,8 +107,9 @@ INLINE void ask_ahead(Coding coding, const uint8_t *codes, size_t c) {
 /* Register n of a column, times 1 over its place. */
 INLINE Eight values_of(Coding coding, Words words, int n) {
     if (is_uneven(coding) && n / 2 == 3) return eight_of_words(WORDS_RIGHT(words, 24));
-    if (coding != INT4) return eight_of_words(words_and(words, 255u << n / 2 * 8));
-    return eight_of_words(n == SUMS - 1 ? WORDS_RIGHT(words, 28) : words_and(words, 15u << 4 * n));
+    if (!has_pairs(coding)) return eight_of_words(words_and(words, 255u << n / 2 * 8));
+    const unsigned code = coding == INT2 ? 3 : 15;
+    return eight_of_words(n == SUMS - 1 ? words_and(WORDS_RIGHT(words, 28), code) : words_and(words, code << 4 * n));
 }
 
 /* What the sums of register n begin with; x_sum: of the group. */
@@ -163,7 +164,7 @@ INLINE void span_times(Coding coding, size_t tokens, const uint8_t *codes, size_
                        size_t groups, const Scales *scales, float *totals) {
     if (coding != INT6 && tokens == 1) {
         span_part(coding, is_uneven(coding) ? BOTH : 0, 0, 1, SUMS, tokens, codes, span, x, sums, groups, scales, totals);
-    } else if (coding != INT4) {
+    } else if (!has_pairs(coding)) {
         span_part(coding, 0, 0, 2, SUMS / 2, tokens, codes, span, x, sums, groups, scales, totals);
         span_part(coding, 1, 1, 2, SUMS / 2, tokens, codes, span, x, sums, groups, scales, totals);
     } else {
@@ -256,18 +257,18 @@ INLINE void add_span(Coding coding, const uint8_t *codes, size_t span, const bf1
 INLINE void block_some(Coding coding, const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens,
                        bf16 *out, size_t stride) {
     const size_t columns = matrix->columns, group = matrix->group, span = group < SPAN ? group : SPAN;
-    const size_t groups = columns / group, row = coding == INT4 ? 2 : 1; /* numbers of a row in a group */
+    const size_t groups = columns / group, row = has_pairs(coding) ? 2 : 1; /* numbers of a row in a group */
     const size_t gap = is_uneven(coding) ? UNEVEN_SCALES : 0; /* bytes from one group's codes to the next one's */
-    const size_t apart = coding == INT4 ? 2 * matrix->rows : coding == INT6 ? BLOCK : uneven_group_bytes(coding, group) / sizeof(bf16);
+    const size_t apart = has_pairs(coding) ? 2 * matrix->rows : coding == INT6 ? BLOCK : uneven_group_bytes(coding, group) / sizeof(bf16);
     const uint8_t *codes = (const uint8_t *)matrix->weights + block * (code_bytes(coding, columns) + groups * gap);
     const bf16 *pairs = is_uneven(coding) ? (const bf16 *)codes
-                                      : (const bf16 *)matrix->scales + block * BLOCK * (coding == INT4 ? 2 : groups);
+                                      : (const bf16 *)matrix->scales + block * BLOCK * (has_pairs(coding) ? 2 : groups);
     float totals[BLOCK_TOKENS * BLOCK] __attribute__((aligned(32)));
     memset(totals, 0, tokens * BLOCK * sizeof *totals);
     for (size_t g = 0; g < groups; g++, pairs += apart) {
         Scales scales;
-        if (coding == INT4)
-            int4_scales((const uint32_t *)pairs, &scales);
+        if (has_pairs(coding))
+            paired_scales(coding, (const uint32_t *)pairs, &scales);
         else
             scales_of(coding, pairs, &scales);
         for (size_t r = 0; r < row * BLOCK; r += 32) __builtin_prefetch(pairs + 2 * apart + r, 0, 3);
