@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from tiermoe.metrics import ExpertCounts, PhaseMetrics
 from tiermoe.offload.cache import SHARE_EVERY
 from tiermoe.offload.loader import ExpertLoader
-from tiermoe.offload.policies.eviction import Clock
+from tiermoe.offload.policies.eviction import Clock, Popularity
 from tiermoe.offload.policies.eviction.undoable import Undoable
 from tiermoe.offload.policies.precision import Precision
 from tiermoe.offload.policies.prediction import Forecasts, Predictor
 from tiermoe.offload.policies.prefetch_trial import PrefetchTrial
 from tiermoe.offload.policies.routing import CachePrior
-from tiermoe.offload.usage import Reuse, SizeCurve, Uses, merged, most_used
+from tiermoe.offload.usage import Reuse, SizeCurve, Uses, merged, most_used, shares_of
 from tiermoe.types import Demand, ExpertKey, Ready, Routed
 
 _LONG_ENOUGH = 16  # decoded tokens that say what others take
@@ -30,23 +30,25 @@ class Scheduler:
     """One model's layers under one composition.
 
     together: a layer computes when all its loads are there. whole_layer: every expert of a layer is fetched, routed or
-    not; `experts` is how many each layer has. proceed: a decoding layer that was predicted leaves out the experts that
-    were not, as far as they are not resident (CORM's misprediction); where nothing was predicted for it in its pass, or
-    none of its experts, all come. cpu_fallback: in decode, how many of a layer's misses are computed on the CPU and not
-    loaded (HOBBIT, section 4, cooperative computing). settles: what has come stays, in the one precision there is, and
-    nothing is predicted: where all that a token chose has come there is nothing to decide. trial: says which decode
-    passes prefetch, by what they take from `begin_pass` to the end of the last layer; None: all do, as prefills always
-    do. fills: whether the background may read experts into free slots, for it changes nothing but hits; `everything`:
-    all of them fit. undoable: the eviction policies, where a decode pass may be discarded. prior: moves the choices of
-    decoded tokens towards experts that are resident. exact: what is read and asked for does not depend on what is
-    cached. `reuse` is counted since the beginning where exact and not all fits.
+    not; `experts` is how many each layer has, `top_k` how many of them a token uses. proceed: a decoding layer that was
+    predicted leaves out the experts that were not, as far as they are not resident (CORM's misprediction); where
+    nothing was predicted for it in its pass, or none of its experts, all come. cpu_fallback: in decode, how many of a
+    layer's misses are computed on the CPU and not loaded (HOBBIT, section 4, cooperative computing). settles: what has
+    come stays, in the one precision there is, and nothing is predicted: where all that a token chose has come there is
+    nothing to decide. trial: says which decode passes prefetch, by what they take from `begin_pass` to the end of the
+    last layer; None: all do, as prefills always do. fills: whether the background may read experts into free slots, for
+    it changes nothing but hits; `everything`: all of them fit. undoable: the eviction policies, where a decode pass may
+    be discarded. prior: moves the choices of decoded tokens towards experts that are resident. exact: what is read and
+    asked for does not depend on what is cached. `reuse` is counted since the beginning where exact and not all fits.
     """
 
     loader: ExpertLoader
     clock: Clock
+    popularity: Popularity
     precision: Precision
     prediction: Predictor
     experts: list[int]
+    top_k: list[int]
     fixed_bits: int
     mask: bool = True
     together: bool = False
@@ -70,7 +72,7 @@ class Scheduler:
     _before_pass: ExpertCounts = field(default_factory=ExpertCounts)
     _predicted: dict[int, set[int]] = field(default_factory=dict)  # layer → experts, in the running pass
     _earlier_uses: Sequence[Sequence[float]] = ()
-    _unshared: int = 0  # tokens since slots were shared out
+    _unranked: int = 0  # tokens since uses were last counted together
     _pass_tokens: int = 0
     _repeats: bool = False  # the next pass, one that was discarded
     _began: float | None = None  # when the running pass did, where the trial measures it
@@ -104,7 +106,7 @@ class Scheduler:
         each layer; empty where nothing is known."""
         self._earlier_uses = uses
         if uses:
-            self._share_out()
+            self._count_together()
         first, bits = self.prediction.initial_experts(), self.precision.predicted
         if first:
             self.loader.fill([ExpertKey(layer, expert, bits(layer, (), expert)) for layer, expert, _ in first])
@@ -155,9 +157,9 @@ class Scheduler:
             policy.start() if phase == "decode" and not self._repeats else policy.keep()
         self._repeats = False
         self._uses.start_pass()
-        self._unshared += tokens
-        if self._unshared >= SHARE_EVERY:
-            self._share_out()
+        self._unranked += tokens
+        if self._unranked >= SHARE_EVERY:
+            self._count_together()
         self._prefetches = self.predicts and (self.trial is None or self._began is None or self.trial.on)
         if self._prefetches:
             self._prefetch(first - 1, forecasts)
@@ -252,11 +254,14 @@ class Scheduler:
         if self.exact and not self.everything:
             self.reuse.record(layer, demands, phase)
 
-    def _share_out(self) -> None:
-        """Slots follow the uses of this run and the ones before it, where they may move and some are missing."""
-        self._unshared = 0
-        if self.loader.cache.shared and not self.everything:
-            self.loader.cache.follow(merged(self._earlier_uses, self._uses.counts))
+    def _count_together(self) -> None:
+        """Eviction and shares of slots learn the uses of this run and the ones before it, where some are missing."""
+        self._unranked = 0
+        if self.everything:
+            return
+        uses = merged(self._earlier_uses, self._uses.counts)
+        self.popularity.shares = shares_of(uses, self.top_k)
+        self.loader.cache.follow(uses)
 
     def _begin_timing(self, phase: str) -> None:
         if self.trial is None:

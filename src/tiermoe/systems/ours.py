@@ -7,10 +7,10 @@ from tiermoe.offload.composition import Composition
 OURS = (
     Composition(
         "default",
-        "exact: recency and uses decide who leaves a layer, the next two's routers who comes if that is faster",
+        "exact: estimated next uses decide who leaves a layer, the next two's routers who comes if that is faster",
         "the best exact composition measured, docs/systems.md",
-        prefetch="stacked-gates", speculate="measured", cache="weighted", allotment="by-use",
-        own={"ahead": 2, "weights": (0.25, 0.25, 0.25, 0.25)},
+        prefetch="stacked-gates", speculate="measured", cache="next-use", allotment="by-use",
+        own={"ahead": 2},
     ),
     Composition(
         "frugal",
