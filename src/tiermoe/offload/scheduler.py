@@ -69,6 +69,8 @@ class Scheduler:
     _hits: list[tuple[int, Sequence[Sequence[int]]]] = field(default_factory=list)  # that policies have not learnt of
     _phase: str = "prefill"  # of the running pass
     _prefetches: bool = True  # the running pass does
+    _watches: bool = False  # the running pass does not, and compares what it would have read with what is chosen
+    _named: dict[int, set[int]] = field(default_factory=dict)  # layer → absent experts, in a pass that watches
     _before_pass: ExpertCounts = field(default_factory=ExpertCounts)
     _predicted: dict[int, set[int]] = field(default_factory=dict)  # layer → experts, in the running pass
     _earlier_uses: Sequence[Sequence[float]] = ()
@@ -98,7 +100,7 @@ class Scheduler:
     def hits_need_no_decision(self) -> bool:
         """Whether a layer of the running pass all of whose experts are resident can be computed at once, and reported
         by `all_hit`: nothing is read ahead, and no prefetch is pending."""
-        return not (self._prefetches or self.whole_layer or self.loader.uncommitted)
+        return not (self._prefetches or self._watches or self.whole_layer or self.loader.uncommitted)
 
     def fill(self, uses: Sequence[Sequence[float]]) -> None:
         """Begins to read experts into free slots, in the background: those that the prediction says the cache begins
@@ -161,7 +163,9 @@ class Scheduler:
         if self._unranked >= SHARE_EVERY:
             self._count_together()
         self._prefetches = self.predicts and (self.trial is None or self._began is None or self.trial.on)
-        if self._prefetches:
+        self._watches = self.trial is not None and self._began is not None and self.trial.watching
+        self._named.clear()
+        if self._prefetches or self._watches:
             self._prefetch(first - 1, forecasts)
 
     def discard_pass(self) -> None:
@@ -210,10 +214,12 @@ class Scheduler:
         layer, decoding = routed.layer, routed.phase == "decode"
         self.clock.layer = layer
         demands = self._demands(routed)
+        if self.trial is not None and (named := self._named.get(layer)):
+            self.trial.record_named(len(named), sum(demand.expert in named for demand in demands))
         groups = self.loader.run_layer(
             layer,
             demands,
-            functools.partial(self._prefetch, layer, forecasts) if self._prefetches else None,
+            functools.partial(self._prefetch, layer, forecasts) if self._prefetches or self._watches else None,
             self.together,
             self.cpu_fallback if decoding else None,
             functools.partial(self._end_timing, layer) if self._began is not None else None,
@@ -325,6 +331,10 @@ class Scheduler:
             bits = bits_of(target, expert)
             if bits:
                 named.append(ExpertKey(target, expert, bits))
-        if loader.prefetch(named, self.mask) and self.proceed:
+        if self._watches:
+            for target, expert, _ in named:
+                if not here(target, expert):
+                    self._named.setdefault(target, set()).add(expert)
+        elif loader.prefetch(named, self.mask) and self.proceed:
             for key in named:
                 self._predicted.setdefault(key.layer, set()).add(key.expert)
