@@ -267,8 +267,8 @@ BREAKAGES = (
     Breakage(
         "an expert leaves although another layer has a free slot",
         "SlotShares.givers",
-        "if most_free.free:",
-        "if False:",
+        "most_free.free and most_free.slots > self._minimum",
+        "False",
         ("test_nobody_leaves_while_another_layer_has_a_free_slot",),
     ),
     Breakage(

@@ -347,10 +347,10 @@ class SlotShares:
                 pool.slots += 1
 
     def givers(self, taker: _Pool) -> list[_Pool]:
-        """Who gives a slot to `taker`: the pool with most free slots, so that nobody leaves while a slot is free; where
-        none is and `taker` is below its share, pools above theirs, the furthest above first."""
-        most_free = max(self._pools, key=lambda pool: len(pool.free))
-        if most_free.free:
+        """Who gives a slot to `taker`: the pool with most free slots beyond its minimum, before anybody leaves;
+        where none is and `taker` is below its share, pools above theirs, the furthest above first."""
+        most_free = max(self._pools, key=lambda pool: min(len(pool.free), pool.slots - self._minimum))
+        if most_free.free and most_free.slots > self._minimum:
             return [most_free]
         if self._over(taker) >= 0:
             return []

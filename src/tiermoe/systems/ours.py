@@ -16,8 +16,8 @@ OURS = (
         "frugal",
         "what ranks behind 80 % of a token's gate weight is used where it is here and not fetched; no prefetch",
         "HOBBIT's skipping (2024, section 3.2) without its low precision",
-        precision="gate-score", cache="weighted", allotment="by-use",
-        own={"t1": 0.8, "t2": 0.8, "weights": (0.25, 0.25, 0.25, 0.25)},
+        precision="gate-score", cache="next-use", allotment="by-use",
+        own={"t1": 0.8, "t2": 0.8},
     ),
     Composition(
         "nimble",
