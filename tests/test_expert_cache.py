@@ -187,6 +187,17 @@ def test_free_slots_move_at_once_and_others_when_a_layer_misses() -> None:
     assert [cache.free(0), cache.free(1)] == [2, 2]  # 4 and 2
 
 
+def test_nobody_leaves_while_another_layer_has_a_free_slot() -> None:
+    cache = ExpertCache(by_use(Share(6, [99] * 2)), lru_of, (4,))
+    for expert in range(5):  # a layer keeps its minimum of 1
+        assert cache.reserve(ExpertKey(0, expert, 4)) is not None
+        cache.arrived(ExpertKey(0, expert, 4))
+    assert cache.evictions == 0
+    assert cache.reserve(ExpertKey(1, 1, 4)) is not None
+    assert cache.reserve(ExpertKey(1, 0, 4)) is not None  # a layer below its share gets a slot back
+    assert (cache.evictions, cache.slot(ExpertKey(0, 0, 4))) == (1, None)
+
+
 @settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 7), st.booleans()), min_size=30, max_size=120),

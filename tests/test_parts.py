@@ -271,7 +271,7 @@ PARTS = [
     Part("corm", "slots of a layer", "victims of other layers", {"allotment": "pool"}, still=True),
     Part("default", "prefetch", "prefetched_hits", ALONE, {"speculate": "always"}),
     Part("default", "slots that move", "victims of other layers", {"allotment": "even"}),
-    Part("default", "the weighted cache", "not the least recent", {"cache": "lru"}),
+    Part("default", "estimated next uses", "not the least recent", {"cache": "lru"}),
     Part("frugal", "skipping", "expert_skips", FIXED),
     Part("mixtral-offload", "prefetch", "prefetched_hits", ALONE),
     Part("mixtral-offload", "slots of a layer", "victims of other layers", {"allotment": "pool"}, still=True),

@@ -189,6 +189,7 @@ EXACT = {
     "distance": {"cache": "distance"},
     "arc by layer": {"cache": "arc", "allotment": "even"},
     "weighted": {"cache": "weighted", "weights": "0.4,0.3,0.2,0.1"},
+    "next use, slots that move": {"cache": "next-use", "allotment": "by-use"},
     "together": {"start": "together"},
 }  # fmt: skip
 

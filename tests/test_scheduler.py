@@ -76,7 +76,9 @@ def test_a_discarded_pass_is_counted_apart_and_its_token_once() -> None:
     assert scheduler.clock.token == 1
 
 
-@pytest.mark.parametrize("cache", ["lru", "lfu", "lhu", "weighted", "distance", "arc", "random", "fifo", "fld"])
+@pytest.mark.parametrize(
+    "cache", ["lru", "lfu", "lhu", "weighted", "distance", "arc", "random", "fifo", "fld", "next-use"]
+)
 def test_a_discarded_pass_leaves_no_use_behind(cache: str) -> None:
     """Who leaves after a discarded pass, whose expert was here, is who leaves without one."""
     weights = {"weights": "0.4,0.3,0.2,0.1"} if cache == "weighted" else {}

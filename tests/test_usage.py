@@ -21,7 +21,7 @@ from tiermoe.engine.expectation import other_budgets
 from tiermoe.engine.memory_plan import MemoryPlan, SlotPool
 from tiermoe.metrics import ExpertCounts, PhaseMetrics
 from tiermoe.offload.run_record import RunRecord, read_record, write_record
-from tiermoe.offload.usage import WATCHED, WINDOW, Reuse, SizeCurve, Uses, merged, missed, most_used
+from tiermoe.offload.usage import WATCHED, WINDOW, Reuse, SizeCurve, Uses, merged, missed, most_used, shares_of
 from tiermoe.types import Demand, ExpertKey, Routed
 from tiny import write
 
@@ -53,6 +53,26 @@ def test_uses_fade_as_others_are_counted() -> None:
     assert merged([], uses.counts) == [[1, 5], [0]]
     assert merged([[8, 0], [4]], uses.counts) == [[pytest.approx(8 * (1 - 6 / WINDOW) + 1), 5], [4]]
     assert merged([[8.0]], [[2 * WINDOW]]) == [[2 * WINDOW]]
+
+
+def test_a_share_is_of_the_tokens_that_a_layer_served() -> None:
+    uses = [[3.0, 1.0, 0.0], [2.0, 2.0, 4.0], [0.0, 0.0, 0.0]]  # 4 tokens of 1 expert, 4 of 2, none
+    assert shares_of(uses, [1, 2, 2]) == [[0.75, 0.25, 0.0], [0.5, 0.5, 1.0], [0.0, 0.0, 0.0]]
+
+
+def test_eviction_begins_with_the_uses_of_earlier_runs() -> None:
+    """Each layer has two slots; expert 0 of layer 0 was used most in earlier runs, 1 and 2 never."""
+    scheduler, _ = scheduler_with("default", slots=6, prefetch="none")
+    scheduler.fills = False
+    scheduler.fill([[9.0, 0.0, 0.0, 1.0]] * 3)
+    for expert in (0, 1, 2):
+        scheduler.begin_pass(1, Said(), "decode")
+        for layer in range(3):
+            for _ in scheduler.run_layer(Routed(layer, "decode", [[expert]], [[1.0]]), Said()):
+                pass
+    cache = scheduler.loader.cache
+    for layer in range(3):
+        assert [cache.find(layer, expert, 4) is not None for expert in (0, 1, 2)] == [True, False, True]
 
 
 # distances

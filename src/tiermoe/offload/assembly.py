@@ -15,7 +15,7 @@ from tiermoe.offload.link import Link
 from tiermoe.offload.loader import ExpertLoader
 from tiermoe.offload.policies.allotment import ALLOTMENTS, Pool, Share, shallow_and_shared
 from tiermoe.offload.policies.cpu_fallback import MissCosts, misses_on_cpu
-from tiermoe.offload.policies.eviction import EVICTIONS, Clock, Eviction, EvictionContext, NextUse
+from tiermoe.offload.policies.eviction import EVICTIONS, Clock, Eviction, EvictionContext, NextUse, Popularity
 from tiermoe.offload.policies.eviction.undoable import Undoable
 from tiermoe.offload.policies.precision import PRECISIONS, Precision, PrecisionContext
 from tiermoe.offload.policies.prediction import PREDICTIONS, Future, HashTable, PredictionContext
@@ -136,7 +136,7 @@ def assemble(
     need tables, the future, hash tables or miss costs that are not given."""
     require_settings(composition, "MODEL")
     tables = tables or Tables()
-    clock = Clock()
+    clock, popularity = Clock(), Popularity()
     loaded = sorted({precision for each in slots for precision in each.bits}, reverse=True)
     all_fit = sum(each.slots for each in slots) >= sum(shape.experts) and len(loaded) == 1
     undoable: list[Undoable] = []
@@ -151,7 +151,8 @@ def assemble(
                 context = EvictionContext(
                     clock, pool.slots, len(shape.experts), encoder_layers=shape.encoder_layers, high_bits=loaded[0],
                     per_sequence=composition.records == "sequence",
-                    next_use=future_trace.next_use if future_trace else None, seed=seed, frequencies=tables.frequencies,
+                    next_use=future_trace.next_use if future_trace else None, seed=seed, popularity=popularity,
+                    frequencies=tables.frequencies,
                 )  # fmt: skip
                 policy = _eviction(composition, shape, context, pool, len(loaded) == 1)
                 spans = getattr(type(policy), "spans_precisions", False)
@@ -182,9 +183,11 @@ def assemble(
     return Scheduler(
         ExpertLoader(pools, link, loaded[0]),
         clock,
+        popularity,
         _precision_rule(composition, PrecisionContext(bits, shape.top_k, tables.bits)),
         predictor,
         list(shape.experts),
+        list(shape.top_k),
         fixed_bits=bits,
         mask=composition.mask,
         together=composition.start == "together",

@@ -149,7 +149,7 @@ class ExpertCache:
         if key in self._resident or key in self._in_flight:
             raise ValueError(f"{key} already has a slot")
         pool = self._pool_of[key.layer, key.bits]
-        if self._shares and not pool.free and self._shares[key.bits].lacks(pool):
+        if self._shares and not pool.free:
             self._enlarge(pool, key)
         if pool.free:
             slot = pool.free.pop()
@@ -231,13 +231,9 @@ class ExpertCache:
         for pool in self._pools:
             pool.eviction.new_sequence()
 
-    @property
-    def shared(self) -> bool:
-        """Whether slots move between layers (`follow`)."""
-        return bool(self._shares)
-
     def follow(self, uses: Sequence[Sequence[float]]) -> None:
-        """Slots move to the layers whose experts are used most. uses: a row of experts for each layer."""
+        """Slots move to the layers whose experts are used most, where they move. uses: a row of experts for each
+        layer."""
         for shares in set(self._shares.values()):
             shares.follow(uses)
 
@@ -301,8 +297,8 @@ class ExpertCache:
         return self._resident.pop(victim)
 
     def _enlarge(self, pool: _Pool, key: ExpertKey) -> None:
-        """A slot more for the pool of `key`: of the pool that is furthest above its share and has one to give."""
-        for other in self._shares[key.bits].givers():
+        """A slot more for the pool of `key`, of a pool that has one to give (`SlotShares.givers`)."""
+        for other in self._shares[key.bits].givers(pool):
             if not other.free:
                 victim = self._victim(other, key, self.protected)
                 if victim is None:
@@ -350,12 +346,14 @@ class SlotShares:
                 giver.slots -= 1
                 pool.slots += 1
 
-    def lacks(self, pool: _Pool) -> bool:
-        """Whether a pool has less than its share."""
-        return pool.slots < self._wanted[pool.number]
-
-    def givers(self) -> list[_Pool]:
-        """Pools above their share, the furthest above first."""
+    def givers(self, taker: _Pool) -> list[_Pool]:
+        """Who gives a slot to `taker`: the pool with most free slots beyond its minimum, before anybody leaves;
+        where none is and `taker` is below its share, pools above theirs, the furthest above first."""
+        most_free = max(self._pools, key=lambda pool: min(len(pool.free), pool.slots - self._minimum))
+        if most_free.free and most_free.slots > self._minimum:
+            return [most_free]
+        if self._over(taker) >= 0:
+            return []
         return sorted((other for other in self._pools if self._over(other) > 0), key=self._over, reverse=True)
 
     def _over(self, pool: _Pool) -> int:

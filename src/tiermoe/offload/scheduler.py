@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from tiermoe.metrics import ExpertCounts, PhaseMetrics
 from tiermoe.offload.cache import SHARE_EVERY
 from tiermoe.offload.loader import ExpertLoader
-from tiermoe.offload.policies.eviction import Clock
+from tiermoe.offload.policies.eviction import Clock, Popularity
 from tiermoe.offload.policies.eviction.undoable import Undoable
 from tiermoe.offload.policies.precision import Precision
 from tiermoe.offload.policies.prediction import Forecasts, Predictor
 from tiermoe.offload.policies.prefetch_trial import PrefetchTrial
 from tiermoe.offload.policies.routing import CachePrior
-from tiermoe.offload.usage import Reuse, SizeCurve, Uses, merged, most_used
+from tiermoe.offload.usage import Reuse, SizeCurve, Uses, merged, most_used, shares_of
 from tiermoe.types import Demand, ExpertKey, Ready, Routed
 
 _LONG_ENOUGH = 16  # decoded tokens that say what others take
@@ -30,23 +30,25 @@ class Scheduler:
     """One model's layers under one composition.
 
     together: a layer computes when all its loads are there. whole_layer: every expert of a layer is fetched, routed or
-    not; `experts` is how many each layer has. proceed: a decoding layer that was predicted leaves out the experts that
-    were not, as far as they are not resident (CORM's misprediction); where nothing was predicted for it in its pass, or
-    none of its experts, all come. cpu_fallback: in decode, how many of a layer's misses are computed on the CPU and not
-    loaded (HOBBIT, section 4, cooperative computing). settles: what has come stays, in the one precision there is, and
-    nothing is predicted: where all that a token chose has come there is nothing to decide. trial: says which decode
-    passes prefetch, by what they take from `begin_pass` to the end of the last layer; None: all do, as prefills always
-    do. fills: whether the background may read experts into free slots, for it changes nothing but hits; `everything`:
-    all of them fit. undoable: the eviction policies, where a decode pass may be discarded. prior: moves the choices of
-    decoded tokens towards experts that are resident. exact: what is read and asked for does not depend on what is
-    cached. `reuse` is counted since the beginning where exact and not all fits.
+    not; `experts` is how many each layer has, `top_k` how many of them a token uses. proceed: a decoding layer that was
+    predicted leaves out the experts that were not, as far as they are not resident (CORM's misprediction); where
+    nothing was predicted for it in its pass, or none of its experts, all come. cpu_fallback: in decode, how many of a
+    layer's misses are computed on the CPU and not loaded (HOBBIT, section 4, cooperative computing). settles: what has
+    come stays, in the one precision there is, and nothing is predicted: where all that a token chose has come there is
+    nothing to decide. trial: says which decode passes prefetch, by what they take from `begin_pass` to the end of the
+    last layer; None: all do, as prefills always do. fills: whether the background may read experts into free slots, for
+    it changes nothing but hits; `everything`: all of them fit. undoable: the eviction policies, where a decode pass may
+    be discarded. prior: moves the choices of decoded tokens towards experts that are resident. exact: what is read and
+    asked for does not depend on what is cached. `reuse` is counted since the beginning where exact and not all fits.
     """
 
     loader: ExpertLoader
     clock: Clock
+    popularity: Popularity
     precision: Precision
     prediction: Predictor
     experts: list[int]
+    top_k: list[int]
     fixed_bits: int
     mask: bool = True
     together: bool = False
@@ -67,10 +69,12 @@ class Scheduler:
     _hits: list[tuple[int, Sequence[Sequence[int]]]] = field(default_factory=list)  # that policies have not learnt of
     _phase: str = "prefill"  # of the running pass
     _prefetches: bool = True  # the running pass does
+    _watches: bool = False  # the running pass does not, and compares what it would have read with what is chosen
+    _named: dict[int, set[int]] = field(default_factory=dict)  # layer → absent experts, in a pass that watches
     _before_pass: ExpertCounts = field(default_factory=ExpertCounts)
     _predicted: dict[int, set[int]] = field(default_factory=dict)  # layer → experts, in the running pass
     _earlier_uses: Sequence[Sequence[float]] = ()
-    _unshared: int = 0  # tokens since slots were shared out
+    _unranked: int = 0  # tokens since uses were last counted together
     _pass_tokens: int = 0
     _repeats: bool = False  # the next pass, one that was discarded
     _began: float | None = None  # when the running pass did, where the trial measures it
@@ -96,7 +100,7 @@ class Scheduler:
     def hits_need_no_decision(self) -> bool:
         """Whether a layer of the running pass all of whose experts are resident can be computed at once, and reported
         by `all_hit`: nothing is read ahead, and no prefetch is pending."""
-        return not (self._prefetches or self.whole_layer or self.loader.uncommitted)
+        return not (self._prefetches or self._watches or self.whole_layer or self.loader.uncommitted)
 
     def fill(self, uses: Sequence[Sequence[float]]) -> None:
         """Begins to read experts into free slots, in the background: those that the prediction says the cache begins
@@ -104,7 +108,7 @@ class Scheduler:
         each layer; empty where nothing is known."""
         self._earlier_uses = uses
         if uses:
-            self._share_out()
+            self._count_together()
         first, bits = self.prediction.initial_experts(), self.precision.predicted
         if first:
             self.loader.fill([ExpertKey(layer, expert, bits(layer, (), expert)) for layer, expert, _ in first])
@@ -155,11 +159,13 @@ class Scheduler:
             policy.start() if phase == "decode" and not self._repeats else policy.keep()
         self._repeats = False
         self._uses.start_pass()
-        self._unshared += tokens
-        if self._unshared >= SHARE_EVERY:
-            self._share_out()
+        self._unranked += tokens
+        if self._unranked >= SHARE_EVERY:
+            self._count_together()
         self._prefetches = self.predicts and (self.trial is None or self._began is None or self.trial.on)
-        if self._prefetches:
+        self._watches = self.trial is not None and self._began is not None and self.trial.watching
+        self._named.clear()
+        if self._prefetches or self._watches:
             self._prefetch(first - 1, forecasts)
 
     def discard_pass(self) -> None:
@@ -208,10 +214,12 @@ class Scheduler:
         layer, decoding = routed.layer, routed.phase == "decode"
         self.clock.layer = layer
         demands = self._demands(routed)
+        if self.trial is not None and (named := self._named.get(layer)):
+            self.trial.record_named(len(named), sum(demand.expert in named for demand in demands))
         groups = self.loader.run_layer(
             layer,
             demands,
-            functools.partial(self._prefetch, layer, forecasts) if self._prefetches else None,
+            functools.partial(self._prefetch, layer, forecasts) if self._prefetches or self._watches else None,
             self.together,
             self.cpu_fallback if decoding else None,
             functools.partial(self._end_timing, layer) if self._began is not None else None,
@@ -252,11 +260,14 @@ class Scheduler:
         if self.exact and not self.everything:
             self.reuse.record(layer, demands, phase)
 
-    def _share_out(self) -> None:
-        """Slots follow the uses of this run and the ones before it, where they may move and some are missing."""
-        self._unshared = 0
-        if self.loader.cache.shared and not self.everything:
-            self.loader.cache.follow(merged(self._earlier_uses, self._uses.counts))
+    def _count_together(self) -> None:
+        """Eviction and shares of slots learn the uses of this run and the ones before it, where some are missing."""
+        self._unranked = 0
+        if self.everything:
+            return
+        uses = merged(self._earlier_uses, self._uses.counts)
+        self.popularity.shares = shares_of(uses, self.top_k)
+        self.loader.cache.follow(uses)
 
     def _begin_timing(self, phase: str) -> None:
         if self.trial is None:
@@ -320,6 +331,10 @@ class Scheduler:
             bits = bits_of(target, expert)
             if bits:
                 named.append(ExpertKey(target, expert, bits))
-        if loader.prefetch(named, self.mask) and self.proceed:
+        if self._watches:
+            for target, expert, _ in named:
+                if not here(target, expert):
+                    self._named.setdefault(target, set()).add(expert)
+        elif loader.prefetch(named, self.mask) and self.proceed:
             for key in named:
                 self._predicted.setdefault(key.layer, set()).add(key.expert)

@@ -54,6 +54,16 @@ def merged(earlier: Sequence[Sequence[float]], uses: Sequence[Sequence[float]]) 
     return result
 
 
+def shares_of(uses: Sequence[Sequence[float]], top_k: Sequence[int]) -> list[list[float]]:
+    """The share of a layer's tokens that each expert served. uses: a row of experts for each layer; top_k: experts of a
+    token in each."""
+    shares = []
+    for row, k in zip(uses, top_k, strict=True):
+        tokens = max(sum(row) / k, 1.0)
+        shares.append([count / tokens for count in row])
+    return shares
+
+
 def most_used(experts: Sequence[int], bits: int, uses: Sequence[Sequence[float]], everything: bool) -> list[ExpertKey]:
     """The experts of a model in the precision `bits`, most used first, of equal ones in their order. experts: number of
     each layer's. uses: a row of experts for each layer; empty where nothing is known. everything: unused ones too."""

@@ -7,17 +7,17 @@ from tiermoe.offload.composition import Composition
 OURS = (
     Composition(
         "default",
-        "exact: recency and uses decide who leaves a layer, the next two's routers who comes if that is faster",
+        "exact: estimated next uses decide who leaves a layer, the next two's routers who comes if that is faster",
         "the best exact composition measured, docs/systems.md",
-        prefetch="stacked-gates", speculate="measured", cache="weighted", allotment="by-use",
-        own={"ahead": 2, "weights": (0.25, 0.25, 0.25, 0.25)},
+        prefetch="stacked-gates", speculate="measured", cache="next-use", allotment="by-use",
+        own={"ahead": 2},
     ),
     Composition(
         "frugal",
         "what ranks behind 80 % of a token's gate weight is used where it is here and not fetched; no prefetch",
         "HOBBIT's skipping (2024, section 3.2) without its low precision",
-        precision="gate-score", cache="weighted", allotment="by-use",
-        own={"t1": 0.8, "t2": 0.8, "weights": (0.25, 0.25, 0.25, 0.25)},
+        precision="gate-score", cache="next-use", allotment="by-use",
+        own={"t1": 0.8, "t2": 0.8},
     ),
     Composition(
         "nimble",

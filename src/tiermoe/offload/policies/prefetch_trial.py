@@ -25,9 +25,13 @@ def promising(layer_s: float, load_s: float, spare: bool) -> bool:
 class PrefetchTrial:
     """Runs decode passes in stretches with prefetching on or off, and keeps the faster way.
 
-    The trial begins with `LEAD` stretches of the assumed way. Then it alternates until `PAIRS` neighbouring stretches
-    of different ways are compared, so that a steady change (a cache that fills) favours neither way. It goes on
-    comparing the way that it keeps. A tie is off, which reads less.
+    In the first stretch, where that is off, predictions are compared with what routers then choose, and nothing is read
+    for them (`watching`). Where less than half of what they would have read was needed, prefetching stays off and is
+    not tried; one stretch in 17 watches again.
+
+    Else the trial begins with `LEAD` stretches of the assumed way. Then it alternates until `PAIRS` neighbouring
+    stretches of different ways are compared, so that a steady change (a cache that fills) favours neither way. It goes
+    on comparing the way that it keeps. A tie is off, which reads less.
 
     found: the result of an earlier run, None without one. promises: in that case called after the first stretch, which
     is off, with the seconds of computing a layer: whether to assume on; None: off is assumed."""
@@ -39,6 +43,8 @@ class PrefetchTrial:
         self._passes: list[float] = []  # seconds a token, of the running stretch
         self._layers: list[float] = []  # seconds of computing a layer, of the running stretch
         self._ended = 0
+        self._named = self._needed = 0  # experts, in a watched stretch
+        self._useless: float | None = None  # share that was needed, where that was too little
         self._decided: int | None = None  # after so many stretches
         self._last: tuple[bool, float] | None = None
         self._pairs: deque[tuple[float, float]] = deque(maxlen=PAIRS)  # with prefetching, without
@@ -53,14 +59,28 @@ class PrefetchTrial:
             self._layers.clear()
 
     @property
+    def watching(self) -> bool:
+        """Whether the next pass tells `record_named` what it would have read ahead."""
+        again = self._useless is not None and self._ended % (KEPT + 1) == 0
+        return not self.on and (self._ended == 0 or again)
+
+    def record_named(self, named: int, needed: int) -> None:
+        """In a watched pass, so many absent experts of a layer were named before it ran, of which its router chose
+        `needed`."""
+        self._named += named
+        self._needed += needed
+
+    @property
     def pays(self) -> bool | None:
-        """Whether passes are faster with prefetching; None before the trial has ended."""
+        """Whether passes are faster with prefetching; None before that is known."""
+        if self._useless is not None:
+            return False
         return None if len(self._pairs) < PAIRS else self._more() < 0
 
     @property
     def without_s(self) -> float | None:
         """Seconds a token without prefetching, in the last comparisons; None before the trial has ended."""
-        return None if self.pays is None else median(without for _, without in self._pairs)
+        return None if len(self._pairs) < PAIRS else median(without for _, without in self._pairs)
 
     @property
     def with_s(self) -> float | None:
@@ -68,7 +88,10 @@ class PrefetchTrial:
         return None if (without := self.without_s) is None else without + self._more()
 
     def __str__(self) -> str:
-        """'off (41.2 ms a token without, 48.0 with)'; empty before the trial has ended."""
+        """'off (41.2 ms a token without, 48.0 with)' or 'off (6% of what it names is needed)'; empty before that is
+        known."""
+        if self._useless is not None:
+            return f"off ({self._useless:.0%} of what it names is needed)"
         if self.with_s is None or self.without_s is None:
             return ""
         way = "on" if self.pays else "off"
@@ -81,10 +104,14 @@ class PrefetchTrial:
         last, self._last = self._last, (self.on, took)
         if last is not None and last[0] is not self.on:
             self._pairs.append((took, last[1]) if self.on else (last[1], took))
+        if self.watching:
+            useless = 2 * self._needed < self._named
+            self._useless = self._needed / self._named if useless else None
+            self._named = self._needed = 0
         self._ended += 1
         if self._promises is not None:
             self._assumed, self._promises = self._promises(median(self._layers)), None
-        self.on = self._next()
+        self.on = self._useless is None and self._next()
 
     def _next(self) -> bool:
         if self._ended < LEAD:

@@ -3,16 +3,17 @@
 from collections.abc import Callable
 
 from tiermoe.offload.policies.eviction.arc import AdaptiveReplacement
-from tiermoe.offload.policies.eviction.base import Clock, Eviction, EvictionContext, NextUse
+from tiermoe.offload.policies.eviction.base import Clock, Eviction, EvictionContext, NextUse, Popularity
 from tiermoe.offload.policies.eviction.belady import Belady
 from tiermoe.offload.policies.eviction.edgemoe import DistanceByFrequency
 from tiermoe.offload.policies.eviction.fifo import FirstInFirstOut
 from tiermoe.offload.policies.eviction.hobbit import FarthestLayer, LeastHighPrecisionUsed, Weighted
 from tiermoe.offload.policies.eviction.lfu import LeastFrequentlyUsed
 from tiermoe.offload.policies.eviction.lru import LeastRecentlyUsed
+from tiermoe.offload.policies.eviction.next_use import EstimatedNextUse
 from tiermoe.offload.policies.eviction.random_choice import RandomChoice
 
-__all__ = ["EVICTIONS", "Clock", "Eviction", "EvictionContext", "NextUse"]
+__all__ = ["EVICTIONS", "Clock", "Eviction", "EvictionContext", "NextUse", "Popularity"]
 
 EVICTIONS: dict[str, Callable[..., Eviction]] = {
     "random": RandomChoice,
@@ -24,5 +25,6 @@ EVICTIONS: dict[str, Callable[..., Eviction]] = {
     "weighted": Weighted,
     "distance": DistanceByFrequency,
     "arc": AdaptiveReplacement,
+    "next-use": EstimatedNextUse,
     "belady": Belady,
 }

@@ -17,7 +17,8 @@ class AdaptiveReplacement:
 
     ARC's request is the first use after an admission. Until then a key is in transit: its admission settles to which
     list the key will go and by how much p will change. Keys in transit leave before all others and leave no ghost. For
-    requests one at a time this is ARC exactly.
+    requests one at a time this is ARC exactly. A pool may have more slots than c for a while (`SlotShares`): then there
+    may be no ghost to forget.
     """
 
     def __init__(self, context: EvictionContext) -> None:
@@ -76,9 +77,9 @@ class AdaptiveReplacement:
             self._t2[key] = None
         else:
             self._t1[key] = None
-        if len(self._t1) + len(self._b1) > self._slots:
+        if self._b1 and len(self._t1) + len(self._b1) > self._slots:
             self._b1.popitem(last=False)
-        if len(self._t1) + len(self._t2) + len(self._b1) + len(self._b2) > 2 * self._slots:
+        if self._b2 and len(self._t1) + len(self._t2) + len(self._b1) + len(self._b2) > 2 * self._slots:
             self._b2.popitem(last=False)
 
     def _change(self, key: ExpertKey) -> float:

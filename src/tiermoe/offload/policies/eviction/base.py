@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -43,17 +43,27 @@ class Clock:
 
     layer: int = 0  # the running MoE layer
     token: int = 0  # tokens of this sequence so far, the running ones included
+    running: int = 1  # tokens of the running pass
     sequence: int = 0  # sequences begun so far
 
     def advance(self, tokens: int) -> None:
         """A forward pass over `tokens` tokens begins."""
         self.token += tokens
+        self.running = tokens
         self.layer = 0
 
     def new_sequence(self) -> None:
         self.token = 0
         self.layer = 0
         self.sequence += 1
+
+
+@dataclass(slots=True)
+class Popularity:
+    """The share of all tokens that each expert served, in this run and the ones before. The scheduler alone writes
+    it."""
+
+    shares: Sequence[Sequence[float]] = ()  # a row of experts for each layer; empty: not known yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +78,7 @@ class EvictionContext:
     per_sequence: bool = False  # a new sequence forgets all records
     next_use: NextUse | None = None  # known in a replay alone
     seed: int = 0  # of random choices
+    popularity: Popularity = field(default_factory=Popularity)
     # (layer, expert) → share or number of the calibration's tokens
     frequencies: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
