@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -23,7 +22,7 @@ class EstimatedNextUse:
     and others, 2001), of which half is left after 2 and after 32 tokens; the last is `context.popularity`. A use by
     some of a pass's tokens counts as their share of the pass.
 
-    Keys are ranked once for all misses of a layer, since a use comes after them."""
+    Keys are ranked once for all misses of a layer, since a use comes after them; what is admitted meanwhile is last."""
 
     forgets: ClassVar[bool] = True
     spans_precisions: ClassVar[bool] = True
@@ -42,10 +41,7 @@ class EstimatedNextUse:
 
     def admitted(self, key: ExpertKey) -> None:
         self._keys[key] = None
-        if self._ranked_at == self._now():
-            insort(self._ranking, key, key=self._nearness)
-        else:
-            self._ranked_at = None
+        self._ranking.append(key)
 
     def used(self, key: ExpertKey, demand: Demand) -> None:
         self._ranked_at = None
@@ -67,9 +63,10 @@ class EstimatedNextUse:
             self._ranking.remove(key)
 
     def victim(self, incoming: ExpertKey, evictable: Callable[[ExpertKey], bool]) -> ExpertKey | None:
-        if self._ranked_at != self._now():
-            self._ranked_at = self._now()
-            self._ranking = sorted(self._keys, key=self._nearness)
+        now = self._earlier_tokens + self._clock.token, self._clock.layer
+        if self._ranked_at != now:
+            self._ranked_at = now
+            self._rank(*now)
         return next(filter(evictable, self._ranking), None)
 
     def new_sequence(self) -> None:
@@ -79,21 +76,22 @@ class EstimatedNextUse:
         if self._per_sequence:
             self._records.clear()
 
-    def _now(self) -> tuple[int, int]:
-        return self._earlier_tokens + self._clock.token, self._clock.layer
-
-    def _nearness(self, key: ExpertKey) -> float:
-        """Tokens from now until the next use, negated."""
-        layer, expert, _ = key
+    def _rank(self, token: int, running: int) -> None:
+        """Ranks all keys by the tokens until their next use, the most first."""
         lately, longer, always = _WEIGHTS
-        shares = self._popularity.shares
-        rate = always * shares[layer][expert] if shares else 0.0
-        record = self._records.get((layer, expert))
-        if record is not None:
-            since = self._earlier_tokens + self._clock.token - record.token
-            rate += lately * record.lately * _LATELY**since + longer * record.longer * _LONGER**since
-        distance = (layer - self._clock.layer - 1) % self._layers / self._layers
-        return -distance - 1 / max(rate, _NEVER)
+        shares, records, layers = self._popularity.shares, self._records, self._layers
+        distances = []
+        for place, key in enumerate(self._keys):
+            layer, expert, _ = key
+            rate = always * shares[layer][expert] if shares else 0.0
+            record = records.get((layer, expert))
+            if record is not None:
+                since = token - record.token
+                rate += lately * record.lately * _LATELY**since + longer * record.longer * _LONGER**since
+            distance = (layer - running - 1) % layers / layers
+            distances.append((-distance - 1 / max(rate, _NEVER), place, key))
+        distances.sort()
+        self._ranking = [key for _, _, key in distances]
 
 
 @dataclass(slots=True)
