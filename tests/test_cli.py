@@ -41,6 +41,8 @@ KEYS = {
     "expert_hits": int,
     "expert_misses": int,
     "bytes_read": int,
+    "bytes_read_also": int,
+    "also_warning": str,
     "wait_s": float,
     "peak_memory_bytes": int,
     "memory_budget_bytes": int,

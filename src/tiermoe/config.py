@@ -108,13 +108,16 @@ class Settings:
     batch: int = 1
     """Sequences that run at once."""
     lanes: int | None = None
-    """Threads that read experts; None: the best of a short probe."""
+    """Threads that read experts, for each drive; None: the best of a short probe."""
     threads: int | None = None
     """Compute threads; None: torch's setting."""
     device: str = "auto"
     """'cpu', 'cuda', 'cuda:N' or 'auto': a GPU where there is one."""
     gpu_memory: int | None = None
     """Bound on allocations on a GPU in bytes; None: what is free, less a reserve."""
+    also: Path | None = None
+    """Folder on another drive with a copy of the files of experts, or of some of them, which are read from both drives;
+    None: from one."""
     store: Path | None = None
     """Folder of the expert store; None: in the user's cache folder."""
     decoder: str = "auto"
@@ -188,6 +191,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "device": (str, "auto, cpu or cuda"),
     "decoder": (str, "auto or generic"),
     "store": (Path, "the path of a folder"),
+    "also": (Path, "the path of a folder"),
     "preset": (str, "the name of a preset"),
     "set": (Mapping, "parts and settings by name"),
     "cache": (CacheSize, "a share like 25% or a size like 3MiB"),
@@ -214,6 +218,7 @@ def settings(**options: Any) -> Settings:
             options[name] = parse_size(options[name], name)
     if options.get("cache") is not None and not isinstance(options["cache"], CacheSize):
         options["cache"] = parse_cache(options["cache"])
-    if isinstance(options.get("store"), str | os.PathLike):
-        options["store"] = Path(options["store"])
+    for name in ("store", "also"):
+        if isinstance(options.get(name), str | os.PathLike):
+            options[name] = Path(options[name])
     return Settings(**options)

@@ -60,6 +60,7 @@ class PhaseMetrics:
     counts: ExpertCounts = field(default_factory=ExpertCounts)  # of the passes that were kept
     discarded: ExpertCounts = field(default_factory=ExpertCounts)  # of the passes that were discarded (MoBiLE)
     read_s: float = 0.0  # seconds in which the link was at work, with computing or without; 0 where unknown
+    bytes_read_also: int = 0  # of `bytes_read`, from the second drive (--also)
 
     def since(self, earlier: PhaseMetrics) -> PhaseMetrics:
         """What has been added since `earlier`."""
@@ -72,6 +73,7 @@ class PhaseMetrics:
             self.counts.minus(earlier.counts),
             self.discarded.minus(earlier.discarded),
             self.read_s - earlier.read_s,
+            self.bytes_read_also - earlier.bytes_read_also,
         )
 
     def add(self, used: PhaseMetrics, tokens: int, discarded: bool = False) -> None:
@@ -81,6 +83,7 @@ class PhaseMetrics:
         self.wait_s += used.wait_s
         self.bytes_read += used.bytes_read
         self.read_s += used.read_s
+        self.bytes_read_also += used.bytes_read_also
         self.tokens += tokens
         (self.discarded if discarded else self.counts).add(used.counts)
         self.discarded.add(used.discarded)
@@ -140,6 +143,7 @@ class Metrics:
     peak_memory_bytes: int = 0  # the most that the process has held; 0 of a replay
     fallback_ratio: float = 0.0  # share of the decoded tokens that all K experts computed again (MoBiLE)
     prefetching: str = ""  # what speculate=measured has decided, with its figures; empty where nothing
+    also_warning: str = ""  # what the second drive failed to give; empty where nothing
 
     hit_rate = property(attrgetter("total.hit_rate"))
     prefill_hit_rate = property(attrgetter("prefill.hit_rate"))
@@ -149,6 +153,7 @@ class Metrics:
     prefill_tok_s = property(attrgetter("prefill.tok_s"))
     decode_tok_s = property(attrgetter("decode.tok_s"))
     bytes_read = property(attrgetter("total.bytes_read"))
+    bytes_read_also = property(attrgetter("total.bytes_read_also"))
     prefill_bytes_per_token = property(attrgetter("prefill.bytes_per_token"))
     bytes_per_token = property(attrgetter("decode.bytes_per_token"))
     wait_s = property(attrgetter("total.wait_s"))  # seconds in which computing waited for experts

@@ -24,7 +24,7 @@ NAMES = (*NEEDED, "mobile", "nimble")
 """Presets that can be calibrated. Without it mobile has the paper's gamma, nimble values found on other models."""
 
 
-@opt.engine_options(without=["cache", "chunk", "context", "kv_bits", "preset", "set"])
+@opt.engine_options(without=["cache", "chunk", "context", "kv_bits", "preset", "set", "also"])
 def calibrate(
     model: opt.Model,
     text: opt.RecordedText,

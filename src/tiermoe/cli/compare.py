@@ -25,7 +25,7 @@ from tiermoe.measure.compare import BASELINES, Case, evaluate_apart, measure_all
 _WIDE = 120  # columns of a table that goes to a file or a pipe
 
 
-@opt.engine_options(without=["context", "preset", "set"])
+@opt.engine_options(without=["context", "preset", "set", "also"])
 def compare(
     model: opt.Model,
     text: opt.ScoredText,

@@ -102,9 +102,19 @@ ENGINE: dict[str, Any] = {
     "set": Set,
     "lanes": Annotated[
         int | None,
-        typer.Option(help="Threads that read experts. Default: the best of a short probe.", show_default=False),
+        typer.Option(
+            help="Threads that read experts, for each drive. Default: the best of a short probe.", show_default=False
+        ),
     ],
     "threads": Annotated[int | None, typer.Option(help="Compute threads. Default: one per core.", show_default=False)],
+    "also": Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder on another drive to which files of experts were copied, all or some, under their names (of a "
+            "store, or the model's own where they run in place): both drives share the reads.",
+            show_default=False,
+        ),
+    ],
     "store": StoreDir,
 }
 """Setting → the option of that name."""

@@ -193,7 +193,8 @@ def summary(report: Report) -> str:
     parts += [
         f"first token after {report.ttft_s:.2f} s",
         f"hit rate {report.hit_rate:.0%}",
-        f"{format_size(report.bytes_read)} read",
+        f"{format_size(report.bytes_read)} read"
+        + (f" ({format_size(report.bytes_read_also)} from --also)" if report.bytes_read_also else ""),
         f"peak memory {format_size(report.peak_memory_bytes)} of {format_size(report.memory_budget_bytes)}",
     ]
     if report.displaced_choices:
@@ -203,4 +204,6 @@ def summary(report: Report) -> str:
         )
     if report.prefetching:
         parts.append(f"prefetching {report.prefetching}")
+    if report.also_warning:
+        parts.append(report.also_warning)
     return "[" + ", ".join(parts) + "]"

@@ -59,9 +59,11 @@ def plan(
 
 
 def _rates_of_named(machine: str | None, options: dict[str, Any]) -> Rates | None:
-    """The rates of a computer by name; None for this one. ConfigError for an unknown name, or without --memory: how
-    much is free there is not known."""
+    """The rates of a computer by name; None for this one. ConfigError for an unknown name, beside --also, or without
+    --memory: how much is free there is not known."""
     rates = None if machine is None else named_rates(machine)
+    if machine is not None and options.get("also") is not None:
+        raise ConfigError(f"--also is a drive of this machine, --machine {machine} another one; leave out one of them")
     if rates is not None and options.get("memory") is None:
         raise ConfigError(f"how much memory may the model take on {machine}? give --memory beside --machine")
     return rates
@@ -71,10 +73,12 @@ def _rates(settings: Settings, machine: str | None, named: Rates | None) -> Call
     def rates(by_torch: ExpertFormat | None) -> Rates:
         if named is not None:
             return named
-        from tiermoe.measure.machine_rates import machine_rates, torch_seconds
+        from tiermoe.measure.machine_rates import machine_rates, torch_seconds, with_second_drive
         from tiermoe.model.hf.blueprint import cache_folder
 
         here = machine_rates(cache_folder(), settings.threads)
+        if settings.also is not None:
+            here = with_second_drive(here, settings.also)
         if by_torch is not None:
             here = replace(here, torch_s=torch_seconds(by_torch))
         return here if machine is None else with_drive(here, machine)

@@ -71,7 +71,7 @@ def open_session(
     if options.get("memory") is None:
         note(f"memory: {format_size(plan.budget)}, {plan.budget_source}; --memory sets another bound")
     slow = missing_kernels(blueprint.dtype) if engine.device.type == "cpu" else ""
-    for warning in filter(None, (slow, *beyond_this_machine(asked), *plan.warnings)):
+    for warning in filter(None, (slow, *beyond_this_machine(asked), *plan.warnings, *engine.service.second.notes)):
         note(f"note: {warning}")
     return Session(engine, tokenizer, time.perf_counter() - started)
 

@@ -27,7 +27,7 @@ from tiermoe.model.latent_attention import LatentSizes
 from tiermoe.offload.assembly import ModelShape, cache_bytes
 from tiermoe.offload.composition import require_device
 from tiermoe.offload.cuda import free_memory, resolve_device
-from tiermoe.offload.disk import LANES
+from tiermoe.offload.disk import most_lanes
 from tiermoe.offload.policies.prediction import PREDICTIONS
 from tiermoe.platform.machine import available_memory
 from tiermoe.platform.process_memory import ACTIVATIONS_HEAP, resident_bytes
@@ -257,7 +257,7 @@ def divided_with_gpu(
     plan = replace(empty, slots=sum(pool.slots for pool in pools), pools=pools)
     holds_all = pools == slot_pools(_EVERYTHING, resolved, sizes, base.all_slots)
     host_room = 0 if holds_all else plan.budget - plan.fixed  # a thread reads into a pinned slot in any case
-    lanes = resolved.settings.lanes or LANES
+    lanes = most_lanes(resolved.settings)
     plan = replace(plan, host_pools=slot_pools(host_room, resolved, sizes, base.all_slots, lanes))
     if plan.total > plan.budget:
         raise BudgetError(

@@ -165,8 +165,9 @@ class Engine:
         seconds, wait_s = time.perf_counter(), self.wait_s
         counts, discarded = self.loader.counts.copy(), self.scheduler.discarded.copy()
         return PhaseMetrics(
-            seconds, seconds - wait_s, wait_s, self.link.bytes_read, 0, counts, discarded, self.link.busy_s
-        )
+            seconds, seconds - wait_s, wait_s, self.link.bytes_read, 0, counts, discarded, self.link.busy_s,
+            self.service.second.bytes_read,
+        )  # fmt: skip
 
     def other_budgets(self, decode: PhaseMetrics) -> list[OtherBudget]:
         """What other memory budgets would bring, by all decoding that this was told of (`decode`: the latest), and the
@@ -183,6 +184,7 @@ class Engine:
         run.peak_memory_bytes = peak_resident_bytes()
         run.fallback_ratio = self.confident.fallback_ratio if self.confident else 0.0
         run.prefetching = self.scheduler.prefetching
+        run.also_warning = self.service.second.warning
         return run
 
     def stats(self) -> dict[str, float | int | str]:
@@ -212,6 +214,8 @@ class Engine:
             "fallback_ratio": run.fallback_ratio,
             "hit_rate": now.hit_rate,
             "bytes_read": now.bytes_read,
+            "bytes_read_also": now.bytes_read_also,
+            "also_warning": run.also_warning,
             "wait_s": now.wait_s,
             "cache_slots": self.plan.slots,
             "slot_bytes": self.plan.slot_bytes,

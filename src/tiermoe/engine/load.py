@@ -19,6 +19,7 @@ from tiermoe.engine.engine import Engine, Model
 from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.engine.reading import Reading, open_reading, rows_stay_on_disk
 from tiermoe.engine.service import ExpertService
+from tiermoe.errors import ConfigError
 from tiermoe.formats.in_place import OWN_BITS
 from tiermoe.formats.store import Store
 from tiermoe.kernels.linear import machine_layout
@@ -193,7 +194,21 @@ def resolve_for(blueprint: Blueprint, settings: Settings) -> Resolved:
             blueprint.require_own_experts()  # raises, and says why
         settings = replace(settings, bits=OWN_BITS, device="cpu" if settings.device == "auto" else settings.device)
     root = store_root(blueprint, settings.store)
-    return resolve(settings, root, blueprint.checkpoint.fingerprint(), blueprint.name, len(blueprint.layers))
+    resolved = resolve(settings, root, blueprint.checkpoint.fingerprint(), blueprint.name, len(blueprint.layers))
+    _check_also(resolved)
+    return resolved
+
+
+def _check_also(resolved: Resolved) -> None:
+    """ConfigError where `also` is no folder, or the composition reads no whole experts from a drive."""
+    also, composition = resolved.settings.also, resolved.composition
+    if also is None:
+        return
+    if not also.is_dir():
+        raise ConfigError(f"--also {also} is no folder; copy the files of experts there, all or some")
+    for part, value in (("unit", "neuron"), ("store", "memory")):
+        if getattr(composition, part) == value:
+            raise ConfigError(f"--also serves whole experts from two drives, and {composition.name} has {part}={value}")
 
 
 def plan(model: str | os.PathLike[str], **options: Any) -> MemoryPlan:

@@ -30,7 +30,7 @@ from tiermoe.model.linear_attention import LinearSizes
 from tiermoe.model.prepare_store import packing_needs
 from tiermoe.model.rotary import table_bytes
 from tiermoe.model.short_convolution import ConvolutionSizes
-from tiermoe.offload.disk import LANES, staging_bytes
+from tiermoe.offload.disk import most_lanes, staging_bytes
 from tiermoe.systems.resolved import Resolved
 from tiermoe.types import Need, Phase, Use, Workload
 
@@ -89,7 +89,7 @@ def while_running(model: PlanInputs) -> list[Need]:
         Need("dense", dense, Phase.RUNNING, "weights"),
         *expanding_needs(blueprint, settings, model.device),
         *decoder_needs(blueprint, formats, settings, load, model.device),
-        Need("staging", staging_bytes(formats, settings.lanes or LANES), Phase.RUNNING, "reading lanes"),
+        Need("staging", staging_bytes(formats, most_lanes(settings)), Phase.RUNNING, "reading lanes"),
         Need("staging", in_memory, Phase.RUNNING, "the store in memory"),
         *([Need("requests", model.use.requests, Phase.RUNNING, "those in flight")] if model.use.requests else []),
     ]

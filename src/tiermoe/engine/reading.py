@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tiermoe.engine.budget import holds_everything
@@ -18,6 +18,7 @@ from tiermoe.model.dense_weights import embedding_bytes
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.offload.mapped import MappedFiles
 from tiermoe.offload.probe import DriveProbe, known_drive, through_page_cache
+from tiermoe.offload.second_drive import SecondDrive, open_copy
 from tiermoe.platform.machine import page_cache_room
 from tiermoe.platform.process_memory import resident_bytes
 from tiermoe.systems.resolved import Resolved
@@ -28,18 +29,22 @@ _ROOM_USED = 0.9  # of the room at most: others need some too
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How a store is read. `files`: its files, mapped, where slots are their extents; None: slots hold copies."""
+    """How a store is read. `files`: its files, mapped, where slots are their extents; None: slots hold copies. `drive`:
+    of both drives where `second`, the second drive, has files."""
 
     drive: DriveProbe
     files: MappedFiles | None = None
+    second: SecondDrive = field(default_factory=SecondDrive)
 
     def __enter__(self) -> Reading:
         return self
 
     def __exit__(self, failure: object, *_: object) -> None:
-        """Gives up what is mapped where no engine came to be; an engine does so when it is closed."""
-        if failure is not None and self.files is not None:
-            self.files.close()
+        """Gives up what is mapped or open where no engine came to be; an engine does so when it is closed."""
+        if failure is not None:
+            self.second.reader.close()
+            if self.files is not None:
+                self.files.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +71,9 @@ def open_reading(plan: MemoryPlan, store: Store, resolved: Resolved, blueprint: 
 
 def reading_for(plan: MemoryPlan, packed: Packed, resolved: Resolved, device: str) -> Reading:
     """Where each expert is read once: mapped, or through the page cache where a second copy of all of them can stay
-    there, so that the next process finds them; else as the drive is fastest."""
-    lanes = resolved.settings.lanes
-    if holds_everything(plan, resolved):
+    there, so that the next process finds them; else, and with a copy on a second drive, as the drive is fastest."""
+    lanes, also, kept = resolved.settings.lanes, resolved.settings.also, packed.root / "drive.json"
+    if also is None and holds_everything(plan, resolved):
         if device == "cpu" and _can_be_slots(packed, resolved) and _has_room(plan, 0):
             files = MappedFiles()
             with contextlib.suppress(OSError):  # a file system that maps no files: copies do as well
@@ -76,7 +81,11 @@ def reading_for(plan: MemoryPlan, packed: Packed, resolved: Resolved, device: st
                 return Reading(through_page_cache(packed.extents, lanes), files)
         if _has_room(plan, sum(extent.nbytes for extent in packed.extents)):
             return Reading(through_page_cache(packed.extents, lanes))
-    return Reading(known_drive(packed.extents, lanes, packed.root / "drive.json"))
+    drive = known_drive(packed.extents, lanes, kept)
+    if also is None:
+        return Reading(drive)
+    second, both = open_copy(also, packed.extents, drive, lanes, kept)
+    return Reading(both, second=second)
 
 
 def rows_stay_on_disk(blueprint: Blueprint, plan: MemoryPlan, reading: Reading) -> bool:

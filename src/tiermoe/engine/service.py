@@ -29,6 +29,7 @@ from tiermoe.offload.policies.prefetch_trial import PrefetchTrial, promising
 from tiermoe.offload.probe import DriveProbe
 from tiermoe.offload.reader import ExtentReader, HeldReader
 from tiermoe.offload.scheduler import Scheduler
+from tiermoe.offload.second_drive import TwoDrives
 from tiermoe.offload.tiers import Tiers, assemble_mapped
 from tiermoe.offload.tiers import assemble as assemble_tiers
 from tiermoe.platform.machine import processors
@@ -54,7 +55,7 @@ class ExpertService:
         known: dict[Layout, Layout] = {}
         self.packed = {bits: PackedExperts(store, self._key_of(bits), known) for bits in resolved.precisions}
         self.drive: DriveProbe = reading.drive
-        self._files = reading.files
+        self._files, self.second = reading.files, reading.second
         self.unit = unit_of(resolved.composition, torch.device(self.device).type)
         tiers = self._tiers(reading.files)
         self._slots, self.link, self.tier_stats = tiers.slots, tiers.link, tiers.stats
@@ -131,6 +132,8 @@ class ExpertService:
         return self.packed[key.bits].of[key.layer][key.expert]
 
     def _reader(self) -> ExtentReader | HeldReader:
+        if self.second.files:
+            return TwoDrives(self.drive.direct, self.drive.keep, self.second)
         reader = ExtentReader(self.drive.direct, self.drive.keep)
         if self.resolved.composition.store == "disk":
             return reader

@@ -8,7 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -54,6 +54,13 @@ def machine_rates(folder: Path, threads: int | None = None) -> Rates:
     found = kept[case]
     source = f"measured on {found.day} with {threads} threads, kept in {folder / NAME}"
     return Rates(found.memory, found.drive, found.arithmetic, source)
+
+
+def with_second_drive(rates: Rates, folder: Path) -> Rates:
+    """The same machine where `folder` has a copy of all experts: its drive, which is measured now, shares the reads."""
+    drive = _drive_rate(folder, "*")
+    source = f"{rates.source}; {drive / 1e9:.2g} GB/s of the drive's are those of {folder}"
+    return replace(rates, drive=rates.drive + drive, source=source)
 
 
 def torch_seconds(form: ExpertFormat) -> tuple[float, float]:
@@ -116,10 +123,7 @@ def _checked(entry: dict[str, str | float]) -> _Measured:
 def _measure(folder: Path, threads: int) -> tuple[_Measured, float]:
     """Measured rates, and the share of the threads' time in which they had a processor."""
     before = torch.get_num_threads()
-    with _sample(folder) as file:
-        size = file.stat().st_size // _READ
-        extents = [Extent((Segment(str(file), index * _READ, _READ, 0),), "") for index in range(size)]
-        drive = probe_drive(extents).bandwidth
+    drive = _drive_rate(folder, "*/*")
     try:
         memory = float(bandwidth.measure(threads)["bandwidth"])
         torch.set_num_threads(threads)
@@ -129,10 +133,18 @@ def _measure(folder: Path, threads: int) -> tuple[_Measured, float]:
     return _Measured(memory, drive, arithmetic, date.today()), share
 
 
+def _drive_rate(folder: Path, pattern: str) -> float:
+    """Bytes a second of the drive of `folder`, read from one of the files of `pattern` there."""
+    with _sample(folder, pattern) as file:
+        size = file.stat().st_size // _READ
+        extents = [Extent((Segment(str(file), index * _READ, _READ, 0),), "") for index in range(size)]
+        return probe_drive(extents).bandwidth
+
+
 @contextlib.contextmanager
-def _sample(folder: Path) -> Iterator[Path]:
-    """A large file on the drive of `folder`: the largest file of a store, or one that is written for the purpose."""
-    files = [file for file in folder.glob("*/*") if file.is_file() and file.stat().st_dev == folder.stat().st_dev]
+def _sample(folder: Path, pattern: str) -> Iterator[Path]:
+    """A large file on the drive of `folder`: the largest of a pattern, or one that is written for the purpose."""
+    files = [file for file in folder.glob(pattern) if file.is_file() and file.stat().st_dev == folder.stat().st_dev]
     largest = max(files, key=lambda file: file.stat().st_size, default=None)
     if largest is not None and largest.stat().st_size >= _LEAST_FILE:
         yield largest

@@ -15,6 +15,7 @@
 
 enum {
     PAGE = 4096,
+    DRIVES = 2,
     MOST_THREADS = 64,
     SMALL = 1 << 17,       /* bytes */
     SIGNALS_NS = 50000000, /* after which a waiting thread looks for signals */
@@ -26,10 +27,13 @@ typedef enum { URGENT, SPECULATIVE, BACKGROUND, KINDS } Kind;
  * of a mapped file, of which the target is a part. */
 typedef enum { CACHED, DROPPED, DIRECT, MAPPED } How;
 
-/* `nbytes` at `offset` of a file that belong at byte `at` of the target. */
+/* `nbytes` at `offset` of a file that belong at byte `at` of the target. The second drive may have a copy of the file;
+ * where it has none, its `file` is -1. */
 typedef struct {
     int64_t offset, nbytes, at;
-    int32_t file, how;
+    struct {
+        int32_t file, how;
+    } on[DRIVES];
 } Piece;
 
 typedef struct {
@@ -38,9 +42,15 @@ typedef struct {
     Piece pieces[];
 } Request;
 
-_Static_assert(sizeof(Piece) == 32 && sizeof(Request) == 16, "Python packs these");
+_Static_assert(sizeof(Piece) == 40 && sizeof(Request) == 16, "Python packs these");
 
 typedef enum { DONE, SYSTEM, ENDS_EARLY, DAMAGED } Outcome;
+
+/* How a read has ended, and of one that is not DONE: at which piece, and errno or the bytes that are missing. */
+typedef struct {
+    Outcome outcome;
+    int64_t piece, detail;
+} Result;
 
 typedef struct Load {
     struct Load *next;
@@ -49,8 +59,8 @@ typedef struct Load {
     char *target;
     PyObject *bytes; /* which hold the request */
     const Request *request;
-    Outcome outcome;
-    int64_t piece, detail; /* of an outcome that is not DONE: which, and errno or the bytes that are missing */
+    int drive; /* whose result it has; where that is the second drive's and not DONE, the first has given the load */
+    Result result;
     int64_t ended;
 } Load;
 
@@ -74,6 +84,8 @@ typedef struct {
     int reading, sleeping, in_background;
     Buffer own; /* of who waits and reads meanwhile */
     int64_t bytes_read, busy, busy_since, waited, wakes, wake, starts, start;
+    int64_t under_way[DRIVES]; /* bytes */
+    double ratio;              /* the second drive's bandwidth in the first one's; 0: there is one drive */
     int64_t since; /* the first of the loads was asked for that no thread has taken, or 0 */
 } IOThreads;
 
@@ -109,12 +121,12 @@ static char *room(Buffer *buffer, size_t size) {
 
 /* Fills the parts, one after the other, with at least `wanted` bytes from `offset` on (a direct read may ask for the rest
  * of a page too). */
-static Outcome read_fully(Load *load, int file, struct iovec *parts, int count, int64_t offset, int64_t wanted) {
+static Outcome read_fully(Result *result, int file, struct iovec *parts, int count, int64_t offset, int64_t wanted) {
     for (int64_t done = 0; done < wanted;) {
         const ssize_t some = preadv(file, parts, count, offset + done);
         if (some < 0 && errno == EINTR) continue;
-        if (some < 0) return load->detail = errno, SYSTEM;
-        if (some == 0) return load->detail = wanted - done, ENDS_EARLY;
+        if (some < 0) return result->detail = errno, SYSTEM;
+        if (some == 0) return result->detail = wanted - done, ENDS_EARLY;
         done += some;
         for (size_t left = (size_t)some; left;) {
             const size_t of_first = parts->iov_len < left ? parts->iov_len : left;
@@ -130,81 +142,99 @@ static Outcome read_fully(Load *load, int file, struct iovec *parts, int count, 
 static int in_place(const Piece *piece) { return piece->offset % PAGE == piece->at % PAGE && piece->nbytes >= 2 * PAGE; }
 
 /* Past the page cache whole pages are read. */
-static Outcome read_direct(Load *load, const Piece *piece, char *target, Buffer *buffer) {
+static Outcome read_direct(Result *result, const Piece *piece, int file, char *target, Buffer *buffer) {
     const int64_t before = piece->offset % PAGE, start = piece->offset - before;
     if (in_place(piece)) {
         const int64_t head = (PAGE - before) % PAGE, tail = (piece->nbytes - head) % PAGE;
         char *edges = head || tail ? room(buffer, 2 * PAGE) : NULL;
-        if ((head || tail) && !edges) return load->detail = ENOMEM, SYSTEM;
+        if ((head || tail) && !edges) return result->detail = ENOMEM, SYSTEM;
         struct iovec parts[3];
         int count = 0;
         if (head) parts[count++] = (struct iovec){edges, PAGE};
         parts[count++] = (struct iovec){target + head, (size_t)(piece->nbytes - head - tail)};
         if (tail) parts[count++] = (struct iovec){edges + PAGE, PAGE};
-        const Outcome outcome = read_fully(load, piece->file, parts, count, start, before + piece->nbytes);
+        const Outcome outcome = read_fully(result, file, parts, count, start, before + piece->nbytes);
         if (head) memcpy(target, edges + before, (size_t)head);
         if (tail) memcpy(target + piece->nbytes - tail, edges + PAGE, (size_t)tail);
         return outcome;
     }
     const size_t pages = (size_t)((before + piece->nbytes + PAGE - 1) / PAGE * PAGE);
     char *bytes = room(buffer, pages);
-    if (!bytes) return load->detail = ENOMEM, SYSTEM;
+    if (!bytes) return result->detail = ENOMEM, SYSTEM;
     struct iovec whole = {bytes, pages};
-    const Outcome outcome = read_fully(load, piece->file, &whole, 1, start, before + piece->nbytes);
+    const Outcome outcome = read_fully(result, file, &whole, 1, start, before + piece->nbytes);
     memcpy(target, bytes + before, (size_t)piece->nbytes);
     return outcome;
 }
 
 /* Reads what could not be brought in, to no use: that brings the pages too, or says what is wrong with them, where
  * touching a page of the mapping would end the process. */
-static Outcome read_elsewhere(Load *load, const Piece *piece, Buffer *buffer) {
+static Outcome read_elsewhere(Result *result, const Piece *piece, int file, Buffer *buffer) {
     const int64_t most = 1 << 20;
     char *bytes = room(buffer, (size_t)most);
-    if (!bytes) return load->detail = ENOMEM, SYSTEM;
+    if (!bytes) return result->detail = ENOMEM, SYSTEM;
     for (int64_t done = 0; done < piece->nbytes; done += most) {
         const int64_t some = piece->nbytes - done < most ? piece->nbytes - done : most;
         struct iovec part = {bytes, (size_t)some};
-        const Outcome outcome = read_fully(load, piece->file, &part, 1, piece->offset + done, some);
+        const Outcome outcome = read_fully(result, file, &part, 1, piece->offset + done, some);
         if (outcome != DONE) return outcome;
     }
     return DONE;
 }
 
-static Outcome bring_in(Load *load, const Piece *piece, char *target, Buffer *buffer) {
+static Outcome bring_in(Result *result, const Piece *piece, int file, char *target, Buffer *buffer) {
 #ifdef MADV_POPULATE_READ
     if (!madvise(target, (size_t)piece->nbytes, MADV_POPULATE_READ)) return DONE;
 #else
     (void)target;
 #endif
-    return read_elsewhere(load, piece, buffer);
+    return read_elsewhere(result, piece, file, buffer);
 }
 
 static Outcome read_piece(Load *load, const Piece *piece, Buffer *buffer) {
+    Result *result = &load->result;
+    const int file = piece->on[load->drive].file;
+    const How how = piece->on[load->drive].how;
     char *target = load->target + piece->at;
-    if (piece->how == DIRECT) return read_direct(load, piece, target, buffer);
-    if (piece->how == MAPPED) return bring_in(load, piece, target, buffer);
+    if (how == DIRECT) return read_direct(result, piece, file, target, buffer);
+    if (how == MAPPED) return bring_in(result, piece, file, target, buffer);
     struct iovec part = {target, (size_t)piece->nbytes};
-    const Outcome outcome = read_fully(load, piece->file, &part, 1, piece->offset, piece->nbytes);
+    const Outcome outcome = read_fully(result, file, &part, 1, piece->offset, piece->nbytes);
 #ifdef POSIX_FADV_DONTNEED
-    if (piece->how == DROPPED) posix_fadvise(piece->file, piece->offset, piece->nbytes, POSIX_FADV_DONTNEED);
+    if (how == DROPPED) posix_fadvise(file, piece->offset, piece->nbytes, POSIX_FADV_DONTNEED);
 #endif
     return outcome;
 }
 
-static void run(Load *load, Buffer *buffer) {
+static Outcome run(Load *load, Buffer *buffer) {
     const Request *request = load->request;
-    load->outcome = DONE;
-    for (int32_t p = 0; p < request->count && load->outcome == DONE; p++) {
-        load->piece = p;
-        load->outcome = read_piece(load, &request->pieces[p], buffer);
+    load->result = (Result){DONE, 0, 0};
+    for (int32_t p = 0; p < request->count; p++) {
+        load->result.piece = p;
+        const Outcome outcome = read_piece(load, &request->pieces[p], buffer);
+        if (outcome != DONE) return load->result.outcome = outcome;
     }
-    if (load->outcome == DONE && request->checked) {
+    if (request->checked) {
         Xxh3 state;
         xxh3_begin(&state);
         for (int32_t p = 0; p < request->count; p++)
             xxh3_update(&state, load->target + request->pieces[p].at, (size_t)request->pieces[p].nbytes);
-        if (xxh3_digest(&state) != request->checksum) load->outcome = DAMAGED;
+        if (xxh3_digest(&state) != request->checksum) load->result.outcome = DAMAGED;
     }
+    return load->result.outcome;
+}
+
+static int64_t bytes_of(const Load *load) {
+    int64_t nbytes = 0;
+    for (int32_t p = 0; p < load->request->count; p++) nbytes += load->request->pieces[p].nbytes;
+    return nbytes;
+}
+
+/* The drive that ends a load sooner, beside what it is reading; under the lock. */
+static int soonest(const IOThreads *io, const Load *load) {
+    const int64_t *under_way = io->under_way, nbytes = bytes_of(load);
+    if (load->request->pieces[0].on[1].file < 0) return 0;
+    return (double)(under_way[1] + nbytes) < (double)(under_way[0] + nbytes) * io->ratio;
 }
 
 /* A load begins or ends; under the lock. */
@@ -214,16 +244,24 @@ static void count_reading(IOThreads *io, int change) {
     if (change < 0 && !io->reading) io->busy += now() - io->busy_since;
 }
 
-/* Runs a load that was taken from its queue: gives the lock up meanwhile. */
+/* Runs a load that was taken from its queue: gives the lock up meanwhile. What the second drive fails to give is read
+ * from the first. */
 static void work(IOThreads *io, Load *load, Buffer *buffer) {
+    const int drive = load->drive = soonest(io, load);
+    const int64_t nbytes = bytes_of(load);
+    io->under_way[drive] += nbytes;
     count_reading(io, 1);
     pthread_mutex_unlock(&io->lock);
-    run(load, buffer);
+    if (run(load, buffer) != DONE && drive) {
+        const Result copy = load->result;
+        load->drive = 0;
+        if (run(load, buffer) == DONE) load->drive = drive, load->result = copy;
+    }
     pthread_mutex_lock(&io->lock);
     count_reading(io, -1);
+    io->under_way[drive] -= nbytes;
     load->ended = now();
-    if (load->outcome == DONE || load->outcome == DAMAGED)
-        for (int32_t p = 0; p < load->request->count; p++) io->bytes_read += load->request->pieces[p].nbytes;
+    if (load->drive || load->result.outcome == DONE || load->result.outcome == DAMAGED) io->bytes_read += nbytes;
     append(&io->finished, load);
 }
 
@@ -309,13 +347,15 @@ static void end(IOThreads *io) {
     io->own = (Buffer){NULL, 0};
 }
 
-/* What Python gets of a finished load: its number, or a tuple where it failed. Frees it. */
+/* What Python gets of a finished load: its number, or a tuple where it failed, or the second drive was read. Frees it. */
 static PyObject *handed_out(Load *load) {
-    PyObject *result = load->outcome == DONE ? PyLong_FromUnsignedLongLong(load->number)
-                                             : Py_BuildValue("(KiLL)", (unsigned long long)load->number, (int)load->outcome,
-                                                             (long long)load->piece, (long long)load->detail);
+    const Result *result = &load->result;
+    PyObject *handed = result->outcome == DONE && !load->drive
+                           ? PyLong_FromUnsignedLongLong(load->number)
+                           : Py_BuildValue("(KiLLi)", (unsigned long long)load->number, (int)result->outcome,
+                                           (long long)result->piece, (long long)result->detail, load->drive);
     let_go(load);
-    return result;
+    return handed;
 }
 
 static int is_open(IOThreads *io) {
@@ -325,16 +365,16 @@ static int is_open(IOThreads *io) {
 
 /* Whether a load takes no memory to speak of beside its target, so that whoever waits for it may read it. */
 static int own(const Load *load) {
-    for (int32_t p = 0; p < load->request->count; p++)
-        if (load->request->pieces[p].how == DIRECT && !in_place(&load->request->pieces[p])) return 0;
+    for (int32_t p = 0; p < load->request->count; p++) {
+        const Piece *piece = &load->request->pieces[p];
+        if ((piece->on[0].how == DIRECT || piece->on[1].how == DIRECT) && !in_place(piece)) return 0;
+    }
     return 1;
 }
 
 /* Whether reading it takes no longer than waking a thread: it is left to whoever will wait for it, unless others come. */
 static int is_small(const Load *load) {
-    int64_t nbytes = 0;
-    for (int32_t p = 0; p < load->request->count; p++) nbytes += load->request->pieces[p].nbytes;
-    return nbytes <= SMALL && load->request->pieces[0].how != MAPPED && own(load);
+    return bytes_of(load) <= SMALL && load->request->pieces[0].on[0].how != MAPPED && own(load);
 }
 
 static PyObject *io_submit(PyObject *self, PyObject *const *args, Py_ssize_t count) {
@@ -469,11 +509,13 @@ static PyObject *io_counters(PyObject *self, PyObject *none) {
 
 static PyObject *io_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     int count;
+    double ratio = 0;
     if (named && PyDict_GET_SIZE(named)) return PyErr_Format(PyExc_TypeError, "IOThreads takes no names");
-    if (!PyArg_ParseTuple(args, "i", &count)) return NULL;
+    if (!PyArg_ParseTuple(args, "i|d", &count, &ratio)) return NULL;
     if (count < 1 || count > MOST_THREADS) return PyErr_Format(PyExc_ValueError, "1 to %d threads, not %d", MOST_THREADS, count);
     IOThreads *io = (IOThreads *)type->tp_alloc(type, 0);
     if (!io) return NULL;
+    io->ratio = ratio;
     pthread_mutex_init(&io->lock, NULL);
     pthread_cond_init(&io->asked, NULL);
     pthread_cond_init(&io->ended, NULL);
@@ -501,7 +543,7 @@ static void io_dealloc(PyObject *self) {
 
 static PyMethodDef methods[] = {
     {"submit", (PyCFunction)(void (*)(void))io_submit, METH_FASTCALL, "submit(number, kind, address, request)"},
-    {"wait", io_wait, METH_NOARGS, "wait() -> the number of a load that has ended, or (number, outcome, piece, detail)"},
+    {"wait", io_wait, METH_NOARGS, "wait() -> the number of a load that has ended, or a tuple; see _native.pyi"},
     {"poll", io_poll, METH_NOARGS, "poll() -> as wait, None where nothing has ended"},
     {"recall", io_recall, METH_NOARGS, "recall() -> the numbers of the speculative loads, which had not begun"},
     {"withdraw", io_withdraw, METH_O, "withdraw(number) -> whether the background load had not begun"},

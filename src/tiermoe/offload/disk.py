@@ -19,16 +19,23 @@ from typing import Protocol
 
 import torch
 
+from tiermoe.config import Settings
 from tiermoe.errors import LoadError
 from tiermoe.formats.expert_format import PAGE, ExpertFormat, align
 from tiermoe.native import _native
 from tiermoe.offload.io_threads import IOThreads
 from tiermoe.offload.link import Finished
 from tiermoe.offload.reader import ExtentReader, aligned_memory, damaged, unreadable, verify
+from tiermoe.offload.second_drive import TwoDrives
 from tiermoe.offload.slots import FilledSlots
-from tiermoe.types import ExpertKey, Extent, Load
+from tiermoe.types import ExpertKey, Extent, Load, Segment
 
-LANES = 4  # threads, the most that the drive's probe chooses
+LANES = 4  # threads, the most that a drive's probe chooses
+
+
+def most_lanes(settings: Settings) -> int:
+    """Threads that read experts with these settings, at the most."""
+    return (settings.lanes or LANES) * (1 if settings.also is None else 2)
 
 
 def staging_bytes(formats: Sequence[ExpertFormat], lanes: int) -> int:
@@ -39,7 +46,7 @@ def staging_bytes(formats: Sequence[ExpertFormat], lanes: int) -> int:
 
 
 class Reader(Protocol):
-    """Reads the extents of experts (`offload.reader.ExtentReader`, `offload.reader.HeldReader`)."""
+    """Reads the extents of experts (`offload.reader`, `offload.second_drive.TwoDrives`)."""
 
     bytes_read: int
 
@@ -219,10 +226,11 @@ class DiskLink:
 
 
 _CACHED, _DROPPED, _DIRECT, _MAPPED = range(4)  # io.c: How
-_SYSTEM, _DAMAGED = 1, 3  # io.c: Outcome, beside DONE and ENDS_EARLY
+_DONE, _SYSTEM, _, _DAMAGED = range(4)  # io.c: Outcome, beside ENDS_EARLY
 _SHORT = 240  # bytes: the native checksum takes more
 _REQUEST = struct.Struct("=Qii")
-_PIECE = struct.Struct("=qqqii")
+_PIECE = struct.Struct("=qqqiiii")
+_NO_COPY = -1, _CACHED
 
 
 class NativeDiskLink:
@@ -248,7 +256,8 @@ class NativeDiskLink:
         self._extent_of = extent_of
         self._format_of = format_of
         self._mapped = mapped
-        self._threads = _native.IOThreads(threads)
+        self._second = reader.second if isinstance(reader, TwoDrives) else None
+        self._threads = _native.IOThreads(threads, self._second.ratio if self._second is not None else 0.0)
         self._next = 0
         self._loads: dict[int, Load] = {}  # by number: submitted, and neither taken nor recalled
         self._background: dict[ExpertKey, int] = {}  # numbers
@@ -296,7 +305,7 @@ class NativeDiskLink:
             request = self._requests.get(key) or self._request(key)
             address = self._slots.address(slot, key)
         except OSError as error:
-            self._failed.append(self._taken(number, self._error(key, _SYSTEM, 0, error.errno or 0)))
+            self._failed.append(self._taken(number, _error(key, self._extent_of(key), _SYSTEM, 0, error.errno or 0)))
             return
         except Exception as error:  # handed to whoever waits for the load
             self._failed.append(self._taken(number, error))
@@ -344,18 +353,37 @@ class NativeDiskLink:
         if extent.nbytes <= _SHORT or self._format_of(key).vectors:
             self._completed.add(key)
         parts = [_REQUEST.pack(int(extent.checksum, 16) if checked else 0, checked, len(extent.segments))]
-        for segment in extent.segments:
-            file, direct = self._reader.open(segment.file)
-            how = _MAPPED if self._mapped else _DIRECT if direct else _CACHED if self._reader.keep else _DROPPED
-            parts.append(_PIECE.pack(segment.offset, segment.nbytes, segment.at, file, how))
+        copied = [_NO_COPY] * len(extent.segments)
+        if self._second is not None and extent.nbytes > _SHORT:
+            copy = self._second.copy_of(extent, key)
+            copied = copied if copy is None else [self._opened(self._second.reader, each) for each in copy.segments]
+        for segment, place in zip(extent.segments, copied, strict=True):
+            first = self._opened(self._reader, segment)
+            parts.append(_PIECE.pack(segment.offset, segment.nbytes, segment.at, *first, *place))
         request = self._requests[key] = b"".join(parts)
         return request
 
-    def _handed_out(self, ended: int | tuple[int, int, int, int]) -> Finished:
-        if not isinstance(ended, int):
-            number, outcome, piece, detail = ended
-            return self._taken(number, self._error(self._loads[number].key, outcome, piece, detail))
-        finished = self._taken(ended)
+    def _opened(self, reader: ExtentReader, segment: Segment) -> tuple[int, int]:
+        """(descriptor, how it is read) of a segment's file."""
+        file, direct = reader.open(segment.file)
+        return file, _MAPPED if self._mapped else _DIRECT if direct else _CACHED if reader.keep else _DROPPED
+
+    def _handed_out(self, ended: int | tuple[int, int, int, int, int]) -> Finished:
+        if isinstance(ended, int):
+            number = ended
+        else:
+            number, outcome, piece, detail, drive = ended
+            key = self._loads[number].key
+            extent, second = self._extent_of(key), self._second
+            if not drive or second is None:
+                return self._taken(number, _error(key, extent, outcome, piece, detail))
+            if outcome == _DONE:
+                second.record(extent.nbytes)
+            else:
+                copy = second.copy_of(extent, key) or extent
+                second.leave_out(key, _error(key, copy, outcome, piece, detail))
+                del self._requests[key]
+        finished = self._taken(number)
         if finished.load.key in self._completed:
             return self._complete(finished.load)
         return finished
@@ -378,9 +406,10 @@ class NativeDiskLink:
             del self._background[load.key]
         return Finished(load, error)
 
-    def _error(self, key: ExpertKey, outcome: int, piece: int, detail: int) -> LoadError:
-        segment = self._extent_of(key).segments[piece]
-        if outcome == _DAMAGED:
-            return damaged(str(key), self._extent_of(key).segments[0].file)
-        why = os.strerror(detail) if outcome == _SYSTEM else f"the file ends {detail:,} bytes early"
-        return unreadable(key, segment, why)
+
+def _error(key: ExpertKey, extent: Extent, outcome: int, piece: int, detail: int) -> LoadError:
+    """What the native threads say of an expert that was read from `extent`."""
+    if outcome == _DAMAGED:
+        return damaged(str(key), extent.segments[0].file)
+    why = os.strerror(detail) if outcome == _SYSTEM else f"the file ends {detail:,} bytes early"
+    return unreadable(key, extent.segments[piece], why)

@@ -83,6 +83,7 @@ class _State(Collector):
             ("expert_cache_hits", "Those that were there", stats["expert_hits"]),
             ("expert_cache_evictions", "Experts that left for others", stats["expert_evictions"]),
             ("read_bytes", "Bytes read from the drive", stats["bytes_read"]),
+            ("also_read_bytes", "Those that the second drive gave (--also)", stats["bytes_read_also"]),
             ("expert_wait_seconds", "Time in which computing waited for experts", stats["wait_s"]),
             *_of_gpu(stats),
             *_of_disk(loop.disk),
