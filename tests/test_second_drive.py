@@ -250,7 +250,7 @@ def test_what_the_copy_fails_to_give_the_first_drive_gives(copied: Copied, linke
     for expert in range(EXPERTS):
         assert link._slots.buffer(expert)[:SIZE].numpy().tobytes() == bytes_of(copied.file, copied.extents[expert])
     assert (link.bytes_read, second.bytes_read) == (EXPERTS * SIZE, (EXPERTS - len(failed)) * SIZE)
-    assert second.warning.startswith(f"{len(failed)} reads of --also failed")
+    assert second.warning.startswith(f"{len(failed)} reads failed")
     assert f"expert {failed[0]} (4 bits)" in second.warning
     assert str(copied.copy) in second.warning
     assert brought(link, failed) == [None] * len(failed)

@@ -202,8 +202,8 @@ def summary(report: Report) -> str:
             f"{report.displaced_choices:.0%} of the experts stood in for others ({report.moved_weight:.1%} of the "
             f"gate weight)"
         )
+    if report.also_warning:
+        parts.append(f"--also: {report.also_warning}")
     if report.prefetching:
         parts.append(f"prefetching {report.prefetching}")
-    if report.also_warning:
-        parts.append(report.also_warning)
     return "[" + ", ".join(parts) + "]"

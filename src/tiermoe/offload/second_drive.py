@@ -23,6 +23,7 @@ from tiermoe.types import ExpertKey, Extent
 
 _COMPARED, _PIECE = 32 * MIB, 256 * KIB
 """Bytes that are compared when a copy is opened, of all files together, and at one place."""
+_MOST_LANES = 64  # of `--lanes`, and native threads
 _AGAIN = "copy it again, or remove the copy"
 
 
@@ -56,7 +57,7 @@ class SecondDrive:
         """What the copies failed to give, for people; empty where nothing."""
         if not self.failures:
             return ""
-        return f"{self.failures} reads of --also failed and were done from the first drive; the first: {self.failure}"
+        return f"{self.failures} reads failed and were done from the first drive; the first: {self.failure}"
 
     def copy_of(self, extent: Extent, key: ExpertKey) -> Extent | None:
         """Where the copy of an expert lies; None where there is none, or it failed before."""
@@ -143,7 +144,7 @@ def open_copy(
     if os.stat(sources[0]).st_dev == os.stat(folder).st_dev:
         notes.append(f"--also {folder} lies in the experts' own file system: a copy helps on another drive alone")
     second = SecondDrive(files, probe.bandwidth / alone, probe.direct, notes)
-    return second, replace(first, lanes=first.lanes + probe.lanes, bandwidth=bandwidth)
+    return second, replace(first, lanes=min(first.lanes + probe.lanes, _MOST_LANES), bandwidth=bandwidth)
 
 
 def _copy_of(extent: Extent, files: Mapping[str, str]) -> Extent | None:
