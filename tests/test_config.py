@@ -120,7 +120,7 @@ def test_settings_from_text(tmp_path: Path) -> None:
     [
         ("memry", "did you mean 'memory'"),
         ("dense_bit", "did you mean 'dense_bits'"),
-        ("xyzzy", "known: batch"),
+        ("xyzzy", "known: also, batch"),
     ],
 )
 def test_unknown_names_are_refused_with_a_near_one(name: str, hint: str) -> None:
