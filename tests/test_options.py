@@ -14,6 +14,7 @@ from small_traces import TIMES, layer, trace_of
 from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError
 from tiermoe.offload.composition import Composition, changed, declarations, unread
+from tiermoe.offload.policies.prefetch_trial import STRETCH
 from tiermoe.offload.policies.settings import declared
 from tiermoe.offload.profiles import Profile
 from tiermoe.simulate import ReplaySettings, replay
@@ -40,6 +41,8 @@ NEEDED: dict[Any, dict[str, Any]] = {
 """A part's value → settings that a calibration would give."""
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 3
+FREQUENCIES = [5, 1, 4, 2, 3, 6, 0, 0]  # two that were never seen
+FAVOURITES = [5, 0, 2]
 Case = tuple[float, int, int, int]
 SHORT: list[Case] = [(200.0, 9, 1, 1), (1000.0, 13, 1, 1), (200.0, 16, 2, 1), (1000.0, 7, 2, 0), (3000.0, 20, 2, 1)]
 """Bytes a second, slots of 100 bytes, layers ahead where a predictor can be told, and layers that are shallow."""
@@ -47,9 +50,13 @@ SHORT: list[Case] = [(200.0, 9, 1, 1), (1000.0, 13, 1, 1), (200.0, 16, 2, 1), (1
 REFUSED = re.compile(r"(\w+)(?:=\S+)? does nothing with (\w+)=(\S+); it is read by \w+=(\S+)")
 
 
-def _layers(chance: random.Random, tokens: int) -> list[LayerTrace]:
-    """One pass; forecasts are half right, and five of eight neurons active."""
-    chosen = [[chance.sample(range(EXPERTS), TOP_K) for _ in range(tokens)] for _ in range(LAYERS)]
+def _layers(chance: random.Random, tokens: int, favoured: float = 0.0) -> list[LayerTrace]:
+    """One pass; forecasts are half right, and five of eight neurons active. favoured: how often a token chooses the
+    experts that the profile has seen most."""
+    chosen = [
+        [FAVOURITES if chance.random() < favoured else chance.sample(range(EXPERTS), TOP_K) for _ in range(tokens)]
+        for _ in range(LAYERS)
+    ]
     found = []
     for number in range(LAYERS):
         ahead = {}
@@ -67,14 +74,16 @@ def _layers(chance: random.Random, tokens: int) -> list[LayerTrace]:
 
 @functools.cache
 def trace(sequences: int, tokens: int) -> Trace:
-    """Prompts of three tokens, and so many decoded ones after each; every other one falls back."""
+    """Prompts of three tokens, and so many decoded ones after each; every other one falls back. What a long trace
+    chooses is mostly what any prediction says, or a trial of prefetching would not begin."""
     chance = random.Random(1)
+    favoured = 0.8 if tokens > STRETCH else 0.0
     passes = []
     for sequence in range(sequences):
         passes.append(Pass("prefill", sequence, [1, 2, 3], _layers(chance, 3)))
         for token in range(tokens):
-            little = Little(0.9 if token % 2 else 0.5, _layers(chance, 1))
-            passes.append(Pass("decode", sequence, [7], _layers(chance, 1), little))
+            little = Little(0.9 if token % 2 else 0.5, _layers(chance, 1, favoured))
+            passes.append(Pass("decode", sequence, [7], _layers(chance, 1, favoured), little))
     return trace_of(
         passes, experts=EXPERTS, top_k=TOP_K, times=TIMES, forecast_distances=[1, 2],
         head_bytes=36, neuron_bytes=8, neurons=8,
@@ -89,9 +98,8 @@ def belady(sequences: int, tokens: int) -> BeladyHits:
 @functools.cache
 def profile() -> Profile:
     table = [[4 if expert % 2 else 2 for expert in range(EXPERTS)] for _ in range(LAYERS)]
-    paths = {str(number): {"0": {"1": 1}} for number in range(1, LAYERS)}  # never met: by frequency
-    frequencies = [[5, 1, 4, 2, 3, 6, 0, 0]] * LAYERS  # two that were never seen
-    return Profile("any", "", {}, {}, {"table": table, "frequencies": frequencies, "paths": paths})
+    paths = {str(number): {"7": {"5": 3, "0": 2, "2": 1}} for number in range(1, LAYERS)}  # rarely met: by frequency
+    return Profile("any", "", {}, {}, {"table": table, "frequencies": [FREQUENCIES] * LAYERS, "paths": paths})
 
 
 def whole(parts: dict[str, Any]) -> dict[str, Any]:
